@@ -1,0 +1,1 @@
+"""The Flower ClientApp: messages in, one client's defended update out."""

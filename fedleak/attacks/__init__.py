@@ -1,0 +1,78 @@
+"""What an attacker does with one observation: one file per attack.
+
+An attack is a frozen dataclass of its hyper-parameters with a `kind`, called as
+`attack(observation, model, rng=generator)` with the model at the broadcast weights. It returns a
+`Reconstruction` and changes neither observation nor weights. It cannot import the truth, the
+data, the metrics or the run directory (import-linter checks that), so whatever it scores, it
+got from the update and the facts it was granted. The first line of its docstring is what
+`fedleak list` prints.
+"""
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import ClassVar, Protocol
+
+import torch
+
+from fedleak.models import LanguageModel
+from fedleak.models.family import ModelFamily
+from fedleak.observation import Observation, UpdateKind
+from fedleak.plugins import discover
+from fedleak.reconstruction import Reconstruction
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is known of an attack's input before there is any: enough to refuse it early.
+
+    Attributes:
+        update: Gradient or delta.
+        shared: Names of the parameters in the update.
+        knows: Names of the facts that the attacker has.
+        family: The architecture.
+        num_layers: Its transformer blocks.
+        task: "sequence-classification" or "causal-lm".
+    """
+
+    update: UpdateKind
+    shared: frozenset[str]
+    knows: frozenset[str]
+    family: ModelFamily
+    num_layers: int
+    task: str
+
+    @classmethod
+    def of(cls, seen: Observation, model: LanguageModel) -> "Setting":
+        """Returns the setting of an observation."""
+        return cls(
+            seen.update.kind,
+            frozenset(seen.update.tensors),
+            frozenset(seen.knowledge.granted()),
+            model.family,
+            model.num_layers,
+            model.task,
+        )
+
+
+class Attack(Protocol):
+    """What every attack has."""
+
+    kind: ClassVar[str]
+
+    def obstacle(self, setting: Setting) -> str | None:
+        """Returns why the attack cannot work in this setting and what would mend it, or None."""
+        ...
+
+    def __call__(
+        self, seen: Observation, model: LanguageModel, *, rng: torch.Generator
+    ) -> Reconstruction:
+        """Returns what the attack reads out of the observation."""
+        ...
+
+
+@cache
+def kinds() -> Mapping[str, type[Attack]]:
+    """Returns the attacks in this package by kind."""
+    return discover(sys.modules[__name__])

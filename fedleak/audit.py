@@ -1,0 +1,376 @@
+"""Scores what attacks answered against what clients held. Only this opens the vault.
+
+Every row says what the attacker knew and what two controls score against the same truth: the same
+attack's answer for another client's update, and held-out texts that were drawn without looking
+at any update.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+
+from fedleak import models
+from fedleak.errors import FedleakError
+from fedleak.metrics import intervals, rouge
+from fedleak.metrics.matching import assign
+from fedleak.metrics.rouge import Rouge
+from fedleak.metrics.tokens import overlap
+from fedleak.models import LanguageModel
+from fedleak.observation import Knowledge, ThreatModel
+from fedleak.reconstruction import Status
+from fedleak.store import SCHEMA_VERSION, Key, Run
+from fedleak.streams import stream
+from fedleak.truth import GroundTruth
+
+GUESSES = 10
+"""Draws of held-out texts that the guess control is the mean of."""
+
+FEW = 20
+"""Fewer sequences than this are reported with a warning."""
+
+
+@dataclass(frozen=True)
+class LeakageRow:
+    """One answer, scored. None is "not measured", never zero.
+
+    Attributes:
+        status: recovered, abstained, inadmissible or failed.
+        batch_size, num_tokens: Sequences in the batch; their tokens, special ones included.
+        rouge1, rouge2, rougeL: 0 to 100, content only; an unanswered sequence counts 0.
+        paper_rouge1, paper_rouge2, paper_rougeL: The same pairs with special tokens kept, as
+            published tables have them.
+        exact_match: Share of sequences recovered exactly.
+        token_recall, token_precision: Of content tokens; distinct ones if the attack reads sets.
+        control_rougeL, control_token_recall: The attack's answer for another client's update.
+        guess_rougeL, guess_token_recall: Held-out texts, no update.
+        facts: For each other fact the attack read: what it said and what is true.
+        seconds, device: The attack alone.
+        knows: Facts that the attacker had.
+    """
+
+    round: int
+    client: int
+    attack: str
+    status: str
+    reason: str
+    verified: bool
+    batch_size: int
+    num_tokens: int
+    rouge1: float | None
+    rouge2: float | None
+    rougeL: float | None
+    paper_rouge1: float | None
+    paper_rouge2: float | None
+    paper_rougeL: float | None
+    exact_match: float | None
+    token_recall: float | None
+    token_precision: float | None
+    control_rougeL: float | None
+    control_token_recall: float | None
+    guess_rougeL: float | None
+    guess_token_recall: float | None
+    facts: dict[str, Any]
+    diagnostics: dict[str, Any]
+    seconds: float | None
+    device: str | None
+    knows: list[str]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A private text and what an attack made of it; None where it has no answer for it."""
+
+    truth: str
+    answer: str | None
+    rougeL: float
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A row and the texts behind it."""
+
+    row: LeakageRow
+    pairs: tuple[Pair, ...]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """An answer's scores against one truth."""
+
+    content: Rouge | None = None
+    paper: Rouge | None = None
+    exact_match: float | None = None
+    token_recall: float | None = None
+    token_precision: float | None = None
+    pairs: tuple[Pair, ...] = ()
+
+
+def knowledge(run: Run, key: Key, threat: ThreatModel) -> Knowledge:
+    """Returns what the attacker knows of a capture: the server's facts and the granted ones.
+
+    Raises:
+        FedleakError: A private fact is granted but the client wrote no truth.
+        CaptureError: The capture is damaged.
+    """
+    server = run.read_knowledge(key)
+    if not threat.knows:
+        return server
+    truth = read_truth(run, key)
+    if truth is None:
+        raise FedleakError(
+            f"threat.knows grants {', '.join(sorted(threat.knows))}, but the vault has no {key}: "
+            "run with the vault on, or grant nothing"
+        )
+    longest_first = sorted(
+        range(len(truth.sequences)), key=lambda i: len(truth.sequences[i]), reverse=True
+    )
+    private = Knowledge(
+        batch_size=truth.batch_size,
+        lengths=tuple(len(truth.sequences[i]) for i in longest_first),
+        labels=tuple(truth.labels[i] for i in longest_first) if truth.labels else None,
+        noise_scale=truth.noise_scale,
+    )
+    return threat.grant(server, private)
+
+
+def read_truth(run: Run, key: Key) -> GroundTruth | None:
+    """Opens the vault for one client and round."""
+    value = run.read_truth(key)
+    return None if value is None else GroundTruth.from_json(value)
+
+
+def score_sequences(
+    answers: Sequence[Sequence[int]], truths: Sequence[Sequence[int]], model: LanguageModel
+) -> Scores:
+    """Scores sequences one-to-one, content only.
+
+    Only as many answers count as there are sequences, in the attack's own order, so that more
+    answers do not buy a better score.
+    """
+    special = model.special_ids()
+
+    def content(sequences: Iterable[Sequence[int]]) -> list[tuple[int, ...]]:
+        return [tuple(t for t in one if t not in special) for one in sequences]
+
+    answers = answers[: len(truths)]
+    answer_ids, truth_ids = content(answers), content(truths)
+    answer_texts = [model.decode(one) for one in answer_ids]
+    truth_texts = [model.decode(one) for one in truth_ids]
+
+    def similarity(answer: int, truth: int) -> float:
+        exact = 100.0 * (answer_ids[answer] == truth_ids[truth])
+        return exact + sum(rouge.rouge(answer_texts[answer], truth_texts[truth]))
+
+    chosen = assign(range(len(answers)), range(len(truths)), similarity)
+    texts = [None if a is None else answer_texts[a] for a in chosen]
+    scores = [rouge.rouge(a or "", t) for a, t in zip(texts, truth_texts, strict=True)]
+    paper = [
+        rouge.rouge("" if a is None else model.decode(answers[a], special=True), true)
+        for a, true in zip(chosen, (model.decode(t, special=True) for t in truths), strict=True)
+    ]
+    exact = [a is not None and answer_ids[a] == t for a, t in zip(chosen, truth_ids, strict=True)]
+    bag = overlap(chain(*answer_ids), chain(*truth_ids))
+    return Scores(
+        rouge.mean(scores),
+        rouge.mean(paper),
+        sum(exact) / len(exact),
+        bag.recall,
+        bag.precision,
+        tuple(Pair(t, a, s.rougeL) for t, a, s in zip(truth_texts, texts, scores, strict=True)),
+    )
+
+
+def score_tokens(answer: Iterable[int], truth: GroundTruth, model: LanguageModel) -> Scores:
+    """Scores a set of tokens."""
+    special = model.special_ids()
+    found = overlap(set(answer) - special, set(chain(*truth.sequences)) - special)
+    return Scores(token_recall=found.recall, token_precision=found.precision)
+
+
+def score_answer(answer: dict[str, Any], truth: GroundTruth, model: LanguageModel) -> Scores:
+    """Scores a line of reconstructions.jsonl by what that attack looks for."""
+    if answer["sequences"] is not None:
+        return score_sequences(answer["sequences"], truth.sequences, model)
+    if answer["tokens"] is not None:
+        return score_tokens(answer["tokens"], truth, model)
+    return Scores()
+
+
+def guess(
+    held_out: Sequence[Sequence[int]], truth: GroundTruth, model: LanguageModel, seed: int
+) -> Scores:
+    """Returns the mean scores of held-out texts, drawn without any update."""
+    if not held_out:
+        return Scores()
+    rng = stream(seed, "guess", truth.round, truth.client)
+    drawn = []
+    for _ in range(GUESSES):
+        picks = torch.randint(len(held_out), (len(truth.sequences),), generator=rng).tolist()
+        drawn.append(score_sequences([held_out[i] for i in picks], truth.sequences, model))
+    return Scores(
+        content=rouge.mean([one.content for one in drawn if one.content]),
+        token_recall=sum(one.token_recall or 0.0 for one in drawn) / GUESSES,
+    )
+
+
+def score_run(run: Run) -> list[Scored]:
+    """Scores every reconstruction of a run and writes leakage.jsonl and summary.json.
+
+    Raises:
+        FedleakError: There is no run here.
+    """
+    info = run.info()
+    experiment = info["experiment"]
+    answers = run.rows("reconstructions.jsonl")
+    with torch.device("meta"):
+        table = experiment["model"]
+        model = models.load(table["name"], table["task"], info["num_labels"], seed=0, weights=False)
+    held_out = run.read_json("held_out.json")["sequences"]
+    truths = {key: read_truth(run, key) for key in run.truths()}
+    controls = experiment["audit"]["controls"]
+    guesses = {
+        key: guess(held_out, truth, model, experiment["seed"]) if controls else Scores()
+        for key, truth in truths.items()
+        if truth is not None
+    }
+    by_attack: dict[str, dict[Key, dict[str, Any]]] = defaultdict(dict)
+    for answer in answers:
+        by_attack[answer["attack"]][Key(answer["round"], answer["client"])] = answer
+    scored = []
+    for of_attack in by_attack.values():
+        for key, answer in sorted(of_attack.items()):
+            truth = truths.get(key)
+            if truth is None:
+                continue
+            other = _other_client(key, of_attack) if controls else None
+            control = score_answer(other, truth, model) if other else Scores()
+            scored.append(_row(answer, truth, control, guesses[key], model))
+    scored.sort(key=lambda one: (one.row.round, one.row.client, one.row.attack))
+    run.write_rows("leakage.jsonl", (asdict(one.row) for one in scored))
+    run.write_json("summary.json", summarise(run, info, [one.row for one in scored]))
+    return scored
+
+
+def summarise(run: Run, info: dict[str, Any], rows: Sequence[LeakageRow]) -> dict[str, Any]:
+    """Returns the content of summary.json: each attack's figures with their intervals."""
+    attacks = {
+        name: _summary([row for row in rows if row.attack == name])
+        for name in sorted({row.attack for row in rows})
+    }
+    utility = run.rows("utility.jsonl")
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "name": info["experiment"]["name"],
+        "status": info["status"],
+        "fedleak": info["versions"]["fedleak"],
+        "model_fingerprint": info["model_fingerprint"],
+        "captures": len(run.captures()),
+        "attacks": attacks,
+        "utility": utility[-1] if utility else None,
+    }
+
+
+def _summary(rows: Sequence[LeakageRow]) -> dict[str, Any]:
+    """Sums up one attack. A failed or abstaining attack counts among rows, not as a zero."""
+    measured = [row for row in rows if row.rougeL is not None]
+    sequences = sum(row.batch_size for row in measured)
+    clients = [row.client for row in measured]
+
+    def mean_of(field: str) -> dict[str, float] | None:
+        found = [(getattr(r, field), r.client) for r in rows if getattr(r, field) is not None]
+        if not found:
+            return None
+        return intervals.clustered_mean(*zip(*found, strict=True))._asdict()
+
+    exact = round(sum((row.exact_match or 0.0) * row.batch_size for row in measured))
+    return {
+        "rows": len(rows),
+        "status": dict(Counter(row.status for row in rows)),
+        "verified": sum(row.verified for row in rows),
+        "knows": sorted(set(chain.from_iterable(row.knows for row in rows))),
+        "sequences": sequences,
+        "clients": len(set(clients)),
+        "exact_match": intervals.share(exact, sequences)._asdict() if sequences else None,
+        **{
+            field: mean_of(field)
+            for field in (
+                "rouge1",
+                "rouge2",
+                "rougeL",
+                "token_recall",
+                "token_precision",
+                "control_rougeL",
+                "guess_rougeL",
+                "control_token_recall",
+                "guess_token_recall",
+            )
+        },
+        "seconds": sum(row.seconds or 0.0 for row in rows),
+        "warning": f"fewer than {FEW} sequences" if 0 < sequences < FEW else None,
+    }
+
+
+def _other_client(key: Key, of_attack: dict[Key, dict[str, Any]]) -> dict[str, Any] | None:
+    """Returns the attack's answer for the next other client, of the same round if there is one."""
+    others = [
+        k
+        for k, answer in of_attack.items()
+        if k.client != key.client and answer["status"] == Status.RECOVERED
+    ]
+    if not others:
+        return None
+    after = sorted(others, key=lambda k: (abs(k.round - key.round), (k.client - key.client) % 10**6))
+    return of_attack[after[0]]
+
+
+def _row(
+    answer: dict[str, Any],
+    truth: GroundTruth,
+    control: Scores,
+    guessed: Scores,
+    model: LanguageModel,
+) -> Scored:
+    recovered = answer["status"] == Status.RECOVERED
+    scores = score_answer(answer, truth, model) if recovered else Scores()
+    true_facts = {
+        "longest_sequence": max(map(len, truth.sequences)),
+        "label_counts": [truth.labels.count(c) for c in range(model.num_labels)],
+    }
+    content, paper = scores.content, scores.paper
+    only_tokens = recovered and answer["sequences"] is None
+    row = LeakageRow(
+        round=truth.round,
+        client=truth.client,
+        attack=answer["attack"],
+        status=answer["status"],
+        reason=answer["reason"],
+        verified=answer["verified"],
+        batch_size=len(truth.sequences),
+        num_tokens=sum(map(len, truth.sequences)),
+        rouge1=content.rouge1 if content else None,
+        rouge2=content.rouge2 if content else None,
+        rougeL=content.rougeL if content else None,
+        paper_rouge1=paper.rouge1 if paper else None,
+        paper_rouge2=paper.rouge2 if paper else None,
+        paper_rougeL=paper.rougeL if paper else None,
+        exact_match=scores.exact_match,
+        token_recall=scores.token_recall,
+        token_precision=scores.token_precision,
+        control_rougeL=control.content.rougeL if control.content else None,
+        control_token_recall=control.token_recall,
+        guess_rougeL=guessed.content.rougeL if guessed.content and not only_tokens else None,
+        guess_token_recall=guessed.token_recall,
+        facts={
+            name: {"found": value, "true": true_facts[name]}
+            for name, value in answer["facts"].items()
+        },
+        diagnostics=answer["diagnostics"],
+        seconds=answer["seconds"],
+        device=answer["device"],
+        knows=answer["knows"],
+    )
+    return Scored(row, scores.pairs)

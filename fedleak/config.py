@@ -1,0 +1,387 @@
+"""One run as one frozen, validated value, read from TOML.
+
+Everything that can be refused is refused here, before training starts: in one line that names
+the key, what was found and what would be right.
+"""
+
+import copy
+import json
+import os
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+
+from fedleak import attacks, defenses
+from fedleak.attacks import Attack, Setting
+from fedleak.defenses import Defense
+from fedleak.errors import ConfigError, unknown
+from fedleak.models import CAUSAL_LM, CLASSIFICATION, LanguageModel
+from fedleak.observation import GRANTABLE, ThreatModel, UpdateKind
+from fedleak.training import LocalTraining, matching
+
+Positive = Annotated[int, Field(ge=1)]
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class ModelTable(_Table):
+    """`[model]`: what is trained."""
+
+    name: str
+    task: Literal["sequence-classification", "causal-lm"] = CLASSIFICATION
+
+
+class DataTable(_Table):
+    """`[data]`: what it is trained on."""
+
+    name: str
+    split: str = "train"
+    text: str | int | None = None
+    label: str | int | None = None
+    samples: Positive = 400
+    held_out: Annotated[int, Field(ge=0)] = 100
+    max_length: Annotated[int, Field(ge=3)] | None = None
+
+
+class FederationTable(_Table):
+    """`[federation]`: who trains, how, and through which engine."""
+
+    engine: Literal["inline", "simulation"] = "inline"
+    algorithm: Literal["fedsgd", "fedavg"] = "fedsgd"
+    clients: Positive = 4
+    clients_per_round: Positive | None = None
+    rounds: Positive = 3
+    batch_size: Positive = 2
+    local_epochs: Positive = 1
+    learning_rate: Annotated[float, Field(gt=0)] = 5e-5
+    dropout: bool = False
+    partition: Literal["iid", "dirichlet"] = "iid"
+    alpha: Annotated[float, Field(gt=0)] = 0.5
+
+    @model_validator(mode="after")
+    def _enough_clients(self) -> "FederationTable":
+        if self.clients_per_round is not None and self.clients_per_round > self.clients:
+            raise ValueError(
+                f"clients_per_round = {self.clients_per_round} is more than "
+                f"clients = {self.clients}: lower it"
+            )
+        return self
+
+
+class UpdateTable(_Table):
+    """`[update]`: which parameters a client sends."""
+
+    share: Literal["all"] | Annotated[list[str], Field(min_length=1)] = "all"
+
+
+class ThreatTable(_Table):
+    """`[threat]`: what the attacker is told beyond the protocol."""
+
+    knows: list[str] = []
+
+    @model_validator(mode="after")
+    def _known_facts(self) -> "ThreatTable":
+        for fact in self.knows:
+            if fact not in GRANTABLE:
+                raise ValueError(unknown("fact", fact, GRANTABLE))
+        return self
+
+
+class WorkersTable(_Table):
+    """`[workers]`: where attacks run."""
+
+    engine: Literal["local"] = "local"
+    devices: Annotated[list[str], Field(min_length=1)] | None = None
+    time_limit: Annotated[float, Field(gt=0)] = 3600.0
+    """Seconds that one try of an attack may take."""
+
+
+class AuditTable(_Table):
+    """`[audit]`: how answers are scored."""
+
+    controls: bool = True
+
+
+@dataclass(frozen=True)
+class NamedAttack:
+    """An attack and the name that its rows carry."""
+
+    name: str
+    attack: Attack
+
+
+@dataclass(frozen=True)
+class PlacedDefense:
+    """A defense and the clients that use it; None is every client."""
+
+    defense: Defense
+    clients: tuple[int, ...] | None
+
+
+class Experiment(_Table):
+    """One run. The tables are those of the experiment file."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    seed: Annotated[int, Field(ge=0)] = 0
+    model: ModelTable
+    data: DataTable
+    federation: FederationTable = FederationTable()
+    update: UpdateTable = UpdateTable()
+    defense: list[dict[str, Any]] = []
+    threat: ThreatTable = ThreatTable()
+    attack: list[dict[str, Any]] = [{"kind": "probes"}]
+    workers: WorkersTable = WorkersTable()
+    audit: AuditTable = AuditTable()
+
+    @cached_property
+    def attacks(self) -> tuple[NamedAttack, ...]:
+        """The attacks, built. `probes` cost milliseconds and are on in every run."""
+        tables = list(self.attack)
+        if not any(table.get("kind") == "probes" for table in tables):
+            tables.insert(0, {"kind": "probes"})
+        built = [_attack(i, table) for i, table in enumerate(tables)]
+        names = [each.name for each in built]
+        for name in names:
+            if names.count(name) > 1:
+                raise ConfigError(
+                    f"attack: two are called {name!r}: give one of them another name = ..."
+                )
+        return tuple(built)
+
+    @cached_property
+    def defenses(self) -> tuple[PlacedDefense, ...]:
+        """The defenses, built, in the order in which a client applies them."""
+        return tuple(
+            _defense(i, table, self.federation.clients) for i, table in enumerate(self.defense)
+        )
+
+    @property
+    def clients_per_round(self) -> int:
+        """How many clients train in a round."""
+        return self.federation.clients_per_round or self.federation.clients
+
+    @property
+    def local_training(self) -> LocalTraining:
+        """How a client trains."""
+        table = self.federation
+        kind = UpdateKind.GRADIENT if table.algorithm == "fedsgd" else UpdateKind.DELTA
+        return LocalTraining(
+            kind, table.batch_size, table.local_epochs, table.learning_rate, table.dropout
+        )
+
+    @property
+    def threat_model(self) -> ThreatModel:
+        """What the attacker is told."""
+        return ThreatModel(frozenset(self.threat.knows))
+
+    @property
+    def server_facts(self) -> frozenset[str]:
+        """Facts that the server set itself, so every observation of it has them."""
+        return frozenset({"learning_rate", "local_steps", "dropout"})
+
+    def shared(self, names: Sequence[str]) -> list[str]:
+        """Returns the parameters that a client sends.
+
+        Raises:
+            ConfigError: A pattern matches none of `names`.
+        """
+        if self.update.share == "all":
+            return list(names)
+        for pattern in self.update.share:
+            if not matching(names, [pattern]):
+                raise ConfigError(
+                    f"update.share: {unknown('pattern', pattern, names)[:400]}; "
+                    "a pattern must match a parameter of the model"
+                )
+        return matching(names, self.update.share)
+
+    def check_attacks(self, model: LanguageModel) -> None:
+        """Refuses attacks that cannot work on what this experiment lets the server see.
+
+        Raises:
+            ConfigError: An attack with an obstacle, or a share pattern that matches nothing.
+        """
+        names = [name for name, _ in model.module.named_parameters()]
+        setting = Setting(
+            self.local_training.kind,
+            frozenset(self.shared(names)),
+            self.threat_model.knows | self.server_facts,
+            model.family,
+            model.num_layers,
+            model.task,
+        )
+        for each in self.attacks:
+            obstacle = each.attack.obstacle(setting)
+            if obstacle is not None:
+                raise ConfigError(f"attack {each.name!r}: {obstacle}")
+
+
+def load(path: Path, overrides: Sequence[str] = ()) -> Experiment:
+    """Reads an experiment file, or the `run.json` of a run.
+
+    Args:
+        path: A TOML file, or a `run.json`.
+        overrides: `dotted.key=value` with the value in TOML; a bare word is a string.
+
+    Raises:
+        ConfigError: Anything about the file that is not right.
+    """
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise ConfigError(f"experiment file {str(path)!r}: {error.strerror}") from error
+    try:
+        table = json.loads(text)["experiment"] if path.suffix == ".json" else tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, json.JSONDecodeError, KeyError) as error:
+        raise ConfigError(f"experiment file {str(path)!r} cannot be read: {error}") from error
+    for override in overrides:
+        _override_(table, override)
+    return parse(table)
+
+
+def parse(table: Mapping[str, Any]) -> Experiment:
+    """Validates the tables of an experiment file.
+
+    Raises:
+        ConfigError: The first thing that is not right.
+    """
+    try:
+        experiment = Experiment.model_validate(_expand(copy.deepcopy(dict(table))))
+    except ValidationError as error:
+        raise ConfigError(_one_line(error, Experiment)) from error
+    # Building them is what checks their settings.
+    _ = experiment.attacks, experiment.defenses
+    _check_workers(experiment.workers)
+    if experiment.model.task == CAUSAL_LM and experiment.federation.partition == "dirichlet":
+        raise ConfigError(
+            "federation.partition = 'dirichlet' divides by class and causal-lm has none: use 'iid'"
+        )
+    return experiment
+
+
+def difference(old: Any, new: Any, prefix: str = "") -> list[str]:
+    """Returns a line `key: old -> new` for each setting that differs between two JSON tables."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        lines = []
+        for key in sorted(old.keys() | new.keys()):
+            lines += difference(old.get(key), new.get(key), f"{prefix}{key}.")
+        return lines
+    return [] if old == new else [f"{prefix.removesuffix('.')}: {old!r} -> {new!r}"]
+
+
+def _attack(index: int, table: dict[str, Any]) -> NamedAttack:
+    settings = dict(table)
+    where = f"attack[{index}]"
+    kind = _kind(where, settings, attacks.kinds())
+    name = settings.pop("name", kind)
+    if not isinstance(name, str) or not name:
+        raise ConfigError(f"{where}.name = {name!r}: give it a word")
+    return NamedAttack(name, _build(where, attacks.kinds()[kind], settings))
+
+
+def _defense(index: int, table: dict[str, Any], num_clients: int) -> PlacedDefense:
+    settings = dict(table)
+    where = f"defense[{index}]"
+    kind = _kind(where, settings, defenses.kinds())
+    clients = settings.pop("clients", None)
+    if clients is not None:
+        right = isinstance(clients, list) and all(
+            isinstance(c, int) and 0 <= c < num_clients for c in clients
+        )
+        if not right:
+            raise ConfigError(
+                f"{where}.clients = {clients!r}: list clients from 0 to {num_clients - 1}"
+            )
+        clients = tuple(clients)
+    return PlacedDefense(_build(where, defenses.kinds()[kind], settings), clients)
+
+
+def _kind(where: str, settings: dict[str, Any], known: Mapping[str, Any]) -> str:
+    kind = settings.pop("kind", None)
+    if kind is None:
+        raise ConfigError(f"{where}.kind is missing: one of {', '.join(sorted(known))}")
+    if kind not in known:
+        raise ConfigError(f"{where}.kind: {unknown('kind', str(kind), known)}")
+    return str(kind)
+
+
+def _build(where: str, cls: type[Any], settings: dict[str, Any]) -> Any:
+    """Makes a validated dataclass from its settings."""
+    names = [f.name for f in fields(cls)]
+    for key in settings:
+        if key not in names:
+            raise ConfigError(f"{where}: {unknown('key', key, names)}")
+    try:
+        return TypeAdapter(cls).validate_python(settings)
+    except ValidationError as error:
+        raise ConfigError(f"{where}.{_one_line(error, None)}") from error
+
+
+def _check_workers(workers: WorkersTable) -> None:
+    for device in workers.devices or ():
+        try:
+            kind = torch.device(device)
+        except RuntimeError as error:
+            raise ConfigError(f"workers.devices: {device!r} is not a torch device") from error
+        if kind.type == "cuda" and (kind.index or 0) >= torch.cuda.device_count():
+            raise ConfigError(
+                f"workers.devices: {device!r} is not on this machine, which has "
+                f"{torch.cuda.device_count()} CUDA devices: leave the key out to use what is there"
+            )
+
+
+def _expand(value: Any) -> Any:
+    """Replaces ${NAME} by the environment's value in every string."""
+    if isinstance(value, dict):
+        return {key: _expand(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_expand(each) for each in value]
+    if isinstance(value, str) and "${" in value:
+        expanded = os.path.expandvars(value)
+        if "${" in expanded:
+            raise ConfigError(f"{value!r} names an environment variable that is not set: set it")
+        return expanded
+    return value
+
+
+def _override_(table: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(f"--set {override!r}: write it as dotted.key=value")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text.strip()
+    *path, last = key.strip().split(".")
+    for part in path:
+        table = table.setdefault(part, {})
+        if not isinstance(table, dict):
+            raise ConfigError(f"--set {override!r}: {part!r} is not a table")
+    table[last] = value
+
+
+def _one_line(error: ValidationError, model: type[BaseModel] | None) -> str:
+    """Returns the first problem of a validation as `key = found: what would be right`."""
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"] if isinstance(part, str | int))
+    if first["type"] == "extra_forbidden":
+        table: Any = model
+        for part in first["loc"][:-1]:
+            table = table.model_fields[part].annotation
+        known = list(table.model_fields)
+        inside = ".".join(map(str, first["loc"][:-1]))
+        return (f"[{inside}] " if inside else "") + unknown("key", str(first["loc"][-1]), known)
+    if first["type"] == "missing":
+        return f"{where} is missing"
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "value_error":
+        return f"{where}: {message}"
+    return f"{where} = {first['input']!r}: {message[0].lower()}{message[1:]}"

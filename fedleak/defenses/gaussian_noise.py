@@ -1,0 +1,33 @@
+"""Noise of a fixed size on every number of the update."""
+
+from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar
+
+import torch
+from pydantic import Field
+
+from fedleak.observation import ClientUpdate
+
+
+@dataclass(frozen=True)
+class GaussianNoise:
+    """Adds N(0, sigma^2) to every number: what LAMP and DAGER tested. No privacy guarantee.
+
+    Without clipping nothing bounds what one example contributes, so no epsilon follows from it.
+    """
+
+    kind: ClassVar[str] = "gaussian_noise"
+    sigma: Annotated[float, Field(gt=0)]
+
+    @property
+    def noise_scale(self) -> float | None:
+        """Returns sigma."""
+        return self.sigma
+
+    def __call__(self, update: ClientUpdate, *, rng: torch.Generator) -> ClientUpdate:
+        """Returns the update plus noise."""
+        noisy = {
+            name: value + self.sigma * torch.randn(value.shape, generator=rng, dtype=value.dtype)
+            for name, value in update.tensors.items()
+        }
+        return replace(update, tensors=noisy)

@@ -1,0 +1,30 @@
+"""A random part of the update set to zero."""
+
+from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar
+
+import torch
+from pydantic import Field
+
+from fedleak.observation import ClientUpdate
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Sets a random fraction of the numbers to zero (LAMP, appendix). No privacy guarantee."""
+
+    kind: ClassVar[str] = "mask"
+    fraction: Annotated[float, Field(gt=0, lt=1)]
+
+    @property
+    def noise_scale(self) -> float | None:
+        """Returns None: it adds no noise."""
+        return None
+
+    def __call__(self, update: ClientUpdate, *, rng: torch.Generator) -> ClientUpdate:
+        """Returns the update with each number kept with probability 1 - fraction."""
+        masked = {
+            name: value * (torch.rand(value.shape, generator=rng) >= self.fraction)
+            for name, value in update.tensors.items()
+        }
+        return replace(update, tensors=masked)

@@ -1,0 +1,24 @@
+"""Errors that are the user's to mend: each is one line that says what, got what, do what."""
+
+import difflib
+from collections.abc import Iterable
+
+
+class FedleakError(Exception):
+    """Something the user can mend. The command line prints it as one line, without a traceback."""
+
+
+class ConfigError(FedleakError):
+    """An experiment that cannot be run as it is written (exit status 2)."""
+
+
+class CaptureError(FedleakError):
+    """A captured update that cannot be read back."""
+
+
+def unknown(what: str, got: str, known: Iterable[str]) -> str:
+    """Returns a message for a name that does not exist, with the nearest one that does."""
+    known = sorted(known)
+    nearest = difflib.get_close_matches(got, known, n=1, cutoff=0.5)
+    hint = f"did you mean {nearest[0]!r}? " if nearest else ""
+    return f"unknown {what} {got!r}: {hint}(known: {', '.join(known)})"

@@ -1,0 +1,21 @@
+"""Which answer is meant for which sequence: one to one, never the same answer twice."""
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import numpy as np
+from scipy.optimize import linear_sum_assignment
+
+T = TypeVar("T")
+
+
+def assign(
+    answers: Sequence[T], truths: Sequence[T], score: Callable[[T, T], float]
+) -> list[int | None]:
+    """Returns for each truth the index of its answer, or None, with the largest total score."""
+    chosen: list[int | None] = [None] * len(truths)
+    if answers:
+        table = np.array([[score(answer, truth) for answer in answers] for truth in truths])
+        for truth, answer in zip(*linear_sum_assignment(table, maximize=True), strict=True):
+            chosen[truth] = int(answer)
+    return chosen

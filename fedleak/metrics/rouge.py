@@ -1,0 +1,38 @@
+"""ROUGE F-scores from 0 to 100, by the rouge-score package without stemming.
+
+That package lower-cases and keeps ASCII letters and digits only: punctuation does not count, and
+text in other scripts scores 0.
+"""
+
+from functools import cache
+from typing import NamedTuple
+
+from rouge_score.rouge_scorer import RougeScorer
+
+
+class Rouge(NamedTuple):
+    """F-scores, 0 to 100."""
+
+    rouge1: float
+    rouge2: float
+    rougeL: float
+
+
+@cache
+def _scorer() -> RougeScorer:
+    return RougeScorer(list(Rouge._fields), use_stemmer=False)
+
+
+def rouge(answer: str, truth: str) -> Rouge:
+    """Returns the ROUGE of an answer.
+
+    >>> rouge("the cat sat", "the cat sat").rougeL
+    100.0
+    """
+    scores = _scorer().score(truth, answer)
+    return Rouge(*(100 * scores[name].fmeasure for name in Rouge._fields))
+
+
+def mean(scores: list[Rouge]) -> Rouge:
+    """Returns the mean of each score."""
+    return Rouge(*(sum(column) / len(scores) for column in zip(*scores, strict=True)))

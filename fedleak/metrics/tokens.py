@@ -1,0 +1,23 @@
+"""How much of a bag of tokens was found, whatever the order."""
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import NamedTuple
+
+
+class Overlap(NamedTuple):
+    """Shares from 0 to 1. Precision is None where nothing was answered."""
+
+    recall: float
+    precision: float | None
+
+
+def overlap(answer: Iterable[int], truth: Iterable[int]) -> Overlap:
+    """Returns the overlap of two multisets; the truth must not be empty.
+
+    >>> overlap([1, 1, 2], [1, 2, 3, 4])
+    Overlap(recall=0.5, precision=0.6666666666666666)
+    """
+    found, real = Counter(answer), Counter(truth)
+    common = (found & real).total()
+    return Overlap(common / real.total(), common / found.total() if found else None)

@@ -1,0 +1,39 @@
+"""How good the global model is on examples that no client has."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
+
+from fedleak.models import CLASSIFICATION, LanguageModel, batch_loss, pad
+
+BATCH = 16
+
+
+@torch.no_grad()
+def evaluate(
+    model: LanguageModel, sequences: Sequence[Sequence[int]], labels: Sequence[int]
+) -> dict[str, float]:
+    """Returns loss, and for a classifier accuracy, F1 (macro above two classes) and MCC."""
+    model.module.eval()
+    losses, predicted = [], []
+    for start in range(0, len(sequences), BATCH):
+        ids_BT, mask_BT = pad(
+            sequences[start : start + BATCH], model.tokenizer.pad_token_id, model.device
+        )
+        labels_B = torch.tensor(labels[start : start + BATCH], device=model.device)
+        loss = batch_loss(model, ids_BT, mask_BT, labels_B)
+        losses += [float(loss)] * len(labels_B)
+        if model.task == CLASSIFICATION:
+            logits_BC = model.family.logits(model.module, mask_BT, ids_BT=ids_BT, embeds_BTD=None)
+            predicted += logits_BC.argmax(-1).tolist()
+    scores = {"loss": math.fsum(losses) / len(losses)}
+    if model.task == CLASSIFICATION:
+        average = "binary" if model.num_labels == 2 else "macro"
+        scores |= {
+            "accuracy": float(accuracy_score(labels, predicted)),
+            "f1": float(f1_score(labels, predicted, average=average, zero_division=0.0)),
+            "mcc": float(matthews_corrcoef(labels, predicted)),
+        }
+    return scores

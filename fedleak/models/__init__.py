@@ -1,0 +1,222 @@
+"""Language models: a torch module, its tokenizer and its family, loaded together.
+
+A model is named by a hub id, a local folder, or `builtin/<name>`.
+"""
+
+import hashlib
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+)
+
+from fedleak.errors import ConfigError
+from fedleak.models import builtin
+from fedleak.models.family import ModelFamily
+from fedleak.plugins import discover
+
+CLASSIFICATION = "sequence-classification"
+CAUSAL_LM = "causal-lm"
+
+_IGNORED = -100
+"""The label that cross-entropy leaves out of its mean."""
+
+
+@cache
+def families() -> Mapping[str, ModelFamily]:
+    """Returns the adapters in this package by `config.model_type`."""
+    return {name: make() for name, make in discover(sys.modules[__name__], "model_type").items()}
+
+
+@dataclass(frozen=True)
+class LanguageModel:
+    """A model as server, client and attacker all have it."""
+
+    module: nn.Module
+    tokenizer: Any
+    family: ModelFamily
+    task: str
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return next(self.module.parameters()).device
+
+    @property
+    def max_length(self) -> int:
+        """Tokens that the longest sequence may have, special tokens included."""
+        return int(self.module.config.max_position_embeddings)  # type: ignore[union-attr,arg-type]
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the residual stream."""
+        return int(self.module.config.hidden_size)  # type: ignore[union-attr,arg-type]
+
+    @property
+    def num_labels(self) -> int:
+        """Classes of the classifier."""
+        return int(self.module.config.num_labels)  # type: ignore[union-attr,arg-type]
+
+    @property
+    def num_layers(self) -> int:
+        """Transformer blocks."""
+        return int(self.module.config.num_hidden_layers)  # type: ignore[union-attr,arg-type]
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Returns the parameters by name, detached; a tied one once. These are what travels."""
+        return {name: p.detach() for name, p in self.module.named_parameters()}
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Returns the token ids that a client feeds for each text."""
+        return self.family.encode(self.tokenizer, texts, self.task)
+
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
+        """Returns text, without special tokens unless asked for."""
+        text: str = self.tokenizer.decode(list(ids), skip_special_tokens=not special)
+        return text.strip()
+
+    def special_ids(self) -> frozenset[int]:
+        """Returns the ids that are not content. An unknown word is content, if it has its own id."""
+        tokenizer = self.tokenizer
+        marks = {tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id}
+        unknown = {tokenizer.unk_token_id} - marks
+        return frozenset(tokenizer.all_special_ids) - unknown
+
+
+def load_parameters_(model: LanguageModel, tensors: Mapping[str, Tensor]) -> None:
+    """Copies `tensors` into the model, which must have exactly these parameters."""
+    own = model.parameters()
+    if own.keys() != tensors.keys():
+        different = sorted(own.keys() ^ tensors.keys())
+        raise ValueError(f"the weights are of another model: {different[:3]} differ")
+    for name, value in tensors.items():
+        own[name].copy_(value)
+
+
+def batch_loss(
+    model: LanguageModel,
+    ids_BT: Tensor,
+    mask_BT: Tensor,
+    labels: Tensor | None,
+    *,
+    embeds_BTD: Tensor | None = None,
+) -> Tensor:
+    """Returns the mean cross-entropy that a client trains on; clients and attacks share it.
+
+    Args:
+        model: The model.
+        ids_BT: Token ids; for a causal model also the targets.
+        mask_BT: 1 on real tokens, which come first in each row.
+        labels: Classes [B], or class probabilities [B, C]; None for a causal model.
+        embeds_BTD: Word embeddings to use in place of those of `ids_BT`.
+    """
+    logits = model.family.logits(
+        model.module, mask_BT, ids_BT=None if embeds_BTD is not None else ids_BT, embeds_BTD=embeds_BTD
+    )
+    if model.task == CLASSIFICATION:
+        assert labels is not None
+        return F.cross_entropy(logits, labels)
+    targets_BT = ids_BT.masked_fill(mask_BT == 0, _IGNORED)
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), targets_BT[:, 1:].flatten(), ignore_index=_IGNORED)
+
+
+def pad(sequences: Sequence[Sequence[int]], padding: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Returns ids [B, T] padded on the right, and the mask [B, T]."""
+    longest = max(map(len, sequences))
+    ids_BT = torch.full((len(sequences), longest), padding, dtype=torch.long)
+    mask_BT = torch.zeros_like(ids_BT)
+    for row, sequence in enumerate(sequences):
+        ids_BT[row, : len(sequence)] = torch.tensor(sequence)
+        mask_BT[row, : len(sequence)] = 1
+    return ids_BT.to(device), mask_BT.to(device)
+
+
+def load(name: str, task: str, num_labels: int, *, seed: int, weights: bool = True) -> LanguageModel:
+    """Loads a model with its tokenizer.
+
+    Args:
+        name: A hub id, a local folder, or `builtin/<name>`.
+        task: "sequence-classification" or "causal-lm".
+        num_labels: Classes, for classification.
+        seed: For parameters that the checkpoint lacks (a new classifier).
+        weights: False leaves them uninitialised, for a model that is filled from a broadcast.
+
+    Raises:
+        ConfigError: No such model, or an architecture or task that is not supported.
+    """
+    source = _source(name)
+    try:
+        config = AutoConfig.from_pretrained(source)
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"model.name = {name!r} cannot be loaded ({_first_line(error)}): give a hub id that can "
+            f"be reached from here, a folder with config.json, weights and tokenizer, or one of "
+            f"{', '.join('builtin/' + known for known in builtin.BUILTIN)}"
+        ) from error
+    family = families().get(config.model_type)
+    if family is None:
+        raise ConfigError(
+            f"model.name = {name!r} is of the family {config.model_type!r}: choose one of the "
+            f"families {', '.join(sorted(families()))}"
+        )
+    if task == CAUSAL_LM and not family.causal:
+        raise ConfigError(
+            f"model.task = {task!r} needs a causal model, but {name!r} is a {config.model_type} "
+            f"encoder: set model.task = {CLASSIFICATION!r} or choose a gpt2 model"
+        )
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    config.pad_token_id = tokenizer.pad_token_id
+    config.num_labels = num_labels
+    # Fused attention has no second derivative, and gradient matching needs one.
+    config._attn_implementation = "eager"
+    auto = AutoModelForCausalLM if task == CAUSAL_LM else AutoModelForSequenceClassification
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        try:
+            if weights:
+                module = auto.from_pretrained(source, config=config, dtype=torch.float32)
+            else:
+                module = auto.from_config(config, dtype=torch.float32)
+        except (OSError, RuntimeError, ValueError) as error:
+            raise ConfigError(
+                f"model.name = {name!r} has weights that cannot be loaded: {_first_line(error)}"
+            ) from error
+    module.eval()
+    return LanguageModel(module, tokenizer, family, task)
+
+
+def fingerprint(tensors: Mapping[str, Tensor]) -> str:
+    """Returns a short hash of parameter names and values."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        digest.update(name.encode())
+        digest.update(tensors[name].detach().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _source(name: str) -> str:
+    if name.startswith("builtin/"):
+        try:
+            return str(builtin.folder(name.removeprefix("builtin/")))
+        except ValueError as error:
+            raise ConfigError(f"model.name: {error}") from error
+    if name.startswith((".", "/", "~")) and not Path(name).expanduser().is_dir():
+        raise ConfigError(f"model.name = {name!r}: there is no such folder")
+    return str(Path(name).expanduser()) if Path(name).expanduser().is_dir() else name
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,84 @@
+"""BERT-like encoders: learned absolute positions, LayerNorm after each sub-layer."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from fedleak.models.family import FirstBlock, TokenTable, frozen_rows, heads
+
+
+class Bert:
+    """Adapter for `config.model_type == "bert"`."""
+
+    model_type: ClassVar[str] = "bert"
+    causal: ClassVar[bool] = False
+    word_embedding: ClassVar[str] = "bert.embeddings.word_embeddings.weight"
+    position_embedding: ClassVar[str] = "bert.embeddings.position_embeddings.weight"
+    token_type_embedding: ClassVar[str] = "bert.embeddings.token_type_embeddings.weight"
+    classifier: ClassVar[tuple[str, ...]] = ("classifier.weight", "classifier.bias")
+
+    def attention_parameters(self, layer: int) -> tuple[str, ...]:
+        """Returns query, key and value weights, each its own [O, I] parameter."""
+        stem = f"bert.encoder.layer.{layer}.attention.self"
+        return tuple(f"{stem}.{part}.weight" for part in ("query", "key", "value"))
+
+    def attention_gradients(self, tensors: Mapping[str, Tensor], layer: int) -> list[Tensor]:
+        """Returns the gradients [O, I] that are there."""
+        return [tensors[name] for name in self.attention_parameters(layer) if name in tensors]
+
+    def output_gradient(self, tensors: Mapping[str, Tensor], layer: int) -> Tensor | None:
+        """Returns the gradient [O, I] of the attention output matrix."""
+        return tensors.get(f"bert.encoder.layer.{layer}.attention.output.dense.weight")
+
+    def token_table(self, module: nn.Module) -> TokenTable:
+        """Returns token and position rows; every token is of type 0, folded into the positions."""
+        token_VD, position_PD, kind_2D = frozen_rows(
+            module, self.word_embedding, self.position_embedding, self.token_type_embedding
+        )
+        norm = module.get_submodule("bert.embeddings.LayerNorm")
+        assert isinstance(norm, nn.LayerNorm)
+        return TokenTable(token_VD, position_PD + kind_2D[0], norm)
+
+    def first_block(self, module: nn.Module) -> FirstBlock:
+        """Returns the first encoder layer in parts."""
+        layer: Any = module.get_submodule("bert.encoder.layer.0")
+        attention = layer.attention.self
+        num_heads: int = attention.num_attention_heads
+        table = self.token_table(module)
+
+        def enter(ids_N: Tensor, positions_N: Tensor) -> tuple[Tensor, Tensor]:
+            # LayerNorm comes after each sum, so the residual stream is the attention input.
+            x_ND = table(ids_N, positions_N)
+            return x_ND, x_ND
+
+        def project(x_ND: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            q, k, v = (f(x_ND) for f in (attention.query, attention.key, attention.value))
+            return heads(q, num_heads), heads(k, num_heads), heads(v, num_heads)
+
+        def leave(residual_ND: Tensor, mixed_ND: Tensor) -> Tensor:
+            x_ND = layer.attention.output(mixed_ND, residual_ND)
+            out_ND: Tensor = layer.output(layer.intermediate(x_ND), x_ND)
+            return out_ND
+
+        return FirstBlock(num_heads, enter, project, leave)
+
+    def logits(
+        self, module: nn.Module, mask_BT: Tensor, *, ids_BT: Tensor | None, embeds_BTD: Tensor | None
+    ) -> Tensor:
+        """Returns class logits [B, C]."""
+        length = mask_BT.shape[1]
+        positions_BT = torch.arange(length, device=mask_BT.device).expand(len(mask_BT), length)
+        logits_BC: Tensor = module(
+            input_ids=ids_BT,
+            inputs_embeds=embeds_BTD,
+            attention_mask=mask_BT,
+            position_ids=positions_BT,
+        ).logits
+        return logits_BC
+
+    def encode(self, tokenizer: Any, texts: Sequence[str], task: str) -> list[list[int]]:
+        """Returns `[CLS] ... [SEP]` for each text."""
+        ids: list[list[int]] = tokenizer(list(texts))["input_ids"]
+        return ids

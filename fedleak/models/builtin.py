@@ -1,0 +1,158 @@
+"""The built-in models: small, with random weights, made on this machine when first asked for.
+
+They need no hub. Each is a folder that transformers loads like any other checkpoint, kept in the
+user's cache (or in `FEDLEAK_CACHE`). Its tokenizer is trained on `builtin/notes` of a seed that no
+client's data has.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import string
+from collections.abc import Callable, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+from platformdirs import user_cache_path
+
+from fedleak.errors import unknown
+
+# torch, transformers and the notes are imported where a model is made: finding one takes no time.
+
+BUILTIN: Mapping[str, str] = {
+    "bert-tiny": "a lower-casing BERT of 4 layers and width 128, 2,000 tokens, random weights",
+    "gpt2-tiny": "a GPT-2 of 4 layers and width 128, 2,000 tokens, random weights",
+}
+
+_SEED = 1
+_NOTES = 10_000
+_VOCABULARY = 2_000
+_LENGTH = 128
+_WIDTH = 128
+_LAYERS = 4
+_HEADS = 4
+
+
+def folder(name: str) -> Path:
+    """Returns the folder of a built-in model, which is made if it is not there yet.
+
+    Raises:
+        ValueError: There is no such model.
+    """
+    if name not in BUILTIN:
+        raise ValueError(unknown("built-in model", name, BUILTIN))
+    cache = Path(os.environ.get("FEDLEAK_CACHE") or user_cache_path("fedleak")).absolute()
+    made = cache / f"{name}-{_recipe()}"
+    if made.is_dir():
+        return made
+    cache.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{made}.lock"):
+        if not made.is_dir():
+            part = Path(f"{made}.part")
+            shutil.rmtree(part, ignore_errors=True)  # of a process that was killed
+            part.mkdir()
+            tokenizer, model = _MAKE[name]()
+            tokenizer.save_pretrained(part)
+            model.save_pretrained(part)
+            part.rename(made)
+    return made
+
+
+def _recipe() -> str:
+    """Returns a hash of all that decides what is made: a changed recipe makes a new folder."""
+    here = Path(__file__)
+    digest = hashlib.sha256()
+    for source in (here, here.parents[1] / "data" / "notes.py"):
+        digest.update(source.read_bytes())
+    for package in ("tokenizers", "torch", "transformers"):
+        digest.update(f"{package} {version(package)}\n".encode())
+    return digest.hexdigest()[:12]
+
+
+def _bert() -> tuple[Any, Any]:
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
+    from transformers import BertConfig, BertModel, BertTokenizer
+
+    letters = string.ascii_lowercase + string.digits
+    # The trainer would number the pieces of one sign in the order of a hash map, which differs
+    # between processes, and break ties by number: all of them are given, so that none is numbered.
+    given = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *string.punctuation]
+    given += [f"##{letter}" for letter in letters]
+    words = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    words.normalizer = normalizers.BertNormalizer(lowercase=True)
+    words.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    words.train_from_iterator(
+        _texts(),
+        trainers.WordPieceTrainer(
+            vocab_size=_VOCABULARY, special_tokens=given, show_progress=False
+        ),
+    )
+    tokenizer = BertTokenizer(vocab=words.get_vocab(), model_max_length=_LENGTH)
+    config = BertConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=_WIDTH,
+        num_hidden_layers=_LAYERS,
+        num_attention_heads=_HEADS,
+        intermediate_size=4 * _WIDTH,
+        max_position_embeddings=_LENGTH,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return tokenizer, _seeded(lambda: BertModel(config))
+
+
+def _gpt2() -> tuple[Any, Any]:
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    from transformers import GPT2Config, GPT2LMHeadModel, GPT2Tokenizer
+
+    end = "<|endoftext|>"
+    words = Tokenizer(models.BPE())
+    words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words.train_from_iterator(
+        _texts(),
+        trainers.BpeTrainer(
+            vocab_size=_VOCABULARY,
+            special_tokens=[end],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
+    learned = json.loads(words.to_str())["model"]
+    tokenizer = GPT2Tokenizer(
+        vocab=learned["vocab"],
+        merges=[tuple(pair) for pair in learned["merges"]],
+        pad_token=end,
+        model_max_length=_LENGTH,
+    )
+    config = GPT2Config(
+        vocab_size=len(tokenizer),
+        n_embd=_WIDTH,
+        n_layer=_LAYERS,
+        n_head=_HEADS,
+        n_positions=_LENGTH,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return tokenizer, _seeded(lambda: GPT2LMHeadModel(config))
+
+
+_MAKE: Mapping[str, Callable[[], tuple[Any, Any]]] = {"bert-tiny": _bert, "gpt2-tiny": _gpt2}
+
+
+def _texts() -> list[str]:
+    from fedleak.data.notes import notes
+
+    return [note.text for note in notes(_NOTES, seed=_SEED)]
+
+
+def _seeded(make: Callable[[], Any]) -> Any:
+    """Makes a model from its own random numbers, whatever the caller has drawn or set."""
+    import torch
+
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        # Only this generator: torch.manual_seed would reseed the GPUs' too.
+        torch.default_generator.manual_seed(_SEED)
+        return make()

@@ -1,0 +1,94 @@
+"""GPT-2-like decoders: learned absolute positions, LayerNorm before each sub-layer.
+
+GPT-2 keeps query, key and value in one `Conv1D`, a linear layer whose weight is [I, 3 O]: the
+transpose of what `nn.Linear` has. Only this file knows.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from fedleak.models.family import FirstBlock, TokenTable, frozen_rows, heads, pool_last
+
+
+class Gpt2:
+    """Adapter for `config.model_type == "gpt2"`."""
+
+    model_type: ClassVar[str] = "gpt2"
+    causal: ClassVar[bool] = True
+    word_embedding: ClassVar[str] = "transformer.wte.weight"
+    position_embedding: ClassVar[str] = "transformer.wpe.weight"
+    classifier: ClassVar[tuple[str, ...]] = ("score.weight",)
+
+    def attention_parameters(self, layer: int) -> tuple[str, ...]:
+        """Returns the one fused parameter."""
+        return (f"transformer.h.{layer}.attn.c_attn.weight",)
+
+    def attention_gradients(self, tensors: Mapping[str, Tensor], layer: int) -> list[Tensor]:
+        """Returns the three gradients [O, I], cut out of the fused one."""
+        (name,) = self.attention_parameters(layer)
+        return list(tensors[name].T.chunk(3)) if name in tensors else []
+
+    def output_gradient(self, tensors: Mapping[str, Tensor], layer: int) -> Tensor | None:
+        """Returns the gradient [O, I] of the attention output matrix."""
+        gradient_IO = tensors.get(f"transformer.h.{layer}.attn.c_proj.weight")
+        return None if gradient_IO is None else gradient_IO.T
+
+    def token_table(self, module: nn.Module) -> TokenTable:
+        """Returns token and position rows, and the LayerNorm before the first attention."""
+        norm = module.get_submodule("transformer.h.0.ln_1")
+        assert isinstance(norm, nn.LayerNorm)
+        token_VD, position_PD = frozen_rows(module, self.word_embedding, self.position_embedding)
+        return TokenTable(token_VD, position_PD, norm)
+
+    def first_block(self, module: nn.Module) -> FirstBlock:
+        """Returns the first decoder block in parts."""
+        blocks: Any = module.get_submodule("transformer.h")
+        block, following = blocks[0], blocks[1]
+        num_heads: int = block.attn.num_heads
+        table = self.token_table(module)
+
+        def enter(ids_N: Tensor, positions_N: Tensor) -> tuple[Tensor, Tensor]:
+            residual_ND = table.token_VD[ids_N] + table.position_PD[positions_N]
+            return residual_ND, table.norm(residual_ND)
+
+        def project(x_ND: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            q, k, v = block.attn.c_attn(x_ND).chunk(3, dim=-1)
+            return heads(q, num_heads), heads(k, num_heads), heads(v, num_heads)
+
+        def leave(residual_ND: Tensor, mixed_ND: Tensor) -> Tensor:
+            x_ND = residual_ND + block.attn.c_proj(mixed_ND)
+            out_ND: Tensor = following.ln_1(x_ND + block.mlp(block.ln_2(x_ND)))
+            return out_ND
+
+        return FirstBlock(num_heads, enter, project, leave)
+
+    def logits(
+        self, module: nn.Module, mask_BT: Tensor, *, ids_BT: Tensor | None, embeds_BTD: Tensor | None
+    ) -> Tensor:
+        """Returns class logits [B, C] at each last token, or next-token logits [B, T, V].
+
+        The classifier is applied here and not by transformers, whose pooling looks for padding
+        ids and so cannot pool word embeddings.
+        """
+        model: Any = module
+        length = mask_BT.shape[1]
+        hidden_BTD = model.transformer(
+            input_ids=ids_BT,
+            inputs_embeds=embeds_BTD,
+            attention_mask=mask_BT,
+            position_ids=torch.arange(length, device=mask_BT.device).expand(len(mask_BT), length),
+            use_cache=False,
+        ).last_hidden_state
+        if hasattr(model, "score"):
+            return pool_last(model.score(hidden_BTD), mask_BT)
+        logits_BTV: Tensor = model.lm_head(hidden_BTD)
+        return logits_BTV
+
+    def encode(self, tokenizer: Any, texts: Sequence[str], task: str) -> list[list[int]]:
+        """Returns each text's tokens; for next-token training an end token closes it."""
+        ids: list[list[int]] = tokenizer(list(texts))["input_ids"]
+        end = [tokenizer.eos_token_id] if task == "causal-lm" else []
+        return [one + end for one in ids]

@@ -1,0 +1,89 @@
+"""All that an attack may see: one client's update, and the facts the attacker was granted.
+
+A fact that was not granted is `None`. What is not a field here, an attack cannot know.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from enum import StrEnum
+
+from torch import Tensor
+
+
+class UpdateKind(StrEnum):
+    """What the tensors of an update are."""
+
+    GRADIENT = "gradient"
+    """The gradient of the client's mean loss at the broadcast weights (FedSGD)."""
+    DELTA = "delta"
+    """The client's weights after local training minus the broadcast weights (FedAvg)."""
+
+
+@dataclass(frozen=True)
+class ClientUpdate:
+    """What one client sent.
+
+    Attributes:
+        kind: Gradient or delta.
+        tensors: By parameter name, as the model's `named_parameters` names them. A parameter
+            that was not shared is absent, not zero.
+        num_examples: The aggregation weight that the client reported, so the attacker has it.
+    """
+
+    kind: UpdateKind
+    tensors: Mapping[str, Tensor]
+    num_examples: int
+
+
+@dataclass(frozen=True)
+class Knowledge:
+    """Facts that the attacker holds beside the update; `None` is a fact not granted.
+
+    Attributes:
+        learning_rate, local_steps, dropout: The server's own settings, so always known to it.
+        batch_size: Examples in one step of the client.
+        labels: The class of each example, in the order of `lengths`.
+        lengths: Tokens in each example, special tokens included, longest first.
+        noise_scale: Standard deviation of the noise that the client added to each number.
+    """
+
+    learning_rate: float | None = None
+    local_steps: int | None = None
+    dropout: bool | None = None
+    batch_size: int | None = None
+    labels: tuple[int, ...] | None = None
+    lengths: tuple[int, ...] | None = None
+    noise_scale: float | None = None
+
+    def granted(self) -> tuple[str, ...]:
+        """Returns the names of the facts that are known."""
+        return tuple(f.name for f in fields(self) if getattr(self, f.name) is not None)
+
+
+GRANTABLE = frozenset({"batch_size", "labels", "lengths", "noise_scale"})
+"""Facts that the server does not set itself: a threat model grants them or not."""
+
+
+@dataclass(frozen=True)
+class ThreatModel:
+    """The facts granted to the attacker beyond what the protocol tells the server anyway."""
+
+    knows: frozenset[str] = frozenset()
+
+    def grant(self, server: Knowledge, private: Knowledge) -> Knowledge:
+        """Returns what the server knows, with the granted ones of the `private` facts."""
+        return replace(server, **{name: getattr(private, name) for name in sorted(self.knows)})
+
+
+LAMP_PAPER = ThreatModel(frozenset({"labels", "lengths", "batch_size"}))
+"""What the published LAMP, TAG and DLG on text are told (Balunovic et al. 2022, section 5)."""
+
+
+@dataclass(frozen=True)
+class Observation:
+    """One client's update in one round as the server received it, and what the attacker knows."""
+
+    round: int
+    client: int
+    update: ClientUpdate
+    knowledge: Knowledge

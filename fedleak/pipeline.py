@@ -1,0 +1,333 @@
+"""From an experiment to scores: prepare a run, attack its captures as they come, score them."""
+
+import platform
+import subprocess
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from filelock import FileLock
+
+import fedleak
+from fedleak import audit, data, models
+from fedleak.config import Experiment, NamedAttack, difference, parse
+from fedleak.errors import CaptureError, ConfigError
+from fedleak.models import CLASSIFICATION, LanguageModel
+from fedleak.observation import Knowledge
+from fedleak.reconstruction import Reconstruction, Status
+from fedleak.store import Key, Run
+from fedleak.training import round_clients
+from fedleak.workers import Job, Workers, devices, failure, row, settings
+
+TRIES = 3
+"""How often an attack that crashes is tried on one capture."""
+
+POLL_SECONDS = 0.05
+
+
+class Progress(NamedTuple):
+    """How far a run is."""
+
+    captures: int
+    captures_expected: int
+    answers: int
+    answers_expected: int
+
+
+def run_folder(name: str) -> Path:
+    """Returns where an experiment of this name keeps its results."""
+    return Path("runs", name).absolute()
+
+
+def prepare(experiment: Experiment, path: Path, *, fresh: bool = False) -> Run:
+    """Checks the experiment, and opens its run directory or makes it.
+
+    Args:
+        experiment: What to run.
+        path: The run directory.
+        fresh: Move what is there out of the way.
+
+    Raises:
+        ConfigError: The experiment cannot work, or differs from the one that ran here.
+    """
+    num_labels, held_out = _check_data(experiment)
+    check_attacks(experiment, num_labels)
+    run = Run(path)
+    table = experiment.model_dump(mode="json")
+    if fresh and path.exists():
+        run.move_aside()
+    if run.exists():
+        changed = difference(_comparable(run.info()["experiment"]), _comparable(table))
+        if changed:
+            raise ConfigError(
+                f"{str(path)!r} holds another experiment ({'; '.join(changed[:4])}): give this one "
+                "another name, or --fresh to move the old run aside"
+            )
+        return run
+    run.write_json("held_out.json", held_out)
+    run.update_info(
+        experiment=table,
+        status="new",
+        num_labels=num_labels,
+        versions=_versions(),
+        git_commit=_git_commit(),
+        model_fingerprint=None,
+    )
+    return run
+
+
+def expected_captures(experiment: Experiment) -> list[Key]:
+    """Returns the captures that a complete run has."""
+    table = experiment.federation
+    return [
+        Key(round, client)
+        for round in range(1, table.rounds + 1)
+        for client in round_clients(
+            table.clients, experiment.clients_per_round, seed=experiment.seed, round=round
+        )
+    ]
+
+
+def attack_captures(
+    run: Run,
+    experiment: Experiment,
+    *,
+    no_more: Callable[[], bool],
+    stop: Callable[[], bool] = lambda: False,
+    report: Callable[[Progress], None] = lambda progress: None,
+) -> None:
+    """Attacks every capture that has no answer yet, until `no_more` come and all have one.
+
+    The work that is left is always what the directory lacks, so this can be killed at any time.
+
+    Raises:
+        ConfigError: An attack of this name already ran here with other settings.
+    """
+    answered = _answered(run, experiment)
+    tries = Counter(
+        (Key(line["round"], line["client"]), line["attack"]) for line in run.rows("attempts.jsonl")
+    )
+    expected = len(expected_captures(experiment))
+    model = (experiment.model.name, experiment.model.task, run.info()["num_labels"])
+    where = devices(experiment.workers.devices)
+
+    def record(job: Job, line: dict[str, object]) -> None:
+        run.append("reconstructions.jsonl", line)
+        answered.add((job.key, job.attack.name))
+
+    with Workers(where, experiment.workers.time_limit) as workers:
+        while not stop():
+            last_look = no_more()  # asked before looking, so that nothing slips in between
+            keys = run.captures()
+            busy = {(job.key, job.attack.name) for job in workers.running()}
+            todo = [
+                (key, attack)
+                for key in keys
+                for attack in experiment.attacks
+                if (key, attack.name) not in answered | busy
+            ]
+            for (key, attack), _ in zip(todo, workers.idle(), strict=False):
+                job = Job(run.path, key, attack, Knowledge(), model, experiment.seed)
+                try:
+                    knowledge = audit.knowledge(run, key, experiment.threat_model)
+                except CaptureError as error:
+                    record(job, row(job, Reconstruction.none(Status.FAILED, str(error)), None, None))
+                else:
+                    workers.submit(replace(job, knowledge=knowledge))
+            for job, future in workers.finished():
+                error = future.exception()
+                if error is None:
+                    record(job, future.result())
+                    continue
+                name = (job.key, job.attack.name)
+                tries[name] += 1
+                run.append(
+                    "attempts.jsonl",
+                    {
+                        "round": job.key.round,
+                        "client": job.key.client,
+                        "attack": job.attack.name,
+                        "reason": failure(error),
+                    },
+                )
+                if tries[name] >= TRIES or isinstance(error, CaptureError):
+                    record(job, row(job, Reconstruction.none(Status.FAILED, failure(error)), None, None))
+            known = len(experiment.attacks)
+            report(Progress(len(keys), expected, len(answered), expected * known))
+            if last_look and not todo and not workers.running():
+                return
+            time.sleep(POLL_SECONDS)
+
+
+@contextmanager
+def attacking(
+    run: Run, experiment: Experiment, report: Callable[[Progress], None] = lambda progress: None
+) -> Iterator[None]:
+    """Attacks while the body trains, and until all is attacked; gives up if the body fails."""
+    trained, stopped = threading.Event(), threading.Event()
+    errors: list[BaseException] = []
+
+    def dispatch() -> None:
+        try:
+            attack_captures(
+                run, experiment, no_more=trained.is_set, stop=stopped.is_set, report=report
+            )
+        except BaseException as error:  # noqa: BLE001 - raised again below, in the caller's thread
+            errors.append(error)
+
+    thread = threading.Thread(target=dispatch, name="attacks")
+    thread.start()
+    try:
+        yield
+        trained.set()
+        while thread.is_alive():
+            thread.join(0.2)  # in slices, so that Ctrl-C is heard
+    finally:
+        stopped.set()
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+@contextmanager
+def working_on(run: Run) -> Iterator[FileLock]:
+    """Holds the run directory against other processes, and notes how it ended."""
+    lock = run.lock()
+    try:
+        run.update_info(status="running")
+        yield lock
+        run.update_info(status="finished")
+    except KeyboardInterrupt:
+        run.update_info(status="interrupted")
+        raise
+    except BaseException:
+        run.update_info(status="failed")
+        raise
+    finally:
+        lock.release()
+
+
+def drop_failures(run: Run) -> int:
+    """Forgets failed answers, so that they are tried again; returns how many."""
+    lines = run.rows("reconstructions.jsonl")
+    kept = [line for line in lines if line["status"] != Status.FAILED]
+    failed = {(i["round"], i["client"], i["attack"]) for i in lines if i not in kept}
+    tries = run.rows("attempts.jsonl")
+    run.write_rows(
+        "attempts.jsonl",
+        [t for t in tries if (t["round"], t["client"], t["attack"]) not in failed],
+    )
+    run.write_rows("reconstructions.jsonl", kept)
+    return len(failed)
+
+
+def read_data(experiment: Experiment) -> data.Split:
+    """Reads what an experiment trains on."""
+    table = experiment.data
+    return data.read(
+        table.name,
+        split=table.split,
+        text=table.text,
+        label=table.label,
+        samples=table.samples,
+        held_out=table.held_out,
+        seed=experiment.seed,
+    )
+
+
+def check_attacks(experiment: Experiment, num_labels: int) -> None:
+    """Refuses attacks that cannot work in this experiment, before anything starts.
+
+    Raises:
+        ConfigError: The first of them.
+    """
+    experiment.check_attacks(_outline(experiment, num_labels))
+
+
+def _outline(experiment: Experiment, num_labels: int) -> LanguageModel:
+    """Returns the model without weights."""
+    table = experiment.model
+    with torch.device("meta"):
+        return models.load(table.name, table.task, num_labels, seed=0, weights=False)
+
+
+def _check_data(experiment: Experiment) -> tuple[int, dict[str, list[object]]]:
+    """Reads, tokenises and divides the data once, so that no client fails at it later.
+
+    Returns:
+        The number of classes, and the held-out examples.
+    """
+    table, federation = experiment.data, experiment.federation
+    if experiment.model.task == CLASSIFICATION and table.label is None and "/" not in table.name:
+        raise ConfigError(f"data.label is missing: name the column of {table.name!r} with the class")
+    split = read_data(experiment)
+    num_labels = len(split.train.label_names)
+    model = _outline(experiment, num_labels)
+    data.partition(
+        split.train.labels,
+        federation.clients,
+        how=federation.partition,
+        alpha=federation.alpha,
+        seed=experiment.seed,
+    )
+    limits = {"limit": model.max_length, "max_length": table.max_length}
+    data.tokenise(split.train.texts, model.encode, **limits)
+    held_out = data.tokenise(split.held_out.texts, model.encode, **limits)
+    return num_labels, {"sequences": [*held_out], "labels": [*split.held_out.labels]}
+
+
+def _answered(run: Run, experiment: Experiment) -> set[tuple[Key, str]]:
+    """Returns what this experiment's attacks have answered already."""
+    known = {each.name: each for each in experiment.attacks}
+    answered = set()
+    for line in run.rows("reconstructions.jsonl"):
+        each = known.get(line["attack"])
+        if each is None:
+            continue
+        changed = difference(line["settings"], settings(each.attack))
+        knows = experiment.threat_model.knows | experiment.server_facts
+        if not changed and not set(line["knows"]) <= knows:
+            changed = [f"threat.knows: {line['knows']} -> {sorted(knows)}"]
+        if changed:
+            raise ConfigError(
+                f"attack {each.name!r} already ran here with other settings ({'; '.join(changed)}): "
+                "give this one another name = ..."
+            )
+        answered.add((Key(line["round"], line["client"]), each.name))
+    return answered
+
+
+def _comparable(table: dict[str, object]) -> dict[str, object]:
+    """Returns an experiment without what cannot change its results, defaults filled in."""
+    complete = parse(table).model_dump(mode="json")
+    return {key: value for key, value in complete.items() if key != "workers"}
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "fedleak": fedleak.__version__}
+    for name in ("flwr", "torch", "transformers", "datasets", "rouge-score"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:  # installed under another name, as vendors of torch do
+            found[name] = "unknown"
+    return found
+
+
+def _git_commit() -> str | None:
+    """Returns the commit of this checkout, with a mark if files differ; None if it is none."""
+    command: Sequence[str] = ("git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+    try:
+        done = subprocess.run(
+            command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()
+

@@ -1,0 +1,50 @@
+"""What an attack returns: its answer, its own evidence, and whether that proves it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+
+class Status(StrEnum):
+    """How an attack ended. A failure is a status with a reason, never a score of zero."""
+
+    RECOVERED = "recovered"
+    """The attack gave an answer, right or wrong."""
+    ABSTAINED = "abstained"
+    """The attack ran and says that it found nothing it stands by."""
+    INADMISSIBLE = "inadmissible"
+    """The update or the threat model lacks what the attack needs."""
+    FAILED = "failed"
+    """The attack crashed or outlived its time limit."""
+
+
+@dataclass(frozen=True)
+class Reconstruction:
+    """An attack's answer for one observation.
+
+    Attributes:
+        status: How it ended.
+        sequences: Token ids without padding, best evidence first. None: this attack does not
+            look for sequences.
+        evidence: For each sequence the attack's own statistic, lower is better.
+        tokens: The distinct tokens it says were in the batch. None: does not look for them.
+        facts: Other facts it read: `longest_sequence`, `label_counts`.
+        diagnostics: How it went, as plain JSON values.
+        verified: A certificate proves the whole answer.
+        reason: Why it is not `recovered`.
+    """
+
+    status: Status
+    sequences: tuple[tuple[int, ...], ...] | None = None
+    evidence: tuple[float, ...] = ()
+    tokens: tuple[int, ...] | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    diagnostics: Mapping[str, Any] = field(default_factory=dict)
+    verified: bool = False
+    reason: str = ""
+
+    @classmethod
+    def none(cls, status: Status, reason: str, **diagnostics: Any) -> "Reconstruction":
+        """Returns an answer that holds nothing, and why."""
+        return cls(status, diagnostics=diagnostics, reason=reason)

@@ -1,0 +1,296 @@
+"""The run directory: the only thing that training, attacks and scoring share.
+
+    runs/<name>/
+      run.json                         the resolved experiment, versions, fingerprint, status
+      captures/r0001-c03.safetensors   what the server received, with what it knows as metadata
+      models/r0001.safetensors         the broadcast of a round; the last one is the trained model
+      vault/r0001-c03.json             the private batch, written by the client, mode 0600
+      reconstructions.jsonl            a line per attack and capture, as each finishes
+      attempts.jsonl                   a line per try of an attack that crashed
+      leakage.jsonl utility.jsonl summary.json
+
+Work that is left is what the directory lacks, so there is no queue that a crash could corrupt.
+Files are written under a temporary name, synced and renamed. A line counts once its newline is
+on disk: a torn last line is dropped when the file is next opened.
+"""
+
+import json
+import os
+import re
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import safetensors
+import safetensors.torch
+from filelock import FileLock, Timeout
+from torch import Tensor
+
+from fedleak.errors import CaptureError, FedleakError
+from fedleak.observation import ClientUpdate, Knowledge, UpdateKind
+
+SCHEMA_VERSION = 1
+_KEY = re.compile(r"r(\d+)-c(\d+)")
+
+
+class Key(NamedTuple):
+    """One client's update in one round."""
+
+    round: int
+    client: int
+
+    def __str__(self) -> str:
+        return f"r{self.round:04d}-c{self.client:02d}"
+
+
+@dataclass(frozen=True)
+class Capture:
+    """What the server received from one client, and what it knows of how that was made."""
+
+    key: Key
+    update: ClientUpdate
+    knowledge: Knowledge
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run directory."""
+
+    path: Path
+
+    # --- run.json ---------------------------------------------------------------------------
+
+    def exists(self) -> bool:
+        """Returns whether something was run here."""
+        return (self.path / "run.json").is_file()
+
+    def info(self) -> dict[str, Any]:
+        """Returns the content of run.json.
+
+        Raises:
+            FedleakError: There is no run here.
+        """
+        try:
+            value: dict[str, Any] = json.loads((self.path / "run.json").read_text())
+        except (OSError, json.JSONDecodeError) as error:
+            raise FedleakError(f"{str(self.path)!r} is not a run directory: {error}") from error
+        return value
+
+    def update_info(self, **values: Any) -> None:
+        """Writes these keys of run.json and keeps the others."""
+        old = self.info() if self.exists() else {"schema_version": SCHEMA_VERSION}
+        self.write_json("run.json", old | values)
+
+    def lock(self) -> FileLock:
+        """Returns the lock, taken, of the one process that may attack and score here.
+
+        Raises:
+            FedleakError: Another process has it.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(self.path / ".lock")
+        try:
+            lock.acquire(blocking=False)
+        except Timeout as error:
+            raise FedleakError(f"{str(self.path)!r} is in use by another fedleak process") from error
+        return lock
+
+    # --- captures and models ----------------------------------------------------------------
+
+    def write_capture(self, capture: Capture) -> None:
+        """Writes what the server received."""
+        update = capture.update
+        about = {
+            "kind": update.kind,
+            "num_examples": update.num_examples,
+            "knowledge": {k: v for k, v in asdict(capture.knowledge).items() if v is not None},
+        }
+        _write_tensors(self._capture(capture.key), update.tensors, {"fedleak": json.dumps(about)})
+
+    def read_capture(self, key: Key) -> Capture:
+        """Reads a capture.
+
+        Raises:
+            CaptureError: The file is damaged.
+        """
+        path = self._capture(key)
+        try:
+            tensors, metadata = _read_tensors(path)
+            kind, num_examples, knowledge = _about(metadata)
+        except _DAMAGE as error:
+            raise _damaged(path, error) from error
+        return Capture(key, ClientUpdate(kind, tensors, num_examples), knowledge)
+
+    def read_knowledge(self, key: Key) -> Knowledge:
+        """Reads what the server knows of a capture, without its tensors.
+
+        Raises:
+            CaptureError: The file is damaged.
+        """
+        path = self._capture(key)
+        try:
+            with safetensors.safe_open(path, framework="pt") as file:
+                return _about(file.metadata())[2]
+        except _DAMAGE as error:
+            raise _damaged(path, error) from error
+
+    def _capture(self, key: Key) -> Path:
+        return self.path / "captures" / f"{key}.safetensors"
+
+    def captures(self) -> list[Key]:
+        """Returns the keys of the captures, in order."""
+        return _keys(self.path / "captures", ".safetensors")
+
+    def write_broadcast(self, round: int, tensors: Mapping[str, Tensor]) -> None:
+        """Writes the model that a round starts from."""
+        _write_tensors(self.path / "models" / f"r{round:04d}.safetensors", tensors, {})
+
+    def read_broadcast(self, round: int) -> dict[str, Tensor]:
+        """Reads the model that a round starts from.
+
+        Raises:
+            CaptureError: The file is damaged or missing.
+        """
+        path = self.path / "models" / f"r{round:04d}.safetensors"
+        try:
+            return _read_tensors(path)[0]
+        except _DAMAGE as error:
+            raise CaptureError(f"model {path} is damaged ({error}): run with --fresh") from error
+
+    def broadcasts(self) -> list[int]:
+        """Returns the rounds whose starting model is here, in order."""
+        stems = (p.stem for p in (self.path / "models").glob("r*.safetensors"))
+        return sorted(int(stem[1:]) for stem in stems)
+
+    # --- the vault --------------------------------------------------------------------------
+
+    def write_truth(self, key: Key, value: Mapping[str, Any]) -> None:
+        """Writes a private batch, readable by its owner alone."""
+        self.write_json(f"vault/{key}.json", value, mode=0o600)
+
+    def read_truth(self, key: Key) -> dict[str, Any] | None:
+        """Returns a private batch; None if the client wrote none."""
+        path = self.path / "vault" / f"{key}.json"
+        if not path.is_file():
+            return None
+        value: dict[str, Any] = json.loads(path.read_text())
+        return value
+
+    def truths(self) -> list[Key]:
+        """Returns the keys of the private batches, in order."""
+        return _keys(self.path / "vault", ".json")
+
+    # --- rows -------------------------------------------------------------------------------
+
+    def append(self, name: str, row: Mapping[str, Any]) -> None:
+        """Appends one line to a JSONL file and syncs it."""
+        path = self.path / name
+        with path.open("ab+") as file:
+            _drop_torn_line_(file)
+            file.write(json.dumps(row, allow_nan=False).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def rows(self, name: str) -> list[dict[str, Any]]:
+        """Returns the complete lines of a JSONL file; none if there is no file."""
+        path = self.path / name
+        if not path.is_file():
+            return []
+        complete = path.read_bytes().rpartition(b"\n")[0]
+        return [json.loads(line) for line in complete.splitlines()]
+
+    def write_rows(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Writes a whole JSONL file at once."""
+        text = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows)
+        _replace(self.path / name, text.encode())
+
+    def write_json(self, name: str, value: Any, mode: int = 0o644) -> None:
+        """Writes a JSON file at once."""
+        _replace(self.path / name, (json.dumps(value, indent=1, allow_nan=False) + "\n").encode(), mode)
+
+    def read_json(self, name: str) -> Any:
+        """Reads a JSON file."""
+        return json.loads((self.path / name).read_text())
+
+    def move_aside(self) -> Path:
+        """Moves the directory out of the way and returns where it is now."""
+        aside = self.path.with_name(f"{self.path.name}.{time.strftime('%Y%m%d-%H%M%S')}")
+        while aside.exists():
+            aside = aside.with_name(aside.name + "x")
+        self.path.rename(aside)
+        return aside
+
+
+_DAMAGE = (OSError, KeyError, ValueError, TypeError, safetensors.SafetensorError)
+"""What reading a damaged file raises."""
+
+
+def _damaged(path: Path, error: Exception) -> CaptureError:
+    return CaptureError(
+        f"capture {path} is damaged ({' '.join(str(error).split())}): delete it, run the experiment "
+        "again, then `fedleak attack --retry`"
+    )
+
+
+def _about(metadata: Mapping[str, str] | None) -> tuple[UpdateKind, int, Knowledge]:
+    """Reads what stands beside the tensors of a capture."""
+    about = json.loads((metadata or {})["fedleak"])
+    return UpdateKind(about["kind"]), about["num_examples"], Knowledge(**about["knowledge"])
+
+
+def _keys(folder: Path, suffix: str) -> list[Key]:
+    found = (_KEY.fullmatch(p.name.removesuffix(suffix)) for p in folder.glob(f"*{suffix}"))
+    return sorted(Key(int(m[1]), int(m[2])) for m in found if m)
+
+
+def _write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
+    flat = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = _temporary(path)
+    safetensors.torch.save_file(flat, temporary, metadata)
+    with temporary.open("rb+") as file:
+        os.fsync(file.fileno())
+    _rename(temporary, path)
+
+
+def _read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    with safetensors.safe_open(path, framework="pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+
+
+def _replace(path: Path, content: bytes, mode: int = 0o644) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = _temporary(path)
+    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    _rename(temporary, path)
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}")
+
+
+def _rename(temporary: Path, path: Path) -> None:
+    """Renames, and syncs the folder, so that the new name survives a power cut too."""
+    temporary.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _drop_torn_line_(file: Any) -> None:
+    """Cuts what a killed process left after the last newline."""
+    size = file.seek(0, os.SEEK_END)
+    if not size:
+        return
+    file.seek(size - 1)
+    if file.read(1) == b"\n":
+        return
+    file.seek(0)
+    file.truncate(file.read().rfind(b"\n") + 1)

@@ -1,0 +1,38 @@
+"""The private batch. Only data, clients (the vault), metrics and the audit may import this."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class GroundTruth:
+    """What one client trained on in one round.
+
+    Attributes:
+        sequences: Token ids as they were fed to the model, special tokens included, no padding.
+        labels: The class of each sequence; empty for a causal language model.
+        batch_size: Examples in one local step.
+        noise_scale: Standard deviation of the noise on the update; None without noise.
+    """
+
+    round: int
+    client: int
+    sequences: tuple[tuple[int, ...], ...]
+    labels: tuple[int, ...]
+    batch_size: int
+    noise_scale: float | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns plain values for a JSON file."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> "GroundTruth":
+        """Reads what `to_json` gave."""
+        return cls(
+            **value
+            | {
+                "sequences": tuple(map(tuple, value["sequences"])),
+                "labels": tuple(value["labels"]),
+            }
+        )

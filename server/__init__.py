@@ -1,0 +1,1 @@
+"""The Flower ServerApp: an honest aggregator that keeps what it receives."""

@@ -1,0 +1,135 @@
+"""The ServerApp: resumes or starts a run, and, for `flwr run`, attacks it too."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.serverapp import Grid, ServerApp
+
+from fedleak import audit, models, pipeline
+from fedleak.config import Experiment, load
+from fedleak.errors import FedleakError
+from fedleak.metrics.utility import evaluate
+from fedleak.models import LanguageModel
+from fedleak.report import print_run
+from fedleak.store import Run
+from server.strategy import CuriousServer
+from server.tap import TapGrid
+
+NODES_WITHIN_SECONDS = 60.0
+ANSWER_WITHIN_SECONDS = 3600.0
+
+app = ServerApp()
+
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    """Runs an experiment.
+
+    Run config: `experiment` is an experiment file or the run.json of a run, `run-dir` a folder
+    or empty; `attack` asks for attacks and scores along with training (the command line does
+    that itself, in its own process).
+    """
+    config = context.run_config
+    experiment = load(Path(str(config["experiment"])))
+    path = Path(str(config["run-dir"])) if config["run-dir"] else pipeline.run_folder(experiment.name)
+    if not config["attack"]:
+        federate(grid, experiment, Run(path))
+        return
+    run = pipeline.prepare(experiment, path)
+    with pipeline.working_on(run):
+        with pipeline.attacking(run, experiment):
+            federate(grid, experiment, run)
+        print_run(run, audit.score_run(run))
+
+
+def federate(grid: Grid, experiment: Experiment, run: Run) -> None:
+    """Trains from the last complete round on, capturing every reply.
+
+    Raises:
+        FedleakError: A client failed, or there are fewer nodes than clients.
+    """
+    torch.set_num_threads(1)
+    first = first_open_round(experiment, run)
+    num_labels = run.info()["num_labels"]
+    name, task, seed = experiment.model.name, experiment.model.task, experiment.seed
+    model = models.load(name, task, num_labels, seed=seed, weights=first == 1)
+    if first > 1:
+        models.load_parameters_(model, run.read_broadcast(first))
+    else:
+        run.update_info(model_fingerprint=models.fingerprint(model.parameters()))
+    rounds = experiment.federation.rounds - first + 1
+    if rounds < 1:
+        return
+    strategy = CuriousServer(experiment, run, first, find_nodes(grid, experiment))
+    strategy.start(
+        grid=TapGrid(grid, strategy.on_reply),
+        initial_arrays=ArrayRecord(model.parameters()),
+        num_rounds=rounds,
+        timeout=ANSWER_WITHIN_SECONDS,
+        evaluate_fn=evaluation(run, model, first - 1),
+    )
+
+
+def first_open_round(experiment: Experiment, run: Run) -> int:
+    """Returns the first round that is not complete: it has all captures and a following model."""
+    captured, broadcast = set(run.captures()), set(run.broadcasts())
+    missing = [key.round for key in pipeline.expected_captures(experiment) if key not in captured]
+    complete = min(missing, default=experiment.federation.rounds + 1)
+    while complete > 1 and complete not in broadcast:
+        complete -= 1
+    return complete
+
+
+def find_nodes(grid: Grid, experiment: Experiment) -> dict[int, int]:
+    """Asks every node which client's data it holds; returns the node of each client.
+
+    Raises:
+        FedleakError: Not every client has a node.
+    """
+    wanted = experiment.federation.clients
+    deadline = time.monotonic() + NODES_WITHIN_SECONDS
+    nodes = list(grid.get_node_ids())
+    while len(nodes) < wanted and time.monotonic() < deadline:
+        time.sleep(0.5)
+        nodes = list(grid.get_node_ids())
+    if len(nodes) < wanted:
+        raise FedleakError(
+            f"federation.clients = {wanted}, but Flower has {len(nodes)} nodes: start it with "
+            f"--federation-config 'num-supernodes={wanted}'"
+        )
+    questions = [
+        Message(RecordDict({"config": ConfigRecord({})}), message_type="query.identity", dst_node_id=n)
+        for n in nodes
+    ]
+    found: dict[int, int] = {}
+    for reply in grid.send_and_receive(questions, timeout=ANSWER_WITHIN_SECONDS):
+        if reply.has_error():
+            raise FedleakError(f"a client cannot start: {reply.error.reason}")
+        client = int(reply.content.config_records["identity"]["client"])  # type: ignore[arg-type]
+        found[client] = reply.metadata.src_node_id
+    if missing := set(range(wanted)) - found.keys():
+        raise FedleakError(f"no node holds the data of the clients {sorted(missing)}")
+    return found
+
+
+def evaluation(
+    run: Run, model: LanguageModel, offset: int
+) -> Callable[[int, ArrayRecord], MetricRecord | None]:
+    """Returns Flower's `evaluate_fn`: scores the global model on held-out data, once per round."""
+    held_out = run.read_json("held_out.json")
+    written = {row["round"] for row in run.rows("utility.jsonl")}
+
+    def evaluate_round(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
+        round = server_round + offset
+        if round in written or not held_out["sequences"]:
+            return None
+        models.load_parameters_(model, arrays.to_torch_state_dict())
+        scores = evaluate(model, held_out["sequences"], held_out["labels"])
+        run.append("utility.jsonl", {"round": round, **scores})
+        return MetricRecord(dict(scores))
+
+    return evaluate_round
+

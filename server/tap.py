@@ -1,0 +1,63 @@
+"""The tap: sees each reply as it arrives, before anything else does, and frees its memory."""
+
+import time
+from collections.abc import Callable, Iterable
+
+from flwr.app import Message, RecordDict
+from flwr.serverapp import Grid
+
+POLL_SECONDS = 0.02
+
+
+class TapGrid(Grid):
+    """A grid that hands every reply to `on_reply`, which returns what the strategy may keep.
+
+    Replies are taken one pull at a time, so that no more than a pull's worth of updates is ever in
+    memory, however many clients there are.
+    """
+
+    def __init__(self, grid: Grid, on_reply: Callable[[Message], RecordDict]) -> None:
+        self._grid, self._on_reply = grid, on_reply
+
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> Iterable[Message]:
+        """Sends messages and returns the replies, stripped of what `on_reply` took."""
+        waiting = set(self._grid.push_messages(messages))
+        deadline = None if timeout is None else time.monotonic() + timeout
+        replies: list[Message] = []
+        while waiting and (deadline is None or time.monotonic() < deadline):
+            pulled = list(self._grid.pull_messages(waiting))
+            for reply in pulled:
+                waiting.discard(reply.metadata.reply_to_message_id)
+                if reply.has_content():
+                    reply.content = self._on_reply(reply)
+                replies.append(reply)
+            if waiting and not pulled:
+                time.sleep(POLL_SECONDS)
+        return replies
+
+    def set_run(self, run: object) -> None:
+        """Passes on."""
+        self._grid.set_run(run)  # type: ignore[arg-type]
+
+    @property
+    def run(self) -> object:  # type: ignore[override]
+        """Passes on."""
+        return self._grid.run
+
+    def create_message(self, *args: object, **kwargs: object) -> Message:
+        """Passes on."""
+        return self._grid.create_message(*args, **kwargs)  # type: ignore[arg-type]
+
+    def get_node_ids(self) -> Iterable[int]:
+        """Passes on."""
+        return self._grid.get_node_ids()
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """Passes on."""
+        return self._grid.push_messages(messages)
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """Passes on."""
+        return self._grid.pull_messages(message_ids)
