@@ -4,7 +4,6 @@ The order on the way out is train, defend, share: `mods` wrap training from the 
 """
 
 import json
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
@@ -13,8 +12,9 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, 
 from flwr.clientapp import ClientApp
 
 from clients.mods import defend, share
-from fedleak import data, models, pipeline
+from fedleak import models
 from fedleak.config import Experiment, load, parse
+from fedleak.federation import Workload, divide, read_data
 from fedleak.models import LanguageModel
 from fedleak.store import Key, Run
 from fedleak.streams import stream_seed
@@ -24,43 +24,16 @@ from fedleak.truth import GroundTruth
 app = ClientApp(mods=[share, defend])
 
 
-@dataclass(frozen=True)
-class Workplace:
-    """What every client of one process shares: the architecture and the divided data."""
-
-    experiment: Experiment
-    model: LanguageModel
-    sequences: list[tuple[int, ...]]
-    labels: tuple[int, ...]
-    parts: list[list[int]]
-
-
 @lru_cache(maxsize=1)
-def workplace(experiment_json: str) -> Workplace:
+def workplace(experiment_json: str) -> tuple[Experiment, LanguageModel, Workload]:
     """Loads what an experiment's clients need, once per process."""
     # One thread, so that sums come out bit for bit the same under every engine.
     torch.set_num_threads(1)
     experiment = parse(json.loads(experiment_json))
-    table, federation = experiment.data, experiment.federation
-    train = pipeline.read_data(experiment).train
-    model = models.load(
-        experiment.model.name,
-        experiment.model.task,
-        len(train.label_names),
-        seed=experiment.seed,
-        weights=False,
-    )
-    sequences = data.tokenise(
-        train.texts, model.encode, limit=model.max_length, max_length=table.max_length
-    )
-    parts = data.partition(
-        train.labels,
-        federation.clients,
-        how=federation.partition,
-        alpha=federation.alpha,
-        seed=experiment.seed,
-    )
-    return Workplace(experiment, model, sequences, train.labels, parts)
+    split = read_data(experiment)
+    name, task, seed = experiment.model.name, experiment.model.task, experiment.seed
+    model = models.load(name, task, len(split.train.label_names), seed=seed, weights=False)
+    return experiment, model, divide(experiment, split, model)
 
 
 @app.query("identity")
@@ -73,20 +46,18 @@ def identity(message: Message, context: Context) -> Message:
 @app.train()
 def train(message: Message, context: Context) -> Message:
     """Trains on this round's examples and returns the update."""
-    at = workplace(load(Path(str(context.run_config["experiment"]))).model_dump_json())
-    experiment, seed = at.experiment, at.experiment.seed
+    stored = load(Path(str(context.run_config["experiment"])))
+    experiment, model, workload = workplace(stored.model_dump_json())
+    seed, local = experiment.seed, experiment.local_training
     client = int(context.node_config["partition-id"])
     round = int(message.content.config_records["config"]["round"])  # type: ignore[arg-type]
-    models.load_parameters_(
-        at.model, message.content.array_records["arrays"].to_torch_state_dict()
-    )
-    part = at.parts[client]
-    local = experiment.local_training
+    models.load_parameters_(model, message.content.array_records["arrays"].to_torch_state_dict())
+    part = workload.parts[client]
     chosen = round_batch(len(part), local, seed=seed, client=client, round=round)
-    sequences = [at.sequences[part[i]] for i in chosen]
-    labels = [at.labels[part[i]] for i in chosen]
+    sequences = [workload.sequences[part[i]] for i in chosen]
+    labels = [workload.labels[part[i]] for i in chosen]
     update = local_update_(
-        at.model, sequences, labels, local, seed=stream_seed(seed, "local", round, client)
+        model, sequences, labels, local, seed=stream_seed(seed, "local", round, client)
     )
     if context.run_config["vault"]:
         noise = [

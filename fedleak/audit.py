@@ -309,6 +309,14 @@ def _summary(rows: Sequence[LeakageRow]) -> dict[str, Any]:
                 "guess_token_recall",
             )
         },
+        "facts": {
+            name: intervals.share(
+                sum(row.facts[name]["found"] == row.facts[name]["true"] for row in told),
+                len(told),
+            )._asdict()
+            for name in sorted({name for row in rows for name in row.facts})
+            if (told := [row for row in rows if name in row.facts])
+        },
         "seconds": sum(row.seconds or 0.0 for row in rows),
         "warning": f"fewer than {FEW} sequences" if 0 < sequences < FEW else None,
     }
@@ -323,7 +331,9 @@ def _other_client(key: Key, of_attack: dict[Key, dict[str, Any]]) -> dict[str, A
     ]
     if not others:
         return None
-    after = sorted(others, key=lambda k: (abs(k.round - key.round), (k.client - key.client) % 10**6))
+    after = sorted(
+        others, key=lambda k: (abs(k.round - key.round), (k.client - key.client) % 10**6)
+    )
     return of_attack[after[0]]
 
 

@@ -12,8 +12,7 @@ from typing import Annotated
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 os.environ.setdefault("FLWR_DISABLE_UPDATE_CHECK", "1")
 os.environ.setdefault("FLWR_LOG_LEVEL", "ERROR")
-os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+os.environ.setdefault("TQDM_DISABLE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -26,7 +25,8 @@ from rich.table import Table
 from fedleak.errors import ConfigError, FedleakError
 
 QUICKSTART = [
-    Path(__file__).parents[1] / "experiments" / f"quickstart-{name}.toml" for name in ("bert", "gpt2")
+    Path(__file__).parents[1] / "experiments" / f"quickstart-{name}.toml"
+    for name in ("bert", "gpt2")
 ]
 
 app = typer.Typer(
@@ -94,7 +94,9 @@ def attack(
         at.info()  # refuses a folder that is no run
         for change in changes or ():
             if change.split(".")[0].split("=")[0].strip() not in ("attack", "threat", "workers"):
-                raise ConfigError(f"--set {change!r}: only attack, threat and workers can change here")
+                raise ConfigError(
+                    f"--set {change!r}: only attack, threat and workers can change here"
+                )
         experiment = load(path / "run.json", changes or ())
         pipeline.check_attacks(experiment, at.info()["num_labels"])
         with at.lock():
@@ -148,7 +150,7 @@ def list_() -> None:
 
 @contextmanager
 def mended() -> Iterator[None]:
-    """Turns the user's mistakes into one line: status 2 for a wrong experiment, 1 for a failed run."""
+    """Prints a mistake as one line; status 2 for a wrong experiment, 1 for a failed run."""
     try:
         yield
     except ConfigError as error:
@@ -173,7 +175,10 @@ def progress() -> Iterator[Callable[..., None]]:
         TimeElapsedColumn(),
     )
     with Bars(*columns, console=console) as bars:
-        training, attacks = bars.add_task("training", total=None), bars.add_task("attacks", total=None)
+        training, attacks = (
+            bars.add_task("training", total=None),
+            bars.add_task("attacks", total=None),
+        )
 
         def show(at: object) -> None:
             from fedleak.pipeline import Progress

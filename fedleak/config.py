@@ -21,7 +21,7 @@ from fedleak import attacks, defenses
 from fedleak.attacks import Attack, Setting
 from fedleak.defenses import Defense
 from fedleak.errors import ConfigError, unknown
-from fedleak.models import CAUSAL_LM, CLASSIFICATION, LanguageModel
+from fedleak.models import CAUSAL_LM, LanguageModel
 from fedleak.observation import GRANTABLE, ThreatModel, UpdateKind
 from fedleak.training import LocalTraining, matching
 
@@ -36,7 +36,7 @@ class ModelTable(_Table):
     """`[model]`: what is trained."""
 
     name: str
-    task: Literal["sequence-classification", "causal-lm"] = CLASSIFICATION
+    task: Literal["sequence-classification", "causal-lm"] = "sequence-classification"
 
 
 class DataTable(_Table):

@@ -12,18 +12,16 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
 from filelock import FileLock
 
 import fedleak
-from fedleak import audit, data, models
-from fedleak.config import Experiment, NamedAttack, difference, parse
+from fedleak import audit
+from fedleak.config import Experiment, difference, parse
 from fedleak.errors import CaptureError, ConfigError
-from fedleak.models import CLASSIFICATION, LanguageModel
+from fedleak.federation import divide, expected_captures, outline, read_data
 from fedleak.observation import Knowledge
 from fedleak.reconstruction import Reconstruction, Status
 from fedleak.store import Key, Run
-from fedleak.training import round_clients
 from fedleak.workers import Job, Workers, devices, failure, row, settings
 
 TRIES = 3
@@ -57,8 +55,11 @@ def prepare(experiment: Experiment, path: Path, *, fresh: bool = False) -> Run:
     Raises:
         ConfigError: The experiment cannot work, or differs from the one that ran here.
     """
-    num_labels, held_out = _check_data(experiment)
-    check_attacks(experiment, num_labels)
+    split = read_data(experiment)
+    num_labels = len(split.train.label_names)
+    model = outline(experiment, num_labels)
+    experiment.check_attacks(model)
+    workload = divide(experiment, split, model)
     run = Run(path)
     table = experiment.model_dump(mode="json")
     if fresh and path.exists():
@@ -71,7 +72,9 @@ def prepare(experiment: Experiment, path: Path, *, fresh: bool = False) -> Run:
                 "another name, or --fresh to move the old run aside"
             )
         return run
-    run.write_json("held_out.json", held_out)
+    run.write_json(
+        "held_out.json", {"sequences": workload.held_out, "labels": workload.held_out_labels}
+    )
     run.update_info(
         experiment=table,
         status="new",
@@ -81,18 +84,6 @@ def prepare(experiment: Experiment, path: Path, *, fresh: bool = False) -> Run:
         model_fingerprint=None,
     )
     return run
-
-
-def expected_captures(experiment: Experiment) -> list[Key]:
-    """Returns the captures that a complete run has."""
-    table = experiment.federation
-    return [
-        Key(round, client)
-        for round in range(1, table.rounds + 1)
-        for client in round_clients(
-            table.clients, experiment.clients_per_round, seed=experiment.seed, round=round
-        )
-    ]
 
 
 def attack_captures(
@@ -138,12 +129,14 @@ def attack_captures(
                 try:
                     knowledge = audit.knowledge(run, key, experiment.threat_model)
                 except CaptureError as error:
-                    record(job, row(job, Reconstruction.none(Status.FAILED, str(error)), None, None))
+                    record(
+                        job, row(job, Reconstruction.none(Status.FAILED, str(error)), None, None)
+                    )
                 else:
                     workers.submit(replace(job, knowledge=knowledge))
             for job, future in workers.finished():
-                error = future.exception()
-                if error is None:
+                problem = future.exception()
+                if problem is None:
                     record(job, future.result())
                     continue
                 name = (job.key, job.attack.name)
@@ -154,11 +147,14 @@ def attack_captures(
                         "round": job.key.round,
                         "client": job.key.client,
                         "attack": job.attack.name,
-                        "reason": failure(error),
+                        "reason": failure(problem),
                     },
                 )
-                if tries[name] >= TRIES or isinstance(error, CaptureError):
-                    record(job, row(job, Reconstruction.none(Status.FAILED, failure(error)), None, None))
+                if tries[name] >= TRIES or isinstance(problem, CaptureError):
+                    record(
+                        job,
+                        row(job, Reconstruction.none(Status.FAILED, failure(problem)), None, None),
+                    )
             known = len(experiment.attacks)
             report(Progress(len(keys), expected, len(answered), expected * known))
             if last_look and not todo and not workers.running():
@@ -228,59 +224,13 @@ def drop_failures(run: Run) -> int:
     return len(failed)
 
 
-def read_data(experiment: Experiment) -> data.Split:
-    """Reads what an experiment trains on."""
-    table = experiment.data
-    return data.read(
-        table.name,
-        split=table.split,
-        text=table.text,
-        label=table.label,
-        samples=table.samples,
-        held_out=table.held_out,
-        seed=experiment.seed,
-    )
-
-
 def check_attacks(experiment: Experiment, num_labels: int) -> None:
     """Refuses attacks that cannot work in this experiment, before anything starts.
 
     Raises:
         ConfigError: The first of them.
     """
-    experiment.check_attacks(_outline(experiment, num_labels))
-
-
-def _outline(experiment: Experiment, num_labels: int) -> LanguageModel:
-    """Returns the model without weights."""
-    table = experiment.model
-    with torch.device("meta"):
-        return models.load(table.name, table.task, num_labels, seed=0, weights=False)
-
-
-def _check_data(experiment: Experiment) -> tuple[int, dict[str, list[object]]]:
-    """Reads, tokenises and divides the data once, so that no client fails at it later.
-
-    Returns:
-        The number of classes, and the held-out examples.
-    """
-    table, federation = experiment.data, experiment.federation
-    if experiment.model.task == CLASSIFICATION and table.label is None and "/" not in table.name:
-        raise ConfigError(f"data.label is missing: name the column of {table.name!r} with the class")
-    split = read_data(experiment)
-    num_labels = len(split.train.label_names)
-    model = _outline(experiment, num_labels)
-    data.partition(
-        split.train.labels,
-        federation.clients,
-        how=federation.partition,
-        alpha=federation.alpha,
-        seed=experiment.seed,
-    )
-    limits = {"limit": model.max_length, "max_length": table.max_length}
-    data.tokenise(split.train.texts, model.encode, **limits)
-    held_out = data.tokenise(split.held_out.texts, model.encode, **limits)
-    return num_labels, {"sequences": [*held_out], "labels": [*split.held_out.labels]}
+    experiment.check_attacks(outline(experiment, num_labels))
 
 
 def _answered(run: Run, experiment: Experiment) -> set[tuple[Key, str]]:
@@ -297,8 +247,8 @@ def _answered(run: Run, experiment: Experiment) -> set[tuple[Key, str]]:
             changed = [f"threat.knows: {line['knows']} -> {sorted(knows)}"]
         if changed:
             raise ConfigError(
-                f"attack {each.name!r} already ran here with other settings ({'; '.join(changed)}): "
-                "give this one another name = ..."
+                f"attack {each.name!r} already ran here with other settings "
+                f"({'; '.join(changed)}): give this one another name = ..."
             )
         answered.add((Key(line["round"], line["client"]), each.name))
     return answered
@@ -322,7 +272,14 @@ def _versions() -> dict[str, str]:
 
 def _git_commit() -> str | None:
     """Returns the commit of this checkout, with a mark if files differ; None if it is none."""
-    command: Sequence[str] = ("git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+    command: Sequence[str] = (
+        "git",
+        "describe",
+        "--always",
+        "--dirty",
+        "--abbrev=40",
+        "--exclude=*",
+    )
     try:
         done = subprocess.run(
             command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True
@@ -330,4 +287,3 @@ def _git_commit() -> str | None:
     except (OSError, subprocess.CalledProcessError):
         return None
     return done.stdout.strip()
-

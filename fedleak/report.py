@@ -1,12 +1,15 @@
 """Tables for the terminal: what leaked per round and client, and examples beside the truth."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from fedleak.audit import LeakageRow, Pair, Scored
+from fedleak.observation import GRANTABLE
 from fedleak.reconstruction import Status
 from fedleak.store import Key, Run
 
@@ -23,9 +26,12 @@ def print_run(run: Run, scored: Sequence[Scored], console: Console | None = None
     summary = run.read_json("summary.json")
     console.print(leakage_table(summary["name"], [one.row for one in scored]))
     console.print(summary_table(summary))
+    console.print("some private texts, and what was read")
     for name, pair in best_examples(scored):
         console.print(f"  [bold]private[/]    {escape(pair.truth)}")
-        console.print(f"  [bold]{name:<10}[/] {escape(pair.answer or '')}  [dim]ROUGE-L {pair.rougeL:.0f}[/]")
+        console.print(
+            f"  [bold]{name:<10}[/] {escape(pair.answer or '')}  [dim]ROUGE-L {pair.rougeL:.0f}[/]"
+        )
     failures = {(one.row.attack, one.row.status, one.row.reason) for one in scored}
     for attack, status, reason in sorted(failures):
         if status != Status.RECOVERED:
@@ -34,14 +40,18 @@ def print_run(run: Run, scored: Sequence[Scored], console: Console | None = None
 
 
 def leakage_table(name: str, rows: Sequence[LeakageRow]) -> Table:
-    """Returns a line per round and client, with a column group per attack."""
-    table = Table(title=f"{name}: what the server read, per round and client", title_justify="left")
+    """Returns a line per round and client, with a column per attack."""
+    table = Table(
+        title=f"{name}: what the server read in each update",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        caption="attacks: texts recovered exactly and ROUGE-L, or the share of tokens found",
+        title_justify="left",
+        caption_justify="left",
+    )
     attacks = sorted({row.attack for row in rows})
-    for heading in ("round", "client", "texts", "tokens"):
-        table.add_column(heading, justify="right")
-    for attack in attacks:
-        table.add_column(attack, justify="right")
-    table.add_column("no update\nROUGE-L", justify="right")
+    for heading in ("round", "client", "texts", "tokens", *attacks, "no update"):
+        table.add_column(heading, justify="right", no_wrap=True)
     by_key: dict[Key, dict[str, LeakageRow]] = {}
     for row in rows:
         by_key.setdefault(Key(row.round, row.client), {})[row.attack] = row
@@ -50,13 +60,10 @@ def leakage_table(name: str, rows: Sequence[LeakageRow]) -> Table:
         if last is not None and key.round != last:
             table.add_section()
         last = key.round
-        any_row = next(iter(of_key.values()))
+        some = next(iter(of_key.values()))
         guesses = [row.guess_rougeL for row in of_key.values() if row.guess_rougeL is not None]
         table.add_row(
-            str(key.round),
-            str(key.client),
-            str(any_row.batch_size),
-            str(any_row.num_tokens),
+            *(str(value) for value in (*key, some.batch_size, some.num_tokens)),
             *(cell(of_key.get(attack)) for attack in attacks),
             number(guesses[0] if guesses else None),
         )
@@ -64,44 +71,58 @@ def leakage_table(name: str, rows: Sequence[LeakageRow]) -> Table:
 
 
 def cell(row: LeakageRow | None) -> str:
-    """Returns what one attack got from one update, in a few words."""
+    """Returns what one attack got from one update."""
     if row is None:
         return NOT_MEASURED
     if row.status != Status.RECOVERED:
         return f"[yellow]{row.status}[/]"
     if row.rougeL is None:
-        return f"{percent(row.token_recall)} of tokens"
+        return f"{percent(row.token_recall)} tokens"
     exact = round((row.exact_match or 0) * row.batch_size)
-    words = f"{exact}/{row.batch_size} exact, RL {number(row.rougeL)}"
+    words = f"{exact}/{row.batch_size} {number(row.rougeL):>3}"
     return f"[red]{words}[/]" if exact else words
 
 
-def summary_table(summary: dict[str, object]) -> Table:
-    """Returns a line per attack, with 95 % intervals and both controls."""
-    table = Table(title="in all (mean and 95 % interval)", title_justify="left")
-    for heading in ("attack", "knows", "answers", "exact", "ROUGE-1", "ROUGE-2", "ROUGE-L"):
-        table.add_column(heading)
-    for heading in ("other client's\nupdate: ROUGE-L", "no update:\nROUGE-L", "tokens found", "seconds"):
-        table.add_column(heading)
-    attacks = summary["attacks"]
-    assert isinstance(attacks, dict)
+def summary_table(summary: dict[str, Any]) -> Table:
+    """Returns a column per attack: its figures with 95 % intervals, and the controls."""
+    attacks: dict[str, dict[str, Any]] = summary["attacks"]
+    few = any(of["warning"] for of in attacks.values())
+    table = Table(
+        title="in all: mean and 95 % interval",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        caption="* fewer than 20 texts: an example, not a rate" if few else None,
+        title_justify="left",
+        caption_justify="left",
+    )
+    table.add_column()
     for name, of in attacks.items():
-        status = of["status"].get(Status.RECOVERED, 0)
-        table.add_row(
-            name + (" *" if of["warning"] else ""),
-            ", ".join(of["knows"]),
-            f"{status}/{of['rows']}",
-            interval(of["exact_match"], 100),
-            *(interval(of[f"rouge{n}"]) for n in "12L"),
-            interval(of["control_rougeL"]),
-            interval(of["guess_rougeL"]),
-            interval(of["token_recall"], 100),
-            f"{of['seconds']:.1f}",
-        )
-    if any(of["warning"] for of in attacks.values()):
-        table.caption = "* fewer than 20 texts: take it as an example, not as a rate"
-        table.caption_justify = "left"
+        table.add_column(name + (" *" if of["warning"] else ""), justify="right")
+    lines: list[tuple[str, Callable[[dict[str, Any]], str]]] = [
+        ("attacker was told", lambda of: told(of["knows"])),
+        ("answers", lambda of: f"{of['status'].get(Status.RECOVERED, 0)} of {of['rows']}"),
+        ("texts exact, %", lambda of: interval(of["exact_match"], 100)),
+        ("ROUGE-1", lambda of: interval(of["rouge1"])),
+        ("ROUGE-2", lambda of: interval(of["rouge2"])),
+        ("ROUGE-L", lambda of: interval(of["rougeL"])),
+        ("  other client's update", lambda of: interval(of["control_rougeL"])),
+        ("  no update", lambda of: interval(of["guess_rougeL"])),
+        ("tokens found, %", lambda of: interval(of["token_recall"], 100)),
+        ("  other client's update", lambda of: interval(of["control_token_recall"], 100)),
+        ("  no update", lambda of: interval(of["guess_token_recall"], 100)),
+        ("tokens right, %", lambda of: interval(of["token_precision"], 100)),
+        ("longest text right, %", lambda of: interval(of["facts"].get("longest_sequence"), 100)),
+        ("label counts right, %", lambda of: interval(of["facts"].get("label_counts"), 100)),
+        ("seconds", lambda of: f"{of['seconds']:.1f}"),
+    ]
+    for heading, show in lines:
+        table.add_row(heading, *(show(of) for of in attacks.values()))
     return table
+
+
+def told(knows: Sequence[str]) -> str:
+    """Returns the facts that were granted beyond what the server sets itself."""
+    return ", ".join(fact for fact in knows if fact in GRANTABLE) or "nothing more"
 
 
 def best_examples(scored: Sequence[Scored]) -> list[tuple[str, Pair]]:
@@ -119,7 +140,8 @@ def interval(value: dict[str, float] | None, scale: float = 1) -> str:
     """Returns `mean [low, high]`."""
     if value is None:
         return NOT_MEASURED
-    return f"{scale * value['mean']:.0f} [dim]\\[{scale * value['low']:.0f}, {scale * value['high']:.0f}][/]"
+    mean, low, high = (f"{scale * value[key]:.0f}" for key in ("mean", "low", "high"))
+    return f"{mean} [dim]\\[{low}, {high}][/]"
 
 
 def number(value: float | None) -> str:

@@ -94,7 +94,9 @@ class Run:
         try:
             lock.acquire(blocking=False)
         except Timeout as error:
-            raise FedleakError(f"{str(self.path)!r} is in use by another fedleak process") from error
+            raise FedleakError(
+                f"{str(self.path)!r} is in use by another fedleak process"
+            ) from error
         return lock
 
     # --- captures and models ----------------------------------------------------------------
@@ -208,7 +210,9 @@ class Run:
 
     def write_json(self, name: str, value: Any, mode: int = 0o644) -> None:
         """Writes a JSON file at once."""
-        _replace(self.path / name, (json.dumps(value, indent=1, allow_nan=False) + "\n").encode(), mode)
+        _replace(
+            self.path / name, (json.dumps(value, indent=1, allow_nan=False) + "\n").encode(), mode
+        )
 
     def read_json(self, name: str) -> Any:
         """Reads a JSON file."""
@@ -229,8 +233,8 @@ _DAMAGE = (OSError, KeyError, ValueError, TypeError, safetensors.SafetensorError
 
 def _damaged(path: Path, error: Exception) -> CaptureError:
     return CaptureError(
-        f"capture {path} is damaged ({' '.join(str(error).split())}): delete it, run the experiment "
-        "again, then `fedleak attack --retry`"
+        f"capture {path} is damaged ({' '.join(str(error).split())}): delete it, run the "
+        "experiment again, then `fedleak attack --retry`"
     )
 
 

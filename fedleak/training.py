@@ -83,7 +83,7 @@ def local_update_(
     """
     model.module.train(training.dropout)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(stream_seed(seed, "dropout"))
+        torch.default_generator.manual_seed(stream_seed(seed, "dropout"))
         if training.kind == UpdateKind.GRADIENT:
             tensors = _gradient(model, sequences, labels)
         else:
@@ -116,8 +116,8 @@ def _delta_(
     shuffle = stream(seed, "order")
     for _ in range(training.epochs):
         order = torch.randperm(len(sequences), generator=shuffle)
-        for batch in order.split(training.batch_size):
-            chosen = batch.tolist()
+        for start in range(0, len(order), training.batch_size):
+            chosen = order[start : start + training.batch_size].tolist()
             gradients = _gradient(
                 model, [sequences[i] for i in chosen], [labels[i] for i in chosen]
             )

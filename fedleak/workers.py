@@ -60,7 +60,9 @@ def settings(attack: Attack) -> dict[str, Any]:
     return {"kind": attack.kind} | dataclasses.asdict(attack)  # type: ignore[call-overload,no-any-return]
 
 
-def row(job: Job, answer: Reconstruction, seconds: float | None, device: str | None) -> dict[str, Any]:
+def row(
+    job: Job, answer: Reconstruction, seconds: float | None, device: str | None
+) -> dict[str, Any]:
     """Returns the line of reconstructions.jsonl."""
     return {
         "round": job.key.round,
@@ -101,7 +103,10 @@ class Workers:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         for pool in self._pools.values():
             pool.stop()

@@ -11,6 +11,7 @@ from flwr.serverapp import Grid, ServerApp
 from fedleak import audit, models, pipeline
 from fedleak.config import Experiment, load
 from fedleak.errors import FedleakError
+from fedleak.federation import expected_captures
 from fedleak.metrics.utility import evaluate
 from fedleak.models import LanguageModel
 from fedleak.report import print_run
@@ -34,7 +35,9 @@ def main(grid: Grid, context: Context) -> None:
     """
     config = context.run_config
     experiment = load(Path(str(config["experiment"])))
-    path = Path(str(config["run-dir"])) if config["run-dir"] else pipeline.run_folder(experiment.name)
+    path = (
+        Path(str(config["run-dir"])) if config["run-dir"] else pipeline.run_folder(experiment.name)
+    )
     if not config["attack"]:
         federate(grid, experiment, Run(path))
         return
@@ -76,7 +79,7 @@ def federate(grid: Grid, experiment: Experiment, run: Run) -> None:
 def first_open_round(experiment: Experiment, run: Run) -> int:
     """Returns the first round that is not complete: it has all captures and a following model."""
     captured, broadcast = set(run.captures()), set(run.broadcasts())
-    missing = [key.round for key in pipeline.expected_captures(experiment) if key not in captured]
+    missing = [key.round for key in expected_captures(experiment) if key not in captured]
     complete = min(missing, default=experiment.federation.rounds + 1)
     while complete > 1 and complete not in broadcast:
         complete -= 1
@@ -101,7 +104,9 @@ def find_nodes(grid: Grid, experiment: Experiment) -> dict[int, int]:
             f"--federation-config 'num-supernodes={wanted}'"
         )
     questions = [
-        Message(RecordDict({"config": ConfigRecord({})}), message_type="query.identity", dst_node_id=n)
+        Message(
+            RecordDict({"config": ConfigRecord({})}), message_type="query.identity", dst_node_id=n
+        )
         for n in nodes
     ]
     found: dict[int, int] = {}
@@ -132,4 +137,3 @@ def evaluation(
         return MetricRecord(dict(scores))
 
     return evaluate_round
-

@@ -6,11 +6,11 @@ and a client runs when its reply is pulled, so one update is in memory at a time
 
 import importlib
 import itertools
+import logging
 import pickle
 import traceback
 from collections import deque
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
 
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
@@ -30,7 +30,12 @@ RUN_ID = NODE_ID = TASK_ID = 1
 class InlineGrid(Grid):
     """A grid whose nodes are calls of one ClientApp."""
 
-    def __init__(self, client_app: ClientApp, num_clients: int, run_config: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        client_app: ClientApp,
+        num_clients: int,
+        run_config: Mapping[str, bool | float | int | str],
+    ) -> None:
         TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = RUN_ID, NODE_ID, TASK_ID
         self._app = client_app
         self._run = FlowerRun.create_empty(RUN_ID)
@@ -106,12 +111,14 @@ def train(run: Run, experiment: Experiment) -> None:
     Raises:
         FedleakError: A client failed.
     """
-    config = {
+    config: dict[str, bool | float | int | str] = {
         "experiment": str(run.path / "run.json"),
         "run-dir": str(run.path),
         "attack": False,
         "vault": True,
     }
+    # Flower's own lines would tear the progress bars; what went wrong comes back as an error.
+    logging.getLogger("flwr").setLevel(logging.ERROR)
     client_app = importlib.import_module("clients.app").app
     server_app = importlib.import_module("server.app").app
     grid = InlineGrid(client_app, experiment.federation.clients, config)

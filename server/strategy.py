@@ -8,9 +8,10 @@ from flwr.serverapp.strategy import Strategy
 
 from fedleak.config import Experiment
 from fedleak.errors import FedleakError
+from fedleak.federation import clients_of_round
 from fedleak.observation import ClientUpdate, Knowledge
 from fedleak.store import Capture, Key, Run
-from fedleak.training import aggregate, round_clients
+from fedleak.training import aggregate
 
 NUM_ERRORS = 3
 """Client errors that a failed round quotes."""
@@ -65,7 +66,7 @@ class CuriousServer(Strategy):
         record = RecordDict({"arrays": arrays, "config": ConfigRecord({"round": round})})
         return [
             Message(record, message_type=MessageType.TRAIN, dst_node_id=self._nodes[client])
-            for client in self._clients(round)
+            for client in clients_of_round(self._experiment, round)
         ]
 
     def aggregate_train(
@@ -78,7 +79,7 @@ class CuriousServer(Strategy):
         """
         round = server_round + self._offset
         replies = list(replies)
-        clients = self._clients(round)
+        clients = clients_of_round(self._experiment, round)
         failed = [reply for reply in replies if reply.has_error()]
         if failed or len(replies) < len(clients):
             raise FedleakError(self._failure(round, failed, len(clients) - len(replies)))
@@ -103,14 +104,6 @@ class CuriousServer(Strategy):
     def summary(self) -> None:
         """Logs nothing: the run directory says it all."""
 
-    def _clients(self, round: int) -> list[int]:
-        return round_clients(
-            self._experiment.federation.clients,
-            self._experiment.clients_per_round,
-            seed=self._experiment.seed,
-            round=round,
-        )
-
     def _failure(self, round: int, failed: list[Message], silent: int) -> str:
         client_of = {node: client for client, node in self._nodes.items()}
         reasons = [
@@ -121,4 +114,3 @@ class CuriousServer(Strategy):
         if silent:
             reasons.append(f"{silent} did not answer")
         return f"round {round}: {len(failed) + silent} clients failed; {'; '.join(reasons)}"
-

@@ -20,7 +20,9 @@ from fedleak.streams import stream
 
 def main() -> None:
     """Runs the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--model", default="builtin/bert-tiny")
     parser.add_argument("--task", default=models.CLASSIFICATION)
     parser.add_argument("--data", default="builtin/notes")

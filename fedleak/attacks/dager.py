@@ -8,12 +8,12 @@ Petrov et al., "DAGER: Exact Gradient Inversion for Large Language Models", Neur
 - Membership is judged by a residual in units of what rounding can cause (`subspace.Span.excess`).
 - The gradient of the attention output matrix, if shared, gives a third span, which prunes before
   the MLP is paid for; keys and values of a token are computed once.
-- Encoders: coordinate descent over the candidates of each position instead of a random draw of
-  10^7 sentences, until the sentences found hold as many tokens as the second layer has rank.
+- Encoders: iterated local search over the candidates of each position instead of a random draw
+  of 10^7 sentences, until the sentences found hold as many tokens as the second layer has rank.
 - Batch size, lengths and labels are not used.
 
-Shapes: N candidates (token, position), B sequences or prefixes, T tokens, D hidden size, H heads,
-K head size.
+Shapes: N candidates (token, position), B sequences or prefixes, R searches, C candidates of one
+position, T tokens, D hidden size, H heads, K head size.
 """
 
 import itertools
@@ -32,6 +32,12 @@ from fedleak.models.family import FirstBlock
 from fedleak.observation import Observation, UpdateKind
 from fedleak.reconstruction import Reconstruction, Status
 
+SKETCH = 64
+"""Directions of the null space that a local search looks at."""
+
+KICKED = 8
+"""Positions that a kick changes, on average."""
+
 
 @dataclass(frozen=True)
 class Dager:
@@ -39,12 +45,14 @@ class Dager:
 
     Attributes:
         enumerate_up_to: An encoder's sentences of one length are all tried up to this many.
-        restarts: Else, coordinate descents per length that find nothing new before giving up.
+        searches: Else, local searches that run side by side.
+        kicks: Times that they are shaken, without finding anything new, before giving up.
     """
 
     kind: ClassVar[str] = "dager"
     enumerate_up_to: Annotated[int, Field(ge=1)] = 512
-    restarts: Annotated[int, Field(ge=1)] = 24
+    searches: Annotated[int, Field(ge=1)] = 4
+    kicks: Annotated[int, Field(ge=0)] = 32
 
     def obstacle(self, setting: Setting) -> str | None:
         """Needs a gradient that holds attention weights of the first two layers."""
@@ -113,7 +121,7 @@ class Dager:
                 continue
             slots = [ids[ids != end] for ids in candidates[:last]] + [ids_at_end.new_tensor([end])]
             if all(len(ids) for ids in slots):
-                sentences = Sentences(slots, block, spans)
+                sentences = Sentences(slots, block, spans, rng)
                 for one in self._search_length(sentences, rng):
                     found.setdefault(one.ids, one)
             if sum(map(len, found)) >= spans.second.rank:
@@ -123,17 +131,23 @@ class Dager:
     def _search_length(self, sentences: "Sentences", rng: torch.Generator) -> list["Found"]:
         """Returns the sentences of one length that pass."""
         if sentences.count <= self.enumerate_up_to:
-            return sentences.passing(sentences.all())
+            return sentences.passing(sentences.all())[1]
         found: dict[tuple[int, ...], Found] = {}
+        picks_RT, cost_R = sentences.descend(sentences.start([], self.searches, rng), rng)
         stale = 0
-        while stale < self.restarts:
-            picks_T = sentences.descend(sentences.start(list(found), rng), rng)
-            new = [one for one in sentences.passing(picks_T[None]) if one.ids not in found]
-            found |= {one.ids: one for one in new}
-            stale = 0 if new else stale + 1
-            if sum(map(len, found)) >= sentences.spans.second.rank:
-                break
-        return list(found.values())
+        while True:
+            passed_R, answers = sentences.passing(picks_RT)
+            stale = stale + 1 if found.keys() >= {one.ids for one in answers} else 0
+            found |= {one.ids: one for one in answers}
+            if stale > self.kicks or sum(map(len, found)) >= sentences.spans.second.rank:
+                return list(found.values())
+            # A search that arrived starts anew; the others go on from where they are, shaken.
+            fresh_RT = sentences.start(list(found), self.searches, rng)
+            trial_RT = torch.where(passed_R[:, None], fresh_RT, sentences.kick(picks_RT, rng))
+            trial_RT, trial_R = sentences.descend(trial_RT, rng)
+            better_R = passed_R | (trial_R < cost_R)
+            picks_RT = torch.where(better_R[:, None], trial_RT, picks_RT)
+            cost_R = torch.where(better_R, trial_R, cost_R)
 
 
 @dataclass(frozen=True)
@@ -211,7 +225,9 @@ class Sentences:
     and values of the candidates are computed once.
     """
 
-    def __init__(self, slots: list[Tensor], block: FirstBlock, spans: Spans) -> None:
+    def __init__(
+        self, slots: list[Tensor], block: FirstBlock, spans: Spans, rng: torch.Generator
+    ) -> None:
         self.slots, self.block, self.spans = slots, block, spans
         sizes = [len(ids) for ids in slots]
         self.count = math.prod(sizes)
@@ -223,7 +239,11 @@ class Sentences:
             torch.arange(len(slots), device=device), torch.tensor(sizes, device=device)
         )
         self.residual_ND, x_ND = block.enter(ids_N, positions_N)
-        self.q_NHK, self.k_NHK, self.v_NHK = block.project(x_ND)
+        q_NHK, k_NHK, self.v_NHK = block.project(x_ND)
+        scale = 1 / math.sqrt(q_NHK.shape[-1])
+        self.scores_NNH = torch.einsum("nhk,mhk->nmh", q_NHK, k_NHK) * scale
+        span = spans.mixed or spans.second
+        self.null_DS = span.null_sketch(SKETCH, rng).float()
 
     def all(self) -> Tensor:
         """Returns every sentence's picks [B, T]."""
@@ -234,54 +254,66 @@ class Sentences:
         """Returns the tokens of a sentence."""
         return tuple(int(ids[p]) for ids, p in zip(self.slots, picks_T.tolist(), strict=True))
 
-    def start(self, found: list[tuple[int, ...]], rng: torch.Generator) -> Tensor:
-        """Returns random picks [T] that favour candidates which no found sentence uses."""
+    def start(self, found: list[tuple[int, ...]], searches: int, rng: torch.Generator) -> Tensor:
+        """Returns random picks [R, T] that favour candidates which no found sentence uses."""
         picks = []
         for t, ids in enumerate(self.slots):
-            uses = torch.tensor([sum(s[t] == i for s in found) for i in ids.tolist()])
-            picks.append(int(torch.multinomial(1 / (1 + 3 * uses.float()), 1, generator=rng)))
-        return self.offset_T.new_tensor(picks)
+            uses_C = torch.tensor([sum(s[t] == i for s in found) for i in ids.tolist()])
+            weights_C = 1 / (1 + 3 * uses_C.float())
+            picks.append(torch.multinomial(weights_C, searches, replacement=True, generator=rng))
+        return torch.stack(picks, 1).to(self.offset_T.device)
+
+    def kick(self, picks_RT: Tensor, rng: torch.Generator) -> Tensor:
+        """Returns picks with new random tokens at a few positions of each row."""
+        shape = picks_RT.shape
+        sizes_T = torch.tensor([len(ids) for ids in self.slots])
+        random_RT = (torch.rand(shape, generator=rng) * sizes_T).long().to(picks_RT.device)
+        kicked_RT = torch.rand(shape, generator=rng) < KICKED / max(len(self.free), 1)
+        return torch.where(kicked_RT.to(picks_RT.device), random_RT, picks_RT)
 
     def mixed(self, picks_BT: Tensor) -> Tensor:
         """Returns the attention's mixed values [B, T, D]."""
         n_BT = picks_BT + self.offset_T
-        q, k, v = self.q_NHK[n_BT], self.k_NHK[n_BT], self.v_NHK[n_BT]
-        scores = torch.einsum("bihk,bjhk->bhij", q, k) / math.sqrt(q.shape[-1])
-        return torch.einsum("bhij,bjhk->bihk", scores.softmax(-1), v).flatten(2)
+        weights_BTTH = self.scores_NNH[n_BT[:, :, None], n_BT[:, None, :]].softmax(2)
+        return torch.einsum("bijh,bjhk->bihk", weights_BTTH, self.v_NHK[n_BT]).flatten(2)
 
     def second_inputs(self, picks_BT: Tensor) -> Tensor:
         """Returns the second attention's inputs [B, T, D]."""
         mixed_BTD = self.mixed(picks_BT)
         residual_BTD = self.residual_ND[picks_BT + self.offset_T]
         inputs = self.block.leave(residual_BTD.flatten(0, 1), mixed_BTD.flatten(0, 1))
-        return inputs.unflatten(0, mixed_BTD.shape[:2])
+        return inputs.reshape(mixed_BTD.shape)
 
     def cost(self, picks_BT: Tensor) -> Tensor:
-        """Returns [B]: the mean excess over positions, where the check is cheapest."""
-        if self.spans.mixed is not None:
-            return self.spans.mixed.excess(self.mixed(picks_BT)).mean(-1)
-        return self.spans.second.excess(self.second_inputs(picks_BT)).mean(-1)
+        """Returns [B]: the mean residual over positions, sketched, where it is cheapest to see."""
+        see = self.second_inputs if self.spans.mixed is None else self.mixed
+        x_BTD = see(picks_BT)
+        residual_BT: Tensor = (x_BTD @ self.null_DS).norm(dim=-1) / x_BTD.norm(dim=-1)
+        return residual_BT.mean(-1)
 
-    def descend(self, picks_T: Tensor, rng: torch.Generator) -> Tensor:
-        """Returns picks [T] that no change of a single token improves."""
-        best = float(self.cost(picks_T[None]))
-        improved = True
-        while improved:
-            improved = False
-            for t in torch.tensor(self.free)[torch.randperm(len(self.free), generator=rng)].tolist():
-                trial_BT = picks_T.repeat(len(self.slots[t]), 1)
-                trial_BT[:, t] = torch.arange(len(trial_BT), device=trial_BT.device)
-                cost_B = self.cost(trial_BT)
-                choice = int(cost_B.argmin())
-                if float(cost_B[choice]) < best:
-                    best, picks_T, improved = float(cost_B[choice]), trial_BT[choice], True
-        return picks_T
+    def descend(self, picks_RT: Tensor, rng: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Returns picks [R, T] that no change of a single token improves, and their costs [R]."""
+        picks_RT, cost_R = picks_RT.clone(), self.cost(picks_RT)
+        free, rows_R = torch.tensor(self.free), torch.arange(len(picks_RT))
+        while True:
+            before_R = cost_R
+            for t in free[torch.randperm(len(free), generator=rng)].tolist():
+                trial_RCT = picks_RT[:, None].repeat(1, len(self.slots[t]), 1)
+                trial_RCT[..., t] = torch.arange(trial_RCT.shape[1], device=picks_RT.device)
+                cost_RC = self.cost(trial_RCT.flatten(0, 1)).reshape(trial_RCT.shape[:2])
+                choice_R = cost_RC.argmin(1)
+                better_R = cost_RC[rows_R, choice_R] < cost_R
+                picks_RT[:, t] = torch.where(better_R, choice_R, picks_RT[:, t])
+                cost_R = torch.where(better_R, cost_RC[rows_R, choice_R], cost_R)
+            if not (cost_R < before_R).any():
+                return picks_RT, cost_R
 
-    def passing(self, picks_BT: Tensor) -> list[Found]:
-        """Returns the sentences whose second attention inputs all lie in the span."""
+    def passing(self, picks_BT: Tensor) -> tuple[Tensor, list[Found]]:
+        """Returns which sentences [B] have all second attention inputs in the span, and those."""
         excess_B = self.spans.second.excess(self.second_inputs(picks_BT)).amax(-1)
-        passed = (excess_B < ACCEPT).nonzero().flatten().tolist()
-        return [Found(self.ids(picks_BT[i]), float(excess_B[i])) for i in passed]
+        passed_B = excess_B < ACCEPT
+        passed = passed_B.nonzero().flatten().tolist()
+        return passed_B, [Found(self.ids(picks_BT[i]), float(excess_B[i])) for i in passed]
 
 
 def _may_pass(span: Span | None, mixed_BND: Tensor) -> Tensor:

@@ -45,7 +45,10 @@ class Dlg:
             return "has next-token targets to find too: use task = 'sequence-classification'"
         if not setting.shared - {setting.family.word_embedding}:
             return "needs a parameter beside the word embedding: add one to update.share"
-        if "lengths" not in setting.knows and setting.family.position_embedding not in setting.shared:
+        if (
+            "lengths" not in setting.knows
+            and setting.family.position_embedding not in setting.shared
+        ):
             return (
                 "needs to know how long sequences are: add 'lengths' to threat.knows, or "
                 f"{setting.family.position_embedding} to update.share"
@@ -103,7 +106,9 @@ def gradient_of(
 
 def l2_distance(gradient: Sequence[Tensor], target: Sequence[Tensor]) -> Tensor:
     """Returns the squared distance, summed over parameters (DLG, equation 4)."""
-    return torch.stack([(g - t).square().sum() for g, t in zip(gradient, target, strict=True)]).sum()
+    return torch.stack(
+        [(g - t).square().sum() for g, t in zip(gradient, target, strict=True)]
+    ).sum()
 
 
 def nearest_tokens(embeds_BTD: Tensor, table_VD: Tensor) -> Tensor:

@@ -64,14 +64,10 @@ class Probes:
             return Reconstruction.none(
                 Status.ABSTAINED, "no row or label stands out in what was shared", **diagnostics
             )
-        return Reconstruction(
-            Status.RECOVERED, tokens=tokens, facts=facts, diagnostics=diagnostics
-        )
+        return Reconstruction(Status.RECOVERED, tokens=tokens, facts=facts, diagnostics=diagnostics)
 
 
-def label_counts(
-    seen: Observation, model: LanguageModel, rng: torch.Generator
-) -> list[int] | None:
+def label_counts(seen: Observation, model: LanguageModel, rng: torch.Generator) -> list[int] | None:
     """Returns the estimated number of examples of each class; None where it cannot be told.
 
     For mean cross-entropy the classifier's gradient is the mean of (p - y) h over the batch, so
@@ -80,9 +76,9 @@ def label_counts(
     shared = [name for name in model.family.classifier if name in seen.update.tensors]
     if model.task != CLASSIFICATION or seen.update.kind != UpdateKind.GRADIENT or not shared:
         return None
-    ids_BT = torch.randint(
-        len(model.tokenizer), (DUMMY_SEQUENCES, DUMMY_LENGTH), generator=rng
-    ).to(model.device)
+    ids_BT = torch.randint(len(model.tokenizer), (DUMMY_SEQUENCES, DUMMY_LENGTH), generator=rng).to(
+        model.device
+    )
     hidden: list[Tensor] = []
     classifier = model.module.get_submodule(model.family.classifier[0].rpartition(".")[0])
     hook = classifier.register_forward_pre_hook(lambda _, inputs: hidden.append(inputs[0]))

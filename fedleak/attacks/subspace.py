@@ -1,4 +1,4 @@
-"""Subspaces that weight gradients span, and a test for "is this vector in it?" that knows its noise.
+"""Subspaces that weight gradients span, and a membership test that knows its noise.
 
 A linear layer y = W x with inputs X [N, I] and output gradients D [N, O] has the weight gradient
 D^T X: every row is a combination of inputs (Petrov et al. 2024, theorem 5.1). So an input lies in
@@ -65,14 +65,17 @@ class Span:
         c_NR = x_ND @ self.basis_DR
         residual_N = (x_ND - c_NR @ self.basis_DR.T).norm(dim=-1)
         bound_N = self.floor * (c_NR / self.singular_R).norm(dim=-1)
-        return residual_N / (bound_N + _ACTIVATION_ROUNDING)
+        excess_N: Tensor = residual_N / (bound_N + _ACTIVATION_ROUNDING)
+        return excess_N
 
     def null_sketch(self, columns: int, rng: torch.Generator) -> Tensor:
         """Returns [D, S]: orthonormal random directions that no input has a part in."""
+        columns = min(columns, self.width - self.rank)
         z_DS = torch.randn(self.width, columns, generator=rng, dtype=torch.float64)
         z_DS = z_DS.to(self.basis_DR.device)
         z_DS = z_DS - self.basis_DR @ (self.basis_DR.T @ z_DS)
-        return torch.linalg.qr(z_DS)[0]
+        basis_DS: Tensor = torch.linalg.qr(z_DS)[0]
+        return basis_DS
 
 
 def row_space(gradients_OD: Sequence[Tensor]) -> Span | None:
@@ -110,7 +113,7 @@ def tokens_in_span(
     the `shortlist` nearest are tested exactly. Every position up to the longest sequence has a
     token, so the search ends after `patience` positions without one.
     """
-    z_DS = span.null_sketch(min(32, span.width - span.rank), rng).float()
+    z_DS = span.null_sketch(32, rng).float()
     token_VD = table.token_VD - table.token_VD.mean(-1, keepdim=True)
     position_PD = table.position_PD - table.position_PD.mean(-1, keepdim=True)
     gain_DS = table.norm.weight.detach()[:, None] * z_DS

@@ -14,12 +14,12 @@ import torch
 from datasets import ClassLabel, Dataset, load_dataset
 from flwr_datasets.partitioner import DirichletPartitioner, IidPartitioner
 
-from fedleak.data.notes import notes
 from fedleak.errors import ConfigError
+from fedleak.notes import notes
 from fedleak.streams import stream, stream_seed
 
 BUILTIN: Mapping[str, str] = {
-    "notes": "invented private sentences (health or not), made here; any number up to 20,000"
+    "notes": "invented private sentences (health or not), made here; any number up to 100,000"
 }
 
 
@@ -37,7 +37,11 @@ HUB: Mapping[str, HubSet] = {
     "glue/cola": HubSet("nyu-mll/glue", "cola", "sentence", "label", "grammatical or not"),
     "glue/sst2": HubSet("nyu-mll/glue", "sst2", "sentence", "label", "film reviews, short phrases"),
     "rotten_tomatoes": HubSet(
-        "cornell-movie-review-data/rotten_tomatoes", None, "text", "label", "film reviews, sentences"
+        "cornell-movie-review-data/rotten_tomatoes",
+        None,
+        "text",
+        "label",
+        "film reviews, sentences",
     ),
 }
 
@@ -168,7 +172,7 @@ def tokenise(
     """
     if max_length is not None and max_length > limit:
         raise ConfigError(
-            f"data.max_length = {max_length} is more than the model takes: set it to {limit} or less"
+            f"data.max_length = {max_length} is more than the model takes: set {limit} or less"
         )
     sequences = []
     for text, ids in zip(texts, encode(texts), strict=True):
@@ -212,7 +216,7 @@ def _rows(
         bare = isinstance(text, int) or isinstance(label, int)
         try:
             rows = _READERS[path.suffix](str(path), bare)
-        except Exception as error:  # noqa: BLE001 - whatever a parser says of a bad file
+        except Exception as error:
             raise ConfigError(f"data.name = {name!r} cannot be read: {error}") from error
         return rows, str(text), None if label is None else str(label)
     if name.startswith((".", "/", "~")) or path.exists():
@@ -225,11 +229,11 @@ def _rows(
 def _from_hub(name: str, path: str, subset: str | None, split: str) -> Dataset:
     try:
         return load_dataset(path, subset, split=split)
-    except Exception as error:  # noqa: BLE001 - the hub's client raises a dozen unrelated types
+    except Exception as error:
         raise ConfigError(
             f"data.name = {name!r}, split {split!r}, cannot be loaded from the hub "
-            f"({type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}): check the name, or give a "
-            f"{', '.join(sorted(_READERS))} file, or builtin/notes"
+            f"({type(error).__name__}: {' '.join(str(error).split())[:120]}): check the name, or "
+            f"give a {', '.join(sorted(_READERS))} file, or builtin/notes"
         ) from error
 
 

@@ -27,7 +27,7 @@ def clustered_mean(values: Sequence[float], clusters: Sequence[int], *, seed: in
     """Returns a mean with its bootstrap interval, drawing whole clusters.
 
     Values of one cluster (a client) are not independent, so clusters are drawn, not values
-    (Cameron, Gelbach and Miller 2008). With one cluster there is nothing to draw from, so values are.
+    (Cameron, Gelbach and Miller 2008). With one cluster, values are.
     """
     if len(set(clusters)) < 2:
         clusters = range(len(values))

@@ -87,7 +87,7 @@ class LanguageModel:
         return text.strip()
 
     def special_ids(self) -> frozenset[int]:
-        """Returns the ids that are not content. An unknown word is content, if it has its own id."""
+        """Returns the ids that are not content; an unknown word is content if it has its own."""
         tokenizer = self.tokenizer
         marks = {tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id}
         unknown = {tokenizer.unk_token_id} - marks
@@ -122,16 +122,23 @@ def batch_loss(
         embeds_BTD: Word embeddings to use in place of those of `ids_BT`.
     """
     logits = model.family.logits(
-        model.module, mask_BT, ids_BT=None if embeds_BTD is not None else ids_BT, embeds_BTD=embeds_BTD
+        model.module,
+        mask_BT,
+        ids_BT=None if embeds_BTD is not None else ids_BT,
+        embeds_BTD=embeds_BTD,
     )
     if model.task == CLASSIFICATION:
         assert labels is not None
         return F.cross_entropy(logits, labels)
     targets_BT = ids_BT.masked_fill(mask_BT == 0, _IGNORED)
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1), targets_BT[:, 1:].flatten(), ignore_index=_IGNORED)
+    return F.cross_entropy(
+        logits[:, :-1].flatten(0, 1), targets_BT[:, 1:].flatten(), ignore_index=_IGNORED
+    )
 
 
-def pad(sequences: Sequence[Sequence[int]], padding: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def pad(
+    sequences: Sequence[Sequence[int]], padding: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
     """Returns ids [B, T] padded on the right, and the mask [B, T]."""
     longest = max(map(len, sequences))
     ids_BT = torch.full((len(sequences), longest), padding, dtype=torch.long)
@@ -142,7 +149,9 @@ def pad(sequences: Sequence[Sequence[int]], padding: int, device: torch.device) 
     return ids_BT.to(device), mask_BT.to(device)
 
 
-def load(name: str, task: str, num_labels: int, *, seed: int, weights: bool = True) -> LanguageModel:
+def load(
+    name: str, task: str, num_labels: int, *, seed: int, weights: bool = True
+) -> LanguageModel:
     """Loads a model with its tokenizer.
 
     Args:
@@ -161,9 +170,9 @@ def load(name: str, task: str, num_labels: int, *, seed: int, weights: bool = Tr
         tokenizer = AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"model.name = {name!r} cannot be loaded ({_first_line(error)}): give a hub id that can "
-            f"be reached from here, a folder with config.json, weights and tokenizer, or one of "
-            f"{', '.join('builtin/' + known for known in builtin.BUILTIN)}"
+            f"model.name = {name!r} cannot be loaded ({_first_line(error)}): give a hub id "
+            f"that can be reached from here, a folder with config.json, weights and tokenizer, or "
+            f"one of {', '.join('builtin/' + known for known in builtin.BUILTIN)}"
         ) from error
     family = families().get(config.model_type)
     if family is None:
@@ -184,7 +193,7 @@ def load(name: str, task: str, num_labels: int, *, seed: int, weights: bool = Tr
     config._attn_implementation = "eager"
     auto = AutoModelForCausalLM if task == CAUSAL_LM else AutoModelForSequenceClassification
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would reseed GPUs too
         try:
             if weights:
                 module = auto.from_pretrained(source, config=config, dtype=torch.float32)

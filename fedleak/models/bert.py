@@ -65,7 +65,12 @@ class Bert:
         return FirstBlock(num_heads, enter, project, leave)
 
     def logits(
-        self, module: nn.Module, mask_BT: Tensor, *, ids_BT: Tensor | None, embeds_BTD: Tensor | None
+        self,
+        module: nn.Module,
+        mask_BT: Tensor,
+        *,
+        ids_BT: Tensor | None,
+        embeds_BTD: Tensor | None,
     ) -> Tensor:
         """Returns class logits [B, C]."""
         length = mask_BT.shape[1]

@@ -65,7 +65,7 @@ def _recipe() -> str:
     """Returns a hash of all that decides what is made: a changed recipe makes a new folder."""
     here = Path(__file__)
     digest = hashlib.sha256()
-    for source in (here, here.parents[1] / "data" / "notes.py"):
+    for source in (here, here.parents[1] / "notes.py"):
         digest.update(source.read_bytes())
     for package in ("tokenizers", "torch", "transformers"):
         digest.update(f"{package} {version(package)}\n".encode())
@@ -143,7 +143,7 @@ _MAKE: Mapping[str, Callable[[], tuple[Any, Any]]] = {"bert-tiny": _bert, "gpt2-
 
 
 def _texts() -> list[str]:
-    from fedleak.data.notes import notes
+    from fedleak.notes import notes
 
     return [note.text for note in notes(_NOTES, seed=_SEED)]
 

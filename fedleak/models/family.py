@@ -83,7 +83,12 @@ class ModelFamily(Protocol):
         ...
 
     def logits(
-        self, module: nn.Module, mask_BT: Tensor, *, ids_BT: Tensor | None, embeds_BTD: Tensor | None
+        self,
+        module: nn.Module,
+        mask_BT: Tensor,
+        *,
+        ids_BT: Tensor | None,
+        embeds_BTD: Tensor | None,
     ) -> Tensor:
         """Returns class logits [B, C], or next-token logits [B, T, V] of a causal model.
 
@@ -99,7 +104,7 @@ class ModelFamily(Protocol):
 
 def heads(x_ND: Tensor, num_heads: int) -> Tensor:
     """Splits [N, D] into [N, H, K]."""
-    return x_ND.unflatten(-1, (num_heads, -1))
+    return x_ND.reshape(*x_ND.shape[:-1], num_heads, -1)
 
 
 def frozen_rows(module: nn.Module, *names: str) -> tuple[Tensor, ...]:

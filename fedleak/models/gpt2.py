@@ -66,7 +66,12 @@ class Gpt2:
         return FirstBlock(num_heads, enter, project, leave)
 
     def logits(
-        self, module: nn.Module, mask_BT: Tensor, *, ids_BT: Tensor | None, embeds_BTD: Tensor | None
+        self,
+        module: nn.Module,
+        mask_BT: Tensor,
+        *,
+        ids_BT: Tensor | None,
+        embeds_BTD: Tensor | None,
     ) -> Tensor:
         """Returns class logits [B, C] at each last token, or next-token logits [B, T, V].
 
