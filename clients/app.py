@@ -5,7 +5,6 @@ The order on the way out is train, defend, share: `mods` wrap training from the 
 
 import json
 from functools import lru_cache
-from pathlib import Path
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
@@ -13,10 +12,10 @@ from flwr.clientapp import ClientApp
 
 from clients.mods import defend, share
 from fedleak import models
-from fedleak.config import Experiment, load, parse
-from fedleak.federation import Workload, divide, read_data
+from fedleak.config import Experiment, parse
+from fedleak.federation import Workload, divide, of_app, read_data
 from fedleak.models import LanguageModel
-from fedleak.store import Key, Run
+from fedleak.store import Key
 from fedleak.streams import stream_seed
 from fedleak.training import local_update_, round_batch
 from fedleak.truth import GroundTruth
@@ -46,7 +45,7 @@ def identity(message: Message, context: Context) -> Message:
 @app.train()
 def train(message: Message, context: Context) -> Message:
     """Trains on this round's examples and returns the update."""
-    stored = load(Path(str(context.run_config["experiment"])))
+    stored, run = of_app(context.run_config)
     experiment, model, workload = workplace(stored.model_dump_json())
     seed, local = experiment.seed, experiment.local_training
     client = int(context.node_config["partition-id"])
@@ -73,9 +72,7 @@ def train(message: Message, context: Context) -> Message:
             min(local.batch_size, len(part)),
             sum(scale**2 for scale in noise) ** 0.5 if noise else None,
         )
-        Run(Path(str(context.run_config["run-dir"]))).write_truth(
-            Key(round, client), truth.to_json()
-        )
+        run.write_truth(Key(round, client), truth.to_json())
     content = RecordDict(
         {
             "update": ArrayRecord(dict(update.tensors)),

@@ -1,11 +1,11 @@
 """Flower mods: what happens to an update between training and the wire."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 from flwr.app import ArrayRecord, Context, Message
 
-from fedleak.config import Experiment, load
+from fedleak.config import Experiment
+from fedleak.federation import of_app
 from fedleak.observation import ClientUpdate
 from fedleak.streams import stream
 from fedleak.training import share as share_parameters
@@ -43,7 +43,7 @@ def _on_update(message: Message, context: Context, call_next: Next, step: Step) 
     reply = call_next(message, context)
     if reply.has_error() or "update" not in reply.content.array_records:
         return reply
-    experiment = load(Path(str(context.run_config["experiment"])))
+    experiment, _ = of_app(context.run_config)
     metrics = reply.content.metric_records["metrics"]
     update = ClientUpdate(
         experiment.local_training.kind,

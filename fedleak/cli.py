@@ -58,13 +58,11 @@ def run(
     """
     from fedleak import audit, pipeline, report
     from fedleak.config import load
+    from fedleak.federation import run_folder
 
     with mended():
         experiments = [load(path, changes or ()) for path in files or QUICKSTART]
-        runs = [
-            pipeline.prepare(each, pipeline.run_folder(each.name), fresh=fresh)
-            for each in experiments
-        ]
+        runs = [pipeline.prepare(each, run_folder(each.name), fresh=fresh) for each in experiments]
         for experiment, at in zip(experiments, runs, strict=True):
             engine = importlib.import_module(f"server.{experiment.federation.engine}")
             with pipeline.working_on(at):

@@ -15,7 +15,15 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 
 from fedleak import attacks, defenses
 from fedleak.attacks import Attack, Setting
@@ -25,7 +33,15 @@ from fedleak.models import CAUSAL_LM, LanguageModel
 from fedleak.observation import GRANTABLE, ThreatModel, UpdateKind
 from fedleak.training import LocalTraining, matching
 
+
+def _fixed(name: str) -> str:
+    """Returns the absolute path of a file or folder, because clients may run elsewhere."""
+    return str(Path(name).absolute()) if Path(name).exists() else name
+
+
 Positive = Annotated[int, Field(ge=1)]
+Source = Annotated[str, AfterValidator(_fixed)]
+"""A hub id, a built-in, or a path."""
 
 
 class _Table(BaseModel):
@@ -35,14 +51,14 @@ class _Table(BaseModel):
 class ModelTable(_Table):
     """`[model]`: what is trained."""
 
-    name: str
+    name: Source
     task: Literal["sequence-classification", "causal-lm"] = "sequence-classification"
 
 
 class DataTable(_Table):
     """`[data]`: what it is trained on."""
 
-    name: str
+    name: Source
     split: str = "train"
     text: str | int | None = None
     label: str | int | None = None
@@ -144,10 +160,9 @@ class Experiment(_Table):
     @cached_property
     def attacks(self) -> tuple[NamedAttack, ...]:
         """The attacks, built. `probes` cost milliseconds and are on in every run."""
-        tables = list(self.attack)
-        if not any(table.get("kind") == "probes" for table in tables):
-            tables.insert(0, {"kind": "probes"})
-        built = [_attack(i, table) for i, table in enumerate(tables)]
+        built = [_attack(i, table) for i, table in enumerate(self.attack)]
+        if not any(each.attack.kind == "probes" for each in built):
+            built.insert(0, _attack(0, {"kind": "probes"}))
         names = [each.name for each in built]
         for name in names:
             if names.count(name) > 1:
@@ -197,9 +212,10 @@ class Experiment(_Table):
             return list(names)
         for pattern in self.update.share:
             if not matching(names, [pattern]):
+                parts = {part for name in names for part in name.split(".")}
                 raise ConfigError(
-                    f"update.share: {unknown('pattern', pattern, names)[:400]}; "
-                    "a pattern must match a parameter of the model"
+                    f"update.share: {pattern!r} is in no parameter's name; the parts of those are "
+                    f"{', '.join(sorted(part for part in parts if not part.isdigit()))}"
                 )
         return matching(names, self.update.share)
 

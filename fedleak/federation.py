@@ -1,14 +1,16 @@
 """Who holds which data and trains when: what an experiment decides before anything is trained."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from fedleak import data, models
-from fedleak.config import Experiment
+from fedleak.config import Experiment, load
 from fedleak.errors import ConfigError
 from fedleak.models import CLASSIFICATION, LanguageModel
-from fedleak.store import Key
+from fedleak.store import Key, Run
 from fedleak.training import round_clients
 
 
@@ -27,6 +29,21 @@ class Workload:
     parts: list[list[int]]
     held_out: list[tuple[int, ...]]
     held_out_labels: tuple[int, ...]
+
+
+def run_folder(name: str) -> Path:
+    """Returns where an experiment of this name keeps its results."""
+    return Path("runs", name).absolute()
+
+
+def of_app(config: Mapping[str, object]) -> tuple[Experiment, Run]:
+    """Returns the experiment and the run directory that an app's run config names.
+
+    Flower unpacks an app far from where it was started: a relative `experiment` is in the app. A
+    relative `run-dir` is below the folder that the SuperLink was started in.
+    """
+    experiment = load(Path(__file__).parents[1] / str(config["experiment"]))
+    return experiment, Run(Path(str(config["run-dir"]) or run_folder(experiment.name)).absolute())
 
 
 def read_data(experiment: Experiment) -> data.Split:

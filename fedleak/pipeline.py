@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from filelock import FileLock
 
@@ -22,7 +22,7 @@ from fedleak.federation import divide, expected_captures, outline, read_data
 from fedleak.observation import Knowledge
 from fedleak.reconstruction import Reconstruction, Status
 from fedleak.store import Key, Run
-from fedleak.workers import Job, Workers, devices, failure, row, settings
+from fedleak.workers import Job, devices, failure, row, settings, workers
 
 TRIES = 3
 """How often an attack that crashes is tried on one capture."""
@@ -37,11 +37,6 @@ class Progress(NamedTuple):
     captures_expected: int
     answers: int
     answers_expected: int
-
-
-def run_folder(name: str) -> Path:
-    """Returns where an experiment of this name keeps its results."""
-    return Path("runs", name).absolute()
 
 
 def prepare(experiment: Experiment, path: Path, *, fresh: bool = False) -> Run:
@@ -109,55 +104,46 @@ def attack_captures(
     model = (experiment.model.name, experiment.model.task, run.info()["num_labels"])
     where = devices(experiment.workers.devices)
 
-    def record(job: Job, line: dict[str, object]) -> None:
+    def record(job: Job, line: dict[str, Any]) -> None:
         run.append("reconstructions.jsonl", line)
         answered.add((job.key, job.attack.name))
 
-    with Workers(where, experiment.workers.time_limit) as workers:
+    def look_at(job: Job, found: dict[str, Any] | BaseException) -> None:
+        """Records an answer, or a try that failed."""
+        if not isinstance(found, BaseException):
+            return record(job, found)
+        tries[job.key, job.attack.name] += 1
+        attempt = {"round": job.key.round, "client": job.key.client, "attack": job.attack.name}
+        run.append("attempts.jsonl", attempt | {"reason": failure(found)})
+        if tries[job.key, job.attack.name] >= TRIES or isinstance(found, CaptureError):
+            record(job, _failed(job, failure(found)))
+
+    with workers(where, experiment.workers.time_limit) as all_workers:
         while not stop():
             last_look = no_more()  # asked before looking, so that nothing slips in between
             keys = run.captures()
-            busy = {(job.key, job.attack.name) for job in workers.running()}
+            busy = {(w.job.key, w.job.attack.name) for w in all_workers if w.job}
             todo = [
-                (key, attack)
+                Job(run.path, key, attack, Knowledge(), model, experiment.seed)
                 for key in keys
                 for attack in experiment.attacks
                 if (key, attack.name) not in answered | busy
             ]
-            for (key, attack), _ in zip(todo, workers.idle(), strict=False):
-                job = Job(run.path, key, attack, Knowledge(), model, experiment.seed)
+            idle = [worker for worker in all_workers if worker.job is None]
+            for job, worker in zip(todo, idle, strict=False):
                 try:
-                    knowledge = audit.knowledge(run, key, experiment.threat_model)
+                    knowledge = audit.knowledge(run, job.key, experiment.threat_model)
                 except CaptureError as error:
-                    record(
-                        job, row(job, Reconstruction.none(Status.FAILED, str(error)), None, None)
-                    )
+                    record(job, _failed(job, str(error)))
                 else:
-                    workers.submit(replace(job, knowledge=knowledge))
-            for job, future in workers.finished():
-                problem = future.exception()
-                if problem is None:
-                    record(job, future.result())
-                    continue
-                name = (job.key, job.attack.name)
-                tries[name] += 1
-                run.append(
-                    "attempts.jsonl",
-                    {
-                        "round": job.key.round,
-                        "client": job.key.client,
-                        "attack": job.attack.name,
-                        "reason": failure(problem),
-                    },
-                )
-                if tries[name] >= TRIES or isinstance(problem, CaptureError):
-                    record(
-                        job,
-                        row(job, Reconstruction.none(Status.FAILED, failure(problem)), None, None),
-                    )
+                    worker.submit(replace(job, knowledge=knowledge))
+            for worker in all_workers:
+                under_way = worker.job
+                if under_way and (found := worker.result()) is not None:
+                    look_at(under_way, found)
             known = len(experiment.attacks)
             report(Progress(len(keys), expected, len(answered), expected * known))
-            if last_look and not todo and not workers.running():
+            if last_look and not todo and not busy:
                 return
             time.sleep(POLL_SECONDS)
 
@@ -231,6 +217,11 @@ def check_attacks(experiment: Experiment, num_labels: int) -> None:
         ConfigError: The first of them.
     """
     experiment.check_attacks(outline(experiment, num_labels))
+
+
+def _failed(job: Job, reason: str) -> dict[str, Any]:
+    """Returns the line of an attack that failed for good."""
+    return row(job, Reconstruction.none(Status.FAILED, reason), None, None)
 
 
 def _answered(run: Run, experiment: Experiment) -> set[tuple[Key, str]]:

@@ -1,26 +1,27 @@
 """Where attacks run: one process per device, apart from training and from the truth.
 
 A worker is handed the place of a capture and the facts that were granted; it can open neither the
-vault nor the data. Pebble keeps the pool: it ends a try that outlives its time limit and replaces
-a process that died.
+vault nor the data.
 """
 
 import dataclasses
+import math
 import multiprocessing
 import os
 import signal
 import threading
 import time
-from collections.abc import Sequence
-from concurrent.futures import Future
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
+import psutil
 import torch
-from pebble import ProcessExpired, ProcessPool
 
 from fedleak import models
 from fedleak.attacks import Attack, Setting
@@ -78,59 +79,80 @@ def row(
 
 def failure(error: BaseException) -> str:
     """Returns why a try of an attack failed, in one line."""
-    if isinstance(error, TimeoutError):
-        return "outlived workers.time_limit"
-    if isinstance(error, ProcessExpired):
-        return f"the worker process died (exit code {error.exitcode})"
+    if isinstance(error, BrokenProcessPool):
+        return "the worker process died"
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]
 
 
-class Workers:
-    """A worker process per device."""
+class Worker:
+    """A process on one device, with one job at a time.
 
-    def __init__(self, devices: Sequence[str], time_limit: float) -> None:
-        self._time_limit = time_limit
-        context = multiprocessing.get_context("spawn")
-        self._pools = {
-            device: ProcessPool(
-                max_workers=1, initializer=_start, initargs=(device, os.getpid()), context=context
-            )
-            for device in devices
-        }
-        self._running: dict[str, tuple[Job, Future[dict[str, Any]]]] = {}
+    It has a pool to itself: whatever kills the process, at whatever moment, breaks nothing that
+    others wait for, and the next job finds a new process.
+    """
 
-    def __enter__(self) -> "Workers":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        for pool in self._pools.values():
-            pool.stop()
-        for pool in self._pools.values():
-            pool.join()
-
-    def running(self) -> list[Job]:
-        """Returns the jobs that workers have."""
-        return [job for job, _ in self._running.values()]
-
-    def idle(self) -> list[str]:
-        """Returns the devices without a job."""
-        return [device for device in self._pools if device not in self._running]
+    def __init__(self, device: str, time_limit: float) -> None:
+        self._device, self._time_limit = device, time_limit
+        self.job: Job | None = None
+        self._start()
 
     def submit(self, job: Job) -> None:
-        """Gives a job to an idle worker."""
-        device = self.idle()[0]
-        future = self._pools[device].schedule(work, (job, device), timeout=self._time_limit)
-        self._running[device] = job, future
+        """Takes a job."""
+        self.job = job
+        self._deadline = math.inf
+        try:
+            self._answer = self._pool.submit(work, job, self._device)
+        except BrokenProcessPool:  # killed while it had nothing to do
+            self._restart()
+            self._answer = self._pool.submit(work, job, self._device)
 
-    def finished(self) -> list[tuple[Job, Future[dict[str, Any]]]]:
-        """Returns the jobs that ended since the last call."""
-        done = [device for device, (_, future) in self._running.items() if future.done()]
-        return [self._running.pop(device) for device in done]
+    def result(self) -> dict[str, Any] | BaseException | None:
+        """Returns the answer or why there is none, and is free again; None while it works."""
+        if self._answer.done():
+            self.job = None
+            error = self._answer.exception()
+            if isinstance(error, BrokenProcessPool):
+                self._restart()
+            return error or self._answer.result()
+        if self._deadline == math.inf and self._pid.done():
+            # Counted from here, so that importing torch is not held against an attack.
+            self._deadline = time.monotonic() + self._time_limit
+        if time.monotonic() > self._deadline:
+            self.job = None
+            self._restart()
+            return TimeoutError(f"took longer than workers.time_limit = {self._time_limit:g} s")
+        return None
+
+    def stop(self) -> None:
+        """Ends the process."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        if self._pid.done() and self._pid.exception() is None:
+            with suppress(psutil.NoSuchProcess):
+                psutil.Process(self._pid.result()).kill()
+
+    def _restart(self) -> None:
+        self.stop()
+        self._start()
+
+    def _start(self) -> None:
+        self._pool = ProcessPoolExecutor(
+            max_workers=1,
+            mp_context=multiprocessing.get_context("spawn"),
+            initializer=_prepare,
+            initargs=(self._device, os.getpid()),
+        )
+        self._pid = self._pool.submit(os.getpid)
+
+
+@contextmanager
+def workers(on: Sequence[str], time_limit: float) -> Iterator[list[Worker]]:
+    """Starts a worker per device, and ends them."""
+    started = [Worker(device, time_limit) for device in on]
+    try:
+        yield started
+    finally:
+        for worker in started:
+            worker.stop()
 
 
 def devices(wanted: Sequence[str] | None) -> list[str]:
@@ -179,7 +201,7 @@ def _name(device: str) -> str:
     return torch.cuda.get_device_name(device) if device.startswith("cuda") else device
 
 
-def _start(device: str, parent: int) -> None:
+def _prepare(device: str, parent: int) -> None:
     """Prepares a worker: Ctrl-C is the parent's to handle, and no worker outlives the parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # One thread each: results do not depend on what else the machine does.

@@ -2,16 +2,15 @@
 
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid, ServerApp
 
 from fedleak import audit, models, pipeline
-from fedleak.config import Experiment, load
+from fedleak.config import Experiment
 from fedleak.errors import FedleakError
-from fedleak.federation import expected_captures
+from fedleak.federation import expected_captures, of_app
 from fedleak.metrics.utility import evaluate
 from fedleak.models import LanguageModel
 from fedleak.report import print_run
@@ -34,14 +33,11 @@ def main(grid: Grid, context: Context) -> None:
     that itself, in its own process).
     """
     config = context.run_config
-    experiment = load(Path(str(config["experiment"])))
-    path = (
-        Path(str(config["run-dir"])) if config["run-dir"] else pipeline.run_folder(experiment.name)
-    )
+    experiment, run = of_app(config)
     if not config["attack"]:
-        federate(grid, experiment, Run(path))
+        federate(grid, experiment, run)
         return
-    run = pipeline.prepare(experiment, path)
+    run = pipeline.prepare(experiment, run.path)
     with pipeline.working_on(run):
         with pipeline.attacking(run, experiment):
             federate(grid, experiment, run)

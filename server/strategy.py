@@ -108,9 +108,15 @@ class CuriousServer(Strategy):
         client_of = {node: client for client, node in self._nodes.items()}
         reasons = [
             f"client {client_of.get(reply.metadata.src_node_id, '?')}: "
-            f"{' '.join(reply.error.reason.split())[-400:] if reply.error.reason else 'no reason'}"
+            f"{_reason(reply.error.reason or 'no reason')}"
             for reply in failed[:NUM_ERRORS]
         ]
         if silent:
             reasons.append(f"{silent} did not answer")
         return f"round {round}: {len(failed) + silent} clients failed; {'; '.join(reasons)}"
+
+
+def _reason(text: str) -> str:
+    """Returns what a client's error says, without the traces that Ray puts around it."""
+    told = text.rpartition("occurred. Message: ")[2].removesuffix("'>")
+    return " ".join(told.split())[-400:]

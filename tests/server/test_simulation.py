@@ -1,0 +1,235 @@
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+import tomli_w
+
+from fedleak import pipeline
+from fedleak.config import Experiment, parse
+from fedleak.errors import FedleakError
+from server import inline, simulation
+
+TINY = {
+    "name": "tiny",
+    "seed": 1,
+    "model": {"name": "builtin/bert-tiny"},
+    "data": {"name": "builtin/notes", "samples": 16, "held_out": 4},
+    "federation": {"clients": 2, "rounds": 2, "batch_size": 2, "learning_rate": 0.5},
+}
+
+
+def tiny(**tables: dict[str, object]) -> Experiment:
+    return parse(TINY | {name: TINY[name] | table for name, table in tables.items()})
+
+
+def wait_for(condition: Callable[[], object], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {seconds} s for {condition}"
+        time.sleep(0.1)
+
+
+def alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def marked(name: str) -> list[psutil.Process]:
+    """Returns the processes that have an environment variable of this name."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if name in process.environ():
+                found.append(process)
+        except psutil.Error:  # ended meanwhile, or not ours
+            continue
+    return found
+
+
+# --- what Flower is told --------------------------------------------------------------------
+
+
+def test_the_app_is_made_of_installed_packages_and_knows_where_the_run_is():
+    written = tomllib.loads(tomli_w.dumps(simulation.thin_app(Path('/a b/"c"'))))
+    app = written["tool"]["flwr"]["app"]
+    assert app["components"] == {"serverapp": "server.app:app", "clientapp": "clients.app:app"}
+    assert app["config"] == {
+        "experiment": '/a b/"c"/run.json',
+        "run-dir": '/a b/"c"',
+        "attack": False,
+        "vault": True,
+    }
+
+
+def test_the_app_has_the_settings_that_the_repository_declares():
+    ours = simulation.thin_app(Path("/run"))["tool"]["flwr"]["app"]
+    pyproject = Path(simulation.__file__).parents[1] / "pyproject.toml"
+    declared = tomllib.loads(pyproject.read_text())["tool"]["flwr"]["app"]
+    assert ours["config"].keys() == declared["config"].keys()
+    assert ours["components"] == declared["components"]
+
+
+def test_flower_stays_on_this_machine_and_in_its_folder():
+    variables = simulation.environment(Path("/x"), {"PATH": "/bin", "NO_PROXY": "intranet"})
+    assert variables["FLWR_HOME"] == "/x/home"
+    assert variables["RAY_TMPDIR"] == "/x"
+    assert variables["PATH"].endswith(f"{os.pathsep}/bin")
+    assert variables["no_proxy"] == "intranet,127.0.0.1,localhost"
+
+
+def test_ray_has_no_more_workers_than_clients_or_processors(monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    assert simulation.federation(3).endswith("init-args-num-cpus=3")
+    assert simulation.federation(30).endswith("init-args-num-cpus=8")
+    assert simulation.federation(30).startswith("num-supernodes=30 client-resources-num-cpus=1 ")
+
+
+def test_a_port_is_free_until_somebody_listens():
+    port = simulation.free_port()
+    assert not simulation.listens(port)
+    with socket.create_server(("127.0.0.1", port)):
+        assert simulation.listens(port)
+
+
+def test_an_answer_of_flwr_is_its_json():
+    assert simulation.answer_of("ls", '{"success": true, "runs": []}')["runs"] == []
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        ("", "`flwr run` gave no answer: ''"),
+        ("Usage: flwr", "`flwr run` gave no answer: 'Usage: flwr'"),
+        (json.dumps({"success": False, "error-message": "no app"}), "`flwr run` failed: no app"),
+    ],
+)
+def test_no_answer_of_flwr_is_an_error(output, message):
+    with pytest.raises(FedleakError) as caught:
+        simulation.answer_of("run", output)
+    assert str(caught.value) == message
+
+
+# --- the keeper -----------------------------------------------------------------------------
+
+ORPHANS = """
+import subprocess, sys
+from pathlib import Path
+from server import simulation
+
+def simulate(folder, run_path, clients):
+    # A child that goes away and leaves a child of its own, in another session and deaf to SIGTERM.
+    deaf = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"
+    child = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {deaf!r}], " \\
+        "start_new_session=True, stdout=subprocess.DEVNULL)"
+    subprocess.run([sys.executable, "-c", child], stdout=subprocess.DEVNULL)
+    (run_path / "folder").write_text(str(folder))
+    simulation.wait_until(lambda: (run_path / "enough").exists())
+
+simulation.simulate = simulate
+simulation.keep(Path(sys.argv[1]), 1)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux gives orphans to the keeper")
+@pytest.mark.parametrize("how", ["finished", "stopped"])
+def test_the_keeper_ends_orphans_and_removes_its_folder(tmp_path, monkeypatch, how):
+    marker = f"FEDLEAK_TEST_{uuid.uuid4().hex}"
+    monkeypatch.setenv(marker, "1")
+    command = [sys.executable, "-c", ORPHANS, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as keeper:
+        assert keeper.stdin is not None
+        wait_for((tmp_path / "folder").exists, 20)
+        assert len(marked(marker)) == 2
+        if how == "finished":
+            (tmp_path / "enough").touch()
+        else:
+            keeper.stdin.close()
+        assert keeper.wait(20) == (0 if how == "finished" else 1)
+    assert marked(marker) == []
+    assert not Path((tmp_path / "folder").read_text()).exists()
+
+
+# --- the whole ------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_captures_and_models_are_those_of_the_inline_engine_to_the_bit(tmp_path, capfd):
+    runs = {}
+    for engine in (inline, simulation):
+        experiment = tiny(federation={"engine": engine.__name__.rpartition(".")[2]})
+        runs[engine] = pipeline.prepare(experiment, tmp_path / engine.__name__)
+        capfd.readouterr()
+        engine.train(runs[engine], experiment)
+    assert capfd.readouterr() == ("", "")
+    files = [
+        {
+            path.relative_to(run.path): path.read_bytes()
+            for folder in ("captures", "models", "vault")
+            for path in (run.path / folder).iterdir()
+        }
+        for run in runs.values()
+    ]
+    assert len(files[0]) == 4 + 3 + 4
+    assert files[0] == files[1]
+    assert "Strategy execution finished" in (runs[simulation].path / "flower.log").read_text()
+
+
+@pytest.mark.slow
+def test_a_client_that_fails_fails_the_run_with_its_reason(tmp_path):
+    file = tmp_path / "texts.csv"
+    file.write_text("text,label\n" + "".join(f"note {i} is short,{i % 2}\n" for i in range(20)))
+    experiment = tiny(data={"name": str(file), "text": "text", "label": "label"})
+    run = pipeline.prepare(experiment, tmp_path / "run")
+    file.unlink()
+    with pytest.raises(FedleakError, match=r"^round 1: .*there is no such file") as caught:
+        simulation.train(run, experiment)
+    assert str(file) in str(caught.value)
+    assert str(run.path / "flower.log") in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_nothing_outlives_fedleak(tmp_path, how):
+    file = tmp_path / "tiny.toml"
+    table = TINY | {"federation": {**TINY["federation"], "engine": "simulation", "rounds": 500}}
+    file.write_text(tomli_w.dumps(table))
+    marker = f"FEDLEAK_TEST_{uuid.uuid4().hex}"
+    # Short, because Ray's sockets are in there; and ours, to see that nothing stays.
+    with tempfile.TemporaryDirectory(prefix="t-") as folder, (tmp_path / "out").open("w") as out:
+        fedleak = subprocess.Popen(
+            [sys.executable, "-c", "from fedleak.cli import app; app()", "run", str(file)],
+            cwd=tmp_path,
+            env=os.environ | {marker: "1", "TMPDIR": folder},
+            stdout=out,
+            stderr=out,
+        )
+        # Two names, because Ray's agents overwrite their environment.
+        started: list[psutil.Process] = []
+        try:
+            wait_for((tmp_path / "runs/tiny/captures/r0002-c01.safetensors").exists, 120)
+            started = psutil.Process(fedleak.pid).children(recursive=True)
+            names = {process.name() for process in started}
+            assert {"raylet", "gcs_server", "flower-superlin"} <= names
+            fedleak.send_signal(how)
+            assert fedleak.wait(30) == (130 if how == signal.SIGINT else -how)
+            wait_for(lambda: not marked(marker) and not any(map(alive, started)), 20)
+            wait_for(lambda: not list(Path(folder).glob("fl-*")), 5)
+        finally:
+            for process in filter(alive, {*started, *marked(marker)}):
+                process.kill()
+    if how == signal.SIGINT:
+        assert "the same command again finishes the rest" in (tmp_path / "out").read_text()

@@ -1,0 +1,32 @@
+"""The README's commands are those that CI runs, and its example file is right."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from fedleak.config import load
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+def test_ci_runs_the_readme_test_command() -> None:
+    commands = re.findall(r"```sh\n(python3 -m venv .*)\n```", README)
+    assert len(commands) == 2
+    assert commands[1] in (ROOT / ".ci" / "run").read_text()
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "experiments").glob("*.toml")), ids=lambda p: p.stem
+)
+def test_every_experiment_file_is_valid(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FEDLEAK_ASSETS", "assets")
+    assert load(path).name == path.stem
+
+
+def test_the_readme_example_is_valid(tmp_path: Path) -> None:
+    (example,) = re.findall(r"```toml\n(.*?)```", README, re.DOTALL)
+    path = tmp_path / "example.toml"
+    path.write_text(example.replace('devices = ["cuda:0"]', 'devices = ["cpu"]'))
+    assert load(path).clients_per_round == 4
