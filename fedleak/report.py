@@ -26,8 +26,10 @@ def print_run(run: Run, scored: Sequence[Scored], console: Console | None = None
     summary = run.read_json("summary.json")
     console.print(leakage_table(summary["name"], [one.row for one in scored]))
     console.print(summary_table(summary))
-    console.print("some private texts, and what was read")
-    for name, pair in best_examples(scored):
+    examples = best_examples(scored)
+    if examples:
+        console.print("some private texts, and what was read")
+    for name, pair in examples:
         console.print(f"  [bold]private[/]    {escape(pair.truth)}")
         console.print(
             f"  [bold]{name:<10}[/] {escape(pair.answer or '')}  [dim]ROUGE-L {pair.rougeL:.0f}[/]"

@@ -27,7 +27,7 @@ from fedleak import models
 from fedleak.attacks import Attack, Setting
 from fedleak.config import NamedAttack
 from fedleak.models import LanguageModel
-from fedleak.observation import Knowledge, Observation
+from fedleak.observation import Knowledge, Observation, ThreatModel
 from fedleak.reconstruction import Reconstruction, Status
 from fedleak.store import Key, Run
 from fedleak.streams import stream
@@ -43,7 +43,8 @@ class Job:
         run: The run directory.
         key: Which capture.
         attack: The attack and its name.
-        knowledge: All that the attacker knows, granted facts included.
+        threat: What the attacker was granted.
+        knowledge: All that it knows, granted facts included.
         model: Name, task and number of labels, for `models.load`.
         seed: Of the experiment.
     """
@@ -51,6 +52,7 @@ class Job:
     run: Path
     key: Key
     attack: NamedAttack
+    threat: ThreatModel
     knowledge: Knowledge
     model: tuple[str, str, int]
     seed: int
@@ -70,6 +72,7 @@ def row(
         "client": job.key.client,
         "attack": job.attack.name,
         "settings": settings(job.attack.attack),
+        "granted": sorted(job.threat.knows),
         "knows": sorted(job.knowledge.granted()),
         "seconds": seconds,
         "device": device,

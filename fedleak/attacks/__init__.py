@@ -57,9 +57,15 @@ class Setting:
 
 
 class Attack(Protocol):
-    """What every attack has."""
+    """What every attack has.
+
+    Attributes:
+        kind: Its name in experiment files.
+        uses: Grantable facts that it makes use of where they are granted.
+    """
 
     kind: ClassVar[str]
+    uses: ClassVar[frozenset[str]]
 
     def obstacle(self, setting: Setting) -> str | None:
         """Returns why the attack cannot work in this setting and what would mend it, or None."""

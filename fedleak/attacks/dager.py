@@ -50,6 +50,7 @@ class Dager:
     """
 
     kind: ClassVar[str] = "dager"
+    uses: ClassVar[frozenset[str]] = frozenset()
     enumerate_up_to: Annotated[int, Field(ge=1)] = 512
     searches: Annotated[int, Field(ge=1)] = 4
     kicks: Annotated[int, Field(ge=0)] = 32

@@ -34,6 +34,7 @@ class Dlg:
     """
 
     kind: ClassVar[str] = "dlg"
+    uses: ClassVar[frozenset[str]] = frozenset({"labels", "lengths"})
     steps: Annotated[int, Field(ge=1)] = 300
     step_size: Annotated[float, Field(gt=0)] = 0.1
 

@@ -30,6 +30,7 @@ class Probes:
     """Token set, longest sequence, label counts and token budget, read off in milliseconds."""
 
     kind: ClassVar[str] = "probes"
+    uses: ClassVar[frozenset[str]] = frozenset()
 
     def obstacle(self, setting: Setting) -> str | None:
         """Works on any update; a fact that is not in it is not reported."""

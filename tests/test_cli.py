@@ -1,0 +1,141 @@
+"""The command line: exit statuses, one-line errors, attacks that fail, captures that are damaged."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from fedleak.cli import app
+
+EXPERIMENT = """
+name = "small"
+[model]
+name = "builtin/bert-tiny"
+[data]
+name = "builtin/notes"
+samples = 8
+held_out = 4
+[federation]
+clients = 2
+rounds = 1
+batch_size = 1
+learning_rate = 0.1
+[[attack]]
+kind = "dlg"
+steps = 2
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "small.toml").write_text(EXPERIMENT)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def call(*arguments: str) -> tuple[int, str, str]:
+    done = CliRunner().invoke(app, list(arguments))
+    return done.exit_code, done.stdout, done.stderr
+
+
+def rows(name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path("runs/small", name).read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ("federation.round=3", "did you mean 'rounds'?"),
+        ('attack=[{kind="dagger"}]', "did you mean 'dager'?"),
+        ("data.name=./missing.csv", "data.text is missing"),
+        ("federation.clients=50", "leaves a client with no data"),
+        ('update.share=["poller"]', "is in no parameter's name"),
+        ("model.task=causal-lm", "needs a causal model"),
+    ],
+)
+def test_a_wrong_experiment_is_one_line_and_status_2(here: Path, change: str, says: str) -> None:
+    status, _, errors = call("run", "small.toml", "--set", change)
+    assert status == 2
+    assert says in errors
+    assert errors.count("\n") == 1
+    assert not (here / "runs").exists()
+
+
+def test_list_names_every_kind(here: Path) -> None:
+    status, text, _ = call("list")
+    assert status == 0
+    for name in (
+        "dager",
+        "dlg",
+        "probes",
+        "gaussian_noise",
+        "mask",
+        "builtin/bert-tiny",
+        "glue/cola",
+    ):
+        assert name in text
+
+
+def test_a_folder_that_is_no_run_is_status_1(here: Path) -> None:
+    for command in ("attack", "score"):
+        status, _, errors = call(command, ".")
+        assert status == 1
+        assert "is not a run directory" in errors
+
+
+def test_too_slow_an_attack_is_tried_three_times_and_then_a_failed_row(here: Path) -> None:
+    attack = 'attack=[{kind="dlg", steps=100000}]'
+    status, _text, _ = call(
+        "run", "small.toml", "--set", attack, "--set", "workers.time_limit=4",
+        "--set", "federation.clients_per_round=1",
+    )  # fmt: skip
+    assert status == 0
+    assert [line["attack"] for line in rows("attempts.jsonl")] == ["dlg"] * 3
+    failed = {row["attack"]: row for row in rows("leakage.jsonl")}
+    assert failed["dlg"]["status"] == "failed"
+    assert "workers.time_limit = 4 s" in failed["dlg"]["reason"]
+    assert failed["dlg"]["rougeL"] is None
+    assert failed["probes"]["status"] == "recovered"
+
+
+def test_a_damaged_capture_fails_alone_and_can_be_mended(here: Path) -> None:
+    assert call("run", "small.toml")[0] == 0
+    before = rows("leakage.jsonl")
+    capture = Path("runs/small/captures/r0001-c01.safetensors")
+    capture.write_bytes(capture.read_bytes()[:5000])
+    Path("runs/small/reconstructions.jsonl").unlink()
+    status, text, _ = call("attack", "runs/small")
+    assert status == 0
+    assert "is damaged" in " ".join(text.split())
+    assert [row["status"] for row in rows("leakage.jsonl")] == ["recovered"] * 2 + ["failed"] * 2
+    capture.unlink()
+    assert call("run", "small.toml")[0] == 0
+    assert call("attack", "runs/small", "--retry")[0] == 0
+    mended = rows("leakage.jsonl")
+    assert [row | {"seconds": 0} for row in mended] == [row | {"seconds": 0} for row in before]
+
+
+def test_a_changed_experiment_is_refused_and_fresh_moves_the_old_run_aside(here: Path) -> None:
+    assert call("run", "small.toml")[0] == 0
+    status, _, errors = call("run", "small.toml", "--set", "seed=5")
+    assert status == 2
+    assert "seed: 0 -> 5" in errors
+    assert call("run", "small.toml", "--set", "seed=5", "--fresh")[0] == 0
+    assert len(list(Path("runs").iterdir())) == 2
+
+
+def test_stored_captures_take_new_attacks_and_threat_models(here: Path) -> None:
+    assert call("run", "small.toml")[0] == 0
+    told = ["attack", "runs/small", "--set", 'threat.knows=["labels", "lengths"]', "--set"]
+    status, _, errors = call(*told, 'attack=[{kind="dlg", steps=2}]')
+    assert status == 2
+    assert "give this one another name" in errors
+    assert call(*told, 'attack=[{kind="dlg", name="dlg-told", steps=2}]')[0] == 0
+    knows = {row["attack"]: row["knows"] for row in rows("leakage.jsonl")}
+    assert "lengths" in knows["dlg-told"]
+    assert "lengths" not in knows["dlg"]
+    status, _, errors = call("attack", "runs/small", "--set", "federation.rounds=5")
+    assert status == 2
+    assert "only attack, threat and workers" in errors
