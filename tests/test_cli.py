@@ -1,4 +1,4 @@
-"""The command line: exit statuses, one-line errors, attacks that fail, captures that are damaged."""
+"""The command line: exit statuses, one-line errors, attacks that fail, damaged captures."""
 
 import json
 from pathlib import Path
