@@ -65,8 +65,12 @@ def run(
         runs = [pipeline.prepare(each, run_folder(each.name), fresh=fresh) for each in experiments]
         for experiment, at in zip(experiments, runs, strict=True):
             engine = importlib.import_module(f"server.{experiment.federation.engine}")
-            with pipeline.working_on(at):
-                with progress() as show, pipeline.attacking(at, experiment, show):
+            with at.lock():
+                with (
+                    pipeline.noting_status(at),
+                    progress() as show,
+                    pipeline.attacking(at, experiment, show),
+                ):
                     engine.train(at, experiment)
                 scored = audit.score_run(at)
             report.print_run(at, scored, console)

@@ -45,7 +45,7 @@ Source = Annotated[str, AfterValidator(_fixed)]
 
 
 class _Table(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class ModelTable(_Table):
@@ -251,12 +251,11 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Experiment:
         ConfigError: Anything about the file that is not right.
     """
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
+        table = json.loads(text)["experiment"] if path.suffix == ".json" else tomllib.loads(text)
     except OSError as error:
         raise ConfigError(f"experiment file {str(path)!r}: {error.strerror}") from error
-    try:
-        table = json.loads(text)["experiment"] if path.suffix == ".json" else tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, json.JSONDecodeError, KeyError) as error:
+    except (ValueError, KeyError, TypeError) as error:  # not UTF-8, TOML or JSON, or not ours
         raise ConfigError(f"experiment file {str(path)!r} cannot be read: {error}") from error
     for override in overrides:
         _override_(table, override)
@@ -324,7 +323,7 @@ def _kind(where: str, settings: dict[str, Any], known: Mapping[str, Any]) -> str
     kind = settings.pop("kind", None)
     if kind is None:
         raise ConfigError(f"{where}.kind is missing: one of {', '.join(sorted(known))}")
-    if kind not in known:
+    if not isinstance(kind, str) or kind not in known:
         raise ConfigError(f"{where}.kind: {unknown('kind', str(kind), known)}")
     return str(kind)
 
@@ -336,7 +335,8 @@ def _build(where: str, cls: type[Any], settings: dict[str, Any]) -> Any:
         if key not in names:
             raise ConfigError(f"{where}: {unknown('key', key, names)}")
     try:
-        return TypeAdapter(cls).validate_python(settings)
+        # As JSON, because strict Python values would have to be of the class already.
+        return TypeAdapter(cls).validate_json(json.dumps(settings, default=str), strict=True)
     except ValidationError as error:
         raise ConfigError(f"{where}.{_one_line(error, None)}") from error
 
@@ -347,7 +347,9 @@ def _check_workers(workers: WorkersTable) -> None:
             kind = torch.device(device)
         except RuntimeError as error:
             raise ConfigError(f"workers.devices: {device!r} is not a torch device") from error
-        if kind.type == "cuda" and (kind.index or 0) >= torch.cuda.device_count():
+        if kind.type == "cpu":
+            continue
+        if kind.type != "cuda" or (kind.index or 0) >= torch.cuda.device_count():
             raise ConfigError(
                 f"workers.devices: {device!r} is not on this machine, which has "
                 f"{torch.cuda.device_count()} CUDA devices: leave the key out to use what is there"
@@ -387,7 +389,9 @@ def _override_(table: dict[str, Any], override: str) -> None:
 def _one_line(error: ValidationError, model: type[BaseModel] | None) -> str:
     """Returns the first problem of a validation as `key = found: what would be right`."""
     first = error.errors()[0]
-    where = ".".join(str(part) for part in first["loc"] if isinstance(part, str | int))
+    # Pydantic adds which member of a union it tried; a key of ours is a plain word or a number.
+    parts = [str(part) for part in first["loc"] if str(part) not in ("str", "int")]
+    where = ".".join(part for part in parts if part.isidentifier() or part.isdigit())
     if first["type"] == "extra_forbidden":
         table: Any = model
         for part in first["loc"][:-1]:

@@ -12,8 +12,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from filelock import FileLock
-
 import fedleak
 from fedleak import audit
 from fedleak.config import Experiment, difference, parse
@@ -180,21 +178,16 @@ def attacking(
 
 
 @contextmanager
-def working_on(run: Run) -> Iterator[FileLock]:
-    """Holds the run directory against other processes, and notes how it ended."""
-    lock = run.lock()
+def noting_status(run: Run) -> Iterator[None]:
+    """Notes in run.json that the run is going on, and how it ended."""
+    run.update_info(status="running")
     try:
-        run.update_info(status="running")
-        yield lock
-        run.update_info(status="finished")
-    except KeyboardInterrupt:
-        run.update_info(status="interrupted")
+        yield
+    except BaseException as error:
+        stopped = isinstance(error, KeyboardInterrupt)
+        run.update_info(status="interrupted" if stopped else "failed")
         raise
-    except BaseException:
-        run.update_info(status="failed")
-        raise
-    finally:
-        lock.release()
+    run.update_info(status="finished")
 
 
 def drop_failures(run: Run) -> int:

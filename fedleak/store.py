@@ -18,7 +18,8 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -83,8 +84,9 @@ class Run:
         old = self.info() if self.exists() else {"schema_version": SCHEMA_VERSION}
         self.write_json("run.json", old | values)
 
-    def lock(self) -> FileLock:
-        """Returns the lock, taken, of the one process that may attack and score here.
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Holds the directory: one process at a time may train, attack and score here.
 
         Raises:
             FedleakError: Another process has it.
@@ -97,7 +99,10 @@ class Run:
             raise FedleakError(
                 f"{str(self.path)!r} is in use by another fedleak process"
             ) from error
-        return lock
+        try:
+            yield
+        finally:
+            lock.release()
 
     # --- captures and models ----------------------------------------------------------------
 

@@ -51,8 +51,8 @@ def round_batch(
 ) -> list[int]:
     """Returns which of its examples a client trains on in a round.
 
-    FedAvg uses all. FedSGD takes the next batch of a shuffled pass, so that no example comes
-    again before all have been used.
+    FedAvg uses all. FedSGD takes the next batch of a shuffled pass; what is left over at the end of
+    a pass, too little for a batch, waits for the next.
     """
     if training.kind == UpdateKind.DELTA:
         return list(range(num_examples))
@@ -124,6 +124,7 @@ def _delta_(
             for name, parameter in model.module.named_parameters():
                 parameter.grad = gradients[name]
             optimiser.step()
+    optimiser.zero_grad()  # frees a model's worth of memory
     return {name: after - before[name] for name, after in model.parameters().items()}
 
 

@@ -5,6 +5,7 @@ vault nor the data.
 """
 
 import dataclasses
+import json
 import math
 import multiprocessing
 import os
@@ -177,10 +178,15 @@ def work(job: Job, device: str) -> dict[str, Any]:
     obstacle = job.attack.attack.obstacle(Setting.of(seen, model))
     if obstacle is not None:
         return row(job, Reconstruction.none(Status.INADMISSIBLE, obstacle), None, None)
+    if not all(bool(t.isfinite().all()) for t in update.tensors.values()):
+        reason = "the update holds numbers that are not finite: training diverged"
+        return row(job, Reconstruction.none(Status.ABSTAINED, reason), None, None)
     rng = stream(job.seed, "attack", job.attack.name, *job.key)
     start = time.perf_counter()
     answer = job.attack.attack(seen, model, rng=rng)
-    return row(job, answer, round(time.perf_counter() - start, 4), _name(device))
+    line = row(job, answer, round(time.perf_counter() - start, 4), _name(device))
+    json.dumps(line, allow_nan=False)  # an answer that cannot be written is the attack's failure
+    return line
 
 
 @lru_cache(maxsize=1)

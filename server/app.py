@@ -1,5 +1,6 @@
 """The ServerApp: resumes or starts a run, and, for `flwr run`, attacks it too."""
 
+import math
 import time
 from collections.abc import Callable
 
@@ -38,8 +39,8 @@ def main(grid: Grid, context: Context) -> None:
         federate(grid, experiment, run)
         return
     run = pipeline.prepare(experiment, run.path)
-    with pipeline.working_on(run):
-        with pipeline.attacking(run, experiment):
+    with run.lock():
+        with pipeline.noting_status(run), pipeline.attacking(run, experiment):
             federate(grid, experiment, run)
         print_run(run, audit.score_run(run))
 
@@ -129,7 +130,9 @@ def evaluation(
             return None
         models.load_parameters_(model, arrays.to_torch_state_dict())
         scores = evaluate(model, held_out["sequences"], held_out["labels"])
-        run.append("utility.jsonl", {"round": round, **scores})
+        # A model that diverged has no loss: null, as JSON has no other word for it.
+        told = {name: value if math.isfinite(value) else None for name, value in scores.items()}
+        run.append("utility.jsonl", {"round": round, **told})
         return MetricRecord(dict(scores))
 
     return evaluate_round

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from fedleak.attacks import Setting
 from fedleak.attacks.subspace import ACCEPT, Span, row_space, tokens_in_span
-from fedleak.models import LanguageModel
+from fedleak.models import CLASSIFICATION, LanguageModel
 from fedleak.models.family import FirstBlock
 from fedleak.observation import Observation, UpdateKind
 from fedleak.reconstruction import Reconstruction, Status
@@ -59,8 +59,13 @@ class Dager:
         """Needs a gradient that holds attention weights of the first two layers."""
         if setting.update != UpdateKind.GRADIENT:
             return "reads gradients, and clients send weight deltas: use algorithm = 'fedsgd'"
-        if setting.num_layers < 2:
-            return "needs a model of two layers or more"
+        # Of a classifier's last layer only the pooled token's query counts: its span is too small.
+        needed = 3 if setting.task == CLASSIFICATION else 2
+        if setting.num_layers < needed:
+            return (
+                f"needs {needed} layers for task = {setting.task!r}, and the model has "
+                f"{setting.num_layers}: choose another model.name"
+            )
         for layer in (0, 1):
             names = setting.family.attention_parameters(layer)
             if not setting.shared.intersection(names):
@@ -192,7 +197,9 @@ def extend_prefixes(
         parents, children = torch.where(_may_pass(spans.mixed, mixed_BND))
         inputs_ND = block.leave(residual_ND[children], mixed_BND[parents, children])
         excess = spans.second.excess(inputs_ND)
-        kept = (excess < ACCEPT).nonzero().flatten().tolist()
+        # No more prefixes are real than the second layer's inputs have dimensions.
+        best = excess.argsort()[: spans.second.rank]
+        kept = best[excess[best] < ACCEPT].tolist()
         parent, child = [int(parents[i]) for i in kept], [int(children[i]) for i in kept]
         done += [one for i, one in enumerate(prefixes) if one.ids and i not in parent]
         prefixes = [

@@ -36,7 +36,7 @@ class Dlg:
     kind: ClassVar[str] = "dlg"
     uses: ClassVar[frozenset[str]] = frozenset({"labels", "lengths"})
     steps: Annotated[int, Field(ge=1)] = 300
-    step_size: Annotated[float, Field(gt=0)] = 0.1
+    step_size: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.1
 
     def obstacle(self, setting: Setting) -> str | None:
         """Needs a classifier's gradient, and lengths from the threat model or the positions."""
@@ -64,6 +64,9 @@ class Dlg:
         if lengths is None:
             return Reconstruction.none(Status.ABSTAINED, "no position row stands out")
         target, matched = _targets(seen, model)
+        size = float(sum(t.double().square().sum() for t in target))
+        if not size > 0:
+            return Reconstruction.none(Status.ABSTAINED, "the update is zero: nothing to match")
         mask_BT = _mask(lengths, model.device)
         table_VD = model.module.get_parameter(model.family.word_embedding).detach()
         shape = (*mask_BT.shape, table_VD.shape[1])
@@ -82,13 +85,12 @@ class Dlg:
             optimiser.step()
         ids_BT = nearest_tokens(embeds_BTD.detach(), table_VD)
         sequences = [tuple(ids_BT[b, :n].tolist()) for b, n in enumerate(lengths)]
-        scale = float(sum(t.square().sum() for t in target))
         return Reconstruction(
             Status.RECOVERED,
             sequences=tuple(sequences),
             evidence=(float(loss.detach()),) * len(sequences),
             tokens=tuple(sorted({token for one in sequences for token in one})),
-            diagnostics={"relative_loss": float(loss.detach()) / scale, "steps": self.steps},
+            diagnostics={"relative_loss": float(loss.detach()) / size, "steps": self.steps},
         )
 
 

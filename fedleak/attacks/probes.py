@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 
 from fedleak.attacks import Setting
 from fedleak.attacks.rows import used_rows
-from fedleak.attacks.subspace import spectrum_rank
-from fedleak.models import CLASSIFICATION, LanguageModel
+from fedleak.attacks.subspace import row_space
+from fedleak.models import CAUSAL_LM, CLASSIFICATION, LanguageModel
 from fedleak.observation import Observation, UpdateKind
 from fedleak.reconstruction import Reconstruction, Status
 
@@ -53,14 +52,17 @@ class Probes:
         if family.position_embedding in tensors:
             used = used_rows(tensors[family.position_embedding])
             if used is not None:
-                facts["longest_sequence"] = used[0][-1] + 1
+                # In next-token training the last token is only a target: its position has no row.
+                targets_only = 1 if model.task == CAUSAL_LM else 0
+                facts["longest_sequence"] = used[0][-1] + 1 + targets_only
         counts = label_counts(seen, model, rng)
         if counts is not None:
             facts["label_counts"] = counts
-        queries = family.attention_gradients(tensors, 0)
-        if queries:
+        attention = family.attention_gradients(tensors, 0)
+        if attention:
             # None (null): the rank cannot be told, for noise or for too many tokens.
-            diagnostics["token_budget"] = [spectrum_rank(queries[0]), model.hidden_size]
+            span = row_space(attention)
+            diagnostics["token_budget"] = [span.rank if span else None, model.hidden_size]
         if tokens is None and not facts:
             return Reconstruction.none(
                 Status.ABSTAINED, "no row or label stands out in what was shared", **diagnostics
@@ -71,36 +73,36 @@ class Probes:
 def label_counts(seen: Observation, model: LanguageModel, rng: torch.Generator) -> list[int] | None:
     """Returns the estimated number of examples of each class; None where it cannot be told.
 
-    For mean cross-entropy the classifier's gradient is the mean of (p - y) h over the batch, so
-    the counts y follow from p and h, which are estimated on random tokens.
+    The gradient of the classifier's bias is the mean of p - y over the batch, so the counts y
+    follow from the mean probabilities p, which are estimated on random tokens (LLG). Without a
+    bias, the label of a single example among three or more classes is the one whose row of the
+    weight gradient points away from all others (iDLG).
     """
-    shared = [name for name in model.family.classifier if name in seen.update.tensors]
-    if model.task != CLASSIFICATION or seen.update.kind != UpdateKind.GRADIENT or not shared:
+    if model.task != CLASSIFICATION or seen.update.kind != UpdateKind.GRADIENT:
         return None
-    ids_BT = torch.randint(len(model.tokenizer), (DUMMY_SEQUENCES, DUMMY_LENGTH), generator=rng).to(
-        model.device
-    )
-    hidden: list[Tensor] = []
-    classifier = model.module.get_submodule(model.family.classifier[0].rpartition(".")[0])
-    hook = classifier.register_forward_pre_hook(lambda _, inputs: hidden.append(inputs[0]))
-    logits = model.family.logits(
-        model.module, torch.ones_like(ids_BT), ids_BT=ids_BT, embeds_BTD=None
-    )
-    hook.remove()
-    p_C = logits.softmax(-1).mean(0)
-    gradient = seen.update.tensors[shared[-1]]
-    if gradient.dim() == 1:
-        error_C = gradient
-    else:
-        h_D = hidden[0].reshape(-1, hidden[0].shape[-1]).mean(0)
-        error_C = gradient @ h_D / h_D.square().sum()
-    return _round_to_sum((p_C - error_C).tolist(), seen.update.num_examples)
+    weight, *bias = model.family.classifier
+    num_examples = seen.update.num_examples
+    if bias and bias[0] in seen.update.tensors:
+        ids_BT = torch.randint(
+            len(model.tokenizer), (DUMMY_SEQUENCES, DUMMY_LENGTH), generator=rng
+        ).to(model.device)
+        mask_BT = torch.ones_like(ids_BT)
+        logits_BC = model.family.logits(model.module, mask_BT, ids_BT=ids_BT, embeds_BTD=None)
+        p_C = logits_BC.softmax(-1).mean(0)
+        return _round_to_sum((p_C - seen.update.tensors[bias[0]]).tolist(), num_examples)
+    if weight in seen.update.tensors and num_examples == 1 and model.num_labels > 2:
+        rows_CD = seen.update.tensors[weight].double()
+        apart_C = (rows_CD @ rows_CD.T < 0).sum(1) == model.num_labels - 1
+        return apart_C.long().tolist() if apart_C.sum() == 1 else None
+    return None
 
 
-def _round_to_sum(shares: list[float], total: int) -> list[int]:
+def _round_to_sum(shares: list[float], total: int) -> list[int] | None:
     """Returns whole counts with this sum, nearest to the shares (largest remainder)."""
     positive = [max(share, 0.0) for share in shares]
-    scale = total / (sum(positive) or 1.0)
+    if not sum(positive):
+        return None
+    scale = total / sum(positive)
     exact = [share * scale for share in positive]
     counts = [math.floor(value) for value in exact]
     by_remainder = sorted(range(len(exact)), key=lambda i: counts[i] - exact[i])

@@ -98,12 +98,6 @@ def row_space(gradients_OD: Sequence[Tensor]) -> Span | None:
     return Span(vh_DD[:rank].T.contiguous(), s_D[:rank], float(s_D[rank]))
 
 
-def spectrum_rank(gradient_OD: Tensor) -> int | None:
-    """Returns the rank of one gradient; None where noise hides it."""
-    span = row_space([gradient_OD])
-    return None if span is None else span.rank
-
-
 def tokens_in_span(
     table: TokenTable, span: Span, rng: torch.Generator, *, shortlist: int = 2048, patience: int = 3
 ) -> list[Tensor]:

@@ -175,7 +175,7 @@ def tokenise(
             f"data.max_length = {max_length} is more than the model takes: set {limit} or less"
         )
     sequences = []
-    for text, ids in zip(texts, encode(texts), strict=True):
+    for text, ids in zip(texts, encode(texts) if texts else [], strict=True):
         if max_length is not None and len(ids) > max_length:
             ids = [*ids[: max_length - 1], ids[-1]]
         if len(ids) > limit:
@@ -240,6 +240,8 @@ def _from_hub(name: str, path: str, subset: str | None, split: str) -> Dataset:
 def _from_table(path: str, bare: bool, **options: Any) -> Dataset:
     if bare:
         options |= {"header": None, "names": None}
+    # "None" and "NA" are words like others.
+    options |= {"keep_default_na": False}
     rows = Dataset.from_csv(path, keep_in_memory=True, **options)
     return rows.rename_columns({c: str(c) for c in rows.column_names if not isinstance(c, str)})
 
@@ -269,6 +271,12 @@ def _corpus(name: str, rows: Dataset, text: str, label: str | None) -> Corpus:
     if label is None:
         return Corpus(tuple(texts), (0,) * len(texts), ("none",))
     values = rows[label][:]
+    missing = [i for i, value in enumerate(values) if value is None or value == ""]
+    if missing:
+        raise ConfigError(
+            f"data.label = {label!r}: {len(missing)} of {len(values)} rows of {name!r} have no "
+            f"label (the first is row {missing[0] + 1}): remove them"
+        )
     feature = rows.features[label]
     names = feature.names if isinstance(feature, ClassLabel) else sorted({str(v) for v in values})
     if isinstance(feature, ClassLabel):

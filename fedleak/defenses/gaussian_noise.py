@@ -17,7 +17,7 @@ class GaussianNoise:
     """
 
     kind: ClassVar[str] = "gaussian_noise"
-    sigma: Annotated[float, Field(gt=0)]
+    sigma: Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
     @property
     def noise_scale(self) -> float | None:

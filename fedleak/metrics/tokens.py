@@ -6,18 +6,20 @@ from typing import NamedTuple
 
 
 class Overlap(NamedTuple):
-    """Shares from 0 to 1. Precision is None where nothing was answered."""
+    """Shares from 0 to 1; None where there is nothing to have a share of."""
 
-    recall: float
+    recall: float | None
     precision: float | None
 
 
 def overlap(answer: Iterable[int], truth: Iterable[int]) -> Overlap:
-    """Returns the overlap of two multisets; the truth must not be empty.
+    """Returns the overlap of two multisets.
 
     >>> overlap([1, 1, 2], [1, 2, 3, 4])
     Overlap(recall=0.5, precision=0.6666666666666666)
     """
     found, real = Counter(answer), Counter(truth)
     common = (found & real).total()
-    return Overlap(common / real.total(), common / found.total() if found else None)
+    return Overlap(
+        common / real.total() if real else None, common / found.total() if found else None
+    )

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import (
@@ -199,7 +200,7 @@ def load(
                 module = auto.from_pretrained(source, config=config, dtype=torch.float32)
             else:
                 module = auto.from_config(config, dtype=torch.float32)
-        except (OSError, RuntimeError, ValueError) as error:
+        except (OSError, RuntimeError, ValueError, SafetensorError) as error:
             raise ConfigError(
                 f"model.name = {name!r} has weights that cannot be loaded: {_first_line(error)}"
             ) from error

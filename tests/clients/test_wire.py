@@ -1,0 +1,174 @@
+"""What leaves a client: the defended, shared update and nothing else."""
+
+import stat
+
+import pytest
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.common.serde import recorddict_to_proto
+
+from clients.app import app as client_app
+from fedleak import models, pipeline
+from fedleak.config import parse
+from fedleak.store import Key
+from fedleak.streams import stream_seed
+from fedleak.training import local_update_, matching
+from server.inline import InlineGrid
+
+TABLE = {
+    "name": "wire",
+    "seed": 3,
+    "model": {"name": "builtin/bert-tiny"},
+    "data": {"name": "builtin/notes", "samples": 12, "held_out": 2},
+    "federation": {"clients": 2, "batch_size": 2},
+}
+NOISE = {"kind": "gaussian_noise", "sigma": 0.01}
+
+
+@pytest.fixture
+def reply_of(tmp_path, bert_tiny):
+    """Sends the built-in model to a client of an experiment and returns its reply."""
+
+    def ask(client=0, *, round=1, vault=False, **tables):
+        experiment = parse(TABLE | tables)
+        name = f"run{len(list(tmp_path.iterdir()))}"
+        run = pipeline.prepare(experiment, tmp_path / name)
+        config = {
+            "experiment": str(run.path / "run.json"),
+            "run-dir": str(run.path),
+            "attack": False,
+            "vault": vault,
+        }
+        grid = InlineGrid(client_app, experiment.federation.clients, config)
+        content = RecordDict(
+            {
+                "arrays": ArrayRecord(bert_tiny.parameters()),
+                "config": ConfigRecord({"round": round}),
+            }
+        )
+        node = list(grid.get_node_ids())[client]
+        message = Message(content, message_type="train", dst_node_id=node)
+        (reply,) = grid.send_and_receive([message])
+        assert not reply.has_error(), reply.error.reason
+        return reply.content, run
+
+    return ask
+
+
+def tensors(content):
+    return content.array_records["update"].to_torch_state_dict()
+
+
+def equal(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def wire_bytes(content):
+    return recorddict_to_proto(content).SerializeToString(deterministic=True)
+
+
+@pytest.mark.parametrize("algorithm", ["fedsgd", "fedavg"])
+def test_the_vault_changes_no_byte_of_a_reply(reply_of, algorithm):
+    federation = TABLE["federation"] | {"algorithm": algorithm, "dropout": True}
+    tables = {"federation": federation, "defense": [NOISE]}
+    without, run_without = reply_of(1, vault=False, **tables)
+    with_vault, run_with = reply_of(1, vault=True, **tables)
+    assert wire_bytes(without) == wire_bytes(with_vault)
+    assert not (run_without.path / "vault").exists()
+    (path,) = (run_with.path / "vault").iterdir()
+    assert path.name == "r0001-c01.json"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_beside_the_update_there_are_three_numbers(reply_of, bert_tiny):
+    content, _ = reply_of(1, round=2)
+    assert {name: dict(of) for name, of in content.metric_records.items()} == {
+        "metrics": {"num-examples": 2, "client": 1, "round": 2}
+    }
+    assert not content.config_records
+    assert list(content.array_records) == ["update"]
+    sent, own = tensors(content), bert_tiny.parameters()
+    assert {name: t.shape for name, t in sent.items()} == {n: p.shape for n, p in own.items()}
+
+
+@pytest.mark.parametrize("round", [1, 2])
+def test_the_vault_holds_what_the_update_was_made_of(reply_of, round):
+    content, run = reply_of(1, round=round, vault=True)
+    truth = run.read_truth(Key(round, 1))
+    model = models.load("builtin/bert-tiny", models.CLASSIFICATION, 2, seed=0)
+    experiment = parse(TABLE)
+    again = local_update_(
+        model,
+        truth["sequences"],
+        truth["labels"],
+        experiment.local_training,
+        seed=stream_seed(3, "local", round, 1),
+    )
+    assert equal(tensors(content), dict(again.tensors))
+    assert (truth["round"], truth["client"], truth["batch_size"]) == (round, 1, 2)
+    assert truth["noise_scale"] is None
+
+
+def test_clients_and_rounds_train_on_different_texts(reply_of):
+    held = []
+    for client, round in [(0, 1), (0, 2), (0, 3), (1, 1), (1, 2), (1, 3)]:
+        _, run = reply_of(client, round=round, vault=True)
+        held += map(tuple, run.read_truth(Key(round, client))["sequences"])
+    assert len(set(held)) == len(held) == 12
+
+
+# --- share and defenses ---------------------------------------------------------------------
+
+
+def test_only_what_is_shared_is_sent_as_it_would_have_been_among_all(reply_of):
+    everything = tensors(reply_of(defense=[NOISE])[0])
+    patterns = ["layer.1.*.query", "classifier"]
+    some = tensors(reply_of(defense=[NOISE], update={"share": patterns})[0])
+    assert list(some) == matching(everything, patterns)
+    assert 0 < len(some) < len(everything)
+    assert equal(some, {name: everything[name] for name in some})
+
+
+def test_a_defense_is_of_the_clients_that_it_names(reply_of):
+    mask = {"kind": "mask", "fraction": 0.5, "clients": [1]}
+    name = "bert.encoder.layer.0.attention.self.query.weight"
+    for client in (0, 1):
+        plain = tensors(reply_of(client)[0])
+        masked = tensors(reply_of(client, defense=[mask])[0])
+        if client == 0:
+            assert equal(plain, masked)
+        else:
+            zeros = (masked[name] == 0).float().mean()
+            assert 0.45 < zeros < 0.55
+            kept = masked[name] != 0
+            assert torch.equal(masked[name][kept], plain[name][kept])
+
+
+def test_noise_differs_between_clients_rounds_and_defenses(reply_of):
+    def noise(client, round, defense):
+        plain = tensors(reply_of(client, round=round)[0])
+        noisy = tensors(reply_of(client, round=round, defense=defense)[0])
+        name = "classifier.weight"
+        return (noisy[name] - plain[name]).flatten()
+
+    drawn = [noise(0, 1, [NOISE]), noise(1, 1, [NOISE]), noise(0, 2, [NOISE])]
+    drawn.append(noise(0, 1, [NOISE, NOISE]) - drawn[0])
+    for i, one in enumerate(drawn):
+        assert 0.005 < one.std() < 0.015
+        for other in drawn[:i]:
+            assert abs(torch.corrcoef(torch.stack([one, other]))[0, 1]) < 0.4
+
+
+def test_the_order_of_defenses_is_that_of_the_file(reply_of):
+    mask = {"kind": "mask", "fraction": 0.5}
+    first = tensors(reply_of(defense=[mask, NOISE])[0])["classifier.weight"]
+    last = tensors(reply_of(defense=[NOISE, mask])[0])["classifier.weight"]
+    assert not (first == 0).any()
+    assert (last == 0).any()
+
+
+def test_the_vault_knows_the_scale_of_all_noise_together(reply_of):
+    defense = [NOISE | {"sigma": 0.3}, {"kind": "mask", "fraction": 0.1}, NOISE | {"sigma": 0.4}]
+    defense.append(NOISE | {"sigma": 9.0, "clients": [1]})
+    _, run = reply_of(0, vault=True, defense=defense)
+    assert run.read_truth(Key(1, 0))["noise_scale"] == pytest.approx(0.5)

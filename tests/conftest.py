@@ -1,0 +1,157 @@
+"""Quiet and offline; small models; updates as a client makes them."""
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ.setdefault("TQDM_DISABLE", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
+os.environ.setdefault("FLWR_DISABLE_UPDATE_CHECK", "1")
+os.environ.setdefault("FLWR_LOG_LEVEL", "ERROR")
+
+import pytest
+import torch
+from hypothesis import settings
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2ForSequenceClassification,
+    GPT2LMHeadModel,
+)
+
+from fedleak import models
+from fedleak.models import CAUSAL_LM, CLASSIFICATION, LanguageModel
+from fedleak.notes import notes
+from fedleak.observation import Knowledge, Observation, UpdateKind
+from fedleak.training import LocalTraining, local_update_
+
+settings.register_profile("quick", max_examples=40, deadline=None, derandomize=True)
+settings.load_profile("quick")
+torch.set_num_threads(1)
+
+TEXTS = tuple(note.text for note in notes(60, seed=7))
+
+
+@pytest.fixture(scope="session")
+def texts() -> tuple[str, ...]:
+    """Sentences that no built-in tokenizer was trained on by name."""
+    return TEXTS
+
+
+@pytest.fixture(scope="session")
+def assets() -> Path:
+    """The folder of real data and models; a machine without it skips."""
+    beside = Path(__file__).parents[2] / "shared"
+    folder = Path(os.environ.get("FEDLEAK_ASSETS") or beside)
+    if not (folder / "data").is_dir():
+        pytest.skip(f"no real data in {folder}: set FEDLEAK_ASSETS")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def bert_tiny() -> LanguageModel:
+    return models.load("builtin/bert-tiny", CLASSIFICATION, 2, seed=0)
+
+
+@pytest.fixture(scope="session")
+def gpt2_tiny() -> LanguageModel:
+    return models.load("builtin/gpt2-tiny", CAUSAL_LM, 2, seed=0)
+
+
+@pytest.fixture(scope="session")
+def small(bert_tiny, gpt2_tiny) -> Callable[..., LanguageModel]:
+    """Makes a model of any size with the vocabulary of a built-in one, from its own seed."""
+
+    def make(
+        family: str,
+        task: str = CLASSIFICATION,
+        *,
+        width: int = 32,
+        layers: int = 2,
+        num_labels: int = 3,
+        seed: int = 0,
+    ) -> LanguageModel:
+        like = bert_tiny if family == "bert" else gpt2_tiny
+        shared = {
+            "vocab_size": len(like.tokenizer),
+            "pad_token_id": like.tokenizer.pad_token_id,
+            "num_labels": num_labels,
+            "attn_implementation": "eager",
+            # Larger than the default, so that attention and MLP matter.
+            "initializer_range": 0.15,
+        }
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            if family == "bert":
+                config = BertConfig(
+                    hidden_size=width,
+                    num_hidden_layers=layers,
+                    num_attention_heads=4,
+                    intermediate_size=2 * width,
+                    max_position_embeddings=64,
+                    **shared,
+                )
+                module = BertForSequenceClassification(config)
+            else:
+                config = GPT2Config(
+                    n_embd=width, n_layer=layers, n_head=4, n_positions=64, **shared
+                )
+                cls = GPT2LMHeadModel if task == CAUSAL_LM else GPT2ForSequenceClassification
+                module = cls(config)
+            # LayerNorms and biases start as ones and zeros, which would hide mistakes in them.
+            for name, parameter in module.named_parameters():
+                if parameter.dim() == 1:
+                    shift = torch.randn_like(parameter) * 0.1
+                    parameter.data.add_(shift.abs() if name.endswith("weight") else shift)
+        return LanguageModel(module.eval(), like.tokenizer, like.family, task)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def observe() -> Callable[..., SimpleNamespace]:
+    """Returns what a server sees of a client that trains on texts, and beside it the truth."""
+
+    def make(
+        model: LanguageModel,
+        of: Sequence[str] | int,
+        labels: Sequence[int] | None = None,
+        *,
+        granted: Sequence[str] = (),
+        kind: UpdateKind = UpdateKind.GRADIENT,
+        max_length: int | None = None,
+        dropout: bool = False,
+        learning_rate: float = 0.1,
+    ) -> SimpleNamespace:
+        chosen = TEXTS[:of] if isinstance(of, int) else of
+        cut = max_length or 10**6
+        sequences = [
+            (*ids[: cut - 1], ids[-1]) if len(ids) > cut else tuple(ids)
+            for ids in model.encode(chosen)
+        ]
+        sequences.sort(key=len, reverse=True)
+        labels = labels or [i % model.num_labels for i in range(len(sequences))]
+        before = {name: value.clone() for name, value in model.parameters().items()}
+        how = LocalTraining(kind, len(sequences), 1, learning_rate, dropout)
+        update = local_update_(model, sequences, labels, how, seed=0)
+        models.load_parameters_(model, before)
+        model.module.zero_grad()  # FedAvg leaves its last step's gradients behind
+        private = {
+            "batch_size": len(sequences),
+            "labels": tuple(labels),
+            "lengths": tuple(map(len, sequences)),
+        }
+        knowledge = Knowledge(
+            learning_rate=learning_rate,
+            local_steps=1,
+            dropout=dropout,
+            **{fact: private[fact] for fact in granted},
+        )
+        seen = Observation(1, 0, update, knowledge)
+        return SimpleNamespace(seen=seen, sequences=sequences, labels=labels)
+
+    return make

@@ -1,0 +1,198 @@
+import itertools
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedleak.metrics import intervals
+from fedleak.metrics.matching import assign
+from fedleak.metrics.rouge import Rouge, mean, rouge
+from fedleak.metrics.tokens import overlap
+from fedleak.metrics.utility import evaluate
+from fedleak.models import CAUSAL_LM
+
+words = st.lists(st.sampled_from("abcd"), max_size=7).map(" ".join)
+bags = st.lists(st.integers(0, 5), max_size=9)
+
+
+# --- ROUGE ----------------------------------------------------------------------------------
+
+
+def slow_rouge(answer, truth):
+    """By enumeration: shared n-grams, and the longest of all common subsequences."""
+    a, b = answer.split(), truth.split()
+
+    def f_score(common, of_a, of_b):
+        return 200 * common / (of_a + of_b) if common else 0.0
+
+    def grams(tokens, n):
+        return [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
+
+    def shared(n):
+        x, y = grams(a, n), grams(b, n)
+        return f_score((Counter(x) & Counter(y)).total(), len(x), len(y))
+
+    def subsequences(tokens):
+        return {s for n in range(len(tokens) + 1) for s in itertools.combinations(tokens, n)}
+
+    longest = max(map(len, subsequences(a) & subsequences(b)))
+    return Rouge(shared(1), shared(2), f_score(longest, len(a), len(b)))
+
+
+@given(words, words)
+def test_rouge_is_that_of_enumeration(answer, truth):
+    assert rouge(answer, truth) == pytest.approx(slow_rouge(answer, truth))
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth", "expected"),
+    [
+        ("She fell.", "she FELL", (100, 100, 100)),
+        ("", "she fell", (0, 0, 0)),
+        ("he rose", "she fell", (0, 0, 0)),
+        ("fell she", "she fell", (100, 0, 50)),
+        ("a b x d", "a b c d", (75, 100 / 3, 75)),
+    ],
+)
+def test_rouge_of(answer, truth, expected):
+    assert rouge(answer, truth) == pytest.approx(expected)
+
+
+def test_the_mean_is_of_each_score():
+    assert mean([Rouge(0, 10, 20), Rouge(100, 30, 21)]) == (50, 20, 20.5)
+
+
+# --- one to one -----------------------------------------------------------------------------
+
+
+@given(st.integers(0, 5), st.integers(1, 5), st.integers(0, 10**6))
+def test_the_assignment_is_the_best_of_all(answers, truths, seed):
+    table = np.random.default_rng(seed).integers(0, 6, (truths, answers)).astype(float)
+    chosen = assign(range(answers), range(truths), lambda a, t: table[t, a])
+    used = [a for a in chosen if a is not None]
+    assert len(chosen) == truths
+    assert len(used) == len(set(used)) == min(answers, truths)
+    found = sum(table[t, a] for t, a in enumerate(chosen) if a is not None)
+    assert found == best_by_hand(table)
+
+
+def best_by_hand(table):
+    """As many pairs as there can be, in every order."""
+    truths, answers = table.shape
+    size = min(truths, answers)
+    return max(
+        sum(table[t, a] for t, a in zip(rows, columns, strict=True))
+        for rows in itertools.combinations(range(truths), size)
+        for columns in itertools.permutations(range(answers), size)
+    )
+
+
+@given(bags, bags.filter(len))
+def test_the_overlap_of_bags_crosses_off_one_by_one(answer, truth):
+    left, common = list(truth), 0
+    for token in answer:
+        if token in left:
+            left.remove(token)
+            common += 1
+    found = overlap(answer, truth)
+    assert found.recall == common / len(truth)
+    assert found.precision == (common / len(answer) if answer else None)
+
+
+# --- intervals ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("successes", "trials", "low", "high"),
+    [
+        (0, 10, 0.0, 0.2775),
+        (5, 10, 0.2366, 0.7634),
+        (10, 10, 0.7225, 1.0),
+        (81, 263, 0.2553, 0.3662),
+    ],
+)
+def test_wilson_intervals_are_the_published_ones(successes, trials, low, high):
+    """Newcombe 1998, table I, and its formula."""
+    found = intervals.share(successes, trials)
+    assert found == pytest.approx((successes / trials, low, high), abs=5e-5)
+
+
+def test_one_value_per_cluster_gives_the_interval_of_the_mean():
+    values = np.random.default_rng(5).normal(3.0, 2.0, 400)
+    found = intervals.clustered_mean(values, range(400))
+    half = 1.96 * values.std() / math.sqrt(400)
+    assert found.mean == pytest.approx(values.mean())
+    # The quantile of 2000 draws has a relative error of about 3 %.
+    assert found.high - found.mean == pytest.approx(half, rel=0.12)
+    assert found.mean - found.low == pytest.approx(half, rel=0.12)
+
+
+def test_repeating_a_client_s_value_makes_nothing_surer():
+    values = np.random.default_rng(6).normal(0.0, 1.0, 30)
+    once = intervals.clustered_mean(values, range(30))
+    often = intervals.clustered_mean(np.repeat(values, 9), np.repeat(range(30), 9))
+    alone = intervals.clustered_mean(np.repeat(values, 9), range(270))
+    assert often == pytest.approx(once)
+    assert alone.high - alone.low < 0.5 * (often.high - often.low)
+
+
+def test_one_client_alone_is_drawn_by_value():
+    values = [1.0, 2.0, 6.0, 7.0]
+    one, own = intervals.clustered_mean(values, [3] * 4), intervals.clustered_mean(values, range(4))
+    assert one == own
+    assert one.low < one.mean == 4.0 < one.high
+    assert intervals.clustered_mean([5.0], [0]) == (5.0, 5.0, 5.0)
+
+
+def test_large_clients_count_as_much_as_they_are():
+    clusters = [c for c in range(40) for _ in range(9 if c % 2 else 1)]
+    found = intervals.clustered_mean([float(c % 2) for c in clusters], clusters)
+    assert found.mean == 0.9
+    assert 0.75 < found.low < 0.9 < found.high < 1.0
+
+
+# --- utility --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_labels", [2, 3])
+def test_utility_is_that_of_one_text_at_a_time(small, texts, num_labels):
+    model = small("bert", num_labels=num_labels)
+    sequences = model.encode(texts[:20])
+    labels = [i * i % num_labels for i in range(20)]
+    with torch.no_grad():
+        logits = torch.stack([model.module(torch.tensor([one])).logits[0] for one in sequences])
+        model.module.classifier.bias -= logits.mean(0)  # so that every class is predicted
+        rows = [model.module(torch.tensor([one])).logits[0].log_softmax(-1) for one in sequences]
+    predicted = [int(row.argmax()) for row in rows]
+    pairs = Counter(zip(labels, predicted, strict=True))
+    found = evaluate(model, sequences, labels)
+    loss = -sum(float(row[y]) for row, y in zip(rows, labels, strict=True)) / 20
+    assert found["loss"] == pytest.approx(loss, rel=1e-5)
+    assert found["accuracy"] == sum(pairs[c, c] for c in range(num_labels)) / 20
+
+    def f1(c):
+        wrong = sum(n for (y, p), n in pairs.items() if (y == c) != (p == c))
+        return 2 * pairs[c, c] / (2 * pairs[c, c] + wrong) if pairs[c, c] else 0.0
+
+    seen = sorted(set(labels) | set(predicted))
+    expected = f1(1) if num_labels == 2 else sum(map(f1, seen)) / len(seen)
+    assert found["f1"] == pytest.approx(expected)
+    assert len(set(predicted)) > 1, "nothing to tell apart"
+    if num_labels == 2:
+        assert found["mcc"] == pytest.approx(np.corrcoef(labels, predicted)[0, 1], abs=1e-9)
+
+
+def test_a_causal_model_has_a_loss_alone(small, texts):
+    model = small("gpt2", CAUSAL_LM)
+    sequences = [ids[:9] for ids in model.encode(texts[:3])]
+    with torch.no_grad():
+        losses = [
+            float(model.module(torch.tensor([s]), labels=torch.tensor([s])).loss) for s in sequences
+        ]
+    assert evaluate(model, sequences, [0, 0, 0]) == {
+        "loss": pytest.approx(sum(losses) / 3, rel=1e-5)
+    }

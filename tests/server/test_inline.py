@@ -1,0 +1,248 @@
+import gc
+import shutil
+import weakref
+
+import pytest
+import torch
+
+from fedleak import audit, models, pipeline
+from fedleak.config import parse
+from fedleak.errors import ConfigError, FedleakError
+from fedleak.federation import expected_captures
+from fedleak.models import CLASSIFICATION
+from fedleak.observation import UpdateKind
+from fedleak.store import Key, Run
+from fedleak.streams import stream_seed
+from fedleak.training import local_update_
+from server import inline
+from server.strategy import CuriousServer
+
+RATE = 0.5
+TABLE = {
+    "name": "inline",
+    "seed": 11,
+    "model": {"name": "builtin/bert-tiny"},
+    "data": {"name": "builtin/notes", "samples": 8, "held_out": 6},
+    "federation": {"clients": 2, "rounds": 2, "batch_size": 1, "learning_rate": RATE},
+    "attack": [{"kind": "dager"}],
+    "workers": {"devices": ["cpu"]},
+}
+KEYS = [Key(1, 0), Key(1, 1), Key(2, 0), Key(2, 1)]
+
+
+def experiment_of(attacks=TABLE["attack"], **federation):
+    return parse(TABLE | {"federation": TABLE["federation"] | federation, "attack": attacks})
+
+
+def whole(path, experiment):
+    """All that `fedleak run` does."""
+    run = pipeline.prepare(experiment, path)
+    with run.lock():
+        with pipeline.noting_status(run), pipeline.attacking(run, experiment):
+            inline.train(run, experiment)
+        audit.score_run(run)
+    return run
+
+
+def trained(path, experiment):
+    run = pipeline.prepare(experiment, path)
+    with pipeline.noting_status(run):
+        inline.train(run, experiment)
+    return run
+
+
+def content(run):
+    return {
+        str(path.relative_to(run.path)): path.read_bytes()
+        for path in sorted(run.path.rglob("*"))
+        if path.is_file() and path.name != ".lock"
+    }
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    return whole(tmp_path_factory.mktemp("inline") / "run", experiment_of())
+
+
+@pytest.fixture
+def copied(finished, tmp_path):
+    shutil.copytree(finished.path, tmp_path / "run")
+    return Run(tmp_path / "run")
+
+
+# --- what a run leaves ----------------------------------------------------------------------
+
+
+def test_every_capture_has_a_truth_an_answer_of_each_attack_and_a_score(finished):
+    assert finished.captures() == finished.truths() == KEYS
+    assert finished.broadcasts() == [1, 2, 3]
+    expected = sorted((*key, name) for key in KEYS for name in ("dager", "probes"))
+    for name in ("reconstructions.jsonl", "leakage.jsonl"):
+        found = [(row["round"], row["client"], row["attack"]) for row in finished.rows(name)]
+        assert sorted(found) == expected
+    assert finished.rows("attempts.jsonl") == []
+    assert [row["round"] for row in finished.rows("utility.jsonl")] == [0, 1, 2]
+    info, summary = finished.info(), finished.read_json("summary.json")
+    assert info["status"] == "finished"
+    assert (summary["captures"], summary["attacks"].keys()) == (4, {"dager", "probes"})
+    assert summary["utility"] == finished.rows("utility.jsonl")[-1]
+    leftovers = [path.name for path in finished.path.rglob(".*") if path.name != ".lock"]
+    assert leftovers == []
+
+
+def test_the_summary_of_a_finished_run_says_so(finished):
+    assert finished.read_json("summary.json")["status"] == finished.info()["status"]
+
+
+def test_captures_are_gradients_of_the_truth_at_the_broadcast_and_add_up(finished):
+    experiment = experiment_of()
+    model = models.load("builtin/bert-tiny", CLASSIFICATION, 2, seed=11)
+    fingerprint = models.fingerprint(model.parameters())
+    assert finished.info()["model_fingerprint"] == fingerprint
+    assert models.fingerprint(finished.read_broadcast(1)) == fingerprint
+    for round in (1, 2):
+        before, after = finished.read_broadcast(round), finished.read_broadcast(round + 1)
+        updates = [finished.read_capture(Key(round, client)) for client in (0, 1)]
+        for client, capture in enumerate(updates):
+            truth = finished.read_truth(Key(round, client))
+            models.load_parameters_(model, before)
+            again = local_update_(
+                model,
+                truth["sequences"],
+                truth["labels"],
+                experiment.local_training,
+                seed=stream_seed(11, "local", round, client),
+            )
+            assert capture.update.num_examples == len(truth["sequences"]) == 1
+            assert capture.knowledge.granted() == ("learning_rate", "local_steps", "dropout")
+            assert (capture.knowledge.learning_rate, capture.knowledge.local_steps) == (RATE, 1)
+            for name, value in again.tensors.items():
+                assert torch.equal(capture.update.tensors[name], value)
+        for name, value in before.items():
+            mean = sum(one.update.tensors[name] for one in updates) / 2
+            torch.testing.assert_close(after[name], value - RATE * mean, atol=1e-7, rtol=1e-6)
+
+
+def test_the_attack_reads_the_texts_and_the_probes_the_facts(finished):
+    for row in finished.rows("leakage.jsonl"):
+        assert row["status"] == "recovered"
+        assert row["knows"] == ["dropout", "learning_rate", "local_steps"]
+        if row["attack"] == "dager":
+            assert (row["exact_match"], row["rougeL"]) == (1.0, 100.0)
+            assert row["control_rougeL"] < 50
+            assert row["guess_rougeL"] < 50
+        else:
+            assert row["token_recall"] == row["token_precision"] == 1.0
+            assert all(fact["found"] == fact["true"] for fact in row["facts"].values())
+
+
+# --- again ----------------------------------------------------------------------------------
+
+
+def test_a_second_call_changes_nothing(copied, monkeypatch):
+    def never(*args, **kwargs):
+        raise AssertionError("trained again")
+
+    before = content(copied)
+    monkeypatch.setattr("clients.app.local_update_", never)
+    whole(copied.path, experiment_of())
+    assert before == content(copied)
+
+
+@pytest.mark.parametrize("lost", [["r0001-c01"], ["r0002-c00"], ["r0001-c00", "r0002-c01"]])
+def test_a_lost_capture_is_made_again_bit_for_bit(copied, lost):
+    before = content(copied)
+    for name in lost:
+        (copied.path / "captures" / f"{name}.safetensors").unlink()
+    trained(copied.path, experiment_of())
+    assert content(copied) == before
+
+
+def test_a_lost_model_is_made_again_bit_for_bit(copied):
+    before = content(copied)
+    for round in (2, 3):
+        (copied.path / "models" / f"r{round:04d}.safetensors").unlink()
+    trained(copied.path, experiment_of())
+    assert content(copied) == before
+
+
+def test_a_changed_experiment_is_refused_or_starts_afresh(copied):
+    with pytest.raises(ConfigError, match=r"federation\.learning_rate: 0\.5 -> 0\.1.*--fresh"):
+        pipeline.prepare(experiment_of(learning_rate=0.1), copied.path)
+    fresh = pipeline.prepare(experiment_of(learning_rate=0.1), copied.path, fresh=True)
+    assert fresh.captures() == []
+    (aside,) = [path for path in copied.path.parent.iterdir() if path != copied.path]
+    assert Run(aside).captures() == KEYS
+
+
+# --- when things go wrong -------------------------------------------------------------------
+
+
+def test_a_client_s_error_ends_the_run_and_is_quoted(tmp_path, monkeypatch):
+    experiment = experiment_of()
+    calls = []
+
+    def crash(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 2:
+            raise RuntimeError("the disk\nis full")
+        return local_update_(*args, **kwargs)
+
+    monkeypatch.setattr("clients.app.local_update_", crash)
+    with pytest.raises(FedleakError) as caught:
+        trained(tmp_path / "run", experiment)
+    message = str(caught.value)
+    assert "round 1: 1 clients failed; client 1: RuntimeError: the disk is full" in message
+    run = Run(tmp_path / "run")
+    assert run.info()["status"] == "failed"
+    assert run.captures() == [Key(1, 0)]
+    # What was there is kept, and the same command finishes the rest.
+    monkeypatch.undo()
+    assert trained(tmp_path / "run", experiment).captures() == KEYS
+    assert run.info()["status"] == "finished"
+
+
+def test_training_that_diverges_is_reported_and_not_a_crash(tmp_path):
+    run = trained(tmp_path / "run", experiment_of(learning_rate=1e30))
+    assert run.captures() == KEYS
+
+
+# --- FedAvg, and memory ---------------------------------------------------------------------
+
+
+def test_fedavg_with_some_of_the_clients(tmp_path):
+    experiment = experiment_of(
+        [], algorithm="fedavg", clients=3, clients_per_round=2, local_epochs=2, learning_rate=0.1
+    )
+    run = trained(tmp_path / "run", experiment)
+    keys = expected_captures(experiment)
+    assert run.captures() == run.truths() == keys
+    assert [key.round for key in keys] == [1, 1, 2, 2]
+    for round in (1, 2):
+        before, after = run.read_broadcast(round), run.read_broadcast(round + 1)
+        captures = [run.read_capture(key) for key in keys if key.round == round]
+        counts = [one.update.num_examples for one in captures]
+        assert all(one.update.kind == UpdateKind.DELTA for one in captures)
+        assert [one.knowledge.local_steps for one in captures] == [2 * n for n in counts]
+        for name, value in before.items():
+            deltas = [one.update.tensors[name] * n for one, n in zip(captures, counts, strict=True)]
+            expected = value + sum(deltas) / sum(counts)
+            torch.testing.assert_close(after[name], expected, atol=1e-7, rtol=1e-6)
+
+
+def test_one_update_is_in_memory_at_a_time(tmp_path, monkeypatch):
+    earlier, alive = [], []
+    on_reply = CuriousServer.on_reply
+
+    def watch(self, reply):
+        gc.collect()
+        alive.append(sum(one() is not None for one in earlier))
+        kept = on_reply(self, reply)
+        if "update" in reply.content.array_records:
+            earlier.append(weakref.ref(reply.content.array_records["update"]))
+        return kept
+
+    monkeypatch.setattr(CuriousServer, "on_reply", watch)
+    trained(tmp_path / "run", experiment_of(clients=4, rounds=1))
+    assert len(earlier) == 4
+    assert set(alive) == {0}

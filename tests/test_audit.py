@@ -1,0 +1,340 @@
+import itertools
+import json
+import math
+import statistics
+from dataclasses import fields
+
+import pytest
+import torch
+
+from fedleak import audit
+from fedleak.audit import LeakageRow, guess, knowledge, score_run, score_sequences
+from fedleak.config import parse
+from fedleak.errors import FedleakError
+from fedleak.metrics.rouge import rouge
+from fedleak.observation import ClientUpdate, Knowledge, ThreatModel, UpdateKind
+from fedleak.store import Capture, Key, Run
+from fedleak.truth import GroundTruth
+
+SCORES = [
+    field.name
+    for field in fields(LeakageRow)
+    if field.name.startswith(("rouge", "paper", "exact", "token", "control"))
+]
+
+
+@pytest.fixture
+def sequences(bert_tiny, texts):
+    return [tuple(ids) for ids in bert_tiny.encode(texts[:40])]
+
+
+@pytest.fixture
+def make(tmp_path, sequences):
+    """Writes a run as training and attacks leave it."""
+
+    def write(truths, answers, *, controls=True, name="builtin/bert-tiny", task=None):
+        experiment = parse(
+            {
+                "name": "made",
+                "model": {"name": name} | ({"task": task} if task else {}),
+                "data": {"name": "builtin/notes"},
+                "audit": {"controls": controls},
+            }
+        )
+        run = Run(tmp_path)
+        run.update_info(
+            experiment=experiment.model_dump(mode="json"),
+            status="finished",
+            num_labels=2,
+            versions={"fedleak": "0"},
+            model_fingerprint="x",
+        )
+        run.write_json("held_out.json", {"sequences": sequences[20:], "labels": [0] * 20})
+        for truth in truths:
+            run.write_truth(Key(truth.round, truth.client), truth.to_json())
+        run.write_rows("reconstructions.jsonl", answers)
+        return run
+
+    return write
+
+
+def truth_of(round, client, sequences):
+    return GroundTruth(round, client, tuple(sequences), (1,) * len(sequences), len(sequences))
+
+
+def answer_of(round, client, sequences=None, *, tokens=None, status="recovered", **more):
+    return {
+        "round": round,
+        "client": client,
+        "attack": "dager",
+        "settings": {},
+        "knows": [],
+        "seconds": 1.0,
+        "device": "cpu",
+        "status": status,
+        "sequences": sequences,
+        "evidence": [],
+        "tokens": tokens,
+        "facts": {},
+        "diagnostics": {},
+        "verified": False,
+        "reason": "",
+    } | more
+
+
+def figures(scores):
+    return [*scores.content, *scores.paper, scores.exact_match, scores.token_recall]
+
+
+# --- one answer against one truth -----------------------------------------------------------
+
+
+def test_the_truth_in_any_order_is_perfect(bert_tiny, sequences):
+    for order in itertools.permutations(sequences[:3]):
+        scores = score_sequences(order, sequences[:3], bert_tiny)
+        assert figures(scores) == [100.0] * 6 + [1.0, 1.0]
+        assert scores.token_precision == 1.0
+
+
+@pytest.mark.parametrize("answers", [[], [()], [(0,) * 9] * 2, [(0,) * 9], [(2, 3)] * 2])
+def test_no_answer_padding_and_marks_are_worth_nothing(bert_tiny, sequences, answers):
+    assert bert_tiny.tokenizer.pad_token_id == 0
+    scores = score_sequences(answers, sequences[:2], bert_tiny)
+    assert (*scores.content, scores.exact_match, scores.token_recall) == (0.0,) * 5
+    if (2, 3) not in answers:  # papers keep [CLS] and [SEP]
+        assert figures(scores) == [0.0] * 8
+    assert scores.token_precision is None
+
+
+def test_one_answer_counts_for_one_text(bert_tiny, sequences):
+    a, b = sequences[:2]
+    twice = score_sequences([a, a], [a, b], bert_tiny)
+    once = score_sequences([a], [a, b], bert_tiny)
+    assert twice.exact_match == once.exact_match == 0.5
+    assert once.content.rougeL == 50.0
+    assert [pair.answer for pair in once.pairs] == [bert_tiny.decode(a), None]
+    assert score_sequences([a, a], [a, a], bert_tiny).exact_match == 1.0
+    assert score_sequences([a], [a, a], bert_tiny).exact_match == 0.5
+
+
+def test_more_answers_than_texts_do_not_help(bert_tiny, sequences):
+    wrong, right = sequences[10:12], sequences[:2]
+    assert score_sequences(wrong + right, right, bert_tiny) == score_sequences(
+        wrong, right, bert_tiny
+    )
+    assert score_sequences(right + wrong, right, bert_tiny).exact_match == 1.0
+
+
+def test_marks_and_their_absence_do_not_change_content(bert_tiny, sequences):
+    (one,) = sequences[:1]
+    bare = score_sequences([one[1:-1]], [one], bert_tiny)
+    assert bare.exact_match == 1.0
+    assert bare.content.rougeL == 100.0
+    assert bare.paper.rougeL < 100.0
+
+
+def test_exact_answers_are_paired_with_their_texts_first(bert_tiny):
+    """ROUGE does not see punctuation, so by ROUGE alone any order would do."""
+    a, b = (tuple(x) for x in bert_tiny.encode(["he hit her!", "he hit her?"]))
+    scores = score_sequences([b, a], [a, b], bert_tiny)
+    assert scores.exact_match == 1.0
+
+
+def test_a_text_without_content_is_scored(bert_tiny):
+    empty = tuple(bert_tiny.encode(["\u200b"])[0])
+    assert set(empty) <= bert_tiny.special_ids()
+    score_sequences([empty], [empty], bert_tiny)
+
+
+def test_a_guess_scores_what_chance_does(bert_tiny, sequences):
+    """The mean over all held-out texts is what ten draws estimate."""
+    held_out = sequences[20:]
+    texts = [bert_tiny.decode(one) for one in sequences]
+    found, chance, variance = [], [], []
+    for n, one in enumerate(sequences[:20]):
+        found.append(guess(held_out, truth_of(1, n, [one]), bert_tiny, 0).content.rougeL)
+        each = [rouge(other, texts[n]).rougeL for other in texts[20:]]
+        chance.append(statistics.fmean(each))
+        variance.append(statistics.pvariance(each) / audit.GUESSES)
+    error = math.sqrt(sum(variance)) / 20
+    assert statistics.fmean(found) == pytest.approx(statistics.fmean(chance), abs=4 * error)
+    assert 0 < statistics.fmean(chance) < 30
+    assert len(set(found)) > 1
+
+
+def test_a_guess_looks_at_nothing_but_the_number_of_texts(bert_tiny, sequences):
+    held_out = sequences[20:]
+    one = guess(held_out, truth_of(1, 0, sequences[:2]), bert_tiny, 0)
+    assert one == guess(held_out, truth_of(1, 0, sequences[:2]), bert_tiny, 0)
+    # Held-out texts that are the truth: what is drawn does not depend on it.
+    cheat = guess(sequences[:2], truth_of(1, 0, sequences[:2]), bert_tiny, 0)
+    assert 0 < cheat.content.rougeL < 100
+    assert guess([], truth_of(1, 0, sequences[:2]), bert_tiny, 0) == audit.Scores()
+
+
+# --- what an attacker is told ---------------------------------------------------------------
+
+SERVER = Knowledge(learning_rate=0.5, local_steps=1, dropout=False)
+
+
+@pytest.fixture
+def captured(make):
+    truth = GroundTruth(1, 0, ((2, 5, 3), (2, 6, 7, 8, 3), (2, 9, 4, 3)), (0, 1, 1), 3, 0.25)
+    run = make([truth], [])
+    for client in (0, 1):
+        update = ClientUpdate(UpdateKind.GRADIENT, {"a": torch.zeros(1)}, 3)
+        run.write_capture(Capture(Key(1, client), update, SERVER))
+    return run
+
+
+@pytest.mark.parametrize(
+    ("facts", "expected"),
+    [
+        ((), {}),
+        (("lengths",), {"lengths": (5, 4, 3)}),
+        (("labels", "lengths"), {"labels": (1, 1, 0), "lengths": (5, 4, 3)}),
+        (("batch_size", "noise_scale"), {"batch_size": 3, "noise_scale": 0.25}),
+    ],
+)
+def test_only_what_is_granted_is_known(captured, facts, expected):
+    found = knowledge(captured, Key(1, 0), ThreatModel(frozenset(facts)))
+    assert found == Knowledge(0.5, 1, False, **expected)
+    assert set(found.granted()) == {"learning_rate", "local_steps", "dropout"} | set(facts)
+
+
+def test_facts_that_are_not_there_cannot_be_granted(captured):
+    assert knowledge(captured, Key(1, 1), ThreatModel()) == SERVER
+    with pytest.raises(FedleakError, match=r"threat\.knows grants labels, but the vault has no"):
+        knowledge(captured, Key(1, 1), ThreatModel(frozenset({"labels"})))
+
+
+# --- a whole run ----------------------------------------------------------------------------
+
+
+def test_controls_are_of_another_client_in_the_same_round(make, bert_tiny, sequences):
+    keys = [Key(r, c) for r in (1, 2) for c in (0, 1, 2)]
+    truth = {key: [sequences[i]] for i, key in enumerate(keys)}
+    given = {key: [sequences[i + 6]] for i, key in enumerate(keys)}
+    run = make(
+        [truth_of(*key, truth[key]) for key in keys],
+        [answer_of(*key, given[key]) for key in reversed(keys)],
+    )
+    rows = [one.row for one in score_run(run)]
+    assert [(row.round, row.client) for row in rows] == keys
+    for row in rows:
+        key = Key(row.round, row.client)
+        own = score_sequences(given[key], truth[key], bert_tiny)
+        others = {
+            (scores.content.rougeL, scores.token_recall)
+            for k in keys
+            if k.client != key.client and k.round == key.round
+            for scores in [score_sequences(given[k], truth[key], bert_tiny)]
+        }
+        assert (row.rougeL, row.token_recall) == (own.content.rougeL, own.token_recall)
+        assert (row.control_rougeL, row.control_token_recall) in others
+        assert row.guess_rougeL is not None
+
+
+def test_a_client_is_no_control_of_itself(make, sequences):
+    run = make(
+        [truth_of(r, 0, sequences[r : r + 1]) for r in (1, 2)],
+        [answer_of(r, 0, [sequences[r]]) for r in (1, 2)],
+    )
+    assert [one.row.control_rougeL for one in score_run(run)] == [None, None]
+    run = make(
+        [truth_of(r, 0, sequences[r : r + 1]) for r in (1, 2)],
+        [answer_of(r, 0, [sequences[r]]) for r in (1, 2)]
+        + [answer_of(1, 1, status="failed"), answer_of(2, 1, status="abstained")],
+    )
+    assert [one.row.control_rougeL for one in score_run(run)] == [None, None]
+
+
+def test_controls_can_be_left_out(make, sequences):
+    run = make(
+        [truth_of(1, c, sequences[c : c + 1]) for c in (0, 1)],
+        [answer_of(1, c, [sequences[c]]) for c in (0, 1)],
+        controls=False,
+    )
+    for one in score_run(run):
+        assert one.row.control_rougeL is one.row.guess_rougeL is None
+        assert one.row.rougeL == 100.0
+
+
+@pytest.mark.parametrize("status", ["abstained", "inadmissible", "failed"])
+def test_without_an_answer_nothing_was_measured(make, sequences, status):
+    run = make(
+        [truth_of(1, 0, sequences[:1]), truth_of(1, 1, sequences[1:2])],
+        [
+            answer_of(1, 0, status=status, reason="why", seconds=None, device=None),
+            answer_of(1, 1, [sequences[1]]),
+        ],
+    )
+    row = score_run(run)[0].row
+    assert (row.status, row.reason) == (status, "why")
+    measured = {name for name in SCORES if getattr(row, name) is not None}
+    assert measured == {"control_rougeL", "control_token_recall"}
+    summary = run.read_json("summary.json")["attacks"]["dager"]
+    assert summary["status"] == {status: 1, "recovered": 1}
+    assert summary["rows"] == 2
+    assert summary["sequences"] == 1
+    assert summary["exact_match"]["mean"] == 1.0
+    assert summary["rougeL"]["mean"] == 100.0
+
+
+def test_a_summary_without_any_answer_has_no_figures(make, sequences):
+    run = make([truth_of(1, 0, sequences[:1])], [answer_of(1, 0, status="failed")])
+    score_run(run)
+    summary = run.read_json("summary.json")["attacks"]["dager"]
+    assert summary["exact_match"] is summary["rougeL"] is summary["token_recall"] is None
+
+
+def test_a_set_of_tokens_is_scored_as_a_set_of_content_tokens(make):
+    truth = truth_of(1, 0, [(2, 50, 50, 51, 3), (2, 51, 52, 3)])
+    run = make(
+        [truth],
+        [
+            answer_of(
+                1,
+                0,
+                tokens=[2, 3, 50, 52, 60],
+                facts={"longest_sequence": 5, "label_counts": [1, 1]},
+            )
+        ],
+    )
+    row = score_run(run)[0].row
+    assert (row.token_recall, row.token_precision) == (2 / 3, 2 / 3)
+    assert row.rougeL is row.exact_match is row.guess_rougeL is None
+    assert row.num_tokens == 9
+    assert row.facts == {
+        "longest_sequence": {"found": 5, "true": 5},
+        "label_counts": {"found": [1, 1], "true": [0, 2]},
+    }
+    facts = run.read_json("summary.json")["attacks"]["dager"]["facts"]
+    assert (facts["longest_sequence"]["mean"], facts["label_counts"]["mean"]) == (1.0, 0.0)
+
+
+def test_what_has_no_truth_is_not_scored_and_scoring_again_changes_nothing(make, sequences):
+    run = make(
+        [truth_of(1, 0, sequences[:1])],
+        [answer_of(1, 0, [sequences[0]]), answer_of(1, 1, [sequences[1]])],
+    )
+    assert [one.row.client for one in score_run(run)] == [0]
+    files = {name: (run.path / name).read_bytes() for name in ("leakage.jsonl", "summary.json")}
+    score_run(run)
+    assert files == {name: (run.path / name).read_bytes() for name in files}
+
+
+def test_rows_have_the_public_fields(make, sequences):
+    run = make([truth_of(1, 0, sequences[:1])], [answer_of(1, 0, [sequences[0]])])
+    score_run(run)
+    (row,) = (json.loads(line) for line in (run.path / "leakage.jsonl").read_text().splitlines())
+    public = """round client attack status verified batch_size num_tokens rouge1 rouge2 rougeL
+        paper_rouge1 paper_rouge2 paper_rougeL exact_match token_recall token_precision
+        control_rougeL seconds device knows"""
+    assert set(public.split()) <= row.keys()
+    assert run.read_json("summary.json")["schema_version"] == 1
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path):
+    with pytest.raises(FedleakError, match="not a run directory"):
+        score_run(Run(tmp_path / "none"))
