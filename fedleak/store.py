@@ -7,7 +7,7 @@
       vault/r0001-c03.json             the private batch, written by the client, mode 0600
       reconstructions.jsonl            a line per attack and capture, as each finishes
       attempts.jsonl                   a line per try of an attack that crashed
-      leakage.jsonl utility.jsonl summary.json
+      leakage.jsonl utility.jsonl summary.json held_out.json flower.log
 
 Work that is left is what the directory lacks, so there is no queue that a crash could corrupt.
 Files are written under a temporary name, synced and renamed. A line counts once its newline is

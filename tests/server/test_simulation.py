@@ -165,7 +165,6 @@ def test_the_keeper_ends_orphans_and_removes_its_folder(tmp_path, monkeypatch, h
 # --- the whole ------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_captures_and_models_are_those_of_the_inline_engine_to_the_bit(tmp_path, capfd):
     runs = {}
     for engine in (inline, simulation):
