@@ -1,7 +1,7 @@
 """Where attacks run: one process per device, apart from training and from the truth.
 
-A worker is handed the place of a capture and the facts that were granted; it can open neither the
-vault nor the data.
+A worker is handed the place of a capture and the facts that were granted. An attack gets what was
+in the capture and those facts; it cannot import what opens the vault or any other file of the run.
 """
 
 import dataclasses
