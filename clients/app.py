@@ -30,8 +30,7 @@ def workplace(experiment_json: str) -> tuple[Experiment, LanguageModel, Workload
     torch.set_num_threads(1)
     experiment = parse(json.loads(experiment_json))
     split = read_data(experiment)
-    name, task, seed = experiment.model.name, experiment.model.task, experiment.seed
-    model = models.load(name, task, len(split.train.label_names), seed=seed, weights=False)
+    model = models.load(experiment.model_spec(len(split.train.label_names)), weights=False)
     return experiment, model, divide(experiment, split, model)
 
 

@@ -8,6 +8,7 @@ from fedleak.config import Experiment
 from fedleak.federation import of_app
 from fedleak.observation import ClientUpdate
 from fedleak.streams import stream
+from fedleak.training import from_wire, to_wire
 from fedleak.training import share as share_parameters
 
 Next = Callable[[Message, Context], Message]
@@ -47,9 +48,9 @@ def _on_update(message: Message, context: Context, call_next: Next, step: Step) 
     metrics = reply.content.metric_records["metrics"]
     update = ClientUpdate(
         experiment.local_training.kind,
-        reply.content.array_records["update"].to_torch_state_dict(),
+        from_wire(reply.content.array_records["update"].to_torch_state_dict()),
         int(metrics["num-examples"]),  # type: ignore[arg-type]
     )
     update = step(update, experiment, int(metrics["client"]), int(metrics["round"]))  # type: ignore[arg-type]
-    reply.content["update"] = ArrayRecord(dict(update.tensors))
+    reply.content["update"] = ArrayRecord(to_wire(update.tensors))
     return reply

@@ -7,18 +7,19 @@ at any update.
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from typing import Any
 
 import torch
 
 from fedleak import models
+from fedleak.config import Experiment
 from fedleak.errors import FedleakError
 from fedleak.metrics import intervals, rouge
 from fedleak.metrics.matching import assign
 from fedleak.metrics.rouge import Rouge
-from fedleak.metrics.tokens import overlap
+from fedleak.metrics.tokens import Overlap, overlap
 from fedleak.models import LanguageModel
 from fedleak.observation import Knowledge, ThreatModel
 from fedleak.reconstruction import Status
@@ -44,10 +45,14 @@ class LeakageRow:
         paper_rouge1, paper_rouge2, paper_rougeL: The same pairs with special tokens kept, as
             published tables have them.
         exact_match: Share of sequences recovered exactly.
-        token_recall, token_precision: Of content tokens; distinct ones if the attack reads sets.
+        token_recall, token_precision: Of distinct content tokens: those that the attack says were
+            in the batch, or, if it names sequences only, those of its sequences.
         control_rougeL, control_token_recall: The attack's answer for another client's update.
         guess_rougeL, guess_token_recall: Held-out texts, no update.
         facts: For each other fact the attack read: what it said and what is true.
+        margin: The smallest of the sequences that the attack is certain of; None where it is of
+            none, or nothing was rejected in their place.
+        diagnostics: How the attack went, in its own words.
         seconds, device: The attack alone.
         knows: Facts that the attacker had.
     """
@@ -74,6 +79,7 @@ class LeakageRow:
     guess_rougeL: float | None
     guess_token_recall: float | None
     facts: dict[str, Any]
+    margin: float | None
     diagnostics: dict[str, Any]
     seconds: float | None
     device: str | None
@@ -173,31 +179,32 @@ def score_sequences(
         for a, true in zip(chosen, (model.decode(t, special=True) for t in truths), strict=True)
     ]
     exact = [a is not None and answer_ids[a] == t for a, t in zip(chosen, truth_ids, strict=True)]
-    bag = overlap(chain(*answer_ids), chain(*truth_ids))
     return Scores(
         rouge.mean(scores),
         rouge.mean(paper),
         sum(exact) / len(exact),
-        bag.recall,
-        bag.precision,
+        *score_tokens(chain(*answers), truths, model),
         tuple(Pair(t, a, s.rougeL) for t, a, s in zip(truth_texts, texts, scores, strict=True)),
     )
 
 
-def score_tokens(answer: Iterable[int], truth: GroundTruth, model: LanguageModel) -> Scores:
-    """Scores a set of tokens."""
+def score_tokens(
+    answer: Iterable[int], truths: Iterable[Sequence[int]], model: LanguageModel
+) -> Overlap:
+    """Scores a set of tokens, content only."""
     special = model.special_ids()
-    found = overlap(set(answer) - special, set(chain(*truth.sequences)) - special)
-    return Scores(token_recall=found.recall, token_precision=found.precision)
+    return overlap(set(answer) - special, set(chain(*truths)) - special)
 
 
 def score_answer(answer: dict[str, Any], truth: GroundTruth, model: LanguageModel) -> Scores:
     """Scores a line of reconstructions.jsonl by what that attack looks for."""
+    scores = Scores()
     if answer["sequences"] is not None:
-        return score_sequences(answer["sequences"], truth.sequences, model)
+        scores = score_sequences(answer["sequences"], truth.sequences, model)
     if answer["tokens"] is not None:
-        return score_tokens(answer["tokens"], truth, model)
-    return Scores()
+        found = score_tokens(answer["tokens"], truth.sequences, model)
+        scores = replace(scores, token_recall=found.recall, token_precision=found.precision)
+    return scores
 
 
 def guess(
@@ -226,9 +233,8 @@ def score_run(run: Run) -> list[Scored]:
     info = run.info()
     experiment = info["experiment"]
     answers = run.rows("reconstructions.jsonl")
-    with torch.device("meta"):
-        table = experiment["model"]
-        model = models.load(table["name"], table["task"], info["num_labels"], seed=0, weights=False)
+    spec = Experiment.model_validate(experiment).model_spec(info["num_labels"])
+    model = models.outline(spec)
     held_out = run.read_json("held_out.json")["sequences"]
     truths = {key: read_truth(run, key) for key in run.truths()}
     controls = experiment["audit"]["controls"]
@@ -287,6 +293,7 @@ def _summary(rows: Sequence[LeakageRow]) -> dict[str, Any]:
         return intervals.clustered_mean(*zip(*found, strict=True))._asdict()
 
     exact = round(sum((row.exact_match or 0.0) * row.batch_size for row in measured))
+    seconds = [row.seconds for row in rows if row.seconds is not None]
     return {
         "rows": len(rows),
         "status": dict(Counter(row.status for row in rows)),
@@ -317,9 +324,31 @@ def _summary(rows: Sequence[LeakageRow]) -> dict[str, Any]:
             for name in sorted({name for row in rows for name in row.facts})
             if (told := [row for row in rows if name in row.facts])
         },
-        "seconds": sum(row.seconds or 0.0 for row in rows),
+        "budget": _budget(rows),
+        "candidates": _candidates(rows),
+        "margin": min((row.margin for row in rows if row.margin is not None), default=None),
+        "seconds": sum(seconds),
+        "seconds_per_update": sum(seconds) / len(seconds) if seconds else None,
         "warning": f"fewer than {FEW} sequences" if 0 < sequences < FEW else None,
     }
+
+
+def _budget(rows: Sequence[LeakageRow]) -> dict[str, float] | None:
+    """Returns what share of its rank budget a batch used, over rows where that can be told."""
+    budgets = [row.diagnostics["budget"] for row in rows if "budget" in row.diagnostics]
+    shares = [used / available for used, available in budgets if used is not None]
+    if not shares:
+        return None
+    return {"mean": sum(shares) / len(shares), "max": max(shares), "rows": len(shares)}
+
+
+def _candidates(rows: Sequence[LeakageRow]) -> dict[str, float] | None:
+    """Returns how many candidates were left after each check, the mean over rows that say so."""
+    counts = defaultdict(list)
+    for row in rows:
+        for check, count in row.diagnostics.get("candidates", {}).items():
+            counts[check].append(count)
+    return {check: sum(found) / len(found) for check, found in counts.items()} or None
 
 
 def _other_client(key: Key, of_attack: dict[Key, dict[str, Any]]) -> dict[str, Any] | None:
@@ -350,6 +379,8 @@ def _row(
         "longest_sequence": max(map(len, truth.sequences)),
         "label_counts": [truth.labels.count(c) for c in range(model.num_labels)],
     }
+    # Below 1 is a guess; null had nothing to be compared with. Early runs have no margins.
+    margins = [m for m in answer.get("margins", ()) if m is not None and m >= 1]
     content, paper = scores.content, scores.paper
     only_tokens = recovered and answer["sequences"] is None
     row = LeakageRow(
@@ -378,6 +409,7 @@ def _row(
             name: {"found": value, "true": true_facts[name]}
             for name, value in answer["facts"].items()
         },
+        margin=min(margins, default=None),
         diagnostics=answer["diagnostics"],
         seconds=answer["seconds"],
         device=answer["device"],

@@ -1,6 +1,6 @@
-"""The command line: `fedleak run | attack | score | list`."""
+"""The command line: `fedleak run | sweep | attack | score | list`."""
 
-import importlib
+import itertools
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -18,6 +18,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 from rich.table import Table
@@ -38,6 +39,7 @@ Set = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Change a setting; the value is TOML."),
 ]
+Fresh = Annotated[bool, typer.Option("--fresh", help="Move earlier results of this name aside.")]
 RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")]
 
 
@@ -48,15 +50,13 @@ def run(
         typer.Argument(metavar="[FILE]...", help="Experiment files; none: the quickstart."),
     ] = None,
     changes: Set = None,
-    fresh: Annotated[
-        bool, typer.Option("--fresh", help="Move an earlier run of this name aside.")
-    ] = False,
+    fresh: Fresh = False,
 ) -> None:
     """Train with Flower clients, capture what the server receives, attack it and score it.
 
     Results go to runs/NAME. The same command again finishes what is left.
     """
-    from fedleak import audit, pipeline, report
+    from fedleak import pipeline, report
     from fedleak.config import load
     from fedleak.federation import run_folder
 
@@ -64,16 +64,48 @@ def run(
         experiments = [load(path, changes or ()) for path in files or QUICKSTART]
         runs = [pipeline.prepare(each, run_folder(each.name), fresh=fresh) for each in experiments]
         for experiment, at in zip(experiments, runs, strict=True):
-            engine = importlib.import_module(f"server.{experiment.federation.engine}")
-            with at.lock():
-                with (
-                    pipeline.noting_status(at),
-                    progress() as show,
-                    pipeline.attacking(at, experiment, show),
-                ):
-                    engine.train(at, experiment)
-                scored = audit.score_run(at)
+            with progress() as show:
+                scored = pipeline.carry_out(at, experiment, show)
             report.print_run(at, scored, console)
+
+
+@app.command()
+def sweep(
+    file: Annotated[Path, typer.Argument(help="An experiment file with a [sweep].")],
+    changes: Set = None,
+    fresh: Fresh = False,
+) -> None:
+    """Run an experiment for every combination of the values below its [sweep].
+
+    Each is a run in runs/NAME. sweep.json and sweep.svg beside them compare them. The same
+    command again finishes what is left.
+    """
+    from fedleak import figures
+    from fedleak import sweep as sweeps
+
+    with mended():
+        grid = sweeps.load(file, changes or ())
+        plans = sweeps.prepare(grid, fresh=fresh)
+        numbers = itertools.count(len(grid.cells) - len(plans) + 1)
+
+        @contextmanager
+        def watch(cell: str) -> Iterator[Callable[..., None]]:
+            console.print(f"{next(numbers)} of {len(grid.cells)}: {escape(cell)}")
+            with progress() as show:
+                yield show
+
+        with grid.lock():
+            failures = sweeps.carry_out(grid, plans, watch)
+            collected = sweeps.collect(grid)
+            figures.draw(collected, grid.path / "sweep.svg")
+        console.print(sweeps.table(collected))
+        console.print(f"results: {grid.path}")
+        if failures:
+            reasons = "; ".join(f"cell {cell!r}: {reason}" for cell, reason in failures.items())
+            raise FedleakError(
+                f"{len(failures)} of {len(grid.cells)} cells failed ({reasons}): the same command "
+                "tries them again"
+            )
 
 
 @app.command()

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import torch
 from pydantic import (
@@ -29,7 +29,8 @@ from fedleak import attacks, defenses
 from fedleak.attacks import Attack, Setting
 from fedleak.defenses import Defense
 from fedleak.errors import ConfigError, unknown
-from fedleak.models import CAUSAL_LM, LanguageModel
+from fedleak.models import CAUSAL_LM, LanguageModel, ModelSpec
+from fedleak.models.lora import Lora
 from fedleak.observation import GRANTABLE, ThreatModel, UpdateKind
 from fedleak.training import LocalTraining, matching
 
@@ -48,11 +49,31 @@ class _Table(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
+class LoraTable(_Table):
+    """`[model.lora]`: low-rank adapters, trained and sent in place of the model."""
+
+    rank: Positive = 8
+    alpha: Annotated[float, Field(gt=0)] = 16.0
+    targets: Annotated[list[str], Field(min_length=1)] | None = None
+    """Linear layers by name; left out: the query and value projections."""
+
+
 class ModelTable(_Table):
     """`[model]`: what is trained."""
 
     name: Source
     task: Literal["sequence-classification", "causal-lm"] = "sequence-classification"
+    loss: Literal["cross-entropy", "squared"] = "cross-entropy"
+    lora: LoraTable | None = None
+
+    @model_validator(mode="after")
+    def _loss_of_classes(self) -> "ModelTable":
+        if self.task == CAUSAL_LM and self.loss == "squared":
+            raise ValueError(
+                f"loss = 'squared' is for classes and task = {CAUSAL_LM!r} has none: use "
+                "'cross-entropy'"
+            )
+        return self
 
 
 class DataTable(_Table):
@@ -183,6 +204,15 @@ class Experiment(_Table):
         """How many clients train in a round."""
         return self.federation.clients_per_round or self.federation.clients
 
+    def model_spec(self, num_labels: int) -> ModelSpec:
+        """Returns what server, clients and attackers load their model from."""
+        table, adapters = self.model, self.model.lora
+        lora = None
+        if adapters is not None:
+            targets = None if adapters.targets is None else tuple(adapters.targets)
+            lora = Lora(adapters.rank, adapters.alpha, targets)
+        return ModelSpec(table.name, table.task, num_labels, self.seed, table.loss, lora)
+
     @property
     def local_training(self) -> LocalTraining:
         """How a client trains."""
@@ -225,7 +255,7 @@ class Experiment(_Table):
         Raises:
             ConfigError: An attack with an obstacle, or a share pattern that matches nothing.
         """
-        names = [name for name, _ in model.module.named_parameters()]
+        names = list(model.parameters())
         setting = Setting(
             self.local_training.kind,
             frozenset(self.shared(names)),
@@ -233,6 +263,7 @@ class Experiment(_Table):
             model.family,
             model.num_layers,
             model.task,
+            frozenset(names),
         )
         for each in self.attacks:
             obstacle = each.attack.obstacle(setting)
@@ -250,16 +281,28 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Experiment:
     Raises:
         ConfigError: Anything about the file that is not right.
     """
+    table = read(path, overrides)
+    if "sweep" in table:
+        raise ConfigError(
+            f"experiment file {str(path)!r} has a [sweep]: use `fedleak sweep {path}`"
+        )
+    return parse(table)
+
+
+def read(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Returns the tables of an experiment file, as `load` does, but as they are written there."""
     try:
         text = path.read_text(encoding="utf-8")
-        table = json.loads(text)["experiment"] if path.suffix == ".json" else tomllib.loads(text)
+        table: dict[str, Any] = (
+            json.loads(text)["experiment"] if path.suffix == ".json" else tomllib.loads(text)
+        )
     except OSError as error:
         raise ConfigError(f"experiment file {str(path)!r}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError) as error:  # not UTF-8, TOML or JSON, or not ours
         raise ConfigError(f"experiment file {str(path)!r} cannot be read: {error}") from error
     for override in overrides:
         _override_(table, override)
-    return parse(table)
+    return table
 
 
 def parse(table: Mapping[str, Any]) -> Experiment:
@@ -378,11 +421,26 @@ def _override_(table: dict[str, Any], override: str) -> None:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         value = text.strip()
-    *path, last = key.strip().split(".")
+    set_(table, key.strip(), value, f"--set {override!r}")
+
+
+def set_(table: dict[str, Any], key: str, value: Any, said: str) -> None:
+    """Sets a dotted key, and makes the tables on the way to it.
+
+    Args:
+        table: Of an experiment file.
+        key: Where.
+        value: What.
+        said: Who wants it, for the message.
+
+    Raises:
+        ConfigError: The way leads through something that is not a table.
+    """
+    *path, last = key.split(".")
     for part in path:
         table = table.setdefault(part, {})
         if not isinstance(table, dict):
-            raise ConfigError(f"--set {override!r}: {part!r} is not a table")
+            raise ConfigError(f"{said}: {part!r} is not a table")
     table[last] = value
 
 
@@ -396,6 +454,8 @@ def _one_line(error: ValidationError, model: type[BaseModel] | None) -> str:
         table: Any = model
         for part in first["loc"][:-1]:
             table = table.model_fields[part].annotation
+            # A table that may be left out is `Table | None`.
+            table = next((one for one in get_args(table) if one is not type(None)), table)
         known = list(table.model_fields)
         inside = ".".join(map(str, first["loc"][:-1]))
         return (f"[{inside}] " if inside else "") + unknown("key", str(first["loc"][-1]), known)

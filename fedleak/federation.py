@@ -4,8 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from fedleak import data, models
 from fedleak.config import Experiment, load
 from fedleak.errors import ConfigError
@@ -71,9 +69,7 @@ def read_data(experiment: Experiment) -> data.Split:
 
 def outline(experiment: Experiment, num_labels: int) -> LanguageModel:
     """Returns the model with its tokenizer and names, but without weights."""
-    table = experiment.model
-    with torch.device("meta"):
-        return models.load(table.name, table.task, num_labels, seed=0, weights=False)
+    return models.outline(experiment.model_spec(num_labels))
 
 
 def divide(experiment: Experiment, split: data.Split, model: LanguageModel) -> Workload:

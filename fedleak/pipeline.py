@@ -1,26 +1,28 @@
 """From an experiment to scores: prepare a run, attack its captures as they come, score them."""
 
+import importlib
 import platform
 import subprocess
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import fedleak
 from fedleak import audit
+from fedleak.audit import Scored
 from fedleak.config import Experiment, difference, parse
 from fedleak.errors import CaptureError, ConfigError
 from fedleak.federation import divide, expected_captures, outline, read_data
 from fedleak.observation import Knowledge
 from fedleak.reconstruction import Reconstruction, Status
 from fedleak.store import Key, Run
-from fedleak.workers import Job, devices, failure, row, settings, workers
+from fedleak.workers import Job, Worker, devices, failure, row, settings, workers
 
 TRIES = 3
 """How often an attack that crashes is tried on one capture."""
@@ -37,6 +39,15 @@ class Progress(NamedTuple):
     answers_expected: int
 
 
+@dataclass(frozen=True)
+class Plan:
+    """An experiment that can work, and what its run directory starts with."""
+
+    experiment: Experiment
+    num_labels: int
+    held_out: Mapping[str, Any]
+
+
 def prepare(experiment: Experiment, path: Path, *, fresh: bool = False) -> Run:
     """Checks the experiment, and opens its run directory or makes it.
 
@@ -48,36 +59,93 @@ def prepare(experiment: Experiment, path: Path, *, fresh: bool = False) -> Run:
     Raises:
         ConfigError: The experiment cannot work, or differs from the one that ran here.
     """
+    return open_run(plan(experiment), path, fresh=fresh)
+
+
+def plan(experiment: Experiment) -> Plan:
+    """Reads the data and looks at the model, and writes nothing.
+
+    Raises:
+        ConfigError: The experiment cannot work.
+    """
     split = read_data(experiment)
     num_labels = len(split.train.label_names)
     model = outline(experiment, num_labels)
     experiment.check_attacks(model)
     workload = divide(experiment, split, model)
+    held_out = {"sequences": workload.held_out, "labels": workload.held_out_labels}
+    return Plan(experiment, num_labels, held_out)
+
+
+def open_run(plan: Plan, path: Path, *, fresh: bool = False) -> Run:
+    """Opens the run directory of an experiment, or makes it.
+
+    Raises:
+        ConfigError: Another experiment ran here.
+    """
     run = Run(path)
-    table = experiment.model_dump(mode="json")
     if fresh and path.exists():
         with run.lock():
             run.move_aside()
     if run.exists():
-        changed = difference(_comparable(run.info()["experiment"]), _comparable(table))
-        if changed:
-            raise ConfigError(
-                f"{str(path)!r} holds another experiment ({'; '.join(changed[:4])}): give this one "
-                "another name, or --fresh to move the old run aside"
-            )
+        _refuse_another(run, plan.experiment)
         return run
-    run.write_json(
-        "held_out.json", {"sequences": workload.held_out, "labels": workload.held_out_labels}
-    )
+    if (path / "sweep.json").exists():
+        raise ConfigError(
+            f"{str(path)!r} holds a sweep: give this run another name, or --fresh to move the "
+            "sweep aside"
+        )
+    run.write_json("held_out.json", plan.held_out)
     run.update_info(
-        experiment=table,
+        experiment=plan.experiment.model_dump(mode="json"),
         status="new",
-        num_labels=num_labels,
+        num_labels=plan.num_labels,
         versions=_versions(),
         git_commit=_git_commit(),
         model_fingerprint=None,
     )
     return run
+
+
+def finished(run: Run, experiment: Experiment) -> bool:
+    """Returns whether an experiment is trained, attacked and scored here.
+
+    Raises:
+        ConfigError: Another experiment ran here.
+    """
+    if not run.exists():
+        return False
+    _refuse_another(run, experiment)
+    # Scores from before the end of the run, by `fedleak score`, are not those of all of it.
+    scored = run.path / "summary.json"
+    if not scored.is_file() or run.read_json("summary.json")["status"] != "finished":
+        return False
+    wanted = {
+        (key, each.name) for key in expected_captures(experiment) for each in experiment.attacks
+    }
+    return run.info()["status"] == "finished" and wanted <= _answered(run, experiment)
+
+
+def carry_out(
+    run: Run,
+    experiment: Experiment,
+    report: Callable[[Progress], None] = lambda progress: None,
+    on: Sequence[Worker] | None = None,
+) -> list[Scored]:
+    """Trains, attacks and scores, or what of it the run directory lacks.
+
+    Args:
+        run: The run directory.
+        experiment: What was prepared there.
+        report: Is told how far the run is.
+        on: Workers for the attacks; None: as many as the experiment asks for, for this run only.
+    """
+    # By its name, because the library does not know Flower.
+    engine = importlib.import_module(f"server.{experiment.federation.engine}")
+    with run.lock():
+        with noting_status(run), attacking(run, experiment, report, on):
+            engine.train(run, experiment)
+        return audit.score_run(run)
 
 
 def attack_captures(
@@ -87,10 +155,12 @@ def attack_captures(
     no_more: Callable[[], bool],
     stop: Callable[[], bool] = lambda: False,
     report: Callable[[Progress], None] = lambda progress: None,
+    on: Sequence[Worker] | None = None,
 ) -> None:
     """Attacks every capture that has no answer yet, until `no_more` come and all have one.
 
     The work that is left is always what the directory lacks, so this can be killed at any time.
+    Workers that are lent (`on`) may still be busy if it was stopped or failed.
 
     Raises:
         ConfigError: An attack of this name already ran here with other settings.
@@ -100,8 +170,13 @@ def attack_captures(
         (Key(line["round"], line["client"]), line["attack"]) for line in run.rows("attempts.jsonl")
     )
     expected = len(expected_captures(experiment))
-    model = (experiment.model.name, experiment.model.task, run.info()["num_labels"])
-    where, threat = devices(experiment.workers.devices), experiment.threat_model
+    model = experiment.model_spec(run.info()["num_labels"])
+    threat = experiment.threat_model
+    hired: AbstractContextManager[Sequence[Worker]] = (
+        workers(devices(experiment.workers.devices), experiment.workers.time_limit)
+        if on is None
+        else nullcontext(on)
+    )
 
     def record(job: Job, line: dict[str, Any]) -> None:
         run.append("reconstructions.jsonl", line)
@@ -117,7 +192,7 @@ def attack_captures(
         if tries[job.key, job.attack.name] >= TRIES or isinstance(found, CaptureError):
             record(job, _failed(job, failure(found)))
 
-    with workers(where, experiment.workers.time_limit) as all_workers:
+    with hired as all_workers:
         while not stop():
             last_look = no_more()  # asked before looking, so that nothing slips in between
             keys = run.captures()
@@ -149,7 +224,10 @@ def attack_captures(
 
 @contextmanager
 def attacking(
-    run: Run, experiment: Experiment, report: Callable[[Progress], None] = lambda progress: None
+    run: Run,
+    experiment: Experiment,
+    report: Callable[[Progress], None] = lambda progress: None,
+    on: Sequence[Worker] | None = None,
 ) -> Iterator[None]:
     """Attacks while the body trains, and until all is attacked; gives up if the body fails."""
     trained, stopped = threading.Event(), threading.Event()
@@ -158,7 +236,7 @@ def attacking(
     def dispatch() -> None:
         try:
             attack_captures(
-                run, experiment, no_more=trained.is_set, stop=stopped.is_set, report=report
+                run, experiment, no_more=trained.is_set, stop=stopped.is_set, report=report, on=on
             )
         except BaseException as error:  # noqa: BLE001 - raised again below, in the caller's thread
             errors.append(error)
@@ -241,6 +319,17 @@ def _answered(run: Run, experiment: Experiment) -> set[tuple[Key, str]]:
     return answered
 
 
+def _refuse_another(run: Run, experiment: Experiment) -> None:
+    """Refuses to go on with a run directory in which another experiment ran."""
+    new = experiment.model_dump(mode="json")
+    changed = difference(_comparable(run.info()["experiment"]), _comparable(new))
+    if changed:
+        raise ConfigError(
+            f"{str(run.path)!r} holds another experiment ({'; '.join(changed[:4])}): give this one "
+            "another name, or --fresh to move the old run aside"
+        )
+
+
 def _comparable(table: dict[str, object]) -> dict[str, object]:
     """Returns an experiment without what cannot change its results, defaults filled in."""
     complete = parse(table).model_dump(mode="json")
@@ -249,7 +338,7 @@ def _comparable(table: dict[str, object]) -> dict[str, object]:
 
 def _versions() -> dict[str, str]:
     found = {"python": platform.python_version(), "fedleak": fedleak.__version__}
-    for name in ("flwr", "torch", "transformers", "datasets", "rouge-score"):
+    for name in ("flwr", "torch", "transformers", "peft", "datasets", "rouge-score"):
         try:
             found[name] = version(name)
         except PackageNotFoundError:  # installed under another name, as vendors of torch do

@@ -28,9 +28,13 @@ class Reconstruction:
         sequences: Token ids without padding, best evidence first. None: this attack does not
             look for sequences.
         evidence: For each sequence the attack's own statistic, lower is better.
+        margins: For each sequence, how many times worse the best rejected answer in its place is by
+            that statistic; below 1 for a guess. Empty: not known.
         tokens: The distinct tokens it says were in the batch. None: does not look for them.
         facts: Other facts it read: `longest_sequence`, `label_counts`.
-        diagnostics: How it went, as plain JSON values.
+        diagnostics: How it went, as plain JSON values. Two are summed up in reports: `budget`,
+            the rank [used, available], where None cannot be told; and `candidates`, how many
+            were left after each check, by its name.
         verified: A certificate proves the whole answer.
         reason: Why it is not `recovered`.
     """
@@ -38,6 +42,7 @@ class Reconstruction:
     status: Status
     sequences: tuple[tuple[int, ...], ...] | None = None
     evidence: tuple[float, ...] = ()
+    margins: tuple[float | None, ...] = ()
     tokens: tuple[int, ...] | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
     diagnostics: Mapping[str, Any] = field(default_factory=dict)

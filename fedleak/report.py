@@ -1,6 +1,7 @@
 """Tables for the terminal: what leaked per round and client, and examples beside the truth."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from rich import box
@@ -119,7 +120,39 @@ def summary_table(summary: dict[str, Any]) -> Table:
     ]
     for heading, show in lines:
         table.add_row(heading, *(show(of) for of in attacks.values()))
+    some: list[tuple[str, Callable[[dict[str, Any]], str]]] = [
+        ("seconds an update", lambda of: decimal(of["seconds_per_update"], 3)),
+        ("batches proved", proved),
+        ("smallest margin", lambda of: decimal(of["margin"])),
+        ("rank budget used, %", lambda of: budget(of["budget"], of["rows"])),
+    ]
+    checks = dict.fromkeys(check for of in attacks.values() for check in of["candidates"] or ())
+    for check in checks:
+        some.append((f"candidates: {escape(check)}", partial(candidates, check)))
+    for heading, show in some:
+        cells = [show(of) for of in attacks.values()]
+        if set(cells) != {NOT_MEASURED}:
+            table.add_row(heading, *cells)
     return table
+
+
+def proved(of: dict[str, Any]) -> str:
+    """Returns how many whole batches an attack proved; one that checks nothing proves nothing."""
+    checks = of["verified"] or of["candidates"]
+    return f"{of['verified']} of {of['rows']}" if checks else NOT_MEASURED
+
+
+def budget(value: dict[str, float] | None, rows: int) -> str:
+    """Returns `mean (max ...)` of the shares used, and of how many rows where not of all."""
+    if value is None:
+        return NOT_MEASURED
+    few = "" if value["rows"] == rows else f"; {value['rows']} of {rows}"
+    return f"{100 * value['mean']:.0f} [dim](max {100 * value['max']:.0f}{few})[/]"
+
+
+def candidates(check: str, of: dict[str, Any]) -> str:
+    """Returns how many candidates an update had left after a check."""
+    return decimal((of["candidates"] or {}).get(check))
 
 
 def told(knows: Sequence[str]) -> str:
@@ -149,6 +182,11 @@ def interval(value: dict[str, float] | None, scale: float = 1) -> str:
 def number(value: float | None) -> str:
     """Returns a score without decimals."""
     return NOT_MEASURED if value is None else f"{value:.0f}"
+
+
+def decimal(value: float | None, places: int = 1) -> str:
+    """Returns a figure with decimals."""
+    return NOT_MEASURED if value is None else f"{value:,.{places}f}"
 
 
 def percent(share: float | None) -> str:

@@ -98,9 +98,9 @@ def _gradient(
     """Returns the gradient of the mean loss, by parameter name."""
     ids_BT, mask_BT = pad(sequences, model.tokenizer.pad_token_id, model.device)
     loss = batch_loss(model, ids_BT, mask_BT, torch.tensor(labels, device=model.device))
-    named = dict(model.module.named_parameters())
-    gradients = torch.autograd.grad(loss, list(named.values()), materialize_grads=True)
-    return dict(zip(named, gradients, strict=True))
+    trained = model.trained()
+    gradients = torch.autograd.grad(loss, list(trained.values()), materialize_grads=True)
+    return dict(zip(trained, gradients, strict=True))
 
 
 def _delta_(
@@ -112,7 +112,8 @@ def _delta_(
 ) -> dict[str, Tensor]:
     """Runs the local epochs and returns trained minus broadcast weights, by name."""
     before = {name: p.clone() for name, p in model.parameters().items()}
-    optimiser = torch.optim.SGD(model.module.parameters(), lr=training.learning_rate)
+    trained = model.trained()
+    optimiser = torch.optim.SGD(trained.values(), lr=training.learning_rate)
     shuffle = stream(seed, "order")
     for _ in range(training.epochs):
         order = torch.randperm(len(sequences), generator=shuffle)
@@ -121,7 +122,7 @@ def _delta_(
             gradients = _gradient(
                 model, [sequences[i] for i in chosen], [labels[i] for i in chosen]
             )
-            for name, parameter in model.module.named_parameters():
+            for name, parameter in trained.items():
                 parameter.grad = gradients[name]
             optimiser.step()
     optimiser.zero_grad()  # frees a model's worth of memory
@@ -139,13 +140,30 @@ def share(update: ClientUpdate, patterns: Sequence[str]) -> ClientUpdate:
     return replace(update, tensors={name: update.tensors[name] for name in kept})
 
 
+def to_wire(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns tensors that NumPy, and so Flower, can hold: bfloat16 as int16 of the same bits."""
+    return {
+        name: value.view(torch.int16) if value.dtype == torch.bfloat16 else value
+        for name, value in tensors.items()
+    }
+
+
+def from_wire(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Undoes `to_wire`: no update holds whole numbers, so what looks like int16 is bfloat16."""
+    return {
+        name: value.view(torch.bfloat16) if value.dtype == torch.int16 else value
+        for name, value in tensors.items()
+    }
+
+
 def aggregate(
     broadcast: Mapping[str, Tensor], updates: Iterable[ClientUpdate], learning_rate: float
 ) -> dict[str, Tensor]:
     """Returns the next global weights: the honest server's step, weighted by examples.
 
     `updates` is read once and in order, so one update is in memory at a time and the sum does
-    not depend on who answered first. A parameter that nobody shared stays as it is.
+    not depend on who answered first. It is summed in the weights' precision, whatever the
+    clients' is. A parameter that nobody shared stays as it is.
     """
     sums: dict[str, Tensor] = {}
     weights: dict[str, int] = {}
@@ -153,7 +171,7 @@ def aggregate(
     for update in updates:
         scale = -learning_rate if update.kind == UpdateKind.GRADIENT else 1.0
         for name, tensor in update.tensors.items():
-            weighted = tensor * update.num_examples
+            weighted = tensor.to(broadcast[name].dtype) * update.num_examples
             sums[name] = sums[name].add_(weighted) if name in sums else weighted
             weights[name] = weights.get(name, 0) + update.num_examples
     return {

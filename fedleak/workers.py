@@ -27,7 +27,7 @@ import torch
 from fedleak import models
 from fedleak.attacks import Attack, Setting
 from fedleak.config import NamedAttack
-from fedleak.models import LanguageModel
+from fedleak.models import LanguageModel, ModelSpec
 from fedleak.observation import Knowledge, Observation, ThreatModel
 from fedleak.reconstruction import Reconstruction, Status
 from fedleak.store import Key, Run
@@ -46,7 +46,7 @@ class Job:
         attack: The attack and its name.
         threat: What the attacker was granted.
         knowledge: All that it knows, granted facts included.
-        model: Name, task and number of labels, for `models.load`.
+        model: What `models.load` needs.
         seed: Of the experiment.
     """
 
@@ -55,7 +55,7 @@ class Job:
     attack: NamedAttack
     threat: ThreatModel
     knowledge: Knowledge
-    model: tuple[str, str, int]
+    model: ModelSpec
     seed: int
 
 
@@ -68,6 +68,7 @@ def row(
     job: Job, answer: Reconstruction, seconds: float | None, device: str | None
 ) -> dict[str, Any]:
     """Returns the line of reconstructions.jsonl."""
+    said = asdict(answer)
     return {
         "round": job.key.round,
         "client": job.key.client,
@@ -77,8 +78,18 @@ def row(
         "knows": sorted(job.knowledge.granted()),
         "seconds": seconds,
         "device": device,
-        **asdict(answer),
+        **said,
+        **{name: _plain(said[name]) for name in ("evidence", "margins", "diagnostics")},
     }
+
+
+def _plain(value: Any) -> Any:
+    """Returns a value with null for each number that is not finite: JSON has no infinity."""
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def failure(error: BaseException) -> str:
@@ -169,7 +180,7 @@ def devices(wanted: Sequence[str] | None) -> list[str]:
 def work(job: Job, device: str) -> dict[str, Any]:
     """Runs one attack, in a worker process."""
     capture = Run(job.run).read_capture(job.key)
-    model = _model_at(job.run, job.key.round, *job.model, device)
+    model = _model_at(job.run, job.key.round, job.model, device)
     update = dataclasses.replace(
         capture.update,
         tensors={name: value.to(device) for name, value in capture.update.tensors.items()},
@@ -179,7 +190,7 @@ def work(job: Job, device: str) -> dict[str, Any]:
     if obstacle is not None:
         return row(job, Reconstruction.none(Status.INADMISSIBLE, obstacle), None, None)
     if not all(bool(t.isfinite().all()) for t in update.tensors.values()):
-        reason = "the update holds numbers that are not finite: training diverged"
+        reason = "not every number of the update is finite: training diverged, or a cast overflowed"
         return row(job, Reconstruction.none(Status.ABSTAINED, reason), None, None)
     rng = stream(job.seed, "attack", job.attack.name, *job.key)
     start = time.perf_counter()
@@ -190,18 +201,16 @@ def work(job: Job, device: str) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=1)
-def _model(name: str, task: str, num_labels: int, device: str) -> LanguageModel:
-    model = models.load(name, task, num_labels, seed=0, weights=False)
+def _model(spec: ModelSpec, device: str) -> LanguageModel:
+    model = models.load(spec, weights=False)
     model.module.to(device)
     return model
 
 
 @lru_cache(maxsize=1)
-def _model_at(
-    run: Path, round: int, name: str, task: str, num_labels: int, device: str
-) -> LanguageModel:
+def _model_at(run: Path, round: int, spec: ModelSpec, device: str) -> LanguageModel:
     """Returns the model at a round's broadcast; one model is in memory, whatever the round."""
-    model = _model(name, task, num_labels, device)
+    model = _model(spec, device)
     models.load_parameters_(model, Run(run).read_broadcast(round))
     return model
 

@@ -53,13 +53,11 @@ def federate(grid: Grid, experiment: Experiment, run: Run) -> None:
     """
     torch.set_num_threads(1)
     first = first_open_round(experiment, run)
-    num_labels = run.info()["num_labels"]
-    name, task, seed = experiment.model.name, experiment.model.task, experiment.seed
-    model = models.load(name, task, num_labels, seed=seed, weights=first == 1)
+    model = models.load(experiment.model_spec(run.info()["num_labels"]), weights=first == 1)
     if first > 1:
         models.load_parameters_(model, run.read_broadcast(first))
     else:
-        run.update_info(model_fingerprint=models.fingerprint(model.parameters()))
+        run.update_info(model_fingerprint=models.fingerprint(dict(model.module.named_parameters())))
     rounds = experiment.federation.rounds - first + 1
     if rounds < 1:
         return

@@ -11,7 +11,7 @@ from fedleak.errors import FedleakError
 from fedleak.federation import clients_of_round
 from fedleak.observation import ClientUpdate, Knowledge
 from fedleak.store import Capture, Key, Run
-from fedleak.training import aggregate
+from fedleak.training import aggregate, from_wire
 
 NUM_ERRORS = 3
 """Client errors that a failed round quotes."""
@@ -46,7 +46,7 @@ class CuriousServer(Strategy):
             for name in ("num-examples", "client", "round")
         )
         local = self._experiment.local_training
-        tensors = reply.content.array_records["update"].to_torch_state_dict()
+        tensors = from_wire(reply.content.array_records["update"].to_torch_state_dict())
         knowledge = Knowledge(
             learning_rate=local.learning_rate,
             local_steps=local.steps(num_examples),

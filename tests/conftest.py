@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("TQDM_DISABLE", "1")
@@ -21,10 +22,13 @@ from transformers import (
     GPT2Config,
     GPT2ForSequenceClassification,
     GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
 )
 
 from fedleak import models
-from fedleak.models import CAUSAL_LM, CLASSIFICATION, LanguageModel
+from fedleak.models import CAUSAL_LM, CLASSIFICATION, LanguageModel, ModelSpec
 from fedleak.notes import notes
 from fedleak.observation import Knowledge, Observation, UpdateKind
 from fedleak.training import LocalTraining, local_update_
@@ -54,17 +58,23 @@ def assets() -> Path:
 
 @pytest.fixture(scope="session")
 def bert_tiny() -> LanguageModel:
-    return models.load("builtin/bert-tiny", CLASSIFICATION, 2, seed=0)
+    return models.load(ModelSpec("builtin/bert-tiny", CLASSIFICATION, 2))
 
 
 @pytest.fixture(scope="session")
 def gpt2_tiny() -> LanguageModel:
-    return models.load("builtin/gpt2-tiny", CAUSAL_LM, 2, seed=0)
+    return models.load(ModelSpec("builtin/gpt2-tiny", CAUSAL_LM, 2))
 
 
 @pytest.fixture(scope="session")
-def small(bert_tiny, gpt2_tiny) -> Callable[..., LanguageModel]:
+def llama_tiny() -> LanguageModel:
+    return models.load(ModelSpec("builtin/llama-tiny", CAUSAL_LM, 2))
+
+
+@pytest.fixture(scope="session")
+def small(bert_tiny, gpt2_tiny, llama_tiny) -> Callable[..., LanguageModel]:
     """Makes a model of any size with the vocabulary of a built-in one, from its own seed."""
+    tiny = {"bert": bert_tiny, "gpt2": gpt2_tiny, "llama": llama_tiny}
 
     def make(
         family: str,
@@ -74,8 +84,11 @@ def small(bert_tiny, gpt2_tiny) -> Callable[..., LanguageModel]:
         layers: int = 2,
         num_labels: int = 3,
         seed: int = 0,
+        kv_heads: int = 2,
+        **options: Any,
     ) -> LanguageModel:
-        like = bert_tiny if family == "bert" else gpt2_tiny
+        """Makes one; a LLaMA has `kv_heads`, and `options` go to the config."""
+        like = tiny[family]
         shared = {
             "vocab_size": len(like.tokenizer),
             "pad_token_id": like.tokenizer.pad_token_id,
@@ -83,6 +96,7 @@ def small(bert_tiny, gpt2_tiny) -> Callable[..., LanguageModel]:
             "attn_implementation": "eager",
             # Larger than the default, so that attention and MLP matter.
             "initializer_range": 0.15,
+            **options,
         }
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -96,13 +110,25 @@ def small(bert_tiny, gpt2_tiny) -> Callable[..., LanguageModel]:
                     **shared,
                 )
                 module = BertForSequenceClassification(config)
-            else:
+            elif family == "gpt2":
                 config = GPT2Config(
                     n_embd=width, n_layer=layers, n_head=4, n_positions=64, **shared
                 )
                 cls = GPT2LMHeadModel if task == CAUSAL_LM else GPT2ForSequenceClassification
                 module = cls(config)
-            # LayerNorms and biases start as ones and zeros, which would hide mistakes in them.
+            else:
+                config = LlamaConfig(
+                    hidden_size=width,
+                    num_hidden_layers=layers,
+                    num_attention_heads=4,
+                    num_key_value_heads=kv_heads,
+                    intermediate_size=2 * width,
+                    max_position_embeddings=64,
+                    **shared,
+                )
+                cls = LlamaForCausalLM if task == CAUSAL_LM else LlamaForSequenceClassification
+                module = cls(config)
+            # Norms and biases start as ones and zeros, which would hide mistakes in them.
             for name, parameter in module.named_parameters():
                 if parameter.dim() == 1:
                     shift = torch.randn_like(parameter) * 0.1

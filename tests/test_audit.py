@@ -1,20 +1,29 @@
+import io
 import itertools
 import json
 import math
+import re
 import statistics
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
-from fedleak import audit
+from fedleak import audit, report
+from fedleak.attacks.probes import Probes
 from fedleak.audit import LeakageRow, guess, knowledge, score_run, score_sequences
-from fedleak.config import parse
+from fedleak.config import NamedAttack, parse
 from fedleak.errors import FedleakError
 from fedleak.metrics.rouge import rouge
+from fedleak.models import CLASSIFICATION, ModelSpec
 from fedleak.observation import ClientUpdate, Knowledge, ThreatModel, UpdateKind
+from fedleak.reconstruction import Reconstruction, Status
 from fedleak.store import Capture, Key, Run
 from fedleak.truth import GroundTruth
+from fedleak.workers import Job
+from fedleak.workers import row as line_of
 
 SCORES = [
     field.name
@@ -74,6 +83,7 @@ def answer_of(round, client, sequences=None, *, tokens=None, status="recovered",
         "status": status,
         "sequences": sequences,
         "evidence": [],
+        "margins": [],
         "tokens": tokens,
         "facts": {},
         "diagnostics": {},
@@ -311,6 +321,160 @@ def test_a_set_of_tokens_is_scored_as_a_set_of_content_tokens(make):
     }
     facts = run.read_json("summary.json")["attacks"]["dager"]["facts"]
     assert (facts["longest_sequence"]["mean"], facts["label_counts"]["mean"]) == (1.0, 0.0)
+
+
+def test_tokens_and_sequences_of_one_answer_are_each_scored_as_what_they_are(make, bert_tiny):
+    """All of the bag and one sentence of two; the same for the other client, as a control."""
+    first, second, other = (2, 50, 50, 51, 3), (2, 52, 53, 3), (2, 51, 60, 61, 62, 3)
+    bag = [2, 3, 50, 51, 52, 53]
+    truths = [truth_of(1, 0, [first, second]), truth_of(1, 1, [other])]
+    answers = [
+        answer_of(1, 0, [first], tokens=bag),
+        answer_of(1, 1, [other], tokens=[2, 3, 51, 60, 61, 62]),
+    ]
+    row, of_other = (one.row for one in score_run(make(truths, answers)))
+    alone = score_sequences([first], [first, second], bert_tiny)
+    assert (row.token_recall, row.token_precision) == (1.0, 1.0)
+    assert (row.exact_match, row.rougeL) == (0.5, alone.content.rougeL)
+    assert alone.token_recall == 0.5
+    # Of the others' tokens, content and distinct, 51 alone is in this batch.
+    assert (row.control_token_recall, of_other.control_token_recall) == (0.25, 0.25)
+    crossed = score_sequences([other], [first, second], bert_tiny)
+    assert row.control_rougeL == crossed.content.rougeL
+
+
+@pytest.mark.parametrize("found", [[], [(2, 50, 3)]])
+def test_a_bag_counts_where_sentences_are_missing(make, found):
+    """An attack that looked for sentences and has too few is wrong about them, not silent."""
+    truths = [truth_of(1, c, [(2, 50, 3), (2, 52, 53, 3)]) for c in (0, 1)]
+    run = make(truths, [answer_of(1, c, found, tokens=[50, 52, 53, 54]) for c in (0, 1)])
+    for one in score_run(run):
+        row = one.row
+        assert (row.token_recall, row.token_precision) == (1.0, 0.75)
+        assert (row.control_token_recall, row.exact_match) == (1.0, len(found) / 2)
+        assert None not in (row.rougeL, row.paper_rougeL, row.control_rougeL, row.guess_rougeL)
+        assert len(one.pairs) == 2
+    assert (
+        run.read_json("summary.json")["attacks"]["dager"]["exact_match"]["mean"] == row.exact_match
+    )
+
+
+def test_distinct_tokens_of_sequences_count_where_no_bag_is_given(bert_tiny):
+    scores = score_sequences([(2, 50, 50, 51, 3)], [(2, 50, 52, 52, 52, 3)], bert_tiny)
+    assert (scores.token_recall, scores.token_precision) == (0.5, 0.5)
+
+
+# --- evidence -------------------------------------------------------------------------------
+
+
+def summary_of(make, sequences, *lines):
+    """The summary of answers that differ in `lines`, one per round."""
+    truths = [truth_of(r, 0, sequences[r : r + 1]) for r in range(len(lines))]
+    answers = [answer_of(r, 0, [sequences[r]], **line) for r, line in enumerate(lines)]
+    run = make(truths, answers)
+    rows = [one.row for one in score_run(run)]
+    return rows, run.read_json("summary.json")["attacks"]["dager"], run
+
+
+def test_the_smallest_margin_is_that_of_sequences_that_were_proved(make, sequences):
+    rows, summary, _ = summary_of(
+        make, sequences, {"margins": [900.0, 40.0, 0.5]}, {"margins": [None, 70.0]},
+        {"margins": [0.0]}, {"margins": [None]}, {},
+    )  # fmt: skip
+    assert [row.margin for row in rows] == [40.0, 70.0, None, None, None]
+    assert summary["margin"] == 40.0
+
+
+def test_budgets_and_candidates_are_summed_up_over_the_rows_that_tell(make, sequences):
+    rows, summary, _ = summary_of(
+        make,
+        sequences,
+        {"diagnostics": {"budget": [32, 128], "candidates": {"pairs": 30, "passed": 2}}},
+        {"diagnostics": {"budget": [96, 128], "candidates": {"pairs": 50}}},
+        {"diagnostics": {"budget": [None, 128]}, "status": "abstained"},
+        {"verified": True, "seconds": 4.0},
+        {"status": "failed", "seconds": None},
+    )
+    assert rows[0].diagnostics["budget"] == [32, 128]
+    assert summary["budget"] == {"mean": 0.5, "max": 0.75, "rows": 2}
+    assert summary["candidates"] == {"pairs": 40.0, "passed": 2.0}
+    assert (summary["verified"], summary["rows"]) == (1, 5)
+    assert (summary["seconds"], summary["seconds_per_update"]) == (7.0, 1.75)
+
+
+def test_without_evidence_none_is_reported(make, sequences):
+    _, summary, _ = summary_of(make, sequences, {"status": "failed", "seconds": None})
+    for key in ("budget", "candidates", "margin", "seconds_per_update"):
+        assert summary[key] is None
+    assert summary["seconds"] == 0
+
+
+def test_a_line_from_before_there_were_margins_is_scored(make, sequences):
+    line = answer_of(1, 0, [sequences[0]])
+    del line["margins"]
+    (one,) = score_run(make([truth_of(1, 0, sequences[:1])], [line]))
+    assert (one.row.rougeL, one.row.margin) == (100.0, None)
+
+
+def shown(run):
+    """The summary as it is printed, by heading."""
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(report.summary_table(run.read_json("summary.json")))
+    lines = (re.split(r"\s{2,}", line.strip()) for line in console.export_text().splitlines())
+    return {line[0]: line[1:] for line in lines if len(line) > 1}
+
+
+def test_the_table_shows_evidence_where_an_attack_has_it(make, sequences):
+    given = {"budget": [32, 128], "candidates": {"pairs": 3000, "passed": 2}}
+    truths = [truth_of(r, 0, sequences[r : r + 1]) for r in (0, 1)]
+    answers = [
+        answer_of(0, 0, [sequences[0]], diagnostics=given, verified=True, margins=[1234.56, None]),
+        answer_of(1, 0, [sequences[1]], diagnostics={"budget": [None, 128]}),
+        *(answer_of(r, 0, [sequences[r]], attack="dlg", seconds=0.25) for r in (0, 1)),
+    ]
+    run = make(truths, answers)
+    score_run(run)
+    lines = shown(run)
+    assert lines["seconds"] == ["2.0", "0.5"]
+    assert lines["seconds an update"] == ["1.000", "0.250"]
+    assert lines["batches proved"] == ["1 of 2", "-"]
+    assert lines["smallest margin"] == ["1,234.6", "-"]
+    assert lines["rank budget used, %"] == ["25 (max 25; 1 of 2)", "-"]
+    assert lines["candidates: pairs"] == ["3,000.0", "-"]
+    assert lines["candidates: passed"] == ["2.0", "-"]
+
+
+def test_the_table_has_no_lines_for_evidence_that_nobody_has(make, sequences):
+    _, _, run = summary_of(make, sequences, {"status": "failed", "seconds": None})
+    words = ("an update", "proved", "margin", "budget", "candidates")
+    assert not [heading for heading in shown(run) if any(word in heading for word in words)]
+
+
+def test_what_is_not_finite_is_null_on_disk():
+    """JSON has no infinity, and an attack may well have found nothing that comes second."""
+    answer = Reconstruction(
+        Status.RECOVERED,
+        sequences=((2, 3), (2, 5, 3)),
+        evidence=(0.5, math.inf),
+        margins=(math.inf, -math.inf),
+        diagnostics={"a": math.nan, "b": [1, {"c": (math.inf, 2.0, "x", None, True)}]},
+    )
+    job = Job(
+        Path("run"),
+        Key(1, 0),
+        NamedAttack("probes", Probes()),
+        ThreatModel(),
+        SERVER,
+        ModelSpec("builtin/bert-tiny", CLASSIFICATION, 2),
+        0,
+    )
+    line = json.loads(json.dumps(line_of(job, answer, 1.0, "cpu"), allow_nan=False))
+    assert line["sequences"] == [[2, 3], [2, 5, 3]]
+    assert (line["evidence"], line["margins"]) == ([0.5, None], [None, None])
+    assert line["diagnostics"] == {"a": None, "b": [1, {"c": [None, 2.0, "x", None, True]}]}
+
+
+# --- files ----------------------------------------------------------------------------------
 
 
 def test_what_has_no_truth_is_not_scored_and_scoring_again_changes_nothing(make, sequences):

@@ -68,11 +68,13 @@ def test_list_names_every_kind(here: Path) -> None:
     assert status == 0
     for name in (
         "dager",
+        "keyspan",
         "dlg",
         "probes",
         "gaussian_noise",
         "mask",
         "builtin/bert-tiny",
+        "builtin/llama-tiny",
         "glue/cola",
     ):
         assert name in text

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import tomli_w
 
+from fedleak import sweep
 from fedleak.attacks.dager import Dager
 from fedleak.attacks.dlg import Dlg
 from fedleak.attacks.probes import Probes
@@ -13,6 +14,8 @@ from fedleak.config import difference, load, parse
 from fedleak.defenses.gaussian_noise import GaussianNoise
 from fedleak.errors import ConfigError, FedleakError, unknown
 from fedleak.federation import outline
+from fedleak.models import CLASSIFICATION, ModelSpec
+from fedleak.models.lora import Lora
 from fedleak.observation import LAMP_PAPER, UpdateKind
 
 GOOD = {"name": "good", "model": {"name": "builtin/bert-tiny"}, "data": {"name": "builtin/notes"}}
@@ -36,6 +39,18 @@ BAD = [
     ({"seed": 1.5}, ["seed = 1.5", "integer"]),
     ({"model": 3}, ["model = 3", "dictionary"]),
     ({"model": {"task": "translation"}}, ["model.task", "'translation'", "'causal-lm'"]),
+    ({"model": {"loss": "mse"}}, ["model.loss", "'mse'", "'squared'"]),
+    (
+        {"model": {"task": "causal-lm", "loss": "squared"}},
+        ["model", "loss = 'squared'", "'causal-lm'", "'cross-entropy'"],
+    ),
+    ({"model": {"lora": {"rank": 0}}}, ["model.lora.rank = 0", "greater than or equal to 1"]),
+    ({"model": {"lora": {"rank": 2.5}}}, ["model.lora.rank = 2.5", "integer"]),
+    ({"model": {"lora": {"alpha": 0}}}, ["model.lora.alpha = 0", "greater than 0"]),
+    ({"model": {"lora": {"targets": []}}}, ["model.lora.targets = []", "at least 1"]),
+    ({"model": {"lora": {"targets": [3]}}}, ["model.lora.targets.0 = 3", "string"]),
+    ({"model": {"lora": {"ranks": 3}}}, ["[model.lora]", "'ranks'", "did you mean 'rank'?"]),
+    ({"model": {"lora": 8}}, ["model.lora = 8", "dictionary"]),
     ({"data": {"samples": 0}}, ["data.samples = 0", "greater than or equal to 1"]),
     ({"data": {"samples": "many"}}, ["data.samples = 'many'", "integer"]),
     ({"federation": {"rounds": "3"}}, ["federation.rounds = '3'", "integer"]),
@@ -48,7 +63,7 @@ BAD = [
     ),
     ({"threat": {"knows": ["label"]}}, ["threat", "'label'", "did you mean 'labels'?"]),
     ({"attack": [{"kind": "dagger"}]}, ["attack[0].kind", "'dagger'", "did you mean 'dager'?"]),
-    ({"attack": [{"steps": 1}]}, ["attack[0].kind is missing", "dager, dlg, probes"]),
+    ({"attack": [{"steps": 1}]}, ["attack[0].kind is missing", "dager, dlg, keyspan, probes"]),
     ({"attack": "dager"}, ["attack = 'dager'", "list"]),
     ({"attack": [{"kind": "dlg", "step": 3}]}, ["attack", "'step'", "did you mean 'steps'?"]),
     ({"attack": [{"kind": "dlg", "steps": 0}]}, ["attack", "steps = 0", "greater than or equal"]),
@@ -65,6 +80,10 @@ BAD = [
         ["defense[0].sigma = -1.0", "greater than 0"],
     ),
     ({"defense": [{"kind": "gaussian_noise"}]}, ["defense[0].sigma is missing"]),
+    (
+        {"defense": [{"kind": "cast", "dtype": "int8"}]},
+        ["defense[0].dtype = 'int8'", "'float16' or 'bfloat16'"],
+    ),
     (
         {"defense": [{"kind": "mask", "fraction": 0.5}, {"kind": "mask", "fraction": 1.2}]},
         ["defense[1].fraction = 1.2", "less than 1"],
@@ -121,8 +140,12 @@ def test_what_must_be_there_is_named(missing):
 
 CANNOT_WORK = [
     (
-        {"attack": [{"kind": "dager"}], "federation": {"algorithm": "fedavg"}},
-        ["attack 'dager'", "deltas", "algorithm = 'fedsgd'"],
+        {"attack": [{"kind": "dlg"}], "federation": {"algorithm": "fedavg"}},
+        ["attack 'dlg'", "deltas", "algorithm = 'fedsgd'"],
+    ),
+    (
+        {"attack": [{"kind": "keyspan"}], "update": {"share": ["layer.0.*.value"]}},
+        ["attack 'keyspan'", "layer.0.attention.self.query.weight", "update.share"],
     ),
     (
         {"attack": [{"kind": "dager"}], "update": {"share": ["layer.0", "layer.2"]}},
@@ -135,6 +158,14 @@ CANNOT_WORK = [
     (
         {"attack": [{"kind": "dlg", "name": "mine"}], "update": {"share": ["query"]}},
         ["attack 'mine'", "'lengths' to threat.knows", "position_embeddings", "update.share"],
+    ),
+    (
+        {"model": {"lora": {}}, "update": {"share": ["query", "key"]}},
+        ["update.share", "'key' is in no parameter's name", "lora_A, lora_B, query"],
+    ),
+    (
+        {"model": {"lora": {"targets": ["values"]}}},
+        ["model.lora.targets", "'values'", "did you mean 'value'?"],
     ),
     (
         {"update": {"share": ["query", "layer.9.attention"]}},
@@ -162,7 +193,11 @@ def test_an_attack_that_cannot_work_is_refused_with_what_would_mend_it(tables, w
             "update": {"share": ["query"]},
             "threat": {"knows": ["lengths"]},
         },
-        {"federation": {"algorithm": "fedavg"}},
+        {"attack": [{"kind": "keyspan"}], "update": {"share": ["layer.0.*.query"]}},
+        {
+            "attack": [{"kind": "dager"}, {"kind": "keyspan"}],
+            "federation": {"algorithm": "fedavg"},
+        },
     ],
 )
 def test_an_attack_that_can_work_is_let_through(tables):
@@ -223,6 +258,7 @@ def test_overrides_are_toml_or_bare_words_and_make_tables(file):
         'data.name="quoted"',
         "threat.knows=['labels']",
         " seed = 7",
+        "model.lora.rank=2",
     ]
     found = load(file, changes)
     assert (found.federation.rounds, found.seed) == (5, 7)
@@ -235,7 +271,7 @@ def test_overrides_are_toml_or_bare_words_and_make_tables(file):
             attack=[{"kind": "dager"}],
             federation={"rounds": 5},
             defense=[{"kind": "gaussian_noise", "sigma": 0.1, "clients": [1]}],
-            model={"name": "org/model"},
+            model={"name": "org/model", "lora": {"rank": 2}},
             data={"name": "quoted"},
             threat={"knows": ["labels"]},
             seed=7,
@@ -256,7 +292,10 @@ def test_variables_of_the_environment_are_filled_in(monkeypatch):
 )
 def test_the_experiments_of_this_repository_are_right(path, monkeypatch):
     monkeypatch.setenv("FEDLEAK_ASSETS", "/assets")
-    assert load(path).attacks
+    if "[sweep]" in path.read_text():
+        assert all(cell.experiment.attacks for cell in sweep.load(path).cells)
+    else:
+        assert load(path).attacks
 
 
 DESIGN = """
@@ -331,13 +370,28 @@ def test_two_of_a_kind_need_two_names():
 
 
 def test_what_run_json_holds_is_the_same_experiment(file, tmp_path):
-    one = load(file, ["defense=[{kind='mask', fraction=0.5}]", "update.share=['query']"])
+    changes = ["defense=[{kind='mask', fraction=0.5}]", "update.share=['query']"]
+    one = load(file, [*changes, "model.lora.targets=['query']", "model.loss=squared"])
     written = tmp_path / "run.json"
     written.write_text(json.dumps({"experiment": one.model_dump(mode="json"), "status": "new"}))
     assert load(written) == one
     assert load(written).attacks == one.attacks
     assert load(written).defenses == one.defenses
+    assert load(written).model_spec(3) == one.model_spec(3)
     assert load(written, ["seed=9"]).seed == 9
+
+
+def test_a_model_is_decided_by_its_table_the_seed_and_the_number_of_classes():
+    name = "builtin/bert-tiny"
+    assert parse(GOOD).model_spec(2) == ModelSpec(name, CLASSIFICATION, 2, 0, "cross-entropy")
+    table = table_of(seed=4, model={"loss": "squared", "lora": {}})
+    assert parse(table).model_spec(3) == ModelSpec(
+        name, CLASSIFICATION, 3, 4, "squared", Lora(8, 16.0)
+    )
+    table = table_of(model={"lora": {"rank": 2, "alpha": 1, "targets": ["key", "c_attn"]}})
+    spec = parse(table).model_spec(2)
+    assert spec.lora == Lora(2, 1.0, ("key", "c_attn"))
+    assert hash(spec) == hash(parse(table).model_spec(2))
 
 
 def test_an_experiment_cannot_be_changed():

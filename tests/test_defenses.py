@@ -7,13 +7,22 @@ from pydantic import TypeAdapter, ValidationError
 from scipy.stats import binom, chi2, kstest
 
 from fedleak import defenses
+from fedleak.defenses.cast import Cast
 from fedleak.defenses.gaussian_noise import GaussianNoise
 from fedleak.defenses.mask import Mask
 from fedleak.observation import ClientUpdate, UpdateKind
 from fedleak.streams import stream
 
-MADE = {"gaussian_noise": GaussianNoise(sigma=0.5), "mask": Mask(fraction=0.3)}
+MADE = {
+    "cast": Cast(dtype="bfloat16"),
+    "gaussian_noise": GaussianNoise(sigma=0.5),
+    "mask": Mask(fraction=0.3),
+}
+WITHOUT_CHANCE = {"cast"}
 BAD = [
+    ("cast", {}),
+    ("cast", {"dtype": "float32"}),
+    ("cast", {"dtype": "half"}),
     ("gaussian_noise", {}),
     ("gaussian_noise", {"sigma": 0.0}),
     ("gaussian_noise", {"sigma": -1.0}),
@@ -56,9 +65,10 @@ def test_a_defense_is_a_pure_function_of_update_and_stream(kind):
     for name, before in update_of().tensors.items():
         assert torch.equal(update.tensors[name], before)
         assert torch.equal(one.tensors[name], same.tensors[name])
-        assert (one.tensors[name].shape, one.tensors[name].dtype) == (before.shape, before.dtype)
+        dtype = torch.bfloat16 if kind == "cast" else before.dtype
+        assert (one.tensors[name].shape, one.tensors[name].dtype) == (before.shape, dtype)
     assert not torch.equal(one.tensors["a"], update.tensors["a"])
-    assert not torch.equal(one.tensors["a"], other.tensors["a"])
+    assert torch.equal(one.tensors["a"], other.tensors["a"]) == (kind in WITHOUT_CHANCE)
 
 
 @pytest.mark.parametrize("kind", MADE)
@@ -79,6 +89,37 @@ def test_settings_out_of_bounds_are_refused(kind, settings):
 def test_only_noise_has_a_scale():
     assert GaussianNoise(sigma=0.25).noise_scale == 0.25
     assert Mask(fraction=0.5).noise_scale is None
+    assert Cast(dtype="float16").noise_scale is None
+
+
+@pytest.mark.parametrize("kind", MADE)
+def test_a_defense_works_on_what_was_cast_and_keeps_its_precision(kind):
+    for dtype in (torch.float16, torch.bfloat16):
+        update = update_of()
+        half = dataclasses.replace(
+            update, tensors={name: value.to(dtype) for name, value in update.tensors.items()}
+        )
+        found = MADE[kind](half, rng=stream(0, "d")).tensors
+        expected = torch.bfloat16 if kind == "cast" else dtype
+        assert {value.dtype for value in found.values()} == {expected}
+        assert all(value.isfinite().all() for value in found.values())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "largest", "bits"), [("float16", 65504.0, 11), ("bfloat16", 3.3895e38, 8)]
+)
+def test_a_cast_is_to_the_nearest_number_of_so_many_bits(dtype, largest, bits):
+    numbers = [1.0, 1 / 3, -2 / 3, 1000.1, 3.1e-4, 0.0, largest]
+    values = torch.tensor([*numbers, 2 * largest, -2 * largest])
+    update = ClientUpdate(UpdateKind.GRADIENT, {"a": values}, 1)
+    cast = Cast(dtype=dtype)(update, rng=stream(0, "d")).tensors["a"]
+    assert cast.element_size() == 2
+    *within, above, below = cast.double().tolist()
+    for found, number in zip(within, values.double().tolist(), strict=False):
+        mantissa, exponent = math.frexp(number)
+        rounded = math.ldexp(round(math.ldexp(mantissa, bits)), exponent - bits)
+        assert found == rounded
+    assert (above, below) == (math.inf, -math.inf)
 
 
 @pytest.mark.parametrize("sigma", [1e-3, 0.5, 20.0])

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from fedleak import sweep
 from fedleak.config import load
 
 ROOT = Path(__file__).parents[1]
@@ -22,11 +23,16 @@ def test_ci_runs_the_readme_test_command() -> None:
 )
 def test_every_experiment_file_is_valid(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FEDLEAK_ASSETS", "assets")
-    assert load(path).name == path.stem
+    swept = "[sweep]" in path.read_text()
+    assert (sweep.load(path) if swept else load(path)).name == path.stem
 
 
-def test_the_readme_example_is_valid(tmp_path: Path) -> None:
-    (example,) = re.findall(r"```toml\n(.*?)```", README, re.DOTALL)
+def test_the_readme_examples_are_valid(tmp_path: Path) -> None:
+    example, swept = re.findall(r"```toml\n(.*?)```", README, re.DOTALL)
     path = tmp_path / "example.toml"
     path.write_text(example.replace('devices = ["cuda:0"]', 'devices = ["cpu"]'))
     assert load(path).clients_per_round == 4
+    path.write_text(path.read_text() + swept)
+    assert "federation.batch_size=4,defense=none,seed=1" in {
+        cell.name for cell in sweep.load(path).cells
+    }

@@ -7,17 +7,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedleak.models import CAUSAL_LM, CLASSIFICATION, pad
+from fedleak.models import CAUSAL_LM, CLASS_LOSSES, CLASSIFICATION, batch_loss, pad
 from fedleak.observation import ClientUpdate, UpdateKind
 from fedleak.streams import stream
 from fedleak.training import (
     LocalTraining,
     aggregate,
+    from_wire,
     local_update_,
     matching,
     round_batch,
     round_clients,
     share,
+    to_wire,
 )
 
 KINDS = [("bert", CLASSIFICATION), ("gpt2", CLASSIFICATION), ("gpt2", CAUSAL_LM)]
@@ -122,6 +124,46 @@ def test_the_seed_decides_dropout_and_nothing_else_of_the_process(small, texts, 
         assert torch.equal(update(1, False), update(2, False))
 
 
+# --- the loss -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+def test_the_squared_loss_is_the_mean_over_batch_and_classes(small, texts, family):
+    model = replace(small(family), class_loss=CLASS_LOSSES["squared"])
+    sequences, labels = unequal(model, texts), [0, 2, 2]
+    ids, mask = pad(sequences, model.tokenizer.pad_token_id, torch.device("cpu"))
+    logits = model.module(input_ids=ids, attention_mask=mask).logits
+    one_hot = [[float(label == c) for c in range(3)] for label in labels]
+    loss = sum((logits[b, c] - one_hot[b][c]) ** 2 for b in range(3) for c in range(3)) / 9
+    model.module.zero_grad()
+    loss.backward()
+    expected = {
+        name: torch.zeros_like(p) if p.grad is None else p.grad
+        for name, p in model.module.named_parameters()
+    }
+    update = local_update_(model, sequences, labels, FEDSGD, seed=0)
+    assert_near(update.tensors, expected)
+
+
+@pytest.mark.parametrize("loss", CLASS_LOSSES)
+def test_a_class_may_be_given_as_probabilities(small, texts, loss):
+    model = replace(small("bert"), class_loss=CLASS_LOSSES[loss])
+    ids, mask = pad(unequal(model, texts), model.tokenizer.pad_token_id, torch.device("cpu"))
+    with torch.no_grad():
+        found = {
+            label: batch_loss(model, ids, mask, torch.tensor([label, 0, 2])) for label in (0, 1)
+        }
+        certain = torch.eye(3)[[1, 0, 2]]
+        torch.testing.assert_close(batch_loss(model, ids, mask, certain), found[1])
+        # Between two classes: cross-entropy is linear in them, the squared loss is a parabola.
+        between = torch.lerp(torch.eye(3)[[0, 0, 2]], certain, 0.25)
+        expected = 0.75 * found[0] + 0.25 * found[1]
+        if loss == "squared":
+            expected -= 0.25 * 0.75 * 2 / 9
+        torch.testing.assert_close(batch_loss(model, ids, mask, between), expected)
+    assert not torch.isclose(found[0], found[1])
+
+
 # --- which examples and clients -------------------------------------------------------------
 
 
@@ -196,12 +238,11 @@ def rounds(draw):
     kind = draw(st.sampled_from(UpdateKind))
     number = st.integers(-9, 9).map(float)
     tensors = st.dictionaries(st.sampled_from("abc"), st.tuples(number, number))
-    sent = draw(st.lists(st.tuples(tensors, st.integers(1, 7)), min_size=1, max_size=5))
+    precision = st.sampled_from([torch.float64, torch.float16, torch.bfloat16])
+    sent = draw(st.lists(st.tuples(tensors, st.integers(1, 7), precision), min_size=1, max_size=5))
     return [
-        ClientUpdate(
-            kind, {n: torch.tensor(v, dtype=torch.float64) for n, v in values.items()}, count
-        )
-        for values, count in sent
+        ClientUpdate(kind, {n: torch.tensor(v, dtype=dtype) for n, v in values.items()}, count)
+        for values, count, dtype in sent
     ]
 
 
@@ -212,12 +253,27 @@ def test_the_sum_is_the_obvious_weighted_mean_over_who_shared(updates):
     following = aggregate(broadcast, iter(updates), 0.5)
     sign = -0.5 if updates[0].kind == UpdateKind.GRADIENT else 1.0
     for name, value in broadcast.items():
-        shared = [(u.tensors[name], u.num_examples) for u in updates if name in u.tensors]
+        shared = [(u.tensors[name].double(), u.num_examples) for u in updates if name in u.tensors]
         expected = value
         if shared:
             expected = value + sign * sum(t * n / sum(n for _, n in shared) for t, n in shared)
         torch.testing.assert_close(following[name], expected, atol=1e-12, rtol=1e-12)
+        assert following[name].dtype == torch.float64
     for before, after in [(held[0], broadcast)] + [
         (a.tensors, b.tensors) for a, b in zip(held[1], updates, strict=True)
     ]:
         assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_the_wire_carries_every_precision_as_it_is_and_numpy_can_hold_it(dtype):
+    rows = torch.tensor([[0.0, -0.0, 1.5], [float("inf"), -3e-5, float("nan")]]).to(dtype)
+    sent = {"rows": rows, "turned": rows.T, "scalar": rows[0, 2]}
+    wire = to_wire(sent)
+    sizes = {name: value.numpy().nbytes for name, value in wire.items()}
+    assert sizes == {name: value.numel() * dtype.itemsize for name, value in sent.items()}
+    received = from_wire(wire)
+    assert received.keys() == sent.keys()
+    for name, value in sent.items():
+        assert received[name].dtype == dtype
+        torch.testing.assert_close(received[name], value, atol=0, rtol=0, equal_nan=True)

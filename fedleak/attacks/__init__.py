@@ -34,6 +34,7 @@ class Setting:
         family: The architecture.
         num_layers: Its transformer blocks.
         task: "sequence-classification" or "causal-lm".
+        trained: Names of all parameters that an update could hold.
     """
 
     update: UpdateKind
@@ -42,6 +43,7 @@ class Setting:
     family: ModelFamily
     num_layers: int
     task: str
+    trained: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, seen: Observation, model: LanguageModel) -> "Setting":
@@ -53,6 +55,7 @@ class Setting:
             model.family,
             model.num_layers,
             model.task,
+            frozenset(model.trained()),
         )
 
 

@@ -18,22 +18,30 @@ position, T tokens, D hidden size, H heads, K head size.
 
 import itertools
 import math
-from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, ClassVar
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedleak.attacks import Setting
-from fedleak.attacks.subspace import ACCEPT, Span, row_space, tokens_in_span
+from fedleak.attacks import Setting, certificate
+from fedleak.attacks.factors import pairs, read_factors
+from fedleak.attacks.subspace import ACCEPT, Span, margin, row_space, tokens_in_span
 from fedleak.models import CLASSIFICATION, LanguageModel
-from fedleak.models.family import FirstBlock
-from fedleak.observation import Observation, UpdateKind
+from fedleak.models.family import FirstBlock, lora_a
+from fedleak.observation import Observation
 from fedleak.reconstruction import Reconstruction, Status
 
 SKETCH = 64
 """Directions of the null space that a local search looks at."""
+
+_NEAR = ACCEPT**2
+"""Largest excess of a token that noise may have pushed out of the span, if no other is inside."""
+
+_LOWER = 1 - 1e-4
+"""A cost counts as lower by more than rounding."""
 
 KICKED = 8
 """Positions that a kick changes, on average."""
@@ -41,12 +49,13 @@ KICKED = 8
 
 @dataclass(frozen=True)
 class Dager:
-    """Exact token sequences from the first two layers' attention gradients (FedSGD, no noise).
+    """Exact token sequences from the first two layers' attention gradients.
 
     Attributes:
         enumerate_up_to: An encoder's sentences of one length are all tried up to this many.
         searches: Else, local searches that run side by side.
         kicks: Times that they are shaken, without finding anything new, before giving up.
+        certify: Recompute the gradient, for labels, repeated texts and a proof of the whole batch.
     """
 
     kind: ClassVar[str] = "dager"
@@ -54,11 +63,10 @@ class Dager:
     enumerate_up_to: Annotated[int, Field(ge=1)] = 512
     searches: Annotated[int, Field(ge=1)] = 4
     kicks: Annotated[int, Field(ge=0)] = 32
+    certify: bool = True
 
     def obstacle(self, setting: Setting) -> str | None:
-        """Needs a gradient that holds attention weights of the first two layers."""
-        if setting.update != UpdateKind.GRADIENT:
-            return "reads gradients, and clients send weight deltas: use algorithm = 'fedsgd'"
+        """Needs gradients of attention weights, or of their adapters, of the first two layers."""
         # Of a classifier's last layer only the pooled token's query counts: its span is too small.
         needed = 3 if setting.task == CLASSIFICATION else 2
         if setting.num_layers < needed:
@@ -68,7 +76,7 @@ class Dager:
             )
         for layer in (0, 1):
             names = setting.family.attention_parameters(layer)
-            if not setting.shared.intersection(names):
+            if not setting.shared.intersection((*names, *map(lora_a, names))):
                 return f"needs one of {', '.join(names)}: add it to update.share"
         return None
 
@@ -77,77 +85,77 @@ class Dager:
         self, seen: Observation, model: LanguageModel, *, rng: torch.Generator
     ) -> Reconstruction:
         """Returns the sequences whose every token passes both layers' span checks."""
-        family, tensors = model.family, seen.update.tensors
-        first = row_space(family.attention_gradients(tensors, 0))
-        second = row_space(family.attention_gradients(tensors, 1))
-        output = family.output_gradient(tensors, 0)
+        family, gradients = model.family, certificate.as_gradient(seen)
+        first = row_space(family.attention_gradients(gradients, 0))
+        second = row_space(family.attention_gradients(gradients, 1))
+        output = family.output_gradient(gradients, 0)
         mixed = None if output is None else row_space([output])
         if first is None or second is None:
             return Reconstruction.none(
                 Status.ABSTAINED,
-                "the gradients' spectrum has no end above rounding: noise, or more tokens than "
-                f"the hidden size ({model.hidden_size})",
+                "nothing proved: the gradients' row space has no end above their noise, or holds "
+                f"as many tokens as the hidden size ({model.hidden_size})",
             )
-        candidates = tokens_in_span(family.token_table(model.module), first, rng)
-        spans = Spans(second, mixed)
-        block = family.first_block(model.module)
+        slots = candidates(model, first, rng)
         search = extend_prefixes if family.causal else self._descend
-        found = search(candidates, block, spans, model, rng)
-        found.sort(key=lambda one: one.excess)
-        diagnostics = {
-            "rank": [first.rank, second.rank],
-            "hidden_size": model.hidden_size,
-            "candidates": [len(ids) for ids in candidates],
-        }
-        if not found:
-            return Reconstruction.none(
-                Status.ABSTAINED, "no sequence passes the second layer's check", **diagnostics
-            )
-        return Reconstruction(
-            Status.RECOVERED,
-            sequences=tuple(one.ids for one in found),
-            evidence=tuple(one.excess for one in found),
-            tokens=tuple(sorted({token for one in found for token in one.ids})),
-            diagnostics=diagnostics,
-        )
+        spans, block = Spans(second, mixed), family.first_block(model.module)
+        found = search(slots, block, spans, model, seen.update.num_examples, rng)
+        return self._answer(found, first, second, slots, seen, model)
 
     def _descend(
         self,
-        candidates: list[Tensor],
+        slots: list[Tensor],
         block: FirstBlock,
         spans: "Spans",
         model: LanguageModel,
+        wanted: int,
         rng: torch.Generator,
     ) -> list["Found"]:
-        """Encoder: returns the sentences, of every length at which one can end, that pass."""
+        """Encoder: returns the sentences, of every length at which one can end, that pass.
+
+        Where the span is not exact or none pass, the nearest of each length are returned too.
+        """
         end = model.tokenizer.sep_token_id
         found: dict[tuple[int, ...], Found] = {}
-        for last, ids_at_end in enumerate(candidates):
+        nearest: list[Found] = []
+        for last, ids_at_end in enumerate(slots):
             if end not in ids_at_end or last == 0:
                 continue
-            slots = [ids[ids != end] for ids in candidates[:last]] + [ids_at_end.new_tensor([end])]
-            if all(len(ids) for ids in slots):
-                sentences = Sentences(slots, block, spans, rng)
-                for one in self._search_length(sentences, rng):
-                    found.setdefault(one.ids, one)
+            of_length = [ids[ids != end] for ids in slots[:last]] + [ids_at_end.new_tensor([end])]
+            if all(len(ids) for ids in of_length):
+                sentences = Sentences(of_length, block, spans, rng)
+                passed, best = self._search_length(sentences, rng)
+                found |= {one.ids: sentences.with_margin(one) for one in passed}
+                nearest.append(best)
             if sum(map(len, found)) >= spans.second.rank:
                 break  # every dimension of the second layer's inputs is accounted for
-        return list(found.values())
+        spare = max(wanted - len(found), 0)
+        likely = sorted(
+            (one for one in nearest if one.ids not in found), key=lambda one: one.excess
+        )
+        return [*found.values(), *likely[:spare]]
 
-    def _search_length(self, sentences: "Sentences", rng: torch.Generator) -> list["Found"]:
-        """Returns the sentences of one length that pass."""
+    def _search_length(
+        self, sentences: "Sentences", rng: torch.Generator
+    ) -> tuple[list["Found"], "Found"]:
+        """Returns the sentences of one length that pass, and the nearest of all that were tried."""
         if sentences.count <= self.enumerate_up_to:
-            return sentences.passing(sentences.all())[1]
+            tried = sentences.judge(sentences.all())
+            return [one for one in tried if one.excess < ACCEPT], min(tried, key=_by_excess)
         found: dict[tuple[int, ...], Found] = {}
         picks_RT, cost_R = sentences.descend(sentences.start([], self.searches, rng), rng)
+        best = min(sentences.judge(picks_RT), key=_by_excess)
         stale = 0
         while True:
-            passed_R, answers = sentences.passing(picks_RT)
-            stale = stale + 1 if found.keys() >= {one.ids for one in answers} else 0
-            found |= {one.ids: one for one in answers}
+            tried = sentences.judge(picks_RT)
+            best = min(best, *tried, key=_by_excess)
+            passed = {one.ids: one for one in tried if one.excess < ACCEPT}
+            stale = stale + 1 if found.keys() >= passed.keys() else 0
+            found |= passed
             if stale > self.kicks or sum(map(len, found)) >= sentences.spans.second.rank:
-                return list(found.values())
+                return list(found.values()), best
             # A search that arrived starts anew; the others go on from where they are, shaken.
+            passed_R = torch.tensor([one.excess < ACCEPT for one in tried], device=cost_R.device)
             fresh_RT = sentences.start(list(found), self.searches, rng)
             trial_RT = torch.where(passed_R[:, None], fresh_RT, sentences.kick(picks_RT, rng))
             trial_RT, trial_R = sentences.descend(trial_RT, rng)
@@ -155,13 +163,99 @@ class Dager:
             picks_RT = torch.where(better_R[:, None], trial_RT, picks_RT)
             cost_R = torch.where(better_R, trial_R, cost_R)
 
+    def _answer(
+        self,
+        found: list["Found"],
+        first: Span,
+        second: Span,
+        slots: list[Tensor],
+        seen: Observation,
+        model: LanguageModel,
+    ) -> Reconstruction:
+        """Returns what passed, with multiplicities and a proof where the gradient gives them."""
+        sure = [one for one in found if one.excess < ACCEPT] if second.exact else []
+        diagnostics: dict[str, Any] = {
+            "rank": [first.rank, second.rank],
+            "budget": [second.rank, model.hidden_size],
+            "candidates": {"pairs": sum(map(len, slots)), "passed": len(sure)},
+        }
+        if not found:
+            return Reconstruction.none(
+                Status.ABSTAINED,
+                "nothing proved: no sequence passes the second layer's check",
+                **diagnostics,
+            )
+        explained = self.certify and sure and certificate.is_linear(seen)
+        members = certificate.explain(model, [one.ids for one in sure], seen) if explained else []
+        verdict = certificate.verify(model, members, seen)
+        if verdict.difference is not None:
+            diagnostics["gradient_difference"] = verdict.difference
+        # A sequence that begins another, or that occurs twice, only the gradient can tell.
+        known = {one.ids for one in found}
+        begun = [
+            replace(_longer(ids, found), ids=ids) for ids in verdict.repeats if ids not in known
+        ]
+        ranked = [
+            one
+            for one in sorted([*found, *begun], key=_by_excess)
+            for _ in range(verdict.repeats.get(one.ids, 0 if verdict.verified else 1))
+        ]
+        if not second.exact:
+            ranked = ranked[: seen.update.num_examples]  # noise lets any number of them pass
+        return Reconstruction(
+            Status.RECOVERED,
+            sequences=tuple(one.ids for one in ranked),
+            evidence=tuple(one.excess for one in ranked),
+            margins=tuple(margin(one.excess, one.rejected) for one in ranked),
+            tokens=tuple(sorted({token for one in ranked for token in one.ids})),
+            diagnostics=diagnostics,
+            verified=verdict.verified,
+            reason="" if sure else "nothing proved: these are the likeliest sequences",
+        )
+
+
+def _longer(ids: tuple[int, ...], found: Iterable["Found"]) -> "Found":
+    """Returns the nearest of the sequences that begin with these tokens."""
+    return min((one for one in found if one.ids[: len(ids)] == ids), key=_by_excess)
+
+
+def _by_excess(one: "Found") -> float:
+    return one.excess
+
+
+def candidates(model: LanguageModel, span: Span, rng: torch.Generator) -> list[Tensor]:
+    """Returns for each position the tokens that may stand there.
+
+    The token bag is read first, as that is one look at the vocabulary; beyond its budget every
+    position is looked at. A rotary model's first attention input says nothing of positions.
+    """
+    table = model.family.token_table(model.module)
+    factors = read_factors(table.directions(), span, rng)
+    if factors is None:
+        return [] if table.position_PD is None else tokens_in_span(table, span, rng)
+    if table.position_PD is None:
+        begin = factors.tokens_V == model.tokenizer.bos_token_id
+        if not begin.any():
+            return [factors.tokens_V] * model.max_length
+        # After itself alone a token changes nothing, so that only its place tells how often.
+        return [factors.tokens_V[begin], *[factors.tokens_V[~begin]] * (model.max_length - 1)]
+    bag_A, position_A = pairs(table, factors, span)
+    return [factors.tokens_V[bag_A[position_A == p]] for p in range(factors.positions)]
+
 
 @dataclass(frozen=True)
 class Found:
-    """A sequence that passed, and its largest excess over positions."""
+    """A sequence that was tried.
+
+    Attributes:
+        ids: Its tokens.
+        excess: The largest of its positions: below `ACCEPT` it passed.
+        rejected: The smallest excess of a sequence with another token that did not pass.
+    """
 
     ids: tuple[int, ...]
     excess: float
+    rejected: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -173,37 +267,61 @@ class Spans:
 
 
 def extend_prefixes(
-    candidates: list[Tensor],
+    slots: list[Tensor],
     block: FirstBlock,
     spans: Spans,
     model: LanguageModel,
+    wanted: int,
     rng: torch.Generator,
 ) -> list[Found]:
     """Decoder: grows all prefixes by one token at a time; those that cannot grow are sentences.
 
     A causal model's second attention input at a position depends on the prefix alone, so a
-    wrong token is seen at once and the search never backtracks.
+    wrong token is seen at once and the search never backtracks. Where noise pushes every token of a
+    position out of the span, up to `wanted` near ones go on.
     """
     done: list[Found] = []
     prefixes: list[Found] = [Found((), 0.0)]
-    no_past = (1, 0, block.num_heads, model.hidden_size // block.num_heads)
-    k_BTHK = v_BTHK = torch.empty(no_past, device=model.device)
-    for position, ids_N in enumerate(candidates):
+    null_DS = None if spans.mixed is None else spans.mixed.null_sketch(SKETCH, rng).float()
+    k_BTHK = v_BTHK = torch.empty(0, device=model.device)
+    for position, ids_N in enumerate(slots):
         if not len(ids_N):
             break
-        residual_ND, x_ND = block.enter(ids_N, torch.full_like(ids_N, position))
-        q_NHK, k_NHK, v_NHK = block.project(x_ND)
+        positions_N = torch.full_like(ids_N, position)
+        residual_ND, x_ND = block.enter(ids_N, positions_N)
+        q_NHK, k_NHK, v_NHK = block.project(x_ND, positions_N)
+        if position == 0:
+            k_BTHK = v_BTHK = k_NHK.new_empty(1, 0, *k_NHK.shape[1:])
         mixed_BND = attend_next(q_NHK, k_NHK, v_NHK, k_BTHK, v_BTHK)
-        parents, children = torch.where(_may_pass(spans.mixed, mixed_BND))
+        mixed_BN = _mixed_excess(spans.mixed, mixed_BND, null_DS)
+        if spans.mixed is not None and not spans.mixed.exact and not (mixed_BN < ACCEPT).any():
+            mixed_BN = torch.zeros_like(mixed_BN)  # too much noise for this check
+        parents, children = torch.where(mixed_BN < ACCEPT)
         inputs_ND = block.leave(residual_ND[children], mixed_BND[parents, children])
         excess = spans.second.excess(inputs_ND)
+        rejected_BN = torch.where(mixed_BN < ACCEPT, torch.inf, mixed_BN)
+        rejected_BN[parents, children] = torch.where(excess < ACCEPT, torch.inf, excess)
+        rejected = rejected_BN.amin(1).tolist()
+        prefixes = [
+            replace(one, rejected=min(one.rejected, r))
+            for one, r in zip(prefixes, rejected, strict=True)
+        ]
         # No more prefixes are real than the second layer's inputs have dimensions.
         best = excess.argsort()[: spans.second.rank]
         kept = best[excess[best] < ACCEPT].tolist()
+        blind = not spans.second.exact and not kept and not done
+        if blind:
+            kept = best[:wanted][excess[best[:wanted]] < _NEAR].tolist()
+            blind = bool(kept)
         parent, child = [int(parents[i]) for i in kept], [int(children[i]) for i in kept]
-        done += [one for i, one in enumerate(prefixes) if one.ids and i not in parent]
+        if not blind:
+            done += [one for i, one in enumerate(prefixes) if one.ids and i not in parent]
         prefixes = [
-            Found((*prefixes[p].ids, int(ids_N[c])), max(prefixes[p].excess, float(excess[i])))
+            replace(
+                prefixes[p],
+                ids=(*prefixes[p].ids, int(ids_N[c])),
+                excess=max(prefixes[p].excess, float(excess[i])),
+            )
             for i, p, c in zip(kept, parent, child, strict=True)
         ]
         k_BTHK = torch.cat([k_BTHK[parent], k_NHK[child][:, None]], 1)
@@ -247,11 +365,15 @@ class Sentences:
             torch.arange(len(slots), device=device), torch.tensor(sizes, device=device)
         )
         self.residual_ND, x_ND = block.enter(ids_N, positions_N)
-        q_NHK, k_NHK, self.v_NHK = block.project(x_ND)
+        q_NHK, k_NHK, self.v_NHK = block.project(x_ND, positions_N)
         scale = 1 / math.sqrt(q_NHK.shape[-1])
-        self.scores_NNH = torch.einsum("nhk,mhk->nmh", q_NHK, k_NHK) * scale
+        scores_NNH = torch.einsum("nhk,mhk->nmh", q_NHK, k_NHK) * scale
+        # Softmax does not change when a query's scores are shifted together.
+        self.weights_NNH = (scores_NNH - scores_NNH.amax(1, keepdim=True)).exp()
         span = spans.mixed or spans.second
         self.null_DS = span.null_sketch(SKETCH, rng).float()
+        null_HKS = self.null_DS.reshape(block.num_heads, -1, self.null_DS.shape[1])
+        self.sketched_NHS = torch.einsum("nhk,hks->nhs", self.v_NHK, null_HKS)
 
     def all(self) -> Tensor:
         """Returns every sentence's picks [B, T]."""
@@ -282,8 +404,9 @@ class Sentences:
     def mixed(self, picks_BT: Tensor) -> Tensor:
         """Returns the attention's mixed values [B, T, D]."""
         n_BT = picks_BT + self.offset_T
-        weights_BTTH = self.scores_NNH[n_BT[:, :, None], n_BT[:, None, :]].softmax(2)
-        return torch.einsum("bijh,bjhk->bihk", weights_BTTH, self.v_NHK[n_BT]).flatten(2)
+        weights_BTTH = self.weights_NNH[n_BT[:, :, None], n_BT[:, None, :]]
+        mixed_BTHK = torch.einsum("bijh,bjhk->bihk", weights_BTTH, self.v_NHK[n_BT])
+        return (mixed_BTHK / weights_BTTH.sum(2)[..., None]).flatten(2)
 
     def second_inputs(self, picks_BT: Tensor) -> Tensor:
         """Returns the second attention's inputs [B, T, D]."""
@@ -295,37 +418,88 @@ class Sentences:
     def cost(self, picks_BT: Tensor) -> Tensor:
         """Returns [B]: the mean residual over positions, sketched, where it is cheapest to see."""
         see = self.second_inputs if self.spans.mixed is None else self.mixed
-        x_BTD = see(picks_BT)
-        residual_BT: Tensor = (x_BTD @ self.null_DS).norm(dim=-1) / x_BTD.norm(dim=-1)
+        residual_BT: Tensor = (see(picks_BT) @ self.null_DS).norm(dim=-1)
         return residual_BT.mean(-1)
+
+    def costs_at(self, picks_RT: Tensor, t: int) -> Tensor:
+        """Returns [R, C]: the cost with each candidate of one position in place of what is there.
+
+        A token is one column of the attention weights, so that the others' sums are shared.
+        """
+        searches, count = len(picks_RT), len(self.slots[t])
+        n_C = self.offset_T[t] + torch.arange(count, device=picks_RT.device)
+        if self.spans.mixed is None:
+            trial_RCT = picks_RT[:, None].repeat(1, count, 1)
+            trial_RCT[..., t] = n_C - self.offset_T[t]
+            return self.cost(trial_RCT.flatten(0, 1)).reshape(searches, count)
+        n_RT = picks_RT + self.offset_T
+        others = [i for i in range(len(self.slots)) if i != t]
+        n_RO = n_RT[:, others]
+        # The other positions as queries: their sums without t, and the candidate's part.
+        weights_ROOH = self.weights_NNH[n_RO[:, :, None], n_RO[:, None]]
+        sums_ROHS = torch.einsum("rijh,rjhs->rihs", weights_ROOH, self.sketched_NHS[n_RO])
+        new_ROCH = self.weights_NNH[n_RO[:, :, None], n_C]
+        share_ROCH = 1 / (weights_ROOH.sum(2)[:, :, None] + new_ROCH)
+        y_ROCS = torch.einsum("roch,rohs->rocs", share_ROCH, sums_ROHS)
+        y_ROCS += torch.einsum("roch,chs->rocs", share_ROCH * new_ROCH, self.sketched_NHS[n_C])
+        # The candidate as the query.
+        own_RCOH = self.weights_NNH[n_C[:, None], n_RO[:, None]]
+        self_CH1 = self.weights_NNH[n_C, n_C][..., None]
+        top_RCHS = torch.einsum("rcoh,rohs->rchs", own_RCOH, self.sketched_NHS[n_RO])
+        top_RCHS = top_RCHS + self_CH1 * self.sketched_NHS[n_C]
+        y_RCS = (top_RCHS / (own_RCOH.sum(2)[..., None] + self_CH1)).sum(2)
+        total_RC: Tensor = y_ROCS.norm(dim=-1).sum(1) + y_RCS.norm(dim=-1)
+        return total_RC / len(self.slots)
 
     def descend(self, picks_RT: Tensor, rng: torch.Generator) -> tuple[Tensor, Tensor]:
         """Returns picks [R, T] that no change of a single token improves, and their costs [R]."""
         picks_RT, cost_R = picks_RT.clone(), self.cost(picks_RT)
-        free, rows_R = torch.tensor(self.free), torch.arange(len(picks_RT))
+        free = torch.tensor(self.free)
         while True:
             before_R = cost_R
             for t in free[torch.randperm(len(free), generator=rng)].tolist():
-                trial_RCT = picks_RT[:, None].repeat(1, len(self.slots[t]), 1)
-                trial_RCT[..., t] = torch.arange(trial_RCT.shape[1], device=picks_RT.device)
-                cost_RC = self.cost(trial_RCT.flatten(0, 1)).reshape(trial_RCT.shape[:2])
-                choice_R = cost_RC.argmin(1)
-                better_R = cost_RC[rows_R, choice_R] < cost_R
+                least_R, choice_R = self.costs_at(picks_RT, t).min(1)
+                better_R = least_R < _LOWER * cost_R
                 picks_RT[:, t] = torch.where(better_R, choice_R, picks_RT[:, t])
-                cost_R = torch.where(better_R, cost_RC[rows_R, choice_R], cost_R)
+                cost_R = torch.where(better_R, least_R, cost_R)
             if not (cost_R < before_R).any():
                 return picks_RT, cost_R
 
-    def passing(self, picks_BT: Tensor) -> tuple[Tensor, list[Found]]:
-        """Returns which sentences [B] have all second attention inputs in the span, and those."""
+    def with_margin(self, one: Found) -> Found:
+        """Returns a sentence that passed with the smallest excess of those one token away."""
+        own_T = torch.tensor(
+            [ids.tolist().index(token) for ids, token in zip(self.slots, one.ids, strict=True)]
+        ).to(self.offset_T)
+        trials = []
+        for t in self.free:
+            trial_CT = own_T.repeat(len(self.slots[t]), 1)
+            trial_CT[:, t] = torch.arange(len(trial_CT), device=own_T.device)
+            trials.append(trial_CT)
+        tried = self.judge(torch.cat(trials)) if trials else []
+        missed = [other.excess for other in tried if other.excess >= ACCEPT]
+        return replace(one, rejected=min(missed, default=math.inf))
+
+    def judge(self, picks_BT: Tensor) -> list[Found]:
+        """Returns the sentences with the largest excess of their second attention inputs."""
         excess_B = self.spans.second.excess(self.second_inputs(picks_BT)).amax(-1)
-        passed_B = excess_B < ACCEPT
-        passed = passed_B.nonzero().flatten().tolist()
-        return passed_B, [Found(self.ids(picks_BT[i]), float(excess_B[i])) for i in passed]
+        return [
+            Found(self.ids(picks_T), float(e))
+            for picks_T, e in zip(picks_BT, excess_B, strict=True)
+        ]
 
 
-def _may_pass(span: Span | None, mixed_BND: Tensor) -> Tensor:
-    """Returns [B, N]: whether mixed values lie in the output matrix's span; all, without one."""
-    if span is None:
-        return torch.ones(mixed_BND.shape[:2], dtype=torch.bool, device=mixed_BND.device)
-    return span.excess(mixed_BND) < ACCEPT
+def _mixed_excess(span: Span | None, mixed_BND: Tensor, null_DS: Tensor | None) -> Tensor:
+    """Returns [B, N]: the excess of mixed values in the output matrix's span; 0 without one.
+
+    No more can be inputs than the span has dimensions, so only the nearest by a sketch of the null
+    space, where inputs are zero, are tested; it is infinite for the others.
+    """
+    shape = mixed_BND.shape[:2]
+    if span is None or null_DS is None:
+        return torch.zeros(shape, dtype=torch.float64, device=mixed_BND.device)
+    mixed_XD = mixed_BND.flatten(0, 1)
+    distance_X = (mixed_XD @ null_DS).norm(dim=-1)
+    nearest = distance_X.topk(min(4 * span.rank, len(mixed_XD)), largest=False).indices
+    excess_X = torch.full_like(distance_X, torch.inf, dtype=torch.float64)
+    excess_X[nearest] = span.excess(mixed_XD[nearest])
+    return excess_X.reshape(shape)

@@ -46,14 +46,12 @@ class Dlg:
             return "has next-token targets to find too: use task = 'sequence-classification'"
         if not setting.shared - {setting.family.word_embedding}:
             return "needs a parameter beside the word embedding: add one to update.share"
-        if (
-            "lengths" not in setting.knows
-            and setting.family.position_embedding not in setting.shared
-        ):
-            return (
-                "needs to know how long sequences are: add 'lengths' to threat.knows, or "
-                f"{setting.family.position_embedding} to update.share"
-            )
+        position = setting.family.position_embedding
+        if "lengths" not in setting.knows and position not in setting.shared:
+            needs = "needs to know how long sequences are: add 'lengths' to threat.knows"
+            # Rotary models have no such parameter, and adapters are sent without it.
+            can_be_sent = position in setting.trained
+            return f"{needs}, or {position} to update.share" if can_be_sent else needs
         return None
 
     def __call__(
@@ -131,7 +129,8 @@ def _lengths(seen: Observation, model: LanguageModel) -> tuple[int, ...] | None:
     """Returns a length for each sequence: granted, else the longest, from the position rows."""
     if seen.knowledge.lengths is not None:
         return seen.knowledge.lengths
-    used = used_rows(seen.update.tensors[model.family.position_embedding])
+    position = model.family.position_embedding
+    used = None if position is None else used_rows(seen.update.tensors[position])
     return None if used is None else (used[0][-1] + 1,) * seen.update.num_examples
 
 

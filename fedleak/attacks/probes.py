@@ -4,6 +4,8 @@ Tokens from the word-embedding rows and the longest sequence from the position r
 number of examples of each class from the classifier's gradient (Zhao et al. 2020, iDLG; Wainakh et
 al. 2021, LLG); and how much of the rank budget of span attacks the batch uses up (Petrov et al.
 2024, section 5).
+
+Shapes: B sequences, T tokens, D hidden size, C classes, L classes as labels.
 """
 
 import math
@@ -11,6 +13,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
 from fedleak.attacks import Setting
 from fedleak.attacks.rows import used_rows
@@ -26,7 +30,7 @@ DUMMY_LENGTH = 16
 
 @dataclass(frozen=True)
 class Probes:
-    """Token set, longest sequence, label counts and token budget, read off in milliseconds."""
+    """Token set, longest sequence, label counts and rank budget, read off in milliseconds."""
 
     kind: ClassVar[str] = "probes"
     uses: ClassVar[frozenset[str]] = frozenset()
@@ -49,8 +53,9 @@ class Probes:
             if used is not None:
                 tokens = tuple(used[0])
                 diagnostics["token_gap"] = _json(used[1])
-        if family.position_embedding in tensors:
-            used = used_rows(tensors[family.position_embedding])
+        position = family.position_embedding
+        if position is not None and position in tensors:
+            used = used_rows(tensors[position])
             if used is not None:
                 # In next-token training the last token is only a target: its position has no row.
                 targets_only = 1 if model.task == CAUSAL_LM else 0
@@ -62,7 +67,8 @@ class Probes:
         if attention:
             # None (null): the rank cannot be told, for noise or for too many tokens.
             span = row_space(attention)
-            diagnostics["token_budget"] = [span.rank if span else None, model.hidden_size]
+            used_up = span.rank if span is not None and span.exact else None
+            diagnostics["budget"] = [used_up, model.hidden_size]
         if tokens is None and not facts:
             return Reconstruction.none(
                 Status.ABSTAINED, "no row or label stands out in what was shared", **diagnostics
@@ -73,10 +79,11 @@ class Probes:
 def label_counts(seen: Observation, model: LanguageModel, rng: torch.Generator) -> list[int] | None:
     """Returns the estimated number of examples of each class; None where it cannot be told.
 
-    The gradient of the classifier's bias is the mean of p - y over the batch, so the counts y
-    follow from the mean probabilities p, which are estimated on random tokens (LLG). Without a
-    bias, the label of a single example among three or more classes is the one whose row of the
-    weight gradient points away from all others (iDLG).
+    The gradient of the classifier's bias is the mean over the batch of the loss's pull on logits z:
+    p - y under cross-entropy, 2/C (z - y) under the squared error. So the shares y follow from the
+    mean p or z, which are estimated on random tokens (LLG). Without a bias, the label of a single
+    example among three or more classes is, under cross-entropy, the one whose row of the weight
+    gradient points away from all others (iDLG).
     """
     if model.task != CLASSIFICATION or seen.update.kind != UpdateKind.GRADIENT:
         return None
@@ -88,13 +95,31 @@ def label_counts(seen: Observation, model: LanguageModel, rng: torch.Generator) 
         ).to(model.device)
         mask_BT = torch.ones_like(ids_BT)
         logits_BC = model.family.logits(model.module, mask_BT, ids_BT=ids_BT, embeds_BTD=None)
-        p_C = logits_BC.softmax(-1).mean(0)
-        return _round_to_sum((p_C - seen.update.tensors[bias[0]]).tolist(), num_examples)
-    if weight in seen.update.tensors and num_examples == 1 and model.num_labels > 2:
+        shares_C = class_shares(model, logits_BC, seen.update.tensors[bias[0]])
+        return _round_to_sum(shares_C.tolist(), num_examples)
+    signed = model.class_loss is F.cross_entropy and model.num_labels > 2
+    if weight in seen.update.tensors and num_examples == 1 and signed:
         rows_CD = seen.update.tensors[weight].double()
         apart_C = (rows_CD @ rows_CD.T < 0).sum(1) == model.num_labels - 1
         return apart_C.long().tolist() if apart_C.sum() == 1 else None
     return None
+
+
+def class_shares(model: LanguageModel, logits_BC: Tensor, pull_C: Tensor) -> Tensor:
+    """Returns the shares of classes [C], of sum 1, that pull on logits like these as was seen."""
+    logits_BC = logits_BC.detach().double().requires_grad_()
+    pulls: list[Tensor] = []
+    with torch.enable_grad():
+        for label in range(model.num_labels):
+            labels_B = torch.full((len(logits_BC),), label, device=logits_BC.device)
+            pulls += torch.autograd.grad(model.class_loss(logits_BC, labels_B), logits_BC)
+    pull_LC = torch.stack([pull_BC.sum(0) for pull_BC in pulls])
+    even_C = pull_LC.mean(0)
+    # What shares of sum 1 add to the pull of even ones, and that their sum is 1.
+    system_XL = torch.cat([(pull_LC - even_C).T, torch.ones_like(even_C)[None]])
+    wanted_X1 = torch.cat([pull_C.double() - even_C, even_C.new_ones(1)])[:, None]
+    shares_C: Tensor = torch.linalg.lstsq(system_XL, wanted_X1).solution[:, 0]
+    return shares_C
 
 
 def _round_to_sum(shares: list[float], total: int) -> list[int] | None:

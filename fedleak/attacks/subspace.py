@@ -10,9 +10,14 @@ singular values. `excess` is the residual in units of that bound: at most about 
 input, orders of magnitude more for others. That needs no threshold per model or batch size, and
 no absolute tolerance.
 
+Where the gradient carries more than rounding (added noise, local steps, half precision), the rank
+is what stands above the edge of the noise's own spectrum (Marchenko and Pastur 1967), and `excess`
+only ranks.
+
 Shapes: N vectors, D hidden size, O outputs, R rank, S sketch columns, V vocabulary.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,11 +29,17 @@ from fedleak.models.family import TokenTable
 ACCEPT = 3.0
 """Largest `excess` of an input. First-order theory says 1; the rest is for the second order."""
 
+SPARE = 8
+"""Directions that must be left over, or nothing can be told from a vector's lying in a span."""
+
 _FLOAT32 = 4 * torch.finfo(torch.float32).eps
 """Largest rounding noise of a float32 gradient, relative to its largest singular value."""
 
-_TINY = 1e-9
-"""Singular values below this fraction of the largest are rounding of rounding: no gap there."""
+_TINY = 2e-3
+"""Singular values below this fraction of the rounding are rounding of rounding: no gap there."""
+
+_EDGE = 1.05
+"""Singular values of noise pass the edge of its spectrum by a few per cent at these sizes."""
 
 _ACTIVATION_ROUNDING = 2e-6
 """Relative float32 error of activations: the client's and ours differ by as much."""
@@ -42,11 +53,13 @@ class Span:
         basis_DR: Orthonormal, float64.
         singular_R: Singular values kept, the largest being 1.
         floor: The largest singular value dropped: the size of the noise.
+        exact: What was dropped is rounding, so that `excess` decides; else it only ranks.
     """
 
     basis_DR: Tensor
     singular_R: Tensor
     floor: float
+    exact: bool = True
 
     @property
     def rank(self) -> int:
@@ -77,25 +90,121 @@ class Span:
         basis_DS: Tensor = torch.linalg.qr(z_DS)[0]
         return basis_DS
 
+    def beside(self, known_MD: Tensor) -> "Span":
+        """Returns what the span adds to the span of known vectors, in their complement."""
+        known_DM = torch.linalg.qr(known_MD.double().T)[0]
+        rows_RD = self.singular_R[:, None] * self.basis_DR.T
+        rows_RD = rows_RD - (rows_RD @ known_DM) @ known_DM.T
+        _, s_R, vh_RD = torch.linalg.svd(rows_RD, full_matrices=False)
+        # What lies in the known span leaves its noise behind: about the floor.
+        rank = int((s_R > (10 if self.exact else 2) * self.floor).sum())
+        return Span(vh_RD[:rank].T.contiguous(), s_R[:rank], self.floor, self.exact)
 
-def row_space(gradients_OD: Sequence[Tensor]) -> Span | None:
-    """Returns the span of the rows of all gradients, or None where noise hides its end.
 
-    Each gradient counts with unit norm. The rank is where the spectrum falls most steeply into
-    float32 rounding; without such a fall (noise was added, or there are as many tokens as
-    dimensions) no subspace can be told.
+def margin(accepted: float, rejected: float) -> float | None:
+    """Returns how many times larger a rejected excess is; None if nothing was rejected.
+
+    An excess below 1 is that of rounding, and counts as 1.
     """
-    unit = [g.double() / g.double().norm() for g in gradients_OD if g.norm() > 0]
-    if not unit:
+    return rejected / max(accepted, 1.0) if math.isfinite(rejected) else None
+
+
+def row_space(gradients_OD: Sequence[Tensor], rounding: float = 0.0) -> Span | None:
+    """Returns the span of the rows of all gradients; None where it has no end.
+
+    Each gradient counts with unit norm, and the rank is where the spectrum falls most steeply
+    into float32 rounding. Without such a fall there is noise, or there are as many tokens as
+    dimensions: each gradient then counts in units of its own noise, and the rank is the number of
+    singular values that noise alone would not reach. None, if that leaves nothing over.
+
+    Args:
+        gradients_OD: Of matrices with the same input.
+        rounding: Relative size of their rounding, where it is more than float32's own.
+    """
+    rounding = max(rounding, _FLOAT32)
+    blocks = [g.double() for g in gradients_OD if g.norm() > 0]
+    if not blocks:
         return None
-    _, s_D, vh_DD = torch.linalg.svd(torch.cat(unit), full_matrices=False)
-    s_D = s_D / s_D[0]
-    clamped_D = s_D.clamp_min(_TINY)
-    falls = (clamped_D[:-1] / clamped_D[1:]).masked_fill(s_D[1:] > _FLOAT32, 0.0)
-    if not falls.any():
+    stacked_OD = torch.cat([g / g.norm() for g in blocks])
+    rows, width = stacked_OD.shape
+    columns = 64
+    while True:
+        s_R, basis_DR = _leading(stacked_OD, columns)
+        complete = len(s_R) == min(rows, width)
+        rank = _end(s_R, rounding)
+        # A sketch has to have some columns more than the rank.
+        if rank is not None and (complete or rank + SPARE <= len(s_R)) and rank + SPARE <= width:
+            return Span(basis_DR[:, :rank].contiguous(), s_R[:rank], float(s_R[rank]))
+        if complete:
+            return _noisy(blocks)
+        columns *= 2
+
+
+def _leading(matrix_OD: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+    """Returns the leading singular values, the largest being 1, and right vectors [D, R].
+
+    A random range finder (Halko et al. 2011), orthonormalised at every product, or small singular
+    values would be squared into rounding; with about as many columns as dimensions, all of them.
+    """
+    rows, width = matrix_OD.shape
+    if 2 * columns >= min(rows, width):
+        _, s_R, vh_RD = torch.linalg.svd(torch.linalg.qr(matrix_OD)[1], full_matrices=False)
+        return s_R / s_R[0], vh_RD.T
+    # Any test directions will do: these are the same in every call.
+    rng = torch.Generator().manual_seed(0)
+    test_CO = torch.randn(columns, rows, generator=rng, dtype=torch.float64).to(matrix_OD.device)
+    range_DC = torch.linalg.qr((test_CO @ matrix_OD).T)[0]
+    # Once to the outputs and back, each time orthonormalised: the span is as good as that of all.
+    range_OC = torch.linalg.qr(matrix_OD @ range_DC)[0]
+    range_DC, triangle_CC = torch.linalg.qr(matrix_OD.T @ range_OC)
+    u_CR, s_R, _ = torch.linalg.svd(triangle_CC)
+    return s_R / s_R[0], range_DC @ u_CR
+
+
+def _end(s_R: Tensor, rounding: float) -> int | None:
+    """Returns where a falling spectrum drops most steeply into rounding, None if it does not."""
+    clamped_R = s_R.clamp_min(_TINY * rounding)
+    falls = (clamped_R[:-1] / clamped_R[1:]).masked_fill(s_R[1:] > rounding, 0.0)
+    return int(falls.argmax()) + 1 if falls.any() else None
+
+
+def _noisy(blocks_OD: Sequence[Tensor]) -> Span | None:
+    """Returns the span of what stands above the noise, None if nothing or everything does."""
+    scaled_OD = torch.cat([_in_units_of_noise(g) for g in blocks_OD])
+    rows, width = scaled_OD.shape
+    _, s_R, vh_RD = torch.linalg.svd(torch.linalg.qr(scaled_OD)[1], full_matrices=False)
+    edge = _EDGE * max(1.0, _noise(s_R, rows, width)) * (rows**0.5 + width**0.5)
+    rank = int((s_R > edge).sum())
+    if not 0 < rank <= width - SPARE:
         return None
-    rank = int(falls.argmax()) + 1
-    return Span(vh_DD[:rank].T.contiguous(), s_D[:rank], float(s_D[rank]))
+    return Span(vh_RD[:rank].T.contiguous(), s_R[:rank] / s_R[0], float(edge / s_R[0]), exact=False)
+
+
+def _in_units_of_noise(gradient_OD: Tensor) -> Tensor:
+    """Scales rows so that the noise has unit variance: rounding if they were rounded, else any."""
+    for dtype, digits, smallest in ((torch.bfloat16, 7, -133), (torch.float16, 10, -24)):
+        if torch.equal(gradient_OD.to(dtype).to(gradient_OD.dtype), gradient_OD):
+            # Half precision spaces numbers by their exponent; rounding is uniform in a space.
+            exponent_OD = torch.frexp(gradient_OD).exponent - 1.0
+            spacing_OD = torch.exp2((exponent_OD - digits).clamp_min(smallest))
+            return gradient_OD / (spacing_OD.square().mean(1, keepdim=True) / 12).sqrt()
+    return gradient_OD / _noise(torch.linalg.svdvals(gradient_OD), *gradient_OD.shape)
+
+
+def _noise(s_R: Tensor, rows: int, columns: int) -> float:
+    """Returns the standard deviation of the noise, from singular values in falling order.
+
+    It is that of the smallest rank whose remaining values noise alone explains: none of them
+    exceeds the edge that their own mean square implies.
+    """
+    tail_R = s_R.square().flip(0).cumsum(0).flip(0)
+    left_R = torch.arange(len(s_R), 0, -1, device=s_R.device)
+    # Beside a signal of rank r there is room for noise in r fewer rows and columns.
+    rows_R = left_R + abs(rows - columns)
+    sigma_R = (tail_R / (left_R * rows_R)).sqrt()
+    edge_R = _EDGE * sigma_R * (rows_R.double().sqrt() + left_R.double().sqrt())
+    first = int((s_R <= edge_R).nonzero()[0])
+    return float(sigma_R[first])
 
 
 def tokens_in_span(
@@ -108,19 +217,14 @@ def tokens_in_span(
     token, so the search ends after `patience` positions without one.
     """
     z_DS = span.null_sketch(32, rng).float()
-    token_VD = table.token_VD - table.token_VD.mean(-1, keepdim=True)
-    position_PD = table.position_PD - table.position_PD.mean(-1, keepdim=True)
-    gain_DS = table.norm.weight.detach()[:, None] * z_DS
-    token_VS, position_PS = token_VD @ gain_DS, position_PD @ gain_DS
-    shift_S = table.norm.bias.detach() @ z_DS
-    square_V = token_VD.square().mean(-1)
+    token_VD, position_PD, constant_CD = table.directions()
+    token_VS, position_PS = token_VD @ z_DS, position_PD @ z_DS
+    shift_S = constant_CD.sum(0) @ z_DS
+    everything_V = torch.arange(len(token_VD), device=token_VD.device)
 
     found: list[Tensor] = []
     for position in range(len(position_PD)):
-        p_D = position_PD[position]
-        # The LayerNorm's variance of e + p, without forming e + p for the whole vocabulary.
-        cross_V = token_VD @ p_D * (2 / span.width)
-        sigma_V = (square_V + cross_V + p_D.square().mean() + table.norm.eps).sqrt()
+        sigma_V = table.scale(everything_V, torch.full_like(everything_V, position))
         sketch_VS = (token_VS + position_PS[position]) / sigma_V[:, None] + shift_S
         nearest = sketch_VS.norm(dim=-1).topk(min(shortlist, len(token_VD)), largest=False).indices
         x_ND = table(nearest, torch.full_like(nearest, position))

@@ -5,7 +5,7 @@ A model is named by a hub id, a local folder, or `builtin/<name>`.
 
 import hashlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -25,6 +25,7 @@ from transformers import (
 from fedleak.errors import ConfigError
 from fedleak.models import builtin
 from fedleak.models.family import ModelFamily
+from fedleak.models.lora import Lora, adapt_
 from fedleak.plugins import discover
 
 CLASSIFICATION = "sequence-classification"
@@ -32,6 +33,22 @@ CAUSAL_LM = "causal-lm"
 
 _IGNORED = -100
 """The label that cross-entropy leaves out of its mean."""
+
+ClassLoss = Callable[[Tensor, Tensor], Tensor]
+"""(logits [B, C], classes [B] or class probabilities [B, C]) -> the mean loss."""
+
+
+def squared_error(logits_BC: Tensor, labels: Tensor) -> Tensor:
+    """Returns the mean squared difference of logits and one-hot classes, or probabilities."""
+    if labels.is_floating_point():
+        return F.mse_loss(logits_BC, labels)
+    return F.mse_loss(logits_BC, F.one_hot(labels, logits_BC.shape[-1]).to(logits_BC.dtype))
+
+
+CLASS_LOSSES: Mapping[str, ClassLoss] = {
+    "cross-entropy": F.cross_entropy,
+    "squared": squared_error,  # which DAGER's authors call Frobenius loss
+}
 
 
 @cache
@@ -41,13 +58,43 @@ def families() -> Mapping[str, ModelFamily]:
 
 
 @dataclass(frozen=True)
+class ModelSpec:
+    """All that decides a model, on whatever machine it is loaded.
+
+    Attributes:
+        name: A hub id, a local folder, or `builtin/<name>`.
+        task: "sequence-classification" or "causal-lm".
+        num_labels: Classes, for classification.
+        seed: For parameters that the checkpoint lacks: a new classifier, adapters.
+        loss: A key of `CLASS_LOSSES`.
+        lora: Adapters that are trained in place of the model; None trains all of it.
+    """
+
+    name: str
+    task: str
+    num_labels: int
+    seed: int = 0
+    loss: str = "cross-entropy"
+    lora: Lora | None = None
+
+
+@dataclass(frozen=True)
 class LanguageModel:
-    """A model as server, client and attacker all have it."""
+    """A model as server, client and attacker all have it.
+
+    Attributes:
+        module: The network.
+        tokenizer: Of its checkpoint.
+        family: Its architecture.
+        task: "sequence-classification" or "causal-lm".
+        class_loss: What a classifier is trained on.
+    """
 
     module: nn.Module
     tokenizer: Any
     family: ModelFamily
     task: str
+    class_loss: ClassLoss = F.cross_entropy
 
     @property
     def device(self) -> torch.device:
@@ -74,9 +121,13 @@ class LanguageModel:
         """Transformer blocks."""
         return int(self.module.config.num_hidden_layers)  # type: ignore[union-attr,arg-type]
 
+    def trained(self) -> dict[str, nn.Parameter]:
+        """Returns the parameters that are trained, by name; a tied one once."""
+        return {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+
     def parameters(self) -> dict[str, Tensor]:
-        """Returns the parameters by name, detached; a tied one once. These are what travels."""
-        return {name: p.detach() for name, p in self.module.named_parameters()}
+        """Returns the trained parameters, detached. These are what travels."""
+        return {name: p.detach() for name, p in self.trained().items()}
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Returns the token ids that a client feeds for each text."""
@@ -96,7 +147,7 @@ class LanguageModel:
 
 
 def load_parameters_(model: LanguageModel, tensors: Mapping[str, Tensor]) -> None:
-    """Copies `tensors` into the model, which must have exactly these parameters."""
+    """Copies `tensors` into the model, which must train exactly these parameters."""
     own = model.parameters()
     if own.keys() != tensors.keys():
         different = sorted(own.keys() ^ tensors.keys())
@@ -113,7 +164,7 @@ def batch_loss(
     *,
     embeds_BTD: Tensor | None = None,
 ) -> Tensor:
-    """Returns the mean cross-entropy that a client trains on; clients and attacks share it.
+    """Returns the mean loss that a client trains on; clients and attacks share it.
 
     Args:
         model: The model.
@@ -130,7 +181,7 @@ def batch_loss(
     )
     if model.task == CLASSIFICATION:
         assert labels is not None
-        return F.cross_entropy(logits, labels)
+        return model.class_loss(logits, labels)
     targets_BT = ids_BT.masked_fill(mask_BT == 0, _IGNORED)
     return F.cross_entropy(
         logits[:, :-1].flatten(0, 1), targets_BT[:, 1:].flatten(), ignore_index=_IGNORED
@@ -150,21 +201,33 @@ def pad(
     return ids_BT.to(device), mask_BT.to(device)
 
 
-def load(
-    name: str, task: str, num_labels: int, *, seed: int, weights: bool = True
-) -> LanguageModel:
+def load(spec: ModelSpec, *, weights: bool = True) -> LanguageModel:
     """Loads a model with its tokenizer.
 
     Args:
-        name: A hub id, a local folder, or `builtin/<name>`.
-        task: "sequence-classification" or "causal-lm".
-        num_labels: Classes, for classification.
-        seed: For parameters that the checkpoint lacks (a new classifier).
-        weights: False leaves them uninitialised, for a model that is filled from a broadcast.
+        spec: Which one.
+        weights: False leaves uninitialised what a broadcast fills: all that is trained.
 
     Raises:
-        ConfigError: No such model, or an architecture or task that is not supported.
+        ConfigError: No such model, or an architecture, task or adapter that is not supported.
     """
+    # What adapters are added to does not travel.
+    return _make(spec, checkpoint=weights or spec.lora is not None)
+
+
+def outline(spec: ModelSpec) -> LanguageModel:
+    """Returns a model with its tokenizer and its parameters' names, but without weights.
+
+    Raises:
+        ConfigError: No such model, or an architecture, task or adapter that is not supported.
+    """
+    with torch.device("meta"):
+        return _make(spec, checkpoint=False)
+
+
+def _make(spec: ModelSpec, *, checkpoint: bool) -> LanguageModel:
+    """Makes a model, with the weights of its checkpoint or with any."""
+    name, task = spec.name, spec.task
     source = _source(name)
     try:
         config = AutoConfig.from_pretrained(source)
@@ -182,21 +245,22 @@ def load(
             f"families {', '.join(sorted(families()))}"
         )
     if task == CAUSAL_LM and not family.causal:
+        causal = " or ".join(sorted(known for known, one in families().items() if one.causal))
         raise ConfigError(
             f"model.task = {task!r} needs a causal model, but {name!r} is a {config.model_type} "
-            f"encoder: set model.task = {CLASSIFICATION!r} or choose a gpt2 model"
+            f"encoder: set model.task = {CLASSIFICATION!r} or choose a {causal} model"
         )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     config.pad_token_id = tokenizer.pad_token_id
-    config.num_labels = num_labels
+    config.num_labels = spec.num_labels
     # Fused attention has no second derivative, and gradient matching needs one.
     config._attn_implementation = "eager"
     auto = AutoModelForCausalLM if task == CAUSAL_LM else AutoModelForSequenceClassification
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed would reseed GPUs too
+        torch.default_generator.manual_seed(spec.seed)  # torch.manual_seed would reseed GPUs too
         try:
-            if weights:
+            if checkpoint:
                 module = auto.from_pretrained(source, config=config, dtype=torch.float32)
             else:
                 module = auto.from_config(config, dtype=torch.float32)
@@ -204,8 +268,10 @@ def load(
             raise ConfigError(
                 f"model.name = {name!r} has weights that cannot be loaded: {_first_line(error)}"
             ) from error
+        if spec.lora is not None:
+            adapt_(module, spec.lora, family.classifier if task == CLASSIFICATION else ())
     module.eval()
-    return LanguageModel(module, tokenizer, family, task)
+    return LanguageModel(module, tokenizer, family, task, CLASS_LOSSES[spec.loss])
 
 
 def fingerprint(tensors: Mapping[str, Tensor]) -> str:

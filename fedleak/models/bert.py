@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from fedleak.models.family import FirstBlock, TokenTable, frozen_rows, heads
+from fedleak.models.family import FirstBlock, TokenTable, frozen_rows, heads, held, lora_a
 
 
 class Bert:
@@ -24,13 +24,20 @@ class Bert:
         stem = f"bert.encoder.layer.{layer}.attention.self"
         return tuple(f"{stem}.{part}.weight" for part in ("query", "key", "value"))
 
-    def attention_gradients(self, tensors: Mapping[str, Tensor], layer: int) -> list[Tensor]:
+    def projections(self, tensors: Mapping[str, Tensor], layer: int) -> dict[str, Tensor]:
         """Returns the gradients [O, I] that are there."""
-        return [tensors[name] for name in self.attention_parameters(layer) if name in tensors]
+        named = zip(("query", "key", "value"), self.attention_parameters(layer), strict=True)
+        return {part: tensors[name] for part, name in named if name in tensors}
+
+    def attention_gradients(self, tensors: Mapping[str, Tensor], layer: int) -> list[Tensor]:
+        """Returns the gradients [O, I] of weights and adapters that are there."""
+        adapters = map(lora_a, self.attention_parameters(layer))
+        return [*self.projections(tensors, layer).values(), *held(tensors, adapters)]
 
     def output_gradient(self, tensors: Mapping[str, Tensor], layer: int) -> Tensor | None:
-        """Returns the gradient [O, I] of the attention output matrix."""
-        return tensors.get(f"bert.encoder.layer.{layer}.attention.output.dense.weight")
+        """Returns the gradient [O, I] of the attention output matrix, or of its adapter."""
+        name = f"bert.encoder.layer.{layer}.attention.output.dense.weight"
+        return next(iter(held(tensors, (name, lora_a(name)))), None)
 
     def token_table(self, module: nn.Module) -> TokenTable:
         """Returns token and position rows; every token is of type 0, folded into the positions."""
@@ -53,7 +60,7 @@ class Bert:
             x_ND = table(ids_N, positions_N)
             return x_ND, x_ND
 
-        def project(x_ND: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        def project(x_ND: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             q, k, v = (f(x_ND) for f in (attention.query, attention.key, attention.value))
             return heads(q, num_heads), heads(k, num_heads), heads(v, num_heads)
 

@@ -25,6 +25,7 @@ from fedleak.errors import unknown
 BUILTIN: Mapping[str, str] = {
     "bert-tiny": "a lower-casing BERT of 4 layers and width 128, 2,000 tokens, random weights",
     "gpt2-tiny": "a GPT-2 of 4 layers and width 128, 2,000 tokens, random weights",
+    "llama-tiny": "a LLaMA of 4 layers and width 128, 2,000 tokens, random weights",
 }
 
 _SEED = 1
@@ -34,6 +35,7 @@ _LENGTH = 128
 _WIDTH = 128
 _LAYERS = 4
 _HEADS = 4
+_KEY_VALUE_HEADS = 2
 
 
 def folder(name: str) -> Path:
@@ -139,7 +141,58 @@ def _gpt2() -> tuple[Any, Any]:
     return tokenizer, _seeded(lambda: GPT2LMHeadModel(config))
 
 
-_MAKE: Mapping[str, Callable[[], tuple[Any, Any]]] = {"bert-tiny": _bert, "gpt2-tiny": _gpt2}
+def _llama() -> tuple[Any, Any]:
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    from transformers import LlamaConfig, LlamaForCausalLM, LlamaTokenizer
+
+    # Padding has its own token: its embedding is zeros, which those of real tokens must not be.
+    given = ["<unk>", "<s>", "</s>", "<pad>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    words = Tokenizer(models.BPE())
+    # LLaMA's own tokenizer does not split. Merges that were learned within words stay there.
+    words.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Metaspace(),
+            pre_tokenizers.Punctuation(),
+            pre_tokenizers.Digits(individual_digits=True),
+        ]
+    )
+    words.train_from_iterator(
+        _texts(),
+        trainers.BpeTrainer(
+            vocab_size=_VOCABULARY,
+            special_tokens=given,
+            initial_alphabet=[*string.ascii_letters, *string.digits, *string.punctuation],
+            show_progress=False,
+        ),
+    )
+    learned = json.loads(words.to_str())["model"]
+    tokenizer = LlamaTokenizer(
+        vocab=learned["vocab"],
+        merges=[tuple(pair) for pair in learned["merges"]],
+        pad_token="<pad>",
+        add_bos_token=True,
+        model_max_length=_LENGTH,
+    )
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=_WIDTH,
+        num_hidden_layers=_LAYERS,
+        num_attention_heads=_HEADS,
+        num_key_value_heads=_KEY_VALUE_HEADS,
+        intermediate_size=3 * _WIDTH,
+        max_position_embeddings=_LENGTH,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return tokenizer, _seeded(lambda: LlamaForCausalLM(config))
+
+
+_MAKE: Mapping[str, Callable[[], tuple[Any, Any]]] = {
+    "bert-tiny": _bert,
+    "gpt2-tiny": _gpt2,
+    "llama-tiny": _llama,
+}
 
 
 def _texts() -> list[str]:

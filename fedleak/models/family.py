@@ -1,10 +1,10 @@
 """What the rest of the library may ask of an architecture, whatever its size.
 
 Shapes: V vocabulary, P positions, N tokens, D hidden size, H heads, K head size, B sequences,
-T tokens of a sequence, O outputs and I inputs of a linear layer.
+T tokens of a sequence, O outputs and I inputs of a linear layer, R rank of an adapter.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -12,20 +12,72 @@ import torch
 from torch import Tensor, nn
 
 
-class TokenTable(NamedTuple):
-    """The input of the first attention layer, per (token, position) pair.
+class Directions(NamedTuple):
+    """What first attention inputs are made of, up to a scale that tokens and position decide.
 
-    It is `norm(token_VD[v] + position_PD[p])`, so it depends on nothing else in the batch.
+    The input of token v at position p is `(token_VD[v] + position_PD[p]) / sigma + constant`.
+
+    Attributes:
+        token_VD: A row per token.
+        position_PD: A row per position; [0, D] where the input has no position in it.
+        constant_CD: The norm's bias [1, D]; [0, D] where it has none, or only zeros.
     """
 
     token_VD: Tensor
     position_PD: Tensor
-    norm: nn.LayerNorm
+    constant_CD: Tensor
+
+
+class TokenTable(NamedTuple):
+    """The input of the first attention layer, per (token, position) pair.
+
+    It is `norm(token_VD[v] + position_PD[p])`, so it depends on nothing else in the batch.
+
+    Attributes:
+        token_VD: A row per token.
+        position_PD: A row per position; None of a rotary model, whose input has no position in it.
+        norm: A LayerNorm or an RMSNorm.
+        rms_eps: What an RMSNorm adds to the mean square; None of a LayerNorm, which has its own.
+    """
+
+    token_VD: Tensor
+    position_PD: Tensor | None
+    norm: nn.Module
+    rms_eps: float | None = None
 
     def __call__(self, ids_N: Tensor, positions_N: Tensor) -> Tensor:
         """Returns the attention inputs [N, D] of tokens at positions."""
-        x_ND: Tensor = self.norm(self.token_VD[ids_N] + self.position_PD[positions_N])
+        x_ND: Tensor = self.norm(self.embed(ids_N, positions_N))
         return x_ND
+
+    def embed(self, ids_N: Tensor, positions_N: Tensor) -> Tensor:
+        """Returns what the norm is applied to [N, D]."""
+        if self.position_PD is None:
+            return self.token_VD[ids_N]
+        return self.token_VD[ids_N] + self.position_PD[positions_N]
+
+    def directions(self) -> Directions:
+        """Returns the rows as the norm scales and shifts them, before it divides."""
+        gain_D = self.norm.get_parameter("weight").detach()
+        none_0D = self.token_VD.new_empty(0, len(gain_D))
+        shift_D = dict(self.norm.named_parameters()).get("bias")
+        return Directions(
+            gain_D * self._centred(self.token_VD),
+            none_0D if self.position_PD is None else gain_D * self._centred(self.position_PD),
+            none_0D if shift_D is None or not shift_D.any() else shift_D.detach()[None],
+        )
+
+    def scale(self, ids_N: Tensor, positions_N: Tensor) -> Tensor:
+        """Returns sigma [N]: what the norm divides each pair's sum of rows by."""
+        square_N = self._centred(self.embed(ids_N, positions_N)).square().mean(-1)
+        if self.rms_eps is not None:
+            return (square_N + self.rms_eps).sqrt()
+        assert isinstance(self.norm, nn.LayerNorm)
+        return (square_N + self.norm.eps).sqrt()
+
+    def _centred(self, rows_ND: Tensor) -> Tensor:
+        """Returns rows [N, D] less what the norm takes from them: an RMSNorm takes nothing."""
+        return rows_ND if self.rms_eps is not None else rows_ND - rows_ND.mean(-1, keepdim=True)
 
 
 @dataclass(frozen=True)
@@ -36,14 +88,19 @@ class FirstBlock:
         num_heads: H.
         enter: (ids_N, positions_N) -> the residual stream [N, D] that enters the block, and the
             attention input [N, D] made from it.
-        project: attention inputs [N, D] -> queries, keys and values, each [N, H, K].
-        leave: (residual [N, D], mixed values [N, D]) -> inputs [N, D] of the next attention.
+        project: (attention inputs [N, D], positions_N) -> queries, keys and values, each
+            [N, H, K]: rotated to their positions, and repeated where query heads share them.
+        leave: (residual [N, D], mixed values [N, H K]) -> inputs [N, D] of the next attention.
+        rotate: (x_NHK, positions_N) -> x_NHK, rotated by as many positions, which may be negative;
+            queries and keys at a position are those of position 0, rotated. None where the model
+            is not rotary.
     """
 
     num_heads: int
     enter: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-    project: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
+    project: Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
     leave: Callable[[Tensor, Tensor], Tensor]
+    rotate: Callable[[Tensor, Tensor], Tensor] | None = None
 
 
 class ModelFamily(Protocol):
@@ -52,26 +109,40 @@ class ModelFamily(Protocol):
     Attributes:
         model_type: The name that `config.model_type` has.
         causal: A token attends to earlier tokens only.
-        word_embedding, position_embedding: Parameter names.
+        word_embedding: Parameter name.
+        position_embedding: Parameter name; None where positions are rotations.
         classifier: Parameter names of the classification layer, weight first.
     """
 
     model_type: ClassVar[str]
     causal: ClassVar[bool]
     word_embedding: ClassVar[str]
-    position_embedding: ClassVar[str]
+    position_embedding: ClassVar[str | None]
     classifier: ClassVar[tuple[str, ...]]
 
     def attention_parameters(self, layer: int) -> tuple[str, ...]:
-        """Returns the names of the parameters that multiply the attention input of a layer."""
+        """Returns the weights that multiply the attention input of a layer, without adapters.
+
+        `lora_a` names their adapters.
+        """
+        ...
+
+    def projections(self, tensors: Mapping[str, Tensor], layer: int) -> dict[str, Tensor]:
+        """Returns those gradients [O, I] of "query", "key" and "value" that `tensors` holds."""
         ...
 
     def attention_gradients(self, tensors: Mapping[str, Tensor], layer: int) -> list[Tensor]:
-        """Returns those of the query, key and value gradients [O, I] that `tensors` holds."""
+        """Returns all gradients [O, I] there of what multiplies the attention input of a layer.
+
+        They are those of `projections`, and those of the adapters' first matrices.
+        """
         ...
 
     def output_gradient(self, tensors: Mapping[str, Tensor], layer: int) -> Tensor | None:
-        """Returns the gradient [O, I] of the attention output matrix, None if not there."""
+        """Returns the gradient [O, I] of the attention output matrix, or of its adapter's first.
+
+        None if neither is there.
+        """
         ...
 
     def token_table(self, module: nn.Module) -> TokenTable:
@@ -110,6 +181,31 @@ def heads(x_ND: Tensor, num_heads: int) -> Tensor:
 def frozen_rows(module: nn.Module, *names: str) -> tuple[Tensor, ...]:
     """Returns parameters by name, without their gradients."""
     return tuple(module.get_parameter(name).detach() for name in names)
+
+
+def lora_a(name: str) -> str:
+    """Returns the name, as peft has it, of the first matrix A [R, I] of a weight's adapter."""
+    return f"{name.removesuffix('.weight')}.lora_A.default.weight"
+
+
+def held(tensors: Mapping[str, Tensor], names: Iterable[str]) -> list[Tensor]:
+    """Returns the tensors of those names that are there."""
+    return [tensors[name] for name in names if name in tensors]
+
+
+def decode(
+    stack: nn.Module, mask_BT: Tensor, ids_BT: Tensor | None, embeds_BTD: Tensor | None
+) -> Tensor:
+    """Returns the last hidden states [B, T, D] of a decoder; the first token is at position 0."""
+    length = mask_BT.shape[1]
+    hidden_BTD: Tensor = stack(
+        input_ids=ids_BT,
+        inputs_embeds=embeds_BTD,
+        attention_mask=mask_BT,
+        position_ids=torch.arange(length, device=mask_BT.device).expand(len(mask_BT), length),
+        use_cache=False,
+    ).last_hidden_state
+    return hidden_BTD
 
 
 def pool_last(x_BTC: Tensor, mask_BT: Tensor) -> Tensor:

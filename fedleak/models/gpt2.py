@@ -7,10 +7,18 @@ transpose of what `nn.Linear` has. Only this file knows.
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 
-from fedleak.models.family import FirstBlock, TokenTable, frozen_rows, heads, pool_last
+from fedleak.models.family import (
+    FirstBlock,
+    TokenTable,
+    decode,
+    frozen_rows,
+    heads,
+    held,
+    lora_a,
+    pool_last,
+)
 
 
 class Gpt2:
@@ -26,15 +34,23 @@ class Gpt2:
         """Returns the one fused parameter."""
         return (f"transformer.h.{layer}.attn.c_attn.weight",)
 
-    def attention_gradients(self, tensors: Mapping[str, Tensor], layer: int) -> list[Tensor]:
+    def projections(self, tensors: Mapping[str, Tensor], layer: int) -> dict[str, Tensor]:
         """Returns the three gradients [O, I], cut out of the fused one."""
         (name,) = self.attention_parameters(layer)
-        return list(tensors[name].T.chunk(3)) if name in tensors else []
+        if name not in tensors:
+            return {}
+        return dict(zip(("query", "key", "value"), tensors[name].T.chunk(3), strict=True))
+
+    def attention_gradients(self, tensors: Mapping[str, Tensor], layer: int) -> list[Tensor]:
+        """Returns the gradients [O, I] that are there; the adapter has one matrix for all three."""
+        adapters = map(lora_a, self.attention_parameters(layer))
+        return [*self.projections(tensors, layer).values(), *held(tensors, adapters)]
 
     def output_gradient(self, tensors: Mapping[str, Tensor], layer: int) -> Tensor | None:
-        """Returns the gradient [O, I] of the attention output matrix."""
-        gradient_IO = tensors.get(f"transformer.h.{layer}.attn.c_proj.weight")
-        return None if gradient_IO is None else gradient_IO.T
+        """Returns the gradient [O, I] of the attention output matrix, or of its adapter."""
+        name = f"transformer.h.{layer}.attn.c_proj.weight"
+        # An adapter of a Conv1D is made of nn.Linear.
+        return tensors[name].T if name in tensors else tensors.get(lora_a(name))
 
     def token_table(self, module: nn.Module) -> TokenTable:
         """Returns token and position rows, and the LayerNorm before the first attention."""
@@ -51,10 +67,10 @@ class Gpt2:
         table = self.token_table(module)
 
         def enter(ids_N: Tensor, positions_N: Tensor) -> tuple[Tensor, Tensor]:
-            residual_ND = table.token_VD[ids_N] + table.position_PD[positions_N]
+            residual_ND = table.embed(ids_N, positions_N)
             return residual_ND, table.norm(residual_ND)
 
-        def project(x_ND: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        def project(x_ND: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             q, k, v = block.attn.c_attn(x_ND).chunk(3, dim=-1)
             return heads(q, num_heads), heads(k, num_heads), heads(v, num_heads)
 
@@ -79,14 +95,7 @@ class Gpt2:
         ids and so cannot pool word embeddings.
         """
         model: Any = module
-        length = mask_BT.shape[1]
-        hidden_BTD = model.transformer(
-            input_ids=ids_BT,
-            inputs_embeds=embeds_BTD,
-            attention_mask=mask_BT,
-            position_ids=torch.arange(length, device=mask_BT.device).expand(len(mask_BT), length),
-            use_cache=False,
-        ).last_hidden_state
+        hidden_BTD = decode(model.transformer, mask_BT, ids_BT, embeds_BTD)
         if hasattr(model, "score"):
             return pool_last(model.score(hidden_BTD), mask_BT)
         logits_BTV: Tensor = model.lm_head(hidden_BTD)

@@ -16,10 +16,20 @@ from fedleak.reconstruction import Reconstruction, Status
 from fedleak.streams import stream
 from fedleak.training import share
 
-QUICK = {"dlg": {"steps": 3}, "dager": {"searches": 2, "kicks": 2, "enumerate_up_to": 64}}
-KINDS = [("bert", CLASSIFICATION), ("gpt2", CLASSIFICATION), ("gpt2", CAUSAL_LM)]
+QUICK = {
+    "dlg": {"steps": 3},
+    "dager": {"searches": 2, "kicks": 2, "enumerate_up_to": 64},
+    "keyspan": {"beam": 2},
+}
+KINDS = [
+    ("bert", CLASSIFICATION),
+    ("gpt2", CLASSIFICATION),
+    ("gpt2", CAUSAL_LM),
+    ("llama", CLASSIFICATION),
+    ("llama", CAUSAL_LM),
+]
 GRANTS = [(), ("batch_size", "labels", "lengths")]
-KEYS = r"algorithm = |task = |update\.share|threat\.knows|model\.name"
+KEYS = r"algorithm = |task = |update\.share|threat\.knows|model\.name|kind = "
 
 
 @pytest.fixture(params=sorted(attacks.kinds()))
@@ -62,10 +72,15 @@ def run(attack, seen, model):
         assert answer.reason
         assert answer.sequences is None
         assert answer.tokens is None
+        assert not answer.verified
         return answer
     ids = [*(answer.tokens or ()), *(t for one in answer.sequences or () for t in one)]
     assert all(type(t) is int and 0 <= t < len(model.tokenizer) for t in ids)
     assert len(answer.evidence) == len(answer.sequences or ())
+    assert len(answer.margins) in (0, len(answer.evidence))
+    assert all(margin is None or margin >= 0 for margin in answer.margins)
+    if answer.verified:
+        assert len(answer.sequences) == seen.update.num_examples
     assert all(1 <= len(one) <= model.max_length for one in answer.sequences or ())
     assert sorted(answer.evidence) == list(answer.evidence)
     assert list(answer.tokens or ()) == sorted(set(answer.tokens or ()))
@@ -99,8 +114,10 @@ def test_an_honest_update_is_answered_well_twice_and_left_alone(attack, model, h
         ["embedding", "wte", "wpe"],
         ["word_embeddings", "wte"],
         ["position_embeddings", "wpe"],
-        ["query", "c_attn.weight"],
+        ["query", "c_attn.weight", "q_proj"],
+        ["key", "c_attn.bias", "k_proj"],
         ["layer.0.attention.self.value", "layer.1.attention.self.key", "h.*.c_attn.weight"],
+        ["layer.0.attention", "h.0.attn", "layers.0.self_attn"],
         ["classifier", "score", "ln_f"],
         ["LayerNorm.bias", "ln_1.bias"],
     ],

@@ -1,16 +1,22 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.nn import functional as F
 
+from fedleak import models
+from fedleak.attacks import Setting
 from fedleak.attacks.dlg import Dlg, _lengths, gradient_of, l2_distance, nearest_tokens
-from fedleak.models import pad
+from fedleak.models import CLASSIFICATION, ModelSpec, pad
+from fedleak.models.lora import Lora
 from fedleak.reconstruction import Status
 from fedleak.streams import stream
+from fedleak.training import share
 
 FAMILIES = ["bert", "gpt2"]
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(params=[*FAMILIES, "llama"])
 def at_truth(request, small, observe):
     """The observed gradients, and the dummy inputs that are the true ones."""
     model = small(request.param)
@@ -70,6 +76,8 @@ def test_padding_of_the_dummy_does_not_count(at_truth):
 
 def test_the_slope_of_the_distance_is_that_of_finite_differences(at_truth):
     model, target, matched, embeds, mask, classes = at_truth
+    if model.family.model_type == "llama":
+        pytest.skip("transformers computes its RMSNorm in float32, whatever the weights are")
     model.module.double()
     target = [t.double() for t in target]
     rng = stream(0, "directions")
@@ -119,6 +127,35 @@ def test_lengths_are_the_granted_ones_or_the_longest_for_each(small, observe, fa
     assert _lengths(truth.seen, model) == expected
     answer = Dlg(steps=2)(truth.seen, model, rng=stream(0, "dlg"))
     assert tuple(map(len, answer.sequences)) == expected
+
+
+def obstacle(model, seen, patterns):
+    update = share(seen.update, patterns)
+    return Dlg().obstacle(Setting.of(replace(seen, update=update), model))
+
+
+def test_positions_are_asked_for_where_they_can_be_sent(small, observe):
+    """An adapted model never sends them, whatever is shared, and a rotary one has none."""
+    whole, rotary = small("bert"), small("llama")
+    adapted = models.load(ModelSpec("builtin/bert-tiny", CLASSIFICATION, 2, lora=Lora(2, 4.0)))
+    needed, position = "'lengths' to threat.knows", "position_embeddings.weight to update.share"
+    for patterns in (["*"], ["classifier"], ["lora_"]):
+        seen = observe(adapted, 1).seen
+        assert obstacle(adapted, seen, patterns).endswith(needed)
+        assert obstacle(adapted, observe(adapted, 1, granted=["lengths"]).seen, patterns) is None
+    assert obstacle(rotary, observe(rotary, 1).seen, ["*"]).endswith(needed)
+    assert obstacle(rotary, observe(rotary, 1, granted=["lengths"]).seen, ["*"]) is None
+    said = obstacle(whole, observe(whole, 1).seen, ["classifier"])
+    assert needed in said
+    assert said.endswith(position)
+    assert obstacle(whole, observe(whole, 1).seen, ["*"]) is None
+
+
+def test_a_rotary_model_is_attacked_with_granted_lengths(small, observe):
+    model = small("llama")
+    truth = observe(model, 2, granted=("lengths",))
+    answer = Dlg(steps=2)(truth.seen, model, rng=stream(0, "dlg"))
+    assert tuple(map(len, answer.sequences)) == tuple(map(len, truth.sequences))
 
 
 def test_more_steps_come_nearer_and_a_short_text_is_found(small, observe):

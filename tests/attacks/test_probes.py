@@ -1,13 +1,15 @@
 import itertools
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.nn import functional as F
 
-from fedleak.attacks.probes import Probes, _round_to_sum
-from fedleak.models import CAUSAL_LM, CLASSIFICATION
+from fedleak.attacks.probes import Probes, _round_to_sum, class_shares
+from fedleak.models import CAUSAL_LM, CLASSIFICATION, squared_error
 from fedleak.observation import UpdateKind
 from fedleak.reconstruction import Status
 from fedleak.streams import stream
@@ -76,15 +78,64 @@ def test_label_counts_of_a_batch_are_exact_at_a_bias(small, observe, texts):
         assert answer.facts["label_counts"] == [labels.count(c) for c in range(3)]
 
 
+@pytest.mark.parametrize("labels", [[0, 0, 0, 0], [0, 1, 2, 2], [2, 1, 2, 2, 2, 1]])
+def test_label_counts_are_exact_under_the_squared_error_too(small, observe, texts, labels):
+    model = replace(small("bert"), class_loss=squared_error)
+    model.module.classifier.weight.data *= 0.01
+    seen = observe(model, texts[: len(labels)], labels).seen
+    bias = model.module.classifier.bias.detach()
+    counts = [labels.count(c) for c in range(3)]
+    # The logits are all but the bias, so this is what the gradient must hold.
+    expected = 2 / 3 * (bias - torch.tensor(counts) / len(labels))
+    torch.testing.assert_close(seen.update.tensors["classifier.bias"], expected, atol=0.01, rtol=0)
+    assert probe(model, seen).facts["label_counts"] == counts
+
+
+@given(
+    st.sampled_from([F.cross_entropy, squared_error]),
+    st.integers(2, 5),
+    st.integers(1, 6),
+    st.integers(0, 10**6),
+)
+def test_shares_of_classes_are_those_of_the_formula_of_each_loss(bert_tiny, loss, c, b, seed):
+    rng = torch.Generator().manual_seed(seed)
+    logits = torch.randn(b, c, generator=rng, dtype=torch.float64).requires_grad_()
+    labels = torch.randint(c, (b,), generator=rng)
+    model = replace(bert_tiny, module=SimpleNamespace(config=SimpleNamespace(num_labels=c)))
+    model = replace(model, class_loss=loss)
+    pull = torch.autograd.grad(loss(logits, labels), logits)[0].sum(0)
+    shares = class_shares(model, logits.detach(), pull)
+    mean = logits.softmax(-1).mean(0) if loss is F.cross_entropy else logits.mean(0)
+    formula = mean - pull if loss is F.cross_entropy else mean - c / 2 * pull
+    torch.testing.assert_close(shares, formula.detach())
+    torch.testing.assert_close(shares, F.one_hot(labels, c).double().mean(0))
+
+
+def test_one_label_without_a_bias_is_told_under_cross_entropy_alone(small, observe, texts):
+    """Under the squared error the rows of several classes may point away from the others."""
+    model = replace(small("gpt2"), class_loss=squared_error)
+    for text, label in itertools.product(texts[:3], range(3)):
+        assert "label_counts" not in probe(model, observe(model, [text], [label]).seen).facts
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_rotary_positions_tell_no_length(small, observe, batch):
+    model = small("llama")
+    truth = observe(model, batch)
+    answer = probe(model, truth.seen)
+    assert set(answer.tokens) == {token for one in truth.sequences for token in one}
+    assert "longest_sequence" not in answer.facts
+
+
 @pytest.mark.parametrize(("family", "task"), KINDS)
-def test_the_token_budget_is_the_rank_used_and_the_rank_there_is(small, observe, family, task):
+def test_the_budget_is_the_rank_used_and_the_rank_there_is(small, observe, family, task):
     model = small(family, task, width=48)
     truth = observe(model, 2, max_length=7)
     counted = [one[:-1] if task == CAUSAL_LM else one for one in truth.sequences]
     pairs = {pair for one in counted for pair in enumerate(one)}
-    assert probe(model, truth.seen).diagnostics["token_budget"] == [len(pairs), 48]
+    assert probe(model, truth.seen).diagnostics["budget"] == [len(pairs), 48]
     many = observe(model, 4)
-    assert probe(model, many.seen).diagnostics["token_budget"] == [None, 48]
+    assert probe(model, many.seen).diagnostics["budget"] == [None, 48]
 
 
 def test_no_classes_are_counted_where_there_are_none(small, observe):

@@ -12,7 +12,7 @@ from fedleak import models, pipeline
 from fedleak.config import parse
 from fedleak.store import Key
 from fedleak.streams import stream_seed
-from fedleak.training import local_update_, matching
+from fedleak.training import from_wire, local_update_, matching
 from server.inline import InlineGrid
 
 TABLE = {
@@ -95,7 +95,7 @@ def test_beside_the_update_there_are_three_numbers(reply_of, bert_tiny):
 def test_the_vault_holds_what_the_update_was_made_of(reply_of, round):
     content, run = reply_of(1, round=round, vault=True)
     truth = run.read_truth(Key(round, 1))
-    model = models.load("builtin/bert-tiny", models.CLASSIFICATION, 2, seed=0)
+    model = models.load(models.ModelSpec("builtin/bert-tiny", models.CLASSIFICATION, 2))
     experiment = parse(TABLE)
     again = local_update_(
         model,
@@ -165,6 +165,28 @@ def test_the_order_of_defenses_is_that_of_the_file(reply_of):
     last = tensors(reply_of(defense=[NOISE, mask])[0])["classifier.weight"]
     assert not (first == 0).any()
     assert (last == 0).any()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_cast_update_takes_half_the_bytes_and_arrives_rounded(reply_of, dtype):
+    plain = reply_of()[0]
+    content = reply_of(defense=[{"kind": "cast", "dtype": dtype}], update={"share": ["layer.1"]})[0]
+    half = from_wire(tensors(content))
+    assert list(half) == matching(tensors(plain), ["layer.1"])
+    assert equal(half, {n: tensors(plain)[n].to(getattr(torch, dtype)) for n in half})
+    name = "bert.encoder.layer.1.attention.self.query.weight"
+    arrays = [one.array_records["update"][name] for one in (content, plain)]
+    header = 128  # numpy's
+    assert 2 * (len(arrays[0].data) - header) == len(arrays[1].data) - header == 4 * 128**2
+
+
+def test_noise_after_a_cast_is_in_its_precision_and_before_it_too(reply_of):
+    cast, name = {"kind": "cast", "dtype": "bfloat16"}, "classifier.weight"
+    plain = tensors(reply_of()[0])[name]
+    for defense in ([cast, NOISE], [NOISE, cast]):
+        noisy = from_wire(tensors(reply_of(defense=defense)[0]))[name]
+        assert noisy.dtype == torch.bfloat16
+        assert 0.005 < (noisy.float() - plain).std() < 0.015
 
 
 def test_the_vault_knows_the_scale_of_all_noise_together(reply_of):

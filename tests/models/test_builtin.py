@@ -20,7 +20,7 @@ from transformers import (
 from fedleak.models import builtin
 from fedleak.notes import notes
 
-BERT, GPT2 = "bert-tiny", "gpt2-tiny"
+BERT, GPT2, LLAMA = "bert-tiny", "gpt2-tiny", "llama-tiny"
 TEXTS = [note.text for note in notes(1_000, seed=3)]
 
 
@@ -31,7 +31,7 @@ def folders(tmp_path_factory) -> Iterator[dict[str, Path]]:
         yield {name: builtin.folder(name) for name in builtin.BUILTIN}
 
 
-@pytest.fixture(params=[BERT, GPT2])
+@pytest.fixture(params=[BERT, GPT2, LLAMA])
 def made(request, folders) -> SimpleNamespace:
     path = folders[request.param]
     return SimpleNamespace(
@@ -55,7 +55,7 @@ def start(cache: Path, code: str) -> subprocess.Popen[str]:
 
 
 def test_every_model_that_is_listed_can_be_made(folders):
-    assert set(folders) == {BERT, GPT2}
+    assert set(folders) == {BERT, GPT2, LLAMA}
     for name, path in folders.items():
         assert path.name.startswith(name + "-")
         assert {"config.json", "model.safetensors", "tokenizer.json"} <= contents(path).keys()
@@ -70,7 +70,7 @@ def test_a_second_call_makes_nothing(made, monkeypatch):
     def fail():
         raise AssertionError("made again")
 
-    monkeypatch.setattr(builtin, "_MAKE", {BERT: fail, GPT2: fail})
+    monkeypatch.setattr(builtin, "_MAKE", {BERT: fail, GPT2: fail, LLAMA: fail})
     monkeypatch.setenv("FEDLEAK_CACHE", str(made.path.parent))
     assert builtin.folder(made.name) == made.path
 
@@ -168,11 +168,32 @@ def test_special_tokens_of_gpt2(folders):
     assert 0 not in tokenizer("Call me.")["input_ids"]
 
 
+def test_special_tokens_of_llama(folders):
+    tokenizer = AutoTokenizer.from_pretrained(folders[LLAMA])
+    config = AutoConfig.from_pretrained(folders[LLAMA])
+    assert set(tokenizer.all_special_tokens) == {"<unk>", "<s>", "</s>", "<pad>"}
+    assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (1, 2, 3)
+    assert tokenizer.convert_tokens_to_ids(["<unk>", "<s>", "</s>", "<pad>"]) == [0, 1, 2, 3]
+    ids = tokenizer("Call me\n.")["input_ids"]
+    assert tokenizer.convert_ids_to_tokens(ids) == ["<s>", "▁Call", "▁me", "<0x0A>", "."]
+
+
+def test_heads_of_llama_share_keys_and_values(folders):
+    weights = load_file(folders[LLAMA] / "model.safetensors")
+    stem = "model.layers.0.self_attn"
+    shapes = [tuple(weights[f"{stem}.{part}_proj.weight"].shape) for part in "qkv"]
+    assert shapes == [(128, 128), (64, 128), (64, 128)]
+    assert not torch.equal(weights["lm_head.weight"], weights["model.embed_tokens.weight"])
+    # A row of zeros is no direction: only padding, which no attention reads, may be one.
+    zero = (weights["model.embed_tokens.weight"] == 0).all(1).nonzero().flatten().tolist()
+    assert zero == [3]
+
+
 def test_decoding_gives_the_text_back(made):
     for text in [*TEXTS, "Wholly other words: zebrafish & quartz @ 100%!"]:
         ids = made.tokenizer(text)["input_ids"]
         decoded = made.tokenizer.decode(ids, skip_special_tokens=True)
-        if made.name == GPT2:
+        if made.name != BERT:
             assert decoded == text
         else:
             assert made.tokenizer.unk_token_id not in ids
@@ -200,6 +221,8 @@ def test_tokens_are_words_or_large_parts_of_words(made):
         (BERT, AutoModelForSequenceClassification),
         (GPT2, AutoModelForSequenceClassification),
         (GPT2, AutoModelForCausalLM),
+        (LLAMA, AutoModelForSequenceClassification),
+        (LLAMA, AutoModelForCausalLM),
     ],
 )
 def test_each_head_loads_onto_the_saved_weights(folders, name, auto):
@@ -207,8 +230,9 @@ def test_each_head_loads_onto_the_saved_weights(folders, name, auto):
     assert model.dtype == torch.float32
     loaded = {key: value for key, value in model.base_model.state_dict().items()}
     saved = {
-        key.removeprefix("transformer."): value
+        key.removeprefix("transformer.").removeprefix("model."): value
         for key, value in load_file(folders[name] / "model.safetensors").items()
+        if key != "lm_head.weight"
     }
     assert loaded.keys() == saved.keys()
     assert all(torch.equal(loaded[key], saved[key]) for key in saved)

@@ -1,5 +1,6 @@
 import json
 import math
+import sys
 
 import pytest
 import torch
@@ -7,21 +8,74 @@ from transformers import DistilBertConfig
 
 from fedleak import models
 from fedleak.errors import ConfigError
-from fedleak.models import CAUSAL_LM, CLASSIFICATION, batch_loss, pad
+from fedleak.models import CAUSAL_LM, CLASSIFICATION, ModelSpec, batch_loss, pad
+from fedleak.models.family import lora_a
+from fedleak.models.lora import Lora, adapt_
 
-KINDS = [("bert", CLASSIFICATION), ("gpt2", CLASSIFICATION), ("gpt2", CAUSAL_LM)]
+FAMILIES = ("bert", "gpt2", "llama")
+OUTPUT = {
+    "bert": "bert.encoder.layer.0.attention.output.dense.weight",
+    "gpt2": "transformer.h.0.attn.c_proj.weight",
+    "llama": "model.layers.0.self_attn.o_proj.weight",
+}
+YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0}
+KINDS = {
+    "bert": ("bert", CLASSIFICATION, {}),
+    "gpt2": ("gpt2", CLASSIFICATION, {}),
+    "gpt2-lm": ("gpt2", CAUSAL_LM, {"activation_function": "relu"}),
+    "llama": ("llama", CLASSIFICATION, {}),
+    "llama-lm": ("llama", CAUSAL_LM, {"kv_heads": 1}),
+    "llama-lm-other": (
+        "llama",
+        CAUSAL_LM,
+        {
+            "kv_heads": 4,
+            "head_dim": 12,  # 4 heads are wider than the residual stream
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "rope_parameters": YARN,  # scales cosine and sine
+        },
+    ),
+}
+RANK = 4
 
 
-@pytest.fixture(params=KINDS, ids=lambda kind: "-".join(kind))
-def model(request, small):
-    return small(*request.param, layers=3)
+def with_adapters_(model):
+    """Adds LoRA adapters, B not zero, to every attention projection."""
+    targets = {
+        "bert": ("query", "key", "value", "attention.output.dense"),
+        "gpt2": ("c_attn", "attn.c_proj"),
+        "llama": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    }
+    rng = torch.Generator().manual_seed(0)
+    adapt_(model.module, Lora(RANK, 8.0, targets[model.family.model_type]), ())
+    for parameter in model.parameters().values():
+        parameter.copy_(0.3 * torch.randn(parameter.shape, generator=rng))
+    model.module.eval()
+
+
+@pytest.fixture(params=KINDS)
+def plain(request, small):
+    family, task, options = KINDS[request.param]
+    return small(family, task, layers=3, **options)
+
+
+@pytest.fixture(params=["plain", "lora"])
+def model(request, plain):
+    if request.param == "lora":
+        with_adapters_(plain)
+    return plain
 
 
 @pytest.fixture
-def batch(model, texts):
+def batch(plain, texts):
     """Ids and mask of two sequences, 13 tokens in all: fewer than the width."""
-    long, short = model.encode(texts[:2])
-    return pad([long[:8], short[:5]], model.tokenizer.pad_token_id, model.device)
+    long, short = plain.encode(texts[:2])
+    return pad([long[:8], short[:5]], plain.tokenizer.pad_token_id, plain.device)
+
+
+def adapted(model):
+    return any("lora_A" in name for name, _ in model.module.named_parameters())
 
 
 def inputs_of(model, name, run):
@@ -36,8 +90,9 @@ def inputs_of(model, name, run):
 
 
 def gradients(model, ids, mask):
+    """Gradients of what is trained: with adapters, of those alone."""
     loss = batch_loss(model, ids, mask, torch.arange(len(ids)))
-    named = dict(model.module.named_parameters())
+    named = model.trained()
     found = torch.autograd.grad(loss, list(named.values()), materialize_grads=True)
     return dict(zip(named, found, strict=True))
 
@@ -53,39 +108,79 @@ def outside(rows, inputs):
 def test_rows_of_attention_gradients_are_combinations_of_inputs(model, batch, layer):
     ids, mask = batch
     tensors = gradients(model, ids, mask)
-    name = model.family.attention_parameters(layer)[0]
-    inputs = inputs_of(model, name, lambda: batch_loss(model, ids, mask, torch.arange(2)))
+    names = model.family.attention_parameters(layer)
+    inputs = inputs_of(model, names[0], lambda: batch_loss(model, ids, mask, torch.arange(2)))
     real = inputs[mask.bool()]
     found = model.family.attention_gradients(tensors, layer)
-    assert len(found) == 3
+    assert len(found) == (len(names) if adapted(model) else 3)
     for gradient in found:
-        assert gradient.shape == (model.hidden_size, model.hidden_size)
-        if gradient.norm() > 1e-9:  # of the last layer only the pooled token asks
-            assert outside(gradient, real) < 1e-4
-            assert outside(gradient.T, real) > 1e-2
+        assert gradient.shape[1] == model.hidden_size
+        assert outside(gradient, real) < 1e-4
+        assert outside(gradient, real[1:7]) > 1e-2  # without the pooled tokens
+
+
+@pytest.mark.parametrize("layer", [0, 2])
+def test_projections_are_the_gradients_of_queries_keys_and_values(plain, batch, layer):
+    ids, mask = batch
+    inputs, outputs, hooks = [], [], []
+
+    def record(_, args, output):
+        inputs.append(args[0])
+        outputs.append(output)
+
+    for name in plain.family.attention_parameters(layer):
+        owner = plain.module.get_submodule(name.rpartition(".")[0])
+        hooks.append(owner.register_forward_hook(record))
+    loss = batch_loss(plain, ids, mask, torch.arange(2))
+    for hook in hooks:
+        hook.remove()
+    slopes = torch.autograd.grad(loss, outputs, retain_graph=True)
+    expected = [
+        torch.einsum("bto,bti->oi", slope, x.detach())
+        for slope, x in zip(slopes, inputs, strict=True)
+    ]
+    if plain.family.model_type == "gpt2":  # one layer makes all three, in this order
+        width = plain.hidden_size
+        expected = [expected[0][at : at + width] for at in (0, width, 2 * width)]
+    found = plain.family.projections(gradients(plain, ids, mask), layer)
+    assert list(found) == ["query", "key", "value"]
+    for gradient, other in zip(found.values(), expected, strict=True):
+        assert other.norm() > 1e-9
+        torch.testing.assert_close(gradient, other, atol=1e-4 * other.norm().item(), rtol=1e-4)
 
 
 def test_rows_of_the_output_gradient_are_combinations_of_mixed_values(model, batch):
     ids, mask = batch
     tensors = gradients(model, ids, mask)
-    name = {
-        "bert": "bert.encoder.layer.0.attention.output.dense.weight",
-        "gpt2": "transformer.h.0.attn.c_proj.weight",
-    }[model.family.model_type]
+    name = OUTPUT[model.family.model_type]
     mixed = inputs_of(model, name, lambda: batch_loss(model, ids, mask, torch.arange(2)))
+    real = mixed[mask.bool()]
     gradient = model.family.output_gradient(tensors, 0)
-    assert outside(gradient, mixed[mask.bool()]) < 1e-4
-    assert outside(gradient.T, mixed[mask.bool()]) > 1e-2
+    assert gradient.shape == (RANK if adapted(model) else model.hidden_size, mixed.shape[-1])
+    assert outside(gradient, real) < 1e-4
+    assert outside(gradient, real[:6]) > 1e-2
     assert model.family.output_gradient({}, 0) is None
 
 
 def test_what_was_not_shared_is_not_there(model, batch):
     tensors = gradients(model, *batch)
-    names = model.family.attention_parameters(1)
-    assert model.family.attention_gradients({}, 1) == []
-    kept = {names[-1]: tensors[names[-1]]}
-    assert len(model.family.attention_gradients(kept, 1)) == 3 // len(names)
-    assert model.family.attention_gradients(kept, 0) == []
+    family = model.family
+    assert family.attention_gradients({}, 1) == []
+    assert family.projections({}, 1) == {}
+    names = family.attention_parameters(1)
+    shared = lora_a(names[-1]) if adapted(model) else names[-1]
+    kept = {shared: tensors[shared]}
+    assert family.attention_gradients(kept, 0) == []
+    assert family.projections(kept, 0) == {}
+    parts = ["query", "key", "value"] if len(names) == 1 else ["value"]
+    if adapted(model):
+        assert family.projections(kept, 1) == {}
+        (found,) = family.attention_gradients(kept, 1)
+        assert found is tensors[shared]
+        assert found.shape == (RANK, model.hidden_size)
+    else:
+        assert list(family.projections(kept, 1)) == parts
+        assert len(family.attention_gradients(kept, 1)) == len(parts)
 
 
 @torch.no_grad()
@@ -98,20 +193,99 @@ def test_the_token_table_is_the_first_attention_input(model, batch):
     torch.testing.assert_close(table(ids, positions), recorded, atol=1e-5, rtol=1e-4)
 
 
+# So large an eps that one forgotten, or taken from elsewhere, shows.
+EPS = {"bert": "layer_norm_eps", "gpt2": "layer_norm_epsilon", "llama": "rms_norm_eps"}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_directions_over_scale_are_the_first_attention_input(small, family):
+    model = small(family, **{EPS[family]: 1e-2})
+    ids = torch.arange(3 * 64) + 5
+    positions = torch.arange(64).repeat(3)
+    table = model.family.token_table(model.module)
+    token, position, constant = table.directions()
+    assert len(token) == len(model.tokenizer)
+    rows = token[ids] + (position[positions] if len(position) else 0)
+    sigma = table.scale(ids, positions)
+    assert sigma.shape == ids.shape
+    torch.testing.assert_close(
+        rows / sigma[:, None] + constant.sum(0), table(ids, positions), atol=1e-5, rtol=1e-5
+    )
+    assert len(position) == (0 if family == "llama" else model.max_length)
+    assert len(constant) == (0 if family == "llama" else 1)
+    for name, parameter in table.norm.named_parameters():
+        if name == "bias":
+            parameter.zero_()
+    assert table.directions().constant_CD.shape == (0, model.hidden_size)
+    assert not any(part.requires_grad for part in table.directions())
+
+
+def attended(model, ids, mask, monkeypatch):
+    """Returns first-layer queries, keys and values [B, T, H, K] of the model's own code."""
+    modeling = sys.modules[type(model.module).__module__]
+    whole, seen = modeling.eager_attention_forward, []
+
+    def record(module, query, key, value, *args, **kwargs):
+        seen.append((query, key, value))
+        return whole(module, query, key, value, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(modeling, "eager_attention_forward", record)
+        batch_loss(model, ids, mask, torch.arange(len(ids)))
+    num_heads = seen[0][0].shape[1]
+    return [x.repeat_interleave(num_heads // x.shape[1], 1).transpose(1, 2) for x in seen[0]]
+
+
+@torch.no_grad()
+def test_queries_keys_and_values_are_those_of_the_module(model, batch, monkeypatch):
+    ids, mask = batch
+    real = mask.bool()
+    positions = torch.arange(ids.shape[1]).expand_as(ids)[real]
+    block = model.family.first_block(model.module)
+    _, x = block.enter(ids[real], positions)
+    own = attended(model, ids, mask, monkeypatch)
+    for ours, theirs in zip(block.project(x, positions), own, strict=True):
+        assert ours.shape[1] == block.num_heads
+        torch.testing.assert_close(ours, theirs[real], atol=1e-5, rtol=1e-4)
+
+
 @torch.no_grad()
 def test_the_first_block_in_parts_is_the_whole_first_block(model, batch):
-    ids, mask = batch[0][:1], batch[1][:1]
+    ids, mask = batch
     name = model.family.attention_parameters(1)[0]
-    recorded = inputs_of(model, name, lambda: batch_loss(model, ids, mask, torch.arange(1)))[0]
+    recorded = inputs_of(model, name, lambda: batch_loss(model, ids, mask, torch.arange(2)))
     block = model.family.first_block(model.module)
-    residual, x = block.enter(ids[0], torch.arange(len(ids[0])))
-    q, k, v = (part.transpose(0, 1) for part in block.project(x))
-    scores = q @ k.transpose(1, 2) / math.sqrt(q.shape[-1])
-    if model.family.causal:
-        scores += torch.full_like(scores, -torch.inf).triu(1)
-    mixed = (scores.softmax(-1) @ v).transpose(0, 1).flatten(1)
-    assert q.shape == (block.num_heads, len(ids[0]), model.hidden_size // block.num_heads)
-    torch.testing.assert_close(block.leave(residual, mixed), recorded, atol=2e-5, rtol=1e-4)
+    for row, length in enumerate(mask.sum(1).tolist()):
+        positions = torch.arange(length)
+        residual, x = block.enter(ids[row, :length], positions)
+        q, k, v = (part.transpose(0, 1) for part in block.project(x, positions))
+        scores = q @ k.transpose(1, 2) / math.sqrt(q.shape[-1])
+        if model.family.causal:
+            scores += torch.full_like(scores, -torch.inf).triu(1)
+        mixed = (scores.softmax(-1) @ v).transpose(0, 1).flatten(1)
+        second = block.leave(residual, mixed)
+        torch.testing.assert_close(second, recorded[row, :length], atol=2e-5, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_a_position_rotates_queries_and_keys(plain):
+    block = plain.family.first_block(plain.module)
+    if plain.family.position_embedding is not None:
+        assert block.rotate is None
+        return
+    ids, positions = torch.arange(5, 25), torch.arange(20)
+    x = plain.family.token_table(plain.module)(ids, positions)
+    q, k, _ = block.project(x, torch.zeros_like(positions))
+    turned_q, turned_k, _ = block.project(x, positions)
+    assert (turned_q[1:] - q[1:]).flatten(1).norm(dim=1).min() > 1e-2
+    close = {"atol": 1e-5, "rtol": 1e-4}
+    torch.testing.assert_close(block.rotate(q, positions), turned_q, **close)
+    torch.testing.assert_close(block.rotate(turned_k, -positions), k, **close)
+    # Scores know positions by their difference alone, here of a query that comes first too.
+    scores = torch.einsum("nhk,nhk->nh", turned_q, turned_k.flip(0))
+    relative = block.rotate(q, positions - positions.flip(0))
+    torch.testing.assert_close(scores, torch.einsum("nhk,nhk->nh", relative, k.flip(0)), **close)
 
 
 @torch.no_grad()
@@ -140,32 +314,39 @@ def test_logits_are_those_of_transformers_and_padding_does_not_change_them(model
 def test_named_parameters_exist(model):
     family, own = model.family, dict(model.module.named_parameters())
     assert own[family.word_embedding].shape == (len(model.tokenizer), model.hidden_size)
-    assert own[family.position_embedding].shape == (model.max_length, model.hidden_size)
-    assert {n for layer in range(3) for n in family.attention_parameters(layer)} <= own.keys()
+    if family.position_embedding is None:
+        assert not [name for name in own if "position" in name]
+    else:
+        assert own[family.position_embedding].shape == (model.max_length, model.hidden_size)
+    names = {n for layer in range(3) for n in family.attention_parameters(layer)}
+    if adapted(model):
+        names = set(map(lora_a, names))
+        assert {own[name].shape for name in names} == {(RANK, model.hidden_size)}
+    assert names <= own.keys()
     if model.task == CLASSIFICATION:
         assert own[family.classifier[0]].shape == (model.num_labels, model.hidden_size)
         assert set(family.classifier) <= own.keys()
     assert models.families()[family.model_type] is family
 
 
-def test_encoded_texts_have_the_marks_that_training_needs(model):
+def test_encoded_texts_have_the_marks_that_training_needs(plain):
     text = "I told nobody"
-    (ids,) = model.encode([text])
-    tokenizer = model.tokenizer
-    if model.family.model_type == "bert":
-        assert (ids[0], ids[-1]) == (tokenizer.cls_token_id, tokenizer.sep_token_id)
-        text = text.lower()
-    elif model.task == CAUSAL_LM:
-        assert ids[-1] == tokenizer.eos_token_id
-    assert model.decode(ids) == text
-    assert model.decode([i for i in ids if i not in model.special_ids()]) == text
+    (ids,) = plain.encode([text])
+    tokenizer, family = plain.tokenizer, plain.family.model_type
+    content = [i for i in ids if i not in plain.special_ids()]
+    starts = {"bert": [tokenizer.cls_token_id], "gpt2": [], "llama": [tokenizer.bos_token_id]}
+    ends = {"bert": [tokenizer.sep_token_id], "gpt2": [], "llama": []}
+    end = [tokenizer.eos_token_id] if plain.task == CAUSAL_LM else ends[family]
+    assert ids == [*starts[family], *content, *end]
+    expected = text.lower() if family == "bert" else text
+    assert plain.decode(ids) == plain.decode(content) == expected
 
 
 # --- loading --------------------------------------------------------------------------------
 
 
 def test_a_model_filled_from_parameters_is_the_model(bert_tiny):
-    empty = models.load("builtin/bert-tiny", CLASSIFICATION, 2, seed=0, weights=False)
+    empty = models.load(ModelSpec("builtin/bert-tiny", CLASSIFICATION, 2), weights=False)
     own = bert_tiny.parameters()
     assert models.fingerprint(empty.parameters()) != models.fingerprint(own)
     models.load_parameters_(empty, own)
@@ -176,7 +357,8 @@ def test_a_model_filled_from_parameters_is_the_model(bert_tiny):
 
 def test_the_seed_decides_the_new_classifier(bert_tiny):
     one, same, other = (
-        models.load("builtin/bert-tiny", CLASSIFICATION, 2, seed=s).parameters() for s in (3, 3, 4)
+        models.load(ModelSpec("builtin/bert-tiny", CLASSIFICATION, 2, seed=s)).parameters()
+        for s in (3, 3, 4)
     )
     differ = {name for name in one if not torch.equal(one[name], other[name])}
     assert all(torch.equal(one[name], same[name]) for name in one)
@@ -187,7 +369,11 @@ def test_the_seed_decides_the_new_classifier(bert_tiny):
 @pytest.mark.parametrize(
     ("name", "task", "words"),
     [
-        ("builtin/bert-tiny", CAUSAL_LM, ["model.task", "causal-lm", "encoder", CLASSIFICATION]),
+        (
+            "builtin/bert-tiny",
+            CAUSAL_LM,
+            ["model.task", CLASSIFICATION, "encoder", "gpt2 or llama"],
+        ),
         ("builtin/bert-tyni", CLASSIFICATION, ["model.name", "bert-tyni", "'bert-tiny'"]),
         ("./no/such/folder", CLASSIFICATION, ["model.name", "./no/such/folder", "no such folder"]),
         ("nobody/no-model", CLASSIFICATION, ["model.name", "nobody/no-model", "builtin/bert-tiny"]),
@@ -195,7 +381,7 @@ def test_the_seed_decides_the_new_classifier(bert_tiny):
 )
 def test_a_model_that_cannot_be_loaded_is_refused(name, task, words):
     with pytest.raises(ConfigError) as caught:
-        models.load(name, task, 2, seed=0)
+        models.load(ModelSpec(name, task, 2))
     assert [word for word in words if word not in str(caught.value)] == []
     assert "\n" not in str(caught.value)
 
@@ -204,8 +390,8 @@ def test_another_family_is_refused_by_name(tmp_path, bert_tiny):
     bert_tiny.tokenizer.save_pretrained(tmp_path)
     config = json.loads(DistilBertConfig().to_json_string())
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match=r"family 'distilbert': choose one of .*bert, gpt2"):
-        models.load(str(tmp_path), CLASSIFICATION, 2, seed=0)
+    with pytest.raises(ConfigError, match=r"'distilbert': choose one of .*bert, gpt2, llama"):
+        models.load(ModelSpec(str(tmp_path), CLASSIFICATION, 2))
 
 
 def test_damaged_weights_are_refused(tmp_path, bert_tiny):
@@ -213,4 +399,4 @@ def test_damaged_weights_are_refused(tmp_path, bert_tiny):
     bert_tiny.module.config.save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"not a tensor")
     with pytest.raises(ConfigError, match=r"model\.name = .* weights that cannot be loaded"):
-        models.load(str(tmp_path), CLASSIFICATION, 2, seed=0)
+        models.load(ModelSpec(str(tmp_path), CLASSIFICATION, 2))

@@ -1,19 +1,24 @@
 import gc
 import shutil
 import weakref
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import pytest
 import torch
 
 from fedleak import audit, models, pipeline
-from fedleak.config import parse
+from fedleak.attacks.dlg import Dlg
+from fedleak.config import NamedAttack, parse
 from fedleak.errors import ConfigError, FedleakError
 from fedleak.federation import expected_captures
-from fedleak.models import CLASSIFICATION
-from fedleak.observation import UpdateKind
+from fedleak.models import CAUSAL_LM, CLASSIFICATION, LanguageModel, ModelSpec
+from fedleak.observation import Knowledge, ThreatModel, UpdateKind
+from fedleak.reconstruction import Reconstruction, Status
 from fedleak.store import Key, Run
 from fedleak.streams import stream_seed
 from fedleak.training import local_update_
+from fedleak.workers import Job, work
 from server import inline
 from server.strategy import CuriousServer
 
@@ -30,8 +35,10 @@ TABLE = {
 KEYS = [Key(1, 0), Key(1, 1), Key(2, 0), Key(2, 1)]
 
 
-def experiment_of(attacks=TABLE["attack"], **federation):
-    return parse(TABLE | {"federation": TABLE["federation"] | federation, "attack": attacks})
+def experiment_of(attacks=TABLE["attack"], *, model=TABLE["model"], defense=(), **federation):
+    federation = TABLE["federation"] | federation
+    tables = {"federation": federation, "attack": attacks, "model": model, "defense": [*defense]}
+    return parse(TABLE | tables)
 
 
 def whole(path, experiment):
@@ -96,7 +103,7 @@ def test_the_summary_of_a_finished_run_says_so(finished):
 
 def test_captures_are_gradients_of_the_truth_at_the_broadcast_and_add_up(finished):
     experiment = experiment_of()
-    model = models.load("builtin/bert-tiny", CLASSIFICATION, 2, seed=11)
+    model = models.load(ModelSpec("builtin/bert-tiny", CLASSIFICATION, 2, seed=11))
     fingerprint = models.fingerprint(model.parameters())
     assert finished.info()["model_fingerprint"] == fingerprint
     assert models.fingerprint(finished.read_broadcast(1)) == fingerprint
@@ -246,3 +253,115 @@ def test_one_update_is_in_memory_at_a_time(tmp_path, monkeypatch):
     trained(tmp_path / "run", experiment_of(clients=4, rounds=1))
     assert len(earlier) == 4
     assert set(alive) == {0}
+
+
+# --- adapters, and updates of half precision ------------------------------------------------
+
+
+def assert_followed(run, experiment, model, defend=lambda client, update: update):
+    """Checks every capture against training on the truth, and every model against the mean."""
+    rate = experiment.federation.learning_rate
+    for round in range(1, experiment.federation.rounds + 1):
+        before, after = run.read_broadcast(round), run.read_broadcast(round + 1)
+        captures = {k: run.read_capture(k).update for k in run.captures() if k.round == round}
+        for key, update in captures.items():
+            truth = run.read_truth(key)
+            models.load_parameters_(model, before)
+            again = local_update_(
+                model,
+                truth["sequences"],
+                truth["labels"] or [0] * len(truth["sequences"]),
+                experiment.local_training,
+                seed=stream_seed(11, "local", *key),
+            )
+            assert update.tensors.keys() == before.keys() == after.keys()
+            for name, value in defend(key.client, again).tensors.items():
+                assert update.tensors[name].dtype == value.dtype
+                assert torch.equal(update.tensors[name], value)
+        total = sum(update.num_examples for update in captures.values())
+        for name, value in before.items():
+            mean = sum(u.tensors[name].float() * u.num_examples for u in captures.values()) / total
+            step = mean if experiment.federation.algorithm == "fedavg" else -rate * mean
+            torch.testing.assert_close(after[name], value + step, atol=1e-7, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("model", "algorithm"),
+    [
+        ({"name": "builtin/bert-tiny"}, "fedsgd"),
+        ({"name": "builtin/bert-tiny", "loss": "squared"}, "fedavg"),
+        ({"name": "builtin/gpt2-tiny", "task": CAUSAL_LM}, "fedsgd"),
+        ({"name": "builtin/gpt2-tiny", "task": CAUSAL_LM}, "fedavg"),
+    ],
+)
+def test_with_adapters_only_they_and_the_classifier_are_sent(tmp_path, model, algorithm):
+    experiment = experiment_of(
+        [], model=model | {"lora": {"rank": 4}}, algorithm=algorithm, rounds=3, learning_rate=0.1
+    )
+    run = trained(tmp_path / "run", experiment)
+    fresh = models.load(experiment.model_spec(2))
+    names = fresh.parameters().keys()
+    assert all("lora_" in name or name.startswith("classifier.") for name in names)
+    assert models.fingerprint(run.read_broadcast(1)) == models.fingerprint(fresh.parameters())
+    # What was adapted does not travel, and decides the result all the same.
+    whole = models.fingerprint(dict(fresh.module.named_parameters()))
+    assert run.info()["model_fingerprint"] == whole
+    assert_followed(run, experiment, fresh)
+    for key in run.captures():
+        for name, value in run.read_capture(key).update.tensors.items():
+            # B is zero before the first step, and A learns nothing through it.
+            still = algorithm == "fedsgd" and key.round == 1 and "lora_A" in name
+            assert bool(value.any()) != still
+    before = content(run)
+    for lost in ("captures/r0002-c00.safetensors", "models/r0003.safetensors"):
+        (run.path / lost).unlink()
+    assert content(trained(run.path, experiment)) == before
+
+
+def test_the_attacks_know_a_model_with_adapters(tmp_path):
+    model = {"name": "builtin/bert-tiny", "loss": "squared", "lora": {"rank": 4}}
+    experiment = experiment_of([], model=model)
+    run = trained(tmp_path / "run", experiment)
+    looked: list[LanguageModel] = []
+
+    @dataclass(frozen=True)
+    class Look:
+        kind: ClassVar[str] = "look"
+        uses: ClassVar[frozenset[str]] = frozenset()
+
+        def obstacle(self, setting):
+            assert setting.shared == run.read_broadcast(1).keys()
+
+        def __call__(self, seen, model, *, rng):
+            looked.append(model)
+            return Reconstruction.none(Status.ABSTAINED, "")
+
+    def row_of(attack, knowledge):
+        named = NamedAttack("it", attack)
+        spec = experiment.model_spec(2)
+        job = Job(run.path, Key(2, 1), named, ThreatModel(), knowledge, spec, seed=0)
+        return work(job, "cpu")
+
+    row_of(Look(), Knowledge())
+    expected = models.load(experiment.model_spec(2))
+    models.load_parameters_(expected, run.read_broadcast(2))
+    found = dict(looked[0].module.named_parameters())
+    for name, value in expected.module.named_parameters():
+        assert torch.equal(found[name], value)
+    assert looked[0].class_loss is expected.class_loss is models.CLASS_LOSSES["squared"]
+    row = row_of(Dlg(steps=2), Knowledge(lengths=(8,)))
+    assert (row["status"], len(row["sequences"][0])) == (Status.RECOVERED, 8)
+
+
+def test_a_cast_is_captured_as_it_is_and_summed_in_float32(tmp_path):
+    dtypes = {0: "bfloat16", 1: "float16"}
+    defense = [{"kind": "cast", "dtype": d, "clients": [client]} for client, d in dtypes.items()]
+    experiment = experiment_of([], defense=defense)
+    run = trained(tmp_path / "run", experiment)
+
+    def defend(client, update):
+        dtype = getattr(torch, dtypes[client])
+        return replace(update, tensors={n: t.to(dtype) for n, t in update.tensors.items()})
+
+    assert_followed(run, experiment, models.load(experiment.model_spec(2)), defend)
+    assert {value.dtype for value in run.read_broadcast(3).values()} == {torch.float32}

@@ -165,10 +165,16 @@ def test_the_keeper_ends_orphans_and_removes_its_folder(tmp_path, monkeypatch, h
 # --- the whole ------------------------------------------------------------------------------
 
 
-def test_captures_and_models_are_those_of_the_inline_engine_to_the_bit(tmp_path, capfd):
+@pytest.mark.parametrize(
+    "model",
+    [{}, pytest.param({"lora": {"rank": 2}}, marks=pytest.mark.slow)],
+    ids=["whole", "adapters"],
+)
+def test_captures_and_models_are_those_of_the_inline_engine_to_the_bit(tmp_path, capfd, model):
     runs = {}
     for engine in (inline, simulation):
-        experiment = tiny(federation={"engine": engine.__name__.rpartition(".")[2]})
+        federation = {"engine": engine.__name__.rpartition(".")[2]}
+        experiment = tiny(federation=federation, model=model)
         runs[engine] = pipeline.prepare(experiment, tmp_path / engine.__name__)
         capfd.readouterr()
         engine.train(runs[engine], experiment)

@@ -1,0 +1,247 @@
+"""How many sentences `dager` and `keyspan` recover exactly, how many batches they prove, how fast.
+
+    python experiments/benchmarks/subspace_attacks.py [--rows NAME...]
+
+Prints a line per case and batch size, over batches of CoLA sentences in an order that the seed
+draws; no sentence is in two batches of a line. An attack sees what the server receives and is told
+no other fact.
+
+  gpt2-dager      GPT-2's architecture (12 x 768, random weights) and tokenizer, whole update
+  minilm-dager    MiniLM (6 x 384, pretrained), classifier, whole update
+  minilm-keyspan  the same
+  minilm-query    keyspan on the query matrix of layer 1 alone
+  gpt2-keyspan    as gpt2-dager
+
+The columns:
+
+  exact      sentences with equal token ids, special tokens aside, one to one; 95 % Wilson interval
+  bags       batches whose distinct tokens are exactly those that the attack names
+  proved     batches that the attack proves whole
+  seconds    of the attack alone, a batch: CPU time, or on a GPU the time that passed
+  w/o cert.  of the attack without its certificate, where that can be left out
+  margin     how many times worse than a certain sentence the best rejected one in its place is;
+             the smallest of all
+"""
+
+import argparse
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import torch
+from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
+
+from fedleak import data, models, training
+from fedleak.attacks import Attack
+from fedleak.attacks.dager import Dager
+from fedleak.attacks.keyspan import Keyspan
+from fedleak.metrics.intervals import share
+from fedleak.models import CAUSAL_LM, CLASSIFICATION, LanguageModel, ModelSpec
+from fedleak.observation import Knowledge, Observation, UpdateKind
+from fedleak.reconstruction import Reconstruction
+from fedleak.streams import stream
+
+MINILM, GPT2 = "minilm", "gpt2"
+QUERY = ["layer.0.attention.self.query.weight"]
+
+
+class Case(NamedTuple):
+    """An attack on one model. `shared`: patterns of what is sent; None is all."""
+
+    name: str
+    model: str
+    attack: Attack
+    batch_sizes: tuple[int, ...]
+    shared: list[str] | None = None
+
+
+CASES = (
+    Case("gpt2-dager", GPT2, Dager(), (1, 2, 4, 16, 32)),
+    Case("minilm-dager", MINILM, Dager(), (1, 2, 4)),
+    Case("minilm-keyspan", MINILM, Keyspan(), (1, 4, 8, 16, 32, 64)),
+    Case("minilm-query", MINILM, Keyspan(), (1, 4, 8, 16, 32), QUERY),
+    Case("gpt2-keyspan", GPT2, Keyspan(), (4, 16, 32)),
+)
+
+
+class Row(NamedTuple):
+    """A line of the table. None: the attack has no such thing."""
+
+    name: str
+    batches: int
+    sentences: int
+    exact: int
+    bags: int
+    proved: int
+    seconds: list[float]
+    seconds_without_certificate: list[float] | None
+    margin: float | None
+
+
+def main() -> None:
+    """Runs the benchmark."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    names = [f"{case.name}-{size}" for case in CASES for size in case.batch_sizes]
+    parser.add_argument(
+        "--rows", nargs="+", metavar="NAME", help="cases, or lines such as minilm-keyspan-8"
+    )
+    parser.add_argument("--batches", type=int, default=20, help="a line, if there are sentences")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cpu", help="or cuda")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument(
+        "--task", default=CAUSAL_LM, choices=[CAUSAL_LM, CLASSIFICATION], help="of GPT-2"
+    )
+    parser.add_argument("--assets", type=Path, default=os.environ.get("FEDLEAK_ASSETS"))
+    parser.add_argument("--json", type=Path, help="keep the rows in this file")
+    args = parser.parse_args()
+    if args.assets is None:
+        parser.error("say where models and data are: --assets, or FEDLEAK_ASSETS")
+    wanted = args.rows or names
+    for one in wanted:
+        if one not in names and one not in [case.name for case in CASES]:
+            parser.error(f"there is no row {one!r}: choose from {', '.join(names)}")
+    torch.set_num_threads(args.threads)
+    corpus = read_corpus(args.assets, args.seed)
+    loaded: dict[str, LanguageModel] = {}
+    rows: list[Row] = []
+    print(HEADING)
+    for case in CASES:
+        for size in case.batch_sizes:
+            if not {case.name, f"{case.name}-{size}"} & set(wanted):
+                continue
+            if case.model not in loaded:
+                loaded[case.model] = load(case.model, args)
+            rows.append(measure(case, loaded[case.model], corpus, size, args.batches, args.seed))
+            print(line(rows[-1]), flush=True)
+            if args.json:
+                kept = {"settings": vars(args), "rows": [row._asdict() for row in rows]}
+                args.json.write_text(json.dumps(kept, indent=1, default=str) + "\n")
+
+
+def load(name: str, args: argparse.Namespace) -> LanguageModel:
+    """Returns a model on its device; GPT-2's is made, from random numbers of the seed."""
+    if name == MINILM:
+        spec = ModelSpec(f"{args.assets}/models/minilm-l6-h384", CLASSIFICATION, 2, args.seed)
+        model = models.load(spec)
+    else:
+        with TemporaryDirectory() as folder:
+            torch.manual_seed(args.seed)
+            GPT2LMHeadModel(GPT2Config()).save_pretrained(folder)
+            tokenizer = AutoTokenizer.from_pretrained(f"{args.assets}/tokenizers/gpt2")
+            tokenizer.save_pretrained(folder)
+            model = models.load(ModelSpec(folder, args.task, 2, args.seed))
+    model.module.to(args.device)
+    return model
+
+
+def read_corpus(assets: Path, seed: int) -> data.Corpus:
+    """Returns all sentences of CoLA's out-of-domain set with their labels, in a drawn order."""
+    path = assets / "data/cola/out_of_domain_dev.tsv"
+    with path.open(encoding="utf-8") as file:
+        samples = sum(1 for _ in file)
+    drawn = data.read(
+        str(path), split="train", text=3, label=1, samples=samples, held_out=0, seed=seed
+    )
+    return drawn.train
+
+
+def measure(
+    case: Case, model: LanguageModel, corpus: data.Corpus, size: int, batches: int, seed: int
+) -> Row:
+    """Attacks batch after batch and scores the answers."""
+    ids = data.tokenise(corpus.texts, model.encode, limit=model.max_length, max_length=None)
+    local = training.LocalTraining(UpdateKind.GRADIENT, size, 1, 1e-4, False)
+    attack: Any = case.attack
+    bare = replace(attack, certify=False) if hasattr(attack, "certify") else None
+    exact = bags = proved = 0
+    seconds: list[float] = []
+    without: list[float] = []
+    margins: list[float] = []
+    batches = min(batches, len(ids) // size)
+    for batch in range(batches):
+        at = slice(batch * size, (batch + 1) * size)
+        update = training.local_update_(model, ids[at], corpus.labels[at], local, seed=seed)
+        if case.shared is not None:
+            update = training.share(update, case.shared)
+        seen = Observation(1, 0, update, Knowledge())
+        if batch == 0 and model.device.type != "cpu":
+            timed(attack, seen, model, seed, batch)  # the first call on a GPU loads its kernels
+        answer, taken = timed(attack, seen, model, seed, batch)
+        seconds.append(taken)
+        if bare is not None:
+            without.append(timed(bare, seen, model, seed, batch)[1])
+        special = model.special_ids()
+        truth, found = (
+            [tuple(t for t in one if t not in special) for one in sequences]
+            for sequences in (ids[at], (answer.sequences or ())[:size])
+        )
+        exact += (Counter(truth) & Counter(found)).total()
+        bags += set(answer.tokens or ()) - special == set(chain(*truth))
+        proved += answer.verified
+        margins += [margin for margin in answer.margins if margin is not None and margin >= 1]
+    return Row(
+        f"{case.name}-{size}",
+        batches,
+        batches * size,
+        exact,
+        bags,
+        proved,
+        seconds,
+        without or None,
+        min(margins, default=None),
+    )
+
+
+def timed(
+    attack: Attack, seen: Observation, model: LanguageModel, seed: int, batch: int
+) -> tuple[Reconstruction, float]:
+    """Returns an attack's answer and its seconds."""
+    clock: Callable[[], float] = time.process_time if model.device.type == "cpu" else _passed
+    start = clock()
+    answer = attack(seen, model, rng=stream(seed, attack.kind, batch))
+    return answer, clock() - start
+
+
+def _passed() -> float:
+    torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+HEADING = (
+    f"{'case':<18} {'batches':>7}  {'exact':<26} {'bags':>7} {'proved':>7}  "
+    f"{'seconds: mean':>13} {'max':>7} {'w/o cert.':>9} {'margin':>9}"
+)
+
+
+def line(row: Row) -> str:
+    """Returns a row as text, below HEADING."""
+    rate = share(row.exact, row.sentences)
+    exact = (
+        f"{row.exact}/{row.sentences} {rate.mean:.1%} [{100 * rate.low:.0f}, {100 * rate.high:.0f}]"
+    )
+    bags, proved = (f"{count}/{row.batches}" for count in (row.bags, row.proved))
+    bare = row.seconds_without_certificate
+    return (
+        f"{row.name:<18} {row.batches:>7}  {exact:<26} {bags:>7} {proved:>7}  "
+        f"{_mean(row.seconds):>13.2f} {max(row.seconds):>7.2f} "
+        f"{'-' if bare is None else format(_mean(bare), '.2f'):>9} "
+        f"{'-' if row.margin is None else format(row.margin, ',.0f'):>9}"
+    )
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+if __name__ == "__main__":
+    main()

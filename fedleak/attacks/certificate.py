@@ -1,0 +1,268 @@
+"""Certificates: what the model's own gradient proves of sequences that an attack found.
+
+The attacker has the model, so it can compute the gradient of any batch. It is linear in the
+sequences' logits, `G = sum_s sum_k kappa_sk dlogit_sk/dW`, and for a sequence that occurs m_c
+times with label c in a batch of B, `kappa_s = sum_c m_c dloss(logits_s, c)/dlogits / B`. So least
+squares gives kappa, and kappa the labels and multiplicities. A batch is proved when the gradient
+recomputed from all of it equals the observed one.
+
+Shapes: C classes.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedleak.models import CLASSIFICATION, LanguageModel, batch_loss, pad
+from fedleak.observation import Observation, UpdateKind
+
+WHOLE = 0.01
+"""How far from a whole number a multiplicity may be."""
+
+PRECISION = 1e-4
+"""Relative difference of two float32 computations of one gradient, with room."""
+
+_SMALL = 1e-3
+"""A tensor below this fraction of the update's norm is compared in units of it: some are zero."""
+
+
+class Units(NamedTuple):
+    """One sequence's gradient, before it is known how often and with which label it occurs.
+
+    Attributes:
+        ids: Its tokens.
+        logits_C: Its logits; None in next-token training, which needs no label.
+        gradients: For each logit its gradient, by parameter name; in next-token training one, that
+            of the sum of the loss over the sequence.
+    """
+
+    ids: tuple[int, ...]
+    logits_C: Tensor | None
+    gradients: list[dict[str, Tensor]]
+
+
+class Member(NamedTuple):
+    """A sequence of the batch.
+
+    Attributes:
+        ids: Its tokens.
+        weight: Its share of the batch's mean loss.
+        counts: How often it occurs with each label; None in next-token training, where only the
+            whole batch tells.
+    """
+
+    ids: tuple[int, ...]
+    weight: float
+    counts: tuple[int, ...] | None
+
+
+def as_gradient(seen: Observation) -> dict[str, Tensor]:
+    """Returns the update as a gradient in float32: a delta is divided by minus the learning rate.
+
+    After several local steps it is the sum of their gradients, at weights that moved in between.
+    """
+    tensors = {name: tensor.float() for name, tensor in seen.update.tensors.items()}
+    if seen.update.kind == UpdateKind.GRADIENT:
+        return tensors
+    scale = -1 / (seen.knowledge.learning_rate or 1.0)
+    return {name: scale * tensor for name, tensor in tensors.items()}
+
+
+def is_linear(seen: Observation) -> bool:
+    """Whether the update is one gradient of the model as it was broadcast."""
+    return seen.knowledge.local_steps in (None, 1) and not seen.knowledge.dropout
+
+
+def close(model: LanguageModel, ids: Sequence[int]) -> tuple[int, ...]:
+    """Returns the sequence as it was trained on: the last target is never an input that counts."""
+    end = () if model.task == CLASSIFICATION else (model.tokenizer.eos_token_id,)
+    return (*ids, *end)
+
+
+def units(
+    model: LanguageModel, sequences: Sequence[Sequence[int]], names: Sequence[str]
+) -> list[Units]:
+    """Returns the gradients of each sequence with respect to the parameters of these names."""
+    own = dict(model.module.named_parameters())
+    parameters = [own[name] for name in names]
+    closed = [close(model, ids) for ids in sequences]
+    found = []
+    with torch.enable_grad():
+        ids_BT, mask_BT = pad(closed, model.tokenizer.pad_token_id, model.device)
+        if model.task == CLASSIFICATION:
+            logits_BC = model.family.logits(model.module, mask_BT, ids_BT=ids_BT, embeds_BTD=None)
+            parts = [list(logits_C) for logits_C in logits_BC]
+        else:
+            logits_BC = None
+            parts = [
+                [batch_loss(model, ids_T[None], mask_T[None], None) * (mask_T.sum() - 1)]
+                for ids_T, mask_T in zip(ids_BT, mask_BT, strict=True)
+            ]
+        for i, ids in enumerate(sequences):
+            gradients = [
+                torch.autograd.grad(part, parameters, retain_graph=True, materialize_grads=True)
+                for part in parts[i]
+            ]
+            by_name = [dict(zip(names, one, strict=True)) for one in gradients]
+            logits_C = None if logits_BC is None else logits_BC[i].detach()
+            found.append(Units(tuple(ids), logits_C, by_name))
+    return found
+
+
+def member(model: LanguageModel, unit: Units, kappa_C: Tensor, batch_size: int) -> Member | None:
+    """Returns what kappa says of a sequence, None if no labels and multiplicity explain it.
+
+    The fewest occurrences count: with enough of them everything could be explained.
+    """
+    if unit.logits_C is None:
+        weight = float(kappa_C[0]) * (len(close(model, unit.ids)) - 1)
+        return Member(unit.ids, weight, None) if weight > 0 else None
+    classes = len(unit.logits_C)
+    labels_C = torch.arange(classes, device=kappa_C.device)
+    with torch.enable_grad():
+        each_CC = unit.logits_C.expand(classes, classes).detach().clone().requires_grad_()
+        # The loss is a mean over rows; its sum has in row c the pull of label c.
+        loss = model.class_loss(each_CC, labels_C) * classes
+        pull_CC = torch.autograd.grad(loss, each_CC)[0].double()
+    # The pulls of cross-entropy are linearly dependent, so the total has to be given.
+    system_CC = torch.cat([pull_CC.T, pull_CC.new_ones(1, classes)])
+    for total in range(1, batch_size + 1):
+        wanted_C1 = torch.cat([batch_size * kappa_C.double(), pull_CC.new_tensor([total])])[:, None]
+        counts_C = torch.linalg.lstsq(system_CC, wanted_C1).solution[:, 0]
+        whole_C = counts_C.round()
+        missed = (system_CC @ whole_C[:, None] - wanted_C1).abs().max()
+        if (whole_C >= 0).all() and (counts_C - whole_C).abs().max() < WHOLE and missed < WHOLE:
+            return Member(unit.ids, total / batch_size, tuple(int(n) for n in whole_C))
+    return None
+
+
+def explain(
+    model: LanguageModel, sequences: Sequence[tuple[int, ...]], seen: Observation
+) -> list[Member]:
+    """Returns how often, and with which labels, each sequence is in the batch; none if unknown.
+
+    Least squares over the units of all sequences, on the last parameters that were shared: their
+    gradients cost little more than a forward pass. Where the sequences do not explain the update,
+    beginnings of them are tried too: in a causal model one sequence may begin another.
+    """
+    observed = as_gradient(seen)
+    groups = [list(sequences)]
+    if model.family.causal:
+        begun = {ids[:length] for ids in sequences for length in range(1, len(ids))}
+        groups.append([*sequences, *sorted(begun.difference(sequences))])
+    for group in groups:
+        names = _last_parameters(model, observed, 4 * len(group) * max(model.num_labels, 1))
+        found = units(model, group, names)
+        columns = [_flat(gradient) for unit in found for gradient in unit.gradients]
+        system_XU, target_X = torch.stack(columns, 1), _flat({n: observed[n] for n in names})
+        if len(columns) > len(target_X):
+            return []
+        kappa_U = torch.linalg.lstsq(system_XU, target_X[:, None]).solution[:, 0]
+        rest = (target_X - system_XU @ kappa_U).norm() / target_X.norm()
+        if rest < precision(seen):
+            each = kappa_U.split(len(columns) // len(found))
+            batch_size = seen.update.num_examples
+            members = [
+                member(model, unit, kappa_C, batch_size)
+                for unit, kappa_C in zip(found, each, strict=True)
+                # A beginning need not be in the batch.
+                if unit.ids in sequences or kappa_C.abs().max() * batch_size > WHOLE
+            ]
+            return [one for one in members if one is not None]
+    return []
+
+
+def _last_parameters(
+    model: LanguageModel, observed: Mapping[str, Tensor], numbers: int
+) -> list[str]:
+    """Returns shared parameters with so many numbers in all, from the end of the network."""
+    names: list[str] = []
+    for name in reversed([name for name, _ in model.module.named_parameters()]):
+        if name in observed:
+            names.append(name)
+            numbers -= observed[name].numel()
+            if numbers <= 0:
+                break
+    return names
+
+
+def _flat(gradients: Mapping[str, Tensor]) -> Tensor:
+    """Returns all gradients as one vector, float64."""
+    return torch.cat([gradient.flatten() for gradient in gradients.values()]).double()
+
+
+def multiplicities(members: Sequence[Member], batch_size: int) -> list[int]:
+    """Returns how often each member occurs in a batch of this size, if they are all of it."""
+    # Next-token training weighs each target alike, so a weight per target counts occurrences.
+    per_target = [one.weight / len(one.ids) for one in members]
+    return [
+        sum(one.counts) if one.counts is not None else round(batch_size * each / sum(per_target))
+        for one, each in zip(members, per_target, strict=True)
+    ]
+
+
+class Verdict(NamedTuple):
+    """What recomputing a batch's gradient says.
+
+    Attributes:
+        repeats: How often each sequence is in the batch, by its tokens.
+        difference: Of the recomputed gradient from the observed one; None if it was not computed,
+            because the sequences do not make up a whole batch.
+        verified: The two are equal, as exactly as they were sent.
+    """
+
+    repeats: dict[tuple[int, ...], int]
+    difference: float | None
+    verified: bool
+
+
+def verify(model: LanguageModel, members: Sequence[Member], seen: Observation) -> Verdict:
+    """Recomputes the gradient of a batch of these members, if they are all of it."""
+    if not members:
+        return Verdict({}, None, False)
+    repeats = multiplicities(members, seen.update.num_examples)
+    by_ids = dict(zip((one.ids for one in members), repeats, strict=True))
+    counted = members[0].counts is not None
+    weight = sum(one.weight for one in members)
+    if sum(repeats) != seen.update.num_examples if counted else abs(weight - 1) > WHOLE:
+        return Verdict(by_ids, None, False)
+    apart = difference(model, members, repeats, as_gradient(seen))
+    return Verdict(by_ids, apart, apart < precision(seen))
+
+
+def precision(seen: Observation) -> float:
+    """Returns the relative difference below which two gradients are equal, as they were sent."""
+    rounding = max(torch.finfo(tensor.dtype).eps for tensor in seen.update.tensors.values())
+    return max(PRECISION, rounding)
+
+
+def difference(
+    model: LanguageModel,
+    members: Sequence[Member],
+    repeats: Sequence[int],
+    observed: Mapping[str, Tensor],
+) -> float:
+    """Returns how far the gradient of a batch is from the observed one: the worst tensor's share.
+
+    Args:
+        model: At the broadcast weights.
+        members: The whole batch.
+        repeats: How often each occurs, where its counts do not say.
+        observed: Gradients by parameter name.
+    """
+    sequences, labels = [], []
+    for one, times in zip(members, repeats, strict=True):
+        for label, count in enumerate(one.counts or (times,)):
+            sequences += [close(model, one.ids)] * count
+            labels += [label] * count
+    own = dict(model.module.named_parameters())
+    with torch.enable_grad():
+        ids_BT, mask_BT = pad(sequences, model.tokenizer.pad_token_id, model.device)
+        loss = batch_loss(model, ids_BT, mask_BT, torch.tensor(labels, device=model.device))
+        parameters = [own[name] for name in observed]
+        gradients = torch.autograd.grad(loss, parameters, materialize_grads=True)
+    sizes = torch.stack([tensor.norm() for tensor in observed.values()])
+    apart = [a.sub_(b).norm() for a, b in zip(gradients, observed.values(), strict=True)]
+    return float((torch.stack(apart) / sizes.clamp_min(_SMALL * float(sizes.norm()))).max())

@@ -1,0 +1,30 @@
+"""The update in half precision."""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
+
+import torch
+
+from fedleak.observation import ClientUpdate
+
+
+@dataclass(frozen=True)
+class Cast:
+    """Rounds every number of the update to 16 bits, to save bandwidth. No privacy guarantee.
+
+    So it is sent (NumPy, and so Flower, lacks bfloat16: `training.to_wire`) and captured; the
+    server sums in the model's precision. What is too large for float16 becomes infinite.
+    """
+
+    kind: ClassVar[str] = "cast"
+    dtype: Literal["float16", "bfloat16"]
+
+    @property
+    def noise_scale(self) -> float | None:
+        """Returns None: rounding is not random."""
+        return None
+
+    def __call__(self, update: ClientUpdate, *, rng: torch.Generator) -> ClientUpdate:
+        """Returns the update in that precision."""
+        dtype = {"float16": torch.float16, "bfloat16": torch.bfloat16}[self.dtype]
+        return replace(update, tensors={n: value.to(dtype) for n, value in update.tensors.items()})

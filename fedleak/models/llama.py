@@ -1,0 +1,124 @@
+"""LLaMA-like decoders: rotary positions, RMSNorm before each sub-layer, shared keys and values.
+
+A position rotates queries and keys and is in no attention input. Where there are fewer key-value
+heads than query heads, each serves as many query heads in a row.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from fedleak.models.family import (
+    FirstBlock,
+    TokenTable,
+    decode,
+    frozen_rows,
+    heads,
+    held,
+    lora_a,
+    pool_last,
+)
+
+
+class Llama:
+    """Adapter for `config.model_type == "llama"`."""
+
+    model_type: ClassVar[str] = "llama"
+    causal: ClassVar[bool] = True
+    word_embedding: ClassVar[str] = "model.embed_tokens.weight"
+    position_embedding: ClassVar[None] = None
+    classifier: ClassVar[tuple[str, ...]] = ("score.weight",)
+
+    def attention_parameters(self, layer: int) -> tuple[str, ...]:
+        """Returns query, key and value weights, each its own [O, I] parameter."""
+        stem = f"model.layers.{layer}.self_attn"
+        return tuple(f"{stem}.{part}_proj.weight" for part in ("q", "k", "v"))
+
+    def projections(self, tensors: Mapping[str, Tensor], layer: int) -> dict[str, Tensor]:
+        """Returns the gradients [O, I] that are there; keys and values may have fewer rows."""
+        named = zip(("query", "key", "value"), self.attention_parameters(layer), strict=True)
+        return {part: tensors[name] for part, name in named if name in tensors}
+
+    def attention_gradients(self, tensors: Mapping[str, Tensor], layer: int) -> list[Tensor]:
+        """Returns the gradients [O, I] of weights and adapters that are there."""
+        adapters = map(lora_a, self.attention_parameters(layer))
+        return [*self.projections(tensors, layer).values(), *held(tensors, adapters)]
+
+    def output_gradient(self, tensors: Mapping[str, Tensor], layer: int) -> Tensor | None:
+        """Returns the gradient [O, I] of the attention output matrix, or of its adapter."""
+        name = f"model.layers.{layer}.self_attn.o_proj.weight"
+        return next(iter(held(tensors, (name, lora_a(name)))), None)
+
+    def token_table(self, module: nn.Module) -> TokenTable:
+        """Returns token rows, and the RMSNorm before the first attention."""
+        norm: Any = module.get_submodule("model.layers.0.input_layernorm")
+        (token_VD,) = frozen_rows(module, self.word_embedding)
+        return TokenTable(token_VD, None, norm, rms_eps=float(norm.variance_epsilon))
+
+    def first_block(self, module: nn.Module) -> FirstBlock:
+        """Returns the first decoder block in parts."""
+        model: Any = module.get_submodule("model")
+        block, following = model.layers[0], model.layers[1]
+        attention, rotary = block.self_attn, model.rotary_emb
+        num_heads: int = model.config.num_attention_heads
+        sharing: int = attention.num_key_value_groups
+        table = self.token_table(module)
+
+        def enter(ids_N: Tensor, positions_N: Tensor) -> tuple[Tensor, Tensor]:
+            residual_ND = table.embed(ids_N, positions_N)
+            return residual_ND, table.norm(residual_ND)
+
+        def turn(x_NHK: Tensor, positions_N: Tensor) -> Tensor:
+            # The model's own: it knows which frequencies a long-context checkpoint has.
+            cos_N1K, sin_N1K = (part[..., None, :] for part in rotary(x_NHK, positions_N))
+            left, right = x_NHK.chunk(2, dim=-1)
+            out_NHK: Tensor = x_NHK * cos_N1K + torch.cat([-right, left], -1) * sin_N1K
+            return out_NHK
+
+        def rotate(x_NHK: Tensor, positions_N: Tensor) -> Tensor:
+            # Some of those checkpoints also lengthen queries and keys, which is to happen once.
+            return turn(x_NHK, positions_N) / float(rotary.attention_scaling)
+
+        def project(x_ND: Tensor, positions_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            q_NHK = heads(attention.q_proj(x_ND), num_heads)
+            k_NHK, v_NHK = (
+                heads(part(x_ND), num_heads // sharing).repeat_interleave(sharing, dim=-2)
+                for part in (attention.k_proj, attention.v_proj)
+            )
+            return turn(q_NHK, positions_N), turn(k_NHK, positions_N), v_NHK
+
+        def leave(residual_ND: Tensor, mixed_ND: Tensor) -> Tensor:
+            x_ND = residual_ND + attention.o_proj(mixed_ND)
+            x_ND = x_ND + block.mlp(block.post_attention_layernorm(x_ND))
+            out_ND: Tensor = following.input_layernorm(x_ND)
+            return out_ND
+
+        return FirstBlock(num_heads, enter, project, leave, rotate)
+
+    def logits(
+        self,
+        module: nn.Module,
+        mask_BT: Tensor,
+        *,
+        ids_BT: Tensor | None,
+        embeds_BTD: Tensor | None,
+    ) -> Tensor:
+        """Returns class logits [B, C] at each last token, or next-token logits [B, T, V].
+
+        The classifier is applied here and not by transformers, whose pooling looks for padding
+        ids and so cannot pool word embeddings.
+        """
+        outer: Any = module
+        hidden_BTD = decode(outer.model, mask_BT, ids_BT, embeds_BTD)
+        if hasattr(outer, "score"):
+            return pool_last(outer.score(hidden_BTD), mask_BT)
+        logits_BTV: Tensor = outer.lm_head(hidden_BTD)
+        return logits_BTV
+
+    def encode(self, tokenizer: Any, texts: Sequence[str], task: str) -> list[list[int]]:
+        """Returns the tokenizer's ids, a start token first; for next-token training an end last."""
+        ids: list[list[int]] = tokenizer(list(texts))["input_ids"]
+        end = [tokenizer.eos_token_id] if task == "causal-lm" else []
+        return [one + end for one in ids]

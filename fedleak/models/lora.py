@@ -1,0 +1,73 @@
+"""Low-rank adapters, through peft (Hu et al. 2022, "LoRA", section 4.1).
+
+Shapes: O outputs and I inputs of a linear layer, R rank.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from fedleak.errors import ConfigError, unknown
+
+
+@dataclass(frozen=True)
+class Lora:
+    """Adds `alpha / rank * B A` to matrices [O, I] that stay as they are.
+
+    Attributes:
+        rank: R, of A [R, I] and B [O, R].
+        alpha: Their scale.
+        targets: Names of the linear layers, or the ends of names; None is peft's choice for the
+            architecture, the query and value projections.
+    """
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...] | None = None
+
+
+def adapt_(module: nn.Module, lora: Lora, trained: Sequence[str]) -> None:
+    """Adds adapters: A random, B zero. From now on only they and `trained` can be trained.
+
+    Args:
+        module: The model.
+        lora: What to add.
+        trained: Names of parameters that are trained whole, if the model has them.
+
+    Raises:
+        ConfigError: A target that is no linear layer, or one that is trained whole.
+    """
+    # Here, because it takes seconds.
+    from peft import LoraConfig, inject_adapter_in_model
+    from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as DEFAULT
+
+    whole = {name.rpartition(".")[0] for name in trained}
+    layers = {
+        name: layer
+        for name, layer in module.named_modules()
+        if isinstance(layer, (nn.Linear, Conv1D)) and name not in whole
+    }
+    names = {name.rpartition(".")[2] for name in layers}
+    model_type: str = module.config.model_type  # type: ignore[union-attr,assignment]
+    targets = lora.targets or DEFAULT.get(model_type)
+    if targets is None:
+        raise ConfigError(
+            f"model.lora.targets is missing, and peft has no default for the family "
+            f"{model_type!r}: choose from {', '.join(sorted(names))}"
+        )
+    for target in targets:
+        # As peft compares them. All must be linear: attacks read embeddings and norms by name.
+        found = {n for n, _ in module.named_modules() if n == target or n.endswith(f".{target}")}
+        if not found or not found <= layers.keys():
+            raise ConfigError(f"model.lora.targets: {unknown('linear layer', target, names)}")
+    settings = LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        target_modules=list(targets),
+        fan_in_fan_out=any(isinstance(layer, Conv1D) for layer in layers.values()),
+    )
+    inject_adapter_in_model(settings, module)
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(parameter.requires_grad or name in trained)

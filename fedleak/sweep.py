@@ -1,0 +1,332 @@
+"""A grid of runs, from one experiment file whose `[sweep]` maps dotted keys to lists of values.
+
+    runs/<name>/
+      <cell>/       a run directory per combination, such as federation.batch_size=4,seed=1
+      sweep.json    the cells' values and the figures of their summary.json
+      sweep.svg     the same, drawn
+
+The cells are ordinary runs, and what is left of a sweep is what they lack.
+"""
+
+import copy
+import hashlib
+import itertools
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.markup import escape
+from rich.table import Table
+
+from fedleak import config, pipeline
+from fedleak.config import Experiment, WorkersTable
+from fedleak.errors import ConfigError, FedleakError
+from fedleak.federation import run_folder
+from fedleak.pipeline import Plan, Progress
+from fedleak.reconstruction import Status
+from fedleak.report import interval, number
+from fedleak.store import SCHEMA_VERSION, Run
+from fedleak.workers import Worker, devices, workers
+
+LONGEST_WORD, LONGEST_NAME = 32, 200
+"""Characters of one value, and of a cell's name: file systems take 255 bytes."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of a sweep.
+
+    Attributes:
+        name: The name of its folder.
+        values: Its value of each swept key, as in the file.
+        experiment: The file's experiment with these values.
+    """
+
+    name: str
+    values: Mapping[str, Any]
+    experiment: Experiment
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """The swept keys with their values, and a cell per combination; the last key changes first."""
+
+    name: str
+    axes: Mapping[str, Sequence[Any]]
+    cells: tuple[Cell, ...]
+
+    @property
+    def path(self) -> Path:
+        """The folder of the sweep."""
+        return run_folder(self.name)
+
+    def lock(self) -> AbstractContextManager[None]:
+        """Holds the folder, so that one process at a time runs the sweep."""
+        return Run(self.path).lock()
+
+    def run(self, cell: Cell) -> Run:
+        """Returns the run directory of a cell."""
+        return Run(self.path / cell.name)
+
+
+def load(path: Path, overrides: Sequence[str] = ()) -> Sweep:
+    """Reads an experiment file with a `[sweep]`.
+
+    Args:
+        path: A TOML file.
+        overrides: `dotted.key=value`, for every cell.
+
+    Raises:
+        ConfigError: Anything about the file that is not right, with the cell that it is in.
+    """
+    table = config.read(path, overrides)
+    if "sweep" not in table:
+        raise ConfigError(
+            f"experiment file {str(path)!r} has no [sweep]: use `fedleak run {path}`, or add one, "
+            'such as "federation.batch_size" = [1, 2, 4]'
+        )
+    axes = _axes(table.pop("sweep"))
+    for override in overrides:
+        key = override.partition("=")[0].strip()
+        if key in axes:
+            raise ConfigError(f"--set {override!r}: {key} is swept: set sweep.{key}, to a list")
+    cells: dict[str, Cell] = {}
+    for combination in itertools.product(*axes.values()):
+        values = dict(zip(axes, combination, strict=True))
+        name = cell_name(values)
+        if name in cells:
+            raise ConfigError(f"sweep: two cells are called {name!r}: list each value once")
+        with _naming(name):
+            cells[name] = Cell(name, values, config.parse(_filled(table, values)))
+    return Sweep(next(iter(cells.values())).experiment.name, axes, tuple(cells.values()))
+
+
+def prepare(sweep: Sweep, *, fresh: bool = False) -> dict[str, Plan]:
+    """Checks every cell before anything is written, and returns those that are not finished.
+
+    Args:
+        sweep: What to run.
+        fresh: Move an earlier sweep of this name out of the way.
+
+    Raises:
+        ConfigError: A cell cannot work, or differs from the one that ran here.
+    """
+    if not fresh and Run(sweep.path).exists():
+        raise ConfigError(
+            f"{str(sweep.path)!r} holds a single run: give the sweep another name, or --fresh to "
+            "move the run aside"
+        )
+    plans = {}
+    for cell in sweep.cells:
+        with _naming(cell.name):
+            if fresh or not pipeline.finished(sweep.run(cell), cell.experiment):
+                plans[cell.name] = pipeline.plan(cell.experiment)
+    if fresh and sweep.path.exists():
+        folder = Run(sweep.path)
+        with folder.lock():
+            folder.move_aside()
+    return plans
+
+
+def carry_out(
+    sweep: Sweep,
+    plans: Mapping[str, Plan],
+    watch: Callable[[str], AbstractContextManager[Callable[[Progress], None]]],
+) -> dict[str, str]:
+    """Runs the cells that are planned, one after the other, and keeps sweep.json up to date.
+
+    Args:
+        sweep: The sweep.
+        plans: By the name of the cell.
+        watch: Called with a cell's name; what it yields is told how far that run is.
+
+    Returns:
+        Why cells failed, by name. The others are done nevertheless.
+    """
+    failures = {}
+    with ExitStack() as hired:
+        hands: list[Worker] = []
+        hired_as: WorkersTable | None = None
+        for cell in sweep.cells:
+            if cell.name not in plans:
+                continue
+            collect(sweep)
+            table = cell.experiment.workers
+            if table != hired_as:  # else they go on with what they have loaded
+                hired.close()
+                hands = hired.enter_context(workers(devices(table.devices), table.time_limit))
+                hired_as = table
+            try:
+                run = pipeline.open_run(plans[cell.name], sweep.run(cell).path)
+                with watch(cell.name) as report:
+                    pipeline.carry_out(run, cell.experiment, report, hands)
+            except FedleakError as error:
+                failures[cell.name] = str(error)
+                hired_as = None  # they may still be at work for this cell
+    return failures
+
+
+def collect(sweep: Sweep) -> dict[str, Any]:
+    """Writes sweep.json from the cells' own files, and returns its content."""
+    collected = {
+        "schema_version": SCHEMA_VERSION,
+        "name": sweep.name,
+        "axes": dict(sweep.axes),
+        "cells": [_row(cell, sweep.run(cell)) for cell in sweep.cells],
+    }
+    Run(sweep.path).write_json("sweep.json", collected)
+    return collected
+
+
+def table(collected: Mapping[str, Any]) -> Table:
+    """Returns a line per cell and attack of a sweep.json."""
+    axes: Mapping[str, Sequence[Any]] = collected["axes"]
+    summaries = [of for row in collected["cells"] for of in row["attacks"].values()]
+    notes = []
+    if any(of["warning"] for of in summaries):
+        notes.append("* fewer than 20 texts: an example, not a rate")
+    if any(_answers(of) < of["rows"] for of in summaries):
+        notes.append("answers that are missing: `fedleak score` of the cell's folder says why")
+    shown = Table(
+        title=f"{collected['name']}: mean and 95 % interval",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        caption="\n".join(notes) or None,
+        title_justify="left",
+        caption_justify="left",
+    )
+    for key in axes:
+        shown.add_column(short_key(key).replace(" ", "\n"), overflow="fold")
+    shown.add_column("attack", overflow="fold")
+    for heading in ("texts\nexact, %", "ROUGE-L", "no\nupdate", "tokens\nfound, %", "seconds"):
+        shown.add_column(heading, justify="right", no_wrap=True)
+    for row in collected["cells"]:
+        values = [escape(said(row["values"][key])) for key in axes]
+        if not row["attacks"]:
+            shown.add_row(*values, f"[yellow]{row['status']}[/]")
+        for i, (name, of) in enumerate(row["attacks"].items()):
+            shown.add_row(
+                *(values if i == 0 else [""] * len(values)),
+                _attack(name, of),
+                interval(of["exact_match"], 100),
+                interval(of["rougeL"]),
+                _mean(of["guess_rougeL"]),
+                _mean(of["token_recall"], 100),
+                f"{of['seconds']:.1f}",
+            )
+        shown.add_section()
+    return shown
+
+
+def cell_name(values: Mapping[str, Any]) -> str:
+    """Returns a folder name that depends on the values only, not on their place in the lists."""
+    name = ",".join(f"{key}={_word(value)}" for key, value in values.items())
+    return name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}-{_digest(values)}"
+
+
+def said(value: Any) -> str:
+    """Returns a value of the file in few words, for people."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return ", ".join(map(said, value)) or "none"
+    if isinstance(value, dict):
+        settings = (f"{key}={said(each)}" for key, each in value.items() if key != "kind")
+        return " ".join([*([said(value["kind"])] if "kind" in value else []), *settings])
+    return str(value)
+
+
+def short_key(key: str) -> str:
+    """Returns what a dotted key is called where there is little room."""
+    return key.rpartition(".")[2].replace("_", " ")
+
+
+def _axes(found: Any, inside: str = "sweep") -> dict[str, list[Any]]:
+    """Checks `[sweep]` and returns the values of each dotted key, quoted there or not."""
+    if not isinstance(found, dict) or not found:
+        raise ConfigError(
+            f"{inside} = {found!r}: list the values of a key, such as "
+            '"federation.batch_size" = [1, 2, 4] below [sweep]'
+        )
+    axes: dict[str, list[Any]] = {}
+    for key, value in found.items():
+        if isinstance(value, dict):
+            deeper = _axes(value, f"{inside}.{key}")
+            axes |= {f"{key}.{rest}": values for rest, values in deeper.items()}
+        elif not isinstance(value, list) or not value:
+            raise ConfigError(f"{inside}.{key} = {value!r}: list the values to run, at least one")
+        elif (inside, key) == ("sweep", "name"):
+            raise ConfigError("sweep.name: the name is that of the whole sweep: sweep other keys")
+        else:
+            axes[key] = value
+    return axes
+
+
+def _filled(base: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the tables of a cell."""
+    tables = copy.deepcopy(dict(base))
+    for key, value in values.items():
+        config.set_(tables, key, value, f"sweep.{key}")
+    return tables
+
+
+@contextmanager
+def _naming(cell: str) -> Iterator[None]:
+    """Says of a refusal which cell it is about."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"cell {cell!r}: {error}") from error
+
+
+def _word(value: Any) -> str:
+    """Returns a value as a part of a folder name: itself, or what is safe of it and a hash."""
+    if value == []:
+        return "none"
+    text = said(value)
+    safe = re.sub(r"[^A-Za-z0-9._+-]+", "-", text)[:LONGEST_WORD]
+    if safe == text and not isinstance(value, list | dict):
+        return safe
+    return f"{safe.strip('-')}-{_digest(value)}"
+
+
+def _digest(value: Any) -> str:
+    canonical = json.dumps(value, sort_keys=True, default=str)
+    return hashlib.sha256(canonical.encode()).hexdigest()[:6]
+
+
+def _row(cell: Cell, run: Run) -> dict[str, Any]:
+    """Returns what sweep.json says of a cell; no figures before it is finished."""
+    scored = (run.path / "summary.json").is_file()
+    summary = run.read_json("summary.json") if scored else {}
+    if summary.get("status") != "finished":
+        summary = {}
+    return {
+        "cell": cell.name,
+        "values": dict(cell.values),
+        "status": run.info()["status"] if run.exists() else "new",
+        "attacks": summary.get("attacks", {}),
+        "utility": summary.get("utility"),
+    }
+
+
+def _attack(name: str, of: Mapping[str, Any]) -> str:
+    """Returns an attack's name, with a mark for few texts, and its answers if some are missing."""
+    text = escape(name) + (" *" if of["warning"] else "")
+    if _answers(of) == of["rows"]:
+        return text
+    return f"{text} [yellow]{_answers(of)} of {of['rows']}[/]"
+
+
+def _answers(of: Mapping[str, Any]) -> int:
+    answers: int = of["status"].get(Status.RECOVERED, 0)
+    return answers
+
+
+def _mean(value: Mapping[str, float] | None, scale: float = 1) -> str:
+    return number(None if value is None else scale * value["mean"])

@@ -1,0 +1,385 @@
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedleak.attacks import certificate
+from fedleak.attacks.certificate import PRECISION, Member, Units
+from fedleak.models import CAUSAL_LM, CLASS_LOSSES, CLASSIFICATION, pad
+from fedleak.observation import Knowledge, UpdateKind
+from fedleak.streams import stream
+from fedleak.training import share
+
+KINDS = [("bert", CLASSIFICATION), ("gpt2", CLASSIFICATION), ("llama", CLASSIFICATION)]
+CAUSAL = ["gpt2", "llama"]
+TEXTS = ("nobody knows", "she told us that it is over", "he pays for it")
+
+
+def with_tensors(seen, change):
+    tensors = {name: change(value) for name, value in seen.update.tensors.items()}
+    return replace(seen, update=replace(seen.update, tensors=tensors))
+
+
+def counted(model, truth):
+    """The batch as members: how often each sequence is in it, with each label."""
+    batch = len(truth.sequences)
+    found = {}
+    for ids, label in zip(truth.sequences, truth.labels, strict=True):
+        counts = found.setdefault(tuple(ids), [0] * model.num_labels)
+        counts[label] += 1
+    return [Member(ids, sum(counts) / batch, tuple(counts)) for ids, counts in found.items()]
+
+
+def weighed(truth):
+    """The batch of a next-token training as members: the last target is left out of the ids."""
+    total = sum(len(one) - 1 for one in truth.sequences)
+    unique = sorted({tuple(one) for one in truth.sequences})
+    return [
+        Member(one[:-1], truth.sequences.count(one) * (len(one) - 1) / total, None)
+        for one in unique
+    ]
+
+
+def assert_equal_gradients(found, expected):
+    size = max(float(g.norm()) for g in expected.values())
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name] / size, gradient / size, atol=2e-5, rtol=0)
+
+
+# --- units ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loss", sorted(CLASS_LOSSES))
+@pytest.mark.parametrize(("family", "task"), KINDS)
+def test_units_weighed_by_the_pull_on_their_logits_add_up_to_the_gradient(
+    small, observe, family, task, loss
+):
+    model = replace(small(family, task, width=48), class_loss=CLASS_LOSSES[loss])
+    truth = observe(model, TEXTS)
+    names = sorted(truth.seen.update.tensors)
+    units = certificate.units(model, truth.sequences, names)
+    ids, mask = pad(truth.sequences, model.tokenizer.pad_token_id, model.device)
+    logits = model.family.logits(model.module, mask, ids_BT=ids, embeds_BTD=None).detach()
+    logits.requires_grad_()
+    model.class_loss(logits, torch.tensor(truth.labels)).backward()
+    total = dict.fromkeys(names, 0.0)
+    for one, ids, z_C, kappa_C in zip(units, truth.sequences, logits, logits.grad, strict=True):
+        assert one.ids == tuple(ids)
+        torch.testing.assert_close(one.logits_C, z_C.detach())
+        assert not one.logits_C.requires_grad
+        for kappa, gradient in zip(kappa_C, one.gradients, strict=True):
+            total = {name: total[name] + kappa * gradient[name] for name in names}
+    assert_equal_gradients(total, dict(truth.seen.update.tensors))
+
+
+@pytest.mark.parametrize("family", CAUSAL)
+def test_units_of_next_tokens_are_each_sequence_s_summed_loss(small, observe, family):
+    model = small(family, CAUSAL_LM, width=48)
+    truth = observe(model, TEXTS)
+    names = sorted(truth.seen.update.tensors)
+    units = certificate.units(model, [one[:-1] for one in truth.sequences], names)
+    targets = sum(len(one) - 1 for one in truth.sequences)
+    total = {name: sum(one.gradients[0][name] for one in units) / targets for name in names}
+    assert all(one.logits_C is None and len(one.gradients) == 1 for one in units)
+    assert_equal_gradients(total, dict(truth.seen.update.tensors))
+
+
+def test_units_are_of_the_named_parameters_only_and_change_nothing(small, observe):
+    model = small("bert", width=48)
+    truth = observe(model, 1)
+    with torch.no_grad():
+        (unit,) = certificate.units(model, truth.sequences, ["classifier.weight"])
+    assert [list(gradient) for gradient in unit.gradients] == [["classifier.weight"]] * 3
+    assert all(p.grad is None and p.requires_grad for p in model.module.parameters())
+
+
+# --- labels and multiplicities ----------------------------------------------------------------
+
+
+def pulled(loss, logits, counts, batch):
+    """Kappa by the formulas: shares of classes less labels, or twice the difference over C."""
+    total, labels = sum(counts), torch.tensor(counts, dtype=torch.float64)
+    if loss == "cross-entropy":
+        return (total * logits.double().softmax(0) - labels) / batch
+    return 2 / len(counts) * (total * logits.double() - labels) / batch
+
+
+@pytest.mark.parametrize("loss", sorted(CLASS_LOSSES))
+@given(
+    st.integers(2, 3).flatmap(lambda c: st.lists(st.integers(0, 4), min_size=c, max_size=c)),
+    st.integers(0, 10**6),
+    st.integers(0, 3),
+)
+def test_kappa_tells_how_often_a_sequence_occurs_with_each_label(small, loss, counts, seed, others):
+    if not sum(counts):
+        return
+    model = replace(small("bert"), class_loss=CLASS_LOSSES[loss])
+    rng, batch = torch.Generator().manual_seed(seed), sum(counts) + others
+    logits = torch.randn(len(counts), generator=rng)
+    unit = Units((1, 2), logits, [])
+    kappa = pulled(loss, logits, counts, batch)
+    noise = 1e-5 * torch.randn(len(counts), generator=rng) / batch
+    found = certificate.member(model, unit, kappa + noise, batch)
+    # With few enough occurrences nothing else can explain it; else something smaller might.
+    assert found is not None
+    explained = pulled(loss, logits, found.counts, batch)
+    assert (explained - kappa).abs().max() * batch < 4 * certificate.WHOLE
+    assert sum(found.counts) <= sum(counts)
+    assert found.weight == pytest.approx(sum(found.counts) / batch)
+    if sum(counts) <= 4:
+        assert found == Member((1, 2), pytest.approx(sum(counts) / batch), tuple(counts))
+
+
+@pytest.mark.parametrize("loss", sorted(CLASS_LOSSES))
+def test_kappa_that_no_labels_explain_is_of_no_member(small, loss):
+    model = replace(small("bert"), class_loss=CLASS_LOSSES[loss])
+    logits = torch.tensor([0.3, -0.9, 0.5])
+    unit = Units((1, 2), logits, [])
+    right = pulled(loss, logits, [1, 0, 0], 4)
+    assert certificate.member(model, unit, right, 4).counts == (1, 0, 0)
+    for wrong in (0.5 * right, -right, torch.zeros(3), right + 0.05, right.flip(0)):
+        assert certificate.member(model, unit, wrong, 4) is None
+
+
+@pytest.mark.parametrize("family", CAUSAL)
+def test_next_token_training_needs_a_positive_weight(small, family):
+    model = small(family, CAUSAL_LM)
+    unit = Units((5, 6, 7), None, [])
+    assert certificate.member(model, unit, torch.tensor([0.1]), 2) == Member(
+        (5, 6, 7), pytest.approx(0.3), None
+    )
+    assert certificate.member(model, unit, torch.tensor([-0.1]), 2) is None
+
+
+# --- what a whole batch explains --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loss", sorted(CLASS_LOSSES))
+@pytest.mark.parametrize(("family", "task"), KINDS)
+@pytest.mark.parametrize(
+    ("texts", "labels"),
+    [
+        (TEXTS[:1], [1]),
+        (TEXTS, [0, 2, 1]),
+        ([*TEXTS, TEXTS[0], TEXTS[0]], [0, 0, 1, 0, 2]),
+        ([TEXTS[0]] * 3, [1, 1, 0]),
+    ],
+    ids=["one", "three", "repeated", "only one text"],
+)
+def test_the_batch_is_explained_with_labels_and_multiplicities(
+    small, observe, family, task, loss, texts, labels
+):
+    model = replace(small(family, task, width=48), class_loss=CLASS_LOSSES[loss])
+    truth = observe(model, texts, labels)
+    expected = counted(model, truth)
+    with torch.no_grad():
+        found = certificate.explain(model, [one.ids for one in expected][::-1], truth.seen)
+        verdict = certificate.verify(model, found, truth.seen)
+    assert sorted((one.ids, one.counts) for one in found) == sorted(
+        (one.ids, one.counts) for one in expected
+    )
+    assert verdict.verified
+    assert verdict.difference < PRECISION
+    assert verdict.repeats == {one.ids: sum(one.counts) for one in expected}
+
+
+@pytest.mark.parametrize(("family", "task"), KINDS)
+def test_a_sequence_that_is_not_in_the_batch_is_left_out(small, observe, family, task):
+    model = small(family, task, width=48)
+    truth = observe(model, TEXTS[:2])
+    (stranger,) = model.encode(TEXTS[2:])
+    sequences = [*map(tuple, truth.sequences), tuple(stranger)]
+    found = certificate.explain(model, sequences, truth.seen)
+    assert {one.ids for one in found} == set(map(tuple, truth.sequences))
+    assert certificate.verify(model, found, truth.seen).verified
+
+
+@pytest.mark.parametrize(("family", "task"), KINDS)
+def test_without_one_of_its_sequences_a_batch_is_not_explained(small, observe, family, task):
+    model = small(family, task, width=48)
+    truth = observe(model, TEXTS)
+    found = certificate.explain(model, [tuple(one) for one in truth.sequences[1:]], truth.seen)
+    assert found == []
+    assert certificate.verify(model, found, truth.seen) == ({}, None, False)
+
+
+@pytest.mark.parametrize("family", CAUSAL)
+@pytest.mark.parametrize("loss", sorted(CLASS_LOSSES))
+def test_a_sequence_that_begins_another_is_found(small, observe, family, loss):
+    model = replace(small(family, width=48), class_loss=CLASS_LOSSES[loss])
+    texts = ["nobody knows that it is over", "nobody knows", "he pays", "nobody knows"]
+    truth = observe(model, texts, [0, 1, 2, 1])
+    longer = [tuple(model.encode([text])[0]) for text in (texts[0], texts[2])]
+    found = certificate.explain(model, longer, truth.seen)
+    expected = counted(model, truth)
+    assert sorted((one.ids, one.counts) for one in found) == sorted(
+        (one.ids, one.counts) for one in expected
+    )
+    assert certificate.verify(model, found, truth.seen).verified
+
+
+@pytest.mark.parametrize("family", CAUSAL)
+@pytest.mark.parametrize(
+    "texts",
+    [
+        TEXTS[:1],
+        TEXTS,
+        (*TEXTS, TEXTS[0], TEXTS[0]),
+        (TEXTS[0],) * 3,
+        (*TEXTS[:2], *TEXTS[:2]),
+        (*TEXTS[:2], *TEXTS[:2], TEXTS[0]),
+    ],
+    ids=["one", "three", "repeated", "only one text", "all twice", "twice and thrice"],
+)
+def test_a_batch_of_next_token_training_is_explained(small, observe, family, texts):
+    model = small(family, CAUSAL_LM, width=48)
+    truth = observe(model, texts)
+    expected = weighed(truth)
+    found = certificate.explain(model, [one.ids for one in expected], truth.seen)
+    assert {one.ids: pytest.approx(one.weight, rel=1e-3) for one in expected} == {
+        one.ids: one.weight for one in found
+    }
+    verdict = certificate.verify(model, found, truth.seen)
+    assert verdict.verified
+    # The mean loss of a batch is that of the same batch twice, but its size was reported.
+    assert verdict.repeats == {
+        one.ids: truth.sequences.count((*one.ids, model.tokenizer.eos_token_id)) for one in expected
+    }
+
+
+# --- proofs -----------------------------------------------------------------------------------
+
+
+def flipped(members):
+    first = members[0]
+    return [first._replace(counts=(*first.counts[1:], first.counts[0])), *members[1:]]
+
+
+def swapped(members):
+    first = members[0]
+    ids = list(first.ids)
+    ids[1], ids[2] = ids[2], ids[1]
+    return [first._replace(ids=tuple(ids)), *members[1:]]
+
+
+def exchanged(members):
+    return [members[0]._replace(counts=members[1].counts), *members[1:]]
+
+
+def missing(members):
+    return members[1:]
+
+
+def one_too_many(members):
+    first = members[0]
+    return [*members, first._replace(ids=(*first.ids[:-2], first.ids[-1]))]
+
+
+def in_place_of_another(members):
+    return [members[0]._replace(ids=members[1].ids[:-2] + members[0].ids[-1:]), *members[1:]]
+
+
+WRONG = [swapped, missing, one_too_many, in_place_of_another]
+
+
+@pytest.mark.parametrize("loss", sorted(CLASS_LOSSES))
+@pytest.mark.parametrize(("family", "task"), KINDS)
+def test_only_the_right_batch_is_verified(small, observe, family, task, loss):
+    model = replace(small(family, task, width=48), class_loss=CLASS_LOSSES[loss])
+    truth = observe(model, TEXTS, [0, 2, 1])
+    right = counted(model, truth)
+    assert certificate.verify(model, right, truth.seen).verified
+    assert certificate.verify(model, right[::-1], truth.seen).verified
+    for spoil in (*WRONG, flipped, exchanged):
+        verdict = certificate.verify(model, spoil(right), truth.seen)
+        assert not verdict.verified, spoil.__name__
+        # One sequence less or more is no whole batch, so there is nothing to compute.
+        assert (verdict.difference is None) == (spoil in (missing, one_too_many))
+        assert verdict.difference is None or verdict.difference > 10 * PRECISION
+
+
+@pytest.mark.parametrize("family", CAUSAL)
+def test_only_the_right_batch_of_next_token_training_is_verified(small, observe, family):
+    model = small(family, CAUSAL_LM, width=48)
+    truth = observe(model, TEXTS)
+    right = weighed(truth)
+    assert certificate.verify(model, right, truth.seen).verified
+    for spoil in WRONG:
+        assert not certificate.verify(model, spoil(right), truth.seen).verified, spoil.__name__
+
+
+@pytest.mark.parametrize(("family", "task"), KINDS)
+def test_a_part_of_an_update_is_verified_by_what_it_holds(small, observe, family, task):
+    model = small(family, task, width=48)
+    truth = observe(model, TEXTS, [0, 2, 1])
+    seen = replace(truth.seen, update=share(truth.seen.update, ["query", "c_attn", "q_proj"]))
+    right = counted(model, truth)
+    assert certificate.verify(model, right, seen).verified
+    for spoil in (swapped, flipped):
+        assert not certificate.verify(model, spoil(right), seen).verified
+
+
+@pytest.mark.parametrize("relative", [1e-6, 1e-3])
+def test_noise_beyond_rounding_is_not_verified(small, observe, relative):
+    model = small("bert", width=48)
+    truth = observe(model, TEXTS)
+    rng = stream(0, "noise")
+    seen = with_tensors(
+        truth.seen, lambda g: g + relative * g.std() * torch.randn(g.shape, generator=rng)
+    )
+    verdict = certificate.verify(model, counted(model, truth), seen)
+    assert verdict.verified == (relative < PRECISION)
+    assert verdict.difference == pytest.approx(relative, rel=0.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_verified_to_its_own_precision(small, observe, dtype):
+    model = small("bert", width=48)
+    truth = observe(model, TEXTS)
+    right = counted(model, truth)
+    seen = with_tensors(truth.seen, lambda g: g.to(dtype))
+    assert certificate.precision(truth.seen) == PRECISION
+    assert certificate.precision(seen) == torch.finfo(dtype).eps
+    assert certificate.verify(model, right, seen).verified
+    for spoil in (swapped, flipped):
+        assert not certificate.verify(model, spoil(right), seen).verified
+    assert not certificate.verify(model, right, with_tensors(seen, torch.Tensor.float)).verified
+
+
+# --- updates ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("learning_rate", [0.5, 1e-2])
+def test_a_delta_of_one_step_is_the_gradient_times_minus_the_learning_rate(
+    small, observe, learning_rate
+):
+    model = small("bert", width=48)
+    gradient = certificate.as_gradient(observe(model, 2).seen)
+    sent = observe(model, 2, kind=UpdateKind.DELTA, learning_rate=learning_rate).seen
+    found = certificate.as_gradient(sent)
+    assert found.keys() == gradient.keys()
+    for name, one in gradient.items():
+        torch.testing.assert_close(found[name], one, atol=1e-5 / learning_rate, rtol=1e-4)
+    unknown = replace(sent, knowledge=Knowledge())
+    for name, one in certificate.as_gradient(unknown).items():
+        assert torch.equal(one, -sent.update.tensors[name])
+
+
+def test_a_gradient_is_read_in_float32_as_it_is(small, observe):
+    seen = with_tensors(observe(small("bert"), 1).seen, lambda g: g.to(torch.bfloat16))
+    for name, one in certificate.as_gradient(seen).items():
+        assert one.dtype == torch.float32
+        assert torch.equal(one, seen.update.tensors[name].float())
+
+
+@pytest.mark.parametrize(
+    ("steps", "dropout", "linear"),
+    [(1, False, True), (None, None, True), (2, False, False), (1, True, False), (7, True, False)],
+)
+def test_only_one_step_without_dropout_is_linear(small, observe, steps, dropout, linear):
+    seen = observe(small("bert"), 1).seen
+    knowledge = Knowledge(learning_rate=0.1, local_steps=steps, dropout=dropout)
+    assert certificate.is_linear(replace(seen, knowledge=knowledge)) is linear

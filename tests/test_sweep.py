@@ -1,0 +1,361 @@
+"""A sweep: the grid and its refusals, cells that resume, sweep.json, the table and the figure."""
+
+import itertools
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from fedleak import figures, sweep
+from fedleak.cli import app
+from fedleak.config import difference, load
+from fedleak.errors import ConfigError
+from fedleak.store import Run
+
+BASE = """
+name = "grid"
+[model]
+name = "builtin/bert-tiny"
+[data]
+name = "builtin/notes"
+samples = 8
+held_out = 4
+[federation]
+clients = 2
+rounds = 1
+learning_rate = 0.1
+"""
+
+SWEEP = BASE + '[sweep]\n"federation.batch_size" = [1, 2]\n'
+CELLS = ["federation.batch_size=1", "federation.batch_size=2"]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def write(here: Path) -> Callable[[str], Path]:
+    def write(text: str) -> Path:
+        path = here / "grid.toml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def call(*arguments: str) -> tuple[int, str, str]:
+    done = CliRunner().invoke(app, list(arguments))
+    return done.exit_code, done.stdout, done.stderr
+
+
+def read(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+# --- the grid -------------------------------------------------------------------------------
+
+
+def test_cells_are_the_product_in_the_files_order_and_differ_by_swept_keys_alone(write):
+    text = BASE + '[sweep]\nseed = [0, 1]\n"update.share" = [["query"], "all"]\n'
+    found = sweep.load(write(text), ["federation.rounds=2"])
+    assert list(found.axes) == ["seed", "update.share"]
+    values = [(cell.experiment.seed, cell.experiment.update.share) for cell in found.cells]
+    assert values == list(itertools.product([0, 1], [["query"], "all"]))
+    assert [cell.values["seed"] for cell in found.cells] == [0, 0, 1, 1]
+    base = load(write(BASE), ["federation.rounds=2"]).model_dump(mode="json")
+    for cell in found.cells:
+        changed = difference(base, cell.experiment.model_dump(mode="json"))
+        assert {line.split(":")[0] for line in changed} <= {"seed", "update.share"}
+
+
+def test_quoted_and_plain_keys_mean_the_same_also_from_the_command_line(write):
+    quoted = sweep.load(write(SWEEP))
+    plain = SWEEP.replace('"federation.batch_size"', "federation.batch_size")
+    assert sweep.load(write(plain)) == quoted
+    assert sweep.load(write(BASE), ["sweep.federation.batch_size=[1, 2]"]) == quoted
+
+
+NOISE = [{"kind": "gaussian_noise", "sigma": 1e-4}]
+
+
+@pytest.mark.parametrize(
+    ("values", "name"),
+    [
+        ({"federation.batch_size": 4, "seed": 1}, "federation.batch_size=4,seed=1"),
+        ({"federation.learning_rate": 1e-05}, "federation.learning_rate=1e-05"),
+        ({"federation.dropout": True}, "federation.dropout=true"),
+        ({"update.share": "all"}, "update.share=all"),
+        ({"defense": []}, "defense=none"),
+        ({"defense": NOISE}, r"defense=gaussian_noise-sigma-0.0001-[0-9a-f]{6}"),
+        ({"model.name": "builtin/bert-tiny"}, r"model.name=builtin-bert-tiny-[0-9a-f]{6}"),
+        ({"update.share": ["all"]}, r"update.share=all-[0-9a-f]{6}"),
+        ({"data.name": "../ü"}, r"data.name=[.]{2}-[0-9a-f]{6}"),
+    ],
+)
+def test_a_cells_folder_is_readable_and_safe(values, name):
+    assert re.fullmatch(name.replace("+", "[+]"), sweep.cell_name(values))
+    assert sweep.cell_name(values) == sweep.cell_name(dict(values))
+
+
+def test_long_names_are_cut_and_still_differ():
+    keys = [f"table.a_rather_long_key_{i}" for i in range(12)]
+    names = {sweep.cell_name(dict.fromkeys(keys, value) | {"z": value}) for value in (1, 2)}
+    assert len(names) == 2
+    assert max(map(len, names)) < 255
+
+
+BAD = [
+    ('"federation.batch_sizes" = [1]', ["batch_sizes=1'", "[federation]", "'batch_size'"]),
+    ("federation.batch_size = 4", ["sweep.federation.batch_size = 4", "list the values"]),
+    ("seed = []", ["sweep.seed = []", "at least one"]),
+    ("", ["sweep = {}", "[1, 2, 4]"]),
+    ('name = ["a", "b"]', ["sweep.name", "whole sweep"]),
+    ("seed = [1, 1]", ["two cells", "seed=1", "each value once"]),
+    ("seed = [0, -1]", ["cell 'seed=-1'", "greater than or equal to 0"]),
+    ('"attack.0.steps" = [1]', ["cell", "attack.0.steps", "'attack' is not a table"]),
+    ("defense = [[{kind='mask'}]]", ["cell 'defense=mask-", "fraction is missing"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("lines", "words"), BAD, ids=lambda value: str(value)[:40])
+def test_a_bad_sweep_is_refused_with_its_key_or_cell(write, lines, words):
+    text = BASE.replace("[model]", "attack = [{kind='dlg'}]\n[model]")
+    with pytest.raises(ConfigError) as caught:
+        sweep.load(write(f"{text}[sweep]\n{lines}\n"))
+    assert [word for word in words if word not in str(caught.value)] == []
+    assert "\n" not in str(caught.value)
+
+
+def test_each_command_sends_you_to_the_other(write, here):
+    write(SWEEP)
+    status, _, errors = call("run", "grid.toml")
+    assert status == 2
+    assert "use `fedleak sweep grid.toml`" in errors
+    write(BASE)
+    status, _, errors = call("sweep", "grid.toml")
+    assert status == 2
+    assert "use `fedleak run grid.toml`" in errors
+    assert not (here / "runs").exists()
+
+
+def test_a_swept_key_cannot_be_set_beside(write):
+    with pytest.raises(ConfigError, match=r"federation\.batch_size is swept"):
+        sweep.load(write(SWEEP), ["federation.batch_size=3"])
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        # Only the data and the model tell that these cannot work.
+        ('"federation.clients" = [2, 50]', ["cell 'federation.clients=50'", "no data"]),
+        ('"update.share" = ["all", ["poller"]]', ["cell 'update.share=poller-", "poller"]),
+    ],
+)
+def test_a_cell_that_cannot_work_is_refused_before_anything_starts(write, here, lines, words):
+    write(f"{BASE}[sweep]\n{lines}\n")
+    status, _, errors = call("sweep", "grid.toml")
+    assert status == 2
+    assert errors.count("\n") == 1
+    assert [word for word in words if word not in errors] == []
+    assert not (here / "runs").exists()
+
+
+# --- running --------------------------------------------------------------------------------
+
+
+def stamps(folder: Path) -> dict[str, int]:
+    """Returns when each file of a run was written."""
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != ".lock")
+    return {str(path.relative_to(folder)): path.stat().st_mtime_ns for path in files}
+
+
+def test_a_sweep_is_collected_drawn_and_not_done_twice(write, here):
+    write(SWEEP)
+    status, text, errors = call("sweep", "grid.toml")
+    assert status == 0, errors
+    assert "1 of 2: federation.batch_size=1" in text
+    assert "no" in text.split()
+    folder = here / "runs" / "grid"
+    collected = read(folder / "sweep.json")
+    assert collected["schema_version"] == 1
+    assert collected["name"] == "grid"
+    assert collected["axes"] == {"federation.batch_size": [1, 2]}
+    assert [row["cell"] for row in collected["cells"]] == CELLS
+    for row, size in zip(collected["cells"], (1, 2), strict=True):
+        summary = read(folder / row["cell"] / "summary.json")
+        assert row["values"] == {"federation.batch_size": size}
+        assert row["status"] == "finished"
+        assert row["attacks"] == summary["attacks"]
+        assert row["attacks"]["probes"]["token_recall"]["mean"] > 0.5
+        assert row["utility"] == summary["utility"]
+        assert (
+            read(folder / row["cell"] / "run.json")["experiment"]["federation"]["batch_size"]
+            == size
+        )
+    drawn = (folder / "sweep.svg").read_text()
+    for words in ("federation.batch_size", "tokens found, %", "probes", "no update"):
+        assert words in drawn
+
+    before = [stamps(folder / cell) for cell in CELLS]
+    status, text, _ = call("sweep", "grid.toml")
+    assert status == 0
+    assert "of 2" not in text
+    assert [stamps(folder / cell) for cell in CELLS] == before
+    assert read(folder / "sweep.json") == collected
+    assert (folder / "sweep.svg").read_text() == drawn
+
+    # Another value is one more cell; what else is changed is another experiment.
+    write(SWEEP.replace("[1, 2]", "[1, 4, 2]"))
+    assert call("sweep", "grid.toml")[0] == 0
+    assert [row["status"] for row in read(folder / "sweep.json")["cells"]] == ["finished"] * 3
+    assert [stamps(folder / cell) for cell in CELLS] == before
+    status, _, errors = call("sweep", "grid.toml", "--set", "federation.rounds=2")
+    assert status == 2
+    assert "cell 'federation.batch_size=1'" in errors
+    assert "federation.rounds: 1 -> 2" in errors
+
+    # A single run of this name would mix with the cells.
+    write(BASE)
+    status, _, errors = call("run", "grid.toml")
+    assert status == 2
+    assert "holds a sweep" in errors
+    assert call("run", "grid.toml", "--fresh")[0] == 0
+    write(SWEEP)
+    status, _, errors = call("sweep", "grid.toml")
+    assert status == 2
+    assert "holds a single run" in errors
+    assert len(list((here / "runs").iterdir())) == 2
+
+
+def test_a_cell_that_fails_is_named_and_the_others_are_done(write, here):
+    write(SWEEP)
+    folder = here / "runs" / "grid"
+    with Run(folder / CELLS[0]).lock():
+        status, text, errors = call("sweep", "grid.toml")
+    assert status == 1
+    assert "1 of 2 cells failed" in errors
+    assert f"cell '{CELLS[0]}'" in errors
+    assert "is in use" in errors
+    assert "new" in text
+    rows = read(folder / "sweep.json")["cells"]
+    assert [(row["status"], sorted(row["attacks"])) for row in rows] == [
+        ("new", []),
+        ("finished", ["probes"]),
+    ]
+    before = stamps(folder / CELLS[1])
+    assert call("sweep", "grid.toml")[0] == 0
+    assert stamps(folder / CELLS[1]) == before
+    assert [row["status"] for row in read(folder / "sweep.json")["cells"]] == ["finished"] * 2
+
+
+COMMAND = [sys.executable, "-c", "from fedleak.cli import app; app()", "sweep", "grid.toml"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_a_killed_sweep_goes_on_where_it_stopped(write, here, number):
+    write(SWEEP.replace("rounds = 1", "rounds = 3"))
+    folder = here / "runs" / "grid"
+    process = subprocess.Popen(
+        COMMAND, cwd=here, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=dict(os.environ)
+    )
+    deadline = time.monotonic() + 120
+    while process.poll() is None and time.monotonic() < deadline:
+        if (folder / CELLS[1] / "captures").exists():
+            process.send_signal(number)
+            break
+        time.sleep(0.02)
+    assert process.wait(60) == (-signal.SIGKILL if number == signal.SIGKILL else 130)
+    assert Run(folder / CELLS[1]).info()["status"] in ("running", "interrupted")
+    before = stamps(folder / CELLS[0])
+    assert "summary.json" in before
+
+    status, text, errors = call("sweep", "grid.toml")
+    assert status == 0, errors
+    assert "2 of 2: federation.batch_size=2" in text
+    assert "1 of 2" not in text
+    assert stamps(folder / CELLS[0]) == before
+    assert [row["status"] for row in read(folder / "sweep.json")["cells"]] == ["finished"] * 2
+    answers = Run(folder / CELLS[1]).rows("reconstructions.jsonl")
+    assert sorted((row["round"], row["client"]) for row in answers) == list(
+        itertools.product([1, 2, 3], [0, 1])
+    )
+
+
+# --- the figure -----------------------------------------------------------------------------
+
+
+def interval(mean: float) -> dict[str, float]:
+    return {"mean": mean, "low": 0.9 * mean, "high": min(1.0, 1.1 * mean)}
+
+
+def collected(axes: dict[str, list[Any]]) -> dict[str, Any]:
+    """Returns a sweep.json of an attack on sequences and one on tokens."""
+    rows = []
+    for combination in itertools.product(*axes.values()):
+        measured = {"exact_match": interval(0.5), "rougeL": interval(0.5)}
+        common = {
+            "token_recall": interval(0.8),
+            "guess_rougeL": interval(0.1),
+            "guess_token_recall": interval(0.1),
+            "rows": 8,
+            "status": {"recovered": 6, "failed": 2},
+            "seconds": 1.0,
+            "warning": None,
+        }
+        attacks = {
+            "dager": common | measured,
+            "probes": common | dict.fromkeys(measured),
+        }
+        values = dict(zip(axes, combination, strict=True))
+        rows.append({"values": values, "status": "finished", "attacks": attacks})
+    return {"name": "grid", "axes": axes, "cells": rows}
+
+
+def test_a_line_per_attack_and_combination_and_a_panel_per_measured_figure(tmp_path):
+    axes = {"defense": [[], NOISE], "seed": [0, 1]}
+    figures.draw(collected(axes), tmp_path / "sweep.svg")
+    drawn = (tmp_path / "sweep.svg").read_text()
+    for words in (
+        "texts exact, %", "ROUGE-L", "tokens found, %", "no update", "dager, seed 0",
+        "dager, seed 1", "probes, seed 1", "none", "gaussian_noise",
+    ):  # fmt: skip
+        assert f">{words}<" in drawn
+    figures.draw(collected(axes), tmp_path / "again.svg")
+    assert (tmp_path / "again.svg").read_text() == drawn
+
+
+@pytest.mark.parametrize(
+    ("values", "scale"),
+    [
+        ([1, 2, 4, 8, 16], "linear"),
+        ([16, 1, 4], "linear"),
+        ([0.0, 0.5, 1.0], "linear"),
+        ([1e-5, 1e-3, 1e-1], "log"),
+        ([0.0, 1e-5, 1e-3], "even"),
+        (["a", "b"], "even"),
+        ([1, "b"], "even"),
+        ([True, False], "even"),
+        ([3], "linear"),
+    ],
+)
+def test_the_x_axis_suits_the_values(values, scale):
+    assert figures._across(values).scale == scale
+
+
+def test_nothing_measured_is_no_figure(tmp_path):
+    nothing = collected({"seed": [0]})
+    nothing["cells"][0]["attacks"] = {}
+    figures.draw(nothing, tmp_path / "sweep.svg")
+    assert not (tmp_path / "sweep.svg").exists()
