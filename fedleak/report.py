@@ -1,7 +1,6 @@
 """Tables for the terminal: what leaked per round and client, and examples beside the truth."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 from rich import box
@@ -80,7 +79,7 @@ def cell(row: LeakageRow | None) -> str:
     if row.status != Status.RECOVERED:
         return f"[yellow]{row.status}[/]"
     if row.rougeL is None:
-        return f"{percent(row.token_recall)} tokens"
+        return percent(row.token_recall)
     exact = round((row.exact_match or 0) * row.batch_size)
     words = f"{exact}/{row.batch_size} {number(row.rougeL):>3}"
     return f"[red]{words}[/]" if exact else words
@@ -102,33 +101,31 @@ def summary_table(summary: dict[str, Any]) -> Table:
     for name, of in attacks.items():
         table.add_column(name + (" *" if of["warning"] else ""), justify="right")
     lines: list[tuple[str, Callable[[dict[str, Any]], str]]] = [
-        ("attacker was told", lambda of: told(of["knows"])),
+        ("was told", lambda of: told(of["knows"])),
         ("answers", lambda of: f"{of['status'].get(Status.RECOVERED, 0)} of {of['rows']}"),
         ("texts exact, %", lambda of: interval(of["exact_match"], 100)),
         ("ROUGE-1", lambda of: interval(of["rouge1"])),
         ("ROUGE-2", lambda of: interval(of["rouge2"])),
         ("ROUGE-L", lambda of: interval(of["rougeL"])),
-        ("  other client's update", lambda of: interval(of["control_rougeL"])),
+        ("  other update", lambda of: interval(of["control_rougeL"])),
         ("  no update", lambda of: interval(of["guess_rougeL"])),
         ("tokens found, %", lambda of: interval(of["token_recall"], 100)),
-        ("  other client's update", lambda of: interval(of["control_token_recall"], 100)),
+        ("  other update", lambda of: interval(of["control_token_recall"], 100)),
         ("  no update", lambda of: interval(of["guess_token_recall"], 100)),
         ("tokens right, %", lambda of: interval(of["token_precision"], 100)),
-        ("longest text right, %", lambda of: interval(of["facts"].get("longest_sequence"), 100)),
-        ("label counts right, %", lambda of: interval(of["facts"].get("label_counts"), 100)),
+        ("length right, %", lambda of: interval(of["facts"].get("longest_sequence"), 100)),
+        ("labels right, %", lambda of: interval(of["facts"].get("label_counts"), 100)),
         ("seconds", lambda of: f"{of['seconds']:.1f}"),
     ]
     for heading, show in lines:
         table.add_row(heading, *(show(of) for of in attacks.values()))
     some: list[tuple[str, Callable[[dict[str, Any]], str]]] = [
-        ("seconds an update", lambda of: decimal(of["seconds_per_update"], 3)),
+        ("an update", lambda of: decimal(of["seconds_per_update"], 3)),
         ("batches proved", proved),
         ("smallest margin", lambda of: decimal(of["margin"])),
-        ("rank budget used, %", lambda of: budget(of["budget"], of["rows"])),
+        ("rank budget, %", lambda of: budget(of["budget"], of["rows"])),
+        ("candidates", lambda of: candidates(of["candidates"])),
     ]
-    checks = dict.fromkeys(check for of in attacks.values() for check in of["candidates"] or ())
-    for check in checks:
-        some.append((f"candidates: {escape(check)}", partial(candidates, check)))
     for heading, show in some:
         cells = [show(of) for of in attacks.values()]
         if set(cells) != {NOT_MEASURED}:
@@ -150,9 +147,9 @@ def budget(value: dict[str, float] | None, rows: int) -> str:
     return f"{100 * value['mean']:.0f} [dim](max {100 * value['max']:.0f}{few})[/]"
 
 
-def candidates(check: str, of: dict[str, Any]) -> str:
-    """Returns how many candidates an update had left after a check."""
-    return decimal((of["candidates"] or {}).get(check))
+def candidates(left: dict[str, float] | None) -> str:
+    """Returns how many candidates an update had after each check, in the order of the checks."""
+    return ">".join(f"{count:,.0f}" for count in (left or {}).values()) or NOT_MEASURED
 
 
 def told(knows: Sequence[str]) -> str:
