@@ -273,7 +273,9 @@ def make_atoms(
         token_A,
         position_A,
         torch.cat([spanning[side].double().transpose(0, 1) for side in sides]),
-        torch.tensor([side == "key" for side in sides for _ in range(block.num_heads)]),
+        torch.tensor([s == "key" for s in sides for _ in range(block.num_heads)]).to(
+            token_A.device
+        ),
         torch.cat([one.value_VO.reshape(split) for one in values], 1),
         torch.cat([one.noise_VO.reshape(split).square().mean(-1).sqrt() for one in values], 1),
         family.causal,
@@ -606,7 +608,10 @@ def _answer(
     seen: Observation,
     model: LanguageModel,
 ) -> Reconstruction:
-    """Returns what was read: certain sentences first, then the likeliest."""
+    """Returns what was read: certain sentences first, then the likeliest.
+
+    Only a batch of which all is known is verified, and then nothing else is in the answer.
+    """
     if not passes:
         return Reconstruction.none(
             Status.ABSTAINED,
