@@ -113,7 +113,7 @@ class Dager:
     ) -> list["Found"]:
         """Encoder: returns the sentences, of every length at which one can end, that pass.
 
-        Where the span is not exact or none pass, the nearest of each length are returned too.
+        If fewer than `wanted` pass, the nearest of each length that did not make up for them.
         """
         end = model.tokenizer.sep_token_id
         found: dict[tuple[int, ...], Found] = {}
@@ -130,9 +130,7 @@ class Dager:
             if sum(map(len, found)) >= spans.second.rank:
                 break  # every dimension of the second layer's inputs is accounted for
         spare = max(wanted - len(found), 0)
-        likely = sorted(
-            (one for one in nearest if one.ids not in found), key=lambda one: one.excess
-        )
+        likely = sorted((one for one in nearest if one.ids not in found), key=_by_excess)
         return [*found.values(), *likely[:spare]]
 
     def _search_length(
@@ -144,8 +142,7 @@ class Dager:
             return [one for one in tried if one.excess < ACCEPT], min(tried, key=_by_excess)
         found: dict[tuple[int, ...], Found] = {}
         picks_RT, cost_R = sentences.descend(sentences.start([], self.searches, rng), rng)
-        best = min(sentences.judge(picks_RT), key=_by_excess)
-        stale = 0
+        best, stale = Found((), math.inf), 0
         while True:
             tried = sentences.judge(picks_RT)
             best = min(best, *tried, key=_by_excess)

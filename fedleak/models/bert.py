@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from fedleak.models.family import FirstBlock, TokenTable, frozen_rows, heads, held, lora_a
+from fedleak.models.family import FirstBlock, TokenTable, frozen_rows, heads, held, lora_a, separate
 
 
 class Bert:
@@ -26,8 +26,7 @@ class Bert:
 
     def projections(self, tensors: Mapping[str, Tensor], layer: int) -> dict[str, Tensor]:
         """Returns the gradients [O, I] that are there."""
-        named = zip(("query", "key", "value"), self.attention_parameters(layer), strict=True)
-        return {part: tensors[name] for part, name in named if name in tensors}
+        return separate(tensors, self.attention_parameters(layer))
 
     def attention_gradients(self, tensors: Mapping[str, Tensor], layer: int) -> list[Tensor]:
         """Returns the gradients [O, I] of weights and adapters that are there."""

@@ -193,10 +193,25 @@ def held(tensors: Mapping[str, Tensor], names: Iterable[str]) -> list[Tensor]:
     return [tensors[name] for name in names if name in tensors]
 
 
-def decode(
-    stack: nn.Module, mask_BT: Tensor, ids_BT: Tensor | None, embeds_BTD: Tensor | None
+def separate(tensors: Mapping[str, Tensor], names: tuple[str, ...]) -> dict[str, Tensor]:
+    """Returns the query, key and value gradients that are there, each a parameter of its own."""
+    named = zip(("query", "key", "value"), names, strict=True)
+    return {part: tensors[name] for part, name in named if name in tensors}
+
+
+def decoder_logits(
+    module: nn.Module,
+    stack: nn.Module,
+    mask_BT: Tensor,
+    ids_BT: Tensor | None,
+    embeds_BTD: Tensor | None,
 ) -> Tensor:
-    """Returns the last hidden states [B, T, D] of a decoder; the first token is at position 0."""
+    """Returns class logits [B, C] at each last token, or next-token logits [B, T, V].
+
+    The classifier is applied here and not by transformers, whose pooling looks for padding ids
+    and so cannot pool word embeddings. The first token is at position 0.
+    """
+    outer: Any = module
     length = mask_BT.shape[1]
     hidden_BTD: Tensor = stack(
         input_ids=ids_BT,
@@ -205,7 +220,10 @@ def decode(
         position_ids=torch.arange(length, device=mask_BT.device).expand(len(mask_BT), length),
         use_cache=False,
     ).last_hidden_state
-    return hidden_BTD
+    if hasattr(outer, "score"):
+        return pool_last(outer.score(hidden_BTD), mask_BT)
+    logits_BTV: Tensor = outer.lm_head(hidden_BTD)
+    return logits_BTV
 
 
 def pool_last(x_BTC: Tensor, mask_BT: Tensor) -> Tensor:

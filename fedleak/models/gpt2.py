@@ -12,12 +12,11 @@ from torch import Tensor, nn
 from fedleak.models.family import (
     FirstBlock,
     TokenTable,
-    decode,
+    decoder_logits,
     frozen_rows,
     heads,
     held,
     lora_a,
-    pool_last,
 )
 
 
@@ -89,17 +88,9 @@ class Gpt2:
         ids_BT: Tensor | None,
         embeds_BTD: Tensor | None,
     ) -> Tensor:
-        """Returns class logits [B, C] at each last token, or next-token logits [B, T, V].
-
-        The classifier is applied here and not by transformers, whose pooling looks for padding
-        ids and so cannot pool word embeddings.
-        """
-        model: Any = module
-        hidden_BTD = decode(model.transformer, mask_BT, ids_BT, embeds_BTD)
-        if hasattr(model, "score"):
-            return pool_last(model.score(hidden_BTD), mask_BT)
-        logits_BTV: Tensor = model.lm_head(hidden_BTD)
-        return logits_BTV
+        """Returns class logits [B, C] at each last token, or next-token logits [B, T, V]."""
+        stack = module.get_submodule("transformer")
+        return decoder_logits(module, stack, mask_BT, ids_BT, embeds_BTD)
 
     def encode(self, tokenizer: Any, texts: Sequence[str], task: str) -> list[list[int]]:
         """Returns each text's tokens; for next-token training an end token closes it."""

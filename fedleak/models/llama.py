@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from fedleak.models.family import (
     FirstBlock,
     TokenTable,
-    decode,
+    decoder_logits,
     frozen_rows,
     heads,
     held,
     lora_a,
-    pool_last,
+    separate,
 )
 
 
@@ -38,8 +38,7 @@ class Llama:
 
     def projections(self, tensors: Mapping[str, Tensor], layer: int) -> dict[str, Tensor]:
         """Returns the gradients [O, I] that are there; keys and values may have fewer rows."""
-        named = zip(("query", "key", "value"), self.attention_parameters(layer), strict=True)
-        return {part: tensors[name] for part, name in named if name in tensors}
+        return separate(tensors, self.attention_parameters(layer))
 
     def attention_gradients(self, tensors: Mapping[str, Tensor], layer: int) -> list[Tensor]:
         """Returns the gradients [O, I] of weights and adapters that are there."""
@@ -105,17 +104,9 @@ class Llama:
         ids_BT: Tensor | None,
         embeds_BTD: Tensor | None,
     ) -> Tensor:
-        """Returns class logits [B, C] at each last token, or next-token logits [B, T, V].
-
-        The classifier is applied here and not by transformers, whose pooling looks for padding
-        ids and so cannot pool word embeddings.
-        """
-        outer: Any = module
-        hidden_BTD = decode(outer.model, mask_BT, ids_BT, embeds_BTD)
-        if hasattr(outer, "score"):
-            return pool_last(outer.score(hidden_BTD), mask_BT)
-        logits_BTV: Tensor = outer.lm_head(hidden_BTD)
-        return logits_BTV
+        """Returns class logits [B, C] at each last token, or next-token logits [B, T, V]."""
+        stack = module.get_submodule("model")
+        return decoder_logits(module, stack, mask_BT, ids_BT, embeds_BTD)
 
     def encode(self, tokenizer: Any, texts: Sequence[str], task: str) -> list[list[int]]:
         """Returns the tokenizer's ids, a start token first; for next-token training an end last."""
