@@ -112,6 +112,11 @@ class LanguageModel:
         return int(self.module.config.hidden_size)  # type: ignore[union-attr,arg-type]
 
     @property
+    def tied(self) -> bool:
+        """Whether the output layer of next-token training is the word embedding."""
+        return self.task == CAUSAL_LM and bool(self.module.config.tie_word_embeddings)  # type: ignore[union-attr]
+
+    @property
     def num_labels(self) -> int:
         """Classes of the classifier."""
         return int(self.module.config.num_labels)  # type: ignore[union-attr,arg-type]
@@ -272,6 +277,14 @@ def _make(spec: ModelSpec, *, checkpoint: bool) -> LanguageModel:
             adapt_(module, spec.lora, family.classifier if task == CLASSIFICATION else ())
     module.eval()
     return LanguageModel(module, tokenizer, family, task, CLASS_LOSSES[spec.loss])
+
+
+def absolute(name: str) -> str:
+    """Returns the absolute path of a file or folder, and any other name as it is.
+
+    Clients and attackers may run elsewhere.
+    """
+    return str(Path(name).absolute()) if Path(name).exists() else name
 
 
 def fingerprint(tensors: Mapping[str, Tensor]) -> str:

@@ -1,6 +1,6 @@
 """BERT-like encoders: learned absolute positions, LayerNorm after each sub-layer."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -17,7 +17,32 @@ class Bert:
     word_embedding: ClassVar[str] = "bert.embeddings.word_embeddings.weight"
     position_embedding: ClassVar[str] = "bert.embeddings.position_embeddings.weight"
     token_type_embedding: ClassVar[str] = "bert.embeddings.token_type_embeddings.weight"
+    embeddings: ClassVar[tuple[str, ...]] = (
+        word_embedding,
+        position_embedding,
+        token_type_embedding,
+        "bert.embeddings.LayerNorm.weight",
+        "bert.embeddings.LayerNorm.bias",
+    )
+    layers: ClassVar[str] = "bert.encoder.layer"
     classifier: ClassVar[tuple[str, ...]] = ("classifier.weight", "classifier.bias")
+
+    def modules(self, layer: int) -> Mapping[str, tuple[str, ...]]:
+        """Returns a weight for each letter."""
+        stem = f"{self.layers}.{layer}"
+        query, key, value = self.attention_parameters(layer)
+        return {
+            "q": (query,),
+            "k": (key,),
+            "v": (value,),
+            "o": (f"{stem}.attention.output.dense.weight",),
+            "f": (f"{stem}.intermediate.dense.weight",),
+            "p": (f"{stem}.output.dense.weight",),
+        }
+
+    def null_parameters(self, names: Iterable[str]) -> frozenset[str]:
+        """Returns the key biases: one shifts a query's scores all alike, which softmax ignores."""
+        return frozenset(name for name in names if name.endswith(".attention.self.key.bias"))
 
     def attention_parameters(self, layer: int) -> tuple[str, ...]:
         """Returns query, key and value weights, each its own [O, I] parameter."""

@@ -111,6 +111,9 @@ class ModelFamily(Protocol):
         causal: A token attends to earlier tokens only.
         word_embedding: Parameter name.
         position_embedding: Parameter name; None where positions are rotations.
+        token_type_embedding: Parameter name; None where tokens are all of one type.
+        embeddings: Parameter names of all tables that are looked up, and of their norm.
+        layers: Name of the list of transformer layers.
         classifier: Parameter names of the classification layer, weight first.
     """
 
@@ -118,7 +121,22 @@ class ModelFamily(Protocol):
     causal: ClassVar[bool]
     word_embedding: ClassVar[str]
     position_embedding: ClassVar[str | None]
+    token_type_embedding: ClassVar[str | None]
+    embeddings: ClassVar[tuple[str, ...]]
+    layers: ClassVar[str]
     classifier: ClassVar[tuple[str, ...]]
+
+    def modules(self, layer: int) -> Mapping[str, tuple[str, ...]]:
+        """Returns the weights of a layer, without adapters, by what they are.
+
+        q, k, v: of query, key and value; o: attention output; f, p: first and second
+        feed-forward. What one parameter holds together is named together: "qkv".
+        """
+        ...
+
+    def null_parameters(self, names: Iterable[str]) -> frozenset[str]:
+        """Returns those of `names` whose gradient is zero, whatever the batch and the weights."""
+        ...
 
     def attention_parameters(self, layer: int) -> tuple[str, ...]:
         """Returns the weights that multiply the attention input of a layer, without adapters.
@@ -186,6 +204,11 @@ def frozen_rows(module: nn.Module, *names: str) -> tuple[Tensor, ...]:
 def lora_a(name: str) -> str:
     """Returns the name, as peft has it, of the first matrix A [R, I] of a weight's adapter."""
     return f"{name.removesuffix('.weight')}.lora_A.default.weight"
+
+
+def lora_b(name: str) -> str:
+    """Returns the name, as peft has it, of the second matrix B [O, R] of a weight's adapter."""
+    return f"{name.removesuffix('.weight')}.lora_B.default.weight"
 
 
 def held(tensors: Mapping[str, Tensor], names: Iterable[str]) -> list[Tensor]:

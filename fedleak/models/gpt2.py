@@ -4,7 +4,7 @@ GPT-2 keeps query, key and value in one `Conv1D`, a linear layer whose weight is
 transpose of what `nn.Linear` has. Only this file knows.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -27,7 +27,24 @@ class Gpt2:
     causal: ClassVar[bool] = True
     word_embedding: ClassVar[str] = "transformer.wte.weight"
     position_embedding: ClassVar[str] = "transformer.wpe.weight"
+    token_type_embedding: ClassVar[None] = None
+    embeddings: ClassVar[tuple[str, ...]] = (word_embedding, position_embedding)
+    layers: ClassVar[str] = "transformer.h"
     classifier: ClassVar[tuple[str, ...]] = ("score.weight",)
+
+    def modules(self, layer: int) -> Mapping[str, tuple[str, ...]]:
+        """Returns the fused weight for q, k and v together, and one for each other letter."""
+        stem = f"{self.layers}.{layer}"
+        return {
+            "qkv": self.attention_parameters(layer),
+            "o": (f"{stem}.attn.c_proj.weight",),
+            "f": (f"{stem}.mlp.c_fc.weight",),
+            "p": (f"{stem}.mlp.c_proj.weight",),
+        }
+
+    def null_parameters(self, names: Iterable[str]) -> frozenset[str]:
+        """Returns none: of the fused bias, only the third that shifts keys has no gradient."""
+        return frozenset()
 
     def attention_parameters(self, layer: int) -> tuple[str, ...]:
         """Returns the one fused parameter."""

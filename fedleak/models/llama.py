@@ -4,7 +4,7 @@ A position rotates queries and keys and is in no attention input. Where there ar
 heads than query heads, each serves as many query heads in a row.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -29,7 +29,27 @@ class Llama:
     causal: ClassVar[bool] = True
     word_embedding: ClassVar[str] = "model.embed_tokens.weight"
     position_embedding: ClassVar[None] = None
+    token_type_embedding: ClassVar[None] = None
+    embeddings: ClassVar[tuple[str, ...]] = (word_embedding,)
+    layers: ClassVar[str] = "model.layers"
     classifier: ClassVar[tuple[str, ...]] = ("score.weight",)
+
+    def modules(self, layer: int) -> Mapping[str, tuple[str, ...]]:
+        """Returns a weight for each letter; for f two, gate and up, because both come first."""
+        stem = f"{self.layers}.{layer}"
+        query, key, value = self.attention_parameters(layer)
+        return {
+            "q": (query,),
+            "k": (key,),
+            "v": (value,),
+            "o": (f"{stem}.self_attn.o_proj.weight",),
+            "f": (f"{stem}.mlp.gate_proj.weight", f"{stem}.mlp.up_proj.weight"),
+            "p": (f"{stem}.mlp.down_proj.weight",),
+        }
+
+    def null_parameters(self, names: Iterable[str]) -> frozenset[str]:
+        """Returns none: a key's bias is rotated to its position, so scores shift differently."""
+        return frozenset()
 
     def attention_parameters(self, layer: int) -> tuple[str, ...]:
         """Returns query, key and value weights, each its own [O, I] parameter."""

@@ -1,0 +1,86 @@
+"""Parts of a model by the names of the partial-gradient paper, for `update.share`.
+
+Li et al. 2024, "Seeing the Forest through the Trees: Data Leakage from Partial Transformer
+Gradients": q, k, v, o, f and p are weights of a layer, without biases, and t is all of it. A number
+is the layer's, from 1; without one a letter is of every layer. The words `embeddings` and
+`classifier` are for what is before the layers and behind them. BERT's pooler, a decoder's last norm
+and the output layer of a next-token model are in no part.
+
+Departs from the authors' code, whose selector of p finds the attention output matrix as well.
+"""
+
+import re
+from collections.abc import Collection, Sequence
+
+from fedleak.errors import ConfigError
+from fedleak.models import LanguageModel
+from fedleak.models.family import lora_a, lora_b
+
+_PART = re.compile(r"[qkvofpt][0-9]*|embeddings|classifier")
+
+
+def is_part(name: str) -> bool:
+    """Returns whether a name is a part's; any other is a pattern on parameter names."""
+    return _PART.fullmatch(name) is not None
+
+
+def parameters_of(model: LanguageModel, parts: Sequence[str]) -> dict[str, list[str]]:
+    """Returns the trained parameters of each part; an adapter is of the part of its weight.
+
+    Args:
+        model: The model.
+        parts: All that are asked for, because some can only be had together.
+
+    Raises:
+        ConfigError: A layer that the model lacks, or some of what one parameter holds.
+    """
+    words = {"embeddings": model.family.embeddings, "classifier": model.family.classifier}
+    layers = {part: _layers(part, model.num_layers) for part in parts if part not in words}
+    asked = {(part[0], layer) for part, where in layers.items() for layer in where}
+    found = {}
+    for part in parts:
+        names = set(words.get(part, ()))
+        for layer in layers.get(part, ()):
+            names.update(_in_layer(model, part, layer, asked))
+        found[part] = [name for name in model.trained() if name in names]
+    return found
+
+
+def _layers(part: str, num_layers: int) -> range:
+    """Returns the layers, from 0, that a part is in."""
+    if len(part) == 1:
+        return range(num_layers)
+    number = int(part[1:])
+    if not 1 <= number <= num_layers:
+        raise ConfigError(
+            f"update.share: {part!r} is of layer {number}, but the model has {num_layers} layers: "
+            f"count them from 1 to {num_layers}"
+        )
+    return range(number - 1, number)
+
+
+def _in_layer(
+    model: LanguageModel, part: str, layer: int, asked: Collection[tuple[str, int]]
+) -> list[str]:
+    """Returns the names in one layer: what is trained, or may be.
+
+    Args:
+        model: The model.
+        part: A letter, and maybe a number.
+        layer: From 0.
+        asked: Letters and layers of everything that is asked for.
+    """
+    family, letter, number = model.family, part[0], part[1:]
+    stem = f"{family.layers}.{layer}."
+    if letter == "t":
+        return [name for name in model.trained() if name.startswith(stem)]
+    together, weights = next(each for each in family.modules(layer).items() if letter in each[0])
+    if ("t", layer) not in asked and any((one, layer) not in asked for one in together):
+        owner = weights[0].removesuffix(".weight")
+        pattern = owner if number else owner.replace(stem, f"{family.layers}.*.")
+        raise ConfigError(
+            f"update.share: {part!r} cannot be sent alone, because {family.model_type} keeps "
+            f"{', '.join(together)} of a layer in one parameter: share all of "
+            f"{[one + number for one in together]}, or {pattern!r}"
+        )
+    return [name for weight in weights for name in (weight, lora_a(weight), lora_b(weight))]
