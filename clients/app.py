@@ -3,35 +3,19 @@
 The order on the way out is train, defend, share: `mods` wrap training from the inside out.
 """
 
-import json
-from functools import lru_cache
-
-import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
 from clients.mods import defend, share
+from clients.workplace import workplace
 from fedleak import models
-from fedleak.config import Experiment, parse
-from fedleak.federation import Workload, divide, of_app, read_data
-from fedleak.models import LanguageModel
+from fedleak.federation import of_app
 from fedleak.store import Key
 from fedleak.streams import stream_seed
 from fedleak.training import local_update_, round_batch
 from fedleak.truth import GroundTruth
 
 app = ClientApp(mods=[share, defend])
-
-
-@lru_cache(maxsize=1)
-def workplace(experiment_json: str) -> tuple[Experiment, LanguageModel, Workload]:
-    """Loads what an experiment's clients need, once per process."""
-    # One thread, so that sums come out bit for bit the same under every engine.
-    torch.set_num_threads(1)
-    experiment = parse(json.loads(experiment_json))
-    split = read_data(experiment)
-    model = models.load(experiment.model_spec(len(split.train.label_names)), weights=False)
-    return experiment, model, divide(experiment, split, model)
 
 
 @app.query("identity")

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from flwr.app import ArrayRecord, Context, Message
 
+from clients.workplace import workplace
 from fedleak.config import Experiment
 from fedleak.federation import of_app
 from fedleak.observation import ClientUpdate
@@ -36,7 +37,8 @@ def _defend(update: ClientUpdate, experiment: Experiment, client: int, round: in
 def _share(update: ClientUpdate, experiment: Experiment, client: int, round: int) -> ClientUpdate:
     if experiment.update.share == "all":
         return update
-    return share_parameters(update, experiment.update.share)
+    _, model, _ = workplace(experiment.model_dump_json())  # that of training, not loaded again
+    return share_parameters(update, experiment.shared(model))
 
 
 def _on_update(message: Message, context: Context, call_next: Next, step: Step) -> Message:

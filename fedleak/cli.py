@@ -1,12 +1,14 @@
-"""The command line: `fedleak run | sweep | attack | score | list`."""
+"""The command line: `fedleak run | sweep | attack | score | train-prior | list`."""
 
 import itertools
+import math
 import os
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 # Nothing that is measured here is anyone else's business, and the progress bars are ours.
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
@@ -17,13 +19,17 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import typer
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as Bars
+from rich.progress import Progress as RichProgress
 from rich.table import Table
+from rich.text import Text
 
 from fedleak.errors import ConfigError, FedleakError
+
+if TYPE_CHECKING:
+    from fedleak.pipeline import UnderWay
 
 QUICKSTART = [
     Path(__file__).parents[1] / "experiments" / f"quickstart-{name}.toml"
@@ -34,6 +40,9 @@ app = typer.Typer(
     help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
 )
 console = Console()
+
+TURN_SECONDS = 3
+"""How long one client's text is shown, of several that are attacked together."""
 
 Set = Annotated[
     list[str] | None,
@@ -156,6 +165,52 @@ def score(path: RunPath) -> None:
         report.print_run(at, scored, console)
 
 
+@app.command("train-prior")
+def train_prior(
+    text: Annotated[Path, typer.Option(help="A text file; a line is a paragraph.")],
+    tokenizer: Annotated[
+        str, typer.Option(metavar="MODEL", help="The model whose vocabulary the prior gets.")
+    ],
+    out: Annotated[Path, typer.Option(help="The folder to make.")] = Path("prior"),
+    layers: Annotated[int, typer.Option(help="Transformer blocks.")] = 4,
+    width: Annotated[int, typer.Option(help="Hidden size.")] = 256,
+    heads: Annotated[int, typer.Option(help="Attention heads.")] = 4,
+    epochs: Annotated[int, typer.Option(help="Passes over the text.")] = 1,
+    steps: Annotated[
+        int | None, typer.Option(help="Batches to train on, in place of --epochs.")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(help="Sentences in a batch.")] = 32,
+    learning_rate: Annotated[float, typer.Option(help="The highest.")] = 1e-3,
+    max_length: Annotated[int, typer.Option(help="Tokens; longer sentences are cut.")] = 64,
+    seed: Annotated[int, typer.Option(help="Decides all that is random.")] = 0,
+    device: Annotated[
+        str | None, typer.Option(help="cpu or cuda:0; left out: a GPU if there is one.")
+    ] = None,
+) -> None:
+    """Train a small GPT-2 on a text, as a language-model prior for attacks."""
+    from fedleak.models import prior_training
+
+    with mended():
+        try:
+            recipe = prior_training.Recipe(
+                layers, width, heads, epochs, steps, batch_size, learning_rate, max_length, seed
+            )
+            on = prior_training.device(device)
+            with prior_training.new_folder(out) as folder:
+                corpus = prior_training.read(text, tokenizer, recipe)
+                with prior_progress() as show:
+                    trained = prior_training.train(corpus, recipe, on, show)
+                prior_training.save(trained.prior, folder)
+        except KeyboardInterrupt as error:
+            print("fedleak: stopped; nothing was kept", file=sys.stderr)  # noqa: T201
+            raise typer.Exit(130) from error
+    console.print(
+        f"{trained.nll:.2f} nats per token on {len(corpus.held_out):,} of "
+        f"{len(corpus.training) + len(corpus.held_out):,} sentences, which were held back"
+    )
+    console.print(f"prior: {escape(str(out))}", soft_wrap=True)
+
+
 @app.command("list")
 def list_() -> None:
     """Name the attacks, defenses, models and data sets there are."""
@@ -198,9 +253,40 @@ def mended() -> Iterator[None]:
         raise typer.Exit(130) from error
 
 
+class Bars(RichProgress):
+    """Bars with lines below them."""
+
+    lines: Sequence[Text] = ()
+
+    def get_renderables(self) -> Iterator[RenderableType]:
+        """Returns what is shown."""
+        yield from super().get_renderables()
+        yield from self.lines
+
+
+def line(doing: "UnderWay", now: float) -> Text:
+    """Returns what a worker is doing, in one line; of several clients, one at a time.
+
+    A `Text`, so that no markup in what was read is interpreted.
+    """
+    if doing.progress:
+        turns = sorted(doing.progress.items())
+        client, at = turns[int(now / TURN_SECONDS) % len(turns)]
+        said = f"client {client}: {at.step}/{at.steps}, loss {at.loss:.3g}, {at.text}"
+    else:
+        word = "client" if len(doing.clients) == 1 else "clients"
+        said = f"{word} {', '.join(map(str, doing.clients))}"
+    # Neither line breaks nor what a terminal would obey.
+    printable = "".join(c if c.isprintable() else " " for c in f"round {doing.round}, {said}")
+    return Text(f"{doing.attack:>9} {printable}", style="dim", no_wrap=True, overflow="ellipsis")
+
+
 @contextmanager
 def progress() -> Iterator[Callable[..., None]]:
-    """Shows two bars, for training and for attacks, and yields what moves them."""
+    """Shows two bars, for training and for attacks, and yields what moves them.
+
+    On a terminal there is a line for each busy worker below.
+    """
     columns = (
         TextColumn("{task.description:>9}"),
         BarColumn(),
@@ -220,5 +306,32 @@ def progress() -> Iterator[Callable[..., None]]:
             assert isinstance(at, Progress)
             bars.update(training, completed=at.captures, total=at.captures_expected)
             bars.update(attacks, completed=at.answers, total=at.answers_expected)
+            if console.is_terminal:
+                bars.lines = [line(doing, time.monotonic()) for doing in at.under_way]
+
+        try:
+            yield show
+        finally:
+            bars.lines = ()
+
+
+@contextmanager
+def prior_progress() -> Iterator[Callable[..., None]]:
+    """Shows a bar for the training of a prior, and yields what moves it."""
+    columns = (
+        TextColumn("{task.description:>9}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("steps, {task.fields[loss]:.2f} nats per token"),
+        TimeElapsedColumn(),
+    )
+    with RichProgress(*columns, console=console) as bars:
+        training = bars.add_task("training", total=None, loss=math.nan)
+
+        def show(at: object) -> None:
+            from fedleak.models.prior_training import Progress
+
+            assert isinstance(at, Progress)
+            bars.update(training, completed=at.step, total=at.steps, loss=at.loss)
 
         yield show

@@ -29,19 +29,14 @@ from fedleak import attacks, defenses
 from fedleak.attacks import Attack, Setting
 from fedleak.defenses import Defense
 from fedleak.errors import ConfigError, unknown
-from fedleak.models import CAUSAL_LM, LanguageModel, ModelSpec
+from fedleak.models import CAUSAL_LM, LanguageModel, ModelSpec, absolute
 from fedleak.models.lora import Lora
+from fedleak.models.parts import is_part, parameters_of
 from fedleak.observation import GRANTABLE, ThreatModel, UpdateKind
 from fedleak.training import LocalTraining, matching
 
-
-def _fixed(name: str) -> str:
-    """Returns the absolute path of a file or folder, because clients may run elsewhere."""
-    return str(Path(name).absolute()) if Path(name).exists() else name
-
-
 Positive = Annotated[int, Field(ge=1)]
-Source = Annotated[str, AfterValidator(_fixed)]
+Source = Annotated[str, AfterValidator(absolute)]
 """A hub id, a built-in, or a path."""
 
 
@@ -117,6 +112,7 @@ class UpdateTable(_Table):
     """`[update]`: which parameters a client sends."""
 
     share: Literal["all"] | Annotated[list[str], Field(min_length=1)] = "all"
+    """All, or parts (`fedleak.models.parts`) and patterns on parameter names."""
 
 
 class ThreatTable(_Table):
@@ -232,33 +228,40 @@ class Experiment(_Table):
         """Facts that the server set itself, so every observation of it has them."""
         return frozenset({"learning_rate", "local_steps", "dropout"})
 
-    def shared(self, names: Sequence[str]) -> list[str]:
-        """Returns the parameters that a client sends.
+    def shared(self, model: LanguageModel) -> list[str]:
+        """Returns the parameters that a client sends, in the model's order.
 
         Raises:
-            ConfigError: A pattern matches none of `names`.
+            ConfigError: `update.share` names something that the model does not train, or that
+                cannot be sent alone.
         """
+        names = list(model.trained())
         if self.update.share == "all":
-            return list(names)
-        for pattern in self.update.share:
-            if not matching(names, [pattern]):
-                parts = {part for name in names for part in name.split(".")}
+            return names
+        parts = parameters_of(model, list(filter(is_part, self.update.share)))
+        sent: set[str] = set()
+        for wanted in self.update.share:
+            found = parts[wanted] if wanted in parts else matching(names, [wanted])
+            if not found:
+                what = "nothing that is trained" if wanted in parts else "in no parameter's name"
+                words = {word for name in names for word in name.split(".")}
                 raise ConfigError(
-                    f"update.share: {pattern!r} is in no parameter's name; the parts of those are "
-                    f"{', '.join(sorted(part for part in parts if not part.isdigit()))}"
+                    f"update.share: {wanted!r} is {what}; the parts of parameters' names are "
+                    f"{', '.join(sorted(word for word in words if not word.isdigit()))}"
                 )
-        return matching(names, self.update.share)
+            sent.update(found)
+        return [name for name in names if name in sent]
 
     def check_attacks(self, model: LanguageModel) -> None:
         """Refuses attacks that cannot work on what this experiment lets the server see.
 
         Raises:
-            ConfigError: An attack with an obstacle, or a share pattern that matches nothing.
+            ConfigError: An attack with an obstacle, or what `shared` raises.
         """
         names = list(model.parameters())
         setting = Setting(
             self.local_training.kind,
-            frozenset(self.shared(names)),
+            frozenset(self.shared(model)),
             self.threat_model.knows | self.server_facts,
             model.family,
             model.num_layers,

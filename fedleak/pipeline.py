@@ -1,12 +1,13 @@
 """From an experiment to scores: prepare a run, attack its captures as they come, score them."""
 
 import importlib
+import itertools
 import platform
 import subprocess
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -14,9 +15,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import fedleak
-from fedleak import audit
+from fedleak import attacks, audit
+from fedleak.attacks import Batched
 from fedleak.audit import Scored
-from fedleak.config import Experiment, difference, parse
+from fedleak.config import Experiment, NamedAttack, difference, parse
 from fedleak.errors import CaptureError, ConfigError
 from fedleak.federation import divide, expected_captures, outline, read_data
 from fedleak.observation import Knowledge
@@ -30,13 +32,29 @@ TRIES = 3
 POLL_SECONDS = 0.05
 
 
+class UnderWay(NamedTuple):
+    """What a worker is doing.
+
+    Attributes:
+        attack: Its name.
+        round, clients: The captures it is attacking.
+        progress: How far it is with a client, as far as the attack has said.
+    """
+
+    attack: str
+    round: int
+    clients: tuple[int, ...]
+    progress: Mapping[int, attacks.Progress]
+
+
 class Progress(NamedTuple):
-    """How far a run is."""
+    """How far a run is, and what its busy workers are doing."""
 
     captures: int
     captures_expected: int
     answers: int
     answers_expected: int
+    under_way: tuple[UnderWay, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -160,6 +178,7 @@ def attack_captures(
     """Attacks every capture that has no answer yet, until `no_more` come and all have one.
 
     The work that is left is always what the directory lacks, so this can be killed at any time.
+    An attack that takes captures together gets the same ones together however often that happens.
     Workers that are lent (`on`) may still be busy if it was stopped or failed.
 
     Raises:
@@ -169,7 +188,8 @@ def attack_captures(
     tries = Counter(
         (Key(line["round"], line["client"]), line["attack"]) for line in run.rows("attempts.jsonl")
     )
-    expected = len(expected_captures(experiment))
+    expected = expected_captures(experiment)
+    groups = _groups(experiment.attacks, expected)
     model = experiment.model_spec(run.info()["num_labels"])
     threat = experiment.threat_model
     hired: AbstractContextManager[Sequence[Worker]] = (
@@ -178,45 +198,55 @@ def attack_captures(
         else nullcontext(on)
     )
 
-    def record(job: Job, line: dict[str, Any]) -> None:
-        run.append("reconstructions.jsonl", line)
-        answered.add((job.key, job.attack.name))
+    def record(lines: Sequence[dict[str, Any]]) -> None:
+        run.append_all("reconstructions.jsonl", lines)
+        answered.update((Key(line["round"], line["client"]), line["attack"]) for line in lines)
 
-    def look_at(job: Job, found: dict[str, Any] | BaseException) -> None:
-        """Records an answer, or a try that failed."""
+    def look_at(jobs: Sequence[Job], found: list[dict[str, Any]] | BaseException) -> None:
+        """Records answers, or a try that failed."""
         if not isinstance(found, BaseException):
-            return record(job, found)
-        tries[job.key, job.attack.name] += 1
-        attempt = {"round": job.key.round, "client": job.key.client, "attack": job.attack.name}
-        run.append("attempts.jsonl", attempt | {"reason": failure(found)})
-        if tries[job.key, job.attack.name] >= TRIES or isinstance(found, CaptureError):
-            record(job, _failed(job, failure(found)))
+            return record(found)
+        reason = failure(found)
+        tries.update((job.key, job.attack.name) for job in jobs)
+        run.append_all(
+            "attempts.jsonl",
+            [{**job.key._asdict(), "attack": job.attack.name, "reason": reason} for job in jobs],
+        )
+        enough = 1 if isinstance(found, CaptureError) else TRIES
+        record([_failed(j, reason) for j in jobs if tries[j.key, j.attack.name] >= enough])
+
+    def hand_out(attack: NamedAttack, keys: Sequence[Key], worker: Worker) -> None:
+        """Gives captures to a worker, without those that are damaged."""
+        jobs = []
+        for key in keys:
+            job = Job(run.path, key, attack, threat, Knowledge(), model, experiment.seed)
+            try:
+                jobs.append(replace(job, knowledge=audit.knowledge(run, key, threat)))
+            except CaptureError as error:
+                record([_failed(job, str(error))])
+        if jobs:
+            worker.submit(jobs)
 
     with hired as all_workers:
         while not stop():
             last_look = no_more()  # asked before looking, so that nothing slips in between
-            keys = run.captures()
-            busy = {(w.job.key, w.job.attack.name) for w in all_workers if w.job}
+            here = set(run.captures())
+            busy = {(job.key, job.attack.name) for worker in all_workers for job in worker.jobs}
+            taken = answered | busy
             todo = [
-                Job(run.path, key, attack, threat, Knowledge(), model, experiment.seed)
-                for key in keys
-                for attack in experiment.attacks
-                if (key, attack.name) not in answered | busy
+                (attack, keys)
+                for attack, group in groups
+                for keys in _to_try(attack, group, here, taken, tries, last_look)
             ]
-            idle = [worker for worker in all_workers if worker.job is None]
-            for job, worker in zip(todo, idle, strict=False):
-                try:
-                    knowledge = audit.knowledge(run, job.key, threat)
-                except CaptureError as error:
-                    record(job, _failed(job, str(error)))
-                else:
-                    worker.submit(replace(job, knowledge=knowledge))
+            idle = [worker for worker in all_workers if not worker.jobs]
+            for (attack, keys), worker in zip(todo, idle, strict=False):
+                hand_out(attack, keys, worker)
             for worker in all_workers:
-                under_way = worker.job
-                if under_way and (found := worker.result()) is not None:
-                    look_at(under_way, found)
-            known = len(experiment.attacks)
-            report(Progress(len(keys), expected, len(answered), expected * known))
+                if (jobs := worker.jobs) and (found := worker.result()) is not None:
+                    look_at(jobs, found)
+            wanted = len(expected) * len(experiment.attacks)
+            under_way = tuple(_under_way(worker) for worker in all_workers if worker.jobs)
+            report(Progress(len(here), len(expected), len(answered), wanted, under_way))
             if last_look and not todo and not busy:
                 return
             time.sleep(POLL_SECONDS)
@@ -291,9 +321,52 @@ def check_attacks(experiment: Experiment, num_labels: int) -> None:
     experiment.check_attacks(outline(experiment, num_labels))
 
 
+def _groups(
+    named: Sequence[NamedAttack], expected: Sequence[Key]
+) -> list[tuple[NamedAttack, list[Key]]]:
+    """Returns which captures of a round go to which attack together, in the order of captures.
+
+    That depends on the experiment alone, so a run that was killed makes the same groups again.
+    """
+    groups = []
+    for _, of_round in itertools.groupby(expected, key=lambda key: key.round):
+        keys = list(of_round)
+        for each in named:
+            size = each.attack.at_once if isinstance(each.attack, Batched) else 1
+            groups += [(each, keys[i : i + size]) for i in range(0, len(keys), size)]
+    return sorted(groups, key=lambda group: group[1][0])
+
+
+def _to_try(
+    attack: NamedAttack,
+    group: Sequence[Key],
+    here: Set[Key],
+    taken: Set[tuple[Key, str]],
+    tries: Counter[tuple[Key, str]],
+    no_more: bool,
+) -> list[list[Key]]:
+    """Returns what can be tried of a group: the captures together, once they are all here.
+
+    One whose try has failed is tried alone from then on: another may have been the reason.
+    """
+    left = [key for key in group if (key, attack.name) not in taken]
+    alone = [[key] for key in left if key in here and tries[key, attack.name]]
+    fresh = [key for key in left if not tries[key, attack.name]]
+    if no_more:
+        fresh = [key for key in fresh if key in here]
+    return [*alone, fresh] if fresh and here >= set(fresh) else alone
+
+
+def _under_way(worker: Worker) -> UnderWay:
+    """Returns what a busy worker is doing."""
+    first = worker.jobs[0]
+    clients = tuple(job.key.client for job in worker.jobs)
+    return UnderWay(first.attack.name, first.key.round, clients, worker.progress())
+
+
 def _failed(job: Job, reason: str) -> dict[str, Any]:
     """Returns the line of an attack that failed for good."""
-    return row(job, Reconstruction.none(Status.FAILED, reason), None, None)
+    return row(job, Reconstruction.none(Status.FAILED, reason))
 
 
 def _answered(run: Run, experiment: Experiment) -> set[tuple[Key, str]]:

@@ -11,7 +11,8 @@
 
 Work that is left is what the directory lacks, so there is no queue that a crash could corrupt.
 Files are written under a temporary name, synced and renamed. A line counts once its newline is
-on disk: a torn last line is dropped when the file is next opened.
+on disk. Lines that belong together are one write, in which all but the last end in a space: what
+was torn, a line or such a group, does not count and is cut by the next write.
 """
 
 import json
@@ -33,6 +34,8 @@ from fedleak.errors import CaptureError, FedleakError
 from fedleak.observation import ClientUpdate, Knowledge, UpdateKind
 
 SCHEMA_VERSION = 1
+_MORE = " \n"
+"""Ends a line that is followed by others of the same write; to JSON the space is nothing."""
 _KEY = re.compile(r"r(\d+)-c(\d+)")
 
 
@@ -193,10 +196,16 @@ class Run:
 
     def append(self, name: str, row: Mapping[str, Any]) -> None:
         """Appends one line to a JSONL file and syncs it."""
-        path = self.path / name
-        with path.open("ab+") as file:
-            _drop_torn_line_(file)
-            file.write(json.dumps(row, allow_nan=False).encode() + b"\n")
+        self.append_all(name, [row])
+
+    def append_all(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Appends lines to a JSONL file and syncs it: whatever happens, all of them or none."""
+        lines = [json.dumps(row, allow_nan=False) for row in rows]
+        if not lines:
+            return
+        with (self.path / name).open("ab+") as file:
+            _drop_torn_(file)
+            file.write((_MORE.join(lines) + "\n").encode())
             file.flush()
             os.fsync(file.fileno())
 
@@ -205,8 +214,8 @@ class Run:
         path = self.path / name
         if not path.is_file():
             return []
-        complete = path.read_bytes().rpartition(b"\n")[0]
-        return [json.loads(line) for line in complete.splitlines()]
+        content = path.read_bytes()
+        return [json.loads(line) for line in content[: _complete(content)].splitlines()]
 
     def write_rows(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
         """Writes a whole JSONL file at once."""
@@ -293,13 +302,20 @@ def _rename(temporary: Path, path: Path) -> None:
         os.close(folder)
 
 
-def _drop_torn_line_(file: Any) -> None:
-    """Cuts what a killed process left after the last newline."""
+def _drop_torn_(file: Any) -> None:
+    """Cuts what a killed process left after the last complete write."""
     size = file.seek(0, os.SEEK_END)
-    if not size:
-        return
-    file.seek(size - 1)
-    if file.read(1) == b"\n":
+    file.seek(max(size - len(_MORE), 0))
+    end = file.read()
+    if _complete(end) == len(end):
         return
     file.seek(0)
-    file.truncate(file.read().rfind(b"\n") + 1)
+    file.truncate(_complete(file.read()))
+
+
+def _complete(content: bytes) -> int:
+    """Returns where the last write ends of which nothing is missing."""
+    end = len(content)
+    while (end := content.rfind(b"\n", 0, end) + 1) and content[:end].endswith(_MORE.encode()):
+        end -= 1
+    return end

@@ -135,7 +135,7 @@ def matching(names: Iterable[str], patterns: Sequence[str]) -> list[str]:
 
 
 def share(update: ClientUpdate, patterns: Sequence[str]) -> ClientUpdate:
-    """Returns the update with only the parameters that match."""
+    """Returns the update with only the parameters that match; a whole name is a pattern too."""
     kept = matching(update.tensors, patterns)
     return replace(update, tensors={name: update.tensors[name] for name in kept})
 

@@ -2,13 +2,16 @@
 
 A worker is handed the place of a capture and the facts that were granted. An attack gets what was
 in the capture and those facts; it cannot import what opens the vault or any other file of the run.
+Captures of one round go to an attack together if it takes several at once.
 """
 
 import dataclasses
+import itertools
 import json
 import math
 import multiprocessing
 import os
+import shutil
 import signal
 import threading
 import time
@@ -19,14 +22,16 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import psutil
 import torch
 
 from fedleak import models
-from fedleak.attacks import Attack, Setting
+from fedleak.attacks import Attack, Batched, Progress, Report, Setting
 from fedleak.config import NamedAttack
+from fedleak.errors import CaptureError
 from fedleak.models import LanguageModel, ModelSpec
 from fedleak.observation import Knowledge, Observation, ThreatModel
 from fedleak.reconstruction import Reconstruction, Status
@@ -34,6 +39,10 @@ from fedleak.store import Key, Run
 from fedleak.streams import stream
 
 WATCH_SECONDS = 1.0
+NOTE_SECONDS = 1.0
+"""How often at most a worker notes how far its attack is."""
+
+_numbers = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -65,9 +74,20 @@ def settings(attack: Attack) -> dict[str, Any]:
 
 
 def row(
-    job: Job, answer: Reconstruction, seconds: float | None, device: str | None
+    job: Job,
+    answer: Reconstruction,
+    seconds: float | None = None,
+    device: str | None = None,
+    together: int | None = None,
 ) -> dict[str, Any]:
-    """Returns the line of reconstructions.jsonl."""
+    """Returns the line of reconstructions.jsonl.
+
+    Args:
+        job: What was to be attacked.
+        answer: What came of it.
+        seconds, device: The attack alone, its share of the call; None if it did not get to that.
+        together: How many observations shared the call.
+    """
     said = asdict(answer)
     return {
         "round": job.key.round,
@@ -78,6 +98,7 @@ def row(
         "knows": sorted(job.knowledge.granted()),
         "seconds": seconds,
         "device": device,
+        "together": together,
         **said,
         **{name: _plain(said[name]) for name in ("evidence", "margins", "diagnostics")},
     }
@@ -100,43 +121,59 @@ def failure(error: BaseException) -> str:
 
 
 class Worker:
-    """A process on one device, with one job at a time.
+    """A process on one device, with one try at a time.
 
     It has a pool to itself: whatever kills the process, at whatever moment, breaks nothing that
-    others wait for, and the next job finds a new process.
+    others wait for, and the next try finds a new process. How far a try is stands in a file of its
+    own, for the same reason.
+
+    Attributes:
+        jobs: What it is trying: one, or several of one attack and round. Empty if it is free.
     """
 
-    def __init__(self, device: str, time_limit: float) -> None:
-        self._device, self._time_limit = device, time_limit
-        self.job: Job | None = None
+    def __init__(self, device: str, time_limit: float, notes: Path) -> None:
+        self._device, self._time_limit, self._notes = device, time_limit, notes
+        self.jobs: tuple[Job, ...] = ()
         self._start()
 
-    def submit(self, job: Job) -> None:
-        """Takes a job."""
-        self.job = job
+    def submit(self, jobs: Sequence[Job]) -> None:
+        """Takes jobs of one attack and round."""
+        self.jobs = tuple(jobs)
         self._deadline = math.inf
+        # A new name for each: a process that is being killed cannot write into another's note.
+        self._note = self._notes / f"{next(_numbers)}.json"
         try:
-            self._answer = self._pool.submit(work, job, self._device)
+            self._answer = self._pool.submit(_work_and_note, self.jobs, self._device, self._note)
         except BrokenProcessPool:  # killed while it had nothing to do
             self._restart()
-            self._answer = self._pool.submit(work, job, self._device)
+            self._answer = self._pool.submit(_work_and_note, self.jobs, self._device, self._note)
 
-    def result(self) -> dict[str, Any] | BaseException | None:
-        """Returns the answer or why there is none, and is free again; None while it works."""
+    def result(self) -> list[dict[str, Any]] | BaseException | None:
+        """Returns a line per job or why there is none, and is free again; None while it works."""
         if self._answer.done():
-            self.job = None
+            self._finish()
             error = self._answer.exception()
             if isinstance(error, BrokenProcessPool):
                 self._restart()
             return error or self._answer.result()
         if self._deadline == math.inf and self._pid.done():
             # Counted from here, so that importing torch is not held against an attack.
-            self._deadline = time.monotonic() + self._time_limit
+            self._deadline = time.monotonic() + self._time_limit * len(self.jobs)
         if time.monotonic() > self._deadline:
-            self.job = None
+            each = f" for each of {len(self.jobs)} captures" if len(self.jobs) > 1 else ""
             self._restart()
-            return TimeoutError(f"took longer than workers.time_limit = {self._time_limit:g} s")
+            self._finish()
+            limit = f"workers.time_limit = {self._time_limit:g} s{each}"
+            return TimeoutError(f"took longer than {limit}")
         return None
+
+    def progress(self) -> dict[int, Progress]:
+        """Returns how far its attack is with each client, as far as the attack has said."""
+        try:
+            noted = json.loads(self._note.read_text())
+        except FileNotFoundError:
+            return {}
+        return {client: Progress(*rest) for client, *rest in noted}
 
     def stop(self) -> None:
         """Ends the process."""
@@ -144,6 +181,10 @@ class Worker:
         if self._pid.done() and self._pid.exception() is None:
             with suppress(psutil.NoSuchProcess):
                 psutil.Process(self._pid.result()).kill()
+
+    def _finish(self) -> None:
+        self.jobs = ()
+        self._note.unlink(missing_ok=True)
 
     def _restart(self) -> None:
         self.stop()
@@ -154,7 +195,7 @@ class Worker:
             max_workers=1,
             mp_context=multiprocessing.get_context("spawn"),
             initializer=_prepare,
-            initargs=(self._device, os.getpid()),
+            initargs=(self._device, os.getpid(), self._notes),
         )
         self._pid = self._pool.submit(os.getpid)
 
@@ -162,12 +203,14 @@ class Worker:
 @contextmanager
 def workers(on: Sequence[str], time_limit: float) -> Iterator[list[Worker]]:
     """Starts a worker per device, and ends them."""
-    started = [Worker(device, time_limit) for device in on]
-    try:
-        yield started
-    finally:
-        for worker in started:
-            worker.stop()
+    # A killed process may still be writing its last note.
+    with TemporaryDirectory(prefix="fedleak-", ignore_cleanup_errors=True) as notes:
+        started = [Worker(device, time_limit, Path(notes)) for device in on]
+        try:
+            yield started
+        finally:
+            for worker in started:
+                worker.stop()
 
 
 def devices(wanted: Sequence[str] | None) -> list[str]:
@@ -178,26 +221,93 @@ def devices(wanted: Sequence[str] | None) -> list[str]:
 
 
 def work(job: Job, device: str) -> dict[str, Any]:
-    """Runs one attack, in a worker process."""
-    capture = Run(job.run).read_capture(job.key)
-    model = _model_at(job.run, job.key.round, job.model, device)
-    update = dataclasses.replace(
-        capture.update,
-        tensors={name: value.to(device) for name, value in capture.update.tensors.items()},
-    )
+    """Runs one attack on one capture."""
+    return work_together([job], device)[0]
+
+
+def work_together(
+    jobs: Sequence[Job], device: str, report: Report = lambda which, progress: None
+) -> list[dict[str, Any]]:
+    """Runs one attack on captures of one round, in a worker process, and returns a line for each.
+
+    Args:
+        jobs: Several only for an attack that takes them at once.
+        device: Where to.
+        report: Is told the progress; by the client's number, not by its place among the jobs.
+
+    Raises:
+        CaptureError: The model of the round is damaged. A damaged capture just fails.
+    """
+    first = jobs[0]
+    model = _model_at(first.run, first.key.round, first.model, device)
+    looked = [(job, _look(job, model, device)) for job in jobs]
+    lines = {job.key: row(job, s) for job, s in looked if isinstance(s, Reconstruction)}
+    attacked = [(job, seen) for job, seen in looked if isinstance(seen, Observation)]
+    if attacked:
+        start = time.perf_counter()
+        answers = _call(first, [seen for _, seen in attacked], model, report)
+        seconds = round((time.perf_counter() - start) / len(attacked), 4)
+        for (job, _), answer in zip(attacked, answers, strict=True):
+            lines[job.key] = row(job, answer, seconds, _name(device), len(attacked))
+    # An answer that cannot be written is the attack's failure.
+    json.dumps(list(lines.values()), allow_nan=False)
+    return [lines[job.key] for job in jobs]
+
+
+def _look(job: Job, model: LanguageModel, device: str) -> Observation | Reconstruction:
+    """Returns what there is to attack, or the answer if it cannot be attacked."""
+    try:
+        update = Run(job.run).read_capture(job.key).update
+    except CaptureError as error:
+        return Reconstruction.none(Status.FAILED, str(error))
+    tensors = {name: value.to(device) for name, value in update.tensors.items()}
+    update = dataclasses.replace(update, tensors=tensors)
     seen = Observation(job.key.round, job.key.client, update, job.knowledge)
     obstacle = job.attack.attack.obstacle(Setting.of(seen, model))
     if obstacle is not None:
-        return row(job, Reconstruction.none(Status.INADMISSIBLE, obstacle), None, None)
-    if not all(bool(t.isfinite().all()) for t in update.tensors.values()):
+        return Reconstruction.none(Status.INADMISSIBLE, obstacle)
+    if not all(bool(t.isfinite().all()) for t in tensors.values()):
         reason = "not every number of the update is finite: training diverged, or a cast overflowed"
-        return row(job, Reconstruction.none(Status.ABSTAINED, reason), None, None)
-    rng = stream(job.seed, "attack", job.attack.name, *job.key)
-    start = time.perf_counter()
-    answer = job.attack.attack(seen, model, rng=rng)
-    line = row(job, answer, round(time.perf_counter() - start, 4), _name(device))
-    json.dumps(line, allow_nan=False)  # an answer that cannot be written is the attack's failure
-    return line
+        return Reconstruction.none(Status.ABSTAINED, reason)
+    return seen
+
+
+def _call(
+    job: Job, seen: Sequence[Observation], model: LanguageModel, report: Report
+) -> list[Reconstruction]:
+    """Calls the attack of a job, and of those beside it."""
+    attack = job.attack.attack
+    rngs = [stream(job.seed, "attack", job.attack.name, each.round, each.client) for each in seen]
+    if isinstance(attack, Batched):
+        return attack.many(
+            seen, model, rngs=rngs, report=lambda which, at: report(seen[which].client, at)
+        )
+    return [attack(each, model, rng=rng) for each, rng in zip(seen, rngs, strict=True)]
+
+
+def _work_and_note(jobs: Sequence[Job], device: str, note: Path) -> list[dict[str, Any]]:
+    """Runs one attack, and notes the progress where the parent looks for it."""
+    return work_together(jobs, device, noting(note))
+
+
+def noting(path: Path) -> Report:
+    """Returns a report that keeps a file up to date, not more often than somebody would look."""
+    latest: dict[int, Progress] = {}
+    written = -math.inf
+
+    def report(client: int, progress: Progress) -> None:
+        nonlocal written
+        latest[client] = progress
+        now = time.monotonic()
+        if now - written < NOTE_SECONDS:
+            return
+        written = now
+        temporary = path.with_suffix(".new")
+        with suppress(OSError):  # a full disk is no reason to lose the attack
+            temporary.write_text(json.dumps([(each, *latest[each]) for each in sorted(latest)]))
+            temporary.replace(path)
+
+    return report
 
 
 @lru_cache(maxsize=1)
@@ -219,7 +329,7 @@ def _name(device: str) -> str:
     return torch.cuda.get_device_name(device) if device.startswith("cuda") else device
 
 
-def _prepare(device: str, parent: int) -> None:
+def _prepare(device: str, parent: int, notes: Path) -> None:
     """Prepares a worker: Ctrl-C is the parent's to handle, and no worker outlives the parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # One thread each: results do not depend on what else the machine does.
@@ -230,6 +340,7 @@ def _prepare(device: str, parent: int) -> None:
     def watch() -> None:
         while os.getppid() == parent:
             time.sleep(WATCH_SECONDS)
+        shutil.rmtree(notes, ignore_errors=True)  # what was read of private texts is in there
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()

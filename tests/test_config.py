@@ -63,7 +63,10 @@ BAD = [
     ),
     ({"threat": {"knows": ["label"]}}, ["threat", "'label'", "did you mean 'labels'?"]),
     ({"attack": [{"kind": "dagger"}]}, ["attack[0].kind", "'dagger'", "did you mean 'dager'?"]),
-    ({"attack": [{"steps": 1}]}, ["attack[0].kind is missing", "dager, dlg, keyspan, probes"]),
+    (
+        {"attack": [{"steps": 1}]},
+        ["attack[0].kind is missing", "dager, dlg, keyspan, lamp, probes, tag"],
+    ),
     ({"attack": "dager"}, ["attack = 'dager'", "list"]),
     ({"attack": [{"kind": "dlg", "step": 3}]}, ["attack", "'step'", "did you mean 'steps'?"]),
     ({"attack": [{"kind": "dlg", "steps": 0}]}, ["attack", "steps = 0", "greater than or equal"]),
@@ -140,8 +143,8 @@ def test_what_must_be_there_is_named(missing):
 
 CANNOT_WORK = [
     (
-        {"attack": [{"kind": "dlg"}], "federation": {"algorithm": "fedavg"}},
-        ["attack 'dlg'", "deltas", "algorithm = 'fedsgd'"],
+        {"attack": [{"kind": "lamp", "prior": "./no-such-folder"}]},
+        ["attack 'lamp'", "prior = './no-such-folder'", "no such folder"],
     ),
     (
         {"attack": [{"kind": "keyspan"}], "update": {"share": ["layer.0.*.value"]}},
@@ -152,16 +155,35 @@ CANNOT_WORK = [
         ["attack 'dager'", "layer.1.attention.self.query.weight", "update.share"],
     ),
     (
-        {"attack": [{"kind": "dlg"}], "model": {"name": "builtin/gpt2-tiny", "task": "causal-lm"}},
-        ["attack 'dlg'", "task = 'sequence-classification'"],
-    ),
-    (
-        {"attack": [{"kind": "dlg", "name": "mine"}], "update": {"share": ["query"]}},
-        ["attack 'mine'", "'lengths' to threat.knows", "position_embeddings", "update.share"],
+        {"attack": [{"kind": "dlg", "name": "mine"}], "update": {"share": ["word_embeddings"]}},
+        ["attack 'mine'", "beside the word embedding", "update.share"],
     ),
     (
         {"model": {"lora": {}}, "update": {"share": ["query", "key"]}},
         ["update.share", "'key' is in no parameter's name", "lora_A, lora_B, query"],
+    ),
+    (
+        {"model": {"lora": {}}, "update": {"share": ["q1", "k1"]}},
+        ["update.share", "'k1' is nothing that is trained", "lora_A, lora_B, query"],
+    ),
+    (
+        {"model": {"name": "builtin/llama-tiny", "task": "causal-lm"}}
+        | {"update": {"share": ["t", "classifier"]}},
+        ["update.share", "'classifier' is nothing that is trained", "lm_head"],
+    ),
+    ({"update": {"share": ["q1", "q0"]}}, ["update.share: 'q0'", "has 4 layers", "from 1 to 4"]),
+    ({"update": {"share": ["t5", "query"]}}, ["update.share: 't5'", "has 4 layers", "from 1 to 4"]),
+    (
+        {"model": {"name": "builtin/gpt2-tiny"}, "update": {"share": ["q1", "o1"]}},
+        ["update.share: 'q1' cannot be sent alone", "['q1', 'k1', 'v1']", "h.0.attn.c_attn'"],
+    ),
+    (
+        {"attack": [{"kind": "dager"}], "update": {"share": ["q1", "k3"]}},
+        ["attack 'dager'", "layer.1.attention.self.query.weight", "update.share"],
+    ),
+    (
+        {"attack": [{"kind": "keyspan"}], "update": {"share": ["v1", "t2", "embeddings"]}},
+        ["attack 'keyspan'", "layer.0.attention.self.query.weight", "update.share"],
     ),
     (
         {"model": {"lora": {"targets": ["values"]}}},
@@ -188,12 +210,17 @@ def test_an_attack_that_cannot_work_is_refused_with_what_would_mend_it(tables, w
     [
         {"attack": [{"kind": "dager"}, {"kind": "dlg"}]},
         {"attack": [{"kind": "dager"}], "update": {"share": ["layer.0.*.query", "layer.1.*.key"]}},
+        {"attack": [{"kind": "lamp"}, {"kind": "tag"}], "update": {"share": ["query"]}},
+        {"attack": [{"kind": "lamp"}], "federation": {"algorithm": "fedavg"}},
         {
-            "attack": [{"kind": "dlg"}],
-            "update": {"share": ["query"]},
-            "threat": {"knows": ["lengths"]},
+            "attack": [{"kind": "lamp"}],
+            "model": {"name": "builtin/gpt2-tiny", "task": "causal-lm"},
         },
         {"attack": [{"kind": "keyspan"}], "update": {"share": ["layer.0.*.query"]}},
+        {"attack": [{"kind": "keyspan"}], "update": {"share": ["q1"]}},
+        {"attack": [{"kind": "dager"}], "update": {"share": ["q1", "layer.1.*.key"]}},
+        {"attack": [{"kind": "dager"}], "update": {"share": ["t"]}, "model": {"lora": {}}},
+        {"attack": [{"kind": "dlg"}], "update": {"share": ["embeddings"]}},
         {
             "attack": [{"kind": "dager"}, {"kind": "keyspan"}],
             "federation": {"algorithm": "fedavg"},

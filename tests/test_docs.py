@@ -28,10 +28,12 @@ def test_every_experiment_file_is_valid(path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_the_readme_examples_are_valid(tmp_path: Path) -> None:
-    example, swept = re.findall(r"```toml\n(.*?)```", README, re.DOTALL)
+    example, swept, matching = re.findall(r"```toml\n(.*?)```", README, re.DOTALL)
     path = tmp_path / "example.toml"
     path.write_text(example.replace('devices = ["cuda:0"]', 'devices = ["cpu"]'))
     assert load(path).clients_per_round == 4
+    path.write_text(path.read_text() + matching)
+    assert [each.name for each in load(path).attacks] == ["probes", "dager", "lamp"]
     path.write_text(path.read_text() + swept)
     assert "federation.batch_size=4,defense=none,seed=1" in {
         cell.name for cell in sweep.load(path).cells

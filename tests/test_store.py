@@ -1,5 +1,6 @@
 import json
 import multiprocessing
+import os
 import stat
 
 import pytest
@@ -154,6 +155,40 @@ def test_a_torn_last_line_is_ignored_and_cut_by_the_next_append(rows, data):
     rows.append("some.jsonl", {"after": 1})
     assert rows.rows("some.jsonl") == [*kept, {"after": 1}]
     assert path.read_bytes().count(b"\n") == len(kept) + 1
+
+
+@shared_folder
+@given(st.lists(st.integers(0, 3), max_size=4), st.floats(0, 1))
+def test_lines_that_belong_together_are_all_there_or_none(rows, sizes, where):
+    path = rows.path / "some.jsonl"
+    path.write_bytes(b"")
+    written = []
+    for group, size in enumerate(sizes):
+        lines = [{"group": group, "line": i} for i in range(size)]
+        rows.append_all("some.jsonl", lines)
+        written += [(path.stat().st_size, line) for line in lines]
+    content = path.read_bytes()
+    assert [json.loads(line) for line in content.splitlines()] == [line for _, line in written]
+    cut = round(where * len(content))
+    path.write_bytes(content[:cut])
+    kept = [line for end, line in written if end <= cut]
+    assert rows.rows("some.jsonl") == kept
+    rows.append("some.jsonl", {"after": 1})
+    assert rows.rows("some.jsonl") == [*kept, {"after": 1}]
+    assert len(path.read_bytes().splitlines()) == len(kept) + 1
+
+
+def test_lines_that_belong_together_are_one_write(rows, monkeypatch):
+    sizes, sync = [], os.fsync
+    path = rows.path / "some.jsonl"
+    monkeypatch.setattr(os, "fsync", lambda file: (sizes.append(path.stat().st_size), sync(file)))
+    rows.append_all("some.jsonl", [{"a": 1}, {"b": 2}, {"c": 3}])
+    assert sizes == [path.stat().st_size]
+    rows.append_all("some.jsonl", [])
+    assert len(sizes) == 1
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        rows.append_all("some.jsonl", [{"d": 4}, {"e": float("nan")}])
+    assert rows.rows("some.jsonl") == [{"a": 1}, {"b": 2}, {"c": 3}]
 
 
 def test_writing_rows_replaces_the_file_and_leaves_nothing_beside_it(rows):

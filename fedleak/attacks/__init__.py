@@ -5,14 +5,14 @@ An attack is a frozen dataclass of its hyper-parameters with a `kind`, called as
 `Reconstruction` and changes neither observation nor weights. It cannot import the truth, the
 data, the metrics or the run directory (import-linter checks that), so whatever it scores, it
 got from the update and the facts it was granted. The first line of its docstring is what
-`fedleak list` prints.
+`fedleak list` prints. One that takes several observations at once is `Batched`.
 """
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import ClassVar, Protocol
+from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -78,6 +78,56 @@ class Attack(Protocol):
         self, seen: Observation, model: LanguageModel, *, rng: torch.Generator
     ) -> Reconstruction:
         """Returns what the attack reads out of the observation."""
+        ...
+
+
+class Progress(NamedTuple):
+    """How far an iterative attack is with one observation.
+
+    Attributes:
+        step, steps: Steps done, and in all.
+        loss: What it minimises.
+        text: The best text so far.
+    """
+
+    step: int
+    steps: int
+    loss: float
+    text: str
+
+
+Report = Callable[[int, Progress], None]
+"""Is told which of the observations it is, by its index, and how far the attack is with it."""
+
+
+@runtime_checkable
+class Batched(Attack, Protocol):
+    """An attack that optimises several observations of one model at once.
+
+    Each answer is what it would have been alone, and calling the attack is `many` of one.
+    """
+
+    @property
+    def at_once(self) -> int:
+        """How many observations one call takes at most; a field of the attack will do."""
+        ...
+
+    def many(
+        self,
+        seen: Sequence[Observation],
+        model: LanguageModel,
+        *,
+        rngs: Sequence[torch.Generator],
+        report: Report,
+    ) -> list[Reconstruction]:
+        """Returns what the attack reads out of each observation.
+
+        Args:
+            seen: At most `at_once` of one round.
+            model: At the weights of that round.
+            rngs: The random stream of each observation.
+            report: May be told the progress as often as every step: it costs next to nothing.
+        """
         ...
 
 

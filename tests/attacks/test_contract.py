@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fedleak import attacks
-from fedleak.attacks import Setting
+from fedleak.attacks import Batched, Progress, Setting
 from fedleak.models import CAUSAL_LM, CLASSIFICATION
 from fedleak.observation import ClientUpdate, Knowledge, Observation, UpdateKind
 from fedleak.reconstruction import Reconstruction, Status
@@ -17,7 +17,9 @@ from fedleak.streams import stream
 from fedleak.training import share
 
 QUICK = {
-    "dlg": {"steps": 3},
+    "dlg": {"steps": 2, "starts": 1, "shapes": 3},
+    "lamp": {"steps": 2, "starts": 1, "shapes": 3},
+    "tag": {"steps": 2, "starts": 1, "shapes": 3},
     "dager": {"searches": 2, "kicks": 2, "enumerate_up_to": 64},
     "keyspan": {"beam": 2},
 }
@@ -105,6 +107,33 @@ def test_an_honest_update_is_answered_well_twice_and_left_alone(attack, model, h
     assert not model.module.training
     assert not [m for m in model.module.modules() if m._forward_pre_hooks or m._forward_hooks]
     assert seen.update.tensors.keys() == tensors.keys()
+
+
+@pytest.mark.parametrize("facts", GRANTS)
+def test_together_each_is_answered_as_alone(attack, model, observe, texts, facts):
+    if not isinstance(attack, Batched) or attack.at_once < 2:
+        pytest.skip("takes one observation at a time")
+    # Of different lengths, because what is padded must not matter.
+    truths = [observe(model, texts[:2], max_length=6), observe(model, texts[2:4], max_length=8)]
+    seen = [granting(truth.seen, truth, facts) for truth in truths]
+    if attack.obstacle(Setting.of(seen[0], model)) is not None:
+        pytest.skip("cannot work here")
+    told = []
+    rngs = [stream(0, "attack", i) for i in range(2)]
+    together = attack.many(seen, model, rngs=rngs, report=lambda *what: told.append(what))
+    assert len(together) == 2
+    for i, answer in enumerate(together):
+        alone = attack(seen[i], model, rng=stream(0, "attack", i))
+        assert (answer.status, answer.reason) == (alone.status, alone.reason)
+        # Sequences of one class and length are interchangeable: their order is anybody's.
+        assert sorted(answer.sequences or ()) == sorted(alone.sequences or ())
+        assert answer.tokens == alone.tokens
+        assert answer.evidence == pytest.approx(alone.evidence, rel=1e-3, abs=1e-5)
+    for which, progress in told:
+        assert which in (0, 1)
+        assert isinstance(progress, Progress)
+        assert 0 <= progress.step <= progress.steps
+        assert [type(each) for each in progress] == [int, int, float, str]
 
 
 @pytest.mark.parametrize("facts", GRANTS)

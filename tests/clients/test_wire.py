@@ -31,6 +31,8 @@ def reply_of(tmp_path, bert_tiny):
 
     def ask(client=0, *, round=1, vault=False, **tables):
         experiment = parse(TABLE | tables)
+        spec = experiment.model_spec(2)
+        model = models.load(spec) if "model" in tables else bert_tiny
         name = f"run{len(list(tmp_path.iterdir()))}"
         run = pipeline.prepare(experiment, tmp_path / name)
         config = {
@@ -42,7 +44,7 @@ def reply_of(tmp_path, bert_tiny):
         grid = InlineGrid(client_app, experiment.federation.clients, config)
         content = RecordDict(
             {
-                "arrays": ArrayRecord(bert_tiny.parameters()),
+                "arrays": ArrayRecord(model.parameters()),
                 "config": ConfigRecord({"round": round}),
             }
         )
@@ -126,6 +128,61 @@ def test_only_what_is_shared_is_sent_as_it_would_have_been_among_all(reply_of):
     some = tensors(reply_of(defense=[NOISE], update={"share": patterns})[0])
     assert list(some) == matching(everything, patterns)
     assert 0 < len(some) < len(everything)
+    assert equal(some, {name: everything[name] for name in some})
+
+
+BERT = "bert.encoder.layer.{}.attention.self"
+GPT2 = "transformer.h.{}"
+LLAMA = "model.layers.{}"
+
+
+@pytest.mark.parametrize(
+    ("name", "lora", "shared", "expected"),
+    [
+        ("bert-tiny", None, ["q1"], [f"{BERT.format(0)}.query.weight"]),
+        (
+            "bert-tiny",
+            None,
+            ["classifier", "p4", "layer.0.attention.self.key.w"],  # patterns beside parts
+            [
+                f"{BERT.format(0)}.key.weight",
+                "bert.encoder.layer.3.output.dense.weight",
+                "classifier.weight",
+                "classifier.bias",
+            ],
+        ),
+        ("bert-tiny", {"rank": 2}, ["v3"], [f"{BERT.format(2)}.value.lora_{ab}" for ab in "AB"]),
+        ("gpt2-tiny", None, ["k2", "v2", "q2"], [f"{GPT2.format(1)}.attn.c_attn.weight"]),
+        ("gpt2-tiny", None, ["o"], [f"{GPT2.format(i)}.attn.c_proj.weight" for i in range(4)]),
+        ("gpt2-tiny", None, ["embeddings"], ["transformer.wte.weight", "transformer.wpe.weight"]),
+        (
+            "llama-tiny",
+            None,
+            ["f2", "q1"],
+            [
+                f"{LLAMA.format(0)}.self_attn.q_proj.weight",
+                *(f"{LLAMA.format(1)}.mlp.{part}_proj.weight" for part in ("gate", "up")),
+            ],
+        ),
+    ],
+)
+def test_a_part_of_the_model_is_sent_and_nothing_else(reply_of, name, lora, shared, expected):
+    table = {"name": f"builtin/{name}"} | ({} if lora is None else {"lora": lora})
+    content, run = reply_of(model=table, update={"share": shared})
+    sent = tensors(content)
+    if lora is not None:
+        expected = [f"{one}.default.weight" for one in expected]
+    assert list(sent) == expected
+    everything = tensors(reply_of(model=table)[0])
+    assert equal(sent, {one: everything[one] for one in expected})
+    # As it is written, also for whoever reads the run later.
+    assert run.info()["experiment"]["update"] == {"share": shared}
+
+
+def test_a_defended_part_is_as_it_would_have_been_among_all(reply_of):
+    everything = tensors(reply_of(1, defense=[NOISE])[0])
+    some = tensors(reply_of(1, defense=[NOISE], update={"share": ["t2"]})[0])
+    assert list(some) == [name for name in everything if "encoder.layer.1." in name]
     assert equal(some, {name: everything[name] for name in some})
 
 

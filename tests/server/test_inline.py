@@ -237,6 +237,27 @@ def test_fedavg_with_some_of_the_clients(tmp_path):
             torch.testing.assert_close(after[name], expected, atol=1e-7, rtol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama"])
+def test_parts_of_the_model_arrive_as_attacks_are_told_and_only_they_change(tmp_path, name):
+    tables = {"model": {"name": f"builtin/{name}-tiny"}, "attack": [{"kind": "probes"}]}
+    share = {"share": ["q1", "k1", "v1", "t3", "classifier"]}
+    experiment = parse(TABLE | tables | {"update": share})
+    run = trained(tmp_path / "run", experiment)
+    told = experiment.shared(models.outline(experiment.model_spec(2)))
+    expected = {
+        *models.families()[name].attention_parameters(0),
+        *models.families()[name].classifier,
+        *(one for one in run.read_broadcast(1) if ".2." in one),
+    }
+    assert set(told) == expected
+    for key in KEYS:
+        assert run.read_capture(key).update.tensors.keys() == expected
+    before, after = run.read_broadcast(1), run.read_broadcast(3)
+    changed = {one for one in before if not torch.equal(before[one], after[one])}
+    null = models.families()[name].null_parameters(expected)
+    assert expected - null <= changed <= expected
+
+
 def test_one_update_is_in_memory_at_a_time(tmp_path, monkeypatch):
     earlier, alive = [], []
     on_reply = CuriousServer.on_reply

@@ -1,0 +1,379 @@
+"""Distances between gradients that are never formed.
+
+Gradient matching asks, thousands of times, how far the gradient of a guessed batch is from the
+observed one. The gradient of a linear layer is a sum of outer products over the batch's tokens,
+`G = sum_n d_n a_n^T = D^T A`, with its inputs A and the loss's gradient D at its outputs, so
+
+    |G|^2   = sum((A A^T) * (D D^T))            two Gram matrices, as large as the batch
+    <G*, G> = sum((D U) * (A V))                where G* = U V^T, of rank no more than tokens
+            = sum(D * (A G*^T))                 where G* has full rank, as noise makes it
+
+and squared and cosine distances, with their derivatives in the guess, need nothing else. All other
+gradients (biases, norms, positions) are small and are formed. `batch_gradients` computes them all.
+An absolute (L1) distance needs every element of G: it is summed over one weight at a time.
+
+Shapes: R victims, K guesses for each, B sequences, T tokens, N = B T rows of a guess, D hidden
+size, X and Y the two sides of a weight, Q rank, P parameters, G of them of one shape.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+FACTORED = 0.3
+"""Targets of a rank below this share of their smaller side are kept as factors."""
+
+_TINY = 1e-30  # squares of float32 gradients are larger, or nothing
+
+
+class Outer(NamedTuple):
+    """The gradient [X, Y] of a weight as `left^T right`, or a part of it.
+
+    A part that all guesses share has K = 1.
+    """
+
+    left_RKNX: Tensor
+    right_RKNY: Tensor
+
+
+Gradient = tuple[Outer, ...] | Tensor
+"""A weight's gradient in parts, to be added; or a small gradient itself, [R, K, ...]."""
+
+Gradients = Mapping[str, Gradient]
+
+
+class Factors(NamedTuple):
+    """Observed gradients `left right^T`."""
+
+    left_RXQ: Tensor
+    right_RYQ: Tensor
+
+
+@dataclass(frozen=True)
+class Target:
+    """The observed gradients of R victims, by parameter name.
+
+    Attributes:
+        tensors: Factors of a weight's gradient, or the gradient [R, ...].
+        norms: Their norms [R]; 0 for a tensor that is left out, because it is zero.
+    """
+
+    tensors: Mapping[str, Factors | Tensor]
+    norms: Mapping[str, Tensor]
+
+    @property
+    def names(self) -> list[str]:
+        """The parameters that are matched."""
+        return list(self.tensors)
+
+    def rows(self, chosen_S: Tensor) -> "Target":
+        """Returns the target of some victims, or of the same one several times."""
+        return Target(
+            {
+                name: Factors(*(part[chosen_S] for part in value))
+                if isinstance(value, Factors)
+                else value[chosen_S]
+                for name, value in self.tensors.items()
+            },
+            {name: norm_R[chosen_S] for name, norm_R in self.norms.items()},
+        )
+
+    def to(self, dtype: torch.dtype) -> "Target":
+        """Returns it in another precision; norms stay as they are."""
+        return Target(
+            {
+                name: Factors(*(part.to(dtype) for part in value))
+                if isinstance(value, Factors)
+                else value.to(dtype)
+                for name, value in self.tensors.items()
+            },
+            self.norms,
+        )
+
+
+Distance = Callable[[Gradients, Target], Tensor]
+"""(gradients of guesses, target) -> distances [R, K]."""
+
+
+def target_of(
+    observed: Sequence[Mapping[str, Tensor]], rank: int, whole: Collection[str]
+) -> Target:
+    """Returns the target of several victims, who sent the same parameters.
+
+    Args:
+        observed: Each victim's gradients.
+        rank: Tokens in the largest batch: a gradient without noise has no larger rank.
+        whole: Parameters whose gradients are not factored: tables, whose gradients are formed, and
+            for an absolute distance all.
+    """
+    tensors: dict[str, Factors | Tensor] = {}
+    norms = {}
+    for name in observed[0]:
+        value_RXY = torch.stack([tensors_of[name] for tensors_of in observed])
+        norms[name] = value_RXY.flatten(1).norm(dim=1)
+        small = value_RXY.dim() == 3 and rank < FACTORED * min(value_RXY.shape[1:])
+        factors = _factors(value_RXY, rank) if small and name not in whole else None
+        tensors[name] = value_RXY if factors is None else factors
+    return Target(tensors, norms)
+
+
+def _factors(value_RXY: Tensor, rank: int) -> Factors | None:
+    """Returns exact factors of gradients of at most this rank; None if they have a larger one.
+
+    A random range finder (Halko et al. 2011) with one power step, then a check against all of it.
+    """
+    rng = torch.Generator().manual_seed(0)
+    probe_YQ = torch.randn(value_RXY.shape[2], rank + 4, generator=rng).to(value_RXY)
+    left_RXQ = torch.linalg.qr(value_RXY @ probe_YQ)[0]
+    right_RYQ = torch.linalg.qr(value_RXY.mT @ left_RXQ)[0]
+    left_RXQ = value_RXY @ right_RYQ
+    rest_R = (value_RXY - left_RXQ @ right_RYQ.mT).flatten(1).norm(dim=1)
+    whole_R = value_RXY.flatten(1).norm(dim=1)
+    rounding = 32 * torch.finfo(value_RXY.dtype).eps
+    return Factors(left_RXQ, right_RYQ) if (rest_R <= rounding * whole_R).all() else None
+
+
+@dataclass(frozen=True)
+class Cosine:
+    """The mean over tensors of 1 - cosine (LAMP, Balunovic et al. 2022, equation 3).
+
+    Attributes:
+        weights: What a tensor counts, by parameter name; 1 if it is not there.
+    """
+
+    weights: Mapping[str, float] = field(default_factory=dict)
+
+    def __call__(self, gradients: Gradients, target: Target) -> Tensor:
+        """Returns the distances, from 0 to 2."""
+        inner_PRK, square_PRK, norm_PR1 = _products(gradients, target)
+        size_PRK = square_PRK.clamp_min(_TINY).sqrt() * norm_PR1.clamp_min(_TINY)
+        weights = [self.weights.get(name, 1.0) for name in gradients]
+        weight_PR1 = (norm_PR1 > 0) * norm_PR1.new_tensor(weights)[:, None, None]
+        total_RK = ((1 - inner_PRK / size_PRK) * weight_PR1).sum(0)
+        return total_RK / weight_PR1.sum(0).clamp_min(_TINY)
+
+
+def squared(gradients: Gradients, target: Target) -> Tensor:
+    """Returns the squared distance, summed over tensors (DLG, Zhu et al. 2019, equation 4)."""
+    inner_PRK, square_PRK, norm_PR1 = _products(gradients, target)
+    return ((square_PRK - 2 * inner_PRK + norm_PR1.square()) * (norm_PR1 > 0)).sum(0)
+
+
+@dataclass(frozen=True)
+class SquaredAndAbsolute:
+    """Squared plus weighted absolute distance, summed over tensors (TAG, Deng et al. 2021).
+
+    The weight is the same for every tensor, as in LAMP's comparison with TAG.
+    """
+
+    l1_weight: float
+
+    def __call__(self, gradients: Gradients, target: Target) -> Tensor:
+        """Returns the distances. The target must be whole, without factors."""
+        total_RK = _zero(target)
+        for name, gradient in gradients.items():
+            observed = _formed(target.tensors[name])
+            present_R1 = (target.norms[name] > 0).to(total_RK.dtype)[:, None]
+            if isinstance(gradient, Tensor):
+                apart_RKX = (gradient - _rows(observed, gradient)[:, None]).flatten(2)
+                unused_R1X = observed.flatten(1)[:, None, apart_RKX.shape[2] :]
+                apart_RK = self._of(apart_RKX) + self._of(unused_R1X)
+            else:
+                parts = [side for part in gradient for side in part]
+                apart_RK = _whole_weight(observed, self.l1_weight, *parts)
+            total_RK = total_RK + apart_RK.to(total_RK.dtype) * present_R1
+        return total_RK
+
+    def _of(self, apart_RKX: Tensor) -> Tensor:
+        return _sum(apart_RKX.square()) + self.l1_weight * _sum(apart_RKX.abs())
+
+
+class _WholeWeight(torch.autograd.Function):
+    """The distance of one weight's gradient, which exists for one victim and guess at a time.
+
+    Its derivative M in G turns into those in the sides of the outer products, `right M^T` and
+    `left M`, at once, so that nothing as large as a weight is kept for the backward pass.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, observed_RXY: Tensor, l1_weight: float, *sides: Tensor) -> Tensor:
+        parts = list(zip(sides[::2], sides[1::2], strict=True))
+        victims, guesses = len(observed_RXY), max(left.shape[1] for left, _ in parts)
+        out_RK = _sum(observed_RXY.new_zeros(victims, guesses, 1))
+        wanted = any(ctx.needs_input_grad[2:])
+        slopes = [torch.zeros_like(side) for side in sides] if wanted else []
+        for r in range(victims):
+            for k in range(guesses):
+                at = [
+                    (left[r, k % left.shape[1]], right[r, k % right.shape[1]])
+                    for left, right in parts
+                ]
+                apart_XY = observed_RXY[r]
+                for i, (left_NX, right_NY) in enumerate(at):
+                    apart_XY = torch.addmm(apart_XY, left_NX.T, right_NY, beta=1 if i else -1)
+                both_1X = apart_XY.flatten()[None, None]
+                out_RK[r, k] = (_sum(both_1X.square()) + l1_weight * _sum(both_1X.abs()))[0, 0]
+                if not wanted:
+                    continue
+                slope_XY = apart_XY.sign().mul_(l1_weight).add_(apart_XY, alpha=2)
+                for i, (left_NX, right_NY) in enumerate(at):
+                    slopes[2 * i][r, k % slopes[2 * i].shape[1]] += right_NY @ slope_XY.T
+                    slopes[2 * i + 1][r, k % slopes[2 * i + 1].shape[1]] += left_NX @ slope_XY
+        ctx.save_for_backward(*slopes)
+        return out_RK
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        (grad_RK,) = grad_outputs
+        scaled = ((slope * grad_RK[:, :, None, None]).to(slope) for slope in ctx.saved_tensors)
+        return None, None, *scaled
+
+
+_whole_weight: Callable[..., Tensor] = _WholeWeight.apply
+
+
+def _products(gradients: Gradients, target: Target) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns <G*, G> and |G|^2 [P, R, K] of P parameters, and |G*| [P, R, 1]."""
+    inner: dict[str, Tensor] = {}
+    square: dict[str, Tensor] = {}
+    alike: dict[tuple[int, ...], list[str]] = {}
+    for name, gradient in gradients.items():
+        if isinstance(gradient, Tensor):
+            alike.setdefault(tuple(gradient.shape), []).append(name)
+            continue
+        observed = target.tensors[name]
+        sides = tuple(observed) if isinstance(observed, Factors) else (observed,)
+        inner[name], square[name] = _of_weight(sides, *(side for part in gradient for side in part))
+    # Small gradients of the same shape together: there are many.
+    for names in alike.values():
+        value_GRKX = torch.stack([_formed(gradients[name]) for name in names])
+        rows = [_rows(_formed(target.tensors[name]), value_GRKX[0]) for name in names]
+        inner_GRK = _sum(value_GRKX * torch.stack(rows)[:, :, None], 3)
+        square_GRK = _sum(value_GRKX.square(), 3)
+        inner |= zip(names, inner_GRK.unbind(), strict=True)
+        square |= zip(names, square_GRK.unbind(), strict=True)
+    norms = torch.stack([target.norms[name] for name in gradients])
+    return (
+        torch.stack([inner[name] for name in gradients]),
+        torch.stack([square[name] for name in gradients]),
+        norms[:, :, None],
+    )
+
+
+def _formed(gradient: Gradient | Factors) -> Tensor:
+    """Returns a gradient that is small, and so is one tensor."""
+    assert isinstance(gradient, Tensor)
+    return gradient
+
+
+class _OfWeight(torch.autograd.Function):
+    """<G*, G> and |G|^2 [R, K] of a weight's gradient in parts.
+
+    Its derivatives in the sides need no more than the Gram matrices: written down, they are a
+    third of the operations that autograd would make of this.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, observed: tuple[Tensor, ...], *sides: Tensor) -> tuple[Tensor, Tensor]:
+        parts = list(zip(sides[::2], sides[1::2], strict=True))
+        seen = [_seen(observed, left, right) for left, right in parts]
+        grams: list[tuple[int, int, Tensor, Tensor]] = []
+        terms = [_sum(a * b) for a, b in seen]
+        inner_RK = sum(terms[1:], terms[0])
+        square_RK: Tensor | None = None
+        for i, (left, right) in enumerate(parts):
+            for j, (left_too, right_too) in enumerate(parts[: i + 1]):
+                one, other = left @ left_too.mT, right @ right_too.mT
+                grams.append((i, j, one, other))
+                term_RK = _sum(one * other) * (1 if i == j else 2)
+                square_RK = term_RK if square_RK is None else square_RK + term_RK
+        assert square_RK is not None
+        if any(ctx.needs_input_grad[1:]):
+            ctx.parts, ctx.seen, ctx.grams, ctx.observed = parts, seen, grams, observed
+        return inner_RK, square_RK
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        dtype = ctx.parts[0][0].dtype
+        inner_RK11, square_RK11 = (grad[:, :, None, None].to(dtype) for grad in grad_outputs)
+        slopes: list[list[Tensor]] = []
+        for (left, right), (one, other) in zip(ctx.parts, ctx.seen, strict=True):
+            factored = one * inner_RK11, other * inner_RK11
+            slopes.append(list(_slopes(ctx.observed, left, right, *factored)))
+        for i, j, one, other in ctx.grams:
+            one, other = 2 * square_RK11 * one, 2 * square_RK11 * other
+            slopes[i][0] = slopes[i][0] + other @ ctx.parts[j][0]
+            slopes[i][1] = slopes[i][1] + one @ ctx.parts[j][1]
+            if i != j:
+                slopes[j][0] = slopes[j][0] + other.mT @ ctx.parts[i][0]
+                slopes[j][1] = slopes[j][1] + one.mT @ ctx.parts[i][1]
+        return None, *(slope for pair in slopes for slope in pair)
+
+
+_of_weight: Callable[..., tuple[Tensor, Tensor]] = _OfWeight.apply
+
+
+def _flat(value_RKNX: Tensor, matrix_RXQ: Tensor) -> Tensor:
+    """Returns the product of each victim's rows and its matrix."""
+    out_RMQ = value_RKNX.flatten(1, 2) @ matrix_RXQ
+    return out_RMQ.view(*value_RKNX.shape[:3], out_RMQ.shape[2])
+
+
+def _seen(observed: tuple[Tensor, ...], left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns two [R, K, N, ...] whose inner product is <G*, left^T right>."""
+    if len(observed) == 2:
+        return _flat(left, observed[0]), _flat(right, observed[1])
+    return left, _flat(right, observed[0].mT)
+
+
+def _slopes(
+    observed: tuple[Tensor, ...], left: Tensor, right: Tensor, one: Tensor, other: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Returns the derivatives of that in left and right, times a factor that one and other have."""
+    if len(observed) == 2:
+        return _flat(other, observed[0].mT), _flat(one, observed[1].mT)
+    return other, _flat(one, observed[0])
+
+
+def _sum(terms: Tensor, kept: int = 2) -> Tensor:
+    """Returns the sum over all but the first dimensions, in float32 where the terms have less."""
+    half = terms.dtype in (torch.bfloat16, torch.float16)
+    return terms.flatten(kept).sum(kept, dtype=torch.float32 if half else None)
+
+
+def _rows(observed: Tensor, gradient: Tensor) -> Tensor:
+    """Returns the rows of an observed table [R, P, D] that a gradient [R, K, T, D] has."""
+    return observed[:, : gradient.shape[2]] if gradient.dim() == 4 else observed
+
+
+def _zero(target: Target) -> Tensor:
+    first_R = next(iter(target.norms.values()))
+    return first_R.new_zeros(len(first_R), 1)
+
+
+def of_nothing(distance: Distance, target: Target) -> Tensor:
+    """Returns the distances [R] of gradients that are zero."""
+    zeros: dict[str, Gradient] = {}
+    for name, value in target.tensors.items():
+        if isinstance(value, Factors):
+            sides = (part.new_zeros(len(part), 1, 0, part.shape[1]) for part in value)
+            zeros[name] = (Outer(*sides),)
+        else:
+            zeros[name] = value.new_zeros(()).expand(len(value), 1, *value.shape[1:])
+    return distance(zeros, target)[:, 0]
+
+
+def added(fixed: Gradients, changing: Gradients) -> dict[str, Gradient]:
+    """Returns the sum of gradients of the same parameters, those of `fixed` with K = 1."""
+    total: dict[str, Gradient] = {}
+    for name, one in changing.items():
+        other = fixed[name]
+        if isinstance(other, Tensor):
+            total[name] = _formed(one) + other
+        else:
+            assert isinstance(one, tuple)
+            total[name] = (*one, *other)
+    return total

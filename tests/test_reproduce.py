@@ -1,0 +1,223 @@
+"""Published tables are whole, sweeps fill them, and our figures are printed beside them."""
+
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fedleak import sweep
+from fedleak.store import Run
+
+EXPERIMENTS = Path(__file__).parents[1] / "experiments"
+REPRODUCE = runpy.run_path(str(EXPERIMENTS / "reproduce.py"))
+
+LINES = {
+    "lamp-table1": 3 * 4 * 4,
+    "lamp-table2": 3 * 3 * 4,
+    "lamp-table4": 3 * 7,
+    "lamp-table9": 3 * 2,
+    "lamp-fedavg": 2,
+    "partial-table3": 3 * 9 * 4,
+    "partial-table4": 3 * 7 * 3,
+}
+
+
+@pytest.fixture
+def grids(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[sweep.Sweep]]:
+    """Returns the sweeps that fill a table."""
+    monkeypatch.setenv("FEDLEAK_ASSETS", "assets")
+
+    def grids(name: str) -> list[sweep.Sweep]:
+        table = REPRODUCE["read"](EXPERIMENTS / f"{name}.toml")
+        return [sweep.load(path, changes) for path, changes in table.sweeps]
+
+    return grids
+
+
+def test_every_table_is_here():
+    assert {path.stem for path in (EXPERIMENTS / "paper").iterdir()} == LINES.keys()
+
+
+@pytest.mark.parametrize(("name", "lines"), LINES.items())
+def test_a_table_is_whole_and_each_line_is_an_attack_in_a_cell(grids, name, lines):
+    table = REPRODUCE["read"](EXPERIMENTS / f"{name}.toml")
+    assert len(table.lines) == lines
+    for line in table.lines:
+        assert 0 <= line.scores["rouge2"] <= line.scores["rougeL"] <= line.scores["rouge1"] <= 100
+    found = [
+        id(table.scores(cell.experiment.model_dump(mode="json"), each.name))
+        for grid in grids(name)
+        for cell in grid.cells
+        for each in cell.experiment.attacks
+        if each.attack.kind != "probes"
+    ]
+    assert sorted(found) == sorted(id(line.scores) for line in table.lines)
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_a_sweep_of_a_table_is_the_published_setting(grids, name):
+    folders = [grid.name for grid in grids(name)]
+    assert len(set(folders)) == len(folders)
+    for grid in grids(name):
+        for cell in grid.cells:
+            table = cell.experiment.federation
+            assert (table.clients, table.rounds) == (10 if "partial" in name else 100, 1)
+            assert cell.experiment.data.samples >= table.clients * table.batch_size
+            assert set(cell.experiment.threat.knows) == {"labels", "lengths", "batch_size"}
+            for each in cell.experiment.attacks:
+                if each.attack.kind == "probes":
+                    continue
+                assert each.attack.faithful
+                assert each.attack.precision == "float32"
+                large = cell.experiment.model.name == "bert-large-uncased"
+                assert each.attack.size == ("large" if large and name == "lamp-table1" else "base")
+
+
+def test_parts_of_the_tables_are_parts_of_a_model(grids, bert_tiny):
+    for name in ("partial-table3", "partial-table4"):
+        sent = {
+            str(cell.experiment.update.share): len(cell.experiment.shared(bert_tiny))
+            for grid in grids(name)
+            for cell in grid.cells
+        }
+        layer = sent["['t1']"]
+        assert sent["['t']"] == bert_tiny.num_layers * layer < sent["all"]
+        assert {sent[f"['{letter}1']"] for letter in "qofp"} == {1}
+
+
+# --- printing -------------------------------------------------------------------------------
+
+TINY = """
+name = "tiny"
+[model]
+name = "builtin/bert-tiny"
+[data]
+name = "builtin/notes"
+samples = 8
+held_out = 4
+[federation]
+clients = 2
+rounds = 1
+[threat]
+knows = ["labels", "lengths", "batch_size"]
+[[attack]]
+kind = "dlg"
+preset = "faithful"
+steps = 1
+[[attack]]
+kind = "tag"
+name = "other"
+preset = "faithful"
+steps = 1
+[sweep]
+"model.name" = ["builtin/bert-tiny"]
+federation = [
+    { batch_size = 1, clients = 2, rounds = 1 },
+    { batch_size = 2, clients = 2, rounds = 1 },
+]
+"""
+
+PAPER = """
+always = { "model.name" = "builtin/bert-tiny" }
+columns = ["federation.batch_size", "attack", "rouge1", "rouge2", "rougeL"]
+rows = [[1, "dlg", 99.9, 0.0, 0.0], [3, "dlg", 1.0, 1.0, 1.0]]
+[[sweep]]
+file = "tiny.toml"
+set = ["sweep.federation = [{ batch_size = 1, clients = 2, rounds = 1 }]"]
+[[sweep]]
+file = "tiny.toml"
+set = ["sweep.federation = [{ batch_size = 2, clients = 2, rounds = 1 }]"]
+"""
+
+
+@pytest.fixture
+def reproduce(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, list[list[str]], str]]:
+    """Runs the command in an empty folder; returns status, the table's cells and all it said."""
+    (tmp_path / "tiny.toml").write_text(TINY)
+    monkeypatch.chdir(tmp_path)
+
+    def reproduce(*arguments: str) -> tuple[int, list[list[str]], str]:
+        monkeypatch.setattr(sys, "argv", ["reproduce.py", "tiny.toml", *arguments])
+        status = REPRODUCE["main"]()
+        said = "".join(capsys.readouterr())
+        table = [line for line in said.splitlines() if line.startswith("| ")]
+        return status, [[one.strip() for one in line.strip("|").split("|")] for line in table], said
+
+    return reproduce
+
+
+def test_a_sweep_is_run_once_and_printed_with_what_was_published(reproduce, tmp_path):
+    status, (heading, _), said = reproduce("--no-run")
+    assert status == 0
+    assert "not finished: 2 of 2 cells" in said
+    metrics = ["R-1", "R-2", "R-L", "content", "chance"]
+    assert heading == ["model", "batch size", "attack", "answers", *metrics]
+
+    status, (_, _, *rows), said = reproduce("--set", "seed=3")
+    assert status == 0
+    assert "not finished" not in said
+    assert [row[:4] for row in rows] == [
+        ["builtin/bert-tiny", size, attack, "2 of 2"]
+        for size in "12"
+        for attack in ("dlg", "other")
+    ]
+    # The figures are means of what stands in the cell.
+    run = next(Run(path) for path in (tmp_path / "runs" / "tiny").glob("*batch_size-1-*"))
+    assert run.info()["experiment"]["seed"] == 3
+    of_dlg = [row for row in run.rows("leakage.jsonl") if row["attack"] == "dlg"]
+    fields = ("paper_rouge1", "rougeL", "guess_rougeL")
+    paper, content, chance = (sum(row[field] for row in of_dlg) / 2 for field in fields)
+    assert rows[0][4].startswith(f"{paper:.1f} [")
+    assert rows[0][7].split(" / ")[2] == f"{content:.1f}"
+    assert rows[0][8] == f"{chance:.1f}"
+    assert paper > content  # [CLS] and [SEP] always match
+    assert reproduce("--set", "seed=3")[1][2:] == rows
+
+    (tmp_path / "paper").mkdir()
+    (tmp_path / "paper" / "tiny.toml").write_text(PAPER)
+    status, (heading, _, *beside), _ = reproduce("--no-run")
+    assert heading.count("paper") == 3
+    assert [row[:5] for row in beside] == [row[:5] for row in rows]
+    assert beside[0][5] == "99.9 above"
+    assert beside[0][9] == "0.0 below"
+    assert beside[0][7] in ("0.0 inside", "0.0 below")
+    assert all(row[5] == row[7] == row[9] == "-" for row in beside[1:])
+
+    other = PAPER.replace("builtin/bert-tiny", "bert-base-uncased")
+    (tmp_path / "paper" / "tiny.toml").write_text(other)
+    assert reproduce("--no-run")[1][2][5] == "-"
+
+    # What there is of a run that was stopped: here the answer for one client.
+    answers = [row for row in run.rows("reconstructions.jsonl") if row["client"] == 0]
+    run.write_rows("reconstructions.jsonl", answers)
+    run.update_info(status="interrupted")
+    (run.path / "leakage.jsonl").unlink()
+    status, (_, _, *rows), said = reproduce("--no-run")
+    assert status == 0
+    assert [row[3] for row in rows] == ["1 of 2", "1 of 2", "2 of 2", "2 of 2"]
+    assert "not finished: 1 of 2 cells" in said
+    with run.lock():  # it is going on
+        assert reproduce("--no-run")[1][2:] == rows
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [("data.sampels=1", "'sampels'"), ('sweep.model.name=["./none"]', "there is no such folder")],
+)
+def test_a_wrong_setting_is_told_what_is_right(reproduce, tmp_path, change, says):
+    status, _, said = reproduce("--set", change)
+    assert status == 2
+    assert said.startswith("fedleak: cell ") or "\nfedleak: cell " in said
+    assert says in said
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_file_that_is_not_there_is_named(reproduce, tmp_path):
+    (tmp_path / "tiny.toml").unlink()
+    status, _, said = reproduce()
+    assert status == 2
+    assert said == "fedleak: experiment file 'tiny.toml': there is no such file\n"
