@@ -1,13 +1,15 @@
 """The ClientApp. Training is the library's; this turns messages into calls and back.
 
-The order on the way out is train, defend, share: `mods` wrap training from the inside out.
+The order on the way out is train, defend, share: `mods` wrap training from the inside out. What a
+client finds out about its own defenses (`trained`, which the mods take out of the reply) goes to a
+file beside the vault and to nobody else.
 """
 
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
 from clients.mods import defend, share
-from clients.workplace import workplace
+from clients.workplace import protected, workplace
 from fedleak import models
 from fedleak.federation import of_app
 from fedleak.store import Key
@@ -30,30 +32,31 @@ def train(message: Message, context: Context) -> Message:
     """Trains on this round's examples and returns the update."""
     stored, run = of_app(context.run_config)
     experiment, model, workload = workplace(stored.model_dump_json())
-    seed, local = experiment.seed, experiment.local_training
     client = int(context.node_config["partition-id"])
     round = int(message.content.config_records["config"]["round"])  # type: ignore[arg-type]
     models.load_parameters_(model, message.content.array_records["arrays"].to_torch_state_dict())
-    part = workload.parts[client]
+    protection = protected(stored.model_dump_json(), client)
+    seed, local, part = experiment.seed, protection.local, workload.parts[client]
     chosen = round_batch(len(part), local, seed=seed, client=client, round=round)
     sequences = [workload.sequences[part[i]] for i in chosen]
     labels = [workload.labels[part[i]] for i in chosen]
+    figures: dict[str, float] = {}
     update = local_update_(
-        model, sequences, labels, local, seed=stream_seed(seed, "local", round, client)
+        model,
+        sequences,
+        labels,
+        local,
+        seed=stream_seed(seed, "local", round, client),
+        report=figures.update,
     )
     if context.run_config["vault"]:
-        noise = [
-            each.defense.noise_scale
-            for each in experiment.defenses
-            if each.defense.noise_scale and (each.clients is None or client in each.clients)
-        ]
         truth = GroundTruth(
             round,
             client,
             tuple(sequences),
             tuple(labels) if experiment.model.task == models.CLASSIFICATION else (),
             min(local.batch_size, len(part)),
-            sum(scale**2 for scale in noise) ** 0.5 if noise else None,
+            protection.noise_scale(),
         )
         run.write_truth(Key(round, client), truth.to_json())
     content = RecordDict(
@@ -62,6 +65,7 @@ def train(message: Message, context: Context) -> Message:
             "metrics": MetricRecord(
                 {"num-examples": update.num_examples, "client": client, "round": round}
             ),
+            "trained": MetricRecord(dict(figures)),
         }
     )
     return Message(content, reply_to=message)

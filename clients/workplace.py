@@ -1,13 +1,13 @@
 """What an experiment's clients need, loaded once per process."""
 
 import json
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import torch
 
 from fedleak import models
 from fedleak.config import Experiment, parse
-from fedleak.federation import Workload, divide, read_data
+from fedleak.federation import Protection, Workload, divide, protection, read_data
 from fedleak.models import LanguageModel
 
 
@@ -20,3 +20,10 @@ def workplace(experiment_json: str) -> tuple[Experiment, LanguageModel, Workload
     split = read_data(experiment)
     model = models.load(experiment.model_spec(len(split.train.label_names)), weights=False)
     return experiment, model, divide(experiment, split, model)
+
+
+@cache
+def protected(experiment_json: str, client: int) -> Protection:
+    """Works out what a client does for its privacy, once per process."""
+    experiment, _, workload = workplace(experiment_json)
+    return protection(experiment, client, len(workload.parts[client]))

@@ -5,6 +5,7 @@ attack's answer for another client's update, and held-out texts that were drawn 
 at any update.
 """
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -13,17 +14,20 @@ from typing import Any
 
 import torch
 
-from fedleak import models
+from fedleak import models, privacy
 from fedleak.config import Experiment
+from fedleak.defenses.dp_sgd import DpSgd
 from fedleak.errors import FedleakError
+from fedleak.federation import clients_of_round
 from fedleak.metrics import intervals, rouge
 from fedleak.metrics.matching import assign
 from fedleak.metrics.rouge import Rouge
 from fedleak.metrics.tokens import Overlap, overlap
 from fedleak.models import LanguageModel
 from fedleak.observation import Knowledge, ThreatModel
+from fedleak.privacy import Event, Spent
 from fedleak.reconstruction import Status
-from fedleak.store import SCHEMA_VERSION, Key, Run
+from fedleak.store import EVERYONE, SCHEMA_VERSION, Key, Run
 from fedleak.streams import stream
 from fedleak.truth import GroundTruth
 
@@ -144,9 +148,32 @@ def knowledge(run: Run, key: Key, threat: ThreatModel) -> Knowledge:
 
 
 def read_truth(run: Run, key: Key) -> GroundTruth | None:
-    """Opens the vault for one client and round."""
+    """Opens the vault for one client and round, or for all of a round whose sum was captured."""
+    if key.client == EVERYONE:
+        return _together(run, key.round)
     value = run.read_truth(key)
     return None if value is None else GroundTruth.from_json(value)
+
+
+def _together(run: Run, round: int) -> GroundTruth | None:
+    """Returns the batches of all clients of a round as one."""
+    found = [read_truth(run, key) for key in run.truths() if key.round == round]
+    truths = [truth for truth in found if truth is not None]
+    if not truths:
+        return None
+    weights = [max(len(truth.sequences), 1) for truth in truths]
+    scales = [
+        w * (truth.noise_scale or 0.0) / sum(weights)
+        for w, truth in zip(weights, truths, strict=True)
+    ]
+    return GroundTruth(
+        round,
+        EVERYONE,
+        tuple(chain.from_iterable(truth.sequences for truth in truths)),
+        tuple(chain.from_iterable(truth.labels for truth in truths)),
+        sum(truth.batch_size for truth in truths),
+        math.hypot(*scales) if any(scales) else None,
+    )
 
 
 def score_sequences(
@@ -233,15 +260,16 @@ def score_run(run: Run) -> list[Scored]:
     info = run.info()
     experiment = info["experiment"]
     answers = run.rows("reconstructions.jsonl")
-    spec = Experiment.model_validate(experiment).model_spec(info["num_labels"])
-    model = models.outline(spec)
+    table = Experiment.model_validate(experiment)
+    model = models.outline(table.model_spec(info["num_labels"]))
     held_out = run.read_json("held_out.json")["sequences"]
-    truths = {key: read_truth(run, key) for key in run.truths()}
+    answered = sorted({Key(answer["round"], answer["client"]) for answer in answers})
+    truths = {key: read_truth(run, key) for key in answered}
     controls = experiment["audit"]["controls"]
     guesses = {
         key: guess(held_out, truth, model, experiment["seed"]) if controls else Scores()
         for key, truth in truths.items()
-        if truth is not None
+        if truth is not None and truth.sequences
     }
     by_attack: dict[str, dict[Key, dict[str, Any]]] = defaultdict(dict)
     for answer in answers:
@@ -250,15 +278,105 @@ def score_run(run: Run) -> list[Scored]:
     for of_attack in by_attack.values():
         for key, answer in sorted(of_attack.items()):
             truth = truths.get(key)
-            if truth is None:
+            # Poisson sampling may draw nobody, and then there is nothing to find.
+            if truth is None or not truth.sequences:
                 continue
             other = _other_client(key, of_attack) if controls else None
             control = score_answer(other, truth, model) if other else Scores()
             scored.append(_row(answer, truth, control, guesses[key], model))
     scored.sort(key=lambda one: (one.row.round, one.row.client, one.row.attack))
     run.write_rows("leakage.jsonl", (asdict(one.row) for one in scored))
+    run.write_rows("privacy.jsonl", ledger(run, table))
+    run.write_rows("defenses.jsonl", _defense_rows(run))
     run.write_json("summary.json", summarise(run, info, [one.row for one in scored]))
     return scored
+
+
+def ledger(run: Run, experiment: Experiment) -> list[dict[str, Any]]:
+    """Returns the rows of privacy.jsonl: what each client has spent by each of its rounds.
+
+    It is composed anew from what clients noted of every round, so a run that was stopped and goes
+    on counts none twice and forgets none.
+    """
+    table, defended = experiment.privacy, run.defended()
+    events: dict[int, list[Event]] = defaultdict(list)
+    rows = []
+    for round in range(1, experiment.federation.rounds + 1):
+        for client in clients_of_round(experiment, round):
+            key = Key(round, client)
+            if run.read_truth(key) is None and key not in defended:
+                continue  # not yet trained
+            noted = defended.get(key, {"events": []})["events"]
+            events[client] += map(Event.from_json, noted)
+            spent = privacy.compose(events[client], table.delta, table.accountant)
+            rows += [_ledger_row(key, each, table.accountant) for each in spent] or [
+                {**key._asdict(), **_NOTHING_GUARANTEED}
+            ]
+    return rows
+
+
+_NOTHING_GUARANTEED = {
+    "epsilon": privacy.NONE,
+    "delta": None,
+    "accountant": privacy.NONE,
+    "unit": privacy.NONE,
+    "neighbouring": privacy.NONE,
+    "sampling": privacy.NONE,
+    "sampling_rate": None,
+    "steps": None,
+    "noise_multiplier": None,
+}
+
+
+def _ledger_row(key: Key, spent: Spent, accountant: str) -> dict[str, Any]:
+    finite = math.isfinite(spent.epsilon)
+    return {
+        **key._asdict(),
+        "epsilon": spent.epsilon if finite else privacy.NONE,
+        "delta": spent.delta,
+        "accountant": accountant,
+        "unit": spent.of.unit,
+        "neighbouring": spent.of.neighbouring,
+        "sampling": spent.of.sampling,
+        "sampling_rate": spent.of.sampling_rate,
+        "steps": sum(event.steps for event in spent.events),
+        "noise_multiplier": spent.of.noise_multiplier,
+    }
+
+
+def _defense_rows(run: Run) -> list[dict[str, Any]]:
+    """Returns the rows of defenses.jsonl: what each defense did to each update."""
+    return [
+        {
+            **key._asdict(),
+            "defense": number,
+            **told,
+            **(noted["training"] if told["kind"] == DpSgd.kind else {}),
+        }
+        for key, noted in run.defended().items()
+        for number, told in enumerate(noted["defenses"])
+    ]
+
+
+def _guarantee(rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """Returns what holds for every client after its last round: the weakest of the strongest.
+
+    A client that bounds both its examples and itself has the smaller epsilon of the two.
+    """
+    last = {(row["client"], row["unit"]): row for row in rows}
+
+    def size(row: dict[str, Any]) -> float:
+        return math.inf if row["epsilon"] == privacy.NONE else float(row["epsilon"])
+
+    of_client = [
+        min((row for row in last.values() if row["client"] == client), key=size)
+        for client in sorted({row["client"] for row in rows})
+    ]
+    if not of_client:
+        return None
+    worst = max(of_client, key=size)
+    fields = ("epsilon", "delta", "accountant", "unit", "neighbouring", "noise_multiplier")
+    return {field: worst[field] for field in fields}
 
 
 def summarise(run: Run, info: dict[str, Any], rows: Sequence[LeakageRow]) -> dict[str, Any]:
@@ -267,7 +385,7 @@ def summarise(run: Run, info: dict[str, Any], rows: Sequence[LeakageRow]) -> dic
         name: _summary([row for row in rows if row.attack == name])
         for name in sorted({row.attack for row in rows})
     }
-    utility = run.rows("utility.jsonl")
+    utility, reference = run.rows("utility.jsonl"), run.path / "reference.json"
     return {
         "schema_version": SCHEMA_VERSION,
         "name": info["experiment"]["name"],
@@ -276,7 +394,25 @@ def summarise(run: Run, info: dict[str, Any], rows: Sequence[LeakageRow]) -> dic
         "model_fingerprint": info["model_fingerprint"],
         "captures": len(run.captures()),
         "attacks": attacks,
+        "defenses": settings_that_defend(Experiment.model_validate(info["experiment"])),
+        "privacy": _guarantee(run.rows("privacy.jsonl")),
         "utility": utility[-1] if utility else None,
+        "utility_reference": run.read_json("reference.json") if reference.is_file() else None,
+    }
+
+
+def settings_that_defend(experiment: Experiment) -> dict[str, Any]:
+    """Returns all that is in the way of an attack: defenses, and settings that act as such."""
+    table = experiment.federation
+    of_fedavg = {"local_epochs": table.local_epochs} if table.algorithm == "fedavg" else {}
+    return {
+        "defense": experiment.defense,
+        "share": experiment.update.share,
+        "lora": experiment.model.lora and experiment.model.lora.model_dump(),
+        "algorithm": table.algorithm,
+        "batch_size": table.batch_size,
+        **of_fedavg,
+        "dropout": table.dropout,
     }
 
 
@@ -356,7 +492,8 @@ def _other_client(key: Key, of_attack: dict[Key, dict[str, Any]]) -> dict[str, A
     others = [
         k
         for k, answer in of_attack.items()
-        if k.client != key.client and answer["status"] == Status.RECOVERED
+        if (k.client != key.client or (k.client == EVERYONE and k != key))
+        and answer["status"] == Status.RECOVERED
     ]
     if not others:
         return None

@@ -1,4 +1,4 @@
-"""The command line: `fedleak run | sweep | attack | score | train-prior | list`."""
+"""The command line: `fedleak run | sweep | attack | score | check-defense | train-prior | list`."""
 
 import itertools
 import math
@@ -82,12 +82,18 @@ def run(
 def sweep(
     file: Annotated[Path, typer.Argument(help="An experiment file with a [sweep].")],
     changes: Set = None,
+    jobs: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Runs at once; left out: one per GPU, else one per two cores.", metavar="N"
+        ),
+    ] = None,
     fresh: Fresh = False,
 ) -> None:
     """Run an experiment for every combination of the values below its [sweep].
 
-    Each is a run in runs/NAME. sweep.json and sweep.svg beside them compare them. The same
-    command again finishes what is left.
+    Each is a run in runs/NAME. sweep.json, sweep.svg and tradeoff.svg beside them compare them.
+    The same command again finishes what is left.
     """
     from fedleak import figures
     from fedleak import sweep as sweeps
@@ -95,18 +101,26 @@ def sweep(
     with mended():
         grid = sweeps.load(file, changes or ())
         plans = sweeps.prepare(grid, fresh=fresh)
-        numbers = itertools.count(len(grid.cells) - len(plans) + 1)
+        total, at_once = len(grid.cells), sweeps.jobs(plans, jobs)
+        numbers = dict(zip(plans, itertools.count(total - len(plans) + 1), strict=False))
+
+        def tell(cell: str, what: str) -> None:
+            console.print(f"{numbers[cell]} of {total} {what}: {escape(cell)}")
 
         @contextmanager
         def watch(cell: str) -> Iterator[Callable[..., None]]:
-            console.print(f"{next(numbers)} of {len(grid.cells)}: {escape(cell)}")
+            console.print(f"{numbers[cell]} of {total}: {escape(cell)}")
             with progress() as show:
                 yield show
 
         with grid.lock():
-            failures = sweeps.carry_out(grid, plans, watch)
+            if at_once == 1:
+                failures = sweeps.carry_out(grid, plans, watch)
+            else:
+                failures = sweeps.carry_out_at_once(grid, plans, at_once, tell)
             collected = sweeps.collect(grid)
             figures.draw(collected, grid.path / "sweep.svg")
+            figures.draw_tradeoff(collected, grid.path / "tradeoff.svg")
         console.print(sweeps.table(collected))
         console.print(f"results: {grid.path}")
         if failures:
@@ -163,6 +177,32 @@ def score(path: RunPath) -> None:
         with at.lock():
             scored = audit.score_run(at)
         report.print_run(at, scored, console)
+
+
+@app.command("check-defense")
+def check_defense(
+    file: Annotated[Path, typer.Argument(help="An experiment file.")], changes: Set = None
+) -> None:
+    """Test whether each defense of an experiment does what it says, and print the figures.
+
+    Nothing is trained and no private text is used. A run checks its defenses by itself, too.
+    """
+    from fedleak.check import check
+    from fedleak.config import load
+
+    with mended():
+        experiment = load(file, changes or ())
+        if not experiment.defense:
+            raise ConfigError(f"{str(file)!r} has no [[defense]]: there is nothing to check")
+        findings = check(experiment)
+        for defense, of_defense in itertools.groupby(findings, lambda one: one.defense):
+            console.print(f"[bold]{escape(defense)}[/]")
+            for one in of_defense:
+                mark = "[green]holds[/]" if one.holds else "[red]FAILS[/]"
+                console.print(f"  {mark}  {escape(one.claim)}: [dim]{escape(one.found)}[/]")
+        broken = {one.defense for one in findings if not one.holds}
+        if broken:
+            raise FedleakError(f"{', '.join(sorted(broken))}: does not do what it says")
 
 
 @app.command("train-prior")

@@ -28,12 +28,14 @@ from pydantic import (
 from fedleak import attacks, defenses
 from fedleak.attacks import Attack, Setting
 from fedleak.defenses import Defense
+from fedleak.defenses.secure_sum import SecureSum
 from fedleak.errors import ConfigError, unknown
 from fedleak.models import CAUSAL_LM, LanguageModel, ModelSpec, absolute
 from fedleak.models.lora import Lora
-from fedleak.models.parts import is_part, parameters_of
+from fedleak.models.parts import select
 from fedleak.observation import GRANTABLE, ThreatModel, UpdateKind
-from fedleak.training import LocalTraining, matching
+from fedleak.privacy import Accountant
+from fedleak.training import LocalTraining, freezing
 
 Positive = Annotated[int, Field(ge=1)]
 Source = Annotated[str, AfterValidator(absolute)]
@@ -116,9 +118,11 @@ class UpdateTable(_Table):
 
 
 class ThreatTable(_Table):
-    """`[threat]`: what the attacker is told beyond the protocol."""
+    """`[threat]`: what the attacker is told beyond the protocol, and which updates it keeps."""
 
     knows: list[str] = []
+    rounds: Annotated[list[Positive], Field(min_length=1)] | None = None
+    """Those that are attacked; of others neither updates nor models are kept. None: every round."""
 
     @model_validator(mode="after")
     def _known_facts(self) -> "ThreatTable":
@@ -126,6 +130,22 @@ class ThreatTable(_Table):
             if fact not in GRANTABLE:
                 raise ValueError(unknown("fact", fact, GRANTABLE))
         return self
+
+
+class PrivacyTable(_Table):
+    """`[privacy]`: how the ledger counts."""
+
+    delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
+    accountant: Accountant = "rdp"
+
+
+class UtilityTable(_Table):
+    """`[utility]`: when the global model is scored on held-out data."""
+
+    rounds: Literal["all"] | list[Annotated[int, Field(ge=0)]] = "all"
+    """After which rounds, besides the last; 0 is before training."""
+    reference: bool = False
+    """Also train one model centrally and without defenses, on as many examples."""
 
 
 class WorkersTable(_Table):
@@ -171,6 +191,8 @@ class Experiment(_Table):
     defense: list[dict[str, Any]] = []
     threat: ThreatTable = ThreatTable()
     attack: list[dict[str, Any]] = [{"kind": "probes"}]
+    privacy: PrivacyTable = PrivacyTable()
+    utility: UtilityTable = UtilityTable()
     workers: WorkersTable = WorkersTable()
     audit: AuditTable = AuditTable()
 
@@ -194,6 +216,35 @@ class Experiment(_Table):
         return tuple(
             _defense(i, table, self.federation.clients) for i, table in enumerate(self.defense)
         )
+
+    @property
+    def secure_sum(self) -> bool:
+        """Whether the server sees only the sum of a round's updates."""
+        return any(isinstance(each.defense, SecureSum) for each in self.defenses)
+
+    def defenses_of(self, client: int) -> dict[int, Defense]:
+        """Returns the defenses that a client uses, by their place in the file."""
+        return {
+            number: each.defense
+            for number, each in enumerate(self.defenses)
+            if each.clients is None or client in each.clients
+        }
+
+    def local_training_of(self, client: int) -> LocalTraining:
+        """Returns how a client trains, with its defenses."""
+        local = self.local_training
+        for defense in self.defenses_of(client).values():
+            local = defense.training(local)
+        return local
+
+    def attacked(self, round: int) -> bool:
+        """Whether the updates of a round are kept and attacked."""
+        return self.threat.rounds is None or round in self.threat.rounds
+
+    def evaluated(self, round: int) -> bool:
+        """Whether the global model is scored after a round."""
+        chosen = self.utility.rounds
+        return chosen == "all" or round in chosen or round == self.federation.rounds
 
     @property
     def clients_per_round(self) -> int:
@@ -229,39 +280,60 @@ class Experiment(_Table):
         return frozenset({"learning_rate", "local_steps", "dropout"})
 
     def shared(self, model: LanguageModel) -> list[str]:
-        """Returns the parameters that a client sends, in the model's order.
+        """Returns the parameters that a client without defenses sends, in the model's order.
 
         Raises:
             ConfigError: `update.share` names something that the model does not train, or that
                 cannot be sent alone.
         """
-        names = list(model.trained())
         if self.update.share == "all":
-            return names
-        parts = parameters_of(model, list(filter(is_part, self.update.share)))
-        sent: set[str] = set()
-        for wanted in self.update.share:
-            found = parts[wanted] if wanted in parts else matching(names, [wanted])
-            if not found:
-                what = "nothing that is trained" if wanted in parts else "in no parameter's name"
-                words = {word for name in names for word in name.split(".")}
-                raise ConfigError(
-                    f"update.share: {wanted!r} is {what}; the parts of parameters' names are "
-                    f"{', '.join(sorted(word for word in words if not word.isdigit()))}"
-                )
-            sent.update(found)
-        return [name for name in names if name in sent]
+            return list(model.trained())
+        return select(model, self.update.share, "update.share")
+
+    def sent(self, model: LanguageModel) -> list[str]:
+        """Returns the parameters of which the server gets something from every client.
+
+        Raises:
+            ConfigError: What `shared` raises, or nothing is left.
+        """
+        shared = self.shared(model)
+        for client in range(self.federation.clients):
+            with freezing(model, self.local_training_of(client).frozen):
+                trained = model.trained()
+            shared = [name for name in shared if name in trained]
+        if not shared:
+            raise ConfigError(
+                "update.share: all that is shared is frozen: share or train something else"
+            )
+        return shared
+
+    def check_defenses(self, model: LanguageModel) -> None:
+        """Refuses defenses that cannot work on this model.
+
+        Raises:
+            ConfigError: The first of them, with the reason.
+        """
+        for number, each in enumerate(self.defenses):
+            obstacle = each.defense.obstacle(self.local_training, model)
+            if obstacle is not None:
+                raise ConfigError(f"defense[{number}] ({each.defense.kind}): {obstacle}")
+        for client in range(self.federation.clients):
+            with freezing(model, self.local_training_of(client).frozen):
+                if not model.trained():
+                    raise ConfigError(
+                        f"defense: client {client} has nothing left to train: freeze less"
+                    )
 
     def check_attacks(self, model: LanguageModel) -> None:
         """Refuses attacks that cannot work on what this experiment lets the server see.
 
         Raises:
-            ConfigError: An attack with an obstacle, or what `shared` raises.
+            ConfigError: An attack with an obstacle, or what `sent` raises.
         """
         names = list(model.parameters())
         setting = Setting(
             self.local_training.kind,
-            frozenset(self.shared(model)),
+            frozenset(self.sent(model)),
             self.threat_model.knows | self.server_facts,
             model.family,
             model.num_layers,
@@ -321,6 +393,7 @@ def parse(table: Mapping[str, Any]) -> Experiment:
     # Building them is what checks their settings.
     _ = experiment.attacks, experiment.defenses
     _check_workers(experiment.workers)
+    _check_rounds(experiment)
     if experiment.model.task == CAUSAL_LM and experiment.federation.partition == "dirichlet":
         raise ConfigError(
             "federation.partition = 'dirichlet' divides by class and causal-lm has none: use 'iid'"
@@ -362,7 +435,10 @@ def _defense(index: int, table: dict[str, Any], num_clients: int) -> PlacedDefen
                 f"{where}.clients = {clients!r}: list clients from 0 to {num_clients - 1}"
             )
         clients = tuple(clients)
-    return PlacedDefense(_build(where, defenses.kinds()[kind], settings), clients)
+    defense = _build(where, defenses.kinds()[kind], settings)
+    if isinstance(defense, SecureSum) and clients is not None:
+        raise ConfigError(f"{where}.clients: secure_sum is of all clients: leave the key out")
+    return PlacedDefense(defense, clients)
 
 
 def _kind(where: str, settings: dict[str, Any], known: Mapping[str, Any]) -> str:
@@ -385,6 +461,19 @@ def _build(where: str, cls: type[Any], settings: dict[str, Any]) -> Any:
         return TypeAdapter(cls).validate_json(json.dumps(settings, default=str), strict=True)
     except ValidationError as error:
         raise ConfigError(f"{where}.{_one_line(error, None)}") from error
+    except ConfigError as error:  # what fields together must satisfy
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def _check_rounds(experiment: Experiment) -> None:
+    last, utility = experiment.federation.rounds, experiment.utility.rounds
+    chosen = {"threat.rounds": experiment.threat.rounds or []}
+    chosen["utility.rounds"] = [] if utility == "all" else utility
+    for key, rounds in chosen.items():
+        if beyond := [round for round in rounds if round > last]:
+            raise ConfigError(
+                f"{key} has {beyond[0]}, but federation.rounds = {last}: choose from 1 to {last}"
+            )
 
 
 def _check_workers(workers: WorkersTable) -> None:

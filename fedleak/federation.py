@@ -1,15 +1,22 @@
 """Who holds which data and trains when: what an experiment decides before anything is trained."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from fedleak import data, models
 from fedleak.config import Experiment, load
+from fedleak.defenses import Budget, Defense, measured
 from fedleak.errors import ConfigError
 from fedleak.models import CLASSIFICATION, LanguageModel
-from fedleak.store import Key, Run
-from fedleak.training import round_clients
+from fedleak.observation import ClientUpdate
+from fedleak.privacy import Event
+from fedleak.store import EVERYONE, Key, Run
+from fedleak.training import LocalTraining, round_clients
 
 
 @dataclass(frozen=True)
@@ -96,6 +103,73 @@ def divide(experiment: Experiment, split: data.Split, model: LanguageModel) -> W
     )
 
 
+@dataclass(frozen=True)
+class Protection:
+    """What one client does for its privacy.
+
+    Attributes:
+        local: How it trains.
+        defenses: What it does, by the place in the experiment file, with all noise worked out.
+        num_examples: Examples that it has.
+    """
+
+    local: LocalTraining
+    defenses: Mapping[int, Defense]
+    num_examples: int
+
+    def defend(
+        self, update: ClientUpdate, rng: Callable[[int], torch.Generator]
+    ) -> tuple[ClientUpdate, list[dict[str, Any]]]:
+        """Returns the defended update, and what each defense did to it.
+
+        Args:
+            update: As training left it.
+            rng: The random stream of each defense, by its place in the file.
+        """
+        told = []
+        for number, defense in self.defenses.items():
+            after = defense(update, rng=rng(number))
+            # One that is about training has left the update as it is.
+            did = {} if after is update else measured(update, after)
+            told.append({"kind": defense.kind, **did})
+            update = after
+        return update, told
+
+    def events(self, round: int) -> list[Event]:
+        """Returns what a round adds to the ledger."""
+        found = (d.event(self.local, self.num_examples, round) for d in self.defenses.values())
+        return [event for event in found if event is not None]
+
+    def noise_scale(self) -> float | None:
+        """Returns the standard deviation of all noise on a number of the update; None without."""
+        claims = (d.claims(self.local, self.num_examples) for d in self.defenses.values())
+        scales = [claim.noise_scale for claim in claims if claim.noise_scale is not None]
+        return math.hypot(*scales) if scales else None
+
+
+def protection(experiment: Experiment, client: int, num_examples: int) -> Protection:
+    """Returns what a client with so many examples does for its privacy.
+
+    Raises:
+        ConfigError: An epsilon that no noise reaches.
+    """
+    last = experiment.federation.rounds
+    rounds = [r for r in range(1, last + 1) if client in clients_of_round(experiment, r)]
+    table, local = experiment.privacy, experiment.local_training
+    local = replace(local, batch_size=min(local.batch_size, num_examples))
+    # A client that never takes part spends nothing; its noise is that of one round.
+    budget = Budget(table.delta, table.accountant, num_examples, rounds or [1])
+    solved = {}
+    for number, defense in experiment.defenses_of(client).items():
+        try:
+            solved[number] = defense.solved(local, budget)
+        except ConfigError as error:
+            raise ConfigError(f"defense[{number}] ({defense.kind}): {error}") from error
+    for defense in solved.values():
+        local = defense.training(local)
+    return Protection(local, solved, num_examples)
+
+
 def clients_of_round(experiment: Experiment, round: int) -> list[int]:
     """Returns the clients that train in a round, in order."""
     return round_clients(
@@ -107,9 +181,15 @@ def clients_of_round(experiment: Experiment, round: int) -> list[int]:
 
 
 def expected_captures(experiment: Experiment) -> list[Key]:
-    """Returns the captures that a complete run has."""
+    """Returns the captures that a complete run has: those of the rounds that are attacked."""
+    return [key for key in captures_made(experiment) if experiment.attacked(key.round)]
+
+
+def captures_made(experiment: Experiment) -> list[Key]:
+    """Returns the captures that a run makes, also those that it does not keep."""
+    rounds = range(1, experiment.federation.rounds + 1)
+    if experiment.secure_sum:
+        return [Key(round, EVERYONE) for round in rounds]
     return [
-        Key(round, client)
-        for round in range(1, experiment.federation.rounds + 1)
-        for client in clients_of_round(experiment, round)
+        Key(round, client) for round in rounds for client in clients_of_round(experiment, round)
     ]

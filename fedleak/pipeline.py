@@ -15,12 +15,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import fedleak
-from fedleak import attacks, audit
+from fedleak import attacks, audit, check, reference
 from fedleak.attacks import Batched
 from fedleak.audit import Scored
 from fedleak.config import Experiment, NamedAttack, difference, parse
 from fedleak.errors import CaptureError, ConfigError
-from fedleak.federation import divide, expected_captures, outline, read_data
+from fedleak.federation import (
+    captures_made,
+    divide,
+    expected_captures,
+    outline,
+    protection,
+    read_data,
+)
 from fedleak.observation import Knowledge
 from fedleak.reconstruction import Reconstruction, Status
 from fedleak.store import Key, Run
@@ -89,8 +96,11 @@ def plan(experiment: Experiment) -> Plan:
     split = read_data(experiment)
     num_labels = len(split.train.label_names)
     model = outline(experiment, num_labels)
+    experiment.check_defenses(model)
     experiment.check_attacks(model)
     workload = divide(experiment, split, model)
+    for client, part in enumerate(workload.parts):
+        protection(experiment, client, len(part))  # refuses an epsilon out of reach
     held_out = {"sequences": workload.held_out, "labels": workload.held_out_labels}
     return Plan(experiment, num_labels, held_out)
 
@@ -161,8 +171,12 @@ def carry_out(
     # By its name, because the library does not know Flower.
     engine = importlib.import_module(f"server.{experiment.federation.engine}")
     with run.lock():
-        with noting_status(run), attacking(run, experiment, report, on):
-            engine.train(run, experiment)
+        with noting_status(run):
+            check.refuse_broken(run, experiment)
+            with attacking(run, experiment, report, on):
+                engine.train(run, experiment)
+            if _wants_reference(run, experiment):
+                run.write_json("reference.json", reference.central(experiment, run))
         return audit.score_run(run)
 
 
@@ -188,7 +202,7 @@ def attack_captures(
     tries = Counter(
         (Key(line["round"], line["client"]), line["attack"]) for line in run.rows("attempts.jsonl")
     )
-    expected = expected_captures(experiment)
+    made, expected = captures_made(experiment), expected_captures(experiment)
     groups = _groups(experiment.attacks, expected)
     model = experiment.model_spec(run.info()["num_labels"])
     threat = experiment.threat_model
@@ -246,7 +260,12 @@ def attack_captures(
                     look_at(jobs, found)
             wanted = len(expected) * len(experiment.attacks)
             under_way = tuple(_under_way(worker) for worker in all_workers if worker.jobs)
-            report(Progress(len(here), len(expected), len(answered), wanted, under_way))
+            latest = max(run.broadcasts(), default=1)
+            done = sum(
+                key in here or (key.round < latest and not experiment.attacked(key.round))
+                for key in made
+            )
+            report(Progress(done, len(made), len(answered), wanted, under_way))
             if last_look and not todo and not busy:
                 return
             time.sleep(POLL_SECONDS)
@@ -319,6 +338,12 @@ def check_attacks(experiment: Experiment, num_labels: int) -> None:
         ConfigError: The first of them.
     """
     experiment.check_attacks(outline(experiment, num_labels))
+
+
+def _wants_reference(run: Run, experiment: Experiment) -> bool:
+    """Whether a centrally trained model is asked for, can be judged, and is not there yet."""
+    judged = experiment.data.held_out > 0
+    return experiment.utility.reference and judged and not (run.path / "reference.json").is_file()
 
 
 def _groups(

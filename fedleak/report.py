@@ -10,8 +10,9 @@ from rich.table import Table
 
 from fedleak.audit import LeakageRow, Pair, Scored
 from fedleak.observation import GRANTABLE
+from fedleak.privacy import NONE
 from fedleak.reconstruction import Status
-from fedleak.store import Key, Run
+from fedleak.store import EVERYONE, Key, Run
 
 EXAMPLES = 4
 NOT_MEASURED = "-"
@@ -24,8 +25,11 @@ def print_run(run: Run, scored: Sequence[Scored], console: Console | None = None
         console.print(f"nothing scored yet in {run.path}")
         return
     summary = run.read_json("summary.json")
-    console.print(leakage_table(summary["name"], [one.row for one in scored]))
+    spent = run.rows("privacy.jsonl")
+    console.print(leakage_table(summary["name"], [one.row for one in scored], spent))
     console.print(summary_table(summary))
+    for line in circumstances(summary):
+        console.print(line, highlight=False, soft_wrap=True)
     examples = best_examples(scored)
     if examples:
         console.print("some private texts, and what was read")
@@ -41,8 +45,16 @@ def print_run(run: Run, scored: Sequence[Scored], console: Console | None = None
     console.print(f"results: {run.path}")
 
 
-def leakage_table(name: str, rows: Sequence[LeakageRow]) -> Table:
-    """Returns a line per round and client, with a column per attack."""
+def leakage_table(
+    name: str, rows: Sequence[LeakageRow], spent: Sequence[dict[str, Any]] = ()
+) -> Table:
+    """Returns a line per round and client, with a column per attack.
+
+    Args:
+        name: Of the run.
+        rows: Scored answers.
+        spent: Rows of privacy.jsonl.
+    """
     table = Table(
         title=f"{name}: what the server read in each update",
         box=box.SIMPLE_HEAD,
@@ -52,7 +64,8 @@ def leakage_table(name: str, rows: Sequence[LeakageRow]) -> Table:
         caption_justify="left",
     )
     attacks = sorted({row.attack for row in rows})
-    for heading in ("round", "client", "texts", "tokens", *attacks, "no update"):
+    headings = ("round", "client", "texts", "tokens", *attacks, "no update", "epsilon")
+    for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
     by_key: dict[Key, dict[str, LeakageRow]] = {}
     for row in rows:
@@ -65,11 +78,77 @@ def leakage_table(name: str, rows: Sequence[LeakageRow]) -> Table:
         some = next(iter(of_key.values()))
         guesses = [row.guess_rougeL for row in of_key.values() if row.guess_rougeL is not None]
         table.add_row(
-            *(str(value) for value in (*key, some.batch_size, some.num_tokens)),
+            str(key.round),
+            "all" if key.client == EVERYONE else str(key.client),
+            *(str(value) for value in (some.batch_size, some.num_tokens)),
             *(cell(of_key.get(attack)) for attack in attacks),
             number(guesses[0] if guesses else None),
+            epsilon_of(key, spent),
         )
     return table
+
+
+def epsilon_of(key: Key, spent: Sequence[dict[str, Any]]) -> str:
+    """Returns the epsilon that a client has spent by a round; of a sum the largest of any."""
+    clients: dict[int, list[float | str]] = {}
+    for row in spent:
+        if row["round"] == key.round and key.client in (row["client"], EVERYONE):
+            clients.setdefault(row["client"], []).append(row["epsilon"])
+    # Of statements about one client the smallest is what counts.
+    found = [min(map(float, each)) for each in clients.values() if NONE not in each]
+    if len(found) < len(clients):
+        return NONE
+    return f"{max(found):.3g}" if found else NOT_MEASURED
+
+
+def circumstances(summary: dict[str, Any]) -> list[str]:
+    """Returns lines about what was in the way of the attacks, what it guarantees and costs."""
+    lines = []
+    if (settings := summary.get("defenses")) is not None:
+        defenses = [_settings(each) for each in settings["defense"]]
+        others = [
+            f"{key.replace('_', ' ')} {_value(value)}"
+            for key, value in settings.items()
+            if key != "defense" and value not in (None, "all")
+        ]
+        lines.append(f"defenses: {escape('; '.join(defenses) or 'none')}")
+        lines.append(f"settings that act as such: {escape(', '.join(others))}")
+    if (privacy := summary.get("privacy")) is not None:
+        if privacy["epsilon"] == NONE:
+            lines.append("privacy: epsilon none: nothing is guaranteed to every client")
+        else:
+            lines.append(
+                f"privacy: epsilon {privacy['epsilon']:.4g} at delta {privacy['delta']:g}, "
+                f"noise multiplier {privacy['noise_multiplier']:.4g} (unit: "
+                f"{privacy['unit']}, {privacy['neighbouring']}; {privacy['accountant']})"
+            )
+    if (utility := summary.get("utility")) is not None:
+        lines.append(f"utility after round {utility['round']}: {_scores(utility)}")
+    if (reference := summary.get("utility_reference")) is not None:
+        lines.append(f"trained centrally, without defenses: {_scores(reference)}")
+    return lines
+
+
+def _settings(defense: dict[str, Any]) -> str:
+    rest = [f"{key} {_value(value)}" for key, value in defense.items() if key != "kind"]
+    return " ".join([defense["kind"], *rest])
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, dict):
+        return " ".join(f"{key} {_value(each)}" for key, each in value.items())
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _scores(utility: dict[str, Any]) -> str:
+    named = {"mcc": "MCC", "f1": "F1"}
+    return ", ".join(
+        f"{named.get(key, key)} {NOT_MEASURED if value is None else f'{value:.3g}'}"
+        for key, value in utility.items()
+        if key not in ("round", "steps")
+    )
 
 
 def cell(row: LeakageRow | None) -> str:

@@ -5,9 +5,14 @@
       captures/r0001-c03.safetensors   what the server received, with what it knows as metadata
       models/r0001.safetensors         the broadcast of a round; the last one is the trained model
       vault/r0001-c03.json             the private batch, written by the client, mode 0600
+      defended/r0001-c03.json          what the client's defenses did, in its own figures, mode 0600
       reconstructions.jsonl            a line per attack and capture, as each finishes
       attempts.jsonl                   a line per try of an attack that crashed
-      leakage.jsonl utility.jsonl summary.json held_out.json flower.log
+      leakage.jsonl privacy.jsonl defenses.jsonl utility.jsonl summary.json held_out.json flower.log
+
+Of rounds that are not attacked neither captures nor models stay, but for the first and last model.
+Under secure aggregation a capture is r0001-all: the round's sum. Until all have come, the updates
+that it is of are below `held`, which stands for the protocol and is read by no attack.
 
 Work that is left is what the directory lacks, so there is no queue that a crash could corrupt.
 Files are written under a temporary name, synced and renamed. A line counts once its newline is
@@ -18,6 +23,7 @@ was torn, a line or such a group, does not count and is cut by the next write.
 import json
 import os
 import re
+import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -36,7 +42,10 @@ from fedleak.observation import ClientUpdate, Knowledge, UpdateKind
 SCHEMA_VERSION = 1
 _MORE = " \n"
 """Ends a line that is followed by others of the same write; to JSON the space is nothing."""
-_KEY = re.compile(r"r(\d+)-c(\d+)")
+_KEY = re.compile(r"r(\d+)-(?:c(\d+)|all)")
+
+EVERYONE = -1
+"""The client of a capture that is the sum over all of its round."""
 
 
 class Key(NamedTuple):
@@ -46,7 +55,8 @@ class Key(NamedTuple):
     client: int
 
     def __str__(self) -> str:
-        return f"r{self.round:04d}-c{self.client:02d}"
+        of = "all" if self.client == EVERYONE else f"c{self.client:02d}"
+        return f"r{self.round:04d}-{of}"
 
 
 @dataclass(frozen=True)
@@ -153,6 +163,22 @@ class Run:
         """Returns the keys of the captures, in order."""
         return _keys(self.path / "captures", ".safetensors")
 
+    def hold(self, capture: Capture) -> None:
+        """Keeps an update out of the server's sight, until the round's sum is made."""
+        Run(self.path / "held").write_capture(capture)
+
+    def held(self, key: Key) -> Capture:
+        """Reads an update that is held.
+
+        Raises:
+            CaptureError: The file is damaged.
+        """
+        return Run(self.path / "held").read_capture(key)
+
+    def release(self) -> None:
+        """Deletes what is held."""
+        shutil.rmtree(self.path / "held", ignore_errors=True)
+
     def write_broadcast(self, round: int, tensors: Mapping[str, Tensor]) -> None:
         """Writes the model that a round starts from."""
         _write_tensors(self.path / "models" / f"r{round:04d}.safetensors", tensors, {})
@@ -168,6 +194,17 @@ class Run:
             return _read_tensors(path)[0]
         except _DAMAGE as error:
             raise CaptureError(f"model {path} is damaged ({error}): run with --fresh") from error
+
+    def forget(self, round: int) -> None:
+        """Deletes the captures of a round, and the model that it started from, but for the first.
+
+        That is what a central reference starts from.
+        """
+        for key in self.captures():
+            if key.round == round:
+                self._capture(key).unlink(missing_ok=True)
+        if round > 1:
+            (self.path / "models" / f"r{round:04d}.safetensors").unlink(missing_ok=True)
 
     def broadcasts(self) -> list[int]:
         """Returns the rounds whose starting model is here, in order."""
@@ -191,6 +228,17 @@ class Run:
     def truths(self) -> list[Key]:
         """Returns the keys of the private batches, in order."""
         return _keys(self.path / "vault", ".json")
+
+    def write_defended(self, key: Key, value: Mapping[str, Any]) -> None:
+        """Writes what a client's defenses did: its own figures, so readable by its owner alone."""
+        self.write_json(f"defended/{key}.json", value, mode=0o600)
+
+    def defended(self) -> dict[Key, dict[str, Any]]:
+        """Returns what clients' defenses did, in the order of rounds and clients."""
+        folder = self.path / "defended"
+        return {
+            key: json.loads((folder / f"{key}.json").read_text()) for key in _keys(folder, ".json")
+        }
 
     # --- rows -------------------------------------------------------------------------------
 
@@ -260,7 +308,7 @@ def _about(metadata: Mapping[str, str] | None) -> tuple[UpdateKind, int, Knowled
 
 def _keys(folder: Path, suffix: str) -> list[Key]:
     found = (_KEY.fullmatch(p.name.removesuffix(suffix)) for p in folder.glob(f"*{suffix}"))
-    return sorted(Key(int(m[1]), int(m[2])) for m in found if m)
+    return sorted(Key(int(m[1]), EVERYONE if m[2] is None else int(m[2])) for m in found if m)
 
 
 def _write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:

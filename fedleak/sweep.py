@@ -4,18 +4,22 @@
       <cell>/       a run directory per combination, such as federation.batch_size=4,seed=1
       sweep.json    the cells' values and the figures of their summary.json
       sweep.svg     the same, drawn
+      tradeoff.svg  leakage against utility and epsilon
 
-The cells are ordinary runs, and what is left of a sweep is what they lack.
+The cells are ordinary runs, and what is left of a sweep is what they lack. Several may run at
+once, each in a process of its own.
 """
 
 import copy
 import hashlib
 import itertools
 import json
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +27,24 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from fedleak import config, pipeline
+from fedleak import config, pipeline, processes
 from fedleak.config import Experiment, WorkersTable
 from fedleak.errors import ConfigError, FedleakError
 from fedleak.federation import run_folder
 from fedleak.pipeline import Plan, Progress
 from fedleak.reconstruction import Status
-from fedleak.report import interval, number
+from fedleak.report import NOT_MEASURED, decimal, interval, number
 from fedleak.store import SCHEMA_VERSION, Run
 from fedleak.workers import Worker, devices, workers
 
 LONGEST_WORD, LONGEST_NAME = 32, 200
 """Characters of one value, and of a cell's name: file systems take 255 bytes."""
+
+UTILITIES = {"mcc": "MCC", "perplexity": "perplexity"}
+"""The figure that stands for a model's use, of classifiers and of causal models; and its name."""
+
+NO_GUARANTEE = "none"
+"""What stands for an epsilon if a client has none."""
 
 
 @dataclass(frozen=True)
@@ -171,6 +181,54 @@ def carry_out(
     return failures
 
 
+def jobs(plans: Mapping[str, Plan], wanted: int | None = None) -> int:
+    """Returns how many cells to run at once: those wanted, else one per GPU, else per two cores.
+
+    Only GPUs that the cells may use count. A cell on the CPU trains in one process and attacks in
+    another.
+    """
+    tables = {tuple(devices(plan.experiment.workers.devices)) for plan in plans.values()}
+    gpus = {each for table in tables for each in table if each.startswith("cuda")}
+    most = wanted or len(gpus) or (os.cpu_count() or 1) // 2
+    return max(1, min(most, len(plans)))
+
+
+def carry_out_at_once(
+    sweep: Sweep, plans: Mapping[str, Plan], jobs: int, tell: Callable[[str, str], None]
+) -> dict[str, str]:
+    """Runs the cells that are planned, several at once, and keeps sweep.json up to date.
+
+    Args:
+        sweep: The sweep.
+        plans: By the name of the cell.
+        jobs: How many at once; they divide the devices for the attacks among themselves.
+        tell: Is told the name of a cell and that it has started, finished or failed.
+
+    Returns:
+        Why cells failed, by name. The others are done nevertheless.
+    """
+    failures = {}
+
+    def ended(cell: str, failure: str | None) -> None:
+        if failure is not None:
+            failures[cell] = failure
+        collect(sweep)
+        tell(cell, "finished" if failure is None else "failed")
+
+    collect(sweep)
+    calls = {
+        name: partial(_carry_out_alone, plan, sweep.path / name, jobs)
+        for name, plan in plans.items()
+    }
+    processes.side_by_side(calls, jobs, lambda cell: tell(cell, "started"), ended)
+    return {cell: failures[cell] for cell in plans if cell in failures}
+
+
+def share(on: Sequence[str], jobs: int, place: int) -> list[str]:
+    """Returns the devices of one of several jobs; it shares them if there are more jobs."""
+    return list(on[place::jobs] or on[place % len(on) :][:1])
+
+
 def collect(sweep: Sweep) -> dict[str, Any]:
     """Writes sweep.json from the cells' own files, and returns its content."""
     collected = {
@@ -192,29 +250,35 @@ def table(collected: Mapping[str, Any]) -> Table:
         notes.append("* fewer than 20 texts: an example, not a rate")
     if any(_answers(of) < of["rows"] for of in summaries):
         notes.append("answers that are missing: `fedleak score` of the cell's folder says why")
+    of_cells = _cell_columns(collected)
     shown = Table(
         title=f"{collected['name']}: mean and 95 % interval",
         box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
+        padding=(0, 0 if of_cells else 1, 0, 0),
         caption="\n".join(notes) or None,
         title_justify="left",
         caption_justify="left",
     )
     for key in axes:
         shown.add_column(short_key(key).replace(" ", "\n"), overflow="fold")
+    for heading in of_cells:
+        shown.add_column(heading, justify="right", no_wrap=True)
     shown.add_column("attack", overflow="fold")
-    for heading in ("texts\nexact, %", "ROUGE-L", "no\nupdate", "tokens\nfound, %", "seconds"):
+    for heading in ("texts\nexact, %", "ROUGE-L"):
+        shown.add_column(heading, justify="right", no_wrap=not of_cells, min_width=8)
+    for heading in ("no\nupdate", "tokens\nfound,\n%", "seconds"):
         shown.add_column(heading, justify="right", no_wrap=True)
     for row in collected["cells"]:
         values = [escape(said(row["values"][key])) for key in axes]
+        values += [show(row) for show in of_cells.values()]
         if not row["attacks"]:
             shown.add_row(*values, f"[yellow]{row['status']}[/]")
         for i, (name, of) in enumerate(row["attacks"].items()):
             shown.add_row(
                 *(values if i == 0 else [""] * len(values)),
                 _attack(name, of),
-                interval(of["exact_match"], 100),
-                interval(of["rougeL"]),
+                _unbroken(interval(of["exact_match"], 100)),
+                _unbroken(interval(of["rougeL"])),
                 _mean(of["guess_rougeL"]),
                 _mean(of["token_recall"], 100),
                 f"{of['seconds']:.1f}",
@@ -244,6 +308,37 @@ def said(value: Any) -> str:
 def short_key(key: str) -> str:
     """Returns what a dotted key is called where there is little room."""
     return key.rpartition(".")[2].replace("_", " ")
+
+
+def utility(row: Mapping[str, Any], measure: str, of: str = "utility") -> float | None:
+    """Returns the utility of a cell of sweep.json, or of another model, if it was measured."""
+    value: float | None = (row.get(of) or {}).get(measure)
+    return value
+
+
+def utility_measure(collected: Mapping[str, Any]) -> str | None:
+    """Returns which figure stands for the utility of a sweep.json's cells; None if none does."""
+    for measure in UTILITIES:
+        if any(utility(row, measure) is not None for row in collected["cells"]):
+            return measure
+    return None
+
+
+def privacy(row: Mapping[str, Any], key: str) -> Any:
+    """Returns what a cell of sweep.json says of its privacy; None if it was not measured."""
+    return (row.get("privacy") or {}).get(key)
+
+
+def _carry_out_alone(plan: Plan, path: Path, jobs: int, place: int) -> str | None:
+    """Runs a cell in this process, with workers of its own; returns why it failed, if it did."""
+    table = plan.experiment.workers
+    try:
+        run = pipeline.open_run(plan, path)
+        with workers(share(devices(table.devices), jobs, place), table.time_limit) as hands:
+            pipeline.carry_out(run, plan.experiment, on=hands)
+    except FedleakError as error:
+        return str(error)
+    return None
 
 
 def _axes(found: Any, inside: str = "sweep") -> dict[str, list[Any]]:
@@ -311,8 +406,37 @@ def _row(cell: Cell, run: Run) -> dict[str, Any]:
         "values": dict(cell.values),
         "status": run.info()["status"] if run.exists() else "new",
         "attacks": summary.get("attacks", {}),
-        "utility": summary.get("utility"),
+        **{key: summary.get(key) for key in ("utility", "utility_reference", "privacy")},
     }
+
+
+def _cell_columns(
+    collected: Mapping[str, Any],
+) -> dict[str, Callable[[Mapping[str, Any]], str]]:
+    """Returns the table's columns that are about whole cells, as far as one has such a figure."""
+    cells, measure = collected["cells"], utility_measure(collected)
+    columns: dict[str, Callable[[Mapping[str, Any]], str]] = {}
+    if measure is not None:
+        heading, places = ("MCC", 2) if measure == "mcc" else ("perplex-\nity", 1)
+        columns[heading] = lambda row: decimal(utility(row, measure), places)
+    epsilons = {privacy(row, "epsilon") for row in cells}
+    multipliers = {privacy(row, "noise_multiplier") for row in cells}
+    if epsilons - {None, NO_GUARANTEE} or multipliers - {None}:
+        columns["epsilon"] = lambda row: _digits(privacy(row, "epsilon"))
+        columns["noise\nmulti-\nplier"] = lambda row: _digits(privacy(row, "noise_multiplier"))
+    return columns
+
+
+def _unbroken(interval: str) -> str:
+    """Returns `mean [low,high]`, which breaks before its bracket only, where room is short."""
+    return interval.replace(", ", ",")
+
+
+def _digits(value: float | str | None) -> str:
+    """Returns three significant digits, or a word."""
+    if value is None:
+        return NOT_MEASURED
+    return value if isinstance(value, str) else f"{value:.3g}"
 
 
 def _attack(name: str, of: Mapping[str, Any]) -> str:

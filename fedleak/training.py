@@ -3,16 +3,36 @@
 FedSGD and FedAvg: McMahan et al. 2017, algorithm 1 (FedSGD with the gradient on the wire).
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from fedleak.models import LanguageModel, batch_loss, pad
+from fedleak.models.parts import matching, select
 from fedleak.observation import ClientUpdate, UpdateKind
 from fedleak.streams import stream, stream_seed
+
+Report = Callable[[Mapping[str, float]], None]
+"""Is told figures of a client's own, which it sends nobody."""
+
+
+@dataclass(frozen=True)
+class PrivateSteps:
+    """DP-SGD's part of a step (Abadi et al. 2016, algorithm 1).
+
+    Attributes:
+        noise_multiplier: Standard deviation of the noise on the sum, in clipping norms.
+        max_grad_norm: The L2 norm that an example's gradient is clipped to.
+        sampling: "poisson" draws each example by itself; "fixed" takes the usual batches.
+    """
+
+    noise_multiplier: float
+    max_grad_norm: float
+    sampling: Literal["poisson", "fixed"]
 
 
 @dataclass(frozen=True)
@@ -25,6 +45,8 @@ class LocalTraining:
         epochs: Passes over the client's data in a round, for DELTA.
         learning_rate: Of plain SGD.
         dropout: Train with the model's dropout on.
+        frozen: Parts and patterns of parameters that it leaves alone (`models.parts.select`).
+        private: Each step is one of DP-SGD; None: plain.
     """
 
     kind: UpdateKind
@@ -32,6 +54,8 @@ class LocalTraining:
     epochs: int
     learning_rate: float
     dropout: bool
+    frozen: tuple[str, ...] = ()
+    private: PrivateSteps | None = None
 
     def steps(self, num_examples: int) -> int:
         """Returns the number of SGD steps over `num_examples` examples."""
@@ -51,17 +75,29 @@ def round_batch(
 ) -> list[int]:
     """Returns which of its examples a client trains on in a round.
 
-    FedAvg uses all. FedSGD takes the next batch of a shuffled pass; what is left over at the end of
-    a pass, too little for a batch, waits for the next.
+    FedAvg uses all, and draws batches of its own. FedSGD takes the next batch of a shuffled pass;
+    what is left over at the end of a pass, too little for a batch, waits for the next. With Poisson
+    sampling it takes each example with the same probability, so a batch may be empty.
     """
     if training.kind == UpdateKind.DELTA:
         return list(range(num_examples))
     batch = min(training.batch_size, num_examples)
-    per_pass = num_examples // batch
-    sweep, step = divmod(round - 1, per_pass)
+    if training.private is not None and training.private.sampling == "poisson":
+        drawn = torch.rand(num_examples, generator=stream(seed, "poisson", client, round))
+        return (drawn < batch / num_examples).nonzero()[:, 0].tolist()
+    sweep, step = divmod(round - 1, passes(num_examples, training))
     order = torch.randperm(num_examples, generator=stream(seed, "batches", client, sweep)).tolist()
     chosen: list[int] = order[step * batch : (step + 1) * batch]
     return chosen
+
+
+def passes(num_examples: int, training: LocalTraining) -> int:
+    """Returns the rounds of FedSGD in which a client takes none of its examples twice."""
+    return num_examples // min(training.batch_size, num_examples)
+
+
+def _no_report(figures: Mapping[str, float]) -> None:
+    """Drops what it is told."""
 
 
 def local_update_(
@@ -71,6 +107,7 @@ def local_update_(
     training: LocalTraining,
     *,
     seed: int,
+    report: Report = _no_report,
 ) -> ClientUpdate:
     """Trains on the given examples from the model's weights and returns the update.
 
@@ -79,17 +116,40 @@ def local_update_(
         sequences: Token ids of each example.
         labels: Class of each example; not used by a causal model.
         training: How to train.
-        seed: For dropout and the order of local batches.
+        seed: For dropout, the order of local batches, and private steps.
+        report: Is told how private steps went.
     """
     model.module.train(training.dropout)
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), freezing(model, training.frozen):
         torch.default_generator.manual_seed(stream_seed(seed, "dropout"))
-        if training.kind == UpdateKind.GRADIENT:
-            tensors = _gradient(model, sequences, labels)
+        if training.private is not None:
+            from fedleak import private_training  # it takes seconds to import
+
+            update = private_training.local_update_(
+                model, sequences, labels, training, training.private, seed=seed, report=report
+            )
+        elif training.kind == UpdateKind.GRADIENT:
+            gradient = _gradient(model, sequences, labels)
+            update = ClientUpdate(training.kind, gradient, len(sequences))
         else:
-            tensors = _delta_(model, sequences, labels, training, seed)
+            delta = _delta_(model, sequences, labels, training, seed)
+            update = ClientUpdate(training.kind, delta, len(sequences))
     model.module.eval()
-    return ClientUpdate(training.kind, tensors, len(sequences))
+    return update
+
+
+@contextmanager
+def freezing(model: LanguageModel, patterns: Sequence[str]) -> Iterator[None]:
+    """Leaves parameters out of what is trained, within the block."""
+    trained = model.trained()
+    frozen = [trained[name] for name in select(model, patterns, "freeze.parameters")]
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(True)
 
 
 def _gradient(
@@ -129,11 +189,6 @@ def _delta_(
     return {name: after - before[name] for name, after in model.parameters().items()}
 
 
-def matching(names: Iterable[str], patterns: Sequence[str]) -> list[str]:
-    """Returns the names that contain one of the patterns (`*` is a wildcard)."""
-    return [name for name in names if any(fnmatchcase(name, f"*{p}*") for p in patterns)]
-
-
 def share(update: ClientUpdate, patterns: Sequence[str]) -> ClientUpdate:
     """Returns the update with only the parameters that match; a whole name is a pattern too."""
     kept = matching(update.tensors, patterns)
@@ -154,6 +209,25 @@ def from_wire(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         name: value.view(torch.bfloat16) if value.dtype == torch.int16 else value
         for name, value in tensors.items()
     }
+
+
+def mean_update(updates: Iterable[ClientUpdate]) -> ClientUpdate:
+    """Returns the mean of updates, weighted by examples: what secure aggregation reveals.
+
+    Of a parameter it is the mean over the clients that sent it, in float32. It is an update of all
+    their examples together.
+    """
+    sums: dict[str, Tensor] = {}
+    weights: dict[str, int] = {}
+    examples, kind = 0, UpdateKind.GRADIENT
+    for update in updates:
+        kind, examples = update.kind, examples + update.num_examples
+        for name, tensor in update.tensors.items():
+            weighted = tensor.float() * update.num_examples
+            sums[name] = sums[name].add_(weighted) if name in sums else weighted
+            weights[name] = weights.get(name, 0) + update.num_examples
+    mean = {name: total / weights[name] for name, total in sums.items()}
+    return ClientUpdate(kind, mean, examples)
 
 
 def aggregate(

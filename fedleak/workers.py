@@ -261,7 +261,12 @@ def _look(job: Job, model: LanguageModel, device: str) -> Observation | Reconstr
     except CaptureError as error:
         return Reconstruction.none(Status.FAILED, str(error))
     tensors = {name: value.to(device) for name, value in update.tensors.items()}
-    update = dataclasses.replace(update, tensors=tensors)
+    # With Poisson sampling clients report the expected size; who knows the lengths knows the true.
+    lengths = job.knowledge.lengths
+    if lengths == ():
+        return Reconstruction.none(Status.ABSTAINED, "the batch is empty: sampling drew nobody")
+    examples = update.num_examples if lengths is None else len(lengths)
+    update = dataclasses.replace(update, tensors=tensors, num_examples=examples)
     seen = Observation(job.key.round, job.key.client, update, job.knowledge)
     obstacle = job.attack.attack.obstacle(Setting.of(seen, model))
     if obstacle is not None:

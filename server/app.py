@@ -1,6 +1,5 @@
 """The ServerApp: resumes or starts a run, and, for `flwr run`, attacks it too."""
 
-import math
 import time
 from collections.abc import Callable
 
@@ -12,7 +11,7 @@ from fedleak import audit, models, pipeline
 from fedleak.config import Experiment
 from fedleak.errors import FedleakError
 from fedleak.federation import expected_captures, of_app
-from fedleak.metrics.utility import evaluate
+from fedleak.metrics.utility import evaluate, in_json
 from fedleak.models import LanguageModel
 from fedleak.report import print_run
 from fedleak.store import Run
@@ -67,18 +66,21 @@ def federate(grid: Grid, experiment: Experiment, run: Run) -> None:
         initial_arrays=ArrayRecord(model.parameters()),
         num_rounds=rounds,
         timeout=ANSWER_WITHIN_SECONDS,
-        evaluate_fn=evaluation(run, model, first - 1),
+        evaluate_fn=evaluation(experiment, run, model, first - 1),
     )
 
 
 def first_open_round(experiment: Experiment, run: Run) -> int:
-    """Returns the first round that is not complete: it has all captures and a following model."""
+    """Returns the first round that is not complete.
+
+    A complete one has all captures that are kept of it, and a model that followed.
+    """
     captured, broadcast = set(run.captures()), set(run.broadcasts())
     missing = [key.round for key in expected_captures(experiment) if key not in captured]
-    complete = min(missing, default=experiment.federation.rounds + 1)
-    while complete > 1 and complete not in broadcast:
-        complete -= 1
-    return complete
+    first = min([*missing, max(broadcast, default=1)])
+    while first > 1 and first not in broadcast:
+        first -= 1
+    return first
 
 
 def find_nodes(grid: Grid, experiment: Experiment) -> dict[int, int]:
@@ -116,21 +118,22 @@ def find_nodes(grid: Grid, experiment: Experiment) -> dict[int, int]:
 
 
 def evaluation(
-    run: Run, model: LanguageModel, offset: int
+    experiment: Experiment, run: Run, model: LanguageModel, offset: int
 ) -> Callable[[int, ArrayRecord], MetricRecord | None]:
-    """Returns Flower's `evaluate_fn`: scores the global model on held-out data, once per round."""
+    """Returns Flower's `evaluate_fn`: scores the global model on held-out data, once per round.
+
+    Flower calls it before the first round as round 0, and again where a run is resumed.
+    """
     held_out = run.read_json("held_out.json")
     written = {row["round"] for row in run.rows("utility.jsonl")}
 
     def evaluate_round(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
         round = server_round + offset
-        if round in written or not held_out["sequences"]:
+        if round in written or not held_out["sequences"] or not experiment.evaluated(round):
             return None
         models.load_parameters_(model, arrays.to_torch_state_dict())
         scores = evaluate(model, held_out["sequences"], held_out["labels"])
-        # A model that diverged has no loss: null, as JSON has no other word for it.
-        told = {name: value if math.isfinite(value) else None for name, value in scores.items()}
-        run.append("utility.jsonl", {"round": round, **told})
+        run.append("utility.jsonl", {"round": round, **in_json(scores)})
         return MetricRecord(dict(scores))
 
     return evaluate_round

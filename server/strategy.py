@@ -1,6 +1,6 @@
 """The curious server: aggregates honestly, and keeps each update exactly as it arrived."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.serverapp import Grid
@@ -10,8 +10,8 @@ from fedleak.config import Experiment
 from fedleak.errors import FedleakError
 from fedleak.federation import clients_of_round
 from fedleak.observation import ClientUpdate, Knowledge
-from fedleak.store import Capture, Key, Run
-from fedleak.training import aggregate, from_wire
+from fedleak.store import EVERYONE, Capture, Key, Run
+from fedleak.training import aggregate, from_wire, mean_update
 
 NUM_ERRORS = 3
 """Client errors that a failed round quotes."""
@@ -52,9 +52,12 @@ class CuriousServer(Strategy):
             local_steps=local.steps(num_examples),
             dropout=local.dropout,
         )
-        self._run.write_capture(
-            Capture(Key(round, client), ClientUpdate(local.kind, tensors, num_examples), knowledge)
-        )
+        update = ClientUpdate(local.kind, tensors, num_examples)
+        capture = Capture(Key(round, client), update, knowledge)
+        if self._experiment.secure_sum:
+            self._run.hold(capture)
+        else:
+            self._run.write_capture(capture)
         return RecordDict({"metrics": metrics})
 
     def configure_train(
@@ -83,10 +86,15 @@ class CuriousServer(Strategy):
         failed = [reply for reply in replies if reply.has_error()]
         if failed or len(replies) < len(clients):
             raise FedleakError(self._failure(round, failed, len(clients) - len(replies)))
+        if self._experiment.secure_sum:
+            self._reveal_sum(round, clients)
+            clients = [EVERYONE]
         updates = (self._run.read_capture(Key(round, client)).update for client in clients)
         rate = self._experiment.federation.learning_rate
         following = aggregate(self._run.read_broadcast(round), updates, rate)
         self._run.write_broadcast(round + 1, following)
+        if not self._experiment.attacked(round):
+            self._run.forget(round)
         return ArrayRecord(following), None
 
     def configure_evaluate(
@@ -103,6 +111,22 @@ class CuriousServer(Strategy):
 
     def summary(self) -> None:
         """Logs nothing: the run directory says it all."""
+
+    def _reveal_sum(self, round: int, clients: Sequence[int]) -> None:
+        """Captures the sum of what is held, and forgets what it is of."""
+        knowledge: list[Knowledge] = []
+
+        def one_by_one() -> Iterator[ClientUpdate]:
+            for client in clients:
+                held = self._run.held(Key(round, client))
+                knowledge.append(held.knowledge)
+                yield held.update
+
+        update = mean_update(one_by_one())
+        # Who has most examples made most steps.
+        most = max(knowledge, key=lambda known: known.local_steps or 0)
+        self._run.write_capture(Capture(Key(round, EVERYONE), update, most))
+        self._run.release()
 
     def _failure(self, round: int, failed: list[Message], silent: int) -> str:
         client_of = {node: client for client, node in self._nodes.items()}

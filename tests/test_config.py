@@ -175,7 +175,7 @@ CANNOT_WORK = [
     ({"update": {"share": ["t5", "query"]}}, ["update.share: 't5'", "has 4 layers", "from 1 to 4"]),
     (
         {"model": {"name": "builtin/gpt2-tiny"}, "update": {"share": ["q1", "o1"]}},
-        ["update.share: 'q1' cannot be sent alone", "['q1', 'k1', 'v1']", "h.0.attn.c_attn'"],
+        ["update.share: 'q1' cannot be had alone", "['q1', 'k1', 'v1']", "h.0.attn.c_attn'"],
     ),
     (
         {"attack": [{"kind": "dager"}], "update": {"share": ["q1", "k3"]}},

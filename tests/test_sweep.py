@@ -1,5 +1,6 @@
 """A sweep: the grid and its refusals, cells that resume, sweep.json, the table and the figure."""
 
+import io
 import itertools
 import json
 import os
@@ -9,13 +10,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
-from fedleak import figures, sweep
+from fedleak import figures, processes, sweep
 from fedleak.cli import app
 from fedleak.config import difference, load
 from fedleak.errors import ConfigError
@@ -239,12 +244,14 @@ def test_a_sweep_is_collected_drawn_and_not_done_twice(write, here):
     assert len(list((here / "runs").iterdir())) == 2
 
 
-def test_a_cell_that_fails_is_named_and_the_others_are_done(write, here):
+@pytest.mark.parametrize("jobs", ["1", "2"])
+def test_a_cell_that_fails_is_named_and_the_others_are_done(write, here, jobs):
     write(SWEEP)
     folder = here / "runs" / "grid"
     with Run(folder / CELLS[0]).lock():
-        status, text, errors = call("sweep", "grid.toml")
+        status, text, errors = call("sweep", "grid.toml", "--jobs", jobs)
     assert status == 1
+    assert (f"1 of 2 failed: {CELLS[0]}" in text) == (jobs == "2")
     assert "1 of 2 cells failed" in errors
     assert f"cell '{CELLS[0]}'" in errors
     assert "is in use" in errors
@@ -258,6 +265,87 @@ def test_a_cell_that_fails_is_named_and_the_others_are_done(write, here):
     assert call("sweep", "grid.toml")[0] == 0
     assert stamps(folder / CELLS[1]) == before
     assert [row["status"] for row in read(folder / "sweep.json")["cells"]] == ["finished"] * 2
+
+
+def results(folder: Path) -> dict[str, Any]:
+    """Returns what a cell found out, without what a clock or a device wrote."""
+    names = ("reconstructions.jsonl", "leakage.jsonl", "utility.jsonl")
+    found: dict[str, Any] = {
+        name: sorted(
+            json.dumps(row | {"seconds": None, "device": None}) for row in Run(folder).rows(name)
+        )
+        for name in names
+    }
+    tensors = [*folder.glob("captures/*"), *folder.glob("models/*")]
+    return found | {str(path.relative_to(folder)): path.read_bytes() for path in tensors}
+
+
+def test_cells_at_once_find_what_they_find_one_after_the_other(write, here):
+    write(SWEEP + '[[attack]]\nkind = "dlg"\nsteps = 2\n')
+    status, text, errors = call("sweep", "grid.toml", "--jobs", "2")
+    assert status == 0, errors
+    lines = [
+        f"{i} of 2 {what}: {cell}"
+        for i, cell in enumerate(CELLS, 1)
+        for what in ("started", "finished")
+    ]
+    assert [line for line in lines if line not in text.splitlines()] == []
+    assert "attacks" not in text  # no bars
+    assert call("sweep", "grid.toml", "--jobs", "1", "--set", "name=alone")[0] == 0
+    for cell in CELLS:
+        at_once, alone = (results(here / "runs" / name / cell) for name in ("grid", "alone"))
+        assert len(alone["leakage.jsonl"]) == 4
+        assert at_once == alone
+    found = []
+    for name in ("grid", "alone"):
+        cells = read(here / "runs" / name / "sweep.json")["cells"]
+        assert [row["status"] for row in cells] == ["finished"] * 2
+        for of in (of for row in cells for of in row["attacks"].values()):
+            assert of.pop("seconds") > 0
+            of.pop("seconds_per_update")
+        found.append(cells)
+    assert found[0] == found[1]
+    assert (here / "runs" / "grid" / "tradeoff.svg").is_file()
+
+
+def test_jobs_divide_the_devices_and_share_them_only_if_there_are_too_few():
+    three = ["cuda:0", "cuda:1", "cuda:2"]
+    assert [sweep.share(three, 2, place) for place in (0, 1)] == [["cuda:0", "cuda:2"], ["cuda:1"]]
+    assert [sweep.share(three, 4, place) for place in range(4)] == [
+        [each] for each in [*three, three[0]]
+    ]
+    assert [sweep.share(["cpu"], 2, place) for place in (0, 1)] == [["cpu"], ["cpu"]]
+
+
+@pytest.mark.parametrize(
+    ("on", "cores", "wanted", "jobs"),
+    [
+        (["cpu"], 1, None, 1),
+        (["cpu"], 7, None, 3),
+        (["cpu"], 64, None, 5),
+        (["cpu"], 2, 4, 4),
+        (["cpu"], 2, 9, 5),
+        (["cuda:0", "cuda:1"], 64, None, 2),
+        (["cuda:0", "cuda:1"], 64, 1, 1),
+    ],
+)
+def test_as_many_cells_at_once_as_gpus_and_cores_allow(monkeypatch, on, cores, wanted, jobs):
+    monkeypatch.setattr(sweep, "devices", lambda wanted: on)
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    plan = SimpleNamespace(experiment=SimpleNamespace(workers=SimpleNamespace(devices=None)))
+    assert sweep.jobs(dict.fromkeys("abcde", plan), wanted) == jobs
+    assert sweep.jobs({}, wanted) == 1
+
+
+def test_a_process_that_dies_is_a_failure_of_its_own_call_only():
+    ended: dict[str, str | None] = {}
+    started: list[str] = []
+    # They are passed the number of their place, 0: an exit status, and a key that is not there.
+    calls = {"killed": partial(os._exit), "done": partial({}.get)}
+    processes.side_by_side(calls, 1, started.append, ended.__setitem__)
+    assert started == list(calls)
+    assert ended["done"] is None
+    assert "exit status 0 and no answer" in (ended["killed"] or "")
 
 
 COMMAND = [sys.executable, "-c", "from fedleak.cli import app; app()", "sweep", "grid.toml"]
@@ -292,6 +380,53 @@ def test_a_killed_sweep_goes_on_where_it_stopped(write, here, number):
     assert sorted((row["round"], row["client"]) for row in answers) == list(
         itertools.product(range(1, rounds + 1), [0, 1])
     )
+
+
+def test_cells_at_once_end_with_the_command_and_go_on_where_they_stopped(write, here):
+    rounds = 30  # long enough that the signals come before the end
+    write(SWEEP.replace("rounds = 1", f"rounds = {rounds}"))
+    cells = [Run(here / "runs" / "grid" / cell) for cell in CELLS]
+
+    def statuses() -> list[str]:
+        return [cell.info()["status"] if cell.exists() else "new" for cell in cells]
+
+    for number, code in ((signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)):
+        for cell in cells:
+            if cell.exists() and cell.info()["status"] == "running":
+                cell.update_info(status="killed")  # else we could not tell when it goes on
+        process = subprocess.Popen(
+            [*COMMAND, "--jobs", "2"],
+            cwd=here,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        deadline = time.monotonic() + 120
+        while statuses() != ["running"] * 2 and time.monotonic() < deadline:
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.02)
+        begun = psutil.Process(process.pid).children(recursive=True)
+        assert len(begun) >= 4  # two cells, and a worker of each
+        if number == signal.SIGINT:
+            os.killpg(process.pid, number)  # as a terminal does
+        else:
+            process.send_signal(number)
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == code
+        assert "Traceback" not in errors
+        _, alive = psutil.wait_procs(begun, timeout=15)
+        assert not alive
+        assert statuses() == ["interrupted" if number == signal.SIGINT else "running"] * 2
+
+    status, _, errors = call("sweep", "grid.toml", "--jobs", "2")
+    assert status == 0, errors
+    assert statuses() == ["finished"] * 2
+    for cell in cells:
+        answers = cell.rows("reconstructions.jsonl")
+        assert sorted((row["round"], row["client"]) for row in answers) == list(
+            itertools.product(range(1, rounds + 1), [0, 1])
+        )
 
 
 # --- the figure -----------------------------------------------------------------------------
@@ -360,3 +495,118 @@ def test_nothing_measured_is_no_figure(tmp_path):
     nothing["cells"][0]["attacks"] = {}
     figures.draw(nothing, tmp_path / "sweep.svg")
     assert not (tmp_path / "sweep.svg").exists()
+
+
+# --- the trade-off ----------------------------------------------------------------------------
+
+
+def traded(
+    measure: str,
+    utilities: list[float | None],
+    epsilons: list[float | str | None],
+    multipliers: list[float | None],
+) -> dict[str, Any]:
+    """Returns a sweep.json with utility and privacy; the attack reads 10, 20, ... of 100."""
+    found = collected({"seed": list(range(len(utilities)))})
+    both = zip(found["cells"], utilities, epsilons, multipliers, strict=True)
+    for i, (row, utility, epsilon, multiplier) in enumerate(both, 1):
+        row["attacks"]["dager"] |= {
+            "rougeL": {"mean": 10.0 * i, "low": 9.0 * i, "high": 12.0 * i},
+            "guess_rougeL": interval(7.0),
+        }
+        row["attacks"]["probes"] |= {"rougeL": None, "guess_rougeL": None}
+        if utility is not None:
+            row["utility"] = {"round": 1, "loss": 1.0, measure: utility}
+            row["utility_reference"] = {"round": 0, "loss": 1.0, measure: 0.75}
+        if epsilon is not None:
+            row["privacy"] = {"epsilon": epsilon, "delta": 1e-5, "noise_multiplier": multiplier}
+    return found
+
+
+CLASSES = ("mcc", [0.6, 0.5, 0.0, None], ["none", 31.25, 3.14159, 0.5], [None, 0.25, 1.0, 4.0])
+
+
+def test_the_tradeoff_draws_each_attack_at_its_utility_and_at_its_epsilon(tmp_path):
+    drawing = figures.tradeoff(traded(*CLASSES))
+    assert drawing is not None
+    by_utility, by_epsilon = drawing.axes
+    none_at = by_epsilon.get_xticks()[-1]
+    assert [tick.get_text() for tick in by_epsilon.get_xticklabels()][-1] == "none"
+    assert by_epsilon.get_xlim()[1] > none_at > by_epsilon.get_xticks()[-2] >= 31.25
+    assert by_epsilon.get_xscale() == "log"
+    for axes, x in ((by_utility, [0.6, 0.5, 0.0]), (by_epsilon, [none_at, 31.25, 3.14159, 0.5])):
+        [bars] = axes.containers
+        assert bars.get_label() == "dager"  # probes read no texts
+        line, _, [intervals] = bars.lines
+        assert line.get_xdata() == pytest.approx(x)
+        assert line.get_ydata() == pytest.approx([10.0 * i for i in range(1, len(x) + 1)])
+        spans = [tuple(segment[:, 1]) for segment in intervals.get_segments()]
+        assert spans == [pytest.approx((9.0 * i, 12.0 * i)) for i in range(1, len(x) + 1)]
+        [control] = [line for line in axes.lines if line.get_label() == "no update"]
+        assert control.get_xdata() == pytest.approx(x)
+        assert set(control.get_ydata()) == {7.0}
+        assert sorted(text.get_text() for text in axes.texts) == list("0123")[: len(x)]
+    [reference] = [line for line in by_utility.lines if line.get_label() == "central, undefended"]
+    assert set(reference.get_xdata()) == {0.75}
+    assert by_utility.get_xlabel() == "MCC"
+
+    figures.draw_tradeoff(traded(*CLASSES), tmp_path / "tradeoff.svg")
+    drawn = (tmp_path / "tradeoff.svg").read_text()
+    for words in ("MCC", "ROUGE-L", "epsilon", "none", "dager", "no update", "labels: seed"):
+        assert f">{words}<" in drawn
+    figures.draw_tradeoff(traded(*CLASSES), tmp_path / "again.svg")
+    assert (tmp_path / "again.svg").read_text() == drawn
+
+
+def test_without_a_guarantee_anywhere_there_is_no_axis_of_epsilons():
+    drawing = figures.tradeoff(traded("perplexity", [20.0, 9000.0], ["none"] * 2, [None] * 2))
+    assert drawing is not None
+    [axes] = drawing.axes
+    assert axes.get_xlabel() == "perplexity"
+    assert axes.get_xscale() == "log"
+    assert "$" not in "".join(tick.get_text() for tick in axes.get_xticklabels())
+
+
+def test_one_cell_with_utility_trades_nothing_off(tmp_path):
+    path = tmp_path / "tradeoff.svg"
+    path.touch()
+    figures.draw_tradeoff(traded("mcc", [0.5, None], [1.0, 2.0], [1.0, 0.5]), path)
+    assert not path.exists()
+    figures.draw_tradeoff(collected({"seed": [0, 1]}), path)  # of before there was a trade-off
+    assert not path.exists()
+
+
+def test_labels_leave_out_what_is_the_same_in_all_cells():
+    noise = [[], *([{"kind": "dp", "noise": each, "clip": 1.0}] for each in (0.5, 2.0))]
+    cells = [{"values": {"defense": each, "seed": 3}} for each in noise]
+    assert figures._labels(cells) == ["none, 3", "dp noise=0.5, 3", "dp noise=2.0, 3"]
+    once = [{"values": {"defense": each}} for each in ([{"kind": "dp"}], noise[1])]
+    assert figures._labels(once) == ["dp", "dp noise=0.5 clip=1.0"]
+
+
+def headings_and_first_line(collected: dict[str, Any]) -> dict[str, str]:
+    table = sweep.table(collected)
+    return {
+        str(column.header).replace("\n", " "): next(iter(column.cells)) for column in table.columns
+    }
+
+
+def test_the_table_has_utility_epsilon_and_beside_it_the_noise_multiplier():
+    found = headings_and_first_line(traded("mcc", [0.614, 0.5], [3.14159, "none"], [1.0, None]))
+    assert list(found)[:4] == ["seed", "MCC", "epsilon", "noise multi- plier"]
+    assert list(found.values())[:4] == ["0", "0.61", "3.14", "1"]
+    found = headings_and_first_line(traded("mcc", [None, 0.5], ["none", 2.0], [None, 1.0]))
+    assert list(found.values())[:4] == ["0", "-", "none", "-"]
+    found = headings_and_first_line(traded("perplexity", [31.27] * 2, ["none"] * 2, [None] * 2))
+    assert list(found)[:3] == ["seed", "perplex- ity", "attack"]
+    assert found["perplex- ity"] == "31.3"
+    assert list(headings_and_first_line(collected({"seed": [0]})))[:2] == ["seed", "attack"]
+
+
+def test_the_table_fits_a_terminal_of_eighty_columns():
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(sweep.table(traded(*CLASSES)))
+    text = console.export_text()
+    for words in ("epsilon", "multi-", "dager", "3.14", "[27,36]", "seconds"):
+        assert words in text
+    assert "\u2026" not in text

@@ -81,7 +81,8 @@ class GradientMatching(ABC):
         preset: "best", or "faithful" to the authors' code.
         size: "large" takes the authors' constants for BERT-large; for "faithful".
         steps: Of Adam; None: as the preset has it.
-        precision: "mixed" ranks guesses and optimises most of the way in bfloat16.
+        precision: "mixed" ranks guesses and optimises most of the way in bfloat16: for GPUs and
+            CPUs with units for it, on others it is slower.
         starts: Random starts that are optimised side by side; "faithful" has one.
         shapes: Lengths and labels that are tried at most, where they are not known.
         seconds: After which the best so far counts, for one update; None: no limit.

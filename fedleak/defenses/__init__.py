@@ -1,38 +1,119 @@
-"""What a client does to its update before it leaves: one file per defense.
+"""What a client does so that its update says less: one file per defense.
 
-A defense is a frozen dataclass of its settings with a `kind`, called as
-`defense(update, rng=generator)`. It returns a new update and never changes the one it got. Its
-fields carry their bounds as `Annotated[float, Field(gt=0)]`; the first line of its docstring is
-what `fedleak list` prints.
+A defense is a frozen dataclass of its settings with a `kind`, and overrides what it has to do with:
+how the client trains (`training`), what becomes of its update (the call), what that claims
+(`claims`, which `fedleak.check` tests) and what it guarantees (`event`). It returns new values and
+never changes those it got. Its fields carry their bounds as `Annotated[float, Field(gt=0)]`; the
+first line of its docstring is what `fedleak list` prints.
 """
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 
+from fedleak.models import LanguageModel
 from fedleak.observation import ClientUpdate
 from fedleak.plugins import discover
+from fedleak.privacy import Accountant, Event
+from fedleak.training import LocalTraining
 
 
-class Defense(Protocol):
-    """What every defense has."""
+@dataclass(frozen=True)
+class Claims:
+    """What a defense says of an update that it had. None is no claim.
+
+    Attributes:
+        noise_scale: Standard deviation of the noise on each number.
+        max_norm: L2 norm that the update has at most, the noise aside.
+        example_norm: L2 norm by which one example moves it at most, the noise aside.
+        zeroed: Share of the numbers that are set to zero.
+        levels: Different numbers in a tensor, at most.
+        absent: Patterns of parameters that are not in it.
+    """
+
+    noise_scale: float | None = None
+    max_norm: float | None = None
+    example_norm: float | None = None
+    zeroed: float | None = None
+    levels: int | None = None
+    absent: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What an epsilon is shared by.
+
+    Attributes:
+        delta, accountant: Of the statement.
+        num_examples: Examples that the client has.
+        rounds: Those in which it takes part, up to the last of the run.
+    """
+
+    delta: float
+    accountant: Accountant
+    num_examples: int
+    rounds: Sequence[int]
+
+
+class Defense:
+    """What every defense has; by itself it does nothing."""
 
     kind: ClassVar[str]
 
-    @property
-    def noise_scale(self) -> float | None:
-        """Standard deviation of the noise it adds to each number; None without noise."""
-        ...
+    def solved(self, local: LocalTraining, budget: Budget) -> "Defense":
+        """Returns the defense with its noise worked out, where an epsilon was given instead.
+
+        Raises:
+            ConfigError: No noise is enough for that epsilon.
+        """
+        return self
+
+    def training(self, local: LocalTraining) -> LocalTraining:
+        """Returns how a client with this defense trains."""
+        return local
 
     def __call__(self, update: ClientUpdate, *, rng: torch.Generator) -> ClientUpdate:
         """Returns the defended update."""
-        ...
+        return update
+
+    def claims(self, local: LocalTraining, num_examples: int) -> Claims:
+        """Returns what it says of an update of a client that has so many examples."""
+        return Claims()
+
+    def event(self, local: LocalTraining, num_examples: int, round: int) -> Event | None:
+        """Returns what a round adds to the ledger of such a client; None guarantees nothing."""
+        return None
+
+    def obstacle(self, local: LocalTraining, model: LanguageModel) -> str | None:
+        """Returns why it cannot be used on this model, and what to do; None if it can."""
+        return None
 
 
 @cache
 def kinds() -> Mapping[str, type[Defense]]:
     """Returns the defenses in this package by kind."""
     return discover(sys.modules[__name__])
+
+
+def measured(before: ClientUpdate, after: ClientUpdate) -> dict[str, float]:
+    """Returns what a defense did to an update: norms, and the share of numbers set to zero.
+
+    `change_norm` is that of what it took away or added: of noise, the noise.
+    """
+    pairs = [(before.tensors[n].double(), after.tensors[n].double()) for n in after.tensors]
+    numbers = sum(one.numel() for one, _ in pairs)
+    zeroed = sum(int(((other == 0) & (one != 0)).sum()) for one, other in pairs)
+
+    def norm(each: Sequence[torch.Tensor]) -> float:
+        return float(torch.stack([value.norm() for value in each]).norm())
+
+    return {
+        "norm_before": norm([one for one, _ in pairs]),
+        "norm_after": norm([other for _, other in pairs]),
+        "change_norm": norm([other - one for one, other in pairs]),
+        "zeroed": zeroed / numbers,
+    }

@@ -5,11 +5,12 @@ from typing import ClassVar, Literal
 
 import torch
 
+from fedleak.defenses import Defense
 from fedleak.observation import ClientUpdate
 
 
 @dataclass(frozen=True)
-class Cast:
+class Cast(Defense):
     """Rounds every number of the update to 16 bits, to save bandwidth. No privacy guarantee.
 
     So it is sent (NumPy, and so Flower, lacks bfloat16: `training.to_wire`) and captured; the
@@ -18,11 +19,6 @@ class Cast:
 
     kind: ClassVar[str] = "cast"
     dtype: Literal["float16", "bfloat16"]
-
-    @property
-    def noise_scale(self) -> float | None:
-        """Returns None: rounding is not random."""
-        return None
 
     def __call__(self, update: ClientUpdate, *, rng: torch.Generator) -> ClientUpdate:
         """Returns the update in that precision."""

@@ -6,11 +6,13 @@ from typing import Annotated, ClassVar
 import torch
 from pydantic import Field
 
+from fedleak.defenses import Claims, Defense
 from fedleak.observation import ClientUpdate
+from fedleak.training import LocalTraining
 
 
 @dataclass(frozen=True)
-class GaussianNoise:
+class GaussianNoise(Defense):
     """Adds N(0, sigma^2) to every number: what LAMP and DAGER tested. No privacy guarantee.
 
     Without clipping nothing bounds what one example contributes, so no epsilon follows from it.
@@ -19,11 +21,6 @@ class GaussianNoise:
     kind: ClassVar[str] = "gaussian_noise"
     sigma: Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
-    @property
-    def noise_scale(self) -> float | None:
-        """Returns sigma."""
-        return self.sigma
-
     def __call__(self, update: ClientUpdate, *, rng: torch.Generator) -> ClientUpdate:
         """Returns the update plus noise."""
         noisy = {
@@ -31,3 +28,7 @@ class GaussianNoise:
             for name, value in update.tensors.items()
         }
         return replace(update, tensors=noisy)
+
+    def claims(self, local: LocalTraining, num_examples: int) -> Claims:
+        """Returns sigma."""
+        return Claims(noise_scale=self.sigma)

@@ -6,20 +6,17 @@ from typing import Annotated, ClassVar
 import torch
 from pydantic import Field
 
+from fedleak.defenses import Claims, Defense
 from fedleak.observation import ClientUpdate
+from fedleak.training import LocalTraining
 
 
 @dataclass(frozen=True)
-class Mask:
+class Mask(Defense):
     """Sets a random fraction of the numbers to zero (LAMP, appendix). No privacy guarantee."""
 
     kind: ClassVar[str] = "mask"
     fraction: Annotated[float, Field(gt=0, lt=1)]
-
-    @property
-    def noise_scale(self) -> float | None:
-        """Returns None: it adds no noise."""
-        return None
 
     def __call__(self, update: ClientUpdate, *, rng: torch.Generator) -> ClientUpdate:
         """Returns the update with each number kept with probability 1 - fraction."""
@@ -28,3 +25,7 @@ class Mask:
             for name, value in update.tensors.items()
         }
         return replace(update, tensors=masked)
+
+    def claims(self, local: LocalTraining, num_examples: int) -> Claims:
+        """Returns the fraction."""
+        return Claims(zeroed=self.fraction)

@@ -1,7 +1,7 @@
 """How good the global model is on examples that no client has."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
@@ -15,21 +15,30 @@ BATCH = 16
 def evaluate(
     model: LanguageModel, sequences: Sequence[Sequence[int]], labels: Sequence[int]
 ) -> dict[str, float]:
-    """Returns loss, and for a classifier accuracy, F1 (macro above two classes) and MCC."""
+    """Returns the mean loss, and what the task is judged by.
+
+    For a classifier accuracy, F1 (macro above two classes) and MCC; for a causal model perplexity,
+    over all target tokens alike.
+    """
     model.module.eval()
-    losses, predicted = [], []
+    losses, counts, predicted = [], [], []
     for start in range(0, len(sequences), BATCH):
         ids_BT, mask_BT = pad(
             sequences[start : start + BATCH], model.tokenizer.pad_token_id, model.device
         )
         labels_B = torch.tensor(labels[start : start + BATCH], device=model.device)
         loss = batch_loss(model, ids_BT, mask_BT, labels_B)
-        losses += [float(loss)] * len(labels_B)
+        # Of the mean over what is predicted: texts, or tokens behind the first.
+        counts.append(len(labels_B) if model.task == CLASSIFICATION else int(mask_BT[:, 1:].sum()))
+        losses.append(float(loss) * counts[-1])
         if model.task == CLASSIFICATION:
             logits_BC = model.family.logits(model.module, mask_BT, ids_BT=ids_BT, embeds_BTD=None)
             predicted += logits_BC.argmax(-1).tolist()
-    scores = {"loss": math.fsum(losses) / len(losses)}
-    if model.task == CLASSIFICATION:
+    scores = {"loss": math.fsum(losses) / sum(counts)}
+    if model.task != CLASSIFICATION:
+        # A loss of hundreds has a perplexity that no float holds.
+        scores["perplexity"] = math.exp(scores["loss"]) if scores["loss"] < 700 else math.inf
+    else:
         average = "binary" if model.num_labels == 2 else "macro"
         scores |= {
             "accuracy": float(accuracy_score(labels, predicted)),
@@ -37,3 +46,8 @@ def evaluate(
             "mcc": float(matthews_corrcoef(labels, predicted)),
         }
     return scores
+
+
+def in_json(scores: Mapping[str, float]) -> dict[str, float | None]:
+    """Returns scores with null for what a model that diverged has not: JSON has no other word."""
+    return {name: value if math.isfinite(value) else None for name, value in scores.items()}

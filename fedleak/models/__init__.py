@@ -193,6 +193,25 @@ def batch_loss(
     )
 
 
+def example_losses(
+    model: LanguageModel, ids_BT: Tensor, mask_BT: Tensor, labels_B: Tensor
+) -> Tensor:
+    """Returns each example's own mean loss [B], which no other example has a part in.
+
+    For a classifier their mean is `batch_loss`; for a causal model that weighs tokens alike, and
+    this weighs texts alike.
+    """
+    logits = model.family.logits(model.module, mask_BT, ids_BT=ids_BT, embeds_BTD=None)
+    if model.task == CLASSIFICATION:
+        each = zip(torch.split(logits, 1), torch.split(labels_B, 1), strict=True)
+        return torch.stack([model.class_loss(one, label) for one, label in each])
+    targets_BT = ids_BT.masked_fill(mask_BT == 0, _IGNORED)[:, 1:]
+    nll_BT = F.cross_entropy(
+        logits[:, :-1].transpose(1, 2), targets_BT, ignore_index=_IGNORED, reduction="none"
+    )
+    return nll_BT.sum(1) / (targets_BT != _IGNORED).sum(1).clamp_min(1)
+
+
 def pad(
     sequences: Sequence[Sequence[int]], padding: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:

@@ -105,11 +105,13 @@ class Bert:
     ) -> Tensor:
         """Returns class logits [B, C]."""
         length = mask_BT.shape[1]
-        positions_BT = torch.arange(length, device=mask_BT.device).expand(len(mask_BT), length)
+        # A row for each example, each in memory, because per-example gradients look at them.
+        positions_BT = torch.arange(length, device=mask_BT.device).repeat(len(mask_BT), 1)
         logits_BC: Tensor = module(
             input_ids=ids_BT,
             inputs_embeds=embeds_BTD,
             attention_mask=mask_BT,
+            token_type_ids=torch.zeros_like(positions_BT),
             position_ids=positions_BT,
         ).logits
         return logits_BC

@@ -235,12 +235,13 @@ def decoder_logits(
     and so cannot pool word embeddings. The first token is at position 0.
     """
     outer: Any = module
-    length = mask_BT.shape[1]
+    # A row for each example, each in memory, because per-example gradients look at them.
+    positions_BT = torch.arange(mask_BT.shape[1], device=mask_BT.device).repeat(len(mask_BT), 1)
     hidden_BTD: Tensor = stack(
         input_ids=ids_BT,
         inputs_embeds=embeds_BTD,
         attention_mask=mask_BT,
-        position_ids=torch.arange(length, device=mask_BT.device).expand(len(mask_BT), length),
+        position_ids=positions_BT,
         use_cache=False,
     ).last_hidden_state
     if hasattr(outer, "score"):

@@ -1,4 +1,4 @@
-"""Parts of a model by the names of the partial-gradient paper, for `update.share`.
+"""Parts of a model, by patterns on parameter names or by the partial-gradient paper's names.
 
 Li et al. 2024, "Seeing the Forest through the Trees: Data Leakage from Partial Transformer
 Gradients": q, k, v, o, f and p are weights of a layer, without biases, and t is all of it. A number
@@ -10,7 +10,8 @@ Departs from the authors' code, whose selector of p finds the attention output m
 """
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from fnmatch import fnmatchcase
 
 from fedleak.errors import ConfigError
 from fedleak.models import LanguageModel
@@ -19,48 +20,83 @@ from fedleak.models.family import lora_a, lora_b
 _PART = re.compile(r"[qkvofpt][0-9]*|embeddings|classifier")
 
 
+def matching(names: Iterable[str], patterns: Sequence[str]) -> list[str]:
+    """Returns the names that contain one of the patterns (`*` is a wildcard)."""
+    return [name for name in names if any(fnmatchcase(name, f"*{p}*") for p in patterns)]
+
+
+def select(model: LanguageModel, wanted: Sequence[str], where: str) -> list[str]:
+    """Returns the trained parameters that parts and patterns name, in the model's order.
+
+    Args:
+        model: The model.
+        wanted: Parts and patterns.
+        where: The setting that they stand in, for the message.
+
+    Raises:
+        ConfigError: One of them names nothing that is trained, or a part of a parameter.
+    """
+    names = list(model.trained())
+    parts = parameters_of(model, list(filter(is_part, wanted)), where)
+    chosen: set[str] = set()
+    for each in wanted:
+        found = parts[each] if each in parts else matching(names, [each])
+        if not found:
+            what = "nothing that is trained" if each in parts else "in no parameter's name"
+            words = {word for name in names for word in name.split(".")}
+            raise ConfigError(
+                f"{where}: {each!r} is {what}; the parts of parameters' names are "
+                f"{', '.join(sorted(word for word in words if not word.isdigit()))}"
+            )
+        chosen.update(found)
+    return [name for name in names if name in chosen]
+
+
 def is_part(name: str) -> bool:
     """Returns whether a name is a part's; any other is a pattern on parameter names."""
     return _PART.fullmatch(name) is not None
 
 
-def parameters_of(model: LanguageModel, parts: Sequence[str]) -> dict[str, list[str]]:
+def parameters_of(
+    model: LanguageModel, parts: Sequence[str], where: str = "update.share"
+) -> dict[str, list[str]]:
     """Returns the trained parameters of each part; an adapter is of the part of its weight.
 
     Args:
         model: The model.
         parts: All that are asked for, because some can only be had together.
+        where: The setting that they stand in, for the message.
 
     Raises:
         ConfigError: A layer that the model lacks, or some of what one parameter holds.
     """
     words = {"embeddings": model.family.embeddings, "classifier": model.family.classifier}
-    layers = {part: _layers(part, model.num_layers) for part in parts if part not in words}
+    layers = {part: _layers(part, model.num_layers, where) for part in parts if part not in words}
     asked = {(part[0], layer) for part, where in layers.items() for layer in where}
     found = {}
     for part in parts:
         names = set(words.get(part, ()))
         for layer in layers.get(part, ()):
-            names.update(_in_layer(model, part, layer, asked))
+            names.update(_in_layer(model, part, layer, asked, where))
         found[part] = [name for name in model.trained() if name in names]
     return found
 
 
-def _layers(part: str, num_layers: int) -> range:
+def _layers(part: str, num_layers: int, where: str) -> range:
     """Returns the layers, from 0, that a part is in."""
     if len(part) == 1:
         return range(num_layers)
     number = int(part[1:])
     if not 1 <= number <= num_layers:
         raise ConfigError(
-            f"update.share: {part!r} is of layer {number}, but the model has {num_layers} layers: "
+            f"{where}: {part!r} is of layer {number}, but the model has {num_layers} layers: "
             f"count them from 1 to {num_layers}"
         )
     return range(number - 1, number)
 
 
 def _in_layer(
-    model: LanguageModel, part: str, layer: int, asked: Collection[tuple[str, int]]
+    model: LanguageModel, part: str, layer: int, asked: Collection[tuple[str, int]], where: str
 ) -> list[str]:
     """Returns the names in one layer: what is trained, or may be.
 
@@ -69,6 +105,7 @@ def _in_layer(
         part: A letter, and maybe a number.
         layer: From 0.
         asked: Letters and layers of everything that is asked for.
+        where: The setting, for the message.
     """
     family, letter, number = model.family, part[0], part[1:]
     stem = f"{family.layers}.{layer}."
@@ -79,8 +116,8 @@ def _in_layer(
         owner = weights[0].removesuffix(".weight")
         pattern = owner if number else owner.replace(stem, f"{family.layers}.*.")
         raise ConfigError(
-            f"update.share: {part!r} cannot be sent alone, because {family.model_type} keeps "
-            f"{', '.join(together)} of a layer in one parameter: share all of "
+            f"{where}: {part!r} cannot be had alone, because {family.model_type} keeps "
+            f"{', '.join(together)} of a layer in one parameter: name all of "
             f"{[one + number for one in together]}, or {pattern!r}"
         )
     return [name for weight in weights for name in (weight, lora_a(weight), lora_b(weight))]

@@ -186,13 +186,25 @@ def test_utility_is_that_of_one_text_at_a_time(small, texts, num_labels):
         assert found["mcc"] == pytest.approx(np.corrcoef(labels, predicted)[0, 1], abs=1e-9)
 
 
-def test_a_causal_model_has_a_loss_alone(small, texts):
+def test_a_causal_model_has_a_loss_and_a_perplexity(small, texts):
     model = small("gpt2", CAUSAL_LM)
     sequences = [ids[:9] for ids in model.encode(texts[:3])]
     with torch.no_grad():
         losses = [
             float(model.module(torch.tensor([s]), labels=torch.tensor([s])).loss) for s in sequences
         ]
+    mean = sum(losses) / 3
     assert evaluate(model, sequences, [0, 0, 0]) == {
-        "loss": pytest.approx(sum(losses) / 3, rel=1e-5)
+        "loss": pytest.approx(mean, rel=1e-5),
+        "perplexity": pytest.approx(math.exp(mean), rel=1e-4),
     }
+    # By tokens, not by texts or batches.
+    sequences = [ids[: 3 + 5 * (i % 2)] for i, ids in enumerate(model.encode(texts[:17]))]
+    with torch.no_grad():
+        losses = [
+            (len(s) - 1) * float(model.module(torch.tensor([s]), labels=torch.tensor([s])).loss)
+            for s in sequences
+        ]
+    tokens = sum(len(s) - 1 for s in sequences)
+    found = evaluate(model, sequences, [0] * 17)
+    assert found["loss"] == pytest.approx(sum(losses) / tokens, rel=1e-5)

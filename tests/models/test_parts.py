@@ -12,8 +12,7 @@ from fedleak import models
 from fedleak.errors import ConfigError
 from fedleak.models import CAUSAL_LM, CLASSIFICATION, LanguageModel, ModelSpec, batch_loss, pad
 from fedleak.models.lora import Lora, adapt_
-from fedleak.models.parts import is_part, parameters_of
-from fedleak.training import matching
+from fedleak.models.parts import is_part, matching, parameters_of
 
 LAYERS = 11
 FAMILIES = ("bert", "gpt2", "llama")
@@ -203,8 +202,8 @@ def test_a_part_of_a_fused_parameter_is_refused_alone(small, asked, first, toget
     with pytest.raises(ConfigError) as caught:
         parameters_of(model, asked)
     assert str(caught.value) == (
-        f"update.share: {first!r} cannot be sent alone, because gpt2 keeps q, k, v of a layer in "
-        f"one parameter: share all of {together}, or {pattern!r}"
+        f"update.share: {first!r} cannot be had alone, because gpt2 keeps q, k, v of a layer in "
+        f"one parameter: name all of {together}, or {pattern!r}"
     )
     # What it says works.
     layers = [0] if first[1:] else [0, 1]
@@ -286,7 +285,7 @@ def test_with_adapters_a_part_is_those_of_its_weights(small, family, targets, as
 def test_the_adapters_of_a_fused_parameter_are_refused_alone():
     spec = ModelSpec("builtin/gpt2-tiny", CAUSAL_LM, 2, lora=Lora(2, 2.0))
     model = models.outline(spec)
-    with pytest.raises(ConfigError, match=f"'k1' cannot be sent alone, .*, or '{ONE}'$"):
+    with pytest.raises(ConfigError, match=f"'k1' cannot be had alone, .*, or '{ONE}'$"):
         parameters_of(model, ["k1"])
     assert set(matching(model.parameters(), [ONE])) == adapters(ONE)
 

@@ -1,0 +1,38 @@
+"""The update at most so long."""
+
+from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar
+
+import torch
+from pydantic import Field
+
+from fedleak.defenses import Claims, Defense
+from fedleak.observation import ClientUpdate
+from fedleak.training import LocalTraining
+
+
+@dataclass(frozen=True)
+class Clip(Defense):
+    """Scales the whole update down to an L2 norm, if it is longer. No privacy guarantee.
+
+    It is the client's that is clipped and not each example's: with others in the batch an example
+    may still turn it around. Attacks that look at directions do not notice.
+    """
+
+    kind: ClassVar[str] = "clip"
+    max_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+    def __call__(self, update: ClientUpdate, *, rng: torch.Generator) -> ClientUpdate:
+        """Returns the update, no longer than that."""
+        return clipped(update, self.max_norm)
+
+    def claims(self, local: LocalTraining, num_examples: int) -> Claims:
+        """Returns the norm."""
+        return Claims(max_norm=self.max_norm)
+
+
+def clipped(update: ClientUpdate, max_norm: float) -> ClientUpdate:
+    """Returns the update scaled down to an L2 norm."""
+    norms = [value.double().norm() for value in update.tensors.values()]
+    factor = min(1.0, max_norm / max(float(torch.stack(norms).norm()), 1e-300))
+    return replace(update, tensors={name: value * factor for name, value in update.tensors.items()})

@@ -1,0 +1,144 @@
+"""What a client's updates guarantee: events of noise, composed to an epsilon by Opacus.
+
+An event is one use of a Gaussian mechanism on the private data. What is done to its result
+afterwards (a mask, a cast, sharing a part) takes nothing from the guarantee and adds no event. A
+defense that bounds nobody's influence has no event, and a client without events has no epsilon.
+"""
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import cache
+from typing import Any, Literal
+
+from fedleak.errors import ConfigError
+
+Accountant = Literal["rdp", "prv"]
+"""Rényi differential privacy (Mironov 2017), or the numerical composition of privacy loss
+distributions (Gopi et al. 2021), which is tighter."""
+
+NONE = "none"
+"""Stands where a guarantee would: not a number, and not a blank."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """So many uses of one Gaussian mechanism.
+
+    Attributes:
+        noise_multiplier: Standard deviation of the noise, in sensitivities under `neighbouring`.
+        sampling_rate: Probability with which a unit takes part in a use; 1: in every one.
+        steps: Uses.
+        unit: What is protected: an "example", or all that a "client" has.
+        neighbouring: What is changed about the data: an example more or less ("add or remove one"),
+            its part left out ("zero out one"), or another one ("replace one").
+        sampling: "Poisson", or "none": no amplification is counted.
+        disjoint: Events with the same mark are on different units: together they count once.
+    """
+
+    noise_multiplier: float
+    sampling_rate: float
+    steps: int
+    unit: Literal["example", "client"]
+    neighbouring: Literal["add or remove one", "zero out one", "replace one"]
+    sampling: Literal["Poisson", "none"] = "none"
+    disjoint: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns plain values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> "Event":
+        """Reads what `to_json` gave."""
+        return cls(**value)
+
+
+@dataclass(frozen=True)
+class Spent:
+    """What was spent of one unit's privacy.
+
+    Attributes:
+        epsilon: At `delta`; infinite where no number bounds it.
+        delta: Of the statement.
+        events: What it is composed of.
+    """
+
+    epsilon: float
+    delta: float
+    events: tuple[Event, ...]
+
+    @property
+    def of(self) -> Event:
+        """Returns the last event: it says unit, sampling and neighbouring relation."""
+        return self.events[-1]
+
+
+def compose(events: Sequence[Event], delta: float, accountant: Accountant) -> list[Spent]:
+    """Returns what events spend together, for each unit that they protect."""
+    spent = []
+    for unit in sorted({event.unit for event in events}):
+        of_unit = tuple(event for event in events if event.unit == unit)
+        history: dict[tuple[float, float], int] = {}
+        for event in _distinct(of_unit):
+            use = event.noise_multiplier, event.sampling_rate
+            history[use] = history.get(use, 0) + event.steps
+        uses = tuple(sorted((*use, steps) for use, steps in history.items()))
+        spent.append(Spent(_epsilon(uses, delta, accountant), delta, of_unit))
+    return spent
+
+
+def noise_multiplier(
+    epsilon: float, planned: Sequence[Event], delta: float, accountant: Accountant
+) -> float:
+    """Returns the noise multiplier with which planned events, all alike, stay below an epsilon.
+
+    Raises:
+        ConfigError: No noise is enough.
+    """
+    from opacus.accountants.utils import get_noise_multiplier
+
+    steps = sum(event.steps for event in _distinct(planned))
+    try:
+        with _loose_bounds():
+            found: float = get_noise_multiplier(
+                target_epsilon=epsilon,
+                target_delta=delta,
+                sample_rate=planned[0].sampling_rate,
+                steps=steps,
+                accountant=accountant,
+                epsilon_tolerance=0.001 * epsilon,
+            )
+    except ValueError as error:
+        raise ConfigError(
+            f"epsilon = {epsilon:g} cannot be reached with delta = {delta:g} over {steps} steps: "
+            "raise it, or take fewer rounds or smaller batches"
+        ) from error
+    return found
+
+
+def _distinct(events: Sequence[Event]) -> list[Event]:
+    """Returns the events, one of those that are on different units."""
+    marked = {event.disjoint: event for event in events if event.disjoint is not None}
+    return [*(event for event in events if event.disjoint is None), *marked.values()]
+
+
+@cache
+def _epsilon(
+    uses: tuple[tuple[float, float, int], ...], delta: float, accountant: Accountant
+) -> float:
+    from opacus.accountants import create_accountant  # it takes seconds to import
+
+    counting = create_accountant(accountant)
+    counting.history = list(uses)
+    with _loose_bounds():
+        return float(counting.get_epsilon(delta))
+
+
+@contextmanager
+def _loose_bounds() -> Iterator[None]:
+    """Keeps Opacus quiet where its orders end: the bound is right, and a tighter one may exist."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Optimal order is the (smallest|largest) alpha")
+        yield

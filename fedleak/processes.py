@@ -1,0 +1,136 @@
+"""Calls side by side, each in a process of its own that never outlives this one.
+
+Nothing here is slow to import: a new process listens for the end of its parent before it loads
+what its call needs, torch for one.
+"""
+
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from typing import Any, NamedTuple
+
+GRACE_SECONDS = 5.0
+"""How long a process may take to put its things in order, once it is told to end."""
+
+Call = Callable[[int], str | None]
+"""Returns why it failed, or None.
+
+It is passed the number of its place, below the number of calls at once: no two calls have the same
+place at the same time.
+"""
+
+
+class _Running(NamedTuple):
+    name: str
+    place: int
+    process: SpawnProcess
+    answer: Connection
+
+
+def side_by_side(
+    calls: Mapping[str, Call],
+    at_once: int,
+    started: Callable[[str], None],
+    ended: Callable[[str, str | None], None],
+) -> None:
+    """Makes calls in new processes, some at once, in their order.
+
+    Whatever ends this function early, Ctrl-C too, ends the calls: to them, it is a
+    KeyboardInterrupt. If this process is killed, theirs exit.
+
+    Args:
+        calls: By name. They are pickled, so their functions have to be importable.
+        at_once: How many, at most.
+        started: Is told the name of each call as it starts.
+        ended: Is told the name of each call as it ends, and why it failed, if it did.
+    """
+    waiting, free = deque(calls), deque(range(at_once))
+    running: list[_Running] = []
+    try:
+        while waiting or running:
+            while waiting and free:
+                name = waiting.popleft()
+                running.append(_start(name, calls[name], free.popleft()))
+                started(name)
+            wait([each.answer for each in running])
+            for each in [each for each in running if each.answer.poll()]:
+                failure = _failure(each)
+                running.remove(each)
+                free.append(each.place)
+                ended(each.name, failure)
+    finally:
+        _end([each.process for each in running])
+
+
+def _start(name: str, call: Call, place: int) -> _Running:
+    context = multiprocessing.get_context("spawn")
+    answer, sender = context.Pipe(duplex=False)
+    # Pickled here, so that the process is under way before anything is imported for it.
+    process = context.Process(target=_alone, args=(pickle.dumps(call), place, sender))
+    process.start()
+    sender.close()  # the other copy is the process's, and is closed by its end
+    return _Running(name, place, process, answer)
+
+
+def _failure(each: _Running) -> str | None:
+    """Waits for the end of a process that has answered or died; returns why its call failed."""
+    try:
+        failure: str | None = each.answer.recv()
+    except (EOFError, OSError):
+        each.process.join()
+        return (
+            f"its process ended with exit status {each.process.exitcode} and no answer: what it "
+            "printed says why; -9 is mostly a lack of memory, so run fewer at once"
+        )
+    each.process.join()
+    return failure
+
+
+def _end(processes: Sequence[SpawnProcess]) -> None:
+    for each in processes:
+        each.terminate()
+    deadline = time.monotonic() + GRACE_SECONDS
+    for each in processes:
+        each.join(max(0.0, deadline - time.monotonic()))
+        each.kill()
+
+
+def _alone(call: bytes, place: int, answer: Connection) -> None:
+    """Makes a call in this process, which was started for it."""
+    # On a terminal Ctrl-C reaches every process; the parent hears it, and says SIGTERM.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _interrupt)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    status = 1
+    try:
+        answer.send(pickle.loads(call)(place))
+        status = 0
+    except KeyboardInterrupt:
+        pass
+    except BaseException:  # noqa: BLE001 - as Python does with one that nobody handles
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Python would first wait for all that the call left behind, and for a pool whose process has
+    # not started yet that can be for ever.
+    os._exit(status)
+
+
+def _interrupt(number: int, frame: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
