@@ -91,7 +91,7 @@ def read(path: Path) -> Table:
         tuple(
             Published(
                 {key: value for key, value in line.items() if key not in METRICS},
-                {metric: line[metric] for metric in METRICS},
+                {metric: line[metric] for metric in METRICS if metric in line},
             )
             for line in lines
         ),

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 
 import numpy as np
 
@@ -205,7 +205,7 @@ def tradeoff(collected: Mapping[str, Any]) -> "Figure | None":
     by_utility = [(p.utility, p) for p in points if p.utility is not None]
     if measure is None or len({point.label for _, point in by_utility}) < 2:
         return None
-    epsilons = [p.epsilon for p in points if isinstance(p.epsilon, int | float)]
+    epsilons = [p.epsilon for p in points if _on_log_axis(p.epsilon)]
     panels = 2 if epsilons else 1
     attacks = sorted({point.attack for point in points})
     drawing = Figure(figsize=(3.7 * panels + 1.9, 3.7), layout="constrained")
@@ -224,7 +224,7 @@ def tradeoff(collected: Mapping[str, Any]) -> "Figure | None":
     for axes in second:
         none_at = _prepare_epsilons_(axes, epsilons, any(p.epsilon == NO_GUARANTEE for p in points))
         placed = ((none_at if p.epsilon == NO_GUARANTEE else p.epsilon, p) for p in points)
-        by_epsilon = [(x, p) for x, p in placed if isinstance(x, int | float)]
+        by_epsilon = [(x, p) for x, p in placed if _on_log_axis(x)]
         _scatter(axes, attacks, by_epsilon)
     few = len({point.label for point in points}) <= FEW_CELLS
     keys = ", ".join(map(short_key, collected["axes"]))
@@ -234,6 +234,11 @@ def tradeoff(collected: Mapping[str, Any]) -> "Figure | None":
         for axes, spots in zip(drawing.axes, (by_utility, by_epsilon), strict=False):
             _label(axes, spots)
     return drawing
+
+
+def _on_log_axis(epsilon: float | str | None) -> TypeGuard[float]:
+    """Returns whether it is a number above 0; 0 is that of a client that was never asked."""
+    return isinstance(epsilon, int | float) and epsilon > 0
 
 
 def _points(collected: Mapping[str, Any], measure: str) -> Iterator[Point]:

@@ -101,6 +101,8 @@ def private_gradient(
     private: PrivateSteps,
     noise: torch.Generator,
     seen: "Seen",
+    *,
+    ghost: bool | None = None,
 ) -> dict[str, Tensor]:
     """Returns the clipped and noisy mean gradient of one batch, by parameter name.
 
@@ -111,9 +113,11 @@ def private_gradient(
         private: Clipping norm and noise.
         noise: Where that comes from.
         seen: Is told how it went.
+        ghost: Whether norms are taken without gradients; None: where that is cheaper.
     """
     trained: dict[str, Any] = dict(model.trained())  # Opacus puts attributes on parameters
-    ghost = not model.tied and not _adapted(trained)
+    if ghost is None:
+        ghost = not model.tied and not _adapted(trained)
     optimizer = (DPOptimizerFastGradientClipping if ghost else DPOptimizer)(
         torch.optim.SGD(trained.values(), lr=0.0),  # only its gradients are wanted
         noise_multiplier=private.noise_multiplier,
