@@ -161,7 +161,9 @@ def _together(run: Run, round: int) -> GroundTruth | None:
     truths = [truth for truth in found if truth is not None]
     if not truths:
         return None
-    weights = [max(len(truth.sequences), 1) for truth in truths]
+    # As the server weighs them: of FedSGD a client reports the size that it expects.
+    of_fedsgd = run.info()["experiment"]["federation"]["algorithm"] == "fedsgd"
+    weights = [truth.batch_size if of_fedsgd else len(truth.sequences) for truth in truths]
     scales = [
         w * (truth.noise_scale or 0.0) / sum(weights)
         for w, truth in zip(weights, truths, strict=True)
@@ -349,12 +351,11 @@ def _defense_rows(run: Run) -> list[dict[str, Any]]:
     return [
         {
             **key._asdict(),
-            "defense": number,
             **told,
             **(noted["training"] if told["kind"] == DpSgd.kind else {}),
         }
         for key, noted in run.defended().items()
-        for number, told in enumerate(noted["defenses"])
+        for told in noted["defenses"]
     ]
 
 

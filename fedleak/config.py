@@ -28,6 +28,7 @@ from pydantic import (
 from fedleak import attacks, defenses
 from fedleak.attacks import Attack, Setting
 from fedleak.defenses import Defense
+from fedleak.defenses.dp_sgd import DpSgd
 from fedleak.defenses.secure_sum import SecureSum
 from fedleak.errors import ConfigError, unknown
 from fedleak.models import CAUSAL_LM, LanguageModel, ModelSpec, absolute
@@ -394,6 +395,10 @@ def parse(table: Mapping[str, Any]) -> Experiment:
     _ = experiment.attacks, experiment.defenses
     _check_workers(experiment.workers)
     _check_rounds(experiment)
+    for client in range(experiment.federation.clients):
+        used = experiment.defenses_of(client).values()
+        if sum(isinstance(defense, DpSgd) for defense in used) > 1:
+            raise ConfigError(f"defense: client {client} has two dp_sgd: a step has one: keep one")
     if experiment.model.task == CAUSAL_LM and experiment.federation.partition == "dirichlet":
         raise ConfigError(
             "federation.partition = 'dirichlet' divides by class and causal-lm has none: use 'iid'"
@@ -428,7 +433,7 @@ def _defense(index: int, table: dict[str, Any], num_clients: int) -> PlacedDefen
     clients = settings.pop("clients", None)
     if clients is not None:
         right = isinstance(clients, list) and all(
-            isinstance(c, int) and 0 <= c < num_clients for c in clients
+            isinstance(c, int) and 0 <= c < num_clients for c in clients or [None]
         )
         if not right:
             raise ConfigError(

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fedleak import data, models
+from fedleak import data, models, privacy
 from fedleak.config import Experiment, load
 from fedleak.defenses import Budget, Defense, measured
 from fedleak.errors import ConfigError
@@ -131,7 +131,7 @@ class Protection:
             after = defense(update, rng=rng(number))
             # One that is about training has left the update as it is.
             did = {} if after is update else measured(update, after)
-            told.append({"kind": defense.kind, **did})
+            told.append({"defense": number, "kind": defense.kind, **did})
             update = after
         return update, told
 
@@ -167,7 +167,11 @@ def protection(experiment: Experiment, client: int, num_examples: int) -> Protec
             raise ConfigError(f"defense[{number}] ({defense.kind}): {error}") from error
     for defense in solved.values():
         local = defense.training(local)
-    return Protection(local, solved, num_examples)
+    found = Protection(local, solved, num_examples)
+    # Refuses now what could not be counted after training.
+    events = [event for round in budget.rounds for event in found.events(round)]
+    privacy.compose(events, table.delta, table.accountant)
+    return found
 
 
 def clients_of_round(experiment: Experiment, round: int) -> list[int]:

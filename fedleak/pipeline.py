@@ -171,13 +171,29 @@ def carry_out(
     # By its name, because the library does not know Flower.
     engine = importlib.import_module(f"server.{experiment.federation.engine}")
     with run.lock():
-        with noting_status(run):
-            check.refuse_broken(run, experiment)
-            with attacking(run, experiment, report, on):
-                engine.train(run, experiment)
-            if _wants_reference(run, experiment):
-                run.write_json("reference.json", reference.central(experiment, run))
+        with under_way(run, experiment, report, on):
+            engine.train(run, experiment)
         return audit.score_run(run)
+
+
+@contextmanager
+def under_way(
+    run: Run,
+    experiment: Experiment,
+    report: Callable[[Progress], None] = lambda progress: None,
+    on: Sequence[Worker] | None = None,
+) -> Iterator[None]:
+    """Does all that is around training: checks of defenses, attacks, the central reference.
+
+    Raises:
+        FedleakError: A defense does not do what it says.
+    """
+    with noting_status(run):
+        check.refuse_broken(run, experiment)
+        with attacking(run, experiment, report, on):
+            yield
+        if _wants_reference(run, experiment):
+            run.write_json("reference.json", reference.central(experiment, run))
 
 
 def attack_captures(

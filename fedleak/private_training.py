@@ -151,6 +151,7 @@ def _clipped_sum_(
     sequences, labels = batch
     if not sequences:
         for parameter in optimizer.params:
+            parameter.grad_sample = parameter.new_zeros(0, *parameter.shape)
             parameter.summed_grad = torch.zeros_like(parameter)
         return torch.zeros(0)
     ids_BT, mask_BT = pad(sequences, model.tokenizer.pad_token_id, model.device)

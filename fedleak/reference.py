@@ -8,9 +8,9 @@ import torch
 from fedleak import models
 from fedleak.config import Experiment
 from fedleak.federation import clients_of_round, divide, read_data
-from fedleak.metrics.utility import evaluate, in_json
+from fedleak.metrics.utility import evaluate
 from fedleak.observation import UpdateKind
-from fedleak.store import Run
+from fedleak.store import Run, plain
 from fedleak.streams import stream, stream_seed
 from fedleak.training import local_update_
 
@@ -42,4 +42,4 @@ def central(experiment: Experiment, run: Run) -> dict[str, Any]:
             seed=stream_seed(experiment.seed, "reference", step),
         )
     scores = evaluate(model, workload.held_out, workload.held_out_labels)
-    return {"steps": steps, **in_json(scores)}
+    return {"steps": steps, **plain(scores)}

@@ -59,12 +59,13 @@ def leakage_table(
         title=f"{name}: what the server read in each update",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
-        caption="attacks: texts recovered exactly and ROUGE-L, or the share of tokens found",
+        caption="attacks: texts recovered exactly and ROUGE-L, or the share of tokens found; "
+        "eps: epsilon spent so far",
         title_justify="left",
         caption_justify="left",
     )
     attacks = sorted({row.attack for row in rows})
-    headings = ("round", "client", "texts", "tokens", *attacks, "no update", "epsilon")
+    headings = ("round", "client", "texts", "tokens", *attacks, "no\nupdate", "eps")
     for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
     by_key: dict[Key, dict[str, LeakageRow]] = {}

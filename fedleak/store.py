@@ -21,6 +21,7 @@ was torn, a line or such a group, does not count and is cut by the next write.
 """
 
 import json
+import math
 import os
 import re
 import shutil
@@ -231,7 +232,7 @@ class Run:
 
     def write_defended(self, key: Key, value: Mapping[str, Any]) -> None:
         """Writes what a client's defenses did: its own figures, so readable by its owner alone."""
-        self.write_json(f"defended/{key}.json", value, mode=0o600)
+        self.write_json(f"defended/{key}.json", plain(value), mode=0o600)
 
     def defended(self) -> dict[Key, dict[str, Any]]:
         """Returns what clients' defenses did, in the order of rounds and clients."""
@@ -287,6 +288,15 @@ class Run:
             aside = aside.with_name(aside.name + "x")
         self.path.rename(aside)
         return aside
+
+
+def plain(value: Any) -> Any:
+    """Returns a value with null for each number that is not finite: JSON has no infinity."""
+    if isinstance(value, Mapping):
+        return {key: plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 _DAMAGE = (OSError, KeyError, ValueError, TypeError, safetensors.SafetensorError)

@@ -35,7 +35,7 @@ from fedleak.errors import CaptureError
 from fedleak.models import LanguageModel, ModelSpec
 from fedleak.observation import Knowledge, Observation, ThreatModel
 from fedleak.reconstruction import Reconstruction, Status
-from fedleak.store import Key, Run
+from fedleak.store import Key, Run, plain
 from fedleak.streams import stream
 
 WATCH_SECONDS = 1.0
@@ -100,17 +100,8 @@ def row(
         "device": device,
         "together": together,
         **said,
-        **{name: _plain(said[name]) for name in ("evidence", "margins", "diagnostics")},
+        **{name: plain(said[name]) for name in ("evidence", "margins", "diagnostics")},
     }
-
-
-def _plain(value: Any) -> Any:
-    """Returns a value with null for each number that is not finite: JSON has no infinity."""
-    if isinstance(value, dict):
-        return {key: _plain(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def failure(error: BaseException) -> str:

@@ -11,10 +11,10 @@ from fedleak import audit, models, pipeline
 from fedleak.config import Experiment
 from fedleak.errors import FedleakError
 from fedleak.federation import expected_captures, of_app
-from fedleak.metrics.utility import evaluate, in_json
+from fedleak.metrics.utility import evaluate
 from fedleak.models import LanguageModel
 from fedleak.report import print_run
-from fedleak.store import Run
+from fedleak.store import Run, plain
 from server.strategy import CuriousServer
 from server.tap import TapGrid
 
@@ -39,7 +39,7 @@ def main(grid: Grid, context: Context) -> None:
         return
     run = pipeline.prepare(experiment, run.path)
     with run.lock():
-        with pipeline.noting_status(run), pipeline.attacking(run, experiment):
+        with pipeline.under_way(run, experiment):
             federate(grid, experiment, run)
         print_run(run, audit.score_run(run))
 
@@ -133,7 +133,7 @@ def evaluation(
             return None
         models.load_parameters_(model, arrays.to_torch_state_dict())
         scores = evaluate(model, held_out["sequences"], held_out["labels"])
-        run.append("utility.jsonl", {"round": round, **in_json(scores)})
+        run.append("utility.jsonl", {"round": round, **plain(scores)})
         return MetricRecord(dict(scores))
 
     return evaluate_round

@@ -24,7 +24,10 @@ DELTA = 1e-5
 FEDSGD = LocalTraining(UpdateKind.GRADIENT, 4, 1, 0.1, dropout=False)
 FEDAVG = LocalTraining(UpdateKind.DELTA, 4, 2, 0.1, dropout=False)
 
-pytestmark = pytest.mark.filterwarnings("ignore:Optimal order")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Optimal order"),
+    pytest.mark.filterwarnings("ignore:divide by zero"),
+]
 
 
 def epsilon(events, delta=DELTA, accountant="rdp"):
@@ -51,7 +54,7 @@ def exact(noise, uses, delta=DELTA):
 @pytest.mark.parametrize(
     ("noise", "expected"),
     [
-        pytest.param(0.01, 2.151e8, marks=pytest.mark.slow),
+        (0.01, 2.151e8),
         (0.1, 574.52),
         (0.3, 9.375),
         (0.5, 1.8687),
@@ -75,7 +78,7 @@ def test_rounds_are_composed_as_one_accountant_with_all_steps_would():
 
 
 def test_every_round_adds_to_what_was_spent():
-    spent = [epsilon([STEP] * rounds) for rounds in range(1, 30)]
+    spent = [epsilon([STEP] * rounds) for rounds in (1, 2, 3, 5, 10, 50)]
     assert spent == sorted(set(spent))
 
 
@@ -140,7 +143,7 @@ def test_events_on_different_examples_count_once():
 
 
 def test_marks_of_examples_and_of_clients_are_apart():
-    marked = [replace(STEP, disjoint=0), replace(WHOLE, disjoint=0)]
+    marked = [replace(WHOLE, disjoint=0), replace(STEP, disjoint=0)]
     alone = [epsilon([event]) for event in marked]
     assert [spent.epsilon for spent in compose(marked, DELTA, "rdp")] == alone
 
@@ -201,11 +204,6 @@ def test_an_epsilon_out_of_reach_is_refused_with_the_reason():
         privacy.noise_multiplier(0.01, [replace(WHOLE, steps=2)] * 10, DELTA, "rdp")
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="with RDP no noise gets below 0.103 at delta 1e-5; the message names what cannot help, "
-    "and not privacy.accountant = 'prv', with which 0.1 is possible",
-)
 def test_an_epsilon_that_prv_reaches_is_refused_with_that_hint():
     with pytest.raises(ConfigError, match="prv"):
         privacy.noise_multiplier(0.1, [WHOLE], DELTA, "rdp")
@@ -230,7 +228,7 @@ def experiment_of(*defense, **federation):
 @pytest.mark.parametrize("kind", ["dp_sgd", "local_dp"])
 def test_every_client_spends_its_epsilon_over_the_rounds_in_which_it_takes_part(kind):
     table = {"kind": kind, "epsilon": 5.0} | ({"max_norm": 1.0} if kind == "local_dp" else {})
-    experiment = experiment_of(table)
+    experiment = experiment_of(table, batch_size=50)  # all of the data: that is quick to compose
     taking_part = {
         client: [r for r in range(1, 8) if client in clients_of_round(experiment, r)]
         for client in range(3)
@@ -269,11 +267,6 @@ def test_all_noise_together_has_the_root_of_the_sum_of_squares():
     assert protection(experiment_of({"kind": "sign"}), 0, 9).noise_scale() is None
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="two dp_sgd of one client are not refused: the last one trains, but both are in the "
-    "ledger, in noise_scale and in defenses.jsonl",
-)
 def test_of_two_dp_sgd_the_one_that_trains_is_counted_or_both_are_refused():
     first, last = ({"kind": "dp_sgd", "noise_multiplier": noise} for noise in (1.0, 2.0))
     try:

@@ -32,7 +32,7 @@ from fedleak.attacks.guesses import Guess, Mixtures, Objective
 from fedleak.attacks.starts import initial
 from fedleak.models.prior import Prior
 
-T = TypeVar("T")
+Item = TypeVar("Item")
 
 EXACT = 1e-4
 """Distance, from 0 to 1, below which tokens are taken to be right: wrong ones are far above."""
@@ -202,7 +202,7 @@ def _exchanges(
     return stacked(found)
 
 
-def _some(all_of: list[T], most: int, rng: torch.Generator) -> list[T]:
+def _some(all_of: list[Item], most: int, rng: torch.Generator) -> list[Item]:
     """Returns at most so many of the list, drawn without order."""
     if len(all_of) <= most:
         return all_of

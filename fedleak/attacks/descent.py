@@ -78,7 +78,7 @@ class Recipe:
         guesses: Random starts, and then as many orders of the best, of which the best is kept.
         every: Steps from one discrete step to the next; 0 is never.
         discrete_at: Whether they are made during the descent, after it, or not at all.
-        burn_in: Share of the steps before the first discrete step.
+        burn_in: Share of the steps before the first discrete step of LAMP's algorithm.
         orders: Orders that a discrete step tries for each sequence.
         sweeps: How often a discrete step goes over the sequences, while that helps.
         clip: Largest norm of a row's gradient.

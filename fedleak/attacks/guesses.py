@@ -174,6 +174,11 @@ def _drawn(rows: Rows, widths: Sequence[int], width: int, rng: Sequence[torch.Ge
     return drawn_RBTF
 
 
+def _one_hot(ids_RKBT: Tensor, table_VD: Tensor) -> Tensor:
+    """Returns the probabilities [R, K, B, T, V] of tokens that are certain."""
+    return F.one_hot(ids_RKBT, len(table_VD)).to(table_VD.dtype)
+
+
 @dataclass(frozen=True)
 class FreeEmbeddings:
     """Any vectors; tokens are those of the largest cosine.
@@ -210,7 +215,8 @@ class FreeEmbeddings:
         x_RKBTD = torch.where(fixed_R1BT[..., None], known_R1BTD, leaf_RKBTF)
         if self.model.task == CLASSIFICATION:
             return Guess(x_RKBTD, None, None)
-        return Guess(x_RKBTD, None, self._targets(self.read(rows, leaf_RKBTF.detach())))
+        ids_RKBT = self.read(rows, leaf_RKBTF.detach())
+        return Guess(x_RKBTD, None, _one_hot(ids_RKBT, self.table_VD))
 
     def read(self, rows: Rows, leaf_RKBTF: Tensor) -> Tensor:
         """Returns the allowed tokens of the largest cosine."""
@@ -222,7 +228,8 @@ class FreeEmbeddings:
 
     def exact(self, rows: Rows, ids_RKBT: Tensor) -> Guess:
         """Returns the tokens' embeddings."""
-        targets = None if self.model.task == CLASSIFICATION else self._targets(ids_RKBT)
+        classifies = self.model.task == CLASSIFICATION
+        targets = None if classifies else _one_hot(ids_RKBT, self.table_VD)
         return Guess(self.table_VD[ids_RKBT], None, targets)
 
     def leaf(self, rows: Rows, ids_RBT: Tensor) -> Tensor:
@@ -232,9 +239,6 @@ class FreeEmbeddings:
     def take(self, chosen_S: Tensor) -> "FreeEmbeddings":
         """Returns itself: the vocabulary is that of all rows."""
         return self
-
-    def _targets(self, ids_RKBT: Tensor) -> Tensor:
-        return F.one_hot(ids_RKBT, len(self.table_VD)).to(self.table_VD.dtype)
 
 
 _TRUST = 10.0
@@ -312,7 +316,7 @@ class Mixtures:
         share_RKBTM = (same_RKBTM & ~rows.fixed_RBT[:, None, :, :, None]).to(self.table_VD.dtype)
         targets = None
         if self.model.task != CLASSIFICATION:
-            targets = F.one_hot(ids_RKBT, len(self.table_VD)).to(self.table_VD.dtype)
+            targets = _one_hot(ids_RKBT, self.table_VD)
         return Guess(self.table_VD[ids_RKBT], share_RKBTM, targets)
 
     def leaf(self, rows: Rows, ids_RBT: Tensor) -> Tensor:

@@ -41,6 +41,9 @@ from fedleak.attacks.victims import Count, GradientMatching, Method
 from fedleak.models import absolute
 from fedleak.models.prior import Prior
 
+_TOLD_EVERY = 50
+"""Steps from one report to the next: reading tokens takes a search of the vocabulary."""
+
 Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 _BASE = Recipe(
@@ -70,15 +73,12 @@ BEST = Recipe(
     schedule=cosine_to_zero,
     lm_weight=0.01,
     every=50,
-    burn_in=0.0,
     orders=32,
     sweeps=3,
 )
 """For mixtures of known tokens."""
 
-BEST_FREE = replace(
-    BEST, steps=1000, step_size=0.01, lm_weight=0.02, norm_weight=1.0, guesses=64, burn_in=0.2
-)
+BEST_FREE = replace(BEST, steps=1000, step_size=0.01, lm_weight=0.02, norm_weight=1.0, guesses=64)
 """For free embeddings, where the tokens are not known."""
 
 
@@ -156,7 +156,7 @@ def reconstruct(
         if recipe.discrete(step):
             # Adam's memory stays where it was, as in the authors' code.
             descent.change_(lambda leaf: better_order(objective, recipe, prior, leaf, rng))
-        if step % 50 == 0 or step == recipe.steps:
+        if step % _TOLD_EVERY == 0 or step == recipe.steps:
             told(step, best_of_each(objective.victim_R, objective.read(best_RBTF), best_R))
         if clock.up():
             break

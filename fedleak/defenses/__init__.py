@@ -30,7 +30,8 @@ class Claims:
         noise_scale: Standard deviation of the noise on each number.
         max_norm: L2 norm that the update has at most, the noise aside.
         example_norm: L2 norm by which one example moves it at most, the noise aside.
-        zeroed: Share of the numbers that are set to zero.
+        masked: Share of the numbers that are set to zero, whichever they are.
+        zeros: Share of the numbers that are zero afterwards, at least.
         levels: Different numbers in a tensor, at most.
         absent: Patterns of parameters that are not in it.
     """
@@ -38,7 +39,8 @@ class Claims:
     noise_scale: float | None = None
     max_norm: float | None = None
     example_norm: float | None = None
-    zeroed: float | None = None
+    masked: float | None = None
+    zeros: float | None = None
     levels: int | None = None
     absent: tuple[str, ...] = ()
 

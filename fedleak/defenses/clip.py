@@ -32,7 +32,8 @@ class Clip(Defense):
 
 
 def clipped(update: ClientUpdate, max_norm: float) -> ClientUpdate:
-    """Returns the update scaled down to an L2 norm."""
-    norms = [value.double().norm() for value in update.tensors.values()]
+    """Returns the update scaled down to an L2 norm; what is not finite in it is left out."""
+    finite = {name: value.nan_to_num(0.0, 0.0, 0.0) for name, value in update.tensors.items()}
+    norms = [value.double().norm() for value in finite.values()]
     factor = min(1.0, max_norm / max(float(torch.stack(norms).norm()), 1e-300))
-    return replace(update, tensors={name: value * factor for name, value in update.tensors.items()})
+    return replace(update, tensors={name: value * factor for name, value in finite.items()})

@@ -21,11 +21,11 @@ class Mask(Defense):
     def __call__(self, update: ClientUpdate, *, rng: torch.Generator) -> ClientUpdate:
         """Returns the update with each number kept with probability 1 - fraction."""
         masked = {
-            name: value * (torch.rand(value.shape, generator=rng) >= self.fraction)
+            name: value.masked_fill(torch.rand(value.shape, generator=rng) < self.fraction, 0)
             for name, value in update.tensors.items()
         }
         return replace(update, tensors=masked)
 
     def claims(self, local: LocalTraining, num_examples: int) -> Claims:
         """Returns the fraction."""
-        return Claims(zeroed=self.fraction)
+        return Claims(masked=self.fraction)

@@ -29,11 +29,11 @@ class Prune(Defense):
         keep[sizes.argsort(stable=True)[:dropped]] = False
         parts = torch.split(keep, [value.numel() for value in update.tensors.values()])
         pruned = {
-            name: value * part.view(value.shape)
+            name: value.masked_fill(~part.view(value.shape), 0)
             for (name, value), part in zip(update.tensors.items(), parts, strict=True)
         }
         return replace(update, tensors=pruned)
 
     def claims(self, local: LocalTraining, num_examples: int) -> Claims:
         """Returns the fraction."""
-        return Claims(zeroed=self.fraction)
+        return Claims(zeros=self.fraction)

@@ -1,7 +1,7 @@
 """How good the global model is on examples that no client has."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
@@ -46,8 +46,3 @@ def evaluate(
             "mcc": float(matthews_corrcoef(labels, predicted)),
         }
     return scores
-
-
-def in_json(scores: Mapping[str, float]) -> dict[str, float | None]:
-    """Returns scores with null for what a model that diverged has not: JSON has no other word."""
-    return {name: value if math.isfinite(value) else None for name, value in scores.items()}

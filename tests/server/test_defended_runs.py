@@ -1,0 +1,738 @@
+"""Defended runs from end to end: what the server gets, what is noted, and what it costs."""
+
+import io
+import json
+import math
+import shutil
+import stat
+from functools import cache
+
+import pytest
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.common.serde import recorddict_to_proto
+from rich.console import Console
+
+from clients.app import app as client_app
+from fedleak import audit, check, defenses, models, pipeline, privacy, reference, report
+from fedleak.config import parse
+from fedleak.errors import FedleakError
+from fedleak.federation import clients_of_round, expected_captures, protection, read_data
+from fedleak.metrics.utility import evaluate
+from fedleak.models import CAUSAL_LM, CLASSIFICATION
+from fedleak.observation import ClientUpdate, ThreatModel, UpdateKind
+from fedleak.privacy import Event
+from fedleak.store import EVERYONE, Key, Run
+from fedleak.streams import stream, stream_seed
+from fedleak.training import LocalTraining, PrivateSteps, local_update_, round_batch
+from fedleak.workers import work_together
+from server.inline import InlineGrid
+from server.strategy import CuriousServer
+
+SEED = 11
+BERT = {"name": "smaller than builtin/bert-tiny: `folders`"}
+GPT2 = {"name": "and than builtin/gpt2-tiny", "task": CAUSAL_LM}
+TABLE = {
+    "name": "defended",
+    "seed": SEED,
+    "model": BERT,
+    "data": {"name": "builtin/notes", "samples": 6, "held_out": 4},
+    "federation": {"clients": 2, "rounds": 2, "batch_size": 2, "learning_rate": 0.1},
+    "utility": {"rounds": []},
+    "workers": {"devices": ["cpu"]},
+}
+DP_SGD = {"kind": "dp_sgd", "noise_multiplier": 1.0, "max_grad_norm": 0.5, "sampling": "fixed"}
+POISSON = DP_SGD | {"sampling": "poisson"}
+LOCAL_DP = {"kind": "local_dp", "max_norm": 0.5, "noise_multiplier": 0.4}
+MASK = {"kind": "mask", "fraction": 0.5}
+NOISE = {"kind": "gaussian_noise", "sigma": 0.01}
+SECURE_SUM = {"kind": "secure_sum"}
+TOGETHER = {
+    "training": [
+        DP_SGD,
+        {"kind": "freeze", "parameters": ["t2"], "clients": [1]},
+        {"kind": "cast", "dtype": "bfloat16"},
+    ],
+    "noise": [
+        {"kind": "clip", "max_norm": 0.5},
+        NOISE,
+        {"kind": "laplace_noise", "scale": 1e-3, "clients": [0]},
+        MASK,
+        {"kind": "prune", "fraction": 0.8},
+    ],
+    "sum": [
+        LOCAL_DP,
+        {"kind": "quantize", "bits": 6, "stochastic": True},
+        {"kind": "sign"},
+        SECURE_SUM,
+    ],
+}
+"""Every kind of defense, in as few runs as can be."""
+
+pytestmark = pytest.mark.filterwarnings("ignore:Optimal order")
+
+
+class Here:
+    """A worker in this process."""
+
+    def __init__(self):
+        self.jobs = ()
+
+    def submit(self, jobs):
+        self.jobs = tuple(jobs)
+
+    def result(self):
+        jobs, self.jobs = self.jobs, ()
+        return work_together(jobs, "cpu")
+
+    def progress(self):
+        return {}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def folders(small, tmp_path_factory):
+    """Makes models of the built-in ones' vocabularies that cost a tenth."""
+    for table, family, task in [(BERT, "bert", CLASSIFICATION), (GPT2, "gpt2", CAUSAL_LM)]:
+        model, folder = small(family, task, num_labels=2), tmp_path_factory.mktemp(family)
+        model.module.save_pretrained(folder)
+        model.tokenizer.save_pretrained(folder)
+        table["name"] = str(folder)
+
+
+@pytest.fixture(autouse=True)
+def unchecked(monkeypatch):
+    """Leaves out what tests/test_check.py tests."""
+    monkeypatch.setattr(check, "refuse_broken", lambda run, experiment: None)
+
+
+def experiment_of(*defense, federation=(), **tables):
+    federation = TABLE["federation"] | dict(federation)
+    return parse(TABLE | tables | {"defense": list(defense), "federation": federation})
+
+
+def carried_out(path, experiment):
+    run = pipeline.prepare(experiment, path)
+    pipeline.carry_out(run, experiment, on=[Here()])
+    return run
+
+
+def printed(run):
+    text = io.StringIO()
+    console = Console(file=text, width=120)
+    report.print_run(run, audit.score_run(run), console)
+    return text.getvalue()
+
+
+def content(run, *but):
+    return {
+        str(path.relative_to(run.path)): path.read_bytes()
+        for path in sorted(run.path.rglob("*"))
+        if path.is_file() and path.name not in (".lock", *but)
+    }
+
+
+@cache
+def model_of(name, task):
+    return models.load(models.ModelSpec(name, task, 2, SEED))
+
+
+def updates_by_hand(run, experiment, key):
+    """What a client's training gives, and after it each of its defenses, in their order."""
+    truth = run.read_truth(key)
+    model = model_of(experiment.model.name, experiment.model.task)
+    models.load_parameters_(model, run.read_broadcast(key.round))
+    of_client = protection(experiment, key.client, 3)  # of six samples
+    seed = stream_seed(SEED, "local", key.round, key.client)
+    labels = truth["labels"] or [0] * len(truth["sequences"])
+    figures = {}
+    update = local_update_(
+        model, truth["sequences"], labels, of_client.local, seed=seed, report=figures.update
+    )
+    stages = [update]
+    for number, defense in of_client.defenses.items():
+        rng = stream(SEED, "defense", number, key.client, key.round)
+        stages.append(defense(stages[-1], rng=rng))
+    return of_client, stages, figures
+
+
+def flat(update, names=None):
+    return torch.cat([update.tensors[n].double().flatten() for n in names or update.tensors])
+
+
+def mean_by_hand(updates):
+    """The mean over those who sent a parameter, weighted by examples."""
+    found = {}
+    for name in dict.fromkeys(n for update in updates for n in update.tensors):
+        sent = [(u.tensors[name].double(), u.num_examples) for u in updates if name in u.tensors]
+        found[name] = sum(value * n for value, n in sent) / sum(n for _, n in sent)
+    return found
+
+
+def assert_same(found, expected):
+    assert found.tensors.keys() == expected.tensors.keys()
+    for name, value in expected.tensors.items():
+        assert found.tensors[name].dtype == value.dtype
+        assert torch.equal(found.tensors[name], value), name
+
+
+# --- every defense, in every setting --------------------------------------------------------
+
+
+def test_every_kind_is_in_one_of_the_runs():
+    assert {each["kind"] for group in TOGETHER.values() for each in group} == set(defenses.kinds())
+
+
+@pytest.mark.parametrize("algorithm", ["fedsgd", "fedavg"])
+@pytest.mark.parametrize("model", [BERT, GPT2], ids=["bert", "gpt2"])
+@pytest.mark.parametrize("group", TOGETHER)
+def test_what_arrives_is_what_the_defenses_left_and_no_word_beside_it(
+    tmp_path, monkeypatch, group, model, algorithm
+):
+    experiment = experiment_of(*TOGETHER[group], model=model, federation={"algorithm": algorithm})
+    on_reply, wire = CuriousServer.on_reply, []
+
+    def tap(self, reply):
+        if "update" in reply.content.array_records:
+            said = {name: dict(of) for name, of in reply.content.metric_records.items()}
+            wire.append((list(reply.content), said))
+        return on_reply(self, reply)
+
+    monkeypatch.setattr(CuriousServer, "on_reply", tap)
+    run = carried_out(tmp_path / "run", experiment)
+    keys = [Key(round, client) for round in (1, 2) for client in (0, 1)]
+    assert run.captures() == expected_captures(experiment)
+    assert run.truths() == keys
+    rows = {key: [] for key in keys}
+    for row in run.rows("defenses.jsonl"):
+        rows[row["round"], row["client"]].append(row)
+    sent = {}
+    for key in keys:
+        of_client, stages, figures = updates_by_hand(run, experiment, key)
+        sent[key] = stages[-1]
+        told = zip(of_client.defenses.items(), stages[:-1], stages[1:], strict=True)
+        assert len(rows[key]) == len(of_client.defenses)
+        for row, ((_, defense), before, after) in zip(rows[key], told, strict=True):
+            assert row["kind"] == defense.kind
+            if after is before:
+                assert "norm_before" not in row
+            else:
+                one, other = flat(before), flat(after)
+                assert row["norm_before"] == pytest.approx(float(one.norm()), rel=1e-5)
+                assert row["norm_after"] == pytest.approx(float(other.norm()), rel=1e-5)
+                assert row["change_norm"] == pytest.approx(float((other - one).norm()), rel=1e-5)
+                dropped = float(((other == 0) & (one != 0)).double().mean())
+                assert row["zeroed"] == pytest.approx(dropped)
+            if defense.kind == "dp_sgd":
+                assert figures.keys() <= row.keys()
+                assert {name: row[name] for name in figures} == pytest.approx(figures, rel=1e-5)
+                assert row["examples"] == (2 if algorithm == "fedsgd" else 3)
+        if not experiment.secure_sum:
+            capture = run.read_capture(key)
+            assert_same(capture.update, sent[key])
+            assert capture.update.num_examples == sent[key].num_examples
+    # Beside the update there are three numbers, whatever the defenses.
+    assert wire == [
+        (
+            ["update", "metrics"],
+            {
+                "metrics": {
+                    "num-examples": sent[key].num_examples,
+                    "client": key.client,
+                    "round": key.round,
+                }
+            },
+        )
+        for key in keys
+    ]
+    for round in (1, 2):
+        mean = mean_by_hand([sent[Key(round, client)] for client in (0, 1)])
+        before, after = run.read_broadcast(round), run.read_broadcast(round + 1)
+        scale = 1.0 if algorithm == "fedavg" else -0.1
+        for name, value in before.items():
+            expected = value + scale * mean[name].float() if name in mean else value
+            torch.testing.assert_close(after[name], expected, atol=1e-6, rtol=1e-5)
+        if experiment.secure_sum:
+            capture = run.read_capture(Key(round, EVERYONE))
+            assert capture.update.num_examples == sum(
+                sent[Key(round, c)].num_examples for c in (0, 1)
+            )
+            for name, value in mean.items():
+                torch.testing.assert_close(
+                    capture.update.tensors[name], value.float(), atol=1e-7, rtol=1e-5
+                )
+    text = printed(run)
+    for each in TOGETHER[group]:
+        assert each["kind"] in text
+    statuses = {row["status"] for row in run.rows("leakage.jsonl")}
+    assert statuses <= {"recovered", "abstained"}
+    assert len(run.rows("leakage.jsonl")) == len(run.captures())
+    assert run.info()["status"] == "finished"
+
+
+def test_a_row_says_which_defense_of_the_file_it_is_about(tmp_path):
+    defense = [{"kind": "sign", "clients": [0]}, MASK]
+    run = carried_out(tmp_path / "run", experiment_of(*defense, federation={"rounds": 1}))
+    rows = run.rows("defenses.jsonl")
+    assert [(row["client"], row["defense"], row["kind"]) for row in rows] == [
+        (0, 0, "sign"),
+        (0, 1, "mask"),
+        (1, 1, "mask"),
+    ]
+
+
+# --- some clients, and no others ------------------------------------------------------------
+
+
+def test_only_the_clients_that_are_named_use_a_defense(tmp_path):
+    defense = [MASK | {"clients": [1]}, LOCAL_DP | {"clients": [1]}]
+    run = carried_out(tmp_path / "run", experiment_of(*defense))
+    plain = experiment_of()
+    for round in (1, 2):
+        for client in (0, 1):
+            key = Key(round, client)
+            _, (raw,), _ = updates_by_hand(run, plain, key)
+            captured = run.read_capture(key).update
+            if client == 0:
+                assert_same(captured, raw)
+            else:
+                assert not any(torch.equal(captured.tensors[n], v) for n, v in raw.tensors.items())
+    assert list(run.defended()) == [Key(1, 1), Key(2, 1)]
+    assert {row["client"] for row in run.rows("defenses.jsonl")} == {1}
+    assert [row["client"] for row in run.rows("privacy.jsonl")] == [0, 1, 0, 1]
+    assert [row["epsilon"] == "none" for row in run.rows("privacy.jsonl")] == [True, False] * 2
+    assert run.read_truth(Key(1, 0))["noise_scale"] is None
+    assert run.read_truth(Key(1, 1))["noise_scale"] == pytest.approx(2 * 0.5 * 0.4)
+    # Client 0 has nothing, so to all nothing is guaranteed.
+    assert run.read_json("summary.json")["privacy"]["epsilon"] == "none"
+    assert "epsilon none" in printed(run)
+
+
+def test_what_defenses_did_is_readable_by_its_owner_alone(tmp_path):
+    run = carried_out(tmp_path / "run", experiment_of(MASK, DP_SGD, federation={"rounds": 1}))
+    for key in (Key(1, 0), Key(1, 1)):
+        path = run.path / "defended" / f"{key}.json"
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        noted = json.loads(path.read_text())
+        assert [told["kind"] for told in noted["defenses"]] == ["mask", "dp_sgd"]
+        assert noted["events"] == [
+            Event(1.0, 1.0, 1, "example", "zero out one", disjoint=0).to_json()
+        ]
+
+
+@pytest.mark.parametrize("algorithm", ["fedsgd", "fedavg"])
+def test_a_note_of_private_steps_changes_no_byte_of_the_reply(tmp_path, algorithm):
+    experiment = experiment_of(DP_SGD, NOISE, federation={"algorithm": algorithm})
+    replies = {}
+    for vault in (False, True):
+        run = pipeline.prepare(experiment, tmp_path / str(vault))
+        config = {
+            "experiment": str(run.path / "run.json"),
+            "run-dir": str(run.path),
+            "attack": False,
+            "vault": vault,
+        }
+        grid = InlineGrid(client_app, 2, config)
+        weights = ArrayRecord(model_of(**BERT, task=CLASSIFICATION).parameters())
+        message = Message(
+            RecordDict({"arrays": weights, "config": ConfigRecord({"round": 1})}),
+            message_type="train",
+            dst_node_id=list(grid.get_node_ids())[1],
+        )
+        (reply,) = grid.send_and_receive([message])
+        assert not reply.has_error(), reply.error.reason
+        assert set(reply.content) == {"update", "metrics"}
+        assert set(reply.content["metrics"]) == {"num-examples", "client", "round"}
+        replies[vault] = recorddict_to_proto(reply.content).SerializeToString(deterministic=True)
+        assert (run.path / "defended").exists() == (run.path / "vault").exists() == vault
+    assert replies[False] == replies[True]
+
+
+# --- the sum of all -------------------------------------------------------------------------
+
+
+SUMMED = {"clients": 3, "algorithm": "fedavg"}
+SEVEN = {"data": TABLE["data"] | {"samples": 7}}
+
+
+@pytest.fixture(scope="module")
+def summed(folders, tmp_path_factory):
+    """Three clients with 3, 2 and 2 texts, of whom the server sees the sum."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(check, "refuse_broken", lambda run, experiment: None)
+        experiment = experiment_of(NOISE, SECURE_SUM, federation=SUMMED, **SEVEN)
+        return carried_out(tmp_path_factory.mktemp("summed") / "run", experiment)
+
+
+def test_the_server_gets_the_sum_and_nothing_of_a_single_client(summed, tmp_path):
+    names = sorted(path.name for path in (summed.path / "captures").iterdir())
+    assert names == ["r0001-all.safetensors", "r0002-all.safetensors"]
+    assert not (summed.path / "held").exists()
+    assert summed.captures() == [Key(1, EVERYONE), Key(2, EVERYONE)]
+    # The first round is that of the same clients without a sum.
+    apart = carried_out(tmp_path / "apart", experiment_of(NOISE, federation=SUMMED, **SEVEN))
+    single = [apart.read_capture(Key(1, client)).update for client in range(3)]
+    assert sorted(one.num_examples for one in single) == [2, 2, 3]
+    captured = summed.read_capture(Key(1, EVERYONE))
+    assert captured.update.num_examples == 7
+    # Two steps for three texts, one for two: the server knows of the most.
+    assert captured.knowledge.local_steps == 2
+    for name, value in mean_by_hand(single).items():
+        torch.testing.assert_close(
+            captured.update.tensors[name], value.float(), atol=1e-7, rtol=1e-5
+        )
+    for round in (2,):
+        one, other = summed.read_broadcast(round), apart.read_broadcast(round)
+        for name, value in one.items():
+            torch.testing.assert_close(value, other[name], atol=1e-6, rtol=1e-5)
+
+
+def test_answers_on_a_sum_are_scored_against_the_texts_of_all(summed):
+    assert summed.truths() == [Key(round, client) for round in (1, 2) for client in range(3)]
+    for round in (1, 2):
+        truth = audit.read_truth(summed, Key(round, EVERYONE))
+        alone = [summed.read_truth(Key(round, client)) for client in range(3)]
+        texts = [list(ids) for one in alone for ids in one["sequences"]]
+        assert [list(ids) for ids in truth.sequences] == texts
+        assert list(truth.labels) == [label for one in alone for label in one["labels"]]
+        assert len(texts) == 7
+        weights = [len(one["sequences"]) for one in alone]
+        assert truth.noise_scale == pytest.approx(0.01 * math.hypot(*weights) / 7)
+    rows = summed.rows("leakage.jsonl")
+    assert [(row["round"], row["client"], row["batch_size"]) for row in rows] == [
+        (1, EVERYONE, 7),
+        (2, EVERYONE, 7),
+    ]
+    text = printed(summed)
+    (line,) = [line for line in text.splitlines() if line.split()[:2] == ["1", "all"]]
+    assert line.split()[2] == "7"
+
+
+def test_what_is_granted_of_a_sum_is_of_all_clients(summed):
+    threat = ThreatModel(frozenset({"labels", "lengths", "batch_size", "noise_scale"}))
+    known = audit.knowledge(summed, Key(1, EVERYONE), threat)
+    truth = audit.read_truth(summed, Key(1, EVERYONE))
+    longest_first = sorted(map(len, truth.sequences), reverse=True)
+    assert known.lengths == tuple(longest_first)
+    pairs = [(len(s), label) for s, label in zip(truth.sequences, truth.labels, strict=True)]
+    assert sorted(zip(known.lengths, known.labels, strict=True)) == sorted(pairs)
+    assert known.batch_size == 6
+    assert known.noise_scale == truth.noise_scale
+
+
+def test_probes_read_the_words_of_all_clients_in_a_sum_without_noise(tmp_path):
+    run = carried_out(tmp_path / "run", experiment_of(SECURE_SUM, federation={"rounds": 1}))
+    (row,) = run.rows("leakage.jsonl")
+    assert (row["status"], row["client"], row["batch_size"]) == ("recovered", EVERYONE, 4)
+    assert row["token_recall"] == row["token_precision"] == 1
+    truth = audit.read_truth(run, Key(1, EVERYONE))
+    assert row["facts"]["longest_sequence"]["found"] == max(map(len, truth.sequences))
+    assert run.rows("privacy.jsonl")[0]["epsilon"] == "none"
+
+
+def test_a_run_that_was_stopped_within_a_sum_goes_on_and_gives_the_same(summed, tmp_path):
+    run = Run(tmp_path / "run")
+    shutil.copytree(summed.path, run.path)
+    experiment = experiment_of(NOISE, SECURE_SUM, federation=SUMMED, **SEVEN)
+    expected = content(summed)
+    for lost in ("captures/r0002-all.safetensors", "models/r0003.safetensors"):
+        (run.path / lost).unlink()
+    with pytest.MonkeyPatch.context() as patch:
+        calls = []
+
+        def crash(*args, **kwargs):
+            calls.append(1)
+            if len(calls) == 2:
+                raise RuntimeError("the power is off")
+            return local_update_(*args, **kwargs)
+
+        patch.setattr("clients.app.local_update_", crash)
+        with pytest.raises(FedleakError, match="the power is off"):
+            carried_out(run.path, experiment)
+    # What had come is kept from the server's eyes, and no capture is made of it.
+    held = {path.name for path in (run.path / "held" / "captures").iterdir()}
+    assert "r0002-c00.safetensors" in held
+    assert held <= {f"r0002-c0{client}.safetensors" for client in (0, 2)}
+    assert run.captures() == [Key(1, EVERYONE)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Run, "release", crash_once(Run.release))
+        with pytest.raises(RuntimeError, match="once"):
+            carried_out(run.path, experiment)
+        carried_out(run.path, experiment)
+    assert content(run, "flower.log") == {n: b for n, b in expected.items() if n != "flower.log"}
+    assert not (run.path / "held").exists()
+
+
+def crash_once(function):
+    calls = []
+
+    def once(*args):
+        calls.append(1)
+        if len(calls) == 1:
+            raise RuntimeError("once")
+        return function(*args)
+
+    return once
+
+
+# --- Poisson sampling -----------------------------------------------------------------------
+
+
+def sizes_of(seed):
+    """How many of their three examples two clients draw in two rounds, of batches of one."""
+    how = LocalTraining(
+        UpdateKind.GRADIENT, 1, 1, 0.1, False, private=PrivateSteps(1.0, 0.5, "poisson")
+    )
+    return [
+        [len(round_batch(3, how, seed=seed, client=client, round=r)) for client in (0, 1)]
+        for r in (1, 2)
+    ]
+
+
+@pytest.fixture(scope="module")
+def sampled(folders, tmp_path_factory):
+    """A run with an empty batch, in a round in which the other client's has two texts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(check, "refuse_broken", lambda run, experiment: None)
+        seed = next(s for s in range(10**4) if sizes_of(s) == [[0, 2], [1, 1]])
+        found = {}
+        for name, defense in {"apart": [POISSON], "sum": [POISSON, SECURE_SUM]}.items():
+            experiment = experiment_of(*defense, federation={"batch_size": 1}, seed=seed)
+            found[name] = carried_out(tmp_path_factory.mktemp(name) / "run", experiment)
+        return found
+
+
+def test_a_client_that_drew_nobody_looks_like_any_other_to_the_server(sampled):
+    run = sampled["apart"]
+    assert run.captures() == [Key(1, 0), Key(1, 1), Key(2, 0), Key(2, 1)]
+    assert {run.read_capture(key).update.num_examples for key in run.captures()} == {1}
+    assert run.read_truth(Key(1, 0))["sequences"] == []
+    lengths = [float(flat(run.read_capture(key).update).norm()) for key in run.captures()]
+    assert max(lengths) < 1.05 * min(lengths)
+    noted = run.defended()[Key(1, 0)]
+    assert (noted["training"]["examples"], noted["training"]["signal_norm"]) == (0, 0.0)
+    # There is nothing to score an answer against.
+    scored = [(row["round"], row["client"]) for row in run.rows("leakage.jsonl")]
+    assert scored == [(1, 1), (2, 0), (2, 1)]
+    assert "dp_sgd" in printed(run)
+    # It has spent as much as one that drew somebody.
+    spent = {(row["round"], row["client"]): row["epsilon"] for row in run.rows("privacy.jsonl")}
+    assert spent[1, 0] == spent[1, 1] < spent[2, 0] == spent[2, 1]
+
+
+def test_who_drew_nobody_has_a_weight_in_the_sum_all_the_same(sampled):
+    run = sampled["sum"]
+    assert run.read_capture(Key(1, EVERYONE)).update.num_examples == 2
+    truth = audit.read_truth(run, Key(1, EVERYONE))
+    assert len(truth.sequences) == 2
+    (row,) = [row for row in run.rows("leakage.jsonl") if row["round"] == 1]
+    assert row["batch_size"] == 2
+    assert "all" in printed(run)
+
+
+def test_the_scale_of_the_noise_in_a_sum_is_that_of_the_weights_it_was_made_with(sampled):
+    run = sampled["sum"]
+    # Two clients, one expected example each: half of each, of noise 1.0 * 0.5 / 1.
+    expected = math.hypot(0.25, 0.25)
+    quiet = flat(run.read_capture(Key(1, EVERYONE)).update)
+    assert float(quiet.square().mean().sqrt()) == pytest.approx(expected, rel=0.02)
+    assert audit.read_truth(run, Key(1, EVERYONE)).noise_scale == pytest.approx(expected)
+
+
+# --- the ledger -----------------------------------------------------------------------------
+
+
+LEDGER = [
+    POISSON | {"clients": [0]},
+    LOCAL_DP | {"clients": [1]},
+    DP_SGD | {"clients": [1]},
+    NOISE | {"clients": [0, 2]},
+]
+PRIVACY = {"delta": 1e-4, "accountant": "rdp"}
+
+
+def with_ledger():
+    federation = {"clients": 4, "clients_per_round": 3, "rounds": 3, "batch_size": 1}
+    data = TABLE["data"] | {"samples": 12}
+    return experiment_of(*LEDGER, federation=federation, privacy=PRIVACY, data=data)
+
+
+@pytest.fixture(scope="module")
+def ledgered(folders, tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(check, "refuse_broken", lambda run, experiment: None)
+        return carried_out(tmp_path_factory.mktemp("ledger") / "run", with_ledger())
+
+
+def test_the_ledger_composes_all_rounds_of_each_client(ledgered):
+    experiment = with_ledger()
+    poisson = Event(1.0, 1 / 3, 1, "example", "add or remove one", "Poisson")
+    of_client = Event(0.4, 1.0, 1, "client", "replace one")
+    fixed = Event(1.0, 1.0, 1, "example", "zero out one", disjoint=0)
+    rounds = {
+        client: [r for r in (1, 2, 3) if client in clients_of_round(experiment, r)]
+        for client in range(4)
+    }
+    assert {len(each) for each in rounds.values()} > {2}, "another seed"
+    expected = []
+    for round in (1, 2, 3):
+        for client in clients_of_round(experiment, round):
+            times = rounds[client].index(round) + 1
+            events = {0: [poisson] * times, 1: [of_client, fixed] * times}.get(client, [])
+            spent = privacy.compose(events, 1e-4, "rdp")
+            found = {each.of.unit: each.epsilon for each in spent} or {"none": "none"}
+            expected += [(round, client, unit, eps) for unit, eps in sorted(found.items())]
+    rows = ledgered.rows("privacy.jsonl")
+    assert [(row["round"], row["client"], row["unit"], row["epsilon"]) for row in rows] == expected
+    for row in rows:
+        if row["client"] > 1:
+            assert set(row.values()) <= {"none", None, row["round"], row["client"]}
+            continue
+        times = rounds[row["client"]].index(row["round"]) + 1
+        assert (row["delta"], row["accountant"], row["steps"]) == (1e-4, "rdp", times)
+        assert row["noise_multiplier"] == (0.4 if row["unit"] == "client" else 1.0)
+        poisson_rows = row["client"] == 0
+        assert row["sampling"] == ("Poisson" if poisson_rows else "none")
+        assert row["sampling_rate"] == pytest.approx(1 / 3 if poisson_rows else 1)
+    assert ledgered.read_json("summary.json")["privacy"]["epsilon"] == "none"
+
+
+def test_the_report_prints_what_each_client_has_spent(ledgered):
+    rows = ledgered.rows("privacy.jsonl")
+    last = {}
+    for row in rows:
+        if row["client"] < 2:
+            last.setdefault((row["round"], row["client"]), []).append(row["epsilon"])
+    text = printed(ledgered)
+    assert "epsilon" in text
+    lines = [line.split() for line in text.splitlines()]
+    for (round, client), found in last.items():
+        cells = [line for line in lines if line[:2] == [str(round), str(client)]]
+        # A client that drew nobody has no line.
+        for line in cells:
+            assert line[-1] == f"{min(found):.3g}"
+    for line in lines:
+        if line[:1] in (["1"], ["2"], ["3"]) and line[1:2] in (["2"], ["3"]):
+            assert line[-1] == "none"
+
+
+def test_a_run_that_was_stopped_spends_no_more_than_one_that_was_not(ledgered, tmp_path):
+    experiment, run = with_ledger(), Run(tmp_path / "run")
+    calls = []
+
+    def crash(*args, **kwargs):
+        calls.append(1)
+        if len(calls) in (2, 7):
+            raise RuntimeError("the power is off")
+        return local_update_(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("clients.app.local_update_", crash)
+        for _ in range(2):
+            with pytest.raises(FedleakError, match="the power is off"):
+                carried_out(run.path, experiment)
+            audit.score_run(run)  # a look at what there is
+            assert len(run.rows("privacy.jsonl")) < len(ledgered.rows("privacy.jsonl"))
+        carried_out(run.path, experiment)
+    for name in ("privacy.jsonl", "defenses.jsonl"):
+        assert (run.path / name).read_bytes() == (ledgered.path / name).read_bytes()
+    for key in ledgered.captures():
+        assert_same(run.read_capture(key).update, ledgered.read_capture(key).update)
+    assert run.defended() == ledgered.defended()
+
+
+def test_the_weakest_client_is_the_guarantee_of_a_run(tmp_path):
+    weak, strong = LOCAL_DP | {"clients": [0]}, LOCAL_DP | {"noise_multiplier": 4.0, "clients": [1]}
+    run = carried_out(tmp_path / "run", experiment_of(weak, strong))
+    rows = {(row["round"], row["client"]): row["epsilon"] for row in run.rows("privacy.jsonl")}
+    told = run.read_json("summary.json")["privacy"]
+    assert rows[2, 1] < rows[2, 0] == told["epsilon"]
+    assert (told["unit"], told["noise_multiplier"]) == ("client", 0.4)
+    assert f"epsilon {told['epsilon']:.4g} at delta 1e-05" in printed(run)
+
+
+def test_an_epsilon_is_spent_by_the_end_and_the_noise_is_sent(tmp_path):
+    asked = {"kind": "local_dp", "max_norm": 0.5, "epsilon": 20.0}
+    run = carried_out(tmp_path / "run", experiment_of(asked))
+    last = [row for row in run.rows("privacy.jsonl") if row["round"] == 2]
+    assert all(0.99 * 20 <= row["epsilon"] <= 20 for row in last)
+    scale = 2 * 0.5 * last[0]["noise_multiplier"]
+    assert run.read_truth(Key(1, 0))["noise_scale"] == pytest.approx(scale)
+    sent = flat(run.read_capture(Key(1, 0)).update)
+    # On tens of thousands of numbers, beside a signal of norm 0.5.
+    assert float(sent.square().mean().sqrt()) == pytest.approx(scale, rel=0.02)
+
+
+# --- utility --------------------------------------------------------------------------------
+
+
+def test_utility_is_taken_after_the_rounds_that_were_chosen_and_the_last(tmp_path, monkeypatch):
+    experiment = experiment_of(
+        MASK, federation={"rounds": 3}, utility={"rounds": [0, 2], "reference": True}
+    )
+    run = carried_out(tmp_path / "run", experiment)
+    rows = run.rows("utility.jsonl")
+    assert [row["round"] for row in rows] == [0, 2, 3]
+    assert rows[0].keys() == {"round", "loss", "accuracy", "f1", "mcc"}
+    noted = run.read_json("reference.json")
+    # One step a client and round.
+    assert noted["steps"] == 6
+    assert noted.keys() - {"steps"} == rows[0].keys() - {"round"}
+    summary = run.read_json("summary.json")
+    assert (summary["utility"], summary["utility_reference"]) == (rows[-1], noted)
+    assert "trained centrally" in printed(run)
+
+    def never(*args):
+        raise AssertionError("trained again")
+
+    monkeypatch.setattr(reference, "central", never)
+    before = content(run)
+    carried_out(run.path, experiment)
+    assert content(run) == before
+
+
+def test_the_reference_is_plain_sgd_on_everybody_s_texts(tmp_path):
+    federation = {"algorithm": "fedavg", "local_epochs": 2}
+    defended = experiment_of(MASK, federation=federation)
+    run = pipeline.prepare(defended, tmp_path / "run")
+    start = model_of(**BERT, task=CLASSIFICATION)
+    fresh = models.load(defended.model_spec(2)).parameters()
+    run.write_broadcast(1, fresh)
+    found = reference.central(defended, run)
+    # Two epochs of two steps on three texts, of two clients, in two rounds.
+    assert found["steps"] == 2 * 2 * 2 * 2
+    assert reference.central(defended, run) == found
+    assert reference.central(experiment_of(DP_SGD, federation=federation), run) == found
+    held_out = pipeline.plan(defended).held_out
+    models.load_parameters_(start, fresh)
+    assert found["loss"] != loss_of(start, held_out)
+    # The same loop by hand.
+    split = read_data(defended)
+    texts = start.encode(split.train.texts)
+    order = stream(SEED, "reference")
+    for _ in range(16):
+        chosen = torch.randperm(6, generator=order)[:2].tolist()
+        ids, mask = models.pad(
+            [texts[i] for i in chosen], start.tokenizer.pad_token_id, start.device
+        )
+        labels = torch.tensor([split.train.labels[i] for i in chosen])
+        loss = models.batch_loss(start, ids, mask, labels)
+        trained = list(start.trained().values())
+        for p, gradient in zip(trained, torch.autograd.grad(loss, trained), strict=True):
+            p.data -= 0.1 * gradient
+    assert found["loss"] == pytest.approx(loss_of(start, held_out), rel=1e-4)
+
+
+def loss_of(model, held_out):
+    return evaluate(model, held_out["sequences"], held_out["labels"])["loss"]
+
+
+@pytest.mark.parametrize("defense", [MASK, DP_SGD])
+def test_defended_training_that_diverges_is_reported_and_not_a_crash(tmp_path, defense):
+    run = carried_out(tmp_path / "run", experiment_of(defense, federation={"learning_rate": 1e30}))
+    assert len(run.captures()) == 4
+
+
+def test_an_update_is_not_changed_by_what_is_noted_of_it():
+    update = ClientUpdate(UpdateKind.GRADIENT, {"a": torch.tensor([1.0, 2.0])}, 1)
+    told = defenses.measured(update, update)
+    assert told["change_norm"] == told["zeroed"] == 0
