@@ -93,14 +93,14 @@ def test_a_folder_that_is_no_run_is_status_1(here: Path) -> None:
 def test_too_slow_an_attack_is_tried_three_times_and_then_a_failed_row(here: Path) -> None:
     attack = 'attack=[{kind="dlg", preset="faithful", steps=100000}]'
     status, _text, _ = call(
-        "run", "small.toml", "--set", attack, "--set", "workers.time_limit=4",
+        "run", "small.toml", "--set", attack, "--set", "workers.time_limit=10",
         "--set", "federation.clients_per_round=1",
     )  # fmt: skip
     assert status == 0
     assert [line["attack"] for line in rows("attempts.jsonl")] == ["dlg"] * 3
     failed = {row["attack"]: row for row in rows("leakage.jsonl")}
     assert failed["dlg"]["status"] == "failed"
-    assert "workers.time_limit = 4 s" in failed["dlg"]["reason"]
+    assert "workers.time_limit = 10 s" in failed["dlg"]["reason"]
     assert failed["dlg"]["rougeL"] is None
     assert failed["probes"]["status"] == "recovered"
 
