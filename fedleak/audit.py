@@ -359,6 +359,21 @@ def _defense_rows(run: Run) -> list[dict[str, Any]]:
     ]
 
 
+def _what_defenses_did(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns for each defense the means of its figures over all updates that have them."""
+    found: dict[tuple[int, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for row in rows:
+        of_defense = found[row["defense"], row["kind"]]
+        for key in row.keys() - {"round", "client", "defense", "kind"}:
+            if row[key] is not None:
+                of_defense[key].append(row[key])
+    return [
+        {"defense": number, "kind": kind}
+        | {key: sum(values) / len(values) for key, values in sorted(figures.items())}
+        for (number, kind), figures in sorted(found.items())
+    ]
+
+
 def _guarantee(rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     """Returns what holds for every client after its last round: the weakest of the strongest.
 
@@ -396,6 +411,7 @@ def summarise(run: Run, info: dict[str, Any], rows: Sequence[LeakageRow]) -> dic
         "captures": len(run.captures()),
         "attacks": attacks,
         "defenses": settings_that_defend(Experiment.model_validate(info["experiment"])),
+        "defended": _what_defenses_did(run.rows("defenses.jsonl")),
         "privacy": _guarantee(run.rows("privacy.jsonl")),
         "utility": utility[-1] if utility else None,
         "utility_reference": run.read_json("reference.json") if reference.is_file() else None,

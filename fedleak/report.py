@@ -114,6 +114,14 @@ def circumstances(summary: dict[str, Any]) -> list[str]:
         ]
         lines.append(f"defenses: {escape('; '.join(defenses) or 'none')}")
         lines.append(f"settings that act as such: {escape(', '.join(others))}")
+    for did in summary.get("defended", ()):
+        figures = [
+            f"{key.replace('_', ' ')} {value:.3g}"
+            for key, value in did.items()
+            if key not in ("defense", "kind")
+        ]
+        if figures:
+            lines.append(f"  {did['kind']}, mean of an update: {', '.join(figures)}")
     if (privacy := summary.get("privacy")) is not None:
         if privacy["epsilon"] == NONE:
             lines.append("privacy: epsilon none: nothing is guaranteed to every client")
