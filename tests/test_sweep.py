@@ -382,6 +382,7 @@ def test_a_killed_sweep_goes_on_where_it_stopped(write, here, number):
     )
 
 
+@pytest.mark.slow
 def test_cells_at_once_end_with_the_command_and_go_on_where_they_stopped(write, here):
     rounds = 30  # long enough that the signals come before the end
     write(SWEEP.replace("rounds = 1", f"rounds = {rounds}"))
