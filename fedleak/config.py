@@ -291,22 +291,25 @@ class Experiment(_Table):
             return list(model.trained())
         return select(model, self.update.share, "update.share")
 
-    def sent(self, model: LanguageModel) -> list[str]:
-        """Returns the parameters of which the server gets something from every client.
+    def sent(self, model: LanguageModel) -> list[frozenset[str]]:
+        """Returns the sets of parameters that captures have, each once: defenses may differ.
 
         Raises:
-            ConfigError: What `shared` raises, or nothing is left.
+            ConfigError: What `shared` raises, or a client has nothing left to send.
         """
-        shared = self.shared(model)
+        shared, found = self.shared(model), []
         for client in range(self.federation.clients):
             with freezing(model, self.local_training_of(client).frozen):
                 trained = model.trained()
-            shared = [name for name in shared if name in trained]
-        if not shared:
-            raise ConfigError(
-                "update.share: all that is shared is frozen: share or train something else"
-            )
-        return shared
+            found.append(frozenset(name for name in shared if name in trained))
+            if not found[-1]:
+                raise ConfigError(
+                    f"update.share: all that client {client} shares is frozen: share or train "
+                    "something else"
+                )
+        if self.secure_sum:
+            return [frozenset().union(*found)]
+        return list(dict.fromkeys(found))
 
     def check_defenses(self, model: LanguageModel) -> None:
         """Refuses defenses that cannot work on this model.
@@ -326,25 +329,29 @@ class Experiment(_Table):
                     )
 
     def check_attacks(self, model: LanguageModel) -> None:
-        """Refuses attacks that cannot work on what this experiment lets the server see.
+        """Refuses attacks that can work on no update that this experiment lets the server see.
 
         Raises:
             ConfigError: An attack with an obstacle, or what `sent` raises.
         """
-        names = list(model.parameters())
-        setting = Setting(
-            self.local_training.kind,
-            frozenset(self.sent(model)),
-            self.threat_model.knows | self.server_facts,
-            model.family,
-            model.num_layers,
-            model.task,
-            frozenset(names),
-        )
+        names = frozenset(model.parameters())
+        settings = [
+            Setting(
+                self.local_training.kind,
+                sent,
+                self.threat_model.knows | self.server_facts,
+                model.family,
+                model.num_layers,
+                model.task,
+                names,
+            )
+            for sent in self.sent(model)
+        ]
         for each in self.attacks:
-            obstacle = each.attack.obstacle(setting)
-            if obstacle is not None:
-                raise ConfigError(f"attack {each.name!r}: {obstacle}")
+            obstacles = [each.attack.obstacle(setting) for setting in settings]
+            # Where it works on some clients, the others' updates are inadmissible.
+            if all(obstacles):
+                raise ConfigError(f"attack {each.name!r}: {obstacles[0]}")
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Experiment:

@@ -186,6 +186,18 @@ CANNOT_WORK = [
         ["attack 'keyspan'", "layer.0.attention.self.query.weight", "update.share"],
     ),
     (
+        {
+            "attack": [{"kind": "dager"}],
+            "defense": [{"kind": "freeze", "parameters": ["q1", "q2"]}],
+        },
+        ["attack 'dager'", "layer.0.attention.self.query.weight"],
+    ),
+    (
+        {"update": {"share": ["q1"]}}
+        | {"defense": [{"kind": "freeze", "parameters": ["q"], "clients": [1]}]},
+        ["update.share", "client 1", "frozen"],
+    ),
+    (
         {"model": {"lora": {"targets": ["values"]}}},
         ["model.lora.targets", "'values'", "did you mean 'value'?"],
     ),
@@ -448,3 +460,16 @@ def test_the_nearest_name_is_offered_only_where_there_is_one():
     )
     assert "did you mean" not in unknown("kind", "zzzz", ["dlg", "dager"])
     assert issubclass(ConfigError, FedleakError)
+
+
+def test_an_attack_that_works_on_some_clients_is_not_refused():
+    freeze = {"kind": "freeze", "parameters": ["q1", "q2"], "clients": [1]}
+    experiment = parse(table_of(attack=[{"kind": "dager"}], defense=[freeze]))
+    model = outline(experiment, 2)
+    experiment.check_attacks(model)
+    whole, less = experiment.sent(model)
+    assert whole == set(model.trained())
+    assert len(whole - less) == 2
+    together = parse(table_of(defense=[freeze, {"kind": "secure_sum"}]))
+    assert together.sent(model) == [whole]
+    assert all(parameter.requires_grad for parameter in model.module.parameters())
