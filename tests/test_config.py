@@ -186,10 +186,8 @@ CANNOT_WORK = [
         ["attack 'keyspan'", "layer.0.attention.self.query.weight", "update.share"],
     ),
     (
-        {
-            "attack": [{"kind": "dager"}],
-            "defense": [{"kind": "freeze", "parameters": ["q1", "q2"]}],
-        },
+        {"attack": [{"kind": "dager"}], "update": {"share": ["q1", "q2"]}}
+        | {"defense": [{"kind": "freeze", "parameters": ["q1"]}]},
         ["attack 'dager'", "layer.0.attention.self.query.weight"],
     ),
     (
