@@ -31,6 +31,9 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 STYLES = ("-", "-.", ":")
 GREY = "0.55"
 NO_UPDATE = "no update"
+NOWHERE = -4.0
+"""ROUGE-L at which an attack without an answer is drawn: not 0, which it did not score."""
+CARETDOWN = 7
 REFERENCE = "central, undefended"
 
 LOG_FROM = 20.0
@@ -163,7 +166,7 @@ class Point:
 
     Attributes:
         attack, label: What it is of; the label is the cell's values.
-        leakage: ROUGE-L, with its interval.
+        leakage: ROUGE-L, with its interval; None if it has no answer.
         no_update: ROUGE-L of texts drawn without any update, if measured.
         utility: Of the trained model, if measured.
         epsilon: A number, or the word for no guarantee; None: not measured.
@@ -171,10 +174,15 @@ class Point:
 
     attack: str
     label: str
-    leakage: Mapping[str, float]
+    leakage: Mapping[str, float] | None
     no_update: float | None
     utility: float | None
     epsilon: float | str | None
+
+    @property
+    def interval(self) -> Mapping[str, float]:
+        """What is drawn of it: below the axis' zero where there is no answer."""
+        return self.leakage or {"mean": NOWHERE, "low": NOWHERE, "high": NOWHERE}
 
 
 def draw_tradeoff(collected: Mapping[str, Any], path: Path) -> None:
@@ -211,7 +219,7 @@ def tradeoff(collected: Mapping[str, Any]) -> "Figure | None":
     drawing = Figure(figsize=(3.7 * panels + 1.9, 3.7), layout="constrained")
     first, *second = drawing.subplots(1, panels, squeeze=False, sharey=True)[0]
     first.set_ylabel("ROUGE-L")
-    first.set_ylim(-4, 109)
+    first.set_ylim(-7, 109)
     first.set_xlabel(UTILITIES[measure])
     values = [x for x, _ in by_utility]
     if measure == "perplexity" and max(values) > LOG_FROM * min(values):
@@ -242,10 +250,16 @@ def _on_log_axis(epsilon: float | str | None) -> TypeGuard[float]:
 
 
 def _points(collected: Mapping[str, Any], measure: str) -> Iterator[Point]:
-    """Yields a point for each attack on texts in each cell."""
+    """Yields a point for each attack on texts in each cell; one that never answers has none."""
+    on_texts = {
+        attack
+        for row in collected["cells"]
+        for attack, of in row["attacks"].items()
+        if of["rougeL"]
+    }
     for row, label in zip(collected["cells"], _labels(collected["cells"]), strict=True):
         for attack, of in row["attacks"].items():
-            if of["rougeL"]:
+            if attack in on_texts:
                 yield Point(
                     attack,
                     label,
@@ -289,7 +303,9 @@ def _settings(value: Any) -> Iterator[tuple[str, Any]]:
 def _scatter(axes: "Axes", attacks: Sequence[str], spots: Sequence[tuple[float, Point]]) -> None:
     """Draws the points of each attack with their intervals, at the x given for each."""
     for number, attack in enumerate(attacks):
-        of_attack = [(x, point.leakage) for x, point in spots if point.attack == attack]
+        mine = [(x, point) for x, point in spots if point.attack == attack]
+        of_attack = [(x, point.leakage) for x, point in mine if point.leakage is not None]
+        silent = [x for x, point in mine if point.leakage is None]
         mean, low, high = (
             np.array([leakage[end] for _, leakage in of_attack]) for end in ("mean", "low", "high")
         )
@@ -306,6 +322,16 @@ def _scatter(axes: "Axes", attacks: Sequence[str], spots: Sequence[tuple[float, 
             elinewidth=0.9,
             capsize=2.5,
         )
+        if silent:
+            axes.plot(
+                silent,
+                [NOWHERE] * len(silent),
+                label=f"{attack}: no answer",
+                color=COLOURS[number % len(COLOURS)],
+                marker=CARETDOWN,
+                markersize=5,
+                linestyle="none",
+            )
     controls = [(x, point.no_update) for x, point in spots if point.no_update is not None]
     if controls:
         axes.plot(
@@ -347,7 +373,9 @@ def _prepare_log_(
     """Makes a log x axis with these ticks, and with words at others."""
     words = words or {}
     axes.set_xscale("log")
-    axes.set_xticks([*ticks, *words], [*(f"{tick:g}" for tick in ticks), *words.values()])
+    # Of many only every second has its number, which would overlap.
+    named = [f"{tick:g}" if len(ticks) < 7 or i % 2 == 0 else "" for i, tick in enumerate(ticks)]
+    axes.set_xticks([*ticks, *words], [*named, *words.values()])
     axes.minorticks_off()
 
 
@@ -358,9 +386,9 @@ def _label(axes: "Axes", spots: Sequence[tuple[float, Point]]) -> None:
 
     highest: dict[str, tuple[float, float]] = {}
     taken = []
-    for x, point in sorted(spots, key=lambda spot: spot[1].leakage["mean"]):
-        highest[point.label] = (x, point.leakage["mean"])
-        drawn = [[x, point.leakage["low"]], [x, point.leakage["high"]]]
+    for x, point in sorted(spots, key=lambda spot: spot[1].interval["mean"]):
+        highest[point.label] = (x, point.interval["mean"])
+        drawn = [[x, point.interval["low"]], [x, point.interval["high"]]]
         taken.append(Bbox(axes.transData.transform(drawn)).padded(4))
         if point.no_update is not None:
             [at] = axes.transData.transform([(x, point.no_update)])

@@ -611,3 +611,18 @@ def test_the_table_fits_a_terminal_of_eighty_columns():
     for words in ("epsilon", "multi-", "dager", "3.14", "[27,36]", "seconds"):
         assert words in text
     assert "\u2026" not in text
+
+
+def test_an_attack_without_an_answer_is_drawn_below_zero_and_said_to_be():
+    sweep_json = traded(*CLASSES)
+    sweep_json["cells"][1]["attacks"]["dager"]["rougeL"] = None
+    drawing = figures.tradeoff(sweep_json)
+    assert drawing is not None
+    by_utility, by_epsilon = drawing.axes
+    for axes, x in ((by_utility, 0.5), (by_epsilon, 31.25)):
+        (silent,) = [line for line in axes.lines if line.get_label() == "dager: no answer"]
+        assert (list(silent.get_xdata()), list(silent.get_ydata())) == ([x], [figures.NOWHERE])
+        assert figures.NOWHERE < 0
+    # One that reads no texts anywhere has no place in it.
+    labels = {line.get_label() for axes in drawing.axes for line in axes.lines}
+    assert not [label for label in labels if "probes" in str(label)]
