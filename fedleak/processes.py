@@ -14,6 +14,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import Any, NamedTuple
@@ -53,6 +54,7 @@ def side_by_side(
         started: Is told the name of each call as it starts.
         ended: Is told the name of each call as it ends, and why it failed, if it did.
     """
+    _start_tracker()
     waiting, free = deque(calls), deque(range(at_once))
     running: list[_Running] = []
     try:
@@ -69,6 +71,23 @@ def side_by_side(
                 ended(each.name, failure)
     finally:
         _end([each.process for each in running])
+
+
+def _start_tracker() -> None:
+    """Starts Python's own keeper of semaphores, so that it frees without a word what is left.
+
+    Calls leave without putting theirs away (`_alone`), about which it would warn at the end.
+    """
+    before = os.environ.get("PYTHONWARNINGS")
+    quiet = "ignore:resource_tracker"
+    os.environ["PYTHONWARNINGS"] = f"{before},{quiet}" if before else quiet
+    try:
+        resource_tracker.ensure_running()
+    finally:
+        if before is None:
+            del os.environ["PYTHONWARNINGS"]
+        else:
+            os.environ["PYTHONWARNINGS"] = before
 
 
 def _start(name: str, call: Call, place: int) -> _Running:
