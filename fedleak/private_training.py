@@ -130,10 +130,10 @@ def private_gradient(
         optimizer.add_noise()
         sums = [p.summed_grad for p in trained.values()]
         optimizer.scale_grad()
-    gradient = {name: p.grad.detach() for name, p in trained.items() if p.grad is not None}
+    gradient = {name: p.grad for name, p in trained.items()}
     signal = torch.stack([one.norm() for one in sums]).norm() / expected
-    noisy = [p.grad - one / expected for p, one in zip(trained.values(), sums, strict=True)]
-    seen.add(norms_B, private.max_grad_norm, signal, torch.stack([n.norm() for n in noisy]).norm())
+    noises = [p.grad - one / expected for p, one in zip(trained.values(), sums, strict=True)]
+    seen.add(norms_B, private.max_grad_norm, signal, torch.stack([n.norm() for n in noises]).norm())
     for parameter in trained.values():
         parameter.grad = None
         parameter.summed_grad = None
