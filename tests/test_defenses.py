@@ -589,7 +589,7 @@ def test_what_adapters_leave_out_cannot_be_frozen(small):
                 "defense": [{"kind": "freeze", "parameters": ["q1"]}],
                 "update": {"share": ["q1"]},
             },
-            r"all that is shared is frozen",
+            r"all that client 0 shares is frozen",
         ),
         (
             {
