@@ -101,7 +101,8 @@ def improved(
             likely_RK = nll(prior, recipe, objective, b, tried_RKT)
 
             def inputs(tried_RKT: Tensor, b: int = b) -> Guess:
-                return space.exact(rows.sequences_of([b]), tried_RKT[:, :, None])
+                own = rows.sequences_of([b])
+                return space.exact(own, tried_RKT[:, :, None, : own.length])
 
             now = space.exact(rows, ids_RBT[:, None])
             best = best_of_sequence(objective, now, b, inputs, tried_RKT, likely_RK)

@@ -52,9 +52,17 @@ class Rows:
         """Returns some of the rows."""
         return Rows(*(value[chosen_S] for value in vars(self).values()))
 
+    @property
+    def length(self) -> int:
+        """T: tokens of the longest sequence, or more."""
+        return self.mask_RBT.shape[2]
+
     def sequences_of(self, chosen: Sequence[int]) -> "Rows":
-        """Returns only some sequences of each row."""
-        return Rows(*(value[:, list(chosen)] for value in vars(self).values()))
+        """Returns only some sequences of each row, as long as the longest of them."""
+        mask_RST = self.mask_RBT[:, list(chosen)]
+        length = int(mask_RST.sum(-1).max())
+        of_each = (value[:, list(chosen)] for value in vars(self).values())
+        return Rows(*(value[..., :length] if value.dim() == 3 else value for value in of_each))
 
     def content(self, r: int, b: int) -> list[int]:
         """Returns the places of row r, sequence b whose tokens are to be found."""
@@ -111,10 +119,10 @@ class Guess(NamedTuple):
     mixture_RKBTM: Tensor | None
     targets_RKBTV: Tensor | None
 
-    def sequences(self, chosen: Sequence[int]) -> "Guess":
-        """Returns only some of the sequences."""
+    def sequences(self, chosen: Sequence[int], length: int) -> "Guess":
+        """Returns only so many tokens of some of the sequences."""
         x_RKBTD, mixture_RKBTM, targets_RKBTV = (
-            None if part is None else part[:, :, list(chosen)] for part in self
+            None if part is None else part[:, :, list(chosen), :length] for part in self
         )
         assert x_RKBTD is not None
         return Guess(x_RKBTD, mixture_RKBTM, targets_RKBTV)
@@ -413,7 +421,7 @@ class Objective:
             return None
         rows = self.rows.sequences_of(others)
         with torch.no_grad():
-            return self._gradients(guess.sequences(others), rows, differentiable=False)
+            return self._gradients(guess.sequences(others, rows.length), rows, differentiable=False)
 
     def scores_of_sequence(self, guess: Guess, b: int, others: Gradients | None) -> Tensor:
         """Returns the distances [R, K] of batches with these guesses of sequence b."""
@@ -425,7 +433,7 @@ class Objective:
 
     def chunks(self, guesses: int, sequences: int) -> Iterator[slice]:
         """Yields as many of the guesses of every row as are scored at once."""
-        tokens = len(self.rows.mask_RBT) * sequences * self.rows.mask_RBT.shape[2]
+        tokens = len(self.rows.mask_RBT) * sequences * self.rows.length
         at_once = _TOKENS_AT_ONCE.get(self.model.device.type, _TOKENS_AT_ONCE["cpu"])
         size = max(1, at_once // tokens)
         for start in range(0, guesses, size):

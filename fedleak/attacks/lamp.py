@@ -184,8 +184,9 @@ def better_order(
         now = space.guess(rows, leaf_RBTF[:, None])
 
         def inputs(tried_RKT: Tensor, b: int = b, leaf_RBTF: Tensor = leaf_RBTF) -> Guess:
-            leaf_RKTF = _each(leaf_RBTF[:, b], tried_RKT)
-            return space.guess(rows.sequences_of([b]), leaf_RKTF[:, :, None])
+            own = rows.sequences_of([b])
+            leaf_RKTF = _each(leaf_RBTF[:, b, : own.length], tried_RKT[..., : own.length])
+            return space.guess(own, leaf_RKTF[:, :, None])
 
         likely_RK = nll(prior, recipe, objective, b, _each(ids_RT[..., None], order_RKT)[..., 0])
         best = best_of_sequence(objective, now, b, inputs, order_RKT, likely_RK)
@@ -196,7 +197,7 @@ def better_order(
 
 def _tried(objective: Objective, recipe: Recipe, b: int, rng: Sequence[torch.Generator]) -> Tensor:
     """Returns the orders [R, K, T] to try; rows with fewer distinct ones repeat the present one."""
-    length = objective.rows.mask_RBT.shape[2]
+    length = objective.rows.length
     found = []
     for r, one in enumerate(rng):
         places = objective.rows.content(r, b)

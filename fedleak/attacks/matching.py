@@ -349,6 +349,13 @@ def _rows(observed: Tensor, gradient: Tensor) -> Tensor:
     return observed[:, : gradient.shape[2]] if gradient.dim() == 4 else observed
 
 
+def _with_rows(gradient: Tensor, rows: int) -> Tensor:
+    """Returns a small gradient, and a table's [R, K, T, D] with zeros up to so many rows."""
+    if gradient.dim() != 4 or gradient.shape[2] == rows:
+        return gradient
+    return torch.nn.functional.pad(gradient, (0, 0, 0, rows - gradient.shape[2]))
+
+
 def _zero(target: Target) -> Tensor:
     first_R = next(iter(target.norms.values()))
     return first_R.new_zeros(len(first_R), 1)
@@ -367,12 +374,16 @@ def of_nothing(distance: Distance, target: Target) -> Tensor:
 
 
 def added(fixed: Gradients, changing: Gradients) -> dict[str, Gradient]:
-    """Returns the sum of gradients of the same parameters, those of `fixed` with K = 1."""
+    """Returns the sum of gradients of the same parameters, those of `fixed` with K = 1.
+
+    Either may have fewer rows of a table than the other.
+    """
     total: dict[str, Gradient] = {}
     for name, one in changing.items():
         other = fixed[name]
         if isinstance(other, Tensor):
-            total[name] = _formed(one) + other
+            rows = max(_formed(one).shape[2], other.shape[2])
+            total[name] = _with_rows(_formed(one), rows) + _with_rows(other, rows)
         else:
             assert isinstance(one, tuple)
             total[name] = (*one, *other)

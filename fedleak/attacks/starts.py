@@ -46,7 +46,7 @@ def _best(
 def _shuffle(objective: Objective, rng: Sequence[torch.Generator]) -> Tensor:
     """Returns a random order [R, B, T] of each sequence's content."""
     rows = objective.rows
-    order_RBT = torch.arange(rows.mask_RBT.shape[2]).repeat(*rows.mask_RBT.shape[:2], 1)
+    order_RBT = torch.arange(rows.length).repeat(*rows.mask_RBT.shape[:2], 1)
     for r, one in enumerate(rng):
         for b in range(order_RBT.shape[1]):
             places = torch.tensor(rows.content(r, b), dtype=torch.long)

@@ -14,7 +14,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedleak.attacks import Progress, Report, Setting
+from fedleak.attacks import Progress, Report, Setting, padding
 from fedleak.attacks.batch_gradients import BatchGradients, tables
 from fedleak.attacks.batches import Shape, Shapes, bag, frame, shapes
 from fedleak.attacks.certificate import Member, as_gradient, difference, is_linear, precision
@@ -29,6 +29,7 @@ from fedleak.attacks.guesses import (
     rows_of,
 )
 from fedleak.attacks.matching import of_nothing, target_of
+from fedleak.attacks.padding import Size
 from fedleak.errors import ConfigError
 from fedleak.models import CLASSIFICATION, LanguageModel
 from fedleak.models import prior as priors
@@ -104,6 +105,11 @@ class GradientMatching(ABC):
         """Whether it is the authors' attack."""
         return self.preset == "faithful"
 
+    @property
+    def starts_of_each(self) -> int:
+        """Random starts that are optimised of each shape."""
+        return 1 if self.faithful else self.starts
+
     @abstractmethod
     def method(self) -> Method:
         """Returns how this attack matches gradients."""
@@ -145,7 +151,7 @@ class GradientMatching(ABC):
             else:
                 reason = "every tensor of the update is zero: nothing to match"
                 answers[i] = Reconstruction.none(Status.ABSTAINED, reason)
-        for group in _alike(victims):
+        for group in _alike(victims, self.starts_of_each, model.device):
             chosen = {i: victims[i] for i in group}
             answers |= _together(chosen, model, self, [rngs[i] for i in group], report)
         return [answers[i] for i in range(len(seen))]
@@ -206,13 +212,21 @@ def _content(bag_V: Tensor | None, model: LanguageModel) -> Tensor | None:
     return content_V if len(content_V) else None
 
 
-def _alike(victims: Mapping[int, Victim]) -> list[list[int]]:
-    """Returns the victims in groups of the same parameters and the same kind of space."""
+def _alike(victims: Mapping[int, Victim], starts: int, device: torch.device) -> list[list[int]]:
+    """Returns the victims in groups of the same parameters, kind of space and about one length."""
     groups: dict[object, list[int]] = {}
     for i, one in victims.items():
         kind = (tuple(one.observed), one.bag_V is None, one.rows_VD is None)
         groups.setdefault(kind, []).append(i)
-    return list(groups.values())
+    sizes = {i: _size(one, starts) for i, one in victims.items()}
+    a_pass = padding.PASS.get(device.type, padding.PASS["cpu"])
+    return [part for group in groups.values() for part in padding.parts(group, sizes, a_pass)]
+
+
+def _size(victim: Victim, starts: int) -> Size:
+    each = victim.shapes.each
+    longest = max(max(shape.lengths) for shape in each)
+    return Size(longest, max(len(shape.lengths) for shape in each), starts * len(each))
 
 
 def _together(
@@ -292,7 +306,7 @@ def _objective(
         space = FreeEmbeddings(model, table_VD, _allowed(model, attack.faithful), norm)
     else:
         ids_VM, there_VM = _padded([one.bag_V for one in victims if one.bag_V is not None])
-        hint_VTM = table_VD.new_zeros(len(victims), rows.mask_RBT.shape[2], ids_VM.shape[1])
+        hint_VTM = table_VD.new_zeros(len(victims), rows.length, ids_VM.shape[1])
         for v, one in enumerate(victims):
             if one.rows_VD is not None:
                 rows_MD = one.rows_VD.new_zeros(ids_VM.shape[1], one.rows_VD.shape[1])
@@ -301,7 +315,7 @@ def _objective(
                 hint_VTM[v] = _hint(one, model, hint_VTM.shape[1], rows_MD)
         space = Mixtures(model, table_VD, ids_VM[victim_R], there_VM[victim_R], hint_VTM[victim_R])
     small = [*tables(model), family.word_embedding]
-    tokens = rows.mask_RBT.shape[1] * rows.mask_RBT.shape[2]
+    tokens = rows.mask_RBT.shape[1] * rows.length
     whole = list(observed[0]) if attack.method().loss == "l2l1" else small
     target = target_of(observed, tokens, whole).rows(victim_R)
     # The tables say where tokens are; among a hundred tensors that would hardly count.
