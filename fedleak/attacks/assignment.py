@@ -162,7 +162,7 @@ def _changes(
     found = []
     for r, one in enumerate(rng):
         places, now_T = objective.rows.content(r, b), ids_RBT[r, b]
-        orders = _some(moves.every(len(places))[1:], recipe.orders, one)
+        orders = moves.nearby(len(places), recipe.orders, one)
         tried = [now_T[None], now_T[orders_tensor(orders, places, length).to(now_T.device)]]
         if isinstance(space, Mixtures):
             bag_M = space.ids_RM[r, space.there_RM[r]]

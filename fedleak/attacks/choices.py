@@ -73,7 +73,10 @@ def _best(
     scores: Callable[[Objective], Callable[[Tensor], Tensor]],
     sequences: int,
 ) -> Best:
-    """Returns the best by full precision; a rough objective, if there is one, ranks them first."""
+    """Returns the best by full precision; a rough objective, if there is one, ranks them first.
+
+    What there is now is the first of those tried.
+    """
     row_R1 = torch.arange(len(tried_RKX), device=tried_RKX.device)[:, None]
     for judge in (objective.rough, objective):
         if judge is None:
@@ -81,7 +84,10 @@ def _best(
         score, apart_RK = scores(judge), torch.empty_like(likely_RK)
         for chosen in judge.chunks(tried_RKX.shape[1], sequences):
             apart_RK[:, chosen] = score(tried_RKX[:, chosen])
-        order_RK = (apart_RK + likely_RK).argsort(dim=1, stable=True)[:, :_FINALISTS]
+        score_RK = apart_RK + likely_RK
+        if judge is objective.rough:
+            score_RK[:, 0] = -torch.inf  # what there is now is judged again in any case
+        order_RK = score_RK.argsort(dim=1, stable=True)[:, :_FINALISTS]
         tried_RKX, likely_RK = tried_RKX[row_R1, order_RK], likely_RK[row_R1, order_RK]
         apart_RK = apart_RK[row_R1, order_RK]
     return Best(tried_RKX[:, 0], apart_RK[:, 0], likely_RK[:, 0])

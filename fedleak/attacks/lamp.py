@@ -162,6 +162,8 @@ def reconstruct(
             break
     if recipe.discrete_at == "at-end":
         for _ in range(recipe.rounds):
+            if clock.up():
+                break
             best_RBTF = better_order(objective, recipe, prior, best_RBTF, rng)
     return best_of_each(objective.victim_R, objective.read(best_RBTF), best_R)
 

@@ -4,7 +4,8 @@ An order is a tuple of places: the token that comes to place i was at place `ord
 those of content; what begins and ends every sentence is not in it.
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -29,15 +30,38 @@ def move(length: int, start: int, stop: int, to: int) -> Order:
     return tuple(rest[:to] + places[start:stop] + rest[to:])
 
 
-def every(length: int) -> list[Order]:
-    """Returns all orders that one swap or one move makes, each once, the present one first."""
-    orders = {tuple(range(length)): None}
-    for i in range(length):
-        for j in range(i + 1, length):
-            orders[swap(length, i, j)] = None
-            for to in range(length - (j - i) + 1):
-                orders[move(length, i, j, to)] = None
-    return list(orders)
+def nearby(length: int, most: int, rng: torch.Generator) -> list[Order]:
+    """Returns at most so many of the orders that one swap or one move makes, each once.
+
+    The present order is not among them. Where there are more, they are drawn at random by their
+    number, because a sentence of 200 tokens has a million.
+    """
+    # A move makes two neighbouring blocks change places; so does a swap of neighbours.
+    moved, swapped = math.comb(length + 1, 3), math.comb(max(length - 1, 0), 2)
+    numbers: Iterable[int] = range(moved + swapped)
+    if moved + swapped > most:
+        numbers = torch.randperm(moved + swapped, generator=rng)[:most].tolist()
+    orders = []
+    for number in numbers:
+        if number < moved:
+            start, between, stop = _subset(number, 3)
+            orders.append(move(length, start, between, start + stop - between))
+        else:
+            i, j = _subset(number - moved, 2)
+            orders.append(swap(length, i, j + 1))
+    return orders
+
+
+def _subset(number: int, size: int) -> list[int]:
+    """Returns the set of that number among sets of so many, rising (combinatorial numbers)."""
+    chosen: list[int] = []
+    for left in range(size, 0, -1):
+        largest = left - 1
+        while math.comb(largest + 1, left) <= number:
+            largest += 1
+        number -= math.comb(largest, left)
+        chosen.insert(0, largest)
+    return chosen
 
 
 def sampled(length: int, draws: int, rng: torch.Generator) -> list[Order]:

@@ -378,7 +378,8 @@ def _apart(objective: Objective, found: Sequence[Found]) -> Tensor:
     rows_V = torch.tensor([one.row for one in found], device=objective.victim_R.device)
     of_each = objective.take(rows_V)
     ids_VBT = torch.stack([one.ids_BT for one in found])
-    return of_each.scores(of_each.space.exact(of_each.rows, ids_VBT[:, None]))[:, 0]
+    apart_V = of_each.scores(of_each.space.exact(of_each.rows, ids_VBT[:, None]))[:, 0]
+    return apart_V.clamp_min(0)  # of equal gradients rounding may leave less
 
 
 def _by_chance(objective: Objective, victims: int) -> list[Found]:

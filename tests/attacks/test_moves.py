@@ -1,5 +1,6 @@
 """Orders of a sentence: which there are, and what they do to it."""
 
+from collections import Counter
 from itertools import permutations
 
 import pytest
@@ -42,6 +43,11 @@ def is_move(order):
     )
 
 
+def every(length):
+    """All orders that one change makes."""
+    return moves.nearby(length, 10**6, torch.Generator())
+
+
 def is_permutation(order, length):
     return sorted(order) == list(range(length))
 
@@ -67,13 +73,32 @@ def test_a_move_keeps_the_order_of_the_block_and_of_the_rest(block):
 
 
 @pytest.mark.parametrize("length", range(6))
-def test_every_order_is_what_one_swap_or_one_move_makes_and_nothing_else(length):
-    found = moves.every(length)
-    now = tuple(range(length))
-    assert found[0] == now
-    expected = {p for p in permutations(now) if is_swap(p) or is_move(p)}
-    assert len(found) == len(set(found))
-    assert set(found[1:]) == expected
+def test_nearby_orders_are_what_one_swap_or_one_move_makes_and_nothing_else(length):
+    found = every(length)
+    expected = {p for p in permutations(range(length)) if is_swap(p) or is_move(p)}
+    assert len(found) == len(expected)
+    assert set(found) == expected
+
+
+@given(LENGTHS, st.integers(0, 60), st.integers(0, 10**6))
+def test_of_many_nearby_orders_some_are_drawn(length, most, seed):
+    found = moves.nearby(length, most, torch.Generator().manual_seed(seed))
+    assert len(found) == len(set(found)) == min(most, len(every(length)))
+    assert set(found) <= set(every(length))
+
+
+def test_any_of_them_is_drawn_as_often():
+    rng = torch.Generator().manual_seed(0)
+    counts = Counter(order for _ in range(3000) for order in moves.nearby(5, 4, rng))
+    expected = 3000 * 4 / len(every(5))
+    assert len(counts) == len(every(5))
+    assert max(abs(count - expected) for count in counts.values()) < 5 * expected**0.5
+
+
+def test_the_orders_of_a_long_text_need_no_list_of_all():
+    found = moves.nearby(300, 50, torch.Generator().manual_seed(0))
+    assert len(set(found)) == 50
+    assert all(is_permutation(order, 300) for order in found)
 
 
 @given(LENGTHS, st.integers(1, 60), st.integers(0, 10**6))
@@ -81,13 +106,13 @@ def test_drawn_orders_are_distinct_and_some_of_all(length, draws, seed):
     found = moves.sampled(length, draws, torch.Generator().manual_seed(seed))
     assert found[0] == tuple(range(length))
     assert len(found) == len(set(found)) <= draws
-    assert set(found) <= set(moves.every(length))
+    assert set(found[1:]) <= set(every(length))
 
 
 @pytest.mark.parametrize("length", [2, 3, 4])
 def test_enough_draws_find_every_order(length):
     found = moves.sampled(length, 3000, torch.Generator().manual_seed(0))
-    assert set(found) == set(moves.every(length))
+    assert set(found[1:]) == set(every(length))
 
 
 @given(st.integers(2, 9), st.integers(0, 10**6))
