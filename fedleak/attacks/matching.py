@@ -16,7 +16,7 @@ Shapes: R victims, K guesses for each, B sequences, T tokens, N = B T rows of a 
 size, X and Y the two sides of a weight, Q rank, P parameters, G of them of one shape.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -237,22 +237,16 @@ _whole_weight: Callable[..., Tensor] = _WholeWeight.apply
 
 def _products(gradients: Gradients, target: Target) -> tuple[Tensor, Tensor, Tensor]:
     """Returns <G*, G> and |G|^2 [P, R, K] of P parameters, and |G*| [P, R, 1]."""
+    # Gradients of the same shape together: there are many, and most are small.
+    alike: dict[Hashable, list[str]] = {}
+    for name, gradient in gradients.items():
+        alike.setdefault(_kind(name, gradient, target.tensors[name]), []).append(name)
     inner: dict[str, Tensor] = {}
     square: dict[str, Tensor] = {}
-    alike: dict[tuple[int, ...], list[str]] = {}
-    for name, gradient in gradients.items():
-        if isinstance(gradient, Tensor):
-            alike.setdefault(tuple(gradient.shape), []).append(name)
-            continue
-        observed = target.tensors[name]
-        sides = tuple(observed) if isinstance(observed, Factors) else (observed,)
-        inner[name], square[name] = _of_weight(sides, *(side for part in gradient for side in part))
-    # Small gradients of the same shape together: there are many.
     for names in alike.values():
-        value_GRKX = torch.stack([_formed(gradients[name]) for name in names])
-        rows = [_rows(_formed(target.tensors[name]), value_GRKX[0]) for name in names]
-        inner_GRK = _sum(value_GRKX * torch.stack(rows)[:, :, None], 3)
-        square_GRK = _sum(value_GRKX.square(), 3)
+        each, observed = [gradients[n] for n in names], [target.tensors[n] for n in names]
+        of_names = _of_tables if isinstance(each[0], Tensor) else _of_weights
+        inner_GRK, square_GRK = of_names(each, observed)
         inner |= zip(names, inner_GRK.unbind(), strict=True)
         square |= zip(names, square_GRK.unbind(), strict=True)
     norms = torch.stack([target.norms[name] for name in gradients])
@@ -263,6 +257,40 @@ def _products(gradients: Gradients, target: Target) -> tuple[Tensor, Tensor, Ten
     )
 
 
+def _kind(name: str, gradient: Gradient, observed: Factors | Tensor) -> Hashable:
+    """Returns what gradients have in common that are looked at together."""
+    if isinstance(gradient, Tensor):
+        return gradient.shape
+    if isinstance(observed, Tensor):
+        return name  # as large as the weight, so not worth a copy
+    return tuple(side.shape for part in (*gradient, observed) for side in part)
+
+
+def _of_tables(
+    each: Sequence[Gradient], observed: Sequence[Factors | Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Returns <G*, G> and |G|^2 [G, R, K] of gradients that are formed."""
+    value_GRKX = torch.stack([_formed(one) for one in each])
+    rows = [_rows(_formed(one), value_GRKX[0]) for one in observed]
+    inner_GRK = _sum(value_GRKX * torch.stack(rows)[:, :, None], 3)
+    return inner_GRK, _sum(value_GRKX.square(), 3)
+
+
+def _of_weights(
+    each: Sequence[Gradient], observed: Sequence[Factors | Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Returns <G*, G> and |G|^2 [G, R, K] of weights' gradients in parts."""
+    if isinstance(observed[0], Tensor):
+        seen: tuple[Tensor, ...] = (observed[0],)
+    else:
+        seen = tuple(torch.cat(sides) for sides in zip(*observed, strict=True))
+    parts = zip(*(one for one in each if isinstance(one, tuple)), strict=True)
+    sides = [torch.cat(side) for same in parts for side in zip(*same, strict=True)]
+    inner_MK, square_MK = _of_weight(seen, *sides)
+    shape = len(each), -1, inner_MK.shape[1]
+    return inner_MK.view(shape), square_MK.view(shape)
+
+
 def _formed(gradient: Gradient | Factors) -> Tensor:
     """Returns a gradient that is small, and so is one tensor."""
     assert isinstance(gradient, Tensor)
@@ -270,7 +298,7 @@ def _formed(gradient: Gradient | Factors) -> Tensor:
 
 
 class _OfWeight(torch.autograd.Function):
-    """<G*, G> and |G|^2 [R, K] of a weight's gradient in parts.
+    """<G*, G> and |G|^2 [R, K] of a weight's gradient in parts, or of several weights' below R.
 
     Its derivatives in the sides need no more than the Gram matrices: written down, they are a
     third of the operations that autograd would make of this.
