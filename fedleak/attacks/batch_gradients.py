@@ -8,7 +8,7 @@ D hidden size, M word embeddings, Y outputs of a layer, C classes, V vocabulary.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,8 @@ class BatchGradients:
             path: module for path, module in model.module.named_modules() if path in owners
         }
         self._heard: list[tuple[str, Tensor, Tensor]] = []
+        settings = (getattr(part, "config", None) for part in model.module.modules())
+        self._settings = {id(one): one for one in settings if one is not None}.values()
 
     @contextmanager
     def ready(self) -> Iterator["BatchGradients"]:
@@ -63,6 +65,18 @@ class BatchGradients:
             self._heard.append((path, inputs[0], output))
 
         return hear
+
+    @contextmanager
+    def _fused_attention(self) -> Iterator[None]:
+        """Lets layers attend by PyTorch's fused kernels, which have no second derivative."""
+        before = [one._attn_implementation for one in self._settings]
+        try:
+            for one in self._settings:
+                one._attn_implementation = "sdpa"
+            yield
+        finally:
+            for one, was in zip(self._settings, before, strict=True):
+                one._attn_implementation = was
 
     def __call__(
         self,
@@ -90,9 +104,10 @@ class BatchGradients:
             if not differentiable:
                 x_NTD = x_NTD.detach().requires_grad_()
             self._heard.clear()
-            logits = self._model.family.logits(
-                self._model.module, mask_NT, ids_BT=None, embeds_BTD=x_NTD
-            )
+            with nullcontext() if differentiable else self._fused_attention():
+                logits = self._model.family.logits(
+                    self._model.module, mask_NT, ids_BT=None, embeds_BTD=x_NTD
+                )
             heard, self._heard = self._heard, []
             rows_too = bool(self._tables) or self._words is not None
             at = [output for _, _, output in heard] + ([x_NTD] if rows_too else [])

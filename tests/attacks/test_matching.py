@@ -626,6 +626,29 @@ def test_gradients_to_look_at_are_those_to_differentiate(small, kind):
     assert x_RKBTD.grad is None
 
 
+@pytest.mark.parametrize("kind", [KINDS[0], KINDS[3], KINDS[4], KINDS[5]], ids=name_of)
+def test_only_gradients_to_look_at_attend_by_fused_kernels(small, kind, monkeypatch):
+    model = made(small, *kind)
+    batch, whole, fused = Batch(model, 1, 1, 1), torch.nn.functional.scaled_dot_product_attention, 0
+
+    def count(*args, **kwargs):
+        nonlocal fused
+        fused += 1
+        return whole(*args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", count)
+    with BatchGradients(model, matched(model)).ready() as computed:
+        batch.gradients(computed, batch.x_RKBTD.clone().requires_grad_())
+        assert fused == 0
+        batch.gradients(computed, batch.x_RKBTD, differentiable=False)
+        assert fused == model.num_layers
+        # Also after an error the next second derivative must work.
+        with pytest.raises(RuntimeError):
+            batch.gradients(computed, batch.x_RKBTD[..., 1:], differentiable=False)
+        batch.gradients(computed, batch.x_RKBTD.clone().requires_grad_())
+    assert model.module.config._attn_implementation == "eager"
+
+
 @pytest.mark.parametrize("kind", [KINDS[0], KINDS[3], KINDS[4]], ids=name_of)
 def test_gradients_to_look_at_keep_no_graph(small, kind):
     model = made(small, *kind)
