@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fedleak.attacks import moves
 from fedleak.attacks.choices import (
+    Best,
     best_of_batch,
     best_of_sequence,
     nll,
@@ -85,38 +86,56 @@ def improved(
 ) -> tuple[Tensor, Tensor]:
     """Returns better tokens [R, B, T] than those read from the leaf, and their score [R].
 
-    One sentence after the other is changed, then two at a time, as long as that helps. The score
-    is the distance plus what the prior adds; of tokens that match exactly, the distance alone.
+    One sentence after the other is changed, then two at a time, in each row as long as that helps.
+    The score is the distance plus what the prior adds; of tokens that match exactly, the distance
+    alone.
     """
-    rows, space, ids_RBT = objective.rows, objective.space, objective.read(leaf_RBTF)
-    sequences = range(ids_RBT.shape[1])
+    ids_RBT = objective.read(leaf_RBTF)
     likely_RB = torch.cat(
-        [nll(prior, recipe, objective, b, ids_RBT[:, None, b]) for b in sequences], 1
+        [nll(prior, recipe, objective, b, ids_RBT[:, None, b]) for b in range(ids_RBT.shape[1])], 1
     )
-    apart_R = objective.scores(space.exact(rows, ids_RBT[:, None]))[:, 0]
+    apart_R = objective.scores(objective.space.exact(objective.rows, ids_RBT[:, None]))[:, 0]
+    likely_R, going_S = likely_RB.sum(1), torch.arange(len(rng), device=ids_RBT.device)
     for _ in range(recipe.sweeps):
-        before_RBT = ids_RBT.clone()
-        for b in sequences:
-            tried_RKT = _changes(objective, recipe, leaf_RBTF, ids_RBT, b, rng)
-            likely_RK = nll(prior, recipe, objective, b, tried_RKT)
-
-            def inputs(tried_RKT: Tensor, b: int = b) -> Guess:
-                own = rows.sequences_of([b])
-                return space.exact(own, tried_RKT[:, :, None, : own.length])
-
-            now = space.exact(rows, ids_RBT[:, None])
-            best = best_of_sequence(objective, now, b, inputs, tried_RKT, likely_RK)
-            ids_RBT[:, b], apart_R, likely_RB[:, b] = best
-        if len(sequences) > 1:
-            tried_RKBT = _exchanges(objective, recipe, ids_RBT, rng)
-            each_RBK = [nll(prior, recipe, objective, b, tried_RKBT[:, :, b]) for b in sequences]
-            best = best_of_batch(objective, tried_RKBT, torch.stack(each_RBK, 1).sum(1))
-            ids_RBT, apart_R = best.chosen_RX, best.apart_R
-            likely_RB = best.likely_R[:, None] / len(sequences)
-            likely_RB = likely_RB.expand(-1, len(sequences)).clone()
-        if torch.equal(ids_RBT, before_RBT):
+        of_row = [rng[r] for r in going_S.tolist()]
+        before_SBT = ids_RBT[going_S]
+        ids_RBT[going_S], apart_R[going_S], likely_R[going_S] = _swept(
+            objective.take(going_S), recipe, prior, leaf_RBTF[going_S], before_SBT, of_row
+        )
+        going_S = going_S[(ids_RBT[going_S] != before_SBT).flatten(1).any(1)]
+        if not len(going_S):
             break
-    return ids_RBT, torch.where(apart_R < EXACT, apart_R, apart_R + likely_RB.sum(1))
+    return ids_RBT, torch.where(apart_R < EXACT, apart_R, apart_R + likely_R)
+
+
+def _swept(
+    objective: Objective,
+    recipe: Recipe,
+    prior: Prior | None,
+    leaf_RBTF: Tensor,
+    ids_RBT: Tensor,
+    rng: Sequence[torch.Generator],
+) -> Best:
+    """Returns the tokens [R, B, T] after each sentence was changed once, and then two at a time."""
+    rows, space, sequences = objective.rows, objective.space, range(ids_RBT.shape[1])
+    ids_RBT, likely_R = ids_RBT.clone(), torch.zeros_like(objective.unit_R)
+    for b in sequences:
+        tried_RKT = _changes(objective, recipe, leaf_RBTF, ids_RBT, b, rng)
+        likely_RK = nll(prior, recipe, objective, b, tried_RKT)
+
+        def inputs(tried_RKT: Tensor, b: int = b) -> Guess:
+            own = rows.sequences_of([b])
+            return space.exact(own, tried_RKT[:, :, None, : own.length])
+
+        now = space.exact(rows, ids_RBT[:, None])
+        best = best_of_sequence(objective, now, b, inputs, tried_RKT, likely_RK)
+        ids_RBT[:, b], apart_R = best.chosen_RX, best.apart_R
+        likely_R = likely_R + best.likely_R
+    if len(sequences) > 1:
+        tried_RKBT = _exchanges(objective, recipe, ids_RBT, rng)
+        each_RBK = [nll(prior, recipe, objective, b, tried_RKBT[:, :, b]) for b in sequences]
+        return best_of_batch(objective, tried_RKBT, torch.stack(each_RBK, 1).sum(1))
+    return Best(ids_RBT, apart_R, likely_R)
 
 
 def going(victim_R: Tensor, best_R: Tensor, alive_R: Tensor, progress: float) -> Tensor:
@@ -189,6 +208,7 @@ def _exchanges(
     found = []
     for r, one in enumerate(rng):
         free_BT, now_BT = ~objective.rows.fixed_RBT[r], ids_RBT[r]
+        label_B = objective.rows.labels_RB[r].tolist()
         pairs = list(combinations(range(len(now_BT)), 2))
         tried = [now_BT]
         for (b, c), place, stop in product(pairs, range(now_BT.shape[1]), (1, now_BT.shape[1])):
@@ -198,7 +218,9 @@ def _exchanges(
             if both_T.any() and not torch.equal(now_BT[b, both_T], now_BT[c, both_T]):
                 other_BT = now_BT.clone()
                 other_BT[b, both_T], other_BT[c, both_T] = now_BT[c, both_T], now_BT[b, both_T]
-                tried.append(other_BT)
+                # Two whole sentences of one class only change their order.
+                if label_B[b] != label_B[c] or not torch.equal(other_BT[b], now_BT[c]):
+                    tried.append(other_BT)
         found.append(torch.stack([tried[0], *_some(tried[1:], 2 * recipe.orders, one)]))
     return stacked(found)
 

@@ -497,6 +497,48 @@ def test_what_is_tried_has_the_present_first_and_keeps_what_is_known(small, obse
     inside(check, [truth.seen], model, Lamp(starts=1))
 
 
+def test_whole_sentences_are_exchanged_only_if_they_differ_in_class(small, observe):
+    model = small("bert")
+    truth = observe(model, ["it is over now", "is it over now"], granted=GRANTED)
+    assert len({len(one) for one in truth.sequences}) == 1
+
+    def check(objective, recipe, rng):
+        ids = true_ids(truth, objective)
+        whole = ids[0].flip(0)
+        for labels, there in (([0, 0], False), ([0, 1], True)):
+            labelled = replace(objective.rows, labels_RB=torch.tensor([labels]))
+            tried = assignment._exchanges(replace(objective, rows=labelled), recipe, ids, rng)[0]
+            assert any(torch.equal(one, whole) for one in tried) is there
+
+    inside(check, [truth.seen], model, Lamp(starts=1))
+
+
+def test_what_becomes_of_a_row_does_not_depend_on_the_others(small, observe):
+    model = small("bert")
+    truths = [observe(model, BATCHES[name], granted=GRANTED) for name in ("one text", "two texts")]
+
+    def check(objective, recipe, rng):
+        # The first has nothing to find, the second much.
+        ids = torch.cat([true_ids(one, objective)[r : r + 1] for r, one in enumerate(truths)])
+        free_BT = ~objective.rows.fixed_RBT[1]
+        ids[1][free_BT] = ids[1][free_BT].flip(0)
+        leaf = objective.space.leaf(objective.rows, ids)
+        states = [one.get_state() for one in rng]
+        both, score_R = assignment.improved(objective, recipe, None, leaf, rng)
+        assert torch.equal(both[0], ids[0])
+        assert not torch.equal(both[1], ids[1])
+        for r, (one, was) in enumerate(zip(rng, states, strict=True)):
+            one.set_state(was)
+            chosen = torch.tensor([r])
+            alone, score = assignment.improved(
+                objective.take(chosen), recipe, None, leaf[chosen], [one]
+            )
+            assert torch.equal(alone[0], both[r])
+            assert float(score) == pytest.approx(float(score_R[r]), abs=1e-5)
+
+    inside(check, [one.seen for one in truths], model, Lamp(starts=1))
+
+
 # --- precision --------------------------------------------------------------------------------
 
 
