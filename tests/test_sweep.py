@@ -365,7 +365,8 @@ def test_a_killed_sweep_goes_on_where_it_stopped(write, here, number):
             process.send_signal(number)
             break
         time.sleep(0.02)
-    assert process.wait(60) == (-signal.SIGKILL if number == signal.SIGKILL else 130)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == (-signal.SIGKILL if number == signal.SIGKILL else 130), said
     assert Run(folder / CELLS[1]).info()["status"] in ("running", "interrupted")
     before = stamps(folder / CELLS[0])
     assert "summary.json" in before
