@@ -292,12 +292,17 @@ def _of_weights(
     if isinstance(observed[0], Tensor):
         seen: tuple[Tensor, ...] = (observed[0],)
     else:
-        seen = tuple(torch.cat(sides) for sides in zip(*observed, strict=True))
+        seen = tuple(_joined(sides) for sides in zip(*observed, strict=True))
     parts = zip(*(one for one in each if isinstance(one, tuple)), strict=True)
-    sides = [torch.cat(side) for same in parts for side in zip(*same, strict=True)]
+    sides = [_joined(side) for same in parts for side in zip(*same, strict=True)]
     inner_MK, square_MK = _of_weight(seen, *sides)
     shape = len(each), -1, inner_MK.shape[1]
     return inner_MK.view(shape), square_MK.view(shape)
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """Returns tensors one after the other, without a copy if there is only one."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def _formed(gradient: Gradient | Factors) -> Tensor:
