@@ -80,7 +80,7 @@ def run(
 
 @app.command()
 def sweep(
-    file: Annotated[Path, typer.Argument(help="An experiment file with a [sweep].")],
+    file: Annotated[Path, typer.Argument(help="An experiment file with a sweep table.")],
     changes: Set = None,
     jobs: Annotated[
         int | None,
@@ -90,7 +90,7 @@ def sweep(
     ] = None,
     fresh: Fresh = False,
 ) -> None:
-    """Run an experiment for every combination of the values below its [sweep].
+    """Run an experiment for every combination of the values in its sweep table.
 
     Each is a run in runs/NAME. sweep.json, sweep.svg and tradeoff.svg beside them compare them.
     The same command again finishes what is left.
@@ -139,8 +139,8 @@ def attack(
 ) -> None:
     """Attack the captures of a finished or interrupted run, also with other attacks.
 
-    For example: --set 'attack=[{kind="dlg", name="dlg-long", steps=2000}]'. Only [attack],
-    [threat] and [workers] can be changed: the captures are what they are.
+    For example: --set 'attack=[{kind="dlg", name="dlg-long", steps=2000}]'.
+    Only attacks, threat and workers can be changed: captures are what they are.
     """
     from fedleak import audit, pipeline, report
     from fedleak.config import load

@@ -1,6 +1,7 @@
 """Quiet and offline; small models; updates as a client makes them."""
 
 import os
+import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,6 +37,9 @@ from fedleak.training import LocalTraining, local_update_
 settings.register_profile("quick", max_examples=40, deadline=None, derandomize=True)
 settings.load_profile("quick")
 torch.set_num_threads(1)
+
+# A shell's background jobs ignore Ctrl-C, and so would the commands that the tests start and stop.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 TEXTS = tuple(note.text for note in notes(60, seed=7))
 

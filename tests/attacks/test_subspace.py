@@ -166,6 +166,29 @@ def test_more_inputs_than_there_is_room_for_give_no_exact_span(rank, seed):
     assert span is None or not span.exact
 
 
+@pytest.mark.parametrize("outputs", [3, 40])
+def test_outputs_without_a_gradient_change_nothing(outputs):
+    gradient, _ = made_gradient(5, outputs=outputs)
+    among = torch.cat([torch.zeros(2, 24), gradient, torch.zeros(1, 24)])
+    there, plain = row_space([among]), row_space([gradient])
+    # Three outputs span three dimensions, however many inputs there were.
+    for span in (plain, there):
+        assert (span is not None and span.exact) == (outputs == 40)
+    if outputs == 40:
+        assert (there.rank, there.floor) == (plain.rank, pytest.approx(plain.floor))
+
+
+def test_rows_that_are_exactly_equal_leave_a_floor():
+    row = torch.zeros(24)
+    row[3] = 0.5
+    span = row_space([row.expand(12, 24)])
+    assert span.rank == 1
+    assert span.floor > 0
+    inside, outside = span.excess(torch.stack([row, row.roll(1)]))
+    assert inside == 0
+    assert ACCEPT < outside < math.inf
+
+
 def test_a_gradient_of_zeros_beside_another_is_left_out():
     gradient, _ = made_gradient(4)
     assert row_space([torch.zeros(40, 24), gradient]).rank == 4
