@@ -295,7 +295,7 @@ def attacking(
     on: Sequence[Worker] | None = None,
 ) -> Iterator[None]:
     """Attacks while the body trains, and until all is attacked; gives up if the body fails."""
-    trained, stopped = threading.Event(), threading.Event()
+    trained, stopped, ended = threading.Event(), threading.Event(), threading.Event()
     errors: list[BaseException] = []
 
     def dispatch() -> None:
@@ -306,16 +306,21 @@ def attacking(
         except BaseException as error:  # noqa: BLE001 - raised again below, in the caller's thread
             errors.append(error)
 
+        finally:
+            ended.set()
+
     thread = threading.Thread(target=dispatch, name="attacks")
-    thread.start()
     try:
+        thread.start()
         yield
         trained.set()
-        while thread.is_alive():
-            thread.join(0.2)  # in slices, so that Ctrl-C is heard
+        # Not `join`: when Ctrl-C interrupts that, Python takes the thread for one that has ended.
+        while not ended.is_set():
+            time.sleep(POLL_SECONDS)
     finally:
         stopped.set()
-        thread.join()
+        if thread.is_alive():
+            thread.join()
     if errors:
         raise errors[0]
 

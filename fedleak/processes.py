@@ -7,6 +7,7 @@ what its call needs, torch for one.
 import multiprocessing
 import os
 import pickle
+import shutil
 import signal
 import sys
 import threading
@@ -17,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
+from pathlib import Path
 from typing import Any, NamedTuple
 
 GRACE_SECONDS = 5.0
@@ -73,6 +75,26 @@ def side_by_side(
         _end([each.process for each in running])
 
 
+def belong_to_parent(folder: Path | None = None) -> None:
+    """Leaves Ctrl-C to the parent of this process, and ends with it.
+
+    Args:
+        folder: Is removed if the parent goes first, as if it is killed.
+    """
+    # On a terminal Ctrl-C reaches every process; the parent hears it, and ends the others.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def end_too() -> None:
+        parent.join()
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+        os._exit(1)
+
+    threading.Thread(target=end_too, daemon=True).start()
+
+
 def _start_tracker() -> None:
     """Starts Python's own keeper of semaphores, so that it frees without a word what is left.
 
@@ -125,10 +147,8 @@ def _end(processes: Sequence[SpawnProcess]) -> None:
 
 def _alone(call: bytes, place: int, answer: Connection) -> None:
     """Makes a call in this process, which was started for it."""
-    # On a terminal Ctrl-C reaches every process; the parent hears it, and says SIGTERM.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    belong_to_parent()
     signal.signal(signal.SIGTERM, _interrupt)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
     status = 1
     try:
         answer.send(pickle.loads(call)(place))
@@ -146,10 +166,3 @@ def _alone(call: bytes, place: int, answer: Connection) -> None:
 
 def _interrupt(number: int, frame: Any) -> None:
     raise KeyboardInterrupt
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)

@@ -11,9 +11,6 @@ import json
 import math
 import multiprocessing
 import os
-import shutil
-import signal
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -34,11 +31,11 @@ from fedleak.config import NamedAttack
 from fedleak.errors import CaptureError
 from fedleak.models import LanguageModel, ModelSpec
 from fedleak.observation import Knowledge, Observation, ThreatModel
+from fedleak.processes import belong_to_parent
 from fedleak.reconstruction import Reconstruction, Status
 from fedleak.store import Key, Run, plain
 from fedleak.streams import stream
 
-WATCH_SECONDS = 1.0
 NOTE_SECONDS = 1.0
 """How often at most a worker notes how far its attack is."""
 
@@ -147,7 +144,7 @@ class Worker:
             if isinstance(error, BrokenProcessPool):
                 self._restart()
             return error or self._answer.result()
-        if self._deadline == math.inf and self._pid.done():
+        if self._deadline == math.inf and self._ready.done():
             # Counted from here, so that importing torch is not held against an attack.
             self._deadline = time.monotonic() + self._time_limit * len(self.jobs)
         if time.monotonic() > self._deadline:
@@ -167,11 +164,10 @@ class Worker:
         return {client: Progress(*rest) for client, *rest in noted}
 
     def stop(self) -> None:
-        """Ends the process."""
+        """Ends the process, whatever it is doing."""
+        with suppress(BrokenProcessPool, psutil.NoSuchProcess):
+            psutil.Process(self._pid.result()).kill()
         self._pool.shutdown(wait=False, cancel_futures=True)
-        if self._pid.done() and self._pid.exception() is None:
-            with suppress(psutil.NoSuchProcess):
-                psutil.Process(self._pid.result()).kill()
 
     def _finish(self) -> None:
         self.jobs = ()
@@ -185,10 +181,14 @@ class Worker:
         self._pool = ProcessPoolExecutor(
             max_workers=1,
             mp_context=multiprocessing.get_context("spawn"),
-            initializer=_prepare,
-            initargs=(self._device, os.getpid(), self._notes),
+            # What was read of private texts is in the notes.
+            initializer=belong_to_parent,
+            initargs=(self._notes,),
         )
+        # Asked before anything slow is imported there, so that it can be ended at any time: a pool
+        # that is only told to shut down first completes the attack, and Python waits for that.
         self._pid = self._pool.submit(os.getpid)
+        self._ready = self._pool.submit(_prepare, self._device)
 
 
 @contextmanager
@@ -325,18 +325,9 @@ def _name(device: str) -> str:
     return torch.cuda.get_device_name(device) if device.startswith("cuda") else device
 
 
-def _prepare(device: str, parent: int, notes: Path) -> None:
-    """Prepares a worker: Ctrl-C is the parent's to handle, and no worker outlives the parent."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _prepare(device: str) -> None:
+    """Prepares a worker for attacks."""
     # One thread each: results do not depend on what else the machine does.
     torch.set_num_threads(1)
     if device.startswith("cuda"):
         torch.cuda.set_device(device)
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(WATCH_SECONDS)
-        shutil.rmtree(notes, ignore_errors=True)  # what was read of private texts is in there
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()

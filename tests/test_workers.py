@@ -13,6 +13,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from rich.console import Console
@@ -292,6 +293,38 @@ def test_notes_are_few_and_never_in_the_way(tmp_path, monkeypatch):
     ]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["all.json", "few.json"]
     note(tmp_path / "no folder" / "note.json", 3)
+
+
+def test_a_worker_that_is_still_starting_can_be_stopped(run, patient):
+    with workers.workers(["cpu"], 60) as (worker,):
+        worker.submit([job_of(run, patient(steps=2, pause=60), client=0)])
+        time.sleep(0.5)  # until the job has left the calls that a pool can cancel
+        children = psutil.Process().children()
+        started = [
+            each for each in children if any("spawn_main" in part for part in each.cmdline())
+        ]
+    assert started
+    _, alive = psutil.wait_procs(started, timeout=20)
+    assert not alive
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_ctrl_c_waits_for_the_thread_that_hands_out_captures(run, monkeypatch, training):
+    heard = []
+
+    def hand_out(*_, no_more, stop, **__):
+        while not (no_more() or training):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+        while not stop():
+            time.sleep(0.01)
+        time.sleep(0.5)
+        heard.append(True)
+
+    monkeypatch.setattr(pipeline, "attack_captures", hand_out)
+    with pytest.raises(KeyboardInterrupt), pipeline.attacking(run, parse(TABLE)):
+        time.sleep(60 if training else 0)
+    assert heard
 
 
 ORPHAN = """
