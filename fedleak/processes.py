@@ -56,7 +56,7 @@ def side_by_side(
         started: Is told the name of each call as it starts.
         ended: Is told the name of each call as it ends, and why it failed, if it did.
     """
-    _start_tracker()
+    start_tracker()
     waiting, free = deque(calls), deque(range(at_once))
     running: list[_Running] = []
     try:
@@ -95,10 +95,11 @@ def belong_to_parent(folder: Path | None = None) -> None:
     threading.Thread(target=end_too, daemon=True).start()
 
 
-def _start_tracker() -> None:
+def start_tracker() -> None:
     """Starts Python's own keeper of semaphores, so that it frees without a word what is left.
 
-    Calls leave without putting theirs away (`_alone`), about which it would warn at the end.
+    Processes that are ended, by others or by `_alone`, do not put theirs away (tqdm makes some),
+    about which it would warn at the end.
     """
     before = os.environ.get("PYTHONWARNINGS")
     quiet = "ignore:resource_tracker"

@@ -31,7 +31,7 @@ from fedleak.config import NamedAttack
 from fedleak.errors import CaptureError
 from fedleak.models import LanguageModel, ModelSpec
 from fedleak.observation import Knowledge, Observation, ThreatModel
-from fedleak.processes import belong_to_parent
+from fedleak.processes import belong_to_parent, start_tracker
 from fedleak.reconstruction import Reconstruction, Status
 from fedleak.store import Key, Run, plain
 from fedleak.streams import stream
@@ -194,6 +194,7 @@ class Worker:
 @contextmanager
 def workers(on: Sequence[str], time_limit: float) -> Iterator[list[Worker]]:
     """Starts a worker per device, and ends them."""
+    start_tracker()
     # A killed process may still be writing its last note.
     with TemporaryDirectory(prefix="fedleak-", ignore_cleanup_errors=True) as notes:
         started = [Worker(device, time_limit, Path(notes)) for device in on]

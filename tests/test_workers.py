@@ -354,6 +354,25 @@ def test_notes_do_not_outlive_a_killed_command(tmp_path):
     assert not list(notes.glob("fedleak-*"))
 
 
+UNTIDY = """
+import multiprocessing
+from fedleak.workers import workers
+kept = []
+def keep():
+    kept.append(multiprocessing.get_context("spawn").RLock())
+if __name__ == "__main__":
+    with workers(["cpu"], 60) as (worker,):
+        worker._pool.submit(keep).result()
+"""
+
+
+def test_nothing_is_said_of_what_an_ended_worker_leaves(tmp_path):
+    (tmp_path / "untidy.py").write_text(UNTIDY)
+    command = [sys.executable, str(tmp_path / "untidy.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stderr == ""
+
+
 # --- what is shown --------------------------------------------------------------------------------
 
 PRIVATE = "[red]the [/] patient\x1b[2J\nsaid"
