@@ -166,7 +166,9 @@ class Worker:
     def stop(self) -> None:
         """Ends the process, whatever it is doing."""
         with suppress(BrokenProcessPool, psutil.NoSuchProcess):
-            psutil.Process(self._pid.result()).kill()
+            process = psutil.Process(self._pid.result())
+            if process.ppid() == os.getpid():  # if it died, its number may be another's by now
+                process.kill()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _finish(self) -> None:
