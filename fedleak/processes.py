@@ -14,7 +14,8 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
@@ -63,7 +64,8 @@ def side_by_side(
         while waiting or running:
             while waiting and free:
                 name = waiting.popleft()
-                running.append(_start(name, calls[name], free.popleft()))
+                with holding_ctrl_c():  # and none is started that is not ended below
+                    running.append(_start(name, calls[name], free.popleft()))
                 started(name)
             wait([each.answer for each in running])
             for each in [each for each in running if each.answer.poll()]:
@@ -75,14 +77,25 @@ def side_by_side(
         _end([each.process for each in running])
 
 
-def belong_to_parent(folder: Path | None = None) -> None:
-    """Leaves Ctrl-C to the parent of this process, and ends with it.
+@contextmanager
+def holding_ctrl_c() -> Iterator[None]:
+    """Holds Ctrl-C back. A process that is started meanwhile is deaf to it from its first moment.
+
+    On a terminal Ctrl-C reaches every process; the first one hears it, and ends the others.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def end_with_parent(folder: Path | None = None) -> None:
+    """Ends this process when its parent does, whatever it is doing then.
 
     Args:
         folder: Is removed if the parent goes first, as if it is killed.
     """
-    # On a terminal Ctrl-C reaches every process; the parent hears it, and ends the others.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     assert parent is not None
 
@@ -148,7 +161,7 @@ def _end(processes: Sequence[SpawnProcess]) -> None:
 
 def _alone(call: bytes, place: int, answer: Connection) -> None:
     """Makes a call in this process, which was started for it."""
-    belong_to_parent()
+    end_with_parent()
     signal.signal(signal.SIGTERM, _interrupt)
     status = 1
     try:

@@ -31,7 +31,7 @@ from fedleak.config import NamedAttack
 from fedleak.errors import CaptureError
 from fedleak.models import LanguageModel, ModelSpec
 from fedleak.observation import Knowledge, Observation, ThreatModel
-from fedleak.processes import belong_to_parent, start_tracker
+from fedleak.processes import end_with_parent, holding_ctrl_c, start_tracker
 from fedleak.reconstruction import Reconstruction, Status
 from fedleak.store import Key, Run, plain
 from fedleak.streams import stream
@@ -184,12 +184,13 @@ class Worker:
             max_workers=1,
             mp_context=multiprocessing.get_context("spawn"),
             # What was read of private texts is in the notes.
-            initializer=belong_to_parent,
+            initializer=end_with_parent,
             initargs=(self._notes,),
         )
         # Asked before anything slow is imported there, so that it can be ended at any time: a pool
         # that is only told to shut down first completes the attack, and Python waits for that.
-        self._pid = self._pool.submit(os.getpid)
+        with holding_ctrl_c():  # the process starts here
+            self._pid = self._pool.submit(os.getpid)
         self._ready = self._pool.submit(_prepare, self._device)
 
 

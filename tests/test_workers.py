@@ -373,6 +373,32 @@ def test_nothing_is_said_of_what_an_ended_worker_leaves(tmp_path):
     assert done.stderr == ""
 
 
+IMPATIENT = """
+import os, signal, time
+from fedleak.workers import workers
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, lambda *_: None)
+    with workers(["cpu"], 60) as (worker,):
+        while not worker._ready.done():
+            os.killpg(0, signal.SIGINT)
+            time.sleep(0.02)
+        worker._ready.result()
+"""
+
+
+def test_a_worker_leaves_ctrl_c_to_the_command_from_its_first_moment(tmp_path):
+    (tmp_path / "impatient.py").write_text(IMPATIENT)
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "impatient.py")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+        start_new_session=True,
+    )
+    assert done.stderr == ""
+
+
 # --- what is shown --------------------------------------------------------------------------------
 
 PRIVATE = "[red]the [/] patient\x1b[2J\nsaid"
