@@ -305,7 +305,6 @@ def attacking(
             )
         except BaseException as error:  # noqa: BLE001 - raised again below, in the caller's thread
             errors.append(error)
-
         finally:
             ended.set()
 
