@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 os.environ.setdefault("FLWR_DISABLE_UPDATE_CHECK", "1")
 os.environ.setdefault("FLWR_LOG_LEVEL", "ERROR")
 
+import psutil
 import pytest
 import torch
 from hypothesis import settings
@@ -42,6 +44,21 @@ torch.set_num_threads(1)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 TEXTS = tuple(note.text for note in notes(60, seed=7))
+
+
+@pytest.fixture(scope="session")
+def workers_of() -> Callable[[int], list[psutil.Process]]:
+    """Finds the worker processes of a process, by its number."""
+
+    def find(pid: int) -> list[psutil.Process]:
+        found = []
+        for child in psutil.Process(pid).children():
+            with suppress(psutil.NoSuchProcess):  # it has just ended
+                if any("spawn_main" in part for part in child.cmdline()):
+                    found.append(child)
+        return found
+
+    return find
 
 
 @pytest.fixture(scope="session")

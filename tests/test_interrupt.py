@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -77,22 +78,20 @@ def test_same_rows_after_kills_at_random_moments(
 
 
 def test_a_killed_worker_is_replaced_and_workers_end_with_the_command(
-    tmp_path: Path, undisturbed: Path
+    tmp_path: Path, undisturbed: Path, workers_of: Callable[[int], list[psutil.Process]]
 ) -> None:
     (tmp_path / "experiment.toml").write_text(EXPERIMENT)
     process = subprocess.Popen(
         COMMAND, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
-    worker = None
+    found: list[psutil.Process] = []
     deadline = time.monotonic() + 60
-    while worker is None and time.monotonic() < deadline and process.poll() is None:
-        for child in psutil.Process(process.pid).children():
-            if any("spawn_main" in part for part in child.cmdline()):
-                worker = child
+    while not found and time.monotonic() < deadline and process.poll() is None:
+        found = workers_of(process.pid)
         time.sleep(0.05)
-    assert worker is not None, "no worker process was started"
+    assert found, "no worker process was started"
     time.sleep(4)
-    worker.kill()
+    found[0].kill()
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
     assert rows(tmp_path, "leakage.jsonl") == rows(undisturbed, "leakage.jsonl")

@@ -295,14 +295,11 @@ def test_notes_are_few_and_never_in_the_way(tmp_path, monkeypatch):
     note(tmp_path / "no folder" / "note.json", 3)
 
 
-def test_a_worker_that_is_still_starting_can_be_stopped(run, patient):
+def test_a_worker_that_is_still_starting_can_be_stopped(run, patient, workers_of):
     with workers.workers(["cpu"], 60) as (worker,):
         worker.submit([job_of(run, patient(steps=2, pause=60), client=0)])
         time.sleep(0.5)  # until the job has left the calls that a pool can cancel
-        children = psutil.Process().children()
-        started = [
-            each for each in children if any("spawn_main" in part for part in each.cmdline())
-        ]
+        started = workers_of(os.getpid())
     assert started
     _, alive = psutil.wait_procs(started, timeout=20)
     assert not alive
