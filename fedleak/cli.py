@@ -27,6 +27,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fedleak.errors import ConfigError, FedleakError
+from fedleak.sanitise import printable
 
 if TYPE_CHECKING:
     from fedleak.pipeline import UnderWay
@@ -283,10 +284,10 @@ def mended() -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        print(f"fedleak: {error}", file=sys.stderr)  # noqa: T201
+        print(f"fedleak: {printable(str(error))}", file=sys.stderr)  # noqa: T201
         raise typer.Exit(2) from error
     except FedleakError as error:
-        print(f"fedleak: {error}", file=sys.stderr)  # noqa: T201
+        print(f"fedleak: {printable(str(error))}", file=sys.stderr)  # noqa: T201
         raise typer.Exit(1) from error
     except KeyboardInterrupt as error:
         print("fedleak: stopped; the same command again finishes the rest", file=sys.stderr)  # noqa: T201
@@ -316,9 +317,8 @@ def line(doing: "UnderWay", now: float) -> Text:
     else:
         word = "client" if len(doing.clients) == 1 else "clients"
         said = f"{word} {', '.join(map(str, doing.clients))}"
-    # Neither line breaks nor what a terminal would obey.
-    printable = "".join(c if c.isprintable() else " " for c in f"round {doing.round}, {said}")
-    return Text(f"{doing.attack:>9} {printable}", style="dim", no_wrap=True, overflow="ellipsis")
+    shown = printable(f"{doing.attack:>9} round {doing.round}, {said}")
+    return Text(shown, style="dim", no_wrap=True, overflow="ellipsis")
 
 
 @contextmanager
