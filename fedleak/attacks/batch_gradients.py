@@ -13,7 +13,6 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from transformers.pytorch_utils import Conv1D
 
 from fedleak.attacks.matching import Gradient, Outer
 from fedleak.models import LanguageModel
@@ -121,6 +120,8 @@ class BatchGradients:
             )
         if not differentiable:
             heard = [(path, given.detach(), output.detach()) for path, given, output in heard]
+
+        from transformers.pytorch_utils import Conv1D  # here, because it takes a second
 
         def rows(value: Tensor) -> Tensor:
             """Returns it as [R, K, N, ...]."""

@@ -17,7 +17,6 @@ from itertools import product
 from typing import NamedTuple, Protocol
 
 import torch
-from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -304,6 +303,8 @@ class Mixtures:
 
     def read(self, rows: Rows, leaf_RKBTF: Tensor) -> Tensor:
         """Returns the likeliest tokens of which each of the bag is at least once there."""
+        from scipy.optimize import linear_sum_assignment  # here, because it takes a while
+
         score_RKBTM = self._masked(leaf_RKBTF).log_softmax(-1)
         ids_RKBT = rows.ids_RBT[:, None].repeat(1, leaf_RKBTF.shape[1], 1, 1)
         for r, k in product(range(ids_RKBT.shape[0]), range(ids_RKBT.shape[1])):

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from scipy.stats import binomtest
 
 RESAMPLES = 2000
 
@@ -19,6 +18,8 @@ class Interval(NamedTuple):
 
 def share(successes: int, trials: int) -> Interval:
     """Returns a share with its Wilson interval, which is not empty at 0 or 100 % either."""
+    from scipy.stats import binomtest  # here, because it takes a second
+
     interval = binomtest(successes, trials).proportion_ci(0.95, method="wilson")
     return Interval(successes / trials, float(interval.low), float(interval.high))
 

@@ -5,9 +5,10 @@ text in other scripts scores 0.
 """
 
 from functools import cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from rouge_score.rouge_scorer import RougeScorer
+if TYPE_CHECKING:
+    from rouge_score.rouge_scorer import RougeScorer
 
 
 class Rouge(NamedTuple):
@@ -19,7 +20,9 @@ class Rouge(NamedTuple):
 
 
 @cache
-def _scorer() -> RougeScorer:
+def _scorer() -> "RougeScorer":
+    from rouge_score.rouge_scorer import RougeScorer  # here, because it takes a second
+
     return RougeScorer(list(Rouge._fields), use_stemmer=False)
 
 

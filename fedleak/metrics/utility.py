@@ -4,7 +4,6 @@ import math
 from collections.abc import Sequence
 
 import torch
-from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 
 from fedleak.models import CLASSIFICATION, LanguageModel, batch_loss, pad
 
@@ -39,6 +38,9 @@ def evaluate(
         # A loss of hundreds has a perplexity that no float holds.
         scores["perplexity"] = math.exp(scores["loss"]) if scores["loss"] < 700 else math.inf
     else:
+        # Here, because it takes a second.
+        from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
+
         average = "binary" if model.num_labels == 2 else "macro"
         scores |= {
             "accuracy": float(accuracy_score(labels, predicted)),

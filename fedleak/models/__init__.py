@@ -15,12 +15,6 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-)
 
 from fedleak.errors import ConfigError
 from fedleak.models import builtin
@@ -251,6 +245,13 @@ def outline(spec: ModelSpec) -> LanguageModel:
 
 def _make(spec: ModelSpec, *, checkpoint: bool) -> LanguageModel:
     """Makes a model, with the weights of its checkpoint or with any."""
+    from transformers import (  # here, because it takes a second
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoModelForSequenceClassification,
+        AutoTokenizer,
+    )
+
     name, task = spec.name, spec.task
     source = _source(name)
     try:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import nn
-from transformers.pytorch_utils import Conv1D
 
 from fedleak.errors import ConfigError, unknown
 
@@ -42,6 +41,7 @@ def adapt_(module: nn.Module, lora: Lora, trained: Sequence[str]) -> None:
     # Here, because it takes seconds.
     from peft import LoraConfig, inject_adapter_in_model
     from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as DEFAULT
+    from transformers.pytorch_utils import Conv1D
 
     whole = {name.rpartition(".")[0] for name in trained}
     layers = {

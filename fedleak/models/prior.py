@@ -18,11 +18,6 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-)
 
 from fedleak.errors import ConfigError
 from fedleak.models import LanguageModel, builtin, pad
@@ -183,6 +178,8 @@ def outline(setting: str, name: str) -> tuple[Any, Any]:
     Raises:
         ConfigError: There is none.
     """
+    from transformers import AutoConfig, AutoTokenizer
+
     source = _source(setting, name)
     try:
         config = AutoConfig.from_pretrained(source)
@@ -203,6 +200,11 @@ def outline(setting: str, name: str) -> tuple[Any, Any]:
 
 def _causal_outline(name: str) -> tuple[Any, Any]:
     """Returns config and tokenizer of a model that predicts the next token."""
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    )
+
     config, tokenizer = outline("prior =", name)
     kind = config.model_type
     # These architectures read both ways unless they are told not to: each token would see itself.
@@ -220,6 +222,8 @@ def _causal_outline(name: str) -> tuple[Any, Any]:
 @lru_cache(maxsize=2)
 def _loaded(name: str, source: str, device: torch.device) -> tuple[nn.Module, Any]:
     """Returns network and tokenizer of a prior; the source is where the name leads from here."""
+    from transformers import AutoModelForCausalLM
+
     config, tokenizer = _causal_outline(name)
     try:
         module, found = AutoModelForCausalLM.from_pretrained(
