@@ -87,7 +87,7 @@ def divide(experiment: Experiment, split: data.Split, model: LanguageModel) -> W
     """
     table, max_length = experiment.federation, experiment.data.max_length
     limit = model.max_length
-    train, held_out = split
+    train, held_out = split.train, split.held_out
     return Workload(
         data.tokenise(train.texts, model.encode, limit=limit, max_length=max_length),
         train.labels,

@@ -1,22 +1,26 @@
 """Texts with labels: from the hub, from a file, or built in; their tokens; who gets which.
 
-A data set is named by a hub id, the path of a csv, tsv, jsonl or parquet file, or
-`builtin/notes`. tsv files are read without quoting (as GLUE's are), csv files with it.
+A data set is named by a hub id, the path of a csv, tsv, jsonl or parquet file (`data.files`), or
+`builtin/notes`. tsv files are read without quoting (as GLUE's are), csv files with it. Texts are
+private: no refusal quotes one.
 """
 
-import csv
+import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from datasets import ClassLabel, Dataset, load_dataset
-from flwr_datasets.partitioner import DirichletPartitioner, IidPartitioner
 
+from fedleak.data import files
 from fedleak.errors import ConfigError
 from fedleak.notes import notes
 from fedleak.streams import stream, stream_seed
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 BUILTIN: Mapping[str, str] = {
     "notes": "invented private sentences (health or not), made here; any number up to 100,000"
@@ -46,6 +50,13 @@ HUB: Mapping[str, HubSet] = {
 }
 
 
+_TEXT_COLUMNS = {"body", "comment", "content", "message", "note", "review", "sentence", "text"}
+"""What columns of text are called; no text of one is one of these words alone."""
+
+_ENOUGH_ROWS = 10
+"""From so many on, a class of which only the first row is must be the name of the column."""
+
+
 @dataclass(frozen=True)
 class Corpus:
     """Texts, the class of each, and the names of the classes."""
@@ -67,10 +78,16 @@ class Corpus:
 
 
 class Split(NamedTuple):
-    """What the clients train on, and what no client ever sees."""
+    """What the clients train on, and what no client ever sees.
+
+    Attributes:
+        train, held_out: The examples.
+        dropped: Rows without text, which were left out.
+    """
 
     train: Corpus
     held_out: Corpus
+    dropped: int = 0
 
 
 def read(
@@ -82,6 +99,9 @@ def read(
     samples: int,
     held_out: int,
     seed: int,
+    drop_empty: bool = False,
+    encoding: str | None = None,
+    delimiter: str | None = None,
 ) -> Split:
     """Reads a data set and draws disjoint training and held-out examples from it.
 
@@ -91,23 +111,27 @@ def read(
         text, label: Columns, by name, or by number (from 0) in a file without a header line.
         samples, held_out: How many examples of each.
         seed: Of the draw.
+        drop_empty: Leave out rows without text, which are refused otherwise.
+        encoding: Of a file; None: UTF-8.
+        delimiter: Of a csv or tsv file; None: a comma, or a tab.
 
     Raises:
         ConfigError: No such data, a column that is missing, empty texts, or too few examples.
     """
-    needed = samples + held_out
+    needed, dropped = samples + held_out, 0
     if name.startswith("builtin/"):
+        _refuse_format(name, encoding, delimiter)
         corpus = _builtin(name, needed)
     else:
-        rows, text, label = _rows(name, split, text, label)
-        corpus = _corpus(name, rows, text, label)
+        rows, text, label = _rows(name, split, text, label, encoding, delimiter)
+        corpus, dropped = _corpus(name, rows, text, label, drop_empty)
     if len(corpus) < needed:
         raise ConfigError(
             f"data.samples = {samples} and data.held_out = {held_out} need {needed} examples, but "
             f"{name!r} has {len(corpus)}: lower one of them"
         )
     order = torch.randperm(len(corpus), generator=stream(seed, "data")).tolist()
-    return Split(corpus.take(order[:samples]), corpus.take(order[samples:needed]))
+    return Split(corpus.take(order[:samples]), corpus.take(order[samples:needed]), dropped)
 
 
 def partition(
@@ -130,6 +154,9 @@ def partition(
             f"federation.clients = {clients} leaves a client with no data: data.samples is only "
             f"{len(labels)}; raise it or use fewer clients"
         )
+    from datasets import Dataset  # both here, because they take a second
+    from flwr_datasets.partitioner import DirichletPartitioner, IidPartitioner
+
     table = Dataset.from_dict({"index": list(range(len(labels))), "label": list(labels)})
     partitioner = (
         IidPartitioner(clients)
@@ -174,16 +201,18 @@ def tokenise(
         raise ConfigError(
             f"data.max_length = {max_length} is more than the model takes: set {limit} or less"
         )
-    sequences = []
-    for text, ids in zip(texts, encode(texts) if texts else [], strict=True):
-        if max_length is not None and len(ids) > max_length:
-            ids = [*ids[: max_length - 1], ids[-1]]
-        if len(ids) > limit:
-            raise ConfigError(
-                f"a text has {len(ids)} tokens and the model takes {limit} ({text[:40]!r}...): set "
-                f"data.max_length = {limit} to cut such texts"
-            )
-        sequences.append(tuple(ids))
+    sequences = [tuple(ids) for ids in encode(texts)] if texts else []
+    if max_length is not None:
+        sequences = [
+            ids if len(ids) <= max_length else (*ids[: max_length - 1], ids[-1])
+            for ids in sequences
+        ]
+    if too_long := [len(ids) for ids in sequences if len(ids) > limit]:
+        raise ConfigError(
+            f"{len(too_long)} of {len(sequences)} texts have more than the {limit} tokens that the "
+            f"model takes (the longest has {max(too_long)}): set data.max_length = {limit} to cut "
+            "them"
+        )
     return sequences
 
 
@@ -201,89 +230,159 @@ def _builtin(name: str, needed: int) -> Corpus:
 
 
 def _rows(
-    name: str, split: str, text: str | int | None, label: str | int | None
-) -> tuple[Dataset, str, str | None]:
+    name: str,
+    split: str,
+    text: str | int | None,
+    label: str | int | None,
+    encoding: str | None,
+    delimiter: str | None,
+) -> "tuple[Dataset, str, str | None]":
     """Returns the table, and the names of its text and label columns."""
     path = Path(name).expanduser()
     if name in HUB and not path.exists():
         known = HUB[name]
+        _refuse_format(name, encoding, delimiter)
         return _from_hub(name, known.path, known.subset, split), known.text, known.label
     if text is None:
         raise ConfigError(f"data.text is missing: name the column of {name!r} that holds the text")
-    if path.suffix in _READERS:
-        if not path.is_file():
-            raise ConfigError(f"data.name = {name!r}: there is no such file")
-        bare = isinstance(text, int) or isinstance(label, int)
-        try:
-            rows = _READERS[path.suffix](str(path), bare)
-        except Exception as error:
-            raise ConfigError(f"data.name = {name!r} cannot be read: {error}") from error
-        return rows, str(text), None if label is None else str(label)
-    if name.startswith((".", "/", "~")) or path.exists():
+    bare = isinstance(text, int) or isinstance(label, int)
+    file = files.TableFile(path, bare, encoding, delimiter)
+    text, label = str(text), None if label is None else str(label)
+    if not file.known:
+        if name.startswith((".", "/", "~")) or path.exists():
+            raise ConfigError(f"data.name = {name!r} is not a {files.KNOWN} file that exists")
+        _refuse_format(name, encoding, delimiter)
+        rows = _from_hub(name, name, None, split)
+    elif path.is_file():
+        rows = file.read()
+    else:
+        raise ConfigError(f"data.name = {name!r}: there is no such file")
+    for key, column in (("data.text", text), ("data.label", label)):
+        if column is not None:
+            _check_column(name, key, column, rows, file)
+    if bare and _begins_with_header(rows, text, label):
         raise ConfigError(
-            f"data.name = {name!r} is not a {', '.join(sorted(_READERS))} file that exists"
+            f"data.text = {text}: columns of a file without a header line go by number, and the "
+            f"first line of {name!r} looks like one: name the columns, or remove that line"
         )
-    return _from_hub(name, name, None, split), str(text), None if label is None else str(label)
+    return rows, text, label
 
 
-def _from_hub(name: str, path: str, subset: str | None, split: str) -> Dataset:
+def _from_hub(name: str, path: str, subset: str | None, split: str) -> "Dataset":
+    from datasets import load_dataset
+
     try:
         return load_dataset(path, subset, split=split)
     except Exception as error:
         raise ConfigError(
             f"data.name = {name!r}, split {split!r}, cannot be loaded from the hub "
             f"({type(error).__name__}: {' '.join(str(error).split())[:120]}): check the name, or "
-            f"give a {', '.join(sorted(_READERS))} file, or builtin/notes"
+            f"give a {files.KNOWN} file, or builtin/notes"
         ) from error
 
 
-def _from_table(path: str, bare: bool, **options: Any) -> Dataset:
-    if bare:
-        options |= {"header": None, "names": None}
-    # "None" and "NA" are words like others.
-    options |= {"keep_default_na": False}
-    rows = Dataset.from_csv(path, keep_in_memory=True, **options)
-    return rows.rename_columns({c: str(c) for c in rows.column_names if not isinstance(c, str)})
+def _refuse_format(name: str, encoding: str | None, delimiter: str | None) -> None:
+    """Refuses to be told how to read a file where there is none."""
+    for key, value in (("data.encoding", encoding), ("data.delimiter", delimiter)):
+        if value is not None:
+            raise ConfigError(f"{key} = {value!r} is for files, and {name!r} is none: leave it out")
 
 
-_READERS: Mapping[str, Callable[[str, bool], Dataset]] = {
-    ".csv": lambda path, bare: _from_table(path, bare),
-    ".tsv": lambda path, bare: _from_table(path, bare, sep="\t", quoting=csv.QUOTE_NONE),
-    ".jsonl": lambda path, bare: Dataset.from_json(path, keep_in_memory=True),
-    ".parquet": lambda path, bare: Dataset.from_parquet(path, keep_in_memory=True),
-}
-
-
-def _corpus(name: str, rows: Dataset, text: str, label: str | None) -> Corpus:
-    for key, column in (("data.text", text), ("data.label", label)):
-        if column is not None and column not in rows.column_names:
-            raise ConfigError(
-                f"{key} = {column!r} is not a column of {name!r}: it has "
-                f"{', '.join(map(str, rows.column_names))}"
-            )
-    texts = rows[text][:]
-    empty = [i for i, t in enumerate(texts) if not isinstance(t, str) or not t.strip()]
-    if empty:
-        raise ConfigError(
-            f"data.name = {name!r}: {len(empty)} of {len(texts)} rows have no text in column "
-            f"{text!r} (the first is row {empty[0] + 1}): remove them"
+def _check_column(name: str, key: str, column: str, rows: "Dataset", file: files.TableFile) -> None:
+    """Refuses a column that is not there, or is there twice."""
+    names = [str(each) for each in rows.column_names]
+    if column not in names:
+        mark = files.hidden_delimiter(names)
+        wanted = (
+            f"choose one, or set data.delimiter = {mark!r}"
+            if file.separated and mark
+            else "choose one"
         )
+        raise ConfigError(
+            f"{key} = {column!r} is not a column of {name!r}: it has {files.shown(names)}: {wanted}"
+        )
+    if file.separated and not file.bare and file.header().count(column) > 1:
+        raise ConfigError(
+            f"{key} = {column!r} is the name of two columns of {name!r}: rename one of them"
+        )
+
+
+def _begins_with_header(rows: "Dataset", text: str, label: str | None) -> bool:
+    """Whether the first row of a file that should have no header line is one.
+
+    Its text is what columns of text are called, or it alone has a class that no other row has.
+    """
+    if str(rows[text][0]).strip().lower() in _TEXT_COLUMNS:
+        return True
+    counts = Counter(rows[label][:]) if label is not None else Counter()
+    alone = [value for value, count in counts.items() if count == 1]
+    return len(rows) >= _ENOUGH_ROWS and alone == [rows[label][0]]
+
+
+def _corpus(
+    name: str, rows: "Dataset", text: str, label: str | None, drop_empty: bool
+) -> tuple[Corpus, int]:
+    """Returns what is in two columns of a table, and how many rows without text were left out."""
+    found = [_as_text(value) for value in rows[text][:]]
+    for number, value in enumerate(found, start=1):
+        if value is None:
+            raise ConfigError(
+                f"data.text = {text!r} holds no text in row {number} of {name!r} but a list or a "
+                "table: name another column"
+            )
+        if "\0" in value:
+            raise ConfigError(
+                f"data.text = {text!r} has a NUL character in row {number} of {name!r}: the file "
+                "is damaged, or data.encoding is another: remove that character"
+            )
+    kept = [i for i, value in enumerate(found) if value and not value.isspace()]
+    empty = len(found) - len(kept)
+    if empty and not drop_empty:
+        first = next(i for i, j in enumerate([*kept, -1]) if i != j)
+        raise ConfigError(
+            f"data.name = {name!r}: {empty} of {len(found)} rows have no text in column {text!r} "
+            f"(the first is row {first + 1}): remove them, or set data.drop_empty = true"
+        )
+    texts = tuple(str(found[i]) for i in kept)
     if label is None:
-        return Corpus(tuple(texts), (0,) * len(texts), ("none",))
-    values = rows[label][:]
-    missing = [i for i, value in enumerate(values) if value is None or value == ""]
+        return Corpus(texts, (0,) * len(texts), ("none",)), empty
+    labels, names = _classes(name, rows, label, kept)
+    return Corpus(texts, labels, names), empty
+
+
+def _as_text(value: Any) -> str | None:
+    """Returns what a row has as its text: of a number its digits; None of what is no text."""
+    if _absent(value):
+        return ""
+    return str(value) if isinstance(value, str | int | float) else None
+
+
+def _absent(value: Any) -> bool:
+    """Whether a cell is empty."""
+    return value is None or value == "" or (isinstance(value, float) and math.isnan(value))
+
+
+def _classes(
+    name: str, rows: "Dataset", label: str, kept: Sequence[int]
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Returns the class of each row that is kept, and the names of the classes."""
+    from datasets import ClassLabel
+
+    feature, column = rows.features[label], rows[label][:]
+    numbered = isinstance(feature, ClassLabel)
+    values: list[Any] = [value.strip() if isinstance(value, str) else value for value in column]
+    missing = [i for i in kept if _absent(values[i]) or (numbered and values[i] < 0)]
     if missing:
         raise ConfigError(
-            f"data.label = {label!r}: {len(missing)} of {len(values)} rows of {name!r} have no "
+            f"data.label = {label!r}: {len(missing)} of {len(kept)} rows of {name!r} have no "
             f"label (the first is row {missing[0] + 1}): remove them"
         )
-    feature = rows.features[label]
-    names = feature.names if isinstance(feature, ClassLabel) else sorted({str(v) for v in values})
     if isinstance(feature, ClassLabel):
-        return Corpus(tuple(texts), tuple(values), tuple(names))
+        return tuple(values[i] for i in kept), tuple(feature.names)
+    names = sorted({str(values[i]) for i in kept})
     if len(names) < 2 or len(names) > 1000:
         raise ConfigError(
             f"data.label = {label!r} has {len(names)} distinct values: a classifier needs 2 to 1000"
         )
     number = {value: i for i, value in enumerate(names)}
-    return Corpus(tuple(texts), tuple(number[str(v)] for v in values), tuple(names))
+    return tuple(number[str(values[i])] for i in kept), tuple(names)

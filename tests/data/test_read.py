@@ -1,4 +1,6 @@
+import gzip
 import json
+import tempfile
 from collections import Counter
 
 import datasets
@@ -42,8 +44,8 @@ FORMATS = {
 }
 
 
-def read(path, text="text", label="label", *, samples=4, held_out=2, seed=0):
-    return data.read(
+def read(path, text="text", label="label", *, samples=4, held_out=2, seed=0, **options):
+    found = data.read(
         str(path),
         split="train",
         text=text,
@@ -51,7 +53,9 @@ def read(path, text="text", label="label", *, samples=4, held_out=2, seed=0):
         samples=samples,
         held_out=held_out,
         seed=seed,
+        **options,
     )
+    return found.train, found.held_out
 
 
 # --- files ----------------------------------------------------------------------------------
@@ -123,9 +127,9 @@ BAD = [
     ("tsv", "a\t1\nb\t0\n", {"text": 5, "label": 1}, ["data.text", "'5'", "0, 1"]),
     ("jsonl", '{"text": "", "label": 1}\n{"text": " ", "label": 0}\n', {}, ["2 of 2", "row 1"]),
     ("jsonl", '{"text": "a", "label": 1}\n{"text": null, "label": 0}\n', {}, ["1 of 2", "row 2"]),
-    ("jsonl", "no json\n", {}, ["cannot be read", "a.jsonl"]),
-    ("csv", "", {}, ["cannot be read", "a.csv"]),
-    ("parquet", "PAR", {}, ["cannot be read", "a.parquet"]),
+    ("jsonl", "no json\n", {}, ["a.jsonl", "not JSON in line 1"]),
+    ("csv", "", {}, ["a.csv", "is empty"]),
+    ("parquet", "PAR", {}, ["a.parquet", "not a Parquet file"]),
     ("csv", "text,label\na,1\nb,0\n", {"samples": 9}, ["data.samples = 9", "11", "has 2"]),
     ("txt", "a\nb\n", {}, ["a.txt", ".csv, .jsonl, .parquet, .tsv"]),
 ]
@@ -138,6 +142,149 @@ def test_bad_files_are_refused_in_one_line(tmp_path, kind, content, change, word
     with pytest.raises(ConfigError) as caught:
         read(path, **{"samples": 2, "held_out": 2 if "samples" in change else 0} | change)
     assert [word for word in words if word not in str(caught.value)] == []
+
+
+SECRET = "Ann has cancer"
+ROWS = f"text,label\n{SECRET},1\nwell,0\n"
+PARQUET = b"PAR1" + b"x" * 40
+
+# A damaged file, how it is to be read, and what the one line must hold.
+DAMAGED = [
+    ("a.csv", b"", {}, ["is empty", "give a file"]),
+    ("a.csv", b"\n\n", {}, ["is empty"]),
+    ("a.csv", b"text,label\n", {}, ["a header line and no rows"]),
+    (
+        "a.csv",
+        f"{ROWS}caf\xe9,1\n".encode("latin-1"),
+        {},
+        ["not UTF-8", "line 4", "0xe9", "cp1252"],
+    ),
+    ("a.csv", ROWS.encode("utf-16"), {}, ["UTF-16", "data.encoding = 'utf-16'"]),
+    ("a.csv", ROWS.encode("utf-16-le"), {}, ["NUL", "line 1", "'utf-16-le'"]),
+    ("a.csv", f"{ROWS}\xe9,1\n".encode(), {"encoding": "ascii"}, ["not ascii", "line 4", "0xc3"]),
+    ("a.csv", f"{ROWS}{SECRET},1,more\n".encode(), {}, ["3 fields in line 4", "2 in line 1"]),
+    ("a.csv", f"text,label\n{SECRET},b,1\nc,d,0\n".encode(), {}, ["3 fields in line 2", "quote"]),
+    ("a.csv", f'{ROWS}"{SECRET},1\nb,0\n'.encode(), {}, ["a quote in line 4", "nothing closes"]),
+    ("a.csv", ROWS.encode(), {"delimiter": ";"}, ["data.delimiter = ','"]),
+    ("a.csv", ROWS.replace(",", ";").encode(), {}, ["data.text", "data.delimiter = ';'"]),
+    ("a.csv", f"{SECRET},1\nx,0\n".encode(), {}, ["data.text", "(column 0)", "1"]),
+    ("a.csv", f"text,text,label\n{SECRET},b,0\nc,d,1\n".encode(), {}, ["two columns", "rename"]),
+    ("a.csv", ROWS.replace("A", "\0").encode(), {}, ["NUL", "row 1"]),
+    ("a.csv.gz", b"no gzip", {}, ["not a gzip file"]),
+    ("a.csv.gz", gzip.compress(ROWS.encode())[:-9], {}, ["gzip", "cut off"]),
+    ("a.tsv", b"text\tlabel\nx\t1\ty\n", {}, ["3 fields in line 2"]),
+    ("a.jsonl", f'{{"text": "{SECRET}"}}\n{{"text": }}\n'.encode(), {}, ["not JSON in line 2"]),
+    ("a.jsonl", b"3\n4\n", {}, ["no object in line 1"]),
+    ("a.jsonl", b'{"text": ["a"], "label": 1}\n', {}, ["no text in row 1", "another column"]),
+    ("a.jsonl", b'{"text": "caf\xe9", "label": 1}\n', {}, ["not UTF-8", "line 1", "0xe9"]),
+    (
+        "a.jsonl",
+        b"{}\n",
+        {"delimiter": ";"},
+        ["data.delimiter = ';'", "csv and tsv", "leave it out"],
+    ),
+    ("a.parquet", PARQUET, {}, ["cut off", "copy it again"]),
+    ("a.parquet", PARQUET + b"PAR1", {}, ["damaged Parquet"]),
+    ("a.parquet", PARQUET, {"encoding": "utf-16"}, ["data.encoding", "leave it out"]),
+    ("a.parquet.gz", PARQUET, {}, [".csv, .jsonl, .parquet, .tsv"]),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "options", "words"), DAMAGED)
+def test_a_damaged_file_is_refused_for_its_fault_and_not_quoted(
+    tmp_path, capfd, name, content, options, words
+):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        read(tmp_path / name, samples=2, held_out=0, **options)
+    assert [word for word in [*words, name] if word not in str(caught.value)] == []
+    assert "\n" not in str(caught.value)
+    assert "cancer" not in str(caught.value)
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "options"),
+    [
+        ("a.csv", ROWS.encode("utf-8-sig"), {}),
+        ("a.csv", ROWS.replace("\n", "\r\n").encode(), {}),
+        ("a.csv", ROWS.encode("utf-16"), {"encoding": "utf-16"}),
+        ("a.csv", ROWS.replace(",", ";").encode("cp1252"), {"delimiter": ";"}),
+        ("a.tsv", ROWS.replace(",", "|").encode(), {"delimiter": "|"}),
+        ("a.csv.gz", gzip.compress(ROWS.encode()), {}),
+        ("a.tsv.gz", gzip.compress(ROWS.replace(",", "\t").encode()), {}),
+        (
+            "a.jsonl",
+            f'{{"text": "{SECRET}", "label": 1}}\n{{"text": "well", "label": "0"}}'.encode(),
+            {},
+        ),
+        (
+            "a.jsonl",
+            f'{{"text": "{SECRET}", "label": 1}}\n{{"text": "well", "label": 0}}'.encode("utf-16"),
+            {"encoding": "utf-16"},
+        ),
+    ],
+)
+def test_files_are_read_as_they_are_said_to_be_written(tmp_path, name, content, options):
+    (tmp_path / name).write_bytes(content)
+    train, _ = read(tmp_path / name, samples=2, held_out=0, **options)
+    found = dict(zip(train.texts, (train.label_names[y] for y in train.labels), strict=True))
+    assert found == {SECRET: "1", "well": "0"}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "texts"),
+    [
+        ("a.csv", "text,label\n007,1\n1.50,0\n", {"007", "1.50"}),
+        ("a.jsonl", '{"text": "a", "label": 1}\n{"text": 5, "label": 0}\n', {"a", "5"}),
+    ],
+)
+def test_numbers_are_texts_where_they_are_asked_for(tmp_path, name, content, texts):
+    (tmp_path / name).write_text(content)
+    train, _ = read(tmp_path / name, samples=2, held_out=0)
+    assert set(train.texts) == texts
+
+
+def test_a_column_may_change_its_type_anywhere(tmp_path):
+    """`datasets` takes ten thousand rows at a time, and the type of a column from the first."""
+    rows = [f"a{i},{i % 2},{i if i < 15_000 else 'none'}" for i in range(20_000)]
+    (tmp_path / "a.csv").write_text("\n".join(["text,label,more", *rows]))
+    train, _ = read(tmp_path / "a.csv", samples=20_000, held_out=0)
+    assert train.label_names == ("0", "1")
+
+
+def test_rows_without_text_are_refused_or_dropped_and_counted(tmp_path):
+    lines = ["text,label", "a,1", ",0", "  ,0", "b,0", "c,0", ",1"]
+    (tmp_path / "a.csv").write_text("\n".join(lines))
+    with pytest.raises(ConfigError, match=r"3 of 6 rows .* row 2\).* data\.drop_empty = true"):
+        read(tmp_path / "a.csv", samples=3, held_out=0)
+    found = data.read(
+        str(tmp_path / "a.csv"), split="train", text="text", label="label", samples=3, held_out=0,
+        seed=0, drop_empty=True,
+    )  # fmt: skip
+    assert found.dropped == 3
+    assert dict(zip(found.train.texts, found.train.labels, strict=True)) == {"a": 1, "b": 0, "c": 0}
+
+
+@pytest.mark.parametrize("first", ["sentence\tlabel", "the words\tclass"])
+def test_a_header_is_not_read_as_an_example(tmp_path, first):
+    rows = [f"row {i}\t{i % 2}" for i in range(20)]
+    (tmp_path / "a.tsv").write_text("\n".join([first, *rows]))
+    with pytest.raises(ConfigError, match=r"data\.text = 0.*first line.*name the columns"):
+        read(tmp_path / "a.tsv", 0, 1, samples=20, held_out=0)
+    (tmp_path / "a.tsv").write_text("\n".join(rows))
+    assert len(read(tmp_path / "a.tsv", 0, 1, samples=20, held_out=0)[0]) == 20
+
+
+def test_private_rows_stay_in_memory(tmp_path, monkeypatch):
+    """No cache keeps a copy, which would be there when the run is long deleted."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "a.csv").write_text(ROWS)
+    assert SECRET in read(tmp_path / "a.csv", samples=2, held_out=0)[0].texts
+    left = [path for path in tmp_path.rglob("*") if path.is_file() and path.name != "a.csv"]
+    assert left == []
 
 
 @pytest.mark.parametrize(
@@ -177,7 +324,7 @@ def test_training_and_held_out_texts_are_disjoint_and_the_seed_decides():
     def drawn(seed):
         return data.read(
             "builtin/notes", split="", text=None, label=None, samples=30, held_out=20, seed=seed
-        )
+        )[:2]
 
     train, held_out = drawn(0)
     assert (len(set(train.texts)), len(set(held_out.texts))) == (30, 20)
@@ -250,7 +397,7 @@ def test_texts_are_cut_before_their_last_token(text, limit, max_length, expected
 @pytest.mark.parametrize(
     ("max_length", "words"),
     [
-        (None, ["5 tokens", "takes 4", "data.max_length = 4", "1 2 3 4 5"]),
+        (None, ["1 of 2 texts", "the 4 tokens", "longest has 5", "data.max_length = 4"]),
         (9, ["data.max_length = 9", "4 or less"]),
     ],
 )
