@@ -7,18 +7,19 @@ at any update.
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from typing import Any
 
 import torch
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
-from fedleak import models, privacy
+from fedleak import models, privacy, records
 from fedleak.config import Experiment
 from fedleak.defenses.dp_sgd import DpSgd
-from fedleak.errors import FedleakError
-from fedleak.federation import clients_of_round
+from fedleak.errors import CaptureError, FedleakError
+from fedleak.federation import clients_of_round, expected_captures, stored
 from fedleak.metrics import intervals, rouge
 from fedleak.metrics.matching import assign
 from fedleak.metrics.rouge import Rouge
@@ -37,6 +38,9 @@ GUESSES = 10
 FEW = 20
 """Fewer sequences than this are reported with a warning."""
 
+NAMED = 3
+"""Of many captures or reasons so many are named where something is missing."""
+
 
 @dataclass(frozen=True)
 class LeakageRow:
@@ -53,7 +57,8 @@ class LeakageRow:
             in the batch, or, if it names sequences only, those of its sequences.
         control_rougeL, control_token_recall: The attack's answer for another client's update.
         guess_rougeL, guess_token_recall: Held-out texts, no update.
-        facts: For each other fact the attack read: what it said and what is true.
+        facts: For each other fact the attack read: what it said and what is true, None if that
+            cannot be told.
         margin: The smallest of the sequences that the attack is certain of; None where it is of
             none, or nothing was rejected in their place.
         diagnostics: How the attack went, in its own words.
@@ -82,7 +87,7 @@ class LeakageRow:
     control_token_recall: float | None
     guess_rougeL: float | None
     guess_token_recall: float | None
-    facts: dict[str, Any]
+    facts: dict[str, dict[str, Any]]
     margin: float | None
     diagnostics: dict[str, Any]
     seconds: float | None
@@ -124,7 +129,7 @@ def knowledge(run: Run, key: Key, threat: ThreatModel) -> Knowledge:
 
     Raises:
         FedleakError: A private fact is granted but the client wrote no truth.
-        CaptureError: The capture is damaged.
+        CaptureError: The capture is damaged, or the truth is.
     """
     server = run.read_knowledge(key)
     if not threat.knows:
@@ -148,21 +153,39 @@ def knowledge(run: Run, key: Key, threat: ThreatModel) -> Knowledge:
 
 
 def read_truth(run: Run, key: Key) -> GroundTruth | None:
-    """Opens the vault for one client and round, or for all of a round whose sum was captured."""
+    """Opens the vault for one client and round, or for all of a round whose sum was captured.
+
+    Raises:
+        CaptureError: A file of the vault is damaged.
+    """
     if key.client == EVERYONE:
         return _together(run, key.round)
-    value = run.read_truth(key)
-    return None if value is None else GroundTruth.from_json(value)
+    file = run.path / "vault" / f"{key}.json"
+    try:
+        value = run.read_truth(key)
+        truth = None if value is None else _TRUTH.validate_python(value)
+    except FedleakError as error:
+        raise CaptureError(str(error)) from error
+    except ValidationError as error:
+        raise CaptureError(f"{file} is damaged (it is no private batch)") from error
+    if truth is not None and key != (truth.round, truth.client):
+        raise CaptureError(f"{file} is damaged (it is of another round or client)")
+    return truth
+
+
+_TRUTH = TypeAdapter(GroundTruth)
 
 
 def _together(run: Run, round: int) -> GroundTruth | None:
-    """Returns the batches of all clients of a round as one."""
-    found = [read_truth(run, key) for key in run.truths() if key.round == round]
+    """Returns the batches of all clients of a round as one; None if any of them is missing."""
+    experiment = stored(run)
+    clients = clients_of_round(experiment, round)
+    found = [read_truth(run, Key(round, client)) for client in clients]
     truths = [truth for truth in found if truth is not None]
-    if not truths:
+    if len(truths) < len(clients):
         return None
     # As the server weighs them: of FedSGD a client reports the size that it expects.
-    of_fedsgd = run.info()["experiment"]["federation"]["algorithm"] == "fedsgd"
+    of_fedsgd = experiment.federation.algorithm == "fedsgd"
     weights = [truth.batch_size if of_fedsgd else len(truth.sequences) for truth in truths]
     scales = [
         w * (truth.noise_scale or 0.0) / sum(weights)
@@ -253,67 +276,334 @@ def guess(
     )
 
 
-def score_run(run: Run) -> list[Scored]:
+@dataclass
+class Gaps:
+    """What is not there that should be, in sentences.
+
+    Attributes:
+        missing: What makes the results incomplete, and the command that mends it.
+        notes: What else should be known.
+        unscored: Answers that should have a row and have none.
+    """
+
+    missing: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    unscored: int = 0
+
+
+def score_run(run: Run, asked: Iterable[str] | None = None) -> list[Scored]:
     """Scores every reconstruction of a run and writes leakage.jsonl and summary.json.
 
+    What was scored earlier is never replaced by less: a row whose truth or whose answer is gone
+    stays as it was. Whoever calls this holds the lock.
+
+    Args:
+        run: The run directory.
+        asked: Names of the attacks that should have answered; None: those of its experiment.
+
     Raises:
-        FedleakError: There is no run here.
+        ConfigError: There is no run here.
+        FedleakError: run.json or held_out.json is damaged; nothing was changed then.
     """
-    info = run.info()
-    experiment = info["experiment"]
-    answers = run.rows("reconstructions.jsonl")
-    table = Experiment.model_validate(experiment)
-    model = models.outline(table.model_spec(info["num_labels"]))
-    held_out = run.read_json("held_out.json")["sequences"]
-    answered = sorted({Key(answer["round"], answer["client"]) for answer in answers})
-    truths = {key: read_truth(run, key) for key in answered}
-    controls = experiment["audit"]["controls"]
-    guesses = {
-        key: guess(held_out, truth, model, experiment["seed"]) if controls else Scores()
-        for key, truth in truths.items()
-        if truth is not None and truth.sequences
+    experiment, gaps = stored(run), Gaps()
+    model = models.outline(experiment.model_spec(run.info()["num_labels"]))
+    vocabulary = len(model.tokenizer)
+    answers = {
+        (Key(line["round"], line["client"]), line["attack"]): line
+        for line in run.salvage(
+            "reconstructions.jsonl", records.answer(run.fingerprint(), vocabulary)
+        )
     }
-    by_attack: dict[str, dict[Key, dict[str, Any]]] = defaultdict(dict)
-    for answer in answers:
-        by_attack[answer["attack"]][Key(answer["round"], answer["client"])] = answer
-    scored = []
-    for of_attack in by_attack.values():
-        for key, answer in sorted(of_attack.items()):
-            truth = truths.get(key)
-            # Poisson sampling may draw nobody, and then there is nothing to find.
-            if truth is None or not truth.sequences:
-                continue
-            other = _other_client(key, of_attack) if controls else None
-            control = score_answer(other, truth, model) if other else Scores()
-            scored.append(_row(answer, truth, control, guesses[key], model))
+    earlier = {
+        (Key(line["round"], line["client"]), line["attack"]): LeakageRow(
+            **{name: line[name] for name in LeakageRow.__dataclass_fields__}
+        )
+        for line in run.salvage("leakage.jsonl", _LEAKAGE)
+    }
+    truths = _truths(run, sorted({key for key, _ in answers}), vocabulary, gaps)
+    scored = _score(run, experiment, model, answers, earlier, truths)
+    fresh = {(Key(one.row.round, one.row.client), one.row.attack) for one in scored}
+    for name, row in earlier.items():
+        # What failed was not measured, so without its answer there is nothing to keep.
+        if name not in fresh and (name in answers or row.status != Status.FAILED):
+            scored.append(Scored(row, ()))
     scored.sort(key=lambda one: (one.row.round, one.row.client, one.row.attack))
-    run.write_rows("leakage.jsonl", (asdict(one.row) for one in scored))
-    run.write_rows("privacy.jsonl", ledger(run, table))
-    run.write_rows("defenses.jsonl", _defense_rows(run))
-    run.write_json("summary.json", summarise(run, info, [one.row for one in scored]))
+    rows = [one.row for one in scored]
+    names = [each.name for each in experiment.attacks] if asked is None else list(asked)
+    _find_gaps(run, experiment, names, answers, rows, truths, gaps)
+    notes = _notes(run, gaps)
+    run.write_rows("leakage.jsonl", map(asdict, rows))
+    run.write_rows("privacy.jsonl", ledger(run, experiment, notes, gaps))
+    run.write_rows("defenses.jsonl", _defense_rows(run, notes))
+    run.write_json("summary.json", summarise(run, experiment, rows, gaps))
     return scored
 
 
-def ledger(run: Run, experiment: Experiment) -> list[dict[str, Any]]:
+def refuse_gaps(*runs: Run) -> None:
+    """Refuses to call runs that were just scored complete where they are not.
+
+    Raises:
+        FedleakError: Answers failed, captures are damaged or could not be scored.
+    """
+    if missing := list(chain(*(run.read_json("summary.json")["missing"] for run in runs))):
+        raise FedleakError("; ".join(missing))
+
+
+def _score(
+    run: Run,
+    experiment: Experiment,
+    model: LanguageModel,
+    answers: Mapping[tuple[Key, str], dict[str, Any]],
+    earlier: Mapping[tuple[Key, str], LeakageRow],
+    truths: Mapping[Key, GroundTruth | None],
+) -> list[Scored]:
+    """Scores the answers whose truth is known."""
+    # Poisson sampling may draw nobody, and then there is nothing to find.
+    known = {key: truth for key, truth in truths.items() if truth is not None and truth.sequences}
+    controls, guesses = experiment.audit.controls, {key: Scores() for key in known}
+    if controls and known:
+        held_out = _held_out(run, len(model.tokenizer))
+        guesses = {
+            key: guess(held_out, truth, model, experiment.seed) for key, truth in known.items()
+        }
+    by_attack: dict[str, dict[Key, dict[str, Any]]] = defaultdict(dict)
+    for (key, attack), answer in answers.items():
+        by_attack[attack][key] = answer
+    scored = []
+    for attack, of_attack in by_attack.items():
+        for key, answer in sorted(of_attack.items()):
+            if key not in known:
+                continue
+            other = _other_client(key, of_attack) if controls else None
+            control = score_answer(other, known[key], model) if other else Scores()
+            one = _row(answer, known[key], control, guesses[key], model)
+            before = earlier.get((key, attack))
+            if controls and other is None and before is not None:  # the other's answer is gone
+                kept = replace(
+                    one.row,
+                    control_rougeL=before.control_rougeL,
+                    control_token_recall=before.control_token_recall,
+                )
+                one = Scored(kept, one.pairs)
+            scored.append(one)
+    return scored
+
+
+_LEAKAGE = records.of_shape(LeakageRow)
+
+
+class _HeldOut(BaseModel):
+    sequences: list[list[int]]
+
+
+def _held_out(run: Run, vocabulary: int) -> list[list[int]]:
+    """Returns the held-out texts.
+
+    Raises:
+        FedleakError: The file is missing or damaged.
+    """
+    remedy = "`fedleak run` with the experiment's file makes it anew, and nothing else is lost"
+    try:
+        found = _HeldOut.model_validate(run.read_json("held_out.json")).sequences
+    except ValidationError as error:
+        raise FedleakError(
+            f"{run.path / 'held_out.json'} is damaged (it has no list of texts): {remedy}"
+        ) from error
+    except FedleakError as error:
+        raise FedleakError(f"{error}: {remedy}") from error
+    if not records.within(chain(*found), vocabulary):
+        raise FedleakError(
+            f"{run.path / 'held_out.json'} is damaged (token ids outside the vocabulary): {remedy}"
+        )
+    return found
+
+
+def _truths(
+    run: Run, keys: Iterable[Key], vocabulary: int, gaps: Gaps
+) -> dict[Key, GroundTruth | None]:
+    """Returns what clients trained on; None where that is missing or damaged."""
+    truths: dict[Key, GroundTruth | None] = {}
+    for key in keys:
+        try:
+            truths[key] = truth = read_truth(run, key)
+            if truth is not None and not records.within(chain(*truth.sequences), vocabulary):
+                raise CaptureError(
+                    f"{run.path / 'vault' / f'{key}.json'} is damaged (token ids outside the "
+                    "vocabulary)"
+                )
+        except CaptureError as error:
+            truths[key] = None
+            gaps.missing.append(
+                f"{error}: what was scored with it stays, and only `fedleak run FILE --fresh` "
+                "writes such a file again"
+            )
+    return truths
+
+
+def _find_gaps(
+    run: Run,
+    experiment: Experiment,
+    asked: Sequence[str],
+    answers: Mapping[tuple[Key, str], dict[str, Any]],
+    rows: Sequence[LeakageRow],
+    truths: Mapping[Key, GroundTruth | None],
+    gaps: Gaps,
+) -> None:
+    """Notes which answers failed, are missing, or could not be scored."""
+    info, missing, notes = run.info(), gaps.missing, gaps.notes
+    failed = [line for line in answers.values() if line["status"] == Status.FAILED]
+    if failed:
+        reasons = list(dict.fromkeys(f"{line['attack']}: {line['reason']}" for line in failed))
+        more = [f"and {len(reasons) - NAMED} more reasons"] * (len(reasons) > NAMED)
+        missing.append(
+            f"{len(failed)} of {len(answers)} answers failed "
+            f"({'; '.join([*reasons[:NAMED], *more])}): `fedleak attack {run.path} --retry` "
+            "tries them again"
+        )
+    elif answers and all(line["status"] in _NO_ANSWER for line in answers.values()):
+        notes.append(f"no attack gave an answer: all {len(answers)} abstained or are inadmissible")
+    if purged := info.get("purged"):
+        notes.append(
+            f"the private data was purged on {purged}: all {len(rows)} rows stay as they were, and "
+            "nothing can be attacked or scored again"
+        )
+        return
+    expected, here = expected_captures(experiment), set(run.captures())
+    wanted = [(key, name) for key in expected for name in asked]
+    unanswered = [(key, name) for key, name in wanted if (key, name) not in answers]
+    if info["status"] != "finished":
+        notes.append(
+            f"the run is not finished ({info['status']}): {len(here & set(expected))} of "
+            f"{len(expected)} captures are here; `fedleak run` with the experiment's file goes on"
+        )
+    elif unanswered:
+        gaps.unscored += len(unanswered)
+        gone = sorted({key for key, _ in unanswered} - here)
+        if gone:
+            missing.append(
+                f"{len(gone)} of {len(expected)} captures are missing ({_some(gone)}): `fedleak "
+                "run` with the experiment's file trains their rounds again"
+            )
+        if left := [key for key, _ in unanswered if key in here]:
+            missing.append(
+                f"{len(left)} of {len(wanted)} answers are missing (for {_some(left)}): `fedleak "
+                f"attack {run.path}` gives them"
+            )
+    others = sorted(
+        {row.attack for row in rows if (Key(row.round, row.client), row.attack) not in answers}
+        - set(asked)
+    )
+    if others:
+        missing.append(
+            f"answers of {', '.join(others)} are gone: their rows stay as they were, and `fedleak "
+            f"attack {run.path} --set 'attack=[...]'` gives them again"
+        )
+    untrue = [key for key, truth in truths.items() if truth is None]
+    have = {(Key(row.round, row.client), row.attack) for row in rows}
+    without = [key for key, name in answers if key in untrue and (key, name) not in have]
+    gaps.unscored += len(without)
+    if bare := sorted(set(without)):
+        missing.append(
+            f"{len(bare)} of {len(truths)} captures have no truth in {run.path / 'vault'} "
+            f"({_some(bare)}), so answers for them cannot be scored: only `fedleak run FILE "
+            "--fresh`, with the vault on, writes it"
+        )
+    if kept := sorted(set(untrue) - set(bare)):
+        notes.append(
+            f"{len(kept)} of {len(truths)} captures have no truth: {_some(kept)}: their rows stay "
+            "as they were"
+        )
+    for line in run.rows("damaged.jsonl"):
+        notes.append(
+            f"line {line.get('line')} of {line.get('file')} was damaged ({line.get('reason')}): "
+            "it is in damaged.jsonl now"
+        )
+
+
+_NO_ANSWER = (Status.ABSTAINED, Status.INADMISSIBLE)
+
+
+def _some(keys: Iterable[Key]) -> str:
+    """Returns the first few keys, and how many more there are."""
+    names = list(dict.fromkeys(map(str, keys)))
+    more = [f"and {len(names) - NAMED} more"] * (len(names) > NAMED)
+    return ", ".join([*names[:NAMED], *more])
+
+
+class _Told(BaseModel):
+    """What one defense did to one update; its figures are the other fields."""
+
+    model_config = ConfigDict(extra="allow")
+
+    defense: int
+    kind: str
+
+
+class _Note(BaseModel):
+    """A file of what a client's defenses did."""
+
+    defenses: list[_Told]
+    training: dict[str, float | None]
+    events: list[Event]
+
+
+def _notes(run: Run, gaps: Gaps) -> dict[Key, _Note | None]:
+    """Returns what clients' defenses did; None where that is damaged."""
+    notes: dict[Key, _Note | None] = {}
+    for key, value in run.defended().items():
+        try:
+            notes[key] = _Note.model_validate(value)
+        except ValidationError:
+            notes[key] = None
+            gaps.missing.append(
+                f"{run.path / 'defended' / f'{key}.json'} is damaged: what was counted with it "
+                "stays, and only `fedleak run FILE --fresh` writes such a file again"
+            )
+    return notes
+
+
+def ledger(
+    run: Run,
+    experiment: Experiment,
+    notes: Mapping[Key, _Note | None],
+    gaps: Gaps,
+) -> list[dict[str, Any]]:
     """Returns the rows of privacy.jsonl: what each client has spent by each of its rounds.
 
     It is composed anew from what clients noted of every round, so a run that was stopped and goes
-    on counts none twice and forgets none.
+    on counts none twice and forgets none. From a round on whose note is gone a client's rows are
+    the earlier ones; where there are none, nothing is guaranteed.
     """
-    table, defended = experiment.privacy, run.defended()
+    table, truths = experiment.privacy, set(run.truths())
+    earlier: dict[Key, list[dict[str, Any]]] = defaultdict(list)
+    for line in run.salvage("privacy.jsonl", records.SPENT):
+        earlier[Key(line["round"], line["client"])].append(line)
     events: dict[int, list[Event]] = defaultdict(list)
-    rows = []
+    lost: set[int] = set()
+    rows: list[dict[str, Any]] = []
     for round in range(1, experiment.federation.rounds + 1):
         for client in clients_of_round(experiment, round):
             key = Key(round, client)
-            if run.read_truth(key) is None and key not in defended:
+            if not (key in truths or key in notes or key in earlier):
                 continue  # not yet trained
-            noted = defended.get(key, {"events": []})["events"]
-            events[client] += map(Event.from_json, noted)
+            note = notes.get(key)
+            if note is None and experiment.defenses_of(client):
+                lost.add(client)
+            if client in lost:
+                rows += earlier.get(key) or [{**key._asdict(), **_NOTHING_GUARANTEED}]
+                continue
+            events[client] += note.events if note is not None else ()
             spent = privacy.compose(events[client], table.delta, table.accountant)
             rows += [_ledger_row(key, each, table.accountant) for each in spent] or [
                 {**key._asdict(), **_NOTHING_GUARANTEED}
             ]
+    if lost:
+        clients = ", ".join(map(str, sorted(lost)))
+        gaps.missing.append(
+            f"what the defenses of {len(lost)} clients ({clients}) did is not all in "
+            f"{run.path / 'defended'}: the ledger keeps what it had of them, and counts what it "
+            "never had as no guarantee"
+        )
     return rows
 
 
@@ -346,17 +636,24 @@ def _ledger_row(key: Key, spent: Spent, accountant: str) -> dict[str, Any]:
     }
 
 
-def _defense_rows(run: Run) -> list[dict[str, Any]]:
+def _defense_rows(run: Run, notes: Mapping[Key, _Note | None]) -> list[dict[str, Any]]:
     """Returns the rows of defenses.jsonl: what each defense did to each update."""
-    return [
+    rows = [
         {
             **key._asdict(),
-            **told,
-            **(noted["training"] if told["kind"] == DpSgd.kind else {}),
+            **told.model_dump(),
+            **(note.training if told.kind == DpSgd.kind else {}),
         }
-        for key, noted in run.defended().items()
-        for told in noted["defenses"]
+        for key, note in notes.items()
+        if note is not None
+        for told in note.defenses
     ]
+    kept = [
+        row
+        for row in run.salvage("defenses.jsonl", records.DEFENDED)
+        if notes.get(Key(row["round"], row["client"])) is None
+    ]
+    return sorted(rows + kept, key=lambda row: (row["round"], row["client"], row["defense"]))
 
 
 def _what_defenses_did(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -365,7 +662,7 @@ def _what_defenses_did(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     for row in rows:
         of_defense = found[row["defense"], row["kind"]]
         for key in row.keys() - {"round", "client", "defense", "kind"}:
-            if row[key] is not None:
+            if isinstance(row[key], int | float):
                 of_defense[key].append(row[key])
     return [
         {"defense": number, "kind": kind}
@@ -395,27 +692,56 @@ def _guarantee(rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     return {field: worst[field] for field in fields}
 
 
-def summarise(run: Run, info: dict[str, Any], rows: Sequence[LeakageRow]) -> dict[str, Any]:
+def summarise(
+    run: Run, experiment: Experiment, rows: Sequence[LeakageRow], gaps: Gaps
+) -> dict[str, Any]:
     """Returns the content of summary.json: each attack's figures with their intervals."""
     attacks = {
         name: _summary([row for row in rows if row.attack == name])
         for name in sorted({row.attack for row in rows})
     }
-    utility, reference = run.rows("utility.jsonl"), run.path / "reference.json"
+    info, utility = run.info(), run.salvage("utility.jsonl", records.UTILITY)
+    if info["status"] == "finished" and experiment.data.held_out:
+        rounds = filter(experiment.evaluated, range(experiment.federation.rounds + 1))
+        if lost := set(rounds) - {row["round"] for row in utility}:
+            gaps.missing.append(
+                f"{run.path / 'utility.jsonl'} lacks the rounds {sorted(lost)}: only `fedleak run "
+                "FILE --fresh` measures them again"
+            )
     return {
         "schema_version": SCHEMA_VERSION,
-        "name": info["experiment"]["name"],
+        "name": experiment.name,
         "status": info["status"],
-        "fedleak": info["versions"]["fedleak"],
-        "model_fingerprint": info["model_fingerprint"],
+        "fedleak": info.get("versions", {}).get("fedleak"),
+        "model_fingerprint": info.get("model_fingerprint"),
         "captures": len(run.captures()),
         "attacks": attacks,
-        "defenses": settings_that_defend(Experiment.model_validate(info["experiment"])),
+        "defenses": settings_that_defend(experiment),
         "defended": _what_defenses_did(run.rows("defenses.jsonl")),
         "privacy": _guarantee(run.rows("privacy.jsonl")),
         "utility": utility[-1] if utility else None,
-        "utility_reference": run.read_json("reference.json") if reference.is_file() else None,
+        "utility_reference": _reference(run, gaps),
+        **asdict(gaps),
     }
+
+
+def _reference(run: Run, gaps: Gaps) -> Any:
+    """Returns the figures of the central reference; None if there is none."""
+    if not (run.path / "reference.json").is_file():
+        return None
+    try:
+        return _FIGURES.validate_python(run.read_json("reference.json"))
+    except FedleakError as error:
+        reason = str(error)
+    except ValidationError:
+        reason = f"{run.path / 'reference.json'} is damaged (it is no table of figures)"
+    gaps.missing.append(
+        f"{reason}: delete it, and `fedleak run` with the experiment's file makes it anew"
+    )
+    return None
+
+
+_FIGURES = TypeAdapter(dict[str, float | None])
 
 
 def settings_that_defend(experiment: Experiment) -> dict[str, Any]:
@@ -471,11 +797,10 @@ def _summary(rows: Sequence[LeakageRow]) -> dict[str, Any]:
         },
         "facts": {
             name: intervals.share(
-                sum(row.facts[name]["found"] == row.facts[name]["true"] for row in told),
-                len(told),
+                sum(fact["found"] == fact["true"] for fact in told), len(told)
             )._asdict()
             for name in sorted({name for row in rows for name in row.facts})
-            if (told := [row for row in rows if name in row.facts])
+            if (told := [f for row in rows if (f := row.facts.get(name)) and _known(f)])
         },
         "budget": _budget(rows),
         "candidates": _candidates(rows),
@@ -486,21 +811,38 @@ def _summary(rows: Sequence[LeakageRow]) -> dict[str, Any]:
     }
 
 
+def _known(fact: Mapping[str, Any]) -> bool:
+    """Whether what an attack said of a fact can be compared with what is true."""
+    return "found" in fact and fact.get("true") is not None
+
+
 def _budget(rows: Sequence[LeakageRow]) -> dict[str, float] | None:
     """Returns what share of its rank budget a batch used, over rows where that can be told."""
-    budgets = [row.diagnostics["budget"] for row in rows if "budget" in row.diagnostics]
-    shares = [used / available for used, available in budgets if used is not None]
+    budgets: Iterable[Any] = (row.diagnostics.get("budget") for row in rows)
+    shares = [used / available for used, available in filter(_two_numbers, budgets)]
     if not shares:
         return None
     return {"mean": sum(shares) / len(shares), "max": max(shares), "rows": len(shares)}
+
+
+def _two_numbers(value: Any) -> bool:
+    """Whether a value is a share of something: attacks fill their diagnostics as they like."""
+    return (
+        isinstance(value, list)
+        and len(value) == 2
+        and all(isinstance(each, int | float) for each in value)
+        and value[1] != 0
+    )
 
 
 def _candidates(rows: Sequence[LeakageRow]) -> dict[str, float] | None:
     """Returns how many candidates were left after each check, the mean over rows that say so."""
     counts = defaultdict(list)
     for row in rows:
-        for check, count in row.diagnostics.get("candidates", {}).items():
-            counts[check].append(count)
+        told = row.diagnostics.get("candidates")
+        for check, count in told.items() if isinstance(told, dict) else ():
+            if isinstance(count, int | float):
+                counts[check].append(count)
     return {check: sum(found) / len(found) for check, found in counts.items()} or None
 
 
@@ -533,8 +875,8 @@ def _row(
         "longest_sequence": max(map(len, truth.sequences)),
         "label_counts": [truth.labels.count(c) for c in range(model.num_labels)],
     }
-    # Below 1 is a guess; null had nothing to be compared with. Early runs have no margins.
-    margins = [m for m in answer.get("margins", ()) if m is not None and m >= 1]
+    # Below 1 is a guess; null had nothing to be compared with.
+    margins = [m for m in answer["margins"] if m is not None and m >= 1]
     content, paper = scores.content, scores.paper
     only_tokens = recovered and answer["sequences"] is None
     row = LeakageRow(
@@ -560,7 +902,7 @@ def _row(
         guess_rougeL=guessed.content.rougeL if guessed.content and not only_tokens else None,
         guess_token_recall=guessed.token_recall,
         facts={
-            name: {"found": value, "true": true_facts[name]}
+            name: {"found": value, "true": true_facts.get(name)}
             for name, value in answer["facts"].items()
         },
         margin=min(margins, default=None),

@@ -1,4 +1,4 @@
-"""The command line: `fedleak run | sweep | attack | score | check-defense | train-prior | list`."""
+"""The command line: `fedleak run | sweep | attack | score | purge | ...`."""
 
 import itertools
 import math
@@ -66,7 +66,7 @@ def run(
 
     Results go to runs/NAME. The same command again finishes what is left.
     """
-    from fedleak import pipeline, report
+    from fedleak import audit, pipeline, report
     from fedleak.config import load
     from fedleak.federation import run_folder
 
@@ -77,6 +77,7 @@ def run(
             with progress() as show:
                 scored = pipeline.carry_out(at, experiment, show)
             report.print_run(at, scored, console)
+        audit.refuse_gaps(*runs)
 
 
 @app.command()
@@ -145,25 +146,29 @@ def attack(
     """
     from fedleak import audit, pipeline, report
     from fedleak.config import load
+    from fedleak.federation import stored
     from fedleak.store import Run
 
     with mended():
         at = Run(path)
-        at.info()  # refuses a folder that is no run
+        num_labels = at.info()["num_labels"]  # refuses a folder that is no run
+        pipeline.refuse_purged(at)
+        stored(at)  # refuses one whose experiment is not what was run
         for change in changes or ():
             if change.split(".")[0].split("=")[0].strip() not in ("attack", "threat", "workers"):
                 raise ConfigError(
                     f"--set {change!r}: only attack, threat and workers can change here"
                 )
         experiment = load(path / "run.json", changes or ())
-        pipeline.check_attacks(experiment, at.info()["num_labels"])
+        pipeline.check_attacks(experiment, num_labels)
         with at.lock():
             if retry:
                 pipeline.drop_failures(at)
             with progress() as show:
                 pipeline.attack_captures(at, experiment, no_more=lambda: True, report=show)
-            scored = audit.score_run(at)
+            scored = audit.score_run(at, [each.name for each in experiment.attacks])
         report.print_run(at, scored, console)
+        audit.refuse_gaps(at)
 
 
 @app.command()
@@ -178,6 +183,29 @@ def score(path: RunPath) -> None:
         with at.lock():
             scored = audit.score_run(at)
         report.print_run(at, scored, console)
+        audit.refuse_gaps(at)
+
+
+@app.command()
+def purge(path: RunPath) -> None:
+    """Delete the private data of a finished and scored run, and keep its figures.
+
+    That is all that a private text can be read from: the clients' batches, what attacks read, the
+    held-out texts, the captured updates and the models, whose differences are updates too. The
+    scores, the ledger and the summary stay; nothing can be attacked afterwards.
+    """
+    from fedleak import purge as purging
+    from fedleak.store import Run
+
+    with mended():
+        at = Run(path)
+        at.info()  # refuses a folder that is no run
+        with at.lock():
+            done = purging.purge(at)
+        for what in done.deleted:
+            console.print(f"deleted: {escape(printable(what))}", soft_wrap=True)
+        for what in done.kept:
+            console.print(f"kept:    {escape(printable(what))}", soft_wrap=True)
 
 
 @app.command("check-defense")
@@ -286,7 +314,7 @@ def mended() -> Iterator[None]:
     except ConfigError as error:
         print(f"fedleak: {printable(str(error))}", file=sys.stderr)  # noqa: T201
         raise typer.Exit(2) from error
-    except FedleakError as error:
+    except (FedleakError, OSError) as error:  # such as a folder that cannot be read
         print(f"fedleak: {printable(str(error))}", file=sys.stderr)  # noqa: T201
         raise typer.Exit(1) from error
     except KeyboardInterrupt as error:

@@ -5,6 +5,7 @@ the key, what was found and what would be right.
 """
 
 import copy
+import hashlib
 import json
 import os
 import tomllib
@@ -217,6 +218,18 @@ class Experiment(_Table):
         return tuple(
             _defense(i, table, self.federation.clients) for i, table in enumerate(self.defense)
         )
+
+    @property
+    def fingerprint(self) -> str:
+        """The mark of what these clients send, in 16 hex digits.
+
+        It depends on the seed and the tables model, data, federation, update, defense and privacy
+        (whose delta decides how much noise an epsilon takes), and not on what is done with updates
+        afterwards. A setting left out and its default are the same.
+        """
+        afterwards = {"name", "attack", "threat", "utility", "audit", "workers"}
+        table = self.model_dump(mode="json", exclude=afterwards, exclude_defaults=True)
+        return hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
     def secure_sum(self) -> bool:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from fedleak import data, models, privacy
-from fedleak.config import Experiment, load
+from fedleak.config import Experiment, load, parse
 from fedleak.defenses import Budget, Defense, measured
-from fedleak.errors import ConfigError
+from fedleak.errors import ConfigError, FedleakError
 from fedleak.models import CLASSIFICATION, LanguageModel
 from fedleak.observation import ClientUpdate
 from fedleak.privacy import Event
@@ -49,6 +49,29 @@ def of_app(config: Mapping[str, object]) -> tuple[Experiment, Run]:
     """
     experiment = load(Path(__file__).parents[1] / str(config["experiment"]))
     return experiment, Run(Path(str(config["run-dir"]) or run_folder(experiment.name)).absolute())
+
+
+def stored(run: Run) -> Experiment:
+    """Returns the experiment of a run; without its workers, who may be of another machine.
+
+    Raises:
+        ConfigError: There is no run here.
+        FedleakError: The run.json is damaged, or its experiment was changed afterwards.
+    """
+    info, file = run.info(), run.path / "run.json"
+    try:
+        experiment = parse(
+            {key: info["experiment"][key] for key in info["experiment"].keys() - {"workers"}}
+        )
+    except ConfigError as error:
+        raise FedleakError(f"{file}: {error}: restore it from a copy") from error
+    if experiment.fingerprint != info["fingerprint"]:
+        raise FedleakError(
+            f"{file}: its experiment was changed after its updates were captured (fingerprint "
+            f"{experiment.fingerprint}, not {info['fingerprint']}): undo that, or run the changed "
+            "experiment under another name"
+        )
+    return experiment
 
 
 def read_data(experiment: Experiment) -> data.Split:

@@ -2,24 +2,26 @@
 
 import importlib
 import itertools
+import json
 import platform
+import shlex
 import subprocess
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import fedleak
-from fedleak import attacks, audit, check, reference
+from fedleak import attacks, audit, check, records, reference
 from fedleak.attacks import Batched
 from fedleak.audit import Scored
-from fedleak.config import Experiment, NamedAttack, difference, parse
-from fedleak.errors import CaptureError, ConfigError
+from fedleak.config import Experiment, NamedAttack, difference
+from fedleak.errors import CaptureError, ConfigError, FedleakError
 from fedleak.federation import (
     captures_made,
     divide,
@@ -27,6 +29,7 @@ from fedleak.federation import (
     outline,
     protection,
     read_data,
+    stored,
 )
 from fedleak.observation import Knowledge
 from fedleak.reconstruction import Reconstruction, Status
@@ -109,30 +112,54 @@ def open_run(plan: Plan, path: Path, *, fresh: bool = False) -> Run:
     """Opens the run directory of an experiment, or makes it.
 
     Raises:
-        ConfigError: Another experiment ran here.
+        ConfigError: Another experiment ran here, or there are files that belong to none.
     """
     run = Run(path)
-    if fresh and path.exists():
+    if fresh and path.is_dir():
         with run.lock():
             run.move_aside()
     if run.exists():
         _refuse_another(run, plan.experiment)
+        refuse_purged(run)
+        _make_held_out(run, plan)
         return run
     if (path / "sweep.json").exists():
         raise ConfigError(
             f"{str(path)!r} holds a sweep: give this run another name, or --fresh to move the "
             "sweep aside"
         )
-    run.write_json("held_out.json", plan.held_out)
-    run.update_info(
+    if there := sorted(each.name for each in path.glob("*") if each.name != ".lock"):
+        # Captures and answers of nobody knows what must not pass for this experiment's.
+        more = f" and {len(there) - 3} more" if len(there) > 3 else ""
+        raise ConfigError(
+            f"{str(path)!r} is not empty ({', '.join(there[:3])}{more}) and has no run.json: give "
+            "this run another name, delete the folder, or --fresh to move it aside"
+        )
+    run.create(
         experiment=plan.experiment.model_dump(mode="json"),
+        fingerprint=plan.experiment.fingerprint,
         status="new",
         num_labels=plan.num_labels,
         versions=_versions(),
         git_commit=_git_commit(),
         model_fingerprint=None,
     )
+    _make_held_out(run, plan)
     return run
+
+
+def refuse_purged(run: Run) -> None:
+    """Refuses to go on with a run whose private data was deleted.
+
+    Raises:
+        ConfigError: `fedleak purge` was here.
+    """
+    if date := run.info().get("purged"):
+        raise ConfigError(
+            f"{str(run.path)!r} was purged on {date}: its captures, models and private texts are "
+            f"deleted, so nothing can be trained or attacked there: `fedleak score {run.path}` "
+            "shows its figures; --fresh, or another name, runs the experiment anew"
+        )
 
 
 def finished(run: Run, experiment: Experiment) -> bool:
@@ -144,14 +171,20 @@ def finished(run: Run, experiment: Experiment) -> bool:
     if not run.exists():
         return False
     _refuse_another(run, experiment)
-    # Scores from before the end of the run, by `fedleak score`, are not those of all of it.
-    scored = run.path / "summary.json"
-    if not scored.is_file() or run.read_json("summary.json")["status"] != "finished":
-        return False
+    if run.info().get("purged"):
+        return True
     wanted = {
         (key, each.name) for key in expected_captures(experiment) for each in experiment.attacks
     }
-    return run.info()["status"] == "finished" and wanted <= _answered(run, experiment)
+    try:
+        summary = run.read_json("summary.json")
+        lines = run.rows("reconstructions.jsonl", records.answer(run.fingerprint()))
+    except FedleakError:  # missing or damaged: running mends what it can
+        return False
+    # Scores from before the end of the run, by `fedleak score`, are not those of all of it.
+    scored = isinstance(summary, dict) and summary.get("status") == "finished"
+    done = scored and run.info()["status"] == "finished"
+    return done and wanted <= _answered(lines, experiment)
 
 
 def carry_out(
@@ -214,9 +247,12 @@ def attack_captures(
     Raises:
         ConfigError: An attack of this name already ran here with other settings.
     """
-    answered = _answered(run, experiment)
+    refuse_purged(run)
+    lines = run.salvage("reconstructions.jsonl", records.answer(run.fingerprint()))
+    answered = _answered(lines, experiment)
     tries = Counter(
-        (Key(line["round"], line["client"]), line["attack"]) for line in run.rows("attempts.jsonl")
+        (Key(line["round"], line["client"]), line["attack"])
+        for line in run.salvage("attempts.jsonl", records.ATTEMPT)
     )
     made, expected = captures_made(experiment), expected_captures(experiment)
     groups = _groups(experiment.attacks, expected)
@@ -229,7 +265,7 @@ def attack_captures(
     )
 
     def record(lines: Sequence[dict[str, Any]]) -> None:
-        run.append_all("reconstructions.jsonl", lines)
+        run.append_answers(lines)
         answered.update((Key(line["round"], line["client"]), line["attack"]) for line in lines)
 
     def look_at(jobs: Sequence[Job], found: list[dict[str, Any]] | BaseException) -> None:
@@ -339,10 +375,14 @@ def noting_status(run: Run) -> Iterator[None]:
 
 def drop_failures(run: Run) -> int:
     """Forgets failed answers, so that they are tried again; returns how many."""
-    lines = run.rows("reconstructions.jsonl")
+    lines = run.salvage("reconstructions.jsonl", records.answer(run.fingerprint()))
     kept = [line for line in lines if line["status"] != Status.FAILED]
-    failed = {(i["round"], i["client"], i["attack"]) for i in lines if i not in kept}
-    tries = run.rows("attempts.jsonl")
+    failed = {
+        (line["round"], line["client"], line["attack"])
+        for line in lines
+        if line["status"] == Status.FAILED
+    }
+    tries = run.salvage("attempts.jsonl", records.ATTEMPT)
     run.write_rows(
         "attempts.jsonl",
         [t for t in tries if (t["round"], t["client"], t["attack"]) not in failed],
@@ -414,11 +454,11 @@ def _failed(job: Job, reason: str) -> dict[str, Any]:
     return row(job, Reconstruction.none(Status.FAILED, reason))
 
 
-def _answered(run: Run, experiment: Experiment) -> set[tuple[Key, str]]:
+def _answered(lines: Iterable[Mapping[str, Any]], experiment: Experiment) -> set[tuple[Key, str]]:
     """Returns what this experiment's attacks have answered already."""
     known = {each.name: each for each in experiment.attacks}
     answered = set()
-    for line in run.rows("reconstructions.jsonl"):
+    for line in lines:
         each = known.get(line["attack"])
         if each is None:
             continue
@@ -439,19 +479,44 @@ def _answered(run: Run, experiment: Experiment) -> set[tuple[Key, str]]:
 
 def _refuse_another(run: Run, experiment: Experiment) -> None:
     """Refuses to go on with a run directory in which another experiment ran."""
-    new = experiment.model_dump(mode="json")
-    changed = difference(_comparable(run.info()["experiment"]), _comparable(new))
-    if changed:
+    # Workers cannot change its results.
+    old, new = (
+        each.model_dump(mode="json", exclude={"workers"}) for each in (stored(run), experiment)
+    )
+    changed = difference(old, new)
+    if not changed:
+        return
+    told, keys = "; ".join(changed[:4]), [line.partition(":")[0] for line in changed]
+    if {*keys} <= {"attack", "threat.knows"}:
+        wanted = {"attack": new["attack"], "threat.knows": new["threat"]["knows"]}
+        sets = " ".join(f"--set {shlex.quote(f'{key}={_toml(wanted[key])}')}" for key in keys)
         raise ConfigError(
-            f"{str(run.path)!r} holds another experiment ({'; '.join(changed[:4])}): give this one "
-            "another name, or --fresh to move the old run aside"
+            f"{str(run.path)!r} was attacked otherwise ({told}): `fedleak attack {run.path} {sets}`"
+            " attacks its captures so, without training again; an attack that has answered with "
+            "other settings needs another name = ..."
         )
+    raise ConfigError(
+        f"{str(run.path)!r} holds another experiment ({told}): give this one another name, or "
+        "--fresh to move the old run aside"
+    )
 
 
-def _comparable(table: dict[str, object]) -> dict[str, object]:
-    """Returns an experiment without what cannot change its results, defaults filled in."""
-    complete = parse(table).model_dump(mode="json")
-    return {key: value for key, value in complete.items() if key != "workers"}
+def _toml(value: Any) -> str:
+    """Returns a value of an experiment file as it is written after `--set key=`."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {_toml(each)}" for key, each in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _make_held_out(run: Run, plan: Plan) -> None:
+    """Writes the held-out texts, unless they are there."""
+    with suppress(FedleakError):
+        found = run.read_json("held_out.json")
+        if isinstance(found, dict) and found.keys() >= plan.held_out.keys():
+            return
+    run.write_json("held_out.json", plan.held_out)
 
 
 def _versions() -> dict[str, str]:

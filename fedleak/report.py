@@ -12,6 +12,7 @@ from fedleak.audit import LeakageRow, Pair, Scored
 from fedleak.observation import GRANTABLE
 from fedleak.privacy import NONE
 from fedleak.reconstruction import Status
+from fedleak.sanitise import printable
 from fedleak.store import EVERYONE, Key, Run
 
 EXAMPLES = 4
@@ -21,10 +22,11 @@ NOT_MEASURED = "-"
 def print_run(run: Run, scored: Sequence[Scored], console: Console | None = None) -> None:
     """Prints a run's table, its summary and some recovered texts."""
     console = console or Console()
+    summary = run.read_json("summary.json")
     if not scored:
         console.print(f"nothing scored yet in {run.path}")
+        _print_notes(summary, console)
         return
-    summary = run.read_json("summary.json")
     spent = run.rows("privacy.jsonl")
     console.print(leakage_table(summary["name"], [one.row for one in scored], spent))
     console.print(summary_table(summary))
@@ -42,7 +44,14 @@ def print_run(run: Run, scored: Sequence[Scored], console: Console | None = None
     for attack, status, reason in sorted(failures):
         if status != Status.RECOVERED:
             console.print(f"  [yellow]{attack} {status}[/]: {escape(reason)}")
+    _print_notes(summary, console)
     console.print(f"results: {run.path}")
+
+
+def _print_notes(summary: dict[str, Any], console: Console) -> None:
+    """Prints what else should be known; what is missing is said at the end of the command."""
+    for note in summary["notes"]:
+        console.print(f"[yellow]note[/]: {escape(printable(note))}", soft_wrap=True)
 
 
 def leakage_table(

@@ -1,15 +1,20 @@
 """The run directory: the only thing that training, attacks and scoring share.
 
     runs/<name>/
-      run.json                         the resolved experiment, versions, fingerprint, status
+      run.json                         the resolved experiment, its fingerprint, versions, status
       captures/r0001-c03.safetensors   what the server received, with what it knows as metadata
       models/r0001.safetensors         the broadcast of a round; the last one is the trained model
-      vault/r0001-c03.json             the private batch, written by the client, mode 0600
-      defended/r0001-c03.json          what the client's defenses did, in its own figures, mode 0600
+      vault/r0001-c03.json             the private batch, written by the client
+      defended/r0001-c03.json          what the client's defenses did, in its own figures
       reconstructions.jsonl            a line per attack and capture, as each finishes
       attempts.jsonl                   a line per try of an attack that crashed
-      leakage.jsonl privacy.jsonl defenses.jsonl utility.jsonl summary.json held_out.json flower.log
+      leakage.jsonl privacy.jsonl defenses.jsonl utility.jsonl summary.json held_out.json
+      damaged.jsonl                    lines of the others that could not be read, and why
+      log.txt flower.log
 
+Only the owner can open the folder (0700) and any file in it (0600), from the moment it is made.
+Captures, models and answers carry the fingerprint of the experiment that they are of, and are not
+read in a run of another one.
 Of rounds that are not attacked neither captures nor models stay, but for the first and last model.
 Under secure aggregation a capture is r0001-all: the round's sum. Until all have come, the updates
 that it is of are below `held`, which stands for the protocol and is read by no attack.
@@ -26,27 +31,57 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import safetensors
 import safetensors.torch
 from filelock import FileLock, Timeout
 from torch import Tensor
 
-from fedleak.errors import CaptureError, FedleakError
+from fedleak.errors import CaptureError, ConfigError, FedleakError
 from fedleak.observation import ClientUpdate, Knowledge, UpdateKind
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+"""Of run.json and the files beside it: 2 has the experiment's fingerprint."""
+
 _MORE = " \n"
 """Ends a line that is followed by others of the same write; to JSON the space is nothing."""
 _KEY = re.compile(r"r(\d+)-(?:c(\d+)|all)")
 
 EVERYONE = -1
 """The client of a capture that is the sum over all of its round."""
+
+
+def json_object(line: bytes) -> dict[str, Any]:
+    """Reads a line that holds a table.
+
+    Raises:
+        ValueError: It does not.
+    """
+    value = _json(line)
+    if not isinstance(value, dict):
+        raise ValueError(f"a table was expected, not a {type(value).__name__}")
+    return value
+
+
+def _json(content: bytes) -> Any:
+    """Reads JSON; what it cannot hold, as infinity, is a ValueError like all that is not JSON."""
+
+    def refuse(constant: str) -> NoReturn:
+        raise ValueError(f"{constant} is not a number")
+
+    try:
+        return json.loads(content, parse_constant=refuse)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+Parse = Callable[[bytes], dict[str, Any]]
+"""Reads a line of a JSONL file, or raises ValueError."""
 
 
 class Key(NamedTuple):
@@ -85,18 +120,37 @@ class Run:
         """Returns the content of run.json.
 
         Raises:
-            FedleakError: There is no run here.
+            ConfigError: There is no run here.
+            FedleakError: It is damaged, or of another version of fedleak.
         """
-        try:
-            value: dict[str, Any] = json.loads((self.path / "run.json").read_text())
-        except (OSError, json.JSONDecodeError) as error:
-            raise FedleakError(f"{str(self.path)!r} is not a run directory: {error}") from error
-        return value
+        if not self.exists():
+            raise ConfigError(
+                f"{str(self.path)!r} is not a run directory: it has no run.json: name the folder "
+                "of a run, such as runs/NAME"
+            )
+        value = self.read_json("run.json")
+        if reason := _not_info(value):
+            raise FedleakError(f"{self.path / 'run.json'} {reason}: {_RESTORE}")
+        return dict(value)
+
+    def fingerprint(self) -> str | None:
+        """Returns the mark of what belongs to this run; None before it has a run.json."""
+        return self.info()["fingerprint"] if self.exists() else None
+
+    def create(self, **values: Any) -> None:
+        """Makes run.json, in a folder that only its owner can open.
+
+        Args:
+            values: At least `experiment`, its `fingerprint`, `status` and `num_labels`.
+        """
+        with _naming(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            self.path.chmod(0o700)
+        self.write_json("run.json", {"schema_version": SCHEMA_VERSION, **values})
 
     def update_info(self, **values: Any) -> None:
         """Writes these keys of run.json and keeps the others."""
-        old = self.info() if self.exists() else {"schema_version": SCHEMA_VERSION}
-        self.write_json("run.json", old | values)
+        self.write_json("run.json", self.info() | values)
 
     @contextmanager
     def lock(self) -> Iterator[None]:
@@ -105,10 +159,11 @@ class Run:
         Raises:
             FedleakError: Another process has it.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(self.path / ".lock")
+        path = self._place(".lock")
+        lock = FileLock(path, mode=0o600)
         try:
-            lock.acquire(blocking=False)
+            with _naming(path):
+                lock.acquire(blocking=False)
         except Timeout as error:
             raise FedleakError(
                 f"{str(self.path)!r} is in use by another fedleak process"
@@ -122,43 +177,28 @@ class Run:
 
     def write_capture(self, capture: Capture) -> None:
         """Writes what the server received."""
-        update = capture.update
-        about = {
-            "kind": update.kind,
-            "num_examples": update.num_examples,
-            "knowledge": {k: v for k, v in asdict(capture.knowledge).items() if v is not None},
-        }
-        _write_tensors(self._capture(capture.key), update.tensors, {"fedleak": json.dumps(about)})
+        self._write_capture(_capture_file(capture.key), capture)
 
     def read_capture(self, key: Key) -> Capture:
         """Reads a capture.
 
         Raises:
-            CaptureError: The file is damaged.
+            CaptureError: The file is damaged, or of another experiment.
         """
-        path = self._capture(key)
-        try:
-            tensors, metadata = _read_tensors(path)
-            kind, num_examples, knowledge = _about(metadata)
-        except _DAMAGE as error:
-            raise _damaged(path, error) from error
-        return Capture(key, ClientUpdate(kind, tensors, num_examples), knowledge)
+        return self._read_capture(_capture_file(key), key)
 
     def read_knowledge(self, key: Key) -> Knowledge:
         """Reads what the server knows of a capture, without its tensors.
 
         Raises:
-            CaptureError: The file is damaged.
+            CaptureError: The file is damaged, or of another experiment.
         """
-        path = self._capture(key)
+        path = self.path / _capture_file(key)
         try:
             with safetensors.safe_open(path, framework="pt") as file:
-                return _about(file.metadata())[2]
+                return self._about(file.metadata())[2]
         except _DAMAGE as error:
             raise _damaged(path, error) from error
-
-    def _capture(self, key: Key) -> Path:
-        return self.path / "captures" / f"{key}.safetensors"
 
     def captures(self) -> list[Key]:
         """Returns the keys of the captures, in order."""
@@ -166,15 +206,15 @@ class Run:
 
     def hold(self, capture: Capture) -> None:
         """Keeps an update out of the server's sight, until the round's sum is made."""
-        Run(self.path / "held").write_capture(capture)
+        self._write_capture(f"held/{_capture_file(capture.key)}", capture)
 
     def held(self, key: Key) -> Capture:
         """Reads an update that is held.
 
         Raises:
-            CaptureError: The file is damaged.
+            CaptureError: The file is damaged, or of another experiment.
         """
-        return Run(self.path / "held").read_capture(key)
+        return self._read_capture(f"held/{_capture_file(key)}", key)
 
     def release(self) -> None:
         """Deletes what is held."""
@@ -182,19 +222,21 @@ class Run:
 
     def write_broadcast(self, round: int, tensors: Mapping[str, Tensor]) -> None:
         """Writes the model that a round starts from."""
-        _write_tensors(self.path / "models" / f"r{round:04d}.safetensors", tensors, {})
+        self._write_tensors(f"models/r{round:04d}.safetensors", tensors, {})
 
     def read_broadcast(self, round: int) -> dict[str, Tensor]:
         """Reads the model that a round starts from.
 
         Raises:
-            CaptureError: The file is damaged or missing.
+            CaptureError: The file is damaged, missing, or of another experiment.
         """
         path = self.path / "models" / f"r{round:04d}.safetensors"
         try:
-            return _read_tensors(path)[0]
+            tensors, metadata = _read_tensors(path)
+            self._refuse_foreign(json.loads(metadata["fedleak"]))
         except _DAMAGE as error:
-            raise CaptureError(f"model {path} is damaged ({error}): run with --fresh") from error
+            raise CaptureError(f"model {path} is damaged ({_line(error)}): {_RESTORE}") from error
+        return tensors
 
     def forget(self, round: int) -> None:
         """Deletes the captures of a round, and the model that it started from, but for the first.
@@ -203,43 +245,88 @@ class Run:
         """
         for key in self.captures():
             if key.round == round:
-                self._capture(key).unlink(missing_ok=True)
+                (self.path / _capture_file(key)).unlink(missing_ok=True)
         if round > 1:
             (self.path / "models" / f"r{round:04d}.safetensors").unlink(missing_ok=True)
 
     def broadcasts(self) -> list[int]:
         """Returns the rounds whose starting model is here, in order."""
         stems = (p.stem for p in (self.path / "models").glob("r*.safetensors"))
-        return sorted(int(stem[1:]) for stem in stems)
+        return sorted(int(stem[1:]) for stem in stems if stem[1:].isdecimal())
+
+    def _write_capture(self, name: str, capture: Capture) -> None:
+        update = capture.update
+        about = {
+            "kind": update.kind,
+            "num_examples": update.num_examples,
+            "knowledge": {k: v for k, v in asdict(capture.knowledge).items() if v is not None},
+        }
+        self._write_tensors(name, update.tensors, about)
+
+    def _read_capture(self, name: str, key: Key) -> Capture:
+        path = self.path / name
+        try:
+            tensors, metadata = _read_tensors(path)
+            kind, num_examples, knowledge = self._about(metadata)
+        except _DAMAGE as error:
+            raise _damaged(path, error) from error
+        return Capture(key, ClientUpdate(kind, tensors, num_examples), knowledge)
+
+    def _about(self, metadata: Mapping[str, str] | None) -> tuple[UpdateKind, int, Knowledge]:
+        """Reads what stands beside the tensors of a capture."""
+        about = json.loads((metadata or {})["fedleak"])
+        self._refuse_foreign(about)
+        return UpdateKind(about["kind"]), about["num_examples"], Knowledge(**about["knowledge"])
+
+    def _refuse_foreign(self, about: Mapping[str, Any]) -> None:
+        """Refuses what carries another experiment's mark."""
+        found, own = about["fingerprint"], self.fingerprint()
+        if found != own:
+            raise ValueError(f"it is of another experiment, {found}; this one is {own}")
+
+    def _write_tensors(
+        self, name: str, tensors: Mapping[str, Tensor], about: Mapping[str, Any]
+    ) -> None:
+        """Writes tensors, and beside them a table with this experiment's mark."""
+        marked = json.dumps({"fingerprint": self.fingerprint(), **about})
+        flat = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        with _new_file(self._place(name)) as temporary:
+            safetensors.torch.save_file(flat, temporary, {"fedleak": marked})
 
     # --- the vault --------------------------------------------------------------------------
 
     def write_truth(self, key: Key, value: Mapping[str, Any]) -> None:
-        """Writes a private batch, readable by its owner alone."""
-        self.write_json(f"vault/{key}.json", value, mode=0o600)
+        """Writes a private batch."""
+        self.write_json(f"vault/{key}.json", value)
 
     def read_truth(self, key: Key) -> dict[str, Any] | None:
-        """Returns a private batch; None if the client wrote none."""
-        path = self.path / "vault" / f"{key}.json"
-        if not path.is_file():
-            return None
-        value: dict[str, Any] = json.loads(path.read_text())
-        return value
+        """Returns a private batch; None if the client wrote none.
+
+        Raises:
+            FedleakError: The file is damaged.
+        """
+        name = f"vault/{key}.json"
+        return self.read_json(name) if (self.path / name).is_file() else None
 
     def truths(self) -> list[Key]:
         """Returns the keys of the private batches, in order."""
         return _keys(self.path / "vault", ".json")
 
     def write_defended(self, key: Key, value: Mapping[str, Any]) -> None:
-        """Writes what a client's defenses did: its own figures, so readable by its owner alone."""
-        self.write_json(f"defended/{key}.json", plain(value), mode=0o600)
+        """Writes what a client's defenses did: its own figures."""
+        self.write_json(f"defended/{key}.json", plain(value))
 
-    def defended(self) -> dict[Key, dict[str, Any]]:
-        """Returns what clients' defenses did, in the order of rounds and clients."""
-        folder = self.path / "defended"
-        return {
-            key: json.loads((folder / f"{key}.json").read_text()) for key in _keys(folder, ".json")
-        }
+    def defended(self) -> dict[Key, Any]:
+        """Returns what clients' defenses did, in the order of rounds and clients.
+
+        Of a file that cannot be read it is None.
+        """
+        found: dict[Key, Any] = {}
+        for key in _keys(self.path / "defended", ".json"):
+            found[key] = None
+            with suppress(FedleakError):
+                found[key] = self.read_json(f"defended/{key}.json")
+        return found
 
     # --- rows -------------------------------------------------------------------------------
 
@@ -252,41 +339,117 @@ class Run:
         lines = [json.dumps(row, allow_nan=False) for row in rows]
         if not lines:
             return
-        with (self.path / name).open("ab+") as file:
+        path = self._place(name)
+        with _naming(path), open(path, "ab+", opener=private) as file:
             _drop_torn_(file)
             file.write((_MORE.join(lines) + "\n").encode())
             file.flush()
             os.fsync(file.fileno())
 
-    def rows(self, name: str) -> list[dict[str, Any]]:
-        """Returns the complete lines of a JSONL file; none if there is no file."""
+    def append_answers(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Appends answers of attacks that belong together, with this experiment's mark."""
+        mark = {"fingerprint": self.fingerprint()}
+        self.append_all("reconstructions.jsonl", [{**row, **mark} for row in rows])
+
+    def rows(self, name: str, parse: Parse = json_object) -> list[dict[str, Any]]:
+        """Returns the complete lines of a JSONL file; none if there is no file.
+
+        Args:
+            name: The file.
+            parse: Reads a line, or raises ValueError.
+
+        Raises:
+            FedleakError: A line that cannot be read.
+        """
+        rows, damaged = self._parsed(name, parse)
+        if damaged:
+            number, _, reason = damaged[0]
+            raise FedleakError(
+                f"{self.path / name}, line {number}, is damaged ({reason}): "
+                f"`fedleak score {self.path}` puts it into damaged.jsonl and keeps the others"
+            )
+        return [row for row, _ in rows]
+
+    def salvage(self, name: str, parse: Parse = json_object) -> list[dict[str, Any]]:
+        """Returns the lines that can be read, as `rows` does, and moves others to damaged.jsonl.
+
+        Whoever calls it holds the lock.
+        """
+        rows, damaged = self._parsed(name, parse)
+        if damaged:
+            found = [
+                {"file": name, "line": number, "reason": reason, "content": line.decode("latin-1")}
+                for number, line, reason in damaged
+            ]
+            self.append_all("damaged.jsonl", found)
+            self._replace(name, b"".join(line.rstrip() + b"\n" for _, line in rows))
+        return [row for row, _ in rows]
+
+    def _parsed(
+        self, name: str, parse: Parse = json_object
+    ) -> tuple[list[tuple[dict[str, Any], bytes]], list[tuple[int, bytes, str]]]:
+        """Returns rows with their lines, and lines that cannot be read, with number and reason."""
         path = self.path / name
         if not path.is_file():
-            return []
-        content = path.read_bytes()
-        return [json.loads(line) for line in content[: _complete(content)].splitlines()]
+            return [], []
+        with _naming(path, "read"):
+            content = path.read_bytes()
+        complete = _complete(content)
+        lines, rest = content[:complete].split(b"\n")[:-1], content[complete:]
+        # What a killed process wrote last does not count, but it begins as a line does.
+        if rest and not rest.startswith(b"{"):
+            lines.append(rest)
+        rows: list[tuple[dict[str, Any], bytes]] = []
+        damaged: list[tuple[int, bytes, str]] = []
+        for number, line in enumerate(lines, 1):
+            try:
+                rows.append((parse(line), line))
+            except ValueError as error:
+                damaged.append((number, line, _line(error)))
+        return rows, damaged
 
     def write_rows(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
         """Writes a whole JSONL file at once."""
         text = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows)
-        _replace(self.path / name, text.encode())
+        self._replace(name, text.encode())
 
-    def write_json(self, name: str, value: Any, mode: int = 0o644) -> None:
+    def write_json(self, name: str, value: Any) -> None:
         """Writes a JSON file at once."""
-        _replace(
-            self.path / name, (json.dumps(value, indent=1, allow_nan=False) + "\n").encode(), mode
-        )
+        self._replace(name, (json.dumps(value, indent=1, allow_nan=False) + "\n").encode())
 
     def read_json(self, name: str) -> Any:
-        """Reads a JSON file."""
-        return json.loads((self.path / name).read_text())
+        """Reads a JSON file.
+
+        Raises:
+            FedleakError: It is missing or damaged.
+        """
+        path = self.path / name
+        with _naming(path, "read"):
+            content = path.read_bytes()
+        try:
+            return _json(content)
+        except ValueError as error:  # not UTF-8, or not JSON
+            raise FedleakError(f"{path} is damaged ({_line(error)})") from error
+
+    def _replace(self, name: str, content: bytes) -> None:
+        with _new_file(self._place(name)) as temporary:
+            temporary.write_bytes(content)
+
+    def _place(self, name: str) -> Path:
+        """Returns where a file is to be written, in folders that only their owner can open."""
+        path = self.path / name
+        with _naming(path):
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return path
 
     def move_aside(self) -> Path:
         """Moves the directory out of the way and returns where it is now."""
         aside = self.path.with_name(f"{self.path.name}.{time.strftime('%Y%m%d-%H%M%S')}")
         while aside.exists():
             aside = aside.with_name(aside.name + "x")
-        self.path.rename(aside)
+        with _naming(self.path, "moved"):
+            self.path.rename(aside)
         return aside
 
 
@@ -303,17 +466,50 @@ _DAMAGE = (OSError, KeyError, ValueError, TypeError, safetensors.SafetensorError
 """What reading a damaged file raises."""
 
 
+def private(path: str, flags: int) -> int:
+    """Opens a file that only its owner can open: the `opener` of `open`, for all of a run."""
+    return os.open(path, flags, 0o600)
+
+
+_RESTORE = (
+    "restore it from a copy, or start anew with `fedleak run FILE --fresh`, which keeps this "
+    "folder under another name"
+)
+
+_INFO = {"experiment": dict, "fingerprint": str, "status": str, "num_labels": int}
+"""What run.json must hold."""
+
+
+def _not_info(value: Any) -> str | None:
+    """Returns why a value cannot be that of a run.json; None if it can."""
+    if not isinstance(value, dict):
+        return f"is damaged (it holds a {type(value).__name__}, not a table)"
+    version = value.get("schema_version")
+    if version != SCHEMA_VERSION:
+        return (
+            f"has schema_version {version!r}, and this fedleak reads {SCHEMA_VERSION}: it is "
+            "damaged, or another version wrote it"
+        )
+    wrong = [key for key, of in _INFO.items() if not isinstance(value.get(key), of)]
+    return f"is damaged ({', '.join(wrong)} missing or not right)" if wrong else None
+
+
 def _damaged(path: Path, error: Exception) -> CaptureError:
     return CaptureError(
-        f"capture {path} is damaged ({' '.join(str(error).split())}): delete it, run the "
-        "experiment again, then `fedleak attack --retry`"
+        f"capture {path} is damaged ({_line(error)}): delete it, run the experiment again, then "
+        "`fedleak attack --retry`"
     )
 
 
-def _about(metadata: Mapping[str, str] | None) -> tuple[UpdateKind, int, Knowledge]:
-    """Reads what stands beside the tensors of a capture."""
-    about = json.loads((metadata or {})["fedleak"])
-    return UpdateKind(about["kind"]), about["num_examples"], Knowledge(**about["knowledge"])
+def _line(error: Exception) -> str:
+    """Returns what an error says, in one line."""
+    if isinstance(error, KeyError):
+        return f"{error} is missing"
+    return " ".join(str(error).split())
+
+
+def _capture_file(key: Key) -> str:
+    return f"captures/{key}.safetensors"
 
 
 def _keys(folder: Path, suffix: str) -> list[Key]:
@@ -321,43 +517,48 @@ def _keys(folder: Path, suffix: str) -> list[Key]:
     return sorted(Key(int(m[1]), EVERYONE if m[2] is None else int(m[2])) for m in found if m)
 
 
-def _write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
-    flat = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = _temporary(path)
-    safetensors.torch.save_file(flat, temporary, metadata)
-    with temporary.open("rb+") as file:
-        os.fsync(file.fileno())
-    _rename(temporary, path)
-
-
 def _read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     with safetensors.safe_open(path, framework="pt") as file:
         return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
 
 
-def _replace(path: Path, content: bytes, mode: int = 0o644) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = _temporary(path)
-    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    _rename(temporary, path)
+@contextmanager
+def _new_file(path: Path) -> Iterator[Path]:
+    """Yields a temporary name that becomes the file's: whatever happens, all of it or nothing.
+
+    The folder is synced too, so that the new name survives a power cut.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with _naming(path):
+        try:
+            os.close(private(str(temporary), os.O_WRONLY | os.O_CREAT | os.O_TRUNC))
+            yield temporary
+            _sync(temporary)
+            temporary.replace(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        _sync(path.parent)
 
 
-def _temporary(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{os.getpid()}")
-
-
-def _rename(temporary: Path, path: Path) -> None:
-    """Renames, and syncs the folder, so that the new name survives a power cut too."""
-    temporary.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    opened = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(folder)
+        os.fsync(opened)
     finally:
-        os.close(folder)
+        os.close(opened)
+
+
+@contextmanager
+def _naming(path: Path, what: str = "written") -> Iterator[None]:
+    """Says of a failure of the disk which file it is about."""
+    try:
+        yield
+    except Timeout:
+        raise
+    except (OSError, safetensors.SafetensorError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or _line(error)
+        raise FedleakError(f"{path} cannot be {what}: {reason}") from error
 
 
 def _drop_torn_(file: Any) -> None:

@@ -42,6 +42,7 @@ def main(grid: Grid, context: Context) -> None:
         with pipeline.under_way(run, experiment):
             federate(grid, experiment, run)
         print_run(run, audit.score_run(run))
+    audit.refuse_gaps(run)
 
 
 def federate(grid: Grid, experiment: Experiment, run: Run) -> None:

@@ -52,12 +52,14 @@ def train(run: Run, experiment: Experiment) -> None:
     Raises:
         FedleakError: A client failed, or Flower did.
     """
+    from fedleak.store import private  # it brings torch along, too
+
     path = run.path.absolute()
     log = path / "flower.log"
     # -P: a `server` package in the current folder must not stand in for this one.
     command = [sys.executable, "-P", "-m", "server.simulation"]
     with (
-        log.open("wb") as output,
+        open(log, "wb", opener=private) as output,
         subprocess.Popen(
             [*command, str(path), str(experiment.federation.clients)],
             stdin=subprocess.PIPE,

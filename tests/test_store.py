@@ -18,6 +18,7 @@ shared_folder = settings(suppress_health_check=[HealthCheck.function_scoped_fixt
 
 
 KEY = Key(3, 7)
+INFO = {"experiment": {}, "fingerprint": "f00", "status": "new", "num_labels": 2}
 
 
 def capture_of(key=KEY, kind=UpdateKind.DELTA):
@@ -125,9 +126,11 @@ def test_only_its_owner_can_read_the_vault(run):
 
 def test_information_is_added_to_and_replaced(run):
     assert not run.exists()
-    run.update_info(a=1, b=2)
+    assert run.fingerprint() is None
+    run.create(**INFO, a=1, b=2)
     run.update_info(b=3)
-    assert run.info() == {"schema_version": 1, "a": 1, "b": 3}
+    assert run.info() == {"schema_version": 2, **INFO, "a": 1, "b": 3}
+    assert run.fingerprint() == "f00"
     with pytest.raises(ValueError, match="not JSON compliant"):
         run.update_info(b=float("nan"))
     assert run.info()["b"] == 3
@@ -240,7 +243,7 @@ def test_the_lock_is_not_taken_twice_in_one_process(run):
 def test_moving_aside_keeps_everything_and_never_overwrites(run):
     aside = []
     for number in range(3):
-        run.update_info(number=number)
+        run.create(**INFO, number=number)
         run.write_truth(Key(1, number), {})
         aside.append(run.move_aside())
         assert not run.path.exists()

@@ -1,0 +1,76 @@
+"""Deletes what a private text can be read from, once a run is scored."""
+
+import shutil
+import time
+from dataclasses import dataclass
+
+from fedleak import audit
+from fedleak.errors import FedleakError
+from fedleak.store import Run
+
+PRIVATE = {
+    "vault": "the clients' private batches",
+    "captures": "updates, from which they can be read",
+    "held": "updates that were summed",
+    "models": "models: two of a row differ by an update",
+    "held_out.json": "held-out texts",
+    "reconstructions.jsonl": "what attacks read",
+    "attempts.jsonl": "how tries of attacks failed",
+    "damaged.jsonl": "damaged lines of these",
+}
+"""By name in the run directory. Logs and all other files hold figures and settings only."""
+
+
+@dataclass(frozen=True)
+class Purged:
+    """What a purge did, a line for each file or folder."""
+
+    deleted: tuple[str, ...]
+    kept: tuple[str, ...]
+
+
+def purge(run: Run) -> Purged:
+    """Deletes the private data of a run; its rows, ledger and summary stay.
+
+    One that was cut short is finished by the next. Whoever calls this holds the lock.
+
+    Raises:
+        FedleakError: The run is not finished, or not all of it is scored.
+    """
+    if not run.info().get("purged"):
+        _refuse_unscored(run)
+        # Noted first: if this is cut short, what is left is not taken for a run.
+        run.update_info(purged=time.strftime("%Y-%m-%d %H:%M:%S"))
+    deleted = []
+    for name, what in PRIVATE.items():
+        path = run.path / name
+        if path.is_dir():
+            files = sum(each.is_file() for each in path.rglob("*"))
+            shutil.rmtree(path)
+            deleted.append(f"{path} ({files} files: {what})")
+        elif path.exists():
+            path.unlink()
+            deleted.append(f"{path} ({what})")
+    for path in run.path.glob(".*.[0-9]*"):  # what a killed process had not yet renamed
+        path.unlink()
+        deleted.append(f"{path} (half written)")
+    audit.score_run(run)  # so that the summary says it too
+    kept = sorted(each.name for each in run.path.iterdir() if not each.name.startswith("."))
+    return Purged(tuple(deleted), (f"{run.path}: {', '.join(kept)}",))
+
+
+def _refuse_unscored(run: Run) -> None:
+    """Refuses to delete what figures are still to be made of."""
+    info = run.info()
+    if info["status"] != "finished":
+        raise FedleakError(
+            f"{str(run.path)!r} is not finished ({info['status']}), so nothing was deleted: "
+            "`fedleak run` with the experiment's file finishes it; or delete the folder"
+        )
+    audit.score_run(run)
+    unscored = run.read_json("summary.json")["unscored"]
+    if unscored:
+        raise FedleakError(
+            f"{unscored} answers of {str(run.path)!r} are not scored, so nothing was deleted: "
+            f"`fedleak score {run.path}` says why; or delete the folder"
+        )
