@@ -341,7 +341,9 @@ def line(doing: "UnderWay", now: float) -> Text:
     if doing.progress:
         turns = sorted(doing.progress.items())
         client, at = turns[int(now / TURN_SECONDS) % len(turns)]
-        said = f"client {client}: {at.step}/{at.steps}, loss {at.loss:.3g}, {at.text}"
+        said = f"client {client}: {at.step}/{at.steps} {at.phase}".rstrip()
+        if not math.isnan(at.loss):
+            said += f", loss {at.loss:.3g}, {at.text}"
     else:
         word = "client" if len(doing.clients) == 1 else "clients"
         said = f"{word} {', '.join(map(str, doing.clients))}"

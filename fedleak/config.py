@@ -27,7 +27,7 @@ from pydantic import (
 )
 
 from fedleak import attacks, defenses
-from fedleak.attacks import Attack, Setting
+from fedleak.attacks import Attack, Equipped, Setting
 from fedleak.defenses import Defense
 from fedleak.defenses.dp_sgd import DpSgd
 from fedleak.defenses.secure_sum import SecureSum
@@ -345,7 +345,7 @@ class Experiment(_Table):
         """Refuses attacks that can work on no update that this experiment lets the server see.
 
         Raises:
-            ConfigError: An attack with an obstacle, or what `sent` raises.
+            ConfigError: An attack with an obstacle or without its equipment, or what `sent` raises.
         """
         names = frozenset(model.parameters())
         settings = [
@@ -361,6 +361,11 @@ class Experiment(_Table):
             for sent in self.sent(model)
         ]
         for each in self.attacks:
+            if isinstance(each.attack, Equipped):
+                try:
+                    each.attack.check_equipment()
+                except ConfigError as error:
+                    raise ConfigError(f"attack {each.name!r}: {error}") from error
             obstacles = [each.attack.obstacle(setting) for setting in settings]
             # Where it works on some clients, the others' updates are inadmissible.
             if all(obstacles):

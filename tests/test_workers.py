@@ -409,6 +409,16 @@ DOING = UnderWay(
     [
         (DOING, 0, "     lamp round 2, client 0: 5/90, loss 0.123, [red]the [/] patient [2J said"),
         (DOING, cli.TURN_SECONDS, "     lamp round 2, client 3: 6/90, loss 7e-05, so"),
+        (
+            UnderWay("lamp", 1, (4,), {4: Progress(0, 90, math.nan, "", "starts 3/64")}),
+            0,
+            "     lamp round 1, client 4: 0/90 starts 3/64",
+        ),
+        (
+            UnderWay("lamp", 1, (4,), {4: Progress(9, 90, 0.5, "so", "descent")}),
+            0,
+            "     lamp round 1, client 4: 9/90 descent, loss 0.5, so",
+        ),
         (UnderWay("dager", 1, (4,), {}), 0, "    dager round 1, client 4"),
         (UnderWay("tag", 1, (4, 5), {}), 0, "      tag round 1, clients 4, 5"),
     ],

@@ -86,18 +86,33 @@ class Progress(NamedTuple):
 
     Attributes:
         step, steps: Steps done, and in all.
-        loss: What it minimises.
+        loss: What it minimises; not a number as long as nothing was looked at.
         text: The best text so far.
+        phase: What is under way, such as "starts 3/64".
     """
 
     step: int
     steps: int
     loss: float
     text: str
+    phase: str = ""
 
 
 Report = Callable[[int, Progress], None]
 """Is told which of the observations it is, by its index, and how far the attack is with it."""
+
+
+@runtime_checkable
+class Equipped(Attack, Protocol):
+    """An attack that brings something along which may be missing, such as a language model."""
+
+    def check_equipment(self) -> None:
+        """Refuses what is missing or of no use. Called once, before anything is trained.
+
+        Raises:
+            ConfigError: What is wrong, and what to do.
+        """
+        ...
 
 
 @runtime_checkable

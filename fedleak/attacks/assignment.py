@@ -28,7 +28,7 @@ from fedleak.attacks.choices import (
     orders_tensor,
     stacked,
 )
-from fedleak.attacks.descent import Clock, Descent, Found, Recipe, Told, best_of_each
+from fedleak.attacks.descent import UNWATCHED, Descent, Found, Recipe, Watch, best_of_each
 from fedleak.attacks.guesses import Guess, Mixtures, Objective
 from fedleak.attacks.starts import initial
 from fedleak.models.prior import Prior
@@ -44,12 +44,11 @@ def reconstruct(
     recipe: Recipe,
     prior: Prior | None,
     rng: Sequence[torch.Generator],
-    clock: Clock,
-    told: Told,
+    watch: Watch,
 ) -> list[Found]:
     """Returns each victim's tokens, and the distance of their gradient."""
     everyone, alive_R = objective, torch.arange(len(rng), device=objective.victim_R.device)
-    descent = Descent(initial(objective, recipe, rng), recipe)
+    descent = Descent(initial(objective, recipe, rng, watch), recipe)
     best_ids_RBT = objective.read(descent.now())
     best_R = torch.full_like(objective.unit_R, torch.inf)
     for step in (*range(0, recipe.steps, recipe.every), recipe.steps):
@@ -57,13 +56,13 @@ def reconstruct(
         for sweeps in (0, recipe.sweeps) if recipe.may_move(step) else (0,):
             of_row = [rng[i] for i in alive_R.tolist()]
             moving = replace(recipe, sweeps=sweeps)
-            ids_RBT, score_R = improved(objective, moving, prior, descent.now(), of_row)
+            ids_RBT, score_R = improved(objective, moving, prior, descent.now(), of_row, watch)
             better_R = score_R < best_R[alive_R]
             best_R[alive_R[better_R]] = score_R[better_R]
             best_ids_RBT[alive_R[better_R]] = ids_RBT[better_R]
-            told(step, best_of_each(everyone.victim_R, best_ids_RBT, best_R))
+            watch.at(step, best_of_each(everyone.victim_R, best_ids_RBT, best_R))
             going_S = going(everyone.victim_R, best_R, alive_R, step / recipe.steps)
-            if not len(going_S) or clock.up():
+            if not len(going_S) or watch.up():
                 return best_of_each(everyone.victim_R, best_ids_RBT, best_R)
             changed_R = (ids_RBT != objective.read(descent.now())).flatten(1).any(1)
             _restart_(descent, objective, ids_RBT, changed_R)
@@ -72,7 +71,8 @@ def reconstruct(
                 descent.take_(going_S)
         for each in range(step, min(step + recipe.every, recipe.steps)):
             descent.step(recipe.loss(objective, each))
-            if clock.up():
+            watch.at(each + 1)
+            if watch.up():
                 break
     return best_of_each(everyone.victim_R, best_ids_RBT, best_R)
 
@@ -83,29 +83,35 @@ def improved(
     prior: Prior | None,
     leaf_RBTF: Tensor,
     rng: Sequence[torch.Generator],
+    watch: Watch = UNWATCHED,
 ) -> tuple[Tensor, Tensor]:
     """Returns better tokens [R, B, T] than those read from the leaf, and their score [R].
 
-    One sentence after the other is changed, then two at a time, in each row as long as that helps.
+    One sentence after the other is changed, then two at a time, in each row as long as that helps
+    and there is time.
     The score is the distance plus what the prior adds; of tokens that match exactly, the distance
     alone.
     """
     ids_RBT = objective.read(leaf_RBTF)
-    likely_RB = torch.cat(
-        [nll(prior, recipe, objective, b, ids_RBT[:, None, b]) for b in range(ids_RBT.shape[1])], 1
-    )
+    likely_R = _likely(objective, recipe, prior, ids_RBT)
     apart_R = objective.scores(objective.space.exact(objective.rows, ids_RBT[:, None]))[:, 0]
-    likely_R, going_S = likely_RB.sum(1), torch.arange(len(rng), device=ids_RBT.device)
+    going_S = torch.arange(len(rng), device=ids_RBT.device)
     for _ in range(recipe.sweeps):
+        if not len(going_S) or watch.up():
+            break
         of_row = [rng[r] for r in going_S.tolist()]
-        before_SBT = ids_RBT[going_S]
+        before_SBT, some = ids_RBT[going_S], objective.take(going_S)
         ids_RBT[going_S], apart_R[going_S], likely_R[going_S] = _swept(
-            objective.take(going_S), recipe, prior, leaf_RBTF[going_S], before_SBT, of_row
+            some, recipe, prior, leaf_RBTF[going_S], before_SBT, apart_R[going_S], of_row, watch
         )
         going_S = going_S[(ids_RBT[going_S] != before_SBT).flatten(1).any(1)]
-        if not len(going_S):
-            break
     return ids_RBT, torch.where(apart_R < EXACT, apart_R, apart_R + likely_R)
+
+
+def _likely(objective: Objective, recipe: Recipe, prior: Prior | None, ids_RBT: Tensor) -> Tensor:
+    """Returns what the prior adds [R] to the scores of tokens."""
+    each = [nll(prior, recipe, objective, b, ids_RBT[:, None, b]) for b in range(ids_RBT.shape[1])]
+    return torch.cat(each, 1).sum(1)
 
 
 def _swept(
@@ -114,27 +120,35 @@ def _swept(
     prior: Prior | None,
     leaf_RBTF: Tensor,
     ids_RBT: Tensor,
+    apart_R: Tensor,
     rng: Sequence[torch.Generator],
+    watch: Watch,
 ) -> Best:
-    """Returns the tokens [R, B, T] after each sentence was changed once, and then two at a time."""
+    """Returns the tokens [R, B, T] after each sentence was changed once, and then two at a time.
+
+    Out of time, what comes later stays as it is.
+    """
     rows, space, sequences = objective.rows, objective.space, range(ids_RBT.shape[1])
     ids_RBT, likely_R = ids_RBT.clone(), torch.zeros_like(objective.unit_R)
     for b in sequences:
         tried_RKT = _changes(objective, recipe, leaf_RBTF, ids_RBT, b, rng)
-        likely_RK = nll(prior, recipe, objective, b, tried_RKT)
+        likely_RK = nll(prior, recipe, objective, b, tried_RKT, watch)
+        if watch.up():
+            return Best(ids_RBT, apart_R, _likely(objective, recipe, prior, ids_RBT))
 
         def inputs(tried_RKT: Tensor, b: int = b) -> Guess:
             own = rows.sequences_of([b])
             return space.exact(own, tried_RKT[:, :, None, : own.length])
 
         now = space.exact(rows, ids_RBT[:, None])
-        best = best_of_sequence(objective, now, b, inputs, tried_RKT, likely_RK)
+        best = best_of_sequence(objective, now, b, inputs, tried_RKT, likely_RK, watch)
         ids_RBT[:, b], apart_R = best.chosen_RX, best.apart_R
         likely_R = likely_R + best.likely_R
     if len(sequences) > 1:
-        tried_RKBT = _exchanges(objective, recipe, ids_RBT, rng)
-        each_RBK = [nll(prior, recipe, objective, b, tried_RKBT[:, :, b]) for b in sequences]
-        return best_of_batch(objective, tried_RKBT, torch.stack(each_RBK, 1).sum(1))
+        tried_RKBT = _exchanges(objective, recipe, ids_RBT, rng, watch)
+        each_RBK = [nll(prior, recipe, objective, b, tried_RKBT[:, :, b], watch) for b in sequences]
+        if not watch.up():
+            return best_of_batch(objective, tried_RKBT, torch.stack(each_RBK, 1).sum(1), watch)
     return Best(ids_RBT, apart_R, likely_R)
 
 
@@ -199,11 +213,15 @@ def _changes(
 
 
 def _exchanges(
-    objective: Objective, recipe: Recipe, ids_RBT: Tensor, rng: Sequence[torch.Generator]
+    objective: Objective,
+    recipe: Recipe,
+    ids_RBT: Tensor,
+    rng: Sequence[torch.Generator],
+    watch: Watch = UNWATCHED,
 ) -> Tensor:
     """Returns guesses [R, K, B, T], the present one first: two sentences exchange tokens.
 
-    At one place, or from one place on.
+    At one place, or from one place on. Out of time, there are fewer.
     """
     found = []
     for r, one in enumerate(rng):
@@ -212,6 +230,8 @@ def _exchanges(
         pairs = list(combinations(range(len(now_BT)), 2))
         tried = [now_BT]
         for (b, c), place, stop in product(pairs, range(now_BT.shape[1]), (1, now_BT.shape[1])):
+            if watch.up():
+                break
             both_T = free_BT[b] & free_BT[c]
             both_T = both_T & (torch.arange(len(both_T), device=both_T.device) >= place)
             both_T = both_T & (torch.arange(len(both_T), device=both_T.device) < place + stop)

@@ -8,7 +8,7 @@ D hidden size, M word embeddings, Y outputs of a layer, C classes, V vocabulary.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -37,13 +37,12 @@ class BatchGradients:
             path: module for path, module in model.module.named_modules() if path in owners
         }
         self._heard: list[tuple[str, Tensor, Tensor]] = []
-        settings = (getattr(part, "config", None) for part in model.module.modules())
-        self._settings = {id(one): one for one in settings if one is not None}.values()
 
     @contextmanager
     def ready(self) -> Iterator["BatchGradients"]:
-        """Freezes the parameters and listens; both end with the block."""
+        """Freezes the parameters and listens; both end with the block, as does its attention."""
         trained = [p for p in self._model.module.parameters() if p.requires_grad]
+        attention = self._attention
         hooks = [
             module.register_forward_hook(self._listener(path))
             for path, module in self._modules.items()
@@ -58,6 +57,7 @@ class BatchGradients:
             for hook in hooks:
                 hook.remove()
             self._heard.clear()
+            self._attend_by(attention)
 
     def _listener(self, path: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
         def hear(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -65,17 +65,16 @@ class BatchGradients:
 
         return hear
 
-    @contextmanager
-    def _fused_attention(self) -> Iterator[None]:
-        """Lets layers attend by PyTorch's fused kernels, which have no second derivative."""
-        before = [one._attn_implementation for one in self._settings]
-        try:
-            for one in self._settings:
-                one._attn_implementation = "sdpa"
-            yield
-        finally:
-            for one, was in zip(self._settings, before, strict=True):
-                one._attn_implementation = was
+    @property
+    def _attention(self) -> str:
+        """How the model's layers attend."""
+        # There is no public way to ask.
+        return str(self._model.module.config._attn_implementation)  # type: ignore[union-attr]
+
+    def _attend_by(self, name: str) -> None:
+        """Lets the model's layers attend in another way."""
+        if name != self._attention:
+            self._model.module.set_attn_implementation(name)  # type: ignore[operator]
 
     def __call__(
         self,
@@ -103,10 +102,11 @@ class BatchGradients:
             if not differentiable:
                 x_NTD = x_NTD.detach().requires_grad_()
             self._heard.clear()
-            with nullcontext() if differentiable else self._fused_attention():
-                logits = self._model.family.logits(
-                    self._model.module, mask_NT, ids_BT=None, embeds_BTD=x_NTD
-                )
+            # PyTorch's fused kernels are faster, but have no second derivative.
+            self._attend_by("eager" if differentiable else "sdpa")
+            logits = self._model.family.logits(
+                self._model.module, mask_NT, ids_BT=None, embeds_BTD=x_NTD
+            )
             heard, self._heard = self._heard, []
             rows_too = bool(self._tables) or self._words is not None
             at = [output for _, _, output in heard] + ([x_NTD] if rows_too else [])

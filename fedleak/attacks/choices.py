@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fedleak.attacks.descent import Recipe
+from fedleak.attacks.descent import UNWATCHED, Recipe, Watch
 from fedleak.attacks.guesses import Guess, Objective
 from fedleak.models.prior import Prior
 
@@ -38,8 +38,9 @@ def best_of_sequence(
     inputs: Callable[[Tensor], Guess],
     tried_RKT: Tensor,
     likely_RK: Tensor,
+    watch: Watch = UNWATCHED,
 ) -> Best:
-    """Returns the best of what was tried for sequence b.
+    """Returns the best of what was tried for sequence b, as far as time allows.
 
     Args:
         objective: Measures distances.
@@ -48,22 +49,25 @@ def best_of_sequence(
         inputs: What was tried for it -> the model's inputs.
         tried_RKT: What was tried.
         likely_RK: What the prior adds to each distance.
+        watch: Keeps the time.
     """
 
     def scores(judge: Objective) -> Callable[[Tensor], Tensor]:
         others = judge.other_sequences(now, b)
         return lambda tried_RKT: judge.scores_of_sequence(inputs(tried_RKT), b, others)
 
-    return _best(objective, tried_RKT, likely_RK, scores, 1)
+    return _best(objective, tried_RKT, likely_RK, scores, 1, watch)
 
 
-def best_of_batch(objective: Objective, tried_RKBT: Tensor, likely_RK: Tensor) -> Best:
-    """Returns the best of the token ids tried for a whole batch."""
+def best_of_batch(
+    objective: Objective, tried_RKBT: Tensor, likely_RK: Tensor, watch: Watch = UNWATCHED
+) -> Best:
+    """Returns the best of the token ids tried for a whole batch, as far as time allows."""
 
     def scores(judge: Objective) -> Callable[[Tensor], Tensor]:
         return lambda tried_RKBT: judge.scores(judge.space.exact(judge.rows, tried_RKBT))
 
-    return _best(objective, tried_RKBT, likely_RK, scores, tried_RKBT.shape[2])
+    return _best(objective, tried_RKBT, likely_RK, scores, tried_RKBT.shape[2], watch)
 
 
 def _best(
@@ -72,19 +76,21 @@ def _best(
     likely_RK: Tensor,
     scores: Callable[[Objective], Callable[[Tensor], Tensor]],
     sequences: int,
+    watch: Watch,
 ) -> Best:
     """Returns the best by full precision; a rough objective, if there is one, ranks them first.
 
-    What there is now is the first of those tried.
+    What there is now is the first of those tried, so that it is among those that time allows.
     """
     row_R1 = torch.arange(len(tried_RKX), device=tried_RKX.device)[:, None]
     for judge in (objective.rough, objective):
         if judge is None:
             continue
-        score, apart_RK = scores(judge), torch.empty_like(likely_RK)
-        for chosen in judge.chunks(tried_RKX.shape[1], sequences):
-            apart_RK[:, chosen] = score(tried_RKX[:, chosen])
-        score_RK = apart_RK + likely_RK
+        score, chunks = scores(judge), judge.chunks(tried_RKX.shape[1], sequences)
+        apart_RK = torch.cat(
+            [score(tried_RKX[:, chosen]) for chosen in watch.within(chunks, "changes")], 1
+        )
+        score_RK = apart_RK + likely_RK[:, : apart_RK.shape[1]]
         if judge is objective.rough:
             score_RK[:, 0] = -torch.inf  # what there is now is judged again in any case
         order_RK = score_RK.argsort(dim=1, stable=True)[:, :_FINALISTS]
@@ -94,14 +100,23 @@ def _best(
 
 
 def nll(
-    prior: Prior | None, recipe: Recipe, objective: Objective, b: int, ids_RKT: Tensor
+    prior: Prior | None,
+    recipe: Recipe,
+    objective: Objective,
+    b: int,
+    ids_RKT: Tensor,
+    watch: Watch = UNWATCHED,
 ) -> Tensor:
-    """Returns what the prior adds to the scores [R, K] of guesses of sequence b."""
+    """Returns what the prior adds to the scores [R, K] of guesses of sequence b.
+
+    If time is up when it returns, some are infinite, and no two can be compared.
+    """
     rows, guesses, _ = ids_RKT.shape
     if prior is None or not recipe.lm_weight:
         return torch.zeros(rows, guesses, device=ids_RKT.device)
     mask_RKT = objective.rows.mask_RBT[:, None, b].expand(ids_RKT.shape)
-    nll_RK = prior.nll(ids_RKT.flatten(0, 1), mask_RKT.flatten(0, 1)).view(rows, guesses)
+    nll_N = prior.nll(ids_RKT.flatten(0, 1), mask_RKT.flatten(0, 1), stop=watch.stop("prior"))
+    nll_RK = nll_N.view(rows, guesses)
     # The batch's mean, of which this is one sequence.
     sequences_R1 = (objective.rows.weights_RB > 0).sum(1, keepdim=True)
     return recipe.lm_weight * nll_RK / sequences_R1

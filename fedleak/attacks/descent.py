@@ -6,17 +6,20 @@ losses has each row's own gradient.
 Shapes: R rows, K guesses for each, B sequences, T tokens, F numbers at a place.
 """
 
+import itertools
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from fedleak.attacks.guesses import Objective
 from fedleak.attacks.matching import Cosine, Distance, SquaredAndAbsolute, squared
+
+Part = TypeVar("Part")
 
 Loss = Literal["cos", "l2l1", "l2"]
 """What an attack measures gradients by."""
@@ -206,8 +209,8 @@ class Found(NamedTuple):
     loss: float
 
 
-Told = Callable[[int, Sequence[Found]], None]
-"""Is told the step and the best so far of each victim."""
+Look = Callable[[int, str, Sequence[Found]], None]
+"""Is shown the steps done, what is under way, and the best so far of each victim if that is new."""
 
 
 def best_of_each(victim_R: Tensor, ids_RBT: Tensor, loss_R: Tensor) -> list[Found]:
@@ -220,12 +223,51 @@ def best_of_each(victim_R: Tensor, ids_RBT: Tensor, loss_R: Tensor) -> list[Foun
     return found
 
 
-class Clock:
-    """Says when time is up."""
+class Watch:
+    """Keeps the time of a search, and shows how far it is.
 
-    def __init__(self, seconds: float | None) -> None:
+    Every phase asks it between parts that take no longer than a step of the descent, so that a
+    search ends within a few steps of its time, with the best so far.
+
+    Args:
+        seconds: From now on; None: no limit.
+        look: Is shown every part of every phase.
+    """
+
+    def __init__(
+        self, seconds: float | None = None, look: Look = lambda step, phase, found: None
+    ) -> None:
         self._end = None if seconds is None else time.monotonic() + seconds
+        self._look, self._step = look, 0
 
     def up(self) -> bool:
-        """Whether it is."""
+        """Whether time is up. Once it is, it stays so."""
         return self._end is not None and time.monotonic() > self._end
+
+    def at(self, step: int, found: Sequence[Found] = ()) -> None:
+        """Shows that so many steps are done, and the best so far of each victim if it was read."""
+        self._step = step
+        self._look(step, "" if found else "descent", found)
+
+    def within(self, parts: Iterable[Part], phase: str) -> Iterator[Part]:
+        """Yields the first part in any case, and the others while there is time; shows each."""
+        every = list(parts)
+        for number, part in enumerate(every, 1):
+            if number > 1 and self.up():
+                return
+            yield part
+            self._look(self._step, f"{phase} {number}/{len(every)}", ())
+
+    def stop(self, phase: str) -> Callable[[], bool]:
+        """Returns what a phase of another module asks before each part: whether time is up."""
+        numbers = itertools.count(1)
+
+        def asked() -> bool:
+            self._look(self._step, f"{phase} {next(numbers)}", ())
+            return self.up()
+
+        return asked
+
+
+UNWATCHED = Watch()
+"""Has no limit and shows nothing."""

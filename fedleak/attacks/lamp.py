@@ -24,12 +24,12 @@ from torch import Tensor
 from fedleak.attacks import assignment, moves
 from fedleak.attacks.choices import best_of_sequence, nll, orders_tensor, reordered, stacked
 from fedleak.attacks.descent import (
-    Clock,
+    UNWATCHED,
     Descent,
     Found,
     Loss,
     Recipe,
-    Told,
+    Watch,
     best_of_each,
     cosine_to_zero,
     linear,
@@ -41,8 +41,8 @@ from fedleak.attacks.victims import Count, GradientMatching, Method
 from fedleak.models import absolute
 from fedleak.models.prior import Prior
 
-_TOLD_EVERY = 50
-"""Steps from one report to the next: reading tokens takes a search of the vocabulary."""
+_READ_EVERY = 50
+"""Steps from one reading of tokens, to be shown, to the next: it searches the vocabulary."""
 
 Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
@@ -139,32 +139,33 @@ def reconstruct(
     recipe: Recipe,
     prior: Prior | None,
     rng: Sequence[torch.Generator],
-    clock: Clock,
-    told: Told,
+    watch: Watch,
 ) -> list[Found]:
     """Returns each victim's tokens, and the loss that their embeddings had.
 
     LAMP's algorithm 1; with a recipe without discrete steps it is DLG or TAG.
     """
-    descent = Descent(initial(objective, recipe, rng), recipe)
+    descent = Descent(initial(objective, recipe, rng, watch), recipe)
     best_RBTF, best_R = descent.now().clone(), torch.full_like(objective.unit_R, torch.inf)
     for step in range(1, recipe.steps + 1):
         before_RBTF = descent.now().clone()
         loss_R = descent.step(recipe.loss(objective, step))
         better_R = loss_R <= best_R
         best_R[better_R], best_RBTF[better_R] = loss_R[better_R], before_RBTF[better_R]
-        if recipe.discrete(step):
+        if recipe.discrete(step) and not watch.up():
             # Adam's memory stays where it was, as in the authors' code.
-            descent.change_(lambda leaf: better_order(objective, recipe, prior, leaf, rng))
-        if step % _TOLD_EVERY == 0 or step == recipe.steps:
-            told(step, best_of_each(objective.victim_R, objective.read(best_RBTF), best_R))
-        if clock.up():
+            descent.change_(lambda leaf: better_order(objective, recipe, prior, leaf, rng, watch))
+        if step % _READ_EVERY == 0 or step == recipe.steps:
+            watch.at(step, best_of_each(objective.victim_R, objective.read(best_RBTF), best_R))
+        else:
+            watch.at(step)
+        if watch.up():
             break
     if recipe.discrete_at == "at-end":
         for _ in range(recipe.rounds):
-            if clock.up():
+            if watch.up():
                 break
-            best_RBTF = better_order(objective, recipe, prior, best_RBTF, rng)
+            best_RBTF = better_order(objective, recipe, prior, best_RBTF, rng, watch)
     return best_of_each(objective.victim_R, objective.read(best_RBTF), best_R)
 
 
@@ -174,10 +175,12 @@ def better_order(
     prior: Prior | None,
     leaf_RBTF: Tensor,
     rng: Sequence[torch.Generator],
+    watch: Watch = UNWATCHED,
 ) -> Tensor:
     """Returns the leaf with each sequence in the best of the orders tried (LAMP, section 3.2).
 
-    The best has the lowest sum of distance and weighted negative log-likelihood.
+    The best has the lowest sum of distance and weighted negative log-likelihood. Sequences that
+    there is no time for stay as they are.
     """
     space, rows = objective.space, objective.rows
     for b in range(leaf_RBTF.shape[1]):
@@ -190,8 +193,11 @@ def better_order(
             leaf_RKTF = _each(leaf_RBTF[:, b, : own.length], tried_RKT[..., : own.length])
             return space.guess(own, leaf_RKTF[:, :, None])
 
-        likely_RK = nll(prior, recipe, objective, b, _each(ids_RT[..., None], order_RKT)[..., 0])
-        best = best_of_sequence(objective, now, b, inputs, order_RKT, likely_RK)
+        tried_RKT = _each(ids_RT[..., None], order_RKT)[..., 0]
+        likely_RK = nll(prior, recipe, objective, b, tried_RKT, watch)
+        if watch.up():
+            break
+        best = best_of_sequence(objective, now, b, inputs, order_RKT, likely_RK, watch)
         leaf_RBTF = leaf_RBTF.clone()
         leaf_RBTF[:, b] = reordered(leaf_RBTF[:, b], best.chosen_RX)
     return leaf_RBTF

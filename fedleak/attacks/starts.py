@@ -9,30 +9,47 @@ import torch
 from torch import Tensor
 
 from fedleak.attacks.choices import reordered
-from fedleak.attacks.descent import Recipe
+from fedleak.attacks.descent import UNWATCHED, Recipe, Watch
 from fedleak.attacks.guesses import Objective
 
 
-def initial(objective: Objective, recipe: Recipe, rng: Sequence[torch.Generator]) -> Tensor:
-    """Returns the best [R, B, T, F] of random starts, and of as many random orders of it."""
+def initial(
+    objective: Objective,
+    recipe: Recipe,
+    rng: Sequence[torch.Generator],
+    watch: Watch = UNWATCHED,
+) -> Tensor:
+    """Returns the best [R, B, T, F] of random starts, and of as many random orders of it.
+
+    Out of time, it is the best of those that were tried.
+    """
     space, rows = objective.space, objective.rows
     start_RBTF = space.start(rows, rng)
     if recipe.guesses > 1:
-        others = recipe.guesses - 1
-        start_RBTF = _best(objective, start_RBTF, lambda _: space.start(rows, rng), others)
-        start_RBTF = _best(
-            objective, start_RBTF, lambda best: reordered(best, _shuffle(objective, rng)), others
-        )
+
+        def drawn(_: Tensor) -> Tensor:
+            return space.start(rows, rng)
+
+        def shuffled(best_RBTF: Tensor) -> Tensor:
+            return reordered(best_RBTF, _shuffle(objective, rng))
+
+        for make, phase in ((drawn, "starts"), (shuffled, "orders")):
+            start_RBTF = _best(objective, start_RBTF, make, recipe.guesses - 1, watch, phase)
     return space.scaled(start_RBTF)
 
 
 def _best(
-    objective: Objective, first_RBTF: Tensor, make: Callable[[Tensor], Tensor], others: int
+    objective: Objective,
+    first_RBTF: Tensor,
+    make: Callable[[Tensor], Tensor],
+    others: int,
+    watch: Watch,
+    phase: str,
 ) -> Tensor:
     """Returns the best of a start and of so many others, which are made from it."""
     judge, sequences = objective.rough or objective, objective.rows.mask_RBT.shape[1]
     best_RBTF, least_R = first_RBTF, torch.full_like(objective.unit_R, torch.inf)
-    for chosen in judge.chunks(others + 1, sequences):
+    for chosen in watch.within(judge.chunks(others + 1, sequences), phase):
         tried = [make(first_RBTF) if k else first_RBTF for k in range(chosen.start, chosen.stop)]
         tried_RKBTF = torch.stack(tried, 1)
         score_R, at_R = judge.scores(judge.space.guess(judge.rows, tried_RKBTF)).min(1)

@@ -18,7 +18,7 @@ from fedleak.attacks import Progress, Report, Setting, padding
 from fedleak.attacks.batch_gradients import BatchGradients, tables
 from fedleak.attacks.batches import Shape, Shapes, bag, frame, shapes
 from fedleak.attacks.certificate import Member, as_gradient, difference, is_linear, precision
-from fedleak.attacks.descent import Clock, Found, Loss, Recipe, Told, distance_of
+from fedleak.attacks.descent import Found, Loss, Recipe, Watch, distance_of
 from fedleak.attacks.guesses import (
     FreeEmbeddings,
     Mixtures,
@@ -30,7 +30,6 @@ from fedleak.attacks.guesses import (
 )
 from fedleak.attacks.matching import of_nothing, target_of
 from fedleak.attacks.padding import Size
-from fedleak.errors import ConfigError
 from fedleak.models import CLASSIFICATION, LanguageModel
 from fedleak.models import prior as priors
 from fedleak.models.prior import Prior
@@ -40,7 +39,7 @@ from fedleak.reconstruction import Reconstruction, Status
 Count = Annotated[int, Field(ge=1)]
 
 Algorithm = Callable[
-    [Objective, Recipe, Prior | None, Sequence[torch.Generator], Clock, Told], list[Found]
+    [Objective, Recipe, Prior | None, Sequence[torch.Generator], Watch], list[Found]
 ]
 
 TABLES = 1 / 3
@@ -114,14 +113,14 @@ class GradientMatching(ABC):
     def method(self) -> Method:
         """Returns how this attack matches gradients."""
 
-    def obstacle(self, setting: Setting) -> str | None:
-        """Needs a parameter beside the word embedding, and its prior if it has one."""
+    def check_equipment(self) -> None:
+        """Refuses a prior that cannot be loaded."""
         prior = self.method().prior
         if prior is not None:
-            try:
-                priors.check(prior)
-            except ConfigError as error:
-                return str(error)
+            priors.check(prior)
+
+    def obstacle(self, setting: Setting) -> str | None:
+        """Needs a parameter beside the word embedding."""
         if not setting.shared - {setting.family.word_embedding}:
             return "needs a parameter beside the word embedding: add one to update.share"
         return None
@@ -144,7 +143,9 @@ class GradientMatching(ABC):
         """Returns those texts for each observation."""
         answers: dict[int, Reconstruction] = {}
         victims: dict[int, Victim] = {}
+        steps = self.method().recipe.steps
         for i, (one, rng) in enumerate(zip(seen, rngs, strict=True)):
+            report(i, Progress(0, steps, math.nan, "", "what the update tells"))
             victim = _victim(one, model, self, rng)
             if victim.observed:
                 victims[i] = victim
@@ -238,6 +239,19 @@ def _together(
 ) -> dict[int, Reconstruction]:
     """Returns the answers for victims that are alike, by their number."""
     each = list(victims.values())
+    method = attack.method()
+    recipe = method.free_recipe if each[0].bag_V is None else method.recipe
+    latest = dict.fromkeys(victims, Progress(0, recipe.steps, math.nan, ""))
+
+    def look(step: int, phase: str, found: Sequence[Found]) -> None:
+        for number, one in zip(latest, found, strict=False):
+            texts = objective.rows.sequences(one.row, one.ids_BT)
+            text = " / ".join(model.decode(ids) for ids in texts)
+            latest[number] = latest[number]._replace(loss=one.loss, text=text)
+        for number, so_far in latest.items():
+            report(number, so_far._replace(step=step, phase=phase))
+
+    watch = Watch(None if attack.seconds is None else attack.seconds * len(each), look)
     of_row = [
         (v, shape)
         for v, one in enumerate(each)
@@ -251,32 +265,20 @@ def _together(
     ]
     victim_R = torch.tensor([v for v, _ in of_row], device=model.device)
     objective = _objective(each, model, attack, of_row, victim_R)
-    numbers = list(victims)
-
-    def told(step: int, found: Sequence[Found]) -> None:
-        for number, one in zip(numbers, found, strict=True):
-            text = " / ".join(
-                model.decode(ids) for ids in objective.rows.sequences(one.row, one.ids_BT)
-            )
-            report(number, Progress(step, recipe.steps, one.loss, text))
-
-    method = attack.method()
-    recipe = method.free_recipe if each[0].bag_V is None else method.recipe
     prior = None if method.prior is None else priors.load(method.prior, model)
     if prior is not None and attack.precision == "mixed":
         prior = prior.to(torch.bfloat16)
-    seconds = None if attack.seconds is None else attack.seconds * len(each)
     with ExitStack() as listening:
         for one in (objective, objective.rough):
             if one is not None:
                 listening.enter_context(one.batch_gradients.ready())
-        found = method.algorithm(objective, recipe, prior, rng_R, Clock(seconds), told)
+        found = method.algorithm(objective, recipe, prior, rng_R, watch)
         apart_V = _apart(objective, found)
         chance_V = _apart(objective, _by_chance(objective, len(each)))
     return {
         number: _answer(one, model, of_row[best.row][1], sequences, float(apart), float(chance))
         for number, one, best, sequences, apart, chance in zip(
-            numbers,
+            victims,
             each,
             found,
             (objective.rows.sequences(best.row, best.ids_BT) for best in found),
@@ -384,11 +386,12 @@ def _apart(objective: Objective, found: Sequence[Found]) -> Tensor:
 
 def _by_chance(objective: Objective, victims: int) -> list[Found]:
     """Returns random tokens for each victim."""
-    rng = [torch.Generator().manual_seed(0) for _ in range(len(objective.victim_R))]
-    # Not a start: that may follow what the update says of places.
-    ids_RBT = objective.read(objective.space.random(objective.rows, rng))
     rows = [int((objective.victim_R == v).nonzero()[0]) for v in range(victims)]
-    return [Found(row, ids_RBT[row], 0.0) for row in rows]
+    of_each = objective.take(torch.tensor(rows, device=objective.victim_R.device))
+    rng = [torch.Generator().manual_seed(0) for _ in rows]
+    # Not a start: that may follow what the update says of places.
+    ids_VBT = of_each.read(of_each.space.random(of_each.rows, rng))
+    return [Found(row, ids_BT, 0.0) for row, ids_BT in zip(rows, ids_VBT, strict=True)]
 
 
 def _answer(

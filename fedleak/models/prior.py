@@ -8,7 +8,7 @@ V the prior's vocabulary.
 """
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -55,7 +55,9 @@ class Prior:
         limit: int | None = getattr(self._config, "max_position_embeddings", None)
         return limit
 
-    def nll(self, ids_NT: Tensor, mask_NT: Tensor) -> Tensor:
+    def nll(
+        self, ids_NT: Tensor, mask_NT: Tensor, *, stop: Callable[[], bool] = lambda: False
+    ) -> Tensor:
         """Returns each candidate's mean negative log-likelihood [N], in nats per token, float32.
 
         In the victim's vocabulary, ids are fed as they are, special tokens included, and the mean
@@ -73,6 +75,7 @@ class Prior:
         Args:
             ids_NT: The victim's token ids.
             mask_NT: 1 on real tokens, which come first in each row.
+            stop: Asked before each pass; if it says so, those candidates are infinite instead.
         """
         tokens_NT = ids_NT.masked_fill(mask_NT == 0, _NONE)
         tokens_UT, which_N = torch.unique(tokens_NT, dim=0, return_inverse=True)
@@ -82,7 +85,7 @@ class Prior:
                 scored_U = _lengths(own_UT) - 1
             else:
                 own_UT, scored_U = self._translated(tokens_UT, self.victim_tokenizer)
-            nll_U = self._totals(own_UT) / scored_U.clamp(min=1)
+            nll_U = self._totals(own_UT, stop) / scored_U.clamp(min=1)
             nll_U = nll_U.masked_fill(_lengths(tokens_UT) < 2, 0)
         # Indexed out here: the copy is an ordinary tensor, which autograd may keep.
         return nll_U[which_N]
@@ -115,7 +118,7 @@ class Prior:
         own_UT, _ = pad([ids[: self.max_length] for ids in own], _NONE, tokens_UT.device)
         return own_UT, torch.tensor(content, device=tokens_UT.device)
 
-    def _totals(self, own_UT: Tensor) -> Tensor:
+    def _totals(self, own_UT: Tensor, stop: Callable[[], bool]) -> Tensor:
         """Returns the negative log-likelihood [U] of all tokens of a row but the first."""
         total_U = torch.zeros(len(own_UT), device=own_UT.device)
         # Rows of like length are scored together, so that little of a chunk is padding.
@@ -124,7 +127,8 @@ class Prior:
         tokens = _LOGITS.get(self.device.type, _LOGITS["cpu"]) // self._config.vocab_size
         for rows in _chunks(lengths, tokens):
             chosen_C = order_U[rows]
-            total_U[chosen_C] = self._total(own_UT[chosen_C, : lengths[rows.start]])
+            own_CT = own_UT[chosen_C, : lengths[rows.start]]
+            total_U[chosen_C] = torch.inf if stop() else self._total(own_CT)
         return total_U
 
     def _total(self, own_CT: Tensor) -> Tensor:
@@ -165,7 +169,7 @@ def check(name: str) -> None:
     Raises:
         ConfigError: No such model, or not a causal one.
     """
-    _causal_outline(name)
+    _causal_outline(name, _source("prior =", name))
 
 
 def outline(setting: str, name: str) -> tuple[Any, Any]:
@@ -198,8 +202,12 @@ def outline(setting: str, name: str) -> tuple[Any, Any]:
     return config, tokenizer
 
 
-def _causal_outline(name: str) -> tuple[Any, Any]:
-    """Returns config and tokenizer of a model that predicts the next token."""
+@lru_cache(maxsize=8)
+def _causal_outline(name: str, source: str) -> tuple[Any, Any]:
+    """Returns config and tokenizer of a model that predicts the next token.
+
+    A refusal is not kept: what is mended meanwhile is found.
+    """
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         MODEL_FOR_MASKED_LM_MAPPING_NAMES,
@@ -224,7 +232,7 @@ def _loaded(name: str, source: str, device: torch.device) -> tuple[nn.Module, An
     """Returns network and tokenizer of a prior; the source is where the name leads from here."""
     from transformers import AutoModelForCausalLM
 
-    config, tokenizer = _causal_outline(name)
+    config, tokenizer = _causal_outline(name, source)
     try:
         module, found = AutoModelForCausalLM.from_pretrained(
             source, config=config, dtype=torch.float32, output_loading_info=True

@@ -41,7 +41,7 @@ ATTACKS = {"lamp": Lamp(steps=100), "dlg": Dlg(steps=100), "tag": Tag(steps=100)
 
 
 def run(attack, seen, model):
-    """The answer, which must be plain JSON, and what was reported."""
+    """The answer, which must be plain JSON, and what was reported of the tokens so far."""
     reports = []
     (answer,) = attack.many(
         [seen], model, rngs=[stream(0, "attack")], report=lambda _, how: reports.append(how)
@@ -49,6 +49,7 @@ def run(attack, seen, model):
     json.dumps(asdict(answer), allow_nan=False)
     steps = [one.step for one in reports]
     assert steps == sorted(steps)
+    reports = [one for one in reports if not one.phase]
     losses = [one.loss for one in reports]
     assert losses == sorted(losses, reverse=True)
     return answer, reports
@@ -58,7 +59,7 @@ def inside(check, seen, model, like):
     """Runs a check in place of the algorithm, with all that it would be given."""
     ran = []
 
-    def algorithm(objective, recipe, prior, rng, clock, told):
+    def algorithm(objective, recipe, prior, rng, watch):
         ran.append(check(objective, recipe, rng))
         return best_of_each(objective.victim_R, objective.rows.ids_RBT, torch.zeros(len(rng)))
 
@@ -103,7 +104,7 @@ def true_ids(truth, objective):
 class LikesRising:
     """A prior that counts the pairs of tokens that fall."""
 
-    def nll(self, ids_NT, mask_NT):
+    def nll(self, ids_NT, mask_NT, stop=None):
         pairs = (ids_NT[:, None, :] < ids_NT[:, :, None]).triu(1)
         there = mask_NT.bool()[:, None, :] & mask_NT.bool()[:, :, None]
         return (pairs & there).sum((1, 2)).float()
@@ -390,7 +391,7 @@ def test_time_may_run_out_within_a_round(small, observe, monkeypatch):
     truth = observe(model, BATCHES["two texts"], granted=GRANTED)
     asked, stepped, step = [], [], Descent.step
 
-    class Runs(victims.Clock):
+    class Runs(victims.Watch):
         def up(self):
             asked.append(1)
             return bool(stepped)
@@ -399,7 +400,7 @@ def test_time_may_run_out_within_a_round(small, observe, monkeypatch):
         stepped.append(1)
         return step(self, loss)
 
-    monkeypatch.setattr(victims, "Clock", Runs)
+    monkeypatch.setattr(victims, "Watch", Runs)
     monkeypatch.setattr(Descent, "step", counting)
     attack = Lamp(starts=1, discrete="never")
     answer, reports = run(attack, never_exact(truth.seen), model)

@@ -37,7 +37,7 @@ def inside(check, seen, model, *, space="mixtures", loss="cos", **options):
         for one in seen
     ]
 
-    def algorithm(objective, recipe, prior, rng, clock, told):
+    def algorithm(objective, recipe, prior, rng, watch):
         ran.append(check(objective))
         zero_R = torch.zeros(len(rng))
         return best_of_each(objective.victim_R, objective.rows.ids_RBT, zero_R)
