@@ -40,6 +40,7 @@ class InlineGrid(Grid):
         client_app: ClientApp,
         num_clients: int,
         run_config: Mapping[str, bool | float | int | str],
+        *,
         vault: Path | None = None,
     ) -> None:
         TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = RUN_ID, NODE_ID, TASK_ID
@@ -123,7 +124,7 @@ def train(run: Run, experiment: Experiment) -> None:
     logging.getLogger("flwr").setLevel(logging.ERROR)
     client_app = importlib.import_module("clients.app").app
     server_app = importlib.import_module("server.app").app
-    vault = run.path.absolute().parent
-    grid = InlineGrid(client_app, experiment.federation.clients, config, vault)
+    clients, vault = experiment.federation.clients, run.path.absolute().parent
+    grid = InlineGrid(client_app, clients, config, vault=vault)
     context = Context(RUN_ID, NODE_ID, {}, RecordDict(), config)
     server_app(grid, context)

@@ -37,7 +37,7 @@ def answer(tmp_path, bert_tiny):
             "run-dir": str(run.path),
             "attack": False,
         }
-        grid = InlineGrid(client_app, 2, config | submitted, node_folder)
+        grid = InlineGrid(client_app, 2, config | submitted, vault=node_folder)
         content = RecordDict(
             {
                 "arrays": ArrayRecord(bert_tiny.parameters()),

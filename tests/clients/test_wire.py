@@ -42,7 +42,7 @@ def reply_of(tmp_path, bert_tiny):
             "attack": False,
         }
         folder = tmp_path if vault else None
-        grid = InlineGrid(client_app, experiment.federation.clients, config, folder)
+        grid = InlineGrid(client_app, experiment.federation.clients, config, vault=folder)
         content = RecordDict(
             {
                 "arrays": ArrayRecord(model.parameters()),

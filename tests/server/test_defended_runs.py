@@ -330,7 +330,7 @@ def test_a_note_of_private_steps_changes_no_byte_of_the_reply(tmp_path, algorith
             "run-dir": str(run.path),
             "attack": False,
         }
-        grid = InlineGrid(client_app, 2, config, tmp_path if vault else None)
+        grid = InlineGrid(client_app, 2, config, vault=tmp_path if vault else None)
         weights = ArrayRecord(model_of(**BERT, task=CLASSIFICATION).parameters())
         message = Message(
             RecordDict({"arrays": weights, "config": ConfigRecord({"round": 1})}),
