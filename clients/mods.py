@@ -1,72 +1,88 @@
 """Flower mods: what happens to an update between training and the wire."""
 
+import logging
+import os
+import traceback
 from collections.abc import Callable
 from typing import Any
 
-from flwr.app import ArrayRecord, Context, Message, MetricRecord
+from flwr.app import Context, Error, Message
 
-from clients.workplace import protected, workplace
+from clients.outgoing import Outgoing
+from clients.workplace import protected, vault, workplace
+from fedleak.errors import FedleakError
 from fedleak.federation import of_app
-from fedleak.observation import ClientUpdate
-from fedleak.store import Key
 from fedleak.streams import stream
-from fedleak.training import from_wire, to_wire
 from fedleak.training import share as share_parameters
 
 Next = Callable[[Message, Context], Message]
+
+CLIENT_FAILED = 2
+"""Flower's code of an error in a client's app."""
+
+HANDLES_TEXTS = "fedleak.data"
+"""The module whose errors may quote what they are about."""
+
+_log = logging.getLogger(__name__)
 
 
 def defend(message: Message, context: Context, call_next: Next) -> Message:
     """Applies the defenses that this client uses, in their order, and notes what they did."""
     reply = call_next(message, context)
-    if (update := _update(reply, context)) is None:
+    if not isinstance(reply, Outgoing):
         return reply
     experiment, run = of_app(context.run_config)
-    trained = dict(reply.content.pop("trained"))
-    key = _key(reply)
-    protection = protected(experiment.model_dump_json(), key.client)
-    update, told = protection.defend(
-        update, lambda number: stream(experiment.seed, "defense", number, key.client, key.round)
+    key, protection = reply.key, protected(experiment, reply.key.client)
+    reply.update, told = protection.defend(
+        reply.update,
+        lambda number: stream(experiment.seed, "defense", number, key.client, key.round),
     )
-    if context.run_config["vault"] and told:
+    if told and (private := vault(context, run)) is not None:
         events = [event.to_json() for event in protection.events(key.round)]
-        note: dict[str, Any] = {"defenses": told, "training": trained, "events": events}
-        run.write_defended(key, note)
-    return _with(reply, update)
+        note: dict[str, Any] = {"defenses": told, "training": reply.trained, "events": events}
+        private.write_defended(key, note)
+    return reply
 
 
 def share(message: Message, context: Context, call_next: Next) -> Message:
     """Drops the parameters that clients do not send."""
     reply = call_next(message, context)
     experiment, _ = of_app(context.run_config)
-    if experiment.update.share == "all" or (update := _update(reply, context)) is None:
-        return reply
-    _, model, _ = workplace(experiment.model_dump_json())  # that of training, not loaded again
-    return _with(reply, share_parameters(update, experiment.shared(model)))
-
-
-def _update(reply: Message, context: Context) -> ClientUpdate | None:
-    """Returns the update in a reply; None if it has none."""
-    if reply.has_error() or "update" not in reply.content.array_records:
-        return None
-    experiment, _ = of_app(context.run_config)
-    return ClientUpdate(
-        experiment.local_training.kind,
-        from_wire(reply.content.array_records["update"].to_torch_state_dict()),
-        int(_metrics(reply)["num-examples"]),  # type: ignore[arg-type]
-    )
-
-
-def _key(reply: Message) -> Key:
-    metrics = _metrics(reply)
-    return Key(int(metrics["round"]), int(metrics["client"]))  # type: ignore[arg-type]
-
-
-def _metrics(reply: Message) -> MetricRecord:
-    return reply.content.metric_records["metrics"]
-
-
-def _with(reply: Message, update: ClientUpdate) -> Message:
-    """Returns the reply with another update."""
-    reply.content["update"] = ArrayRecord(to_wire(update.tensors))
+    if isinstance(reply, Outgoing) and experiment.update.share != "all":
+        model, _ = workplace(experiment)  # that of training, not loaded again
+        reply.update = share_parameters(reply.update, experiment.shared(model))
     return reply
+
+
+def encode(message: Message, context: Context, call_next: Next) -> Message:
+    """Encodes the update, once; mods outside of this one see what the server will see."""
+    reply = call_next(message, context)
+    return reply.encoded(message) if isinstance(reply, Outgoing) else reply
+
+
+def report_errors(message: Message, context: Context, call_next: Next) -> Message:
+    """Answers a crash with what the server may know of it; the whole of it is logged here."""
+    try:
+        return call_next(message, context)
+    except Exception as error:  # noqa: BLE001 - whatever it is, its words may quote a text
+        _log.exception("client %s failed", context.node_config.get("partition-id"))
+        return Message(Error(CLIENT_FAILED, public(error)), reply_to=message)
+
+
+def public(error: Exception) -> str:
+    """Returns what may be told of an error: its place, and only such words as quote no text."""
+    kind, place = type(error).__name__, _place(error)
+    if isinstance(error, FedleakError) and not place.startswith(HANDLES_TEXTS):
+        return f"{kind}: {error}"
+    if isinstance(error, OSError) and error.errno is not None:
+        kind += f" ({os.strerror(error.errno)})"
+    return f"{kind} in {place}: the client's log says more"
+
+
+def _place(error: Exception) -> str:
+    """Returns the module and line of ours that an error came through last."""
+    places = [
+        f"{frame.f_globals['__name__']}:{line}"
+        for frame, line in traceback.walk_tb(error.__traceback__)
+    ]
+    return [place for place in places if place.startswith(("clients.", "fedleak."))][-1]

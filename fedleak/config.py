@@ -198,6 +198,10 @@ class Experiment(_Table):
     workers: WorkersTable = WorkersTable()
     audit: AuditTable = AuditTable()
 
+    def __hash__(self) -> int:
+        """Lets an experiment be the key of a cache; equal ones have equal names and seeds."""
+        return hash((self.name, self.seed))
+
     @cached_property
     def attacks(self) -> tuple[NamedAttack, ...]:
         """The attacks, built. `probes` cost milliseconds and are on in every run."""
@@ -304,17 +308,22 @@ class Experiment(_Table):
             return list(model.trained())
         return select(model, self.update.share, "update.share")
 
+    def sent_by(self, client: int, model: LanguageModel) -> frozenset[str]:
+        """Returns the parameters that a client sends: what it shares and does not freeze."""
+        shared = self.shared(model)
+        with freezing(model, self.local_training_of(client).frozen):
+            trained = model.trained()
+        return frozenset(name for name in shared if name in trained)
+
     def sent(self, model: LanguageModel) -> list[frozenset[str]]:
         """Returns the sets of parameters that captures have, each once: defenses may differ.
 
         Raises:
             ConfigError: What `shared` raises, or a client has nothing left to send.
         """
-        shared, found = self.shared(model), []
+        found = []
         for client in range(self.federation.clients):
-            with freezing(model, self.local_training_of(client).frozen):
-                trained = model.trained()
-            found.append(frozenset(name for name in shared if name in trained))
+            found.append(self.sent_by(client, model))
             if not found[-1]:
                 raise ConfigError(
                     f"update.share: all that client {client} shares is frozen: share or train "

@@ -2,7 +2,9 @@
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +49,8 @@ def of_app(config: Mapping[str, object]) -> tuple[Experiment, Run]:
     Flower unpacks an app far from where it was started: a relative `experiment` is in the app. A
     relative `run-dir` is below the folder that the SuperLink was started in.
     """
-    experiment = load(Path(__file__).parents[1] / str(config["experiment"]))
+    path = Path(__file__).parents[1] / str(config["experiment"])
+    experiment = _loaded(path, _version(path))
     return experiment, Run(Path(str(config["run-dir"]) or run_folder(experiment.name)).absolute())
 
 
@@ -72,6 +75,20 @@ def stored(run: Run) -> Experiment:
             "experiment under another name"
         )
     return experiment
+
+
+@lru_cache(maxsize=1)
+def _loaded(path: Path, version: object) -> Experiment:
+    """Reads and checks an experiment once per process, and again if its file is another."""
+    return load(path)
+
+
+def _version(path: Path) -> object:
+    """Returns what is another when a file is replaced; None if there is none."""
+    with suppress(OSError):
+        found = path.stat()
+        return found.st_ino, found.st_mtime_ns, found.st_size
+    return None
 
 
 def read_data(experiment: Experiment) -> data.Split:

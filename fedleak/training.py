@@ -6,7 +6,7 @@ FedSGD and FedAvg: McMahan et al. 2017, algorithm 1 (FedSGD with the gradient on
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -211,23 +211,38 @@ def from_wire(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
+class _Sum(NamedTuple):
+    """Updates, each times its examples, summed by parameter over the clients that sent it."""
+
+    kind: UpdateKind
+    tensors: dict[str, Tensor]
+    examples: dict[str, int]
+    all_examples: int
+
+
+def _weighted_sum(updates: Iterable[ClientUpdate], precision: Callable[[str], torch.dtype]) -> _Sum:
+    """Sums updates in order, one in memory at a time, each parameter in its precision."""
+    sums: dict[str, Tensor] = {}
+    examples: dict[str, int] = {}
+    kind, all_examples = UpdateKind.GRADIENT, 0
+    for update in updates:
+        kind, all_examples = update.kind, all_examples + update.num_examples
+        for name, tensor in update.tensors.items():
+            weighted = tensor.to(precision(name)) * update.num_examples
+            sums[name] = sums[name].add_(weighted) if name in sums else weighted
+            examples[name] = examples.get(name, 0) + update.num_examples
+    return _Sum(kind, sums, examples, all_examples)
+
+
 def mean_update(updates: Iterable[ClientUpdate]) -> ClientUpdate:
     """Returns the mean of updates, weighted by examples: what secure aggregation reveals.
 
     Of a parameter it is the mean over the clients that sent it, in float32. It is an update of all
     their examples together.
     """
-    sums: dict[str, Tensor] = {}
-    weights: dict[str, int] = {}
-    examples, kind = 0, UpdateKind.GRADIENT
-    for update in updates:
-        kind, examples = update.kind, examples + update.num_examples
-        for name, tensor in update.tensors.items():
-            weighted = tensor.float() * update.num_examples
-            sums[name] = sums[name].add_(weighted) if name in sums else weighted
-            weights[name] = weights.get(name, 0) + update.num_examples
-    mean = {name: total / weights[name] for name, total in sums.items()}
-    return ClientUpdate(kind, mean, examples)
+    total = _weighted_sum(updates, lambda name: torch.float32)
+    mean = {name: value / total.examples[name] for name, value in total.tensors.items()}
+    return ClientUpdate(total.kind, mean, total.all_examples)
 
 
 def aggregate(
@@ -239,16 +254,11 @@ def aggregate(
     not depend on who answered first. It is summed in the weights' precision, whatever the
     clients' is. A parameter that nobody shared stays as it is.
     """
-    sums: dict[str, Tensor] = {}
-    weights: dict[str, int] = {}
-    scale = 1.0
-    for update in updates:
-        scale = -learning_rate if update.kind == UpdateKind.GRADIENT else 1.0
-        for name, tensor in update.tensors.items():
-            weighted = tensor.to(broadcast[name].dtype) * update.num_examples
-            sums[name] = sums[name].add_(weighted) if name in sums else weighted
-            weights[name] = weights.get(name, 0) + update.num_examples
+    total = _weighted_sum(updates, lambda name: broadcast[name].dtype)
+    scale = -learning_rate if total.kind == UpdateKind.GRADIENT else 1.0
     return {
-        name: value + scale * sums[name] / weights[name] if name in sums else value
+        name: value + scale * total.tensors[name] / total.examples[name]
+        if name in total.tensors
+        else value
         for name, value in broadcast.items()
     }

@@ -15,6 +15,7 @@ from fedleak.metrics.utility import evaluate
 from fedleak.models import LanguageModel
 from fedleak.report import print_run
 from fedleak.store import Run, plain
+from server.replies import RefusedError, claimed_client, told
 from server.strategy import CuriousServer
 from server.tap import TapGrid
 
@@ -58,10 +59,11 @@ def federate(grid: Grid, experiment: Experiment, run: Run) -> None:
         models.load_parameters_(model, run.read_broadcast(first))
     else:
         run.update_info(model_fingerprint=models.fingerprint(dict(model.module.named_parameters())))
+        run.write_broadcast(1, model.parameters())
     rounds = experiment.federation.rounds - first + 1
     if rounds < 1:
         return
-    strategy = CuriousServer(experiment, run, first, find_nodes(grid, experiment))
+    strategy = CuriousServer(experiment, run, model, first, find_nodes(grid, experiment))
     strategy.start(
         grid=TapGrid(grid, strategy.on_reply),
         initial_arrays=ArrayRecord(model.parameters()),
@@ -88,7 +90,7 @@ def find_nodes(grid: Grid, experiment: Experiment) -> dict[int, int]:
     """Asks every node which client's data it holds; returns the node of each client.
 
     Raises:
-        FedleakError: Not every client has a node.
+        FedleakError: Not every client has a node of its own.
     """
     wanted = experiment.federation.clients
     deadline = time.monotonic() + NODES_WITHIN_SECONDS
@@ -109,10 +111,19 @@ def find_nodes(grid: Grid, experiment: Experiment) -> dict[int, int]:
     ]
     found: dict[int, int] = {}
     for reply in grid.send_and_receive(questions, timeout=ANSWER_WITHIN_SECONDS):
+        node = reply.metadata.src_node_id
         if reply.has_error():
-            raise FedleakError(f"a client cannot start: {reply.error.reason}")
-        client = int(reply.content.config_records["identity"]["client"])  # type: ignore[arg-type]
-        found[client] = reply.metadata.src_node_id
+            raise FedleakError(f"a client cannot start: node {node}: {told(reply)}")
+        try:
+            client = claimed_client(reply)
+        except RefusedError as error:
+            raise FedleakError(f"node {node} does not say which client it is: {error}") from error
+        if client in found:
+            raise FedleakError(
+                f"node {node} says that it holds the data of client {client}, but so says node "
+                f"{found[client]}: give each node a partition-id of its own"
+            )
+        found[client] = node
     if missing := set(range(wanted)) - found.keys():
         raise FedleakError(f"no node holds the data of the clients {sorted(missing)}")
     return found

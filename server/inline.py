@@ -8,11 +8,10 @@ import importlib
 import itertools
 import logging
 import pickle
-import traceback
-from collections import deque
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
-from flwr.app import Context, Error, Message, RecordDict
+from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 
@@ -23,34 +22,43 @@ from flwr.supercore.task_identity import TaskIdentity
 from fedleak.config import Experiment
 from fedleak.store import Run
 
-CLIENT_FAILED = 2
 RUN_ID = NODE_ID = TASK_ID = 1
 
 
 class InlineGrid(Grid):
-    """A grid whose nodes are calls of one ClientApp."""
+    """A grid whose nodes are calls of one ClientApp.
+
+    Args:
+        client_app: What they run.
+        num_clients: How many they are.
+        run_config: What whoever submits a run may set.
+        vault: The folder in which each node keeps what it trained on; None: they keep nothing.
+    """
 
     def __init__(
         self,
         client_app: ClientApp,
         num_clients: int,
         run_config: Mapping[str, bool | float | int | str],
+        *,
+        vault: Path | None = None,
     ) -> None:
         TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = RUN_ID, NODE_ID, TASK_ID
         self._app = client_app
         self._run = FlowerRun.create_empty(RUN_ID)
+        own: dict[str, str] = {} if vault is None else {"vault": str(vault)}
         self._contexts = {
             NODE_ID + 1 + client: Context(
                 run_id=RUN_ID,
                 node_id=NODE_ID + 1 + client,
-                node_config={"partition-id": client, "num-partitions": num_clients},
+                node_config={"partition-id": client, "num-partitions": num_clients, **own},
                 state=RecordDict(),
                 run_config=dict(run_config),
             )
             for client in range(num_clients)
         }
         self._numbers = itertools.count()
-        self._waiting: deque[Message] = deque()
+        self._waiting: dict[str, Message] = {}
 
     def set_run(self, run: FlowerRun) -> None:
         """Keeps the run."""
@@ -80,29 +88,25 @@ class InlineGrid(Grid):
         """Queues messages."""
         names = []
         for message in messages:
-            message.metadata.__dict__["_message_id"] = f"m{next(self._numbers)}"
-            names.append(message.metadata.message_id)
-            self._waiting.append(message)
+            name = message.metadata.__dict__["_message_id"] = f"m{next(self._numbers)}"
+            names.append(name)
+            self._waiting[name] = message
         return names
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Runs the client of one queued message and returns its reply."""
-        return [self._answer(self._waiting.popleft())] if self._waiting else []
+        """Runs the clients of these queued messages and returns their replies."""
+        names = [name for name in message_ids if name in self._waiting]
+        return [self._answer(self._waiting.pop(name)) for name in names]
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Iterable[Message]:
         """Sends messages and returns all replies."""
-        names = self.push_messages(messages)
-        return [reply for _ in names for reply in self.pull_messages(names)]
+        return self.pull_messages(self.push_messages(messages))
 
     def _answer(self, message: Message) -> Message:
         received = pickle.loads(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
-        try:
-            return self._app(received, self._contexts[message.metadata.dst_node_id])
-        except Exception as error:  # noqa: BLE001 - a client's crash is a reply, as on a network
-            reason = "".join(traceback.format_exception_only(error)).strip()
-            return Message(Error(CLIENT_FAILED, reason), reply_to=message)
+        return self._app(received, self._contexts[message.metadata.dst_node_id])
 
 
 def train(run: Run, experiment: Experiment) -> None:
@@ -115,12 +119,12 @@ def train(run: Run, experiment: Experiment) -> None:
         "experiment": str(run.path / "run.json"),
         "run-dir": str(run.path),
         "attack": False,
-        "vault": True,
     }
     # Flower's own lines would tear the progress bars; what went wrong comes back as an error.
     logging.getLogger("flwr").setLevel(logging.ERROR)
     client_app = importlib.import_module("clients.app").app
     server_app = importlib.import_module("server.app").app
-    grid = InlineGrid(client_app, experiment.federation.clients, config)
+    clients, vault = experiment.federation.clients, run.path.absolute().parent
+    grid = InlineGrid(client_app, clients, config, vault=vault)
     context = Context(RUN_ID, NODE_ID, {}, RecordDict(), config)
     server_app(grid, context)

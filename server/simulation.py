@@ -108,7 +108,7 @@ def simulate(folder: Path, run_path: Path, clients: int) -> None:
     port = free_port()
     (home / "config.toml").write_text(tomli_w.dumps(connection(port)))
     (app / "pyproject.toml").write_text(tomli_w.dumps(thin_app(run_path)))
-    os.environ.update(environment(folder, os.environ))
+    os.environ.update(environment(folder, run_path, os.environ))
     os.chdir(empty)  # Ray's workers import from here first
     command = ["flower-superlink", "--insecure", "--simulation", "--host", "127.0.0.1"]
     superlink = subprocess.Popen(
@@ -199,7 +199,6 @@ def thin_app(run_path: Path) -> dict[str, Any]:
             "experiment": str(run_path / "run.json"),
             "run-dir": str(run_path),
             "attack": False,
-            "vault": True,
         },
     }
     project = {"name": "fedleak-run", "version": "1", "dependencies": ["flwr>=1.41"]}
@@ -212,11 +211,15 @@ def federation(clients: int) -> str:
     return f"num-supernodes={clients} client-resources-num-cpus=1 init-args-num-cpus={workers}"
 
 
-def environment(folder: Path, given: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables that keep Flower and Ray to this machine and this folder."""
+def environment(folder: Path, run_path: Path, given: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables that keep Flower and Ray to this machine and this folder.
+
+    And one for the clients, whose machine this is too: where they keep what they trained on.
+    """
     direct = [given.get("no_proxy", given.get("NO_PROXY", "")), "127.0.0.1", "localhost"]
     return {
         "PATH": os.pathsep.join([sysconfig.get_path("scripts"), given.get("PATH", os.defpath)]),
+        "FEDLEAK_VAULT": str(run_path.parent),  # clients.workplace
         "FLWR_HOME": str(folder / "home"),
         "FLWR_LOG_LEVEL": "INFO",
         "PYTHONUNBUFFERED": "1",  # or the log lacks its end when something is killed

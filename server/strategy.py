@@ -1,6 +1,6 @@
 """The curious server: aggregates honestly, and keeps each update exactly as it arrived."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.serverapp import Grid
@@ -9,12 +9,14 @@ from flwr.serverapp.strategy import Strategy
 from fedleak.config import Experiment
 from fedleak.errors import FedleakError
 from fedleak.federation import clients_of_round
-from fedleak.observation import ClientUpdate, Knowledge
+from fedleak.models import LanguageModel
+from fedleak.observation import ClientUpdate, Knowledge, UpdateKind
 from fedleak.store import EVERYONE, Capture, Key, Run
-from fedleak.training import aggregate, from_wire, mean_update
+from fedleak.training import aggregate, mean_update
+from server.replies import RefusedError, take_update, told
 
 NUM_ERRORS = 3
-"""Client errors that a failed round quotes."""
+"""Problems that a failed round quotes."""
 
 
 class CuriousServer(Strategy):
@@ -25,51 +27,73 @@ class CuriousServer(Strategy):
 
     Args:
         experiment: What is run.
-        run: Where captures go.
+        run: Where captures go. The model of the first round is there.
+        model: Has the parameters that clients train.
         first_round: The round that this strategy's first one is; above 1 when a run resumes.
         nodes: The node that holds each client's data.
     """
 
     def __init__(
-        self, experiment: Experiment, run: Run, first_round: int, nodes: dict[int, int]
+        self,
+        experiment: Experiment,
+        run: Run,
+        model: LanguageModel,
+        first_round: int,
+        nodes: Mapping[int, int],
     ) -> None:
-        self._experiment, self._run, self._nodes = experiment, run, nodes
-        self._offset = first_round - 1
+        self._experiment, self._run, self._model = experiment, run, model
+        self._nodes, self._offset = nodes, first_round - 1
+        self._round = first_round
+        self._waiting_for: dict[int, int] = {}  # the client of each node that has not answered
+        self._problems: list[str] = []
 
     def on_reply(self, reply: Message) -> RecordDict:
-        """Captures a reply of a client and returns what is left of it: the metrics."""
-        if "update" not in reply.content.array_records:
-            return reply.content
-        metrics = reply.content.metric_records["metrics"]
-        num_examples, client, round = (
-            int(metrics[name])  # type: ignore[arg-type]
-            for name in ("num-examples", "client", "round")
-        )
-        local = self._experiment.local_training
-        tensors = from_wire(reply.content.array_records["update"].to_torch_state_dict())
+        """Captures a client's reply, if it is what was asked for; nothing is left of it."""
+        node = reply.metadata.src_node_id
+        try:
+            self._capture(reply, self._client_that_was_asked(node))
+        except RefusedError as error:
+            self._problems.append(f"{self._name(node)}: its answer is refused: {error}")
+        return RecordDict()
+
+    def _client_that_was_asked(self, node: int) -> int:
+        """Returns the client of a node, which has answered from now on."""
+        if node not in self._waiting_for:
+            raise RefusedError("it was not asked, or has answered already")
+        return self._waiting_for.pop(node)
+
+    def _capture(self, reply: Message, client: int) -> None:
+        """Captures a reply under the client whose node has sent it."""
+        experiment, key = self._experiment, Key(self._round, client)
+        local = experiment.local_training
+        parameters = self._model.parameters()
+        expected = {name: parameters[name] for name in experiment.sent_by(client, self._model)}
+        of_fedsgd = local.kind == UpdateKind.GRADIENT
+        most = local.batch_size if of_fedsgd else experiment.data.samples
+        update = take_update(reply, key, local.kind, expected, most)
         knowledge = Knowledge(
             learning_rate=local.learning_rate,
-            local_steps=local.steps(num_examples),
+            local_steps=local.steps(update.num_examples),
             dropout=local.dropout,
         )
-        update = ClientUpdate(local.kind, tensors, num_examples)
-        capture = Capture(Key(round, client), update, knowledge)
-        if self._experiment.secure_sum:
+        capture = Capture(key, update, knowledge)
+        if experiment.secure_sum:
             self._run.hold(capture)
         else:
             self._run.write_capture(capture)
-        return RecordDict({"metrics": metrics})
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Sends the global model to this round's clients."""
-        round = server_round + self._offset
-        self._run.write_broadcast(round, arrays.to_torch_state_dict())
+        round = self._round = server_round + self._offset
+        clients = clients_of_round(self._experiment, round)
+        self._waiting_for = {self._nodes[client]: client for client in clients}
+        self._problems = []
         record = RecordDict({"arrays": arrays, "config": ConfigRecord({"round": round})})
         return [
-            Message(record, message_type=MessageType.TRAIN, dst_node_id=self._nodes[client])
-            for client in clients_of_round(self._experiment, round)
+            Message(record, message_type=MessageType.TRAIN, dst_node_id=node)
+            for node in self._waiting_for
         ]
 
     def aggregate_train(
@@ -78,14 +102,11 @@ class CuriousServer(Strategy):
         """Returns the next global model.
 
         Raises:
-            FedleakError: A client failed or did not answer.
+            FedleakError: A client failed, did not answer, or gave an answer that was refused.
         """
         round = server_round + self._offset
-        replies = list(replies)
         clients = clients_of_round(self._experiment, round)
-        failed = [reply for reply in replies if reply.has_error()]
-        if failed or len(replies) < len(clients):
-            raise FedleakError(self._failure(round, failed, len(clients) - len(replies)))
+        self._check_all_answered(reply for reply in replies if reply.has_error())
         if self._experiment.secure_sum:
             self._reveal_sum(round, clients)
             clients = [EVERYONE]
@@ -128,19 +149,21 @@ class CuriousServer(Strategy):
         self._run.write_capture(Capture(Key(round, EVERYONE), update, most))
         self._run.release()
 
-    def _failure(self, round: int, failed: list[Message], silent: int) -> str:
-        client_of = {node: client for client, node in self._nodes.items()}
-        reasons = [
-            f"client {client_of.get(reply.metadata.src_node_id, '?')}: "
-            f"{_reason(reply.error.reason or 'no reason')}"
-            for reply in failed[:NUM_ERRORS]
-        ]
-        if silent:
-            reasons.append(f"{silent} did not answer")
-        return f"round {round}: {len(failed) + silent} clients failed; {'; '.join(reasons)}"
+    def _check_all_answered(self, failed: Iterable[Message]) -> None:
+        """Fails the round unless each client's update is there and nothing else came."""
+        for reply in failed:
+            node = reply.metadata.src_node_id
+            self._problems.append(f"{self._name(node)}: {told(reply)}")
+            self._waiting_for.pop(node, None)
+        self._problems += [f"client {c}: did not answer" for c in self._waiting_for.values()]
+        if not self._problems:
+            return
+        quoted, more = self._problems[:NUM_ERRORS], len(self._problems[NUM_ERRORS:])
+        if more:
+            quoted.append(f"and {more} more like these")
+        raise FedleakError(f"round {self._round}: {'; '.join(quoted)}")
 
-
-def _reason(text: str) -> str:
-    """Returns what a client's error says, without the traces that Ray puts around it."""
-    told = text.rpartition("occurred. Message: ")[2].removesuffix("'>")
-    return " ".join(told.split())[-400:]
+    def _name(self, node: int) -> str:
+        """Returns what a node is called: by its client, if it has one."""
+        client = {node: client for client, node in self._nodes.items()}.get(node)
+        return f"node {node}" if client is None else f"client {client} (node {node})"

@@ -12,8 +12,8 @@ POLL_SECONDS = 0.02
 class TapGrid(Grid):
     """A grid that hands every reply to `on_reply`, which returns what the strategy may keep.
 
-    Replies are taken one pull at a time, so that no more than a pull's worth of updates is ever in
-    memory, however many clients there are.
+    A pull hands over all that is ready, so each asks for one reply: no more than one update is ever
+    in memory, however many clients there are.
     """
 
     def __init__(self, grid: Grid, on_reply: Callable[[Message], RecordDict]) -> None:
@@ -23,17 +23,20 @@ class TapGrid(Grid):
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Iterable[Message]:
         """Sends messages and returns the replies, stripped of what `on_reply` took."""
-        waiting = set(self._grid.push_messages(messages))
+        # None stands for a message that could not be sent; nobody answers it.
+        waiting = [name for name in self._grid.push_messages(messages) if name]
         deadline = None if timeout is None else time.monotonic() + timeout
         replies: list[Message] = []
         while waiting and (deadline is None or time.monotonic() < deadline):
-            pulled = list(self._grid.pull_messages(waiting))
-            for reply in pulled:
-                waiting.discard(reply.metadata.reply_to_message_id)
-                if reply.has_content():
-                    reply.content = self._on_reply(reply)
-                replies.append(reply)
-            if waiting and not pulled:
+            before = len(waiting)
+            for name in tuple(waiting):
+                for reply in self._grid.pull_messages([name]):
+                    if reply.has_content():
+                        reply.content = self._on_reply(reply)
+                    replies.append(reply)
+                    if name in waiting:
+                        waiting.remove(name)
+            if len(waiting) == before:
                 time.sleep(POLL_SECONDS)
         return replies
 

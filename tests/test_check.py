@@ -422,7 +422,6 @@ def test_flwr_run_refuses_a_broken_defense_too(tmp_path, monkeypatch):
     table = experiment_of(MASK, data=TABLE["data"] | {"samples": 4}).model_dump(mode="json")
     file.write_text(json.dumps({"experiment": table}))
     config = {"experiment": str(file), "run-dir": str(tmp_path / "run"), "attack": True}
-    config["vault"] = True
     monkeypatch.setattr(pipeline, "attacking", lambda run, experiment: nullcontext())
     monkeypatch.setattr(audit, "score_run", lambda run: [])
     grid = InlineGrid(client_app, 2, config)

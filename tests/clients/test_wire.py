@@ -40,9 +40,9 @@ def reply_of(tmp_path, bert_tiny):
             "experiment": str(run.path / "run.json"),
             "run-dir": str(run.path),
             "attack": False,
-            "vault": vault,
         }
-        grid = InlineGrid(client_app, experiment.federation.clients, config)
+        folder = tmp_path if vault else None
+        grid = InlineGrid(client_app, experiment.federation.clients, config, vault=folder)
         content = RecordDict(
             {
                 "arrays": ArrayRecord(model.parameters()),

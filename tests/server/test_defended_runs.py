@@ -329,9 +329,8 @@ def test_a_note_of_private_steps_changes_no_byte_of_the_reply(tmp_path, algorith
             "experiment": str(run.path / "run.json"),
             "run-dir": str(run.path),
             "attack": False,
-            "vault": vault,
         }
-        grid = InlineGrid(client_app, 2, config)
+        grid = InlineGrid(client_app, 2, config, vault=tmp_path if vault else None)
         weights = ArrayRecord(model_of(**BERT, task=CLASSIFICATION).parameters())
         message = Message(
             RecordDict({"arrays": weights, "config": ConfigRecord({"round": 1})}),
@@ -442,7 +441,7 @@ def test_a_run_that_was_stopped_within_a_sum_goes_on_and_gives_the_same(summed, 
         def crash(*args, **kwargs):
             calls.append(1)
             if len(calls) == 2:
-                raise RuntimeError("the power is off")
+                raise FedleakError("the power is off")
             return local_update_(*args, **kwargs)
 
         patch.setattr("clients.app.local_update_", crash)
@@ -622,7 +621,7 @@ def test_a_run_that_was_stopped_spends_no_more_than_one_that_was_not(ledgered, t
     def crash(*args, **kwargs):
         calls.append(1)
         if len(calls) in (2, 7):
-            raise RuntimeError("the power is off")
+            raise FedleakError("the power is off")
         return local_update_(*args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -727,9 +726,10 @@ def loss_of(model, held_out):
 
 
 @pytest.mark.parametrize("defense", [MASK, DP_SGD])
-def test_defended_training_that_diverges_is_reported_and_not_a_crash(tmp_path, defense):
-    run = carried_out(tmp_path / "run", experiment_of(defense, federation={"learning_rate": 1e30}))
-    assert len(run.captures()) == 4
+def test_defended_training_that_diverges_is_said(tmp_path, defense):
+    with pytest.raises(FedleakError, match=r"^round 2: client 0 .* is finite: training diverged"):
+        carried_out(tmp_path / "run", experiment_of(defense, federation={"learning_rate": 1e30}))
+    assert Run(tmp_path / "run").captures() == [Key(1, 0), Key(1, 1)]
 
 
 def test_an_update_is_not_changed_by_what_is_noted_of_it():

@@ -1,13 +1,16 @@
 import gc
 import shutil
 import weakref
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import pytest
 import torch
+from flwr.app import ArrayRecord
 
-from fedleak import audit, models, pipeline
+from clients import outgoing
+from fedleak import audit, federation, models, pipeline
 from fedleak.attacks.dlg import Dlg
 from fedleak.config import NamedAttack, parse
 from fedleak.errors import ConfigError, FedleakError
@@ -199,7 +202,8 @@ def test_a_client_s_error_ends_the_run_and_is_quoted(tmp_path, monkeypatch):
     with pytest.raises(FedleakError) as caught:
         trained(tmp_path / "run", experiment)
     message = str(caught.value)
-    assert "round 1: 1 clients failed; client 1: RuntimeError: the disk is full" in message
+    assert message.startswith("round 1: client 1 (node 3): RuntimeError in clients.app:")
+    assert "the disk" not in message  # it might have been a text
     run = Run(tmp_path / "run")
     assert run.info()["status"] == "failed"
     assert run.captures() == [Key(1, 0)]
@@ -209,9 +213,16 @@ def test_a_client_s_error_ends_the_run_and_is_quoted(tmp_path, monkeypatch):
     assert run.info()["status"] == "finished"
 
 
-def test_training_that_diverges_is_reported_and_not_a_crash(tmp_path):
-    run = trained(tmp_path / "run", experiment_of(learning_rate=1e30))
-    assert run.captures() == KEYS
+def test_training_that_diverges_fails_with_the_client_and_the_parameter(tmp_path):
+    with pytest.raises(FedleakError) as caught:
+        trained(tmp_path / "run", experiment_of(learning_rate=1e30))
+    message = str(caught.value)
+    assert message.startswith("round 2: client 0 (node 2): its answer is refused: not every number")
+    assert "'bert.embeddings.word_embeddings.weight' is finite: training diverged" in message
+    assert "; client 1 (node 3): " in message
+    run = Run(tmp_path / "run")
+    assert run.captures() == KEYS[:2]
+    assert run.info()["status"] == "failed"
 
 
 # --- FedAvg, and memory ---------------------------------------------------------------------
@@ -274,6 +285,39 @@ def test_one_update_is_in_memory_at_a_time(tmp_path, monkeypatch):
     trained(tmp_path / "run", experiment_of(clients=4, rounds=1))
     assert len(earlier) == 4
     assert set(alive) == {0}
+
+
+def test_each_thing_is_read_decoded_and_written_once(tmp_path, monkeypatch):
+    counts = Counter()
+
+    def counting(owner, name):
+        original = getattr(owner, name)
+
+        def counted(*args, **kwargs):
+            counts[name] += 1
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    experiment = experiment_of(rounds=3, defense=[{"kind": "sign"}])
+    run = pipeline.prepare(experiment, tmp_path / "run")
+    counting(Run, "write_broadcast")
+    counting(ArrayRecord, "to_torch_state_dict")
+    counting(federation, "load")
+    counting(federation, "read_data")
+    monkeypatch.setattr("clients.workplace.read_data", federation.read_data)
+    counting(outgoing, "to_wire")
+    inline.train(run, experiment)
+    replies, evaluations = 3 * 2, 4
+    assert run.broadcasts() == [1, 2, 3, 4]
+    assert counts == {
+        "write_broadcast": 4,
+        "load": 2,  # its file was written anew once, with the model's fingerprint
+        "read_data": 1,
+        "to_wire": replies,
+        # The client decodes the model, and the server the update.
+        "to_torch_state_dict": 2 * replies + evaluations,
+    }
 
 
 # --- adapters, and updates of half precision ------------------------------------------------

@@ -70,7 +70,6 @@ def test_the_app_is_made_of_installed_packages_and_knows_where_the_run_is():
         "experiment": '/a b/"c"/run.json',
         "run-dir": '/a b/"c"',
         "attack": False,
-        "vault": True,
     }
 
 
@@ -83,8 +82,11 @@ def test_the_app_has_the_settings_that_the_repository_declares():
 
 
 def test_flower_stays_on_this_machine_and_in_its_folder():
-    variables = simulation.environment(Path("/x"), {"PATH": "/bin", "NO_PROXY": "intranet"})
+    variables = simulation.environment(
+        Path("/x"), Path("/runs/r"), {"PATH": "/bin", "NO_PROXY": "intranet"}
+    )
     assert variables["FLWR_HOME"] == "/x/home"
+    assert variables["FEDLEAK_VAULT"] == "/runs"
     assert variables["RAY_TMPDIR"] == "/x"
     assert variables["PATH"].endswith(f"{os.pathsep}/bin")
     assert variables["no_proxy"] == "intranet,127.0.0.1,localhost"
@@ -199,11 +201,15 @@ def test_a_client_that_fails_fails_the_run_with_its_reason(tmp_path):
     experiment = tiny(data={"name": str(file), "text": "text", "label": "label"})
     run = pipeline.prepare(experiment, tmp_path / "run")
     file.unlink()
-    with pytest.raises(FedleakError, match=r"^round 1: .*there is no such file") as caught:
+    log = run.path / "flower.log"
+    with pytest.raises(FedleakError, match=r"^round 1: client . \(node \d+\): ") as caught:
         simulation.train(run, experiment)
-    assert str(file) in str(caught.value)
-    assert str(run.path / "flower.log") in str(caught.value)
+    assert "ConfigError in fedleak.data:" in str(caught.value)
+    assert str(log) in str(caught.value)
     assert "\n" not in str(caught.value)
+    # What is about data does not leave the client, whose log this is.
+    assert str(file) not in str(caught.value)
+    assert f"{str(file)!r}: there is no such file" in log.read_text()
 
 
 @pytest.mark.slow

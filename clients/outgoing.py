@@ -1,0 +1,33 @@
+"""An update on its way out of a client, before it is encoded for the wire."""
+
+from collections.abc import Mapping
+
+from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
+
+from fedleak.observation import ClientUpdate
+from fedleak.store import Key
+from fedleak.training import to_wire
+
+
+class Outgoing(Message):
+    """A reply whose update is still tensors, so that mods change it without decoding it.
+
+    Attributes:
+        key: The round and the client.
+        update: What is sent, as far as the mods have come.
+        trained: Figures of the training, which stay here.
+    """
+
+    def __init__(
+        self, key: Key, update: ClientUpdate, trained: Mapping[str, float], *, reply_to: Message
+    ) -> None:
+        super().__init__(RecordDict(), reply_to=reply_to)
+        self.key, self.update, self.trained = key, update, trained
+
+    def encoded(self, reply_to: Message) -> Message:
+        """Returns the reply that leaves: the update and three numbers."""
+        said = {"num-examples": self.update.num_examples, **self.key._asdict()}
+        content = RecordDict(
+            {"update": ArrayRecord(to_wire(self.update.tensors)), "metrics": MetricRecord(said)}
+        )
+        return Message(content, reply_to=reply_to)

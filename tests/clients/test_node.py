@@ -1,0 +1,175 @@
+"""What is the node's own to decide, and what it says when something goes wrong."""
+
+import logging
+import stat
+
+import pytest
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+
+from clients.app import app as client_app
+from clients.app import identity
+from clients.mods import public
+from clients.workplace import vault
+from fedleak import pipeline
+from fedleak.config import parse
+from fedleak.errors import ConfigError, FedleakError
+from fedleak.store import Run
+from server.inline import InlineGrid
+
+SECRET = "my neighbour has hiv"
+TABLE = {
+    "name": "node",
+    "model": {"name": "builtin/bert-tiny"},
+    "data": {"name": "builtin/notes", "samples": 4, "held_out": 0},
+    "federation": {"clients": 2, "batch_size": 1},
+    "defense": [{"kind": "sign"}],
+}
+
+
+@pytest.fixture
+def answer(tmp_path, bert_tiny):
+    """Sends the model to the client 1 of a node and returns its reply."""
+
+    def ask(node_folder=None, **submitted):
+        run = pipeline.prepare(parse(TABLE), tmp_path / "server" / "run")
+        config = {
+            "experiment": str(run.path / "run.json"),
+            "run-dir": str(run.path),
+            "attack": False,
+        }
+        grid = InlineGrid(client_app, 2, config | submitted, vault=node_folder)
+        content = RecordDict(
+            {
+                "arrays": ArrayRecord(bert_tiny.parameters()),
+                "config": ConfigRecord({"round": 1}),
+            }
+        )
+        (reply,) = grid.send_and_receive([Message(content, 3, "train")])
+        return reply
+
+    return ask
+
+
+def private_files(folder):
+    return {
+        str(path.relative_to(folder))
+        for path in folder.rglob("*")
+        if path.parent.name in ("vault", "defended")
+    }
+
+
+# --- the vault ------------------------------------------------------------------------------
+
+BOTH = {"vault/r0001-c01.json", "defended/r0001-c01.json"}
+
+
+@pytest.mark.parametrize("submitted", [{}, {"vault": True}, {"vault": "/tmp"}])
+def test_a_node_without_a_vault_keeps_nothing_whatever_is_submitted(
+    answer, tmp_path, monkeypatch, submitted
+):
+    monkeypatch.delenv("FEDLEAK_VAULT", raising=False)
+    assert not answer(None, **submitted).has_error()
+    assert private_files(tmp_path) == set()
+
+
+@pytest.mark.parametrize("how", ["node config", "environment"])
+def test_what_a_node_keeps_is_in_its_own_folder_under_the_name_of_the_run(
+    answer, tmp_path, monkeypatch, how
+):
+    own = tmp_path / "own"
+    if how == "environment":
+        monkeypatch.setenv("FEDLEAK_VAULT", str(own))
+    else:
+        monkeypatch.setenv("FEDLEAK_VAULT", str(tmp_path / "another"))
+    elsewhere = str(tmp_path / "server" / "evil" / ".." / "its name")
+    reply = answer(own if how == "node config" else None, **{"run-dir": elsewhere})
+    assert not reply.has_error()
+    assert private_files(tmp_path) == {f"own/its name/{name}" for name in BOTH}
+    for name in BOTH:
+        assert stat.S_IMODE((own / "its name" / name).stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("submitted", ["/", "/..", "..", "a/..", "/a/b/../.."])
+def test_no_name_of_a_run_leads_out_of_the_node_s_folder(tmp_path, submitted):
+    context = Context(1, 1, {"vault": str(tmp_path)}, RecordDict(), {})
+    found = vault(context, Run((tmp_path / submitted).absolute()))
+    assert found.path in (tmp_path, tmp_path / tmp_path.name, tmp_path / tmp_path.parent.name)
+
+
+@pytest.mark.parametrize("folder", [True, 1, "runs", "./runs", "~/runs"])
+def test_a_vault_that_is_no_absolute_path_is_refused(tmp_path, folder):
+    context = Context(1, 1, {"vault": folder}, RecordDict(), {})
+    with pytest.raises(ConfigError, match=r"vault = .*: give the absolute path of a folder"):
+        vault(context, Run(tmp_path))
+
+
+@pytest.mark.parametrize("folder", [False, ""])
+def test_a_vault_can_be_switched_off_against_the_environment(tmp_path, monkeypatch, folder):
+    monkeypatch.setenv("FEDLEAK_VAULT", str(tmp_path))
+    context = Context(1, 1, {"vault": folder}, RecordDict(), {})
+    assert vault(context, Run(tmp_path)) is None
+
+
+@pytest.mark.parametrize("config", [{}, {"partition-id": "one"}])
+def test_a_node_without_a_number_is_told_to_have_one(config):
+    with pytest.raises(ConfigError, match=r"partition-id = .*: give the number of its client"):
+        identity(None, Context(1, 1, config, RecordDict(), {}))
+
+
+# --- errors ---------------------------------------------------------------------------------
+
+
+def raiser(error):
+    def fail(*args, **kwargs):
+        raise error
+
+    return fail
+
+
+def test_an_error_goes_to_the_server_without_its_words_and_to_the_client_s_log_whole(
+    answer, monkeypatch, caplog
+):
+    monkeypatch.setattr("clients.app.local_update_", raiser(ValueError(f"no token for {SECRET}")))
+    with caplog.at_level(logging.ERROR):
+        reason = answer().error.reason
+    assert reason.startswith("ValueError in clients.app:")
+    assert reason.endswith(": the client's log says more")
+    (record,) = [r for r in caplog.records if r.name == "clients.mods"]
+    assert record.getMessage() == "client 1 failed"
+    assert isinstance(record.exc_info[1], ValueError)
+    assert SECRET in caplog.text
+    assert "local_update_" in caplog.text
+
+
+def test_an_error_in_what_it_came_from_is_not_told_either(answer, monkeypatch):
+    error = RuntimeError("outside")
+    error.__cause__ = ValueError(SECRET)
+    monkeypatch.setattr("clients.app.local_update_", raiser(error))
+    assert SECRET not in answer().error.reason
+
+
+def test_an_error_in_a_defense_is_an_answer_too(answer, monkeypatch):
+    monkeypatch.setattr("fedleak.federation.measured", raiser(KeyError(SECRET)))
+    assert answer().error.reason.startswith("KeyError in fedleak.federation:")
+
+
+def test_our_own_words_travel_but_not_those_about_data(answer, monkeypatch):
+    monkeypatch.setattr("clients.app.local_update_", raiser(FedleakError("give more rounds")))
+    assert answer().error.reason == "FedleakError: give more rounds"
+    # As `tokenise` does with a text that is too long.
+    too_long = parse(TABLE | {"data": TABLE["data"] | {"max_length": 10**6}})
+    monkeypatch.setattr("clients.mods.of_app", lambda config: (too_long, Run("/run")))
+    monkeypatch.setattr("clients.app.of_app", lambda config: (too_long, Run("/run")))
+    reason = answer().error.reason
+    assert reason.startswith("ConfigError in fedleak.data:")
+    assert "max_length" not in reason
+
+
+def test_the_system_s_words_for_an_error_travel_and_its_file_does_not(tmp_path, monkeypatch):
+    monkeypatch.setattr("fedleak.store.os.open", raiser(OSError(28, "x", f"/{SECRET}")))
+    try:
+        Run(tmp_path).write_json("a.json", {})
+    except OSError as error:
+        found = public(error)
+    assert found.startswith("OSError (No space left on device) in fedleak.store:")
+    assert SECRET not in found
