@@ -20,8 +20,8 @@ Next = Callable[[Message, Context], Message]
 CLIENT_FAILED = 2
 """Flower's code of an error in a client's app."""
 
-HANDLES_TEXTS = "fedleak.data"
-"""The module whose errors may quote what they are about."""
+QUOTES = ("fedleak.data", "fedleak.store")
+"""Modules whose errors may quote what they are about: texts, and files of this client."""
 
 _log = logging.getLogger(__name__)
 
@@ -72,10 +72,11 @@ def report_errors(message: Message, context: Context, call_next: Next) -> Messag
 def public(error: Exception) -> str:
     """Returns what may be told of an error: its place, and only such words as quote no text."""
     kind, place = type(error).__name__, _place(error)
-    if isinstance(error, FedleakError) and not place.startswith(HANDLES_TEXTS):
+    if isinstance(error, FedleakError) and not place.startswith(QUOTES):
         return f"{kind}: {error}"
-    if isinstance(error, OSError) and error.errno is not None:
-        kind += f" ({os.strerror(error.errno)})"
+    system = error if isinstance(error, OSError) else error.__cause__
+    if isinstance(system, OSError) and system.errno is not None:
+        kind += f" ({os.strerror(system.errno)})"
     return f"{kind} in {place}: the client's log says more"
 
 
