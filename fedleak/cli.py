@@ -26,6 +26,7 @@ from rich.progress import Progress as RichProgress
 from rich.table import Table
 from rich.text import Text
 
+from fedleak import __version__
 from fedleak.errors import ConfigError, FedleakError
 from fedleak.sanitise import printable
 
@@ -51,6 +52,22 @@ Set = Annotated[
 ]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Move earlier results of this name aside.")]
 RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")]
+
+
+def say_version(wanted: bool) -> None:
+    """Prints the version and ends."""
+    if wanted:
+        console.print(f"fedleak {__version__}", highlight=False)
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=say_version, is_eager=True, help="Show it.")
+    ] = False,
+) -> None:
+    """Takes what stands before the command."""
 
 
 @app.command()
