@@ -1,8 +1,9 @@
 """Who holds which data and trains when: what an experiment decides before anything is trained."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -62,10 +63,14 @@ def read_data(experiment: Experiment) -> data.Split:
         table.name,
         split=table.split,
         text=table.text,
-        label=table.label,
+        # Nobody uses the classes of texts that a causal model is trained on.
+        label=table.label if experiment.model.task == CLASSIFICATION else None,
         samples=table.samples,
         held_out=table.held_out,
         seed=experiment.seed,
+        drop_empty=table.drop_empty,
+        encoding=table.encoding,
+        delimiter=table.delimiter,
     )
     if experiment.model.task == CLASSIFICATION and len(split.train.label_names) < 2:
         raise ConfigError(
@@ -153,8 +158,7 @@ def protection(experiment: Experiment, client: int, num_examples: int) -> Protec
     Raises:
         ConfigError: An epsilon that no noise reaches.
     """
-    last = experiment.federation.rounds
-    rounds = [r for r in range(1, last + 1) if client in clients_of_round(experiment, r)]
+    rounds = rounds_of_clients(experiment)[client]
     table, local = experiment.privacy, experiment.local_training
     local = replace(local, batch_size=min(local.batch_size, num_examples))
     # A client that never takes part spends nothing; its noise is that of one round.
@@ -182,6 +186,25 @@ def clients_of_round(experiment: Experiment, round: int) -> list[int]:
         seed=experiment.seed,
         round=round,
     )
+
+
+def rounds_of_clients(experiment: Experiment) -> Sequence[Sequence[int]]:
+    """Returns for each client the rounds in which it trains."""
+    table = experiment.federation
+    return _rounds_of_clients(
+        table.clients, experiment.clients_per_round, table.rounds, experiment.seed
+    )
+
+
+@lru_cache(maxsize=4)
+def _rounds_of_clients(
+    clients: int, per_round: int, rounds: int, seed: int
+) -> Sequence[Sequence[int]]:
+    found: list[list[int]] = [[] for _ in range(clients)]
+    for round in range(1, rounds + 1):
+        for client in round_clients(clients, per_round, seed=seed, round=round):
+            found[client].append(round)
+    return found
 
 
 def expected_captures(experiment: Experiment) -> list[Key]:
