@@ -5,7 +5,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -91,6 +91,7 @@ def run(
         experiments = [load(path, changes or ()) for path in files or QUICKSTART]
         runs = [pipeline.prepare(each, run_folder(each.name), fresh=fresh) for each in experiments]
         for experiment, at in zip(experiments, runs, strict=True):
+            remark(at.info().get("remarks", ()))
             with progress() as show:
                 scored = pipeline.carry_out(at, experiment, show)
             report.print_run(at, scored, console)
@@ -131,6 +132,7 @@ def sweep(
             with progress() as show:
                 yield show
 
+        remark(each for plan in plans.values() for each in plan.remarks)
         with grid.lock():
             if at_once == 1:
                 failures = sweeps.carry_out(grid, plans, watch)
@@ -293,6 +295,12 @@ def list_() -> None:
         for name, about in sorted(lines.items()):
             table.add_row(f"  {name}", about)
     console.print(table)
+
+
+def remark(found: Iterable[str]) -> None:
+    """Prints what may not be meant, each once."""
+    for each in dict.fromkeys(found):
+        console.print(f"[yellow]note:[/] {escape(printable(each))}")
 
 
 @contextmanager

@@ -19,6 +19,10 @@ from fedleak.privacy import Event
 from fedleak.store import EVERYONE, Key, Run
 from fedleak.training import LocalTraining, round_clients
 
+MOST_UNKNOWN = 0.5
+"""Unknown tokens are all the same one, and finding it is finding nothing: above this share a figure
+would be about them and not about words."""
+
 
 @dataclass(frozen=True)
 class Workload:
@@ -106,6 +110,30 @@ def divide(experiment: Experiment, split: data.Split, model: LanguageModel) -> W
         data.tokenise(held_out.texts, model.encode, limit=limit, max_length=max_length),
         held_out.labels,
     )
+
+
+def unknown_share(workload: Workload, model: LanguageModel) -> float:
+    """Returns how much of the content of all texts is tokens that stand for unknown words.
+
+    Raises:
+        ConfigError: It is most of it, or a text has no content.
+    """
+    special, unknown = model.special_ids(), model.unknown_ids()
+    sequences = [*workload.sequences, *workload.held_out]
+    contents = [[token for token in ids if token not in special] for ids in sequences]
+    if empty := contents.count([]):
+        raise ConfigError(
+            f"{empty} of {len(contents)} texts have no token: the tokenizer of model.name knows "
+            "nothing in them: remove them, or choose another model"
+        )
+    count = sum(map(len, contents))
+    share = sum(token in unknown for ids in contents for token in ids) / count
+    if share > MOST_UNKNOWN:
+        raise ConfigError(
+            f"{share:.0%} of the {count:,} tokens of {len(contents):,} texts are unknown to the "
+            "tokenizer of model.name: choose a model of the data's language and script"
+        )
+    return share
 
 
 @dataclass(frozen=True)

@@ -15,18 +15,20 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import fedleak
-from fedleak import attacks, audit, check, reference
+from fedleak import attacks, audit, check, models, reference
 from fedleak.attacks import Batched
 from fedleak.audit import Scored
 from fedleak.config import Experiment, NamedAttack, difference, parse
 from fedleak.errors import CaptureError, ConfigError
 from fedleak.federation import (
+    Workload,
     captures_made,
     divide,
     expected_captures,
     outline,
     protection,
     read_data,
+    unknown_share,
 )
 from fedleak.observation import Knowledge
 from fedleak.reconstruction import Reconstruction, Status
@@ -71,6 +73,8 @@ class Plan:
     experiment: Experiment
     num_labels: int
     held_out: Mapping[str, Any]
+    remarks: tuple[str, ...] = ()
+    """What may not be meant, for the user to read."""
 
 
 def prepare(experiment: Experiment, path: Path, *, fresh: bool = False) -> Run:
@@ -99,10 +103,29 @@ def plan(experiment: Experiment) -> Plan:
     experiment.check_defenses(model)
     experiment.check_attacks(model)
     workload = divide(experiment, split, model)
+    unknown = unknown_share(workload, model)
     for client, part in enumerate(workload.parts):
         protection(experiment, client, len(part))  # refuses an epsilon out of reach
+    models.check_weights(experiment.model_spec(num_labels))
     held_out = {"sequences": workload.held_out, "labels": workload.held_out_labels}
-    return Plan(experiment, num_labels, held_out)
+    return Plan(
+        experiment, num_labels, held_out, _remarks(experiment, split.dropped, unknown, workload)
+    )
+
+
+def _remarks(
+    experiment: Experiment, dropped: int, unknown: float, workload: Workload
+) -> tuple[str, ...]:
+    """Returns what is no mistake, but may not be meant."""
+    batch, parts = experiment.federation.batch_size, workload.parts
+    small = [len(part) for part in parts if len(part) < batch]
+    found = {
+        f"{dropped} rows without text were dropped": dropped,
+        f"{unknown:.0%} of the tokens are unknown words, which no attack can read": unknown > 0.05,
+        f"federation.batch_size = {batch} is more than {len(small)} of {len(parts)} clients have: "
+        f"their batches are all that they have, {min(small, default=0)} examples or more": small,
+    }
+    return tuple(remark for remark, holds in found.items() if holds)
 
 
 def open_run(plan: Plan, path: Path, *, fresh: bool = False) -> Run:
@@ -131,6 +154,7 @@ def open_run(plan: Plan, path: Path, *, fresh: bool = False) -> Run:
         versions=_versions(),
         git_commit=_git_commit(),
         model_fingerprint=None,
+        remarks=list(plan.remarks),
     )
     return run
 
