@@ -5,7 +5,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -26,6 +26,7 @@ from rich.progress import Progress as RichProgress
 from rich.table import Table
 from rich.text import Text
 
+from fedleak import __version__
 from fedleak.errors import ConfigError, FedleakError
 from fedleak.sanitise import printable
 
@@ -53,6 +54,22 @@ Fresh = Annotated[bool, typer.Option("--fresh", help="Move earlier results of th
 RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")]
 
 
+def say_version(wanted: bool) -> None:
+    """Prints the version and ends."""
+    if wanted:
+        console.print(f"fedleak {__version__}", highlight=False)
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=say_version, is_eager=True, help="Show it.")
+    ] = False,
+) -> None:
+    """Takes what stands before the command."""
+
+
 @app.command()
 def run(
     files: Annotated[
@@ -74,6 +91,7 @@ def run(
         experiments = [load(path, changes or ()) for path in files or QUICKSTART]
         runs = [pipeline.prepare(each, run_folder(each.name), fresh=fresh) for each in experiments]
         for experiment, at in zip(experiments, runs, strict=True):
+            remark(at.info().get("remarks", ()))
             with progress() as show:
                 scored = pipeline.carry_out(at, experiment, show)
             report.print_run(at, scored, console)
@@ -115,6 +133,7 @@ def sweep(
             with progress() as show:
                 yield show
 
+        remark(each for plan in plans.values() for each in plan.remarks)
         with grid.lock():
             if at_once == 1:
                 failures = sweeps.carry_out(grid, plans, watch)
@@ -304,6 +323,12 @@ def list_() -> None:
         for name, about in sorted(lines.items()):
             table.add_row(f"  {name}", about)
     console.print(table)
+
+
+def remark(found: Iterable[str]) -> None:
+    """Prints what may not be meant, each once."""
+    for each in dict.fromkeys(found):
+        console.print(f"[yellow]note:[/] {escape(printable(each))}")
 
 
 @contextmanager

@@ -8,10 +8,12 @@ import copy
 import hashlib
 import json
 import os
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -39,9 +41,31 @@ from fedleak.observation import GRANTABLE, ThreatModel, UpdateKind
 from fedleak.privacy import Accountant
 from fedleak.training import LocalTraining, freezing
 
+NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
+LONGEST_NAME = 100
+"""Characters of a name: it is part of file names, which have 255 bytes at most."""
+
+MOST_UPDATES = 1_000_000
+"""Updates that a run may have: at a tenth of a second each they take a day."""
+
+LARGEST_SEED = 2**63 - 1
+"""What random generators take."""
+
 Positive = Annotated[int, Field(ge=1)]
 Source = Annotated[str, AfterValidator(absolute)]
 """A hub id, a built-in, or a path."""
+
+
+def _encoding(name: str) -> str:
+    """Refuses the name of an encoding that there is not."""
+    try:
+        "".encode(name)
+    except LookupError as error:
+        raise ValueError(
+            f"{name!r} is not an encoding of text that Python knows: write 'utf-16', 'cp1252' or "
+            "'latin-1', for example"
+        ) from error
+    return name
 
 
 class _Table(BaseModel):
@@ -85,6 +109,12 @@ class DataTable(_Table):
     samples: Positive = 400
     held_out: Annotated[int, Field(ge=0)] = 100
     max_length: Annotated[int, Field(ge=3)] | None = None
+    drop_empty: bool = False
+    """Leave out rows without text, which are refused otherwise."""
+    encoding: Annotated[str, AfterValidator(_encoding)] | None = None
+    """Of a file; left out: UTF-8."""
+    delimiter: Annotated[str, Field(pattern=r"^[\t !#-/:-@\[-`{-~]$")] | None = None
+    """Of a csv or tsv file; left out: a comma or a tab."""
 
 
 class FederationTable(_Table):
@@ -108,6 +138,12 @@ class FederationTable(_Table):
             raise ValueError(
                 f"clients_per_round = {self.clients_per_round} is more than "
                 f"clients = {self.clients}: lower it"
+            )
+        a_round = self.clients_per_round or self.clients
+        if self.rounds * a_round > MOST_UPDATES:
+            raise ValueError(
+                f"rounds = {self.rounds:,} of {a_round:,} clients are {self.rounds * a_round:,} "
+                f"updates, and a run has at most {MOST_UPDATES:,}: lower one of them"
             )
         return self
 
@@ -184,8 +220,8 @@ class PlacedDefense:
 class Experiment(_Table):
     """One run. The tables are those of the experiment file."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-    seed: Annotated[int, Field(ge=0)] = 0
+    name: Annotated[str, Field(pattern=f"^{NAME}$", max_length=LONGEST_NAME)]
+    seed: Annotated[int, Field(ge=0, le=LARGEST_SEED)] = 0
     model: ModelTable
     data: DataTable
     federation: FederationTable = FederationTable()
@@ -247,6 +283,14 @@ class Experiment(_Table):
             for number, each in enumerate(self.defenses)
             if each.clients is None or client in each.clients
         }
+
+    @property
+    def unlike_clients(self) -> list[int]:
+        """A client of each group that uses the same defenses."""
+        named = {client for each in self.defenses for client in each.clients or ()}
+        others = (c for c in range(self.federation.clients) if c not in named)
+        found = {tuple(self.defenses_of(c)): c for c in sorted({*named, *islice(others, 1)})[::-1]}
+        return sorted(found.values())
 
     def local_training_of(self, client: int) -> LocalTraining:
         """Returns how a client trains, with its defenses."""
@@ -322,7 +366,7 @@ class Experiment(_Table):
             ConfigError: What `shared` raises, or a client has nothing left to send.
         """
         found = []
-        for client in range(self.federation.clients):
+        for client in self.unlike_clients:
             found.append(self.sent_by(client, model))
             if not found[-1]:
                 raise ConfigError(
@@ -343,7 +387,7 @@ class Experiment(_Table):
             obstacle = each.defense.obstacle(self.local_training, model)
             if obstacle is not None:
                 raise ConfigError(f"defense[{number}] ({each.defense.kind}): {obstacle}")
-        for client in range(self.federation.clients):
+        for client in self.unlike_clients:
             with freezing(model, self.local_training_of(client).frozen):
                 if not model.trained():
                     raise ConfigError(
@@ -401,15 +445,29 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Experiment:
 
 def read(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Returns the tables of an experiment file, as `load` does, but as they are written there."""
+    named, text = f"experiment file {str(path)!r}", ""
     try:
-        text = path.read_text(encoding="utf-8")
-        table: dict[str, Any] = (
-            json.loads(text)["experiment"] if path.suffix == ".json" else tomllib.loads(text)
-        )
+        text = path.read_text(encoding="utf-8-sig")
+        table = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except OSError as error:
-        raise ConfigError(f"experiment file {str(path)!r}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError) as error:  # not UTF-8, TOML or JSON, or not ours
-        raise ConfigError(f"experiment file {str(path)!r} cannot be read: {error}") from error
+        raise ConfigError(f"{named}: {error.strerror}: give a TOML file") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{named} is not UTF-8 (byte 0x{error.object[error.start]:02x} at {error.start}): save "
+            "it as UTF-8"
+        ) from error
+    except RecursionError as error:
+        raise ConfigError(f"{named} is nested too deep: give a TOML file") from error
+    except ValueError as error:
+        json_in_toml = path.suffix != ".json" and text.lstrip().startswith("{")
+        said = "is JSON: write it as TOML" if json_in_toml else f"cannot be read: {error}"
+        raise ConfigError(f"{named} {said}") from error
+    if path.suffix == ".json":
+        table = table.get("experiment") if isinstance(table, dict) else None
+        if not isinstance(table, dict):
+            raise ConfigError(
+                f"{named} is not the run.json of a run, which has an 'experiment': give a TOML file"
+            )
     for override in overrides:
         _override_(table, override)
     return table
@@ -429,7 +487,7 @@ def parse(table: Mapping[str, Any]) -> Experiment:
     _ = experiment.attacks, experiment.defenses
     _check_workers(experiment.workers)
     _check_rounds(experiment)
-    for client in range(experiment.federation.clients):
+    for client in experiment.unlike_clients:
         used = experiment.defenses_of(client).values()
         if sum(isinstance(defense, DpSgd) for defense in used) > 1:
             raise ConfigError(f"defense: client {client} has two dp_sgd: a step has one: keep one")
@@ -455,8 +513,11 @@ def _attack(index: int, table: dict[str, Any]) -> NamedAttack:
     where = f"attack[{index}]"
     kind = _kind(where, settings, attacks.kinds())
     name = settings.pop("name", kind)
-    if not isinstance(name, str) or not name:
-        raise ConfigError(f"{where}.name = {name!r}: give it a word")
+    if not isinstance(name, str) or not re.fullmatch(NAME, name) or len(name) > LONGEST_NAME:
+        raise ConfigError(
+            f"{where}.name = {name!r}: give it a word of letters, digits and . _ -, at most "
+            f"{LONGEST_NAME} of them, a letter or digit first"
+        )
     return NamedAttack(name, _build(where, attacks.kinds()[kind], settings))
 
 
@@ -549,10 +610,12 @@ def _override_(table: dict[str, Any], override: str) -> None:
     if not equals or not key.strip():
         raise ConfigError(f"--set {override!r}: write it as dotted.key=value")
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = text.strip()
-    set_(table, key.strip(), value, f"--set {override!r}")
+        found = tomllib.loads(f"value = {text}")
+    except (tomllib.TOMLDecodeError, RecursionError):
+        found = {"value": text.strip()}
+    if len(found) > 1:
+        raise ConfigError(f"--set {override!r}: it sets one key: give another --set for the next")
+    set_(table, key.strip(), found["value"], f"--set {override!r}")
 
 
 def set_(table: dict[str, Any], key: str, value: Any, said: str) -> None:
@@ -576,11 +639,33 @@ def set_(table: dict[str, Any], key: str, value: Any, said: str) -> None:
 
 
 def _one_line(error: ValidationError, model: type[BaseModel] | None) -> str:
-    """Returns the first problem of a validation as `key = found: what would be right`."""
-    first = error.errors()[0]
+    """Returns the first problem of a validation as `key = found: what would be right`.
+
+    Behind it stand the other keys that are wrong.
+    """
+    errors = error.errors(include_url=False)
+    key = _key(errors[0])
+    # A value that may be of several types has a problem with each; the deepest is the nearest.
+    same = [each for each in errors if f"{_key(each)}.".startswith(f"{key}.")]
+    deepest = max(same, key=lambda each: len(_key(each)))
+    alike = [each for each in same if _key(each) == _key(deepest)]
+    others = dict.fromkeys(_key(each) for each in errors if each not in same)
+    more = f" (wrong as well: {', '.join(others)})" if others else ""
+    return _problem(deepest, alike, model) + more
+
+
+def _key(error: Mapping[str, Any]) -> str:
+    """Returns the dotted key that a problem is about."""
     # Pydantic adds which member of a union it tried; a key of ours is a plain word or a number.
-    parts = [str(part) for part in first["loc"] if str(part) not in ("str", "int")]
-    where = ".".join(part for part in parts if part.isidentifier() or part.isdigit())
+    parts = [str(part) for part in error["loc"] if str(part) not in ("str", "int")]
+    return ".".join(part for part in parts if part.isidentifier() or part.isdigit())
+
+
+def _problem(
+    first: Mapping[str, Any], alike: Sequence[Mapping[str, Any]], model: type[BaseModel] | None
+) -> str:
+    """Returns one problem of a validation, with what all those that are alike would take."""
+    where = _key(first)
     if first["type"] == "extra_forbidden":
         table: Any = model
         for part in first["loc"][:-1]:
@@ -595,4 +680,5 @@ def _one_line(error: ValidationError, model: type[BaseModel] | None) -> str:
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "value_error":
         return f"{where}: {message}"
-    return f"{where} = {first['input']!r}: {message[0].lower()}{message[1:]}"
+    wanted = dict.fromkeys(f"{each['msg'][0].lower()}{each['msg'][1:]}" for each in alike)
+    return f"{where} = {first['input']!r}: {', or '.join(wanted)}"

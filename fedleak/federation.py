@@ -1,7 +1,7 @@
 """Who holds which data and trains when: what an experiment decides before anything is trained."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -19,6 +19,10 @@ from fedleak.observation import ClientUpdate
 from fedleak.privacy import Event
 from fedleak.store import EVERYONE, Key, Run
 from fedleak.training import LocalTraining, round_clients
+
+MOST_UNKNOWN = 0.5
+"""Unknown tokens are all the same one, and finding it is finding nothing: above this share a figure
+would be about them and not about words."""
 
 
 @dataclass(frozen=True)
@@ -102,10 +106,14 @@ def read_data(experiment: Experiment) -> data.Split:
         table.name,
         split=table.split,
         text=table.text,
-        label=table.label,
+        # Nobody uses the classes of texts that a causal model is trained on.
+        label=table.label if experiment.model.task == CLASSIFICATION else None,
         samples=table.samples,
         held_out=table.held_out,
         seed=experiment.seed,
+        drop_empty=table.drop_empty,
+        encoding=table.encoding,
+        delimiter=table.delimiter,
     )
     if experiment.model.task == CLASSIFICATION and len(split.train.label_names) < 2:
         raise ConfigError(
@@ -141,6 +149,30 @@ def divide(experiment: Experiment, split: data.Split, model: LanguageModel) -> W
         data.tokenise(held_out.texts, model.encode, limit=limit, max_length=max_length),
         held_out.labels,
     )
+
+
+def unknown_share(workload: Workload, model: LanguageModel) -> float:
+    """Returns how much of the content of all texts is tokens that stand for unknown words.
+
+    Raises:
+        ConfigError: It is most of it, or a text has no content.
+    """
+    special, unknown = model.special_ids(), model.unknown_ids()
+    sequences = [*workload.sequences, *workload.held_out]
+    contents = [[token for token in ids if token not in special] for ids in sequences]
+    if empty := contents.count([]):
+        raise ConfigError(
+            f"{empty} of {len(contents)} texts have no token: the tokenizer of model.name knows "
+            "nothing in them: remove them, or choose another model"
+        )
+    count = sum(map(len, contents))
+    share = sum(token in unknown for ids in contents for token in ids) / count
+    if share > MOST_UNKNOWN:
+        raise ConfigError(
+            f"{share:.0%} of the {count:,} tokens of {len(contents):,} texts are unknown to the "
+            "tokenizer of model.name: choose a model of the data's language and script"
+        )
+    return share
 
 
 @dataclass(frozen=True)
@@ -193,8 +225,7 @@ def protection(experiment: Experiment, client: int, num_examples: int) -> Protec
     Raises:
         ConfigError: An epsilon that no noise reaches.
     """
-    last = experiment.federation.rounds
-    rounds = [r for r in range(1, last + 1) if client in clients_of_round(experiment, r)]
+    rounds = rounds_of_clients(experiment)[client]
     table, local = experiment.privacy, experiment.local_training
     local = replace(local, batch_size=min(local.batch_size, num_examples))
     # A client that never takes part spends nothing; its noise is that of one round.
@@ -222,6 +253,25 @@ def clients_of_round(experiment: Experiment, round: int) -> list[int]:
         seed=experiment.seed,
         round=round,
     )
+
+
+def rounds_of_clients(experiment: Experiment) -> Sequence[Sequence[int]]:
+    """Returns for each client the rounds in which it trains."""
+    table = experiment.federation
+    return _rounds_of_clients(
+        table.clients, experiment.clients_per_round, table.rounds, experiment.seed
+    )
+
+
+@lru_cache(maxsize=4)
+def _rounds_of_clients(
+    clients: int, per_round: int, rounds: int, seed: int
+) -> Sequence[Sequence[int]]:
+    found: list[list[int]] = [[] for _ in range(clients)]
+    for round in range(1, rounds + 1):
+        for client in round_clients(clients, per_round, seed=seed, round=round):
+            found[client].append(round)
+    return found
 
 
 def expected_captures(experiment: Experiment) -> list[Key]:

@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import fedleak
-from fedleak import attacks, audit, check, records, reference
+from fedleak import attacks, audit, check, models, records, reference
 from fedleak.attacks import Batched
 from fedleak.audit import Scored
 from fedleak.config import Experiment, NamedAttack, difference
 from fedleak.errors import CaptureError, ConfigError, FedleakError
 from fedleak.federation import (
+    Workload,
     captures_made,
     divide,
     expected_captures,
@@ -30,6 +31,7 @@ from fedleak.federation import (
     protection,
     read_data,
     stored,
+    unknown_share,
 )
 from fedleak.observation import Knowledge
 from fedleak.reconstruction import Reconstruction, Status
@@ -74,6 +76,8 @@ class Plan:
     experiment: Experiment
     num_labels: int
     held_out: Mapping[str, Any]
+    remarks: tuple[str, ...] = ()
+    """What may not be meant, for the user to read."""
 
 
 def prepare(experiment: Experiment, path: Path, *, fresh: bool = False) -> Run:
@@ -102,10 +106,29 @@ def plan(experiment: Experiment) -> Plan:
     experiment.check_defenses(model)
     experiment.check_attacks(model)
     workload = divide(experiment, split, model)
+    unknown = unknown_share(workload, model)
     for client, part in enumerate(workload.parts):
         protection(experiment, client, len(part))  # refuses an epsilon out of reach
+    models.check_weights(experiment.model_spec(num_labels))
     held_out = {"sequences": workload.held_out, "labels": workload.held_out_labels}
-    return Plan(experiment, num_labels, held_out)
+    return Plan(
+        experiment, num_labels, held_out, _remarks(experiment, split.dropped, unknown, workload)
+    )
+
+
+def _remarks(
+    experiment: Experiment, dropped: int, unknown: float, workload: Workload
+) -> tuple[str, ...]:
+    """Returns what is no mistake, but may not be meant."""
+    batch, parts = experiment.federation.batch_size, workload.parts
+    small = [len(part) for part in parts if len(part) < batch]
+    found = {
+        f"{dropped} rows without text were dropped": dropped,
+        f"{unknown:.0%} of the tokens are unknown words, which no attack can read": unknown > 0.05,
+        f"federation.batch_size = {batch} is more than {len(small)} of {len(parts)} clients have: "
+        f"their batches are all that they have, {min(small, default=0)} examples or more": small,
+    }
+    return tuple(remark for remark, holds in found.items() if holds)
 
 
 def open_run(plan: Plan, path: Path, *, fresh: bool = False) -> Run:
@@ -143,6 +166,7 @@ def open_run(plan: Plan, path: Path, *, fresh: bool = False) -> Run:
         versions=_versions(),
         git_commit=_git_commit(),
         model_fingerprint=None,
+        remarks=list(plan.remarks),
     )
     _make_held_out(run, plan)
     return run

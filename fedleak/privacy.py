@@ -100,15 +100,22 @@ def noise_multiplier(
     Raises:
         ConfigError: No noise is enough.
     """
+    steps = sum(event.steps for event in _distinct(planned))
+    return _noise_multiplier(epsilon, planned[0].sampling_rate, steps, delta, accountant)
+
+
+@cache
+def _noise_multiplier(
+    epsilon: float, sampling_rate: float, steps: int, delta: float, accountant: Accountant
+) -> float:
     from opacus.accountants.utils import get_noise_multiplier
 
-    steps = sum(event.steps for event in _distinct(planned))
     try:
         with _loose_bounds():
             found: float = get_noise_multiplier(
                 target_epsilon=epsilon,
                 target_delta=delta,
-                sample_rate=planned[0].sampling_rate,
+                sample_rate=sampling_rate,
                 steps=steps,
                 accountant=accountant,
                 epsilon_tolerance=0.001 * epsilon,

@@ -14,6 +14,7 @@ import copy
 import hashlib
 import itertools
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,6 +40,9 @@ from fedleak.workers import Worker, devices, workers
 
 LONGEST_WORD, LONGEST_NAME = 32, 200
 """Characters of one value, and of a cell's name: file systems take 255 bytes."""
+
+MOST_CELLS = 2_000
+"""Runs of a sweep: at half a minute each they take a day, and each is planned before the first."""
 
 UTILITIES = {"mcc": "MCC", "perplexity": "perplexity"}
 """The figure that stands for a model's use, of classifiers and of causal models; and its name."""
@@ -105,6 +109,11 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Sweep:
         key = override.partition("=")[0].strip()
         if key in axes:
             raise ConfigError(f"--set {override!r}: {key} is swept: set sweep.{key}, to a list")
+    if (count := math.prod(map(len, axes.values()))) > MOST_CELLS:
+        raise ConfigError(
+            f"sweep: {' x '.join(str(len(values)) for values in axes.values())} values are "
+            f"{count:,} cells, and a sweep has at most {MOST_CELLS:,}: list fewer values"
+        )
     cells: dict[str, Cell] = {}
     for combination in itertools.product(*axes.values()):
         values = dict(zip(axes, combination, strict=True))

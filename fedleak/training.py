@@ -66,6 +66,8 @@ class LocalTraining:
 
 def round_clients(clients: int, per_round: int, *, seed: int, round: int) -> list[int]:
     """Returns the clients that train in a round, in order."""
+    if per_round >= clients:
+        return list(range(clients))
     order = torch.randperm(clients, generator=stream(seed, "clients", round))
     return sorted(order[:per_round].tolist())
 

@@ -1,12 +1,15 @@
 """The command line: exit statuses, one-line errors, attacks that fail, damaged captures."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+import fedleak
 from fedleak.cli import app
 
 EXPERIMENT = """
@@ -81,6 +84,47 @@ def test_list_names_every_kind(here: Path) -> None:
         "glue/cola",
     ):
         assert name in text
+
+
+HEAVY = {
+    *("accelerate", "datasets", "flwr", "flwr_datasets", "matplotlib", "nltk", "opacus", "pandas"),
+    *("peft", "pyarrow", "ray", "rouge_score", "scipy", "seaborn", "sklearn", "transformers"),
+}
+"""What takes a second or more to import, altogether ten."""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "unused"),
+    [
+        (["--help"], 0, {"torch", "pydantic"}),
+        (["--version"], 0, {"torch", "pydantic"}),
+        (["run", "--help"], 0, {"torch", "pydantic"}),
+        (["list"], 0, set()),
+        (["run", "small.toml", "--set", "federation.rounds=0"], 2, set()),
+        (["run", "small.toml", "--set", "attack=[{kind='dagger'}]"], 2, set()),
+        (["sweep", "small.toml"], 2, set()),
+        (["check-defense", "small.toml", "--set", "seed=-1"], 2, set()),
+    ],
+)
+def test_what_trains_nothing_imports_nothing_heavy(
+    here: Path, arguments: list[str], status: int, unused: set[str]
+) -> None:
+    code = f"""
+import atexit, sys
+atexit.register(lambda: print("IMPORTED", *{{name.split(".")[0] for name in sys.modules}}))
+sys.argv[1:] = {arguments}
+import runpy
+runpy.run_module("fedleak", run_name="__main__")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == status, done.stderr
+    imported = set(done.stdout.rpartition("IMPORTED")[2].split())
+    assert "fedleak" in imported
+    assert imported & (HEAVY | unused) == set()
+
+
+def test_the_version_is_said() -> None:
+    assert call("--version") == (0, f"fedleak {fedleak.__version__}\n", "")
 
 
 def test_a_folder_that_is_no_run_is_status_1(here: Path) -> None:

@@ -72,6 +72,32 @@ BAD = [
     ({"attack": [{"kind": "dlg", "steps": 0}]}, ["attack", "steps = 0", "greater than or equal"]),
     ({"attack": [{"kind": "dlg", "steps": "few"}]}, ["attack", "steps = 'few'", "integer"]),
     ({"attack": [{"kind": "dlg", "name": ""}]}, ["attack", "name = ''", "give it a word"]),
+    ({"attack": [{"kind": "dlg", "name": "a[/]b"}]}, ["attack[0].name = 'a[/]b'", "letters"]),
+    ({"attack": [{"kind": "dlg", "name": "a/b"}]}, ["attack[0].name = 'a/b'", "letters"]),
+    ({"attack": [{"kind": "dlg", "name": "a\n"}]}, ["attack[0].name", "letters"]),
+    ({"attack": [{"kind": "dlg", "name": "a" * 101}]}, ["attack[0].name", "at most 100"]),
+    ({"name": "a" * 101}, ["name", "at most 100"]),
+    ({"name": "a\n"}, ["name", "pattern"]),
+    ({"seed": 2**63}, [f"seed = {2**63}", f"less than or equal to {2**63 - 1}"]),
+    (
+        {"federation": {"rounds": 10**9}},
+        ["federation", "rounds = 1,000,000,000 of 4 clients", "at most 1,000,000", "lower one"],
+    ),
+    (
+        {"federation": {"clients": 10**9, "rounds": 1}},
+        ["federation", "1,000,000,000 clients", "lower one"],
+    ),
+    ({"data": {"encoding": "latin-x"}}, ["data.encoding", "'latin-x'", "'latin-1'"]),
+    ({"data": {"encoding": "base64"}}, ["data.encoding", "'base64'", "encoding of text"]),
+    ({"data": {"delimiter": "||"}}, ["data.delimiter = '||'", "pattern"]),
+    ({"data": {"delimiter": '"'}}, ["data.delimiter", "pattern"]),
+    ({"data": {"drop_empty": "yes"}}, ["data.drop_empty = 'yes'", "boolean"]),
+    ({"update": {"share": "q1"}}, ["update.share = 'q1'", "'all', or", "list"]),
+    ({"update": {"share": [3]}}, ["update.share.0 = 3", "string"]),
+    (
+        {"seed": -1, "federation": {"rounds": 0, "clients": "two"}},
+        ["seed = -1: ", "(wrong as well: federation.clients, federation.rounds)"],
+    ),
     ({"attack": [{"kind": "dlg"}, {"kind": "dlg"}]}, ["attack", "two are called 'dlg'", "name ="]),
     (
         {"attack": [{"kind": "dlg", "name": "probes"}]},
@@ -258,9 +284,12 @@ def file(tmp_path):
         ("none.toml", None, ["none.toml", "No such file"]),
         ("bad.toml", b"name = ", ["bad.toml", "cannot be read"]),
         ("bad.json", b"{", ["bad.json", "cannot be read"]),
-        ("other.json", b"{}", ["other.json", "cannot be read", "experiment"]),
-        pytest.param("list.json", b"[]", ["list.json", "cannot be read"]),
-        pytest.param("binary.toml", b"\xff\xfe\0", ["binary.toml", "cannot be read"]),
+        ("other.json", b"{}", ["other.json", "not the run.json of a run", "give a TOML file"]),
+        ("list.json", b"[]", ["list.json", "not the run.json of a run", "give a TOML file"]),
+        ("inner.json", b'{"experiment": 3}', ["inner.json", "not the run.json", "give a TOML"]),
+        ("utf16.toml", "name = 'a'".encode("utf-16"), ["is not UTF-8", "0xff", "save it as"]),
+        ("json.toml", b'{"name": "a"}', ["json.toml", "is JSON", "write it as TOML"]),
+        ("deep.toml", b"a = " + b"[" * 5000, ["deep.toml", "nested too deep"]),
     ],
 )
 def test_a_file_that_cannot_be_read_is_named(tmp_path, name, content, words):
@@ -271,6 +300,25 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, name, content, words):
     assert [word for word in words if word not in str(caught.value)] == []
 
 
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-8"])
+def test_a_mark_at_the_start_of_a_file_is_no_key(tmp_path, encoding):
+    (tmp_path / "a.toml").write_text(tomli_w.dumps(GOOD), encoding=encoding)
+    assert load(tmp_path / "a.toml").name == "good"
+
+
+@pytest.mark.parametrize("listed", [(None,), ([0],), ([2, 4], [4, 5]), ([0, 1, 2], None), ()])
+def test_one_client_of_each_group_stands_for_all(listed):
+    defenses = [
+        {"kind": "sign"} if clients is None else {"kind": "sign", "clients": clients}
+        for clients in listed
+    ]
+    experiment = parse(table_of(defense=defenses, federation={"clients": 6}))
+    groups = {tuple(experiment.defenses_of(client)) for client in range(6)}
+    chosen = experiment.unlike_clients
+    assert {tuple(experiment.defenses_of(client)) for client in chosen} == groups
+    assert len(chosen) == len(groups)
+
+
 @pytest.mark.parametrize(
     ("override", "words"),
     [
@@ -279,6 +327,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, name, content, words):
         ("name.first=3", ["--set 'name.first=3'", "'name' is not a table"]),
         ("federation.rounds=many", ["federation.rounds = 'many'", "integer"]),
         ("federation.ronds=3", ["'ronds'", "'rounds'"]),
+        ("seed=1\nname = 'b'", ["--set", "one key", "another --set"]),
     ],
 )
 def test_a_bad_override_is_refused(file, override, words):

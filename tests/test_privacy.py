@@ -16,7 +16,7 @@ from fedleak.errors import ConfigError
 from fedleak.federation import clients_of_round, protection
 from fedleak.observation import UpdateKind
 from fedleak.privacy import Event, compose
-from fedleak.training import LocalTraining
+from fedleak.training import LocalTraining, round_clients
 
 STEP = Event(1.0, 0.05, 1, "example", "add or remove one", "Poisson")
 WHOLE = Event(4.0, 1.0, 1, "client", "replace one")
@@ -241,11 +241,34 @@ def test_every_client_spends_its_epsilon_over_the_rounds_in_which_it_takes_part(
         assert 0.99 * 5 <= epsilon(events) <= 5
 
 
-def test_a_client_that_never_takes_part_needs_noise_all_the_same(monkeypatch):
-    monkeypatch.setattr(federation, "clients_of_round", lambda experiment, round: [0, 1])
-    experiment = experiment_of({"kind": "local_dp", "epsilon": 5.0, "max_norm": 1.0})
-    found = [protection(experiment, client, 9).defenses[0] for client in range(3)]
-    assert 0 < found[2].noise_multiplier < found[0].noise_multiplier == found[1].noise_multiplier
+def test_a_client_that_never_takes_part_needs_noise_all_the_same():
+    local_dp = {"kind": "local_dp", "epsilon": 5.0, "max_norm": 1.0}
+    experiment = experiment_of(local_dp, clients=8, clients_per_round=1, rounds=6)
+    noise: dict[int, set[float]] = {}
+    for client, rounds in enumerate(federation.rounds_of_clients(experiment)):
+        found = protection(experiment, client, 9).defenses[0]
+        noise.setdefault(len(rounds), set()).add(found.noise_multiplier)
+    assert {0, 1, 2} <= noise.keys(), "another seed"
+    assert noise[0] == noise[1]
+    assert 0 < min(noise[1]) < min(noise[2])
+
+
+def test_planning_draws_the_clients_of_a_round_once(monkeypatch):
+    """Not once for every client: a hundred thousand rounds are planned in a second."""
+    drawn = []
+
+    def draw(clients, per_round, *, seed, round):
+        drawn.append(round)
+        return round_clients(clients, per_round, seed=seed, round=round)
+
+    monkeypatch.setattr(federation, "round_clients", draw)
+    experiment = experiment_of(clients=6, clients_per_round=2, rounds=9)
+    for client in range(6):
+        protection(experiment, client, 9)
+    assert drawn == list(range(1, 10))
+    by_round = {r: clients_of_round(experiment, r) for r in range(1, 10)}
+    found = federation.rounds_of_clients(experiment)
+    assert [[r for r in by_round if c in by_round[r]] for c in range(6)] == [*map(list, found)]
 
 
 def test_a_client_trains_in_batches_of_what_it_has():

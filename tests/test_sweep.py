@@ -127,6 +127,11 @@ BAD = [
     ("seed = []", ["sweep.seed = []", "at least one"]),
     ("", ["sweep = {}", "[1, 2, 4]"]),
     ('name = ["a", "b"]', ["sweep.name", "whole sweep"]),
+    (
+        f'seed = {list(range(100))}\n"federation.rounds" = {list(range(1, 31))}',
+        ["100 x 30 values are 3,000 cells", "at most 2,000", "list fewer"],
+    ),
+    ('"threat/knows" = [["labels"]]', ["cell", "unknown key 'threat/knows'"]),
     ("seed = [1, 1]", ["two cells", "seed=1", "each value once"]),
     ("seed = [0, -1]", ["cell 'seed=-1'", "greater than or equal to 0"]),
     ('"attack.0.steps" = [1]', ["cell", "attack.0.steps", "'attack' is not a table"]),

@@ -201,7 +201,13 @@ def tokenise(
         raise ConfigError(
             f"data.max_length = {max_length} is more than the model takes: set {limit} or less"
         )
-    sequences = [tuple(ids) for ids in encode(texts)] if texts else []
+    try:
+        sequences = [tuple(ids) for ids in encode(texts)] if texts else []
+    except Exception as error:  # whatever a tokenizer of others raises
+        raise ConfigError(
+            f"the tokenizer of model.name fails on the data ({type(error).__name__}): save the one "
+            "that the model was trained with beside it"
+        ) from error
     if max_length is not None:
         sequences = [
             ids if len(ids) <= max_length else (*ids[: max_length - 1], ids[-1])

@@ -4,15 +4,15 @@ A model is named by a hub id, a local folder, or `builtin/<name>`.
 """
 
 import hashlib
+import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -21,6 +21,8 @@ from fedleak.models import builtin
 from fedleak.models.family import ModelFamily
 from fedleak.models.lora import Lora, adapt_
 from fedleak.plugins import discover
+
+_log = logging.getLogger(__name__)
 
 CLASSIFICATION = "sequence-classification"
 CAUSAL_LM = "causal-lm"
@@ -139,10 +141,13 @@ class LanguageModel:
 
     def special_ids(self) -> frozenset[int]:
         """Returns the ids that are not content; an unknown word is content if it has its own."""
+        return frozenset(self.tokenizer.all_special_ids) - self.unknown_ids()
+
+    def unknown_ids(self) -> frozenset[int]:
+        """Returns the id that stands for unknown words, if it stands for nothing else."""
         tokenizer = self.tokenizer
         marks = {tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id}
-        unknown = {tokenizer.unk_token_id} - marks
-        return frozenset(tokenizer.all_special_ids) - unknown
+        return frozenset({tokenizer.unk_token_id} - marks - {None})
 
 
 def load_parameters_(model: LanguageModel, tensors: Mapping[str, Tensor]) -> None:
@@ -233,6 +238,20 @@ def load(spec: ModelSpec, *, weights: bool = True) -> LanguageModel:
     return _make(spec, checkpoint=weights or spec.lora is not None)
 
 
+def check_weights(spec: ModelSpec) -> None:
+    """Loads a model and forgets it; a second time in this process it does nothing.
+
+    Raises:
+        ConfigError: `load` would refuse it, for example for weights that do not fit.
+    """
+    _load_once(spec.name, spec.task, spec.num_labels)
+
+
+@lru_cache(maxsize=64)
+def _load_once(name: str, task: str, num_labels: int) -> None:
+    load(ModelSpec(name, task, num_labels))
+
+
 def outline(spec: ModelSpec) -> LanguageModel:
     """Returns a model with its tokenizer and its parameters' names, but without weights.
 
@@ -255,9 +274,10 @@ def _make(spec: ModelSpec, *, checkpoint: bool) -> LanguageModel:
     name, task = spec.name, spec.task
     source = _source(name)
     try:
-        config = AutoConfig.from_pretrained(source)
-        tokenizer = AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError) as error:
+        # Code that comes with a checkpoint is not run.
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    except Exception as error:
         raise ConfigError(
             f"model.name = {name!r} cannot be loaded ({_first_line(error)}): give a hub id "
             f"that can be reached from here, a folder with config.json, weights and tokenizer, or "
@@ -275,8 +295,12 @@ def _make(spec: ModelSpec, *, checkpoint: bool) -> LanguageModel:
             f"model.task = {task!r} needs a causal model, but {name!r} is a {config.model_type} "
             f"encoder: set model.task = {CLASSIFICATION!r} or choose a {causal} model"
         )
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
+    if getattr(config, "is_decoder", False) and not family.causal:
+        raise ConfigError(
+            f"model.name = {name!r} is a {config.model_type} that reads one way only: set "
+            "is_decoder to false in its config.json, or choose another model"
+        )
+    _check_tokenizer_(name, tokenizer, config.vocab_size, task)
     config.pad_token_id = tokenizer.pad_token_id
     config.num_labels = spec.num_labels
     # Fused attention has no second derivative, and gradient matching needs one.
@@ -286,17 +310,97 @@ def _make(spec: ModelSpec, *, checkpoint: bool) -> LanguageModel:
         torch.default_generator.manual_seed(spec.seed)  # torch.manual_seed would reseed GPUs too
         try:
             if checkpoint:
-                module = auto.from_pretrained(source, config=config, dtype=torch.float32)
+                module, found = auto.from_pretrained(
+                    source,
+                    config=config,
+                    dtype=torch.float32,
+                    output_loading_info=True,
+                    ignore_mismatched_sizes=True,  # they are refused below, by name
+                )
             else:
                 module = auto.from_config(config, dtype=torch.float32)
-        except (OSError, RuntimeError, ValueError, SafetensorError) as error:
+        except Exception as error:
             raise ConfigError(
-                f"model.name = {name!r} has weights that cannot be loaded: {_first_line(error)}"
+                f"model.name = {name!r} has weights that cannot be loaded "
+                f"({_first_line(error).rstrip('.')}): save it again, or download it again"
             ) from error
+        if checkpoint:
+            _check_weights(name, task, module, found)
         if spec.lora is not None:
             adapt_(module, spec.lora, family.classifier if task == CLASSIFICATION else ())
     module.eval()
     return LanguageModel(module, tokenizer, family, task, CLASS_LOSSES[spec.loss])
+
+
+def _check_tokenizer_(name: str, tokenizer: Any, rows: int, task: str) -> None:
+    """Refuses a tokenizer that is not the model's, and gives it padding if it has none.
+
+    Args:
+        name: Of the model.
+        tokenizer: What was found beside it; transformers makes an empty one where there is none.
+        rows: Tokens that the model has an embedding for.
+        task: What is trained.
+    """
+    vocabulary = tokenizer.get_vocab()
+    if set(vocabulary) <= set(tokenizer.all_special_tokens):
+        raise ConfigError(
+            f"model.name = {name!r} has no tokenizer: save it beside config.json, as "
+            "tokenizer.save_pretrained does"
+        )
+    largest = max(vocabulary.values())
+    # Tables are padded to a round number, by a few rows of many thousand.
+    if largest >= rows or len(vocabulary) < rows / 2:
+        raise ConfigError(
+            f"model.name = {name!r} has the tokenizer of another model: it has {len(vocabulary):,} "
+            f"tokens, up to number {largest:,}, and the model has embeddings of {rows:,}: save the "
+            "tokenizer that the model was trained with beside it"
+        )
+    if task == CAUSAL_LM and tokenizer.eos_token_id is None:
+        raise ConfigError(
+            f"model.name = {name!r} has a tokenizer without an end token, which closes each text "
+            "of next-token training: set eos_token in its tokenizer_config.json"
+        )
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if tokenizer.pad_token_id is None:
+        raise ConfigError(
+            f"model.name = {name!r} has a tokenizer without a padding or an end token: set "
+            "pad_token in its tokenizer_config.json"
+        )
+
+
+def _check_weights(name: str, task: str, module: nn.Module, found: Mapping[str, Any]) -> None:
+    """Refuses a checkpoint that is not the model's, but for a classifier that is new."""
+    prefix = f"{module.base_model_prefix}."
+
+    def of_head(key: str) -> bool:
+        """Whether a classifier is trained with such a parameter from scratch."""
+        return task == CLASSIFICATION and (not key.startswith(prefix) or ".pooler." in key)
+
+    names = [key for key, _ in module.named_parameters()]
+    new = sorted(key for key in found["missing_keys"] if of_head(key))
+    if missing := sorted(set(found["missing_keys"]) - set(new)):
+        raise ConfigError(
+            f"model.name = {name!r} lacks {len(missing)} of its {len(names)} weights, such as "
+            f"{missing[0]}: give a whole checkpoint"
+        )
+    for key, there, wanted in sorted(found["mismatched_keys"]):
+        if of_head(key):
+            raise ConfigError(
+                f"model.name = {name!r} has a classifier for {there[0]} classes, and the data has "
+                f"{wanted[0]}: give other data, or save the checkpoint without its classifier"
+            )
+        raise ConfigError(
+            f"model.name = {name!r} has the weight {key} of shape {list(there)}, and its "
+            f"config.json asks for {list(wanted)}: give the config.json that it was saved with"
+        )
+    if broken := [key for key, p in module.named_parameters() if not p.isfinite().all()]:
+        raise ConfigError(
+            f"model.name = {name!r} has {len(broken)} weights that are not finite, such as "
+            f"{broken[0]}: give a checkpoint whose training did not diverge"
+        )
+    if new:
+        _log.info("%s: new weights for %s", name, ", ".join(new))
 
 
 def absolute(name: str) -> str:

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from fedleak.errors import ConfigError, FedleakError, unknown
 from fedleak.models import CAUSAL_LM, CLASSIFICATION, families, pad
@@ -236,6 +235,8 @@ def untrained(tokenizer: Any, recipe: Recipe) -> Any:
 
     It has no dropout: one pass over a text that a small model cannot learn by heart needs none.
     """
+    from transformers import GPT2Config, GPT2LMHeadModel
+
     begin, end = tokenizer.bos_token_id, tokenizer.eos_token_id
     config = GPT2Config(
         vocab_size=max(tokenizer.get_vocab().values()) + 1,

@@ -1,0 +1,167 @@
+"""Model folders that are not whole, or whose parts are not of one model, are refused in a line."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassification, LlamaModel
+
+from fedleak import models, pipeline
+from fedleak.config import parse
+from fedleak.errors import ConfigError
+from fedleak.models import CAUSAL_LM, CLASSIFICATION, ModelSpec, builtin
+
+
+def change_json(file: Path, **changes: Any) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def change_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    change(weights)
+    save_file(weights, file, metadata={"format": "pt"})
+
+
+def no_tokenizer(folder: Path) -> None:
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+
+
+def tokenizer_of_another(folder: Path) -> None:
+    """Its 2,000 tokens are few among 30,522."""
+    change_json(folder / "config.json", vocab_size=30_522)
+
+
+def too_large_ids(folder: Path) -> None:
+    change_json(folder / "config.json", vocab_size=1_000)
+
+
+def one_way(folder: Path) -> None:
+    change_json(folder / "config.json", is_decoder=True)
+
+
+def half_of_the_weights(folder: Path) -> None:
+    change_weights(
+        folder, lambda weights: [weights.pop(name) for name in list(weights) if "layer.3" in name]
+    )
+
+
+def other_shapes(folder: Path) -> None:
+    change_json(folder / "config.json", intermediate_size=96)
+
+
+def not_a_number(folder: Path) -> None:
+    change_weights(
+        folder, lambda weights: weights["encoder.layer.2.output.dense.bias"].fill_(torch.nan)
+    )
+
+
+def five_classes(folder: Path) -> None:
+    config = BertConfig.from_pretrained(folder)
+    config.num_labels = 5
+    BertForSequenceClassification(config).save_pretrained(folder)
+
+
+def garbage(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"x" * 100)
+
+
+def no_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+def nonsense(folder: Path) -> None:
+    change_json(folder / "config.json", num_attention_heads="four")
+
+
+def no_marks(folder: Path) -> None:
+    """Neither an end token nor padding."""
+    change_json(folder / "tokenizer_config.json", eos_token=None, pad_token=None, bos_token=None,
+                unk_token=None)  # fmt: skip
+
+
+def headless(folder: Path) -> None:
+    LlamaModel.from_pretrained(folder).save_pretrained(folder)
+
+
+def remote_code(folder: Path) -> None:
+    change_json(folder / "config.json", model_type="own", auto_map={"AutoConfig": "own.Config"})
+    (folder / "own.py").write_text("raise SystemExit('ran')")
+
+
+REFUSED = [
+    ("bert-tiny", no_tokenizer, ["has no tokenizer", "save it beside config.json"]),
+    ("gpt2-tiny", no_tokenizer, ["has no tokenizer", "save it beside config.json"]),
+    ("llama-tiny", no_tokenizer, ["cannot be loaded", "tokenizer"]),
+    ("bert-tiny", tokenizer_of_another, ["tokenizer of another", "2,000 tokens", "30,522"]),
+    ("bert-tiny", too_large_ids, ["tokenizer of another", "number 1,999", "of 1,000"]),
+    ("bert-tiny", one_way, ["reads one way", "is_decoder to false"]),
+    ("bert-tiny", half_of_the_weights, ["lacks 16 of its 73 weights", "layer.3", "whole"]),
+    ("bert-tiny", other_shapes, ["weight bert.encoder.layer.0", "[512]", "[96]", "config.json"]),
+    ("bert-tiny", not_a_number, ["1 weights that are not finite", "layer.2.output.dense.bias"]),
+    ("bert-tiny", five_classes, ["5 classes", "the data has 2", "without its classifier"]),
+    ("bert-tiny", garbage, ["weights that cannot be loaded", "save it again"]),
+    ("bert-tiny", no_weights, ["weights that cannot be loaded", "no file named"]),
+    ("bert-tiny", nonsense, ["cannot be loaded", "num_attention_heads"]),
+    ("bert-tiny", remote_code, ["cannot be loaded"]),
+    ("gpt2-tiny", no_marks, ["without an end token", "set eos_token"]),
+    ("llama-tiny", headless, ["lacks 1 of its 39 weights", "lm_head.weight"]),
+]
+
+
+@pytest.mark.parametrize(("name", "damage", "words"), REFUSED)
+def test_a_folder_that_is_no_whole_model_is_refused_when_it_is_planned(
+    tmp_path, name, damage, words
+):
+    shutil.copytree(builtin.folder(name), tmp_path / "model")
+    damage(tmp_path / "model")
+    task = CLASSIFICATION if name == "bert-tiny" else CAUSAL_LM
+    experiment = parse(
+        {
+            "name": "a",
+            "model": {"name": str(tmp_path / "model"), "task": task},
+            "data": {"name": "builtin/notes", "samples": 8, "held_out": 2},
+        }
+    )
+    with pytest.raises(ConfigError) as caught:
+        pipeline.plan(experiment)
+    assert [w for w in [*words, str(tmp_path / "model")] if w not in str(caught.value)] == []
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("marks", [{"pad_token": None}, {"pad_token": None, "eos_token": None}])
+def test_padding_is_the_end_token_where_there_is_none(tmp_path, marks):
+    shutil.copytree(builtin.folder("gpt2-tiny"), tmp_path / "model")
+    change_json(tmp_path / "model/tokenizer_config.json", **marks)
+    spec = ModelSpec(str(tmp_path / "model"), CLASSIFICATION, 2)
+    if "eos_token" in marks:
+        with pytest.raises(ConfigError, match=r"without a padding or an end token: set pad_token"):
+            models.outline(spec)
+    else:
+        assert models.outline(spec).tokenizer.pad_token_id == 0
+
+
+def test_a_new_classifier_and_a_tied_head_may_be_missing(tmp_path, caplog):
+    """As in every checkpoint that was trained on text alone."""
+    shutil.copytree(builtin.folder("bert-tiny"), tmp_path / "bert")
+    BertForMaskedLM.from_pretrained(tmp_path / "bert").save_pretrained(tmp_path / "bert")
+    with caplog.at_level("INFO", logger="fedleak.models"):
+        models.check_weights(ModelSpec(str(tmp_path / "bert"), CLASSIFICATION, 2))
+    assert "bert.pooler.dense.weight, classifier.bias, classifier.weight" in caplog.text
+    shutil.copytree(builtin.folder("gpt2-tiny"), tmp_path / "gpt2")
+    change_weights(tmp_path / "gpt2", lambda weights: weights.pop("lm_head.weight", None))
+    models.check_weights(ModelSpec(str(tmp_path / "gpt2"), CAUSAL_LM, 2))
+
+
+def test_weights_are_read_once_for_all_cells_of_a_sweep(monkeypatch):
+    loads = []
+    monkeypatch.setattr(models, "load", lambda spec: loads.append(spec.name))
+    for seed in range(3):
+        models.check_weights(ModelSpec("builtin/another", CLASSIFICATION, 2, seed))
+    assert loads == ["builtin/another"]
