@@ -372,12 +372,12 @@ def _score(
     scored = []
     for attack, of_attack in by_attack.items():
         for key, answer in sorted(of_attack.items()):
-            if key not in known:
+            before = earlier.get((key, attack))
+            if key not in known or _is_less(answer, before):
                 continue
             other = _other_client(key, of_attack) if controls else None
             control = score_answer(other, known[key], model) if other else Scores()
             one = _row(answer, known[key], control, guesses[key], model)
-            before = earlier.get((key, attack))
             if controls and other is None and before is not None:  # the other's answer is gone
                 kept = replace(
                     one.row,
@@ -387,6 +387,12 @@ def _score(
                 one = Scored(kept, one.pairs)
             scored.append(one)
     return scored
+
+
+def _is_less(answer: Mapping[str, Any], before: LeakageRow | None) -> bool:
+    """Whether a try that failed stands against something that was measured earlier."""
+    measured = before is not None and before.status != Status.FAILED
+    return measured and answer["status"] == Status.FAILED
 
 
 _LEAKAGE = records.of_shape(LeakageRow)
@@ -602,7 +608,7 @@ def ledger(
         gaps.missing.append(
             f"what the defenses of {len(lost)} clients ({clients}) did is not all in "
             f"{run.path / 'defended'}: the ledger keeps what it had of them, and counts what it "
-            "never had as no guarantee"
+            "never had as no guarantee; only `fedleak run FILE --fresh` writes such files again"
         )
     return rows
 

@@ -75,7 +75,7 @@ def _json(content: bytes) -> Any:
         raise ValueError(f"{constant} is not a number")
 
     try:
-        return json.loads(content, parse_constant=refuse)
+        return json.loads(content.decode(), parse_constant=refuse)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
 
@@ -128,7 +128,10 @@ class Run:
                 f"{str(self.path)!r} is not a run directory: it has no run.json: name the folder "
                 "of a run, such as runs/NAME"
             )
-        value = self.read_json("run.json")
+        try:
+            value = self.read_json("run.json")
+        except FedleakError as error:
+            raise FedleakError(f"{error}: {_RESTORE}") from error
         if reason := _not_info(value):
             raise FedleakError(f"{self.path / 'run.json'} {reason}: {_RESTORE}")
         return dict(value)

@@ -127,20 +127,25 @@ def test_the_version_is_said() -> None:
     assert call("--version") == (0, f"fedleak {fedleak.__version__}\n", "")
 
 
-def test_a_folder_that_is_no_run_is_status_1(here: Path) -> None:
-    for command in ("attack", "score"):
-        status, _, errors = call(command, ".")
-        assert status == 1
-        assert "is not a run directory" in errors
+def test_a_folder_that_is_no_run_is_status_2(here: Path) -> None:
+    for command in ("attack", "score", "purge"):
+        for path in (".", "nowhere", "small.toml"):
+            status, _, errors = call(command, path)
+            assert status == 2
+            assert "is not a run directory" in errors
+            assert errors.count("\n") == 1
 
 
 def test_too_slow_an_attack_is_tried_three_times_and_then_a_failed_row(here: Path) -> None:
     attack = 'attack=[{kind="dlg", preset="faithful", steps=100000}]'
-    status, _text, _ = call(
+    status, text, errors = call(
         "run", "small.toml", "--set", attack, "--set", "workers.time_limit=10",
         "--set", "federation.clients_per_round=1",
     )  # fmt: skip
-    assert status == 0
+    assert status == 1
+    assert errors.startswith("fedleak: 1 of 2 answers failed (dlg: TimeoutError: took longer than")
+    assert errors.endswith("runs/small --retry` tries them again\n")
+    assert "what the server read in each update" in text  # the report comes first
     assert [line["attack"] for line in rows("attempts.jsonl")] == ["dlg"] * 3
     failed = {row["attack"]: row for row in rows("leakage.jsonl")}
     assert failed["dlg"]["status"] == "failed"
@@ -155,10 +160,14 @@ def test_a_damaged_capture_fails_alone_and_can_be_mended(here: Path) -> None:
     capture = Path("runs/small/captures/r0001-c01.safetensors")
     capture.write_bytes(capture.read_bytes()[:5000])
     Path("runs/small/reconstructions.jsonl").unlink()
-    status, text, _ = call("attack", "runs/small")
-    assert status == 0
-    assert "is damaged" in " ".join(text.split())
-    assert [row["status"] for row in rows("leakage.jsonl")] == ["recovered"] * 2 + ["failed"] * 2
+    status, _, errors = call("attack", "runs/small")
+    assert status == 1
+    assert "2 of 4 answers failed" in errors
+    assert "r0001-c01.safetensors is damaged" in errors
+    found = sorted((row["client"], row["status"]) for row in rows("reconstructions.jsonl"))
+    assert found == [(0, "recovered")] * 2 + [(1, "failed")] * 2
+    # What was measured before it was damaged stays.
+    assert [row["status"] for row in rows("leakage.jsonl")] == ["recovered"] * 4
     capture.unlink()
     assert call("run", "small.toml")[0] == 0
     assert call("attack", "runs/small", "--retry")[0] == 0
