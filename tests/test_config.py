@@ -520,3 +520,18 @@ def test_an_attack_that_works_on_some_clients_is_not_refused():
     together = parse(table_of(defense=[freeze, {"kind": "secure_sum"}]))
     assert together.sent(model) == [whole]
     assert all(parameter.requires_grad for parameter in model.module.parameters())
+
+
+def test_what_attacks_bring_along_is_checked_once_before_anything_runs(monkeypatch):
+    experiment = parse(table_of(attack=[{"kind": "dlg", "name": "mine"}]))
+    model, checked = outline(experiment, 2), []
+    monkeypatch.setattr(Dlg, "check_equipment", lambda attack: checked.append(attack))
+    experiment.check_attacks(model)
+    assert checked == [Dlg()]
+
+    def refuse(attack):
+        raise ConfigError("its dictionary is gone: bring it back")
+
+    monkeypatch.setattr(Dlg, "check_equipment", refuse)
+    with pytest.raises(ConfigError, match="^attack 'mine': its dictionary is gone: bring"):
+        experiment.check_attacks(model)

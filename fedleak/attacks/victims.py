@@ -319,16 +319,15 @@ def _objective(
     small = [*tables(model), family.word_embedding]
     tokens = rows.mask_RBT.shape[1] * rows.length
     whole = list(observed[0]) if attack.method().loss == "l2l1" else small
-    target = target_of(observed, tokens, whole).rows(victim_R)
+    target = target_of(observed, tokens, whole)
     # The tables say where tokens are; among a hundred tensors that would hardly count.
     weights = {} if attack.faithful else {name: TABLES * len(observed[0]) for name in small}
     distance = distance_of(attack.method().loss, weights)
     # LAMP's weights are for distances as they are; ours are shares of the observed gradient.
-    unit_R = of_nothing(distance, target)
-    unit_R = torch.ones_like(unit_R) if attack.faithful else unit_R
-    exact = Objective(
-        model, BatchGradients(model, target.names), distance, target, rows, space, victim_R, unit_R
-    )
+    unit_V = of_nothing(distance, target)
+    unit_R = (torch.ones_like(unit_V) if attack.faithful else unit_V)[victim_R]
+    gradients, target = BatchGradients(model, target.names), target.rows(victim_R)
+    exact = Objective(model, gradients, distance, target, rows, space, victim_R, unit_R)
     if attack.precision != "mixed":
         return exact
     low = lower_precision(model)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from fedleak.attacks import guesses, lamp, padding
+from fedleak.attacks import Equipped, Setting, guesses, lamp, padding
 from fedleak.attacks.choices import best_of_batch, best_of_sequence, nll
 from fedleak.attacks.descent import (
     Descent,
@@ -24,6 +24,7 @@ from fedleak.attacks.lamp import FAITHFUL, Lamp
 from fedleak.attacks.starts import initial
 from fedleak.attacks.tag import Tag
 from fedleak.attacks.victims import GradientMatching, Method
+from fedleak.errors import ConfigError
 from fedleak.models import CAUSAL_LM, CLASSIFICATION, pad
 from fedleak.reconstruction import Status
 from fedleak.streams import stream
@@ -603,3 +604,35 @@ def test_a_prior_is_asked_for_by_name_and_given_to_the_algorithm(small, observe,
     assert given == [prior, None]
     assert loaded == [("builtin/x", model)]
     assert isinstance(Lamp().method(), Method)
+
+
+@pytest.mark.parametrize("preset", ["best", "faithful"])
+@pytest.mark.parametrize("kind", [*KINDS, ("llama", CAUSAL_LM)], ids="-".join)
+def test_a_model_that_transformers_loaded_is_attacked_like_ours(
+    small, observe, tmp_path, kind, preset
+):
+    ours = small(*kind, width=16)
+    ours.module.save_pretrained(tmp_path)
+    plain = replace(ours, module=type(ours.module).from_pretrained(tmp_path).eval())
+    # Its default: fused attention, which has no second derivative.
+    assert plain.module.config._attn_implementation == "sdpa"
+    truth = observe(ours, ["nobody knows"], granted=GRANTED)
+    attack = Lamp(preset=preset, steps=20, guesses=2)
+    answer, _ = run(attack, truth.seen, plain)
+    assert plain.module.config._attn_implementation == "sdpa"
+    expected, _ = run(attack, truth.seen, ours)
+    assert answer.sequences == expected.sequences
+    assert answer.evidence == pytest.approx(expected.evidence, rel=1e-4, abs=1e-6)
+
+
+def test_whether_it_can_work_is_said_without_a_look_at_the_prior(small, observe, tmp_path):
+    model = small("bert", width=16)
+    seen = observe(model, TEXTS, granted=GRANTED).seen
+    attack = Lamp(prior=str(tmp_path / "gone"))
+    assert attack.obstacle(Setting.of(seen, model)) is None
+    assert isinstance(attack, Equipped)
+    for needs_it in (attack.check_equipment, lambda: run(attack, seen, model)):
+        with pytest.raises(ConfigError, match=r"^prior = .*gone.* there is no such folder$"):
+            needs_it()
+    Lamp().check_equipment()
+    Lamp(prior="builtin/gpt2-tiny").check_equipment()

@@ -627,9 +627,11 @@ def test_gradients_to_look_at_are_those_to_differentiate(small, kind):
     assert x_RKBTD.grad is None
 
 
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("kind", [KINDS[0], KINDS[3], KINDS[4], KINDS[5]], ids=name_of)
-def test_only_gradients_to_look_at_attend_by_fused_kernels(small, kind, monkeypatch):
+def test_only_gradients_to_look_at_attend_by_fused_kernels(small, kind, monkeypatch, attention):
     model = made(small, *kind)
+    model.module.set_attn_implementation(attention)
     batch, whole, fused = Batch(model, 1, 1, 1), torch.nn.functional.scaled_dot_product_attention, 0
 
     def count(*args, **kwargs):
@@ -647,7 +649,7 @@ def test_only_gradients_to_look_at_attend_by_fused_kernels(small, kind, monkeypa
         with pytest.raises(RuntimeError):
             batch.gradients(computed, batch.x_RKBTD[..., 1:], differentiable=False)
         batch.gradients(computed, batch.x_RKBTD.clone().requires_grad_())
-    assert model.module.config._attn_implementation == "eager"
+    assert model.module.config._attn_implementation == attention
 
 
 @pytest.mark.parametrize("kind", [KINDS[0], KINDS[3], KINDS[4]], ids=name_of)

@@ -317,6 +317,17 @@ def test_check_reads_no_weights_and_load_refuses_bad_ones(folder, bert_tiny, tmp
         prior.load(str(headless), bert_tiny)
 
 
+def test_a_prior_is_checked_once_and_one_that_was_refused_again(folder, tmp_path, monkeypatch):
+    late = tmp_path / "late"
+    late.mkdir()
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        prior.check(str(late))
+    shutil.copytree(folder, late, dirs_exist_ok=True)
+    prior.check(str(late))
+    monkeypatch.setattr(prior.AutoConfig, "from_pretrained", None)
+    prior.check(str(late))
+
+
 def test_the_true_order_ranks_first_of_twenty_shuffles(assets):
     victim = models.load(ModelSpec(str(assets / "models/minilm-l6-h384"), CLASSIFICATION, 2))
     own = prior.load(str(assets / "models/prior-bert-vocab"), victim)
