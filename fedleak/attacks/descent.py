@@ -7,7 +7,6 @@ Shapes: R rows, K guesses for each, B sequences, T tokens, F numbers at a place.
 """
 
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
@@ -15,6 +14,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from fedleak.attacks.clock import Clock as Clock
 from fedleak.attacks.guesses import Objective
 from fedleak.attacks.matching import Cosine, Distance, SquaredAndAbsolute, squared
 
@@ -218,14 +218,3 @@ def best_of_each(victim_R: Tensor, ids_RBT: Tensor, loss_R: Tensor) -> list[Foun
         row = int(rows_S[loss_R[rows_S].nan_to_num(torch.inf).argmin()])
         found.append(Found(row, ids_RBT[row], float(loss_R[row])))
     return found
-
-
-class Clock:
-    """Says when time is up."""
-
-    def __init__(self, seconds: float | None) -> None:
-        self._end = None if seconds is None else time.monotonic() + seconds
-
-    def up(self) -> bool:
-        """Whether it is."""
-        return self._end is not None and time.monotonic() > self._end

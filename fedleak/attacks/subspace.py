@@ -24,6 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fedleak.attacks.clock import Clock
 from fedleak.models.family import TokenTable
 
 ACCEPT = 3.0
@@ -43,6 +44,12 @@ _EDGE = 1.05
 
 _ACTIVATION_ROUNDING = 2e-6
 """Relative float32 error of activations: the client's and ours differ by as much."""
+
+REPEATS = int((ACCEPT * _ACTIVATION_ROUNDING) ** -0.5)
+"""Tokens of a sequence that may add nothing to a span's rank, because they repeat others.
+
+One equal token more moves a mean over n of them by about 1 / n^2: after so many, by rounding.
+"""
 
 
 @dataclass(frozen=True)
@@ -210,13 +217,19 @@ def _noise(s_R: Tensor, rows: int, columns: int) -> float:
 
 
 def tokens_in_span(
-    table: TokenTable, span: Span, rng: torch.Generator, *, shortlist: int = 2048, patience: int = 3
+    table: TokenTable,
+    span: Span,
+    rng: torch.Generator,
+    clock: Clock,
+    *,
+    shortlist: int = 2048,
+    patience: int = 3,
 ) -> list[Tensor]:
     """Returns for each position the tokens whose attention input lies in the span.
 
     The whole vocabulary goes through a sketch of the null space, where an input is zero; only
     the `shortlist` nearest are tested exactly. Every position up to the longest sequence has a
-    token, so the search ends after `patience` positions without one.
+    token, so the search ends after `patience` positions without one, or when time is up.
     """
     z_DS = span.null_sketch(32, rng).float()
     token_VD, position_PD, constant_CD = table.directions()
@@ -226,6 +239,8 @@ def tokens_in_span(
 
     found: list[Tensor] = []
     for position in range(len(position_PD)):
+        if clock.up():
+            break
         sigma_V = table.scale(everything_V, torch.full_like(everything_V, position))
         sketch_VS = (token_VS + position_PS[position]) / sigma_V[:, None] + shift_S
         nearest = sketch_VS.norm(dim=-1).topk(min(shortlist, len(token_VD)), largest=False).indices
