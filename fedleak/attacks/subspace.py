@@ -36,6 +36,9 @@ SPARE = 8
 _FLOAT32 = 4 * torch.finfo(torch.float32).eps
 """Largest rounding noise of a float32 gradient, relative to its largest singular value."""
 
+_LEAST = 0.1
+"""Singular values of noise stay above this fraction of the lower edge of its spectrum."""
+
 _TINY = 2e-3
 """Singular values below this fraction of the rounding are rounding of rounding: no gap there."""
 
@@ -61,12 +64,14 @@ class Span:
         singular_R: Singular values kept, the largest being 1.
         floor: The largest singular value dropped: the size of the noise.
         exact: What was dropped is rounding, so that `excess` decides; else it only ranks.
+        full: What was dropped is no noise either: there are more inputs than dimensions.
     """
 
     basis_DR: Tensor
     singular_R: Tensor
     floor: float
     exact: bool = True
+    full: bool = False
 
     @property
     def rank(self) -> int:
@@ -186,7 +191,10 @@ def _noisy(blocks_OD: Sequence[Tensor]) -> Span | None:
     rank = int((s_R > edge).sum())
     if not 0 < rank <= width - SPARE:
         return None
-    return Span(vh_RD[:rank].T.contiguous(), s_R[:rank] / s_R[0], float(edge / s_R[0]), exact=False)
+    # Noise fills every direction: with more rows than columns none is left nearly without it.
+    full = float(s_R[-1]) < _LEAST * (rows**0.5 - width**0.5)
+    floor = float(edge / s_R[0])
+    return Span(vh_RD[:rank].T.contiguous(), s_R[:rank] / s_R[0], floor, False, full)
 
 
 def _in_units_of_noise(gradient_OD: Tensor) -> Tensor:
