@@ -9,12 +9,13 @@ recomputed from all of it equals the observed one.
 Shapes: C classes.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from fedleak.attacks.clock import Clock
 from fedleak.models import CLASSIFICATION, LanguageModel, batch_loss, pad
 from fedleak.observation import Observation, UpdateKind
 
@@ -23,6 +24,9 @@ WHOLE = 0.01
 
 PRECISION = 1e-4
 """Relative difference of two float32 computations of one gradient, with room."""
+
+_TOKENS = 4096
+"""Tokens, padding included, whose gradients are computed before the clock is looked at."""
 
 _SMALL = 1e-3
 """A tensor below this fraction of the update's norm is compared in units of it: some are zero."""
@@ -139,22 +143,32 @@ def member(model: LanguageModel, unit: Units, kappa_C: Tensor, batch_size: int) 
 
 
 def explain(
-    model: LanguageModel, sequences: Sequence[tuple[int, ...]], seen: Observation
+    model: LanguageModel,
+    sequences: Sequence[tuple[int, ...]],
+    seen: Observation,
+    clock: Clock,
 ) -> list[Member]:
     """Returns how often, and with which labels, each sequence is in the batch; none if unknown.
 
     Least squares over the units of all sequences, on the last parameters that were shared: their
     gradients cost little more than a forward pass. Where the sequences do not explain the update,
-    beginnings of them are tried too: in a causal model one sequence may begin another.
+    beginnings of them are tried too: in a causal model one sequence may begin another. If time is
+    up before all of them are looked at, nothing is known.
     """
     observed = as_gradient(seen)
     groups = [list(sequences)]
     if model.family.causal:
         begun = {ids[:length] for ids in sequences for length in range(1, len(ids))}
+        # Of runs of one token that count alike, the shortest stands for all.
+        begun = {ids for ids in begun if len(ids) == 1 or not is_run(model, ids)}
         groups.append([*sequences, *sorted(begun.difference(sequences))])
     for group in groups:
         names = _last_parameters(model, observed, 4 * len(group) * max(model.num_labels, 1))
-        found = units(model, group, names)
+        found: list[Units] = []
+        for part in _parts(group):
+            if clock.up():
+                return []
+            found += units(model, part, names)
         columns = [_flat(gradient) for unit in found for gradient in unit.gradients]
         system_XU, target_X = torch.stack(columns, 1), _flat({n: observed[n] for n in names})
         if len(columns) > len(target_X):
@@ -172,6 +186,23 @@ def explain(
             ]
             return [one for one in members if one is not None]
     return []
+
+
+def is_run(model: LanguageModel, ids: Sequence[int]) -> bool:
+    """Whether this is one token, so often repeated that the spans of a model cannot tell how often.
+
+    Under rotary positions it attends to equal values alone; only a mark that begins every sequence
+    is there once. A classifier's whole gradient is then the same for any number of them.
+    """
+    rotary = model.family.causal and model.family.position_embedding is None
+    return rotary and len(set(ids)) == 1 and ids[0] != model.tokenizer.bos_token_id
+
+
+def _parts(sequences: Sequence[tuple[int, ...]]) -> Iterator[Sequence[tuple[int, ...]]]:
+    """Yields the sequences, as many at once as their tokens allow."""
+    size = max(1, _TOKENS // max(map(len, sequences)))
+    for start in range(0, len(sequences), size):
+        yield sequences[start : start + size]
 
 
 def _last_parameters(
@@ -210,7 +241,7 @@ class Verdict(NamedTuple):
         repeats: How often each sequence is in the batch, by its tokens.
         difference: Of the recomputed gradient from the observed one; None if it was not computed,
             because the sequences do not make up a whole batch.
-        verified: The two are equal, as exactly as they were sent.
+        verified: The two are equal, as exactly as they were sent, and those of no other batch are.
     """
 
     repeats: dict[tuple[int, ...], int]
@@ -229,7 +260,9 @@ def verify(model: LanguageModel, members: Sequence[Member], seen: Observation) -
     if sum(repeats) != seen.update.num_examples if counted else abs(weight - 1) > WHOLE:
         return Verdict(by_ids, None, False)
     apart = difference(model, members, repeats, as_gradient(seen))
-    return Verdict(by_ids, apart, apart < precision(seen))
+    # Of another number of repetitions a classifier's gradient would be the same.
+    alike = model.task == CLASSIFICATION and any(is_run(model, one.ids) for one in members)
+    return Verdict(by_ids, apart, apart < precision(seen) and not alike)
 
 
 def precision(seen: Observation) -> float:

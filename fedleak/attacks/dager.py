@@ -27,8 +27,16 @@ from pydantic import Field
 from torch import Tensor
 
 from fedleak.attacks import Setting, certificate
+from fedleak.attacks.clock import Clock
 from fedleak.attacks.factors import pairs, read_factors
-from fedleak.attacks.subspace import ACCEPT, Span, margin, row_space, tokens_in_span
+from fedleak.attacks.subspace import (
+    ACCEPT,
+    REPEATS,
+    Span,
+    margin,
+    row_space,
+    tokens_in_span,
+)
 from fedleak.models import CLASSIFICATION, LanguageModel
 from fedleak.models.family import FirstBlock, lora_a
 from fedleak.observation import Observation
@@ -46,6 +54,9 @@ _LOWER = 1 - 1e-4
 KICKED = 8
 """Positions that a kick changes, on average."""
 
+_AT_ONCE = 512
+"""Sentences that are judged before the clock is looked at."""
+
 
 @dataclass(frozen=True)
 class Dager:
@@ -56,6 +67,7 @@ class Dager:
         searches: Else, local searches that run side by side.
         kicks: Times that they are shaken, without finding anything new, before giving up.
         certify: Recompute the gradient, for labels, repeated texts and a proof of the whole batch.
+        seconds: After which what was found so far counts; None: no limit.
     """
 
     kind: ClassVar[str] = "dager"
@@ -64,6 +76,7 @@ class Dager:
     searches: Annotated[int, Field(ge=1)] = 4
     kicks: Annotated[int, Field(ge=0)] = 32
     certify: bool = True
+    seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
 
     def obstacle(self, setting: Setting) -> str | None:
         """Needs gradients of attention weights, or of their adapters, of the first two layers."""
@@ -85,6 +98,7 @@ class Dager:
         self, seen: Observation, model: LanguageModel, *, rng: torch.Generator
     ) -> Reconstruction:
         """Returns the sequences whose every token passes both layers' span checks."""
+        clock = Clock(self.seconds)
         family, gradients = model.family, certificate.as_gradient(seen)
         first = row_space(family.attention_gradients(gradients, 0))
         second = row_space(family.attention_gradients(gradients, 1))
@@ -96,11 +110,12 @@ class Dager:
                 "nothing proved: the gradients' row space has no end above their noise, or holds "
                 f"as many tokens as the hidden size ({model.hidden_size})",
             )
-        slots = candidates(model, first, rng)
+        # No sequence is longer than the second layer's inputs have dimensions, but for repetitions.
+        slots = candidates(model, first, rng, clock)[: second.rank + REPEATS]
         search = extend_prefixes if family.causal else self._descend
         spans, block = Spans(second, mixed), family.first_block(model.module)
-        found = search(slots, block, spans, model, seen.update.num_examples, rng)
-        return self._answer(found, first, second, slots, seen, model)
+        found = search(slots, block, spans, model, seen.update.num_examples, rng, clock)
+        return self._answer(found, first, second, slots, seen, model, clock)
 
     def _descend(
         self,
@@ -110,38 +125,51 @@ class Dager:
         model: LanguageModel,
         wanted: int,
         rng: torch.Generator,
+        clock: Clock,
     ) -> list["Found"]:
         """Encoder: returns the sentences, of every length at which one can end, that pass.
 
         If fewer than `wanted` pass, the nearest of each length that did not make up for them.
         """
         end = model.tokenizer.sep_token_id
+        of_lengths = [
+            [*(ids[ids != end] for ids in slots[:last]), ids_at_end.new_tensor([end])]
+            for last, ids_at_end in enumerate(slots)
+            if end in ids_at_end and last
+        ]
+        of_lengths = [one for one in of_lengths if all(len(ids) for ids in one)]
         found: dict[tuple[int, ...], Found] = {}
         nearest: list[Found] = []
-        for last, ids_at_end in enumerate(slots):
-            if end not in ids_at_end or last == 0:
-                continue
-            of_length = [ids[ids != end] for ids in slots[:last]] + [ids_at_end.new_tensor([end])]
-            if all(len(ids) for ids in of_length):
-                sentences = Sentences(of_length, block, spans, rng)
-                passed, best = self._search_length(sentences, rng)
-                found |= {one.ids: sentences.with_margin(one) for one in passed}
-                nearest.append(best)
-            if sum(map(len, found)) >= spans.second.rank:
-                break  # every dimension of the second layer's inputs is accounted for
+        for done, of_length in enumerate(of_lengths):
+            # Every dimension of the second layer's inputs is accounted for, or time is up.
+            if sum(map(len, found)) >= spans.second.rank or clock.up():
+                break
+            sentences = Sentences(of_length, block, spans, rng)
+            own = clock.share(len(of_lengths) - done)
+            passed, best = self._search_length(sentences, rng, own)
+            # Noise lets any number of them pass: no more than these can be in the answer.
+            shown = passed if spans.second.exact else sorted(passed, key=_by_excess)[:wanted]
+            found |= {one.ids: one for one in passed}
+            found |= {one.ids: sentences.with_margin(one) for one in shown if not clock.up()}
+            nearest.append(best)
+            clock.rang |= own.rang
         spare = max(wanted - len(found), 0)
         likely = sorted((one for one in nearest if one.ids not in found), key=_by_excess)
         return [*found.values(), *likely[:spare]]
 
     def _search_length(
-        self, sentences: "Sentences", rng: torch.Generator
+        self, sentences: "Sentences", rng: torch.Generator, clock: Clock
     ) -> tuple[list["Found"], "Found"]:
         """Returns the sentences of one length that pass, and the nearest of all that were tried."""
         if sentences.count <= self.enumerate_up_to:
-            tried = sentences.judge(sentences.all())
+            tried: list[Found] = []
+            for picks_BT in torch.split(sentences.all(), _AT_ONCE):
+                tried += sentences.judge(picks_BT)
+                if clock.up():
+                    break
             return [one for one in tried if one.excess < ACCEPT], min(tried, key=_by_excess)
         found: dict[tuple[int, ...], Found] = {}
-        picks_RT, cost_R = sentences.descend(sentences.start([], self.searches, rng), rng)
+        picks_RT, cost_R = sentences.descend(sentences.start([], self.searches, rng), rng, clock)
         best, stale = Found((), math.inf), 0
         while True:
             tried = sentences.judge(picks_RT)
@@ -149,13 +177,14 @@ class Dager:
             passed = {one.ids: one for one in tried if one.excess < ACCEPT}
             stale = stale + 1 if found.keys() >= passed.keys() else 0
             found |= passed
-            if stale > self.kicks or sum(map(len, found)) >= sentences.spans.second.rank:
+            complete = sum(map(len, found)) >= sentences.spans.second.rank
+            if stale > self.kicks or complete or clock.up():
                 return list(found.values()), best
             # A search that arrived starts anew; the others go on from where they are, shaken.
             passed_R = torch.tensor([one.excess < ACCEPT for one in tried], device=cost_R.device)
             fresh_RT = sentences.start(list(found), self.searches, rng)
             trial_RT = torch.where(passed_R[:, None], fresh_RT, sentences.kick(picks_RT, rng))
-            trial_RT, trial_R = sentences.descend(trial_RT, rng)
+            trial_RT, trial_R = sentences.descend(trial_RT, rng, clock)
             better_R = passed_R | (trial_R < cost_R)
             picks_RT = torch.where(better_R[:, None], trial_RT, picks_RT)
             cost_R = torch.where(better_R, trial_R, cost_R)
@@ -168,6 +197,7 @@ class Dager:
         slots: list[Tensor],
         seen: Observation,
         model: LanguageModel,
+        clock: Clock,
     ) -> Reconstruction:
         """Returns what passed, with multiplicities and a proof where the gradient gives them."""
         sure = [one for one in found if one.excess < ACCEPT] if second.exact else []
@@ -177,13 +207,16 @@ class Dager:
             "candidates": {"pairs": sum(map(len, slots)), "passed": len(sure)},
         }
         if not found:
-            return Reconstruction.none(
-                Status.ABSTAINED,
-                "nothing proved: no sequence passes the second layer's check",
-                **diagnostics,
-            )
+            reason = "nothing proved: no sequence passes the second layer's check"
+            if clock.rang:
+                reason = f"nothing passed in seconds = {self.seconds:g}: give it more"
+                diagnostics["time_up"] = True
+            return Reconstruction.none(Status.ABSTAINED, reason, **diagnostics)
         explained = self.certify and sure and certificate.is_linear(seen)
-        members = certificate.explain(model, [one.ids for one in sure], seen) if explained else []
+        passed = [one.ids for one in sure]
+        members = certificate.explain(model, passed, seen, clock) if explained else []
+        if clock.rang:
+            diagnostics["time_up"] = True
         verdict = certificate.verify(model, members, seen)
         if verdict.difference is not None:
             diagnostics["gradient_difference"] = verdict.difference
@@ -220,7 +253,9 @@ def _by_excess(one: "Found") -> float:
     return one.excess
 
 
-def candidates(model: LanguageModel, span: Span, rng: torch.Generator) -> list[Tensor]:
+def candidates(
+    model: LanguageModel, span: Span, rng: torch.Generator, clock: Clock
+) -> list[Tensor]:
     """Returns for each position the tokens that may stand there.
 
     The token bag is read first, as that is one look at the vocabulary; beyond its budget every
@@ -229,7 +264,7 @@ def candidates(model: LanguageModel, span: Span, rng: torch.Generator) -> list[T
     table = model.family.token_table(model.module)
     factors = read_factors(table.directions(), span, rng)
     if factors is None:
-        return [] if table.position_PD is None else tokens_in_span(table, span, rng)
+        return [] if table.position_PD is None else tokens_in_span(table, span, rng, clock)
     if table.position_PD is None:
         begin = factors.tokens_V == model.tokenizer.bos_token_id
         if not begin.any():
@@ -270,6 +305,7 @@ def extend_prefixes(
     model: LanguageModel,
     wanted: int,
     rng: torch.Generator,
+    clock: Clock,
 ) -> list[Found]:
     """Decoder: grows all prefixes by one token at a time; those that cannot grow are sentences.
 
@@ -282,7 +318,7 @@ def extend_prefixes(
     null_DS = None if spans.mixed is None else spans.mixed.null_sketch(SKETCH, rng).float()
     k_BTHK = v_BTHK = torch.empty(0, device=model.device)
     for position, ids_N in enumerate(slots):
-        if not len(ids_N):
+        if not len(ids_N) or clock.up():
             break
         positions_N = torch.full_like(ids_N, position)
         residual_ND, x_ND = block.enter(ids_N, positions_N)
@@ -310,22 +346,35 @@ def extend_prefixes(
         if blind:
             kept = best[:wanted][excess[best[:wanted]] < _NEAR].tolist()
             blind = bool(kept)
-        parent, child = [int(parents[i]) for i in kept], [int(children[i]) for i in kept]
+        parent, child = parents[kept].tolist(), children[kept].tolist()
         if not blind:
             done += [one for i, one in enumerate(prefixes) if one.ids and i not in parent]
         prefixes = [
             replace(
                 prefixes[p],
-                ids=(*prefixes[p].ids, int(ids_N[c])),
-                excess=max(prefixes[p].excess, float(excess[i])),
+                ids=(*prefixes[p].ids, token),
+                excess=max(prefixes[p].excess, worst),
             )
-            for i, p, c in zip(kept, parent, child, strict=True)
+            for p, token, worst in zip(
+                parent, ids_N[child].tolist(), excess[kept].tolist(), strict=True
+            )
         ]
         k_BTHK = torch.cat([k_BTHK[parent], k_NHK[child][:, None]], 1)
         v_BTHK = torch.cat([v_BTHK[parent], v_NHK[child][:, None]], 1)
         if not prefixes:
             break
-    return done + [one for one in prefixes if one.ids]
+    return _without_runs(done + [one for one in prefixes if one.ids], model)
+
+
+def _without_runs(found: list[Found], model: LanguageModel) -> list[Found]:
+    """Returns the sequences; where nothing tells how often a token is repeated, it is there once.
+
+    A run that passes also begins another sequence, if its token does.
+    """
+    runs = [one for one in found if certificate.is_run(model, one.ids)]
+    others = [one for one in found if one not in runs]
+    begun = {one.ids[0] for one in others}
+    return others + [replace(one, ids=one.ids[:1]) for one in runs if one.ids[0] not in begun]
 
 
 def attend_next(
@@ -448,13 +497,17 @@ class Sentences:
         total_RC: Tensor = y_ROCS.norm(dim=-1).sum(1) + y_RCS.norm(dim=-1)
         return total_RC / len(self.slots)
 
-    def descend(self, picks_RT: Tensor, rng: torch.Generator) -> tuple[Tensor, Tensor]:
+    def descend(
+        self, picks_RT: Tensor, rng: torch.Generator, clock: Clock
+    ) -> tuple[Tensor, Tensor]:
         """Returns picks [R, T] that no change of a single token improves, and their costs [R]."""
         picks_RT, cost_R = picks_RT.clone(), self.cost(picks_RT)
         free = torch.tensor(self.free)
         while True:
             before_R = cost_R
             for t in free[torch.randperm(len(free), generator=rng)].tolist():
+                if clock.up():
+                    return picks_RT, cost_R
                 least_R, choice_R = self.costs_at(picks_RT, t).min(1)
                 better_R = least_R < _LOWER * cost_R
                 picks_RT[:, t] = torch.where(better_R, choice_R, picks_RT[:, t])
@@ -479,9 +532,10 @@ class Sentences:
     def judge(self, picks_BT: Tensor) -> list[Found]:
         """Returns the sentences with the largest excess of their second attention inputs."""
         excess_B = self.spans.second.excess(self.second_inputs(picks_BT)).amax(-1)
+        ids_BT = torch.cat(self.slots)[picks_BT + self.offset_T]
         return [
-            Found(self.ids(picks_T), float(e))
-            for picks_T, e in zip(picks_BT, excess_B, strict=True)
+            Found(tuple(ids), excess)
+            for ids, excess in zip(ids_BT.tolist(), excess_B.tolist(), strict=True)
         ]
 
 

@@ -8,7 +8,6 @@ Shapes: R rows, K guesses for each, B sequences, T tokens, F numbers at a place.
 
 import itertools
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, TypeVar
@@ -16,6 +15,7 @@ from typing import Literal, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from fedleak.attacks.clock import Clock
 from fedleak.attacks.guesses import Objective
 from fedleak.attacks.matching import Cosine, Distance, SquaredAndAbsolute, squared
 
@@ -237,12 +237,12 @@ class Watch:
     def __init__(
         self, seconds: float | None = None, look: Look = lambda step, phase, found: None
     ) -> None:
-        self._end = None if seconds is None else time.monotonic() + seconds
+        self._clock = Clock(seconds)
         self._look, self._step = look, 0
 
     def up(self) -> bool:
         """Whether time is up. Once it is, it stays so."""
-        return self._end is not None and time.monotonic() > self._end
+        return self._clock.up()
 
     def at(self, step: int, found: Sequence[Found] = ()) -> None:
         """Shows that so many steps are done, and the best so far of each victim if it was read."""

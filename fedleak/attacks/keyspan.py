@@ -22,7 +22,7 @@ size, M members of a set, W beams.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, NamedTuple
 
 import torch
@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from fedleak.attacks import Setting, certificate
+from fedleak.attacks.clock import Clock
 from fedleak.attacks.factors import Factors, pairs, read_factors
 from fedleak.attacks.subspace import ACCEPT, Span, margin, row_space
 from fedleak.models import LanguageModel
@@ -73,11 +74,13 @@ class Keyspan:
 
     Attributes:
         beam: Sets of atoms that grow side by side for one seed.
+        seconds: After which what was read so far counts; None: no limit.
     """
 
     kind: ClassVar[str] = "keyspan"
     uses: ClassVar[frozenset[str]] = frozenset()
     beam: Annotated[int, Field(ge=1)] = 8
+    seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
 
     def obstacle(self, setting: Setting) -> str | None:
         """Needs the query or the key matrix of the first layer, and learned positions."""
@@ -95,6 +98,7 @@ class Keyspan:
         self, seen: Observation, model: LanguageModel, *, rng: torch.Generator
     ) -> Reconstruction:
         """Returns the sentences whose keys and queries span the gradients at their tokens."""
+        clock = Clock(self.seconds)
         observed = certificate.as_gradient(seen)
         names = [name for name in model.family.attention_parameters(0) if name in observed]
         whole = left = {name: observed[name] for name in names}
@@ -105,11 +109,13 @@ class Keyspan:
         proofs: list[Proof] = []
         while (atoms := make_atoms(model, left, whole, among_V, rng)) is not None:
             passes.append(atoms)
-            spanned, likely = read(atoms, width, model.special_ids(), seen.update.num_examples)
+            special, batch_size = model.special_ids(), seen.update.num_examples
+            spanned, likely = read(atoms, width, special, batch_size, clock)
             sure = {one.ids: one for one in spanned} | sure
-            new = prove(spanned, atoms, model, names, seen) if certificate.is_linear(seen) else []
+            linear = certificate.is_linear(seen)
+            new = prove(spanned, atoms, model, names, seen, clock) if linear else []
             proofs += new
-            if not new and (width > self.beam or not atoms.span.exact):
+            if clock.up() or (not new and (width > self.beam or not atoms.span.exact)):
                 break
             # A token that these share with others had a sum of gradients: read the rest anew.
             left = {name: g - sum(one.gradient[name] for one in new) for name, g in left.items()}
@@ -117,7 +123,10 @@ class Keyspan:
                 break
             width = self.beam if new else _WIDER * self.beam
             among_V = atoms.factors.tokens_V
-        return _answer(passes, list(sure.values()), likely, proofs, seen, model)
+        answer = _answer(passes, list(sure.values()), likely, proofs, seen, model)
+        if clock.rang:
+            answer = replace(answer, diagnostics={**answer.diagnostics, "time_up": True})
+        return answer
 
 
 @dataclass(frozen=True)
@@ -284,7 +293,7 @@ def make_atoms(
 
 
 def read(
-    atoms: Atoms, width: int, special: frozenset[int], batch_size: int
+    atoms: Atoms, width: int, special: frozenset[int], batch_size: int, clock: Clock
 ) -> tuple[list[Spanned], list[Spanned]]:
     """Returns the sentences that seeds certify, and the likeliest ones of the other seeds.
 
@@ -293,6 +302,7 @@ def read(
         width: Of the beam.
         special: Tokens that are in every sentence, so that they are no seeds.
         batch_size: Sentences at most; it limits the work that is spent on noise.
+        clock: Ends with the seed that is being read, and with the sets that it has.
     """
     signal_V = atoms.target_VHK.square().sum((1, 2)) / atoms.noise_VH.square().sum(1)
     tokens = atoms.factors.tokens_V.tolist()
@@ -305,7 +315,8 @@ def read(
     if atoms.first is not None and not len(atoms.mark()):
         waiting = []  # no sentence can begin
     if not atoms.span.exact:
-        waiting = waiting[: _NOISY_SEEDS * batch_size]
+        # No gradient can be split by tokens that are more than there is room for.
+        waiting = [] if atoms.span.full else waiting[: _NOISY_SEEDS * batch_size]
     sure: dict[tuple[int, ...], Spanned] = {}
     likely: list[Spanned] = []
     if waiting and len(atoms.token_A) == atoms.positions and atoms.span.exact:
@@ -315,9 +326,9 @@ def read(
         sure[ids] = Spanned(ids, waiting[0], bag.worst_accepted, bag.best_rejected)
         waiting = []
     together = 1 if atoms.token_A.is_cpu else _TOGETHER
-    while waiting:
+    while waiting and not clock.up():
         seeds, waiting = waiting[:together], waiting[together:]
-        for one in read_seeds(atoms, seeds, width):
+        for one in read_seeds(atoms, seeds, width, clock):
             if one.rejected:
                 sure.setdefault(one.ids, one)
             else:
@@ -328,7 +339,7 @@ def read(
     return list(sure.values()), sorted(likely, key=lambda one: one.excess)
 
 
-def read_seeds(atoms: Atoms, seeds: Sequence[int], width: int) -> Iterator[Spanned]:
+def read_seeds(atoms: Atoms, seeds: Sequence[int], width: int, clock: Clock) -> Iterator[Spanned]:
     """Yields for each seed the sentence that spans its gradient, or the one that comes nearest."""
     best = {i: (math.inf, torch.empty(0)) for i in range(len(seeds))}
     seeds_S = torch.tensor(seeds, device=atoms.token_A.device)
@@ -338,7 +349,9 @@ def read_seeds(atoms: Atoms, seeds: Sequence[int], width: int) -> Iterator[Spann
         for i in list(best):
             w = nearest_S[i]
             if rest_SW[i, w] < _WORTH_A_LOOK:
-                kept, own, rejected = _needed(atoms, seeds[i], members_SWM[i, w], at_SW[i, w])
+                kept, own, rejected = _needed(
+                    atoms, seeds[i], members_SWM[i, w], at_SW[i, w], clock
+                )
                 if own < atoms.accepts(kept) and atoms.whole(kept):
                     del best[i]
                     yield Spanned(atoms.ids(kept), seeds[i], own, rejected)
@@ -348,15 +361,24 @@ def read_seeds(atoms: Atoms, seeds: Sequence[int], width: int) -> Iterator[Spann
                 best[i] = (float(rest_W.min()), members_SWM[i, rest_W.argmin()])
         if not best:
             return
+        if clock.up():
+            break
     for i, (rest, members_M) in best.items():
         if math.isfinite(rest):
             yield Spanned(atoms.ids(members_M), seeds[i], rest, 0.0)
 
 
-def _needed(atoms: Atoms, seed: int, members_M: Tensor, at: Tensor) -> tuple[Tensor, float, float]:
-    """Returns the members that the residual needs, theirs, and the least without one of them."""
+def _needed(
+    atoms: Atoms, seed: int, members_M: Tensor, at: Tensor, clock: Clock
+) -> tuple[Tensor, float, float]:
+    """Returns the members that the residual needs, theirs, and the least without one of them.
+
+    That is 0 if time is up before it is known.
+    """
     own = excess(atoms, seed, members_M, at)
     while own < atoms.accepts(members_M) and len(members_M) > 1:
+        if clock.up():
+            return members_M, own, 0.0
         without = [torch.cat([members_M[:i], members_M[i + 1 :]]) for i in range(len(members_M))]
         least, i = min((excess(atoms, seed, fewer, at), i) for i, fewer in enumerate(without))
         if least >= atoms.accepts(without[i]):
@@ -558,6 +580,7 @@ def prove(
     model: LanguageModel,
     names: Sequence[str],
     seen: Observation,
+    clock: Clock,
 ) -> list[Proof]:
     """Returns the sentences whose own gradient at their seed is the observed one, up to labels.
 
@@ -567,9 +590,12 @@ def prove(
         model: At the broadcast weights.
         names: Parameters of the first layer's attention that were shared.
         seen: For the batch size that the client reported.
+        clock: Sentences that are left when time is up stay without a proof.
     """
     proofs = []
     for one in spanned:
+        if clock.up():
+            break
         (unit,) = certificate.units(model, [one.ids], names)
         columns = [_at_seed(atoms, model, gradient, one.seed) for gradient in unit.gradients]
         system_XC = torch.stack([column.flatten() for column in columns], 1)

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fedleak.attacks.clock import Clock
 from fedleak.models.family import TokenTable
 
 ACCEPT = 3.0
@@ -35,6 +36,9 @@ SPARE = 8
 _FLOAT32 = 4 * torch.finfo(torch.float32).eps
 """Largest rounding noise of a float32 gradient, relative to its largest singular value."""
 
+_LEAST = 0.1
+"""Singular values of noise stay above this fraction of the lower edge of its spectrum."""
+
 _TINY = 2e-3
 """Singular values below this fraction of the rounding are rounding of rounding: no gap there."""
 
@@ -43,6 +47,12 @@ _EDGE = 1.05
 
 _ACTIVATION_ROUNDING = 2e-6
 """Relative float32 error of activations: the client's and ours differ by as much."""
+
+REPEATS = int((ACCEPT * _ACTIVATION_ROUNDING) ** -0.5)
+"""Tokens of a sequence that may add nothing to a span's rank, because they repeat others.
+
+One equal token more moves a mean over n of them by about 1 / n^2: after so many, by rounding.
+"""
 
 
 @dataclass(frozen=True)
@@ -54,12 +64,14 @@ class Span:
         singular_R: Singular values kept, the largest being 1.
         floor: The largest singular value dropped: the size of the noise.
         exact: What was dropped is rounding, so that `excess` decides; else it only ranks.
+        full: What was dropped is no noise either: there are more inputs than dimensions.
     """
 
     basis_DR: Tensor
     singular_R: Tensor
     floor: float
     exact: bool = True
+    full: bool = False
 
     @property
     def rank(self) -> int:
@@ -179,7 +191,10 @@ def _noisy(blocks_OD: Sequence[Tensor]) -> Span | None:
     rank = int((s_R > edge).sum())
     if not 0 < rank <= width - SPARE:
         return None
-    return Span(vh_RD[:rank].T.contiguous(), s_R[:rank] / s_R[0], float(edge / s_R[0]), exact=False)
+    # Noise fills every direction: with more rows than columns none is left nearly without it.
+    full = float(s_R[-1]) < _LEAST * (rows**0.5 - width**0.5)
+    floor = float(edge / s_R[0])
+    return Span(vh_RD[:rank].T.contiguous(), s_R[:rank] / s_R[0], floor, False, full)
 
 
 def _in_units_of_noise(gradient_OD: Tensor) -> Tensor:
@@ -210,13 +225,19 @@ def _noise(s_R: Tensor, rows: int, columns: int) -> float:
 
 
 def tokens_in_span(
-    table: TokenTable, span: Span, rng: torch.Generator, *, shortlist: int = 2048, patience: int = 3
+    table: TokenTable,
+    span: Span,
+    rng: torch.Generator,
+    clock: Clock,
+    *,
+    shortlist: int = 2048,
+    patience: int = 3,
 ) -> list[Tensor]:
     """Returns for each position the tokens whose attention input lies in the span.
 
     The whole vocabulary goes through a sketch of the null space, where an input is zero; only
     the `shortlist` nearest are tested exactly. Every position up to the longest sequence has a
-    token, so the search ends after `patience` positions without one.
+    token, so the search ends after `patience` positions without one, or when time is up.
     """
     z_DS = span.null_sketch(32, rng).float()
     token_VD, position_PD, constant_CD = table.directions()
@@ -226,6 +247,8 @@ def tokens_in_span(
 
     found: list[Tensor] = []
     for position in range(len(position_PD)):
+        if clock.up():
+            break
         sigma_V = table.scale(everything_V, torch.full_like(everything_V, position))
         sketch_VS = (token_VS + position_PS[position]) / sigma_V[:, None] + shift_S
         nearest = sketch_VS.norm(dim=-1).topk(min(shortlist, len(token_VD)), largest=False).indices

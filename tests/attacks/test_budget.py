@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fedleak import models
-from fedleak.attacks import assignment, descent, guesses, padding
+from fedleak.attacks import assignment, clock, guesses, padding
 from fedleak.attacks.batch_gradients import BatchGradients
 from fedleak.attacks.descent import Watch, best_of_each
 from fedleak.attacks.dlg import Dlg
@@ -34,7 +34,7 @@ class Passes:
 
     def __init__(self, monkeypatch):
         self.now = 0
-        monkeypatch.setattr(descent.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(clock.time, "monotonic", lambda: self.now)
         # A guess at a time, and a candidate of the prior at a time.
         monkeypatch.setattr(guesses, "_TOKENS_AT_ONCE", {"cpu": 1})
         monkeypatch.setattr(priors, "_LOGITS", {"cpu": 1})

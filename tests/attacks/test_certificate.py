@@ -7,11 +7,13 @@ from hypothesis import strategies as st
 
 from fedleak.attacks import certificate
 from fedleak.attacks.certificate import PRECISION, Member, Units
+from fedleak.attacks.clock import Clock
 from fedleak.models import CAUSAL_LM, CLASS_LOSSES, CLASSIFICATION, pad
 from fedleak.observation import Knowledge, UpdateKind
 from fedleak.streams import stream
 from fedleak.training import share
 
+ENDLESS = Clock(None)
 KINDS = [("bert", CLASSIFICATION), ("gpt2", CLASSIFICATION), ("llama", CLASSIFICATION)]
 CAUSAL = ["gpt2", "llama"]
 TEXTS = ("nobody knows", "she told us that it is over", "he pays for it")
@@ -176,7 +178,9 @@ def test_the_batch_is_explained_with_labels_and_multiplicities(
     truth = observe(model, texts, labels)
     expected = counted(model, truth)
     with torch.no_grad():
-        found = certificate.explain(model, [one.ids for one in expected][::-1], truth.seen)
+        found = certificate.explain(
+            model, [one.ids for one in expected][::-1], truth.seen, Clock(None)
+        )
         verdict = certificate.verify(model, found, truth.seen)
     assert sorted((one.ids, one.counts) for one in found) == sorted(
         (one.ids, one.counts) for one in expected
@@ -192,7 +196,7 @@ def test_a_sequence_that_is_not_in_the_batch_is_left_out(small, observe, family,
     truth = observe(model, TEXTS[:2])
     (stranger,) = model.encode(TEXTS[2:])
     sequences = [*map(tuple, truth.sequences), tuple(stranger)]
-    found = certificate.explain(model, sequences, truth.seen)
+    found = certificate.explain(model, sequences, truth.seen, ENDLESS)
     assert {one.ids for one in found} == set(map(tuple, truth.sequences))
     assert certificate.verify(model, found, truth.seen).verified
 
@@ -201,7 +205,9 @@ def test_a_sequence_that_is_not_in_the_batch_is_left_out(small, observe, family,
 def test_without_one_of_its_sequences_a_batch_is_not_explained(small, observe, family, task):
     model = small(family, task, width=48)
     truth = observe(model, TEXTS)
-    found = certificate.explain(model, [tuple(one) for one in truth.sequences[1:]], truth.seen)
+    found = certificate.explain(
+        model, [tuple(one) for one in truth.sequences[1:]], truth.seen, Clock(None)
+    )
     assert found == []
     assert certificate.verify(model, found, truth.seen) == ({}, None, False)
 
@@ -213,7 +219,7 @@ def test_a_sequence_that_begins_another_is_found(small, observe, family, loss):
     texts = ["nobody knows that it is over", "nobody knows", "he pays", "nobody knows"]
     truth = observe(model, texts, [0, 1, 2, 1])
     longer = [tuple(model.encode([text])[0]) for text in (texts[0], texts[2])]
-    found = certificate.explain(model, longer, truth.seen)
+    found = certificate.explain(model, longer, truth.seen, ENDLESS)
     expected = counted(model, truth)
     assert sorted((one.ids, one.counts) for one in found) == sorted(
         (one.ids, one.counts) for one in expected
@@ -238,7 +244,7 @@ def test_a_batch_of_next_token_training_is_explained(small, observe, family, tex
     model = small(family, CAUSAL_LM, width=48)
     truth = observe(model, texts)
     expected = weighed(truth)
-    found = certificate.explain(model, [one.ids for one in expected], truth.seen)
+    found = certificate.explain(model, [one.ids for one in expected], truth.seen, ENDLESS)
     assert {one.ids: pytest.approx(one.weight, rel=1e-3) for one in expected} == {
         one.ids: one.weight for one in found
     }

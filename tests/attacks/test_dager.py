@@ -9,10 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedleak import models
-from fedleak.attacks import Setting
+from fedleak.attacks import Setting, certificate, dager
+from fedleak.attacks.clock import Clock
 from fedleak.attacks.dager import Dager, Found, Sentences, Spans, attend_next, extend_prefixes
-from fedleak.attacks.subspace import ACCEPT, row_space, tokens_in_span
+from fedleak.attacks.subspace import ACCEPT, REPEATS, row_space, tokens_in_span
 from fedleak.models import CAUSAL_LM, CLASS_LOSSES, CLASSIFICATION, ModelSpec
+from fedleak.models.llama import Llama
 from fedleak.models.lora import Lora
 from fedleak.observation import Knowledge, UpdateKind
 from fedleak.reconstruction import Status
@@ -22,6 +24,7 @@ from fedleak.training import LocalTraining, local_update_, share
 KINDS = [("bert", CLASSIFICATION), ("gpt2", CLASSIFICATION), ("gpt2", CAUSAL_LM)]
 ROTARY = [("llama", CLASSIFICATION), ("llama", CAUSAL_LM)]
 ALL = KINDS + ROTARY
+ENDLESS = Clock(None)
 
 
 def answer_of(model, seen, attack=None):
@@ -90,7 +93,8 @@ def sentences(small, observe):
     tensors = truth.seen.update.tensors
     first, second = (row_space(model.family.attention_gradients(tensors, n)) for n in (0, 1))
     mixed = row_space([model.family.output_gradient(tensors, 0)])
-    slots = tokens_in_span(model.family.token_table(model.module), first, stream(0, "sketch"))
+    table = model.family.token_table(model.module)
+    slots = tokens_in_span(table, first, stream(0, "sketch"), ENDLESS)
     assert [ids.tolist() for ids in slots] == [[token] for token in truth.sequences[0]]
     slots = [torch.cat([ids, torch.tensor([11, 12])]) for ids in slots]
 
@@ -130,7 +134,7 @@ def test_only_the_true_sentence_of_all_passes_and_a_descent_finds_it(sentences, 
     cost = found.cost(found.all())
     assert found.ids(found.all()[cost.argmin()]) == truth
     start = found.start([], 6, stream(0, "start"))
-    picks, arrived = found.descend(start, stream(0, "descend"))
+    picks, arrived = found.descend(start, stream(0, "descend"), ENDLESS)
     assert (arrived <= found.cost(start)).all()
     torch.testing.assert_close(arrived, found.cost(picks))
     for r, t, c in itertools.product(range(6), range(6), range(3)):
@@ -222,13 +226,13 @@ def test_prefixes_grow_to_the_true_sentences_among_any_candidates(
         torch.tensor(sorted({one[p] for one in wanted if p < len(one)} | strangers))
         for p in range(max(map(len, wanted)))
     ]
-    found = extend_prefixes(slots, block, spans, model, 3, stream(0, "grow"))
+    found = extend_prefixes(slots, block, spans, model, 3, stream(0, "grow"), ENDLESS)
     assert sorted(one.ids for one in found) == wanted
     assert all(isinstance(one, Found) and one.excess < ACCEPT for one in found)
     # A candidate that is missing cuts the sentences that need it, and no others.
     gone = wanted[0][3]
     slots[3] = slots[3][slots[3] != gone]
-    found = extend_prefixes(slots, block, spans, model, 3, stream(0, "grow"))
+    found = extend_prefixes(slots, block, spans, model, 3, stream(0, "grow"), ENDLESS)
     cut = {one[:3] if one[3:4] == (gone,) else one for one in wanted}
     assert {one.ids for one in found} == cut
 
@@ -360,6 +364,135 @@ def test_the_scale_of_the_update_changes_nothing_but_the_proof(small, observe, f
     assert_exact(plain, model, truth)
     assert sorted(scaled.sequences) == scored(model, truth)
     assert not scaled.verified
+
+
+# --- what is repeated -----------------------------------------------------------------------
+
+
+class Unmarked(Llama):
+    """A LLaMA whose tokenizer adds no token that begins every text."""
+
+    def encode(self, tokenizer, texts, task):
+        return [ids[1:] for ids in super().encode(tokenizer, texts, task)]
+
+
+@pytest.fixture
+def unmarked(small):
+    """Makes such a model, of many positions."""
+
+    def make(task):
+        model = small("llama", task, width=64, layers=3)
+        model.module.config.max_position_embeddings = 8192
+        return replace(model, family=Unmarked())
+
+    return make
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [
+        ["nobody knows that we pay"],
+        ["nobody knows that we pay", "he pays"],
+        ["we pay for it", "they pay", "they know it", "nobody knows"],
+        ["pay pay pay pay for it", "they pay"],
+        ["pay pay pay pay for it", "pay pay for it"],
+        ["they pay", "they pay for it"],
+    ],
+    ids="; ".join,
+)
+@pytest.mark.parametrize("task", [CLASSIFICATION, CAUSAL_LM])
+def test_without_a_first_mark_the_search_ends_and_finds_the_texts(
+    unmarked, observe, monkeypatch, task, texts
+):
+    model, steps = unmarked(task), []
+    step = dager.attend_next
+    monkeypatch.setattr(dager, "attend_next", lambda *of: steps.append(1) or step(*of))
+    truth = observe(model, texts)
+    answer = answer_of(model, truth.seen)
+    assert_exact(answer, model, truth)
+    assert len(steps) <= answer.diagnostics["rank"][1] + REPEATS < 500
+
+
+def test_how_often_a_text_of_one_token_repeats_it_is_not_proved_to_a_classifier(unmarked, observe):
+    model = unmarked(CLASSIFICATION)
+    (token,) = model.encode(["pay"])[0]
+    gradients = []
+    for text in ("pay", "pay pay", "pay pay pay pay pay"):
+        truth = observe(model, [text])
+        gradients.append(truth.seen.update.tensors)
+        answer = answer_of(model, truth.seen)
+        assert answer.sequences == ((token,),)
+        assert answer.diagnostics["gradient_difference"] < certificate.PRECISION
+        assert not answer.verified
+    # Nothing tells: it is the same update.
+    for other in gradients[1:]:
+        for name, value in gradients[0].items():
+            torch.testing.assert_close(value, other[name], atol=1e-6, rtol=1e-3)
+
+
+def test_next_token_training_tells_one_token_from_its_repetitions(unmarked, observe):
+    model = unmarked(CAUSAL_LM)
+    (token, _) = model.encode(["pay"])[0]
+    for text, verified in (("pay", True), ("pay pay", False), ("pay pay pay", False)):
+        answer = answer_of(model, observe(model, [text]).seen)
+        assert answer.sequences == ((token,),)
+        assert answer.verified == verified
+
+
+@pytest.mark.parametrize("begun", ["pay", "pay pay"])
+def test_a_run_that_begins_another_text_is_found_and_not_proved(unmarked, observe, begun):
+    model = unmarked(CLASSIFICATION)
+    truth = observe(model, ["pay pay pay for it", begun])
+    answer = answer_of(model, truth.seen)
+    assert sorted(answer.sequences) == sorted(
+        tuple(model.encode([text])[0]) for text in ("pay pay pay for it", "pay")
+    )
+    assert not answer.verified
+
+
+# --- time -----------------------------------------------------------------------------------
+
+WORK = (
+    (dager, "attend_next"),
+    (Sentences, "costs_at"),
+    (Sentences, "judge"),
+    (certificate, "units"),
+    (certificate, "difference"),
+)
+
+
+@pytest.mark.parametrize(("family", "task"), ALL)
+@pytest.mark.parametrize("ticks", [0, 1, 3, 6, 10, 20, 40, 80, math.inf])
+def test_when_time_is_up_what_was_found_counts(small, observe, ticking, family, task, ticks):
+    model = small(family, task, width=64, layers=3)
+    truth = observe(model, 2, max_length=8)
+    work = ticking(dager, ticks, *WORK)
+    answer = answer_of(model, truth.seen, Dager(enumerate_up_to=1, seconds=7))
+    assert work.after <= 4
+    assert answer.diagnostics.get("time_up", False) == work.clock.rang
+    if not work.clock.rang:
+        assert_exact(answer, model, truth)
+    if ticks == 0:
+        assert work.before == 0
+        assert answer.reason == "nothing passed in seconds = 7: give it more"
+    if answer.status == Status.ABSTAINED:
+        assert "seconds = 7" in answer.reason
+    if family != "bert" and answer.status == Status.RECOVERED:
+        # Prefixes that passed are beginnings of texts.
+        wanted = scored(model, truth)
+        assert all(one in [other[: len(one)] for other in wanted] for one in answer.sequences)
+
+
+def test_margins_are_of_no_more_sentences_than_are_answered(small, observe, monkeypatch):
+    model, asked = small("bert", width=64, layers=3), []
+    found = Sentences.with_margin
+    monkeypatch.setattr(
+        Sentences, "with_margin", lambda self, one: asked.append(one.ids) or found(self, one)
+    )
+    seen = noisy(observe(model, 2, max_length=8).seen, 1.0)
+    answer = answer_of(model, seen, Dager(searches=2, kicks=2))
+    assert set(answer.sequences) <= set(asked)
+    assert len(asked) <= 2 * len({len(ids) for ids in asked})
 
 
 # --- adapters -------------------------------------------------------------------------------

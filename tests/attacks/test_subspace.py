@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from fedleak.attacks.clock import Clock
 from fedleak.attacks.rows import CLEAR, used_rows
 from fedleak.attacks.subspace import ACCEPT, SPARE, Span, row_space, tokens_in_span
 from fedleak.models import CAUSAL_LM, CLASSIFICATION, batch_loss, pad
@@ -416,7 +417,7 @@ def test_tokens_in_span_are_those_of_the_exhaustive_test(shortlist, seed):
     ids = torch.randint(300, (3, 6), generator=rng)
     inputs = table(ids, torch.arange(6).expand_as(ids)).flatten(0, 1)
     span = row_space([torch.randn(50, 18, generator=rng) @ inputs])
-    found = tokens_in_span(table, span, stream(seed, "sketch"), shortlist=shortlist)
+    found = tokens_in_span(table, span, stream(seed, "sketch"), Clock(None), shortlist=shortlist)
     assert [one.tolist() for one in found] == exhaustive(table, span, 6)
     assert [set(one.tolist()) for one in found] == [set(ids[:, p].tolist()) for p in range(6)]
 
@@ -427,11 +428,11 @@ def test_an_empty_position_inside_does_not_end_the_search_but_patience_does():
     table = TokenTable(torch.eye(16), 0.01 * torch.randn(9, 16, generator=rng), nn.LayerNorm(16))
     basis = torch.stack([table(torch.tensor(3), torch.tensor(p)) for p in (0, 3, 8)])
     span = row_space([torch.randn(20, 3, generator=rng) @ basis])
-    found = tokens_in_span(table, span, stream(0, "sketch"), patience=3)
+    found = tokens_in_span(table, span, stream(0, "sketch"), Clock(None), patience=3)
     assert [one.tolist() for one in found] == [[3], [], [], [3]]
-    assert len(tokens_in_span(table, span, stream(0, "sketch"), patience=5)) == 9
+    assert len(tokens_in_span(table, span, stream(0, "sketch"), Clock(None), patience=5)) == 9
     nothing = Span(torch.eye(16, dtype=torch.float64)[:, :0], torch.ones(0), 0.0)
-    assert tokens_in_span(table, nothing, stream(0, "sketch")) == []
+    assert tokens_in_span(table, nothing, stream(0, "sketch"), Clock(None)) == []
 
 
 # --- rows -----------------------------------------------------------------------------------
