@@ -1,6 +1,6 @@
 """Tables for the terminal: what leaked per round and client, and examples beside the truth."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from rich import box
@@ -16,6 +16,8 @@ from fedleak.store import EVERYONE, Key, Run
 
 EXAMPLES = 4
 NOT_MEASURED = "-"
+
+INTERVALS = "intervals: for other clients like these (Gaffke's; of all or nothing Clopper-Pearson's)"
 
 
 def print_run(run: Run, scored: Sequence[Scored], console: Console | None = None) -> None:
@@ -176,12 +178,11 @@ def cell(row: LeakageRow | None) -> str:
 def summary_table(summary: dict[str, Any]) -> Table:
     """Returns a column per attack: its figures with 95 % intervals, and the controls."""
     attacks: dict[str, dict[str, Any]] = summary["attacks"]
-    few = any(of["warning"] for of in attacks.values())
     table = Table(
-        title="in all: mean and 95 % interval",
+        title="in all: mean and 95 % interval over clients",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
-        caption="* fewer than 20 texts: an example, not a rate" if few else None,
+        caption="\n".join([*warnings(attacks.values()), INTERVALS]),
         title_justify="left",
         caption_justify="left",
     )
@@ -219,6 +220,11 @@ def summary_table(summary: dict[str, Any]) -> Table:
         if set(cells) != {NOT_MEASURED}:
             table.add_row(heading, *cells)
     return table
+
+
+def warnings(summaries: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Returns why figures of attacks that are marked with a star are no rates, each reason once."""
+    return [f"* {reason}" for reason in sorted({of["warning"] for of in summaries} - {None})]
 
 
 def proved(of: dict[str, Any]) -> str:

@@ -33,7 +33,7 @@ from fedleak.errors import ConfigError, FedleakError
 from fedleak.federation import run_folder
 from fedleak.pipeline import Plan, Progress
 from fedleak.reconstruction import Status
-from fedleak.report import NOT_MEASURED, decimal, interval, number
+from fedleak.report import INTERVALS, NOT_MEASURED, decimal, interval, number, warnings
 from fedleak.store import SCHEMA_VERSION, Run
 from fedleak.workers import Worker, devices, workers
 
@@ -245,17 +245,15 @@ def table(collected: Mapping[str, Any]) -> Table:
     """Returns a line per cell and attack of a sweep.json."""
     axes: Mapping[str, Sequence[Any]] = collected["axes"]
     summaries = [of for row in collected["cells"] for of in row["attacks"].values()]
-    notes = []
-    if any(of["warning"] for of in summaries):
-        notes.append("* fewer than 20 texts: an example, not a rate")
+    notes = [*warnings(summaries), INTERVALS]
     if any(_answers(of) < of["rows"] for of in summaries):
         notes.append("answers that are missing: `fedleak score` of the cell's folder says why")
     of_cells = _cell_columns(collected)
     shown = Table(
-        title=f"{collected['name']}: mean and 95 % interval",
+        title=f"{collected['name']}: mean and 95 % interval over clients",
         box=box.SIMPLE_HEAD,
         padding=(0, 0 if of_cells else 1, 0, 0),
-        caption="\n".join(notes) or None,
+        caption="\n".join(notes),
         title_justify="left",
         caption_justify="left",
     )
