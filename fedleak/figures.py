@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 
 import numpy as np
 
+from fedleak.sanitise import printable
 from fedleak.sweep import (
     NO_GUARANTEE,
     UTILITIES,
@@ -95,7 +96,7 @@ class Line:
     @property
     def label(self) -> str:
         """What the legend says."""
-        return ", ".join(filter(None, (self.attack, self.others)))
+        return ", ".join(filter(None, (printable(self.attack), self.others)))
 
 
 @dataclass(frozen=True)
@@ -153,7 +154,7 @@ def draw(collected: Mapping[str, Any], path: Path) -> None:
         ):
             _draw_panel(axes, panel, lines, across.places)
             across.prepare_(axes)
-            axes.set_xlabel(key)
+            axes.set_xlabel(printable(key))
             axes.set_ylabel(panel.heading)
             axes.set_ylim(-4, 104)
         _legend(drawing)
@@ -304,6 +305,7 @@ def _scatter(axes: "Axes", attacks: Sequence[str], spots: Sequence[tuple[float, 
     """Draws the points of each attack with their intervals, at the x given for each."""
     for number, attack in enumerate(attacks):
         mine = [(x, point) for x, point in spots if point.attack == attack]
+        name = printable(attack)
         of_attack = [(x, point.leakage) for x, point in mine if point.leakage is not None]
         silent = [x for x, point in mine if point.leakage is None]
         mean, low, high = (
@@ -313,7 +315,7 @@ def _scatter(axes: "Axes", attacks: Sequence[str], spots: Sequence[tuple[float, 
             [x for x, _ in of_attack],
             mean,
             yerr=[np.maximum(mean - low, 0), np.maximum(high - mean, 0)],
-            label=attack,
+            label=name,
             color=COLOURS[number % len(COLOURS)],
             marker=MARKERS[number % len(MARKERS)],
             markerfacecolor="none",  # attacks that read the same stay visible
@@ -326,7 +328,7 @@ def _scatter(axes: "Axes", attacks: Sequence[str], spots: Sequence[tuple[float, 
             axes.plot(
                 silent,
                 [NOWHERE] * len(silent),
-                label=f"{attack}: no answer",
+                label=f"{name}: no answer",
                 color=COLOURS[number % len(COLOURS)],
                 marker=CARETDOWN,
                 markersize=5,

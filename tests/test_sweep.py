@@ -267,6 +267,36 @@ def test_a_cell_that_fails_is_named_and_the_others_are_done(write, here, jobs):
     assert [row["status"] for row in read(folder / "sweep.json")["cells"]] == ["finished"] * 2
 
 
+@pytest.mark.parametrize("jobs", ["1", "2"])
+def test_a_cell_that_breaks_is_named_and_the_others_are_done(
+    write, here, jobs, caplog, monkeypatch
+):
+    """Also where the fault is none that fedleak foresees."""
+    write(SWEEP)
+    train = sweep.pipeline.carry_out
+
+    def carry_out(run, *arguments, **more):
+        if run.path.name == CELLS[0]:
+            raise MemoryError("no room")
+        return train(run, *arguments, **more)
+
+    def side_by_side(calls, at_once, started, ended):  # here, so that the patch counts
+        for name, one in calls.items():
+            started(name)
+            ended(name, one(0))
+
+    monkeypatch.setattr(sweep.pipeline, "carry_out", carry_out)
+    monkeypatch.setattr(processes, "side_by_side", side_by_side)
+    status, _, errors = call("sweep", "grid.toml", "--jobs", jobs)
+    assert status == 1
+    assert f"1 of 2 cells failed (cell '{CELLS[0]}': MemoryError: no room)" in errors
+    rows = read(here / "runs" / "grid" / "sweep.json")["cells"]
+    assert [sorted(row["attacks"]) for row in rows] == [[], ["probes"]]
+    [record] = [record for record in caplog.records if record.name == "fedleak.sweep"]
+    assert record.exc_info is not None
+    assert CELLS[0] in record.getMessage()
+
+
 def results(folder: Path) -> dict[str, Any]:
     """Returns what a cell found out, without what a clock or a device wrote."""
     names = ("reconstructions.jsonl", "leakage.jsonl", "utility.jsonl")
