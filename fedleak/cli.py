@@ -49,9 +49,7 @@ Set = Annotated[
     typer.Option("--set", metavar="KEY=VALUE", help="Change a setting; the value is TOML."),
 ]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Move earlier results of this name aside.")]
-Texts = Annotated[
-    bool, typer.Option("--texts", help="Print private texts to a pipe or file, too.")
-]
+Texts = Annotated[bool, typer.Option("--texts", help="Print private texts to a pipe or file, too.")]
 RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")]
 
 

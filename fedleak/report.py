@@ -21,7 +21,9 @@ from fedleak.store import EVERYONE, Key, Run
 EXAMPLES = 4
 NOT_MEASURED = "-"
 
-INTERVALS = "intervals: for other clients like these (Gaffke's; of all or nothing Clopper-Pearson's)"
+INTERVALS = (
+    "intervals: for other clients like these (Gaffke's; of all or nothing Clopper-Pearson's)"
+)
 
 
 def print_run(

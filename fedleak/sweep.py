@@ -301,7 +301,9 @@ def said(value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(map(said, value)) or "none"
     if isinstance(value, dict):
-        settings = (f"{key}={said(each)}" for key, each in value.items() if key != "kind")
+        settings = (
+            f"{printable(key)}={said(each)}" for key, each in value.items() if key != "kind"
+        )
         return " ".join([*([said(value["kind"])] if "kind" in value else []), *settings])
     return printable(str(value))
 

@@ -433,7 +433,10 @@ def test_few_clients_and_few_texts_are_examples(make, sequences, clients, size, 
     console = Console(width=100, record=True, file=io.StringIO())
     console.print(report.summary_table({"attacks": of}))
     text = console.export_text()
-    assert ("dager *" in text, f"* {warning}" in " ".join(text.split())) == (bool(warning), bool(warning))
+    assert ("dager *" in text, f"* {warning}" in " ".join(text.split())) == (
+        bool(warning),
+        bool(warning),
+    )
     assert "silent *" not in text
     assert "interval over clients" in text
 
