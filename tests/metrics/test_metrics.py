@@ -205,7 +205,7 @@ def leaked_texts(rate, alike, shape, rng):
         certain = np.clip(means, 1e-6, 1 - 1e-6)
         return rng.beta(certain * (1 / alike - 1), (1 - certain) * (1 / alike - 1))
 
-    clients, rounds, texts = shape
+    clients, rounds, _ = shape
     of_client = around(np.full((clients, 1, 1), rate))
     of_batch = around(np.broadcast_to(of_client, (clients, rounds, 1)))
     return rng.random(shape) < np.broadcast_to(of_batch, shape)
