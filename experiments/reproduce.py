@@ -9,8 +9,8 @@ same command goes on where it was stopped. Then the table is printed in Markdown
 attack of each cell. `--no-run` only prints what there is, also of a run that is not finished.
 
   answers      updates that the attack has answered, of those that the cell has when it is finished
-  R-1 R-2 R-L  ROUGE as the papers score it, with special tokens, the mean over sentences, with its
-               95 % interval (bootstrap over clients)
+  R-1 R-2 R-L  ROUGE as the papers score it, with special tokens, the mean over updates, with its
+               95 % interval over clients (`fedleak.metrics.intervals`)
   paper        the published figure, and where it lies: inside that interval, above it or below
   content      R-1, R-2 and R-L without special tokens
   chance       R-L of that, for texts drawn without looking at any update
@@ -165,7 +165,7 @@ def scored(run: Run) -> list[LeakageRow]:
 def mean(rows: Sequence[LeakageRow], field: str) -> Interval | None:
     """Returns the mean of what was measured, with its interval."""
     found = [(getattr(row, field), row.client) for row in rows if getattr(row, field) is not None]
-    return clustered_mean(*zip(*found, strict=True)) if found else None
+    return clustered_mean(*zip(*found, strict=True), most=100.0) if found else None
 
 
 def _figures(

@@ -35,8 +35,8 @@ from fedleak.truth import GroundTruth
 GUESSES = 10
 """Draws of held-out texts that the guess control is the mean of."""
 
-FEW = 20
-"""Fewer sequences than this are reported with a warning."""
+FEW_TEXTS, FEW_CLIENTS = 20, 10
+"""Fewer than these are reported with a warning."""
 
 NAMED = 3
 """Of many captures or reasons so many are named where something is missing."""
@@ -768,58 +768,83 @@ def settings_that_defend(experiment: Experiment) -> dict[str, Any]:
 def _summary(rows: Sequence[LeakageRow]) -> dict[str, Any]:
     """Sums up one attack. A failed or abstaining attack counts among rows, not as a zero."""
     measured = [row for row in rows if row.rougeL is not None]
-    sequences = sum(row.batch_size for row in measured)
-    clients = [row.client for row in measured]
 
-    def mean_of(field: str) -> dict[str, float] | None:
-        found = [(getattr(r, field), r.client) for r in rows if getattr(r, field) is not None]
-        if not found:
-            return None
-        return intervals.clustered_mean(*zip(*found, strict=True))._asdict()
+    def mean_of(field: str, most: float) -> dict[str, float] | None:
+        return _mean([(r, value) for r in rows if (value := getattr(r, field)) is not None], most)
 
-    exact = round(sum((row.exact_match or 0.0) * row.batch_size for row in measured))
     seconds = [row.seconds for row in rows if row.seconds is not None]
     return {
         "rows": len(rows),
         "status": dict(Counter(row.status for row in rows)),
         "verified": sum(row.verified for row in rows),
         "knows": sorted(set(chain.from_iterable(row.knows for row in rows))),
-        "sequences": sequences,
-        "clients": len(set(clients)),
-        "exact_match": intervals.share(exact, sequences)._asdict() if sequences else None,
+        "sequences": sum(row.batch_size for row in measured),
+        "clients": len({row.client for row in measured}),
+        "exact_match": _mean(
+            [(row, row.exact_match or 0.0) for row in measured],
+            1.0,
+            [row.batch_size for row in measured],
+        ),
         **{
-            field: mean_of(field)
+            field: mean_of(field, 100.0)
+            for field in ("rouge1", "rouge2", "rougeL", "control_rougeL", "guess_rougeL")
+        },
+        **{
+            field: mean_of(field, 1.0)
             for field in (
-                "rouge1",
-                "rouge2",
-                "rougeL",
                 "token_recall",
                 "token_precision",
-                "control_rougeL",
-                "guess_rougeL",
                 "control_token_recall",
                 "guess_token_recall",
             )
         },
         "facts": {
-            name: intervals.share(
-                sum(fact["found"] == fact["true"] for fact in told), len(told)
-            )._asdict()
+            name: mean
             for name in sorted({name for row in rows for name in row.facts})
-            if (told := [f for row in rows if (f := row.facts.get(name)) and _known(f)])
+            if (mean := _mean(_right(rows, name), 1.0)) is not None
         },
         "budget": _budget(rows),
         "candidates": _candidates(rows),
         "margin": min((row.margin for row in rows if row.margin is not None), default=None),
         "seconds": sum(seconds),
         "seconds_per_update": sum(seconds) / len(seconds) if seconds else None,
-        "warning": f"fewer than {FEW} sequences" if 0 < sequences < FEW else None,
+        "warning": _warning([row for row in rows if row.status == Status.RECOVERED]),
     }
 
 
-def _known(fact: Mapping[str, Any]) -> bool:
-    """Whether what an attack said of a fact can be compared with what is true."""
-    return "found" in fact and fact.get("true") is not None
+def _right(rows: Sequence[LeakageRow], name: str) -> list[tuple[LeakageRow, float]]:
+    """Returns whether a fact is right, where an attack said it and the truth is known."""
+    told = [(row, fact) for row in rows if (fact := row.facts.get(name)) is not None]
+    return [
+        (row, float(fact["found"] == fact["true"]))
+        for row, fact in told
+        if "found" in fact and fact.get("true") is not None
+    ]
+
+
+def _mean(
+    found: Sequence[tuple[LeakageRow, float]],
+    most: float,
+    weights: Sequence[float] | None = None,
+) -> dict[str, float] | None:
+    """Returns the mean of values of rows with its interval over clients; None if there are none."""
+    if not found:
+        return None
+    values, clients = [value for _, value in found], [row.client for row, _ in found]
+    return intervals.clustered_mean(values, clients, weights, most=most)._asdict()
+
+
+def _warning(answered: Sequence[LeakageRow]) -> str | None:
+    """Returns why the figures of these answers are examples and no rates; None if they are."""
+    clients, texts = {row.client for row in answered}, sum(row.batch_size for row in answered)
+    if clients == {EVERYONE}:
+        few = ["one group of clients"]
+    elif len(clients) == 1:
+        few = ["one client"]
+    else:
+        few = [f"fewer than {FEW_CLIENTS} clients"] if len(clients) < FEW_CLIENTS else []
+        few += [f"fewer than {FEW_TEXTS} texts"] if texts < FEW_TEXTS else []
+    return f"{' and '.join(few)}: an example, not a rate" if clients and few else None
 
 
 def _budget(rows: Sequence[LeakageRow]) -> dict[str, float] | None:

@@ -20,7 +20,6 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import typer
 from rich.console import Console, RenderableType
-from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as RichProgress
 from rich.table import Table
@@ -28,7 +27,7 @@ from rich.text import Text
 
 from fedleak import __version__
 from fedleak.errors import ConfigError, FedleakError
-from fedleak.sanitise import printable
+from fedleak.sanitise import markup, printable
 
 if TYPE_CHECKING:
     from fedleak.pipeline import UnderWay
@@ -41,7 +40,7 @@ QUICKSTART = [
 app = typer.Typer(
     help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
 )
-console = Console()
+console = Console(emoji=False)  # a text has what it has
 
 TURN_SECONDS = 3
 """How long one client's text is shown, of several that are attacked together."""
@@ -51,6 +50,7 @@ Set = Annotated[
     typer.Option("--set", metavar="KEY=VALUE", help="Change a setting; the value is TOML."),
 ]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Move earlier results of this name aside.")]
+Texts = Annotated[bool, typer.Option("--texts", help="Print private texts to a pipe or file, too.")]
 RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")]
 
 
@@ -78,6 +78,7 @@ def run(
     ] = None,
     changes: Set = None,
     fresh: Fresh = False,
+    texts: Texts = False,
 ) -> None:
     """Train with Flower clients, capture what the server receives, attack it and score it.
 
@@ -94,7 +95,7 @@ def run(
             remark(at.info().get("remarks", ()))
             with progress() as show:
                 scored = pipeline.carry_out(at, experiment, show)
-            report.print_run(at, scored, console)
+            report.print_run(at, scored, console, texts=texts)
         audit.refuse_gaps(*runs)
 
 
@@ -125,11 +126,11 @@ def sweep(
         numbers = dict(zip(plans, itertools.count(total - len(plans) + 1), strict=False))
 
         def tell(cell: str, what: str) -> None:
-            console.print(f"{numbers[cell]} of {total} {what}: {escape(cell)}")
+            console.print(f"{numbers[cell]} of {total} {what}: {markup(cell)}")
 
         @contextmanager
         def watch(cell: str) -> Iterator[Callable[..., None]]:
-            console.print(f"{numbers[cell]} of {total}: {escape(cell)}")
+            console.print(f"{numbers[cell]} of {total}: {markup(cell)}")
             with progress() as show:
                 yield show
 
@@ -143,7 +144,7 @@ def sweep(
             figures.draw(collected, grid.path / "sweep.svg")
             figures.draw_tradeoff(collected, grid.path / "tradeoff.svg")
         console.print(sweeps.table(collected))
-        console.print(f"results: {grid.path}")
+        console.print(f"results: {markup(grid.path)}")
         if failures:
             reasons = "; ".join(f"cell {cell!r}: {reason}" for cell, reason in failures.items())
             raise FedleakError(
@@ -157,6 +158,7 @@ def attack(
     path: RunPath,
     changes: Set = None,
     retry: Annotated[bool, typer.Option("--retry", help="Try failed attacks again.")] = False,
+    texts: Texts = False,
 ) -> None:
     """Attack the captures of a finished or interrupted run, also with other attacks.
 
@@ -186,12 +188,12 @@ def attack(
             with progress() as show:
                 pipeline.attack_captures(at, experiment, no_more=lambda: True, report=show)
             scored = audit.score_run(at, [each.name for each in experiment.attacks])
-        report.print_run(at, scored, console)
+        report.print_run(at, scored, console, texts=texts)
         audit.refuse_gaps(at)
 
 
 @app.command()
-def score(path: RunPath) -> None:
+def score(path: RunPath, texts: Texts = False) -> None:
     """Score the answers of a run again, and rebuild leakage.jsonl and summary.json."""
     from fedleak import audit, report
     from fedleak.store import Run
@@ -201,7 +203,7 @@ def score(path: RunPath) -> None:
         at.info()  # refuses a folder that is no run
         with at.lock():
             scored = audit.score_run(at)
-        report.print_run(at, scored, console)
+        report.print_run(at, scored, console, texts=texts)
         audit.refuse_gaps(at)
 
 
@@ -222,9 +224,9 @@ def purge(path: RunPath) -> None:
         with at.lock():
             done = purging.purge(at)
         for what in done.deleted:
-            console.print(f"deleted: {escape(printable(what))}", soft_wrap=True)
+            console.print(f"deleted: {markup(what)}", soft_wrap=True)
         for what in done.kept:
-            console.print(f"kept:    {escape(printable(what))}", soft_wrap=True)
+            console.print(f"kept:    {markup(what)}", soft_wrap=True)
 
 
 @app.command("check-defense")
@@ -244,10 +246,10 @@ def check_defense(
             raise ConfigError(f"{str(file)!r} has no [[defense]]: there is nothing to check")
         findings = check(experiment)
         for defense, of_defense in itertools.groupby(findings, lambda one: one.defense):
-            console.print(f"[bold]{escape(defense)}[/]")
+            console.print(f"[bold]{markup(defense)}[/]")
             for one in of_defense:
                 mark = "[green]holds[/]" if one.holds else "[red]FAILS[/]"
-                console.print(f"  {mark}  {escape(one.claim)}: [dim]{escape(one.found)}[/]")
+                console.print(f"  {mark}  {markup(one.claim)}: [dim]{markup(one.found)}[/]")
         broken = {one.defense for one in findings if not one.holds}
         if broken:
             raise FedleakError(f"{', '.join(sorted(broken))}: does not do what it says")
@@ -296,7 +298,7 @@ def train_prior(
         f"{trained.nll:.2f} nats per token on {len(corpus.held_out):,} of "
         f"{len(corpus.training) + len(corpus.held_out):,} sentences, which were held back"
     )
-    console.print(f"prior: {escape(str(out))}", soft_wrap=True)
+    console.print(f"prior: {markup(out)}", soft_wrap=True)
 
 
 @app.command("list")
@@ -328,7 +330,7 @@ def list_() -> None:
 def remark(found: Iterable[str]) -> None:
     """Prints what may not be meant, each once."""
     for each in dict.fromkeys(found):
-        console.print(f"[yellow]note:[/] {escape(printable(each))}")
+        console.print(f"[yellow]note:[/] {markup(each)}")
 
 
 @contextmanager
@@ -401,7 +403,7 @@ def progress() -> Iterator[Callable[..., None]]:
             assert isinstance(at, Progress)
             bars.update(training, completed=at.captures, total=at.captures_expected)
             bars.update(attacks, completed=at.answers, total=at.answers_expected)
-            if console.is_terminal:
+            if console.file.isatty():  # what is read is private: never for a log
                 bars.lines = [line(doing, time.monotonic()) for doing in at.under_way]
 
         try:

@@ -1,4 +1,8 @@
-"""Drawings of a sweep: each attack along the first swept key, and leakage against utility."""
+"""Drawings of a sweep: each attack along the first swept key, and leakage against utility.
+
+Where an attack has no answer there is a mark below zero and no line, which would claim what nobody
+measured. Lines join neighbours on an axis to scale only: between two defenses there is nothing.
+"""
 
 import itertools
 import math
@@ -11,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 
 import numpy as np
 
+from fedleak.sanitise import printable
 from fedleak.sweep import (
     NO_GUARANTEE,
     UTILITIES,
@@ -31,6 +36,7 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 STYLES = ("-", "-.", ":")
 GREY = "0.55"
 NO_UPDATE = "no update"
+NO_ANSWER = "no answer"
 NOWHERE = -4.0
 """ROUGE-L at which an attack without an answer is drawn: not 0, which it did not score."""
 CARETDOWN = 7
@@ -41,6 +47,9 @@ LOG_FROM = 20.0
 
 SHORT = 8
 """Characters that a label of the x axis may have and lie flat."""
+
+APART = 0.5
+"""The share of the room between two words that the points of all lines take, side by side."""
 
 TOO_CLOSE = 0.04
 """Numbers nearer than this share of the axis are drawn evenly apart: their labels would overlap."""
@@ -95,7 +104,7 @@ class Line:
     @property
     def label(self) -> str:
         """What the legend says."""
-        return ", ".join(filter(None, (self.attack, self.others)))
+        return ", ".join(filter(None, (printable(self.attack), self.others)))
 
 
 @dataclass(frozen=True)
@@ -107,16 +116,35 @@ class Across:
     scale: Literal["linear", "log", "even"]
 
     @property
-    def tilted(self) -> bool:
-        """Whether the words are too long to lie flat."""
+    def order(self) -> list[int]:
+        """The values' numbers, from left to right."""
+        return sorted(range(len(self.places)), key=lambda x: self.places[x])
+
+    def beside(self, number: int, of: int) -> list[float]:
+        """Returns where one of several lines has its points, so that none hides another.
+
+        That is the value itself where it is a number, and near it where it is a word.
+        """
+        shift = APART * (number - (of - 1) / 2) / of if self.scale == "even" else 0.0
+        return [place + shift for place in self.places]
+
+    @property
+    def upright(self) -> bool:
+        """Whether the words are too long to lie flat beside each other."""
         return self.scale == "even" and max(map(len, self.words)) > SHORT
+
+    @property
+    def inches(self) -> float:
+        """How wide a panel is, so that words that stand upright have room for their lines."""
+        rows = sum(word.count("\n") + 1 for word in self.words) if self.upright else 0
+        return max(2.9, 0.9 + 0.17 * rows)
 
     def prepare_(self, axes: "Axes") -> None:
         """Makes the x axis of a panel."""
         if self.scale == "log":
             axes.set_xscale("log")
-        tilt = {"rotation": 30, "ha": "right", "rotation_mode": "anchor"} if self.tilted else {}
-        axes.set_xticks(self.places, self.words, minor=False, **tilt)
+        upright = {"rotation": 90, "multialignment": "right"} if self.upright else {}
+        axes.set_xticks(self.places, self.words, minor=False, **upright)
         axes.minorticks_off()
         if self.scale == "even":
             axes.set_xlim(-0.5, len(self.places) - 0.5)
@@ -145,17 +173,17 @@ def draw(collected: Mapping[str, Any], path: Path) -> None:
     across = _across(values)
     labels = [line.label for line in lines]
     # The legend stands beside the panels, and needs room for its longest line.
-    width = 2.9 * len(panels) + 0.6 + 0.07 * max(map(len, labels))
+    width = across.inches * len(panels) + 0.6 + 0.07 * max(map(len, labels))
     with _style(collected["name"]):
-        drawing = Figure(figsize=(width, 3.8 if across.tilted else 2.9), layout="constrained")
+        drawing = Figure(figsize=(width, 4.2 if across.upright else 2.9), layout="constrained")
         for axes, panel in zip(
             drawing.subplots(1, len(panels), squeeze=False)[0], panels, strict=True
         ):
-            _draw_panel(axes, panel, lines, across.places)
+            _draw_panel(axes, panel, lines, across)
             across.prepare_(axes)
-            axes.set_xlabel(key)
+            axes.set_xlabel(printable(key))
             axes.set_ylabel(panel.heading)
-            axes.set_ylim(-4, 104)
+            axes.set_ylim(-7, 104)
         _legend(drawing)
         drawing.savefig(path, metadata={"Date": None})
 
@@ -304,6 +332,7 @@ def _scatter(axes: "Axes", attacks: Sequence[str], spots: Sequence[tuple[float, 
     """Draws the points of each attack with their intervals, at the x given for each."""
     for number, attack in enumerate(attacks):
         mine = [(x, point) for x, point in spots if point.attack == attack]
+        name = printable(attack)
         of_attack = [(x, point.leakage) for x, point in mine if point.leakage is not None]
         silent = [x for x, point in mine if point.leakage is None]
         mean, low, high = (
@@ -313,7 +342,7 @@ def _scatter(axes: "Axes", attacks: Sequence[str], spots: Sequence[tuple[float, 
             [x for x, _ in of_attack],
             mean,
             yerr=[np.maximum(mean - low, 0), np.maximum(high - mean, 0)],
-            label=attack,
+            label=name,
             color=COLOURS[number % len(COLOURS)],
             marker=MARKERS[number % len(MARKERS)],
             markerfacecolor="none",  # attacks that read the same stay visible
@@ -326,7 +355,7 @@ def _scatter(axes: "Axes", attacks: Sequence[str], spots: Sequence[tuple[float, 
             axes.plot(
                 silent,
                 [NOWHERE] * len(silent),
-                label=f"{attack}: no answer",
+                label=f"{name}: no answer",
                 color=COLOURS[number % len(COLOURS)],
                 marker=CARETDOWN,
                 markersize=5,
@@ -439,7 +468,7 @@ def _legend(drawing: "Figure", title: str | None = None) -> None:
     for axes in drawing.axes:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
             labelled.setdefault(label, handle)
-    for last in (NO_UPDATE, REFERENCE):
+    for last in (NO_ANSWER, NO_UPDATE, REFERENCE):
         if last in labelled:
             labelled[last] = labelled.pop(last)
     drawing.legend(
@@ -466,47 +495,64 @@ def _lines(collected: Mapping[str, Any]) -> Iterator[Line]:
             yield Line(attack, words, found)
 
 
-def _draw_panel(axes: "Axes", panel: Panel, lines: Sequence[Line], places: Sequence[float]) -> None:
+def _draw_panel(axes: "Axes", panel: Panel, lines: Sequence[Line], across: Across) -> None:
     attacks = sorted({line.attack for line in lines})
     combinations = list(dict.fromkeys(line.others for line in lines))
+    drawn = [line for line in lines if any(s[panel.figure] for s in line.summaries.values())]
     controls: dict[int, list[float]] = {}
-    for line in lines:
-        found = {x: s for x, s in sorted(line.summaries.items()) if s[panel.figure]}
-        if not found:
-            continue
-        points = [s[panel.figure] for s in found.values()]
+    for place, line in enumerate(drawn):
+        figures = {x: s[panel.figure] for x, s in line.summaries.items() if s[panel.figure]}
+        on_x = across.beside(place, len(drawn))
+        colour = COLOURS[attacks.index(line.attack) % len(COLOURS)]
+        number = combinations.index(line.others)
+        # NaN where there is no answer, so that no line runs through.
         mean, low, high = (
-            panel.scale * np.array([point[end] for point in points])
+            panel.scale * np.array([figures.get(x, _NOTHING)[end] for x in across.order])
             for end in ("mean", "low", "high")
         )
-        number = combinations.index(line.others)
         axes.errorbar(
-            [places[x] for x in found],
+            [on_x[x] for x in across.order],
             mean,
             # A mean of shares can lie outside of its interval by a rounding error.
             yerr=[np.maximum(mean - low, 0), np.maximum(high - mean, 0)],
             label=line.label,
-            color=COLOURS[attacks.index(line.attack) % len(COLOURS)],
+            color=colour,
             marker=MARKERS[number % len(MARKERS)],
-            linestyle=STYLES[number % len(STYLES)],
+            linestyle="none" if across.scale == "even" else STYLES[number % len(STYLES)],
             markersize=4.5,
             linewidth=1.4,
             elinewidth=0.9,
             capsize=2.5,
         )
-        for x, summary in found.items():
-            if panel.control and summary[panel.control]:
-                controls.setdefault(x, []).append(panel.scale * summary[panel.control]["mean"])
+        silent = [x for x in across.order if x in line.summaries and x not in figures]
+        if silent:
+            axes.plot(
+                [on_x[x] for x in silent],
+                [NOWHERE] * len(silent),
+                label=NO_ANSWER,
+                color=colour,
+                marker=CARETDOWN,
+                markersize=5,
+                linestyle="none",
+            )
+        for x in figures:
+            if panel.control and (found := line.summaries[x][panel.control]):
+                controls.setdefault(x, []).append(panel.scale * found["mean"])
     if controls:
         axes.plot(
-            [places[x] for x in sorted(controls)],
-            [float(np.mean(controls[x])) for x in sorted(controls)],
+            [across.places[x] for x in across.order],
+            [float(np.mean(controls.get(x, math.nan))) for x in across.order],
             label=NO_UPDATE,
             color=GREY,
-            linestyle="--",
+            marker="x",
+            markersize=4,
+            linestyle="none" if across.scale == "even" else "--",
             linewidth=1.2,
             zorder=1,
         )
+
+
+_NOTHING = dict.fromkeys(("mean", "low", "high"), math.nan)
 
 
 def _across(values: Sequence[Any]) -> Across:

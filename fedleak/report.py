@@ -1,57 +1,81 @@
-"""Tables for the terminal: what leaked per round and client, and examples beside the truth."""
+"""Tables for the terminal: what leaked per round and client, and examples beside the truth.
 
-from collections.abc import Callable, Sequence
+Whatever others wrote, names too, is put through `markup` or `printable` where it is printed.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from rich import box
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from fedleak.audit import LeakageRow, Pair, Scored
 from fedleak.observation import GRANTABLE
 from fedleak.privacy import NONE
 from fedleak.reconstruction import Status
-from fedleak.sanitise import printable
+from fedleak.sanitise import markup, printable
 from fedleak.store import EVERYONE, Key, Run
 
 EXAMPLES = 4
 NOT_MEASURED = "-"
 
+INTERVALS = (
+    "intervals: for other clients like these (Gaffke's; of all or nothing Clopper-Pearson's)"
+)
 
-def print_run(run: Run, scored: Sequence[Scored], console: Console | None = None) -> None:
-    """Prints a run's table, its summary and some recovered texts."""
-    console = console or Console()
+
+def print_run(
+    run: Run, scored: Sequence[Scored], console: Console | None = None, *, texts: bool = False
+) -> None:
+    """Prints a run's table, its summary and some recovered texts.
+
+    Args:
+        run: The run directory.
+        scored: Its scores.
+        console: Where to; left out: standard output.
+        texts: Print private texts to a pipe or file, too; a terminal always shows some.
+    """
+    console = console or Console(emoji=False)
     summary = run.read_json("summary.json")
     if not scored:
-        console.print(f"nothing scored yet in {run.path}")
+        console.print(f"nothing scored yet in {markup(run.path)}")
         _print_notes(summary, console)
         return
     spent = run.rows("privacy.jsonl")
     console.print(leakage_table(summary["name"], [one.row for one in scored], spent))
     console.print(summary_table(summary))
     for line in circumstances(summary):
-        console.print(line, highlight=False, soft_wrap=True)
+        console.print(Text(printable(line)), soft_wrap=True)
     examples = best_examples(scored)
-    if examples:
+    # Not `console.is_terminal`, which an environment can force: a log must not be taken for one.
+    if examples and (texts or console.file.isatty()):
         console.print("some private texts, and what was read")
-    for name, pair in examples:
-        console.print(f"  [bold]private[/]    {escape(pair.truth)}")
+        for name, pair in examples:
+            console.print(f"  [bold]private[/]    {markup(pair.truth)}")
+            console.print(
+                f"  [bold]{markup(f'{name:<10}')}[/] {markup(pair.answer or '')}  "
+                f"[dim]ROUGE-L {pair.rougeL:.0f}[/]"
+            )
+    elif examples:
         console.print(
-            f"  [bold]{name:<10}[/] {escape(pair.answer or '')}  [dim]ROUGE-L {pair.rougeL:.0f}[/]"
+            "private texts are printed on a terminal only, or with --texts: "
+            f"`fedleak score {markup(run.path)} --texts`",
+            soft_wrap=True,
         )
     failures = {(one.row.attack, one.row.status, one.row.reason) for one in scored}
     for attack, status, reason in sorted(failures):
         if status != Status.RECOVERED:
-            console.print(f"  [yellow]{attack} {status}[/]: {escape(reason)}")
+            console.print(f"  [yellow]{markup(f'{attack} {status}')}[/]: {markup(reason)}")
     _print_notes(summary, console)
-    console.print(f"results: {run.path}")
+    console.print(f"results: {markup(run.path)}")
 
 
 def _print_notes(summary: dict[str, Any], console: Console) -> None:
     """Prints what else should be known; what is missing is said at the end of the command."""
     for note in summary["notes"]:
-        console.print(f"[yellow]note[/]: {escape(printable(note))}", soft_wrap=True)
+        console.print(f"[yellow]note[/]: {markup(note)}", soft_wrap=True)
 
 
 def leakage_table(
@@ -65,7 +89,7 @@ def leakage_table(
         spent: Rows of privacy.jsonl.
     """
     table = Table(
-        title=f"{name}: what the server read in each update",
+        title=f"{markup(name)}: what the server read in each update",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
         caption="attacks: texts recovered exactly and ROUGE-L, or the share of tokens found; "
@@ -74,7 +98,8 @@ def leakage_table(
         caption_justify="left",
     )
     attacks = sorted({row.attack for row in rows})
-    headings = ("round", "client", "texts", "tokens", *attacks, "no\nupdate", "eps")
+    names = map(markup, attacks)
+    headings = ("round", "client", "texts", "tokens", *names, "no\nupdate", "eps")
     for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
     by_key: dict[Key, dict[str, LeakageRow]] = {}
@@ -112,7 +137,10 @@ def epsilon_of(key: Key, spent: Sequence[dict[str, Any]]) -> str:
 
 
 def circumstances(summary: dict[str, Any]) -> list[str]:
-    """Returns lines about what was in the way of the attacks, what it guarantees and costs."""
+    """Returns lines about what was in the way of the attacks, what it guarantees and costs.
+
+    They are text, not markup, as others wrote it.
+    """
     lines = []
     if (settings := summary.get("defenses")) is not None:
         defenses = [_settings(each) for each in settings["defense"]]
@@ -121,8 +149,8 @@ def circumstances(summary: dict[str, Any]) -> list[str]:
             for key, value in settings.items()
             if key != "defense" and value not in (None, "all")
         ]
-        lines.append(f"defenses: {escape('; '.join(defenses) or 'none')}")
-        lines.append(f"settings that act as such: {escape(', '.join(others))}")
+        lines.append(f"defenses: {'; '.join(defenses) or 'none'}")
+        lines.append(f"settings that act as such: {', '.join(others)}")
     for did in summary.get("defended", ()):
         figures = [
             f"{key.replace('_', ' ')} {value:.3g}"
@@ -174,7 +202,7 @@ def cell(row: LeakageRow | None) -> str:
     if row is None:
         return NOT_MEASURED
     if row.status != Status.RECOVERED:
-        return f"[yellow]{row.status}[/]"
+        return f"[yellow]{markup(row.status)}[/]"
     if row.rougeL is None:
         return percent(row.token_recall)
     exact = round((row.exact_match or 0) * row.batch_size)
@@ -185,18 +213,17 @@ def cell(row: LeakageRow | None) -> str:
 def summary_table(summary: dict[str, Any]) -> Table:
     """Returns a column per attack: its figures with 95 % intervals, and the controls."""
     attacks: dict[str, dict[str, Any]] = summary["attacks"]
-    few = any(of["warning"] for of in attacks.values())
     table = Table(
-        title="in all: mean and 95 % interval",
+        title="in all: mean and 95 % interval over clients",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
-        caption="* fewer than 20 texts: an example, not a rate" if few else None,
+        caption="\n".join([*map(markup, warnings(attacks.values())), INTERVALS]),
         title_justify="left",
         caption_justify="left",
     )
     table.add_column()
     for name, of in attacks.items():
-        table.add_column(name + (" *" if of["warning"] else ""), justify="right")
+        table.add_column(markup(name) + (" *" if of["warning"] else ""), justify="right")
     lines: list[tuple[str, Callable[[dict[str, Any]], str]]] = [
         ("was told", lambda of: told(of["knows"])),
         ("answers", lambda of: f"{of['status'].get(Status.RECOVERED, 0)} of {of['rows']}"),
@@ -228,6 +255,11 @@ def summary_table(summary: dict[str, Any]) -> Table:
         if set(cells) != {NOT_MEASURED}:
             table.add_row(heading, *cells)
     return table
+
+
+def warnings(summaries: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Returns why figures of attacks that are marked with a star are no rates, each reason once."""
+    return [f"* {reason}" for reason in sorted({of["warning"] for of in summaries} - {None})]
 
 
 def proved(of: dict[str, Any]) -> str:

@@ -2,6 +2,8 @@
 
 import unicodedata
 
+from rich.markup import escape
+
 _JOINERS = "\u200c\u200d"
 """Zero-width (non-)joiners: Persian, Hindi and many emoji are not right without them."""
 
@@ -16,6 +18,15 @@ def printable(text: str) -> str:
     'two\\nlines and \\x1b[31mred'
     """
     return "".join(_shown(character) for character in text)
+
+
+def markup(text: object) -> str:
+    r"""Returns a text of others as Rich markup that shows it: printable, and none of it a tag.
+
+    >>> markup("a[/]b\x1bc")
+    'a\\[/]b\\x1bc'
+    """
+    return escape(printable(str(text)))
 
 
 def _shown(character: str) -> str:

@@ -14,6 +14,7 @@ import copy
 import hashlib
 import itertools
 import json
+import logging
 import math
 import os
 import re
@@ -25,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 from rich import box
-from rich.markup import escape
 from rich.table import Table
 
 from fedleak import config, pipeline, processes
@@ -34,9 +34,12 @@ from fedleak.errors import ConfigError, FedleakError
 from fedleak.federation import run_folder
 from fedleak.pipeline import Plan, Progress
 from fedleak.reconstruction import Status
-from fedleak.report import NOT_MEASURED, decimal, interval, number
+from fedleak.report import INTERVALS, NOT_MEASURED, decimal, interval, number, warnings
+from fedleak.sanitise import markup, printable
 from fedleak.store import SCHEMA_VERSION, Run
 from fedleak.workers import Worker, devices, workers
+
+_log = logging.getLogger(__name__)
 
 LONGEST_WORD, LONGEST_NAME = 32, 200
 """Characters of one value, and of a cell's name: file systems take 255 bytes."""
@@ -176,16 +179,16 @@ def carry_out(
                 continue
             collect(sweep)
             table = cell.experiment.workers
-            if table != hired_as:  # else they go on with what they have loaded
-                hired.close()
-                hands = hired.enter_context(workers(devices(table.devices), table.time_limit))
-                hired_as = table
             try:
+                if table != hired_as:  # else they go on with what they have loaded
+                    hired.close()
+                    hands = hired.enter_context(workers(devices(table.devices), table.time_limit))
+                    hired_as = table
                 run = pipeline.open_run(plans[cell.name], sweep.run(cell).path)
                 with watch(cell.name) as report:
                     pipeline.carry_out(run, cell.experiment, report, hands)
-            except FedleakError as error:
-                failures[cell.name] = str(error)
+            except Exception as error:  # noqa: BLE001 - the others can still be done
+                failures[cell.name] = _failure(cell.name, error)
                 hired_as = None  # they may still be at work for this cell
     return failures
 
@@ -254,22 +257,20 @@ def table(collected: Mapping[str, Any]) -> Table:
     """Returns a line per cell and attack of a sweep.json."""
     axes: Mapping[str, Sequence[Any]] = collected["axes"]
     summaries = [of for row in collected["cells"] for of in row["attacks"].values()]
-    notes = []
-    if any(of["warning"] for of in summaries):
-        notes.append("* fewer than 20 texts: an example, not a rate")
+    notes = [*map(markup, warnings(summaries)), INTERVALS]
     if any(_answers(of) < of["rows"] for of in summaries):
         notes.append("answers that are missing: `fedleak score` of the cell's folder says why")
     of_cells = _cell_columns(collected)
     shown = Table(
-        title=f"{collected['name']}: mean and 95 % interval",
+        title=f"{markup(collected['name'])}: mean and 95 % interval over clients",
         box=box.SIMPLE_HEAD,
         padding=(0, 0 if of_cells else 1, 0, 0),
-        caption="\n".join(notes) or None,
+        caption="\n".join(notes),
         title_justify="left",
         caption_justify="left",
     )
     for key in axes:
-        shown.add_column(short_key(key).replace(" ", "\n"), overflow="fold")
+        shown.add_column(markup(short_key(key)).replace(" ", "\n"), overflow="fold")
     for heading in of_cells:
         shown.add_column(heading, justify="right", no_wrap=True)
     shown.add_column("attack", overflow="fold")
@@ -278,10 +279,10 @@ def table(collected: Mapping[str, Any]) -> Table:
     for heading in ("no\nupdate", "tokens\nfound,\n%", "seconds"):
         shown.add_column(heading, justify="right", no_wrap=True)
     for row in collected["cells"]:
-        values = [escape(said(row["values"][key])) for key in axes]
+        values = [markup(said(row["values"][key])) for key in axes]
         values += [show(row) for show in of_cells.values()]
         if not row["attacks"]:
-            shown.add_row(*values, f"[yellow]{row['status']}[/]")
+            shown.add_row(*values, f"[yellow]{markup(row['status'])}[/]")
         for i, (name, of) in enumerate(row["attacks"].items()):
             shown.add_row(
                 *(values if i == 0 else [""] * len(values)),
@@ -309,14 +310,16 @@ def said(value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(map(said, value)) or "none"
     if isinstance(value, dict):
-        settings = (f"{key}={said(each)}" for key, each in value.items() if key != "kind")
+        settings = (
+            f"{printable(key)}={said(each)}" for key, each in value.items() if key != "kind"
+        )
         return " ".join([*([said(value["kind"])] if "kind" in value else []), *settings])
-    return str(value)
+    return printable(str(value))
 
 
 def short_key(key: str) -> str:
     """Returns what a dotted key is called where there is little room."""
-    return key.rpartition(".")[2].replace("_", " ")
+    return printable(key.rpartition(".")[2].replace("_", " "))
 
 
 def utility(row: Mapping[str, Any], measure: str, of: str = "utility") -> float | None:
@@ -345,9 +348,17 @@ def _carry_out_alone(plan: Plan, path: Path, jobs: int, place: int) -> str | Non
         run = pipeline.open_run(plan, path)
         with workers(share(devices(table.devices), jobs, place), table.time_limit) as hands:
             pipeline.carry_out(run, plan.experiment, on=hands)
-    except FedleakError as error:
-        return str(error)
+    except Exception as error:  # noqa: BLE001 - the others can still be done
+        return _failure(path.name, error)
     return None
+
+
+def _failure(cell: str, error: Exception) -> str:
+    """Returns why a cell failed; where that is not the user's to mend, the log has the rest."""
+    if isinstance(error, FedleakError):
+        return str(error)
+    _log.error("cell %s failed", cell, exc_info=error)
+    return f"{type(error).__name__}: {error}"
 
 
 def _axes(found: Any, inside: str = "sweep") -> dict[str, list[Any]]:
@@ -445,12 +456,12 @@ def _digits(value: float | str | None) -> str:
     """Returns three significant digits, or a word."""
     if value is None:
         return NOT_MEASURED
-    return value if isinstance(value, str) else f"{value:.3g}"
+    return markup(value) if isinstance(value, str) else f"{value:.3g}"
 
 
 def _attack(name: str, of: Mapping[str, Any]) -> str:
     """Returns an attack's name, with a mark for few texts, and its answers if some are missing."""
-    text = escape(name) + (" *" if of["warning"] else "")
+    text = markup(name) + (" *" if of["warning"] else "")
     if _answers(of) == of["rows"]:
         return text
     return f"{text} [yellow]{_answers(of)} of {of['rows']}[/]"

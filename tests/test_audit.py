@@ -20,7 +20,7 @@ from fedleak.metrics.rouge import rouge
 from fedleak.models import CLASSIFICATION, ModelSpec
 from fedleak.observation import ClientUpdate, Knowledge, ThreatModel, UpdateKind
 from fedleak.reconstruction import Reconstruction, Status
-from fedleak.store import Capture, Key, Run
+from fedleak.store import EVERYONE, Capture, Key, Run
 from fedleak.truth import GroundTruth
 from fedleak.workers import Job
 from fedleak.workers import row as line_of
@@ -386,6 +386,62 @@ def test_the_smallest_margin_is_that_of_sequences_that_were_proved(make, sequenc
     )  # fmt: skip
     assert [row.margin for row in rows] == [40.0, 70.0, None, None, None]
     assert summary["margin"] == 40.0
+
+
+def test_texts_of_one_client_are_no_sample_of_clients(make, sequences):
+    """Wilson's interval of these 24 texts would begin at 86, that of 4 clients at 40."""
+    keys = [Key(r, c) for r in (1, 2, 3) for c in range(4)]
+    truths = [truth_of(*key, sequences[:2]) for key in keys]
+    right = {"longest_sequence": max(map(len, sequences[:2]))}
+    run = make(truths, [answer_of(*key, sequences[:2], facts=right) for key in keys])
+    score_run(run)
+    summary = run.read_json("summary.json")["attacks"]["dager"]
+    shares = [summary["exact_match"], summary["token_recall"], summary["facts"]["longest_sequence"]]
+    scores = [{k: v / 100 for k, v in summary[f"rouge{n}"].items()} for n in "12L"]
+    for figure in (*shares, *scores):
+        assert (figure["mean"], figure["high"]) == (1.0, 1.0)
+        assert figure["low"] == pytest.approx(0.025**0.25, abs=0.02)
+    assert summary["guess_rougeL"]["low"] < summary["guess_rougeL"]["mean"] < 40
+    assert summary["guess_rougeL"]["high"] > 40
+
+
+def test_texts_exact_are_weighed_by_their_batches(make, sequences):
+    truths = [truth_of(1, 0, sequences[:3]), truth_of(1, 1, sequences[3:4])]
+    run = make(truths, [answer_of(1, 0, sequences[:3]), answer_of(1, 1, sequences[:1])])
+    score_run(run)
+    assert run.read_json("summary.json")["attacks"]["dager"]["exact_match"]["mean"] == 0.75
+
+
+@pytest.mark.parametrize(
+    ("clients", "size", "warning"),
+    [
+        ([0], 30, "one client"),
+        ([EVERYONE], 30, "one group of clients"),
+        (range(9), 3, "fewer than 10 clients"),
+        (range(10), 1, "fewer than 20 texts"),
+        (range(9), 1, "fewer than 10 clients and fewer than 20 texts"),
+        (range(10), 2, None),
+    ],
+)
+def test_few_clients_and_few_texts_are_examples(make, sequences, clients, size, warning):
+    truths = [truth_of(1, client, sequences[:size]) for client in clients if client != EVERYONE]
+    truths = truths or [truth_of(1, client, sequences[:15]) for client in (0, 1)]
+    answers = [answer_of(1, client, tokens=[50, 51]) for client in clients]
+    answers.append(answer_of(1, truths[0].client, attack="silent", status="abstained"))
+    run = make(truths, answers)
+    score_run(run)
+    of = run.read_json("summary.json")["attacks"]
+    assert of["dager"]["warning"] == (warning and f"{warning}: an example, not a rate")
+    assert of["silent"]["warning"] is None
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(report.summary_table({"attacks": of}))
+    text = console.export_text()
+    assert ("dager *" in text, f"* {warning}" in " ".join(text.split())) == (
+        bool(warning),
+        bool(warning),
+    )
+    assert "silent *" not in text
+    assert "interval over clients" in text
 
 
 def test_budgets_and_candidates_are_summed_up_over_the_rows_that_tell(make, sequences):

@@ -289,6 +289,23 @@ def test_what_was_done_to_an_update_is_measured():
     }
 
 
+def test_what_was_done_is_measured_as_on_whole_copies():
+    generator = torch.Generator().manual_seed(2)
+    before = ClientUpdate(
+        UpdateKind.GRADIENT,
+        {str(i): torch.randn(50, i, generator=generator) * 10.0**-i for i in range(1, 6)},
+        1,
+    )
+    after = done(Prune(fraction=0.4), before)
+    whole, other = flat(before).double(), flat(after).double()
+    assert measured(before, after) == {
+        "norm_before": pytest.approx(float(whole.norm()), rel=1e-12),
+        "norm_after": pytest.approx(float(other.norm()), rel=1e-12),
+        "change_norm": pytest.approx(float((other - whole).norm()), rel=1e-12),
+        "zeroed": 0.4,
+    }
+
+
 # --- each by itself -------------------------------------------------------------------------
 
 
@@ -402,6 +419,23 @@ def test_pruning_keeps_exactly_the_largest_of_the_whole_update(data, fraction):
     found = flat(done(Prune(fraction=fraction), of(*pieces))).tolist()
     kept = set(sorted(sizes, reverse=True)[: len(sizes) - round(fraction * len(sizes))])
     assert found == [x if abs(x) in kept else 0.0 for x in signed]
+
+
+@given(
+    st.lists(st.lists(st.sampled_from([-2.0, -1.0, 0.0, 1.0, math.inf, math.nan]), min_size=1)),
+    st.floats(0.01, 0.99),
+)
+def test_pruning_is_what_sorting_all_gives_also_of_equal_numbers(pieces, fraction):
+    update = of(*pieces, [1.0])
+    values = flat(update)
+    order = sorted(
+        range(len(values)),
+        key=lambda i: math.inf if values[i].isnan() else float(values[i].abs()),
+    )
+    expected = values.clone()
+    expected[order[: round(fraction * len(values))]] = 0.0
+    found = flat(done(Prune(fraction=fraction), update))
+    assert torch.equal(found.nan_to_num(nan=7.0), expected.nan_to_num(nan=7.0))
 
 
 def test_of_numbers_of_one_size_pruning_drops_its_fraction_all_the_same():

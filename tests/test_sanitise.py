@@ -1,11 +1,22 @@
 """Text of others reaches no terminal as something to obey."""
 
 import doctest
+import io
+import re
+import xml.etree.ElementTree as ET
+from dataclasses import replace
 
 import pytest
+from rich.console import Console
+from rich.text import Text
 
-from fedleak import sanitise
-from fedleak.sanitise import printable
+from fedleak import figures, sanitise, sweep
+from fedleak.audit import LeakageRow, Pair, Scored
+from fedleak.cli import mended
+from fedleak.errors import FedleakError
+from fedleak.report import print_run
+from fedleak.sanitise import markup, printable
+from fedleak.store import Run
 
 C0_AND_C1 = [chr(i) for i in [*range(0x20), *range(0x7F, 0xA0)]]
 BIDI = list("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
@@ -45,3 +56,164 @@ def test_texts_of_all_scripts_stay_as_they_are() -> None:
 
 def test_its_example_is_right() -> None:
     assert doctest.testmod(sanitise).failed == 0
+
+
+@pytest.mark.parametrize("text", ["a[/]b", "[bold]x", "\\[/]", "a\\", "[a]\\[/a]\\"])
+def test_no_text_is_a_tag(text: str) -> None:
+    assert Text.from_markup(f"[red]{markup(text)}[/]").plain == text
+
+
+# --- what others wrote ----------------------------------------------------------------------
+
+MARKUP = ["a[/]b", "[bold]", "[link=http://example.org]x[/link]", "\\[/]", "a\\", ":skull:", "<&>'"]
+HOSTILE = " ".join([*C0_AND_C1, *BIDI, *BREAKS, *ANSI, *MARKUP])
+TRUTH, ANSWER = f"true {HOSTILE} words", f"read {HOSTILE} words"
+MEAN = {"mean": 50.0, "low": 10.0, "high": 90.0}
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def row(**values):
+    fields = dict.fromkeys(LeakageRow.__dataclass_fields__)
+    numbers = {"round": 1, "client": 0, "batch_size": 2, "num_tokens": 9, "rougeL": 50.0}
+    return LeakageRow(**fields | numbers | {"attack": "dager", "status": "recovered"} | values)
+
+
+def summary_of(warning=None):
+    figures = ("exact_match", "rouge1", "rouge2", "rougeL", "token_recall", "token_precision")
+    controls = [f"{a}_{b}" for a in ("control", "guess") for b in ("rougeL", "token_recall")]
+    return {
+        "rows": 2, "status": {"recovered": 1}, "verified": 0, "knows": [], "facts": {},
+        "budget": None, "candidates": {HOSTILE: 2.0}, "margin": None, "seconds": 1.0,
+        "seconds_per_update": 0.5, "warning": warning,
+        **dict.fromkeys([*figures, *controls], MEAN),
+    }  # fmt: skip
+
+
+@pytest.fixture
+def hostile(tmp_path):
+    """A run in which everything that others can write is hostile, and its scores."""
+    run = Run(tmp_path / "a[/]b")
+    run.write_json(
+        "summary.json",
+        {
+            "name": HOSTILE,
+            "attacks": {HOSTILE: summary_of(HOSTILE), "dager": summary_of()},
+            "defenses": {"defense": [{"kind": HOSTILE, HOSTILE: HOSTILE}], "share": [HOSTILE]},
+            "defended": [{"defense": 0, "kind": HOSTILE, "clipped": 0.5}],
+            "privacy": {
+                "epsilon": 1.0,
+                "delta": 1e-5,
+                "noise_multiplier": 1.0,
+                "unit": HOSTILE,
+                "neighbouring": HOSTILE,
+                "accountant": HOSTILE,
+            },
+            "utility": {"round": 1, HOSTILE: 0.5},
+            "notes": [],
+        },
+    )
+    recovered = Scored(row(attack=HOSTILE), (Pair(TRUTH, ANSWER, 100.0),))
+    failed = row(attack=HOSTILE, status=HOSTILE, reason=HOSTILE, client=1)
+    return run, [recovered, Scored(failed, ())]
+
+
+def without_colours(text: str) -> str:
+    """Returns a text without those that Rich adds."""
+    return re.sub("\x1b\\[[0-9;]*m", "", text)
+
+
+def assert_inert(text: str) -> None:
+    assert [c for c in without_colours(text) if c != "\n" and not c.isprintable()] == []
+
+
+@pytest.mark.parametrize("file", [Terminal, io.StringIO])
+@pytest.mark.parametrize("width", [40, 10_000])
+def test_what_others_wrote_is_inert_in_a_report(hostile, file, width):
+    run, scored = hostile
+    console = Console(file=file(), width=width, emoji=False)
+    print_run(run, scored, console, texts=True)
+    text = console.file.getvalue()
+    assert_inert(text)
+    if width > 40:
+        plain = without_colours(text)
+        for words in (r"true \x00 \x01", r"read \x00", r"\x1bc", "a[/]b", "[link=", ":skull:"):
+            assert words in plain
+
+
+def cells_of(*values, name="grid"):
+    rows = [
+        {
+            "values": {f"table.{HOSTILE}": value, "seed": HOSTILE},
+            "status": "finished",
+            "attacks": {HOSTILE: summary_of(HOSTILE), "b": summary_of() | {"rougeL": None}},
+            "utility": {"round": 1, "mcc": 0.5},
+            "privacy": {"epsilon": epsilon, "noise_multiplier": HOSTILE},
+        }
+        for value, epsilon in zip(values, (HOSTILE, 1.0, 2.0), strict=False)
+    ]
+    rows.append({"values": rows[0]["values"] | {"seed": 2}, "status": HOSTILE, "attacks": {}})
+    axes = {f"table.{HOSTILE}": list(values), "seed": [HOSTILE, 2]}
+    return {"name": name, "axes": axes, "cells": rows}
+
+
+def test_what_others_wrote_is_inert_in_the_table_of_a_sweep():
+    found = cells_of(HOSTILE, [{"kind": HOSTILE, HOSTILE: HOSTILE}], name=HOSTILE)
+    for file in (Terminal(), io.StringIO()):
+        Console(file=file, width=200, emoji=False).print(sweep.table(found))
+        assert_inert(file.getvalue())
+
+
+def test_what_others_wrote_is_inert_in_drawings(tmp_path):
+    found = cells_of(HOSTILE, [{"kind": HOSTILE, HOSTILE: HOSTILE}], 3)
+    figures.draw(found, tmp_path / "sweep.svg")
+    figures.draw_tradeoff(found, tmp_path / "tradeoff.svg")
+    for name in ("sweep.svg", "tradeoff.svg"):
+        text = (tmp_path / name).read_text(encoding="utf-8")
+        assert_inert(text)
+        words = "".join(ET.fromstring(text).itertext())  # else it is no XML
+        assert r"\x1bc" in words
+        assert "a[/]b" in words
+
+
+def test_what_a_client_wrote_is_inert_in_an_error(capsys):
+    with pytest.raises(BaseException), mended():  # noqa: B017, PT011 - Typer's own way out
+        raise FedleakError(f"client 1 failed: {HOSTILE}")
+    said = capsys.readouterr().err
+    assert_inert(said)
+    assert said.count("\n") == 1
+
+
+# --- private texts --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("file", "texts", "shown"),
+    [
+        (Terminal, False, True),
+        (Terminal, True, True),
+        (io.StringIO, False, False),
+        (io.StringIO, True, True),
+    ],
+)
+def test_private_texts_are_for_a_terminal_or_those_who_ask(
+    hostile, file, texts, shown, monkeypatch
+):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # which has Rich take a pipe for a terminal
+    run, scored = hostile
+    pair = Pair("the secret of lars", "the secret of lars", 100.0)
+    console = Console(file=file(), width=200)
+    print_run(run, [replace(scored[0], pairs=(pair,)), scored[1]], console, texts=texts)
+    text = without_colours(console.file.getvalue())
+    assert ("secret" in text) == shown
+    assert (f"fedleak score {run.path} --texts" in text) != shown
+
+
+def test_nothing_is_said_of_texts_where_none_was_read(hostile):
+    run, scored = hostile
+    console = Console(file=io.StringIO(), width=200)
+    print_run(run, [replace(scored[0], pairs=()), scored[1]], console)
+    assert "--texts" not in console.file.getvalue()

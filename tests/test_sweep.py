@@ -3,6 +3,7 @@
 import io
 import itertools
 import json
+import math
 import os
 import re
 import signal
@@ -272,6 +273,36 @@ def test_a_cell_that_fails_is_named_and_the_others_are_done(write, here, jobs):
     assert [row["status"] for row in read(folder / "sweep.json")["cells"]] == ["finished"] * 2
 
 
+@pytest.mark.parametrize("jobs", ["1", "2"])
+def test_a_cell_that_breaks_is_named_and_the_others_are_done(
+    write, here, jobs, caplog, monkeypatch
+):
+    """Also where the fault is none that fedleak foresees."""
+    write(SWEEP)
+    train = sweep.pipeline.carry_out
+
+    def carry_out(run, *arguments, **more):
+        if run.path.name == CELLS[0]:
+            raise MemoryError("no room")
+        return train(run, *arguments, **more)
+
+    def side_by_side(calls, at_once, started, ended):  # here, so that the patch counts
+        for name, one in calls.items():
+            started(name)
+            ended(name, one(0))
+
+    monkeypatch.setattr(sweep.pipeline, "carry_out", carry_out)
+    monkeypatch.setattr(processes, "side_by_side", side_by_side)
+    status, _, errors = call("sweep", "grid.toml", "--jobs", jobs)
+    assert status == 1
+    assert f"1 of 2 cells failed (cell '{CELLS[0]}': MemoryError: no room)" in errors
+    rows = read(here / "runs" / "grid" / "sweep.json")["cells"]
+    assert [sorted(row["attacks"]) for row in rows] == [[], ["probes"]]
+    [record] = [record for record in caplog.records if record.name == "fedleak.sweep"]
+    assert record.exc_info is not None
+    assert CELLS[0] in record.getMessage()
+
+
 def results(folder: Path) -> dict[str, Any]:
     """Returns what a cell found out, without what a clock or a device wrote."""
     names = ("reconstructions.jsonl", "leakage.jsonl", "utility.jsonl")
@@ -495,6 +526,45 @@ def test_a_line_per_attack_and_combination_and_a_panel_per_measured_figure(tmp_p
 )
 def test_the_x_axis_suits_the_values(values, scale):
     assert figures._across(values).scale == scale
+
+
+def panels_of(monkeypatch, found: dict[str, Any], path: Path) -> list[Any]:
+    """Draws a sweep.json and returns the panels."""
+    kept: list[Any] = []
+    monkeypatch.setattr(figures, "_legend", kept.append)
+    figures.draw(found, path / "sweep.svg")
+    return list(kept[0].axes)
+
+
+def test_no_line_runs_through_a_cell_without_an_answer(tmp_path, monkeypatch):
+    found = collected({"federation.batch_size": [1, 2, 4, 8]})
+    for summary in found["cells"][1]["attacks"].values():
+        summary |= dict.fromkeys(("exact_match", "rougeL", "token_recall"))
+    found["cells"][3]["attacks"] = {}  # not finished: nothing is known of an answer
+    exact, *_ = panels_of(monkeypatch, found, tmp_path)
+    line, _, _ = exact.containers[0].lines
+    assert list(line.get_xdata()) == [1, 2, 4, 8]
+    assert [math.isnan(y) for y in line.get_ydata()] == [False, True, False, True]
+    assert line.get_linestyle() == "-"
+    [silent] = [each for each in exact.lines if each.get_label() == "no answer"]
+    assert (list(silent.get_xdata()), list(silent.get_ydata())) == ([2], [figures.NOWHERE])
+    assert silent.get_linestyle() == "None"
+
+
+def test_between_two_defenses_there_is_no_line(tmp_path, monkeypatch):
+    found = collected({"defense": [[], NOISE, [{"kind": "sign"}]]})
+    for panel in panels_of(monkeypatch, found, tmp_path):
+        assert {line.get_linestyle() for line in panel.lines} == {"None"}
+        places = [tuple(bars.lines[0].get_xdata()) for bars in panel.containers]
+        assert len(set(places)) == len(places)  # one beside the other
+
+
+def test_words_below_the_axis_do_not_overlap(tmp_path, monkeypatch):
+    kinds = ("dp_sgd", "local_dp", "gaussian_noise", "laplace_noise")
+    defenses = [[], *([{"kind": kind, "noise_multiplier": 1.0, "max_norm": 0.5}] for kind in kinds)]
+    for panel in panels_of(monkeypatch, collected({"defense": defenses}), tmp_path):
+        boxes = [label.get_window_extent() for label in panel.get_xticklabels()]
+        assert not [pair for pair in itertools.combinations(boxes, 2) if pair[0].overlaps(pair[1])]
 
 
 def test_nothing_measured_is_no_figure(tmp_path):

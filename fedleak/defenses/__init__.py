@@ -7,6 +7,7 @@ never changes those it got. Its fields carry their bounds as `Annotated[float, F
 first line of its docstring is what `fedleak list` prints.
 """
 
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -106,16 +107,14 @@ def measured(before: ClientUpdate, after: ClientUpdate) -> dict[str, float]:
 
     `change_norm` is that of what it took away or added: of noise, the noise.
     """
-    pairs = [(before.tensors[n].double(), after.tensors[n].double()) for n in after.tensors]
-    numbers = sum(one.numel() for one, _ in pairs)
-    zeroed = sum(int(((other == 0) & (one != 0)).sum()) for one, other in pairs)
-
-    def norm(each: Sequence[torch.Tensor]) -> float:
-        return float(torch.stack([value.norm() for value in each]).norm())
-
-    return {
-        "norm_before": norm([one for one, _ in pairs]),
-        "norm_after": norm([other for _, other in pairs]),
-        "change_norm": norm([other - one for one, other in pairs]),
-        "zeroed": zeroed / numbers,
-    }
+    squares = dict.fromkeys(("norm_before", "norm_after", "change_norm"), 0.0)
+    zeroed = numbers = 0
+    for name, other in after.tensors.items():
+        one = before.tensors[name]
+        for key, value in zip(squares, (one, other, other.double() - one), strict=True):
+            # One tensor at a time: a float64 copy of a whole model is gigabytes.
+            squares[key] += float(value.double().norm()) ** 2
+        zeroed += int(((other == 0) & (one != 0)).sum())
+        numbers += one.numel()
+    norms = {key: math.sqrt(square) for key, square in squares.items()}
+    return norms | {"zeroed": zeroed / numbers}

@@ -23,13 +23,18 @@ class Prune(Defense):
 
     def __call__(self, update: ClientUpdate, *, rng: torch.Generator) -> ClientUpdate:
         """Returns the update with the largest numbers alone."""
-        sizes = torch.cat([value.abs().double().flatten() for value in update.tensors.values()])
-        dropped = round(self.fraction * len(sizes))
-        keep = torch.ones(len(sizes), dtype=torch.bool, device=sizes.device)
-        keep[sizes.argsort(stable=True)[:dropped]] = False
-        parts = torch.split(keep, [value.numel() for value in update.tensors.values()])
+        dropped = round(self.fraction * sum(each.numel() for each in update.tensors.values()))
+        if not dropped:
+            return update
+        sizes = torch.cat([value.abs().flatten() for value in update.tensors.values()])
+        sizes[sizes.isnan()] = torch.inf  # what is no number is not near to zero
+        last = sizes.kthvalue(dropped).values
+        drop = sizes < last
+        # Of equal ones those that come first, until they are enough.
+        drop[(sizes == last).nonzero()[: dropped - int(drop.sum()), 0]] = True
+        parts = torch.split(drop, [value.numel() for value in update.tensors.values()])
         pruned = {
-            name: value.masked_fill(~part.view(value.shape), 0)
+            name: value.masked_fill(part.view(value.shape), 0)
             for (name, value), part in zip(update.tensors.items(), parts, strict=True)
         }
         return replace(update, tensors=pruned)

@@ -1,11 +1,20 @@
-"""How certain a figure is: 95 % intervals."""
+"""How certain a figure is: 95 % intervals.
+
+Texts of one client are not independent: not those of a batch, nor those of its other rounds. What
+is independent is the client, so a client is a cluster, and the estimand of `clustered_mean` is the
+mean over texts (or updates) of *other clients like these*. Texts that all go one way say little if
+they are of one client, however many they are.
+"""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-RESAMPLES = 2000
+FEWEST_DRAWS, MOST_DRAWS, NUMBERS = 1_000, 10_000, 4_000_000
+"""Random weightings of the clusters that an end is a quantile of; fewer if there are many."""
+
+SEED = 0
 
 
 class Interval(NamedTuple):
@@ -17,26 +26,49 @@ class Interval(NamedTuple):
 
 
 def share(successes: int, trials: int) -> Interval:
-    """Returns a share with its Wilson interval, which is not empty at 0 or 100 % either."""
-    from scipy.stats import binomtest  # here, because it takes a second
+    """Returns a share of *independent* trials with its Wilson interval."""
+    from scipy.stats import binomtest  # half a second, and a run has no independent trials
 
     interval = binomtest(successes, trials).proportion_ci(0.95, method="wilson")
     return Interval(successes / trials, float(interval.low), float(interval.high))
 
 
-def clustered_mean(values: Sequence[float], clusters: Sequence[int], *, seed: int = 0) -> Interval:
-    """Returns a mean with its bootstrap interval, drawing whole clusters.
+def clustered_mean(
+    values: Sequence[float],
+    clusters: Sequence[int],
+    weights: Sequence[float] | None = None,
+    *,
+    most: float,
+) -> Interval:
+    """Returns a mean of bounded values with an interval that holds at the bounds too.
 
-    Values of one cluster (a client) are not independent, so clusters are drawn, not values
-    (Cameron, Gelbach and Miller 2008). With one cluster, values are.
+    It is Gaffke's (2005; see Phan, Thomas and Learned-Miller, ICML 2021): the clusters are weighted
+    at random, beside one more that nobody has seen, which is 0 for the lower end and `most` for the
+    upper one. So it is never of zero width. Where clusters are all or nothing, it is Clopper and
+    Pearson's (1934) and holds exactly; else it is narrower, the more alike they are, and that it
+    holds is a conjecture to which no exception is known.
+
+    Args:
+        values: From 0 to `most`; at least one.
+        clusters: The cluster of each value.
+        weights: How much each value counts, such as the texts that it is the mean of; left out:
+            all alike.
+        most: The largest value there can be.
     """
-    if len(set(clusters)) < 2:
-        clusters = range(len(values))
-    labels = sorted(set(clusters))
-    array, of = np.asarray(values, float), np.asarray(clusters)
-    sums = np.array([array[of == label].sum() for label in labels])
-    sizes = np.array([(of == label).sum() for label in labels])
-    draws = np.random.default_rng(seed).integers(len(labels), size=(RESAMPLES, len(labels)))
-    means = sums[draws].sum(1) / sizes[draws].sum(1)
-    low, high = np.quantile(means, [0.025, 0.975])
-    return Interval(float(array.mean()), float(low), float(high))
+    counted = np.ones(len(values)) if weights is None else np.asarray(weights, float)
+    of = np.unique(np.asarray(clusters), return_inverse=True)[1]
+    sizes = np.bincount(of, counted)
+    sums = np.bincount(of, counted * np.asarray(values, float))
+    mean = float(sums.sum() / sizes.sum())
+    # In the place of the unseen cluster: as large as the largest, so that none could weigh more.
+    sizes, lowest, highest = (
+        np.append(each, one)
+        for each, one in ((sizes, sizes.max()), (sums, 0.0), (sums, most * sizes.max()))
+    )
+    count = min(MOST_DRAWS, max(FEWEST_DRAWS, NUMBERS // len(sizes)))
+    # In proportion to Dirichlet's.
+    draws = np.random.default_rng(SEED).standard_exponential((count, len(sizes)))
+    low = np.quantile(draws @ lowest / (draws @ sizes), 0.025)
+    high = np.quantile(draws @ highest / (draws @ sizes), 0.975)
+    # Rounding must not put the mean, or a bound, outside.
+    return Interval(mean, min(float(low), mean), min(max(float(high), mean), most))

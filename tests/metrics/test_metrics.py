@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy.stats import beta
 
 from fedleak.metrics import intervals
 from fedleak.metrics.matching import assign
@@ -121,38 +122,114 @@ def test_wilson_intervals_are_the_published_ones(successes, trials, low, high):
     assert found == pytest.approx((successes / trials, low, high), abs=5e-5)
 
 
-def test_one_value_per_cluster_gives_the_interval_of_the_mean():
-    values = np.random.default_rng(5).normal(3.0, 2.0, 400)
-    found = intervals.clustered_mean(values, range(400))
-    half = 1.96 * values.std() / math.sqrt(400)
+def clopper_pearson(successes, trials):
+    """From the quantiles of the beta distribution (Clopper and Pearson 1934)."""
+    low = beta.ppf(0.025, successes, trials - successes + 1) if successes else 0.0
+    high = beta.ppf(0.975, successes + 1, trials - successes) if successes < trials else 1.0
+    return successes / trials, low, high
+
+
+@pytest.mark.parametrize(
+    ("successes", "trials"), [(0, 1), (1, 1), (0, 12), (12, 12), (4, 4), (3, 20), (81, 263)]
+)
+def test_of_clusters_that_are_all_or_nothing_the_interval_is_the_exact_one(successes, trials):
+    values = [100.0] * successes + [0.0] * (trials - successes)
+    for texts in (1, 3):
+        found = intervals.clustered_mean(
+            np.repeat(values, texts), np.repeat(range(trials), texts), most=100.0
+        )
+        exact = np.multiply(clopper_pearson(successes, trials), 100)
+        assert found == pytest.approx(exact, abs=1.0)  # the quantile of so many draws
+    # A batch is worth as many texts as it has, and still one client.
+    weighted = intervals.clustered_mean(values, range(trials), [7] * trials, most=100.0)
+    assert weighted == pytest.approx(found)
+
+
+def test_of_many_clients_it_is_the_interval_of_any_mean():
+    values = np.random.default_rng(5).uniform(0, 1, 4000)
+    found = intervals.clustered_mean(values, range(4000), most=1.0)
+    half = 1.96 * values.std() / math.sqrt(4000)
     assert found.mean == pytest.approx(values.mean())
-    # The quantile of 2000 draws has a relative error of about 3 %.
-    assert found.high - found.mean == pytest.approx(half, rel=0.12)
-    assert found.mean - found.low == pytest.approx(half, rel=0.12)
+    assert found.high - found.mean == pytest.approx(half, rel=0.15)
+    assert found.mean - found.low == pytest.approx(half, rel=0.15)
+
+
+@pytest.mark.parametrize("value", [0.0, 37.5, 100.0])
+@pytest.mark.parametrize("clients", [1, 2, 12, 500])
+def test_no_interval_has_zero_width_nor_leaves_the_bounds(value, clients):
+    found = intervals.clustered_mean([value] * clients, range(clients), most=100.0)
+    assert 0 <= found.low <= found.mean == value <= found.high <= 100
+    assert found.high - found.low > 300 / (clients + 3)  # the rule of three, about
+
+
+def test_what_is_alike_is_surer_than_what_is_not():
+    alike = intervals.clustered_mean([49.0, 51.0] * 10, range(20), most=100.0)
+    unlike = intervals.clustered_mean([0.0, 100.0] * 10, range(20), most=100.0)
+    assert alike.high - alike.low < 0.5 * (unlike.high - unlike.low)
 
 
 def test_repeating_a_client_s_value_makes_nothing_surer():
-    values = np.random.default_rng(6).normal(0.0, 1.0, 30)
-    once = intervals.clustered_mean(values, range(30))
-    often = intervals.clustered_mean(np.repeat(values, 9), np.repeat(range(30), 9))
-    alone = intervals.clustered_mean(np.repeat(values, 9), range(270))
+    values = np.random.default_rng(6).uniform(0.0, 1.0, 30)
+    once = intervals.clustered_mean(values, range(30), most=1.0)
+    often = intervals.clustered_mean(np.repeat(values, 9), np.repeat(range(30), 9), most=1.0)
+    alone = intervals.clustered_mean(np.repeat(values, 9), range(270), most=1.0)
     assert often == pytest.approx(once)
     assert alone.high - alone.low < 0.5 * (often.high - often.low)
 
 
-def test_one_client_alone_is_drawn_by_value():
-    values = [1.0, 2.0, 6.0, 7.0]
-    one, own = intervals.clustered_mean(values, [3] * 4), intervals.clustered_mean(values, range(4))
-    assert one == own
-    assert one.low < one.mean == 4.0 < one.high
-    assert intervals.clustered_mean([5.0], [0]) == (5.0, 5.0, 5.0)
-
-
 def test_large_clients_count_as_much_as_they_are():
     clusters = [c for c in range(40) for _ in range(9 if c % 2 else 1)]
-    found = intervals.clustered_mean([float(c % 2) for c in clusters], clusters)
+    found = intervals.clustered_mean([float(c % 2) for c in clusters], clusters, most=1.0)
     assert found.mean == 0.9
-    assert 0.75 < found.low < 0.9 < found.high < 1.0
+    assert 0.7 < found.low < 0.9 < found.high < 1.0
+    batches = intervals.clustered_mean([0.0, 1.0] * 20, range(40), [1, 9] * 20, most=1.0)
+    assert batches == pytest.approx(found)
+
+
+def test_the_same_values_have_the_same_interval():
+    values = np.random.default_rng(7).uniform(0, 1, 9)
+    found = [intervals.clustered_mean(values, range(9), most=1.0) for _ in range(2)]
+    assert found[0] == found[1]
+
+
+def leaked_texts(rate, alike, shape, rng):
+    """Whether each text leaks, [clients, rounds, texts], of clients drawn at random.
+
+    A client has a rate of its own, a beta variable with that mean, and each of its batches one
+    around the client's; `alike` is the correlation at both levels: 1 is all of a client or none.
+    """
+
+    def around(means):
+        if alike == 1 or rate in (0, 1):
+            return (rng.random(means.shape) < means).astype(float)
+        certain = np.clip(means, 1e-6, 1 - 1e-6)
+        return rng.beta(certain * (1 / alike - 1), (1 - certain) * (1 / alike - 1))
+
+    clients, rounds, _ = shape
+    of_client = around(np.full((clients, 1, 1), rate))
+    of_batch = around(np.broadcast_to(of_client, (clients, rounds, 1)))
+    return rng.random(shape) < np.broadcast_to(of_batch, shape)
+
+
+@pytest.mark.parametrize("alike", [0.3, 0.9, 1])
+@pytest.mark.parametrize("shape", [(4, 3, 2), (12, 1, 4), (20, 1, 1)], ids=str)
+@pytest.mark.parametrize("rate", [0, 0.5, 0.98, 1])
+def test_intervals_cover_the_rate_of_correlated_batches(monkeypatch, rate, shape, alike):
+    """Nominal 95 %; of shares of texts, and of scores from 0 to 100 that a leak makes 100."""
+    monkeypatch.setattr(intervals, "MOST_DRAWS", 1000)
+    rng, runs, covered = np.random.default_rng(8), 200, np.zeros(2)
+    clients = np.repeat(range(shape[0]), shape[1])
+    for _ in range(runs):
+        leaked = leaked_texts(rate, alike, shape, rng)
+        scores = np.where(leaked, 100, 100 * rng.beta(2, 8, shape))  # else by chance 20
+        for i, (values, most, true) in enumerate(
+            [(leaked, 1.0, rate), (scores, 100.0, 100 * rate + 20 * (1 - rate))]
+        ):
+            found = intervals.clustered_mean(
+                values.mean(-1).ravel(), clients, [shape[2]] * len(clients), most=most
+            )
+            covered[i] += found.low <= true <= found.high
+    assert (covered / runs >= 0.93).all()
 
 
 # --- utility --------------------------------------------------------------------------------
