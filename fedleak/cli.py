@@ -257,9 +257,10 @@ def list_() -> None:
     """Name the attacks, defenses, models and data sets there are."""
     from fedleak import attacks, data, defenses, models
     from fedleak.models import builtin
+    from fedleak.plugins import discover
 
     def first_line(thing: object) -> str:
-        return (thing.__doc__ or "").strip().splitlines()[0]
+        return escape(printable((thing.__doc__ or "").strip().partition("\n")[0]))
 
     kinds = {
         "attacks": {kind: first_line(cls) for kind, cls in attacks.kinds().items()},
@@ -270,6 +271,9 @@ def list_() -> None:
         | {name: known.about for name, known in data.HUB.items()}
         | {"HUB ID or FILE": "any hub data set; a csv, tsv, jsonl or parquet file"},
     }
+    found = (discover(attacks), discover(defenses), discover(models, "model_type"))
+    if broken := {name: reason for each in found for name, reason in each.broken.items()}:
+        kinds["cannot be used"] = {name: escape(reason) for name, reason in broken.items()}
     table = Table(show_header=False, box=None, pad_edge=False)
     for heading, lines in kinds.items():
         table.add_row(f"[bold]{heading}[/]")

@@ -399,6 +399,7 @@ def test_a_worker_leaves_ctrl_c_to_the_command_from_its_first_moment(tmp_path):
 # --- what is shown --------------------------------------------------------------------------------
 
 PRIVATE = "[red]the [/] patient\x1b[2J\nsaid"
+SHOWN = r"[red]the [/] patient\x1b[2J\nsaid"
 DOING = UnderWay(
     "lamp", 2, (0, 3), {0: Progress(5, 90, 0.1234, PRIVATE), 3: Progress(6, 90, 7e-5, "so")}
 )
@@ -407,7 +408,11 @@ DOING = UnderWay(
 @pytest.mark.parametrize(
     ("doing", "now", "shown"),
     [
-        (DOING, 0, "     lamp round 2, client 0: 5/90, loss 0.123, [red]the [/] patient [2J said"),
+        (
+            DOING,
+            0,
+            "     lamp round 2, client 0: 5/90, loss 0.123, " + SHOWN,
+        ),
         (DOING, cli.TURN_SECONDS, "     lamp round 2, client 3: 6/90, loss 7e-05, so"),
         (UnderWay("dager", 1, (4,), {}), 0, "    dager round 1, client 4"),
         (UnderWay("tag", 1, (4, 5), {}), 0, "      tag round 1, clients 4, 5"),
