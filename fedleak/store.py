@@ -160,6 +160,10 @@ class Run:
     def _capture(self, key: Key) -> Path:
         return self.path / "captures" / f"{key}.safetensors"
 
+    def has_capture(self, key: Key) -> bool:
+        """Returns whether a capture is here."""
+        return self._capture(key).is_file()
+
     def captures(self) -> list[Key]:
         """Returns the keys of the captures, in order."""
         return _keys(self.path / "captures", ".safetensors")
@@ -206,6 +210,10 @@ class Run:
                 self._capture(key).unlink(missing_ok=True)
         if round > 1:
             (self.path / "models" / f"r{round:04d}.safetensors").unlink(missing_ok=True)
+
+    def has_broadcast(self, round: int) -> bool:
+        """Returns whether the model that a round starts from is here."""
+        return (self.path / "models" / f"r{round:04d}.safetensors").is_file()
 
     def broadcasts(self) -> list[int]:
         """Returns the rounds whose starting model is here, in order."""

@@ -15,7 +15,7 @@ import os
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -43,7 +43,7 @@ from fedleak.streams import stream
 NOTE_SECONDS = 1.0
 """How often at most a worker notes how far its attack is."""
 
-LONGEST_TRACE = 20_000
+LONGEST_TRACE = 10_000
 """Characters of a traceback that are kept."""
 
 _numbers = itertools.count()
@@ -129,11 +129,13 @@ class Worker:
 
     Attributes:
         jobs: What it is trying: one, or several of one attack and round. Empty if it is free.
+        answer: What will come of it.
     """
 
     def __init__(self, device: str, time_limit: float, notes: Path) -> None:
         self._device, self._time_limit, self._notes = device, time_limit, notes
         self.jobs: tuple[Job, ...] = ()
+        self.answer: Future[list[dict[str, Any]]] = Future()
         self._start()
 
     def submit(self, jobs: Sequence[Job]) -> None:
@@ -143,19 +145,19 @@ class Worker:
         # A new name for each: a process that is being killed cannot write into another's note.
         self._note = self._notes / f"{next(_numbers)}.json"
         try:
-            self._answer = self._pool.submit(_work_and_note, self.jobs, self._device, self._note)
+            self.answer = self._pool.submit(_work_and_note, self.jobs, self._device, self._note)
         except BrokenProcessPool:  # killed while it had nothing to do
             self._restart()
-            self._answer = self._pool.submit(_work_and_note, self.jobs, self._device, self._note)
+            self.answer = self._pool.submit(_work_and_note, self.jobs, self._device, self._note)
 
     def result(self) -> list[dict[str, Any]] | BaseException | None:
         """Returns a line per job or why there is none, and is free again; None while it works."""
-        if self._answer.done():
+        if self.answer.done():
             self._finish()
-            error = self._answer.exception()
+            error = self.answer.exception()
             if isinstance(error, BrokenProcessPool):
                 self._restart()
-            return error or self._answer.result()
+            return error or self.answer.result()
         if self._deadline == math.inf and self._ready.done():
             # Counted from here, so that importing torch is not held against an attack.
             self._deadline = time.monotonic() + self._time_limit * len(self.jobs)
@@ -218,6 +220,14 @@ def workers(on: Sequence[str], time_limit: float) -> Iterator[list[Worker]]:
         finally:
             for worker in started:
                 worker.stop()
+
+
+def wait_for_any(on: Sequence[Worker], seconds: float) -> None:
+    """Waits until a busy worker has an answer, but not longer than that."""
+    if busy := [worker.answer for worker in on if worker.jobs]:
+        wait(busy, seconds, FIRST_COMPLETED)
+    else:
+        time.sleep(seconds)
 
 
 def devices(wanted: Sequence[str] | None) -> list[str]:

@@ -10,7 +10,7 @@ import logging
 import pickle
 import traceback
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
@@ -22,6 +22,7 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from fedleak.config import Experiment
 from fedleak.store import Run
+from server.tap import refuse_to_go_on
 
 CLIENT_FAILED = 2
 RUN_ID = NODE_ID = TASK_ID = 1
@@ -35,9 +36,10 @@ class InlineGrid(Grid):
         client_app: ClientApp,
         num_clients: int,
         run_config: Mapping[str, bool | float | int | str],
+        stop: Callable[[], bool] = lambda: False,
     ) -> None:
         TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = RUN_ID, NODE_ID, TASK_ID
-        self._app = client_app
+        self._app, self._stop = client_app, stop
         self._run = FlowerRun.create_empty(RUN_ID)
         self._contexts = {
             NODE_ID + 1 + client: Context(
@@ -87,6 +89,7 @@ class InlineGrid(Grid):
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """Runs the client of one queued message and returns its reply."""
+        refuse_to_go_on(stop=self._stop())
         return [self._answer(self._waiting.popleft())] if self._waiting else []
 
     def send_and_receive(
@@ -105,11 +108,16 @@ class InlineGrid(Grid):
             return Message(Error(CLIENT_FAILED, reason), reply_to=message)
 
 
-def train(run: Run, experiment: Experiment) -> None:
+def train(run: Run, experiment: Experiment, stop: Callable[[], bool] = lambda: False) -> None:
     """Trains `experiment` in this process.
 
+    Args:
+        run: The run directory.
+        experiment: What was prepared there.
+        stop: Is asked before each client trains.
+
     Raises:
-        FedleakError: A client failed.
+        FedleakError: A client failed, or training was to stop.
     """
     config: dict[str, bool | float | int | str] = {
         "experiment": str(run.path / "run.json"),
@@ -121,6 +129,6 @@ def train(run: Run, experiment: Experiment) -> None:
     logging.getLogger("flwr").setLevel(logging.ERROR)
     client_app = importlib.import_module("clients.app").app
     server_app = importlib.import_module("server.app").app
-    grid = InlineGrid(client_app, experiment.federation.clients, config)
+    grid = InlineGrid(client_app, experiment.federation.clients, config, stop)
     context = Context(RUN_ID, NODE_ID, {}, RecordDict(), config)
     server_app(grid, context)

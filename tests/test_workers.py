@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
@@ -440,6 +441,8 @@ def test_busy_workers_are_shown_on_a_terminal_and_cut_to_its_width(monkeypatch, 
 
 def test_a_run_tells_what_is_under_way(run, patient):
     class Busy(Here):
+        answer = Future()
+
         def result(self):
             return super().result() if told and told[-1].under_way else None
 
@@ -454,4 +457,9 @@ def test_a_run_tells_what_is_under_way(run, patient):
     pairs = [one for one in doing if one.attack == "patient"]
     assert [[[one.round, client] for client in one.clients] for one in pairs] == PAIRS
     assert pairs[1].progress == {2: Progress(1, 3, 0.5, "text")}
-    assert told[-1] == pipeline.Progress(10, 10, 20, 20)
+    last = told[-1]
+    assert last[:4] == (10, 10, 20, 20)
+    assert (last.rounds, last.rounds_expected, last.seconds_left) == (ROUNDS, ROUNDS, 0)
+    finished = [(one.attack, one.key) for each in told for one in each.finished]
+    assert len(finished) == len(set(finished)) == 20
+    assert told[0].seconds_left is None, "nothing has been measured"
