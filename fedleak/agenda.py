@@ -22,7 +22,7 @@ class Work(NamedTuple):
     keys: list[Key]
 
 
-@dataclass
+@dataclass(slots=True)
 class _Awaited:
     place: int
     work: Work

@@ -8,19 +8,19 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import fedleak
-from fedleak import attacks, audit, check, reference
+from fedleak import attacks, audit, check, forecast, reference
 from fedleak.agenda import Agenda, Arrivals, Work
 from fedleak.attacks import is_slow
 from fedleak.audit import Scored
-from fedleak.config import Experiment, difference, parse
-from fedleak.errors import CaptureError, ConfigError
+from fedleak.config import Experiment, NamedAttack, difference, parse
+from fedleak.errors import CaptureError, ConfigError, FedleakError
 from fedleak.federation import (
     captures_made,
     divide,
@@ -85,6 +85,7 @@ class Progress(NamedTuple):
         finished: The answers since the last time.
         rounds, rounds_expected: Rounds of training that are complete, of so many.
         seconds_left: What the attacks that are left will take, as far as that can be told.
+        seconds_most: What those of them that have a time limit of their own take at most.
     """
 
     captures: int
@@ -96,6 +97,7 @@ class Progress(NamedTuple):
     rounds: int = 0
     rounds_expected: int = 0
     seconds_left: float | None = None
+    seconds_most: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,8 @@ class Plan:
     experiment: Experiment
     num_labels: int
     held_out: Mapping[str, Any]
+    disk: int = 0
+    """Bytes of all captures and models."""
 
 
 def prepare(experiment: Experiment, path: Path, *, fresh: bool = False) -> Run:
@@ -136,16 +140,17 @@ def plan(experiment: Experiment) -> Plan:
     for client, part in enumerate(workload.parts):
         protection(experiment, client, len(part))  # refuses an epsilon out of reach
     held_out = {"sequences": workload.held_out, "labels": workload.held_out_labels}
-    return Plan(experiment, num_labels, held_out)
+    return Plan(experiment, num_labels, held_out, forecast.bytes_kept(experiment, model))
 
 
 def open_run(plan: Plan, path: Path, *, fresh: bool = False) -> Run:
     """Opens the run directory of an experiment, or makes it.
 
     Raises:
-        ConfigError: Another experiment ran here.
+        ConfigError: Another experiment ran here, or what it keeps does not fit on the disk.
     """
     run = Run(path)
+    forecast.refuse_full_disk(plan.disk, path, anew=fresh)
     if fresh and path.exists():
         with run.lock():
             run.move_aside()
@@ -262,7 +267,7 @@ def attack_captures(
     wanted = len(expected) * len(experiment.attacks)
     agenda = Agenda(experiment.attacks, expected, answered, set(tries))
     arrivals = Arrivals(run, expected, experiment.attacked)
-    pace = Pace({each.name: len(expected) for each in experiment.attacks}, answered)
+    pace = Pace(experiment.attacks, len(expected), answered)
     finished: list[Finished] = []
     model = experiment.model_spec(run.info()["num_labels"])
     threat = experiment.threat_model
@@ -346,6 +351,7 @@ def attack_captures(
                     round - 1,
                     experiment.federation.rounds,
                     pace.seconds_left(len(all_workers)),
+                    pace.seconds_most(len(all_workers)),
                 )
             )
             finished.clear()
@@ -364,12 +370,18 @@ class Pace:
     """How long attacks take, for an estimate of the time that is left.
 
     Args:
-        expected: How many answers each attack is to give, by its name.
-        answered: Those that it has given before: captures and names.
+        named: The attacks.
+        each: How many answers each is to give.
+        answered: Those that they have given before: captures and names.
     """
 
-    def __init__(self, expected: Mapping[str, int], answered: Set[tuple[Key, str]]) -> None:
-        self._left = Counter(expected)
+    def __init__(
+        self, named: Sequence[NamedAttack], each: int, answered: Set[tuple[Key, str]]
+    ) -> None:
+        self._limits: dict[str, float | None] = {
+            one.name: getattr(one.attack, "seconds", None) for one in named
+        }
+        self._left = Counter({one.name: each for one in named})
         self._left.subtract(name for _, name in answered)
         self._took: Counter[str] = Counter()
         self._count: Counter[str] = Counter()
@@ -386,7 +398,12 @@ class Pace:
         if not left.keys() <= self._count.keys():
             return None
         each = (count * self._took[name] / self._count[name] for name, count in left.items())
-        return sum(each) / num_workers
+        return sum(each) / max(1, num_workers)
+
+    def seconds_most(self, num_workers: int) -> float:
+        """Returns what attacks that are left take at most, of those that have a time limit."""
+        limits = {name: limit for name, limit in self._limits.items() if limit is not None}
+        return sum(self._left[name] * limit for name, limit in limits.items()) / max(1, num_workers)
 
 
 @contextmanager
@@ -420,9 +437,10 @@ def attacking(
         thread.start()
         try:
             yield lambda: bool(errors)
-        except Exception:
+        except Exception as error:
             if not errors:
                 raise
+            _log.info("training ended: %s", error)
         trained.set()
         # Not `join`: when Ctrl-C interrupts that, Python takes the thread for one that has ended.
         while not ended.is_set():
@@ -437,13 +455,17 @@ def attacking(
 
 @contextmanager
 def noting_status(run: Run) -> Iterator[None]:
-    """Notes in run.json that the run is going on, and how it ended."""
-    run.update_info(status="running")
+    """Notes in run.json that the run is going on, how it ended, and why if it failed."""
+    run.update_info(status="running", failure=None)
     try:
         yield
+    except KeyboardInterrupt:
+        run.update_info(status="interrupted")
+        raise
     except BaseException as error:
-        stopped = isinstance(error, KeyboardInterrupt)
-        run.update_info(status="interrupted" if stopped else "failed")
+        with suppress(OSError, FedleakError):  # a full disk must not hide what came first
+            why = {"reason": failure(error), "traceback": trace(error)}
+            run.update_info(status="failed", failure=why)
         raise
     run.update_info(status="finished")
 
@@ -460,6 +482,12 @@ def drop_failures(run: Run) -> int:
     )
     run.write_rows("reconstructions.jsonl", kept)
     return len(failed)
+
+
+def disk_note(run: Run, experiment: Experiment) -> str | None:
+    """Returns how much disk a run takes, in a line; None if that is not worth a word."""
+    model = outline(experiment, run.info()["num_labels"])
+    return forecast.disk(forecast.bytes_kept(experiment, model), run.path)
 
 
 def check_attacks(experiment: Experiment, num_labels: int) -> None:

@@ -8,6 +8,7 @@
       defended/r0001-c03.json          what the client's defenses did, in its own figures, mode 0600
       reconstructions.jsonl            a line per attack and capture, as each finishes
       attempts.jsonl                   a line per try of an attack that crashed
+      log.txt                          what each command did, and where errors arose, mode 0600
       leakage.jsonl privacy.jsonl defenses.jsonl utility.jsonl summary.json held_out.json flower.log
 
 Of rounds that are not attacked neither captures nor models stay, but for the first and last model.
@@ -38,6 +39,7 @@ from filelock import FileLock, Timeout
 from torch import Tensor
 
 from fedleak.errors import CaptureError, FedleakError
+from fedleak.logs import logged
 from fedleak.observation import ClientUpdate, Knowledge, UpdateKind
 
 SCHEMA_VERSION = 1
@@ -102,6 +104,8 @@ class Run:
     def lock(self) -> Iterator[None]:
         """Holds the directory: one process at a time may train, attack and score here.
 
+        What it does stands in the log.
+
         Raises:
             FedleakError: Another process has it.
         """
@@ -114,7 +118,8 @@ class Run:
                 f"{str(self.path)!r} is in use by another fedleak process"
             ) from error
         try:
-            yield
+            with logged(self.path):
+                yield
         finally:
             lock.release()
 

@@ -210,8 +210,13 @@ def test_rounds_that_are_not_kept_count_once_they_are_over():
 # --- the time that is left ----------------------------------------------------------------------
 
 
+TIMES = [("a", None), ("b", 60)]
+
+
 def test_time_that_is_left_is_told_once_each_attack_that_is_left_was_measured():
-    pace = Pace({"a": 10, "b": 2}, {(Key(1, 0), "b")})
+    a, b = (NamedAttack(name, SimpleNamespace(seconds=limit)) for name, limit in TIMES)
+    pace = Pace([a, b], 10, {(Key(1, client), "b") for client in range(9)})
+    assert pace.seconds_most(2) == 1 * 60 / 2
     assert pace.seconds_left(1) is None
     pace.answered("a", 2.0)
     pace.answered("a", 4.0)

@@ -122,7 +122,7 @@ def test_numbers_in_facts_and_diagnostics_are_finite_or_null(value):
 def test_a_run_with_hostile_attacks_is_attacked_scored_and_shown(run, hostile, monkeypatch):
     found = {**attacks.kinds(), "hostile": hostile.Hostile}
     monkeypatch.setattr(attacks, "kinds", lambda: found)
-    bad = [{"kind": "hostile", "name": f"bad {i}", "answers": a} for i, a in enumerate(ANSWERS)]
+    bad = [{"kind": "hostile", "name": f"bad-{i}", "answers": a} for i, a in enumerate(ANSWERS)]
     experiment = parse(TABLE | {"attack": bad})
     monkeypatch.setattr(pipeline, "workers", lambda on, limit: _here())
     pipeline.attack_captures(run, experiment, no_more=lambda: True)
