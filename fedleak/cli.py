@@ -1,6 +1,7 @@
 """The command line: `fedleak run | sweep | attack | score | purge | ...`."""
 
 import itertools
+import logging
 import math
 import os
 import sys
@@ -25,12 +26,12 @@ from rich.progress import Progress as RichProgress
 from rich.table import Table
 from rich.text import Text
 
-from fedleak import __version__
+from fedleak import __version__, logs
 from fedleak.errors import ConfigError, FedleakError
 from fedleak.sanitise import markup, printable
 
 if TYPE_CHECKING:
-    from fedleak.pipeline import UnderWay
+    from fedleak.pipeline import Progress, UnderWay
 
 QUICKSTART = [
     Path(__file__).parents[1] / "experiments" / f"quickstart-{name}.toml"
@@ -41,6 +42,10 @@ app = typer.Typer(
     help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
 )
 console = Console(emoji=False)  # a text has what it has
+_log = logging.getLogger(__name__)
+
+LONGEST_ERROR = 500
+"""Characters of an unexpected error that are shown."""
 
 TURN_SECONDS = 3
 """How long one client's text is shown, of several that are attacked together."""
@@ -63,11 +68,17 @@ def say_version(wanted: bool) -> None:
 
 @app.callback()
 def main(
+    context: typer.Context,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show on stderr what log.txt keeps: tracebacks, too.")
+    ] = False,
     version: Annotated[
         bool, typer.Option("--version", callback=say_version, is_eager=True, help="Show it.")
     ] = False,
 ) -> None:
     """Takes what stands before the command."""
+    if debug:
+        context.with_resource(logs.debugging())
 
 
 @app.command()
@@ -93,6 +104,8 @@ def run(
         runs = [pipeline.prepare(each, run_folder(each.name), fresh=fresh) for each in experiments]
         for experiment, at in zip(experiments, runs, strict=True):
             remark(at.info().get("remarks", ()))
+            if (note := pipeline.disk_note(at, experiment)) is not None:
+                console.print(note, markup=False, highlight=False, soft_wrap=True)
             with progress() as show:
                 scored = pipeline.carry_out(at, experiment, show)
             report.print_run(at, scored, console, texts=texts)
@@ -306,9 +319,10 @@ def list_() -> None:
     """Name the attacks, defenses, models and data sets there are."""
     from fedleak import attacks, data, defenses, models
     from fedleak.models import builtin
+    from fedleak.plugins import discover
 
     def first_line(thing: object) -> str:
-        return (thing.__doc__ or "").strip().splitlines()[0]
+        return markup((thing.__doc__ or "").strip().partition("\n")[0])
 
     kinds = {
         "attacks": {kind: first_line(cls) for kind, cls in attacks.kinds().items()},
@@ -319,6 +333,9 @@ def list_() -> None:
         | {name: known.about for name, known in data.HUB.items()}
         | {"HUB ID or FILE": "any hub data set; a csv, tsv, jsonl or parquet file"},
     }
+    found = (discover(attacks), discover(defenses), discover(models, "model_type"))
+    if broken := {name: reason for each in found for name, reason in each.broken.items()}:
+        kinds["cannot be used"] = {name: markup(reason) for name, reason in broken.items()}
     table = Table(show_header=False, box=None, pad_edge=False)
     for heading, lines in kinds.items():
         table.add_row(f"[bold]{heading}[/]")
@@ -337,7 +354,8 @@ def remark(found: Iterable[str]) -> None:
 def mended() -> Iterator[None]:
     """Prints a mistake as one line; status 2 for a wrong experiment, 1 for a failed run."""
     try:
-        yield
+        with _kept_traceback():
+            yield
     except ConfigError as error:
         print(f"fedleak: {printable(str(error))}", file=sys.stderr)  # noqa: T201
         raise typer.Exit(2) from error
@@ -347,6 +365,28 @@ def mended() -> Iterator[None]:
     except KeyboardInterrupt as error:
         print("fedleak: stopped; the same command again finishes the rest", file=sys.stderr)  # noqa: T201
         raise typer.Exit(130) from error
+    except (typer.Exit, typer.BadParameter, BrokenPipeError):
+        raise
+    except Exception as error:
+        where = logs.noted(error) or "no run directory was in use"
+        shown = printable(f"{type(error).__name__}: {error}")[:LONGEST_ERROR]
+        print(  # noqa: T201
+            f"fedleak: unexpected error: {shown} ({printable(where)}; `fedleak --debug "
+            "COMMAND ...` shows it)",
+            file=sys.stderr,
+        )
+        raise typer.Exit(1) from error
+
+
+@contextmanager
+def _kept_traceback() -> Iterator[None]:
+    """Notes the traceback of an error that no log of a run has, for `--debug`."""
+    try:
+        yield
+    except Exception as error:
+        if not logs.noted(error):
+            _log.info("ended by an error", exc_info=error)
+        raise
 
 
 class Bars(RichProgress):
@@ -372,37 +412,51 @@ def line(doing: "UnderWay", now: float) -> Text:
         if not math.isnan(at.loss):
             said += f", loss {at.loss:.3g}, {at.text}"
     else:
-        word = "client" if len(doing.clients) == 1 else "clients"
-        said = f"{word} {', '.join(map(str, doing.clients))}"
+        said = _clients(doing.clients)
     shown = printable(f"{doing.attack:>9} round {doing.round}, {said}")
     return Text(shown, style="dim", no_wrap=True, overflow="ellipsis")
 
 
+def _clients(clients: Sequence[int]) -> str:
+    """Returns which clients captures are of; of a sum there is no one client."""
+    if min(clients) < 0:
+        return "all clients"
+    return f"{'client' if len(clients) == 1 else 'clients'} {', '.join(map(str, clients))}"
+
+
 @contextmanager
 def progress() -> Iterator[Callable[..., None]]:
-    """Shows two bars, for training and for attacks, and yields what moves them.
+    """Shows how training and attacks are getting on, and yields what is told of it.
 
-    On a terminal there is a line for each busy worker below.
+    On a terminal that is two bars and a line for each busy worker below, else a line for each
+    round and answer, in which no private text is.
     """
+    from fedleak.forecast import duration
+
+    if not console.is_terminal:
+        yield Lines()
+        return
     columns = (
         TextColumn("{task.description:>9}"),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("updates" if console.is_terminal else ""),
+        TextColumn("updates"),
         TimeElapsedColumn(),
+        TextColumn("{task.fields[left]}"),
     )
+    limits = Lines(answers=False)
     with Bars(*columns, console=console) as bars:
         training, attacks = (
-            bars.add_task("training", total=None),
-            bars.add_task("attacks", total=None),
+            bars.add_task("training", total=None, left=""),
+            bars.add_task("attacks", total=None, left=""),
         )
 
-        def show(at: object) -> None:
-            from fedleak.pipeline import Progress
-
-            assert isinstance(at, Progress)
+        def show(at: "Progress") -> None:
+            limits(at)
+            known = at.seconds_left is not None and at.answers < at.answers_expected
+            left = f"about {duration(at.seconds_left or 0)} left" if known else ""
             bars.update(training, completed=at.captures, total=at.captures_expected)
-            bars.update(attacks, completed=at.answers, total=at.answers_expected)
+            bars.update(attacks, completed=at.answers, total=at.answers_expected, left=left)
             if console.file.isatty():  # what is read is private: never for a log
                 bars.lines = [line(doing, time.monotonic()) for doing in at.under_way]
 
@@ -410,6 +464,42 @@ def progress() -> Iterator[Callable[..., None]]:
             yield show
         finally:
             bars.lines = ()
+
+
+class Lines:
+    """Prints a line for each round and answer, and one about time if it is long.
+
+    Args:
+        answers: Or only the one about time.
+    """
+
+    def __init__(self, *, answers: bool = True) -> None:
+        self._answers = answers
+        self._rounds: int | None = None
+
+    def __call__(self, at: "Progress") -> None:
+        """Prints what is new."""
+        from fedleak.forecast import WORTH_SAYING_SECONDS, duration
+
+        first = self._rounds is None
+        if first and at.seconds_most >= WORTH_SAYING_SECONDS:
+            self._print(f"attacks with a time limit take at most {duration(at.seconds_most)}")
+        before, self._rounds = (at.rounds if self._rounds is None else self._rounds), at.rounds
+        if not self._answers:
+            return
+        if at.rounds > before:
+            updates = f"{at.captures} of {at.captures_expected} updates"
+            self._print(f"training: round {at.rounds} of {at.rounds_expected}, {updates}")
+        about = "" if at.seconds_left is None else f", about {duration(at.seconds_left)}"
+        left = at.answers_expected - at.answers + len(at.finished)
+        for one in at.finished:
+            left -= 1
+            took = "" if one.seconds is None else f" in {one.seconds:.1f} s"
+            key = f"round {one.key.round} {_clients((one.key.client,))}"
+            self._print(f"{one.attack} {key}: {one.status}{took}; {left} left{about}")
+
+    def _print(self, text: str) -> None:
+        console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any, Literal, get_args
 
 import torch
@@ -38,6 +39,7 @@ from fedleak.models import CAUSAL_LM, LanguageModel, ModelSpec, absolute
 from fedleak.models.lora import Lora
 from fedleak.models.parts import select
 from fedleak.observation import GRANTABLE, ThreatModel, UpdateKind
+from fedleak.plugins import discover
 from fedleak.privacy import Accountant
 from fedleak.training import LocalTraining, freezing
 
@@ -511,7 +513,7 @@ def difference(old: Any, new: Any, prefix: str = "") -> list[str]:
 def _attack(index: int, table: dict[str, Any]) -> NamedAttack:
     settings = dict(table)
     where = f"attack[{index}]"
-    kind = _kind(where, settings, attacks.kinds())
+    kind = _kind(where, settings, attacks)
     name = settings.pop("name", kind)
     if not isinstance(name, str) or not re.fullmatch(NAME, name) or len(name) > LONGEST_NAME:
         raise ConfigError(
@@ -524,7 +526,7 @@ def _attack(index: int, table: dict[str, Any]) -> NamedAttack:
 def _defense(index: int, table: dict[str, Any], num_clients: int) -> PlacedDefense:
     settings = dict(table)
     where = f"defense[{index}]"
-    kind = _kind(where, settings, defenses.kinds())
+    kind = _kind(where, settings, defenses)
     clients = settings.pop("clients", None)
     if clients is not None:
         right = isinstance(clients, list) and all(
@@ -541,12 +543,17 @@ def _defense(index: int, table: dict[str, Any], num_clients: int) -> PlacedDefen
     return PlacedDefense(defense, clients)
 
 
-def _kind(where: str, settings: dict[str, Any], known: Mapping[str, Any]) -> str:
+def _kind(where: str, settings: dict[str, Any], package: ModuleType) -> str:
+    known = package.kinds()
     kind = settings.pop("kind", None)
     if kind is None:
         raise ConfigError(f"{where}.kind is missing: one of {', '.join(sorted(known))}")
     if not isinstance(kind, str) or kind not in known:
-        raise ConfigError(f"{where}.kind: {unknown('kind', str(kind), known)}")
+        broken = [f"{name}: {reason}" for name, reason in discover(package).broken.items()]
+        raise ConfigError(
+            f"{where}.kind: {unknown('kind', str(kind), known)}"
+            + (f"; cannot be used: {'; '.join(broken)}" if broken else "")
+        )
     return str(kind)
 
 

@@ -12,6 +12,10 @@ class ConfigError(FedleakError):
     """An experiment that cannot be run as it is written (exit status 2)."""
 
 
+class StoppedError(FedleakError):
+    """Training that was told to stop, because what goes on beside it has failed."""
+
+
 class CaptureError(FedleakError):
     """A captured update that cannot be read back."""
 

@@ -1,8 +1,8 @@
 """From an experiment to scores: prepare a run, attack its captures as they come, score them."""
 
 import importlib
-import itertools
 import json
+import logging
 import platform
 import shlex
 import subprocess
@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import fedleak
-from fedleak import attacks, audit, check, models, records, reference
-from fedleak.attacks import Batched
+from fedleak import attacks, audit, check, forecast, models, records, reference
+from fedleak.agenda import Agenda, Arrivals, Work
+from fedleak.attacks import is_slow
 from fedleak.audit import Scored
 from fedleak.config import Experiment, NamedAttack, difference
 from fedleak.errors import CaptureError, ConfigError, FedleakError
@@ -36,7 +37,19 @@ from fedleak.federation import (
 from fedleak.observation import Knowledge
 from fedleak.reconstruction import Reconstruction, Status
 from fedleak.store import Key, Run
-from fedleak.workers import Job, Worker, devices, failure, row, settings, workers
+from fedleak.workers import (
+    Job,
+    Worker,
+    devices,
+    failure,
+    row,
+    settings,
+    trace,
+    wait_for_any,
+    workers,
+)
+
+_log = logging.getLogger(__name__)
 
 TRIES = 3
 """How often an attack that crashes is tried on one capture."""
@@ -59,14 +72,37 @@ class UnderWay(NamedTuple):
     progress: Mapping[int, attacks.Progress]
 
 
+class Finished(NamedTuple):
+    """An answer that has just come; its attack's own seconds, None where it was not called."""
+
+    attack: str
+    key: Key
+    status: str
+    seconds: float | None
+
+
 class Progress(NamedTuple):
-    """How far a run is, and what its busy workers are doing."""
+    """How far a run is, and what its busy workers are doing.
+
+    Attributes:
+        captures, captures_expected, answers, answers_expected: So many of so many.
+        under_way: What each busy worker does.
+        finished: The answers since the last time.
+        rounds, rounds_expected: Rounds of training that are complete, of so many.
+        seconds_left: What the attacks that are left will take, as far as that can be told.
+        seconds_most: What those of them that have a time limit of their own take at most.
+    """
 
     captures: int
     captures_expected: int
     answers: int
     answers_expected: int
     under_way: tuple[UnderWay, ...] = ()
+    finished: tuple[Finished, ...] = ()
+    rounds: int = 0
+    rounds_expected: int = 0
+    seconds_left: float | None = None
+    seconds_most: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -78,6 +114,8 @@ class Plan:
     held_out: Mapping[str, Any]
     remarks: tuple[str, ...] = ()
     """What may not be meant, for the user to read."""
+    disk: int = 0
+    """Bytes of all captures and models."""
 
 
 def prepare(experiment: Experiment, path: Path, *, fresh: bool = False) -> Run:
@@ -112,7 +150,11 @@ def plan(experiment: Experiment) -> Plan:
     models.check_weights(experiment.model_spec(num_labels))
     held_out = {"sequences": workload.held_out, "labels": workload.held_out_labels}
     return Plan(
-        experiment, num_labels, held_out, _remarks(experiment, split.dropped, unknown, workload)
+        experiment,
+        num_labels,
+        held_out,
+        _remarks(experiment, split.dropped, unknown, workload),
+        forecast.bytes_kept(experiment, model),
     )
 
 
@@ -135,9 +177,11 @@ def open_run(plan: Plan, path: Path, *, fresh: bool = False) -> Run:
     """Opens the run directory of an experiment, or makes it.
 
     Raises:
-        ConfigError: Another experiment ran here, or there are files that belong to none.
+        ConfigError: Another experiment ran here, there are files that belong to none, or what the
+            run keeps does not fit on the disk.
     """
     run = Run(path)
+    forecast.refuse_full_disk(plan.disk, path, anew=fresh)
     if fresh and path.is_dir():
         with run.lock():
             run.move_aside()
@@ -228,8 +272,8 @@ def carry_out(
     # By its name, because the library does not know Flower.
     engine = importlib.import_module(f"server.{experiment.federation.engine}")
     with run.lock():
-        with under_way(run, experiment, report, on):
-            engine.train(run, experiment)
+        with under_way(run, experiment, report, on) as stop:
+            engine.train(run, experiment, stop)
         return audit.score_run(run)
 
 
@@ -239,16 +283,19 @@ def under_way(
     experiment: Experiment,
     report: Callable[[Progress], None] = lambda progress: None,
     on: Sequence[Worker] | None = None,
-) -> Iterator[None]:
+) -> Iterator[Callable[[], bool]]:
     """Does all that is around training: checks of defenses, attacks, the central reference.
+
+    Yields:
+        Whether training is to stop, as `attacking` does.
 
     Raises:
         FedleakError: A defense does not do what it says.
     """
     with noting_status(run):
         check.refuse_broken(run, experiment)
-        with attacking(run, experiment, report, on):
-            yield
+        with attacking(run, experiment, report, on) as stop:
+            yield stop
         if _wants_reference(run, experiment):
             run.write_json("reference.json", reference.central(experiment, run))
 
@@ -266,7 +313,9 @@ def attack_captures(
 
     The work that is left is always what the directory lacks, so this can be killed at any time.
     An attack that takes captures together gets the same ones together however often that happens.
-    Workers that are lent (`on`) may still be busy if it was stopped or failed.
+    Quick attacks go first: a slow one starts only while another worker is left for quick ones, or
+    once all quick ones have answered. Workers that are lent (`on`) may still be busy if it was
+    stopped or failed.
 
     Raises:
         ConfigError: An attack of this name already ran here with other settings.
@@ -279,7 +328,12 @@ def attack_captures(
         for line in run.salvage("attempts.jsonl", records.ATTEMPT)
     )
     made, expected = captures_made(experiment), expected_captures(experiment)
-    groups = _groups(experiment.attacks, expected)
+    per_round = len(made) // experiment.federation.rounds
+    wanted = len(expected) * len(experiment.attacks)
+    agenda = Agenda(experiment.attacks, expected, answered, set(tries))
+    arrivals = Arrivals(run, expected, experiment.attacked)
+    pace = Pace(experiment.attacks, len(expected), answered)
+    finished: list[Finished] = []
     model = experiment.model_spec(run.info()["num_labels"])
     threat = experiment.threat_model
     hired: AbstractContextManager[Sequence[Worker]] = (
@@ -290,26 +344,40 @@ def attack_captures(
 
     def record(lines: Sequence[dict[str, Any]]) -> None:
         run.append_answers(lines)
-        answered.update((Key(line["round"], line["client"]), line["attack"]) for line in lines)
+        for line in lines:
+            key, name = Key(line["round"], line["client"]), line["attack"]
+            answered.add((key, name))
+            agenda.answered(key, name)
+            finished.append(Finished(name, key, line["status"], line["seconds"]))
+            pace.answered(name, line["seconds"] or 0.0)
+            _log.info("%s on %s: %s in %s s", name, key, line["status"], line["seconds"])
 
     def look_at(jobs: Sequence[Job], found: list[dict[str, Any]] | BaseException) -> None:
         """Records answers, or a try that failed."""
         if not isinstance(found, BaseException):
             return record(found)
-        reason = failure(found)
-        tries.update((job.key, job.attack.name) for job in jobs)
+        reason, traceback = failure(found), trace(found)
+        attack, keys = jobs[0].attack, [job.key for job in jobs]
+        _log.warning("%s failed on %s: %s", attack.name, ", ".join(map(str, keys)), traceback)
+        tries.update((key, attack.name) for key in keys)
         run.append_all(
             "attempts.jsonl",
-            [{**job.key._asdict(), "attack": job.attack.name, "reason": reason} for job in jobs],
+            [
+                {**key._asdict(), "attack": attack.name, "reason": reason, "traceback": traceback}
+                for key in keys
+            ],
         )
         enough = 1 if isinstance(found, CaptureError) else TRIES
-        record([_failed(j, reason) for j in jobs if tries[j.key, j.attack.name] >= enough])
+        for job in jobs:
+            if tries[job.key, attack.name] < enough:
+                agenda.again(attack, job.key)
+        record([_failed(j, reason) for j in jobs if tries[j.key, attack.name] >= enough])
 
-    def hand_out(attack: NamedAttack, keys: Sequence[Key], worker: Worker) -> None:
+    def hand_out(work: Work, worker: Worker) -> None:
         """Gives captures to a worker, without those that are damaged."""
         jobs = []
-        for key in keys:
-            job = Job(run.path, key, attack, threat, Knowledge(), model, experiment.seed)
+        for key in work.keys:
+            job = Job(run.path, key, work.attack, threat, Knowledge(), model, experiment.seed)
             try:
                 jobs.append(replace(job, knowledge=audit.knowledge(run, key, threat)))
             except CaptureError as error:
@@ -318,33 +386,89 @@ def attack_captures(
             worker.submit(jobs)
 
     with hired as all_workers:
+        closed = False
         while not stop():
             last_look = no_more()  # asked before looking, so that nothing slips in between
-            here = set(run.captures())
-            busy = {(job.key, job.attack.name) for worker in all_workers for job in worker.jobs}
-            taken = answered | busy
-            todo = [
-                (attack, keys)
-                for attack, group in groups
-                for keys in _to_try(attack, group, here, taken, tries, last_look)
-            ]
-            idle = [worker for worker in all_workers if not worker.jobs]
-            for (attack, keys), worker in zip(todo, idle, strict=False):
-                hand_out(attack, keys, worker)
+            for key in arrivals.new(everywhere=last_look and not closed):
+                agenda.arrived(key)
+            if last_look and not closed:
+                agenda.close()
+                closed = True
+            for worker in all_workers:
+                while not worker.jobs and (
+                    work := agenda.take(slow=_slow_may(all_workers, agenda))
+                ):
+                    hand_out(work, worker)
             for worker in all_workers:
                 if (jobs := worker.jobs) and (found := worker.result()) is not None:
                     look_at(jobs, found)
-            wanted = len(expected) * len(experiment.attacks)
             under_way = tuple(_under_way(worker) for worker in all_workers if worker.jobs)
-            latest = max(run.broadcasts(), default=1)
-            done = sum(
-                key in here or (key.round < latest and not experiment.attacked(key.round))
-                for key in made
+            round = arrivals.round()
+            done = arrivals.here + arrivals.rounds_forgotten * per_round
+            report(
+                Progress(
+                    done,
+                    len(made),
+                    len(answered),
+                    wanted,
+                    under_way,
+                    tuple(finished),
+                    round - 1,
+                    experiment.federation.rounds,
+                    pace.seconds_left(len(all_workers)),
+                    pace.seconds_most(len(all_workers)),
+                )
             )
-            report(Progress(done, len(made), len(answered), wanted, under_way))
-            if last_look and not todo and not busy:
+            finished.clear()
+            if closed and not under_way and not agenda.ready:
                 return
-            time.sleep(POLL_SECONDS)
+            wait_for_any(all_workers, POLL_SECONDS)
+
+
+def _slow_may(all_workers: Sequence[Worker], agenda: Agenda) -> bool:
+    """Returns whether a worker may take a slow attack: not the last one that quick ones have."""
+    slow = sum(is_slow(worker.jobs[0].attack.attack) for worker in all_workers if worker.jobs)
+    return slow < len(all_workers) - 1 or not agenda.quick_left
+
+
+class Pace:
+    """How long attacks take, for an estimate of the time that is left.
+
+    Args:
+        named: The attacks.
+        each: How many answers each is to give.
+        answered: Those that they have given before: captures and names.
+    """
+
+    def __init__(
+        self, named: Sequence[NamedAttack], each: int, answered: Set[tuple[Key, str]]
+    ) -> None:
+        self._limits: dict[str, float | None] = {
+            one.name: getattr(one.attack, "seconds", None) for one in named
+        }
+        self._left = Counter({one.name: each for one in named})
+        self._left.subtract(name for _, name in answered)
+        self._took: Counter[str] = Counter()
+        self._count: Counter[str] = Counter()
+
+    def answered(self, name: str, seconds: float) -> None:
+        """Notes an answer."""
+        self._left[name] -= 1
+        self._count[name] += 1
+        self._took[name] += seconds  # type: ignore[assignment]
+
+    def seconds_left(self, num_workers: int) -> float | None:
+        """Returns the estimate; None where an attack that is left has not answered once."""
+        left = {name: count for name, count in self._left.items() if count > 0}
+        if not left.keys() <= self._count.keys():
+            return None
+        each = (count * self._took[name] / self._count[name] for name, count in left.items())
+        return sum(each) / max(1, num_workers)
+
+    def seconds_most(self, num_workers: int) -> float:
+        """Returns what attacks that are left take at most, of those that have a time limit."""
+        limits = {name: limit for name, limit in self._limits.items() if limit is not None}
+        return sum(self._left[name] * limit for name, limit in limits.items()) / max(1, num_workers)
 
 
 @contextmanager
@@ -353,8 +477,13 @@ def attacking(
     experiment: Experiment,
     report: Callable[[Progress], None] = lambda progress: None,
     on: Sequence[Worker] | None = None,
-) -> Iterator[None]:
-    """Attacks while the body trains, and until all is attacked; gives up if the body fails."""
+) -> Iterator[Callable[[], bool]]:
+    """Attacks while the body trains, and until all is attacked; gives up if the body fails.
+
+    Yields:
+        What the body asks now and then: whether attacking has failed, so that there is no use in
+        going on. Its error is then raised in place of the body's.
+    """
     trained, stopped, ended = threading.Event(), threading.Event(), threading.Event()
     errors: list[BaseException] = []
 
@@ -371,7 +500,12 @@ def attacking(
     thread = threading.Thread(target=dispatch, name="attacks")
     try:
         thread.start()
-        yield
+        try:
+            yield lambda: bool(errors)
+        except Exception as error:
+            if not errors:
+                raise
+            _log.info("training ended: %s", error)
         trained.set()
         # Not `join`: when Ctrl-C interrupts that, Python takes the thread for one that has ended.
         while not ended.is_set():
@@ -386,13 +520,17 @@ def attacking(
 
 @contextmanager
 def noting_status(run: Run) -> Iterator[None]:
-    """Notes in run.json that the run is going on, and how it ended."""
-    run.update_info(status="running")
+    """Notes in run.json that the run is going on, how it ended, and why if it failed."""
+    run.update_info(status="running", failure=None)
     try:
         yield
+    except KeyboardInterrupt:
+        run.update_info(status="interrupted")
+        raise
     except BaseException as error:
-        stopped = isinstance(error, KeyboardInterrupt)
-        run.update_info(status="interrupted" if stopped else "failed")
+        with suppress(OSError, FedleakError):  # a full disk must not hide what came first
+            why = {"reason": failure(error), "traceback": trace(error)}
+            run.update_info(status="failed", failure=why)
         raise
     run.update_info(status="finished")
 
@@ -415,6 +553,12 @@ def drop_failures(run: Run) -> int:
     return len(failed)
 
 
+def disk_note(run: Run, experiment: Experiment) -> str | None:
+    """Returns how much disk a run takes, in a line; None if that is not worth a word."""
+    model = outline(experiment, run.info()["num_labels"])
+    return forecast.disk(forecast.bytes_kept(experiment, model), run.path)
+
+
 def check_attacks(experiment: Experiment, num_labels: int) -> None:
     """Refuses attacks that cannot work in this experiment, before anything starts.
 
@@ -428,42 +572,6 @@ def _wants_reference(run: Run, experiment: Experiment) -> bool:
     """Whether a centrally trained model is asked for, can be judged, and is not there yet."""
     judged = experiment.data.held_out > 0
     return experiment.utility.reference and judged and not (run.path / "reference.json").is_file()
-
-
-def _groups(
-    named: Sequence[NamedAttack], expected: Sequence[Key]
-) -> list[tuple[NamedAttack, list[Key]]]:
-    """Returns which captures of a round go to which attack together, in the order of captures.
-
-    That depends on the experiment alone, so a run that was killed makes the same groups again.
-    """
-    groups = []
-    for _, of_round in itertools.groupby(expected, key=lambda key: key.round):
-        keys = list(of_round)
-        for each in named:
-            size = each.attack.at_once if isinstance(each.attack, Batched) else 1
-            groups += [(each, keys[i : i + size]) for i in range(0, len(keys), size)]
-    return sorted(groups, key=lambda group: group[1][0])
-
-
-def _to_try(
-    attack: NamedAttack,
-    group: Sequence[Key],
-    here: Set[Key],
-    taken: Set[tuple[Key, str]],
-    tries: Counter[tuple[Key, str]],
-    no_more: bool,
-) -> list[list[Key]]:
-    """Returns what can be tried of a group: the captures together, once they are all here.
-
-    One whose try has failed is tried alone from then on: another may have been the reason.
-    """
-    left = [key for key in group if (key, attack.name) not in taken]
-    alone = [[key] for key in left if key in here and tries[key, attack.name]]
-    fresh = [key for key in left if not tries[key, attack.name]]
-    if no_more:
-        fresh = [key for key in fresh if key in here]
-    return [*alone, fresh] if fresh and here >= set(fresh) else alone
 
 
 def _under_way(worker: Worker) -> UnderWay:

@@ -12,7 +12,6 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,6 +20,8 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from fedleak import logs
 
 GRACE_SECONDS = 5.0
 """How long a process may take to put its things in order, once it is told to end."""
@@ -169,8 +170,9 @@ def _alone(call: bytes, place: int, answer: Connection) -> None:
         status = 0
     except KeyboardInterrupt:
         pass
-    except BaseException:  # noqa: BLE001 - as Python does with one that nobody handles
-        traceback.print_exc()
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is why the call failed
+        where = logs.noted(error)
+        answer.send(f"{type(error).__name__}: {error}" + (f" ({where})" if where else ""))
     sys.stdout.flush()
     sys.stderr.flush()
     # Python would first wait for all that the call left behind, and for a pool whose process has

@@ -43,6 +43,7 @@ from filelock import FileLock, Timeout
 from torch import Tensor
 
 from fedleak.errors import CaptureError, ConfigError, FedleakError
+from fedleak.logs import logged
 from fedleak.observation import ClientUpdate, Knowledge, UpdateKind
 
 SCHEMA_VERSION = 2
@@ -159,6 +160,8 @@ class Run:
     def lock(self) -> Iterator[None]:
         """Holds the directory: one process at a time may train, attack and score here.
 
+        What it does stands in the log.
+
         Raises:
             FedleakError: Another process has it.
         """
@@ -172,7 +175,8 @@ class Run:
                 f"{str(self.path)!r} is in use by another fedleak process"
             ) from error
         try:
-            yield
+            with logged(self.path):
+                yield
         finally:
             lock.release()
 
@@ -202,6 +206,10 @@ class Run:
                 return self._about(file.metadata())[2]
         except _DAMAGE as error:
             raise _damaged(path, error) from error
+
+    def has_capture(self, key: Key) -> bool:
+        """Returns whether a capture is here."""
+        return (self.path / _capture_file(key)).is_file()
 
     def captures(self) -> list[Key]:
         """Returns the keys of the captures, in order."""
@@ -251,6 +259,10 @@ class Run:
                 (self.path / _capture_file(key)).unlink(missing_ok=True)
         if round > 1:
             (self.path / "models" / f"r{round:04d}.safetensors").unlink(missing_ok=True)
+
+    def has_broadcast(self, round: int) -> bool:
+        """Returns whether the model that a round starts from is here."""
+        return (self.path / "models" / f"r{round:04d}.safetensors").is_file()
 
     def broadcasts(self) -> list[int]:
         """Returns the rounds whose starting model is here, in order."""

@@ -2,7 +2,8 @@
 
 A worker is handed the place of a capture and the facts that were granted. An attack gets what was
 in the capture and those facts; it cannot import what opens the vault or any other file of the run.
-Captures of one round go to an attack together if it takes several at once.
+Captures of one round go to an attack together if it takes several at once. What it answers is
+checked here, and so is whether it left the model alone: the next attack uses it too.
 """
 
 import dataclasses
@@ -12,8 +13,9 @@ import math
 import multiprocessing
 import os
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -26,18 +28,23 @@ import psutil
 import torch
 
 from fedleak import models
+from fedleak.answers import InvalidAnswerError, checked, one_line
 from fedleak.attacks import Attack, Batched, Progress, Report, Setting
 from fedleak.config import NamedAttack
 from fedleak.errors import CaptureError
+from fedleak.model_state import changed, state
 from fedleak.models import LanguageModel, ModelSpec
 from fedleak.observation import Knowledge, Observation, ThreatModel
 from fedleak.processes import end_with_parent, holding_ctrl_c, start_tracker
 from fedleak.reconstruction import Reconstruction, Status
-from fedleak.store import Key, Run, plain
+from fedleak.store import Key, Run
 from fedleak.streams import stream
 
 NOTE_SECONDS = 1.0
 """How often at most a worker notes how far its attack is."""
+
+LONGEST_TRACE = 10_000
+"""Characters of a traceback that are kept."""
 
 _numbers = itertools.count()
 
@@ -66,8 +73,10 @@ class Job:
 
 
 def settings(attack: Attack) -> dict[str, Any]:
-    """Returns an attack's kind and hyper-parameters."""
-    return {"kind": attack.kind} | dataclasses.asdict(attack)  # type: ignore[call-overload,no-any-return]
+    """Returns an attack's kind and hyper-parameters, as they are read back from JSON."""
+    table = {"kind": attack.kind} | dataclasses.asdict(attack)  # type: ignore[call-overload]
+    found: dict[str, Any] = json.loads(json.dumps(table, default=str))
+    return found
 
 
 def row(
@@ -85,7 +94,6 @@ def row(
         seconds, device: The attack alone, its share of the call; None if it did not get to that.
         together: How many observations shared the call.
     """
-    said = asdict(answer)
     return {
         "round": job.key.round,
         "client": job.key.client,
@@ -96,8 +104,7 @@ def row(
         "seconds": seconds,
         "device": device,
         "together": together,
-        **said,
-        **{name: plain(said[name]) for name in ("evidence", "margins", "diagnostics")},
+        **asdict(answer),
     }
 
 
@@ -105,7 +112,12 @@ def failure(error: BaseException) -> str:
     """Returns why a try of an attack failed, in one line."""
     if isinstance(error, BrokenProcessPool):
         return "the worker process died"
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]
+    return one_line(f"{type(error).__name__}: {error}")
+
+
+def trace(error: BaseException) -> str:
+    """Returns where an error was raised, also if that was in a worker process; the end of it."""
+    return "".join(traceback.format_exception(error))[-LONGEST_TRACE:]
 
 
 class Worker:
@@ -117,11 +129,13 @@ class Worker:
 
     Attributes:
         jobs: What it is trying: one, or several of one attack and round. Empty if it is free.
+        answer: What will come of it.
     """
 
     def __init__(self, device: str, time_limit: float, notes: Path) -> None:
         self._device, self._time_limit, self._notes = device, time_limit, notes
         self.jobs: tuple[Job, ...] = ()
+        self.answer: Future[list[dict[str, Any]]] = Future()
         self._start()
 
     def submit(self, jobs: Sequence[Job]) -> None:
@@ -131,19 +145,19 @@ class Worker:
         # A new name for each: a process that is being killed cannot write into another's note.
         self._note = self._notes / f"{next(_numbers)}.json"
         try:
-            self._answer = self._pool.submit(_work_and_note, self.jobs, self._device, self._note)
+            self.answer = self._pool.submit(_work_and_note, self.jobs, self._device, self._note)
         except BrokenProcessPool:  # killed while it had nothing to do
             self._restart()
-            self._answer = self._pool.submit(_work_and_note, self.jobs, self._device, self._note)
+            self.answer = self._pool.submit(_work_and_note, self.jobs, self._device, self._note)
 
     def result(self) -> list[dict[str, Any]] | BaseException | None:
         """Returns a line per job or why there is none, and is free again; None while it works."""
-        if self._answer.done():
+        if self.answer.done():
             self._finish()
-            error = self._answer.exception()
+            error = self.answer.exception()
             if isinstance(error, BrokenProcessPool):
                 self._restart()
-            return error or self._answer.result()
+            return error or self.answer.result()
         if self._deadline == math.inf and self._ready.done():
             # Counted from here, so that importing torch is not held against an attack.
             self._deadline = time.monotonic() + self._time_limit * len(self.jobs)
@@ -208,6 +222,14 @@ def workers(on: Sequence[str], time_limit: float) -> Iterator[list[Worker]]:
                 worker.stop()
 
 
+def wait_for_any(on: Sequence[Worker], seconds: float) -> None:
+    """Waits until a busy worker has an answer, but not longer than that."""
+    if busy := [worker.answer for worker in on if worker.jobs]:
+        wait(busy, seconds, FIRST_COMPLETED)
+    else:
+        time.sleep(seconds)
+
+
 def devices(wanted: Sequence[str] | None) -> list[str]:
     """Returns the devices to attack on: those wanted, else every GPU, else the CPU."""
     if wanted is not None:
@@ -234,18 +256,23 @@ def work_together(
         CaptureError: The model of the round is damaged. A damaged capture just fails.
     """
     first = jobs[0]
-    model = _model_at(first.run, first.key.round, first.model, device)
+    model, before = _model_at(first.run, first.key.round, first.model, device)
     looked = [(job, _look(job, model, device)) for job in jobs]
     lines = {job.key: row(job, s) for job, s in looked if isinstance(s, Reconstruction)}
     attacked = [(job, seen) for job, seen in looked if isinstance(seen, Observation)]
     if attacked:
         start = time.perf_counter()
-        answers = _call(first, [seen for _, seen in attacked], model, report)
-        seconds = round((time.perf_counter() - start) / len(attacked), 4)
-        for (job, _), answer in zip(attacked, answers, strict=True):
+        seen = [each for _, each in attacked]
+        try:
+            found = _call(first, seen, model, report)
+            seconds = round((time.perf_counter() - start) / len(attacked), 4)
+        finally:
+            spoiled = changed(model, before)
+            if spoiled:  # whoever comes next finds another
+                _model_at.cache_clear()
+                _model.cache_clear()
+        for (job, _), answer in zip(attacked, _answers(found, seen, model, spoiled), strict=True):
             lines[job.key] = row(job, answer, seconds, _name(device), len(attacked))
-    # An answer that cannot be written is the attack's failure.
-    json.dumps(list(lines.values()), allow_nan=False)
     return [lines[job.key] for job in jobs]
 
 
@@ -265,17 +292,15 @@ def _look(job: Job, model: LanguageModel, device: str) -> Observation | Reconstr
     seen = Observation(job.key.round, job.key.client, update, job.knowledge)
     obstacle = job.attack.attack.obstacle(Setting.of(seen, model))
     if obstacle is not None:
-        return Reconstruction.none(Status.INADMISSIBLE, obstacle)
+        return Reconstruction.none(Status.INADMISSIBLE, one_line(str(obstacle)))
     if not all(bool(t.isfinite().all()) for t in tensors.values()):
         reason = "not every number of the update is finite: training diverged, or a cast overflowed"
         return Reconstruction.none(Status.ABSTAINED, reason)
     return seen
 
 
-def _call(
-    job: Job, seen: Sequence[Observation], model: LanguageModel, report: Report
-) -> list[Reconstruction]:
-    """Calls the attack of a job, and of those beside it."""
+def _call(job: Job, seen: Sequence[Observation], model: LanguageModel, report: Report) -> object:
+    """Calls the attack of a job, and of those beside it; what it returns may be anything."""
     attack = job.attack.attack
     rngs = [stream(job.seed, "attack", job.attack.name, each.round, each.client) for each in seen]
     if isinstance(attack, Batched):
@@ -283,6 +308,37 @@ def _call(
             seen, model, rngs=rngs, report=lambda which, at: report(seen[which].client, at)
         )
     return [attack(each, model, rng=rng) for each, rng in zip(seen, rngs, strict=True)]
+
+
+def _answers(
+    found: object, seen: Sequence[Observation], model: LanguageModel, spoiled: Sequence[str]
+) -> list[Reconstruction]:
+    """Returns an answer for each observation: the attack's, if that is one, else a failure."""
+    if spoiled:
+        reason = (
+            f"the attack changed the model ({', '.join(spoiled)}), so its answer does not count: "
+            "it has to work on a copy"
+        )
+        return [Reconstruction.none(Status.FAILED, reason)] * len(seen)
+    if not isinstance(found, list | tuple) or len(found) != len(seen):
+        what = f"{len(found)} answers" if isinstance(found, list | tuple) else "no list of answers"
+        reason = f"the attack returned {what} for {len(seen)} observations"
+        return [Reconstruction.none(Status.FAILED, reason)] * len(seen)
+    return [_answer(answer, each, model) for answer, each in zip(found, seen, strict=True)]
+
+
+def _answer(answer: object, seen: Observation, model: LanguageModel) -> Reconstruction:
+    """Returns an attack's answer, or the failure that it is."""
+    try:
+        return checked(
+            answer,
+            vocabulary=int(model.module.config.vocab_size),  # type: ignore[union-attr,arg-type]
+            longest=model.max_length,
+            examples=seen.update.num_examples,
+        )
+    except InvalidAnswerError as error:
+        reason = one_line(f"the attack's answer is invalid: {error}")
+        return Reconstruction.none(Status.FAILED, reason)
 
 
 def _work_and_note(jobs: Sequence[Job], device: str, note: Path) -> list[dict[str, Any]]:
@@ -318,11 +374,16 @@ def _model(spec: ModelSpec, device: str) -> LanguageModel:
 
 
 @lru_cache(maxsize=1)
-def _model_at(run: Path, round: int, spec: ModelSpec, device: str) -> LanguageModel:
-    """Returns the model at a round's broadcast; one model is in memory, whatever the round."""
+def _model_at(
+    run: Path, round: int, spec: ModelSpec, device: str
+) -> tuple[LanguageModel, Mapping[str, object]]:
+    """Returns the model at a round's broadcast and its state then.
+
+    One model is in memory, whatever the round.
+    """
     model = _model(spec, device)
     models.load_parameters_(model, Run(run).read_broadcast(round))
-    return model
+    return model, state(model)
 
 
 def _name(device: str) -> str:

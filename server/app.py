@@ -40,17 +40,19 @@ def main(grid: Grid, context: Context) -> None:
         return
     run = pipeline.prepare(experiment, run.path)
     with run.lock():
-        with pipeline.under_way(run, experiment):
-            federate(grid, experiment, run)
+        with pipeline.under_way(run, experiment) as stop:
+            federate(grid, experiment, run, stop)
         print_run(run, audit.score_run(run))
     audit.refuse_gaps(run)
 
 
-def federate(grid: Grid, experiment: Experiment, run: Run) -> None:
+def federate(
+    grid: Grid, experiment: Experiment, run: Run, stop: Callable[[], bool] = lambda: False
+) -> None:
     """Trains from the last complete round on, capturing every reply.
 
     Raises:
-        FedleakError: A client failed, or there are fewer nodes than clients.
+        FedleakError: A client failed, there are fewer nodes than clients, or it is to `stop`.
     """
     torch.set_num_threads(1)
     first = first_open_round(experiment, run)
@@ -65,7 +67,7 @@ def federate(grid: Grid, experiment: Experiment, run: Run) -> None:
         return
     strategy = CuriousServer(experiment, run, model, first, find_nodes(grid, experiment))
     strategy.start(
-        grid=TapGrid(grid, strategy.on_reply),
+        grid=TapGrid(grid, strategy.on_reply, stop),
         initial_arrays=ArrayRecord(model.parameters()),
         num_rounds=rounds,
         timeout=ANSWER_WITHIN_SECONDS,

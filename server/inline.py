@@ -8,7 +8,7 @@ import importlib
 import itertools
 import logging
 import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from flwr.app import Context, Message, RecordDict
@@ -21,6 +21,7 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from fedleak.config import Experiment
 from fedleak.store import Run
+from server.tap import refuse_to_go_on
 
 RUN_ID = NODE_ID = TASK_ID = 1
 
@@ -42,9 +43,10 @@ class InlineGrid(Grid):
         run_config: Mapping[str, bool | float | int | str],
         *,
         vault: Path | None = None,
+        stop: Callable[[], bool] = lambda: False,
     ) -> None:
         TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = RUN_ID, NODE_ID, TASK_ID
-        self._app = client_app
+        self._app, self._stop = client_app, stop
         self._run = FlowerRun.create_empty(RUN_ID)
         own: dict[str, str] = {} if vault is None else {"vault": str(vault)}
         self._contexts = {
@@ -95,6 +97,7 @@ class InlineGrid(Grid):
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """Runs the clients of these queued messages and returns their replies."""
+        refuse_to_go_on(stop=self._stop())
         names = [name for name in message_ids if name in self._waiting]
         return [self._answer(self._waiting.pop(name)) for name in names]
 
@@ -109,11 +112,16 @@ class InlineGrid(Grid):
         return self._app(received, self._contexts[message.metadata.dst_node_id])
 
 
-def train(run: Run, experiment: Experiment) -> None:
+def train(run: Run, experiment: Experiment, stop: Callable[[], bool] = lambda: False) -> None:
     """Trains `experiment` in this process.
 
+    Args:
+        run: The run directory.
+        experiment: What was prepared there.
+        stop: Is asked before each client trains.
+
     Raises:
-        FedleakError: A client failed.
+        FedleakError: A client failed, or training was to stop.
     """
     config: dict[str, bool | float | int | str] = {
         "experiment": str(run.path / "run.json"),
@@ -125,6 +133,6 @@ def train(run: Run, experiment: Experiment) -> None:
     client_app = importlib.import_module("clients.app").app
     server_app = importlib.import_module("server.app").app
     clients, vault = experiment.federation.clients, run.path.absolute().parent
-    grid = InlineGrid(client_app, clients, config, vault=vault)
+    grid = InlineGrid(client_app, clients, config, vault=vault, stop=stop)
     context = Context(RUN_ID, NODE_ID, {}, RecordDict(), config)
     server_app(grid, context)

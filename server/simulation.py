@@ -30,7 +30,7 @@ from typing import IO, TYPE_CHECKING, Any
 import psutil
 import tomli_w
 
-from fedleak.errors import FedleakError
+from fedleak.errors import FedleakError, StoppedError
 
 if TYPE_CHECKING:
     from fedleak.config import Experiment
@@ -46,11 +46,16 @@ GRACE_SECONDS = 3.0
 SET_CHILD_SUBREAPER = 36  # from <linux/prctl.h>
 
 
-def train(run: Run, experiment: Experiment) -> None:
+def train(run: Run, experiment: Experiment, stop: Callable[[], bool] = lambda: False) -> None:
     """Trains `experiment` in Flower's simulation; its log is flower.log in the run directory.
 
+    Args:
+        run: The run directory.
+        experiment: What was prepared there.
+        stop: Is asked now and then; what was under way is ended.
+
     Raises:
-        FedleakError: A client failed, or Flower did.
+        FedleakError: A client failed, or Flower did, or training was to stop.
     """
     from fedleak.store import private  # it brings torch along, too
 
@@ -72,6 +77,9 @@ def train(run: Run, experiment: Experiment) -> None:
         assert keeper.stdin is not None
         assert keeper.stdout is not None
         try:
+            while not select.select([keeper.stdout], [], [], POLL_SECONDS)[0]:
+                if stop():
+                    raise StoppedError("training was stopped: what goes on beside it has failed")
             failure = keeper.stdout.read()
         finally:
             keeper.stdin.close()

@@ -6,7 +6,19 @@ from collections.abc import Callable, Iterable
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
+from fedleak.errors import StoppedError
+
 POLL_SECONDS = 0.02
+
+
+def refuse_to_go_on(*, stop: bool) -> None:
+    """Ends training that is to stop.
+
+    Raises:
+        StoppedError: It is.
+    """
+    if stop:
+        raise StoppedError("training was stopped: what goes on beside it has failed")
 
 
 class TapGrid(Grid):
@@ -16,8 +28,13 @@ class TapGrid(Grid):
     in memory, however many clients there are.
     """
 
-    def __init__(self, grid: Grid, on_reply: Callable[[Message], RecordDict]) -> None:
-        self._grid, self._on_reply = grid, on_reply
+    def __init__(
+        self,
+        grid: Grid,
+        on_reply: Callable[[Message], RecordDict],
+        stop: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._grid, self._on_reply, self._stop = grid, on_reply, stop
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
@@ -30,6 +47,7 @@ class TapGrid(Grid):
         while waiting and (deadline is None or time.monotonic() < deadline):
             before = len(waiting)
             for name in tuple(waiting):
+                refuse_to_go_on(stop=self._stop())
                 for reply in self._grid.pull_messages([name]):
                     if reply.has_content():
                         reply.content = self._on_reply(reply)

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
@@ -399,6 +400,7 @@ def test_a_worker_leaves_ctrl_c_to_the_command_from_its_first_moment(tmp_path):
 # --- what is shown --------------------------------------------------------------------------------
 
 PRIVATE = "[red]the [/] patient\x1b[2J\nsaid"
+SHOWN = r"[red]the [/] patient\x1b[2J\nsaid"
 DOING = UnderWay(
     "lamp", 2, (0, 3), {0: Progress(5, 90, 0.1234, PRIVATE), 3: Progress(6, 90, 7e-5, "so")}
 )
@@ -407,7 +409,11 @@ DOING = UnderWay(
 @pytest.mark.parametrize(
     ("doing", "now", "shown"),
     [
-        (DOING, 0, "     lamp round 2, client 0: 5/90, loss 0.123, [red]the [/] patient [2J said"),
+        (
+            DOING,
+            0,
+            "     lamp round 2, client 0: 5/90, loss 0.123, " + SHOWN,
+        ),
         (DOING, cli.TURN_SECONDS, "     lamp round 2, client 3: 6/90, loss 7e-05, so"),
         (
             UnderWay("lamp", 1, (4,), {4: Progress(0, 90, math.nan, "", "starts 3/64")}),
@@ -440,11 +446,13 @@ def test_busy_workers_are_shown_on_a_terminal_and_cut_to_its_width(monkeypatch, 
     assert ("round 2, client 0" in printed) == terminal
     assert ("…" in printed) == terminal
     assert "\x1b[2J" not in printed
-    assert "attacks" in printed
+    assert ("attacks" in printed) == terminal
 
 
 def test_a_run_tells_what_is_under_way(run, patient):
     class Busy(Here):
+        answer = Future()
+
         def result(self):
             return super().result() if told and told[-1].under_way else None
 
@@ -459,4 +467,9 @@ def test_a_run_tells_what_is_under_way(run, patient):
     pairs = [one for one in doing if one.attack == "patient"]
     assert [[[one.round, client] for client in one.clients] for one in pairs] == PAIRS
     assert pairs[1].progress == {2: Progress(1, 3, 0.5, "text")}
-    assert told[-1] == pipeline.Progress(10, 10, 20, 20)
+    last = told[-1]
+    assert last[:4] == (10, 10, 20, 20)
+    assert (last.rounds, last.rounds_expected, last.seconds_left) == (ROUNDS, ROUNDS, 0)
+    finished = [(one.attack, one.key) for each in told for one in each.finished]
+    assert len(finished) == len(set(finished)) == 20
+    assert told[0].seconds_left is None, "nothing has been measured"

@@ -5,7 +5,8 @@ An attack is a frozen dataclass of its hyper-parameters with a `kind`, called as
 `Reconstruction` and changes neither observation nor weights. It cannot import the truth, the
 data, the metrics or the run directory (import-linter checks that), so whatever it scores, it
 got from the update and the facts it was granted. The first line of its docstring is what
-`fedleak list` prints. One that takes several observations at once is `Batched`.
+`fedleak list` prints. One that takes several observations at once is `Batched`. One that takes
+minutes, not seconds, has `slow = True`: the others go first.
 """
 
 import sys
@@ -146,7 +147,12 @@ class Batched(Attack, Protocol):
         ...
 
 
+def is_slow(attack: Attack) -> bool:
+    """Returns whether an attack takes minutes: it waits until the others have answered."""
+    return bool(getattr(attack, "slow", False))
+
+
 @cache
 def kinds() -> Mapping[str, type[Attack]]:
     """Returns the attacks in this package by kind."""
-    return discover(sys.modules[__name__])
+    return discover(sys.modules[__name__]).kinds

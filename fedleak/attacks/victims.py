@@ -90,6 +90,7 @@ class GradientMatching(ABC):
     """
 
     uses: ClassVar[frozenset[str]] = frozenset({"labels", "lengths"})
+    slow: ClassVar[bool] = True
     preset: Literal["best", "faithful"] = "best"
     size: Literal["base", "large"] = "base"
     steps: Count | None = None

@@ -99,7 +99,7 @@ class Defense:
 @cache
 def kinds() -> Mapping[str, type[Defense]]:
     """Returns the defenses in this package by kind."""
-    return discover(sys.modules[__name__])
+    return discover(sys.modules[__name__]).kinds
 
 
 def measured(before: ClientUpdate, after: ClientUpdate) -> dict[str, float]:

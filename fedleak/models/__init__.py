@@ -50,7 +50,8 @@ CLASS_LOSSES: Mapping[str, ClassLoss] = {
 @cache
 def families() -> Mapping[str, ModelFamily]:
     """Returns the adapters in this package by `config.model_type`."""
-    return {name: make() for name, make in discover(sys.modules[__name__], "model_type").items()}
+    found = discover(sys.modules[__name__], "model_type").kinds
+    return {name: make() for name, make in found.items()}
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,102 @@
+"""What a run takes: disk as exact arithmetic, and words for sizes and times."""
+
+import shutil
+from collections import Counter
+from pathlib import Path
+
+from fedleak.config import Experiment
+from fedleak.errors import ConfigError
+from fedleak.federation import expected_captures
+from fedleak.models import LanguageModel
+from fedleak.store import EVERYONE
+from fedleak.training import freezing
+
+WORTH_SAYING_BYTES = 10**9
+WORTH_SAYING_SECONDS = 600.0
+
+_FLOAT = 4
+"""Bytes of a number; a defense that casts sends fewer."""
+
+
+def bytes_kept(experiment: Experiment, model: LanguageModel) -> int:
+    """Returns the size of the captures and models that a complete run has, at most.
+
+    Args:
+        experiment: The run.
+        model: With its parameters' names and shapes; no weights are needed.
+    """
+    sizes = {name: _FLOAT * p.numel() for name, p in model.trained().items()}
+    shared = experiment.shared(model)
+    of_frozen: dict[frozenset[str], int] = {}
+
+    def sent(client: int) -> int:
+        if client == EVERYONE:
+            return sum(sizes[name] for name in shared)
+        frozen = experiment.local_training_of(client).frozen
+        key = frozenset(frozen)
+        if key not in of_frozen:
+            with freezing(model, frozen):
+                trained = model.trained()
+            of_frozen[key] = sum(sizes[name] for name in shared if name in trained)
+        return of_frozen[key]
+
+    captures = Counter(key.client for key in expected_captures(experiment))
+    last = experiment.federation.rounds + 1
+    models = 2 + sum(experiment.attacked(round) for round in range(2, last))
+    return sum(count * sent(client) for client, count in captures.items()) + models * sum(
+        sizes.values()
+    )
+
+
+def refuse_full_disk(needed: int, path: Path, *, anew: bool = False) -> None:
+    """Refuses a run whose captures and models do not fit.
+
+    Args:
+        needed: Bytes of all of them.
+        path: The run directory, which may have some of them already.
+        anew: Those do not count.
+
+    Raises:
+        ConfigError: There is less free.
+    """
+    there = 0 if anew else sum(file.stat().st_size for file in _files(path))
+    free = _free(path)
+    if needed - there > free:
+        raise ConfigError(
+            f"{str(path)!r} needs {size(needed - there)} for captures and models, but only "
+            f"{size(free)} are free: keep fewer rounds (threat.rounds), share less "
+            "(update.share), or free some"
+        )
+
+
+def disk(needed: int, path: Path) -> str | None:
+    """Returns how much disk a run takes, in a line; None if that is not worth a word."""
+    if needed < WORTH_SAYING_BYTES:
+        return None
+    return f"captures and models take up to {size(needed)}; {size(_free(path))} are free"
+
+
+def duration(seconds: float) -> str:
+    """Returns a time in one unit, for people."""
+    for unit, length in (("days", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def size(bytes: int) -> str:
+    """Returns a number of bytes in one unit, for people."""
+    for unit, length in (("TB", 10**12), ("GB", 10**9)):
+        if bytes >= length:
+            return f"{bytes / length:.1f} {unit}"
+    return f"{bytes / 10**6:.0f} MB"
+
+
+def _files(path: Path) -> list[Path]:
+    return [file for folder in ("captures", "models") for file in (path / folder).glob("*.*")]
+
+
+def _free(path: Path) -> int:
+    """Returns the bytes that are free where a folder is, or will be."""
+    there = next(each for each in [path, *path.absolute().parents] if each.exists())
+    return shutil.disk_usage(there).free

@@ -1,0 +1,99 @@
+"""What is noted of each command: `log.txt` in the run directory, and stderr with `--debug`.
+
+Modules write to `logging.getLogger(__name__)`, as everywhere; without one of these two nothing is
+shown. Tracebacks are kept without the values of variables, which may be private texts.
+"""
+
+import logging
+import os
+import shlex
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from io import TextIOWrapper
+from pathlib import Path
+
+from fedleak.sanitise import printable
+
+LOG = "log.txt"
+
+_PACKAGES = ("fedleak", "server", "clients")
+_log = logging.getLogger(__name__)
+
+
+class _Printable(logging.Formatter):
+    """Makes lines of a record that nothing obeys, whatever is in it."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)-7s %(name)s: %(message)s")
+
+    def format(self, record: logging.LogRecord) -> str:
+        return "\n".join(printable(line) for line in super().format(record).split("\n"))
+
+
+class _File(logging.FileHandler):
+    """Appends to a file that its owner alone can read, from the first line on."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, encoding="utf-8", delay=True)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with suppress(OSError):  # a full disk is reported by what needs it
+            super().emit(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - the name is given
+        pass
+
+    def _open(self) -> TextIOWrapper:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        return os.fdopen(os.open(self.baseFilename, flags, 0o600), "a", encoding="utf-8")
+
+
+@contextmanager
+def logged(folder: Path) -> Iterator[None]:
+    """Appends to the log of a folder what happens in the body, and the error that ends it.
+
+    The error says in a note where its traceback is.
+    """
+    path = folder / LOG
+    with handled(_File(path)):
+        _log.info("fedleak %s", shlex.join(sys.argv[1:]))
+        try:
+            yield
+        except Exception as error:
+            _log.error("ended by an error", exc_info=error)
+            if not noted(error):
+                error.add_note(f"the traceback is in {path}")
+            raise
+        except BaseException as error:
+            _log.info("ended by %s", type(error).__name__)
+            raise
+        _log.info("done")
+
+
+def noted(error: BaseException) -> str:
+    """Returns where an error's traceback is; empty if nobody has kept it."""
+    return "; ".join(getattr(error, "__notes__", ()))
+
+
+@contextmanager
+def debugging() -> Iterator[None]:
+    """Shows on stderr what is noted in the body."""
+    with handled(logging.StreamHandler()):
+        yield
+
+
+@contextmanager
+def handled(handler: logging.Handler) -> Iterator[None]:
+    """Passes to a handler what our modules note in the body."""
+    handler.setFormatter(_Printable())
+    loggers = [logging.getLogger(name) for name in _PACKAGES]
+    for each in loggers:
+        each.setLevel(logging.INFO)
+        each.addHandler(handler)
+    try:
+        yield
+    finally:
+        for each in loggers:
+            each.removeHandler(handler)
+        handler.close()

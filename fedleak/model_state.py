@@ -1,0 +1,65 @@
+"""Whether an attack left the model as it found it: the next one in the process uses it too."""
+
+import hashlib
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from fedleak.models import LanguageModel
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def state(model: LanguageModel) -> Mapping[str, object]:
+    """Returns what an attack must not change, in values that can be compared, by what it is.
+
+    It costs a quarter of what a cryptographic hash of the weights does: it is taken after every
+    call of an attack, some of which take milliseconds.
+    """
+    module = model.module
+    parameters = dict(module.named_parameters())
+    modules = dict(module.named_modules())
+    return {
+        "weights": _digest(parameters.items()),
+        "buffers": _digest(module.named_buffers()),
+        "layers": [(name, type(each)) for name, each in modules.items()],
+        "train mode": [name for name, each in modules.items() if each.training],
+        "requires_grad": [name for name, each in parameters.items() if each.requires_grad],
+        "gradients": [name for name, each in parameters.items() if each.grad is not None],
+        "hooks": [sum(len(getattr(each, hooks)) for hooks in _HOOKS) for each in modules.values()],
+    }
+
+
+def changed(model: LanguageModel, before: Mapping[str, object]) -> list[str]:
+    """Returns what of a model is not as it was in an earlier `state`, by name."""
+    try:
+        after = state(model)
+    except Exception:  # noqa: BLE001 - not even a model is left of it
+        return ["layers"]
+    return [name for name in before if before[name] != after[name]]
+
+
+def _digest(named: Iterable[tuple[str, Tensor]]) -> str:
+    """Returns a hash of names, shapes and values, which are summed up where they are: on a GPU."""
+    digest = hashlib.sha256()
+    sums: dict[torch.device, list[Tensor]] = {}
+    for name, tensor in named:
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype};".encode())
+        sums.setdefault(tensor.device, []).extend(_sums(tensor.detach()))
+    for found in sums.values():
+        digest.update(torch.cat(found).cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _sums(tensor: Tensor) -> list[Tensor]:
+    """Returns whole numbers, without overflow errors, that tell a tensor from what became of it.
+
+    A matrix's bits are added up along its rows and along its columns, so that numbers that changed
+    places show; of anything else each number's own bits count.
+    """
+    flat = tensor.contiguous().view(-1).view(torch.uint8)
+    if tensor.dim() < 2 or not flat.numel() or flat.numel() % (8 * tensor.shape[0]):
+        return [flat.long()]
+    words = flat.view(torch.int64).view(tensor.shape[0], -1)
+    return [words.sum(0), words.sum(1)]

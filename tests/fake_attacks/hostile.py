@@ -1,0 +1,146 @@
+"""Attacks by somebody else, which do what they must not, in a module that a worker can import."""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from fedleak.reconstruction import Reconstruction, Status
+
+RECOVERED = Status.RECOVERED
+
+
+def _circle():
+    value = []
+    value.append(value)
+    return value
+
+
+ANSWERS = {
+    "nothing": lambda: None,
+    "a dict": lambda: {"status": "recovered"},
+    "a status of text": lambda: Reconstruction("recovered", tokens=(1,)),
+    "an id that is no token": lambda: Reconstruction(RECOVERED, ((2000,),), (0.0,)),
+    "a negative id": lambda: Reconstruction(RECOVERED, ((-1,),), (0.0,)),
+    "a huge id": lambda: Reconstruction(RECOVERED, tokens=(10**5000,)),
+    "words": lambda: Reconstruction(RECOVERED, (("the", "patient"),), (0.0,)),
+    "a text": lambda: Reconstruction(RECOVERED, "the patient"),
+    "a tensor": lambda: Reconstruction(RECOVERED, (torch.tensor([1, 2]),), (0.0,)),
+    "ids of floats": lambda: Reconstruction(RECOVERED, ((1.0,),), (0.0,)),
+    "a bool for an id": lambda: Reconstruction(RECOVERED, ((True,),), (0.0,)),
+    "a generator": lambda: Reconstruction(RECOVERED, tokens=(i for i in range(3))),
+    "an empty sequence": lambda: Reconstruction(RECOVERED, ((),), (0.0,)),
+    "too long a sequence": lambda: Reconstruction(RECOVERED, ((5,) * 129,), (0.0,)),
+    "too many sequences": lambda: Reconstruction(RECOVERED, ((5,),) * 101, (0.0,) * 101),
+    "evidence of another length": lambda: Reconstruction(RECOVERED, ((5,),), ()),
+    "evidence without sequences": lambda: Reconstruction(RECOVERED, None, (1.0,), tokens=(5,)),
+    "margins of another length": lambda: Reconstruction(RECOVERED, ((5,),), (0.0,), (1.0, 2.0)),
+    "evidence of text": lambda: Reconstruction(RECOVERED, ((5,),), ("good",)),
+    "a fact that nobody knows": lambda: Reconstruction(RECOVERED, facts={"weather": 1}),
+    "facts of tensors": lambda: Reconstruction(RECOVERED, facts={"label_counts": torch.ones(2)}),
+    "facts in a list": lambda: Reconstruction(RECOVERED, facts=[1]),
+    "a key that is no text": lambda: Reconstruction(RECOVERED, diagnostics={1: 2}),
+    "a circle": lambda: Reconstruction(RECOVERED, diagnostics={"circle": _circle()}),
+    "a function": lambda: Reconstruction(RECOVERED, diagnostics={"f": print}),
+    "a budget of text": lambda: Reconstruction(RECOVERED, diagnostics={"budget": "all"}),
+    "a budget of zero": lambda: Reconstruction(RECOVERED, diagnostics={"budget": [1, 0]}),
+    "endless candidates": lambda: Reconstruction(
+        RECOVERED, diagnostics={"candidates": {"all": math.inf}}
+    ),
+    "candidates of text": lambda: Reconstruction(RECOVERED, diagnostics={"candidates": {"a": "b"}}),
+    "a library": lambda: Reconstruction(RECOVERED, diagnostics={"text": "x" * 10_000_001}),
+    "a reason of bytes": lambda: Reconstruction(Status.ABSTAINED, reason=b"why"),
+    "a proof of text": lambda: Reconstruction(RECOVERED, tokens=(5,), verified="yes"),
+}
+
+
+@torch.no_grad()
+def _zero(model):
+    for value in model.module.parameters():
+        value.zero_()
+
+
+@torch.no_grad()
+def _one_number(model):
+    model.module.get_parameter("classifier.weight").data[1, 3] += 1e-3
+
+
+@torch.no_grad()
+def _swap_rows(model):
+    weight = next(model.module.parameters()).data
+    weight[[5, 6]] = weight[[6, 5]]
+
+
+@torch.no_grad()
+def _swap_columns(model):
+    weight = next(model.module.parameters()).data
+    weight[:, [5, 6]] = weight[:, [6, 5]]
+
+
+def _buffers(model):
+    next(model.module.buffers()).data[0, 0] += 1
+
+
+def _delete(model):
+    del model.module.classifier
+
+
+CHANGES = {
+    "weights": _zero,
+    "weights: one number": _one_number,
+    "weights: rows": _swap_rows,
+    "weights: columns": _swap_columns,
+    "buffers": _buffers,
+    "train mode": lambda model: model.module.train(),
+    "requires_grad": lambda model: model.module.requires_grad_(False),
+    "gradients": lambda model: model.module.get_parameter("classifier.bias").sum().backward(),
+    "hooks": lambda model: model.module.register_forward_hook(lambda *_: None),
+    "layers": _delete,
+}
+
+
+@dataclass(frozen=True)
+class Hostile:
+    """Answers or changes what it says.
+
+    Attributes:
+        answers: What, of `ANSWERS`.
+        changes: What of the model, of `CHANGES`.
+        update: Whether it writes into the update.
+        crash: Whether it ends in an error.
+    """
+
+    kind: ClassVar[str] = "hostile"
+    uses: ClassVar[frozenset[str]] = frozenset()
+    answers: str | None = None
+    changes: str | None = None
+    update: bool = False
+    crash: bool = False
+
+    def obstacle(self, setting):
+        return None
+
+    def __call__(self, seen, model, *, rng):
+        if self.changes is not None:
+            CHANGES[self.changes](model)
+        if self.update:
+            for tensor in seen.update.tensors.values():
+                tensor.zero_()
+            seen.update.tensors.clear()
+        if self.crash:
+            raise RuntimeError("crashed")
+        if self.answers is not None:
+            return ANSWERS[self.answers]()
+        return Reconstruction(RECOVERED, ((5, 6),), (math.nan,), (math.inf,), tokens=(5, 6))
+
+
+@dataclass(frozen=True)
+class Few(Hostile):
+    """Forgets one of several observations."""
+
+    kind: ClassVar[str] = "few"
+    at_once: int = 2
+
+    def many(self, seen, model, *, rngs, report):
+        return [self(each, model, rng=rng) for each, rng in zip(seen[1:], rngs, strict=False)]

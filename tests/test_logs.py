@@ -1,0 +1,223 @@
+"""What is kept when something goes wrong: logs, tracebacks, failures; and what is shown of it."""
+
+import json
+import logging
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from fedleak import answers, audit, cli, logs, pipeline, processes, workers
+from fedleak.config import parse
+from fedleak.errors import FedleakError
+from fedleak.store import Run
+from server import inline
+
+EXPERIMENT = """
+name = "small"
+[model]
+name = "builtin/bert-tiny"
+[data]
+name = "builtin/notes"
+samples = 8
+held_out = 4
+[federation]
+clients = 2
+rounds = 2
+batch_size = 1
+learning_rate = 0.1
+[workers]
+devices = ["cpu"]
+"""
+RUN = Path("runs/small")
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    (tmp_path / "small.toml").write_text(EXPERIMENT)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def call(*arguments):
+    done = CliRunner().invoke(cli.app, list(arguments))
+    return done.exit_code, done.stdout, done.stderr
+
+
+def no_space(*_, **__):
+    private = "the patient"
+    raise OSError(28, "No space left on device" if private else "")
+
+
+# --- a run --------------------------------------------------------------------------------------
+
+
+def test_each_command_is_in_the_log_which_only_its_owner_can_read(here):
+    umask = os.umask(0o022)
+    try:
+        status, printed, errors = call("run", "small.toml")
+    finally:
+        os.umask(umask)
+    assert (status, errors) == (0, "")
+    log = RUN / "log.txt"
+    assert stat.S_IMODE(log.stat().st_mode) == 0o600
+    text = log.read_text()
+    assert "probes on r0001-c00: recovered in" in text
+    assert text.count("INFO    fedleak.logs: done") == 1
+    assert "fedleak.logs" not in printed
+    assert call("score", str(RUN))[0] == 0
+    assert log.read_text().startswith(text)
+    assert log.read_text().count("done") == 2
+
+
+def test_an_unexpected_error_is_one_line_and_its_traceback_is_kept(here, monkeypatch):
+    monkeypatch.setattr(audit, "knowledge", no_space)
+    status, _, errors = call("run", "small.toml")
+    assert status == 1
+    assert errors.count("\n") == 1
+    assert errors.startswith("fedleak: unexpected error: OSError: [Errno 28] No space left on dev")
+    assert "runs/small/log.txt" in errors
+    assert "fedleak --debug" in errors
+    info = json.loads((RUN / "run.json").read_text())
+    assert info["status"] == "failed"
+    assert info["failure"]["reason"] == "OSError: [Errno 28] No space left on device"
+    for kept in (info["failure"]["traceback"], (RUN / "log.txt").read_text()):
+        assert "in no_space" in kept
+        assert "in attack_captures" in kept
+        assert "the patient" not in kept, "the values of variables are private"
+    monkeypatch.undo()
+    monkeypatch.chdir(here)
+    assert call("run", "small.toml")[0] == 0
+    info = json.loads((RUN / "run.json").read_text())
+    assert (info["status"], info["failure"]) == ("finished", None)
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(28, "No space left on device"), FedleakError("no vault")]
+)
+def test_debug_shows_the_traceback_on_stderr(here, monkeypatch, error):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(audit, "score_run", fail)
+    status, _, errors = call("--debug", "run", "small.toml")
+    assert status == 1
+    assert errors.count("Traceback (most recent call last)") == 1
+    assert "in fail" in errors
+    assert "probes on r0001-c00" in errors
+    status, _, errors = call("score", str(RUN))
+    assert status == 1
+    assert errors.count("\n") == 1
+    assert "Traceback" not in errors
+
+
+def test_an_error_without_a_run_has_its_traceback_with_debug(here, monkeypatch):
+    from fedleak import config
+
+    monkeypatch.setattr(config, "load", no_space)
+    status, _, errors = call("run", "small.toml")
+    assert (status, errors.count("\n")) == (1, 1)
+    assert "`fedleak --debug" in errors
+    assert "in no_space" in call("--debug", "run", "small.toml")[2]
+
+
+def test_a_full_disk_does_not_hide_why_a_run_failed(here, monkeypatch):
+    experiment = parse(json.loads(json.dumps(_table())))
+    run = pipeline.prepare(experiment, here / "run")
+
+    def write(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    def fail():
+        with pipeline.noting_status(run):
+            monkeypatch.setattr(Run, "write_json", write)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+
+
+def test_a_log_that_cannot_be_written_disturbs_nothing(tmp_path, capfd):
+    (tmp_path / "log.txt").mkdir()
+    with logs.logged(tmp_path):
+        logging.getLogger("fedleak.anything").warning("said")
+    assert capfd.readouterr() == ("", "")
+
+
+def test_what_is_noted_is_shown_to_nobody_who_did_not_ask(tmp_path):
+    code = "import logging, fedleak; logging.getLogger('fedleak.x').error('noted')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("", "")
+
+
+def test_nothing_in_the_log_is_obeyed(tmp_path):
+    with logs.logged(tmp_path):
+        logging.getLogger("fedleak.x").warning("\x1b[2J %s", "a\x9b31mb\u202e")
+    text = (tmp_path / "log.txt").read_text()
+    assert r"\x1b[2J a\x9b31mb\u202e" in text
+    assert all(line.isprintable() for line in text.splitlines())
+
+
+# --- attacks that fail --------------------------------------------------------------------------
+
+
+def test_a_try_that_failed_keeps_its_traceback_from_the_worker_process(here, monkeypatch):
+    folder = Path(__file__).parent / "fake_attacks"
+    monkeypatch.syspath_prepend(folder)
+    import hostile
+
+    from fedleak import attacks
+
+    found = {**attacks.kinds(), "hostile": hostile.Hostile}
+    monkeypatch.setattr(attacks, "kinds", lambda: found)
+    experiment = parse(_table() | {"attack": [{"kind": "hostile", "crash": True}]})
+    run = pipeline.prepare(experiment, here / "run")
+    inline.train(run, experiment)
+    with run.lock():
+        pipeline.attack_captures(run, experiment, no_more=lambda: True)
+    tries = run.rows("attempts.jsonl")
+    assert len(tries) == 2 * pipeline.TRIES
+    for one in tries:
+        assert one["reason"] == "RuntimeError: crashed"
+        assert "hostile.py" in one["traceback"]
+        assert 'raise RuntimeError("crashed")' in one["traceback"]
+    log = (run.path / "log.txt").read_text()
+    assert log.count("hostile failed on r0001-c00") == pipeline.TRIES
+    assert 'raise RuntimeError("crashed")' in log
+
+
+def test_a_traceback_is_of_bounded_length():
+    def deeper(left):
+        if left:
+            return deeper(left - 1) + deeper(left - 2)
+        raise ValueError("x" * 10**6)
+
+    with pytest.raises(ValueError, match="xxx") as caught:
+        deeper(100)
+    assert len(workers.trace(caught.value)) == workers.LONGEST_TRACE
+    assert len(workers.failure(caught.value)) <= answers.LONGEST_REASON
+
+
+def test_a_call_in_a_process_of_its_own_says_why_it_failed(capfd):
+    ended = {}
+    processes.side_by_side({"bad": _fail}, 1, lambda name: None, ended.__setitem__)
+    assert ended == {"bad": "ZeroDivisionError: integer division or modulo by zero"}
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def _fail(place):
+    return str(1 // place)
+
+
+def _table():
+    return {
+        "name": "small",
+        "model": {"name": "builtin/bert-tiny"},
+        "data": {"name": "builtin/notes", "samples": 8, "held_out": 2},
+        "federation": {"clients": 2, "rounds": 1, "batch_size": 1, "learning_rate": 0.1},
+        "workers": {"devices": ["cpu"]},
+    }
