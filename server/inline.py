@@ -24,6 +24,8 @@ from fedleak.store import Run
 
 RUN_ID = NODE_ID = TASK_ID = 1
 
+_NOWHERE = logging.NullHandler()
+
 
 class InlineGrid(Grid):
     """A grid whose nodes are calls of one ClientApp.
@@ -122,6 +124,9 @@ def train(run: Run, experiment: Experiment) -> None:
     }
     # Flower's own lines would tear the progress bars; what went wrong comes back as an error.
     logging.getLogger("flwr").setLevel(logging.ERROR)
+    # What a client logs may quote its texts: not for the terminal, to which Python turns if a log
+    # has no handler.
+    logging.getLogger("clients").addHandler(_NOWHERE)
     client_app = importlib.import_module("clients.app").app
     server_app = importlib.import_module("server.app").app
     clients, vault = experiment.federation.clients, run.path.absolute().parent
