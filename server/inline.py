@@ -25,6 +25,8 @@ from server.tap import refuse_to_go_on
 
 RUN_ID = NODE_ID = TASK_ID = 1
 
+_NOWHERE = logging.NullHandler()
+
 
 class InlineGrid(Grid):
     """A grid whose nodes are calls of one ClientApp.
@@ -130,6 +132,9 @@ def train(run: Run, experiment: Experiment, stop: Callable[[], bool] = lambda: F
     }
     # Flower's own lines would tear the progress bars; what went wrong comes back as an error.
     logging.getLogger("flwr").setLevel(logging.ERROR)
+    # What a client logs may quote its texts: not for the terminal, to which Python turns if a log
+    # has no handler.
+    logging.getLogger("clients").addHandler(_NOWHERE)
     client_app = importlib.import_module("clients.app").app
     server_app = importlib.import_module("server.app").app
     clients, vault = experiment.federation.clients, run.path.absolute().parent

@@ -1,4 +1,5 @@
 import gc
+import logging
 import shutil
 import weakref
 from collections import Counter
@@ -188,7 +189,8 @@ def test_a_changed_experiment_is_refused_or_starts_afresh(copied):
 # --- when things go wrong -------------------------------------------------------------------
 
 
-def test_a_client_s_error_ends_the_run_and_is_quoted(tmp_path, monkeypatch):
+def test_a_client_s_error_ends_the_run_and_is_placed(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(logging.root, "handlers", [])  # pytest's
     experiment = experiment_of()
     calls = []
 
@@ -203,7 +205,9 @@ def test_a_client_s_error_ends_the_run_and_is_quoted(tmp_path, monkeypatch):
         trained(tmp_path / "run", experiment)
     message = str(caught.value)
     assert message.startswith("round 1: client 1 (node 3): RuntimeError in clients.app:")
-    assert "the disk" not in message  # it might have been a text
+    # It might have been a text.
+    assert "the disk" not in message
+    assert "the disk" not in capfd.readouterr().err
     run = Run(tmp_path / "run")
     assert run.info()["status"] == "failed"
     assert run.captures() == [Key(1, 0)]

@@ -296,7 +296,7 @@ def update():
 def test_replies_are_pulled_one_at_a_time_and_freed_before_the_next():
     grid = Ready(4)
     messages = [Message(RecordDict(), node, "train") for node in grid.get_node_ids()]
-    replies = TapGrid(grid, lambda reply: RecordDict()).send_and_receive(messages)
+    replies = TapGrid(grid, lambda reply: RecordDict()).send_and_receive(messages, timeout=9)
     assert grid.pulls == [1, 1, 1, 1]
     assert grid.alive == [0, 0, 0, 0]
     assert [reply.metadata.src_node_id for reply in replies] == grid.get_node_ids()
@@ -309,8 +309,9 @@ def test_a_message_that_could_not_be_sent_is_not_waited_for():
 
     grid = Full(3)
     messages = [Message(RecordDict(), node, "train") for node in grid.get_node_ids()]
-    replies = TapGrid(grid, lambda reply: RecordDict()).send_and_receive(messages)
+    replies = TapGrid(grid, lambda reply: RecordDict()).send_and_receive(messages, timeout=9)
     assert [reply.metadata.src_node_id for reply in replies] == grid.get_node_ids()[1:]
+    assert grid.pulls == [1, 1]
 
 
 def test_an_encoded_update_is_freed_while_it_is_decoded(round):
