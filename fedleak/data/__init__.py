@@ -256,7 +256,9 @@ def _rows(
     text, label = str(text), None if label is None else str(label)
     if not file.known:
         if name.startswith((".", "/", "~")) or path.exists():
-            raise ConfigError(f"data.name = {name!r} is not a {files.KNOWN} file that exists")
+            raise ConfigError(
+                f"data.name = {name!r} is not a {files.KNOWN} file that exists: give one"
+            )
         _refuse_format(name, encoding, delimiter)
         rows = _from_hub(name, name, None, split)
     elif path.is_file():

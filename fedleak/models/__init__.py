@@ -27,6 +27,9 @@ _log = logging.getLogger(__name__)
 CLASSIFICATION = "sequence-classification"
 CAUSAL_LM = "causal-lm"
 
+_LONGEST = 160
+"""Characters of an error of another library that are repeated."""
+
 _IGNORED = -100
 """The label that cross-entropy leaves out of its mean."""
 
@@ -277,10 +280,9 @@ def _make(spec: ModelSpec, *, checkpoint: bool) -> LanguageModel:
     try:
         # Code that comes with a checkpoint is not run.
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:
         raise ConfigError(
-            f"model.name = {name!r} cannot be loaded ({_first_line(error)}): give a hub id "
+            f"model.name = {name!r} cannot be loaded ({_said(error)}): give a hub id "
             f"that can be reached from here, a folder with config.json, weights and tokenizer, or "
             f"one of {', '.join('builtin/' + known for known in builtin.BUILTIN)}"
         ) from error
@@ -301,6 +303,13 @@ def _make(spec: ModelSpec, *, checkpoint: bool) -> LanguageModel:
             f"model.name = {name!r} is a {config.model_type} that reads one way only: set "
             "is_decoder to false in its config.json, or choose another model"
         )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    except Exception as error:
+        raise ConfigError(
+            f"model.name = {name!r} has no tokenizer that can be loaded ({_said(error)}): "
+            "save it beside config.json, as tokenizer.save_pretrained does"
+        ) from error
     _check_tokenizer_(name, tokenizer, config.vocab_size, task)
     config.pad_token_id = tokenizer.pad_token_id
     config.num_labels = spec.num_labels
@@ -323,7 +332,7 @@ def _make(spec: ModelSpec, *, checkpoint: bool) -> LanguageModel:
         except Exception as error:
             raise ConfigError(
                 f"model.name = {name!r} has weights that cannot be loaded "
-                f"({_first_line(error).rstrip('.')}): save it again, or download it again"
+                f"({_said(error)}): save it again, or download it again"
             ) from error
         if checkpoint:
             _check_weights(name, task, module, found)
@@ -432,5 +441,6 @@ def _source(name: str) -> str:
     return str(Path(name).expanduser()) if Path(name).expanduser().is_dir() else name
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+def _said(error: Exception) -> str:
+    """Returns what an error of another library says, in one line that is not too long."""
+    return " ".join(str(error).split())[:_LONGEST].rstrip(" .") or type(error).__name__
