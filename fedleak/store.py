@@ -180,7 +180,7 @@ class Run:
 
     def write_capture(self, capture: Capture) -> None:
         """Writes what the server received."""
-        self._write_capture(_capture_file(capture.key), capture)
+        self._write_capture(_captured(capture.key), capture)
 
     def read_capture(self, key: Key) -> Capture:
         """Reads a capture.
@@ -188,7 +188,7 @@ class Run:
         Raises:
             CaptureError: The file is damaged, or of another experiment.
         """
-        return self._read_capture(_capture_file(key), key)
+        return self._read_capture(_captured(key), key)
 
     def read_knowledge(self, key: Key) -> Knowledge:
         """Reads what the server knows of a capture, without its tensors.
@@ -196,7 +196,7 @@ class Run:
         Raises:
             CaptureError: The file is damaged, or of another experiment.
         """
-        path = self.path / _capture_file(key)
+        path = self.path / _captured(key)
         try:
             with safetensors.safe_open(path, framework="pt") as file:
                 return self._about(file.metadata())[2]
@@ -209,7 +209,7 @@ class Run:
 
     def hold(self, capture: Capture) -> None:
         """Keeps an update out of the server's sight, until the round's sum is made."""
-        self._write_capture(f"held/{_capture_file(capture.key)}", capture)
+        self._write_capture(_held(capture.key), capture)
 
     def held(self, key: Key) -> Capture:
         """Reads an update that is held.
@@ -217,7 +217,7 @@ class Run:
         Raises:
             CaptureError: The file is damaged, or of another experiment.
         """
-        return self._read_capture(f"held/{_capture_file(key)}", key)
+        return self._read_capture(_held(key), key)
 
     def release(self) -> None:
         """Deletes what is held."""
@@ -248,7 +248,7 @@ class Run:
         """
         for key in self.captures():
             if key.round == round:
-                (self.path / _capture_file(key)).unlink(missing_ok=True)
+                (self.path / _captured(key)).unlink(missing_ok=True)
         if round > 1:
             (self.path / "models" / f"r{round:04d}.safetensors").unlink(missing_ok=True)
 
@@ -443,7 +443,7 @@ class Run:
         path = self.path / name
         with _naming(path):
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            path.parent.mkdir(mode=0o700, exist_ok=True)
         return path
 
     def move_aside(self) -> Path:
@@ -511,8 +511,12 @@ def _line(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
-def _capture_file(key: Key) -> str:
+def _captured(key: Key) -> str:
     return f"captures/{key}.safetensors"
+
+
+def _held(key: Key) -> str:
+    return f"held/{key}.safetensors"
 
 
 def _keys(folder: Path, suffix: str) -> list[Key]:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from rouge_score.rouge_scorer import RougeScorer
 
 from fedleak.metrics import intervals
 from fedleak.metrics.matching import assign
@@ -41,6 +42,14 @@ def slow_rouge(answer, truth):
 
     longest = max(map(len, subsequences(a) & subsequences(b)))
     return Rouge(shared(1), shared(2), f_score(longest, len(a), len(b)))
+
+
+@given(
+    st.text(alphabet="ab \u00e9.A1", max_size=150), st.text(alphabet="ab \u00e9.A1", max_size=150)
+)
+def test_rouge_is_bit_for_bit_that_of_the_package(answer, truth):
+    package = RougeScorer(list(Rouge._fields), use_stemmer=False).score(truth, answer)
+    assert rouge(answer, truth) == tuple(100 * package[name].fmeasure for name in Rouge._fields)
 
 
 @given(words, words)
