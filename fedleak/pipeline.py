@@ -128,7 +128,7 @@ def open_run(plan: Plan, path: Path, *, fresh: bool = False) -> Run:
             f"{str(path)!r} holds a sweep: give this run another name, or --fresh to move the "
             "sweep aside"
         )
-    if there := sorted(each.name for each in path.glob("*") if each.name != ".lock"):
+    if there := sorted(each.name for each in path.glob("[!.]*")):
         # Captures and answers of nobody knows what must not pass for this experiment's.
         more = f" and {len(there) - 3} more" if len(there) > 3 else ""
         raise ConfigError(

@@ -388,8 +388,16 @@ class Run:
             self._replace(name, b"".join(line.rstrip() + b"\n" for _, line in rows))
         return [row for row, _ in rows]
 
+    def damaged(self) -> list[tuple[str, int, str]]:
+        """Returns file, line and what was wrong with it of each line that was put aside."""
+        rows, damaged = self._parsed("damaged.jsonl", json_object)
+        found = [
+            (str(row.get("file")), row.get("line", 0), row.get("reason", "")) for row, _ in rows
+        ]
+        return found + [("damaged.jsonl", number, reason) for number, _, reason in damaged]
+
     def _parsed(
-        self, name: str, parse: Parse = json_object
+        self, name: str, parse: Parse
     ) -> tuple[list[tuple[dict[str, Any], bytes]], list[tuple[int, bytes, str]]]:
         """Returns rows with their lines, and lines that cannot be read, with number and reason."""
         path = self.path / name

@@ -281,6 +281,7 @@ OTHER = {
     "privacy-torn": (line("privacy.jsonl", 1, '{"round":'), 0, ""),
     "defenses-torn": (line("defenses.jsonl", 1, "oops"), 0, ""),
     "attempts": (put("attempts.jsonl", "oops\n"), 0, ""),
+    "damaged": (put("damaged.jsonl", b"oops\n\xff\n"), 0, ""),
     "capture-extra": (put("captures/r0009-c77.safetensors", "oops"), 0, ""),
     "capture-note": (put("captures/notes.txt", "oops"), 0, ""),
     "model-extra": (put("models/rest.safetensors", "oops"), 0, ""),
