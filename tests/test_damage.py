@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from fedleak import models, pipeline
+from fedleak import models, pipeline, sweep
 from fedleak.cli import app
 from fedleak.config import load
 from fedleak.errors import FedleakError
@@ -615,3 +615,27 @@ def test_a_run_that_is_not_finished_or_not_scored_is_not_purged(run, kind):
     assert "nothing was deleted" in errors
     assert "purged" not in run.info()
     assert there <= {each.name for each in run.path.iterdir()}
+
+
+# --- a cell of a sweep ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["summary-cut", "summary-list", "leakage-torn", "run-cut"])
+def test_a_damaged_cell_is_run_again_or_named(run, monkeypatch, kind):
+    Path("grid.toml").write_text(EXPERIMENT.replace("small", "grid") + "[sweep]\nseed = [0]\n")
+    cell = Run(Path("runs/grid/seed=0").absolute())
+    shutil.copytree(run.path, cell.path)
+    cell.update_info(experiment=cell.info()["experiment"] | {"name": "grid"})
+    monkeypatch.setattr(sweep, "workers", lambda *_: nullcontext([Here()]))
+    before = scores(cell)
+    OTHER[kind][0](cell.path)
+    done = CliRunner().invoke(app, ["sweep", "grid.toml", "--jobs", "1"])
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    if kind == "run-cut":
+        assert done.exit_code == 1
+        assert "seed=0/run.json is damaged" in done.stderr
+    else:
+        assert done.exit_code == 0, done.stderr
+        (row,) = json.loads(Path("runs/grid/sweep.json").read_text())["cells"]
+        assert set(row["attacks"]) == {"dlg", "probes"}
+        assert kind == "leakage-torn" or scores(cell) == before
