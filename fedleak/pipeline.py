@@ -491,9 +491,9 @@ def _refuse_another(run: Run, experiment: Experiment) -> None:
         wanted = {"attack": new["attack"], "threat.knows": new["threat"]["knows"]}
         sets = " ".join(f"--set {shlex.quote(f'{key}={_toml(wanted[key])}')}" for key in keys)
         raise ConfigError(
-            f"{str(run.path)!r} was attacked otherwise ({told}): `fedleak attack {run.path} {sets}`"
-            " attacks its captures so, without training again; an attack that has answered with "
-            "other settings needs another name = ..."
+            f"{str(run.path)!r} was attacked otherwise ({told}): `fedleak attack "
+            f"{shlex.quote(str(run.path))} {sets}` attacks its captures so, without training "
+            "again; an attack that has answered with other settings needs another name = ..."
         )
     raise ConfigError(
         f"{str(run.path)!r} holds another experiment ({told}): give this one another name, or "
