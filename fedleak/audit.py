@@ -307,7 +307,7 @@ def score_run(run: Run, asked: Iterable[str] | None = None) -> list[Scored]:
     """
     experiment, gaps = stored(run), Gaps()
     model = models.outline(experiment.model_spec(run.info()["num_labels"]))
-    vocabulary = len(model.tokenizer)
+    vocabulary = _vocabulary(model)
     answers = {
         (Key(line["round"], line["client"]), line["attack"]): line
         for line in run.salvage(
@@ -362,7 +362,7 @@ def _score(
     known = {key: truth for key, truth in truths.items() if truth is not None and truth.sequences}
     controls, guesses = experiment.audit.controls, {key: Scores() for key in known}
     if controls and known:
-        held_out = _held_out(run, len(model.tokenizer))
+        held_out = _held_out(run, _vocabulary(model))
         guesses = {
             key: guess(held_out, truth, model, experiment.seed) for key, truth in known.items()
         }
@@ -396,6 +396,11 @@ def _is_less(answer: Mapping[str, Any], before: LeakageRow | None) -> bool:
 
 
 _LEAKAGE = records.of_shape(LeakageRow)
+
+
+def _vocabulary(model: LanguageModel) -> int:
+    """Returns how many token ids a text may have; a model may have more than its tokenizer."""
+    return max(int(model.module.config.vocab_size), len(model.tokenizer))  # type: ignore[union-attr,arg-type]
 
 
 class _HeldOut(BaseModel):
@@ -519,11 +524,8 @@ def _find_gaps(
             f"{len(kept)} of {len(truths)} captures have no truth: {_some(kept)}: their rows stay "
             "as they were"
         )
-    for line in run.rows("damaged.jsonl"):
-        notes.append(
-            f"line {line.get('line')} of {line.get('file')} was damaged ({line.get('reason')}): "
-            "it is in damaged.jsonl now"
-        )
+    for file, number, reason in run.damaged():
+        notes.append(f"line {number} of {file} was damaged ({reason}): it is in damaged.jsonl now")
 
 
 _NO_ANSWER = (Status.ABSTAINED, Status.INADMISSIBLE)

@@ -195,7 +195,7 @@ def open_run(plan: Plan, path: Path, *, fresh: bool = False) -> Run:
             f"{str(path)!r} holds a sweep: give this run another name, or --fresh to move the "
             "sweep aside"
         )
-    if there := sorted(each.name for each in path.glob("*") if each.name != ".lock"):
+    if there := sorted(each.name for each in path.glob("[!.]*")):
         # Captures and answers of nobody knows what must not pass for this experiment's.
         more = f" and {len(there) - 3} more" if len(there) > 3 else ""
         raise ConfigError(
@@ -623,9 +623,9 @@ def _refuse_another(run: Run, experiment: Experiment) -> None:
         wanted = {"attack": new["attack"], "threat.knows": new["threat"]["knows"]}
         sets = " ".join(f"--set {shlex.quote(f'{key}={_toml(wanted[key])}')}" for key in keys)
         raise ConfigError(
-            f"{str(run.path)!r} was attacked otherwise ({told}): `fedleak attack {run.path} {sets}`"
-            " attacks its captures so, without training again; an attack that has answered with "
-            "other settings needs another name = ..."
+            f"{str(run.path)!r} was attacked otherwise ({told}): `fedleak attack "
+            f"{shlex.quote(str(run.path))} {sets}` attacks its captures so, without training "
+            "again; an attack that has answered with other settings needs another name = ..."
         )
     raise ConfigError(
         f"{str(run.path)!r} holds another experiment ({told}): give this one another name, or "

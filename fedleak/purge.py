@@ -18,7 +18,11 @@ PRIVATE = {
     "attempts.jsonl": "how tries of attacks failed",
     "damaged.jsonl": "damaged lines of these",
 }
-"""By name in the run directory. Logs and all other files hold figures and settings only."""
+"""By name in the run directory.
+
+All other files hold settings and figures, and beside these what attacks say of themselves, in
+`reason` and `diagnostics` of the rows.
+"""
 
 
 @dataclass(frozen=True)

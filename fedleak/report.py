@@ -74,7 +74,7 @@ def print_run(
 
 def _print_notes(summary: dict[str, Any], console: Console) -> None:
     """Prints what else should be known; what is missing is said at the end of the command."""
-    for note in summary["notes"]:
+    for note in summary.get("notes", ()):
         console.print(f"[yellow]note[/]: {markup(note)}", soft_wrap=True)
 
 

@@ -184,7 +184,7 @@ class Run:
 
     def write_capture(self, capture: Capture) -> None:
         """Writes what the server received."""
-        self._write_capture(_capture_file(capture.key), capture)
+        self._write_capture(_captured(capture.key), capture)
 
     def read_capture(self, key: Key) -> Capture:
         """Reads a capture.
@@ -192,7 +192,7 @@ class Run:
         Raises:
             CaptureError: The file is damaged, or of another experiment.
         """
-        return self._read_capture(_capture_file(key), key)
+        return self._read_capture(_captured(key), key)
 
     def read_knowledge(self, key: Key) -> Knowledge:
         """Reads what the server knows of a capture, without its tensors.
@@ -200,7 +200,7 @@ class Run:
         Raises:
             CaptureError: The file is damaged, or of another experiment.
         """
-        path = self.path / _capture_file(key)
+        path = self.path / _captured(key)
         try:
             with safetensors.safe_open(path, framework="pt") as file:
                 return self._about(file.metadata())[2]
@@ -217,7 +217,7 @@ class Run:
 
     def hold(self, capture: Capture) -> None:
         """Keeps an update out of the server's sight, until the round's sum is made."""
-        self._write_capture(f"held/{_capture_file(capture.key)}", capture)
+        self._write_capture(_held(capture.key), capture)
 
     def held(self, key: Key) -> Capture:
         """Reads an update that is held.
@@ -225,7 +225,7 @@ class Run:
         Raises:
             CaptureError: The file is damaged, or of another experiment.
         """
-        return self._read_capture(f"held/{_capture_file(key)}", key)
+        return self._read_capture(_held(key), key)
 
     def release(self) -> None:
         """Deletes what is held."""
@@ -256,7 +256,7 @@ class Run:
         """
         for key in self.captures():
             if key.round == round:
-                (self.path / _capture_file(key)).unlink(missing_ok=True)
+                (self.path / _captured(key)).unlink(missing_ok=True)
         if round > 1:
             (self.path / "models" / f"r{round:04d}.safetensors").unlink(missing_ok=True)
 
@@ -400,8 +400,16 @@ class Run:
             self._replace(name, b"".join(line.rstrip() + b"\n" for _, line in rows))
         return [row for row, _ in rows]
 
+    def damaged(self) -> list[tuple[str, int, str]]:
+        """Returns file, line and what was wrong with it of each line that was put aside."""
+        rows, damaged = self._parsed("damaged.jsonl", json_object)
+        found = [
+            (str(row.get("file")), row.get("line", 0), row.get("reason", "")) for row, _ in rows
+        ]
+        return found + [("damaged.jsonl", number, reason) for number, _, reason in damaged]
+
     def _parsed(
-        self, name: str, parse: Parse = json_object
+        self, name: str, parse: Parse
     ) -> tuple[list[tuple[dict[str, Any], bytes]], list[tuple[int, bytes, str]]]:
         """Returns rows with their lines, and lines that cannot be read, with number and reason."""
         path = self.path / name
@@ -455,7 +463,7 @@ class Run:
         path = self.path / name
         with _naming(path):
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            path.parent.mkdir(mode=0o700, exist_ok=True)
         return path
 
     def move_aside(self) -> Path:
@@ -523,8 +531,12 @@ def _line(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
-def _capture_file(key: Key) -> str:
+def _captured(key: Key) -> str:
     return f"captures/{key}.safetensors"
+
+
+def _held(key: Key) -> str:
+    return f"held/{key}.safetensors"
 
 
 def _keys(folder: Path, suffix: str) -> list[Key]:

@@ -19,7 +19,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -417,9 +417,10 @@ def _digest(value: Any) -> str:
 
 def _row(cell: Cell, run: Run) -> dict[str, Any]:
     """Returns what sweep.json says of a cell; no figures before it is finished."""
-    scored = (run.path / "summary.json").is_file()
-    summary = run.read_json("summary.json") if scored else {}
-    if summary.get("status") != "finished":
+    summary: Any = None
+    with suppress(FedleakError):  # missing, or damaged: then the cell is run again
+        summary = run.read_json("summary.json")
+    if not isinstance(summary, dict) or summary.get("status") != "finished":
         summary = {}
     return {
         "cell": cell.name,

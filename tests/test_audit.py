@@ -16,6 +16,7 @@ from fedleak.attacks.probes import Probes
 from fedleak.audit import LeakageRow, guess, knowledge, score_run, score_sequences
 from fedleak.config import NamedAttack, parse
 from fedleak.errors import FedleakError
+from fedleak.metrics import rouge as rouge_module
 from fedleak.metrics.rouge import rouge
 from fedleak.models import CLASSIFICATION, ModelSpec
 from fedleak.observation import ClientUpdate, Knowledge, ThreatModel, UpdateKind
@@ -183,6 +184,19 @@ def test_a_guess_looks_at_nothing_but_the_number_of_texts(bert_tiny, sequences):
     cheat = guess(sequences[:2], truth_of(1, 0, sequences[:2]), bert_tiny, 0)
     assert 0 < cheat.content.rougeL < 100
     assert guess([], truth_of(1, 0, sequences[:2]), bert_tiny, 0) == audit.Scores()
+
+
+def test_no_pair_of_texts_is_compared_twice(bert_tiny, sequences, monkeypatch):
+    """Ten draws let every text of a batch meet every held-out one, and more than once."""
+    compared = []
+    longest = rouge_module._longest
+    monkeypatch.setattr(rouge_module, "_longest", lambda a, b: compared.append(1) or longest(a, b))
+    for size in (5, 10, 20):
+        rouge.cache_clear()
+        compared.clear()
+        guess(sequences[20:26], truth_of(1, 0, sequences[:size]), bert_tiny, 0)
+        # Content, and the chosen pairs once more with their marks.
+        assert 5 * size <= len(compared) <= 2 * 6 * size
 
 
 # --- what an attacker is told ---------------------------------------------------------------

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from fedleak import pipeline
+from fedleak import models, pipeline, sweep
 from fedleak.cli import app
 from fedleak.config import load
 from fedleak.errors import FedleakError
@@ -113,7 +113,10 @@ def scores(run: Run) -> dict[tuple[int, int, str], dict[str, object]]:
 
 
 def texts(run: Run) -> list[str]:
-    return ["sequences", *(json.dumps(run.read_truth(key)["sequences"]) for key in run.truths())]
+    """Returns the private texts of a run, as text and as ids."""
+    model = models.outline(load(Path("small.toml")).model_spec(2))
+    sequences = [ids for key in run.truths() for ids in run.read_truth(key)["sequences"]]
+    return [model.decode(ids) for ids in sequences] + [str(ids)[1:-1] for ids in sequences]
 
 
 # --- damage, what it says, and what stays ---------------------------------------------------------
@@ -278,6 +281,7 @@ OTHER = {
     "privacy-torn": (line("privacy.jsonl", 1, '{"round":'), 0, ""),
     "defenses-torn": (line("defenses.jsonl", 1, "oops"), 0, ""),
     "attempts": (put("attempts.jsonl", "oops\n"), 0, ""),
+    "damaged": (put("damaged.jsonl", b"oops\n\xff\n"), 0, ""),
     "capture-extra": (put("captures/r0009-c77.safetensors", "oops"), 0, ""),
     "capture-note": (put("captures/notes.txt", "oops"), 0, ""),
     "model-extra": (put("models/rest.safetensors", "oops"), 0, ""),
@@ -290,9 +294,9 @@ def test_damage_is_named_and_takes_nothing_along(run, kind):
     before, spent = scores(run), run.rows("privacy.jsonl")
     private = texts(run)
     damage(run.path)
-    status, text, errors = call_on(run, "score")
+    status, _, errors = call_on(run, "score")
     assert (status, says in errors) == (expected, True), errors
-    assert not any(each in text + errors for each in private)
+    assert not any(each in errors for each in private)
     if status:
         assert "fedleak run" in errors  # the remedy
     assert (scores(run), run.rows("privacy.jsonl")) == (before, spent)
@@ -408,12 +412,12 @@ def test_what_is_not_this_runs_is_neither_attacked_nor_taken_for_an_answer(run, 
     before = scores(run)
     damage(run.path)
     status, _, errors = call(
-        "attack", str(run.path), "--set", 'attack=[{kind="dlg", name="dlg-2", steps=2}]'
+        "attack", str(run.path), "--set", 'attack=[{kind="probes", name="again"}]'
     )
     assert status == 1
     assert says in errors
     assert "answers failed" in errors
-    found = [row for row in run.rows(REC) if row["attack"] == "dlg-2" and row["client"] == 0]
+    found = [row for row in run.rows(REC) if row["attack"] == "again" and row["client"] == 0]
     assert [row["status"] for row in found] == ["failed"]
     assert {key: row for key, row in scores(run).items() if key in before} == before
 
@@ -421,7 +425,7 @@ def test_what_is_not_this_runs_is_neither_attacked_nor_taken_for_an_answer(run, 
 def test_a_capture_that_is_gone_is_missing_for_a_new_attack(run):
     gone(CAPTURE)(run.path)
     assert call_on(run, "score")[0] == 0  # all that was asked is answered
-    asked = ["attack", str(run.path), "--set", 'attack=[{kind="dlg", name="dlg-2", steps=2}]']
+    asked = ["attack", str(run.path), "--set", 'attack=[{kind="probes", name="again"}]']
     status, _, errors = call(*asked)
     assert status == 1
     assert "1 of 2 captures are missing (r0001-c00)" in errors
@@ -435,7 +439,7 @@ def test_a_folder_with_files_of_nobody_knows_what_is_refused(run):
     gone("run.json")(run.path)
     status, _, errors = call("run", "small.toml", "--set", "seed=5")
     assert status == 2
-    assert "is not empty (captures, checks.json, damaged" in errors or "captures" in errors
+    assert "runs/small' is not empty (captures, checks.json, defended and " in errors
     assert "has no run.json" in errors
     assert "--fresh" in errors
     assert (run.path / "leakage.jsonl").read_bytes() == before
@@ -444,12 +448,11 @@ def test_a_folder_with_files_of_nobody_knows_what_is_refused(run):
 
 def test_other_attacks_are_asked_for_with_the_command_that_is_named(run):
     before = scores(run)
-    added = 'attack=[{kind="dlg", steps=2, at_once=1}, {kind="dlg", name="it\'s", steps=3}]'
+    added = 'attack=[{kind="dlg", steps=2, at_once=1}, {kind="probes", name="it\'s"}]'
     status, _, errors = call("run", "small.toml", "--set", added)
     assert status == 2
     assert "--fresh" not in errors
     named = errors.partition("`fedleak ")[2].partition("`")[0]
-
     assert call(*shlex.split(named))[0] == 0
     assert {key for _, _, key in scores(run)} == {"probes", "dlg", "it's"}
     assert {key: row for key, row in scores(run).items() if key in before} == before
@@ -489,13 +492,13 @@ def test_a_full_disk_is_named_and_nothing_is_lost(run, monkeypatch, name):
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", fsync)
         status, _, errors = call(
-            "attack", str(run.path), "--set", 'attack=[{kind="dlg", name="dlg-2", steps=2}]'
+            "attack", str(run.path), "--set", 'attack=[{kind="probes", name="again"}]'
         )
     assert status == 1
     assert f"{name} cannot be written: No space left on device" in errors
     assert not list(run.path.glob(".*.[0-9]*"))
     assert {key: row for key, row in scores(run).items() if key in before} == before
-    assert [row for row in run.rows(REC) if row["attack"] != "dlg-2"] == lines
+    assert [row for row in run.rows(REC) if row["attack"] != "again"] == lines
     assert call_on(run, "score")[0] == 0
 
 
@@ -612,3 +615,27 @@ def test_a_run_that_is_not_finished_or_not_scored_is_not_purged(run, kind):
     assert "nothing was deleted" in errors
     assert "purged" not in run.info()
     assert there <= {each.name for each in run.path.iterdir()}
+
+
+# --- a cell of a sweep ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["summary-cut", "summary-list", "leakage-torn", "run-cut"])
+def test_a_damaged_cell_is_run_again_or_named(run, monkeypatch, kind):
+    Path("grid.toml").write_text(EXPERIMENT.replace("small", "grid") + "[sweep]\nseed = [0]\n")
+    cell = Run(Path("runs/grid/seed=0").absolute())
+    shutil.copytree(run.path, cell.path)
+    cell.update_info(experiment=cell.info()["experiment"] | {"name": "grid"})
+    monkeypatch.setattr(sweep, "workers", lambda *_: nullcontext([Here()]))
+    before = scores(cell)
+    OTHER[kind][0](cell.path)
+    done = CliRunner().invoke(app, ["sweep", "grid.toml", "--jobs", "1"])
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    if kind == "run-cut":
+        assert done.exit_code == 1
+        assert "seed=0/run.json is damaged" in done.stderr
+    else:
+        assert done.exit_code == 0, done.stderr
+        (row,) = json.loads(Path("runs/grid/sweep.json").read_text())["cells"]
+        assert set(row["attacks"]) == {"dlg", "probes"}
+        assert kind == "leakage-torn" or scores(cell) == before

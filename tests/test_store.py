@@ -1,3 +1,4 @@
+import errno
 import json
 import multiprocessing
 import os
@@ -116,12 +117,71 @@ def test_what_is_not_there_is_named(run):
 # --- the vault, run.json --------------------------------------------------------------------
 
 
-def test_only_its_owner_can_read_the_vault(run):
+WRITES = {
+    "create": lambda run: run.create(**INFO),
+    "capture": lambda run: run.write_capture(capture_of()),
+    "hold": lambda run: run.hold(capture_of()),
+    "broadcast": lambda run: run.write_broadcast(1, {"a": torch.ones(1)}),
+    "truth": lambda run: run.write_truth(Key(1, 2), {}),
+    "defended": lambda run: run.write_defended(Key(1, 2), {}),
+    "append": lambda run: run.append("some.jsonl", {}),
+    "answers": lambda run: run.append_answers([{}]),
+    "rows": lambda run: run.write_rows("some.jsonl", [{}]),
+    "json": lambda run: run.write_json("some.json", {}),
+    "lock": lambda run: run.lock().__enter__(),
+}
+
+
+@pytest.mark.parametrize("kind", WRITES)
+def test_only_its_owner_can_open_what_is_written_from_the_first_moment(run, kind, monkeypatch):
+    modes, opened = [], os.open
+
+    def watch(path, flags, mode=0o777, **more):
+        if flags & os.O_CREAT:
+            modes.append(mode)
+        return opened(path, flags, mode, **more)
+
+    monkeypatch.setattr(os, "open", watch)
+    before = os.umask(0o022)
+    try:
+        WRITES[kind](run)
+    finally:
+        os.umask(before)
+    assert modes
+    assert set(modes) == {0o600}
+    paths = [run.path, *run.path.rglob("*")]
+    assert all(stat.S_IMODE(p.stat().st_mode) == (0o700 if p.is_dir() else 0o600) for p in paths)
+    assert any(p.is_file() for p in paths)
+
+
+def test_a_folder_that_was_there_becomes_its_owners(run):
+    run.path.mkdir(parents=True, mode=0o755)
+    run.create(**INFO)
+    assert stat.S_IMODE(run.path.stat().st_mode) == 0o700
+
+
+def test_a_private_batch_is_replaced(run):
     run.write_truth(Key(1, 2), {"sequences": [[1, 2]]})
     run.write_truth(Key(1, 2), {"sequences": [[1, 3]]})
-    (path,) = (run.path / "vault").iterdir()
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert run.read_truth(Key(1, 2)) == {"sequences": [[1, 3]]}
+
+
+def test_captures_and_models_of_another_experiment_are_not_read(run, tmp_path):
+    other = Run(tmp_path / "other")
+    run.create(**INFO)
+    other.create(**INFO | {"fingerprint": "f01"})
+    for each in (run, other):
+        each.write_capture(capture_of())
+        each.hold(capture_of())
+        each.write_broadcast(3, {"a": torch.ones(1)})
+    files = ("captures/r0003-c07.safetensors", "held/r0003-c07.safetensors")
+    for name in (*files, "models/r0003.safetensors"):
+        (run.path / name).write_bytes((other.path / name).read_bytes())
+    reads = (run.read_capture, run.read_knowledge, run.held, lambda _: run.read_broadcast(3))
+    for read in reads:
+        with pytest.raises(CaptureError, match="of another experiment, f01; this one is f00"):
+            read(KEY)
+    assert other.read_capture(KEY).key == KEY
 
 
 def test_information_is_added_to_and_replaced(run):
@@ -199,6 +259,46 @@ def test_writing_rows_replaces_the_file_and_leaves_nothing_beside_it(rows):
     rows.write_rows("some.jsonl", [{"b": 2}, {"c": None}])
     assert rows.rows("some.jsonl") == [{"b": 2}, {"c": None}]
     assert [path.name for path in rows.path.iterdir()] == ["some.jsonl"]
+
+
+@pytest.mark.parametrize("bad", [b"oops", b"[1]", b"\xff\xfe", b"\0", b'{"a": NaN}', b'{"a": Infi'])
+def test_lines_that_cannot_be_read_are_named_and_put_aside(rows, bad):
+    rows.append_all("some.jsonl", [{"group": 1}, {"group": 1, "last": True}])
+    rows.append_all("some.jsonl", [{"group": 2}, {"group": 2, "last": True}])
+    path = rows.path / "some.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(lines[0] + bad + b"\n" + b"".join(lines[2:]) + b'{"torn')
+    with pytest.raises(FedleakError, match=r"some\.jsonl, line 2, is damaged \(.*fedleak score"):
+        rows.rows("some.jsonl")
+    kept = [{"group": 1}, {"group": 2}, {"group": 2, "last": True}]
+    assert rows.salvage("some.jsonl") == kept
+    assert rows.salvage("some.jsonl") == rows.rows("some.jsonl") == kept
+    (aside,) = rows.rows("damaged.jsonl")
+    assert (aside["file"], aside["line"]) == ("some.jsonl", 2)
+    assert aside["content"].encode("latin-1") == bad
+    # A kept line that its group ended behind is complete now.
+    path.write_bytes(lines[0] + lines[2] + bad + b"\n")
+    assert rows.salvage("some.jsonl") == [{"group": 1}, {"group": 2}]
+    assert rows.rows("some.jsonl") == [{"group": 1}, {"group": 2}]
+
+
+def test_what_the_disk_refuses_is_named_and_leaves_the_old_file(rows, monkeypatch):
+    rows.write_json("some.json", {"a": 1})
+
+    def full(_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        for write in (
+            lambda: rows.write_json("some.json", {"a": 2}),
+            lambda: rows.write_broadcast(1, {"a": torch.ones(1)}),
+            lambda: rows.append("some.jsonl", {}),
+        ):
+            with pytest.raises(FedleakError, match="cannot be written: No space left on device"):
+                write()
+    assert rows.read_json("some.json") == {"a": 1}
+    assert not list(rows.path.rglob(".*"))
 
 
 def test_a_number_that_is_none_is_not_written(rows):

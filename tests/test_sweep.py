@@ -200,7 +200,7 @@ def test_a_sweep_is_collected_drawn_and_not_done_twice(write, here):
     assert "no" in text.split()
     folder = here / "runs" / "grid"
     collected = read(folder / "sweep.json")
-    assert collected["schema_version"] == 1
+    assert collected["schema_version"] == 2
     assert collected["name"] == "grid"
     assert collected["axes"] == {"federation.batch_size": [1, 2]}
     assert [row["cell"] for row in collected["cells"]] == CELLS

@@ -4,11 +4,14 @@ That package lower-cases and keeps ASCII letters and digits only: punctuation do
 text in other scripts scores 0.
 """
 
-from functools import cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from rouge_score.rouge_scorer import RougeScorer
+
+PAIRS = 2**17
+"""How many scores are remembered: controls meet the same held-out texts again and again."""
 
 
 class Rouge(NamedTuple):
@@ -26,6 +29,7 @@ def _scorer() -> "RougeScorer":
     return RougeScorer(list(Rouge._fields), use_stemmer=False)
 
 
+@lru_cache(maxsize=PAIRS)
 def rouge(answer: str, truth: str) -> Rouge:
     """Returns the ROUGE of an answer.
 
