@@ -484,5 +484,5 @@ def test_what_attacks_bring_along_is_checked_once_before_anything_runs(monkeypat
         raise ConfigError("its dictionary is gone: bring it back")
 
     monkeypatch.setattr(Dlg, "check_equipment", refuse)
-    with pytest.raises(ConfigError, match="^attack 'mine': its dictionary is gone: bring"):
+    with pytest.raises(ConfigError, match=r"^attack 'mine': its dictionary is gone"):
         experiment.check_attacks(model)
