@@ -230,26 +230,31 @@ BEATS_BY = 0.25
 
 @dataclass(frozen=True)
 class Easy:
-    """A setting in which an attack must find all that it answers, with its own defaults.
+    """A setting in which an attack must find all that it answers.
 
     Attributes:
         family, task, layers, width: Of the model.
         texts: The batch.
         granted: Facts.
-        settings: Hyper-parameters.
+        settings: Hyper-parameters; the rest are the attack's defaults.
     """
 
     family: str = "bert"
     task: str = CLASSIFICATION
     layers: int = 3
-    width: int = 64
+    width: int = 32
     texts: tuple[str, ...] = ("she told us that", "nobody knows it")
     granted: tuple[str, ...] = GRANTED
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
-EASY: Mapping[str, Easy] = {}
-"""By kind, for attacks that cannot work in the setting that is easy for others."""
+EASY = {
+    # On the placebos, which nothing matches, all steps are made.
+    "dlg": Easy(settings={"steps": 60}),
+    "lamp": Easy(settings={"steps": 60}),
+    "tag": Easy(settings={"steps": 60}),
+}
+"""By kind, for attacks that cannot work in the setting that is easy for others, or take long."""
 
 
 def score(answer, truth, model):
