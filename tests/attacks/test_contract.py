@@ -1,9 +1,15 @@
-"""What every attack owes, whatever it does: a new attack is in here without being named."""
+"""What every attack owes, whatever it does: a new attack is in here without being named.
+
+It must find a batch in an easy setting, which is one for all as long as it is not named in `EASY`.
+"""
 
 import dataclasses
 import json
 import re
-from dataclasses import asdict, replace
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -30,13 +36,33 @@ KINDS = [
     ("llama", CLASSIFICATION),
     ("llama", CAUSAL_LM),
 ]
-GRANTS = [(), ("batch_size", "labels", "lengths")]
+ONE_OF_EACH_FAMILY = [("bert", CLASSIFICATION), ("gpt2", CAUSAL_LM), ("llama", CAUSAL_LM)]
+GRANTED = ("batch_size", "labels", "lengths")
 KEYS = r"algorithm = |task = |update\.share|threat\.knows|model\.name|kind = "
+
+
+def quick(kind):
+    return attacks.kinds()[kind](**QUICK.get(kind, {}))
+
+
+def granted_to(*kinds):
+    """Attacks and facts: nothing granted, and, to those that make use of them, facts."""
+    pairs = [
+        (kind, facts)
+        for kind in sorted(kinds)
+        for facts in ((), GRANTED)
+        if not facts or quick(kind).uses
+    ]
+    return pytest.mark.parametrize(
+        ("attack", "facts"),
+        [(quick(kind), facts) for kind, facts in pairs],
+        ids=[f"{kind}-{'granted' if facts else 'alone'}" for kind, facts in pairs],
+    )
 
 
 @pytest.fixture(params=sorted(attacks.kinds()))
 def attack(request):
-    return attacks.kinds()[request.param](**QUICK.get(request.param, {}))
+    return quick(request.param)
 
 
 @pytest.fixture(params=KINDS, ids=lambda kind: "-".join(kind))
@@ -90,7 +116,7 @@ def run(attack, seen, model):
     return answer
 
 
-@pytest.mark.parametrize("facts", GRANTS)
+@granted_to(*attacks.kinds())
 def test_an_honest_update_is_answered_well_twice_and_left_alone(attack, model, honest, facts):
     seen = granting(honest.seen, honest, facts)
     tensors = {name: value.clone() for name, value in seen.update.tensors.items()}
@@ -109,10 +135,8 @@ def test_an_honest_update_is_answered_well_twice_and_left_alone(attack, model, h
     assert seen.update.tensors.keys() == tensors.keys()
 
 
-@pytest.mark.parametrize("facts", GRANTS)
+@granted_to(*(kind for kind in attacks.kinds() if isinstance(quick(kind), Batched)))
 def test_together_each_is_answered_as_alone(attack, model, observe, texts, facts):
-    if not isinstance(attack, Batched) or attack.at_once < 2:
-        pytest.skip("takes one observation at a time")
     # Of different lengths, because what is padded must not matter.
     truths = [observe(model, texts[:2], max_length=6), observe(model, texts[2:4], max_length=8)]
     seen = [granting(truth.seen, truth, facts) for truth in truths]
@@ -133,10 +157,17 @@ def test_together_each_is_answered_as_alone(attack, model, observe, texts, facts
         assert which in (0, 1)
         assert isinstance(progress, Progress)
         assert 0 <= progress.step <= progress.steps
-        assert [type(each) for each in progress] == [int, int, float, str]
+        assert [type(each) for each in progress] == [int, int, float, str, str]
 
 
-@pytest.mark.parametrize("facts", GRANTS)
+@pytest.mark.parametrize("model", ONE_OF_EACH_FAMILY, indirect=True, ids="-".join)
+def test_facts_that_it_does_not_use_change_nothing(attack, model, observe):
+    truth = observe(model, 2, max_length=6)
+    unused = [fact for fact in GRANTED if fact not in attack.uses]
+    assert unused
+    assert run(attack, granting(truth.seen, truth, unused), model) == run(attack, truth.seen, model)
+
+
 @pytest.mark.parametrize(
     "patterns",
     [
@@ -152,14 +183,13 @@ def test_together_each_is_answered_as_alone(attack, model, observe, texts, facts
     ],
     ids=lambda patterns: patterns[0],
 )
-def test_a_part_of_an_update_is_refused_by_its_key_or_answered(
-    attack, model, honest, patterns, facts
-):
-    seen = replace(honest.seen, update=share(honest.seen.update, patterns))
-    run(attack, granting(seen, honest, facts), model)
+def test_a_part_of_an_update_is_refused_by_its_key_or_answered(attack, model, observe, patterns):
+    seen = observe(model, 2, max_length=6).seen
+    run(attack, replace(seen, update=share(seen.update, patterns)), model)
 
 
-@pytest.mark.parametrize("facts", GRANTS)
+@granted_to(*attacks.kinds())
+@pytest.mark.parametrize("model", ONE_OF_EACH_FAMILY, indirect=True, ids="-".join)
 @pytest.mark.parametrize("size", [0.0, 1.0, 1e-30])
 def test_zeros_and_noise_are_no_reason_to_crash_or_to_invent_tokens(
     attack, model, observe, facts, size
@@ -190,3 +220,152 @@ def test_one_layer_is_too_few_for_spans(small):
     names = frozenset(model.parameters())
     setting = Setting(UpdateKind.GRADIENT, names, frozenset(), model.family, 1, model.task)
     assert "needs 3 layers" in attacks.kinds()["dager"]().obstacle(setting)
+
+
+# --- what it must find ----------------------------------------------------------------------------
+
+BEATS_BY = 0.25
+"""What an answer must be better by than the placebo's, of a score from 0 to 1."""
+
+
+@dataclass(frozen=True)
+class Easy:
+    """A setting in which an attack must find all that it answers.
+
+    Attributes:
+        family, task, layers, width: Of the model.
+        texts: The batch.
+        granted: Facts.
+        settings: Hyper-parameters; the rest are the attack's defaults.
+    """
+
+    family: str = "bert"
+    task: str = CLASSIFICATION
+    layers: int = 3
+    width: int = 32
+    texts: tuple[str, ...] = ("she told us that", "nobody knows it")
+    granted: tuple[str, ...] = GRANTED
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+EASY = {
+    # On the placebos, which nothing matches, all steps are made.
+    "dlg": Easy(settings={"steps": 60}),
+    "lamp": Easy(settings={"steps": 60}),
+    "tag": Easy(settings={"steps": 60}),
+}
+"""By kind, for attacks that cannot work in the setting that is easy for others, or take long."""
+
+
+def score(answer, truth, model):
+    """How right all that an answer says is, from 0 to 1; nothing said is 0."""
+    parts = []
+    if answer.sequences is not None:
+        found, real = Counter(answer.sequences), Counter(truth.sequences)
+        parts.append((found & real).total() / max(found.total(), real.total()))
+    if answer.tokens is not None:
+        found = set(answer.tokens) - model.special_ids()
+        real = {token for one in truth.sequences for token in one} - model.special_ids()
+        parts.append(len(found & real) / len(found | real))
+    facts = {
+        "longest_sequence": max(map(len, truth.sequences)),
+        "label_counts": [truth.labels.count(label) for label in range(model.num_labels)],
+    }
+    parts += [float(value == facts[name]) for name, value in answer.facts.items()]
+    return sum(parts) / len(parts) if parts else 0.0
+
+
+def shuffled(update):
+    """An update of the same numbers, none where it was."""
+    rng = torch.Generator().manual_seed(0)
+    tensors = {
+        name: value.flatten()[torch.randperm(value.numel(), generator=rng)].view_as(value)
+        for name, value in update.tensors.items()
+    }
+    return replace(update, tensors=tensors)
+
+
+def check_that_it_finds(attack, easy, small, observe):
+    """Refuses an attack that finds nothing, or nothing that it has from the update."""
+    model = small(easy.family, easy.task, layers=easy.layers, width=easy.width)
+    truth = observe(model, easy.texts, granted=easy.granted)
+    others = observe(model, ["he pays for all of his", "my old friends"], [2, 2])
+    obstacle = attack.obstacle(Setting.of(truth.seen, model))
+    assert obstacle is None, f"cannot work in its easy setting, name one in EASY: {obstacle}"
+
+    def answer(update):
+        seen = replace(truth.seen, update=update)
+        return score(run(attack, seen, model), truth, model)
+
+    found = answer(truth.seen.update)
+    assert found == 1.0, f"its answer to an easy update is not right: {found:.2f}"
+    for placebo in (others.seen.update, shuffled(truth.seen.update)):
+        by_chance = answer(placebo)
+        assert by_chance <= found - BEATS_BY, f"no better than without the update: {by_chance:.2f}"
+
+
+@pytest.mark.parametrize("kind", sorted(attacks.kinds()))
+def test_an_easy_batch_is_found_and_in_the_update_alone(kind, small, observe):
+    easy = EASY.get(kind, Easy())
+    check_that_it_finds(attacks.kinds()[kind](**easy.settings), easy, small, observe)
+
+
+@dataclass(frozen=True)
+class Fake:
+    """Looks at nothing and always says the same."""
+
+    kind: ClassVar[str] = "fake"
+    uses: ClassVar[frozenset[str]] = frozenset()
+    answer: Reconstruction
+
+    def obstacle(self, setting):
+        return None
+
+    def __call__(self, seen, model, *, rng):
+        return self.answer
+
+
+def always(sequences=None, tokens=None, facts=None):
+    evidence = (0.0,) * len(sequences or ())
+    return Reconstruction(Status.RECOVERED, sequences, evidence, tokens=tokens, facts=facts or {})
+
+
+def test_an_attack_that_always_abstains_is_refused(small, observe):
+    fake = Fake(Reconstruction.none(Status.ABSTAINED, "nothing to see here"))
+    with pytest.raises(AssertionError, match=r"not right: 0\.00"):
+        check_that_it_finds(fake, Easy(), small, observe)
+
+
+def test_an_attack_that_says_nothing_is_refused(small, observe):
+    with pytest.raises(AssertionError, match=r"not right: 0\.00"):
+        check_that_it_finds(Fake(always()), Easy(), small, observe)
+
+
+def test_an_attack_that_always_gives_one_answer_is_refused(small, observe):
+    sequence = tuple(range(300, 306))
+    fake = Fake(always((sequence, sequence), tuple(sorted(sequence))))
+    with pytest.raises(AssertionError, match="not right"):
+        check_that_it_finds(fake, Easy(), small, observe)
+
+
+@pytest.mark.parametrize("says", ["sequences", "tokens", "facts"])
+def test_an_attack_that_has_the_batch_from_elsewhere_is_refused(small, observe, says):
+    easy = Easy()
+    model = small(easy.family, easy.task, layers=easy.layers, width=easy.width)
+    truth = observe(model, easy.texts)
+    private = {
+        "sequences": tuple(truth.sequences),
+        "tokens": tuple(sorted({token for one in truth.sequences for token in one})),
+        "facts": {"label_counts": [1, 1, 0]},
+    }
+    with pytest.raises(AssertionError, match=r"without the update: 1\.00"):
+        check_that_it_finds(Fake(always(**{says: private[says]})), easy, small, observe)
+
+
+def test_an_attack_that_cannot_work_where_others_can_must_name_its_setting(small, observe):
+    class Picky(Fake):
+        def obstacle(self, setting):
+            return "needs update.share = 'nothing'"
+
+    with pytest.raises(AssertionError, match=r"name one in EASY: needs update\.share"):
+        check_that_it_finds(Picky(always()), Easy(), small, observe)
