@@ -191,6 +191,22 @@ def test_a_margin_is_that_of_the_nearest_sentence_one_token_away(sentences):
     assert one.rejected > 100 * ACCEPT
 
 
+@torch.no_grad()
+def test_of_all_that_noise_lets_pass_only_those_answered_get_a_margin(sentences, monkeypatch):
+    make, model, _ = sentences
+    tried = make()
+    noisy_span = replace(tried.spans.second, floor=1.0, exact=False)
+    of, asked = Sentences.with_margin, []
+    monkeypatch.setattr(
+        Sentences, "with_margin", lambda self, one: asked.append(one.ids) or of(self, one)
+    )
+    found = Dager()._descend(
+        tried.slots, tried.block, Spans(noisy_span, None), model, 2, stream(0, "x"), ENDLESS
+    )
+    assert len(found) == 3**5
+    assert asked == [one.ids for one in sorted(found, key=lambda one: one.excess)[:2]]
+
+
 def test_kicks_and_starts_stay_among_the_candidates(sentences):
     make, _, truth = sentences
     found = make()
@@ -481,18 +497,6 @@ def test_when_time_is_up_what_was_found_counts(small, observe, ticking, family, 
         # Prefixes that passed are beginnings of texts.
         wanted = scored(model, truth)
         assert all(one in [other[: len(one)] for other in wanted] for one in answer.sequences)
-
-
-def test_margins_are_of_no_more_sentences_than_are_answered(small, observe, monkeypatch):
-    model, asked = small("bert", width=64, layers=3), []
-    found = Sentences.with_margin
-    monkeypatch.setattr(
-        Sentences, "with_margin", lambda self, one: asked.append(one.ids) or found(self, one)
-    )
-    seen = noisy(observe(model, 2, max_length=8).seen, 1.0)
-    answer = answer_of(model, seen, Dager(searches=2, kicks=2))
-    assert set(answer.sequences) <= set(asked)
-    assert len(asked) <= 2 * len({len(ids) for ids in asked})
 
 
 # --- adapters -------------------------------------------------------------------------------
