@@ -124,9 +124,14 @@ class Keyspan:
             width = self.beam if new else _WIDER * self.beam
             among_V = atoms.factors.tokens_V
         answer = _answer(passes, list(sure.values()), likely, proofs, seen, model)
-        if clock.rang:
-            answer = replace(answer, diagnostics={**answer.diagnostics, "time_up": True})
-        return answer
+        if not clock.rang:
+            return answer
+        late = f"nothing proved in seconds = {self.seconds:g}: sentences that are here are guesses"
+        return replace(
+            answer,
+            reason=answer.reason and late,
+            diagnostics={**answer.diagnostics, "time_up": True},
+        )
 
 
 @dataclass(frozen=True)
@@ -669,6 +674,12 @@ def _answer(
     if not verdict.verified:
         ranked += _apart(likely, sure)
         ranked = ranked[: max(seen.update.num_examples, len(sure))]
+    unsure = "nothing proved: tokens and sentences are the likeliest ones"
+    if first.span.full:
+        unsure = (
+            "nothing proved: there are more tokens than the hidden size "
+            f"({model.hidden_size}), so that these are the likeliest and no sentence is sought"
+        )
     return Reconstruction(
         Status.RECOVERED,
         sequences=tuple(one.ids for one in ranked),
@@ -677,7 +688,7 @@ def _answer(
         tokens=tuple(first.factors.tokens_V.tolist()),
         diagnostics=diagnostics,
         verified=verdict.verified,
-        reason="" if sure else "nothing proved: tokens and sentences are the likeliest ones",
+        reason="" if sure else unsure,
     )
 
 
