@@ -538,6 +538,20 @@ def test_noise_is_no_reason_to_crash_or_to_prove_what_is_wrong(
     assert answer.verified == (relative < 1e-5)
 
 
+@pytest.mark.parametrize(("family", "task"), KINDS)
+def test_progress_is_reported_with_each_sentence(small, observe, family, task):
+    model, told = small(family, task, **WIDE), []
+    truth = observe(model, 2, max_length=8)
+    (answer,) = Keyspan().many(
+        [truth.seen], model, rngs=[stream(0, "keyspan")], report=lambda *of: told.append(of)
+    )
+    assert answer == answer_of(model, truth.seen)
+    assert all(which == 0 for which, _ in told)
+    assert all(0 < progress.step <= progress.steps for _, progress in told)
+    texts = {model.decode(one) for one in answer.sequences}
+    assert texts <= {progress.text for _, progress in told}
+
+
 # --- time -----------------------------------------------------------------------------------
 
 WORK = (
