@@ -18,15 +18,16 @@ position, T tokens, D hidden size, H heads, K head size.
 
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Annotated, Any, ClassVar
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedleak.attacks import Setting, certificate
+from fedleak.attacks import Progress, Report, Setting, certificate
 from fedleak.attacks.clock import Clock
 from fedleak.attacks.factors import pairs, read_factors
 from fedleak.attacks.subspace import (
@@ -72,6 +73,7 @@ class Dager:
 
     kind: ClassVar[str] = "dager"
     uses: ClassVar[frozenset[str]] = frozenset()
+    at_once: ClassVar[int] = 1
     enumerate_up_to: Annotated[int, Field(ge=1)] = 512
     searches: Annotated[int, Field(ge=1)] = 4
     kicks: Annotated[int, Field(ge=0)] = 32
@@ -93,11 +95,34 @@ class Dager:
                 return f"needs one of {', '.join(names)}: add it to update.share"
         return None
 
-    @torch.no_grad()
     def __call__(
         self, seen: Observation, model: LanguageModel, *, rng: torch.Generator
     ) -> Reconstruction:
         """Returns the sequences whose every token passes both layers' span checks."""
+        return self.many([seen], model, rngs=[rng], report=lambda which, progress: None)[0]
+
+    def many(
+        self,
+        seen: Sequence[Observation],
+        model: LanguageModel,
+        *,
+        rngs: Sequence[torch.Generator],
+        report: Report,
+    ) -> list[Reconstruction]:
+        """Returns the same of each observation, one after the other, and reports progress."""
+        return [
+            self._read(each, model, rng, partial(report, i))
+            for i, (each, rng) in enumerate(zip(seen, rngs, strict=True))
+        ]
+
+    @torch.no_grad()
+    def _read(
+        self,
+        seen: Observation,
+        model: LanguageModel,
+        rng: torch.Generator,
+        report: Callable[[Progress], None],
+    ) -> Reconstruction:
         clock = Clock(self.seconds)
         family, gradients = model.family, certificate.as_gradient(seen)
         first = row_space(family.attention_gradients(gradients, 0))
@@ -114,7 +139,11 @@ class Dager:
         slots = candidates(model, first, rng, clock)[: second.rank + REPEATS]
         search = extend_prefixes if family.causal else self._descend
         spans, block = Spans(second, mixed), family.first_block(model.module)
-        found = search(slots, block, spans, model, seen.update.num_examples, rng, clock)
+
+        def told(step: int, steps: int, best: Found) -> None:
+            report(Progress(step, steps, best.excess, model.decode(best.ids)))
+
+        found = search(slots, block, spans, model, seen.update.num_examples, rng, clock, told)
         return self._answer(found, first, second, slots, seen, model, clock)
 
     def _descend(
@@ -126,6 +155,7 @@ class Dager:
         wanted: int,
         rng: torch.Generator,
         clock: Clock,
+        told: "Told",
     ) -> list["Found"]:
         """Encoder: returns the sentences, of every length at which one can end, that pass.
 
@@ -153,6 +183,7 @@ class Dager:
             found |= {one.ids: sentences.with_margin(one) for one in shown if not clock.up()}
             nearest.append(best)
             clock.rang |= own.rang
+            told(done + 1, len(of_lengths), min(nearest, key=_by_excess))
         spare = max(wanted - len(found), 0)
         likely = sorted((one for one in nearest if one.ids not in found), key=_by_excess)
         return [*found.values(), *likely[:spare]]
@@ -290,6 +321,10 @@ class Found:
     rejected: float = math.inf
 
 
+Told = Callable[[int, int, Found], None]
+"""Is told how many positions or lengths are done, of how many, and the nearest so far."""
+
+
 @dataclass(frozen=True)
 class Spans:
     """The inputs of the second attention, and those of the first's output matrix if shared."""
@@ -306,6 +341,7 @@ def extend_prefixes(
     wanted: int,
     rng: torch.Generator,
     clock: Clock,
+    told: Told,
 ) -> list[Found]:
     """Decoder: grows all prefixes by one token at a time; those that cannot grow are sentences.
 
@@ -363,6 +399,7 @@ def extend_prefixes(
         v_BTHK = torch.cat([v_BTHK[parent], v_NHK[child][:, None]], 1)
         if not prefixes:
             break
+        told(position + 1, len(slots), min(prefixes, key=_by_excess))
     return _without_runs(done + [one for one in prefixes if one.ids], model)
 
 

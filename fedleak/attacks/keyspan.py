@@ -21,8 +21,9 @@ size, M members of a set, W beams.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Annotated, Any, ClassVar, NamedTuple
 
 import torch
@@ -30,7 +31,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from fedleak.attacks import Setting, certificate
+from fedleak.attacks import Progress, Report, Setting, certificate
 from fedleak.attacks.clock import Clock
 from fedleak.attacks.factors import Factors, pairs, read_factors
 from fedleak.attacks.subspace import ACCEPT, Span, margin, row_space
@@ -79,6 +80,7 @@ class Keyspan:
 
     kind: ClassVar[str] = "keyspan"
     uses: ClassVar[frozenset[str]] = frozenset()
+    at_once: ClassVar[int] = 1
     beam: Annotated[int, Field(ge=1)] = 8
     seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
 
@@ -93,11 +95,34 @@ class Keyspan:
             return f"needs one of {', '.join(names)}: add it to update.share"
         return None
 
-    @torch.no_grad()
     def __call__(
         self, seen: Observation, model: LanguageModel, *, rng: torch.Generator
     ) -> Reconstruction:
         """Returns the sentences whose keys and queries span the gradients at their tokens."""
+        return self.many([seen], model, rngs=[rng], report=lambda which, progress: None)[0]
+
+    def many(
+        self,
+        seen: Sequence[Observation],
+        model: LanguageModel,
+        *,
+        rngs: Sequence[torch.Generator],
+        report: Report,
+    ) -> list[Reconstruction]:
+        """Returns the same of each observation, one after the other, and reports progress."""
+        return [
+            self._read(each, model, rng, partial(report, i))
+            for i, (each, rng) in enumerate(zip(seen, rngs, strict=True))
+        ]
+
+    @torch.no_grad()
+    def _read(
+        self,
+        seen: Observation,
+        model: LanguageModel,
+        rng: torch.Generator,
+        report: Callable[[Progress], None],
+    ) -> Reconstruction:
         clock = Clock(self.seconds)
         observed = certificate.as_gradient(seen)
         names = [name for name in model.family.attention_parameters(0) if name in observed]
@@ -107,10 +132,14 @@ class Keyspan:
         sure: dict[tuple[int, ...], Spanned] = {}
         likely: list[Spanned] = []
         proofs: list[Proof] = []
+
+        def told(step: int, steps: int, one: Spanned) -> None:
+            report(Progress(step, steps, one.excess, model.decode(one.ids)))
+
         while (atoms := make_atoms(model, left, whole, among_V, rng)) is not None:
             passes.append(atoms)
             special, batch_size = model.special_ids(), seen.update.num_examples
-            spanned, likely = read(atoms, width, special, batch_size, clock)
+            spanned, likely = read(atoms, width, special, batch_size, clock, told)
             sure = {one.ids: one for one in spanned} | sure
             linear = certificate.is_linear(seen)
             new = prove(spanned, atoms, model, names, seen, clock) if linear else []
@@ -124,9 +153,14 @@ class Keyspan:
             width = self.beam if new else _WIDER * self.beam
             among_V = atoms.factors.tokens_V
         answer = _answer(passes, list(sure.values()), likely, proofs, seen, model)
-        if clock.rang:
-            answer = replace(answer, diagnostics={**answer.diagnostics, "time_up": True})
-        return answer
+        if not clock.rang:
+            return answer
+        late = f"nothing proved in seconds = {self.seconds:g}: sentences that are here are guesses"
+        return replace(
+            answer,
+            reason=answer.reason and late,
+            diagnostics={**answer.diagnostics, "time_up": True},
+        )
 
 
 @dataclass(frozen=True)
@@ -293,7 +327,12 @@ def make_atoms(
 
 
 def read(
-    atoms: Atoms, width: int, special: frozenset[int], batch_size: int, clock: Clock
+    atoms: Atoms,
+    width: int,
+    special: frozenset[int],
+    batch_size: int,
+    clock: Clock,
+    told: Callable[[int, int, Spanned], None],
 ) -> tuple[list[Spanned], list[Spanned]]:
     """Returns the sentences that seeds certify, and the likeliest ones of the other seeds.
 
@@ -303,6 +342,7 @@ def read(
         special: Tokens that are in every sentence, so that they are no seeds.
         batch_size: Sentences at most; it limits the work that is spent on noise.
         clock: Ends with the seed that is being read, and with the sets that it has.
+        told: Is told of how many seeds, of how many, a sentence is known, and a new sentence.
     """
     signal_V = atoms.target_VHK.square().sum((1, 2)) / atoms.noise_VH.square().sum(1)
     tokens = atoms.factors.tokens_V.tolist()
@@ -325,6 +365,7 @@ def read(
         bag = atoms.factors
         sure[ids] = Spanned(ids, waiting[0], bag.worst_accepted, bag.best_rejected)
         waiting = []
+    seeds_in_all = len(waiting)
     together = 1 if atoms.token_A.is_cpu else _TOGETHER
     while waiting and not clock.up():
         seeds, waiting = waiting[:together], waiting[together:]
@@ -333,6 +374,7 @@ def read(
                 sure.setdefault(one.ids, one)
             else:
                 likely.append(one)
+            told(seeds_in_all - len(waiting), seeds_in_all, one)
         # A token of a sentence that was found is in it alone, or is no seed at all.
         known = {token for ids in sure for token in ids}
         waiting = [v for v in waiting if tokens[v] not in known]
@@ -669,6 +711,12 @@ def _answer(
     if not verdict.verified:
         ranked += _apart(likely, sure)
         ranked = ranked[: max(seen.update.num_examples, len(sure))]
+    unsure = "nothing proved: tokens and sentences are the likeliest ones"
+    if first.span.full:
+        unsure = (
+            "nothing proved: there are more tokens than the hidden size "
+            f"({model.hidden_size}), so that these are the likeliest and no sentence is sought"
+        )
     return Reconstruction(
         Status.RECOVERED,
         sequences=tuple(one.ids for one in ranked),
@@ -677,7 +725,7 @@ def _answer(
         tokens=tuple(first.factors.tokens_V.tolist()),
         diagnostics=diagnostics,
         verified=verdict.verified,
-        reason="" if sure else "nothing proved: tokens and sentences are the likeliest ones",
+        reason="" if sure else unsure,
     )
 
 

@@ -27,6 +27,10 @@ ALL = KINDS + ROTARY
 ENDLESS = Clock(None)
 
 
+def unheard(step, steps, best):
+    """Progress that nobody asked for."""
+
+
 def answer_of(model, seen, attack=None):
     """Runs the attack, and checks what its every answer owes."""
     answer = (attack or Dager())(seen, model, rng=stream(0, "dager"))
@@ -191,6 +195,29 @@ def test_a_margin_is_that_of_the_nearest_sentence_one_token_away(sentences):
     assert one.rejected > 100 * ACCEPT
 
 
+@torch.no_grad()
+def test_of_all_that_noise_lets_pass_only_those_answered_get_a_margin(sentences, monkeypatch):
+    make, model, _ = sentences
+    tried = make()
+    noisy_span = replace(tried.spans.second, floor=1.0, exact=False)
+    of, asked = Sentences.with_margin, []
+    monkeypatch.setattr(
+        Sentences, "with_margin", lambda self, one: asked.append(one.ids) or of(self, one)
+    )
+    found = Dager()._descend(
+        tried.slots,
+        tried.block,
+        Spans(noisy_span, None),
+        model,
+        2,
+        stream(0, "x"),
+        ENDLESS,
+        unheard,
+    )
+    assert len(found) == 3**5
+    assert asked == [one.ids for one in sorted(found, key=lambda one: one.excess)[:2]]
+
+
 def test_kicks_and_starts_stay_among_the_candidates(sentences):
     make, _, truth = sentences
     found = make()
@@ -226,13 +253,13 @@ def test_prefixes_grow_to_the_true_sentences_among_any_candidates(
         torch.tensor(sorted({one[p] for one in wanted if p < len(one)} | strangers))
         for p in range(max(map(len, wanted)))
     ]
-    found = extend_prefixes(slots, block, spans, model, 3, stream(0, "grow"), ENDLESS)
+    found = extend_prefixes(slots, block, spans, model, 3, stream(0, "grow"), ENDLESS, unheard)
     assert sorted(one.ids for one in found) == wanted
     assert all(isinstance(one, Found) and one.excess < ACCEPT for one in found)
     # A candidate that is missing cuts the sentences that need it, and no others.
     gone = wanted[0][3]
     slots[3] = slots[3][slots[3] != gone]
-    found = extend_prefixes(slots, block, spans, model, 3, stream(0, "grow"), ENDLESS)
+    found = extend_prefixes(slots, block, spans, model, 3, stream(0, "grow"), ENDLESS, unheard)
     cut = {one[:3] if one[3:4] == (gone,) else one for one in wanted}
     assert {one.ids for one in found} == cut
 
@@ -483,16 +510,23 @@ def test_when_time_is_up_what_was_found_counts(small, observe, ticking, family, 
         assert all(one in [other[: len(one)] for other in wanted] for one in answer.sequences)
 
 
-def test_margins_are_of_no_more_sentences_than_are_answered(small, observe, monkeypatch):
-    model, asked = small("bert", width=64, layers=3), []
-    found = Sentences.with_margin
-    monkeypatch.setattr(
-        Sentences, "with_margin", lambda self, one: asked.append(one.ids) or found(self, one)
+@pytest.mark.parametrize(("family", "task"), [KINDS[0], *ALL[2:]])
+def test_progress_is_reported_with_the_nearest_so_far(small, observe, family, task):
+    model, told = small(family, task, width=64, layers=3), []
+    truth = observe(model, 2, max_length=8)
+    (answer,) = Dager().many(
+        [truth.seen], model, rngs=[stream(0, "dager")], report=lambda *of: told.append(of)
     )
-    seen = noisy(observe(model, 2, max_length=8).seen, 1.0)
-    answer = answer_of(model, seen, Dager(searches=2, kicks=2))
-    assert set(answer.sequences) <= set(asked)
-    assert len(asked) <= 2 * len({len(ids) for ids in asked})
+    assert answer == answer_of(model, truth.seen)
+    assert told
+    assert all(which == 0 for which, _ in told)
+    steps = [progress.step for _, progress in told]
+    assert steps == list(range(1, len(steps) + 1))
+    assert {progress.steps for _, progress in told} == {told[0][1].steps}
+    assert steps[-1] <= told[0][1].steps
+    assert all(progress.loss < ACCEPT for _, progress in told[-2:])
+    texts = [model.decode(one) for one in answer.sequences]
+    assert any(text.startswith(told[-1][1].text) for text in texts)
 
 
 # --- adapters -------------------------------------------------------------------------------

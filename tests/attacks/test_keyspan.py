@@ -1,5 +1,6 @@
 import itertools
 import json
+import math
 from dataclasses import asdict, fields, replace
 
 import pytest
@@ -535,6 +536,88 @@ def test_noise_is_no_reason_to_crash_or_to_prove_what_is_wrong(
     if relative < 0.01:
         assert sorted(answer.sequences) == scored(model, truth)
     assert answer.verified == (relative < 1e-5)
+
+
+@pytest.mark.parametrize(("family", "task"), KINDS)
+def test_progress_is_reported_with_each_sentence(small, observe, family, task):
+    model, told = small(family, task, **WIDE), []
+    truth = observe(model, 2, max_length=8)
+    (answer,) = Keyspan().many(
+        [truth.seen], model, rngs=[stream(0, "keyspan")], report=lambda *of: told.append(of)
+    )
+    assert answer == answer_of(model, truth.seen)
+    assert all(which == 0 for which, _ in told)
+    assert all(0 < progress.step <= progress.steps for _, progress in told)
+    texts = {model.decode(one) for one in answer.sequences}
+    assert texts <= {progress.text for _, progress in told}
+
+
+# --- time -----------------------------------------------------------------------------------
+
+WORK = (
+    (keyspan, "_extend"),
+    (keyspan, "excess"),
+    (certificate, "units"),
+    (certificate, "difference"),
+)
+
+
+@pytest.mark.parametrize(("family", "task"), KINDS)
+@pytest.mark.parametrize("change", ["none", "noise"])
+@pytest.mark.parametrize("ticks", [0, 1, 3, 6, 10, 20, 40, 80, math.inf])
+def test_when_time_is_up_what_was_read_counts(small, observe, ticking, family, task, change, ticks):
+    model = small(family, task, **WIDE)
+    truth = observe(model, 2, max_length=8)
+    seen = truth.seen if change == "none" else noisy(truth.seen, 1e-2)
+    work = ticking(keyspan, ticks, *WORK)
+    answer = answer_of(model, seen, Keyspan(seconds=7))
+    assert work.after <= 10
+    assert answer.diagnostics.get("time_up", False) == work.clock.rang
+    if work.clock.rang and not answer.sequences:
+        assert "seconds = 7" in answer.reason
+    # The bag is read in one step.
+    assert answer.status == Status.RECOVERED
+    if change == "none":
+        assert answer.tokens == tuple(sorted({t for one in scored(model, truth) for t in one}))
+        if not work.clock.rang:
+            assert_exact(answer, model, truth)
+    if ticks == 0:
+        assert work.before == 0
+        assert answer.sequences == ()
+
+
+def test_a_set_whose_members_time_does_not_judge_is_only_likely(small, observe, ticking):
+    model = small("gpt2", **WIDE)
+    truth = observe(model, 2, max_length=8)
+    atoms = atoms_of(model, truth.seen)
+    token, sequence, at = seeds_of(model, truth)[-1]
+    members = torch.tensor([index_of(atoms, t, p) for p, t in enumerate(sequence)])
+    seed = atoms.factors.tokens_V.tolist().index(token)
+    where = torch.tensor(index_of(atoms, token, at))
+    for ticks, sure in ((0, False), (math.inf, True)):
+        work = ticking(keyspan, ticks)
+        _, own, rejected = keyspan._needed(atoms, seed, members, where, work.clock)
+        assert own < ACCEPT
+        assert bool(rejected) == sure
+
+
+@pytest.mark.parametrize("task", [CLASSIFICATION, CAUSAL_LM])
+def test_no_sentence_is_sought_in_a_batch_with_more_tokens_than_dimensions(
+    gpt2_tiny, observe, texts, monkeypatch, task
+):
+    model = gpt2_tiny if task == CAUSAL_LM else models.load(ModelSpec("builtin/bert-tiny", task, 2))
+    truth = observe(model, texts[:24])
+    assert sum(map(len, scored(model, truth))) > model.hidden_size
+
+    def never(*_):
+        raise AssertionError("a seed is read")
+
+    monkeypatch.setattr(keyspan, "read_seeds", never)
+    answer = answer_of(model, truth.seen)
+    assert "more tokens than the hidden size" in answer.reason
+    assert not answer.sequences
+    with pytest.raises(AssertionError, match="a seed is read"):
+        answer_of(model, noisy(observe(model, texts[:2]).seen, 1e-2))
 
 
 @pytest.mark.parametrize(("family", "task"), KINDS)

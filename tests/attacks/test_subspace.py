@@ -217,6 +217,21 @@ def test_of_a_noisy_gradient_the_rank_is_what_stands_above_the_noise(
         )
 
 
+@pytest.mark.parametrize(("family", "task"), KINDS[:2])
+def test_a_batch_with_more_tokens_than_dimensions_is_not_taken_for_noise(
+    small, observe, texts, family, task
+):
+    model = small(family, task, width=48, layers=3)
+    rng = stream(0, "noise")
+    for batch, full, noise in ((40, True, 1.0), (1, False, 1e-2)):
+        tensors = observe(model, texts[:batch]).seen.update.tensors
+        plain = model.family.attention_gradients(tensors, 0)
+        noisy = [g + noise * g.std() * torch.randn(g.shape, generator=rng) for g in plain]
+        assert row_space(plain).full == full
+        assert not row_space(noisy).exact
+        assert not row_space(noisy).full
+
+
 def test_what_noise_buries_does_not_count():
     gradient, inputs = made_gradient(20, width=128, outputs=128, decades=3.0)
     noise = noise_like(gradient, 0.1)
