@@ -85,15 +85,21 @@ def debugging() -> Iterator[None]:
 
 @contextmanager
 def handled(handler: logging.Handler) -> Iterator[None]:
-    """Passes to a handler what our modules note in the body."""
+    """Passes to a handler what our modules note in the body, and to nobody above them.
+
+    Libraries that we import give Python's root logger a handler that prints.
+    """
     handler.setFormatter(_Printable())
     loggers = [logging.getLogger(name) for name in _PACKAGES]
+    passed_on = [each.propagate for each in loggers]
     for each in loggers:
         each.setLevel(logging.INFO)
+        each.propagate = False
         each.addHandler(handler)
     try:
         yield
     finally:
-        for each in loggers:
+        for each, before in zip(loggers, passed_on, strict=True):
             each.removeHandler(handler)
+            each.propagate = before
         handler.close()

@@ -148,6 +148,14 @@ def test_a_log_that_cannot_be_written_disturbs_nothing(tmp_path, capfd):
     assert capfd.readouterr() == ("", "")
 
 
+def test_what_is_noted_does_not_reach_what_a_library_made_of_the_root_logger(tmp_path, caplog):
+    with logs.logged(tmp_path):
+        logging.getLogger("fedleak.anything").warning("said")
+    assert caplog.records == []
+    logging.getLogger("fedleak.anything").warning("said to whoever uses the library")
+    assert len(caplog.records) == 1
+
+
 def test_what_is_noted_is_shown_to_nobody_who_did_not_ask(tmp_path):
     code = "import logging, fedleak; logging.getLogger('fedleak.x').error('noted')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
