@@ -413,7 +413,9 @@ def summarise(run: Run, info: dict[str, Any], rows: Sequence[LeakageRow]) -> dic
         "defenses": settings_that_defend(Experiment.model_validate(info["experiment"])),
         "defended": _what_defenses_did(run.rows("defenses.jsonl")),
         "privacy": _guarantee(run.rows("privacy.jsonl")),
+        "utility_before": utility[0] if utility and utility[0]["round"] == 0 else None,
         "utility": utility[-1] if utility else None,
+        "held_out": info["experiment"]["data"]["held_out"],
         "utility_reference": run.read_json("reference.json") if reference.is_file() else None,
     }
 

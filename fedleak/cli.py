@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 QUICKSTART = [
     Path(__file__).parents[1] / "experiments" / f"quickstart-{name}.toml"
-    for name in ("bert", "gpt2")
+    for name in ("llama", "gpt2")
 ]
 
 app = typer.Typer(
