@@ -727,7 +727,9 @@ def summarise(
         "defenses": settings_that_defend(experiment),
         "defended": _what_defenses_did(run.rows("defenses.jsonl")),
         "privacy": _guarantee(run.rows("privacy.jsonl")),
+        "utility_before": utility[0] if utility and utility[0]["round"] == 0 else None,
         "utility": utility[-1] if utility else None,
+        "held_out": experiment.data.held_out,
         "utility_reference": _reference(run, gaps),
         **asdict(gaps),
     }

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 QUICKSTART = [
     Path(__file__).parents[1] / "experiments" / f"quickstart-{name}.toml"
-    for name in ("bert", "gpt2")
+    for name in ("llama", "gpt2")
 ]
 
 app = typer.Typer(
@@ -367,7 +367,7 @@ def mended() -> Iterator[None]:
     except KeyboardInterrupt as error:
         print("fedleak: stopped; the same command again finishes the rest", file=sys.stderr)  # noqa: T201
         raise typer.Exit(130) from error
-    except (typer.Exit, typer.BadParameter, BrokenPipeError):
+    except (typer.Exit, typer.BadParameter):
         raise
     except Exception as error:
         where = logs.noted(error) or "no run directory was in use"

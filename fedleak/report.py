@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fedleak.audit import LeakageRow, Pair, Scored
+from fedleak.metrics import intervals
 from fedleak.observation import GRANTABLE
 from fedleak.privacy import NONE
 from fedleak.reconstruction import Status
@@ -168,10 +169,13 @@ def circumstances(summary: dict[str, Any]) -> list[str]:
                 f"noise multiplier {privacy['noise_multiplier']:.4g} (unit: "
                 f"{privacy['unit']}, {privacy['neighbouring']}; {privacy['accountant']})"
             )
+    held_out = summary.get("held_out")
+    if (before := summary.get("utility_before")) is not None:
+        lines.append(f"utility before training: {_scores(before, held_out)}")
     if (utility := summary.get("utility")) is not None:
-        lines.append(f"utility after round {utility['round']}: {_scores(utility)}")
+        lines.append(f"utility after round {utility['round']}: {_scores(utility, held_out)}")
     if (reference := summary.get("utility_reference")) is not None:
-        lines.append(f"trained centrally, without defenses: {_scores(reference)}")
+        lines.append(f"trained centrally, without defenses: {_scores(reference, held_out)}")
     return lines
 
 
@@ -188,13 +192,18 @@ def _value(value: Any) -> str:
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _scores(utility: dict[str, Any]) -> str:
+def _scores(utility: dict[str, Any], held_out: int | None) -> str:
+    """Returns the figures, and the accuracy's interval: texts that nobody has are independent."""
     named = {"mcc": "MCC", "f1": "F1"}
-    return ", ".join(
-        f"{named.get(key, key)} {NOT_MEASURED if value is None else f'{value:.3g}'}"
+    figures = {
+        key: NOT_MEASURED if value is None else f"{value:.3g}"
         for key, value in utility.items()
         if key not in ("round", "steps")
-    )
+    }
+    if held_out and utility.get("accuracy") is not None:
+        _, low, high = intervals.share(round(utility["accuracy"] * held_out), held_out)
+        figures["accuracy"] += f" [{low:.2f}, {high:.2f}]"
+    return ", ".join(f"{named.get(key, key)} {value}" for key, value in figures.items())
 
 
 def cell(row: LeakageRow | None) -> str:

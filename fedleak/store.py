@@ -209,7 +209,7 @@ class Run:
 
     def has_capture(self, key: Key) -> bool:
         """Returns whether a capture is here."""
-        return (self.path / _capture_file(key)).is_file()
+        return (self.path / _captured(key)).is_file()
 
     def captures(self) -> list[Key]:
         """Returns the keys of the captures, in order."""

@@ -84,6 +84,15 @@ def test_the_report_names_defenses_guarantee_and_cost():
         "trained centrally, without defenses: loss 0.4, MCC 0.61",
     ):
         assert part in text
+    learned = summary | {
+        "held_out": 100,
+        "utility_before": {"round": 0, "loss": 0.69, "accuracy": 0.5},
+        "utility": {"round": 3, "loss": 0.5, "accuracy": 0.81},
+    }
+    text = "\n".join(circumstances(learned))
+    # Wilson's interval: these are independent.
+    assert "utility before training: loss 0.69, accuracy 0.5 [0.40, 0.60]" in text
+    assert "utility after round 3: loss 0.5, accuracy 0.81 [0.72, 0.87]" in text
     assert "epsilon none" in "\n".join(circumstances(summary | {"privacy": spent(1, 0, "none")}))
     # A summary of an earlier version has none of this.
     assert circumstances({}) == []

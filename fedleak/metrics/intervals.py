@@ -3,7 +3,8 @@
 Texts of one client are not independent: not those of a batch, nor those of its other rounds. What
 is independent is the client, so a client is a cluster, and the estimand of `clustered_mean` is the
 mean over texts (or updates) of *other clients like these*. Texts that all go one way say little if
-they are of one client, however many they are.
+they are of one client, however many they are. `share` is for what is independent, such as the
+held-out texts that a model is scored on.
 """
 
 from collections.abc import Sequence
@@ -27,7 +28,7 @@ class Interval(NamedTuple):
 
 def share(successes: int, trials: int) -> Interval:
     """Returns a share of *independent* trials with its Wilson interval."""
-    from scipy.stats import binomtest  # half a second, and a run has no independent trials
+    from scipy.stats import binomtest  # it takes half a second to import
 
     interval = binomtest(successes, trials).proportion_ci(0.95, method="wilson")
     return Interval(successes / trials, float(interval.low), float(interval.high))
