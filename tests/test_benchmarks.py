@@ -12,6 +12,7 @@ from fedleak.attacks.keyspan import Keyspan
 from fedleak.data import Corpus
 
 PATH = Path(__file__).parents[1] / "experiments" / "benchmarks" / "subspace_attacks.py"
+sys.path.insert(0, str(PATH.parent))  # as running one of them does
 BENCHMARK = runpy.run_path(str(PATH))
 
 
@@ -50,8 +51,7 @@ GRADIENT_MATCHING = PATH.with_name("gradient_matching.py")
 
 
 @pytest.fixture(name="matching")
-def _matching(monkeypatch):
-    monkeypatch.syspath_prepend(str(GRADIENT_MATCHING.parent))
+def _matching():
     return runpy.run_path(str(GRADIENT_MATCHING))
 
 
