@@ -204,8 +204,20 @@ def bench(
     seed: int,
     *,
     device: torch.device = CPU,
+    lengths: Sequence[int] | None = None,
 ) -> Bench:
-    """Makes models of random weights, and victims with random sentences."""
+    """Makes models of random weights, and victims with random sentences.
+
+    Args:
+        size: Of both models.
+        tokens: Of each sentence, or of the longest.
+        victims: How many.
+        vocabulary: Tokens of both models.
+        seed: Of all random numbers.
+        device: Where to.
+        lengths: Tokens of each sentence, where they differ.
+    """
+    lengths = lengths or [tokens] * victims
     torch.manual_seed(seed)
     heads = max(1, size.hidden // 64)
     config = BertConfig(
@@ -225,7 +237,7 @@ def bench(
     )
     prior = Prior(causal.eval().requires_grad_(False).to(device), None)
     plain = copy.deepcopy(module)
-    shapes = [Shape((tokens,), (r % 2,)) for r in range(victims)]
+    shapes = [Shape((length,), (r % 2,)) for r, length in enumerate(lengths)]
     rows = rows_of(shapes, Frame((FIRST,), (LAST,)), model)
     table_VD = module.bert.embeddings.word_embeddings.weight.detach()
     ids_RT = torch.randint(LAST + 1, vocabulary, (victims, tokens)).to(device)
@@ -233,8 +245,8 @@ def bench(
     left_out = {model.family.word_embedding} | model.family.null_parameters(model.trained())
     names = [name for name in model.trained() if name not in left_out]
     observed = [
-        gradients(plain, names, table_VD[ids_T], r % 2, differentiable=False)
-        for r, ids_T in enumerate(ids_RT)
+        gradients(plain, names, table_VD[ids_T[:length]], r % 2, differentiable=False)
+        for r, (ids_T, length) in enumerate(zip(ids_RT, lengths, strict=True))
     ]
     space = FreeEmbeddings(
         model,
