@@ -125,7 +125,7 @@ def main(arguments: Sequence[str] | None = None, parts: Sequence[Part] = PARTS) 
     args.out.mkdir(parents=True, exist_ok=True)
     chosen = [part for part in parts if part.name in args.part]
     if args.dry_run:
-        chosen = [part._replace(least=1) for part in chosen]
+        chosen = [part._replace(least=1, most=3 * part.most) for part in chosen]
 
     end: float = begin + args.seconds
 
@@ -258,8 +258,9 @@ def table(record: Mapping[str, Any]) -> str:
     machine, seconds = record["machine"], record["seconds"]
     versions = ", ".join(f"{name} {record['versions'][name]}" for name in ("torch", "transformers"))
     dry = " A dry run: its figures say nothing." if record["dry_run"] else ""
+    commit = record["commit"] or "unknown"
     lines = [
-        f"{machine['device'] or 'No device was looked at'}; {versions}; commit {record['commit']}; "
+        f"{machine['device'] or 'No device was looked at'}; {versions}; commit {commit}; "
         f"{seconds['all']:.0f} s in all, {seconds['installing']:.0f} s of them to install.{dry}",
         "",
         "| part | measured | size | ms | beside | ms | ratio | peak MiB | found |",

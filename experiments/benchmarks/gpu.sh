@@ -40,9 +40,16 @@ if ! has_torch "$python" || [[ -n $(lacking "$python") ]]; then
   "$own/bin/python" "$benchmarks/gpu_packages.py" constraints >"$own/constraints.txt"
   lacking "$own/bin/python" >"$own/lacking.txt"
   echo "gpu.sh: installs $(paste -sd' ' "$own/lacking.txt")" >&2
-  "$own/bin/python" -m pip install --quiet --disable-pip-version-check \
-    --constraint "$own/constraints.txt" --requirement "$own/lacking.txt" ||
-    echo "gpu.sh: not all of that could be installed: what needs it will fail" >&2
+  install() {
+    timeout 300 "$own/bin/python" -m pip install --quiet --disable-pip-version-check --retries 1 \
+      --constraint "$own/constraints.txt" "$@"
+  }
+  if ! install --requirement "$own/lacking.txt" && ((SECONDS < 60)); then
+    # One that cannot be had shall not keep the others out.
+    while read -r one; do
+      install "$one" || echo "gpu.sh: $one cannot be installed: what needs it will fail" >&2
+    done <"$own/lacking.txt"
+  fi
   python=$own/bin/python
   if ! has_torch "$python"; then
     echo "gpu.sh: $python has no PyTorch that sees a CUDA device: set PYTHON, or use --dry-run" >&2
