@@ -1,8 +1,12 @@
 """The benchmarks count what they say, on small models."""
 
 import json
+import os
 import runpy
+import subprocess
 import sys
+import time
+from multiprocessing import Pipe
 from pathlib import Path
 
 import pytest
@@ -12,6 +16,7 @@ from fedleak.attacks.keyspan import Keyspan
 from fedleak.data import Corpus
 
 PATH = Path(__file__).parents[1] / "experiments" / "benchmarks" / "subspace_attacks.py"
+sys.path.insert(0, str(PATH.parent))  # as running one of them does
 BENCHMARK = runpy.run_path(str(PATH))
 
 
@@ -50,8 +55,7 @@ GRADIENT_MATCHING = PATH.with_name("gradient_matching.py")
 
 
 @pytest.fixture(name="matching")
-def _matching(monkeypatch):
-    monkeypatch.syspath_prepend(str(GRADIENT_MATCHING.parent))
+def _matching():
     return runpy.run_path(str(GRADIENT_MATCHING))
 
 
@@ -79,3 +83,170 @@ def test_memory_does_not_grow_with_the_guesses(matching):
     with made.exact.batch_gradients.ready():
         used = {one.name: one.tensors for one in matching["memory"](made, 128)}
     assert used["128 moves"] < 1.1 * used["64 moves"]
+
+
+GPU = PATH.with_name("gpu.sh")
+PARTS = ("tests", "workers", "subspace", "stories15m", "matching", "pass", "together", "cola")
+KEYS = {
+    "schema",
+    "dry_run",
+    "machine",
+    "python",
+    "versions",
+    "commit",
+    "assets",
+    "seed",
+    "seconds",
+    "parts",
+}
+
+
+@pytest.fixture(name="dry_run")
+def _dry_run(tmp_path):
+    """Runs the GPU benchmarks on the CPU and returns the exit status, the record and the table."""
+
+    def run(*arguments):
+        command = ["bash", str(GPU), "--dry-run", "--out", str(tmp_path), *arguments]
+        environment = os.environ | {"PYTHON": sys.executable}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        record = json.loads((tmp_path / "gpu.json").read_text())
+        assert record.keys() == KEYS, done.stderr
+        return done.returncode, record, (tmp_path / "gpu.md").read_text()
+
+    return run
+
+
+def test_without_time_every_part_is_left_out_and_that_is_said(dry_run):
+    status, record, table = dry_run("--seconds", "0")
+    assert status == 1
+    assert [part["name"] for part in record["parts"]] == list(PARTS)
+    for part in record["parts"]:
+        said = (part["status"], part["reason"], part["complete"])
+        assert said == ("skipped", "0 s are left of all, and it needs 1", False)
+        assert f"| {part['name']} | **skipped in 0 s: 0 s are left of all" in table
+
+
+def test_parts_of_the_gpu_benchmarks_run_on_a_cpu(dry_run):
+    status, record, table = dry_run("--part", "pass", "together")
+    assert (status, record["dry_run"], record["machine"]["torch_cuda"]) == (0, True, None)
+    assert [(part["name"], part["status"]) for part in record["parts"]] == [
+        ("pass", "done"),
+        ("together", "done"),
+    ]
+    for part, name in zip(record["parts"], ("PASS", "_TOGETHER"), strict=True):
+        values = [one for one in part["figures"] if one["what"].startswith(name)]
+        (present,) = [one for one in values if one["values"]["present"]]
+        fastest = [one for one in values if one["values"]["fastest"]]
+        assert present["ratio"] == 1
+        assert len(values) > 2
+        assert {one["seconds"] for one in fastest} == {min(one["seconds"] for one in values)}
+        for one in part["figures"]:
+            assert one["seconds"] > 0
+            assert one["ratio"] == one["beside_seconds"] / one["seconds"]
+            assert f"| {one['what']} | {one['size']} |" in table
+
+
+@pytest.mark.slow
+def test_all_of_the_gpu_benchmarks_run_on_a_cpu(dry_run):
+    status, record, table = dry_run("--seconds", "3000")
+    parts = {part["name"]: part for part in record["parts"]}
+    assert status == 0
+    assert tuple(parts) == PARTS
+    assert parts["stories15m"]["status"] in ("done", "skipped")
+    for name, part in parts.items():
+        assert part["complete"]
+        assert part["status"] == "done" or "FEDLEAK_ASSETS" in part["reason"], part
+        assert (part["status"] == "done") == bool(part["figures"])
+        assert f"| {name} | **{part['status']} in" in table
+    (tests,) = parts["tests"]["figures"]
+    assert tests["values"]["passed"] == tests["values"]["failed"] == 0
+    assert tests["values"]["skipped"] > 0
+    (workers,) = parts["workers"]["figures"]
+    assert workers["values"]["equal answers"] == workers["values"]["answers"] > 0
+    assert all(one["values"]["exact"][0] == "2" for one in parts["subspace"]["figures"][:3])
+    scored = [one["values"] for one in parts["cola"]["figures"]]
+    assert len(scored) == 2
+    assert all(0 <= one["chance R-L"] <= 100 for one in scored)
+
+
+FAKE = """
+import os
+
+from gpu_figures import Figure
+
+
+def works(settings):
+    yield Figure("work", "small", 2.0, "other", 5.0, {"a | b": 1})
+
+
+def breaks(settings):
+    yield Figure("half of it", "small", 1.0)
+    raise ValueError("what went wrong")
+
+
+def dies(settings):
+    yield Figure("half of it", "small", 1.0)
+    os._exit(3)
+"""
+
+RUN = """
+import sys
+
+import gpu
+
+if __name__ == "__main__":
+    names = ["breaks", "absent", "dies", "works"]
+    parts = [gpu.Part(name, f"fake_parts:{name}", 1, 60) for name in names]
+    sys.exit(gpu.main(["--dry-run", "--out", sys.argv[1]], parts))
+"""
+
+
+def test_a_part_that_fails_is_recorded_and_the_rest_goes_on(tmp_path):
+    (tmp_path / "fake_parts.py").write_text(FAKE)
+    (tmp_path / "run.py").write_text(RUN)
+    paths = [str(tmp_path), str(GPU.parent), str(GPU.parents[2])]
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "run.py"), str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    record = json.loads((tmp_path / "gpu.json").read_text())
+    assert done.returncode == 1, done.stderr
+    breaks, absent, dies, works = record["parts"]
+    assert breaks["status"] == "failed"
+    assert breaks["reason"] == "ValueError: what went wrong"
+    assert "in breaks" in breaks["traceback"]
+    assert [one["what"] for one in breaks["figures"]] == ["half of it"]
+    assert (absent["status"], "no attribute 'absent'" in absent["reason"]) == ("failed", True)
+    assert (dies["status"], dies["reason"]) == ("failed", "its process died")
+    assert (works["status"], works["figures"][0]["ratio"]) == ("done", 2.5)
+    table = (tmp_path / "gpu.md").read_text()
+    assert "| breaks | **failed in" in table
+    assert "| works | work | small | 2,000.00 | other | 5,000.00 | 2.50 |  | a \\| b 1 |" in table
+
+
+def test_a_part_whose_time_is_over_keeps_what_it_measured():
+    gpu = runpy.run_path(str(GPU.with_name("gpu.py")))
+    receiver, sender = Pipe(duplex=False)
+    sender.send(("figure", {"what": "first"}))
+    figures = []
+    assert gpu["_listen"](receiver, figures, time.monotonic()) is None
+    assert figures == [{"what": "first"}]
+
+
+def test_what_has_to_be_installed_for_a_gpu_is_what_is_not_there(monkeypatch, capsys):
+    packages = runpy.run_path(str(GPU.with_name("gpu_packages.py")))
+    there = {"torch": "2.11.0+cu130", "transformers": "5.17.0", "numpy": "2.5.2", "flwr": "1.42"}
+
+    def installed(name):
+        return there.get(name)
+
+    monkeypatch.setitem(packages["lacking"].__globals__, "_installed", installed)
+    lacking = list(packages["lacking"]())
+    assert {"transformers>=5.20", "flwr>=1.41,<1.42", "pydantic>=2.12", "pytest>=9.0"} <= {*lacking}
+    assert not [one for one in lacking if one.startswith(("torch", "numpy", "ruff"))]
+    kept = list(packages["constraints"]())
+    assert any(one.startswith("pydantic==") for one in kept)
+    assert not [one for one in kept if one.startswith(("torch==", "numpy==", "transformers=="))]

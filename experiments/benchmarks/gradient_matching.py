@@ -3,8 +3,9 @@
     python experiments/benchmarks/gradient_matching.py [--sizes 6x384 12x768]
 
 Prints, for BERT classifiers of random weights and one sentence a victim, what `straightforward` and
-fedleak take for the same inputs in the same run: medians of CPU time, in turns. All parameters but
-the word embedding are matched, and but the key biases, whose true gradient is zero.
+fedleak take for the same inputs in the same run: medians of CPU time (on a GPU: of time), in turns.
+All parameters but the word embedding are matched, and but the key biases, whose true gradient is
+zero.
 
   step ...       a step of Adam, embedding norms included; per victim
   moves          the discrete phase of one victim with a GPT-2 of the same size: LAMP's draws. We
@@ -25,20 +26,17 @@ table is the most memory that tensors take beside models and observed gradients,
 import argparse
 import copy
 import json
-import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
+from clocks import CPU, in_turns, peak
 from straightforward import Attack, Search, gradients, scores
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
 
 from fedleak import models
@@ -120,6 +118,11 @@ class Bench(NamedTuple):
     seed: int
 
     @property
+    def device(self) -> torch.device:
+        """Where all of it is."""
+        return self.model.device
+
+    @property
     def norm(self) -> float:
         """The mean norm of word embeddings."""
         return float(self.exact.space.table_VD.norm(dim=-1).mean())
@@ -161,13 +164,16 @@ def main() -> None:
     parser.add_argument("--scored", type=int, default=10, help="moves that are scored one by one")
     parser.add_argument("--many", type=int, default=1024, help="guesses whose memory is measured")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", type=torch.device, default=CPU, help="or cuda")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="keep the lines in this file")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     kept: list[dict[str, object]] = []
     for size in map(size_of, args.sizes):
-        made = bench(size, args.tokens, args.victims, args.vocabulary, args.seed)
+        made = bench(
+            size, args.tokens, args.victims, args.vocabulary, args.seed, device=args.device
+        )
         with ExitStack() as listening:
             for judge in (made.exact, made.rough):
                 listening.enter_context(judge.batch_gradients.ready())
@@ -190,8 +196,28 @@ def size_of(text: str) -> Size:
     return Size(int(layers), int(hidden))
 
 
-def bench(size: Size, tokens: int, victims: int, vocabulary: int, seed: int) -> Bench:
-    """Makes models of random weights, and victims with random sentences."""
+def bench(
+    size: Size,
+    tokens: int,
+    victims: int,
+    vocabulary: int,
+    seed: int,
+    *,
+    device: torch.device = CPU,
+    lengths: Sequence[int] | None = None,
+) -> Bench:
+    """Makes models of random weights, and victims with random sentences.
+
+    Args:
+        size: Of both models.
+        tokens: Of each sentence, or of the longest.
+        victims: How many.
+        vocabulary: Tokens of both models.
+        seed: Of all random numbers.
+        device: Where to.
+        lengths: Tokens of each sentence, where they differ.
+    """
+    lengths = lengths or [tokens] * victims
     torch.manual_seed(seed)
     heads = max(1, size.hidden // 64)
     config = BertConfig(
@@ -202,28 +228,31 @@ def bench(size: Size, tokens: int, victims: int, vocabulary: int, seed: int) -> 
         intermediate_size=4 * size.hidden,
         attn_implementation="eager",
     )
-    module = BertForSequenceClassification(config).eval()
+    module = BertForSequenceClassification(config).eval().to(device)
     model = LanguageModel(
         module, SimpleNamespace(pad_token_id=0), models.families()["bert"], CLASSIFICATION
     )
     causal = GPT2LMHeadModel(
         GPT2Config(vocab_size=vocabulary, n_layer=size.layers, n_embd=size.hidden, n_head=heads)
     )
-    prior = Prior(causal.eval().requires_grad_(False), None)
+    prior = Prior(causal.eval().requires_grad_(False).to(device), None)
     plain = copy.deepcopy(module)
-    shapes = [Shape((tokens,), (r % 2,)) for r in range(victims)]
+    shapes = [Shape((length,), (r % 2,)) for r, length in enumerate(lengths)]
     rows = rows_of(shapes, Frame((FIRST,), (LAST,)), model)
     table_VD = module.bert.embeddings.word_embeddings.weight.detach()
-    ids_RT = torch.randint(LAST + 1, vocabulary, (victims, tokens))
+    ids_RT = torch.randint(LAST + 1, vocabulary, (victims, tokens)).to(device)
     ids_RT = torch.where(rows.fixed_RBT[:, 0], rows.ids_RBT[:, 0], ids_RT)
     left_out = {model.family.word_embedding} | model.family.null_parameters(model.trained())
     names = [name for name in model.trained() if name not in left_out]
     observed = [
-        gradients(plain, names, table_VD[ids_T], r % 2, differentiable=False)
-        for r, ids_T in enumerate(ids_RT)
+        gradients(plain, names, table_VD[ids_T[:length]], r % 2, differentiable=False)
+        for r, (ids_T, length) in enumerate(zip(ids_RT, lengths, strict=True))
     ]
     space = FreeEmbeddings(
-        model, table_VD, torch.arange(vocabulary), float(table_VD.norm(dim=-1).mean())
+        model,
+        table_VD,
+        torch.arange(vocabulary, device=device),
+        float(table_VD.norm(dim=-1).mean()),
     )
     exact = Objective(
         model,
@@ -232,8 +261,8 @@ def bench(size: Size, tokens: int, victims: int, vocabulary: int, seed: int) -> 
         target_of(observed, tokens, tables(model)),
         rows,
         space,
-        torch.arange(victims),
-        torch.ones(victims),
+        torch.arange(victims, device=device),
+        torch.ones(victims, device=device),
     )
     low = lower_precision(model)
     rough = replace(
@@ -310,7 +339,7 @@ def step(
         RECIPE.step_size,
         RECIPE.norm_weight,
     )
-    plain, ours = in_turns([search.step, lambda: descent.step(loss_of)], repeats)
+    plain, ours = in_turns([search.step, lambda: descent.step(loss_of)], repeats, made.device)
     return Line(name, plain, ours / len(start_RBTD), apart, slope_apart)
 
 
@@ -335,7 +364,7 @@ def moves_(made: Bench, repeats: int, scored: int) -> tuple[list[Line], list[Lin
     tried_RKBTD = x_TD[some_KT][None, :, None]
     likely_RK = nll(prior, RECIPE, exact, 0, ids_T[some_KT][None])
     found_RK = exact.scores(exact.space.guess(exact.rows, tried_RKBTD)) + likely_RK
-    apart = float((found_RK[0] - torch.tensor(plain_scores(some_KT))).abs().max())
+    apart = float((found_RK[0].cpu() - torch.tensor(plain_scores(some_KT))).abs().max())
     chosen = [best(exact, prior), best(mixed, low_prior)]
     at = [int((x_TD[order_KT] == leaf[0, 0]).all(-1).all(-1).nonzero()[0]) for leaf in chosen]
     exact_score, mixed_score = plain_scores(order_KT[at])
@@ -347,6 +376,7 @@ def moves_(made: Bench, repeats: int, scored: int) -> tuple[list[Line], list[Lin
             lambda: best(mixed, low_prior),
         ],
         repeats,
+        made.device,
     )
     each = one_by_one / len(some_KT)
     whole = RECIPE.orders * each + nearest
@@ -376,6 +406,7 @@ def starts(made: Bench, repeats: int) -> tuple[Line, Line]:
             lambda: initial(made.mixed, few, made.rngs(rows)),
         ],
         repeats,
+        made.device,
     )
     tried = 2 * few.guesses * rows
     return Line("start", plain, ours / tried), Line("start, mixed", plain, ours_low / tried)
@@ -408,42 +439,22 @@ def memory(made: Bench, many: int) -> list[Memory]:
     def guesses(number: int) -> Callable[[], object]:
         shape = (1, number, 1, tokens)
         ids_RKBT = torch.randint(len(alone.space.table_VD), shape, generator=made.rngs(1)[0])
+        ids_RKBT = ids_RKBT.to(made.device)
         return lambda: best_of_batch(
             alone, ids_RKBT, nll(made.prior, RECIPE, alone, 0, ids_RKBT[:, :, 0])
         )
 
+    def most(do: Callable[[], object]) -> float:
+        return peak(do, made.device)
+
     one = made.start_RBTD[0, 0]
     return [
-        Memory("a step, straightforward", peak(search.step)),
-        Memory("a step, alone", peak(steps(alone))),
-        Memory(f"a step, {rows} victims", peak(steps(made.exact)) / rows),
-        Memory("a move, straightforward", peak(lambda: attack.distance(one, differentiable=False))),
-        *(Memory(f"{number} moves", peak(guesses(number))) for number in (64, many)),
+        Memory("a step, straightforward", most(search.step)),
+        Memory("a step, alone", most(steps(alone))),
+        Memory(f"a step, {rows} victims", most(steps(made.exact)) / rows),
+        Memory("a move, straightforward", most(lambda: attack.distance(one, differentiable=False))),
+        *(Memory(f"{number} moves", most(guesses(number))) for number in (64, many)),
     ]
-
-
-def peak(do: Callable[[], object]) -> float:
-    """Returns the most bytes that the tensors made meanwhile take at a time."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        do()
-    with TemporaryDirectory() as folder:
-        path = Path(folder, "trace.json")
-        seen.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
-    held = [one["args"] for one in events if one["name"] == "[memory]"]
-    before = held[0]["Total Allocated"] - held[0]["Bytes"]
-    return float(max(one["Total Allocated"] for one in held) - before)
-
-
-def in_turns(each: Sequence[Callable[[], object]], repeats: int) -> list[float]:
-    """Returns the median of CPU seconds of each."""
-    seconds: list[list[float]] = [[] for _ in each]
-    for _ in range(repeats):
-        for taken, do in zip(seconds, each, strict=True):
-            begin = time.process_time()
-            do()
-            taken.append(time.process_time() - begin)
-    return [statistics.median(taken) for taken in seconds]
 
 
 def noised(tensors: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
@@ -451,7 +462,10 @@ def noised(tensors: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
     rng = torch.Generator().manual_seed(seed)
     return {
         name: value
-        + NOISE * value.norm() / value.numel() ** 0.5 * torch.randn(value.shape, generator=rng)
+        + NOISE
+        * value.norm()
+        / value.numel() ** 0.5
+        * torch.randn(value.shape, generator=rng).to(value)
         for name, value in tensors.items()
     }
 

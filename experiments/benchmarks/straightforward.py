@@ -69,7 +69,7 @@ def gradients(
 ) -> dict[str, Tensor]:
     """Returns a client's gradients of some parameters for one sentence of word embeddings."""
     logits_1C = module(inputs_embeds=x_TD[None]).logits
-    loss = F.cross_entropy(logits_1C, torch.tensor([label]))
+    loss = F.cross_entropy(logits_1C, torch.tensor([label], device=logits_1C.device))
     parameters = [module.get_parameter(name) for name in names]
     found = torch.autograd.grad(loss, parameters, create_graph=differentiable)
     return dict(zip(names, found, strict=True))

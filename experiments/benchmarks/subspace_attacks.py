@@ -26,9 +26,8 @@ The columns:
 import argparse
 import json
 import os
-import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -36,6 +35,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
+from clocks import now
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from fedleak import data, models, training
@@ -206,15 +206,9 @@ def timed(
     attack: Attack, seen: Observation, model: LanguageModel, seed: int, batch: int
 ) -> tuple[Reconstruction, float]:
     """Returns an attack's answer and its seconds."""
-    clock: Callable[[], float] = time.process_time if model.device.type == "cpu" else _passed
-    start = clock()
+    start = now(model.device)
     answer = attack(seen, model, rng=stream(seed, attack.kind, batch))
-    return answer, clock() - start
-
-
-def _passed() -> float:
-    torch.cuda.synchronize()
-    return time.perf_counter()
+    return answer, now(model.device) - start
 
 
 HEADING = (

@@ -1,0 +1,378 @@
+"""The parts of `gpu`: each is a function of the settings that yields what it measured.
+
+They reuse the other benchmarks. On a CPU (a dry run) they do the same with small models.
+"""
+
+import platform
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import gradient_matching
+import torch
+from gpu_figures import ROOT, Figure, Settings, Skip, Value
+from subspace_attacks import Case, measure
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+)
+
+from fedleak import data, models
+from fedleak.attacks import Attack, Progress
+from fedleak.attacks.dager import Dager
+from fedleak.attacks.keyspan import Keyspan
+from fedleak.attacks.lamp import Lamp
+from fedleak.models import CAUSAL_LM, CLASSIFICATION, LanguageModel, ModelSpec
+from fedleak.observation import Knowledge, Observation, UpdateKind
+from fedleak.streams import stream
+from fedleak.training import LocalTraining, local_update_
+
+
+def machine(settings: Settings) -> Iterator[Figure]:
+    """Yields what the machine is.
+
+    Raises:
+        RuntimeError: PyTorch sees no such device.
+    """
+    found: dict[str, Value] = {
+        "system": platform.platform(),
+        "threads": torch.get_num_threads(),
+        "torch_cuda": torch.version.cuda,
+        "float32_matmul": torch.get_float32_matmul_precision(),
+    }
+    device = torch.device(settings.device)
+    if device.type == "cpu":
+        yield Figure("machine", "", values={"device": platform.processor() or "CPU", **found})
+        return
+    seen = torch.cuda.get_device_properties(device)
+    found |= {
+        "device": seen.name,
+        "capability": f"{seen.major}.{seen.minor}",
+        "memory_bytes": seen.total_memory,
+        "multiprocessors": seen.multi_processor_count,
+    }
+    yield Figure("machine", "", values=found)
+
+
+def tests(settings: Settings) -> Iterator[Figure]:
+    """Runs the tests marked `gpu`.
+
+    Raises:
+        AssertionError: One failed, or none ran on a GPU.
+    """
+    import pytest
+
+    class Counting:
+        """Counts outcomes."""
+
+        def __init__(self) -> None:
+            self.found: Counter[str] = Counter()
+
+        def pytest_runtest_logreport(self, report: Any) -> None:
+            """Is told of each phase of each test."""
+            if report.when == "call" or report.outcome != "passed":
+                self.found[report.outcome] += 1
+
+    marked = [
+        str(path)
+        for path in sorted((ROOT / "tests").rglob("test_*.py"))
+        if "mark.gpu" in path.read_text(encoding="utf-8")
+    ]
+    counting, begin = Counting(), time.perf_counter()
+    status = pytest.main(
+        ["-m", "gpu", "-q", "-p", "no:cacheprovider", f"--rootdir={ROOT}", *marked],
+        plugins=[counting],
+    )
+    found = {name: counting.found[name] for name in ("passed", "failed", "skipped")}
+    yield Figure("tests marked gpu", "", time.perf_counter() - begin, values=found)
+    assert status == 0, f"pytest ended with status {status}: {found}"
+    assert found["passed"] or settings.device == "cpu", "no test ran on the GPU"
+
+
+def workers(settings: Settings) -> Iterator[Figure]:
+    """Runs the quickstart with one and with two workers on one device and compares the answers.
+
+    Raises:
+        AssertionError: Answers of an attack that proves what it says differ.
+    """
+    from fedleak import pipeline
+    from fedleak.config import load
+
+    small = ["federation.clients=2", "data.samples=8"] if settings.small else []
+    answers: list[dict[tuple[Any, ...], dict[str, Any]]] = []
+    seconds: list[float] = []
+    with TemporaryDirectory() as folder:
+        for number in (1, 2):
+            on = ", ".join([f"'{settings.device}'"] * number)
+            experiment = load(
+                ROOT / "experiments/quickstart-bert.toml",
+                [f"workers.devices=[{on}]", "federation.rounds=1", "data.held_out=8", *small],
+            )
+            run = pipeline.prepare(experiment, Path(folder, str(number)))
+            begin = time.perf_counter()
+            pipeline.carry_out(run, experiment)
+            seconds.append(time.perf_counter() - begin)
+            lines = run.rows("reconstructions.jsonl")
+            answers.append({(i["round"], i["client"], i["attack"]): i for i in lines})
+    one, two = answers
+    both = [(one[key], two[key]) for key in one]
+    said = [a["status"] == b["status"] and a["sequences"] == b["sequences"] for a, b in both]
+    apart = [
+        abs(x - y) / max(abs(x), abs(y), 1e-30)
+        for a, b in both
+        for x, y in zip(a["evidence"] or (), b["evidence"] or (), strict=False)
+    ]
+    yield Figure(
+        "a run with two workers",
+        f"bert-tiny, {len(both)} answers",
+        seconds[1],
+        "one worker",
+        seconds[0],
+        {"equal answers": sum(said), "answers": len(both), "evidence apart": max(apart, default=0)},
+    )
+    wrong = [a["attack"] for (a, _), same in zip(both, said, strict=True) if not same]
+    proving = {"dager", "keyspan", "probes"}
+    assert one.keys() == two.keys(), f"answers are missing: {one.keys() ^ two.keys()}"
+    assert not proving & set(wrong), f"these differ between one and two workers: {wrong}"
+
+
+def subspace(settings: Settings) -> Iterator[Figure]:
+    """Measures attacks on GPT-2 and BERT with random weights, on texts made here."""
+    few: Sequence[int] = (1,) if settings.small else (1, 2)
+    many: Sequence[int] = (2,) if settings.small else (1, 4, 16, 32)
+    attacks: Sequence[tuple[Attack, Sequence[int]]] = [(Dager(), many), (Keyspan(), many)]
+    yield from _recovered("gpt2", random_gpt2(settings), attacks, settings)
+    attacks = [(Keyspan(), many), (Dager(), few)]
+    yield from _recovered("bert", random_bert(settings), attacks, settings)
+
+
+def stories15m(settings: Settings) -> Iterator[Figure]:
+    """Measures `dager` on a pretrained LLaMA of 6 layers and width 288.
+
+    Raises:
+        Skip: It is not there.
+    """
+    path = _asset(settings, "models/stories15m")
+    model = models.load(ModelSpec(str(path), CAUSAL_LM, 2, settings.seed))
+    sizes = (1,) if settings.small else (1, 4, 16)
+    yield from _recovered("stories15m", model, [(Dager(), sizes)], settings)
+
+
+def _recovered(
+    name: str,
+    model: LanguageModel,
+    attacks: Sequence[tuple[Attack, Sequence[int]]],
+    settings: Settings,
+) -> Iterator[Figure]:
+    """Yields what attacks recover, and how long they take beside one thread of the CPU."""
+    shape = f"{model.num_layers}x{model.hidden_size}"
+    batches = 1 if settings.small else 3
+    corpus = data.read(
+        "builtin/notes",
+        split="train",
+        text=None,
+        label=None,
+        samples=batches * max(max(sizes) for _, sizes in attacks),
+        held_out=0,
+        seed=settings.seed,
+    ).train
+    for attack, sizes in attacks:
+        for size in sizes:
+            case = Case(f"{name}-{attack.kind}", name, attack, (size,))
+            model.module.to(settings.device)
+            row = measure(case, model, corpus, size, batches, settings.seed)
+            beside, threads = None, torch.get_num_threads()
+            if size == min(sizes):
+                model.module.to("cpu")
+                torch.set_num_threads(1)
+                beside = measure(case, model, corpus, size, 1, settings.seed)
+                torch.set_num_threads(threads)
+            yield Figure(
+                f"{row.name}, first batch" if beside else row.name,
+                f"{shape}, {size} texts",
+                row.seconds[0] if beside else sum(row.seconds) / row.batches,
+                "one thread of the CPU" if beside else "",
+                beside.seconds[0] if beside else None,
+                {
+                    "exact": f"{row.exact} of {row.sentences}",
+                    "bags": f"{row.bags} of {row.batches}",
+                    "proved": f"{row.proved} of {row.batches}",
+                    "slowest ms": 1e3 * max(row.seconds),
+                },
+            )
+
+
+def random_gpt2(settings: Settings) -> LanguageModel:
+    """Returns a next-token GPT-2 with random weights and its full vocabulary."""
+    like = models.load(ModelSpec("builtin/gpt2-tiny", CAUSAL_LM, 2, settings.seed))
+    if settings.small:
+        return like
+    config = GPT2Config(attn_implementation="eager", pad_token_id=like.tokenizer.pad_token_id)
+    torch.manual_seed(settings.seed)
+    return replace(like, module=GPT2LMHeadModel(config).eval())
+
+
+def random_bert(settings: Settings) -> LanguageModel:
+    """Returns a BERT classifier with random weights and its full vocabulary."""
+    like = models.load(ModelSpec("builtin/bert-tiny", CLASSIFICATION, 2, settings.seed))
+    if settings.small:
+        return like
+    config = BertConfig(
+        attn_implementation="eager", num_labels=2, pad_token_id=like.tokenizer.pad_token_id
+    )
+    torch.manual_seed(settings.seed)
+    return replace(like, module=BertForSequenceClassification(config).eval())
+
+
+def matching(settings: Settings) -> Iterator[Figure]:
+    """Compares LAMP's steps, moves and schedule with the straightforward version."""
+    tokens, victims, vocabulary, repeats, many = 16, 8, 30522, 5, 1024
+    sizes = ["6x384", "12x768"]
+    if settings.small:
+        tokens, victims, vocabulary, repeats, many, sizes = 6, 2, 200, 1, 16, ["2x64"]
+    for size in map(gradient_matching.size_of, sizes):
+        made = gradient_matching.bench(
+            size, tokens, victims, vocabulary, settings.seed, device=torch.device(settings.device)
+        )
+        with ExitStack() as listening:
+            for judge in (made.exact, made.rough):
+                listening.enter_context(judge.batch_gradients.ready())
+            for line in gradient_matching.measure(made, repeats, 4 if settings.small else 10):
+                composed = line.name.startswith("schedule")
+                yield Figure(
+                    f"{line.name} (composed)" if composed else line.name,
+                    f"{size}, {tokens} tokens",
+                    line.ours,
+                    "straightforward",
+                    line.straightforward,
+                    _there({"loss apart": line.loss, "gradient apart": line.gradient}),
+                )
+            for used in gradient_matching.memory(made, many):
+                mib = used.tensors / 2**20
+                yield Figure(used.name, f"{size}, {tokens} tokens", values={"tensors MiB": mib})
+        del made
+
+
+def cola(settings: Settings) -> Iterator[Figure]:
+    """Attacks sentences one at a time with LAMP: ours, and with the published constants."""
+    begin = time.monotonic()
+    number = 2 if settings.small else 20
+    try:
+        model, corpus, held_out, prior = _cola(settings, number)
+        name = "MiniLM 6x384, CoLA"
+    except Skip as absent:
+        model, corpus, held_out = _notes(settings, number)
+        name, prior = f"bert-tiny, built-in notes, no prior ({absent})", None
+    model.module.to(settings.device)
+    ids = data.tokenise(corpus.texts, model.encode, limit=model.max_length, max_length=None)
+    others = data.tokenise(held_out.texts, model.encode, limit=model.max_length, max_length=None)
+    how = LocalTraining(UpdateKind.GRADIENT, 1, 1, 5e-5, False)
+    seen = []
+    for one, (tokens, label) in enumerate(zip(ids, corpus.labels, strict=True)):
+        update = local_update_(model, [tokens], [label], how, seed=settings.seed)
+        facts = Knowledge(5e-5, 1, False, batch_size=1, labels=(label,), lengths=(len(tokens),))
+        seen.append(Observation(1, one, update, facts))
+    few: dict[str, Any] = {"steps": 2, "guesses": 2, "orders": 2} if settings.small else {}
+    ours = Lamp(prior=prior, at_once=number, **few)
+    published = replace(ours, preset="faithful", precision="mixed")
+    size = f"{name}, {number} sentences"
+    for what, attack, until in (("best", ours, 0.25), ("published constants", published, 0.9)):
+        # What it has when its time is over counts, and the table says how many steps it made.
+        left = max(begin + until * settings.seconds - time.monotonic(), 1)
+        attack = replace(attack, seconds=left / number)
+        yield _scored(f"lamp, {what}", size, attack, seen, ids, others, model)
+
+
+def _scored(
+    what: str,
+    size: str,
+    attack: Lamp,
+    seen: Sequence[Observation],
+    ids: Sequence[tuple[int, ...]],
+    others: Sequence[tuple[int, ...]],
+    model: LanguageModel,
+) -> Figure:
+    """Returns the ROUGE of an attack's answers, and that of other texts."""
+    from fedleak import audit
+    from fedleak.metrics import rouge
+    from fedleak.truth import GroundTruth
+
+    steps: dict[int, str] = {}
+
+    def report(which: int, progress: Progress) -> None:
+        steps[which] = f"{progress.step} of {progress.steps}"
+
+    rngs = [stream(0, "attack", one.client) for one in seen]
+    begin = time.perf_counter()
+    answers = attack.many(seen, model, rngs=rngs, report=report)
+    seconds = (time.perf_counter() - begin) / len(seen)
+    content, paper, chance = [], [], []
+    for one, (answer, truth) in enumerate(zip(answers, ids, strict=True)):
+        scores = audit.score_sequences(answer.sequences or (), [truth], model)
+        guessed = audit.guess(others, GroundTruth(1, one, (truth,), (), 1), model, 0)
+        content += [scores.content or rouge.rouge("", "")]
+        paper += [scores.paper or rouge.rouge("", "")]
+        chance += [guessed.content or rouge.rouge("", "")]
+    found: dict[str, Value] = {
+        "R-1": rouge.mean(paper).rouge1,
+        "R-2": rouge.mean(paper).rouge2,
+        "R-L": rouge.mean(paper).rougeL,
+        "content R-L": rouge.mean(content).rougeL,
+        "chance R-L": rouge.mean(chance).rougeL,
+        "steps, most": max(steps.values(), key=lambda said: int(said.split()[0]), default="none"),
+    }
+    return Figure(f"{what}: a sentence", size, seconds, values=found)
+
+
+def _cola(
+    settings: Settings, number: int
+) -> tuple[LanguageModel, data.Corpus, data.Corpus, str | None]:
+    """Returns MiniLM, sentences of CoLA, others, and the prior."""
+    minilm = _asset(settings, "models/minilm-l6-h384")
+    sentences = _asset(settings, "data/cola/in_domain_train.tsv")
+    prior = _asset(settings, "models/prior-bert-vocab")
+    model = models.load(ModelSpec(str(minilm), CLASSIFICATION, 2, 101))
+    split = data.read(
+        str(sentences), split="train", text=3, label=1, samples=number, held_out=100, seed=101
+    )
+    return model, split.train, split.held_out, str(prior)
+
+
+def _notes(settings: Settings, number: int) -> tuple[LanguageModel, data.Corpus, data.Corpus]:
+    """Returns the built-in BERT, notes, and others."""
+    model = models.load(ModelSpec("builtin/bert-tiny", CLASSIFICATION, 2, settings.seed))
+    split = data.read(
+        "builtin/notes",
+        split="train",
+        text=None,
+        label=None,
+        samples=number,
+        held_out=20,
+        seed=settings.seed,
+    )
+    return model, split.train, split.held_out
+
+
+def _asset(settings: Settings, path: str) -> Path:
+    """Returns where a model or data set is.
+
+    Raises:
+        Skip: It is not there.
+    """
+    if settings.assets is None:
+        raise Skip(f"FEDLEAK_ASSETS is not set: it would hold {path}")
+    if not (settings.assets / path).exists():
+        raise Skip(f"FEDLEAK_ASSETS holds no {path}")
+    return settings.assets / path
+
+
+def _there(values: Mapping[str, float | None]) -> dict[str, Value]:
+    """Returns the values that there are."""
+    return {name: value for name, value in values.items() if value is not None}
