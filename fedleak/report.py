@@ -22,9 +22,7 @@ from fedleak.store import EVERYONE, Key, Run
 EXAMPLES = 4
 NOT_MEASURED = "-"
 
-INTERVALS = (
-    "intervals: for other clients like these (Gaffke's; of all or nothing Clopper-Pearson's)"
-)
+INTERVALS = "intervals: for other clients like these, by Gaffke's method"
 
 
 def print_run(

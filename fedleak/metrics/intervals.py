@@ -45,9 +45,9 @@ def clustered_mean(
 
     It is Gaffke's (2005; see Phan, Thomas and Learned-Miller, ICML 2021): the clusters are weighted
     at random, beside one more that nobody has seen, which is 0 for the lower end and `most` for the
-    upper one. So it is never of zero width. Where clusters are all or nothing, it is Clopper and
-    Pearson's (1934) and holds exactly; else it is narrower, the more alike they are, and that it
-    holds is a conjecture to which no exception is known.
+    upper one. So it is never of zero width. Where clusters of one size are all or nothing, it is
+    Clopper and Pearson's (1934) and holds exactly; else it is narrower, the more alike they are,
+    and that it holds is a conjecture to which no exception is known.
 
     Args:
         values: From 0 to `most`; at least one.

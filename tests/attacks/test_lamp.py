@@ -621,6 +621,7 @@ def test_a_model_that_transformers_loaded_is_attacked_like_ours(
     answer, _ = run(attack, truth.seen, plain)
     assert plain.module.config._attn_implementation == "sdpa"
     expected, _ = run(attack, truth.seen, ours)
+    assert ours.module.config._attn_implementation == "eager"
     assert answer.sequences == expected.sequences
     assert answer.evidence == pytest.approx(expected.evidence, rel=1e-4, abs=1e-6)
 
