@@ -171,6 +171,14 @@ def test_what_is_here_is_taken_when_no_more_come(run, patient, tmp_path):
     assert calls(tmp_path)[len(PAIRS) :] == [[[1, 1]]]
 
 
+def test_slow_attacks_wait_until_quick_ones_have_answered(run, patient, monkeypatch):
+    monkeypatch.setattr(type(patient()), "slow", True, raising=False)
+    experiment = parse(TABLE | {"attack": [workers.settings(patient())]})
+    pipeline.attack_captures(run, experiment, no_more=lambda: True, on=[Here()])
+    order = [row["attack"] for row in run.rows("reconstructions.jsonl")]
+    assert order == ["probes"] * CLIENTS * ROUNDS + ["patient"] * CLIENTS * ROUNDS
+
+
 # --- what goes wrong ----------------------------------------------------------------------------
 
 
