@@ -220,7 +220,7 @@ def test_a_part_that_fails_is_recorded_and_the_rest_goes_on(tmp_path):
     assert "in breaks" in breaks["traceback"]
     assert [one["what"] for one in breaks["figures"]] == ["half of it"]
     assert (absent["status"], "no attribute 'absent'" in absent["reason"]) == ("failed", True)
-    assert (dies["status"], dies["reason"]) == ("failed", "its process died")
+    assert (dies["status"], dies["reason"]) == ("failed", "its process died with exit status 3")
     assert (works["status"], works["figures"][0]["ratio"]) == ("done", 2.5)
     table = (tmp_path / "gpu.md").read_text()
     assert "| breaks | **failed in" in table

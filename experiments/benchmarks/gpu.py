@@ -46,6 +46,8 @@ SECONDS = 520.0
 GRACE_SECONDS = 5.0
 """How long a part's process may take to end, once it has said that it is done."""
 
+_DIED = "its process died"
+
 DONE, SKIPPED, CUT, FAILED = "done", "skipped", "cut", "failed"
 
 
@@ -117,6 +119,7 @@ def main(arguments: Sequence[str] | None = None, parts: Sequence[Part] = PARTS) 
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(arguments)
     begin: float = time.monotonic() - args.spent
+    end: float = begin + args.seconds
     device = args.device or ("cpu" if args.dry_run else "cuda:0")
     assets = os.environ.get("FEDLEAK_ASSETS")
     settings = Settings(
@@ -127,15 +130,13 @@ def main(arguments: Sequence[str] | None = None, parts: Sequence[Part] = PARTS) 
     if args.dry_run:
         chosen = [part._replace(least=1, most=3 * part.most) for part in chosen]
 
-    end: float = begin + args.seconds
-
     outcomes: list[Outcome] = []
-    here = Part("machine", "gpu_parts:machine", 1, 60)
+    here = Part("machine", "gpu_parts:machine", 1, 120)
     for part in (here, *chosen):
         outcomes.append(carry_out(part, settings, end - time.monotonic()))
         record = report(outcomes, settings, args.spent, time.monotonic() - begin)
         write(args.out, record)
-        if outcomes[0].status == FAILED:
+        if outcomes[0].status in (CUT, FAILED):
             print(f"{device} cannot be used: {outcomes[0].reason}", file=sys.stderr)
             return 1
         if part is not here:
@@ -172,6 +173,8 @@ def carry_out(part: Part, settings: Settings, left: float) -> Outcome:
         reason = f"its {seconds:.0f} s were over"
         return Outcome(part.name, CUT, reason, taken, figures, complete=False)
     status, reason, trace = ended
+    if reason == _DIED:
+        reason = f"{_DIED} with exit status {process.exitcode}"
     return Outcome(part.name, status, reason, taken, figures, trace, status != FAILED)
 
 
@@ -183,7 +186,7 @@ def _listen(
         try:
             kind, value = receiver.recv()
         except EOFError:
-            return FAILED, "its process died", None
+            return FAILED, _DIED, None
         if kind == DONE:
             return DONE, "", None
         if kind == SKIPPED:
@@ -228,7 +231,7 @@ def report(
     """Returns what gpu.json holds. The first outcome is that of looking at the machine."""
     machine, *parts = outcomes
     found = machine.figures[0]["values"] if machine.figures else {"device": None}
-    if machine.status == FAILED:
+    if machine.status in (CUT, FAILED):
         parts = [machine]
     return {
         "schema": 1,

@@ -18,6 +18,11 @@ fi
 dry=no
 [[ " $* " == *" --dry-run "* ]] && dry=yes
 
+"$python" -c "import sys; sys.exit(sys.version_info < (3, 11))" || {
+  echo "gpu.sh: $python is not Python 3.11 or newer: set PYTHON" >&2
+  exit 1
+}
+
 # Whether an interpreter's PyTorch is there and has what is asked of it.
 has_torch() {
   "$1" -c "import torch; raise SystemExit(not ('$dry' == 'yes' or torch.cuda.is_available()))" \
@@ -27,12 +32,14 @@ has_torch() {
 # What an interpreter lacks, a requirement in each line.
 lacking() { "$1" "$benchmarks/gpu_packages.py" lacking; }
 
-if ! has_torch "$python" || [[ -n $(lacking "$python") ]]; then
-  own=$root/.venv-gpu
+fits() { [[ -x $(command -v "$1") && -z $(lacking "$1") ]] && has_torch "$1"; }
+
+own=$root/.venv-gpu
+if ! fits "$python" && ! fits "$own/bin/python"; then
   if has_torch "$python"; then
     "$python" -m venv --without-pip --clear "$own"
     # Not --system-site-packages: of a virtual environment that would be what is below it.
-    "$python" -c "import site, sys; print(*[p for p in sys.path if p.endswith('-packages')], sep='\n')" \
+    "$python" -c "import sys; print(*[p for p in sys.path if p.endswith('-packages')], sep='\n')" \
       >"$("$own/bin/python" -c "import site; print(site.getsitepackages()[0])")/below.pth"
   else
     "$python" -m venv --clear "$own"
@@ -50,12 +57,16 @@ if ! has_torch "$python" || [[ -n $(lacking "$python") ]]; then
       install "$one" || echo "gpu.sh: $one cannot be installed: what needs it will fail" >&2
     done <"$own/lacking.txt"
   fi
-  python=$own/bin/python
-  if ! has_torch "$python"; then
-    echo "gpu.sh: $python has no PyTorch that sees a CUDA device: set PYTHON, or use --dry-run" >&2
+  if ! has_torch "$own/bin/python"; then
+    echo "gpu.sh: $own has no PyTorch that sees a CUDA device: set PYTHON, or use --dry-run" >&2
     exit 1
   fi
+  python=$own/bin/python
+elif ! fits "$python"; then
+  python=$own/bin/python
 fi
 
 export PYTHONPATH=$root:$benchmarks${PYTHONPATH:+:$PYTHONPATH} HF_HUB_OFFLINE=1 TQDM_DISABLE=1
+# Else a look at whether there is a GPU keeps processes that are forked later from using it.
+export PYTORCH_NVML_BASED_CUDA_CHECK=1
 exec "$python" "$benchmarks/gpu.py" --spent "$SECONDS" "$@"

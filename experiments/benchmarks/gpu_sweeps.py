@@ -25,7 +25,7 @@ LENGTHS = (6, 7, 8, 9, 10, 12, 14, 16, 20, 24, 32, 48)
 PASSES = (0, 32, 128, 512, 1024, 2048, 4096, 16384)
 """Values of PASS."""
 
-BATCHES = ((1, 8), (1, 16), (4, 16), (8, 16), (16, 32), (32, 32), (64, 64), (128, 128))
+BATCHES = ((1, 8), (1, 16), (4, 16), (8, 16), (16, 32), (32, 32), (64, 64), (128, 64))
 """Victims, and tokens of each, with weights looked at together and one by one."""
 
 
