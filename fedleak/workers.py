@@ -6,6 +6,7 @@ Captures of one round go to an attack together if it takes several at once.
 """
 
 import dataclasses
+import importlib
 import itertools
 import json
 import math
@@ -333,5 +334,8 @@ def _prepare(device: str) -> None:
     """Prepares a worker for attacks."""
     # One thread each: results do not depend on what else the machine does.
     torch.set_num_threads(1)
+    # What takes seconds to import is not held against the first attack either.
+    for slow in ("scipy.optimize", "transformers.modeling_utils", "transformers.models.auto"):
+        importlib.import_module(slow)
     if device.startswith("cuda"):
         torch.cuda.set_device(device)
