@@ -7,6 +7,7 @@ checked here, and so is whether it left the model alone: the next attack uses it
 """
 
 import dataclasses
+import importlib
 import itertools
 import json
 import math
@@ -394,5 +395,8 @@ def _prepare(device: str) -> None:
     """Prepares a worker for attacks."""
     # One thread each: results do not depend on what else the machine does.
     torch.set_num_threads(1)
+    # What takes seconds to import is not held against the first attack either.
+    for slow in ("scipy.optimize", "transformers.modeling_utils", "transformers.models.auto"):
+        importlib.import_module(slow)
     if device.startswith("cuda"):
         torch.cuda.set_device(device)

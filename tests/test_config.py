@@ -78,6 +78,8 @@ BAD = [
     ({"attack": [{"kind": "dlg", "name": "a" * 101}]}, ["attack[0].name", "at most 100"]),
     ({"name": "a" * 101}, ["name", "at most 100"]),
     ({"name": "a\n"}, ["name", "pattern"]),
+    ({"model": {"name": "x" * 5000}}, ["model.name: 'xxx", "too long", "shorten it"]),
+    ({"data": {"name": "x" * 5000}}, ["data.name: 'xxx", "too long", "shorten it"]),
     ({"seed": 2**63}, [f"seed = {2**63}", f"less than or equal to {2**63 - 1}"]),
     (
         {"federation": {"rounds": 10**9}},

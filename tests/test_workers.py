@@ -481,3 +481,18 @@ def test_a_run_tells_what_is_under_way(run, patient):
     finished = [(one.attack, one.key) for each in told for one in each.finished]
     assert len(finished) == len(set(finished)) == 20
     assert told[0].seconds_left is None, "nothing has been measured"
+
+
+def test_a_worker_is_ready_when_what_is_slow_is_imported():
+    """The time limit is counted from there."""
+    code = (
+        "import sys; from fedleak.workers import _prepare; _prepare('cpu'); "
+        "from fedleak.models import ModelSpec, outline; before = set(sys.modules); "
+        "outline(ModelSpec('builtin/bert-tiny', 'sequence-classification', 2)); "
+        "print(*(set(sys.modules) - before))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    late = {
+        name for name in done.stdout.split() if not name.startswith(("fedleak", "transformers"))
+    }
+    assert len(late) < 20, sorted(late)

@@ -6,6 +6,7 @@ private: no refusal quotes one.
 """
 
 import math
+import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -244,7 +245,7 @@ def _rows(
     delimiter: str | None,
 ) -> "tuple[Dataset, str, str | None]":
     """Returns the table, and the names of its text and label columns."""
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     if name in HUB and not path.exists():
         known = HUB[name]
         _refuse_format(name, encoding, delimiter)
@@ -264,7 +265,7 @@ def _rows(
     elif path.is_file():
         rows = file.read()
     else:
-        raise ConfigError(f"data.name = {name!r}: there is no such file")
+        raise ConfigError(f"data.name = {name!r}: there is no such file: check the path")
     for key, column in (("data.text", text), ("data.label", label)):
         if column is not None:
             _check_column(name, key, column, rows, file)

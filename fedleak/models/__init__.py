@@ -5,6 +5,7 @@ A model is named by a hub id, a local folder, or `builtin/<name>`.
 
 import hashlib
 import logging
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -417,8 +418,14 @@ def absolute(name: str) -> str:
     """Returns the absolute path of a file or folder, and any other name as it is.
 
     Clients and attackers may run elsewhere.
+
+    Raises:
+        ValueError: No file system has such a name.
     """
-    return str(Path(name).absolute()) if Path(name).exists() else name
+    try:
+        return str(Path(name).absolute()) if Path(name).exists() else name
+    except OSError as error:
+        raise ValueError(f"{name[:40]!r}... is no name ({error.strerror}): shorten it") from error
 
 
 def fingerprint(tensors: Mapping[str, Tensor]) -> str:
@@ -436,9 +443,13 @@ def _source(name: str) -> str:
             return str(builtin.folder(name.removeprefix("builtin/")))
         except ValueError as error:
             raise ConfigError(f"model.name: {error}") from error
-    if name.startswith((".", "/", "~")) and not Path(name).expanduser().is_dir():
-        raise ConfigError(f"model.name = {name!r}: there is no such folder")
-    return str(Path(name).expanduser()) if Path(name).expanduser().is_dir() else name
+    path = os.path.expanduser(name)  # which leaves a user that there is not as it is
+    if name.startswith((".", "/", "~")) and not os.path.isdir(path):
+        raise ConfigError(
+            f"model.name = {name!r}: there is no such folder: give one with config.json, weights "
+            "and tokenizer"
+        )
+    return path if os.path.isdir(path) else name
 
 
 def _said(error: Exception) -> str:

@@ -291,6 +291,7 @@ def test_private_rows_stay_in_memory(tmp_path, monkeypatch):
     ("name", "words"),
     [
         ("/no/such/file.csv", ["/no/such/file.csv", "no such file"]),
+        ("~nobody-at-all/file.csv", ["~nobody-at-all/file.csv", "no such file"]),
         ("./folder", ["./folder", "file that exists"]),
         ("builtin/nots", ["builtin/nots", "builtin/notes"]),
         ("glue/cola", ["glue/cola", "split 'train'", "hub", "builtin/notes"]),

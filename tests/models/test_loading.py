@@ -147,6 +147,11 @@ def test_padding_is_the_end_token_where_there_is_none(tmp_path, marks):
         assert models.outline(spec).tokenizer.pad_token_id == 0
 
 
+def test_a_folder_of_a_user_that_there_is_not_is_not_there():
+    with pytest.raises(ConfigError, match="'~nobody-at-all/model': there is no such folder"):
+        models.outline(ModelSpec("~nobody-at-all/model", CLASSIFICATION, 2))
+
+
 def test_a_new_classifier_and_a_tied_head_may_be_missing(tmp_path, caplog):
     """As in every checkpoint that was trained on text alone."""
     shutil.copytree(builtin.folder("bert-tiny"), tmp_path / "bert")
