@@ -241,7 +241,8 @@ class Verdict(NamedTuple):
         repeats: How often each sequence is in the batch, by its tokens.
         difference: Of the recomputed gradient from the observed one; None if it was not computed,
             because the sequences do not make up a whole batch.
-        verified: The two are equal, as exactly as they were sent, and those of no other batch are.
+        verified: The two are equal, as exactly as they were sent, and with other repetitions they
+            would not be.
     """
 
     repeats: dict[tuple[int, ...], int]
