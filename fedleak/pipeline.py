@@ -443,7 +443,7 @@ class Pace:
     def __init__(
         self, named: Sequence[NamedAttack], each: int, answered: Set[tuple[Key, str]]
     ) -> None:
-        self._limits: dict[str, float | None] = {
+        self._limits: dict[str, object] = {
             one.name: getattr(one.attack, "seconds", None) for one in named
         }
         self._left = Counter({one.name: each for one in named})
@@ -467,7 +467,7 @@ class Pace:
 
     def seconds_most(self, num_workers: int) -> float:
         """Returns what attacks that are left take at most, of those that have a time limit."""
-        limits = {name: limit for name, limit in self._limits.items() if limit is not None}
+        limits = {n: limit for n, limit in self._limits.items() if isinstance(limit, int | float)}
         return sum(self._left[name] * limit for name, limit in limits.items()) / max(1, num_workers)
 
 
