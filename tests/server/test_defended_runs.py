@@ -448,7 +448,7 @@ def test_a_run_that_was_stopped_within_a_sum_goes_on_and_gives_the_same(summed, 
         with pytest.raises(FedleakError, match="the power is off"):
             carried_out(run.path, experiment)
     # What had come is kept from the server's eyes, and no capture is made of it.
-    held = {path.name for path in (run.path / "held" / "captures").iterdir()}
+    held = {path.name for path in (run.path / "held").iterdir()}
     assert "r0002-c00.safetensors" in held
     assert held <= {f"r0002-c0{client}.safetensors" for client in (0, 2)}
     assert run.captures() == [Key(1, EVERYONE)]
