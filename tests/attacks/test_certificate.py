@@ -256,6 +256,23 @@ def test_a_batch_of_next_token_training_is_explained(small, observe, family, tex
     }
 
 
+def test_sequences_in_parts_are_explained_alike_and_not_at_all_when_time_is_up(
+    small, observe, monkeypatch, ticking
+):
+    model = small("bert", width=48)
+    truth = observe(model, TEXTS)
+    sequences = list(map(tuple, truth.sequences))
+    whole = certificate.explain(model, sequences, truth.seen, ENDLESS)
+    monkeypatch.setattr(certificate, "_TOKENS", 1)
+    for ticks, members in ((2, []), (3, whole)):
+        work = ticking(certificate, ticks, (certificate, "units"))
+        found = certificate.explain(model, sequences, truth.seen, work.clock)
+        assert [(one.ids, one.counts) for one in found] == [
+            (one.ids, one.counts) for one in members
+        ]
+        assert (work.before, work.after) == (ticks, 0)
+
+
 # --- proofs -----------------------------------------------------------------------------------
 
 

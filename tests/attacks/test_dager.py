@@ -196,6 +196,36 @@ def test_a_margin_is_that_of_the_nearest_sentence_one_token_away(sentences):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("ticks", [0, 1, 4])
+def test_a_descent_ends_with_what_it_has_when_time_is_up(sentences, ticking, ticks):
+    make, _, _ = sentences
+    found = make()
+    start = found.start([], 6, stream(0, "start"))
+    work = ticking(dager, ticks, (Sentences, "costs_at"))
+    picks, cost = found.descend(start, stream(0, "descend"), work.clock)
+    assert (work.before, work.after) == (ticks, 0)
+    torch.testing.assert_close(cost, found.cost(picks))
+    assert (cost <= found.cost(start)).all()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("enumerate_up_to", "ticks"), [(10**6, 0), (10**6, 2), (1, 0), (1, 30)])
+def test_a_search_of_one_length_ends_with_its_nearest_when_time_is_up(
+    sentences, ticking, monkeypatch, enumerate_up_to, ticks
+):
+    make, _, _ = sentences
+    found = make()
+    monkeypatch.setattr(dager, "_AT_ONCE", 100)
+    work = ticking(dager, ticks, (Sentences, "costs_at"), (Sentences, "judge"))
+    attack = Dager(enumerate_up_to=enumerate_up_to, kicks=10**6)
+    passed, nearest = attack._search_length(found, stream(0, "search"), work.clock)
+    assert work.after <= 1  # where a descent ended is judged
+    assert work.before <= ticks + 1
+    assert nearest.excess < math.inf
+    assert all(one.excess < ACCEPT for one in passed)
+
+
+@torch.no_grad()
 def test_of_all_that_noise_lets_pass_only_those_answered_get_a_margin(sentences, monkeypatch):
     make, model, _ = sentences
     tried = make()
@@ -433,11 +463,17 @@ def test_without_a_first_mark_the_search_ends_and_finds_the_texts(
 ):
     model, steps = unmarked(task), []
     step = dager.attend_next
-    monkeypatch.setattr(dager, "attend_next", lambda *of: steps.append(1) or step(*of))
+
+    def counted(*of):
+        steps.append(1)
+        assert len(steps) < 500, "it goes on and on"
+        return step(*of)
+
+    monkeypatch.setattr(dager, "attend_next", counted)
     truth = observe(model, texts)
     answer = answer_of(model, truth.seen)
     assert_exact(answer, model, truth)
-    assert len(steps) <= answer.diagnostics["rank"][1] + REPEATS < 500
+    assert len(steps) <= answer.diagnostics["rank"][1] + REPEATS
 
 
 def test_how_often_a_text_of_one_token_repeats_it_is_not_proved_to_a_classifier(unmarked, observe):

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from fedleak import models
 from fedleak.attacks import Setting, certificate, keyspan
+from fedleak.attacks.clock import Clock
 from fedleak.attacks.keyspan import Atoms, Keyspan, excess, grow, make_atoms
 from fedleak.attacks.subspace import ACCEPT
 from fedleak.models import CAUSAL_LM, CLASS_LOSSES, CLASSIFICATION, ModelSpec, batch_loss, pad
@@ -584,6 +585,23 @@ def test_when_time_is_up_what_was_read_counts(small, observe, ticking, family, t
     if ticks == 0:
         assert work.before == 0
         assert answer.sequences == ()
+        assert answer.diagnostics["passes"] == 1
+
+
+def test_a_seed_ends_with_its_sets_and_proofs_with_their_sentence(small, observe, ticking):
+    model = small("gpt2", **WIDE)
+    truth = observe(model, 2, max_length=8)
+    atoms, special = atoms_of(model, truth.seen), model.special_ids()
+    seeds = [atoms.factors.tokens_V.tolist().index(token) for token, *_ in seeds_of(model, truth)]
+    work = ticking(keyspan, 2, (keyspan, "_extend"))
+    list(keyspan.read_seeds(atoms, seeds[-1:], 2, work.clock))
+    assert work.before + work.after == 3
+    spanned, _ = keyspan.read(atoms, 8, special, 2, Clock(None), lambda *_: None)
+    assert len(spanned) == 2
+    names = list(model.family.attention_parameters(0))
+    work = ticking(keyspan, 1, (certificate, "units"))
+    assert len(keyspan.prove(spanned, atoms, model, names, truth.seen, work.clock)) == 1
+    assert (work.before, work.after) == (1, 0)
 
 
 def test_a_set_whose_members_time_does_not_judge_is_only_likely(small, observe, ticking):

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from fedleak.attacks import subspace
 from fedleak.attacks.clock import Clock
 from fedleak.attacks.rows import CLEAR, used_rows
 from fedleak.attacks.subspace import ACCEPT, SPARE, Span, row_space, tokens_in_span
@@ -438,7 +439,7 @@ def test_tokens_in_span_are_those_of_the_exhaustive_test(shortlist, seed):
 
 
 @torch.no_grad()
-def test_an_empty_position_inside_does_not_end_the_search_but_patience_does():
+def test_an_empty_position_inside_does_not_end_the_search_but_patience_and_time_do(ticking):
     rng = torch.Generator().manual_seed(0)
     table = TokenTable(torch.eye(16), 0.01 * torch.randn(9, 16, generator=rng), nn.LayerNorm(16))
     basis = torch.stack([table(torch.tensor(3), torch.tensor(p)) for p in (0, 3, 8)])
@@ -446,6 +447,8 @@ def test_an_empty_position_inside_does_not_end_the_search_but_patience_does():
     found = tokens_in_span(table, span, stream(0, "sketch"), Clock(None), patience=3)
     assert [one.tolist() for one in found] == [[3], [], [], [3]]
     assert len(tokens_in_span(table, span, stream(0, "sketch"), Clock(None), patience=5)) == 9
+    hurried = ticking(subspace, 1).clock
+    assert [one.tolist() for one in tokens_in_span(table, span, stream(0, "z"), hurried)] == [[3]]
     nothing = Span(torch.eye(16, dtype=torch.float64)[:, :0], torch.ones(0), 0.0)
     assert tokens_in_span(table, nothing, stream(0, "sketch"), Clock(None)) == []
 
