@@ -361,7 +361,7 @@ def mended() -> Iterator[None]:
         raise typer.Exit(2) from error
     except BrokenPipeError:  # nobody reads on, which is for typer
         raise
-    except (FedleakError, OSError) as error:  # such as a folder that cannot be read
+    except FedleakError as error:
         print(f"fedleak: {printable(str(error))}", file=sys.stderr)  # noqa: T201
         raise typer.Exit(1) from error
     except KeyboardInterrupt as error:

@@ -127,7 +127,7 @@ def content(run, *but):
     return {
         str(path.relative_to(run.path)): path.read_bytes()
         for path in sorted(run.path.rglob("*"))
-        if path.is_file() and path.name not in (".lock", *but)
+        if path.is_file() and path.name not in (".lock", "log.txt", *but)
     }
 
 
