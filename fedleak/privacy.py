@@ -10,13 +10,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cache
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from fedleak.errors import ConfigError
 
 Accountant = Literal["rdp", "prv"]
 """Rényi differential privacy (Mironov 2017), or the numerical composition of privacy loss
 distributions (Gopi et al. 2021), which is tighter."""
+
+Noise = Annotated[float, Field(ge=1e-6, allow_inf_nan=False)]
+Epsilon = Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
+"""A noise multiplier, and an epsilon to reach: Opacus does not end far beyond these bounds, where
+neither guarantees anything."""
 
 PRV_MOST = 200.0
 """The largest epsilon that PRV is asked for: Opacus lays out all losses up to it in memory."""

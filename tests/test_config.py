@@ -80,6 +80,14 @@ BAD = [
     ({"name": "a\n"}, ["name", "pattern"]),
     ({"model": {"name": "x" * 5000}}, ["model.name: 'xxx", "too long", "shorten it"]),
     ({"data": {"name": "x" * 5000}}, ["data.name: 'xxx", "too long", "shorten it"]),
+    (
+        {"defense": [{"kind": "dp_sgd", "epsilon": 1e308}]},
+        ["defense[0].epsilon = 1e+308", "1000000"],
+    ),
+    (
+        {"defense": [{"kind": "local_dp", "max_norm": 1.0, "noise_multiplier": 1e-300}]},
+        ["defense[0].noise_multiplier = 1e-300", "than or equal to 0.000001"],
+    ),
     ({"seed": 2**63}, [f"seed = {2**63}", f"less than or equal to {2**63 - 1}"]),
     (
         {"federation": {"rounds": 10**9}},

@@ -300,6 +300,11 @@ def _refuse_format(name: str, encoding: str | None, delimiter: str | None) -> No
 def _check_column(name: str, key: str, column: str, rows: "Dataset", file: files.TableFile) -> None:
     """Refuses a column that is not there, or is there twice."""
     names = [str(each) for each in rows.column_names]
+    if column not in names and file.bare and not column.isdigit():
+        raise ConfigError(
+            f"{key} = {column!r} is a name, and the other column of {name!r} is a number, as in a "
+            "file without a header line: give two names or two numbers"
+        )
     if column not in names:
         mark = files.hidden_delimiter(names)
         wanted = (

@@ -191,6 +191,9 @@ def _fault(file: TableFile) -> str | None:
         return "is empty: give a file with rows"
     if file.kind == ".parquet":
         return _parquet_fault(content)
+    # Every line end would have a zero in it.
+    if (wide := re.match("utf.?(16|32)", file.encoding or "", re.I)) and b"\0" not in content:
+        return f"is not UTF-{wide[1]}, as data.encoding says: leave that out"
     try:
         text = content.decode(file.encoding or "utf-8-sig")
     except UnicodeError as error:

@@ -12,7 +12,7 @@ from fedleak.defenses import Budget, Claims, Defense
 from fedleak.errors import ConfigError
 from fedleak.models import LanguageModel
 from fedleak.observation import UpdateKind
-from fedleak.privacy import Event
+from fedleak.privacy import Epsilon, Event, Noise
 from fedleak.training import LocalTraining, PrivateSteps, passes
 
 Finite = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -35,8 +35,8 @@ class DpSgd(Defense):
     """
 
     kind: ClassVar[str] = "dp_sgd"
-    noise_multiplier: Finite | None = None
-    epsilon: Finite | None = None
+    noise_multiplier: Noise | None = None
+    epsilon: Epsilon | None = None
     max_grad_norm: Finite = 1.0
     sampling: Literal["poisson", "fixed"] = "poisson"
 

@@ -11,7 +11,7 @@ from fedleak.defenses import Budget, Claims, Defense
 from fedleak.defenses.clip import clipped
 from fedleak.errors import ConfigError
 from fedleak.observation import ClientUpdate
-from fedleak.privacy import Event
+from fedleak.privacy import Epsilon, Event, Noise
 from fedleak.training import LocalTraining
 
 Finite = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -31,8 +31,8 @@ class LocalDp(Defense):
 
     kind: ClassVar[str] = "local_dp"
     max_norm: Finite
-    noise_multiplier: Finite | None = None
-    epsilon: Finite | None = None
+    noise_multiplier: Noise | None = None
+    epsilon: Epsilon | None = None
 
     def __post_init__(self) -> None:
         if (self.noise_multiplier is None) == (self.epsilon is None):

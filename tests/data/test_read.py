@@ -170,6 +170,8 @@ DAMAGED = [
     ("a.csv", f"{SECRET},1\nx,0\n".encode(), {}, ["data.text", "(column 0)", "1"]),
     ("a.csv", f"text,text,label\n{SECRET},b,0\nc,d,1\n".encode(), {}, ["two columns", "rename"]),
     ("a.csv", ROWS.replace("A", "\0").encode(), {}, ["NUL", "row 1"]),
+    ("a.csv", ROWS.encode(), {"encoding": "utf-16"}, ["is not UTF-16", "leave that out"]),
+    ("a.csv", ROWS.encode(), {"text": 0}, ["data.label = 'label'", "two names or two numbers"]),
     ("a.csv.gz", b"no gzip", {}, ["not a gzip file"]),
     ("a.csv.gz", gzip.compress(ROWS.encode())[:-9], {}, ["gzip", "cut off"]),
     ("a.tsv", b"text\tlabel\nx\t1\ty\n", {}, ["3 fields in line 2"]),
