@@ -267,10 +267,12 @@ class Experiment(_Table):
 
         It depends on the seed and the tables model, data, federation, update, defense and privacy
         (whose delta decides how much noise an epsilon takes), and not on what is done with updates
-        afterwards. A setting left out and its default are the same.
+        afterwards, nor on the engine: every one gives the same. A setting left out and its default
+        are the same.
         """
-        afterwards = {"name", "attack", "threat", "utility", "audit", "workers"}
-        table = self.model_dump(mode="json", exclude=afterwards, exclude_defaults=True)
+        others = dict.fromkeys(["name", "attack", "threat", "utility", "audit", "workers"], True)
+        exclude: dict[str, Any] = {**others, "federation": {"engine"}}
+        table = self.model_dump(mode="json", exclude=exclude, exclude_defaults=True)
         return hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()[:16]
 
     @property

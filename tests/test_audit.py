@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
+from rouge_score.rouge_scorer import RougeScorer
 
 from fedleak import audit, report
+from fedleak.answers import checked
 from fedleak.attacks.probes import Probes
 from fedleak.audit import LeakageRow, guess, knowledge, score_run, score_sequences
 from fedleak.config import NamedAttack, parse
 from fedleak.errors import FedleakError
-from fedleak.metrics import rouge as rouge_module
 from fedleak.metrics.rouge import rouge
 from fedleak.models import CLASSIFICATION, ModelSpec
 from fedleak.observation import ClientUpdate, Knowledge, ThreatModel, UpdateKind
@@ -188,9 +189,8 @@ def test_a_guess_looks_at_nothing_but_the_number_of_texts(bert_tiny, sequences):
 
 def test_no_pair_of_texts_is_compared_twice(bert_tiny, sequences, monkeypatch):
     """Ten draws let every text of a batch meet every held-out one, and more than once."""
-    compared = []
-    longest = rouge_module._longest
-    monkeypatch.setattr(rouge_module, "_longest", lambda a, b: compared.append(1) or longest(a, b))
+    compared, score = [], RougeScorer.score
+    monkeypatch.setattr(RougeScorer, "score", lambda *texts: compared.append(1) or score(*texts))
     for size in (5, 10, 20):
         rouge.cache_clear()
         compared.clear()
@@ -439,7 +439,7 @@ def test_texts_exact_are_weighed_by_their_batches(make, sequences):
 )
 def test_few_clients_and_few_texts_are_examples(make, sequences, clients, size, warning):
     truths = [truth_of(1, client, sequences[:size]) for client in clients if client != EVERYONE]
-    truths = truths or [truth_of(1, client, sequences[:15]) for client in (0, 1)]
+    truths = truths or [truth_of(1, client, sequences[:8]) for client in range(4)]
     answers = [answer_of(1, client, tokens=[50, 51]) for client in clients]
     answers.append(answer_of(1, truths[0].client, attack="silent", status="abstained"))
     run = make(truths, answers)
@@ -533,6 +533,7 @@ def test_what_is_not_finite_is_null_on_disk():
         ModelSpec("builtin/bert-tiny", CLASSIFICATION, 2),
         0,
     )
+    answer = checked(answer, vocabulary=6, longest=3, examples=2)
     line = json.loads(json.dumps(line_of(job, answer, 1.0, "cpu"), allow_nan=False))
     assert line["sequences"] == [[2, 3], [2, 5, 3]]
     assert (line["evidence"], line["margins"]) == ([0.5, None], [None, None])

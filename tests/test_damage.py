@@ -448,13 +448,13 @@ def test_a_folder_with_files_of_nobody_knows_what_is_refused(run):
 
 def test_other_attacks_are_asked_for_with_the_command_that_is_named(run):
     before = scores(run)
-    added = 'attack=[{kind="dlg", steps=2, at_once=1}, {kind="probes", name="it\'s"}]'
+    added = 'attack=[{kind="dlg", steps=2, at_once=1}, {kind="probes", name="again"}]'
     status, _, errors = call("run", "small.toml", "--set", added)
     assert status == 2
     assert "--fresh" not in errors
     named = errors.partition("`fedleak ")[2].partition("`")[0]
     assert call(*shlex.split(named))[0] == 0
-    assert {key for _, _, key in scores(run)} == {"probes", "dlg", "it's"}
+    assert {key for _, _, key in scores(run)} == {"probes", "dlg", "again"}
     assert {key: row for key, row in scores(run).items() if key in before} == before
     status, _, errors = call("run", "small.toml", "--set", 'threat.knows=["labels"]')
     assert "--set 'threat.knows=[\"labels\"]'" in errors

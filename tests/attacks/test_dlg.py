@@ -77,8 +77,9 @@ def test_more_steps_come_nearer(small, observe, attack):
         rngs=[stream(0, "attack")],
         report=lambda _, how: reports.append(how),
     )
-    assert [one.step for one in reports] == [50, 100]
-    assert reports[0].loss > reports[1].loss > 0
+    read = [one for one in reports if one.text]
+    assert (read[0].step, read[-1].step) == (50, 100)
+    assert read[0].loss > read[-1].loss > 0
 
 
 @pytest.mark.parametrize("granted", [("lengths",), ("lengths", "labels")])

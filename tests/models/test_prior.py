@@ -324,7 +324,7 @@ def test_a_prior_is_checked_once_and_one_that_was_refused_again(folder, tmp_path
         prior.check(str(late))
     shutil.copytree(folder, late, dirs_exist_ok=True)
     prior.check(str(late))
-    monkeypatch.setattr(prior.AutoConfig, "from_pretrained", None)
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", None)
     prior.check(str(late))
 
 

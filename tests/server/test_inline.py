@@ -66,7 +66,7 @@ def content(run):
     return {
         str(path.relative_to(run.path)): path.read_bytes()
         for path in sorted(run.path.rglob("*"))
-        if path.is_file() and path.name != ".lock"
+        if path.is_file() and path.name not in (".lock", "log.txt")
     }
 
 

@@ -223,7 +223,7 @@ def test_nothing_is_held_for_a_sum_of_a_reply_that_is_refused(tmp_path, bert_tin
     for client in (0, 1, 2):
         round.reply(client, **({"client": 0} if client == 1 else {}))
     round.refusal()
-    held = round.run.path / "held" / "captures"
+    held = round.run.path / "held"
     assert {p.name for p in held.iterdir()} == {"r0004-c00.safetensors", "r0004-c02.safetensors"}
     assert round.run.captures() == []
 
