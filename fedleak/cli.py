@@ -158,12 +158,7 @@ def sweep(
             figures.draw_tradeoff(collected, grid.path / "tradeoff.svg")
         console.print(sweeps.table(collected))
         console.print(f"results: {markup(grid.path)}")
-        if failures:
-            reasons = "; ".join(f"cell {cell!r}: {reason}" for cell, reason in failures.items())
-            raise FedleakError(
-                f"{len(failures)} of {len(grid.cells)} cells failed ({reasons}): the same command "
-                "tries them again"
-            )
+        sweeps.refuse_gaps(collected, failures)
 
 
 @app.command()

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import fedleak
-from fedleak import attacks, audit, check, forecast, models, records, reference
+from fedleak import attacks, audit, check, forecast, logs, models, records, reference
 from fedleak.agenda import Agenda, Arrivals, Work
 from fedleak.attacks import is_slow
 from fedleak.audit import Scored
@@ -195,7 +195,8 @@ def open_run(plan: Plan, path: Path, *, fresh: bool = False) -> Run:
             f"{str(path)!r} holds a sweep: give this run another name, or --fresh to move the "
             "sweep aside"
         )
-    if there := sorted(each.name for each in path.glob("[!.]*")):
+    # A run that was killed before its run.json was written has left no more than a log.
+    if there := sorted({each.name for each in path.glob("[!.]*")} - {logs.LOG}):
         # Captures and answers of nobody knows what must not pass for this experiment's.
         more = f" and {len(there) - 3} more" if len(there) > 3 else ""
         raise ConfigError(

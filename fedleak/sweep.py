@@ -253,6 +253,30 @@ def collect(sweep: Sweep) -> dict[str, Any]:
     return collected
 
 
+def refuse_gaps(collected: Mapping[str, Any], failures: Mapping[str, str]) -> None:
+    """Refuses to call a sweep complete of which something is missing.
+
+    Args:
+        collected: The content of sweep.json.
+        failures: Why cells failed, by name.
+
+    Raises:
+        FedleakError: Cells failed, or have no score where they should have one.
+    """
+    cells = collected["cells"]
+    gaps = {row["cell"]: "; ".join(row["missing"]) for row in cells if row["missing"]}
+    said = []
+    for what, found, then in (
+        ("failed", failures, "the same command tries them again"),
+        ("are not complete", gaps, "their own commands, which are named, complete them"),
+    ):
+        if found:
+            reasons = "; ".join(f"cell {cell!r}: {reason}" for cell, reason in found.items())
+            said.append(f"{len(found)} of {len(cells)} cells {what} ({reasons}): {then}")
+    if said:
+        raise FedleakError(". ".join(said))
+
+
 def table(collected: Mapping[str, Any]) -> Table:
     """Returns a line per cell and attack of a sweep.json."""
     axes: Mapping[str, Sequence[Any]] = collected["axes"]
@@ -426,6 +450,7 @@ def _row(cell: Cell, run: Run) -> dict[str, Any]:
         "cell": cell.name,
         "values": dict(cell.values),
         "status": run.info()["status"] if run.exists() else "new",
+        "missing": summary.get("missing", []),
         "attacks": summary.get("attacks", {}),
         **{key: summary.get(key) for key in ("utility", "utility_reference", "privacy")},
     }

@@ -441,9 +441,15 @@ def test_a_line_says_what_a_worker_does_and_obeys_nothing_in_it(doing, now, show
     assert cli.line(doing, now).plain == shown
 
 
+class Screen(io.StringIO):
+    def isatty(self):
+        return True
+
+
 @pytest.mark.parametrize("terminal", [True, False])
 def test_busy_workers_are_shown_on_a_terminal_and_cut_to_its_width(monkeypatch, terminal):
-    console = Console(file=io.StringIO(), force_terminal=terminal, width=60, height=20)
+    file = Screen() if terminal else io.StringIO()
+    console = Console(file=file, force_terminal=terminal, width=60, height=20)
     monkeypatch.setattr(cli, "console", console)
     deadline = time.monotonic() + (20 if terminal else 0.3)
     with cli.progress() as show:
