@@ -128,7 +128,7 @@ class FederationTable(_Table):
     clients_per_round: Positive | None = None
     rounds: Positive = 3
     batch_size: Positive = 2
-    local_epochs: Positive = 1
+    local_epochs: Annotated[int, Field(ge=1, le=10_000)] = 1
     learning_rate: Annotated[float, Field(gt=0)] = 5e-5
     dropout: bool = False
     partition: Literal["iid", "dirichlet"] = "iid"
@@ -685,7 +685,7 @@ def _problem(
         inside = ".".join(map(str, first["loc"][:-1]))
         return (f"[{inside}] " if inside else "") + unknown("key", str(first["loc"][-1]), known)
     if first["type"] == "missing":
-        return f"{where} is missing"
+        return f"{where} is missing: set it"
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "value_error":
         return f"{where}: {message}"

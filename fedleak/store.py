@@ -585,7 +585,9 @@ def _naming(path: Path, what: str = "written") -> Iterator[None]:
         raise
     except (OSError, safetensors.SafetensorError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or _line(error)
-        raise FedleakError(f"{path} cannot be {what}: {reason}") from error
+        raise FedleakError(
+            f"{path} cannot be {what}: {reason}: mend that and give the same command again"
+        ) from error
 
 
 def _drop_torn_(file: Any) -> None:

@@ -274,9 +274,7 @@ def test_a_cell_that_fails_is_named_and_the_others_are_done(write, here, jobs):
 
 
 @pytest.mark.parametrize("jobs", ["1", "2"])
-def test_a_cell_that_breaks_is_named_and_the_others_are_done(
-    write, here, jobs, monkeypatch
-):
+def test_a_cell_that_breaks_is_named_and_the_others_are_done(write, here, jobs, monkeypatch):
     """Also where the fault is none that fedleak foresees."""
     write(SWEEP)
     train = sweep.pipeline.carry_out

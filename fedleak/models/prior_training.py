@@ -81,7 +81,7 @@ class Recipe:
                 if not 0 < value < math.inf:
                     raise ConfigError(f"{option} {value} has to be a positive number: try 1e-3")
             elif value is not None and value < bound:
-                raise ConfigError(f"{option} {value} has to be at least {bound}")
+                raise ConfigError(f"{option} = {value}: give at least {bound}")
         if self.width % self.heads:
             raise ConfigError(
                 f"--width {self.width} cannot be divided among --heads {self.heads}: give a "

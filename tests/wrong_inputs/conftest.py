@@ -1,0 +1,114 @@
+"""The command line, called in this process on what is wrong somewhere."""
+
+import copy
+import re
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+from typer.testing import CliRunner
+
+from fedleak.cli import app
+
+BASE: dict[str, Any] = {
+    "name": "b",
+    "seed": 1,
+    "model": {"name": "builtin/bert-tiny"},
+    "data": {"name": "builtin/notes", "samples": 8, "held_out": 4},
+    "federation": {"clients": 2, "rounds": 1, "batch_size": 1, "learning_rate": 0.1},
+    "attack": [{"kind": "keyspan", "beam": 4}],
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a command left behind.
+
+    Attributes:
+        status: Its exit status.
+        out, err: What it printed.
+        crash: The traceback of what nobody handled; empty if there was none.
+    """
+
+    status: int
+    out: str
+    err: str
+    crash: str
+
+
+def call(*arguments: str) -> Outcome:
+    """Calls a command."""
+    done = CliRunner().invoke(app, list(arguments))
+    crash = ""
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        crash = "".join(traceback.format_exception(done.exception))
+    return Outcome(done.exit_code, done.stdout, done.stderr, crash)
+
+
+def written(changes: Mapping[str, Any]) -> str:
+    """Returns an experiment file that is right but for `changes`, by dotted key; None: left out."""
+    tables = copy.deepcopy(BASE)
+    for key, value in changes.items():
+        *path, last = key.split(".")
+        table = tables
+        for part in path:
+            table = table.setdefault(part, {})
+        if value is None:
+            table.pop(last, None)
+        else:
+            table[last] = value
+    return tomli_w.dumps(tables)
+
+
+def check(found: Outcome, *says: str, status: int = 2) -> None:
+    """Asserts that a command ended with a line that a user can act on, and without a traceback."""
+    assert not found.crash, found.crash
+    assert found.status == status, found.err or found.out
+    lines = found.err.splitlines()
+    assert lines, "nothing was said"
+    assert lines[-1].startswith("fedleak: "), found.err
+    assert len(lines) <= 5, found.err
+    for part in says:
+        assert part in found.err, f"{part!r} is not in: {found.err}"
+    # What, got what, do what: never a bare statement.
+    assert re.search(r"[:;(]", found.err.removeprefix("fedleak: ")), found.err
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty current folder."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture(scope="session")
+def fedleak() -> Callable[..., Outcome]:
+    """Calls a command."""
+    return call
+
+
+@pytest.fixture(scope="session")
+def experiment() -> Callable[..., str]:
+    """Writes an experiment file that is right but for what is changed."""
+    return written
+
+
+@pytest.fixture(scope="session")
+def refused() -> Callable[..., None]:
+    """Asserts that a command refused."""
+    return check
+
+
+@pytest.fixture
+def run() -> Callable[..., Outcome]:
+    """Runs an experiment that is right but for what is changed."""
+
+    def run_it(changes: Mapping[str, Any], *arguments: str) -> Outcome:
+        Path("e.toml").write_text(written(changes))
+        return call("run", "e.toml", *arguments)
+
+    return run_it
