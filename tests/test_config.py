@@ -173,7 +173,7 @@ def test_a_bad_experiment_is_refused_with_its_key(tables, words):
 
 @pytest.mark.parametrize("missing", ["name", "model", "data"])
 def test_what_must_be_there_is_named(missing):
-    with pytest.raises(ConfigError, match=f"^{missing} is missing$"):
+    with pytest.raises(ConfigError, match=f"^{missing} is missing: set it$"):
         parse({key: value for key, value in GOOD.items() if key != missing})
 
 
