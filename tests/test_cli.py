@@ -139,7 +139,7 @@ def test_a_folder_that_is_no_run_is_status_2(here: Path) -> None:
 def test_too_slow_an_attack_is_tried_three_times_and_then_a_failed_row(here: Path) -> None:
     attack = 'attack=[{kind="dlg", preset="faithful", steps=100000}]'
     status, text, errors = call(
-        "run", "small.toml", "--set", attack, "--set", "workers.time_limit=10",
+        "run", "small.toml", "--set", attack, "--set", "workers.time_limit=5",
         "--set", "federation.clients_per_round=1",
     )  # fmt: skip
     assert status == 1
@@ -149,7 +149,7 @@ def test_too_slow_an_attack_is_tried_three_times_and_then_a_failed_row(here: Pat
     assert [line["attack"] for line in rows("attempts.jsonl")] == ["dlg"] * 3
     failed = {row["attack"]: row for row in rows("leakage.jsonl")}
     assert failed["dlg"]["status"] == "failed"
-    assert "workers.time_limit = 10 s" in failed["dlg"]["reason"]
+    assert "workers.time_limit = 5 s" in failed["dlg"]["reason"]
     assert failed["dlg"]["rougeL"] is None
     assert failed["probes"]["status"] == "recovered"
 

@@ -99,7 +99,10 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "moments",
     [
         [(captures, signal.SIGKILL), (answers, signal.SIGKILL), (answers, signal.SIGINT)],
-        [(captures, signal.SIGINT), (captures, signal.SIGKILL), (answers, signal.SIGKILL)],
+        pytest.param(
+            [(captures, signal.SIGINT), (captures, signal.SIGKILL), (answers, signal.SIGKILL)],
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["attacking", "training"],
 )

@@ -385,7 +385,9 @@ def test_a_process_that_dies_is_a_failure_of_its_own_call_only():
 COMMAND = [sys.executable, "-c", "from fedleak.cli import app; app()", "sweep", "grid.toml"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+)
 def test_a_killed_sweep_goes_on_where_it_stopped(write, here, number):
     rounds = 12  # long enough that the signal comes before the end
     write(SWEEP.replace("rounds = 1", f"rounds = {rounds}"))

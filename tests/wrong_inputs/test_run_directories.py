@@ -101,7 +101,8 @@ def test_a_damaged_file(
     if found.status == 0:
         # All is there, as it was, and can be read again.
         assert scored(folder) == before
-        assert fedleak("score", "runs/b").status == 0
+        if command != "purge":  # which promises no more than that rows stay
+            assert fedleak("score", "runs/b").status == 0
         return
     refused(found, status=found.status)
     # The file, or what was in it and the command that makes it anew.
