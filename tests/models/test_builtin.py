@@ -99,6 +99,11 @@ def test_made_again_it_is_the_same_and_the_callers_random_numbers_too(made, monk
     assert contents(again) == contents(made.path)
 
 
+@pytest.mark.parametrize(
+    "made",
+    [BERT, *(pytest.param(name, marks=pytest.mark.slow) for name in (GPT2, LLAMA))],
+    indirect=True,
+)
 def test_processes_at_the_same_time_make_one_good_folder(made, tmp_path):
     processes = [start(tmp_path, f"print(builtin.folder({made.name!r}))") for _ in range(2)]
     printed = {process.communicate(timeout=300)[0].strip() for process in processes}
