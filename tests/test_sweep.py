@@ -314,6 +314,7 @@ def results(folder: Path) -> dict[str, Any]:
     return found | {str(path.relative_to(folder)): path.read_bytes() for path in tensors}
 
 
+@pytest.mark.slow
 def test_cells_at_once_find_what_they_find_one_after_the_other(write, here):
     write(SWEEP + '[[attack]]\nkind = "dlg"\nsteps = 2\n')
     status, text, errors = call("sweep", "grid.toml", "--jobs", "2")
