@@ -7,14 +7,14 @@ What a client finds out about its own defenses goes to a file beside the vault a
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
+from clients.client_context import client_of, protected, vault, workplace
 from clients.mods import defend, encode, report_errors, share
 from clients.outgoing import Outgoing
-from clients.workplace import client_of, protected, vault, workplace
 from fedleak import models
 from fedleak.federation import of_app
-from fedleak.store import Key
-from fedleak.streams import stream_seed
-from fedleak.training import local_update_, round_batch
+from fedleak.rng import stream_seed
+from fedleak.store.run import Key
+from fedleak.training.local import local_update_, round_batch
 from fedleak.truth import GroundTruth
 
 app = ClientApp(mods=[report_errors, encode, share, defend])

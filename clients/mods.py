@@ -8,19 +8,19 @@ from typing import Any
 
 from flwr.app import Context, Error, Message
 
+from clients.client_context import protected, vault, workplace
 from clients.outgoing import Outgoing
-from clients.workplace import protected, vault, workplace
 from fedleak.errors import FedleakError
 from fedleak.federation import of_app
-from fedleak.streams import stream
-from fedleak.training import share as share_parameters
+from fedleak.rng import stream
+from fedleak.training.local import share as share_parameters
 
 Next = Callable[[Message, Context], Message]
 
 CLIENT_FAILED = 2
 """Flower's code of an error in a client's app."""
 
-QUOTES = ("fedleak.data", "fedleak.store")
+QUOTES = ("fedleak.data", "fedleak.store.run")
 """Modules whose errors may quote what they are about: texts, and files of this client."""
 
 _log = logging.getLogger(__name__)

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 
 from fedleak.observation import ClientUpdate
-from fedleak.store import Key
-from fedleak.training import to_wire
+from fedleak.store.run import Key
+from fedleak.training.local import to_wire
 
 
 class Outgoing(Message):

@@ -29,14 +29,15 @@ from typing import Any
 
 import typer
 
-from fedleak import audit, cli, sweep
-from fedleak.audit import LeakageRow
-from fedleak.config import Experiment
+from fedleak import cli, sweep
+from fedleak.audit import scoring
+from fedleak.audit.scoring import LeakageRow
+from fedleak.config.experiment import Experiment
 from fedleak.errors import ConfigError, FedleakError
 from fedleak.federation import expected_captures
 from fedleak.metrics.intervals import Interval, clustered_mean
 from fedleak.reconstruction import Status
-from fedleak.store import Run
+from fedleak.store.run import Run
 from fedleak.sweep import Sweep
 
 METRICS = {"rouge1": "R-1", "rouge2": "R-2", "rougeL": "R-L"}
@@ -158,7 +159,7 @@ def scored(run: Run) -> list[LeakageRow]:
     """Returns the scores of a run; what there is of one that is not finished is scored first."""
     if run.info()["status"] != "finished":
         with suppress(FedleakError), run.lock():  # one that is going on is scored when it ends
-            audit.score_run(run)
+            scoring.score_run(run)
     return [LeakageRow(**row) for row in run.rows("leakage.jsonl")]
 
 

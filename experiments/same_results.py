@@ -165,9 +165,7 @@ def main() -> None:
         record(given.folder)
         return
     renamed = dict(each.split("=", 1) for each in given.renamed)
-    found = list(
-        differences(given.before, given.after, {*given.ignore, *NEVER_THE_SAME}, renamed)
-    )
+    found = list(differences(given.before, given.after, {*given.ignore, *NEVER_THE_SAME}, renamed))
     print("\n".join(found[:MOST_SHOWN]))
     if found:
         sys.exit(f"{len(found)} differences")

@@ -95,9 +95,11 @@ def run(
 
     Results go to runs/NAME. The same command again finishes what is left.
     """
-    from fedleak import audit, pipeline, report
-    from fedleak.config import load
+    from fedleak import pipeline
+    from fedleak.audit import scoring
+    from fedleak.config.experiment import load
     from fedleak.federation import run_folder
+    from fedleak.report import tables
 
     with mended():
         experiments = [load(path, changes or ()) for path in files or QUICKSTART]
@@ -108,8 +110,8 @@ def run(
                 console.print(note, markup=False, highlight=False, soft_wrap=True)
             with progress() as show:
                 scored = pipeline.carry_out(at, experiment, show)
-            report.print_run(at, scored, console, texts=texts)
-        audit.refuse_gaps(*runs)
+            tables.print_run(at, scored, console, texts=texts)
+        scoring.refuse_gaps(*runs)
 
 
 @app.command()
@@ -129,8 +131,8 @@ def sweep(
     Each is a run in runs/NAME. sweep.json, sweep.svg and tradeoff.svg beside them compare them.
     The same command again finishes what is left.
     """
-    from fedleak import figures
     from fedleak import sweep as sweeps
+    from fedleak.report import figures
 
     with mended():
         grid = sweeps.load(file, changes or ())
@@ -173,10 +175,12 @@ def attack(
     For example: --set 'attack=[{kind="dlg", name="dlg-long", steps=2000}]'.
     Only attacks, threat and workers can be changed: captures are what they are.
     """
-    from fedleak import audit, pipeline, report
-    from fedleak.config import load
+    from fedleak import pipeline
+    from fedleak.audit import scoring
+    from fedleak.config.experiment import load
     from fedleak.federation import stored
-    from fedleak.store import Run
+    from fedleak.report import tables
+    from fedleak.store.run import Run
 
     with mended():
         at = Run(path)
@@ -195,24 +199,25 @@ def attack(
                 pipeline.drop_failures(at)
             with progress() as show:
                 pipeline.attack_captures(at, experiment, no_more=lambda: True, report=show)
-            scored = audit.score_run(at, [each.name for each in experiment.attacks])
-        report.print_run(at, scored, console, texts=texts)
-        audit.refuse_gaps(at)
+            scored = scoring.score_run(at, [each.name for each in experiment.attacks])
+        tables.print_run(at, scored, console, texts=texts)
+        scoring.refuse_gaps(at)
 
 
 @app.command()
 def score(path: RunPath, texts: Texts = False) -> None:
     """Score the answers of a run again, and rebuild leakage.jsonl and summary.json."""
-    from fedleak import audit, report
-    from fedleak.store import Run
+    from fedleak.audit import scoring
+    from fedleak.report import tables
+    from fedleak.store.run import Run
 
     with mended():
         at = Run(path)
         at.info()  # refuses a folder that is no run
         with at.lock():
-            scored = audit.score_run(at)
-        report.print_run(at, scored, console, texts=texts)
-        audit.refuse_gaps(at)
+            scored = scoring.score_run(at)
+        tables.print_run(at, scored, console, texts=texts)
+        scoring.refuse_gaps(at)
 
 
 @app.command()
@@ -224,7 +229,7 @@ def purge(path: RunPath) -> None:
     scores, the ledger and the summary stay; nothing can be attacked afterwards.
     """
     from fedleak import purge as purging
-    from fedleak.store import Run
+    from fedleak.store.run import Run
 
     with mended():
         at = Run(path)
@@ -245,8 +250,8 @@ def check_defense(
 
     Nothing is trained and no private text is used. A run checks its defenses by itself, too.
     """
-    from fedleak.check import check
-    from fedleak.config import load
+    from fedleak.audit.defense_checks import check
+    from fedleak.config.experiment import load
 
     with mended():
         experiment = load(file, changes or ())

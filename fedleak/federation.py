@@ -11,14 +11,14 @@ from typing import Any
 import torch
 
 from fedleak import data, models, privacy
-from fedleak.config import Experiment, load, parse
+from fedleak.config.experiment import Experiment, load, parse
 from fedleak.defenses import Budget, Defense, measured
 from fedleak.errors import ConfigError, FedleakError
 from fedleak.models import CLASSIFICATION, LanguageModel
 from fedleak.observation import ClientUpdate
 from fedleak.privacy import Event
-from fedleak.store import EVERYONE, Key, Run
-from fedleak.training import LocalTraining, round_clients
+from fedleak.store.run import EVERYONE, Key, Run
+from fedleak.training.local import LocalTraining, round_clients
 
 MOST_UNKNOWN = 0.5
 """Unknown tokens are all the same one, and finding it is finding nothing: above this share a figure

@@ -4,12 +4,12 @@ import shutil
 from collections import Counter
 from pathlib import Path
 
-from fedleak.config import Experiment
+from fedleak.config.experiment import Experiment
 from fedleak.errors import ConfigError
 from fedleak.federation import expected_captures
 from fedleak.models import LanguageModel
-from fedleak.store import EVERYONE
-from fedleak.training import freezing
+from fedleak.store.run import EVERYONE
+from fedleak.training.local import freezing
 
 WORTH_SAYING_BYTES = 10**9
 WORTH_SAYING_SECONDS = 600.0

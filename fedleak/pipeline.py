@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import fedleak
-from fedleak import attacks, audit, check, forecast, logs, models, records, reference
-from fedleak.agenda import Agenda, Arrivals, Work
+from fedleak import attacks, forecast, logs, models
 from fedleak.attacks import is_slow
-from fedleak.audit import Scored
-from fedleak.config import Experiment, NamedAttack, difference
+from fedleak.audit import central_baseline, defense_checks, scoring
+from fedleak.audit.scoring import Scored
+from fedleak.config.experiment import Experiment, NamedAttack, difference
+from fedleak.dispatch.agenda import Agenda, Arrivals, Work
 from fedleak.errors import CaptureError, ConfigError, FedleakError
 from fedleak.federation import (
     Workload,
@@ -36,8 +37,9 @@ from fedleak.federation import (
 )
 from fedleak.observation import Knowledge
 from fedleak.reconstruction import Reconstruction, Status
-from fedleak.store import Key, Run
-from fedleak.workers import (
+from fedleak.store import records
+from fedleak.store.run import Key, Run
+from fedleak.workers.process import (
     Job,
     Worker,
     devices,
@@ -275,7 +277,7 @@ def carry_out(
     with run.lock():
         with under_way(run, experiment, report, on) as stop:
             engine.train(run, experiment, stop)
-        return audit.score_run(run)
+        return scoring.score_run(run)
 
 
 @contextmanager
@@ -294,11 +296,11 @@ def under_way(
         FedleakError: A defense does not do what it says.
     """
     with noting_status(run):
-        check.refuse_broken(run, experiment)
+        defense_checks.refuse_broken(run, experiment)
         with attacking(run, experiment, report, on) as stop:
             yield stop
         if _wants_reference(run, experiment):
-            run.write_json("reference.json", reference.central(experiment, run))
+            run.write_json("reference.json", central_baseline.central(experiment, run))
 
 
 def attack_captures(
@@ -380,7 +382,7 @@ def attack_captures(
         for key in work.keys:
             job = Job(run.path, key, work.attack, threat, Knowledge(), model, experiment.seed)
             try:
-                jobs.append(replace(job, knowledge=audit.knowledge(run, key, threat)))
+                jobs.append(replace(job, knowledge=scoring.knowledge(run, key, threat)))
             except CaptureError as error:
                 record([_failed(job, str(error))])
         if jobs:

@@ -32,7 +32,7 @@ def discover(package: ModuleType, key: str = "kind") -> Found:
     """
     defined: dict[str, list[type]] = defaultdict(list)
     broken: dict[str, str] = {}
-    for info in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
+    for info in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
         try:
             module = importlib.import_module(info.name)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - it may be anybody's file

@@ -4,9 +4,9 @@ import shutil
 import time
 from dataclasses import dataclass
 
-from fedleak import audit
+from fedleak.audit import scoring
 from fedleak.errors import FedleakError
-from fedleak.store import Run
+from fedleak.store.run import Run
 
 PRIVATE = {
     "vault": "the clients' private batches",
@@ -58,7 +58,7 @@ def purge(run: Run) -> Purged:
     for path in run.path.glob(".*.[0-9]*"):  # what a killed process had not yet renamed
         path.unlink()
         deleted.append(f"{path} (half written)")
-    audit.score_run(run)  # so that the summary says it too
+    scoring.score_run(run)  # so that the summary says it too
     kept = sorted(each.name for each in run.path.iterdir() if not each.name.startswith("."))
     return Purged(tuple(deleted), (f"{run.path}: {', '.join(kept)}",))
 
@@ -71,7 +71,7 @@ def _refuse_unscored(run: Run) -> None:
             f"{str(run.path)!r} is not finished ({info['status']}), so nothing was deleted: "
             "`fedleak run` with the experiment's file finishes it; or delete the folder"
         )
-    audit.score_run(run)
+    scoring.score_run(run)
     unscored = run.read_json("summary.json")["unscored"]
     if unscored:
         raise FedleakError(

@@ -28,16 +28,17 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from fedleak import config, pipeline, processes
-from fedleak.config import Experiment, WorkersTable
+from fedleak import pipeline, processes
+from fedleak.config import experiment as config
+from fedleak.config.experiment import Experiment, WorkersTable
 from fedleak.errors import ConfigError, FedleakError
 from fedleak.federation import run_folder
 from fedleak.pipeline import Plan, Progress
 from fedleak.reconstruction import Status
-from fedleak.report import INTERVALS, NOT_MEASURED, decimal, interval, number, warnings
+from fedleak.report.tables import INTERVALS, NOT_MEASURED, decimal, interval, number, warnings
 from fedleak.sanitise import markup, printable
-from fedleak.store import SCHEMA_VERSION, Run
-from fedleak.workers import Worker, devices, workers
+from fedleak.store.run import SCHEMA_VERSION, Run
+from fedleak.workers.process import Worker, devices, workers
 
 _log = logging.getLogger(__name__)
 

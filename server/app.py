@@ -7,14 +7,15 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid, ServerApp
 
-from fedleak import audit, models, pipeline
-from fedleak.config import Experiment
+from fedleak import models, pipeline
+from fedleak.audit import scoring
+from fedleak.config.experiment import Experiment
 from fedleak.errors import FedleakError
 from fedleak.federation import expected_captures, of_app
 from fedleak.metrics.utility import evaluate
 from fedleak.models import LanguageModel
-from fedleak.report import print_run
-from fedleak.store import Run, plain
+from fedleak.report.tables import print_run
+from fedleak.store.run import Run, plain
 from server.replies import RefusedError, claimed_client, told
 from server.strategy import CuriousServer
 from server.tap import TapGrid
@@ -42,8 +43,8 @@ def main(grid: Grid, context: Context) -> None:
     with run.lock():
         with pipeline.under_way(run, experiment) as stop:
             federate(grid, experiment, run, stop)
-        print_run(run, audit.score_run(run))
-    audit.refuse_gaps(run)
+        print_run(run, scoring.score_run(run))
+    scoring.refuse_gaps(run)
 
 
 def federate(

@@ -19,8 +19,8 @@ from flwr.serverapp import Grid
 from flwr.supercore.run import Run as FlowerRun
 from flwr.supercore.task_identity import TaskIdentity
 
-from fedleak.config import Experiment
-from fedleak.store import Run
+from fedleak.config.experiment import Experiment
+from fedleak.store.run import Run
 from server.tap import refuse_to_go_on
 
 RUN_ID = NODE_ID = TASK_ID = 1

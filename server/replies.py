@@ -9,8 +9,8 @@ from torch import Tensor
 from fedleak.errors import FedleakError
 from fedleak.observation import ClientUpdate, UpdateKind
 from fedleak.sanitise import printable
-from fedleak.store import Key
-from fedleak.training import from_wire
+from fedleak.store.run import Key
+from fedleak.training.local import from_wire
 
 HALF = (torch.float16, torch.bfloat16)
 """What an update may be cast to on its way."""

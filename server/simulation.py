@@ -33,8 +33,8 @@ import tomli_w
 from fedleak.errors import FedleakError, StoppedError
 
 if TYPE_CHECKING:
-    from fedleak.config import Experiment
-    from fedleak.store import Run
+    from fedleak.config.experiment import Experiment
+    from fedleak.store.run import Run
 
 NAME = "fedleak"
 """Of the connection to our SuperLink, in Flower's configuration."""
@@ -57,7 +57,7 @@ def train(run: Run, experiment: Experiment, stop: Callable[[], bool] = lambda: F
     Raises:
         FedleakError: A client failed, or Flower did, or training was to stop.
     """
-    from fedleak.store import private  # it brings torch along, too
+    from fedleak.store.run import private  # it brings torch along, too
 
     path = run.path.absolute()
     log = path / "flower.log"

@@ -6,13 +6,13 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricReco
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
-from fedleak.config import Experiment
+from fedleak.config.experiment import Experiment
 from fedleak.errors import FedleakError
 from fedleak.federation import clients_of_round
 from fedleak.models import LanguageModel
 from fedleak.observation import ClientUpdate, Knowledge, UpdateKind
-from fedleak.store import EVERYONE, Capture, Key, Run
-from fedleak.training import aggregate, mean_update
+from fedleak.store.run import EVERYONE, Capture, Key, Run
+from fedleak.training.local import aggregate, mean_update
 from server.replies import RefusedError, take_update, told
 
 NUM_ERRORS = 3

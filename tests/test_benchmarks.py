@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from fedleak.attacks.dager import Dager
-from fedleak.attacks.keyspan import Keyspan
+from fedleak.attacks.subspace.dager import Dager
+from fedleak.attacks.subspace.keyspan import Keyspan
 from fedleak.data import Corpus
 
 PATH = Path(__file__).parents[1] / "experiments" / "benchmarks" / "subspace_attacks.py"

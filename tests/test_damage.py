@@ -18,10 +18,10 @@ from typer.testing import CliRunner
 
 from fedleak import models, pipeline, sweep
 from fedleak.cli import app
-from fedleak.config import load
+from fedleak.config.experiment import load
 from fedleak.errors import FedleakError
-from fedleak.store import Key, Run
-from fedleak.workers import work_together
+from fedleak.store.run import Key, Run
+from fedleak.workers.process import work_together
 
 EXPERIMENT = """
 name = "small"

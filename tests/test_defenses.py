@@ -10,7 +10,7 @@ from scipy.stats import binom, chi2, gamma, kstest
 from torch import nn
 
 from fedleak import defenses, pipeline
-from fedleak.config import parse
+from fedleak.config.experiment import parse
 from fedleak.defenses import Claims, measured
 from fedleak.defenses.cast import Cast
 from fedleak.defenses.clip import Clip
@@ -28,8 +28,8 @@ from fedleak.errors import ConfigError
 from fedleak.models.lora import Lora, adapt_
 from fedleak.observation import ClientUpdate, UpdateKind
 from fedleak.privacy import Event
-from fedleak.streams import stream
-from fedleak.training import LocalTraining, PrivateSteps
+from fedleak.rng import stream
+from fedleak.training.local import LocalTraining, PrivateSteps
 
 MADE = {
     "cast": Cast(dtype="bfloat16"),

@@ -8,11 +8,11 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from fedleak import cli, forecast, pipeline
-from fedleak.config import parse
+from fedleak.config.experiment import parse
 from fedleak.errors import ConfigError
 from fedleak.federation import outline
 from fedleak.pipeline import Finished, Progress
-from fedleak.store import EVERYONE, Key
+from fedleak.store.run import EVERYONE, Key
 from server import inline
 
 TABLE = {

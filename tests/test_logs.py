@@ -11,10 +11,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from fedleak import answers, audit, cli, logs, pipeline, processes, workers
-from fedleak.config import parse
+from fedleak import cli, logs, pipeline, processes
+from fedleak.audit import scoring
+from fedleak.config.experiment import parse
 from fedleak.errors import FedleakError
-from fedleak.store import Run
+from fedleak.store.run import Run
+from fedleak.workers import answers
+from fedleak.workers import process as workers
 from server import inline
 
 EXPERIMENT = """
@@ -75,7 +78,7 @@ def test_each_command_is_in_the_log_which_only_its_owner_can_read(here):
 
 
 def test_an_unexpected_error_is_one_line_and_its_traceback_is_kept(here, monkeypatch):
-    monkeypatch.setattr(audit, "knowledge", no_space)
+    monkeypatch.setattr(scoring, "knowledge", no_space)
     status, _, errors = call("run", "small.toml")
     assert status == 1
     assert errors.count("\n") == 1
@@ -103,7 +106,7 @@ def test_debug_shows_the_traceback_on_stderr(here, monkeypatch, error):
     def fail(*_, **__):
         raise error
 
-    monkeypatch.setattr(audit, "score_run", fail)
+    monkeypatch.setattr(scoring, "score_run", fail)
     status, _, errors = call("--debug", "run", "small.toml")
     assert status == 1
     assert errors.count("Traceback (most recent call last)") == 1
@@ -116,7 +119,7 @@ def test_debug_shows_the_traceback_on_stderr(here, monkeypatch, error):
 
 
 def test_an_error_without_a_run_has_its_traceback_with_debug(here, monkeypatch):
-    from fedleak import config
+    from fedleak.config import experiment as config
 
     monkeypatch.setattr(config, "load", no_space)
     status, _, errors = call("run", "small.toml")

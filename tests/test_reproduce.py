@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fedleak import sweep
-from fedleak.store import Run
+from fedleak.store.run import Run
 
 EXPERIMENTS = Path(__file__).parents[1] / "experiments"
 REPRODUCE = runpy.run_path(str(EXPERIMENTS / "reproduce.py"))

@@ -10,13 +10,14 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from fedleak import figures, sanitise, sweep
-from fedleak.audit import LeakageRow, Pair, Scored
+from fedleak import sanitise, sweep
+from fedleak.audit.scoring import LeakageRow, Pair, Scored
 from fedleak.cli import mended
 from fedleak.errors import FedleakError
-from fedleak.report import print_run
+from fedleak.report import figures
+from fedleak.report.tables import print_run
 from fedleak.sanitise import markup, printable
-from fedleak.store import Run
+from fedleak.store.run import Run
 
 C0_AND_C1 = [chr(i) for i in [*range(0x20), *range(0x7F, 0xA0)]]
 BIDI = list("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")

@@ -21,11 +21,12 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from fedleak import figures, processes, sweep
+from fedleak import processes, sweep
 from fedleak.cli import app
-from fedleak.config import difference, load
+from fedleak.config.experiment import difference, load
 from fedleak.errors import ConfigError
-from fedleak.store import Run
+from fedleak.report import figures
+from fedleak.store.run import Run
 
 BASE = """
 name = "grid"

@@ -13,16 +13,20 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from fedleak import answers, attacks, audit, cli, defenses, models, pipeline, report, workers
-from fedleak.attacks.probes import Probes
-from fedleak.config import NamedAttack, parse
+from fedleak import attacks, cli, defenses, models, pipeline
+from fedleak.attacks.analytic.probes import Probes
+from fedleak.audit import scoring
+from fedleak.config.experiment import NamedAttack, parse
 from fedleak.errors import ConfigError
-from fedleak.model_state import changed, state
 from fedleak.observation import Knowledge, ThreatModel
 from fedleak.plugins import discover
 from fedleak.reconstruction import Reconstruction, Status
-from fedleak.store import Key, Run
-from fedleak.workers import Job, work, work_together
+from fedleak.report import tables
+from fedleak.store.run import Key, Run
+from fedleak.workers import answers
+from fedleak.workers import process as workers
+from fedleak.workers.model_state import changed, state
+from fedleak.workers.process import Job, work, work_together
 from server import inline
 
 TABLE = {
@@ -130,8 +134,8 @@ def test_a_run_with_hostile_attacks_is_attacked_scored_and_shown(run, hostile, m
     assert len(rows) == 2 * (len(ANSWERS) + 1)
     assert {row["status"] for row in rows if row["attack"] != "probes"} == {"failed"}
     assert run.rows("attempts.jsonl") == [], "they are not tried again: they would answer alike"
-    scored = audit.score_run(run)
-    report.print_run(run, scored, Console(file=io.StringIO(), width=400))
+    scored = scoring.score_run(run)
+    tables.print_run(run, scored, Console(file=io.StringIO(), width=400))
     assert len(scored) == len(rows)
 
 
@@ -271,7 +275,7 @@ def test_two_files_of_one_kind_are_both_named(package):
     package("aaa", "class Mine:\n    kind = 'probes'\n")
     with pytest.raises(ConfigError) as caught:
         parse(TABLE | {"attack": [{"kind": "probes"}]})
-    for module in ("fedleak.attacks.aaa", "fedleak.attacks.probes"):
+    for module in ("fedleak.attacks.aaa", "fedleak.attacks.analytic.probes"):
         assert f"{module}: " in str(caught.value)
     assert "'probes'" in str(caught.value)
     assert "dager" in attacks.kinds()

@@ -7,8 +7,8 @@
   subspace    `dager` and `keyspan` on GPT-2 and BERT of 12x768 with random weights
   stories15m  `dager` on a small pretrained LLaMA
   matching    a step, moves and the schedule of LAMP beside the straightforward version
-  pass        `fedleak.attacks.padding.PASS`: other values beside the present one
-  together    `fedleak.attacks.matching._TOGETHER`: likewise
+  pass        `fedleak.attacks.matching.bucketing.PASS`: other values beside the present one
+  together    `fedleak.attacks.matching.gradient_distance._TOGETHER`: likewise
   cola        20 sentences of CoLA with LAMP's published constants: ROUGE, and what chance scores
 
 A part is a process of its own, has a time budget, and ends with what it measured by then. A part

@@ -26,13 +26,13 @@ from transformers import (
 
 from fedleak import data, models
 from fedleak.attacks import Attack, Progress
-from fedleak.attacks.dager import Dager
-from fedleak.attacks.keyspan import Keyspan
-from fedleak.attacks.lamp import Lamp
+from fedleak.attacks.matching.lamp import Lamp
+from fedleak.attacks.subspace.dager import Dager
+from fedleak.attacks.subspace.keyspan import Keyspan
 from fedleak.models import CAUSAL_LM, CLASSIFICATION, LanguageModel, ModelSpec
 from fedleak.observation import Knowledge, Observation, UpdateKind
-from fedleak.streams import stream
-from fedleak.training import LocalTraining, local_update_
+from fedleak.rng import stream
+from fedleak.training.local import LocalTraining, local_update_
 
 
 def machine(settings: Settings) -> Iterator[Figure]:
@@ -103,7 +103,7 @@ def workers(settings: Settings) -> Iterator[Figure]:
         AssertionError: Answers of an attack that proves what it says differ.
     """
     from fedleak import pipeline
-    from fedleak.config import load
+    from fedleak.config.experiment import load
 
     small = ["federation.clients=2", "data.samples=8"] if settings.small else []
     answers: list[dict[tuple[Any, ...], dict[str, Any]]] = []
@@ -300,7 +300,7 @@ def _scored(
     model: LanguageModel,
 ) -> Figure:
     """Returns the ROUGE of an attack's answers, and that of other texts."""
-    from fedleak import audit
+    from fedleak.audit import scoring
     from fedleak.metrics import rouge
     from fedleak.truth import GroundTruth
 
@@ -315,8 +315,8 @@ def _scored(
     seconds = (time.perf_counter() - begin) / len(seen)
     content, paper, chance = [], [], []
     for one, (answer, truth) in enumerate(zip(answers, ids, strict=True)):
-        scores = audit.score_sequences(answer.sequences or (), [truth], model)
-        guessed = audit.guess(others, GroundTruth(1, one, (truth,), (), 1), model, 0)
+        scores = scoring.score_sequences(answer.sequences or (), [truth], model)
+        guessed = scoring.guess(others, GroundTruth(1, one, (truth,), (), 1), model, 0)
         content += [scores.content or rouge.rouge("", "")]
         paper += [scores.paper or rouge.rouge("", "")]
         chance += [guessed.content or rouge.rouge("", "")]

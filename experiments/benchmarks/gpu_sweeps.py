@@ -13,11 +13,11 @@ from gpu_figures import Figure, Settings, Value
 from gradient_matching import RECIPE, Bench, bench, size_of
 from torch import Tensor
 
-from fedleak.attacks import matching, padding
-from fedleak.attacks.batch_gradients import tables
-from fedleak.attacks.descent import Descent
-from fedleak.attacks.guesses import Objective
-from fedleak.attacks.matching import target_of
+from fedleak.attacks.matching import bucketing, gradient_distance
+from fedleak.attacks.matching.factored_gradients import tables
+from fedleak.attacks.matching.gradient_distance import target_of
+from fedleak.attacks.matching.guesses import Objective
+from fedleak.attacks.matching.optimizer import Descent
 
 LENGTHS = (6, 7, 8, 9, 10, 12, 14, 16, 20, 24, 32, 48)
 """Tokens of the victims that are put together."""
@@ -33,10 +33,10 @@ def passes(settings: Settings) -> Iterator[Figure]:
     """Times a step of victims of several lengths, in the batches that each value puts them in."""
     lengths = LENGTHS[:3] if settings.small else LENGTHS
     for made, size in _benches(settings, lengths):
-        present = padding.PASS[made.device.type]
-        sizes = {i: padding.Size(length, 1, 1) for i, length in enumerate(lengths)}
+        present = bucketing.PASS[made.device.type]
+        sizes = {i: bucketing.Size(length, 1, 1) for i, length in enumerate(lengths)}
         parts_of = {
-            value: padding.parts(range(len(lengths)), sizes, value)
+            value: bucketing.parts(range(len(lengths)), sizes, value)
             for value in sorted({*PASSES, present})
         }
         # Values that come to the same batches are timed once.
@@ -63,7 +63,7 @@ def together(settings: Settings) -> Iterator[Figure]:
     batches = BATCHES[:2] if settings.small else BATCHES
     lengths = sorted({tokens for _, tokens in batches})
     for made, size in _benches(settings, lengths):
-        present = matching._TOGETHER[made.device.type]
+        present = gradient_distance._TOGETHER[made.device.type]
         joint: dict[int, float] = {}
         apart: dict[int, float] = {}
         for victims, tokens in batches:
@@ -149,12 +149,12 @@ def _with(device: torch.device, value: int, do: Callable[[], object]) -> Callabl
     """Returns the same with another value of `_TOGETHER`."""
 
     def changed() -> None:
-        before = matching._TOGETHER[device.type]
-        matching._TOGETHER[device.type] = value
+        before = gradient_distance._TOGETHER[device.type]
+        gradient_distance._TOGETHER[device.type] = value
         try:
             do()
         finally:
-            matching._TOGETHER[device.type] = before
+            gradient_distance._TOGETHER[device.type] = before
 
     return changed
 

@@ -40,15 +40,21 @@ from torch import Tensor
 from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
 
 from fedleak import models
-from fedleak.attacks import moves
-from fedleak.attacks.batch_gradients import BatchGradients, tables
-from fedleak.attacks.batches import Frame, Shape
-from fedleak.attacks.choices import best_of_batch, nll, orders_tensor
-from fedleak.attacks.descent import ROUGH, Descent, Loss, distance_of
-from fedleak.attacks.guesses import FreeEmbeddings, Objective, Rows, lower_precision, rows_of
-from fedleak.attacks.lamp import FAITHFUL, better_order
-from fedleak.attacks.matching import target_of
-from fedleak.attacks.starts import initial
+from fedleak.attacks.matching import reorderings
+from fedleak.attacks.matching.batch_structure import Frame, Shape
+from fedleak.attacks.matching.candidate_selection import best_of_batch, nll, orders_tensor
+from fedleak.attacks.matching.factored_gradients import BatchGradients, tables
+from fedleak.attacks.matching.gradient_distance import target_of
+from fedleak.attacks.matching.guesses import (
+    FreeEmbeddings,
+    Objective,
+    Rows,
+    lower_precision,
+    rows_of,
+)
+from fedleak.attacks.matching.initialization import initial
+from fedleak.attacks.matching.lamp import FAITHFUL, better_order
+from fedleak.attacks.matching.optimizer import ROUGH, Descent, Loss, distance_of
 from fedleak.models import CLASSIFICATION, LanguageModel
 from fedleak.models.prior import Prior
 
@@ -349,7 +355,7 @@ def moves_(made: Bench, repeats: int, scored: int) -> tuple[list[Line], list[Lin
     prior, low_prior = made.prior, made.prior.to(torch.bfloat16)
     leaf_RBTD, attack = made.start_RBTD[:1], made.attack(0, "cos", made.observed)
     places = made.rows.content(0, 0)
-    orders = moves.sampled(len(places), RECIPE.orders, made.rngs(1)[0])
+    orders = reorderings.sampled(len(places), RECIPE.orders, made.rngs(1)[0])
     order_KT = orders_tensor(orders, places, leaf_RBTD.shape[2])
     some_KT = order_KT[:scored]
     x_TD = leaf_RBTD[0, 0]

@@ -32,12 +32,13 @@ from transformers import (
     GPT2ForSequenceClassification,
 )
 
-from fedleak import models, private_training
+from fedleak import models
 from fedleak.models import LanguageModel
 from fedleak.models.lora import Lora, adapt_
 from fedleak.observation import UpdateKind
-from fedleak.streams import stream
-from fedleak.training import LocalTraining, PrivateSteps, local_update_
+from fedleak.rng import stream
+from fedleak.training import private_steps
+from fedleak.training.local import LocalTraining, PrivateSteps, local_update_
 
 VOCABULARY, RANK = 30522, 8
 PLAIN, EXAMPLES, GHOST = "plain", "examples", "ghost"
@@ -136,13 +137,13 @@ def work(
     if way == PLAIN:
         return lambda: local_update_(model, ids, labels, local, seed=0)
     private = PrivateSteps(1.0, 1.0, "fixed")
-    return lambda: private_training.private_gradient(
+    return lambda: private_steps.private_gradient(
         model,
         (ids, labels),
         len(ids),
         private,
         stream(0, "noise"),
-        private_training.Seen(),
+        private_steps.Seen(),
         ghost=way == GHOST,
     )
 

@@ -38,15 +38,16 @@ import torch
 from clocks import now
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
-from fedleak import data, models, training
+from fedleak import data, models
 from fedleak.attacks import Attack
-from fedleak.attacks.dager import Dager
-from fedleak.attacks.keyspan import Keyspan
+from fedleak.attacks.subspace.dager import Dager
+from fedleak.attacks.subspace.keyspan import Keyspan
 from fedleak.metrics.intervals import share
 from fedleak.models import CAUSAL_LM, CLASSIFICATION, LanguageModel, ModelSpec
 from fedleak.observation import Knowledge, Observation, UpdateKind
 from fedleak.reconstruction import Reconstruction
-from fedleak.streams import stream
+from fedleak.rng import stream
+from fedleak.training import local as training
 
 MINILM, GPT2 = "minilm", "gpt2"
 QUERY = ["layer.0.attention.self.query.weight"]

@@ -18,7 +18,7 @@ import torch
 from fedleak.data import files
 from fedleak.errors import ConfigError
 from fedleak.notes import notes
-from fedleak.streams import stream, stream_seed
+from fedleak.rng import stream, stream_seed
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -2,9 +2,9 @@
 
 A defense is a frozen dataclass of its settings with a `kind`, and overrides what it has to do with:
 how the client trains (`training`), what becomes of its update (the call), what that claims
-(`claims`, which `fedleak.check` tests) and what it guarantees (`event`). It returns new values and
-never changes those it got. Its fields carry their bounds as `Annotated[float, Field(gt=0)]`; the
-first line of its docstring is what `fedleak list` prints.
+(`claims`, which `fedleak.audit.defense_checks` tests) and what it guarantees (`event`). It returns
+new values and never changes those it got. Its fields carry their bounds as
+`Annotated[float, Field(gt=0)]`; the first line of its docstring is what `fedleak list` prints.
 """
 
 import math
@@ -20,7 +20,7 @@ from fedleak.models import LanguageModel
 from fedleak.observation import ClientUpdate
 from fedleak.plugins import discover
 from fedleak.privacy import Accountant, Event
-from fedleak.training import LocalTraining
+from fedleak.training.local import LocalTraining
 
 
 @dataclass(frozen=True)

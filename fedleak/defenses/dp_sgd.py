@@ -13,7 +13,7 @@ from fedleak.errors import ConfigError
 from fedleak.models import LanguageModel
 from fedleak.observation import UpdateKind
 from fedleak.privacy import Epsilon, Event, Noise
-from fedleak.training import LocalTraining, PrivateSteps, passes
+from fedleak.training.local import LocalTraining, PrivateSteps, passes
 
 Finite = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 

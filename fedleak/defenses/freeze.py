@@ -8,8 +8,8 @@ from pydantic import Field
 from fedleak.defenses import Claims, Defense
 from fedleak.errors import ConfigError
 from fedleak.models import LanguageModel
-from fedleak.models.parts import select
-from fedleak.training import LocalTraining
+from fedleak.models.parameter_selection import select
+from fedleak.training.local import LocalTraining
 
 
 @dataclass(frozen=True)

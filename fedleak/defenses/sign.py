@@ -7,7 +7,7 @@ import torch
 
 from fedleak.defenses import Claims, Defense
 from fedleak.observation import ClientUpdate
-from fedleak.training import LocalTraining
+from fedleak.training.local import LocalTraining
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from fedleak.errors import ConfigError, FedleakError, unknown
 from fedleak.models import CAUSAL_LM, CLASSIFICATION, families, pad
 from fedleak.models.prior import Prior, outline
-from fedleak.streams import stream, stream_seed
+from fedleak.rng import stream, stream_seed
 
 _HELD_OUT = 0.02
 _WARM_UP = 0.05

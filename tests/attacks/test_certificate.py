@@ -10,8 +10,8 @@ from fedleak.attacks.certificate import PRECISION, Member, Units
 from fedleak.attacks.clock import Clock
 from fedleak.models import CAUSAL_LM, CLASS_LOSSES, CLASSIFICATION, pad
 from fedleak.observation import Knowledge, UpdateKind
-from fedleak.streams import stream
-from fedleak.training import share
+from fedleak.rng import stream
+from fedleak.training.local import share
 
 ENDLESS = Clock(None)
 KINDS = [("bert", CLASSIFICATION), ("gpt2", CLASSIFICATION), ("llama", CLASSIFICATION)]

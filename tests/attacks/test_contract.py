@@ -19,8 +19,8 @@ from fedleak.attacks import Batched, Progress, Setting
 from fedleak.models import CAUSAL_LM, CLASSIFICATION
 from fedleak.observation import ClientUpdate, Knowledge, Observation, UpdateKind
 from fedleak.reconstruction import Reconstruction, Status
-from fedleak.streams import stream
-from fedleak.training import share
+from fedleak.rng import stream
+from fedleak.training.local import share
 
 QUICK = {
     "dlg": {"steps": 2, "starts": 1, "shapes": 3},

@@ -19,16 +19,16 @@ from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_a
 from torch.utils._pytree import tree_flatten, tree_map
 
 from fedleak.attacks import Attack
-from fedleak.attacks.dager import Dager
-from fedleak.attacks.dlg import Dlg
-from fedleak.attacks.keyspan import Keyspan
-from fedleak.attacks.lamp import Lamp
-from fedleak.attacks.probes import Probes
-from fedleak.attacks.tag import Tag
+from fedleak.attacks.analytic.probes import Probes
+from fedleak.attacks.matching.dlg import Dlg
+from fedleak.attacks.matching.lamp import Lamp
+from fedleak.attacks.matching.tag import Tag
+from fedleak.attacks.subspace.dager import Dager
+from fedleak.attacks.subspace.keyspan import Keyspan
 from fedleak.models import CAUSAL_LM, CLASSIFICATION, LanguageModel
 from fedleak.observation import Observation
 from fedleak.reconstruction import Reconstruction, Status
-from fedleak.streams import stream
+from fedleak.rng import stream
 
 ELSEWHERE = torch.device("meta")
 """What such a tensor says: the one device that PyTorch knows everywhere and computes nothing on."""

@@ -6,14 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fedleak.attacks.dager import Dager
-from fedleak.attacks.dlg import Dlg
-from fedleak.attacks.keyspan import Keyspan
-from fedleak.attacks.lamp import Lamp
-from fedleak.attacks.probes import Probes
+from fedleak.attacks.analytic.probes import Probes
+from fedleak.attacks.matching.dlg import Dlg
+from fedleak.attacks.matching.lamp import Lamp
+from fedleak.attacks.subspace.dager import Dager
+from fedleak.attacks.subspace.keyspan import Keyspan
 from fedleak.models import CAUSAL_LM, CLASSIFICATION, pad, prior
 from fedleak.reconstruction import Status
-from fedleak.streams import stream
+from fedleak.rng import stream
 
 pytestmark = [
     pytest.mark.gpu,

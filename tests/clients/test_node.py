@@ -8,12 +8,12 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 
 from clients.app import app as client_app
 from clients.app import identity
+from clients.client_context import vault
 from clients.mods import public
-from clients.workplace import vault
 from fedleak import pipeline
-from fedleak.config import parse
+from fedleak.config.experiment import parse
 from fedleak.errors import ConfigError, FedleakError
-from fedleak.store import Run
+from fedleak.store.run import Run
 from server.inline import InlineGrid
 
 SECRET = "my neighbour has hiv"
@@ -166,7 +166,7 @@ def test_our_own_words_travel_but_not_those_about_data(answer, monkeypatch):
 
 
 def test_the_system_s_words_for_an_error_travel_and_its_file_does_not(tmp_path, monkeypatch):
-    monkeypatch.setattr("fedleak.store.os.open", raiser(OSError(28, "x", f"/{SECRET}")))
+    monkeypatch.setattr("fedleak.store.run.os.open", raiser(OSError(28, "x", f"/{SECRET}")))
     with pytest.raises(FedleakError) as caught:
         Run(tmp_path).write_json("a.json", {})
     found = public(caught.value)

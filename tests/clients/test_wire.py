@@ -9,11 +9,11 @@ from flwr.common.serde import recorddict_to_proto
 
 from clients.app import app as client_app
 from fedleak import models, pipeline
-from fedleak.config import parse
-from fedleak.models.parts import matching
-from fedleak.store import Key
-from fedleak.streams import stream_seed
-from fedleak.training import from_wire, local_update_
+from fedleak.config.experiment import parse
+from fedleak.models.parameter_selection import matching
+from fedleak.rng import stream_seed
+from fedleak.store.run import Key
+from fedleak.training.local import from_wire, local_update_
 from server.inline import InlineGrid
 
 TABLE = {

@@ -11,8 +11,8 @@ from fedleak.errors import ConfigError
 from fedleak.models import CAUSAL_LM, CLASSIFICATION, ModelSpec, pad
 from fedleak.models.lora import Lora, adapt_
 from fedleak.observation import UpdateKind
-from fedleak.streams import stream
-from fedleak.training import LocalTraining, local_update_
+from fedleak.rng import stream
+from fedleak.training.local import LocalTraining, local_update_
 
 RANK, ALPHA, RATE = 3, 12.0, 0.2
 SMALL = [

@@ -14,18 +14,20 @@ from flwr.common.serde import recorddict_to_proto
 from rich.console import Console
 
 from clients.app import app as client_app
-from fedleak import audit, check, defenses, models, pipeline, privacy, reference, report
-from fedleak.config import parse
+from fedleak import defenses, models, pipeline, privacy
+from fedleak.audit import central_baseline, defense_checks, scoring
+from fedleak.config.experiment import parse
 from fedleak.errors import FedleakError
 from fedleak.federation import clients_of_round, expected_captures, protection, read_data
 from fedleak.metrics.utility import evaluate
 from fedleak.models import CAUSAL_LM, CLASSIFICATION
 from fedleak.observation import ClientUpdate, ThreatModel, UpdateKind
 from fedleak.privacy import Event
-from fedleak.store import EVERYONE, Key, Run
-from fedleak.streams import stream, stream_seed
-from fedleak.training import LocalTraining, PrivateSteps, local_update_, round_batch
-from fedleak.workers import work_together
+from fedleak.report import tables
+from fedleak.rng import stream, stream_seed
+from fedleak.store.run import EVERYONE, Key, Run
+from fedleak.training.local import LocalTraining, PrivateSteps, local_update_, round_batch
+from fedleak.workers.process import work_together
 from server.inline import InlineGrid
 from server.strategy import CuriousServer
 
@@ -102,7 +104,7 @@ def folders(small, tmp_path_factory):
 @pytest.fixture(autouse=True)
 def unchecked(monkeypatch):
     """Leaves out what tests/test_check.py tests."""
-    monkeypatch.setattr(check, "refuse_broken", lambda run, experiment: None)
+    monkeypatch.setattr(defense_checks, "refuse_broken", lambda run, experiment: None)
 
 
 def experiment_of(*defense, federation=(), **tables):
@@ -119,7 +121,7 @@ def carried_out(path, experiment):
 def printed(run):
     text = io.StringIO()
     console = Console(file=text, width=120)
-    report.print_run(run, audit.score_run(run), console)
+    tables.print_run(run, scoring.score_run(run), console)
     return text.getvalue()
 
 
@@ -357,7 +359,7 @@ SEVEN = {"data": TABLE["data"] | {"samples": 7}}
 def summed(folders, tmp_path_factory):
     """Three clients with 3, 2 and 2 texts, of whom the server sees the sum."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(check, "refuse_broken", lambda run, experiment: None)
+        patch.setattr(defense_checks, "refuse_broken", lambda run, experiment: None)
         experiment = experiment_of(NOISE, SECURE_SUM, federation=SUMMED, **SEVEN)
         return carried_out(tmp_path_factory.mktemp("summed") / "run", experiment)
 
@@ -388,7 +390,7 @@ def test_the_server_gets_the_sum_and_nothing_of_a_single_client(summed, tmp_path
 def test_answers_on_a_sum_are_scored_against_the_texts_of_all(summed):
     assert summed.truths() == [Key(round, client) for round in (1, 2) for client in range(3)]
     for round in (1, 2):
-        truth = audit.read_truth(summed, Key(round, EVERYONE))
+        truth = scoring.read_truth(summed, Key(round, EVERYONE))
         alone = [summed.read_truth(Key(round, client)) for client in range(3)]
         texts = [list(ids) for one in alone for ids in one["sequences"]]
         assert [list(ids) for ids in truth.sequences] == texts
@@ -408,8 +410,8 @@ def test_answers_on_a_sum_are_scored_against_the_texts_of_all(summed):
 
 def test_what_is_granted_of_a_sum_is_of_all_clients(summed):
     threat = ThreatModel(frozenset({"labels", "lengths", "batch_size", "noise_scale"}))
-    known = audit.knowledge(summed, Key(1, EVERYONE), threat)
-    truth = audit.read_truth(summed, Key(1, EVERYONE))
+    known = scoring.knowledge(summed, Key(1, EVERYONE), threat)
+    truth = scoring.read_truth(summed, Key(1, EVERYONE))
     longest_first = sorted(map(len, truth.sequences), reverse=True)
     assert known.lengths == tuple(longest_first)
     pairs = [(len(s), label) for s, label in zip(truth.sequences, truth.labels, strict=True)]
@@ -423,7 +425,7 @@ def test_probes_read_the_words_of_all_clients_in_a_sum_without_noise(tmp_path):
     (row,) = run.rows("leakage.jsonl")
     assert (row["status"], row["client"], row["batch_size"]) == ("recovered", EVERYONE, 4)
     assert row["token_recall"] == row["token_precision"] == 1
-    truth = audit.read_truth(run, Key(1, EVERYONE))
+    truth = scoring.read_truth(run, Key(1, EVERYONE))
     assert row["facts"]["longest_sequence"]["found"] == max(map(len, truth.sequences))
     assert run.rows("privacy.jsonl")[0]["epsilon"] == "none"
 
@@ -491,7 +493,7 @@ def sizes_of(seed):
 def sampled(folders, tmp_path_factory):
     """A run with an empty batch, in a round in which the other client's has two texts."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(check, "refuse_broken", lambda run, experiment: None)
+        patch.setattr(defense_checks, "refuse_broken", lambda run, experiment: None)
         seed = next(s for s in range(10**4) if sizes_of(s) == [[0, 2], [1, 1]])
         found = {}
         for name, defense in {"apart": [POISSON], "sum": [POISSON, SECURE_SUM]}.items():
@@ -521,7 +523,7 @@ def test_a_client_that_drew_nobody_looks_like_any_other_to_the_server(sampled):
 def test_who_drew_nobody_has_a_weight_in_the_sum_all_the_same(sampled):
     run = sampled["sum"]
     assert run.read_capture(Key(1, EVERYONE)).update.num_examples == 2
-    truth = audit.read_truth(run, Key(1, EVERYONE))
+    truth = scoring.read_truth(run, Key(1, EVERYONE))
     assert len(truth.sequences) == 2
     (row,) = [row for row in run.rows("leakage.jsonl") if row["round"] == 1]
     assert row["batch_size"] == 2
@@ -534,7 +536,7 @@ def test_the_scale_of_the_noise_in_a_sum_is_that_of_the_weights_it_was_made_with
     expected = math.hypot(0.25, 0.25)
     quiet = flat(run.read_capture(Key(1, EVERYONE)).update)
     assert float(quiet.square().mean().sqrt()) == pytest.approx(expected, rel=0.02)
-    assert audit.read_truth(run, Key(1, EVERYONE)).noise_scale == pytest.approx(expected)
+    assert scoring.read_truth(run, Key(1, EVERYONE)).noise_scale == pytest.approx(expected)
 
 
 # --- the ledger -----------------------------------------------------------------------------
@@ -558,7 +560,7 @@ def with_ledger():
 @pytest.fixture(scope="module")
 def ledgered(folders, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(check, "refuse_broken", lambda run, experiment: None)
+        patch.setattr(defense_checks, "refuse_broken", lambda run, experiment: None)
         return carried_out(tmp_path_factory.mktemp("ledger") / "run", with_ledger())
 
 
@@ -629,7 +631,7 @@ def test_a_run_that_was_stopped_spends_no_more_than_one_that_was_not(ledgered, t
         for _ in range(2):
             with pytest.raises(FedleakError, match="the power is off"):
                 carried_out(run.path, experiment)
-            audit.score_run(run)  # a look at what there is
+            scoring.score_run(run)  # a look at what there is
             assert len(run.rows("privacy.jsonl")) < len(ledgered.rows("privacy.jsonl"))
         carried_out(run.path, experiment)
     for name in ("privacy.jsonl", "defenses.jsonl"):
@@ -683,7 +685,7 @@ def test_utility_is_taken_after_the_rounds_that_were_chosen_and_the_last(tmp_pat
     def never(*args):
         raise AssertionError("trained again")
 
-    monkeypatch.setattr(reference, "central", never)
+    monkeypatch.setattr(central_baseline, "central", never)
     before = content(run)
     carried_out(run.path, experiment)
     assert content(run) == before
@@ -696,11 +698,11 @@ def test_the_reference_is_plain_sgd_on_everybody_s_texts(tmp_path):
     start = model_of(**BERT, task=CLASSIFICATION)
     fresh = models.load(defended.model_spec(2)).parameters()
     run.write_broadcast(1, fresh)
-    found = reference.central(defended, run)
+    found = central_baseline.central(defended, run)
     # Two epochs of two steps on three texts, of two clients, in two rounds.
     assert found["steps"] == 2 * 2 * 2 * 2
-    assert reference.central(defended, run) == found
-    assert reference.central(experiment_of(DP_SGD, federation=federation), run) == found
+    assert central_baseline.central(defended, run) == found
+    assert central_baseline.central(experiment_of(DP_SGD, federation=federation), run) == found
     held_out = pipeline.plan(defended).held_out
     models.load_parameters_(start, fresh)
     assert found["loss"] != loss_of(start, held_out)

@@ -11,18 +11,19 @@ import torch
 from flwr.app import ArrayRecord
 
 from clients import outgoing
-from fedleak import audit, federation, models, pipeline
-from fedleak.attacks.dlg import Dlg
-from fedleak.config import NamedAttack, parse
+from fedleak import federation, models, pipeline
+from fedleak.attacks.matching.dlg import Dlg
+from fedleak.audit import scoring
+from fedleak.config.experiment import NamedAttack, parse
 from fedleak.errors import ConfigError, FedleakError
 from fedleak.federation import expected_captures
 from fedleak.models import CAUSAL_LM, CLASSIFICATION, LanguageModel, ModelSpec
 from fedleak.observation import Knowledge, ThreatModel, UpdateKind
 from fedleak.reconstruction import Reconstruction, Status
-from fedleak.store import Key, Run
-from fedleak.streams import stream_seed
-from fedleak.training import local_update_
-from fedleak.workers import Job, work
+from fedleak.rng import stream_seed
+from fedleak.store.run import Key, Run
+from fedleak.training.local import local_update_
+from fedleak.workers.process import Job, work
 from server import inline
 from server.strategy import CuriousServer
 
@@ -51,7 +52,7 @@ def whole(path, experiment):
     with run.lock():
         with pipeline.noting_status(run), pipeline.attacking(run, experiment):
             inline.train(run, experiment)
-        audit.score_run(run)
+        scoring.score_run(run)
     return run
 
 
@@ -309,7 +310,7 @@ def test_each_thing_is_read_decoded_and_written_once(tmp_path, monkeypatch):
     counting(ArrayRecord, "to_torch_state_dict")
     counting(federation, "load")
     counting(federation, "read_data")
-    monkeypatch.setattr("clients.workplace.read_data", federation.read_data)
+    monkeypatch.setattr("clients.client_context.read_data", federation.read_data)
     counting(outgoing, "to_wire")
     inline.train(run, experiment)
     replies, evaluations = 3 * 2, 4

@@ -9,9 +9,9 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRec
 
 from clients.app import app as client_app
 from fedleak import pipeline
-from fedleak.config import parse
+from fedleak.config.experiment import parse
 from fedleak.errors import FedleakError
-from fedleak.store import EVERYONE, Key
+from fedleak.store.run import EVERYONE, Key
 from server.app import find_nodes
 from server.inline import InlineGrid
 from server.strategy import CuriousServer

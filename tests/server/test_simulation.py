@@ -16,7 +16,7 @@ import pytest
 import tomli_w
 
 from fedleak import pipeline
-from fedleak.config import Experiment, parse
+from fedleak.config.experiment import Experiment, parse
 from fedleak.errors import FedleakError
 from server import inline, simulation
 

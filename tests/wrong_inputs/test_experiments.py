@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from fedleak import attacks, config, defenses, pipeline
-from fedleak.config import load
+from fedleak import attacks, defenses, pipeline
+from fedleak.config import experiment as config
+from fedleak.config.experiment import load
 
 DP_SGD = {"kind": "dp_sgd", "max_grad_norm": 1.0}
 

@@ -1,0 +1,62 @@
+"""What an experiment's clients need, loaded once per process, and where a node keeps its own."""
+
+import os
+from functools import cache, lru_cache
+from pathlib import Path
+
+import torch
+from flwr.app import Context
+
+from fedleak import models
+from fedleak.config.experiment import Experiment
+from fedleak.errors import ConfigError
+from fedleak.federation import Protection, Workload, divide, protection, read_data
+from fedleak.models import LanguageModel
+from fedleak.store.run import Run
+
+
+@lru_cache(maxsize=1)
+def workplace(experiment: Experiment) -> tuple[LanguageModel, Workload]:
+    """Loads what an experiment's clients need, once per process."""
+    # One thread, so that sums come out bit for bit the same under every engine.
+    torch.set_num_threads(1)
+    split = read_data(experiment)
+    model = models.load(experiment.model_spec(len(split.train.label_names)), weights=False)
+    return model, divide(experiment, split, model)
+
+
+@cache
+def protected(experiment: Experiment, client: int) -> Protection:
+    """Works out what a client does for its privacy, once per process."""
+    _, workload = workplace(experiment)
+    return protection(experiment, client, len(workload.parts[client]))
+
+
+def client_of(context: Context) -> int:
+    """Returns the client whose data this node holds.
+
+    Raises:
+        ConfigError: The node config does not say.
+    """
+    number = context.node_config.get("partition-id")
+    if not isinstance(number, int):
+        raise ConfigError(f"the node's partition-id = {number!r}: give the number of its client")
+    return number
+
+
+def vault(context: Context, run: Run) -> Run | None:
+    """Returns where this node keeps what it trained on; None if it keeps nothing.
+
+    Only the node decides: by `vault` in its node config, else, because Flower's simulation gives
+    nodes none of their own, by FEDLEAK_VAULT in its environment. That is a folder with a folder
+    for each run. Who submits a run chooses the name of that, and not where it is.
+
+    Raises:
+        ConfigError: That is not an absolute path.
+    """
+    folder = context.node_config.get("vault", os.environ.get("FEDLEAK_VAULT", ""))
+    if folder in ("", False):
+        return None
+    if not isinstance(folder, str) or not os.path.isabs(folder):
+        raise ConfigError(f"the node's vault = {folder!r}: give the absolute path of a folder")
+    return Run(Path(folder, os.path.basename(os.path.normpath(run.path))))

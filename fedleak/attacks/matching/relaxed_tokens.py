@@ -1,0 +1,259 @@
+"""Our own gradient matching: tokens at places, proved as soon as they are right.
+
+Where the update gives away the tokens of the batch, each place is a mixture of them, so the model
+stays differentiable in which token is where, and the gradients of the word and position
+embeddings, which say most about that, can be matched with the others. Every few steps the mixtures
+are read as tokens and improved by hand: tokens change places within a sentence, or one token
+for another, whatever brings the recomputed gradient and the prior closest. What matches exactly is
+finished; rows of a victim that lag behind are given up.
+
+Shapes: R rows, K guesses for each, B sequences, T tokens, F numbers at a place, M tokens of a bag.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import combinations, product
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from fedleak.attacks.matching import reorderings
+from fedleak.attacks.matching.candidate_selection import (
+    Best,
+    best_of_batch,
+    best_of_sequence,
+    nll,
+    orders_tensor,
+    stacked,
+)
+from fedleak.attacks.matching.guesses import Guess, Mixtures, Objective
+from fedleak.attacks.matching.initialization import initial
+from fedleak.attacks.matching.optimizer import (
+    UNWATCHED,
+    Descent,
+    Found,
+    Recipe,
+    Watch,
+    best_of_each,
+)
+from fedleak.models.prior import Prior
+
+Item = TypeVar("Item")
+
+EXACT = 1e-4
+"""Distance, from 0 to 1, below which tokens are taken to be right: wrong ones are far above."""
+
+
+def reconstruct(
+    objective: Objective,
+    recipe: Recipe,
+    prior: Prior | None,
+    rng: Sequence[torch.Generator],
+    watch: Watch,
+) -> list[Found]:
+    """Returns each victim's tokens, and the distance of their gradient."""
+    everyone, alive_R = objective, torch.arange(len(rng), device=objective.victim_R.device)
+    descent = Descent(initial(objective, recipe, rng, watch), recipe)
+    best_ids_RBT = objective.read(descent.now())
+    best_R = torch.full_like(objective.unit_R, torch.inf)
+    for step in (*range(0, recipe.steps, recipe.every), recipe.steps):
+        # As they are read first, so that no time is spent on rows that are exact or lag behind.
+        for sweeps in (0, recipe.sweeps) if recipe.may_move(step) else (0,):
+            of_row = [rng[i] for i in alive_R.tolist()]
+            moving = replace(recipe, sweeps=sweeps)
+            ids_RBT, score_R = improved(objective, moving, prior, descent.now(), of_row, watch)
+            better_R = score_R < best_R[alive_R]
+            best_R[alive_R[better_R]] = score_R[better_R]
+            best_ids_RBT[alive_R[better_R]] = ids_RBT[better_R]
+            watch.at(step, best_of_each(everyone.victim_R, best_ids_RBT, best_R))
+            going_S = going(everyone.victim_R, best_R, alive_R, step / recipe.steps)
+            if not len(going_S) or watch.up():
+                return best_of_each(everyone.victim_R, best_ids_RBT, best_R)
+            changed_R = (ids_RBT != objective.read(descent.now())).flatten(1).any(1)
+            _restart_(descent, objective, ids_RBT, changed_R)
+            if len(going_S) < len(alive_R):
+                alive_R, objective = alive_R[going_S], objective.take(going_S)
+                descent.take_(going_S)
+        for each in range(step, min(step + recipe.every, recipe.steps)):
+            descent.step(recipe.loss(objective, each))
+            watch.at(each + 1)
+            if watch.up():
+                break
+    return best_of_each(everyone.victim_R, best_ids_RBT, best_R)
+
+
+def improved(
+    objective: Objective,
+    recipe: Recipe,
+    prior: Prior | None,
+    leaf_RBTF: Tensor,
+    rng: Sequence[torch.Generator],
+    watch: Watch = UNWATCHED,
+) -> tuple[Tensor, Tensor]:
+    """Returns better tokens [R, B, T] than those read from the leaf, and their score [R].
+
+    One sentence after the other is changed, then two at a time, in each row as long as that helps
+    and there is time.
+    The score is the distance plus what the prior adds; of tokens that match exactly, the distance
+    alone.
+    """
+    ids_RBT = objective.read(leaf_RBTF)
+    likely_R = _likely(objective, recipe, prior, ids_RBT)
+    apart_R = objective.scores(objective.space.exact(objective.rows, ids_RBT[:, None]))[:, 0]
+    going_S = torch.arange(len(rng), device=ids_RBT.device)
+    for _ in range(recipe.sweeps):
+        if not len(going_S) or watch.up():
+            break
+        of_row = [rng[r] for r in going_S.tolist()]
+        before_SBT, some = ids_RBT[going_S], objective.take(going_S)
+        ids_RBT[going_S], apart_R[going_S], likely_R[going_S] = _swept(
+            some, recipe, prior, leaf_RBTF[going_S], before_SBT, apart_R[going_S], of_row, watch
+        )
+        going_S = going_S[(ids_RBT[going_S] != before_SBT).flatten(1).any(1)]
+    return ids_RBT, torch.where(apart_R < EXACT, apart_R, apart_R + likely_R)
+
+
+def _likely(objective: Objective, recipe: Recipe, prior: Prior | None, ids_RBT: Tensor) -> Tensor:
+    """Returns what the prior adds [R] to the scores of tokens."""
+    each = [nll(prior, recipe, objective, b, ids_RBT[:, None, b]) for b in range(ids_RBT.shape[1])]
+    return torch.cat(each, 1).sum(1)
+
+
+def _swept(
+    objective: Objective,
+    recipe: Recipe,
+    prior: Prior | None,
+    leaf_RBTF: Tensor,
+    ids_RBT: Tensor,
+    apart_R: Tensor,
+    rng: Sequence[torch.Generator],
+    watch: Watch,
+) -> Best:
+    """Returns the tokens [R, B, T] after each sentence was changed once, and then two at a time.
+
+    Out of time, what comes later stays as it is.
+    """
+    rows, space, sequences = objective.rows, objective.space, range(ids_RBT.shape[1])
+    ids_RBT, likely_R = ids_RBT.clone(), torch.zeros_like(objective.unit_R)
+    for b in sequences:
+        tried_RKT = _changes(objective, recipe, leaf_RBTF, ids_RBT, b, rng)
+        likely_RK = nll(prior, recipe, objective, b, tried_RKT, watch)
+        if watch.up():
+            return Best(ids_RBT, apart_R, _likely(objective, recipe, prior, ids_RBT))
+
+        def inputs(tried_RKT: Tensor, b: int = b) -> Guess:
+            own = rows.sequences_of([b])
+            return space.exact(own, tried_RKT[:, :, None, : own.length])
+
+        now = space.exact(rows, ids_RBT[:, None])
+        best = best_of_sequence(objective, now, b, inputs, tried_RKT, likely_RK, watch)
+        ids_RBT[:, b], apart_R = best.chosen_RX, best.apart_R
+        likely_R = likely_R + best.likely_R
+    if len(sequences) > 1:
+        tried_RKBT = _exchanges(objective, recipe, ids_RBT, rng, watch)
+        each_RBK = [nll(prior, recipe, objective, b, tried_RKBT[:, :, b], watch) for b in sequences]
+        if not watch.up():
+            return best_of_batch(objective, tried_RKBT, torch.stack(each_RBK, 1).sum(1), watch)
+    return Best(ids_RBT, apart_R, likely_R)
+
+
+def going(victim_R: Tensor, best_R: Tensor, alive_R: Tensor, progress: float) -> Tensor:
+    """Returns which of the rows alive go on, as indices [S] of them.
+
+    None of a victim of which one is exact; else fewer and fewer, the best.
+    """
+    kept = []
+    for victim in sorted(set(victim_R[alive_R].tolist())):
+        started = int((victim_R == victim).sum())
+        rows_S = (victim_R[alive_R] == victim).nonzero()[:, 0]
+        if best_R[victim_R == victim].min() < EXACT:
+            continue
+        number = max(1, math.ceil(started * 2 ** (-8 * progress)))
+        order_S = best_R[alive_R[rows_S]].argsort(stable=True)
+        kept.append(rows_S[order_S[:number]].sort().values)
+    return torch.cat(kept) if kept else alive_R[:0]
+
+
+def _restart_(descent: Descent, objective: Objective, ids_RBT: Tensor, rows_R: Tensor) -> None:
+    """Lets the descent of some rows go on from tokens, without memory of where it came from."""
+    change_R111 = rows_R[:, None, None, None]
+    begin_RBTF = objective.space.leaf(objective.rows, ids_RBT)
+    descent.change_(
+        lambda leaf: torch.where(change_R111, begin_RBTF, leaf),
+        lambda mean: mean.masked_fill(change_R111, 0.0),
+    )
+
+
+def _changes(
+    objective: Objective,
+    recipe: Recipe,
+    leaf_RBTF: Tensor,
+    ids_RBT: Tensor,
+    b: int,
+    rng: Sequence[torch.Generator],
+) -> Tensor:
+    """Returns guesses [R, K, T] of sequence b, the present one first: other orders, other tokens.
+
+    Orders are drawn at random; of other tokens, those that the mixtures hold likeliest are tried.
+    """
+    space, length = objective.space, ids_RBT.shape[2]
+    found = []
+    for r, one in enumerate(rng):
+        places, now_T = objective.rows.content(r, b), ids_RBT[r, b]
+        orders = reorderings.nearby(len(places), recipe.orders, one)
+        tried = [now_T[None], now_T[orders_tensor(orders, places, length).to(now_T.device)]]
+        if isinstance(space, Mixtures):
+            bag_M = space.ids_RM[r, space.there_RM[r]]
+            share_NM = leaf_RBTF[r, b, places, : len(bag_M)].log_softmax(-1)
+            share_NM = share_NM.masked_fill(now_T[places, None] == bag_M, -torch.inf)
+            most = min(recipe.orders, share_NM.numel() - len(places))
+            likeliest_K = share_NM.flatten().topk(max(most, 0)).indices
+            other_KT = now_T.repeat(len(likeliest_K), 1)
+            place_N = torch.tensor(places, dtype=torch.long, device=now_T.device)
+            at_K = place_N[likeliest_K // len(bag_M)]
+            other_KT[torch.arange(len(at_K)), at_K] = bag_M[likeliest_K % len(bag_M)]
+            tried.append(other_KT)
+        found.append(torch.cat(tried))
+    return stacked(found)
+
+
+def _exchanges(
+    objective: Objective,
+    recipe: Recipe,
+    ids_RBT: Tensor,
+    rng: Sequence[torch.Generator],
+    watch: Watch = UNWATCHED,
+) -> Tensor:
+    """Returns guesses [R, K, B, T], the present one first: two sentences exchange tokens.
+
+    At one place, or from one place on. Out of time, there are fewer.
+    """
+    found = []
+    for r, one in enumerate(rng):
+        free_BT, now_BT = ~objective.rows.fixed_RBT[r], ids_RBT[r]
+        label_B = objective.rows.labels_RB[r].tolist()
+        pairs = list(combinations(range(len(now_BT)), 2))
+        tried = [now_BT]
+        for (b, c), place, stop in product(pairs, range(now_BT.shape[1]), (1, now_BT.shape[1])):
+            if watch.up():
+                break
+            both_T = free_BT[b] & free_BT[c]
+            both_T = both_T & (torch.arange(len(both_T), device=both_T.device) >= place)
+            both_T = both_T & (torch.arange(len(both_T), device=both_T.device) < place + stop)
+            if both_T.any() and not torch.equal(now_BT[b, both_T], now_BT[c, both_T]):
+                other_BT = now_BT.clone()
+                other_BT[b, both_T], other_BT[c, both_T] = now_BT[c, both_T], now_BT[b, both_T]
+                # Two whole sentences of one class only change their order.
+                if label_B[b] != label_B[c] or not torch.equal(other_BT[b], now_BT[c]):
+                    tried.append(other_BT)
+        found.append(torch.stack([tried[0], *_some(tried[1:], 2 * recipe.orders, one)]))
+    return stacked(found)
+
+
+def _some(all_of: list[Item], most: int, rng: torch.Generator) -> list[Item]:
+    """Returns at most so many of the list, drawn without order."""
+    if len(all_of) <= most:
+        return all_of
+    return [all_of[i] for i in torch.randperm(len(all_of), generator=rng)[:most].tolist()]

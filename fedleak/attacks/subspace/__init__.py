@@ -1,0 +1,1 @@
+"""Attacks on the row space of attention gradients: the inputs of a batch span it."""

@@ -1,0 +1,45 @@
+"""What the model could have learnt: the same data in one place, without defenses."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from fedleak import models
+from fedleak.config.experiment import Experiment
+from fedleak.federation import clients_of_round, divide, read_data
+from fedleak.metrics.utility import evaluate
+from fedleak.observation import UpdateKind
+from fedleak.rng import stream, stream_seed
+from fedleak.store.run import Run, plain
+from fedleak.training.local import local_update_
+
+
+def central(experiment: Experiment, run: Run) -> dict[str, Any]:
+    """Returns the utility of a model that one party trained on all clients' data.
+
+    It starts from the weights of round 1 and takes as many steps of SGD, of the same batch size and
+    learning rate, as all clients together.
+    """
+    model = models.load(experiment.model_spec(run.info()["num_labels"]), weights=False)
+    models.load_parameters_(model, run.read_broadcast(1))
+    workload = divide(experiment, read_data(experiment), model)
+    local = experiment.local_training
+    steps = sum(
+        local.steps(len(workload.parts[client]))
+        for round in range(1, experiment.federation.rounds + 1)
+        for client in clients_of_round(experiment, round)
+    )
+    one_step = replace(local, kind=UpdateKind.DELTA, epochs=1)
+    rng = stream(experiment.seed, "reference")
+    for step in range(steps):
+        chosen = torch.randperm(len(workload.sequences), generator=rng)[: local.batch_size].tolist()
+        local_update_(
+            model,
+            [workload.sequences[i] for i in chosen],
+            [workload.labels[i] for i in chosen],
+            one_step,
+            seed=stream_seed(experiment.seed, "reference", step),
+        )
+    scores = evaluate(model, workload.held_out, workload.held_out_labels)
+    return {"steps": steps, **plain(scores)}

@@ -1,0 +1,458 @@
+"""Does each defense do what it says? Tested on the update as a client would send it.
+
+Published results were wrong where nobody looked: noise measured before it was added, the batch's
+mean clipped and not each example, a budget that began anew in every round (see the README). Every
+run with defenses is checked before it trains, and `fedleak check-defense` prints the figures.
+
+The checks feed texts of random tokens to the experiment's own model, and never a client's data. A
+loud batch is one whose first example has a gradient some thousand times too large.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedleak import models, privacy
+from fedleak.config.experiment import Experiment
+from fedleak.defenses import Claims, Defense
+from fedleak.defenses.secure_sum import SecureSum
+from fedleak.errors import FedleakError
+from fedleak.federation import Protection, divide, protection, read_data
+from fedleak.models import CLASSIFICATION, LanguageModel, pad
+from fedleak.models.parameter_selection import select
+from fedleak.observation import ClientUpdate, UpdateKind
+from fedleak.privacy import Event
+from fedleak.rng import stream, stream_seed
+from fedleak.store.run import Run
+from fedleak.training.local import (
+    LocalTraining,
+    aggregate,
+    from_wire,
+    local_update_,
+    mean_update,
+    passes,
+    share,
+    to_wire,
+)
+
+EXAMPLES, TOKENS = 4, 8
+LOUD = 1e4
+"""Factor of the loud example's logits, and so of its gradient."""
+
+DEVIATIONS = 5.0
+"""Standard deviations by which a figure that chance decides may be off: once in two million."""
+
+ROUNDING = 1e-3
+"""Relative error of a norm: half of the numbers of a large model may round the same way."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One claim of a defense, put to the test.
+
+    Attributes:
+        defense: Its place in the file and its kind; or what else was tested.
+        claim: What should be so.
+        holds: Whether it is.
+        found: The figures.
+    """
+
+    defense: str
+    claim: str
+    holds: bool
+    found: str
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Where one defense is tested.
+
+    Attributes:
+        model: At the weights that are broadcast; tests leave it so.
+        plain: How a client without defenses trains; dropout is off, because it is random too.
+        local: How one with only this defense trains.
+        defense: With its noise worked out.
+        num_examples: Examples that its client has.
+        seed: Of all that is random.
+        sends: What clients of the experiment send; a test takes a single step of it.
+    """
+
+    model: LanguageModel
+    plain: LocalTraining
+    local: LocalTraining
+    defense: Defense
+    num_examples: int
+    seed: int
+    sends: UpdateKind
+
+    @property
+    def claims(self) -> Claims:
+        """What the defense says of a single step's update."""
+        return self.defense.claims(self.local, self.num_examples)
+
+    def raw(self, *, loud: bool = False) -> ClientUpdate:
+        """Returns the update of a client without the defense."""
+        return self.trained(self.plain, range(EXAMPLES), loud, 0)
+
+    def sent(
+        self, chosen: Sequence[int] = range(EXAMPLES), *, loud: bool = False, noise: int = 0
+    ) -> ClientUpdate:
+        """Returns the update that arrives at the server.
+
+        Args:
+            chosen: Which of the examples the client has.
+            loud: The first example of all is loud.
+            noise: Another number draws other noise.
+        """
+        return self.defended(self.trained(self.local, chosen, loud, noise), noise)
+
+    def defended(self, update: ClientUpdate, noise: int = 0) -> ClientUpdate:
+        """Returns an update as the defense leaves it and the wire delivers it."""
+        client = Protection(self.local, {0: self.defense}, self.num_examples)
+        update, _ = client.defend(update, lambda _: stream(self.seed, "check", noise))
+        return replace(update, tensors=from_wire(to_wire(update.tensors)))
+
+    def trained(
+        self, local: LocalTraining, chosen: Sequence[int], loud: bool, noise: int
+    ) -> ClientUpdate:
+        """Returns the update before the defense has it."""
+        sequences = random_texts(self.model, self.seed)
+        labels = _labels(self.model, sequences)
+        family: Any = _Loud(self.model.family) if loud else self.model.family
+        model = replace(self.model, family=family)
+        own = {name: value.clone() for name, value in model.parameters().items()}
+        update = local_update_(
+            model,
+            [sequences[i] for i in chosen],
+            [labels[i] for i in chosen],
+            local,
+            seed=stream_seed(self.seed, "check", noise),
+        )
+        models.load_parameters_(model, own)
+        return update
+
+
+def refuse_broken(run: Run, experiment: Experiment) -> None:
+    """Checks the defenses of a run that has not begun, and notes the findings in checks.json.
+
+    Raises:
+        FedleakError: One does not do what it says.
+    """
+    if not experiment.defense or run.captures():
+        return
+    findings = check(experiment)
+    run.write_json("checks.json", [asdict(finding) for finding in findings])
+    broken = [f"{one.defense}: {one.claim}: {one.found}" for one in findings if not one.holds]
+    if broken:
+        raise FedleakError(
+            f"a defense fails its check ({'; '.join(broken)}): nothing was trained; see "
+            f"`fedleak check-defense` and {run.path / 'checks.json'}"
+        )
+
+
+def check(experiment: Experiment) -> list[Finding]:
+    """Puts every claim of every defense to the test, and the update of all together.
+
+    Raises:
+        ConfigError: The experiment cannot work.
+    """
+    split = read_data(experiment)
+    model = models.load(experiment.model_spec(len(split.train.label_names)))
+    experiment.check_defenses(model)
+    parts = divide(experiment, split, model).parts
+    findings = []
+    for number, placed in enumerate(experiment.defenses):
+        client = placed.clients[0] if placed.clients else 0
+        of_client = protection(experiment, client, len(parts[client]))
+        name = f"defense[{number}] ({placed.defense.kind})"
+        bench = _bench(experiment, model, of_client, of_client.defenses[number])
+        findings += [
+            Finding(name, claim, holds, found)
+            for claim, holds, found in (*_changes(bench), *_keeps(bench), *_guarantees(bench))
+        ]
+    return [*findings, *_all_together(experiment, model, parts)]
+
+
+def _bench(
+    experiment: Experiment, model: LanguageModel, of_client: Protection, defense: Defense
+) -> Bench:
+    """Returns the bench of one defense: of FedAvg a single step, whose noise is what was added."""
+    plain = replace(
+        experiment.local_training,
+        kind=UpdateKind.GRADIENT,
+        batch_size=min(experiment.federation.batch_size, of_client.num_examples),
+        dropout=False,
+    )
+    return Bench(
+        model,
+        plain,
+        defense.training(plain),
+        defense,
+        of_client.num_examples,
+        experiment.seed,
+        experiment.local_training.kind,
+    )
+
+
+Test = tuple[str, bool, str]
+"""Claim, whether it holds, and the figures."""
+
+
+def _changes(bench: Bench) -> Iterator[Test]:
+    """Tests that what is captured is not what was computed."""
+    if isinstance(bench.defense, SecureSum):
+        one, other = bench.sent(range(1)), bench.sent(range(1, EXAMPLES))
+        total = mean_update([one, other])
+        apart = [_distance(total, each) / _norm(each) for each in (one, other)]
+        right = {
+            name: (value * one.num_examples + other.tensors[name] * other.num_examples)
+            / (one.num_examples + other.num_examples)
+            for name, value in one.tensors.items()
+        }
+        off = _distance(total, replace(one, tensors=right)) / _norm(total)
+        yield (
+            "the capture is the weighted mean of two updates, and neither of them",
+            min(apart) > ROUNDING and off < ROUNDING,
+            f"{min(apart):.2g} of an update away from it, {off:.1g} from the mean",
+        )
+        return
+    raw, sent = bench.raw(loud=True), bench.sent(loud=True)
+    missing = raw.tensors.keys() - sent.tensors.keys()
+    if not missing and _distance(sent, raw) == 0:
+        # What is short or full of zeros may be left as it is: one that is neither may not.
+        raw = _dense(raw, 10 * (bench.claims.max_norm or 1.0), bench.seed)
+        sent = bench.defended(raw)
+    moved = _distance(sent, raw) / _norm(raw)
+    yield (
+        "the captured update differs from the raw one",
+        bool(missing) or moved > 0,
+        f"by {moved:.2g} of its norm; {len(missing)} of {len(raw.tensors)} tensors are missing",
+    )
+
+
+def _keeps(bench: Bench) -> Iterator[Test]:
+    """Tests the defense's own claims."""
+    claims = bench.claims
+    if claims.max_norm is not None:
+        loud = bench.trained(bench.local, range(EXAMPLES), True, 0)
+        nothing = replace(
+            loud, tensors={name: torch.zeros_like(v) for name, v in loud.tensors.items()}
+        )
+        sent, noise = bench.defended(loud), bench.defended(nothing)
+        moved = _distance(sent, noise)
+        yield (
+            f"the update is no longer than {claims.max_norm:g}, its noise aside",
+            moved <= claims.max_norm * (1 + ROUNDING) + _rounded(sent, noise),
+            f"{moved:.4g}, of {_norm(loud):.2g} before",
+        )
+    if claims.example_norm is not None:
+        sent, without = bench.sent(loud=True), bench.sent(range(1, EXAMPLES))
+        moved = _distance(sent, without)
+        yield (
+            f"a loud example moves the update by no more than {claims.example_norm:g}",
+            moved <= claims.example_norm * (1 + ROUNDING) + _rounded(sent, without),
+            f"by {moved:.4g}; a raw one by {_distance_of_raw(bench):.2g}",
+        )
+    if claims.noise_scale is not None:
+        yield _noise(bench, claims.noise_scale)
+    if claims.masked is not None:
+        yield _masked(bench, claims.masked)
+    if claims.zeros is not None:
+        yield _zeros(bench, claims.zeros)
+    if claims.levels is not None:
+        most = max(len(torch.unique(value)) for value in bench.sent().tensors.values())
+        yield (f"no more than {claims.levels} numbers a tensor", most <= claims.levels, f"{most}")
+    if claims.absent:
+        names = select(bench.model, claims.absent, "parameters")
+        there = [name for name in names if name in bench.sent().tensors]
+        yield (f"{len(names)} tensors are not sent", not there, f"{len(there)} were sent")
+
+
+def _distance_of_raw(bench: Bench) -> float:
+    """Returns how far a loud example moves an update without the defense."""
+    return _distance(bench.raw(loud=True), bench.raw())
+
+
+def _noise(bench: Bench, scale: float) -> Test:
+    """Tests the variance of the noise, by two updates that differ in nothing else.
+
+    The sum of n squared differences over 2 scale^2 is chi-square with n degrees of freedom for a
+    normal distribution; the deviation of their mean is taken from the numbers themselves, which is
+    right for any.
+    """
+    one, other = bench.sent(), bench.sent(noise=1)
+    ratio_N = torch.cat(
+        [
+            (value.double() - other.tensors[name].double()).flatten().square()
+            for name, value in one.tensors.items()
+        ]
+    ) / (2 * scale**2)
+    mean, deviation = float(ratio_N.mean()), float(ratio_N.std()) / math.sqrt(len(ratio_N))
+    off = (mean - 1) / max(deviation, 1e-300)
+    return (
+        f"the noise has standard deviation {scale:.4g}",
+        abs(off) < DEVIATIONS,
+        f"{scale * math.sqrt(mean):.4g} on {len(ratio_N):,} numbers, {off:+.1f} deviations off",
+    )
+
+
+def _masked(bench: Bench, fraction: float) -> Test:
+    """Tests a mask on the numbers that were not zero before."""
+    before, after = _numbers(bench)
+    used = before != 0
+    dropped, numbers = float((after[used] == 0).double().mean()), int(used.sum())
+    deviation = math.sqrt(fraction * (1 - fraction) / numbers)
+    kept = torch.equal(after[after != 0], before[after != 0])
+    return (
+        f"{100 * fraction:g} % of the numbers are set to zero, the others stay",
+        abs(dropped - fraction) < DEVIATIONS * deviation + 1 / numbers and kept,
+        f"{100 * dropped:.4g} % of {numbers:,}",
+    )
+
+
+def _zeros(bench: Bench, fraction: float) -> Test:
+    """Tests how much is zero, and that it is what was smallest."""
+    before, after = _numbers(bench)
+    zero = after == 0
+    share_of = float(zero.double().mean())
+    largest = float(before[zero].abs().max()) if zero.any() else 0.0
+    least = float(after[~zero].abs().min()) if not zero.all() else math.inf
+    kept = torch.equal(after[~zero], before[~zero])
+    return (
+        f"{100 * fraction:g} % of the numbers are zero, the smallest; the others stay",
+        share_of >= fraction - 1 / len(after) and largest <= least and kept,
+        f"{100 * share_of:.4g} % of {len(after):,}, up to {largest:.2g}; others from {least:.2g}",
+    )
+
+
+def _numbers(bench: Bench) -> tuple[Tensor, Tensor]:
+    """Returns all numbers of an update before and after."""
+    raw, sent = bench.raw(), bench.sent()
+    return (
+        torch.cat([value.flatten() for value in raw.tensors.values()]),
+        torch.cat([sent.tensors[name].flatten() for name in raw.tensors]),
+    )
+
+
+def _guarantees(bench: Bench) -> Iterator[Test]:
+    """Tests that two rounds with the same example cost more than one, in one run as in two."""
+    local = replace(bench.local, kind=bench.sends)
+    again = 1 + (passes(bench.num_examples, local) if bench.sends == UpdateKind.GRADIENT else 1)
+    first, second = (bench.defense.event(local, bench.num_examples, round) for round in (1, again))
+    if first is None and second is None:
+        return
+
+    def epsilon(events: Sequence[Event | None]) -> float:
+        return sum(
+            each.epsilon
+            for each in privacy.compose([event for event in events if event], 1e-5, "rdp")
+        )
+
+    resumed = [event and Event.from_json(event.to_json()) for event in (first,)] + [second]
+    one, whole, later = epsilon([first]), epsilon([first, second]), epsilon(resumed)
+    yield (
+        "two runs of one round spend what one run of two does, and more than one round",
+        whole == later and whole > one > 0,
+        f"epsilon {whole:.4g} and {later:.4g} at delta 1e-5; one round {one:.4g}",
+    )
+
+
+def _all_together(
+    experiment: Experiment, model: LanguageModel, parts: Sequence[Sequence[int]]
+) -> Iterator[Finding]:
+    """Tests the update of the first client with all of its defenses, and what it does."""
+    sequences = random_texts(model, experiment.seed)
+    of_client = protection(experiment, 0, len(parts[0]))
+    # As many examples as a step takes, so that FedAvg makes one.
+    local = replace(of_client.local, batch_size=EXAMPLES, epochs=1)
+    before = {name: value.clone() for name, value in model.parameters().items()}
+    labels = _labels(model, sequences)
+    update = local_update_(model, sequences, labels, local, seed=experiment.seed)
+    models.load_parameters_(model, before)
+    update, _ = of_client.defend(update, lambda n: stream(experiment.seed, "check", n))
+    sent = share(update, experiment.shared(model))
+    frozen = set(select(model, local.frozen, "parameters")) if local.frozen else set()
+    wanted = set(experiment.shared(model)) - frozen
+    yield Finding(
+        "the update",
+        "what is shared and trained is sent, and nothing else",
+        sent.tensors.keys() == wanted,
+        f"{len(sent.tensors)} of {len(before)} tensors",
+    )
+    after = aggregate(before, [sent], experiment.federation.learning_rate)
+    moved = sum(not torch.equal(after[name], before[name]) for name in before)
+    yield Finding(
+        "the update",
+        "the global weights move, and stay finite",
+        moved > 0 and all(bool(value.isfinite().all()) for value in after.values()),
+        f"{moved} of {len(before)} tensors move",
+    )
+
+
+def random_texts(model: LanguageModel, seed: int) -> list[list[int]]:
+    """Returns texts of random tokens, as a client would feed them."""
+    rng, special = stream(seed, "check"), model.special_ids()
+    usable = [i for i in range(len(model.tokenizer)) if i not in special]
+    picks_BT = torch.randint(len(usable), (EXAMPLES, TOKENS), generator=rng).tolist()
+    return model.encode([model.decode([usable[i] for i in row]) for row in picks_BT])
+
+
+def _labels(model: LanguageModel, sequences: Sequence[Sequence[int]]) -> list[int]:
+    """Returns for each text the class that the model holds least likely: it has a gradient."""
+    if model.task != CLASSIFICATION:
+        return [0] * len(sequences)
+    ids_BT, mask_BT = pad(sequences, model.tokenizer.pad_token_id, model.device)
+    with torch.no_grad():
+        logits_BC = model.family.logits(model.module, mask_BT, ids_BT=ids_BT, embeds_BTD=None)
+    labels: list[int] = logits_BC.argmin(-1).tolist()
+    return labels
+
+
+class _Loud:
+    """A family whose first example of a batch has its logits, and so its gradient, magnified."""
+
+    def __init__(self, family: Any) -> None:
+        self._family = family
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._family, name)
+
+    def logits(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Returns the family's logits, the first row magnified."""
+        of_family: Callable[..., Tensor] = self._family.logits
+        logits = of_family(*args, **kwargs)
+        return torch.cat([LOUD * logits[:1], logits[1:]])
+
+
+def _dense(like: ClientUpdate, norm: float, seed: int) -> ClientUpdate:
+    """Returns an update of the same parameters without a zero, of about that norm."""
+    rng = stream(seed, "check", "dense")
+    scale = norm / math.sqrt(sum(value.numel() for value in like.tensors.values()))
+    numbers = {
+        name: scale * torch.randn(value.shape, generator=rng)
+        for name, value in like.tensors.items()
+    }
+    return replace(like, tensors=numbers)
+
+
+def _rounded(one: ClientUpdate, other: ClientUpdate) -> float:
+    """Returns how far apart rounding alone may put two updates that were added up in float32."""
+    return 4 * torch.finfo(torch.float32).eps * (_norm(one) + _norm(other))
+
+
+def _norm(update: ClientUpdate) -> float:
+    return float(torch.stack([v.double().norm() for v in update.tensors.values()]).norm())
+
+
+def _distance(one: ClientUpdate, other: ClientUpdate) -> float:
+    """Returns the L2 distance, over the tensors that both have."""
+    apart = [
+        (value.double() - other.tensors[name].double()).norm()
+        for name, value in one.tensors.items()
+        if name in other.tensors
+    ]
+    return float(torch.stack(apart).norm())

@@ -1,0 +1,175 @@
+"""What is left to attack, kept up to date: nothing here looks through a whole run twice."""
+
+import heapq
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from fedleak.attacks import Batched, is_slow
+from fedleak.config.experiment import NamedAttack
+from fedleak.store.run import Key, Run
+
+LOOKS = 100
+"""Captures that are looked for at a time. They come in the order of rounds, if not of clients."""
+
+
+class Work(NamedTuple):
+    """An attack and the captures that it takes together."""
+
+    attack: NamedAttack
+    keys: list[Key]
+
+
+@dataclass(slots=True)
+class _Awaited:
+    place: int
+    work: Work
+    missing: set[Key]
+
+
+class Agenda:
+    """The work that is left, in the order in which it is handed out.
+
+    Quick attacks go before slow ones, and earlier captures before later ones. What an attack takes
+    together is ready once all of it is here. A try that failed is repeated capture by capture:
+    another one may have been the reason.
+
+    Args:
+        named: The attacks.
+        expected: The captures that a complete run has, in order.
+        answered: What needs no work: captures and names of attacks.
+        failed: Of what at least one try has failed.
+    """
+
+    def __init__(
+        self,
+        named: Sequence[NamedAttack],
+        expected: Sequence[Key],
+        answered: Set[tuple[Key, str]],
+        failed: Set[tuple[Key, str]],
+    ) -> None:
+        self._quick: list[tuple[Key, int, Work]] = []
+        self._slow: list[tuple[Key, int, Work]] = []
+        self._awaited: dict[Key, list[_Awaited]] = defaultdict(list)
+        self._quick_left: set[tuple[Key, str]] = set()
+        self._places = itertools.count()
+        for attack, group in groups(named, expected):
+            left = [key for key in group if (key, attack.name) not in answered]
+            if not is_slow(attack.attack):
+                self._quick_left |= {(key, attack.name) for key in left}
+            alone = [[key] for key in left if (key, attack.name) in failed]
+            together = [key for key in left if (key, attack.name) not in failed]
+            for keys in [*alone, together]:
+                each = _Awaited(next(self._places), Work(attack, keys), set(keys))
+                for key in keys:
+                    self._awaited[key].append(each)
+
+    def arrived(self, key: Key) -> None:
+        """Notes that a capture is here."""
+        for each in self._awaited.pop(key, ()):
+            each.missing.discard(key)
+            if not each.missing:
+                self._add(each.place, each.work)
+
+    def close(self) -> None:
+        """Notes that no more captures come: what is here is taken without the rest."""
+        unfinished = {id(one): one for found in self._awaited.values() for one in found}
+        for each in unfinished.values():
+            attack, keys = each.work
+            self._quick_left -= {(key, attack.name) for key in each.missing}
+            if here := [key for key in keys if key not in each.missing]:
+                self._add(each.place, Work(attack, here))
+        self._awaited.clear()
+
+    def again(self, attack: NamedAttack, key: Key) -> None:
+        """Notes that a try failed and is to be repeated."""
+        self._add(next(self._places), Work(attack, [key]))
+
+    def answered(self, key: Key, name: str) -> None:
+        """Notes that there is an answer."""
+        self._quick_left.discard((key, name))
+
+    @property
+    def quick_left(self) -> bool:
+        """Whether answers of quick attacks are still to come."""
+        return bool(self._quick_left)
+
+    @property
+    def ready(self) -> bool:
+        """Whether there is something to hand out."""
+        return bool(self._quick or self._slow)
+
+    def take(self, *, slow: bool) -> Work | None:
+        """Returns what is next, and forgets it; of slow attacks only if they may."""
+        if self._quick:
+            return heapq.heappop(self._quick)[2]
+        return heapq.heappop(self._slow)[2] if slow and self._slow else None
+
+    def _add(self, place: int, work: Work) -> None:
+        heap = self._slow if is_slow(work.attack.attack) else self._quick
+        heapq.heappush(heap, (work.keys[0], place, work))
+
+
+class Arrivals:
+    """Which captures and models have come; it costs a few looks, however many there are.
+
+    Args:
+        run: The run directory.
+        expected: The captures that a complete run has, in order.
+        kept: Whether the captures of a round stay.
+    """
+
+    def __init__(self, run: Run, expected: Sequence[Key], kept: Callable[[int], bool]) -> None:
+        self._run, self._kept = run, kept
+        found = set(run.captures())
+        self.here = sum(key in found for key in expected)
+        self._awaited = dict.fromkeys(key for key in expected if key not in found)
+        self._first = [key for key in expected if key in found]
+        self._latest, self.rounds_forgotten = 1, 0
+        self.round()
+
+    def new(self, *, everywhere: bool = False) -> list[Key]:
+        """Returns the captures that have come since the last call, in order.
+
+        Args:
+            everywhere: Not only the next ones in the order of rounds.
+        """
+        if everywhere:
+            of_now = set(self._run.captures()) if self._awaited else set()
+            found = [key for key in self._awaited if key in of_now]
+        else:
+            next_ones = itertools.islice(self._awaited, LOOKS)
+            found = [key for key in next_ones if self._run.has_capture(key)]
+        for key in found:
+            del self._awaited[key]
+        self.here += len(found)
+        first, self._first = self._first, []
+        return first + found
+
+    def round(self) -> int:
+        """Returns the round that is trained; one more than there are when all is trained."""
+        latest = self._latest
+        while self._run.has_broadcast(latest + 1):
+            latest += 1
+        # Of rounds that are not kept models go too, perhaps before they were looked for.
+        if not (self._kept(latest) and self._kept(latest + 1)):
+            latest = max([latest, *self._run.broadcasts()])
+        self.rounds_forgotten += sum(not self._kept(each) for each in range(self._latest, latest))
+        self._latest = latest
+        return latest
+
+
+def groups(named: Sequence[NamedAttack], expected: Sequence[Key]) -> list[Work]:
+    """Returns which captures of a round go to which attack together, in the order of captures.
+
+    That depends on the experiment alone, so a run that was killed makes the same groups again.
+    """
+    found = []
+    for _, of_round in itertools.groupby(expected, key=lambda key: key.round):
+        keys = list(of_round)
+        for each in named:
+            size = each.attack.at_once if isinstance(each.attack, Batched) else 1
+            found += [Work(each, keys[i : i + size]) for i in range(0, len(keys), size)]
+    return sorted(found, key=lambda work: work.keys[0])

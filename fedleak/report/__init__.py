@@ -1,0 +1,1 @@
+"""Tables and drawings of what was scored."""

@@ -1,0 +1,327 @@
+"""Tables for the terminal: what leaked per round and client, and examples beside the truth.
+
+Whatever others wrote, names too, is put through `markup` or `printable` where it is printed.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from fedleak.audit.scoring import LeakageRow, Pair, Scored
+from fedleak.metrics import intervals
+from fedleak.observation import GRANTABLE
+from fedleak.privacy import NONE
+from fedleak.reconstruction import Status
+from fedleak.sanitise import markup, printable
+from fedleak.store.run import EVERYONE, Key, Run
+
+EXAMPLES = 4
+NOT_MEASURED = "-"
+
+INTERVALS = "intervals: for other clients like these, by Gaffke's method"
+
+
+def print_run(
+    run: Run, scored: Sequence[Scored], console: Console | None = None, *, texts: bool = False
+) -> None:
+    """Prints a run's table, its summary and some recovered texts.
+
+    Args:
+        run: The run directory.
+        scored: Its scores.
+        console: Where to; left out: standard output.
+        texts: Print private texts to a pipe or file, too; a terminal always shows some.
+    """
+    console = console or Console(emoji=False)
+    summary = run.read_json("summary.json")
+    if not scored:
+        console.print(f"nothing scored yet in {markup(run.path)}")
+        _print_notes(summary, console)
+        return
+    spent = run.rows("privacy.jsonl")
+    console.print(leakage_table(summary["name"], [one.row for one in scored], spent))
+    console.print(summary_table(summary))
+    for line in circumstances(summary):
+        console.print(Text(printable(line)), soft_wrap=True)
+    examples = best_examples(scored)
+    # Not `console.is_terminal`, which an environment can force: a log must not be taken for one.
+    if examples and (texts or console.file.isatty()):
+        console.print("some private texts, and what was read")
+        for name, pair in examples:
+            console.print(f"  [bold]private[/]    {markup(pair.truth)}")
+            console.print(
+                f"  [bold]{markup(f'{name:<10}')}[/] {markup(pair.answer or '')}  "
+                f"[dim]ROUGE-L {pair.rougeL:.0f}[/]"
+            )
+    elif examples:
+        console.print(
+            "private texts are printed on a terminal only, or with --texts: "
+            f"`fedleak score {markup(run.path)} --texts`",
+            soft_wrap=True,
+        )
+    failures = {(one.row.attack, one.row.status, one.row.reason) for one in scored}
+    for attack, status, reason in sorted(failures):
+        if status != Status.RECOVERED:
+            console.print(f"  [yellow]{markup(f'{attack} {status}')}[/]: {markup(reason)}")
+    _print_notes(summary, console)
+    console.print(f"results: {markup(run.path)}")
+
+
+def _print_notes(summary: dict[str, Any], console: Console) -> None:
+    """Prints what else should be known; what is missing is said at the end of the command."""
+    for note in summary.get("notes", ()):
+        console.print(f"[yellow]note[/]: {markup(note)}", soft_wrap=True)
+
+
+def leakage_table(
+    name: str, rows: Sequence[LeakageRow], spent: Sequence[dict[str, Any]] = ()
+) -> Table:
+    """Returns a line per round and client, with a column per attack.
+
+    Args:
+        name: Of the run.
+        rows: Scored answers.
+        spent: Rows of privacy.jsonl.
+    """
+    table = Table(
+        title=f"{markup(name)}: what the server read in each update",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        caption="attacks: texts recovered exactly and ROUGE-L, or the share of tokens found; "
+        "eps: epsilon spent so far",
+        title_justify="left",
+        caption_justify="left",
+    )
+    attacks = sorted({row.attack for row in rows})
+    names = map(markup, attacks)
+    headings = ("round", "client", "texts", "tokens", *names, "no\nupdate", "eps")
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
+    by_key: dict[Key, dict[str, LeakageRow]] = {}
+    for row in rows:
+        by_key.setdefault(Key(row.round, row.client), {})[row.attack] = row
+    last = None
+    for key, of_key in sorted(by_key.items()):
+        if last is not None and key.round != last:
+            table.add_section()
+        last = key.round
+        some = next(iter(of_key.values()))
+        guesses = [row.guess_rougeL for row in of_key.values() if row.guess_rougeL is not None]
+        table.add_row(
+            str(key.round),
+            "all" if key.client == EVERYONE else str(key.client),
+            *(str(value) for value in (some.batch_size, some.num_tokens)),
+            *(cell(of_key.get(attack)) for attack in attacks),
+            number(guesses[0] if guesses else None),
+            epsilon_of(key, spent),
+        )
+    return table
+
+
+def epsilon_of(key: Key, spent: Sequence[dict[str, Any]]) -> str:
+    """Returns the epsilon that a client has spent by a round; of a sum the largest of any."""
+    clients: dict[int, list[float | str]] = {}
+    for row in spent:
+        if row["round"] == key.round and key.client in (row["client"], EVERYONE):
+            clients.setdefault(row["client"], []).append(row["epsilon"])
+    # Of statements about one client the smallest is what counts.
+    found = [min(map(float, each)) for each in clients.values() if NONE not in each]
+    if len(found) < len(clients):
+        return NONE
+    return f"{max(found):.3g}" if found else NOT_MEASURED
+
+
+def circumstances(summary: dict[str, Any]) -> list[str]:
+    """Returns lines about what was in the way of the attacks, what it guarantees and costs.
+
+    They are text, not markup, as others wrote it.
+    """
+    lines = []
+    if (settings := summary.get("defenses")) is not None:
+        defenses = [_settings(each) for each in settings["defense"]]
+        others = [
+            f"{key.replace('_', ' ')} {_value(value)}"
+            for key, value in settings.items()
+            if key != "defense" and value not in (None, "all")
+        ]
+        lines.append(f"defenses: {'; '.join(defenses) or 'none'}")
+        lines.append(f"settings that act as such: {', '.join(others)}")
+    for did in summary.get("defended", ()):
+        figures = [
+            f"{key.replace('_', ' ')} {value:.3g}"
+            for key, value in did.items()
+            if key not in ("defense", "kind")
+        ]
+        if figures:
+            lines.append(f"  {did['kind']}, mean of an update: {', '.join(figures)}")
+    if (privacy := summary.get("privacy")) is not None:
+        if privacy["epsilon"] == NONE:
+            lines.append("privacy: epsilon none: nothing is guaranteed to every client")
+        else:
+            lines.append(
+                f"privacy: epsilon {privacy['epsilon']:.4g} at delta {privacy['delta']:g}, "
+                f"noise multiplier {privacy['noise_multiplier']:.4g} (unit: "
+                f"{privacy['unit']}, {privacy['neighbouring']}; {privacy['accountant']})"
+            )
+    held_out = summary.get("held_out")
+    if (before := summary.get("utility_before")) is not None:
+        lines.append(f"utility before training: {_scores(before, held_out)}")
+    if (utility := summary.get("utility")) is not None:
+        lines.append(f"utility after round {utility['round']}: {_scores(utility, held_out)}")
+    if (reference := summary.get("utility_reference")) is not None:
+        lines.append(f"trained centrally, without defenses: {_scores(reference, held_out)}")
+    return lines
+
+
+def _settings(defense: dict[str, Any]) -> str:
+    rest = [f"{key} {_value(value)}" for key, value in defense.items() if key != "kind"]
+    return " ".join([defense["kind"], *rest])
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, dict):
+        return " ".join(f"{key} {_value(each)}" for key, each in value.items())
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _scores(utility: dict[str, Any], held_out: int | None) -> str:
+    """Returns the figures, and the accuracy's interval: texts that nobody has are independent."""
+    named = {"mcc": "MCC", "f1": "F1"}
+    figures = {
+        key: NOT_MEASURED if value is None else f"{value:.3g}"
+        for key, value in utility.items()
+        if key not in ("round", "steps")
+    }
+    if held_out and utility.get("accuracy") is not None:
+        _, low, high = intervals.share(round(utility["accuracy"] * held_out), held_out)
+        figures["accuracy"] += f" [{low:.2f}, {high:.2f}]"
+    return ", ".join(f"{named.get(key, key)} {value}" for key, value in figures.items())
+
+
+def cell(row: LeakageRow | None) -> str:
+    """Returns what one attack got from one update."""
+    if row is None:
+        return NOT_MEASURED
+    if row.status != Status.RECOVERED:
+        return f"[yellow]{markup(row.status)}[/]"
+    if row.rougeL is None:
+        return percent(row.token_recall)
+    exact = round((row.exact_match or 0) * row.batch_size)
+    words = f"{exact}/{row.batch_size} {number(row.rougeL):>3}"
+    return f"[red]{words}[/]" if exact else words
+
+
+def summary_table(summary: dict[str, Any]) -> Table:
+    """Returns a column per attack: its figures with 95 % intervals, and the controls."""
+    attacks: dict[str, dict[str, Any]] = summary["attacks"]
+    table = Table(
+        title="in all: mean and 95 % interval over clients",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        caption="\n".join([*map(markup, warnings(attacks.values())), INTERVALS]),
+        title_justify="left",
+        caption_justify="left",
+    )
+    table.add_column()
+    for name, of in attacks.items():
+        table.add_column(markup(name) + (" *" if of["warning"] else ""), justify="right")
+    lines: list[tuple[str, Callable[[dict[str, Any]], str]]] = [
+        ("was told", lambda of: told(of["knows"])),
+        ("answers", lambda of: f"{of['status'].get(Status.RECOVERED, 0)} of {of['rows']}"),
+        ("texts exact, %", lambda of: interval(of["exact_match"], 100)),
+        ("ROUGE-1", lambda of: interval(of["rouge1"])),
+        ("ROUGE-2", lambda of: interval(of["rouge2"])),
+        ("ROUGE-L", lambda of: interval(of["rougeL"])),
+        ("  other update", lambda of: interval(of["control_rougeL"])),
+        ("  no update", lambda of: interval(of["guess_rougeL"])),
+        ("tokens found, %", lambda of: interval(of["token_recall"], 100)),
+        ("  other update", lambda of: interval(of["control_token_recall"], 100)),
+        ("  no update", lambda of: interval(of["guess_token_recall"], 100)),
+        ("tokens right, %", lambda of: interval(of["token_precision"], 100)),
+        ("length right, %", lambda of: interval(of["facts"].get("longest_sequence"), 100)),
+        ("labels right, %", lambda of: interval(of["facts"].get("label_counts"), 100)),
+        ("seconds", lambda of: f"{of['seconds']:.1f}"),
+    ]
+    for heading, show in lines:
+        table.add_row(heading, *(show(of) for of in attacks.values()))
+    some: list[tuple[str, Callable[[dict[str, Any]], str]]] = [
+        ("an update", lambda of: decimal(of["seconds_per_update"], 3)),
+        ("batches proved", proved),
+        ("smallest margin", lambda of: decimal(of["margin"])),
+        ("rank budget, %", lambda of: budget(of["budget"], of["rows"])),
+        ("candidates", lambda of: candidates(of["candidates"])),
+    ]
+    for heading, show in some:
+        cells = [show(of) for of in attacks.values()]
+        if set(cells) != {NOT_MEASURED}:
+            table.add_row(heading, *cells)
+    return table
+
+
+def warnings(summaries: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Returns why figures of attacks that are marked with a star are no rates, each reason once."""
+    return [f"* {reason}" for reason in sorted({of["warning"] for of in summaries} - {None})]
+
+
+def proved(of: dict[str, Any]) -> str:
+    """Returns how many whole batches an attack proved; one that checks nothing proves nothing."""
+    checks = of["verified"] or of["candidates"]
+    return f"{of['verified']} of {of['rows']}" if checks else NOT_MEASURED
+
+
+def budget(value: dict[str, float] | None, rows: int) -> str:
+    """Returns `mean (max ...)` of the shares used, and of how many rows where not of all."""
+    if value is None:
+        return NOT_MEASURED
+    few = "" if value["rows"] == rows else f"; {value['rows']} of {rows}"
+    return f"{100 * value['mean']:.0f} [dim](max {100 * value['max']:.0f}{few})[/]"
+
+
+def candidates(left: dict[str, float] | None) -> str:
+    """Returns how many candidates an update had after each check, in the order of the checks."""
+    return ">".join(f"{count:,.0f}" for count in (left or {}).values()) or NOT_MEASURED
+
+
+def told(knows: Sequence[str]) -> str:
+    """Returns the facts that were granted beyond what the server sets itself."""
+    return ", ".join(fact for fact in knows if fact in GRANTABLE) or "nothing more"
+
+
+def best_examples(scored: Sequence[Scored]) -> list[tuple[str, Pair]]:
+    """Returns the best answers, at most one per private text, best first."""
+    found: dict[str, tuple[str, Pair]] = {}
+    for one in scored:
+        for pair in one.pairs:
+            held = found.get(pair.truth)
+            if pair.answer is not None and (held is None or pair.rougeL > held[1].rougeL):
+                found[pair.truth] = (one.row.attack, pair)
+    return sorted(found.values(), key=lambda item: -item[1].rougeL)[:EXAMPLES]
+
+
+def interval(value: dict[str, float] | None, scale: float = 1) -> str:
+    """Returns `mean [low, high]`."""
+    if value is None:
+        return NOT_MEASURED
+    mean, low, high = (f"{scale * value[key]:.0f}" for key in ("mean", "low", "high"))
+    return f"{mean} [dim]\\[{low}, {high}][/]"
+
+
+def number(value: float | None) -> str:
+    """Returns a score without decimals."""
+    return NOT_MEASURED if value is None else f"{value:.0f}"
+
+
+def decimal(value: float | None, places: int = 1) -> str:
+    """Returns a figure with decimals."""
+    return NOT_MEASURED if value is None else f"{value:,.{places}f}"
+
+
+def percent(share: float | None) -> str:
+    """Returns a share in per cent."""
+    return NOT_MEASURED if share is None else f"{100 * share:.0f} %"

@@ -1,0 +1,1 @@
+"""The run directory: the only thing that training, attacks and scoring share."""

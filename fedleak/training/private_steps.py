@@ -1,0 +1,257 @@
+"""DP-SGD on a client, through Opacus (Abadi et al. 2016, algorithm 1; Yousefpour et al. 2021).
+
+Each example's gradient is clipped, the sum gets noise, and is divided by the batch size that is
+expected, not by the one drawn: that is private.
+
+Ghost clipping (Li et al. 2022, "Large Language Models Can Be Strong Differentially Private
+Learners", section 4) takes the examples' norms without their gradients and then a second backward
+pass. It is cheaper for whole matrices, most of all for the word embedding, of which each example
+would have one of its own. Adapters are small, and a parameter that is in two places (a tied output
+layer) has no such norm: there the gradients themselves are made.
+
+Shapes: B examples.
+"""
+
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from opacus.grad_sample import GradSampleHooks
+from opacus.grad_sample.grad_sample_module_fast_gradient_clipping import (
+    GradSampleHooksFastGradientClipping,
+)
+from opacus.grad_sample.linear import compute_linear_grad_sample, compute_linear_norm_sample
+from opacus.grad_sample.utils import register_grad_sampler, register_norm_sampler
+from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from fedleak.models import LanguageModel, example_losses, pad
+from fedleak.observation import ClientUpdate, UpdateKind
+from fedleak.rng import stream
+from fedleak.training.local import LocalTraining, PrivateSteps, Report
+
+Batch = tuple[Sequence[Sequence[int]], Sequence[int]]
+"""Token ids and class of each example."""
+
+
+# GPT-2's linear layer: its weight is the transpose of nn.Linear's, which has the same norm.
+@register_grad_sampler(Conv1D)  # type: ignore[untyped-decorator]
+def _conv1d_gradients(
+    layer: Conv1D, activations: list[Tensor], backprops: Tensor
+) -> dict[nn.Parameter, Tensor]:
+    found: dict[nn.Parameter, Tensor] = compute_linear_grad_sample(layer, activations, backprops)
+    if layer.weight in found:
+        found[layer.weight] = found[layer.weight].mT
+    return found
+
+
+register_norm_sampler(Conv1D)(compute_linear_norm_sample)
+
+
+def local_update_(
+    model: LanguageModel,
+    sequences: Sequence[Sequence[int]],
+    labels: Sequence[int],
+    training: LocalTraining,
+    private: PrivateSteps,
+    *,
+    seed: int,
+    report: Report,
+) -> ClientUpdate:
+    """Trains with DP-SGD and returns the update.
+
+    Args:
+        model: Holds the broadcast weights; FedAvg leaves it trained.
+        sequences: Token ids: for FedSGD those of the batch, which may be empty, for FedAvg of all.
+        labels: Class of each example; not used by a causal model.
+        training: How to train.
+        private: How a step is made private.
+        seed: For noise and the order of local batches.
+        report: Is told the examples' mean norm, the share that was clipped, and signal and noise.
+    """
+    noise, seen = stream(seed, "private"), Seen()
+    if training.kind == UpdateKind.GRADIENT:
+        tensors = private_gradient(
+            model, (sequences, labels), training.batch_size, private, noise, seen
+        )
+        # How many were drawn is private.
+        examples = training.batch_size
+    else:
+        before = {name: p.clone() for name, p in model.parameters().items()}
+        for chosen in _batches(len(sequences), training, private, seed):
+            batch = [sequences[i] for i in chosen], [labels[i] for i in chosen]
+            expected = min(training.batch_size, len(sequences))
+            gradient = private_gradient(model, batch, expected, private, noise, seen)
+            for name, parameter in model.parameters().items():
+                parameter.sub_(gradient[name], alpha=training.learning_rate)
+        tensors = {name: after - before[name] for name, after in model.parameters().items()}
+        examples = len(sequences)
+    report(seen.figures())
+    return ClientUpdate(training.kind, tensors, examples)
+
+
+def private_gradient(
+    model: LanguageModel,
+    batch: Batch,
+    expected: int,
+    private: PrivateSteps,
+    noise: torch.Generator,
+    seen: "Seen",
+    *,
+    ghost: bool | None = None,
+) -> dict[str, Tensor]:
+    """Returns the clipped and noisy mean gradient of one batch, by parameter name.
+
+    Args:
+        model: At the current weights.
+        batch: Its examples, maybe none.
+        expected: What the sum is divided by.
+        private: Clipping norm and noise.
+        noise: Where that comes from.
+        seen: Is told how it went.
+        ghost: Whether norms are taken without gradients; None: where that is cheaper.
+    """
+    trained: dict[str, Any] = dict(model.trained())  # Opacus puts attributes on parameters
+    if ghost is None:
+        ghost = not model.tied and not _adapted(trained)
+    optimizer = (DPOptimizerFastGradientClipping if ghost else DPOptimizer)(
+        torch.optim.SGD(trained.values(), lr=0.0),  # only its gradients are wanted
+        noise_multiplier=private.noise_multiplier,
+        max_grad_norm=private.max_grad_norm,
+        expected_batch_size=expected,
+        generator=noise,
+    )
+    with per_example(model, ghost, private.max_grad_norm) as hooks:
+        norms_B = _clipped_sum_(model, batch, hooks, optimizer, ghost)
+        optimizer.add_noise()
+        sums = [p.summed_grad for p in trained.values()]
+        optimizer.scale_grad()
+    gradient = {name: p.grad for name, p in trained.items()}
+    signal = torch.stack([one.norm() for one in sums]).norm() / expected
+    noises = [p.grad - one / expected for p, one in zip(trained.values(), sums, strict=True)]
+    seen.add(norms_B, private.max_grad_norm, signal, torch.stack([n.norm() for n in noises]).norm())
+    for parameter in trained.values():
+        parameter.grad = None
+        parameter.summed_grad = None
+    return gradient
+
+
+def _clipped_sum_(
+    model: LanguageModel,
+    batch: Batch,
+    hooks: GradSampleHooks,
+    optimizer: DPOptimizer,
+    ghost: bool,
+) -> Tensor:
+    """Leaves the sum of the clipped gradients with the optimizer; returns the norms before [B]."""
+    sequences, labels = batch
+    if not sequences:
+        for parameter in optimizer.params:
+            parameter.grad_sample = parameter.new_zeros(0, *parameter.shape)
+            parameter.summed_grad = torch.zeros_like(parameter)
+        return torch.zeros(0)
+    ids_BT, mask_BT = pad(sequences, model.tokenizer.pad_token_id, model.device)
+    losses_B = example_losses(model, ids_BT, mask_BT, torch.tensor(labels, device=model.device))
+    torch.autograd.backward(losses_B.sum(), retain_graph=ghost)
+    if ghost:
+        optimizer.zero_grad()
+        clip_B = hooks.get_clipping_coef()
+        hooks.disable_hooks()
+        torch.autograd.backward((clip_B * losses_B).sum())
+        optimizer.accumulate()
+        norms_B: Tensor = hooks.per_sample_gradient_norms
+        return norms_B
+    each: list[Tensor] = [p.grad_sample.flatten(1).norm(dim=1) for p in optimizer.params]
+    optimizer.clip_and_accumulate()
+    norms_B = torch.stack(each).norm(dim=0)
+    return norms_B
+
+
+@contextmanager
+def per_example(
+    model: LanguageModel, ghost: bool, max_grad_norm: float = 1.0
+) -> Iterator[GradSampleHooks]:
+    """Lets Opacus listen to the layers that are trained, within the block.
+
+    Opacus listens to layers in training mode only. Those with parameters of their own have no
+    dropout, so that mode changes nothing else about them.
+    """
+    layers = [
+        layer
+        for layer in model.module.modules()
+        if any(p.requires_grad for p in layer.parameters(recurse=False))
+    ]
+    modes = [layer.training for layer in layers]
+    for layer in layers:
+        layer.training = True
+    hooks = (
+        GradSampleHooksFastGradientClipping(
+            model.module, loss_reduction="sum", strict=False, max_grad_norm=max_grad_norm
+        )
+        if ghost
+        else GradSampleHooks(model.module, loss_reduction="sum", strict=False)
+    )
+    try:
+        with warnings.catch_warnings():
+            # Of token ids, which have no gradient.
+            warnings.filterwarnings("ignore", message="Full backward hook is firing")
+            yield hooks
+    finally:
+        hooks.cleanup()
+        for layer, mode in zip(layers, modes, strict=True):
+            layer.training = mode
+
+
+def _adapted(trained: Iterable[str]) -> bool:
+    return any(".lora_A." in name for name in trained)
+
+
+def _batches(
+    num_examples: int, training: LocalTraining, private: PrivateSteps, seed: int
+) -> Iterator[list[int]]:
+    """Yields the examples of each local step."""
+    size = min(training.batch_size, num_examples)
+    if private.sampling == "poisson":
+        drawn = stream(seed, "poisson")
+        for _ in range(training.steps(num_examples)):
+            chosen_N = torch.rand(num_examples, generator=drawn) < size / num_examples
+            yield chosen_N.nonzero()[:, 0].tolist()
+        return
+    shuffle = stream(seed, "order")
+    for _ in range(training.epochs):
+        order = torch.randperm(num_examples, generator=shuffle).tolist()
+        yield from (order[start : start + size] for start in range(0, num_examples, size))
+
+
+@dataclass
+class Seen:
+    """What happened in private steps; the client's own figures."""
+
+    norms: list[float] = field(default_factory=list)
+    clipped: int = 0
+    steps: int = 0
+    signal: float = 0.0
+    noise: float = 0.0
+
+    def add(self, norms_B: Tensor, max_norm: float, signal: Tensor, noise: Tensor) -> None:
+        """Notes one step."""
+        self.norms += norms_B.tolist()
+        self.clipped += int((norms_B > max_norm).sum())
+        self.steps += 1
+        self.signal += float(signal)
+        self.noise += float(noise)
+
+    def figures(self) -> dict[str, float]:
+        """Returns means over examples and over steps; of no example there is no norm."""
+        about = {"signal_norm": self.signal / self.steps, "noise_norm": self.noise / self.steps}
+        if not self.norms:
+            return about | {"examples": 0}
+        return about | {
+            "examples": len(self.norms),
+            "example_norm": sum(self.norms) / len(self.norms),
+            "clipped": self.clipped / len(self.norms),
+        }

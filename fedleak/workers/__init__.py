@@ -1,0 +1,1 @@
+"""Where attacks run: processes apart from training and from the truth."""

@@ -1,0 +1,402 @@
+"""Where attacks run: one process per device, apart from training and from the truth.
+
+A worker is handed the place of a capture and the facts that were granted. An attack gets what was
+in the capture and those facts; it cannot import what opens the vault or any other file of the run.
+Captures of one round go to an attack together if it takes several at once. What it answers is
+checked here, and so is whether it left the model alone: the next attack uses it too.
+"""
+
+import dataclasses
+import importlib
+import itertools
+import json
+import math
+import multiprocessing
+import os
+import time
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import psutil
+import torch
+
+from fedleak import models
+from fedleak.attacks import Attack, Batched, Progress, Report, Setting
+from fedleak.config.experiment import NamedAttack
+from fedleak.errors import CaptureError
+from fedleak.models import LanguageModel, ModelSpec
+from fedleak.observation import Knowledge, Observation, ThreatModel
+from fedleak.processes import end_with_parent, holding_ctrl_c, start_tracker
+from fedleak.reconstruction import Reconstruction, Status
+from fedleak.rng import stream
+from fedleak.store.run import Key, Run
+from fedleak.workers.answers import InvalidAnswerError, checked, one_line
+from fedleak.workers.model_state import changed, state
+
+NOTE_SECONDS = 1.0
+"""How often at most a worker notes how far its attack is."""
+
+LONGEST_TRACE = 10_000
+"""Characters of a traceback that are kept."""
+
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class Job:
+    """One attack on one capture.
+
+    Attributes:
+        run: The run directory.
+        key: Which capture.
+        attack: The attack and its name.
+        threat: What the attacker was granted.
+        knowledge: All that it knows, granted facts included.
+        model: What `models.load` needs.
+        seed: Of the experiment.
+    """
+
+    run: Path
+    key: Key
+    attack: NamedAttack
+    threat: ThreatModel
+    knowledge: Knowledge
+    model: ModelSpec
+    seed: int
+
+
+def settings(attack: Attack) -> dict[str, Any]:
+    """Returns an attack's kind and hyper-parameters, as they are read back from JSON."""
+    table = {"kind": attack.kind} | dataclasses.asdict(attack)  # type: ignore[call-overload]
+    found: dict[str, Any] = json.loads(json.dumps(table, default=str))
+    return found
+
+
+def row(
+    job: Job,
+    answer: Reconstruction,
+    seconds: float | None = None,
+    device: str | None = None,
+    together: int | None = None,
+) -> dict[str, Any]:
+    """Returns the line of reconstructions.jsonl.
+
+    Args:
+        job: What was to be attacked.
+        answer: What came of it.
+        seconds, device: The attack alone, its share of the call; None if it did not get to that.
+        together: How many observations shared the call.
+    """
+    return {
+        "round": job.key.round,
+        "client": job.key.client,
+        "attack": job.attack.name,
+        "settings": settings(job.attack.attack),
+        "granted": sorted(job.threat.knows),
+        "knows": sorted(job.knowledge.granted()),
+        "seconds": seconds,
+        "device": device,
+        "together": together,
+        **asdict(answer),
+    }
+
+
+def failure(error: BaseException) -> str:
+    """Returns why a try of an attack failed, in one line."""
+    if isinstance(error, BrokenProcessPool):
+        return "the worker process died"
+    return one_line(f"{type(error).__name__}: {error}")
+
+
+def trace(error: BaseException) -> str:
+    """Returns where an error was raised, also if that was in a worker process; the end of it."""
+    return "".join(traceback.format_exception(error))[-LONGEST_TRACE:]
+
+
+class Worker:
+    """A process on one device, with one try at a time.
+
+    It has a pool to itself: whatever kills the process, at whatever moment, breaks nothing that
+    others wait for, and the next try finds a new process. How far a try is stands in a file of its
+    own, for the same reason.
+
+    Attributes:
+        jobs: What it is trying: one, or several of one attack and round. Empty if it is free.
+        answer: What will come of it.
+    """
+
+    def __init__(self, device: str, time_limit: float, notes: Path) -> None:
+        self._device, self._time_limit, self._notes = device, time_limit, notes
+        self.jobs: tuple[Job, ...] = ()
+        self.answer: Future[list[dict[str, Any]]] = Future()
+        self._start()
+
+    def submit(self, jobs: Sequence[Job]) -> None:
+        """Takes jobs of one attack and round."""
+        self.jobs = tuple(jobs)
+        self._deadline = math.inf
+        # A new name for each: a process that is being killed cannot write into another's note.
+        self._note = self._notes / f"{next(_numbers)}.json"
+        try:
+            self.answer = self._pool.submit(_work_and_note, self.jobs, self._device, self._note)
+        except BrokenProcessPool:  # killed while it had nothing to do
+            self._restart()
+            self.answer = self._pool.submit(_work_and_note, self.jobs, self._device, self._note)
+
+    def result(self) -> list[dict[str, Any]] | BaseException | None:
+        """Returns a line per job or why there is none, and is free again; None while it works."""
+        if self.answer.done():
+            self._finish()
+            error = self.answer.exception()
+            if isinstance(error, BrokenProcessPool):
+                self._restart()
+            return error or self.answer.result()
+        if self._deadline == math.inf and self._ready.done():
+            # Counted from here, so that importing torch is not held against an attack.
+            self._deadline = time.monotonic() + self._time_limit * len(self.jobs)
+        if time.monotonic() > self._deadline:
+            each = f" for each of {len(self.jobs)} captures" if len(self.jobs) > 1 else ""
+            self._restart()
+            self._finish()
+            limit = f"workers.time_limit = {self._time_limit:g} s{each}"
+            return TimeoutError(f"took longer than {limit}")
+        return None
+
+    def progress(self) -> dict[int, Progress]:
+        """Returns how far its attack is with each client, as far as the attack has said."""
+        try:
+            noted = json.loads(self._note.read_text())
+        except FileNotFoundError:
+            return {}
+        return {client: Progress(*rest) for client, *rest in noted}
+
+    def stop(self) -> None:
+        """Ends the process, whatever it is doing."""
+        with suppress(BrokenProcessPool, psutil.NoSuchProcess):
+            process = psutil.Process(self._pid.result())
+            if process.ppid() == os.getpid():  # if it died, its number may be another's by now
+                process.kill()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _finish(self) -> None:
+        self.jobs = ()
+        self._note.unlink(missing_ok=True)
+
+    def _restart(self) -> None:
+        self.stop()
+        self._start()
+
+    def _start(self) -> None:
+        self._pool = ProcessPoolExecutor(
+            max_workers=1,
+            mp_context=multiprocessing.get_context("spawn"),
+            # What was read of private texts is in the notes.
+            initializer=end_with_parent,
+            initargs=(self._notes,),
+        )
+        # Asked before anything slow is imported there, so that it can be ended at any time: a pool
+        # that is only told to shut down first completes the attack, and Python waits for that.
+        with holding_ctrl_c():  # the process starts here
+            self._pid = self._pool.submit(os.getpid)
+        self._ready = self._pool.submit(_prepare, self._device)
+
+
+@contextmanager
+def workers(on: Sequence[str], time_limit: float) -> Iterator[list[Worker]]:
+    """Starts a worker per device, and ends them."""
+    start_tracker()
+    # A killed process may still be writing its last note.
+    with TemporaryDirectory(prefix="fedleak-", ignore_cleanup_errors=True) as notes:
+        started = [Worker(device, time_limit, Path(notes)) for device in on]
+        try:
+            yield started
+        finally:
+            for worker in started:
+                worker.stop()
+
+
+def wait_for_any(on: Sequence[Worker], seconds: float) -> None:
+    """Waits until a busy worker has an answer, but not longer than that."""
+    if busy := [worker.answer for worker in on if worker.jobs]:
+        wait(busy, seconds, FIRST_COMPLETED)
+    else:
+        time.sleep(seconds)
+
+
+def devices(wanted: Sequence[str] | None) -> list[str]:
+    """Returns the devices to attack on: those wanted, else every GPU, else the CPU."""
+    if wanted is not None:
+        return list(wanted)
+    return [f"cuda:{i}" for i in range(torch.cuda.device_count())] or ["cpu"]
+
+
+def work(job: Job, device: str) -> dict[str, Any]:
+    """Runs one attack on one capture."""
+    return work_together([job], device)[0]
+
+
+def work_together(
+    jobs: Sequence[Job], device: str, report: Report = lambda which, progress: None
+) -> list[dict[str, Any]]:
+    """Runs one attack on captures of one round, in a worker process, and returns a line for each.
+
+    Args:
+        jobs: Several only for an attack that takes them at once.
+        device: Where to.
+        report: Is told the progress; by the client's number, not by its place among the jobs.
+
+    Raises:
+        CaptureError: The model of the round is damaged. A damaged capture just fails.
+    """
+    first = jobs[0]
+    model, before = _model_at(first.run, first.key.round, first.model, device)
+    looked = [(job, _look(job, model, device)) for job in jobs]
+    lines = {job.key: row(job, s) for job, s in looked if isinstance(s, Reconstruction)}
+    attacked = [(job, seen) for job, seen in looked if isinstance(seen, Observation)]
+    if attacked:
+        start = time.perf_counter()
+        seen = [each for _, each in attacked]
+        try:
+            found = _call(first, seen, model, report)
+            seconds = round((time.perf_counter() - start) / len(attacked), 4)
+        finally:
+            spoiled = changed(model, before)
+            if spoiled:  # whoever comes next finds another
+                _model_at.cache_clear()
+                _model.cache_clear()
+        for (job, _), answer in zip(attacked, _answers(found, seen, model, spoiled), strict=True):
+            lines[job.key] = row(job, answer, seconds, _name(device), len(attacked))
+    return [lines[job.key] for job in jobs]
+
+
+def _look(job: Job, model: LanguageModel, device: str) -> Observation | Reconstruction:
+    """Returns what there is to attack, or the answer if it cannot be attacked."""
+    try:
+        update = Run(job.run).read_capture(job.key).update
+    except CaptureError as error:
+        return Reconstruction.none(Status.FAILED, str(error))
+    tensors = {name: value.to(device) for name, value in update.tensors.items()}
+    # With Poisson sampling clients report the expected size; who knows the lengths knows the true.
+    lengths = job.knowledge.lengths
+    if lengths == ():
+        return Reconstruction.none(Status.ABSTAINED, "the batch is empty: sampling drew nobody")
+    examples = update.num_examples if lengths is None else len(lengths)
+    update = dataclasses.replace(update, tensors=tensors, num_examples=examples)
+    seen = Observation(job.key.round, job.key.client, update, job.knowledge)
+    obstacle = job.attack.attack.obstacle(Setting.of(seen, model))
+    if obstacle is not None:
+        return Reconstruction.none(Status.INADMISSIBLE, one_line(str(obstacle)))
+    if not all(bool(t.isfinite().all()) for t in tensors.values()):
+        reason = "not every number of the update is finite: training diverged, or a cast overflowed"
+        return Reconstruction.none(Status.ABSTAINED, reason)
+    return seen
+
+
+def _call(job: Job, seen: Sequence[Observation], model: LanguageModel, report: Report) -> object:
+    """Calls the attack of a job, and of those beside it; what it returns may be anything."""
+    attack = job.attack.attack
+    rngs = [stream(job.seed, "attack", job.attack.name, each.round, each.client) for each in seen]
+    if isinstance(attack, Batched):
+        return attack.many(
+            seen, model, rngs=rngs, report=lambda which, at: report(seen[which].client, at)
+        )
+    return [attack(each, model, rng=rng) for each, rng in zip(seen, rngs, strict=True)]
+
+
+def _answers(
+    found: object, seen: Sequence[Observation], model: LanguageModel, spoiled: Sequence[str]
+) -> list[Reconstruction]:
+    """Returns an answer for each observation: the attack's, if that is one, else a failure."""
+    if spoiled:
+        reason = (
+            f"the attack changed the model ({', '.join(spoiled)}), so its answer does not count: "
+            "it has to work on a copy"
+        )
+        return [Reconstruction.none(Status.FAILED, reason)] * len(seen)
+    if not isinstance(found, list | tuple) or len(found) != len(seen):
+        what = f"{len(found)} answers" if isinstance(found, list | tuple) else "no list of answers"
+        reason = f"the attack returned {what} for {len(seen)} observations"
+        return [Reconstruction.none(Status.FAILED, reason)] * len(seen)
+    return [_answer(answer, each, model) for answer, each in zip(found, seen, strict=True)]
+
+
+def _answer(answer: object, seen: Observation, model: LanguageModel) -> Reconstruction:
+    """Returns an attack's answer, or the failure that it is."""
+    try:
+        return checked(
+            answer,
+            vocabulary=int(model.module.config.vocab_size),  # type: ignore[union-attr,arg-type]
+            longest=model.max_length,
+            examples=seen.update.num_examples,
+        )
+    except InvalidAnswerError as error:
+        reason = one_line(f"the attack's answer is invalid: {error}")
+        return Reconstruction.none(Status.FAILED, reason)
+
+
+def _work_and_note(jobs: Sequence[Job], device: str, note: Path) -> list[dict[str, Any]]:
+    """Runs one attack, and notes the progress where the parent looks for it."""
+    return work_together(jobs, device, noting(note))
+
+
+def noting(path: Path) -> Report:
+    """Returns a report that keeps a file up to date, not more often than somebody would look."""
+    latest: dict[int, Progress] = {}
+    written = -math.inf
+
+    def report(client: int, progress: Progress) -> None:
+        nonlocal written
+        latest[client] = progress
+        now = time.monotonic()
+        if now - written < NOTE_SECONDS:
+            return
+        written = now
+        temporary = path.with_suffix(".new")
+        with suppress(OSError):  # a full disk is no reason to lose the attack
+            temporary.write_text(json.dumps([(each, *latest[each]) for each in sorted(latest)]))
+            temporary.replace(path)
+
+    return report
+
+
+@lru_cache(maxsize=1)
+def _model(spec: ModelSpec, device: str) -> LanguageModel:
+    model = models.load(spec, weights=False)
+    model.module.to(device)
+    return model
+
+
+@lru_cache(maxsize=1)
+def _model_at(
+    run: Path, round: int, spec: ModelSpec, device: str
+) -> tuple[LanguageModel, Mapping[str, object]]:
+    """Returns the model at a round's broadcast and its state then.
+
+    One model is in memory, whatever the round.
+    """
+    model = _model(spec, device)
+    models.load_parameters_(model, Run(run).read_broadcast(round))
+    return model, state(model)
+
+
+def _name(device: str) -> str:
+    return torch.cuda.get_device_name(device) if device.startswith("cuda") else device
+
+
+def _prepare(device: str) -> None:
+    """Prepares a worker for attacks."""
+    # One thread each: results do not depend on what else the machine does.
+    torch.set_num_threads(1)
+    # What takes seconds to import is not held against the first attack either.
+    for slow in ("scipy.optimize", "transformers.modeling_utils", "transformers.models.auto"):
+        importlib.import_module(slow)
+    if device.startswith("cuda"):
+        torch.cuda.set_device(device)

@@ -1,0 +1,263 @@
+"""What is told of a batch before its text is looked for."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+
+from fedleak.attacks.matching.batch_structure import Frame, Shape, bag, frame, shapes
+from fedleak.defenses.gaussian_noise import GaussianNoise
+from fedleak.models import CAUSAL_LM, CLASSIFICATION
+from fedleak.rng import stream
+from fedleak.training.local import share
+
+KINDS = [
+    ("bert", CLASSIFICATION),
+    ("gpt2", CLASSIFICATION),
+    ("llama", CLASSIFICATION),
+    ("gpt2", CAUSAL_LM),
+    ("llama", CAUSAL_LM),
+]
+WITH_POSITIONS = [KINDS[0], KINDS[1], KINDS[3]]
+# No two begin alike.
+TEXTS = ("she told us that it is over", "nobody knows", "he pays for it now")
+INNER = ["layer.1.attention.self", "h.1.attn.c_attn", "layers.1.self_attn"]
+WORDS = ["word_embeddings", "wte", "embed_tokens"]
+
+
+def shared(seen, patterns):
+    return replace(seen, update=share(seen.update, patterns))
+
+
+def without(seen, patterns):
+    kept = [n for n in seen.update.tensors if not any(one in n for one in patterns)]
+    return shared(seen, kept)
+
+
+def noisy(seen, sigma):
+    return replace(seen, update=GaussianNoise(sigma)(seen.update, rng=stream(0, "noise")))
+
+
+def lengths(truth):
+    return tuple(map(len, truth.sequences))
+
+
+def told_of(seen, model, most=16):
+    return shapes(seen, model, stream(0, "shapes"), most)
+
+
+@pytest.mark.parametrize(
+    ("family", "task", "first", "last"),
+    [
+        ("bert", CLASSIFICATION, "cls", "sep"),
+        ("gpt2", CLASSIFICATION, None, None),
+        ("gpt2", CAUSAL_LM, None, "eos"),
+        ("llama", CLASSIFICATION, "bos", None),
+        ("llama", CAUSAL_LM, "bos", "eos"),
+    ],
+)
+def test_the_frame_is_what_begins_and_ends_every_text(small, texts, family, task, first, last):
+    model = small(family, task)
+
+    def ids(name):
+        return () if name is None else (getattr(model.tokenizer, f"{name}_token_id"),)
+
+    around = frame(model)
+    assert around == Frame(ids(first), ids(last))
+    for one in model.encode(texts[:5]):
+        inner = one[len(around.first) : len(one) - len(around.last)]
+        assert (*around.first, *inner, *around.last) == tuple(one)
+        assert not set(inner) & model.special_ids()
+
+
+@pytest.mark.parametrize(("family", "task"), KINDS)
+@pytest.mark.parametrize("patterns", [["*"], ["ln_", "norm", "Norm"]])
+def test_granted_facts_are_used_as_they_are(small, observe, family, task, patterns):
+    model = small(family, task)
+    truth = observe(model, TEXTS, [2, 0, 2], granted=("lengths", "labels"))
+    labels = (2, 0, 2) if task == CLASSIFICATION else ()
+    found = told_of(shared(truth.seen, patterns), model)
+    assert found == ([Shape(lengths(truth), labels)], True)
+
+
+@pytest.mark.parametrize(("family", "task"), KINDS)
+def test_the_length_of_a_single_text_stands_in_its_update(small, observe, texts, family, task):
+    model = small(family, task, width=64, layers=3)
+    for i in range(3):
+        truth = observe(model, texts[i : i + 1], granted=("labels",))
+        for seen in (truth.seen, shared(truth.seen, INNER)):
+            found = told_of(seen, model)
+            assert found.told
+            assert [one.lengths for one in found.each] == [lengths(truth)]
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])
+def test_the_last_layer_of_a_classifier_does_not_tell_lengths(small, observe, texts, family):
+    model = small(family, width=64, layers=2)
+    truth = observe(model, texts[:1], granted=("labels",))
+    found = told_of(shared(truth.seen, INNER), model)
+    assert not found.told or lengths(truth) in [one.lengths for one in found.each]
+
+
+@pytest.mark.parametrize(("family", "task"), WITH_POSITIONS)
+def test_the_lengths_of_two_texts_stand_in_their_update(small, observe, family, task):
+    model = small(family, task, width=64, layers=3)
+    for two in (TEXTS[:2], TEXTS[1:], (TEXTS[2], TEXTS[0])):
+        truth = observe(model, two, granted=("labels",))
+        found = told_of(truth.seen, model)
+        assert found.told
+        assert found.each[0].lengths == lengths(truth)
+        # Decoders cannot tell whether the texts begin alike.
+        assert family != "bert" or len(found.each) == 1
+
+
+@pytest.mark.parametrize("second", ["she pays for it", "she told us"])
+@pytest.mark.parametrize(("family", "task"), WITH_POSITIONS[1:])
+def test_the_lengths_of_two_texts_that_begin_alike_are_among_those_told(
+    small, observe, family, task, second
+):
+    model = small(family, task, width=64, layers=3)
+    truth = observe(model, ["she told us that it is over", second], granted=("labels",))
+    found = told_of(truth.seen, model)
+    assert not found.told or lengths(truth) in [one.lengths for one in found.each]
+
+
+def test_the_lengths_of_a_batch_with_a_text_twice_are_among_those_told(small, observe):
+    model = small("bert", width=64, layers=3)
+    truth = observe(model, ["nobody knows it", "nobody knows it", "he pays"], granted=("labels",))
+    found = told_of(truth.seen, model)
+    assert not found.told or lengths(truth) in [one.lengths for one in found.each]
+
+
+def test_the_lengths_of_three_texts_are_among_those_with_their_sum_and_longest(small, observe):
+    model = small("bert", width=64, layers=3)
+    truth = observe(model, TEXTS, granted=("labels",))
+    found = told_of(truth.seen, model)
+    each = [one.lengths for one in found.each]
+    assert found.told
+    assert lengths(truth) in each
+    # At least a token between the special ones.
+    longest, total = lengths(truth)[0], sum(lengths(truth))
+    expected = {
+        (longest, b, c)
+        for b, c in product(range(3, longest + 1), repeat=2)
+        if b >= c and longest + b + c == total
+    }
+    assert set(each) == expected
+    assert len(each) == len(expected)
+    assert abs(each[0][1] - each[0][2]) <= 1, "the most even first"
+
+
+@pytest.mark.parametrize("label", range(3))
+def test_the_label_of_a_single_text_is_tried_as_every_class(small, observe, label):
+    model = small("bert", width=64)
+    truth = observe(model, TEXTS[:1], [label], granted=("lengths",))
+    found = told_of(truth.seen, model)
+    assert found == ([Shape(lengths(truth), (i,)) for i in range(3)], True)
+
+
+def test_labels_are_tried_in_every_order_of_the_counts_that_the_classifier_tells(small, observe):
+    model = small("bert", width=64, initializer_range=0.02)
+    truth = observe(model, TEXTS, [2, 0, 2], granted=("lengths",))
+    found = told_of(truth.seen, model)
+    assert len(set(lengths(truth))) == 3
+    assert {one.lengths for one in found.each} == {lengths(truth)}
+    assert sorted(one.labels for one in found.each) == [(0, 2, 2), (2, 0, 2), (2, 2, 0)]
+
+
+def test_labels_that_nothing_tells_are_enumerated(small, observe):
+    model = small("bert", width=64)
+    truth = observe(model, TEXTS[:2], granted=("lengths",))
+    found = told_of(without(truth.seen, ["classifier"]), model)
+    assert lengths(truth)[0] > lengths(truth)[1]
+    assert sorted(one.labels for one in found.each) == sorted(product(range(3), repeat=2))
+    assert {one.lengths for one in found.each} == {lengths(truth)}
+
+
+def test_labels_of_equally_long_texts_are_enumerated_without_order(small, observe):
+    model = small("bert", width=64)
+    truth = observe(model, [TEXTS[0]] * 2, granted=("lengths",))
+    found = told_of(without(truth.seen, ["classifier"]), model)
+    labels = [tuple(sorted(one.labels)) for one in found.each]
+    assert sorted(labels) == sorted((a, b) for a in range(3) for b in range(a, 3))
+
+
+@pytest.mark.parametrize("most", [1, 2, 5])
+@pytest.mark.parametrize("granted", [(), ("lengths",), ("labels",)])
+@pytest.mark.parametrize("patterns", [["*"], ["norm", "Norm"]])
+def test_there_are_never_more_shapes_than_asked_for_and_always_one(
+    small, observe, most, granted, patterns
+):
+    model = small("bert", width=64)
+    truth = observe(model, TEXTS, granted=granted)
+    assert 1 <= len(told_of(shared(truth.seen, patterns), model, most).each) <= most
+
+
+@pytest.mark.parametrize(("family", "task"), KINDS)
+def test_where_nothing_tells_lengths_are_only_tried(small, observe, family, task):
+    model = small(family, task)
+    truth = observe(model, TEXTS[:2], granted=("labels",))
+    found = told_of(shared(truth.seen, ["norm", "Norm", "ln_"]), model, 4)
+    assert not found.told
+    assert all(len(set(one.lengths)) == 1 and len(one.lengths) == 2 for one in found.each)
+    tried = [one.lengths[0] for one in found.each]
+    assert 1 < len(tried) == len(set(tried)) <= 4
+    assert min(tried) > sum(map(len, frame(model)))
+    assert max(tried) <= model.max_length
+
+
+def test_noise_hides_lengths(small, observe):
+    model = small("bert")
+    truth = observe(model, TEXTS[:1], granted=("labels",))
+    assert told_of(truth.seen, model).told
+    assert not told_of(noisy(truth.seen, 1.0), model).told
+
+
+# --- tokens -----------------------------------------------------------------------------------
+
+
+def inputs(model, truth):
+    """The distinct content tokens that the model read."""
+    cut = 1 if model.task == CAUSAL_LM else 0
+    read = {token for one in truth.sequences for token in one[: len(one) - cut]}
+    return sorted(read - model.special_ids())
+
+
+def content(found, model):
+    return None if found is None else sorted(set(found.tolist()) - model.special_ids())
+
+
+@pytest.mark.parametrize(("family", "task"), KINDS)
+def test_the_rows_of_the_word_embedding_are_the_tokens(small, observe, family, task):
+    model = small(family, task, width=64)
+    truth = observe(model, TEXTS[:2])
+    found = bag(shared(truth.seen, WORDS), model, stream(0, "bag"))
+    assert content(found, model) == inputs(model, truth)
+
+
+@pytest.mark.parametrize(("family", "task"), KINDS)
+def test_the_first_layer_tells_the_tokens_of_a_model_with_positions(small, observe, family, task):
+    model = small(family, task, width=64)
+    truth = observe(model, TEXTS[1:2])
+    found = bag(without(truth.seen, WORDS), model, stream(0, "bag"))
+    if (family, task) in WITH_POSITIONS:
+        assert content(found, model) == inputs(model, truth)
+    else:
+        assert found is None
+
+
+@pytest.mark.parametrize(("family", "task"), WITH_POSITIONS)
+@pytest.mark.parametrize("hidden", [(), WORDS])
+def test_under_noise_the_tokens_cannot_be_told(small, observe, family, task, hidden):
+    model = small(family, task, width=64)
+    truth = observe(model, TEXTS[:2])
+    seen = noisy(without(truth.seen, hidden), 1.0)
+    assert bag(seen, model, stream(0, "bag")) is None
+
+
+def test_without_embeddings_and_attention_nothing_tells_the_tokens(small, observe):
+    model = small("bert")
+    truth = observe(model, 1)
+    assert bag(shared(truth.seen, ["classifier"]), model, stream(0, "bag")) is None
+    assert torch.is_tensor(bag(truth.seen, model, stream(0, "bag")))

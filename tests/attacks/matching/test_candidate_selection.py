@@ -1,0 +1,70 @@
+"""The best of what was tried, with and without a rough judge before the exact one."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fedleak.attacks.matching import candidate_selection
+from fedleak.attacks.matching.optimizer import UNWATCHED, Watch
+
+
+def judge(rough=None):
+    """A judge that looks at a few guesses at a time."""
+    chunks = lambda guesses, _: (slice(i, i + 7) for i in range(0, guesses, 7))  # noqa: E731
+    return SimpleNamespace(rough=rough, chunks=chunks)
+
+
+def best(exact_RK, rough_RK, likely_RK, watch=UNWATCHED):
+    objective = judge(None if rough_RK is None else judge())
+    tried_RKX = torch.arange(exact_RK.shape[1]).repeat(len(exact_RK), 1)[..., None]
+    rows = torch.arange(len(exact_RK))[:, None]
+
+    def scores(of):
+        apart_RK = exact_RK if of is objective else rough_RK
+        return lambda tried_RKX: apart_RK[rows, tried_RKX[..., 0]]
+
+    return candidate_selection._best(objective, tried_RKX, likely_RK, scores, 1, watch)
+
+
+@pytest.mark.parametrize("rough", [False, True])
+def test_the_least_sum_wins(rough):
+    rng = torch.Generator().manual_seed(0)
+    exact_RK, likely_RK = torch.rand(2, 3, 40, generator=rng)
+    found = best(exact_RK, exact_RK + 1e-3 if rough else None, likely_RK)
+    at_R = (exact_RK + likely_RK).argmin(1)
+    assert torch.equal(found.chosen_RX[:, 0], at_R)
+    assert torch.equal(found.apart_R, exact_RK.gather(1, at_R[:, None])[:, 0])
+    assert torch.equal(found.likely_R, likely_RK.gather(1, at_R[:, None])[:, 0])
+
+
+def test_the_first_of_equals_wins():
+    assert best(torch.zeros(1, 30), None, torch.zeros(1, 30)).chosen_RX.item() == 0
+
+
+def test_what_there_is_now_is_kept_if_only_a_rough_judge_finds_others_better():
+    exact_RK, rough_RK = torch.ones(1, 40), torch.zeros(1, 40)
+    exact_RK[0, 0], rough_RK[0, 0] = 0.5, 9.0
+    assert best(exact_RK, rough_RK, torch.zeros(1, 40)).chosen_RX.item() == 0
+
+
+@pytest.mark.parametrize("rough", [False, True])
+def test_out_of_time_the_best_of_what_was_looked_at_is_chosen(rough):
+    exact_RK = torch.arange(40.0, 0, -1)[None]
+    looked = []
+    watch = Watch(look=lambda *shown: looked.append(shown))
+    watch.up = lambda: len(looked) >= 2
+    found = best(exact_RK, exact_RK if rough else None, torch.zeros(1, 40), watch)
+    # Two chunks of seven by the first judge; by an exact one after it, its first, as always.
+    assert found.chosen_RX.item() == 13
+    assert found.apart_R.item() == 27
+    assert looked[:2] == [(0, "changes 1/6", ()), (0, "changes 2/6", ())]
+    assert len(looked) == (3 if rough else 2)
+
+
+def test_what_there_is_now_is_kept_if_time_is_up_at_once():
+    watch = Watch()
+    watch.up = lambda: True
+    exact_RK = torch.arange(14.0, 0, -1)[None]
+    exact_RK[0, 0] = 0.0
+    assert best(exact_RK, exact_RK, torch.zeros(1, 14), watch).chosen_RX.item() == 0

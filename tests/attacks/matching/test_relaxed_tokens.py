@@ -1,0 +1,590 @@
+"""Our own gradient matching: what it recovers, and what it makes of updates that were changed."""
+
+import json
+from dataclasses import asdict, dataclass, replace
+
+import pytest
+import torch
+
+from fedleak.attacks.matching import bucketing, gradient_matching, relaxed_tokens
+from fedleak.attacks.matching.dlg import Dlg
+from fedleak.attacks.matching.gradient_matching import GradientMatching
+from fedleak.attacks.matching.guesses import Objective
+from fedleak.attacks.matching.lamp import Lamp
+from fedleak.attacks.matching.optimizer import Descent, best_of_each
+from fedleak.attacks.matching.tag import Tag
+from fedleak.defenses.cast import Cast
+from fedleak.defenses.gaussian_noise import GaussianNoise
+from fedleak.defenses.mask import Mask
+from fedleak.models import CAUSAL_LM, CLASSIFICATION, load_parameters_
+from fedleak.observation import Knowledge, Observation, UpdateKind
+from fedleak.reconstruction import Status
+from fedleak.rng import stream
+from fedleak.training.local import LocalTraining, local_update_, share
+
+KINDS = [
+    ("bert", CLASSIFICATION),
+    ("gpt2", CLASSIFICATION),
+    ("llama", CLASSIFICATION),
+    ("gpt2", CAUSAL_LM),
+    ("llama", CAUSAL_LM),
+]
+GRANTED = ("labels", "lengths")
+BATCHES = {
+    "one text": ["she told us it is over"],
+    "one token": ["nobody"],
+    "two texts": ["she told us that", "he pays for it now"],
+    "one text twice": ["nobody knows it", "nobody knows it"],
+    "one token again and again": ["no no no no"],
+}
+ATTACKS = {"lamp": Lamp(steps=100), "dlg": Dlg(steps=100), "tag": Tag(steps=100)}
+
+
+def run(attack, seen, model):
+    """The answer, which must be plain JSON, and what was reported of the tokens so far."""
+    reports = []
+    (answer,) = attack.many(
+        [seen], model, rngs=[stream(0, "attack")], report=lambda _, how: reports.append(how)
+    )
+    json.dumps(asdict(answer), allow_nan=False)
+    steps = [one.step for one in reports]
+    assert steps == sorted(steps)
+    reports = [one for one in reports if not one.phase]
+    losses = [one.loss for one in reports]
+    assert losses == sorted(losses, reverse=True)
+    return answer, reports
+
+
+def inside(check, seen, model, like):
+    """Runs a check in place of the algorithm, with all that it would be given."""
+    ran = []
+
+    def algorithm(objective, recipe, prior, rng, watch):
+        ran.append(check(objective, recipe, rng))
+        return best_of_each(objective.victim_R, objective.rows.ids_RBT, torch.zeros(len(rng)))
+
+    @dataclass(frozen=True)
+    class Attack(GradientMatching):
+        def method(self):
+            return replace(like.method(), algorithm=algorithm)
+
+    attack = Attack(precision=like.precision, starts=like.starts)
+    rngs = [stream(0, "attack", i) for i in range(len(seen))]
+    with pytest.MonkeyPatch.context() as patch:
+        # Padding costs less than another pass, however much there is: all victims together.
+        patch.setattr(bucketing, "PASS", {"cpu": 10**9})
+        attack.many(seen, model, rngs=rngs, report=lambda *_: None)
+    assert len(ran) == 1
+
+
+def changed(seen, defense):
+    return replace(seen, update=defense(seen.update, rng=stream(0, "defense")))
+
+
+def shared(seen, patterns):
+    return replace(seen, update=share(seen.update, patterns))
+
+
+def never_exact(seen):
+    """An update that tells the tokens, but whose other tensors are noised."""
+    seen = shared(seen, ["word_emb", "query", "LayerNorm"])
+    tensors = dict(seen.update.tensors)
+    noised = changed(seen, GaussianNoise(0.01)).update.tensors
+    tensors |= {name: value for name, value in noised.items() if "word_emb" not in name}
+    return replace(seen, update=replace(seen.update, tensors=tensors))
+
+
+def true_ids(truth, objective):
+    ids_RBT = objective.rows.ids_RBT.clone()
+    for b, one in enumerate(truth.sequences):
+        ids_RBT[:, b, : len(one)] = torch.tensor(one)
+    return ids_RBT
+
+
+class LikesRising:
+    """A prior that counts the pairs of tokens that fall."""
+
+    def nll(self, ids_NT, mask_NT, stop=None):
+        pairs = (ids_NT[:, None, :] < ids_NT[:, :, None]).triu(1)
+        there = mask_NT.bool()[:, None, :] & mask_NT.bool()[:, :, None]
+        return (pairs & there).sum((1, 2)).float()
+
+
+# --- undefended updates -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("texts", BATCHES.values(), ids=BATCHES)
+@pytest.mark.parametrize("kind", KINDS, ids="-".join)
+def test_a_whole_update_gives_its_batch_away_with_a_proof(small, observe, kind, texts):
+    model = small(*kind)
+    truth = observe(model, texts, granted=GRANTED)
+    answer, _ = run(ATTACKS["lamp"], truth.seen, model)
+    assert sorted(answer.sequences) == sorted(truth.sequences)
+    assert answer.verified
+    assert max(answer.evidence) < relaxed_tokens.EXACT
+    assert answer.tokens == tuple(sorted({t for one in truth.sequences for t in one}))
+    null = model.family.null_parameters(truth.seen.update.tensors)
+    assert answer.diagnostics["left_out"] == len(null)
+
+
+@pytest.mark.parametrize("attack", ["dlg", "tag"])
+def test_other_distances_find_a_short_text_too(small, observe, attack):
+    model = small("bert")
+    truth = observe(model, BATCHES["one text"], granted=GRANTED)
+    answer, _ = run(ATTACKS[attack], truth.seen, model)
+    assert answer.sequences == tuple(truth.sequences)
+    assert answer.verified
+
+
+@pytest.mark.parametrize("granted", [(), ("labels",), ("lengths",)])
+def test_labels_and_lengths_need_not_be_granted(small, observe, granted):
+    model = small("bert", layers=3)
+    truth = observe(model, BATCHES["two texts"], granted=granted)
+    answer, _ = run(ATTACKS["lamp"], truth.seen, model)
+    assert sorted(answer.sequences) == sorted(truth.sequences)
+    assert answer.verified
+
+
+def test_lengths_that_nothing_tells_are_believed_only_where_the_gradient_comes_near(small, observe):
+    model = small("bert")
+    truth = observe(model, BATCHES["two texts"])
+    answer, _ = run(Lamp(steps=4, shapes=3), shared(truth.seen, ["LayerNorm.bias"]), model)
+    assert answer.status == Status.ABSTAINED
+    assert "lengths are not known" in answer.reason
+    assert answer.sequences is None
+
+
+def test_victims_of_one_call_may_have_batches_of_one_size(small, observe):
+    model = small("bert")
+    truths = [observe(model, BATCHES[name], granted=GRANTED) for name in ("one text", "one token")]
+    answers = ATTACKS["lamp"].many(
+        [one.seen for one in truths],
+        model,
+        rngs=[stream(0, "a", i) for i in range(2)],
+        report=lambda *_: None,
+    )
+    assert [one.sequences for one in answers] == [tuple(one.sequences) for one in truths]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids="-".join)
+def test_a_sentence_that_fills_up_a_smaller_batch_is_left_alone(small, observe, kind):
+    model = small(*kind)
+    small_one, large_one = (
+        observe(model, BATCHES[name], granted=GRANTED) for name in ("one text", "two texts")
+    )
+
+    def check(objective, recipe, rng):
+        ids = objective.rows.ids_RBT.clone()
+        for r, truth in enumerate((small_one, large_one)):
+            ids[r] = true_ids(truth, objective)[r]
+        leaf = objective.space.leaf(objective.rows, ids)
+        found, score_R = relaxed_tokens.improved(objective, recipe, None, leaf, rng)
+        assert torch.equal(found, ids)
+        assert score_R.max() < relaxed_tokens.EXACT
+
+    inside(check, [small_one.seen, large_one.seen], model, Lamp(starts=1))
+
+
+# --- a proof ----------------------------------------------------------------------------------
+
+
+def test_a_few_numbers_that_many_texts_have_prove_nothing(small, observe):
+    model = small("bert", num_labels=2, initializer_range=0.02)
+    truth = observe(model, BATCHES["two texts"], granted=GRANTED)
+    answer, _ = run(Dlg(), shared(truth.seen, ["classifier.bias"]), model)
+    assert sorted(answer.sequences) != sorted(truth.sequences)
+    assert not answer.verified
+
+
+def test_only_the_right_texts_are_proved(small, observe):
+    model = small("bert")
+    truth = observe(model, BATCHES["two texts"], granted=GRANTED)
+    answer, _ = run(Lamp(steps=2, discrete="never", starts=1), truth.seen, model)
+    assert answer.verified == (sorted(answer.sequences) == sorted(truth.sequences))
+
+
+# --- updates that were changed ----------------------------------------------------------------
+
+
+DEFENSES = {
+    "masked": Mask(0.9),
+    "noised": GaussianNoise(0.05),
+    "in bfloat16": Cast("bfloat16"),
+    "in float16": Cast("float16"),
+}
+
+
+@pytest.mark.parametrize("preset", ["best", "faithful"])
+@pytest.mark.parametrize("attack", ["lamp", "dlg", "tag"])
+@pytest.mark.parametrize("defense", DEFENSES)
+def test_a_changed_update_is_answered_with_numbers(small, observe, defense, attack, preset):
+    model = small("bert", num_labels=2)
+    truth = observe(model, BATCHES["two texts"], granted=GRANTED)
+    seen = changed(truth.seen, DEFENSES[defense])
+    if defense == "masked":  # LAMP's code divides by zero here
+        tensors = dict(seen.update.tensors)
+        tensors["classifier.bias"] = torch.zeros(2)
+        seen = replace(seen, update=replace(seen.update, tensors=tensors))
+    options = {"steps": 4, "starts": 1, "preset": preset}
+    if attack == "lamp":
+        options["guesses"] = 2
+    answer, reports = run(replace(ATTACKS[attack], **options), seen, model)
+    assert answer.status == Status.RECOVERED
+    assert [len(one) for one in answer.sequences] == [len(one) for one in truth.sequences]
+    assert all(torch.tensor(one.loss).isfinite() for one in reports)
+    tensors = seen.update.tensors
+    null = set() if preset == "faithful" else model.family.null_parameters(tensors)
+    zero = {name for name, value in tensors.items() if not value.any()}
+    assert answer.diagnostics["left_out"] == len(zero | null)
+    assert zero or defense != "masked"
+
+
+def test_rounding_to_bfloat16_hides_nothing(small, observe):
+    model = small("bert")
+    truth = observe(model, BATCHES["one text"], granted=GRANTED)
+    answer, _ = run(ATTACKS["lamp"], changed(truth.seen, Cast("bfloat16")), model)
+    assert answer.sequences == tuple(truth.sequences)
+
+
+def test_an_update_of_zeros_is_abstained_from(small, observe):
+    model = small("bert")
+    truth = observe(model, 1, granted=GRANTED)
+    tensors = {name: torch.zeros_like(value) for name, value in truth.seen.update.tensors.items()}
+    seen = replace(truth.seen, update=replace(truth.seen.update, tensors=tensors))
+    answer, reports = run(Lamp(), seen, model)
+    assert answer.status == Status.ABSTAINED
+    assert not reports
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-10, 1e10])
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_an_update_of_any_size_is_answered_with_numbers(small, observe, attack, scale):
+    model = small("bert")
+    truth = observe(model, BATCHES["one token"], granted=GRANTED)
+    tensors = {name: value * scale for name, value in truth.seen.update.tensors.items()}
+    seen = replace(truth.seen, update=replace(truth.seen.update, tensors=tensors))
+    run(replace(ATTACKS[attack], steps=2, starts=1), seen, model)
+
+
+@pytest.mark.parametrize("value", [1e25, float("inf"), float("nan")])
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_a_number_that_is_not_finite_spoils_only_its_tensor(small, observe, attack, value):
+    model = small("bert")
+    truth = observe(model, BATCHES["one token"], granted=GRANTED)
+    tensors = dict(truth.seen.update.tensors)
+    name = next(name for name in tensors if name.endswith("layer.1.output.dense.weight"))
+    tensors[name] = tensors[name].clone()
+    tensors[name][0, 0] = value
+    seen = replace(truth.seen, update=replace(truth.seen.update, tensors=tensors))
+    answer, _ = run(replace(ATTACKS[attack], steps=2, starts=1), seen, model)
+    assert max(answer.evidence) < 0.5
+
+
+@pytest.mark.parametrize("kind", [KINDS[0], KINDS[3]], ids="-".join)
+def test_several_local_steps_are_matched_as_the_sum_of_their_gradients(small, kind):
+    model = small(*kind)
+    sequences = sorted(model.encode(BATCHES["two texts"]), key=len, reverse=True)
+    before = {name: value.clone() for name, value in model.parameters().items()}
+    how = LocalTraining(UpdateKind.DELTA, 1, 2, 1e-3, dropout=False)
+    update = local_update_(model, sequences, [0, 1], how, seed=0)
+    load_parameters_(model, before)
+    lengths = tuple(map(len, sequences))
+    knowledge = Knowledge(1e-3, 4, False, labels=(0, 1), lengths=lengths)
+    answer, _ = run(Lamp(steps=12, starts=1), Observation(1, 0, update, knowledge), model)
+    assert sorted(answer.sequences) == sorted(map(tuple, sequences))
+    assert not answer.verified, "it is not one gradient of the model as it was broadcast"
+    assert 0 < answer.diagnostics["distance"] < 0.05
+
+    def check(objective, recipe, rng):
+        ids = objective.rows.ids_RBT.clone()
+        for b, one in enumerate(sequences):
+            ids[0, b, : len(one)] = torch.tensor(one)
+        # A squared distance knows sizes: that of four gradients would be 9 times as far.
+        exact = objective.space.exact(objective.rows, ids[:, None])
+        assert float(objective.scores(exact)) < 0.05
+
+    inside(check, [Observation(1, 0, update, knowledge)], model, Dlg(starts=1))
+
+
+@pytest.mark.parametrize("knows", [{"dropout": True}, {"local_steps": 2}])
+def test_what_is_not_one_plain_gradient_is_never_proved(small, observe, knows):
+    model = small("bert")
+    truth = observe(model, BATCHES["one text"], granted=GRANTED)
+    seen = replace(truth.seen, knowledge=replace(truth.seen.knowledge, **knows))
+    answer, _ = run(ATTACKS["lamp"], seen, model)
+    assert answer.sequences == tuple(truth.sequences)
+    assert not answer.verified
+
+
+# --- the search -------------------------------------------------------------------------------
+
+
+def test_rows_of_a_victim_that_lag_behind_are_given_up():
+    victim_R = torch.tensor([0, 0, 0, 0, 1, 1, 2])
+    best_R = torch.tensor([0.4, 0.1, 0.3, 0.2, 0.9, 1e-9, torch.inf])
+    alive_R = torch.arange(7)
+    at_first = relaxed_tokens.going(victim_R, best_R, alive_R, 0.0)
+    assert at_first.tolist() == [0, 1, 2, 3, 6]
+    at_last = relaxed_tokens.going(victim_R, best_R, alive_R, 1.0)
+    assert at_last.tolist() == [1, 6]
+    kept = [len(relaxed_tokens.going(victim_R, best_R, alive_R, i / 16)) for i in range(17)]
+    assert kept == sorted(kept, reverse=True)
+    # Of those still alive, by their place among them.
+    some_R = torch.tensor([0, 2, 3, 6])
+    assert relaxed_tokens.going(victim_R, best_R, some_R, 1.0).tolist() == [2, 3]
+    assert not len(relaxed_tokens.going(victim_R[:4], best_R[:4] * 0, alive_R[:4], 0.5))
+
+
+@pytest.mark.parametrize("discrete", ["during", "at-end", "never"])
+def test_words_change_places_when_they_may(small, observe, monkeypatch, discrete):
+    model = small("bert")
+    truth = observe(model, BATCHES["two texts"], granted=GRANTED)
+    changes, made = [], relaxed_tokens._changes
+
+    def spy(*args):
+        changes.append(len(stepped))
+        return made(*args)
+
+    stepped, step = [], Descent.step
+
+    def counting(self, loss):
+        stepped.append(1)
+        return step(self, loss)
+
+    monkeypatch.setattr(relaxed_tokens, "_changes", spy)
+    monkeypatch.setattr(Descent, "step", counting)
+    seen = never_exact(truth.seen)
+    attack = Lamp(steps=8, starts=1, discrete=discrete)
+    _, reports = run(attack, seen, model)
+    every = attack.method().recipe.every
+    assert 8 % every == 0
+    rounds = range(0, 9, every)
+    assert set(changes) == {"during": {*rounds[1:]}, "at-end": {8}, "never": set()}[discrete]
+    assert {one.step for one in reports} == {*rounds}
+    assert {one.steps for one in reports} == {8}
+
+
+@pytest.mark.parametrize("discrete", ["during", "at-end", "never"])
+def test_the_last_step_is_looked_at_however_many_there_are(small, observe, discrete):
+    model = small("bert")
+    truth = observe(model, BATCHES["two texts"], granted=GRANTED)
+    seen = never_exact(truth.seen)
+    attack = Lamp(steps=7, starts=1, discrete=discrete)
+    assert 7 % attack.method().recipe.every
+    _, reports = run(attack, seen, model)
+    assert reports[-1].step == 7
+
+
+def test_out_of_time_the_best_so_far_is_the_answer(small, observe):
+    model = small("bert")
+    truth = observe(model, BATCHES["two texts"], granted=GRANTED)
+    seen = changed(truth.seen, GaussianNoise(0.05))
+    answer, reports = run(Lamp(seconds=1e-9, starts=1, guesses=1), seen, model)
+    assert {one.step for one in reports} == {0}
+    assert answer.status == Status.RECOVERED
+    text = " / ".join(model.decode(one) for one in answer.sequences)
+    assert reports[-1].text == text
+
+
+def test_time_may_run_out_within_a_round(small, observe, monkeypatch):
+    model = small("bert")
+    truth = observe(model, BATCHES["two texts"], granted=GRANTED)
+    asked, stepped, step = [], [], Descent.step
+
+    class Runs(gradient_matching.Watch):
+        def up(self):
+            asked.append(1)
+            return bool(stepped)
+
+    def counting(self, loss):
+        stepped.append(1)
+        return step(self, loss)
+
+    monkeypatch.setattr(gradient_matching, "Watch", Runs)
+    monkeypatch.setattr(Descent, "step", counting)
+    attack = Lamp(starts=1, discrete="never")
+    answer, reports = run(attack, never_exact(truth.seen), model)
+    assert answer.status == Status.RECOVERED
+    assert len(stepped) == 1
+    # What that step led to is looked at.
+    assert [one.step for one in reports] == [0, attack.method().recipe.every]
+
+
+def test_of_equally_distant_texts_the_prior_decides(small, observe):
+    model = small("bert")
+    truth = observe(model, ["nobody knows it", "he pays us"], granted=GRANTED)
+
+    def check(objective, recipe, rng):
+        def flat(gradients, target):
+            parts = next(one for one in gradients.values() if isinstance(one, tuple))
+            return torch.full((1, parts[-1].left_RKNX.shape[1]), 0.5)
+
+        ids = true_ids(truth, objective)
+        leaf = objective.space.leaf(objective.rows, ids)
+        rising, recipe = LikesRising(), replace(recipe, lm_weight=1.0)
+        same = replace(objective, distance=flat)
+        kept, score = relaxed_tokens.improved(same, recipe, None, leaf, rng)
+        assert torch.equal(kept, ids)
+        assert score.tolist() == [0.5]
+        found, score = relaxed_tokens.improved(same, recipe, rising, leaf, rng)
+        fewer = sum(int(rising.nll(found[:, b], objective.rows.mask_RBT[:, b])) for b in range(2))
+        before = sum(int(rising.nll(ids[:, b], objective.rows.mask_RBT[:, b])) for b in range(2))
+        assert fewer < before
+        assert float(score) == pytest.approx(0.5 + fewer / 2)
+        # What matches exactly needs no prior.
+        _, score = relaxed_tokens.improved(objective, replace(recipe, sweeps=0), rising, leaf, rng)
+        assert float(score) < relaxed_tokens.EXACT
+
+    inside(check, [truth.seen], model, Lamp(starts=1))
+
+
+@pytest.mark.parametrize("kind", KINDS, ids="-".join)
+def test_wrong_tokens_and_wrong_orders_are_mended_by_the_gradient(small, observe, kind):
+    model = small(*kind)
+    truth = observe(model, BATCHES["two texts"], granted=GRANTED)
+
+    def check(objective, recipe, rng):
+        ids = true_ids(truth, objective)
+        first, second = (objective.rows.content(0, b) for b in range(2))
+        moved, other, exchanged = ids.clone(), ids.clone(), ids.clone()
+        moved[0, 0, first[:3]] = ids[0, 0, [first[2], *first[:2]]]
+        other[0, 1, second[0]] = ids[0, 0, first[0]]
+        exchanged[0, 0, first[0]] = ids[0, 1, second[0]]
+        exchanged[0, 1, second[0]] = ids[0, 0, first[0]]
+        for wrong in (moved, other, exchanged):
+            same = wrong[..., None] == objective.space.ids_RM[:, None, None]
+            leaf = 3.0 * same
+            # A token that is missing would be read into its place at once.
+            if torch.equal(objective.read(leaf), ids):
+                continue
+            found, score = relaxed_tokens.improved(objective, recipe, None, leaf, rng)
+            # Texts of one class and length are interchangeable.
+            assert sorted(found[0].tolist()) == sorted(ids[0].tolist())
+            assert float(score) < relaxed_tokens.EXACT
+
+    inside(check, [truth.seen], model, Lamp(starts=1))
+
+
+def test_what_is_tried_has_the_present_first_and_keeps_what_is_known(small, observe):
+    model = small("bert")
+    truth = observe(model, BATCHES["two texts"], granted=GRANTED)
+
+    def check(objective, recipe, rng):
+        ids, rows = true_ids(truth, objective), objective.rows
+        leaf = objective.space.leaf(rows, ids)
+        bag = set(objective.space.ids_RM[0].tolist())
+        for b in range(2):
+            tried = relaxed_tokens._changes(objective, recipe, leaf, ids, b, rng)[0]
+            assert torch.equal(tried[0], ids[0, b])
+            fixed = rows.fixed_RBT[0, b]
+            assert torch.equal(tried[:, fixed], ids[0, b, fixed].expand(len(tried), -1))
+            content = [tuple(one) for one in tried[:, ~fixed].tolist()]
+            now = content[0]
+            orders = [one for one in content if sorted(one) == sorted(now)]
+            others = [one for one in content if sorted(one) != sorted(now)]
+            assert 1 < len(orders) <= recipe.orders + 1
+            assert 0 < len(others) <= recipe.orders
+            assert len(set(others)) == len(others)
+            assert all(sum(x != y for x, y in zip(one, now, strict=True)) == 1 for one in others)
+            assert {token for one in content for token in one} <= bag
+        both = relaxed_tokens._exchanges(objective, recipe, ids, rng)[0]
+        assert torch.equal(both[0], ids[0])
+        tokens = ids.flatten().sort().values
+        for one in both:
+            assert torch.equal(one.flatten().sort().values, tokens)
+            assert torch.equal(one[rows.fixed_RBT[0]], ids[0][rows.fixed_RBT[0]])
+        assert 1 < len(both) <= 2 * recipe.orders + 1
+
+    inside(check, [truth.seen], model, Lamp(starts=1))
+
+
+def test_whole_sentences_are_exchanged_only_if_they_differ_in_class(small, observe):
+    model = small("bert")
+    truth = observe(model, ["it is over now", "is it over now"], granted=GRANTED)
+    assert len({len(one) for one in truth.sequences}) == 1
+
+    def check(objective, recipe, rng):
+        ids = true_ids(truth, objective)
+        whole = ids[0].flip(0)
+        for labels, there in (([0, 0], False), ([0, 1], True)):
+            labelled = replace(objective.rows, labels_RB=torch.tensor([labels]))
+            tried = relaxed_tokens._exchanges(replace(objective, rows=labelled), recipe, ids, rng)[
+                0
+            ]
+            assert any(torch.equal(one, whole) for one in tried) is there
+
+    inside(check, [truth.seen], model, Lamp(starts=1))
+
+
+def test_what_becomes_of_a_row_does_not_depend_on_the_others(small, observe):
+    model = small("bert")
+    truths = [observe(model, BATCHES[name], granted=GRANTED) for name in ("one text", "two texts")]
+
+    def check(objective, recipe, rng):
+        # The first has nothing to find, the second much.
+        ids = torch.cat([true_ids(one, objective)[r : r + 1] for r, one in enumerate(truths)])
+        free_BT = ~objective.rows.fixed_RBT[1]
+        ids[1][free_BT] = ids[1][free_BT].flip(0)
+        leaf = objective.space.leaf(objective.rows, ids)
+        states = [one.get_state() for one in rng]
+        both, score_R = relaxed_tokens.improved(objective, recipe, None, leaf, rng)
+        assert torch.equal(both[0], ids[0])
+        assert not torch.equal(both[1], ids[1])
+        for r, (one, was) in enumerate(zip(rng, states, strict=True)):
+            one.set_state(was)
+            chosen = torch.tensor([r])
+            alone, score = relaxed_tokens.improved(
+                objective.take(chosen), recipe, None, leaf[chosen], [one]
+            )
+            assert torch.equal(alone[0], both[r])
+            assert float(score) == pytest.approx(float(score_R[r]), abs=1e-5)
+
+    inside(check, [one.seen for one in truths], model, Lamp(starts=1))
+
+
+# --- precision --------------------------------------------------------------------------------
+
+
+def test_evidence_is_in_full_precision_also_where_the_search_is_not(small, observe):
+    model = small("bert")
+    truth = observe(model, BATCHES["two texts"], granted=GRANTED)
+    seen = changed(truth.seen, GaussianNoise(0.02))
+    rough, _ = run(Lamp(steps=4, starts=1, guesses=2, precision="mixed"), seen, model)
+
+    def check(objective, recipe, rng):
+        assert objective.rough is None
+        ids = objective.rows.ids_RBT.clone()
+        for b, one in enumerate(rough.sequences):
+            ids[0, b, : len(one)] = torch.tensor(one)
+        fine = objective.scores(objective.space.exact(objective.rows, ids[:, None]))
+        assert rough.evidence == (pytest.approx(float(fine[0, 0]), abs=1e-6),) * 2
+
+    inside(check, [seen], model, Lamp(starts=1))
+    assert {p.dtype for p in model.module.parameters()} == {torch.float32}
+
+
+def test_a_search_in_lower_precision_finds_and_proves_a_text(small, observe):
+    model = small("bert")
+    truth = observe(model, BATCHES["one text"], granted=GRANTED)
+    answer, _ = run(Lamp(steps=100, precision="mixed"), truth.seen, model)
+    assert answer.sequences == tuple(truth.sequences)
+    assert answer.verified
+
+
+@pytest.mark.parametrize("preset", ["best", "faithful"])
+def test_the_last_fifth_of_the_steps_is_in_full_precision(small, observe, monkeypatch, preset):
+    model = small("bert")
+    truth = observe(model, BATCHES["two texts"], granted=GRANTED)
+    seen = never_exact(truth.seen)
+    dtypes, loss = [], Objective.loss
+
+    def spy(self, leaf):
+        dtypes.append(next(self.model.module.parameters()).dtype)
+        return loss(self, leaf)
+
+    monkeypatch.setattr(Objective, "loss", spy)
+    options = {"preset": preset, "precision": "mixed", "starts": 1, "guesses": 1}
+    run(Lamp(steps=20, discrete="never", **options), seen, model)
+    assert len(dtypes) == 20
+    assert set(dtypes[:15]) == {torch.bfloat16}
+    assert set(dtypes[16:]) == {torch.float32}

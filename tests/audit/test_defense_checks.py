@@ -1,0 +1,541 @@
+"""Defenses that do what they say pass; broken ones, as published and imagined, do not."""
+
+import dataclasses
+import json
+import math
+from contextlib import nullcontext
+
+import pytest
+import torch
+from flwr.app import Context, RecordDict
+from typer.testing import CliRunner
+
+from clients.app import app as client_app
+from fedleak import defenses, pipeline
+from fedleak.audit import defense_checks, scoring
+from fedleak.cli import app
+from fedleak.config.experiment import parse
+from fedleak.defenses.cast import Cast
+from fedleak.defenses.clip import Clip
+from fedleak.defenses.dp_sgd import DpSgd
+from fedleak.defenses.freeze import Freeze
+from fedleak.defenses.gaussian_noise import GaussianNoise
+from fedleak.defenses.laplace_noise import LaplaceNoise
+from fedleak.defenses.local_dp import LocalDp
+from fedleak.defenses.mask import Mask
+from fedleak.defenses.prune import Prune
+from fedleak.defenses.quantize import Quantize
+from fedleak.defenses.sign import Sign
+from fedleak.errors import ConfigError, FedleakError
+from fedleak.federation import Protection
+from fedleak.privacy import Event
+from fedleak.store.run import Run
+from fedleak.training import private_steps
+from server.app import app as server_app
+from server.inline import InlineGrid
+
+SMALL = {"name": "smaller than builtin/bert-tiny: `folder`"}
+TABLE = {
+    "name": "checked",
+    "seed": 3,
+    "model": SMALL,
+    "data": {"name": "builtin/notes", "samples": 12, "held_out": 2},
+    "federation": {"clients": 2, "rounds": 2, "batch_size": 2, "learning_rate": 0.1},
+    "workers": {"devices": ["cpu"]},
+}
+BERT = {"name": "builtin/bert-tiny"}
+GPT2 = {"name": "builtin/gpt2-tiny", "task": "causal-lm"}
+
+CAST = {"kind": "cast", "dtype": "bfloat16"}
+CLIP = {"kind": "clip", "max_norm": 0.5}
+DP_SGD = {"kind": "dp_sgd", "noise_multiplier": 1.0, "max_grad_norm": 0.5}
+FREEZE = {"kind": "freeze", "parameters": ["t2"]}
+GAUSS = {"kind": "gaussian_noise", "sigma": 1e-3}
+LAPLACE = {"kind": "laplace_noise", "scale": 1e-3}
+LOCAL_DP = {"kind": "local_dp", "max_norm": 0.5, "noise_multiplier": 0.01}
+MASK = {"kind": "mask", "fraction": 0.3}
+PRUNE = {"kind": "prune", "fraction": 0.9}
+QUANTIZE = {"kind": "quantize", "bits": 4}
+SECURE_SUM = {"kind": "secure_sum"}
+SIGN = {"kind": "sign"}
+STOCHASTIC = {"kind": "quantize", "bits": 6, "stochastic": True}
+ALL = [
+    *(DP_SGD, FREEZE, GAUSS, LAPLACE, CLIP, LOCAL_DP, MASK, PRUNE),
+    *(QUANTIZE, STOCHASTIC, SIGN, CAST, SECURE_SUM),
+]
+DIFFERS = "the captured update differs from the raw one"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def folder(small, tmp_path_factory):
+    """Makes a model of the built-in one's vocabulary that costs a tenth."""
+    model, folder = small("bert", num_labels=2), tmp_path_factory.mktemp("bert")
+    model.module.save_pretrained(folder)
+    model.tokenizer.save_pretrained(folder)
+    SMALL["name"] = str(folder)
+
+
+def experiment_of(*defense, **tables):
+    return parse(TABLE | {"defense": list(defense)} | tables)
+
+
+def broken(findings):
+    return [(one.defense, one.claim) for one in findings if not one.holds]
+
+
+# --- what is right ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model", "algorithm"),
+    [
+        (BERT, "fedsgd"),
+        (GPT2, "fedavg"),
+        pytest.param(BERT, "fedavg", marks=pytest.mark.slow),
+        pytest.param(GPT2, "fedsgd", marks=pytest.mark.slow),
+        pytest.param({"name": "builtin/llama-tiny"}, "fedsgd", marks=pytest.mark.slow),
+    ],
+)
+def test_every_defense_does_what_it_says(model, algorithm):
+    assert {each["kind"] for each in ALL} == defenses.kinds().keys()
+    federation = TABLE["federation"] | {"algorithm": algorithm, "local_epochs": 2}
+    findings = defense_checks.check(experiment_of(*ALL, model=model, federation=federation))
+    assert not broken(findings), [one for one in findings if not one.holds]
+    claims = {
+        number: [f.claim for f in findings if f.defense == f"defense[{number}] ({each['kind']})"]
+        for number, each in enumerate(ALL)
+    }
+    for number, each in enumerate(ALL):
+        first, *others = claims[number]
+        if each is SECURE_SUM:
+            assert "weighted mean" in first
+        else:
+            assert first == DIFFERS
+        assert len(others) == {"dp_sgd": 3, "local_dp": 3, "cast": 0, "secure_sum": 0}.get(
+            each["kind"], 1
+        )
+    assert [f.claim for f in findings if f.defense == "the update"] == [
+        "what is shared and trained is sent, and nothing else",
+        "the global weights move, and stay finite",
+    ]
+
+
+def test_adapters_and_shared_parts_are_checked_as_they_are_sent():
+    model = SMALL | {"lora": {"rank": 4}}
+    freeze = {"kind": "freeze", "parameters": ["classifier"]}
+    share = {"share": ["layer.1.", "classifier"]}
+    findings = defense_checks.check(experiment_of(DP_SGD, freeze, CLIP, model=model, update=share))
+    assert not broken(findings), [one for one in findings if not one.holds]
+
+
+def test_the_check_leaves_no_trace_and_says_the_same_again():
+    experiment = experiment_of(MASK, GAUSS)
+    state = torch.get_rng_state()
+    first = defense_checks.check(experiment)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert defense_checks.check(experiment) == first
+
+
+# --- what is broken -----------------------------------------------------------------------------
+
+
+def half_the_noise(patch):
+    original = GaussianNoise.__call__
+
+    def call(self, update, *, rng):
+        return original(dataclasses.replace(self, sigma=self.sigma / 2), update, rng=rng)
+
+    patch.setattr(GaussianNoise, "__call__", call)
+
+
+def noise_that_is_not_sent(patch):
+    original = GaussianNoise.__call__
+
+    def call(self, update, *, rng):
+        original(self, update, rng=rng)  # measured here, and forgotten
+        return update
+
+    patch.setattr(GaussianNoise, "__call__", call)
+
+
+def noise_on_weights_alone(patch):
+    original = GaussianNoise.__call__
+
+    def call(self, update, *, rng):
+        noisy = original(self, update, rng=rng).tensors
+        kept = {n: noisy[n] if v.dim() > 1 else v for n, v in update.tensors.items()}
+        one = max(kept, key=lambda name: kept[name].numel())
+        return dataclasses.replace(update, tensors=kept | {one: update.tensors[one]})
+
+    patch.setattr(GaussianNoise, "__call__", call)
+
+
+def scale_taken_for_the_deviation(patch):
+    original = LaplaceNoise.__call__
+
+    def call(self, update, *, rng):
+        narrow = dataclasses.replace(self, scale=self.scale / math.sqrt(2))
+        return original(narrow, update, rng=rng)
+
+    patch.setattr(LaplaceNoise, "__call__", call)
+
+
+def a_mask_of_too_few(patch):
+    original = Mask.__call__
+
+    def call(self, update, *, rng):
+        return original(dataclasses.replace(self, fraction=0.7 * self.fraction), update, rng=rng)
+
+    patch.setattr(Mask, "__call__", call)
+
+
+def a_mask_that_scales(patch):
+    original = Mask.__call__
+
+    def call(self, update, *, rng):
+        masked = original(self, update, rng=rng).tensors
+        scaled = {name: value / (1 - self.fraction) for name, value in masked.items()}
+        return dataclasses.replace(update, tensors=scaled)
+
+    patch.setattr(Mask, "__call__", call)
+
+
+def pruning_of_too_few(patch):
+    original = Prune.__call__
+
+    def call(self, update, *, rng):
+        return original(dataclasses.replace(self, fraction=self.fraction - 0.05), update, rng=rng)
+
+    patch.setattr(Prune, "__call__", call)
+
+
+def clipping_of_nothing(patch):
+    patch.setattr(Clip, "__call__", lambda self, update, *, rng: update)
+
+
+def clipping_of_each_tensor(patch):
+    def call(self, update, *, rng):
+        short = {
+            name: value * min(1.0, self.max_norm / max(float(value.norm()), 1e-30))
+            for name, value in update.tensors.items()
+        }
+        return dataclasses.replace(update, tensors=short)
+
+    patch.setattr(Clip, "__call__", call)
+
+
+def noise_in_norms_and_not_in_sensitivities(patch):
+    original = LocalDp.__call__
+
+    def call(self, update, *, rng):
+        less = dataclasses.replace(self, noise_multiplier=self.noise_multiplier / 2)
+        return original(less, update, rng=rng)
+
+    patch.setattr(LocalDp, "__call__", call)
+
+
+def noise_without_clipping(patch):
+    patch.setattr("fedleak.defenses.local_dp.clipped", lambda update, max_norm: update)
+
+
+def an_event_that_a_file_changes(patch):
+    original = Event.from_json.__func__
+
+    def from_json(cls, value):
+        return dataclasses.replace(original(cls, value), noise_multiplier=1.0)
+
+    patch.setattr(Event, "from_json", classmethod(from_json))
+
+
+def clipping_of_the_mean(patch):
+    """What frameworks without per-example gradients do."""
+
+    def clipped_sum_(model, batch, hooks, optimizer, ghost):
+        sequences, labels = batch
+        ids, mask = private_steps.pad(sequences, model.tokenizer.pad_token_id, model.device)
+        losses = private_steps.example_losses(model, ids, mask, torch.tensor(labels))
+        trained = optimizer.params
+        gradients = torch.autograd.grad(losses.sum(), trained, materialize_grads=True)
+        norm = torch.stack([one.norm() for one in gradients]).norm()
+        most = optimizer.max_grad_norm * len(sequences)
+        for parameter, gradient in zip(trained, gradients, strict=True):
+            parameter.summed_grad = gradient * min(1.0, most / float(norm))
+        return norm[None]
+
+    patch.setattr(private_steps, "_clipped_sum_", clipped_sum_)
+
+
+def private_without_noise(patch):
+    def training(self, local):
+        steps = private_steps.PrivateSteps(1e-9, self.max_grad_norm, self.sampling)
+        return dataclasses.replace(local, private=steps)
+
+    patch.setattr(DpSgd, "training", training)
+
+
+def plain_training(patch):
+    patch.setattr(DpSgd, "training", lambda self, local: local)
+
+
+def freezing_of_nothing(patch):
+    patch.setattr(Freeze, "training", lambda self, local: local)
+
+
+def one_bit_too_many(patch):
+    original = Quantize.__call__
+
+    def call(self, update, *, rng):
+        return original(dataclasses.replace(self, bits=self.bits + 1), update, rng=rng)
+
+    patch.setattr(Quantize, "__call__", call)
+
+
+def sizes_beside_signs(patch):
+    def call(self, update, *, rng):
+        sent = {name: value.sign() * value.abs().sqrt() for name, value in update.tensors.items()}
+        return dataclasses.replace(update, tensors=sent)
+
+    patch.setattr(Sign, "__call__", call)
+
+
+def no_cast(patch):
+    patch.setattr(Cast, "__call__", lambda self, update, *, rng: update)
+
+
+def a_sum_that_is_the_last(patch):
+    def mean_update(updates):
+        *_, last = updates
+        return last
+
+    patch.setattr(defense_checks, "mean_update", mean_update)
+
+
+NOISE = "the noise has standard deviation"
+MASKED = "% of the numbers are set to zero"
+ZEROS = "% of the numbers are zero"
+BROKEN = [
+    (GAUSS, half_the_noise, [NOISE]),
+    (GAUSS, noise_that_is_not_sent, [DIFFERS, NOISE]),
+    (GAUSS, noise_on_weights_alone, [NOISE]),
+    (LAPLACE, scale_taken_for_the_deviation, [NOISE]),
+    (MASK, a_mask_of_too_few, [MASKED]),
+    (MASK, a_mask_that_scales, [MASKED]),
+    (PRUNE, pruning_of_too_few, [ZEROS]),
+    (CLIP, clipping_of_nothing, [DIFFERS, "the update is no longer than 0.5"]),
+    (CLIP, clipping_of_each_tensor, ["the update is no longer than 0.5"]),
+    (LOCAL_DP, noise_in_norms_and_not_in_sensitivities, [NOISE]),
+    (LOCAL_DP, noise_without_clipping, ["the update is no longer than 0.5"]),
+    (LOCAL_DP, an_event_that_a_file_changes, ["two runs of one round spend"]),
+    (DP_SGD, clipping_of_the_mean, ["a loud example moves the update by no more than 0.25"]),
+    (DP_SGD, private_without_noise, [NOISE]),
+    (DP_SGD, plain_training, [DIFFERS, "a loud example moves", NOISE]),
+    (FREEZE, freezing_of_nothing, [DIFFERS, "tensors are not sent"]),
+    (QUANTIZE, one_bit_too_many, ["no more than 15 numbers a tensor"]),
+    (SIGN, sizes_beside_signs, ["no more than 3 numbers a tensor"]),
+    (CAST, no_cast, [DIFFERS]),
+    (SECURE_SUM, a_sum_that_is_the_last, ["weighted mean"]),
+]
+
+
+@pytest.mark.parametrize(("table", "break_it", "claims"), BROKEN)
+def test_a_broken_defense_fails_where_it_is_broken(monkeypatch, table, break_it, claims):
+    break_it(monkeypatch)
+    found = broken(defense_checks.check(experiment_of(table)))
+    assert {name for name, _ in found} == {f"defense[0] ({table['kind']})"}
+    assert len(found) == len(claims)
+    for (_, claim), expected in zip(found, claims, strict=True):
+        assert expected in claim
+
+
+def test_one_broken_defense_of_several_is_named_by_its_place(monkeypatch):
+    a_mask_that_scales(monkeypatch)
+    found = broken(defense_checks.check(experiment_of(CLIP, GAUSS | {"clients": [1]}, MASK)))
+    assert [name for name, _ in found] == ["defense[2] (mask)"]
+
+
+def test_a_parameter_that_a_client_leaves_out_is_missed(monkeypatch):
+    original = defense_checks.local_update_
+
+    def without_one(*args, **kwargs):
+        update = original(*args, **kwargs)
+        rest = {n: v for n, v in update.tensors.items() if n != "classifier.bias"}
+        return dataclasses.replace(update, tensors=rest)
+
+    monkeypatch.setattr(defense_checks, "local_update_", without_one)
+    assert ("the update", "what is shared and trained is sent, and nothing else") in broken(
+        defense_checks.check(experiment_of(MASK))
+    )
+
+
+# --- a run with a broken defense ----------------------------------------------------------------
+
+
+def never(*args, **kwargs):
+    raise AssertionError("trained or attacked")
+
+
+@pytest.mark.parametrize(
+    ("table", "break_it"),
+    [
+        (GAUSS, half_the_noise),
+        (DP_SGD, clipping_of_the_mean),
+        (FREEZE, freezing_of_nothing),
+        (MASK, a_mask_that_scales),
+    ],
+)
+def test_a_run_with_a_broken_defense_trains_nothing(tmp_path, monkeypatch, table, break_it):
+    break_it(monkeypatch)
+    experiment = experiment_of(CLIP, table)
+    run = pipeline.prepare(experiment, tmp_path / "run")
+    with monkeypatch.context() as patch:
+        patch.setattr("clients.app.local_update_", never)
+        patch.setattr(pipeline, "attacking", never)
+        with pytest.raises(FedleakError) as caught:
+            pipeline.carry_out(run, experiment)
+    message = str(caught.value)
+    assert "nothing was trained" in message
+    assert f"defense[1] ({table['kind']}): " in message
+    assert "defense[0]" not in message
+    assert "\n" not in message
+    assert str(run.path / "checks.json") in message
+    noted = run.read_json("checks.json")
+    assert {one["defense"] for one in noted if not one["holds"]} >= {
+        f"defense[1] ({table['kind']})"
+    }
+    assert {"defense", "claim", "holds", "found"} == noted[0].keys()
+    assert (run.captures(), run.truths(), run.broadcasts()) == ([], [], [])
+    assert run.info()["status"] == "failed"
+    assert not (run.path / "leakage.jsonl").exists()
+
+
+def test_what_was_trained_already_is_not_checked_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(defense_checks, "check", never)
+    run = Run(tmp_path)
+    monkeypatch.setattr(Run, "captures", lambda self: ["r0001-c00"])
+    defense_checks.refuse_broken(run, experiment_of(MASK))
+    monkeypatch.setattr(Run, "captures", lambda self: [])
+    defense_checks.refuse_broken(run, experiment_of())
+    assert not list(tmp_path.iterdir())
+
+
+def test_flwr_run_refuses_a_broken_defense_too(tmp_path, monkeypatch):
+    a_mask_that_scales(monkeypatch)
+    file = tmp_path / "run.json"
+    table = experiment_of(MASK, data=TABLE["data"] | {"samples": 4}).model_dump(mode="json")
+    file.write_text(json.dumps({"experiment": table}))
+    config = {"experiment": str(file), "run-dir": str(tmp_path / "run"), "attack": True}
+    monkeypatch.setattr(pipeline, "attacking", lambda run, experiment: nullcontext())
+    monkeypatch.setattr(scoring, "score_run", lambda run: [])
+    grid = InlineGrid(client_app, 2, config)
+    with pytest.raises(FedleakError, match="fails its check"):
+        server_app(grid, Context(1, 1, {}, RecordDict(), config))
+
+
+# --- fedleak check-defense ----------------------------------------------------------------------
+
+FILE = """
+name = "small"
+model = {name = "${SMALL}"}
+data = {name = "builtin/notes", samples = 8, held_out = 2}
+federation = {clients = 2, batch_size = 2}
+"""
+
+
+def call(*changes):
+    arguments = [part for change in changes for part in ("--set", change)]
+    done = CliRunner().invoke(app, ["check-defense", "small.toml", *arguments])
+    return done.exit_code, done.stdout, done.stderr
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    (tmp_path / "small.toml").write_text(FILE)
+    monkeypatch.setenv("SMALL", SMALL["name"])
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_command_prints_figures_and_writes_nothing(here):
+    status, text, errors = call('defense=[{kind="mask", fraction=0.3}, {kind="sign"}]')
+    assert (status, errors) == (0, "")
+    assert text.index("defense[0] (mask)") < text.index("defense[1] (sign)")
+    assert text.index("defense[1] (sign)") < text.index("the update")
+    assert text.count("holds") == 6
+    assert "FAILS" not in text
+    assert [path.name for path in here.iterdir()] == ["small.toml"]
+
+
+def test_the_command_fails_on_a_broken_defense(here, monkeypatch):
+    a_mask_that_scales(monkeypatch)
+    status, text, errors = call('defense=[{kind="sign"}, {kind="mask", fraction=0.3}]')
+    assert status == 1
+    assert text.count("FAILS") == 1
+    assert errors == "fedleak: defense[1] (mask): does not do what it says\n"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ("seed=1", "has no [[defense]]: there is nothing to check"),
+        ('defense=[{kind="musk"}]', "did you mean 'mask'"),
+        ('defense=[{kind="mask", fraction=2.0}]', "defense[0].fraction = 2.0"),
+        ('defense=[{kind="freeze", parameters=["poller"]}]', "defense[0] (freeze)"),
+    ],
+)
+def test_the_command_refuses_a_wrong_experiment(here, change, says):
+    status, text, errors = call(change)
+    assert (status, text) == (2, "")
+    assert says in errors
+    assert errors.count("\n") == 1
+
+
+# --- what the check gets wrong ------------------------------------------------------------------
+
+
+def test_a_defense_that_no_client_uses_is_refused():
+    with pytest.raises(ConfigError, match=r"defense\[0\]\.clients = \[\]: list clients from 0"):
+        experiment_of(GAUSS | {"clients": []})
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        # More of bert-tiny's numbers are rows of words that are not in the batch.
+        pytest.param(PRUNE | {"fraction": 0.1}, id="prune"),
+        pytest.param(CLIP | {"max_norm": 1e6}, id="clip"),
+    ],
+)
+def test_a_mild_defense_is_not_a_broken_one(table):
+    assert not broken(defense_checks.check(experiment_of(table)))
+
+
+def test_much_noise_is_not_a_long_update():
+    assert not broken(defense_checks.check(experiment_of(DP_SGD | {"noise_multiplier": 20_000.0})))
+
+
+@pytest.mark.parametrize("how", ["no event", "same mark"])
+def test_a_budget_that_begins_anew_in_every_round_is_noticed(monkeypatch, how):
+    original = LocalDp.event
+
+    def event(self, local, num_examples, round):
+        if how == "same mark":
+            return dataclasses.replace(original(self, local, num_examples, round), disjoint=0)
+        return original(self, local, num_examples, round) if round == 1 else None
+
+    monkeypatch.setattr(LocalDp, "event", event)
+    assert broken(defense_checks.check(experiment_of(LOCAL_DP)))
+
+
+def test_noise_that_is_added_to_a_copy_on_the_way_out_is_noticed(monkeypatch):
+    original = Protection.defend
+
+    def defend(self, update, rng):
+        return update, original(self, update, rng)[1]
+
+    monkeypatch.setattr(Protection, "defend", defend)
+    assert broken(defense_checks.check(experiment_of(GAUSS)))
+
+
+def test_the_kinds_that_are_broken_here_are_all_there_are():
+    tables = [getattr(case, "values", case)[0] for case in BROKEN]
+    assert {table["kind"] for table in tables} == defenses.kinds().keys()

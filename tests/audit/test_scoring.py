@@ -1,0 +1,571 @@
+import io
+import itertools
+import json
+import math
+import re
+import statistics
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from rouge_score.rouge_scorer import RougeScorer
+
+from fedleak.attacks.analytic.probes import Probes
+from fedleak.audit import scoring
+from fedleak.audit.scoring import LeakageRow, guess, knowledge, score_run, score_sequences
+from fedleak.config.experiment import NamedAttack, parse
+from fedleak.errors import FedleakError
+from fedleak.metrics.rouge import rouge
+from fedleak.models import CLASSIFICATION, ModelSpec
+from fedleak.observation import ClientUpdate, Knowledge, ThreatModel, UpdateKind
+from fedleak.reconstruction import Reconstruction, Status
+from fedleak.report import tables
+from fedleak.store.run import EVERYONE, Capture, Key, Run
+from fedleak.truth import GroundTruth
+from fedleak.workers.answers import checked
+from fedleak.workers.process import Job
+from fedleak.workers.process import row as line_of
+
+SCORES = [
+    field.name
+    for field in fields(LeakageRow)
+    if field.name.startswith(("rouge", "paper", "exact", "token", "control"))
+]
+
+
+@pytest.fixture
+def sequences(bert_tiny, texts):
+    return [tuple(ids) for ids in bert_tiny.encode(texts[:40])]
+
+
+@pytest.fixture
+def make(tmp_path, sequences):
+    """Writes a run as training and attacks leave it."""
+
+    def write(truths, answers, *, controls=True, name="builtin/bert-tiny", task=None):
+        experiment = parse(
+            {
+                "name": "made",
+                "model": {"name": name} | ({"task": task} if task else {}),
+                "data": {"name": "builtin/notes"},
+                "audit": {"controls": controls},
+            }
+        )
+        run = Run(tmp_path)
+        run.create(
+            experiment=experiment.model_dump(mode="json"),
+            fingerprint=experiment.fingerprint,
+            status="finished",
+            num_labels=2,
+            versions={"fedleak": "0"},
+            model_fingerprint="x",
+        )
+        run.write_json("held_out.json", {"sequences": sequences[20:], "labels": [0] * 20})
+        for truth in truths:
+            run.write_truth(Key(truth.round, truth.client), truth.to_json())
+        run.write_rows("reconstructions.jsonl", [])
+        run.append_answers(answers)
+        return run
+
+    return write
+
+
+def truth_of(round, client, sequences):
+    return GroundTruth(round, client, tuple(sequences), (1,) * len(sequences), len(sequences))
+
+
+def answer_of(round, client, sequences=None, *, tokens=None, status="recovered", **more):
+    return {
+        "round": round,
+        "client": client,
+        "attack": "dager",
+        "settings": {},
+        "granted": [],
+        "knows": [],
+        "seconds": 1.0,
+        "device": "cpu",
+        "status": status,
+        "sequences": sequences,
+        "evidence": [],
+        "margins": [],
+        "tokens": tokens,
+        "facts": {},
+        "diagnostics": {},
+        "verified": False,
+        "reason": "",
+    } | more
+
+
+def figures(scores):
+    return [*scores.content, *scores.paper, scores.exact_match, scores.token_recall]
+
+
+# --- one answer against one truth -----------------------------------------------------------
+
+
+def test_the_truth_in_any_order_is_perfect(bert_tiny, sequences):
+    for order in itertools.permutations(sequences[:3]):
+        scores = score_sequences(order, sequences[:3], bert_tiny)
+        assert figures(scores) == [100.0] * 6 + [1.0, 1.0]
+        assert scores.token_precision == 1.0
+
+
+@pytest.mark.parametrize("answers", [[], [()], [(0,) * 9] * 2, [(0,) * 9], [(2, 3)] * 2])
+def test_no_answer_padding_and_marks_are_worth_nothing(bert_tiny, sequences, answers):
+    assert bert_tiny.tokenizer.pad_token_id == 0
+    scores = score_sequences(answers, sequences[:2], bert_tiny)
+    assert (*scores.content, scores.exact_match, scores.token_recall) == (0.0,) * 5
+    if (2, 3) not in answers:  # papers keep [CLS] and [SEP]
+        assert figures(scores) == [0.0] * 8
+    assert scores.token_precision is None
+
+
+def test_one_answer_counts_for_one_text(bert_tiny, sequences):
+    a, b = sequences[:2]
+    twice = score_sequences([a, a], [a, b], bert_tiny)
+    once = score_sequences([a], [a, b], bert_tiny)
+    assert twice.exact_match == once.exact_match == 0.5
+    assert once.content.rougeL == 50.0
+    assert [pair.answer for pair in once.pairs] == [bert_tiny.decode(a), None]
+    assert score_sequences([a, a], [a, a], bert_tiny).exact_match == 1.0
+    assert score_sequences([a], [a, a], bert_tiny).exact_match == 0.5
+
+
+def test_more_answers_than_texts_do_not_help(bert_tiny, sequences):
+    wrong, right = sequences[10:12], sequences[:2]
+    assert score_sequences(wrong + right, right, bert_tiny) == score_sequences(
+        wrong, right, bert_tiny
+    )
+    assert score_sequences(right + wrong, right, bert_tiny).exact_match == 1.0
+
+
+def test_marks_and_their_absence_do_not_change_content(bert_tiny, sequences):
+    (one,) = sequences[:1]
+    bare = score_sequences([one[1:-1]], [one], bert_tiny)
+    assert bare.exact_match == 1.0
+    assert bare.content.rougeL == 100.0
+    assert bare.paper.rougeL < 100.0
+
+
+def test_exact_answers_are_paired_with_their_texts_first(bert_tiny):
+    """ROUGE does not see punctuation, so by ROUGE alone any order would do."""
+    a, b = (tuple(x) for x in bert_tiny.encode(["he hit her!", "he hit her?"]))
+    scores = score_sequences([b, a], [a, b], bert_tiny)
+    assert scores.exact_match == 1.0
+
+
+def test_a_text_without_content_is_scored(bert_tiny):
+    empty = tuple(bert_tiny.encode(["\u200b"])[0])
+    assert set(empty) <= bert_tiny.special_ids()
+    score_sequences([empty], [empty], bert_tiny)
+
+
+def test_a_guess_scores_what_chance_does(bert_tiny, sequences):
+    """The mean over all held-out texts is what ten draws estimate."""
+    held_out = sequences[20:]
+    texts = [bert_tiny.decode(one) for one in sequences]
+    found, chance, variance = [], [], []
+    for n, one in enumerate(sequences[:20]):
+        found.append(guess(held_out, truth_of(1, n, [one]), bert_tiny, 0).content.rougeL)
+        each = [rouge(other, texts[n]).rougeL for other in texts[20:]]
+        chance.append(statistics.fmean(each))
+        variance.append(statistics.pvariance(each) / scoring.GUESSES)
+    error = math.sqrt(sum(variance)) / 20
+    assert statistics.fmean(found) == pytest.approx(statistics.fmean(chance), abs=4 * error)
+    assert 0 < statistics.fmean(chance) < 30
+    assert len(set(found)) > 1
+
+
+def test_a_guess_looks_at_nothing_but_the_number_of_texts(bert_tiny, sequences):
+    held_out = sequences[20:]
+    one = guess(held_out, truth_of(1, 0, sequences[:2]), bert_tiny, 0)
+    assert one == guess(held_out, truth_of(1, 0, sequences[:2]), bert_tiny, 0)
+    # Held-out texts that are the truth: what is drawn does not depend on it.
+    cheat = guess(sequences[:2], truth_of(1, 0, sequences[:2]), bert_tiny, 0)
+    assert 0 < cheat.content.rougeL < 100
+    assert guess([], truth_of(1, 0, sequences[:2]), bert_tiny, 0) == scoring.Scores()
+
+
+def test_no_pair_of_texts_is_compared_twice(bert_tiny, sequences, monkeypatch):
+    """Ten draws let every text of a batch meet every held-out one, and more than once."""
+    compared, score = [], RougeScorer.score
+    monkeypatch.setattr(RougeScorer, "score", lambda *texts: compared.append(1) or score(*texts))
+    for size in (5, 10, 20):
+        rouge.cache_clear()
+        compared.clear()
+        guess(sequences[20:26], truth_of(1, 0, sequences[:size]), bert_tiny, 0)
+        # Content, and the chosen pairs once more with their marks.
+        assert 5 * size <= len(compared) <= 2 * 6 * size
+
+
+# --- what an attacker is told ---------------------------------------------------------------
+
+SERVER = Knowledge(learning_rate=0.5, local_steps=1, dropout=False)
+
+
+@pytest.fixture
+def captured(make):
+    truth = GroundTruth(1, 0, ((2, 5, 3), (2, 6, 7, 8, 3), (2, 9, 4, 3)), (0, 1, 1), 3, 0.25)
+    run = make([truth], [])
+    for client in (0, 1):
+        update = ClientUpdate(UpdateKind.GRADIENT, {"a": torch.zeros(1)}, 3)
+        run.write_capture(Capture(Key(1, client), update, SERVER))
+    return run
+
+
+@pytest.mark.parametrize(
+    ("facts", "expected"),
+    [
+        ((), {}),
+        (("lengths",), {"lengths": (5, 4, 3)}),
+        (("labels", "lengths"), {"labels": (1, 1, 0), "lengths": (5, 4, 3)}),
+        (("batch_size", "noise_scale"), {"batch_size": 3, "noise_scale": 0.25}),
+    ],
+)
+def test_only_what_is_granted_is_known(captured, facts, expected):
+    found = knowledge(captured, Key(1, 0), ThreatModel(frozenset(facts)))
+    assert found == Knowledge(0.5, 1, False, **expected)
+    assert set(found.granted()) == {"learning_rate", "local_steps", "dropout"} | set(facts)
+
+
+def test_facts_that_are_not_there_cannot_be_granted(captured):
+    assert knowledge(captured, Key(1, 1), ThreatModel()) == SERVER
+    with pytest.raises(FedleakError, match=r"threat\.knows grants labels, but the vault has no"):
+        knowledge(captured, Key(1, 1), ThreatModel(frozenset({"labels"})))
+
+
+# --- a whole run ----------------------------------------------------------------------------
+
+
+def test_controls_are_of_another_client_in_the_same_round(make, bert_tiny, sequences):
+    keys = [Key(r, c) for r in (1, 2) for c in (0, 1, 2)]
+    truth = {key: [sequences[i]] for i, key in enumerate(keys)}
+    given = {key: [sequences[i + 6]] for i, key in enumerate(keys)}
+    run = make(
+        [truth_of(*key, truth[key]) for key in keys],
+        [answer_of(*key, given[key]) for key in reversed(keys)],
+    )
+    rows = [one.row for one in score_run(run)]
+    assert [(row.round, row.client) for row in rows] == keys
+    for row in rows:
+        key = Key(row.round, row.client)
+        own = score_sequences(given[key], truth[key], bert_tiny)
+        others = {
+            (scores.content.rougeL, scores.token_recall)
+            for k in keys
+            if k.client != key.client and k.round == key.round
+            for scores in [score_sequences(given[k], truth[key], bert_tiny)]
+        }
+        assert (row.rougeL, row.token_recall) == (own.content.rougeL, own.token_recall)
+        assert (row.control_rougeL, row.control_token_recall) in others
+        assert row.guess_rougeL is not None
+
+
+def test_a_client_is_no_control_of_itself(make, sequences):
+    run = make(
+        [truth_of(r, 0, sequences[r : r + 1]) for r in (1, 2)],
+        [answer_of(r, 0, [sequences[r]]) for r in (1, 2)],
+    )
+    assert [one.row.control_rougeL for one in score_run(run)] == [None, None]
+    run = make(
+        [truth_of(r, 0, sequences[r : r + 1]) for r in (1, 2)],
+        [answer_of(r, 0, [sequences[r]]) for r in (1, 2)]
+        + [answer_of(1, 1, status="failed"), answer_of(2, 1, status="abstained")],
+    )
+    assert [one.row.control_rougeL for one in score_run(run)] == [None, None]
+
+
+def test_controls_can_be_left_out(make, sequences):
+    run = make(
+        [truth_of(1, c, sequences[c : c + 1]) for c in (0, 1)],
+        [answer_of(1, c, [sequences[c]]) for c in (0, 1)],
+        controls=False,
+    )
+    for one in score_run(run):
+        assert one.row.control_rougeL is one.row.guess_rougeL is None
+        assert one.row.rougeL == 100.0
+
+
+@pytest.mark.parametrize("status", ["abstained", "inadmissible", "failed"])
+def test_without_an_answer_nothing_was_measured(make, sequences, status):
+    run = make(
+        [truth_of(1, 0, sequences[:1]), truth_of(1, 1, sequences[1:2])],
+        [
+            answer_of(1, 0, status=status, reason="why", seconds=None, device=None),
+            answer_of(1, 1, [sequences[1]]),
+        ],
+    )
+    row = score_run(run)[0].row
+    assert (row.status, row.reason) == (status, "why")
+    measured = {name for name in SCORES if getattr(row, name) is not None}
+    assert measured == {"control_rougeL", "control_token_recall"}
+    summary = run.read_json("summary.json")["attacks"]["dager"]
+    assert summary["status"] == {status: 1, "recovered": 1}
+    assert summary["rows"] == 2
+    assert summary["sequences"] == 1
+    assert summary["exact_match"]["mean"] == 1.0
+    assert summary["rougeL"]["mean"] == 100.0
+
+
+def test_a_summary_without_any_answer_has_no_figures(make, sequences):
+    run = make([truth_of(1, 0, sequences[:1])], [answer_of(1, 0, status="failed")])
+    score_run(run)
+    summary = run.read_json("summary.json")["attacks"]["dager"]
+    assert summary["exact_match"] is summary["rougeL"] is summary["token_recall"] is None
+
+
+def test_a_set_of_tokens_is_scored_as_a_set_of_content_tokens(make):
+    truth = truth_of(1, 0, [(2, 50, 50, 51, 3), (2, 51, 52, 3)])
+    run = make(
+        [truth],
+        [
+            answer_of(
+                1,
+                0,
+                tokens=[2, 3, 50, 52, 60],
+                facts={"longest_sequence": 5, "label_counts": [1, 1]},
+            )
+        ],
+    )
+    row = score_run(run)[0].row
+    assert (row.token_recall, row.token_precision) == (2 / 3, 2 / 3)
+    assert row.rougeL is row.exact_match is row.guess_rougeL is None
+    assert row.num_tokens == 9
+    assert row.facts == {
+        "longest_sequence": {"found": 5, "true": 5},
+        "label_counts": {"found": [1, 1], "true": [0, 2]},
+    }
+    facts = run.read_json("summary.json")["attacks"]["dager"]["facts"]
+    assert (facts["longest_sequence"]["mean"], facts["label_counts"]["mean"]) == (1.0, 0.0)
+
+
+def test_tokens_and_sequences_of_one_answer_are_each_scored_as_what_they_are(make, bert_tiny):
+    """All of the bag and one sentence of two; the same for the other client, as a control."""
+    first, second, other = (2, 50, 50, 51, 3), (2, 52, 53, 3), (2, 51, 60, 61, 62, 3)
+    bag = [2, 3, 50, 51, 52, 53]
+    truths = [truth_of(1, 0, [first, second]), truth_of(1, 1, [other])]
+    answers = [
+        answer_of(1, 0, [first], tokens=bag),
+        answer_of(1, 1, [other], tokens=[2, 3, 51, 60, 61, 62]),
+    ]
+    row, of_other = (one.row for one in score_run(make(truths, answers)))
+    alone = score_sequences([first], [first, second], bert_tiny)
+    assert (row.token_recall, row.token_precision) == (1.0, 1.0)
+    assert (row.exact_match, row.rougeL) == (0.5, alone.content.rougeL)
+    assert alone.token_recall == 0.5
+    # Of the others' tokens, content and distinct, 51 alone is in this batch.
+    assert (row.control_token_recall, of_other.control_token_recall) == (0.25, 0.25)
+    crossed = score_sequences([other], [first, second], bert_tiny)
+    assert row.control_rougeL == crossed.content.rougeL
+
+
+@pytest.mark.parametrize("found", [[], [(2, 50, 3)]])
+def test_a_bag_counts_where_sentences_are_missing(make, found):
+    """An attack that looked for sentences and has too few is wrong about them, not silent."""
+    truths = [truth_of(1, c, [(2, 50, 3), (2, 52, 53, 3)]) for c in (0, 1)]
+    run = make(truths, [answer_of(1, c, found, tokens=[50, 52, 53, 54]) for c in (0, 1)])
+    for one in score_run(run):
+        row = one.row
+        assert (row.token_recall, row.token_precision) == (1.0, 0.75)
+        assert (row.control_token_recall, row.exact_match) == (1.0, len(found) / 2)
+        assert None not in (row.rougeL, row.paper_rougeL, row.control_rougeL, row.guess_rougeL)
+        assert len(one.pairs) == 2
+    assert (
+        run.read_json("summary.json")["attacks"]["dager"]["exact_match"]["mean"] == row.exact_match
+    )
+
+
+def test_distinct_tokens_of_sequences_count_where_no_bag_is_given(bert_tiny):
+    scores = score_sequences([(2, 50, 50, 51, 3)], [(2, 50, 52, 52, 52, 3)], bert_tiny)
+    assert (scores.token_recall, scores.token_precision) == (0.5, 0.5)
+
+
+# --- evidence -------------------------------------------------------------------------------
+
+
+def summary_of(make, sequences, *lines):
+    """The summary of answers that differ in `lines`, one per round."""
+    truths = [truth_of(r, 0, sequences[r : r + 1]) for r in range(len(lines))]
+    answers = [answer_of(r, 0, [sequences[r]], **line) for r, line in enumerate(lines)]
+    run = make(truths, answers)
+    rows = [one.row for one in score_run(run)]
+    return rows, run.read_json("summary.json")["attacks"]["dager"], run
+
+
+def test_the_smallest_margin_is_that_of_sequences_that_were_proved(make, sequences):
+    rows, summary, _ = summary_of(
+        make, sequences, {"margins": [900.0, 40.0, 0.5]}, {"margins": [None, 70.0]},
+        {"margins": [0.0]}, {"margins": [None]}, {},
+    )  # fmt: skip
+    assert [row.margin for row in rows] == [40.0, 70.0, None, None, None]
+    assert summary["margin"] == 40.0
+
+
+def test_texts_of_one_client_are_no_sample_of_clients(make, sequences):
+    """Wilson's interval of these 24 texts would begin at 86, that of 4 clients at 40."""
+    keys = [Key(r, c) for r in (1, 2, 3) for c in range(4)]
+    truths = [truth_of(*key, sequences[:2]) for key in keys]
+    right = {"longest_sequence": max(map(len, sequences[:2]))}
+    run = make(truths, [answer_of(*key, sequences[:2], facts=right) for key in keys])
+    score_run(run)
+    summary = run.read_json("summary.json")["attacks"]["dager"]
+    shares = [summary["exact_match"], summary["token_recall"], summary["facts"]["longest_sequence"]]
+    scores = [{k: v / 100 for k, v in summary[f"rouge{n}"].items()} for n in "12L"]
+    for figure in (*shares, *scores):
+        assert (figure["mean"], figure["high"]) == (1.0, 1.0)
+        assert figure["low"] == pytest.approx(0.025**0.25, abs=0.02)
+    assert summary["guess_rougeL"]["low"] < summary["guess_rougeL"]["mean"] < 40
+    assert summary["guess_rougeL"]["high"] > 40
+
+
+def test_texts_exact_are_weighed_by_their_batches(make, sequences):
+    truths = [truth_of(1, 0, sequences[:3]), truth_of(1, 1, sequences[3:4])]
+    run = make(truths, [answer_of(1, 0, sequences[:3]), answer_of(1, 1, sequences[:1])])
+    score_run(run)
+    assert run.read_json("summary.json")["attacks"]["dager"]["exact_match"]["mean"] == 0.75
+
+
+@pytest.mark.parametrize(
+    ("clients", "size", "warning"),
+    [
+        ([0], 30, "one client"),
+        ([EVERYONE], 30, "one group of clients"),
+        (range(9), 3, "fewer than 10 clients"),
+        (range(10), 1, "fewer than 20 texts"),
+        (range(9), 1, "fewer than 10 clients and fewer than 20 texts"),
+        (range(10), 2, None),
+    ],
+)
+def test_few_clients_and_few_texts_are_examples(make, sequences, clients, size, warning):
+    truths = [truth_of(1, client, sequences[:size]) for client in clients if client != EVERYONE]
+    truths = truths or [truth_of(1, client, sequences[:8]) for client in range(4)]
+    answers = [answer_of(1, client, tokens=[50, 51]) for client in clients]
+    answers.append(answer_of(1, truths[0].client, attack="silent", status="abstained"))
+    run = make(truths, answers)
+    score_run(run)
+    of = run.read_json("summary.json")["attacks"]
+    assert of["dager"]["warning"] == (warning and f"{warning}: an example, not a rate")
+    assert of["silent"]["warning"] is None
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(tables.summary_table({"attacks": of}))
+    text = console.export_text()
+    assert ("dager *" in text, f"* {warning}" in " ".join(text.split())) == (
+        bool(warning),
+        bool(warning),
+    )
+    assert "silent *" not in text
+    assert "interval over clients" in text
+
+
+def test_budgets_and_candidates_are_summed_up_over_the_rows_that_tell(make, sequences):
+    rows, summary, _ = summary_of(
+        make,
+        sequences,
+        {"diagnostics": {"budget": [32, 128], "candidates": {"pairs": 30, "passed": 2}}},
+        {"diagnostics": {"budget": [96, 128], "candidates": {"pairs": 50}}},
+        {"diagnostics": {"budget": [None, 128]}, "status": "abstained"},
+        {"verified": True, "seconds": 4.0},
+        {"status": "failed", "seconds": None},
+    )
+    assert rows[0].diagnostics["budget"] == [32, 128]
+    assert summary["budget"] == {"mean": 0.5, "max": 0.75, "rows": 2}
+    assert summary["candidates"] == {"pairs": 40.0, "passed": 2.0}
+    assert (summary["verified"], summary["rows"]) == (1, 5)
+    assert (summary["seconds"], summary["seconds_per_update"]) == (7.0, 1.75)
+
+
+def test_without_evidence_none_is_reported(make, sequences):
+    _, summary, _ = summary_of(make, sequences, {"status": "failed", "seconds": None})
+    for key in ("budget", "candidates", "margin", "seconds_per_update"):
+        assert summary[key] is None
+    assert summary["seconds"] == 0
+
+
+def shown(run):
+    """The summary as it is printed, by heading."""
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(tables.summary_table(run.read_json("summary.json")))
+    lines = (re.split(r"\s{2,}", line.strip()) for line in console.export_text().splitlines())
+    return {line[0]: line[1:] for line in lines if len(line) > 1}
+
+
+def test_the_table_shows_evidence_where_an_attack_has_it(make, sequences):
+    given = {"budget": [32, 128], "candidates": {"pairs": 3000, "passed": 2}}
+    truths = [truth_of(r, 0, sequences[r : r + 1]) for r in (0, 1)]
+    answers = [
+        answer_of(0, 0, [sequences[0]], diagnostics=given, verified=True, margins=[1234.56, None]),
+        answer_of(1, 0, [sequences[1]], diagnostics={"budget": [None, 128]}),
+        *(answer_of(r, 0, [sequences[r]], attack="dlg", seconds=0.25) for r in (0, 1)),
+    ]
+    run = make(truths, answers)
+    score_run(run)
+    lines = shown(run)
+    assert lines["seconds"] == ["2.0", "0.5"]
+    assert lines["an update"] == ["1.000", "0.250"]
+    assert lines["batches proved"] == ["1 of 2", "-"]
+    assert lines["smallest margin"] == ["1,234.6", "-"]
+    assert lines["rank budget, %"] == ["25 (max 25; 1 of 2)", "-"]
+    assert lines["candidates"] == ["3,000>2", "-"]
+
+
+def test_the_table_has_no_lines_for_evidence_that_nobody_has(make, sequences):
+    _, _, run = summary_of(make, sequences, {"status": "failed", "seconds": None})
+    words = ("an update", "proved", "margin", "budget", "candidates")
+    assert not [heading for heading in shown(run) if any(word in heading for word in words)]
+
+
+def test_what_is_not_finite_is_null_on_disk():
+    """JSON has no infinity, and an attack may well have found nothing that comes second."""
+    answer = Reconstruction(
+        Status.RECOVERED,
+        sequences=((2, 3), (2, 5, 3)),
+        evidence=(0.5, math.inf),
+        margins=(math.inf, -math.inf),
+        diagnostics={"a": math.nan, "b": [1, {"c": (math.inf, 2.0, "x", None, True)}]},
+    )
+    job = Job(
+        Path("run"),
+        Key(1, 0),
+        NamedAttack("probes", Probes()),
+        ThreatModel(),
+        SERVER,
+        ModelSpec("builtin/bert-tiny", CLASSIFICATION, 2),
+        0,
+    )
+    answer = checked(answer, vocabulary=6, longest=3, examples=2)
+    line = json.loads(json.dumps(line_of(job, answer, 1.0, "cpu"), allow_nan=False))
+    assert line["sequences"] == [[2, 3], [2, 5, 3]]
+    assert (line["evidence"], line["margins"]) == ([0.5, None], [None, None])
+    assert line["diagnostics"] == {"a": None, "b": [1, {"c": [None, 2.0, "x", None, True]}]}
+
+
+# --- files ----------------------------------------------------------------------------------
+
+
+def test_what_has_no_truth_is_not_scored_and_scoring_again_changes_nothing(make, sequences):
+    run = make(
+        [truth_of(1, 0, sequences[:1])],
+        [answer_of(1, 0, [sequences[0]]), answer_of(1, 1, [sequences[1]])],
+    )
+    assert [one.row.client for one in score_run(run)] == [0]
+    files = {name: (run.path / name).read_bytes() for name in ("leakage.jsonl", "summary.json")}
+    score_run(run)
+    assert files == {name: (run.path / name).read_bytes() for name in files}
+
+
+def test_rows_have_the_public_fields(make, sequences):
+    run = make([truth_of(1, 0, sequences[:1])], [answer_of(1, 0, [sequences[0]])])
+    score_run(run)
+    (row,) = (json.loads(line) for line in (run.path / "leakage.jsonl").read_text().splitlines())
+    public = """round client attack status verified batch_size num_tokens rouge1 rouge2 rougeL
+        paper_rouge1 paper_rouge2 paper_rougeL exact_match token_recall token_precision
+        control_rougeL seconds device knows"""
+    assert set(public.split()) <= row.keys()
+    assert run.read_json("summary.json")["schema_version"] == 2
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path):
+    with pytest.raises(FedleakError, match="not a run directory"):
+        score_run(Run(tmp_path / "none"))

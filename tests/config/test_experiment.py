@@ -1,0 +1,547 @@
+import copy
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+import tomli_w
+
+from fedleak import sweep
+from fedleak.attacks.analytic.probes import Probes
+from fedleak.attacks.matching.dlg import Dlg
+from fedleak.attacks.subspace.dager import Dager
+from fedleak.config.experiment import difference, load, parse
+from fedleak.defenses.gaussian_noise import GaussianNoise
+from fedleak.errors import ConfigError, FedleakError, unknown
+from fedleak.federation import outline
+from fedleak.models import CLASSIFICATION, ModelSpec
+from fedleak.models.lora import Lora
+from fedleak.observation import LAMP_PAPER, UpdateKind
+
+GOOD = {"name": "good", "model": {"name": "builtin/bert-tiny"}, "data": {"name": "builtin/notes"}}
+
+
+def table_of(**tables):
+    table = copy.deepcopy(GOOD)
+    for key, value in tables.items():
+        old = table.get(key)
+        table[key] = old | value if isinstance(old, dict) and isinstance(value, dict) else value
+    return table
+
+
+# What is wrong, and what the one line must hold: the key, what was found, what is right.
+BAD = [
+    ({"attak": []}, ["'attak'", "did you mean 'attack'?"]),
+    ({"federation": {"round": 3}}, ["[federation]", "'round'", "'rounds'"]),
+    ({"model": {"nam": "x"}}, ["[model]", "'nam'", "'name'"]),
+    ({"name": "a/b"}, ["name = 'a/b'", "pattern"]),
+    ({"seed": -1}, ["seed = -1", "greater than or equal to 0"]),
+    ({"seed": 1.5}, ["seed = 1.5", "integer"]),
+    ({"model": 3}, ["model = 3", "dictionary"]),
+    ({"model": {"task": "translation"}}, ["model.task", "'translation'", "'causal-lm'"]),
+    ({"model": {"loss": "mse"}}, ["model.loss", "'mse'", "'squared'"]),
+    (
+        {"model": {"task": "causal-lm", "loss": "squared"}},
+        ["model", "loss = 'squared'", "'causal-lm'", "'cross-entropy'"],
+    ),
+    ({"model": {"lora": {"rank": 0}}}, ["model.lora.rank = 0", "greater than or equal to 1"]),
+    ({"model": {"lora": {"rank": 2.5}}}, ["model.lora.rank = 2.5", "integer"]),
+    ({"model": {"lora": {"alpha": 0}}}, ["model.lora.alpha = 0", "greater than 0"]),
+    ({"model": {"lora": {"targets": []}}}, ["model.lora.targets = []", "at least 1"]),
+    ({"model": {"lora": {"targets": [3]}}}, ["model.lora.targets.0 = 3", "string"]),
+    ({"model": {"lora": {"ranks": 3}}}, ["[model.lora]", "'ranks'", "did you mean 'rank'?"]),
+    ({"model": {"lora": 8}}, ["model.lora = 8", "dictionary"]),
+    ({"data": {"samples": 0}}, ["data.samples = 0", "greater than or equal to 1"]),
+    ({"data": {"samples": "many"}}, ["data.samples = 'many'", "integer"]),
+    ({"federation": {"rounds": "3"}}, ["federation.rounds = '3'", "integer"]),
+    ({"federation": {"dropout": 1}}, ["federation.dropout = 1", "boolean"]),
+    ({"federation": {"learning_rate": 0.0}}, ["federation.learning_rate = 0.0", "greater than 0"]),
+    ({"federation": {"algorithm": "fedprox"}}, ["federation.algorithm", "fedprox", "'fedavg'"]),
+    (
+        {"federation": {"clients": 2, "clients_per_round": 3}},
+        ["federation", "clients_per_round = 3", "clients = 2", "lower it"],
+    ),
+    ({"threat": {"knows": ["label"]}}, ["threat", "'label'", "did you mean 'labels'?"]),
+    ({"attack": [{"kind": "dagger"}]}, ["attack[0].kind", "'dagger'", "did you mean 'dager'?"]),
+    (
+        {"attack": [{"steps": 1}]},
+        ["attack[0].kind is missing", "dager, dlg, keyspan, lamp, probes, tag"],
+    ),
+    ({"attack": "dager"}, ["attack = 'dager'", "list"]),
+    ({"attack": [{"kind": "dlg", "step": 3}]}, ["attack", "'step'", "did you mean 'steps'?"]),
+    ({"attack": [{"kind": "dlg", "steps": 0}]}, ["attack", "steps = 0", "greater than or equal"]),
+    ({"attack": [{"kind": "dlg", "steps": "few"}]}, ["attack", "steps = 'few'", "integer"]),
+    ({"attack": [{"kind": "dlg", "name": ""}]}, ["attack", "name = ''", "give it a word"]),
+    ({"attack": [{"kind": "dlg", "name": "a[/]b"}]}, ["attack[0].name = 'a[/]b'", "letters"]),
+    ({"attack": [{"kind": "dlg", "name": "a/b"}]}, ["attack[0].name = 'a/b'", "letters"]),
+    ({"attack": [{"kind": "dlg", "name": "a\n"}]}, ["attack[0].name", "letters"]),
+    ({"attack": [{"kind": "dlg", "name": "a" * 101}]}, ["attack[0].name", "at most 100"]),
+    ({"name": "a" * 101}, ["name", "at most 100"]),
+    ({"name": "a\n"}, ["name", "pattern"]),
+    ({"model": {"name": "x" * 5000}}, ["model.name: 'xxx", "too long", "shorten it"]),
+    ({"data": {"name": "x" * 5000}}, ["data.name: 'xxx", "too long", "shorten it"]),
+    (
+        {"defense": [{"kind": "dp_sgd", "epsilon": 1e308}]},
+        ["defense[0].epsilon = 1e+308", "1000000"],
+    ),
+    (
+        {"defense": [{"kind": "local_dp", "max_norm": 1.0, "noise_multiplier": 1e-300}]},
+        ["defense[0].noise_multiplier = 1e-300", "than or equal to 0.000001"],
+    ),
+    ({"seed": 2**63}, [f"seed = {2**63}", f"less than or equal to {2**63 - 1}"]),
+    (
+        {"federation": {"rounds": 10**9}},
+        ["federation", "rounds = 1,000,000,000 of 4 clients", "at most 1,000,000", "lower one"],
+    ),
+    (
+        {"federation": {"clients": 10**9, "rounds": 1}},
+        ["federation", "1,000,000,000 clients", "lower one"],
+    ),
+    ({"data": {"encoding": "latin-x"}}, ["data.encoding", "'latin-x'", "'latin-1'"]),
+    ({"data": {"encoding": "base64"}}, ["data.encoding", "'base64'", "encoding of text"]),
+    ({"data": {"delimiter": "||"}}, ["data.delimiter = '||'", "pattern"]),
+    ({"data": {"delimiter": '"'}}, ["data.delimiter", "pattern"]),
+    ({"data": {"drop_empty": "yes"}}, ["data.drop_empty = 'yes'", "boolean"]),
+    ({"update": {"share": "q1"}}, ["update.share = 'q1'", "'all', or", "list"]),
+    ({"update": {"share": [3]}}, ["update.share.0 = 3", "string"]),
+    (
+        {"seed": -1, "federation": {"rounds": 0, "clients": "two"}},
+        ["seed = -1: ", "(wrong as well: federation.clients, federation.rounds)"],
+    ),
+    ({"attack": [{"kind": "dlg"}, {"kind": "dlg"}]}, ["attack", "two are called 'dlg'", "name ="]),
+    (
+        {"attack": [{"kind": "dlg", "name": "probes"}]},
+        ["attack", "two are called 'probes'", "name ="],
+    ),
+    ({"defense": [{"kind": "noise"}]}, ["defense[0].kind", "'noise'", "gaussian_noise"]),
+    (
+        {"defense": [{"kind": "gaussian_noise", "sigma": -1.0}]},
+        ["defense[0].sigma = -1.0", "greater than 0"],
+    ),
+    ({"defense": [{"kind": "gaussian_noise"}]}, ["defense[0].sigma is missing"]),
+    (
+        {"defense": [{"kind": "cast", "dtype": "int8"}]},
+        ["defense[0].dtype = 'int8'", "'float16' or 'bfloat16'"],
+    ),
+    (
+        {"defense": [{"kind": "mask", "fraction": 0.5}, {"kind": "mask", "fraction": 1.2}]},
+        ["defense[1].fraction = 1.2", "less than 1"],
+    ),
+    (
+        {"defense": [{"kind": "mask", "fraction": 0.5, "clients": [4]}]},
+        ["defense[0].clients = [4]", "from 0 to 3"],
+    ),
+    (
+        {"defense": [{"kind": "mask", "fraction": 0.5, "clients": 1}]},
+        ["defense[0].clients = 1", "from 0 to 3"],
+    ),
+    ({"workers": {"devices": ["gpu"]}}, ["workers.devices", "'gpu'", "not a torch device"]),
+    ({"workers": {"devices": ["cuda:99"]}}, ["workers.devices", "'cuda:99'", "leave the key out"]),
+    ({"workers": {"devices": []}}, ["workers.devices = []", "at least 1"]),
+    (
+        {"model": {"task": "causal-lm"}, "federation": {"partition": "dirichlet"}},
+        ["federation.partition = 'dirichlet'", "causal-lm", "'iid'"],
+    ),
+    ({"data": {"name": "${FEDLEAK_NOT_SET}/a.csv"}}, ["${FEDLEAK_NOT_SET}/a.csv", "not set"]),
+    ({"update": {"share": []}}, ["update.share", "[]"]),
+    pytest.param(
+        {"attack": [{"kind": "dlg", "steps": "50"}]},
+        ["attack[0]", "steps = '50'"],
+    ),
+    pytest.param(
+        {"attack": [{"kind": ["dlg"]}]},
+        ["attack[0].kind", "['dlg']"],
+    ),
+    pytest.param(
+        {"federation": {"learning_rate": float("inf")}},
+        ["federation.learning_rate"],
+    ),
+    pytest.param(
+        {"workers": {"devices": ["mps"]}},
+        ["workers.devices", "'mps'"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("tables", "words"), BAD, ids=lambda value: json.dumps(value)[:60])
+def test_a_bad_experiment_is_refused_with_its_key(tables, words):
+    with pytest.raises(ConfigError) as caught:
+        parse(table_of(**tables))
+    assert [word for word in words if word not in str(caught.value)] == []
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("missing", ["name", "model", "data"])
+def test_what_must_be_there_is_named(missing):
+    with pytest.raises(ConfigError, match=f"^{missing} is missing: set it$"):
+        parse({key: value for key, value in GOOD.items() if key != missing})
+
+
+CANNOT_WORK = [
+    (
+        {"attack": [{"kind": "lamp", "prior": "./no-such-folder"}]},
+        ["attack 'lamp'", "prior = './no-such-folder'", "no such folder"],
+    ),
+    (
+        {"attack": [{"kind": "keyspan"}], "update": {"share": ["layer.0.*.value"]}},
+        ["attack 'keyspan'", "layer.0.attention.self.query.weight", "update.share"],
+    ),
+    (
+        {"attack": [{"kind": "dager"}], "update": {"share": ["layer.0", "layer.2"]}},
+        ["attack 'dager'", "layer.1.attention.self.query.weight", "update.share"],
+    ),
+    (
+        {"attack": [{"kind": "dlg", "name": "mine"}], "update": {"share": ["word_embeddings"]}},
+        ["attack 'mine'", "beside the word embedding", "update.share"],
+    ),
+    (
+        {"model": {"lora": {}}, "update": {"share": ["query", "key"]}},
+        ["update.share", "'key' is in no parameter's name", "lora_A, lora_B, query"],
+    ),
+    (
+        {"model": {"lora": {}}, "update": {"share": ["q1", "k1"]}},
+        ["update.share", "'k1' is nothing that is trained", "lora_A, lora_B, query"],
+    ),
+    (
+        {"model": {"name": "builtin/llama-tiny", "task": "causal-lm"}}
+        | {"update": {"share": ["t", "classifier"]}},
+        ["update.share", "'classifier' is nothing that is trained", "lm_head"],
+    ),
+    ({"update": {"share": ["q1", "q0"]}}, ["update.share: 'q0'", "has 4 layers", "from 1 to 4"]),
+    ({"update": {"share": ["t5", "query"]}}, ["update.share: 't5'", "has 4 layers", "from 1 to 4"]),
+    (
+        {"model": {"name": "builtin/gpt2-tiny"}, "update": {"share": ["q1", "o1"]}},
+        ["update.share: 'q1' cannot be had alone", "['q1', 'k1', 'v1']", "h.0.attn.c_attn'"],
+    ),
+    (
+        {"attack": [{"kind": "dager"}], "update": {"share": ["q1", "k3"]}},
+        ["attack 'dager'", "layer.1.attention.self.query.weight", "update.share"],
+    ),
+    (
+        {"attack": [{"kind": "keyspan"}], "update": {"share": ["v1", "t2", "embeddings"]}},
+        ["attack 'keyspan'", "layer.0.attention.self.query.weight", "update.share"],
+    ),
+    (
+        {"attack": [{"kind": "dager"}], "update": {"share": ["q1", "q2"]}}
+        | {"defense": [{"kind": "freeze", "parameters": ["q1"]}]},
+        ["attack 'dager'", "layer.0.attention.self.query.weight"],
+    ),
+    (
+        {"update": {"share": ["q1"]}}
+        | {"defense": [{"kind": "freeze", "parameters": ["q"], "clients": [1]}]},
+        ["update.share", "client 1", "frozen"],
+    ),
+    (
+        {"model": {"lora": {"targets": ["values"]}}},
+        ["model.lora.targets", "'values'", "did you mean 'value'?"],
+    ),
+    (
+        {"update": {"share": ["query", "layer.9.attention"]}},
+        ["update.share", "'layer.9.attention'", "position_embeddings"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("tables", "words"), CANNOT_WORK, ids=lambda value: json.dumps(value)[:60])
+def test_an_attack_that_cannot_work_is_refused_with_what_would_mend_it(tables, words):
+    experiment = parse(table_of(**tables))
+    with pytest.raises(ConfigError) as caught:
+        experiment.check_attacks(outline(experiment, 2))
+    assert [word for word in words if word not in str(caught.value)] == []
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "tables",
+    [
+        {"attack": [{"kind": "dager"}, {"kind": "dlg"}]},
+        {"attack": [{"kind": "dager"}], "update": {"share": ["layer.0.*.query", "layer.1.*.key"]}},
+        {"attack": [{"kind": "lamp"}, {"kind": "tag"}], "update": {"share": ["query"]}},
+        {"attack": [{"kind": "lamp"}], "federation": {"algorithm": "fedavg"}},
+        {
+            "attack": [{"kind": "lamp"}],
+            "model": {"name": "builtin/gpt2-tiny", "task": "causal-lm"},
+        },
+        {"attack": [{"kind": "keyspan"}], "update": {"share": ["layer.0.*.query"]}},
+        {"attack": [{"kind": "keyspan"}], "update": {"share": ["q1"]}},
+        {"attack": [{"kind": "dager"}], "update": {"share": ["q1", "layer.1.*.key"]}},
+        {"attack": [{"kind": "dager"}], "update": {"share": ["t"]}, "model": {"lora": {}}},
+        {"attack": [{"kind": "dlg"}], "update": {"share": ["embeddings"]}},
+        {
+            "attack": [{"kind": "dager"}, {"kind": "keyspan"}],
+            "federation": {"algorithm": "fedavg"},
+        },
+    ],
+)
+def test_an_attack_that_can_work_is_let_through(tables):
+    experiment = parse(table_of(**tables))
+    experiment.check_attacks(outline(experiment, 2))
+
+
+# --- files and overrides --------------------------------------------------------------------
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "experiment.toml"
+    path.write_text(tomli_w.dumps(table_of(attack=[{"kind": "dager"}])))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("none.toml", None, ["none.toml", "No such file"]),
+        ("bad.toml", b"name = ", ["bad.toml", "cannot be read"]),
+        ("bad.json", b"{", ["bad.json", "cannot be read"]),
+        ("other.json", b"{}", ["other.json", "not the run.json of a run", "give a TOML file"]),
+        ("list.json", b"[]", ["list.json", "not the run.json of a run", "give a TOML file"]),
+        ("inner.json", b'{"experiment": 3}', ["inner.json", "not the run.json", "give a TOML"]),
+        ("utf16.toml", "name = 'a'".encode("utf-16"), ["is not UTF-8", "0xff", "save it as"]),
+        ("json.toml", b'{"name": "a"}', ["json.toml", "is JSON", "write it as TOML"]),
+        ("deep.toml", b"a = " + b"[" * 5000, ["deep.toml", "nested too deep"]),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named(tmp_path, name, content, words):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path / name)
+    assert [word for word in words if word not in str(caught.value)] == []
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-8"])
+def test_a_mark_at_the_start_of_a_file_is_no_key(tmp_path, encoding):
+    (tmp_path / "a.toml").write_text(tomli_w.dumps(GOOD), encoding=encoding)
+    assert load(tmp_path / "a.toml").name == "good"
+
+
+@pytest.mark.parametrize("listed", [(None,), ([0],), ([2, 4], [4, 5]), ([0, 1, 2], None), ()])
+def test_one_client_of_each_group_stands_for_all(listed):
+    defenses = [
+        {"kind": "sign"} if clients is None else {"kind": "sign", "clients": clients}
+        for clients in listed
+    ]
+    experiment = parse(table_of(defense=defenses, federation={"clients": 6}))
+    groups = {tuple(experiment.defenses_of(client)) for client in range(6)}
+    chosen = experiment.unlike_clients
+    assert {tuple(experiment.defenses_of(client)) for client in chosen} == groups
+    assert len(chosen) == len(groups)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("federation.rounds", ["--set 'federation.rounds'", "dotted.key=value"]),
+        ("=3", ["--set '=3'", "dotted.key=value"]),
+        ("name.first=3", ["--set 'name.first=3'", "'name' is not a table"]),
+        ("federation.rounds=many", ["federation.rounds = 'many'", "integer"]),
+        ("federation.ronds=3", ["'ronds'", "'rounds'"]),
+        ("seed=1\nname = 'b'", ["--set", "one key", "another --set"]),
+    ],
+)
+def test_a_bad_override_is_refused(file, override, words):
+    with pytest.raises(ConfigError) as caught:
+        load(file, [override])
+    assert [word for word in words if word not in str(caught.value)] == []
+
+
+def test_overrides_are_toml_or_bare_words_and_make_tables(file):
+    changes = [
+        "federation.rounds=5",
+        'defense=[{kind="gaussian_noise", sigma=0.1, clients=[1]}]',
+        "model.name=org/model",
+        'data.name="quoted"',
+        "threat.knows=['labels']",
+        " seed = 7",
+        "model.lora.rank=2",
+    ]
+    found = load(file, changes)
+    assert (found.federation.rounds, found.seed) == (5, 7)
+    assert (found.model.name, found.data.name) == ("org/model", "quoted")
+    (placed,) = found.defenses
+    assert (placed.defense, placed.clients) == (GaussianNoise(sigma=0.1), (1,))
+    assert found.threat_model.knows == {"labels"}
+    assert found == parse(
+        table_of(
+            attack=[{"kind": "dager"}],
+            federation={"rounds": 5},
+            defense=[{"kind": "gaussian_noise", "sigma": 0.1, "clients": [1]}],
+            model={"name": "org/model", "lora": {"rank": 2}},
+            data={"name": "quoted"},
+            threat={"knows": ["labels"]},
+            seed=7,
+        )
+    )
+
+
+def test_variables_of_the_environment_are_filled_in(monkeypatch):
+    monkeypatch.setenv("FEDLEAK_HERE", "/some/where")
+    table = table_of(data={"name": "${FEDLEAK_HERE}/a.csv"}, model={"name": "a$b"})
+    found = parse(table)
+    assert (found.data.name, found.model.name) == ("/some/where/a.csv", "a$b")
+    assert table["data"]["name"] == "${FEDLEAK_HERE}/a.csv"
+
+
+@pytest.mark.parametrize(
+    "path", sorted((Path(__file__).parents[1] / "experiments").glob("*.toml")), ids=lambda p: p.stem
+)
+def test_the_experiments_of_this_repository_are_right(path, monkeypatch):
+    monkeypatch.setenv("FEDLEAK_ASSETS", "/assets")
+    if "[sweep]" in path.read_text():
+        assert all(cell.experiment.attacks for cell in sweep.load(path).cells)
+    else:
+        assert load(path).attacks
+
+
+DESIGN = """
+name = "cola-bert-noise"
+seed = 101
+[model]
+name = "bert-base-uncased"
+task = "sequence-classification"
+[data]
+name = "glue/cola"
+split = "train"
+text = "sentence"
+label = "label"
+samples = 400
+[federation]
+engine = "inline"
+algorithm = "fedsgd"
+clients = 4
+clients_per_round = 4
+rounds = 3
+batch_size = 2
+local_epochs = 1
+learning_rate = 5e-5
+dropout = false
+partition = "iid"
+alpha = 0.5
+[update]
+share = "all"
+[[defense]]
+kind = "gaussian_noise"
+sigma = 0.001
+clients = [0, 2]
+[threat]
+knows = ["labels", "lengths", "batch_size"]
+[[attack]]
+kind = "dlg"
+steps = 100
+[workers]
+engine = "local"
+[audit]
+controls = true
+"""
+
+
+def test_the_designs_experiment_is_right():
+    found = parse(tomllib.loads(DESIGN))
+    assert [(each.name, each.attack) for each in found.attacks] == [
+        ("probes", Probes()),
+        ("dlg", Dlg(steps=100)),
+    ]
+    assert found.defenses[0].clients == (0, 2)
+    assert found.threat_model == LAMP_PAPER
+    assert (found.clients_per_round, found.local_training.kind) == (4, UpdateKind.GRADIENT)
+
+
+def test_defaults_are_those_of_the_design_and_probes_are_always_on():
+    found = parse(GOOD)
+    assert [each.attack for each in found.attacks] == [Probes()]
+    assert [each.attack for each in parse(table_of(attack=[])).attacks] == [Probes()]
+    named = parse(table_of(attack=[{"kind": "dager"}, {"kind": "probes", "name": "p"}])).attacks
+    assert [(each.name, each.attack) for each in named] == [("dager", Dager()), ("p", Probes())]
+    federation = tomllib.loads(DESIGN)["federation"] | {"clients_per_round": None}
+    assert found.federation.model_dump() == federation
+    assert (found.clients_per_round, found.update.share, found.defenses) == (4, "all", ())
+    assert found.threat_model.knows == frozenset()
+    assert found.audit.controls
+
+
+def test_two_of_a_kind_need_two_names():
+    table = table_of(attack=[{"kind": "dlg"}, {"kind": "dlg", "name": "long", "steps": 9}])
+    assert [each.name for each in parse(table).attacks] == ["probes", "dlg", "long"]
+
+
+def test_what_run_json_holds_is_the_same_experiment(file, tmp_path):
+    changes = ["defense=[{kind='mask', fraction=0.5}]", "update.share=['query']"]
+    one = load(file, [*changes, "model.lora.targets=['query']", "model.loss=squared"])
+    written = tmp_path / "run.json"
+    written.write_text(json.dumps({"experiment": one.model_dump(mode="json"), "status": "new"}))
+    assert load(written) == one
+    assert load(written).attacks == one.attacks
+    assert load(written).defenses == one.defenses
+    assert load(written).model_spec(3) == one.model_spec(3)
+    assert load(written, ["seed=9"]).seed == 9
+
+
+def test_a_model_is_decided_by_its_table_the_seed_and_the_number_of_classes():
+    name = "builtin/bert-tiny"
+    assert parse(GOOD).model_spec(2) == ModelSpec(name, CLASSIFICATION, 2, 0, "cross-entropy")
+    table = table_of(seed=4, model={"loss": "squared", "lora": {}})
+    assert parse(table).model_spec(3) == ModelSpec(
+        name, CLASSIFICATION, 3, 4, "squared", Lora(8, 16.0)
+    )
+    table = table_of(model={"lora": {"rank": 2, "alpha": 1, "targets": ["key", "c_attn"]}})
+    spec = parse(table).model_spec(2)
+    assert spec.lora == Lora(2, 1.0, ("key", "c_attn"))
+    assert hash(spec) == hash(parse(table).model_spec(2))
+
+
+def test_an_experiment_cannot_be_changed():
+    with pytest.raises(ValueError, match="frozen"):
+        parse(GOOD).seed = 2
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ({"a": 1}, {"a": 1}, []),
+        ({"a": 1}, {"a": 2}, ["a: 1 -> 2"]),
+        ({"a": {"b": 1, "c": [1]}}, {"a": {"b": 1, "c": [2]}}, ["a.c: [1] -> [2]"]),
+        ({"a": 1}, {"b": 2}, ["a: 1 -> None", "b: None -> 2"]),
+        ({"a": {"b": 1}}, {"a": 3}, ["a: {'b': 1} -> 3"]),
+        ({"a": 1}, {"a": 1.0}, []),
+        (1, 2, [": 1 -> 2"]),
+    ],
+)
+def test_differences_are_named_by_key(old, new, expected):
+    assert difference(old, new) == expected
+
+
+def test_the_nearest_name_is_offered_only_where_there_is_one():
+    assert unknown("kind", "dagr", ["dlg", "dager"]) == (
+        "unknown kind 'dagr': did you mean 'dager'? (known: dager, dlg)"
+    )
+    assert "did you mean" not in unknown("kind", "zzzz", ["dlg", "dager"])
+    assert issubclass(ConfigError, FedleakError)
+
+
+def test_an_attack_that_works_on_some_clients_is_not_refused():
+    freeze = {"kind": "freeze", "parameters": ["q1", "q2"], "clients": [1]}
+    experiment = parse(table_of(attack=[{"kind": "dager"}], defense=[freeze]))
+    model = outline(experiment, 2)
+    experiment.check_attacks(model)
+    whole, less = experiment.sent(model)
+    assert whole == set(model.trained())
+    assert len(whole - less) == 2
+    together = parse(table_of(defense=[freeze, {"kind": "secure_sum"}]))
+    assert together.sent(model) == [whole]
+    assert all(parameter.requires_grad for parameter in model.module.parameters())
+
+
+def test_what_attacks_bring_along_is_checked_once_before_anything_runs(monkeypatch):
+    experiment = parse(table_of(attack=[{"kind": "dlg", "name": "mine"}]))
+    model, checked = outline(experiment, 2), []
+    monkeypatch.setattr(Dlg, "check_equipment", lambda attack: checked.append(attack))
+    experiment.check_attacks(model)
+    assert checked == [Dlg()]
+
+    def refuse(attack):
+        raise ConfigError("its dictionary is gone: bring it back")
+
+    monkeypatch.setattr(Dlg, "check_equipment", refuse)
+    with pytest.raises(ConfigError, match=r"^attack 'mine': its dictionary is gone: bring"):
+        experiment.check_attacks(model)

@@ -1,0 +1,319 @@
+"""What is handed out next, and what it costs to know."""
+
+import json
+import shutil
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+
+from fedleak import pipeline
+from fedleak.attacks import is_slow, kinds
+from fedleak.config.experiment import NamedAttack, parse
+from fedleak.dispatch.agenda import LOOKS, Agenda, Arrivals, groups
+from fedleak.pipeline import Pace
+from fedleak.reconstruction import Reconstruction, Status
+from fedleak.store.run import Key, Run
+from fedleak.workers.process import row
+from server import inline
+
+KEYS = [Key(round, client) for round in (1, 2) for client in range(3)]
+QUICK = NamedAttack("quick", SimpleNamespace(slow=False))
+PLAIN = NamedAttack("plain", SimpleNamespace())
+SLOW = NamedAttack("slow", SimpleNamespace(slow=True))
+
+
+class Pairs:
+    """An attack that takes two captures at once."""
+
+    kind, uses, at_once, slow = "pairs", frozenset(), 2, True
+
+    def obstacle(self, setting): ...
+
+    def __call__(self, seen, model, *, rng): ...
+
+    def many(self, seen, model, *, rngs, report): ...
+
+
+PAIRS = NamedAttack("pairs", Pairs())
+
+
+def agenda(*named, answered=(), failed=(), here=KEYS):
+    made = Agenda(named, KEYS, set(answered), set(failed))
+    for key in here:
+        made.arrived(key)
+    return made
+
+
+def taken(made, *, slow=True):
+    found = []
+    while (work := made.take(slow=slow)) is not None:
+        found.append((work.attack.name, work.keys))
+    return found
+
+
+# --- the order ----------------------------------------------------------------------------------
+
+
+def test_quick_attacks_go_first_and_then_earlier_captures():
+    order = taken(agenda(SLOW, QUICK, PLAIN))
+    assert order[:12] == [(name, [key]) for key in KEYS for name in ("quick", "plain")]
+    assert order[12:] == [("slow", [key]) for key in KEYS]
+
+
+def test_which_attacks_are_slow():
+    assert {kind for kind, cls in kinds().items() if is_slow(cls)} >= {"dlg", "lamp", "tag"}
+    assert not any(is_slow(kinds()[kind]) for kind in ("probes", "dager", "keyspan"))
+
+
+def test_a_later_capture_overtakes_the_slow_attack_of_an_earlier_one():
+    made = agenda(SLOW, QUICK, here=KEYS[:1])
+    assert made.take(slow=True).attack.name == "quick"
+    made.arrived(KEYS[1])
+    assert made.take(slow=True) == (QUICK, [KEYS[1]])
+
+
+def test_a_slow_attack_waits_if_it_may_not():
+    made = agenda(SLOW, QUICK, here=KEYS[:1])
+    assert taken(made, slow=False) == [("quick", KEYS[:1])]
+    assert made.ready
+    assert made.quick_left
+    for key in KEYS:
+        made.answered(key, "quick")
+    assert not made.quick_left
+
+
+def test_quick_answers_of_captures_that_never_come_are_not_waited_for():
+    made = agenda(SLOW, QUICK, here=KEYS[:2])
+    for key in KEYS[:2]:
+        made.answered(key, "quick")
+    assert made.quick_left
+    made.close()
+    assert not made.quick_left
+
+
+def test_what_is_taken_together_is_ready_once_all_of_it_is_here():
+    made = agenda(PAIRS, here=[KEYS[0], KEYS[2], KEYS[3]])
+    assert taken(made) == [("pairs", [KEYS[2]])]
+    made.arrived(KEYS[1])
+    assert taken(made) == [("pairs", KEYS[:2])]
+    made.close()
+    assert taken(made) == [("pairs", [KEYS[3]])]
+    made.arrived(KEYS[4])
+    assert not made.ready
+
+
+def test_what_has_failed_is_tried_alone_also_by_the_next_command():
+    made = agenda(PAIRS, failed=[(KEYS[0], "pairs")], answered=[(KEYS[3], "pairs")])
+    alone = [("pairs", [key]) for key in (*KEYS[:2], KEYS[2], KEYS[4], KEYS[5])]
+    assert taken(made) == alone
+    made.again(PAIRS, KEYS[4])
+    assert taken(made) == [("pairs", [KEYS[4]])]
+
+
+def test_groups_are_of_one_round_and_in_order():
+    found = groups([PAIRS, QUICK], KEYS[:4])
+    assert [(work.attack.name, work.keys) for work in found] == [
+        ("pairs", KEYS[:2]),
+        ("quick", KEYS[:1]),
+        ("quick", KEYS[1:2]),
+        ("pairs", KEYS[2:3]),
+        ("quick", KEYS[2:3]),
+        ("pairs", KEYS[3:4]),
+        ("quick", KEYS[3:4]),
+    ]
+
+
+# --- who takes it -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("busy", "free", "left", "may"),
+    [
+        ([], 1, True, False),  # the only worker stays with the quick ones
+        ([], 1, False, True),
+        ([], 2, True, True),
+        ([SLOW], 1, True, False),  # the last one
+        ([QUICK], 1, True, True),
+        ([SLOW], 1, False, True),
+    ],
+)
+def test_a_worker_is_left_for_quick_attacks_while_some_are_to_come(busy, free, left, may):
+    of = [SimpleNamespace(jobs=(SimpleNamespace(attack=each),)) for each in busy]
+    of += [SimpleNamespace(jobs=())] * free
+    assert pipeline._slow_may(of, SimpleNamespace(quick_left=left)) == may
+
+
+# --- what has come ------------------------------------------------------------------------------
+
+
+class Folder:
+    """A run whose files are names, and which counts who looks for them."""
+
+    def __init__(self):
+        self.files, self.models, self.looks = set(), {1}, Counter()
+
+    def captures(self):
+        self.looks["captures"] += 1
+        return sorted(self.files)
+
+    def has_capture(self, key):
+        self.looks["capture"] += 1
+        return key in self.files
+
+    def broadcasts(self):
+        self.looks["broadcasts"] += 1
+        return sorted(self.models)
+
+    def has_broadcast(self, round):
+        self.looks["broadcast"] += 1
+        return round in self.models
+
+
+def test_looking_costs_the_same_however_many_captures_there_are():
+    keys = [Key(round, client) for round in range(1, 2001) for client in range(10)]
+    run = Folder()
+    run.files = set(keys[:10_000])
+    run.models = set(range(1, 1002))
+    arrivals = Arrivals(run, keys, lambda round: True)
+    assert arrivals.new() == keys[:10_000]
+    run.looks.clear()
+    for _ in range(50):
+        assert arrivals.new() == []
+        assert arrivals.round() == 1001
+    assert run.looks == {"capture": 50 * LOOKS, "broadcast": 50}
+    run.files |= set(keys[10_000:10_003])
+    assert arrivals.new() == keys[10_000:10_003]
+    assert arrivals.here == 10_003
+
+
+def test_captures_come_in_any_order_and_at_the_end_all_are_looked_for():
+    run = Folder()
+    keys = [Key(1, client) for client in range(3 * LOOKS)]
+    arrivals = Arrivals(run, keys, lambda round: True)
+    run.files = {keys[5], keys[2], keys[-1], Key(7, 7)}
+    assert arrivals.new() == [keys[2], keys[5]]
+    assert arrivals.new(everywhere=True) == [keys[-1]]
+    assert arrivals.here == 3
+
+
+def test_rounds_that_are_not_kept_count_once_they_are_over():
+    run = Folder()
+    arrivals = Arrivals(run, [Key(1, 0), Key(9, 0)], lambda round: round in (1, 9))
+    assert (arrivals.round(), arrivals.rounds_forgotten) == (1, 0)
+    run.models = {1, 4}  # 2 and 3 came and went
+    assert (arrivals.round(), arrivals.rounds_forgotten) == (4, 2)
+    run.models = {1, 9, 10}
+    assert (arrivals.round(), arrivals.rounds_forgotten) == (10, 7)
+
+
+# --- the time that is left ----------------------------------------------------------------------
+
+
+TIMES = [("a", None), ("b", 60)]
+
+
+def test_time_that_is_left_is_told_once_each_attack_that_is_left_was_measured():
+    a, b = (NamedAttack(name, SimpleNamespace(seconds=limit)) for name, limit in TIMES)
+    pace = Pace([a, b], 10, {(Key(1, client), "b") for client in range(9)})
+    assert pace.seconds_most(2) == 1 * 60 / 2
+    assert pace.seconds_left(1) is None
+    pace.answered("a", 2.0)
+    pace.answered("a", 4.0)
+    assert pace.seconds_left(1) is None
+    pace.answered("b", 100.0)
+    assert pace.seconds_left(1) == 8 * 3.0
+    assert pace.seconds_left(2) == 4 * 3.0
+
+
+# --- a dispatcher that dies ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def many_rounds(tmp_path):
+    experiment = parse(
+        {
+            "name": "stopped",
+            "model": {"name": "builtin/bert-tiny"},
+            "data": {"name": "builtin/notes", "samples": 12, "held_out": 2},
+            "federation": {"clients": 3, "rounds": 50, "batch_size": 1, "learning_rate": 0.1},
+            "utility": {"rounds": []},
+        }
+    )
+    return pipeline.prepare(experiment, tmp_path / "run"), experiment
+
+
+def test_training_stops_in_the_round_in_which_the_dispatcher_dies(many_rounds, monkeypatch):
+    run, experiment = many_rounds
+    answer = inline.InlineGrid._answer
+
+    def dies(run, *_, stop, **__):
+        while not run.captures() and not stop():
+            pass
+        raise OSError(28, "No space left on device")
+
+    def answer_after_that(grid, message):
+        """Trains a client, and then waits until the dispatcher is dead, as if it took long."""
+        reply = answer(grid, message)
+        while run.captures() and not grid._stop():
+            pass
+        return reply
+
+    monkeypatch.setattr(pipeline, "attack_captures", dies)
+    monkeypatch.setattr(inline.InlineGrid, "_answer", answer_after_that)
+    with pytest.raises(OSError, match="No space left on device"):
+        pipeline.carry_out(run, experiment)
+    assert {key.round for key in run.captures()} == {1}
+    assert run.info()["status"] == "failed"
+
+
+def test_an_error_of_training_is_its_own(many_rounds, monkeypatch):
+    run, experiment = many_rounds
+    monkeypatch.setattr(pipeline, "attack_captures", lambda *_, **__: None)
+    with pytest.raises(ZeroDivisionError), pipeline.attacking(run, experiment):
+        raise ZeroDivisionError
+
+
+# --- what a poll costs --------------------------------------------------------------------------
+
+
+def test_a_poll_with_nothing_new_reads_and_lists_nothing(many_rounds, monkeypatch):
+    run, experiment = many_rounds
+    shutil.rmtree(run.path / "captures", ignore_errors=True)
+    done = row_of(experiment)
+    run.append_all("reconstructions.jsonl", [done(key) for key in [Key(1, 0), Key(1, 1)]])
+    calls, polls = Counter(), []
+    for name in ("captures", "broadcasts", "rows", "info", "truths"):
+        method = getattr(Run, name)
+
+        def counted(*args, _name=name, _method=method, **kwargs):
+            calls[_name] += 1
+            return _method(*args, **kwargs)
+
+        monkeypatch.setattr(Run, name, counted)
+    monkeypatch.setattr(pipeline, "POLL_SECONDS", 0.0)
+
+    def stop():
+        polls.append(dict(calls))
+        return len(polls) == 50
+
+    (run.path / "models").mkdir()
+    (run.path / "models" / "r0001.safetensors").write_bytes(b"")
+    pipeline.attack_captures(run, experiment, no_more=lambda: False, stop=stop, on=[])
+    assert polls[0] == polls[-1]
+
+
+def row_of(experiment):
+    """Makes the row of a probe that abstained."""
+    named = experiment.attacks[0]
+
+    def make(key):
+        job = SimpleNamespace(
+            key=key,
+            attack=named,
+            threat=experiment.threat_model,
+            knowledge=SimpleNamespace(granted=lambda: ()),
+        )
+        return json.loads(json.dumps(row(job, Reconstruction.none(Status.ABSTAINED, "nothing"))))
+
+    return make

@@ -1,0 +1,98 @@
+import pytest
+
+from fedleak.audit.scoring import _guarantee, _what_defenses_did
+from fedleak.report.tables import circumstances, epsilon_of
+from fedleak.store.run import EVERYONE, Key
+
+
+def spent(round, client, epsilon, unit="example"):
+    about = {"delta": 1e-5, "accountant": "rdp", "neighbouring": "replace one"}
+    row = {"round": round, "client": client, "epsilon": epsilon, "unit": unit} | about
+    return row | {"noise_multiplier": None if epsilon == "none" else 1.0}
+
+
+def test_what_a_defense_did_is_the_mean_over_the_updates_that_say():
+    rows = [
+        {"round": 1, "client": 0, "defense": 0, "kind": "dp_sgd", "clipped": 1.0, "examples": 3},
+        {"round": 1, "client": 1, "defense": 0, "kind": "dp_sgd", "examples": 0},
+        {"round": 1, "client": 0, "defense": 1, "kind": "mask", "zeroed": 0.25, "norm_after": None},
+        {"round": 2, "client": 0, "defense": 1, "kind": "mask", "zeroed": 0.75, "norm_after": 2.0},
+    ]
+    assert _what_defenses_did(rows) == [
+        {"defense": 0, "kind": "dp_sgd", "clipped": 1.0, "examples": 1.5},
+        {"defense": 1, "kind": "mask", "zeroed": 0.5, "norm_after": 2.0},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rows", "epsilon"),
+    [
+        ([], None),
+        ([spent(1, 0, 1.0), spent(2, 0, 2.0), spent(1, 1, 1.5)], 2.0),
+        # A client's two statements hold both, so the smaller one counts; of clients the larger.
+        ([spent(1, 0, 3.0), spent(1, 0, 9.0, "client"), spent(1, 1, 4.0)], 4.0),
+        ([spent(1, 0, 3.0), spent(1, 1, "none")], "none"),
+    ],
+)
+def test_the_guarantee_of_a_run_is_the_one_that_all_clients_have(rows, epsilon):
+    found = _guarantee(rows)
+    assert (found and found["epsilon"]) == epsilon
+
+
+@pytest.mark.parametrize(
+    ("key", "shown"),
+    [
+        (Key(1, 0), "1.23"),
+        (Key(1, 1), "none"),
+        (Key(2, 0), "4"),
+        (Key(2, EVERYONE), "12"),
+        (Key(1, EVERYONE), "none"),
+        (Key(3, 0), "-"),
+    ],
+)
+def test_the_table_has_what_was_spent_by_each_round(key, shown):
+    rows = [spent(1, 0, 1.234), spent(1, 1, "none"), spent(2, 0, 4.0), spent(2, 1, 12.0)]
+    rows.append(spent(2, 0, 40.0, "client"))
+    assert epsilon_of(key, rows) == shown
+
+
+def test_the_report_names_defenses_guarantee_and_cost():
+    privacy = spent(3, 0, 3.14159) | {"accountant": "prv"}
+    summary = {
+        "defenses": {
+            "defense": [{"kind": "dp_sgd", "noise_multiplier": 1.0}, {"kind": "sign"}],
+            "share": ["q1", "t2"],
+            "lora": {"rank": 4, "alpha": 8.0, "targets": None},
+            "algorithm": "fedavg",
+            "batch_size": 8,
+            "local_epochs": 2,
+            "dropout": True,
+        },
+        "defended": [{"defense": 0, "kind": "dp_sgd", "clipped": 0.5, "noise_norm": 12.0}],
+        "privacy": privacy,
+        "utility": {"round": 3, "loss": 0.5, "mcc": None},
+        "utility_reference": {"steps": 9, "loss": 0.4, "mcc": 0.61},
+    }
+    text = "\n".join(circumstances(summary))
+    for part in (
+        "defenses: dp_sgd noise_multiplier 1.0; sign",
+        "share q1 t2, lora rank 4 alpha 8.0",
+        "algorithm fedavg, batch size 8, local epochs 2, dropout on",
+        "dp_sgd, mean of an update: clipped 0.5, noise norm 12",
+        "epsilon 3.142 at delta 1e-05, noise multiplier 1 (unit: example, replace one; prv)",
+        "utility after round 3: loss 0.5, MCC -",
+        "trained centrally, without defenses: loss 0.4, MCC 0.61",
+    ):
+        assert part in text
+    learned = summary | {
+        "held_out": 100,
+        "utility_before": {"round": 0, "loss": 0.69, "accuracy": 0.5},
+        "utility": {"round": 3, "loss": 0.5, "accuracy": 0.81},
+    }
+    text = "\n".join(circumstances(learned))
+    # Wilson's interval: these are independent.
+    assert "utility before training: loss 0.69, accuracy 0.5 [0.40, 0.60]" in text
+    assert "utility after round 3: loss 0.5, accuracy 0.81 [0.72, 0.87]" in text
+    assert "epsilon none" in "\n".join(circumstances(summary | {"privacy": spent(1, 0, "none")}))
+    # A summary of an earlier version has none of this.
+    assert circumstances({}) == []

@@ -1,0 +1,354 @@
+import errno
+import json
+import multiprocessing
+import os
+import stat
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from fedleak.errors import CaptureError, FedleakError
+from fedleak.observation import ClientUpdate, Knowledge, UpdateKind
+from fedleak.store.run import Capture, Key, Run
+
+SERVER = Knowledge(learning_rate=5e-5, local_steps=3, dropout=True)
+# Hypothesis runs one test many times in one folder: each of these tests starts by clearing it.
+shared_folder = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+KEY = Key(3, 7)
+INFO = {"experiment": {}, "fingerprint": "f00", "status": "new", "num_labels": 2}
+
+
+def capture_of(key=KEY, kind=UpdateKind.DELTA):
+    rng = torch.Generator().manual_seed(0)
+    tensors = {
+        "a.weight": torch.randn(4, 6, generator=rng).T,  # not contiguous
+        "b": torch.tensor(2.5),
+        "empty": torch.zeros(0, 3),
+        "half": torch.randn(3, generator=rng).half(),
+    }
+    return Capture(key, ClientUpdate(kind, tensors, 5), SERVER)
+
+
+@pytest.fixture
+def run(tmp_path):
+    return Run(tmp_path / "runs" / "r")
+
+
+@pytest.fixture
+def rows(run):
+    """A run whose folder is there, for files that are appended to."""
+    run.path.mkdir(parents=True)
+    return run
+
+
+# --- captures and models --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", UpdateKind)
+def test_a_capture_comes_back_as_it_was(run, kind):
+    capture = capture_of(kind=kind)
+    run.write_capture(capture)
+    back = run.read_capture(capture.key)
+    assert (back.key, back.knowledge) == (capture.key, SERVER)
+    assert run.read_knowledge(capture.key) == SERVER
+    assert (back.update.kind, back.update.num_examples) == (kind, 5)
+    assert type(back.update.kind) is UpdateKind
+    assert back.update.tensors.keys() == capture.update.tensors.keys()
+    for name, value in capture.update.tensors.items():
+        assert back.update.tensors[name].dtype == value.dtype
+        assert torch.equal(back.update.tensors[name], value)
+
+
+def test_keys_and_rounds_are_listed_in_order_whatever_their_number_of_digits(run):
+    assert run.captures() == run.truths() == run.broadcasts() == []
+    keys = [Key(1, 3), Key(1, 120), Key(2, 0), Key(12345, 1)]
+    for key in reversed(keys):
+        run.write_capture(capture_of(key))
+        run.write_truth(key, {})
+        run.write_broadcast(key.round, {"a": torch.ones(1)})
+    (run.path / "captures" / "note.safetensors").touch()
+    assert run.captures() == run.truths() == keys
+    assert run.broadcasts() == [1, 2, 12345]
+    assert sorted(p.name for p in (run.path / "captures").iterdir())[0] == "note.safetensors"
+
+
+@shared_folder
+@given(st.floats(0, 1, exclude_max=True))
+def test_a_cut_capture_is_damaged_wherever_it_was_cut(run, where):
+    run.write_capture(capture_of())
+    path = run.path / "captures" / "r0003-c07.safetensors"
+    content = path.read_bytes()
+    path.write_bytes(content[: int(where * len(content))])
+    for read in (run.read_capture, run.read_knowledge):
+        with pytest.raises(CaptureError, match=r"r0003-c07\.safetensors is damaged"):
+            read(Key(3, 7))
+
+
+@pytest.mark.parametrize(
+    "garbage", [b"", b"\0" * 100, b"{}" * 50, b"\x08\0\0\0\0\0\0\0{}      ", b"\xff" * 16]
+)
+def test_garbage_is_a_damaged_capture_and_a_damaged_model(run, garbage):
+    run.write_capture(capture_of())
+    run.write_broadcast(3, {"a": torch.ones(1)})
+    (run.path / "captures" / "r0003-c07.safetensors").write_bytes(garbage)
+    for read in (run.read_capture, run.read_knowledge):
+        with pytest.raises(CaptureError, match=r"r0003-c07\.safetensors is damaged.*delete it"):
+            read(Key(3, 7))
+    (run.path / "models" / "r0003.safetensors").write_bytes(garbage[:8])
+    with pytest.raises(CaptureError, match=r"r0003\.safetensors is damaged"):
+        run.read_broadcast(3)
+
+
+def test_what_is_not_there_is_named(run):
+    with pytest.raises(CaptureError, match=r"r0001-c00\.safetensors"):
+        run.read_capture(Key(1, 0))
+    with pytest.raises(CaptureError, match=r"r0001\.safetensors"):
+        run.read_broadcast(1)
+    with pytest.raises(FedleakError, match="not a run directory"):
+        run.info()
+    assert run.read_truth(Key(1, 0)) is None
+    assert run.rows("leakage.jsonl") == []
+
+
+# --- the vault, run.json --------------------------------------------------------------------
+
+
+WRITES = {
+    "create": lambda run: run.create(**INFO),
+    "capture": lambda run: run.write_capture(capture_of()),
+    "hold": lambda run: run.hold(capture_of()),
+    "broadcast": lambda run: run.write_broadcast(1, {"a": torch.ones(1)}),
+    "truth": lambda run: run.write_truth(Key(1, 2), {}),
+    "defended": lambda run: run.write_defended(Key(1, 2), {}),
+    "append": lambda run: run.append("some.jsonl", {}),
+    "answers": lambda run: run.append_answers([{}]),
+    "rows": lambda run: run.write_rows("some.jsonl", [{}]),
+    "json": lambda run: run.write_json("some.json", {}),
+    "lock": lambda run: run.lock().__enter__(),
+}
+
+
+@pytest.mark.parametrize("kind", WRITES)
+def test_only_its_owner_can_open_what_is_written_from_the_first_moment(run, kind, monkeypatch):
+    modes, opened = [], os.open
+
+    def watch(path, flags, mode=0o777, **more):
+        if flags & os.O_CREAT:
+            modes.append(mode)
+        return opened(path, flags, mode, **more)
+
+    monkeypatch.setattr(os, "open", watch)
+    before = os.umask(0o022)
+    try:
+        WRITES[kind](run)
+    finally:
+        os.umask(before)
+    assert modes
+    assert set(modes) == {0o600}
+    paths = [run.path, *run.path.rglob("*")]
+    assert all(stat.S_IMODE(p.stat().st_mode) == (0o700 if p.is_dir() else 0o600) for p in paths)
+    assert any(p.is_file() for p in paths)
+
+
+def test_a_folder_that_was_there_becomes_its_owners(run):
+    run.path.mkdir(parents=True, mode=0o755)
+    run.create(**INFO)
+    assert stat.S_IMODE(run.path.stat().st_mode) == 0o700
+
+
+def test_a_private_batch_is_replaced(run):
+    run.write_truth(Key(1, 2), {"sequences": [[1, 2]]})
+    run.write_truth(Key(1, 2), {"sequences": [[1, 3]]})
+    assert run.read_truth(Key(1, 2)) == {"sequences": [[1, 3]]}
+
+
+def test_captures_and_models_of_another_experiment_are_not_read(run, tmp_path):
+    other = Run(tmp_path / "other")
+    run.create(**INFO)
+    other.create(**INFO | {"fingerprint": "f01"})
+    for each in (run, other):
+        each.write_capture(capture_of())
+        each.hold(capture_of())
+        each.write_broadcast(3, {"a": torch.ones(1)})
+    files = ("captures/r0003-c07.safetensors", "held/r0003-c07.safetensors")
+    for name in (*files, "models/r0003.safetensors"):
+        (run.path / name).write_bytes((other.path / name).read_bytes())
+    reads = (run.read_capture, run.read_knowledge, run.held, lambda _: run.read_broadcast(3))
+    for read in reads:
+        with pytest.raises(CaptureError, match="of another experiment, f01; this one is f00"):
+            read(KEY)
+    assert other.read_capture(KEY).key == KEY
+
+
+def test_information_is_added_to_and_replaced(run):
+    assert not run.exists()
+    assert run.fingerprint() is None
+    run.create(**INFO, a=1, b=2)
+    run.update_info(b=3)
+    assert run.info() == {"schema_version": 2, **INFO, "a": 1, "b": 3}
+    assert run.fingerprint() == "f00"
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        run.update_info(b=float("nan"))
+    assert run.info()["b"] == 3
+
+
+# --- rows -----------------------------------------------------------------------------------
+
+
+@shared_folder
+@given(st.data())
+def test_a_torn_last_line_is_ignored_and_cut_by_the_next_append(rows, data):
+    lines = data.draw(
+        st.lists(st.dictionaries(st.text(max_size=3), st.text(max_size=4), max_size=2), max_size=4)
+    )
+    path = rows.path / "some.jsonl"
+    path.unlink(missing_ok=True)
+    for line in lines:
+        rows.append("some.jsonl", line)
+    content = path.read_bytes() if lines else b""
+    assert rows.rows("some.jsonl") == lines
+    cut = data.draw(st.integers(0, len(content)))
+    path.write_bytes(content[:cut])
+    kept = lines[: content[:cut].count(b"\n")]
+    assert rows.rows("some.jsonl") == kept
+    rows.append("some.jsonl", {"after": 1})
+    assert rows.rows("some.jsonl") == [*kept, {"after": 1}]
+    assert path.read_bytes().count(b"\n") == len(kept) + 1
+
+
+@shared_folder
+@given(st.lists(st.integers(0, 3), max_size=4), st.floats(0, 1))
+def test_lines_that_belong_together_are_all_there_or_none(rows, sizes, where):
+    path = rows.path / "some.jsonl"
+    path.write_bytes(b"")
+    written = []
+    for group, size in enumerate(sizes):
+        lines = [{"group": group, "line": i} for i in range(size)]
+        rows.append_all("some.jsonl", lines)
+        written += [(path.stat().st_size, line) for line in lines]
+    content = path.read_bytes()
+    assert [json.loads(line) for line in content.splitlines()] == [line for _, line in written]
+    cut = round(where * len(content))
+    path.write_bytes(content[:cut])
+    kept = [line for end, line in written if end <= cut]
+    assert rows.rows("some.jsonl") == kept
+    rows.append("some.jsonl", {"after": 1})
+    assert rows.rows("some.jsonl") == [*kept, {"after": 1}]
+    assert len(path.read_bytes().splitlines()) == len(kept) + 1
+
+
+def test_lines_that_belong_together_are_one_write(rows, monkeypatch):
+    sizes, sync = [], os.fsync
+    path = rows.path / "some.jsonl"
+    monkeypatch.setattr(os, "fsync", lambda file: (sizes.append(path.stat().st_size), sync(file)))
+    rows.append_all("some.jsonl", [{"a": 1}, {"b": 2}, {"c": 3}])
+    assert sizes == [path.stat().st_size]
+    rows.append_all("some.jsonl", [])
+    assert len(sizes) == 1
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        rows.append_all("some.jsonl", [{"d": 4}, {"e": float("nan")}])
+    assert rows.rows("some.jsonl") == [{"a": 1}, {"b": 2}, {"c": 3}]
+
+
+def test_writing_rows_replaces_the_file_and_leaves_nothing_beside_it(rows):
+    rows.append("some.jsonl", {"a": 1})
+    rows.write_rows("some.jsonl", [{"b": 2}, {"c": None}])
+    assert rows.rows("some.jsonl") == [{"b": 2}, {"c": None}]
+    assert [path.name for path in rows.path.iterdir()] == ["some.jsonl"]
+
+
+@pytest.mark.parametrize("bad", [b"oops", b"[1]", b"\xff\xfe", b"\0", b'{"a": NaN}', b'{"a": Infi'])
+def test_lines_that_cannot_be_read_are_named_and_put_aside(rows, bad):
+    rows.append_all("some.jsonl", [{"group": 1}, {"group": 1, "last": True}])
+    rows.append_all("some.jsonl", [{"group": 2}, {"group": 2, "last": True}])
+    path = rows.path / "some.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(lines[0] + bad + b"\n" + b"".join(lines[2:]) + b'{"torn')
+    with pytest.raises(FedleakError, match=r"some\.jsonl, line 2, is damaged \(.*fedleak score"):
+        rows.rows("some.jsonl")
+    kept = [{"group": 1}, {"group": 2}, {"group": 2, "last": True}]
+    assert rows.salvage("some.jsonl") == kept
+    assert rows.salvage("some.jsonl") == rows.rows("some.jsonl") == kept
+    (aside,) = rows.rows("damaged.jsonl")
+    assert (aside["file"], aside["line"]) == ("some.jsonl", 2)
+    assert aside["content"].encode("latin-1") == bad
+    # A kept line that its group ended behind is complete now.
+    path.write_bytes(lines[0] + lines[2] + bad + b"\n")
+    assert rows.salvage("some.jsonl") == [{"group": 1}, {"group": 2}]
+    assert rows.rows("some.jsonl") == [{"group": 1}, {"group": 2}]
+
+
+def test_what_the_disk_refuses_is_named_and_leaves_the_old_file(rows, monkeypatch):
+    rows.write_json("some.json", {"a": 1})
+
+    def full(_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        for write in (
+            lambda: rows.write_json("some.json", {"a": 2}),
+            lambda: rows.write_broadcast(1, {"a": torch.ones(1)}),
+            lambda: rows.append("some.jsonl", {}),
+        ):
+            with pytest.raises(FedleakError, match="cannot be written: No space left on device"):
+                write()
+    assert rows.read_json("some.json") == {"a": 1}
+    assert not list(rows.path.rglob(".*"))
+
+
+def test_a_number_that_is_none_is_not_written(rows):
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        rows.append("some.jsonl", {"a": float("inf")})
+    assert rows.rows("some.jsonl") == []
+
+
+# --- one process, and a fresh start ---------------------------------------------------------
+
+
+def hold(path, held, end):
+    with Run(path).lock():
+        held.set()
+        end.wait(30)
+
+
+def test_a_run_is_of_one_process_at_a_time(run):
+    context = multiprocessing.get_context("fork")
+    held, end = context.Event(), context.Event()
+    other = context.Process(target=hold, args=(run.path, held, end))
+    other.start()
+    try:
+        assert held.wait(30)
+        in_use = pytest.raises(FedleakError, match="in use by another fedleak process")
+        with in_use, run.lock():
+            pass
+    finally:
+        end.set()
+        other.join()
+    with run.lock():
+        pass
+
+
+def test_the_lock_is_not_taken_twice_in_one_process(run):
+    with run.lock(), pytest.raises(FedleakError, match="in use"), Run(run.path).lock():
+        pass
+    with run.lock():
+        pass
+
+
+def test_moving_aside_keeps_everything_and_never_overwrites(run):
+    aside = []
+    for number in range(3):
+        run.create(**INFO, number=number)
+        run.write_truth(Key(1, number), {})
+        aside.append(run.move_aside())
+        assert not run.path.exists()
+    assert len(set(aside)) == 3
+    for number, path in enumerate(aside):
+        assert json.loads((path / "run.json").read_text())["number"] == number
+        assert Run(path).truths() == [Key(1, number)]
+        assert path.name.startswith("r.")
