@@ -96,7 +96,7 @@ def run(
     Results go to runs/NAME. The same command again finishes what is left.
     """
     from fedleak import pipeline
-    from fedleak.audit import scoring
+    from fedleak.audit.gaps import refuse_gaps
     from fedleak.config.experiment import load
     from fedleak.federation import run_folder
     from fedleak.preparation import prepare
@@ -112,7 +112,7 @@ def run(
             with progress() as show:
                 scored = pipeline.carry_out(at, experiment, show)
             tables.print_run(at, scored, console, texts=texts)
-        scoring.refuse_gaps(*runs)
+        refuse_gaps(*runs)
 
 
 @app.command()
@@ -133,7 +133,7 @@ def sweep(
     The same command again finishes what is left.
     """
     from fedleak import sweep as sweeps
-    from fedleak.report import figures
+    from fedleak.report import figures, sweep_table, tradeoff
 
     with mended():
         grid = sweeps.load(file, changes or ())
@@ -158,8 +158,8 @@ def sweep(
                 failures = sweeps.carry_out_at_once(grid, plans, at_once, tell)
             collected = sweeps.collect(grid)
             figures.draw(collected, grid.path / "sweep.svg")
-            figures.draw_tradeoff(collected, grid.path / "tradeoff.svg")
-        console.print(sweeps.table(collected))
+            tradeoff.draw_tradeoff(collected, grid.path / "tradeoff.svg")
+        console.print(sweep_table.table(collected))
         console.print(f"results: {markup(grid.path)}")
         sweeps.refuse_gaps(collected, failures)
 
@@ -178,6 +178,7 @@ def attack(
     """
     from fedleak import pipeline
     from fedleak.audit import scoring
+    from fedleak.audit.gaps import refuse_gaps
     from fedleak.config.experiment import load
     from fedleak.dispatch.dispatcher import attack_captures, drop_failures
     from fedleak.federation import stored
@@ -204,13 +205,14 @@ def attack(
                 attack_captures(at, experiment, no_more=lambda: True, report=show)
             scored = scoring.score_run(at, [each.name for each in experiment.attacks])
         tables.print_run(at, scored, console, texts=texts)
-        scoring.refuse_gaps(at)
+        refuse_gaps(at)
 
 
 @app.command()
 def score(path: RunPath, texts: Texts = False) -> None:
     """Score the answers of a run again, and rebuild leakage.jsonl and summary.json."""
     from fedleak.audit import scoring
+    from fedleak.audit.gaps import refuse_gaps
     from fedleak.report import tables
     from fedleak.store.run import Run
 
@@ -220,7 +222,7 @@ def score(path: RunPath, texts: Texts = False) -> None:
         with at.lock():
             scored = scoring.score_run(at)
         tables.print_run(at, scored, console, texts=texts)
-        scoring.refuse_gaps(at)
+        refuse_gaps(at)
 
 
 @app.command()
