@@ -10,6 +10,7 @@ from flwr.app import Context, Error, Message
 
 from clients.client_context import protected, vault, workplace
 from clients.outgoing import Outgoing
+from fedleak.config.sent_parameters import selected_parameters
 from fedleak.errors import FedleakError
 from fedleak.federation import of_app
 from fedleak.rng import stream
@@ -50,7 +51,7 @@ def share(message: Message, context: Context, call_next: Next) -> Message:
     experiment, _ = of_app(context.run_config)
     if isinstance(reply, Outgoing) and experiment.update.share != "all":
         model, _ = workplace(experiment)  # that of training, not loaded again
-        reply.update = share_parameters(reply.update, experiment.shared(model))
+        reply.update = share_parameters(reply.update, selected_parameters(experiment, model))
     return reply
 
 

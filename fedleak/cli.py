@@ -97,7 +97,7 @@ def run(
     """
     from fedleak import pipeline
     from fedleak.audit import scoring
-    from fedleak.config.experiment import load
+    from fedleak.config.loading import load
     from fedleak.federation import run_folder
     from fedleak.report import tables
 
@@ -177,7 +177,7 @@ def attack(
     """
     from fedleak import pipeline
     from fedleak.audit import scoring
-    from fedleak.config.experiment import load
+    from fedleak.config.loading import load
     from fedleak.federation import stored
     from fedleak.report import tables
     from fedleak.store.run import Run
@@ -251,7 +251,7 @@ def check_defense(
     Nothing is trained and no private text is used. A run checks its defenses by itself, too.
     """
     from fedleak.audit.defense_checks import check
-    from fedleak.config.experiment import load
+    from fedleak.config.loading import load
 
     with mended():
         experiment = load(file, changes or ())

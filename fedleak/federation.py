@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from fedleak import data, models, privacy
-from fedleak.config.experiment import Experiment, load, parse
+from fedleak.config.experiment import Experiment
+from fedleak.config.loading import load, parse
 from fedleak.defenses import Budget, Defense, measured
 from fedleak.errors import ConfigError, FedleakError
 from fedleak.models import CLASSIFICATION, LanguageModel

@@ -21,7 +21,10 @@ from fedleak import attacks, forecast, logs, models
 from fedleak.attacks import is_slow
 from fedleak.audit import central_baseline, defense_checks, scoring
 from fedleak.audit.scoring import Scored
-from fedleak.config.experiment import Experiment, NamedAttack, difference
+from fedleak.config import checks
+from fedleak.config.components import NamedAttack
+from fedleak.config.experiment import Experiment
+from fedleak.config.wording import difference
 from fedleak.dispatch.agenda import Agenda, Arrivals, Work
 from fedleak.errors import CaptureError, ConfigError, FedleakError
 from fedleak.federation import (
@@ -143,8 +146,8 @@ def plan(experiment: Experiment) -> Plan:
     split = read_data(experiment)
     num_labels = len(split.train.label_names)
     model = outline(experiment, num_labels)
-    experiment.check_defenses(model)
-    experiment.check_attacks(model)
+    checks.check_defenses(experiment, model)
+    checks.check_attacks(experiment, model)
     workload = divide(experiment, split, model)
     unknown = unknown_share(workload, model)
     for client, part in enumerate(workload.parts):
@@ -568,7 +571,7 @@ def check_attacks(experiment: Experiment, num_labels: int) -> None:
     Raises:
         ConfigError: The first of them.
     """
-    experiment.check_attacks(outline(experiment, num_labels))
+    checks.check_attacks(experiment, outline(experiment, num_labels))
 
 
 def _wants_reference(run: Run, experiment: Experiment) -> bool:

@@ -7,6 +7,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
 from fedleak.config.experiment import Experiment
+from fedleak.config.sent_parameters import sent_by
 from fedleak.errors import FedleakError
 from fedleak.federation import clients_of_round
 from fedleak.models import LanguageModel
@@ -67,7 +68,7 @@ class CuriousServer(Strategy):
         experiment, key = self._experiment, Key(self._round, client)
         local = experiment.local_training
         parameters = self._model.parameters()
-        expected = {name: parameters[name] for name in experiment.sent_by(client, self._model)}
+        expected = {name: parameters[name] for name in sent_by(experiment, client, self._model)}
         of_fedsgd = local.kind == UpdateKind.GRADIENT
         most = local.batch_size if of_fedsgd else experiment.data.samples
         update = take_update(reply, key, local.kind, expected, most)

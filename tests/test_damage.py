@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from fedleak import models, pipeline, sweep
 from fedleak.cli import app
-from fedleak.config.experiment import load
+from fedleak.config.loading import load
 from fedleak.errors import FedleakError
 from fedleak.store.run import Key, Run
 from fedleak.workers.process import work_together

@@ -10,7 +10,7 @@ from scipy.stats import binom, chi2, gamma, kstest
 from torch import nn
 
 from fedleak import defenses, pipeline
-from fedleak.config.experiment import parse
+from fedleak.config.loading import parse
 from fedleak.defenses import Claims, measured
 from fedleak.defenses.cast import Cast
 from fedleak.defenses.clip import Clip

@@ -8,7 +8,7 @@ from scipy.optimize import brentq
 from scipy.stats import norm
 
 from fedleak import federation, privacy
-from fedleak.config.experiment import parse
+from fedleak.config.loading import parse
 from fedleak.defenses import Budget
 from fedleak.defenses.dp_sgd import DpSgd
 from fedleak.defenses.local_dp import LocalDp

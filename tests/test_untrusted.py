@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 from fedleak import attacks, cli, defenses, models, pipeline
 from fedleak.attacks.analytic.probes import Probes
 from fedleak.audit import scoring
-from fedleak.config.experiment import NamedAttack, parse
+from fedleak.config.components import NamedAttack
+from fedleak.config.loading import parse
 from fedleak.errors import ConfigError
 from fedleak.observation import Knowledge, ThreatModel
 from fedleak.plugins import discover

@@ -103,7 +103,7 @@ def workers(settings: Settings) -> Iterator[Figure]:
         AssertionError: Answers of an attack that proves what it says differ.
     """
     from fedleak import pipeline
-    from fedleak.config.experiment import load
+    from fedleak.config.loading import load
 
     small = ["federation.clients=2", "data.samples=8"] if settings.small else []
     answers: list[dict[tuple[Any, ...], dict[str, Any]]] = []

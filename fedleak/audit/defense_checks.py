@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 
 from fedleak import models, privacy
+from fedleak.config.checks import check_defenses
 from fedleak.config.experiment import Experiment
+from fedleak.config.sent_parameters import selected_parameters
 from fedleak.defenses import Claims, Defense
 from fedleak.defenses.secure_sum import SecureSum
 from fedleak.errors import FedleakError
@@ -162,7 +164,7 @@ def check(experiment: Experiment) -> list[Finding]:
     """
     split = read_data(experiment)
     model = models.load(experiment.model_spec(len(split.train.label_names)))
-    experiment.check_defenses(model)
+    check_defenses(experiment, model)
     parts = divide(experiment, split, model).parts
     findings = []
     for number, placed in enumerate(experiment.defenses):
@@ -374,9 +376,9 @@ def _all_together(
     update = local_update_(model, sequences, labels, local, seed=experiment.seed)
     models.load_parameters_(model, before)
     update, _ = of_client.defend(update, lambda n: stream(experiment.seed, "check", n))
-    sent = share(update, experiment.shared(model))
+    sent = share(update, selected_parameters(experiment, model))
     frozen = set(select(model, local.frozen, "parameters")) if local.frozen else set()
-    wanted = set(experiment.shared(model)) - frozen
+    wanted = set(selected_parameters(experiment, model)) - frozen
     yield Finding(
         "the update",
         "what is shared and trained is sent, and nothing else",

@@ -14,7 +14,7 @@ from clients.app import app as client_app
 from fedleak import defenses, pipeline
 from fedleak.audit import defense_checks, scoring
 from fedleak.cli import app
-from fedleak.config.experiment import parse
+from fedleak.config.loading import parse
 from fedleak.defenses.cast import Cast
 from fedleak.defenses.clip import Clip
 from fedleak.defenses.dp_sgd import DpSgd

@@ -9,7 +9,7 @@ from flwr.common.serde import recorddict_to_proto
 
 from clients.app import app as client_app
 from fedleak import models, pipeline
-from fedleak.config.experiment import parse
+from fedleak.config.loading import parse
 from fedleak.models.parameter_selection import matching
 from fedleak.rng import stream_seed
 from fedleak.store.run import Key

@@ -9,7 +9,8 @@ import pytest
 
 from fedleak import pipeline
 from fedleak.attacks import is_slow, kinds
-from fedleak.config.experiment import NamedAttack, parse
+from fedleak.config.components import NamedAttack
+from fedleak.config.loading import parse
 from fedleak.dispatch.agenda import LOOKS, Agenda, Arrivals, groups
 from fedleak.pipeline import Pace
 from fedleak.reconstruction import Reconstruction, Status

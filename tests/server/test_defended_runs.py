@@ -16,7 +16,7 @@ from rich.console import Console
 from clients.app import app as client_app
 from fedleak import defenses, models, pipeline, privacy
 from fedleak.audit import central_baseline, defense_checks, scoring
-from fedleak.config.experiment import parse
+from fedleak.config.loading import parse
 from fedleak.errors import FedleakError
 from fedleak.federation import clients_of_round, expected_captures, protection, read_data
 from fedleak.metrics.utility import evaluate

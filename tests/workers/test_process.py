@@ -21,7 +21,8 @@ from rich.console import Console
 
 from fedleak import attacks, cli, pipeline
 from fedleak.attacks import Batched, Progress
-from fedleak.config.experiment import NamedAttack, parse
+from fedleak.config.components import NamedAttack
+from fedleak.config.loading import parse
 from fedleak.errors import CaptureError
 from fedleak.observation import Knowledge, ThreatModel
 from fedleak.pipeline import UnderWay
