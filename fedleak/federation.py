@@ -283,7 +283,7 @@ def expected_captures(experiment: Experiment) -> list[Key]:
 def captures_made(experiment: Experiment) -> list[Key]:
     """Returns the captures that a run makes, also those that it does not keep."""
     rounds = range(1, experiment.federation.rounds + 1)
-    if experiment.secure_sum:
+    if experiment.aggregator is not None:
         return [Key(round, EVERYONE) for round in rounds]
     return [
         Key(round, client) for round in rounds for client in clients_of_round(experiment, round)

@@ -8,12 +8,13 @@ from flwr.serverapp.strategy import Strategy
 
 from fedleak.config.experiment import Experiment
 from fedleak.config.sent_parameters import sent_by
+from fedleak.defenses import TrustedAggregator
 from fedleak.errors import FedleakError
 from fedleak.federation import clients_of_round
 from fedleak.models import LanguageModel
 from fedleak.observation import ClientUpdate, Knowledge, UpdateKind
 from fedleak.store.run import EVERYONE, Capture, Key, Run
-from fedleak.training.local import aggregate, mean_update
+from fedleak.training.local import aggregate
 from server.replies import RefusedError, take_update, told
 
 NUM_ERRORS = 3
@@ -78,10 +79,10 @@ class CuriousServer(Strategy):
             dropout=local.dropout,
         )
         capture = Capture(key, update, knowledge)
-        if experiment.secure_sum:
-            self._run.hold(capture)
-        else:
+        if experiment.aggregator is None:
             self._run.write_capture(capture)
+        else:
+            self._run.hold(capture)
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -108,8 +109,8 @@ class CuriousServer(Strategy):
         round = server_round + self._offset
         clients = clients_of_round(self._experiment, round)
         self._check_all_answered(reply for reply in replies if reply.has_error())
-        if self._experiment.secure_sum:
-            self._reveal_sum(round, clients)
+        if self._experiment.aggregator is not None:
+            self._capture_combined(self._experiment.aggregator, round, clients)
             clients = [EVERYONE]
         updates = (self._run.read_capture(Key(round, client)).update for client in clients)
         rate = self._experiment.federation.learning_rate
@@ -134,8 +135,10 @@ class CuriousServer(Strategy):
     def summary(self) -> None:
         """Logs nothing: the run directory says it all."""
 
-    def _reveal_sum(self, round: int, clients: Sequence[int]) -> None:
-        """Captures the sum of what is held, and forgets what it is of."""
+    def _capture_combined(
+        self, aggregator: TrustedAggregator, round: int, clients: Sequence[int]
+    ) -> None:
+        """Captures what the aggregator makes of the updates held, and deletes them."""
         knowledge: list[Knowledge] = []
 
         def one_by_one() -> Iterator[ClientUpdate]:
@@ -144,11 +147,11 @@ class CuriousServer(Strategy):
                 knowledge.append(held.knowledge)
                 yield held.update
 
-        update = mean_update(one_by_one())
+        update = aggregator.combined(one_by_one())
         # Who has most examples made most steps.
         most = max(knowledge, key=lambda known: known.local_steps or 0)
         self._run.write_capture(Capture(Key(round, EVERYONE), update, most))
-        self._run.release()
+        self._run.drop_held()
 
     def _check_all_answered(self, failed: Iterable[Message]) -> None:
         """Fails the round unless each client's update is there and nothing else came."""

@@ -212,7 +212,7 @@ def test_an_update_of_zeros_survives(kind):
     ("defense", "claims"),
     [
         (Cast(dtype="float16"), Claims()),
-        (SecureSum(), Claims()),
+        (SecureSum(), Claims(mean_of_clients=True)),
         (GaussianNoise(sigma=0.25), Claims(noise_scale=0.25)),
         (LaplaceNoise(scale=0.25), Claims(noise_scale=0.25 * math.sqrt(2))),
         (Clip(max_norm=3.0), Claims(max_norm=3.0)),

@@ -20,8 +20,7 @@ from fedleak import models, privacy
 from fedleak.config.checks import check_defenses
 from fedleak.config.experiment import Experiment
 from fedleak.config.sent_parameters import selected_parameters
-from fedleak.defenses import Claims, Defense
-from fedleak.defenses.secure_sum import SecureSum
+from fedleak.defenses import Claims, Defense, TrustedAggregator
 from fedleak.errors import FedleakError
 from fedleak.federation import Protection, divide, protection, read_data
 from fedleak.models import CLASSIFICATION, LanguageModel, pad
@@ -35,7 +34,6 @@ from fedleak.training.local import (
     aggregate,
     from_wire,
     local_update_,
-    mean_update,
     passes,
     share,
     to_wire,
@@ -206,21 +204,8 @@ Test = tuple[str, bool, str]
 
 def _changes(bench: Bench) -> Iterator[Test]:
     """Tests that what is captured is not what was computed."""
-    if isinstance(bench.defense, SecureSum):
-        one, other = bench.sent(range(1)), bench.sent(range(1, EXAMPLES))
-        total = mean_update([one, other])
-        apart = [_distance(total, each) / _norm(each) for each in (one, other)]
-        right = {
-            name: (value * one.num_examples + other.tensors[name] * other.num_examples)
-            / (one.num_examples + other.num_examples)
-            for name, value in one.tensors.items()
-        }
-        off = _distance(total, replace(one, tensors=right)) / _norm(total)
-        yield (
-            "the capture is the weighted mean of two updates, and neither of them",
-            min(apart) > ROUNDING and off < ROUNDING,
-            f"{min(apart):.2g} of an update away from it, {off:.1g} from the mean",
-        )
+    if isinstance(bench.defense, TrustedAggregator):
+        yield from _combines(bench, bench.defense)
         return
     raw, sent = bench.raw(loud=True), bench.sent(loud=True)
     missing = raw.tensors.keys() - sent.tensors.keys()
@@ -234,6 +219,26 @@ def _changes(bench: Bench) -> Iterator[Test]:
         bool(missing) or moved > 0,
         f"by {moved:.2g} of its norm; {len(missing)} of {len(raw.tensors)} tensors are missing",
     )
+
+
+def _combines(bench: Bench, aggregator: TrustedAggregator) -> Iterator[Test]:
+    """Tests what is captured of two clients in place of their updates."""
+    one, other = bench.sent(range(1)), bench.sent(range(1, EXAMPLES))
+    total = aggregator.combined([one, other])
+    apart = min(_distance(total, each) / _norm(each) for each in (one, other))
+    yield (
+        "the capture is neither of two updates",
+        apart > ROUNDING,
+        f"{apart:.2g} of an update away from it",
+    )
+    if bench.claims.mean_of_clients:
+        mean = {
+            name: (value * one.num_examples + other.tensors[name] * other.num_examples)
+            / (one.num_examples + other.num_examples)
+            for name, value in one.tensors.items()
+        }
+        off = _distance(total, replace(one, tensors=mean)) / _norm(total)
+        yield "the capture is the weighted mean of two updates", off < ROUNDING, f"{off:.1g} off"
 
 
 def _keeps(bench: Bench) -> Iterator[Test]:

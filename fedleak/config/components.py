@@ -11,8 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 from fedleak import attacks, defenses
 from fedleak.attacks import Attack
 from fedleak.config.wording import one_line
-from fedleak.defenses import Defense
-from fedleak.defenses.secure_sum import SecureSum
+from fedleak.defenses import Defense, TrustedAggregator
 from fedleak.errors import ConfigError, unknown
 from fedleak.plugins import discover
 
@@ -75,8 +74,8 @@ def build_defense(index: int, table: dict[str, Any], num_clients: int) -> Placed
             )
         clients = tuple(clients)
     defense = _build(where, defenses.kinds()[kind], settings)
-    if isinstance(defense, SecureSum) and clients is not None:
-        raise ConfigError(f"{where}.clients: secure_sum is of all clients: leave the key out")
+    if isinstance(defense, TrustedAggregator) and clients is not None:
+        raise ConfigError(f"{where}.clients: {kind} is of all clients: leave the key out")
     return PlacedDefense(defense, clients)
 
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from fedleak.attacks import always_on
 from fedleak.config.components import (
     LONGEST_NAME,
     NAME,
@@ -28,8 +29,7 @@ from fedleak.config.tables import (
     UtilityTable,
     WorkersTable,
 )
-from fedleak.defenses import Defense
-from fedleak.defenses.secure_sum import SecureSum
+from fedleak.defenses import Defense, TrustedAggregator
 from fedleak.errors import ConfigError
 from fedleak.models import ModelSpec
 from fedleak.models.lora import Lora
@@ -59,8 +59,8 @@ class Experiment(Table):
     """`[[defense]]`: what clients do for their privacy, in this order."""
     threat: ThreatTable = ThreatTable()
     """What the attacker is told, and which updates it keeps."""
-    attack: list[dict[str, Any]] = [{"kind": "probes"}]
-    """`[[attack]]`: what the attacker does with each update."""
+    attack: list[dict[str, Any]] = []
+    """`[[attack]]`: what the attacker does with each update, besides what is on in every run."""
     privacy: PrivacyTable = PrivacyTable()
     """How the privacy ledger counts."""
     utility: UtilityTable = UtilityTable()
@@ -76,10 +76,10 @@ class Experiment(Table):
 
     @cached_property
     def attacks(self) -> tuple[NamedAttack, ...]:
-        """The attacks, built. `probes` cost milliseconds and are on in every run."""
+        """The attacks, built; before them those that are on in every run."""
         built = [build_attack(i, table) for i, table in enumerate(self.attack)]
-        if not any(each.attack.kind == "probes" for each in built):
-            built.insert(0, build_attack(0, {"kind": "probes"}))
+        listed = {each.attack.kind for each in built}
+        built[:0] = [build_attack(0, {"kind": kind}) for kind in always_on() if kind not in listed]
         names = [each.name for each in built]
         for name in names:
             if names.count(name) > 1:
@@ -110,9 +110,10 @@ class Experiment(Table):
         return hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
-    def secure_sum(self) -> bool:
-        """Whether the server sees only the sum of a round's updates."""
-        return any(isinstance(each.defense, SecureSum) for each in self.defenses)
+    def aggregator(self) -> TrustedAggregator | None:
+        """What stands between clients and server; None: the server sees each client's update."""
+        found = (each.defense for each in self.defenses)
+        return next((one for one in found if isinstance(one, TrustedAggregator)), None)
 
     def defenses_of(self, client: int) -> dict[int, Defense]:
         """Returns the defenses that a client uses, by their place in the file."""

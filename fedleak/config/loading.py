@@ -8,6 +8,7 @@ import copy
 import json
 import os
 import tomllib
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,6 @@ from pydantic import ValidationError
 from fedleak.config.experiment import Experiment
 from fedleak.config.tables import WorkersTable
 from fedleak.config.wording import one_line
-from fedleak.defenses.dp_sgd import DpSgd
 from fedleak.errors import ConfigError
 from fedleak.models import CAUSAL_LM
 
@@ -85,15 +85,24 @@ def parse(table: Mapping[str, Any]) -> Experiment:
     _ = experiment.attacks, experiment.defenses
     _check_workers(experiment.workers)
     _check_rounds(experiment)
-    for client in experiment.unlike_clients:
-        used = experiment.defenses_of(client).values()
-        if sum(isinstance(defense, DpSgd) for defense in used) > 1:
-            raise ConfigError(f"defense: client {client} has two dp_sgd: a step has one: keep one")
+    _check_exclusive(experiment)
     if experiment.model.task == CAUSAL_LM and experiment.federation.partition == "dirichlet":
         raise ConfigError(
             "federation.partition = 'dirichlet' divides by class and causal-lm has none: use 'iid'"
         )
     return experiment
+
+
+def _check_exclusive(experiment: Experiment) -> None:
+    for client in experiment.unlike_clients:
+        kinds = defaultdict(list)
+        for defense in experiment.defenses_of(client).values():
+            kinds[defense.exclusive].append(defense.kind)
+        for reason, found in kinds.items():
+            if reason is not None and len(found) > 1:
+                raise ConfigError(
+                    f"defense: client {client} has {' and '.join(found)}: {reason}: keep one"
+                )
 
 
 def _check_rounds(experiment: Experiment) -> None:

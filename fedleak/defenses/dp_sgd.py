@@ -35,6 +35,8 @@ class DpSgd(Defense):
     """
 
     kind: ClassVar[str] = "dp_sgd"
+    exclusive: ClassVar[str | None] = "a step has one"
+    reports_training: ClassVar[bool] = True
     noise_multiplier: Noise | None = None
     epsilon: Epsilon | None = None
     max_grad_norm: Finite = 1.0

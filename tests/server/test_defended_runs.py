@@ -228,7 +228,7 @@ def test_what_arrives_is_what_the_defenses_left_and_no_word_beside_it(
                 assert figures.keys() <= row.keys()
                 assert {name: row[name] for name in figures} == pytest.approx(figures, rel=1e-5)
                 assert row["examples"] == (2 if algorithm == "fedsgd" else 3)
-        if not experiment.secure_sum:
+        if experiment.aggregator is None:
             capture = run.read_capture(key)
             assert_same(capture.update, sent[key])
             assert capture.update.num_examples == sent[key].num_examples
@@ -253,7 +253,7 @@ def test_what_arrives_is_what_the_defenses_left_and_no_word_beside_it(
         for name, value in before.items():
             expected = value + scale * mean[name].float() if name in mean else value
             torch.testing.assert_close(after[name], expected, atol=1e-6, rtol=1e-5)
-        if experiment.secure_sum:
+        if experiment.aggregator is not None:
             capture = run.read_capture(Key(round, EVERYONE))
             assert capture.update.num_examples == sum(
                 sent[Key(round, c)].num_examples for c in (0, 1)

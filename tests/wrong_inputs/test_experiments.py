@@ -145,7 +145,7 @@ WRONG: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ),
     "two dp": (
         {"defense": [{**DP_SGD, "noise_multiplier": 1.0}] * 2},
-        ("two dp_sgd", "keep one"),
+        ("has dp_sgd and dp_sgd", "keep one"),
     ),
     "sigma": ({"defense": [{"kind": "gaussian_noise", "sigma": -1.0}]}, ("sigma = -1",)),
     "bits 0": ({"defense": [{"kind": "quantize", "bits": 0}]}, ("bits = 0",)),
