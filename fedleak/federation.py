@@ -19,7 +19,8 @@ from fedleak.models import CLASSIFICATION, LanguageModel
 from fedleak.observation import ClientUpdate
 from fedleak.privacy import Event
 from fedleak.store.run import EVERYONE, Key, Run
-from fedleak.training.local import LocalTraining, round_clients
+from fedleak.training.batches import round_clients
+from fedleak.training.settings import LocalTraining
 
 MOST_UNKNOWN = 0.5
 """Unknown tokens are all the same one, and finding it is finding nothing: above this share a figure

@@ -9,8 +9,8 @@ from fedleak.config.sent_parameters import selected_parameters
 from fedleak.errors import ConfigError
 from fedleak.federation import expected_captures
 from fedleak.models import LanguageModel
+from fedleak.models.parameter_selection import freezing
 from fedleak.store.run import EVERYONE
-from fedleak.training.local import freezing
 
 WORTH_SAYING_BYTES = 10**9
 WORTH_SAYING_SECONDS = 600.0

@@ -14,7 +14,7 @@ from fedleak.federation import clients_of_round
 from fedleak.models import LanguageModel
 from fedleak.observation import ClientUpdate, Knowledge, UpdateKind
 from fedleak.store.run import EVERYONE, Capture, Key, Run
-from fedleak.training.local import aggregate
+from fedleak.training.aggregation import aggregate
 from server.replies import RefusedError, take_update, told
 
 NUM_ERRORS = 3

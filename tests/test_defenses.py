@@ -29,7 +29,7 @@ from fedleak.models.lora import Lora, adapt_
 from fedleak.observation import ClientUpdate, UpdateKind
 from fedleak.privacy import Event
 from fedleak.rng import stream
-from fedleak.training.local import LocalTraining, PrivateSteps
+from fedleak.training.settings import LocalTraining, PrivateSteps
 
 MADE = {
     "cast": Cast(dtype="bfloat16"),

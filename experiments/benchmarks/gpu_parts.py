@@ -32,7 +32,8 @@ from fedleak.attacks.subspace.keyspan import Keyspan
 from fedleak.models import CAUSAL_LM, CLASSIFICATION, LanguageModel, ModelSpec
 from fedleak.observation import Knowledge, Observation, UpdateKind
 from fedleak.rng import stream
-from fedleak.training.local import LocalTraining, local_update_
+from fedleak.training.local import local_update_
+from fedleak.training.settings import LocalTraining
 
 
 def machine(settings: Settings) -> Iterator[Figure]:

@@ -29,15 +29,11 @@ from fedleak.observation import ClientUpdate, UpdateKind
 from fedleak.privacy import Event
 from fedleak.rng import stream, stream_seed
 from fedleak.store.run import Run
-from fedleak.training.local import (
-    LocalTraining,
-    aggregate,
-    from_wire,
-    local_update_,
-    passes,
-    share,
-    to_wire,
-)
+from fedleak.training.aggregation import aggregate
+from fedleak.training.batches import passes
+from fedleak.training.local import local_update_
+from fedleak.training.settings import LocalTraining
+from fedleak.training.wire import from_wire, partial_update, to_wire
 
 EXAMPLES, TOKENS = 4, 8
 LOUD = 1e4
@@ -381,7 +377,7 @@ def _all_together(
     update = local_update_(model, sequences, labels, local, seed=experiment.seed)
     models.load_parameters_(model, before)
     update, _ = of_client.defend(update, lambda n: stream(experiment.seed, "check", n))
-    sent = share(update, selected_parameters(experiment, model))
+    sent = partial_update(update, selected_parameters(experiment, model))
     frozen = set(select(model, local.frozen, "parameters")) if local.frozen else set()
     wanted = set(selected_parameters(experiment, model)) - frozen
     yield Finding(

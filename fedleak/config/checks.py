@@ -5,7 +5,7 @@ from fedleak.config.experiment import Experiment
 from fedleak.config.sent_parameters import captured_parameters
 from fedleak.errors import ConfigError
 from fedleak.models import LanguageModel
-from fedleak.training.local import freezing
+from fedleak.models.parameter_selection import freezing
 
 
 def check_defenses(experiment: Experiment, model: LanguageModel) -> None:

@@ -34,7 +34,7 @@ from fedleak.errors import ConfigError
 from fedleak.models import ModelSpec
 from fedleak.models.lora import Lora
 from fedleak.observation import ThreatModel, UpdateKind
-from fedleak.training.local import LocalTraining
+from fedleak.training.settings import LocalTraining
 
 LARGEST_SEED = 2**63 - 1
 """The largest seed that random generators take."""

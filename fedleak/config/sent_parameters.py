@@ -3,8 +3,7 @@
 from fedleak.config.experiment import Experiment
 from fedleak.errors import ConfigError
 from fedleak.models import LanguageModel
-from fedleak.models.parameter_selection import select
-from fedleak.training.local import freezing
+from fedleak.models.parameter_selection import freezing, select
 
 
 def selected_parameters(experiment: Experiment, model: LanguageModel) -> list[str]:

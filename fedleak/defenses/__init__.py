@@ -21,7 +21,7 @@ from fedleak.models import LanguageModel
 from fedleak.observation import ClientUpdate
 from fedleak.plugins import discover
 from fedleak.privacy import Accountant, Event
-from fedleak.training.local import LocalTraining
+from fedleak.training.settings import LocalTraining
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ from typing import ClassVar
 
 from fedleak.defenses import Claims, TrustedAggregator
 from fedleak.observation import ClientUpdate
-from fedleak.training.local import LocalTraining, mean_update
+from fedleak.training.aggregation import mean_update
+from fedleak.training.settings import LocalTraining
 
 
 @dataclass(frozen=True)

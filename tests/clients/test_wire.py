@@ -13,7 +13,8 @@ from fedleak.config.loading import parse
 from fedleak.models.parameter_selection import matching
 from fedleak.rng import stream_seed
 from fedleak.store.run import Key
-from fedleak.training.local import from_wire, local_update_
+from fedleak.training.local import local_update_
+from fedleak.training.wire import from_wire
 from server.inline import InlineGrid
 
 TABLE = {

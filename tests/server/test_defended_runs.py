@@ -26,7 +26,9 @@ from fedleak.privacy import Event
 from fedleak.report import tables
 from fedleak.rng import stream, stream_seed
 from fedleak.store.run import EVERYONE, Key, Run
-from fedleak.training.local import LocalTraining, PrivateSteps, local_update_, round_batch
+from fedleak.training.batches import round_batch
+from fedleak.training.local import local_update_
+from fedleak.training.settings import LocalTraining, PrivateSteps
 from fedleak.workers.process import work_together
 from server.inline import InlineGrid
 from server.strategy import CuriousServer
