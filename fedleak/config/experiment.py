@@ -30,7 +30,7 @@ from pydantic import (
 )
 
 from fedleak import attacks, defenses
-from fedleak.attacks import Attack, Equipped, Setting
+from fedleak.attacks import Attack, AttackSetting, Equipped
 from fedleak.defenses import Defense
 from fedleak.defenses.dp_sgd import DpSgd
 from fedleak.defenses.secure_sum import SecureSum
@@ -404,16 +404,14 @@ class Experiment(_Table):
         Raises:
             ConfigError: An attack with an obstacle or without its equipment, or what `sent` raises.
         """
-        names = frozenset(model.parameters())
         settings = [
-            Setting(
-                self.local_training.kind,
-                sent,
-                self.threat_model.knows | self.server_facts,
-                model.family,
-                model.num_layers,
-                model.task,
-                names,
+            AttackSetting(
+                update=self.local_training.kind,
+                shared=sent,
+                knows=self.threat_model.knows | self.server_facts,
+                family=model.family,
+                num_layers=model.num_layers,
+                task=model.task,
             )
             for sent in self.sent(model)
         ]
