@@ -18,9 +18,10 @@ from typer.testing import CliRunner
 
 from fedleak import models, pipeline, preparation, sweep
 from fedleak.cli import app
-from fedleak.config.experiment import load
+from fedleak.config.loading import load
 from fedleak.dispatch import dispatcher
 from fedleak.errors import FedleakError
+from fedleak.store.lines import Lines
 from fedleak.store.run import Key, Run
 from fedleak.workers.process import work_together
 
@@ -109,7 +110,7 @@ def scores(run: Run) -> dict[tuple[int, int, str], dict[str, object]]:
     """Returns the rows of leakage.jsonl without their times."""
     return {
         (row["round"], row["client"], row["attack"]): row | {"seconds": None}
-        for row in run.rows("leakage.jsonl")
+        for row in run.rows(Lines("leakage.jsonl", dict))
     }
 
 
@@ -189,7 +190,7 @@ ANSWERS = {
 
 @pytest.mark.parametrize("kind", ANSWERS)
 def test_a_damaged_answer_is_put_aside_told_and_given_anew(run, kind):
-    before, kept = scores(run), run.rows(REC)
+    before, kept = scores(run), run.rows(Lines(REC, dict))
     ANSWERS[kind](run.path)
     status, text, errors = call_on(run, "score")
     assert status == 1
@@ -197,12 +198,12 @@ def test_a_damaged_answer_is_put_aside_told_and_given_anew(run, kind):
     assert f"`fedleak attack {run.path}` gives them" in errors
     assert f"line 2 of {REC} was damaged (" in text
     assert scores(run) == before
-    assert run.rows(REC) == [kept[0], *kept[2:]]
-    (aside,) = run.rows("damaged.jsonl")
+    assert run.rows(Lines(REC, dict)) == [kept[0], *kept[2:]]
+    (aside,) = run.rows(Lines("damaged.jsonl", dict))
     assert (aside["file"], aside["line"]) == (REC, 2)
     assert call_on(run, "attack")[0] == 0
     assert scores(run) == before
-    assert len(run.rows(REC)) == 4
+    assert len(run.rows(Lines(REC, dict))) == 4
 
 
 @pytest.mark.parametrize("kind", ["not-json", "no-keys", "another-experiment"])
@@ -236,15 +237,15 @@ def test_answers_that_are_gone_leave_their_rows(run):
 
 
 def test_an_answer_that_is_gone_takes_no_control_of_another_along(run):
-    lines = run.rows(REC)
+    lines = run.rows(Lines(REC, dict))
     (read,) = (row for row in lines if (row["client"], row["attack"]) == (0, "dlg"))
     for row in lines:  # as if the noise had not been in the way of client 1's
         row |= {name: read[name] for name in ("status", "sequences")}
-    run.write_rows(REC, lines)
+    run.write_rows(Lines(REC, dict), lines)
     assert call_on(run, "score")[0] == 0
     before = scores(run)
     assert before[1, 0, "dlg"]["control_rougeL"] is not None
-    run.write_rows(REC, [row for row in lines if row["client"] == 0])
+    run.write_rows(Lines(REC, dict), [row for row in lines if row["client"] == 0])
     assert call_on(run, "score")[0] == 1
     assert scores(run) == before
 
@@ -292,7 +293,7 @@ OTHER = {
 @pytest.mark.parametrize("kind", OTHER)
 def test_damage_is_named_and_takes_nothing_along(run, kind):
     damage, expected, says = OTHER[kind]
-    before, spent = scores(run), run.rows("privacy.jsonl")
+    before, spent = scores(run), run.rows(Lines("privacy.jsonl", dict))
     private = texts(run)
     damage(run.path)
     status, _, errors = call_on(run, "score")
@@ -300,10 +301,10 @@ def test_damage_is_named_and_takes_nothing_along(run, kind):
     assert not any(each in errors for each in private)
     if status:
         assert "fedleak run" in errors  # the remedy
-    assert (scores(run), run.rows("privacy.jsonl")) == (before, spent)
+    assert (scores(run), run.rows(Lines("privacy.jsonl", dict))) == (before, spent)
     # Once more: what was told is told again, and nothing wears off.
     assert call_on(run, "score")[0] == expected
-    assert (scores(run), run.rows("privacy.jsonl")) == (before, spent)
+    assert (scores(run), run.rows(Lines("privacy.jsonl", dict))) == (before, spent)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in OTHER if not kind.startswith("run-")])
@@ -342,8 +343,8 @@ def test_a_run_json_whose_experiment_was_edited_is_refused(run):
 
 
 def test_without_the_vault_rows_and_ledger_stay(run):
-    before, spent = scores(run), run.rows("privacy.jsonl")
-    defended = run.rows("defenses.jsonl")
+    before, spent = scores(run), run.rows(Lines("privacy.jsonl", dict))
+    defended = run.rows(Lines("defenses.jsonl", dict))
     assert {row["epsilon"] == "none" for row in spent} == {True, False}
     gone("vault")(run.path)
     gone("defended")(run.path)
@@ -351,8 +352,8 @@ def test_without_the_vault_rows_and_ledger_stay(run):
     assert "2 of 2 captures have no truth: r0001-c00, r0001-c01: their rows stay" in text
     assert status == 1
     assert "the ledger keeps what it had of them" in errors
-    assert (scores(run), run.rows("privacy.jsonl")) == (before, spent)
-    assert run.rows("defenses.jsonl") == defended
+    assert (scores(run), run.rows(Lines("privacy.jsonl", dict))) == (before, spent)
+    assert run.rows(Lines("defenses.jsonl", dict)) == defended
 
 
 def test_without_the_vault_alone_nothing_is_missing(run):
@@ -378,7 +379,7 @@ def test_a_ledger_without_its_notes_guarantees_nothing(run):
     status, _, errors = call_on(run, "score")
     assert status == 1
     assert "counts what it never had as no guarantee" in errors
-    assert [row["epsilon"] for row in run.rows("privacy.jsonl")] == ["none"] * 2
+    assert [row["epsilon"] for row in run.rows(Lines("privacy.jsonl", dict))] == ["none"] * 2
 
 
 # --- captures and models of another experiment, or damaged ----------------------------------------
@@ -418,7 +419,9 @@ def test_what_is_not_this_runs_is_neither_attacked_nor_taken_for_an_answer(run, 
     assert status == 1
     assert says in errors
     assert "answers failed" in errors
-    found = [row for row in run.rows(REC) if row["attack"] == "again" and row["client"] == 0]
+    found = [
+        row for row in run.rows(Lines(REC, dict)) if row["attack"] == "again" and row["client"] == 0
+    ]
     assert [row["status"] for row in found] == ["failed"]
     assert {key: row for key, row in scores(run).items() if key in before} == before
 
@@ -482,7 +485,7 @@ def test_runs_that_is_a_file_is_named(finished, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["leakage.jsonl", "summary.json", "reconstructions.jsonl"])
 def test_a_full_disk_is_named_and_nothing_is_lost(run, monkeypatch, name):
-    before, lines = scores(run), run.rows(REC)
+    before, lines = scores(run), run.rows(Lines(REC, dict))
     full, sync = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), os.fsync
 
     def fsync(opened):
@@ -499,7 +502,7 @@ def test_a_full_disk_is_named_and_nothing_is_lost(run, monkeypatch, name):
     assert f"{name} cannot be written: No space left on device" in errors
     assert not list(run.path.glob(".*.[0-9]*"))
     assert {key: row for key, row in scores(run).items() if key in before} == before
-    assert [row for row in run.rows(REC) if row["attack"] != "again"] == lines
+    assert [row for row in run.rows(Lines(REC, dict)) if row["attack"] != "again"] == lines
     assert call_on(run, "score")[0] == 0
 
 
@@ -507,18 +510,21 @@ def test_a_full_disk_is_named_and_nothing_is_lost(run, monkeypatch, name):
 
 
 def test_only_what_abstained_is_complete_and_is_said(run):
-    lines = [row | {"status": "abstained", "reason": "nothing found"} for row in run.rows(REC)]
-    run.write_rows(REC, lines)
+    lines = [
+        row | {"status": "abstained", "reason": "nothing found"}
+        for row in run.rows(Lines(REC, dict))
+    ]
+    run.write_rows(Lines(REC, dict), lines)
     status, text, _ = call_on(run, "score")
     assert status == 0
     assert "no attack gave an answer: all 4 abstained or are inadmissible" in text
 
 
 def test_failed_answers_are_counted_with_their_reasons(run):
-    lines = run.rows(REC)
+    lines = run.rows(Lines(REC, dict))
     for i, row in enumerate(lines[:3]):
         row |= {"status": "failed", "reason": f"reason {i % 2}"}
-    run.write_rows(REC, lines)
+    run.write_rows(Lines(REC, dict), lines)
     gone("leakage.jsonl")(run.path)
     status, text, errors = call_on(run, "score")
     assert status == 1
@@ -562,7 +568,7 @@ def everything(path: Path) -> bytes:
 
 
 def test_a_purge_deletes_what_texts_can_be_read_from_and_keeps_the_figures(run):
-    before, spent = scores(run), run.rows("privacy.jsonl")
+    before, spent = scores(run), run.rows(Lines("privacy.jsonl", dict))
     there = {each.name for each in run.path.iterdir()}
     private = [json.dumps(run.read_truth(key)["sequences"][0]) for key in run.truths()]
     (run.path / f".{REC}.4711").write_text("half written")
@@ -579,7 +585,7 @@ def test_a_purge_deletes_what_texts_can_be_read_from_and_keeps_the_figures(run):
         status, text, _ = call_on(run, "score")
         assert status == 0
         assert f"the private data was purged on {date}: all 4 rows stay as they were" in text
-        assert (scores(run), run.rows("privacy.jsonl")) == (before, spent)
+        assert (scores(run), run.rows(Lines("privacy.jsonl", dict))) == (before, spent)
     for command in ("attack", "run"):
         status, _, errors = call_on(run, command)
         assert status == 2
@@ -609,7 +615,7 @@ def test_a_run_that_is_not_finished_or_not_scored_is_not_purged(run, kind):
         gone("vault")(run.path)
         gone("leakage.jsonl")(run.path)
     else:
-        run.write_rows(REC, run.rows(REC)[1:])
+        run.write_rows(Lines(REC, dict), run.rows(Lines(REC, dict))[1:])
     there = {each.name for each in run.path.iterdir()}
     status, _, errors = call_on(run, "purge")
     assert status == 1

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from fedleak import sweep
 from fedleak.cli import QUICKSTART, app
-from fedleak.config.experiment import load
+from fedleak.config.loading import load
 from fedleak.metrics import intervals
 
 ROOT = Path(__file__).parents[1]
@@ -57,6 +57,6 @@ def test_the_model_of_a_quickstart_learns(
     before, after = summary["utility_before"], summary["utility"]
     if "accuracy" in after:
         right = round(after["accuracy"] * summary["held_out"])
-        assert intervals.share(right, summary["held_out"]).low > 0.5
+        assert intervals.wilson(right, summary["held_out"]).low > 0.5
     else:
         assert after["perplexity"] < before["perplexity"] / 2

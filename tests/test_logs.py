@@ -13,9 +13,10 @@ from typer.testing import CliRunner
 
 from fedleak import cli, logs, pipeline, preparation, processes
 from fedleak.audit import scoring
-from fedleak.config.experiment import parse
+from fedleak.config.loading import parse
 from fedleak.dispatch import dispatcher
 from fedleak.errors import FedleakError
+from fedleak.store.lines import Lines
 from fedleak.store.run import Run
 from fedleak.workers import answers
 from fedleak.workers import process as workers
@@ -120,9 +121,9 @@ def test_debug_shows_the_traceback_on_stderr(here, monkeypatch, error):
 
 
 def test_an_error_without_a_run_has_its_traceback_with_debug(here, monkeypatch):
-    from fedleak.config import experiment as config
+    from fedleak.config import loading
 
-    monkeypatch.setattr(config, "load", no_space)
+    monkeypatch.setattr(loading, "load", no_space)
     status, _, errors = call("run", "small.toml")
     assert (status, errors.count("\n")) == (1, 1)
     assert "`fedleak --debug" in errors
@@ -191,7 +192,7 @@ def test_a_try_that_failed_keeps_its_traceback_from_the_worker_process(here, mon
     inline.train(run, experiment)
     with run.lock():
         dispatcher.attack_captures(run, experiment, no_more=lambda: True)
-    tries = run.rows("attempts.jsonl")
+    tries = run.rows(Lines("attempts.jsonl", dict))
     assert len(tries) == 2 * dispatcher.TRIES
     for one in tries:
         assert one["reason"] == "RuntimeError: crashed"

@@ -23,9 +23,11 @@ from typer.testing import CliRunner
 
 from fedleak import processes, sweep
 from fedleak.cli import app
-from fedleak.config.experiment import difference, load
+from fedleak.config.loading import load
+from fedleak.config.wording import difference
 from fedleak.errors import ConfigError
 from fedleak.report import figures
+from fedleak.store.lines import Lines
 from fedleak.store.run import Run
 
 BASE = """
@@ -307,7 +309,8 @@ def results(folder: Path) -> dict[str, Any]:
     names = ("reconstructions.jsonl", "leakage.jsonl", "utility.jsonl")
     found: dict[str, Any] = {
         name: sorted(
-            json.dumps(row | {"seconds": None, "device": None}) for row in Run(folder).rows(name)
+            json.dumps(row | {"seconds": None, "device": None})
+            for row in Run(folder).rows(Lines(name, dict))
         )
         for name in names
     }
@@ -415,7 +418,7 @@ def test_a_killed_sweep_goes_on_where_it_stopped(write, here, number):
     assert "1 of 2" not in text
     assert stamps(folder / CELLS[0]) == before
     assert [row["status"] for row in read(folder / "sweep.json")["cells"]] == ["finished"] * 2
-    answers = Run(folder / CELLS[1]).rows("reconstructions.jsonl")
+    answers = Run(folder / CELLS[1]).rows(Lines("reconstructions.jsonl", dict))
     assert sorted((row["round"], row["client"]) for row in answers) == list(
         itertools.product(range(1, rounds + 1), [0, 1])
     )
@@ -463,7 +466,7 @@ def test_cells_at_once_end_with_the_command_and_go_on_where_they_stopped(write, 
     assert status == 0, errors
     assert statuses() == ["finished"] * 2
     for cell in cells:
-        answers = cell.rows("reconstructions.jsonl")
+        answers = cell.rows(Lines("reconstructions.jsonl", dict))
         assert sorted((row["round"], row["client"]) for row in answers) == list(
             itertools.product(range(1, rounds + 1), [0, 1])
         )

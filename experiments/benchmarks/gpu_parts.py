@@ -35,7 +35,8 @@ from fedleak.rng import stream
 from fedleak.store import records
 from fedleak.store.records import Answer
 from fedleak.store.run import Key
-from fedleak.training.local import LocalTraining, local_update_
+from fedleak.training.local import local_update_
+from fedleak.training.settings import LocalTraining
 
 
 def machine(settings: Settings) -> Iterator[Figure]:
@@ -106,7 +107,7 @@ def workers(settings: Settings) -> Iterator[Figure]:
         AssertionError: Answers of an attack that proves what it says differ.
     """
     from fedleak import pipeline
-    from fedleak.config.experiment import load
+    from fedleak.config.loading import load
 
     small = ["federation.clients=2", "data.samples=8"] if settings.small else []
     answers: list[dict[tuple[Key, str], Answer]] = []

@@ -201,7 +201,7 @@ def _scores(utility: Measured, held_out: int) -> str:
         for name, value in utility.figures.items()
     }
     if held_out and (accuracy := utility.figures.get("accuracy")) is not None:
-        _, low, high = intervals.share(round(accuracy * held_out), held_out)
+        _, low, high = intervals.wilson(round(accuracy * held_out), held_out)
         shown["accuracy"] += f" [{low:.2f}, {high:.2f}]"
     return ", ".join(f"{named.get(name, name)} {value}" for name, value in shown.items())
 

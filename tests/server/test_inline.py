@@ -14,7 +14,9 @@ from clients import outgoing
 from fedleak import federation, models, pipeline, preparation
 from fedleak.attacks.matching.dlg import Dlg
 from fedleak.audit import scoring
-from fedleak.config.experiment import NamedAttack, parse
+from fedleak.config.components import NamedAttack
+from fedleak.config.loading import parse
+from fedleak.config.sent_parameters import selected_parameters
 from fedleak.dispatch import dispatcher
 from fedleak.errors import ConfigError, FedleakError
 from fedleak.federation import expected_captures
@@ -22,6 +24,7 @@ from fedleak.models import CAUSAL_LM, CLASSIFICATION, LanguageModel, ModelSpec
 from fedleak.observation import Knowledge, ThreatModel, UpdateKind
 from fedleak.reconstruction import Reconstruction, Status
 from fedleak.rng import stream_seed
+from fedleak.store.lines import Lines
 from fedleak.store.run import Key, Run
 from fedleak.training.local import local_update_
 from fedleak.workers.process import Job, work
@@ -91,14 +94,16 @@ def test_every_capture_has_a_truth_an_answer_of_each_attack_and_a_score(finished
     assert finished.broadcasts() == [1, 2, 3]
     expected = sorted((*key, name) for key in KEYS for name in ("dager", "probes"))
     for name in ("reconstructions.jsonl", "leakage.jsonl"):
-        found = [(row["round"], row["client"], row["attack"]) for row in finished.rows(name)]
+        found = [
+            (row["round"], row["client"], row["attack"]) for row in finished.rows(Lines(name, dict))
+        ]
         assert sorted(found) == expected
-    assert finished.rows("attempts.jsonl") == []
-    assert [row["round"] for row in finished.rows("utility.jsonl")] == [0, 1, 2]
+    assert finished.rows(Lines("attempts.jsonl", dict)) == []
+    assert [row["round"] for row in finished.rows(Lines("utility.jsonl", dict))] == [0, 1, 2]
     info, summary = finished.info(), finished.read_json("summary.json")
     assert info["status"] == "finished"
     assert (summary["captures"], summary["attacks"].keys()) == (4, {"dager", "probes"})
-    assert summary["utility"] == finished.rows("utility.jsonl")[-1]
+    assert summary["utility"] == finished.rows(Lines("utility.jsonl", dict))[-1]
     leftovers = [path.name for path in finished.path.rglob(".*") if path.name != ".lock"]
     assert leftovers == []
 
@@ -137,7 +142,7 @@ def test_captures_are_gradients_of_the_truth_at_the_broadcast_and_add_up(finishe
 
 
 def test_the_attack_reads_the_texts_and_the_probes_the_facts(finished):
-    for row in finished.rows("leakage.jsonl"):
+    for row in finished.rows(Lines("leakage.jsonl", dict)):
         assert row["status"] == "recovered"
         assert row["knows"] == ["dropout", "learning_rate", "local_steps"]
         if row["attack"] == "dager":
@@ -260,7 +265,7 @@ def test_parts_of_the_model_arrive_as_attacks_are_told_and_only_they_change(tmp_
     share = {"share": ["q1", "k1", "v1", "t3", "classifier"]}
     experiment = parse(TABLE | tables | {"update": share})
     run = trained(tmp_path / "run", experiment)
-    told = experiment.shared(models.outline(experiment.model_spec(2)))
+    told = selected_parameters(experiment, models.outline(experiment.model_spec(2)))
     expected = {
         *models.families()[name].attention_parameters(0),
         *models.families()[name].classifier,
@@ -421,7 +426,7 @@ def test_the_attacks_know_a_model_with_adapters(tmp_path):
         assert torch.equal(found[name], value)
     assert looked[0].class_loss is expected.class_loss is models.CLASS_LOSSES["squared"]
     row = row_of(Dlg(steps=2), Knowledge(lengths=(8,)))
-    assert (row["status"], len(row["sequences"][0])) == (Status.RECOVERED, 8)
+    assert (row.status, len(row.sequences[0])) == (Status.RECOVERED, 8)
 
 
 def test_a_cast_is_captured_as_it_is_and_summed_in_float32(tmp_path):
