@@ -278,6 +278,7 @@ OTHER = {
     "reference-list": (put("reference.json", "[]"), 1, "reference.json is damaged"),
     "summary-cut": (cut("summary.json"), 0, ""),
     "summary-list": (put("summary.json", "[]"), 0, ""),
+    "summary-old": (put("summary.json", '{"schema_version": 1}'), 0, ""),
     "leakage-torn": (line("leakage.jsonl", 1, '{"round":'), 0, ""),
     "leakage-keys": (line("leakage.jsonl", 1, '{"round": 1}'), 0, ""),
     "privacy-torn": (line("privacy.jsonl", 1, '{"round":'), 0, ""),

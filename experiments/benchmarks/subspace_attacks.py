@@ -42,7 +42,7 @@ from fedleak import data, models
 from fedleak.attacks import Attack
 from fedleak.attacks.subspace.dager import Dager
 from fedleak.attacks.subspace.keyspan import Keyspan
-from fedleak.metrics.intervals import share
+from fedleak.metrics.intervals import wilson
 from fedleak.models import CAUSAL_LM, CLASSIFICATION, LanguageModel, ModelSpec
 from fedleak.observation import Knowledge, Observation, UpdateKind
 from fedleak.reconstruction import Reconstruction

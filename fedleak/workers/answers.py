@@ -148,16 +148,27 @@ def _json(name: str, value: object, depth: int = 0) -> Any:
     """Returns a value of plain JSON, or refuses it."""
     if depth > _DEEPEST:
         raise InvalidAnswerError(f"{name} is nested more than {_DEEPEST} times")
-    if value is None or type(value) in (bool, str):
+    if value is None or type(value) is bool:
         return value
+    if type(value) is str:
+        return _text(name, value)
     if isinstance(value, Mapping):
         for key in value:
             if type(key) is not str:
                 raise InvalidAnswerError(f"a key in {name} is {_type(key)}, not a str")
-        return {key: _json(name, each, depth + 1) for key, each in value.items()}
+        return {_text(name, key): _json(name, each, depth + 1) for key, each in value.items()}
     if isinstance(value, tuple | list):
         return [_json(name, each, depth + 1) for each in value]
     return _number(f"a value in {name}", value)
+
+
+def _text(name: str, value: str) -> str:
+    """Returns a text, or refuses one with half a character: JSON is not read back with it."""
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidAnswerError(f"a text in {name} has a lone surrogate") from error
+    return value
 
 
 def _table(name: str, value: object) -> dict[str, Any]:

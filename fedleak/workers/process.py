@@ -127,7 +127,8 @@ def failure(error: BaseException) -> str:
 
 def trace(error: BaseException) -> str:
     """Returns where an error was raised, also if that was in a worker process; the end of it."""
-    return "".join(traceback.format_exception(error))[-LONGEST_TRACE:]
+    text = "".join(traceback.format_exception(error))[-LONGEST_TRACE:]
+    return text.encode(errors="backslashreplace").decode()  # JSON is not read back with surrogates
 
 
 class Worker:

@@ -2,6 +2,7 @@ import errno
 import json
 import multiprocessing
 import os
+import re
 import stat
 
 import pytest
@@ -11,8 +12,10 @@ from hypothesis import strategies as st
 
 from fedleak.errors import CaptureError, FedleakError
 from fedleak.observation import ClientUpdate, Knowledge, UpdateKind
-from fedleak.store.lines import Lines
+from fedleak.store.lines import SCHEMA_VERSION, Lines
+from fedleak.store.records import UTILITY, Utility
 from fedleak.store.run import Capture, Key, Run
+from fedleak.store.summaries import SWEEP, SweepSummary
 
 SOME = Lines("some.jsonl", dict)
 SERVER = Knowledge(learning_rate=5e-5, local_steps=3, dropout=True)
@@ -353,3 +356,49 @@ def test_moving_aside_keeps_everything_and_never_overwrites(run):
         assert json.loads((path / "run.json").read_text())["number"] == number
         assert Run(path).truths() == [Key(1, number)]
         assert path.name.startswith("r.")
+
+
+# --- typed values ---------------------------------------------------------------------------
+
+
+NOTHING = SweepSummary(name="empty", axes={"seed": [1, 2]}, cells=())
+
+
+@pytest.mark.parametrize(
+    ("version", "says"),
+    [(1, "it has schema_version 1, and this fedleak reads 2"), (None, "schema_version None")],
+)
+def test_a_document_of_another_version_is_refused_with_what_to_do(rows, version, says):
+    rows.write(SWEEP, NOTHING)
+    assert rows.read(SWEEP) == NOTHING
+    table = rows.read_json("sweep.json")
+    assert table.pop("schema_version") == SCHEMA_VERSION
+    rows.write_json("sweep.json", table | ({"schema_version": version} if version else {}))
+    with pytest.raises(FedleakError, match=re.escape(says)) as caught:
+        rows.read(SWEEP)
+    assert "sweep.json cannot be read" in str(caught.value)
+    assert "`fedleak sweep` with the experiment's file writes it" in str(caught.value)
+
+
+def test_figures_stand_beside_the_fields_and_come_back_by_name(rows):
+    told = Utility(round=3, loss=0.25, mcc=None)
+    rows.append(UTILITY, told)
+    assert (rows.path / "utility.jsonl").read_text() == '{"round": 3, "loss": 0.25, "mcc": null}\n'
+    (found,) = rows.rows(UTILITY)
+    assert found == told
+    assert found.figures == {"loss": 0.25, "mcc": None}
+
+
+def test_a_line_that_does_not_fit_says_where_and_not_what(rows):
+    (rows.path / "utility.jsonl").write_text('{"round": "the secret of lars"}\n')
+    with pytest.raises(FedleakError, match=r"line 1, is damaged \(round: Input") as caught:
+        rows.rows(UTILITY)
+    assert "lars" not in str(caught.value)
+
+
+def test_lines_carry_a_mark_and_those_of_another_are_put_aside(rows):
+    one, other = (Lines("some.jsonl", dict, {"of": mark}) for mark in ("one", "other"))
+    rows.append(one, {"a": 1})
+    rows.append(other, {"a": 2})
+    assert rows.salvage(one) == [{"a": 1, "of": "one"}]
+    assert [(at.line, at.reason) for at in rows.damaged()] == [(2, "it is of another experiment")]
