@@ -605,6 +605,43 @@ def test_a_model_is_left_as_it_was_also_after_an_error(small, lora):
         assert not all(before[0])
 
 
+class Scale(torch.nn.Module):
+    """A layer that is neither linear nor a norm, but has weight and bias as these have."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.weight, self.bias = norm.weight, norm.bias
+
+    def forward(self, x):
+        return self.weight * x + self.bias
+
+
+class Gated(torch.nn.Linear):
+    """A linear layer with a third parameter."""
+
+    def __init__(self, linear):
+        super().__init__(linear.in_features, linear.out_features)
+        self.gate = torch.nn.Parameter(torch.ones(linear.out_features))
+
+
+@pytest.mark.parametrize(
+    ("path", "other", "told"),
+    [
+        ("output.LayerNorm", Scale, r"layer\.0\.output\.LayerNorm \(layer type Scale\)"),
+        ("output.dense", Gated, r"layer\.0\.output\.dense\.gate \(layer type Gated\)"),
+    ],
+)
+def test_a_layer_of_another_type_is_refused_by_its_name(small, path, other, told):
+    model = made(small, "bert", CLASSIFICATION)
+    model = replace(model, module=copy.deepcopy(model.module))
+    path = f"bert.encoder.layer.0.{path}"
+    model.module.set_submodule(path, other(model.module.get_submodule(path)))
+    with pytest.raises(NotImplementedError, match=told):
+        BatchGradients(model, list(model.trained()))
+    kept = [name for name in model.trained() if not name.startswith(path)]
+    assert BatchGradients(model, kept)
+
+
 def sides(gradient):
     """The tensors that a gradient is made of."""
     return (
