@@ -208,7 +208,8 @@ def _of_layer_norm(layer: nn.Module, given_RKNX: Tensor, delta_RKNY: Tensor) -> 
 
 def _of_rms_norm(layer: nn.Module, given_RKNX: Tensor, delta_RKNY: Tensor) -> Gradient:
     ones = {name: torch.ones_like(value) for name, value in layer.named_parameters()}
-    return (delta_RKNY * functional_call(layer, ones, (given_RKNX,))).sum(2)
+    normed: Tensor = functional_call(layer, ones, (given_RKNX,))
+    return (delta_RKNY * normed).sum(2)
 
 
 def tables(model: LanguageModel) -> list[str]:

@@ -16,7 +16,7 @@ from typing import Annotated, ClassVar, Literal
 import torch
 from pydantic import Field
 
-from fedleak.attacks import OnProgress, Progress, Setting
+from fedleak.attacks import AttackSetting, OnProgress, Progress
 from fedleak.attacks.matching.answer import answer, by_chance, distances
 from fedleak.attacks.matching.joint_objective import joint_objective
 from fedleak.attacks.matching.objective import Objective
@@ -101,7 +101,7 @@ class GradientMatching(ABC):
         if prior is not None:
             priors.check(prior)
 
-    def obstacle(self, setting: Setting) -> str | None:
+    def obstacle(self, setting: AttackSetting) -> str | None:
         """Needs a parameter beside the word embedding."""
         if not setting.shared - {setting.family.word_embedding}:
             return "needs a parameter beside the word embedding: add one to update.share"

@@ -11,7 +11,7 @@ from fedleak.attacks.matching.optimizer import Loss, MatchingConfig, best_of_eac
 from fedleak.attacks.matching.parametrization import FreeEmbeddings
 from fedleak.models import CAUSAL_LM, CLASSIFICATION
 from fedleak.rng import stream
-from fedleak.training.local import share
+from fedleak.training.wire import partial_update
 
 KINDS = [
     ("bert", CLASSIFICATION),
@@ -78,7 +78,9 @@ def on_objective():
         # A key's bias has no gradient but noise, which the authors' loss counts like any other.
         null = {name for one in seen for name in model.family.null_parameters(one.update.tensors)}
         seen = [
-            replace(one, update=share(one.update, sorted(one.update.tensors.keys() - null)))
+            replace(
+                one, update=partial_update(one.update, sorted(one.update.tensors.keys() - null))
+            )
             for one in seen
         ]
         preset = "faithful" if space == "free" else "best"
