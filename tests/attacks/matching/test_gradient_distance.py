@@ -349,7 +349,7 @@ def test_many_victims_and_guesses_are_each_as_alone(small, kind):
                 x_RKBTD = batch.x_RKBTD[one][:, [k]]
                 alone = batch.gradients(computed, x_RKBTD, one, differentiable=False)
                 for name in losses:
-                    apart = DISTANCES[name](alone, target.rows(one))
+                    apart = DISTANCES[name](alone, target.take(one))
                     assert_near(together[name][r, k], apart[0, 0], 1e-12)
 
 
@@ -518,7 +518,7 @@ def test_a_target_of_some_victims_and_of_another_precision(small):
     batch = Batch(model, 2, 1, 1)
     for noise in (0.0, 0.5):
         observed, target = batch.target(matched(model), noise)
-        chosen = target.rows(torch.tensor([1, 1, 0]))
+        chosen = target.take(torch.tensor([1, 1, 0]))
         low = target.to(torch.bfloat16)
         for name in target.names:
             for i, r in enumerate((1, 1, 0)):

@@ -332,7 +332,7 @@ def test_the_best_of_random_starts_and_of_its_orders_is_begun_with(
 ):
     model = small("bert")
     truth = observe(model, TEXTS, granted=GRANTED)
-    monkeypatch.setattr(objectives, "_TOKENS_AT_ONCE", {"cpu": at_once})
+    monkeypatch.setattr(objectives, "TOKENS_AT_ONCE", {"cpu": at_once})
 
     def check(objective, config, rng):
         # As drawn: a start's length changes its distance.
