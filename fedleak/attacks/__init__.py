@@ -123,7 +123,11 @@ class Batched(Attack, Protocol):
 
     @property
     def at_once(self) -> int:
-        """How many observations one call takes at most; a field of the attack will do."""
+        """How many observations one call takes at most.
+
+        A `ClassVar` will do. It is no setting of the attack, because answers do not depend on it
+        but in rounding; `workers.at_once` lowers it where memory is short.
+        """
         ...
 
     def many(

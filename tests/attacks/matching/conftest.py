@@ -78,7 +78,9 @@ def on_objective():
         # A key's bias has no gradient but noise, which the authors' loss counts like any other.
         null = {name for one in seen for name in model.family.null_parameters(one.update.tensors)}
         seen = [
-            replace(one, update=partial_update(one.update, sorted(one.update.tensors.keys() - null)))
+            replace(
+                one, update=partial_update(one.update, sorted(one.update.tensors.keys() - null))
+            )
             for one in seen
         ]
         preset = "faithful" if space == "free" else "best"
@@ -114,3 +116,20 @@ def random_variables():
         return torch.randn(shape, generator=stream(3, "leaf"))
 
     return drawn
+
+
+class LikesRising:
+    """A prior that counts the pairs of tokens that fall."""
+
+    def nll(self, ids_NT, mask_NT, stop=None):
+        pairs = (ids_NT[:, None, :] < ids_NT[:, :, None]).triu(1)
+        there = mask_NT.bool()[:, None, :] & mask_NT.bool()[:, :, None]
+        return (pairs & there).sum((1, 2)).float()
+
+    def to(self, dtype):
+        return self
+
+
+@pytest.fixture
+def likes_rising():
+    return LikesRising()
