@@ -18,20 +18,23 @@ Shapes: N vectors, D hidden size, O outputs, R rank, S sketch columns, V vocabul
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from fedleak.attacks.clock import Clock
-from fedleak.models.family import TokenTable
+from fedleak.models.family import ModelFamily, TokenTable
 
 ACCEPT = 3.0
 """Largest `excess` of an input. First-order theory says 1; the rest is for the second order."""
 
 SPARE = 8
 """Directions that must be left over, or nothing can be told from a vector's lying in a span."""
+
+SKETCH = 64
+"""Directions of the null space that a search for sequences looks at."""
 
 _FLOAT32 = 4 * torch.finfo(torch.float32).eps
 """Largest rounding noise of a float32 gradient, relative to its largest singular value."""
@@ -55,7 +58,7 @@ One equal token more moves a mean over n of them by about 1 / n^2: after so many
 """
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Span:
     """The row space of a layer's weight gradients.
 
@@ -110,7 +113,12 @@ class Span:
         _, s_R, vh_RD = torch.linalg.svd(rows_RD, full_matrices=False)
         # What lies in the known span leaves its noise behind: about the floor.
         rank = int((s_R > (10 if self.exact else 2) * self.floor).sum())
-        return Span(vh_RD[:rank].T.contiguous(), s_R[:rank], self.floor, self.exact)
+        return Span(
+            basis_DR=vh_RD[:rank].T.contiguous(),
+            singular_R=s_R[:rank],
+            floor=self.floor,
+            exact=self.exact,
+        )
 
 
 def margin(accepted: float, rejected: float) -> float | None:
@@ -148,10 +156,35 @@ def row_space(gradients_OD: Sequence[Tensor], rounding: float = 0.0) -> Span | N
         # A sketch has to have some columns more than the rank.
         if rank is not None and (complete or rank + SPARE <= len(s_R)) and rank + SPARE <= width:
             floor = max(float(s_R[rank]), _TINY * rounding)
-            return Span(basis_DR[:, :rank].contiguous(), s_R[:rank], floor)
+            return Span(
+                basis_DR=basis_DR[:, :rank].contiguous(), singular_R=s_R[:rank], floor=floor
+            )
         if complete:
             return _noisy(blocks)
         columns *= 2
+
+
+@dataclass(frozen=True)
+class LayerSpans:
+    """The row spaces of the first two layers' attention gradients.
+
+    Attributes:
+        first: Spanned by the inputs of the first attention.
+        second: Spanned by the inputs of the second attention.
+        mixed: Spanned by the inputs of the first attention's output matrix; None if not shared.
+    """
+
+    first: Span
+    second: Span
+    mixed: Span | None
+
+
+def layer_spans(family: ModelFamily, gradients: Mapping[str, Tensor]) -> LayerSpans | None:
+    """Returns the spans of gradients by parameter name; None if an attention's span has no end."""
+    first, second = (row_space(family.attention_gradients(gradients, layer)) for layer in (0, 1))
+    output_DD = family.output_gradient(gradients, 0)
+    mixed = None if output_DD is None else row_space([output_DD])
+    return None if first is None or second is None else LayerSpans(first, second, mixed)
 
 
 def _leading(matrix_OD: Tensor, columns: int) -> tuple[Tensor, Tensor]:
@@ -194,7 +227,13 @@ def _noisy(blocks_OD: Sequence[Tensor]) -> Span | None:
     # Noise fills every direction: with more rows than columns none is left nearly without it.
     full = float(s_R[-1]) < _LEAST * (rows**0.5 - width**0.5)
     floor = float(edge / s_R[0])
-    return Span(vh_RD[:rank].T.contiguous(), s_R[:rank] / s_R[0], floor, False, full)
+    return Span(
+        basis_DR=vh_RD[:rank].T.contiguous(),
+        singular_R=s_R[:rank] / s_R[0],
+        floor=floor,
+        exact=False,
+        full=full,
+    )
 
 
 def _in_units_of_noise(gradient_OD: Tensor) -> Tensor:
