@@ -25,7 +25,7 @@ from fedleak.models import CAUSAL_LM, CLASSIFICATION
 from fedleak.observation import ClientUpdate, Knowledge, Observation, UpdateKind
 from fedleak.reconstruction import Reconstruction, Status
 from fedleak.rng import stream
-from fedleak.training.local import share
+from fedleak.training.wire import partial_update
 
 QUICK = {
     "dlg": {"steps": 2, "starts": 1, "shapes": 3},
@@ -210,7 +210,7 @@ def test_facts_that_it_does_not_use_change_nothing(small, observe, kind, built):
 def test_a_part_of_an_update_is_refused_by_its_key_or_answered(small, observe, kind, part, built):
     attack, model = quick(kind), small(*built, width=32)
     seen = observe(model, 2, max_length=6).seen
-    run(attack, replace(seen, update=share(seen.update, part)), model)
+    run(attack, replace(seen, update=partial_update(seen.update, part)), model)
 
 
 @over(
