@@ -14,7 +14,8 @@ Where the gradient carries more than rounding (added noise, local steps, half pr
 is what stands above the edge of the noise's own spectrum (Marchenko and Pastur 1967), and `excess`
 only ranks.
 
-Shapes: N vectors, D hidden size, O outputs, R rank, S sketch columns, V vocabulary.
+Shapes: N vectors, D hidden size, O outputs, R rank, M known vectors, S sketch columns,
+V vocabulary, P positions, C constants (0 or 1).
 """
 
 import math
@@ -31,7 +32,7 @@ ACCEPT = 3.0
 """Largest `excess` of an input. First-order theory says 1; the rest is for the second order."""
 
 SPARE = 8
-"""Directions that must be left over, or nothing can be told from a vector's lying in a span."""
+"""Directions that must be left over, or a vector in the span says nothing."""
 
 SKETCH = 64
 """Directions of the null space that a search for sequences looks at."""
@@ -43,7 +44,7 @@ _LEAST = 0.1
 """Singular values of noise stay above this fraction of the lower edge of its spectrum."""
 
 _TINY = 2e-3
-"""Singular values below this fraction of the rounding are rounding of rounding: no gap there."""
+"""Singular values below this fraction of the rounding are rounding themselves: no gap counts."""
 
 _EDGE = 1.05
 """Singular values of noise pass the edge of its spectrum by a few per cent at these sizes."""
@@ -66,8 +67,8 @@ class Span:
         basis_DR: Orthonormal, float64.
         singular_R: Singular values kept, the largest being 1.
         floor: The largest singular value dropped: the size of the noise.
-        exact: What was dropped is rounding, so that `excess` decides; else it only ranks.
-        full: What was dropped is no noise either: there are more inputs than dimensions.
+        exact: Only rounding was dropped, so that `excess` decides; else it only ranks.
+        full: More than noise was dropped: there are more inputs than dimensions.
     """
 
     basis_DR: Tensor
@@ -97,7 +98,7 @@ class Span:
         return excess_N
 
     def null_sketch(self, columns: int, rng: torch.Generator) -> Tensor:
-        """Returns [D, S]: orthonormal random directions that no input has a part in."""
+        """Returns [D, S]: orthonormal random directions at right angles to every input."""
         columns = min(columns, self.width - self.rank)
         z_DS = torch.randn(self.width, columns, generator=rng, dtype=torch.float64)
         z_DS = z_DS.to(self.basis_DR.device)
@@ -124,7 +125,7 @@ class Span:
 def margin(accepted: float, rejected: float) -> float | None:
     """Returns how many times larger a rejected excess is; None if nothing was rejected.
 
-    An excess below 1 is that of rounding, and counts as 1.
+    An excess below 1 is rounding, and counts as 1.
     """
     return rejected / max(accepted, 1.0) if math.isfinite(rejected) else None
 
@@ -199,13 +200,13 @@ def _leading(matrix_OD: Tensor, columns: int) -> tuple[Tensor, Tensor]:
         return s_R / s_R[0], vh_RD.T
     # Any test directions will do: these are the same in every call.
     rng = torch.Generator().manual_seed(0)
-    test_CO = torch.randn(columns, rows, generator=rng, dtype=torch.float64).to(matrix_OD.device)
-    range_DC = torch.linalg.qr((test_CO @ matrix_OD).T)[0]
-    # Once to the outputs and back, each time orthonormalised: the span is as good as that of all.
-    range_OC = torch.linalg.qr(matrix_OD @ range_DC)[0]
-    range_DC, triangle_CC = torch.linalg.qr(matrix_OD.T @ range_OC)
-    u_CR, s_R, _ = torch.linalg.svd(triangle_CC)
-    return s_R / s_R[0], range_DC @ u_CR
+    test_SO = torch.randn(columns, rows, generator=rng, dtype=torch.float64).to(matrix_OD.device)
+    range_DS = torch.linalg.qr((test_SO @ matrix_OD).T)[0]
+    # Once to the outputs and back, each time orthonormalised: as good as the whole decomposition.
+    range_OS = torch.linalg.qr(matrix_OD @ range_DS)[0]
+    range_DS, triangle_SS = torch.linalg.qr(matrix_OD.T @ range_OS)
+    u_SR, s_R, _ = torch.linalg.svd(triangle_SS)
+    return s_R / s_R[0], range_DS @ u_SR
 
 
 def _end(s_R: Tensor, rounding: float) -> int | None:
@@ -250,7 +251,7 @@ def _in_units_of_noise(gradient_OD: Tensor) -> Tensor:
 def _noise(s_R: Tensor, rows: int, columns: int) -> float:
     """Returns the standard deviation of the noise, from singular values in falling order.
 
-    It is that of the smallest rank whose remaining values noise alone explains: none of them
+    The rank is the smallest at which noise alone explains the remaining values: none of them
     exceeds the edge that their own mean square implies.
     """
     tail_R = s_R.square().flip(0).cumsum(0).flip(0)
