@@ -26,7 +26,7 @@ WHOLE = 0.01
 PRECISION = 1e-4
 """Relative difference of two float32 computations of one gradient, with room."""
 
-_TOKENS = 4096
+TOKENS_AT_ONCE = 4096
 """Tokens, padding included, whose gradients are computed before the clock is looked at."""
 
 _SMALL = 1e-3
@@ -202,7 +202,7 @@ def is_run(model: LanguageModel, ids: Sequence[int]) -> bool:
 
 def _parts(sequences: Sequence[tuple[int, ...]]) -> Iterator[Sequence[tuple[int, ...]]]:
     """Yields the sequences, as many at once as their tokens allow."""
-    size = max(1, _TOKENS // max(map(len, sequences)))
+    size = max(1, TOKENS_AT_ONCE // max(map(len, sequences)))
     for start in range(0, len(sequences), size):
         yield sequences[start : start + size]
 
@@ -280,7 +280,7 @@ def difference(
     repeats: Sequence[int],
     observed: Mapping[str, Tensor],
 ) -> float:
-    """Returns the relative difference of a batch's gradient from the observed one, in its worst tensor.
+    """Returns the largest relative difference between a batch's gradient and the observed one.
 
     Args:
         model: At the broadcast weights.
