@@ -105,6 +105,7 @@ def workers(settings: Settings) -> Iterator[Figure]:
     """
     from fedleak import pipeline
     from fedleak.config.loading import load
+    from server.engines import train
 
     small = ["federation.clients=2", "data.samples=8"] if settings.small else []
     answers: list[dict[tuple[Any, ...], dict[str, Any]]] = []
@@ -118,7 +119,7 @@ def workers(settings: Settings) -> Iterator[Figure]:
             )
             run = preparation.prepare(experiment, Path(folder, str(number)))
             begin = time.perf_counter()
-            pipeline.carry_out(run, experiment)
+            pipeline.carry_out(run, experiment, train)
             seconds.append(time.perf_counter() - begin)
             lines = run.rows("reconstructions.jsonl")
             answers.append({(i["round"], i["client"], i["attack"]): i for i in lines})

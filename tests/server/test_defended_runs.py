@@ -30,6 +30,7 @@ from fedleak.training.batches import round_batch
 from fedleak.training.local import local_update_
 from fedleak.training.settings import LocalTraining, PrivateSteps
 from fedleak.workers.process import work_together
+from server.engines import train
 from server.inline import InlineGrid
 from server.strategy import CuriousServer
 
@@ -116,7 +117,7 @@ def experiment_of(*defense, federation=(), **tables):
 
 def carried_out(path, experiment):
     run = preparation.prepare(experiment, path)
-    pipeline.carry_out(run, experiment, on=[Here()])
+    pipeline.carry_out(run, experiment, train, on=[Here()])
     return run
 
 
