@@ -11,7 +11,7 @@ from clients.client_context import client_of, protected, vault, workplace
 from clients.mods import defend, encode, report_errors, select
 from clients.outgoing import Outgoing
 from fedleak import models
-from fedleak.federation import of_app
+from fedleak.federation.lookup import of_app
 from fedleak.rng import stream_seed
 from fedleak.store.run import Key
 from fedleak.training.batches import round_batch

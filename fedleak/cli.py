@@ -98,7 +98,7 @@ def run(
     from fedleak import pipeline
     from fedleak.audit import scoring
     from fedleak.config.loading import load
-    from fedleak.federation import run_folder
+    from fedleak.federation.lookup import run_folder
     from fedleak.preparation import prepare
     from fedleak.report import tables
     from server.engines import train
@@ -182,7 +182,7 @@ def attack(
     from fedleak.audit import scoring
     from fedleak.config.loading import load
     from fedleak.dispatch.dispatcher import attack_captures, drop_failures
-    from fedleak.federation import stored
+    from fedleak.federation.lookup import stored
     from fedleak.preparation import refuse_purged
     from fedleak.report import tables
     from fedleak.store.run import Run

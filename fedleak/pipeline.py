@@ -11,7 +11,8 @@ from fedleak.config.experiment import Experiment
 from fedleak.dispatch.dispatcher import answered, attacking
 from fedleak.dispatch.progress import RunProgress
 from fedleak.errors import FedleakError
-from fedleak.federation import expected_captures, outline
+from fedleak.federation.schedule import expected_captures
+from fedleak.federation.workload import outline
 from fedleak.preparation import refuse_another
 from fedleak.store import records
 from fedleak.store.run import Run

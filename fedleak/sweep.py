@@ -34,7 +34,7 @@ from fedleak.config.experiment import Experiment
 from fedleak.config.tables import WorkersTable
 from fedleak.dispatch.progress import RunProgress
 from fedleak.errors import ConfigError, FedleakError
-from fedleak.federation import run_folder
+from fedleak.federation.lookup import run_folder
 from fedleak.pipeline import Engine
 from fedleak.preparation import Plan
 from fedleak.reconstruction import Status

@@ -7,13 +7,15 @@ from opacus.accountants import RDPAccountant
 from scipy.optimize import brentq
 from scipy.stats import norm
 
-from fedleak import federation, privacy
+from fedleak import privacy
 from fedleak.config.loading import parse
 from fedleak.defenses import Budget
 from fedleak.defenses.dp_sgd import DpSgd
 from fedleak.defenses.local_dp import LocalDp
 from fedleak.errors import ConfigError
-from fedleak.federation import clients_of_round, protection
+from fedleak.federation import schedule
+from fedleak.federation.protection import protection
+from fedleak.federation.schedule import clients_of_round, rounds_of_clients
 from fedleak.observation import UpdateKind
 from fedleak.privacy import Event, compose
 from fedleak.training.batches import round_clients
@@ -246,7 +248,7 @@ def test_a_client_that_never_takes_part_needs_noise_all_the_same():
     local_dp = {"kind": "local_dp", "epsilon": 5.0, "max_norm": 1.0}
     experiment = experiment_of(local_dp, clients=8, clients_per_round=1, rounds=6)
     noise: dict[int, set[float]] = {}
-    for client, rounds in enumerate(federation.rounds_of_clients(experiment)):
+    for client, rounds in enumerate(rounds_of_clients(experiment)):
         found = protection(experiment, client, 9).defenses[0]
         noise.setdefault(len(rounds), set()).add(found.noise_multiplier)
     assert {0, 1, 2} <= noise.keys(), "another seed"
@@ -262,13 +264,13 @@ def test_planning_draws_the_clients_of_a_round_once(monkeypatch):
         drawn.append(round)
         return round_clients(clients, per_round, seed=seed, round=round)
 
-    monkeypatch.setattr(federation, "round_clients", draw)
+    monkeypatch.setattr(schedule, "round_clients", draw)
     experiment = experiment_of(clients=6, clients_per_round=2, rounds=9)
     for client in range(6):
         protection(experiment, client, 9)
     assert drawn == list(range(1, 10))
     by_round = {r: clients_of_round(experiment, r) for r in range(1, 10)}
-    found = federation.rounds_of_clients(experiment)
+    found = rounds_of_clients(experiment)
     assert [[r for r in by_round if c in by_round[r]] for c in range(6)] == [*map(list, found)]
 
 

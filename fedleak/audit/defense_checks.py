@@ -22,7 +22,8 @@ from fedleak.config.experiment import Experiment
 from fedleak.config.sent_parameters import selected_parameters
 from fedleak.defenses import Claims, Defense, TrustedAggregator
 from fedleak.errors import FedleakError
-from fedleak.federation import Protection, divide, protection, read_data
+from fedleak.federation.protection import Protection, protection
+from fedleak.federation.workload import divide, read_data
 from fedleak.models import CLASSIFICATION, LanguageModel, pad
 from fedleak.models.parameter_selection import select
 from fedleak.observation import ClientUpdate, UpdateKind

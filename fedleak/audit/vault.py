@@ -6,7 +6,8 @@ from itertools import chain
 from pydantic import TypeAdapter, ValidationError
 
 from fedleak.errors import CaptureError, FedleakError
-from fedleak.federation import clients_of_round, stored
+from fedleak.federation.lookup import stored
+from fedleak.federation.schedule import clients_of_round
 from fedleak.store.run import EVERYONE, Key, Run
 from fedleak.truth import GroundTruth
 

@@ -29,7 +29,7 @@ from fedleak.defenses.secure_sum import SecureSum
 from fedleak.defenses.sign import Sign
 from fedleak.dispatch import dispatcher
 from fedleak.errors import ConfigError, FedleakError
-from fedleak.federation import Protection
+from fedleak.federation.protection import Protection
 from fedleak.privacy import Event
 from fedleak.store.run import Run
 from fedleak.training import private_steps

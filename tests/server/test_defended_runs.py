@@ -18,7 +18,9 @@ from fedleak import defenses, models, pipeline, preparation, privacy
 from fedleak.audit import central_baseline, defense_checks, grants, scoring, vault
 from fedleak.config.loading import parse
 from fedleak.errors import FedleakError
-from fedleak.federation import clients_of_round, expected_captures, protection, read_data
+from fedleak.federation.protection import protection
+from fedleak.federation.schedule import clients_of_round, expected_captures
+from fedleak.federation.workload import read_data
 from fedleak.metrics.utility import evaluate
 from fedleak.models import CAUSAL_LM, CLASSIFICATION
 from fedleak.observation import ClientUpdate, ThreatModel, UpdateKind
