@@ -53,12 +53,12 @@ def train(message: Message, context: Context) -> Message:
     key = Key(round, client)
     if (private := vault(context, run)) is not None:
         truth = GroundTruth(
-            round,
-            client,
-            tuple(sequences),
-            tuple(labels) if experiment.model.task == models.CLASSIFICATION else (),
-            min(local.batch_size, len(part)),
-            protection.noise_scale(),
+            round=round,
+            client=client,
+            sequences=tuple(sequences),
+            labels=tuple(labels) if experiment.model.task == models.CLASSIFICATION else (),
+            batch_size=min(local.batch_size, len(part)),
+            noise_scale=protection.noise_scale(),
         )
         private.write_truth(key, truth.to_json())
     return Outgoing(key, update, figures, reply_to=message)

@@ -52,10 +52,10 @@ def _together(run: Run, round: int) -> GroundTruth | None:
         for w, truth in zip(weights, truths, strict=True)
     ]
     return GroundTruth(
-        round,
-        EVERYONE,
-        tuple(chain.from_iterable(truth.sequences for truth in truths)),
-        tuple(chain.from_iterable(truth.labels for truth in truths)),
-        sum(truth.batch_size for truth in truths),
-        math.hypot(*scales) if any(scales) else None,
+        round=round,
+        client=EVERYONE,
+        sequences=tuple(chain.from_iterable(truth.sequences for truth in truths)),
+        labels=tuple(chain.from_iterable(truth.labels for truth in truths)),
+        batch_size=sum(truth.batch_size for truth in truths),
+        noise_scale=math.hypot(*scales) if any(scales) else None,
     )

@@ -71,7 +71,12 @@ def protection(experiment: Experiment, client: int, num_examples: int) -> Protec
     table, local = experiment.privacy, experiment.local_training
     local = replace(local, batch_size=min(local.batch_size, num_examples))
     # A client that never takes part spends nothing; its noise is that of one round.
-    budget = Budget(table.delta, table.accountant, num_examples, rounds or [1])
+    budget = Budget(
+        delta=table.delta,
+        accountant=table.accountant,
+        num_examples=num_examples,
+        rounds=rounds or [1],
+    )
     solved = {}
     for number, defense in experiment.defenses_of(client).items():
         try:

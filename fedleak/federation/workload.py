@@ -12,7 +12,7 @@ MOST_UNKNOWN = 0.5
 would be about them and not about words."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Workload:
     """An experiment's data, tokenised and divided.
 
@@ -71,17 +71,17 @@ def divide(experiment: Experiment, split: data.Split, model: LanguageModel) -> W
     limit = model.max_length
     train, held_out = split.train, split.held_out
     return Workload(
-        data.tokenise(train.texts, model.encode, limit=limit, max_length=max_length),
-        train.labels,
-        data.partition(
+        sequences=data.tokenise(train.texts, model.encode, limit=limit, max_length=max_length),
+        labels=train.labels,
+        parts=data.partition(
             train.labels,
             table.clients,
             how=table.partition,
             alpha=table.alpha,
             seed=experiment.seed,
         ),
-        data.tokenise(held_out.texts, model.encode, limit=limit, max_length=max_length),
-        held_out.labels,
+        held_out=data.tokenise(held_out.texts, model.encode, limit=limit, max_length=max_length),
+        held_out_labels=held_out.labels,
     )
 
 
