@@ -10,13 +10,13 @@ from dataclasses import replace
 import torch
 from clocks import in_turns
 from gpu_figures import Figure, Settings, Value
-from gradient_matching import RECIPE, Bench, bench, size_of
+from gradient_matching import CONFIG, Bench, bench, size_of
 from torch import Tensor
 
 from fedleak.attacks.matching import bucketing, gradient_distance
 from fedleak.attacks.matching.factored_gradients import tables
 from fedleak.attacks.matching.gradient_distance import target_of
-from fedleak.attacks.matching.guesses import Objective
+from fedleak.attacks.matching.objective import Objective
 from fedleak.attacks.matching.optimizer import Descent
 
 LENGTHS = (6, 7, 8, 9, 10, 12, 14, 16, 20, 24, 32, 48)
@@ -137,7 +137,7 @@ def _some(made: Bench, chosen: Sequence[int]) -> tuple[Objective, Tensor]:
 
 def _step(objective: Objective, start_RBTD: Tensor) -> Callable[[], object]:
     """Returns a step of Adam, which goes on from where the last one ended."""
-    descent, loss_of = Descent(start_RBTD, RECIPE), RECIPE.loss(objective, 1)
+    descent, loss_of = Descent(start_RBTD, CONFIG), CONFIG.loss(objective, 1)
     return lambda: descent.step(loss_of)
 
 

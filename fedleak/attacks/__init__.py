@@ -97,8 +97,8 @@ class Progress(NamedTuple):
     phase: str = ""
 
 
-Report = Callable[[int, Progress], None]
-"""Is told which of the observations it is, by its index, and how far the attack is with it."""
+OnProgress = Callable[[int, Progress], None]
+"""(index of the observation, how far the attack is with it) -> None."""
 
 
 @runtime_checkable
@@ -132,7 +132,7 @@ class Batched(Attack, Protocol):
         model: LanguageModel,
         *,
         rngs: Sequence[torch.Generator],
-        report: Report,
+        report: OnProgress,
     ) -> list[Reconstruction]:
         """Returns what the attack reads out of each observation.
 

@@ -17,7 +17,7 @@ from torch.func import functional_call
 from fedleak.attacks.matching.gradient_distance import Gradient, Outer
 from fedleak.models import LanguageModel
 
-Pull = Callable[[Tensor], Tensor]
+LogitGrad = Callable[[Tensor], Tensor]
 """The logits of all rows -> the gradient of the sum of all guesses' losses in them."""
 
 
@@ -80,7 +80,7 @@ class BatchGradients:
         self,
         x_RKBTD: Tensor,
         mask_RBT: Tensor,
-        pull: Pull,
+        logit_grad: LogitGrad,
         *,
         differentiable: bool,
         mixture_RKBTM: Tensor | None = None,
@@ -92,7 +92,7 @@ class BatchGradients:
             mixture_RKBTM: How much of each of M word embeddings is in them: gives the gradients of
                 those rows [R, K, M, D]. Needed if the word embedding is to be matched.
             mask_RBT: 1 on the tokens of each victim's sequences.
-            pull: Of the loss on the logits.
+            logit_grad: Of the loss on the logits.
             differentiable: The gradients can be differentiated in what x was made from.
         """
         guesses = x_RKBTD.shape[:2]
@@ -110,11 +110,11 @@ class BatchGradients:
             heard, self._heard = self._heard, []
             rows_too = bool(self._tables) or self._words is not None
             at = [output for _, _, output in heard] + ([x_NTD] if rows_too else [])
-            slope = pull(logits)
+            grad = logit_grad(logits)
             deltas = torch.autograd.grad(
                 logits,
                 at,
-                slope if differentiable else slope.detach(),
+                grad if differentiable else grad.detach(),
                 create_graph=differentiable,
                 materialize_grads=True,
             )
@@ -175,8 +175,8 @@ def tables(model: LanguageModel) -> list[str]:
     return [name for name in both if name is not None]
 
 
-def classes_pull(model: LanguageModel, labels_N: Tensor, weights_N: Tensor) -> Pull:
-    """Returns the pull of a classifier's loss.
+def class_logit_grad(model: LanguageModel, labels_N: Tensor, weights_N: Tensor) -> LogitGrad:
+    """Returns the logit_grad of a classifier's loss.
 
     Args:
         model: The classifier.
@@ -184,27 +184,27 @@ def classes_pull(model: LanguageModel, labels_N: Tensor, weights_N: Tensor) -> P
         weights_N: What each row's loss counts in its guess: 1 over the victim's examples.
     """
 
-    def pull(logits_NC: Tensor) -> Tensor:
+    def logit_grad(logits_NC: Tensor) -> Tensor:
         # The loss is a mean over rows, whatever it is; here each row counts on its own.
         loss = model.class_loss(logits_NC, labels_N) * len(labels_N)
         (each_NC,) = torch.autograd.grad(loss, logits_NC, create_graph=True)
         return each_NC * weights_N[:, None]
 
-    return pull
+    return logit_grad
 
 
-def next_token_pull(targets_NTV: Tensor, weights_NT: Tensor) -> Pull:
-    """Returns the pull of next-token training.
+def next_token_logit_grad(targets_NTV: Tensor, weights_NT: Tensor) -> LogitGrad:
+    """Returns the logit_grad of next-token training.
 
     Args:
         targets_NTV: The probability of each token at each position.
         weights_NT: What the target at each position counts in its guess: 0 on first tokens.
     """
 
-    def pull(logits_NTV: Tensor) -> Tensor:
+    def logit_grad(logits_NTV: Tensor) -> Tensor:
         apart_NTV = logits_NTV[:, :-1].softmax(-1) - targets_NTV[:, 1:]
         return torch.cat(
             [apart_NTV * weights_NT[:, 1:, None], torch.zeros_like(logits_NTV[:, :1])], 1
         )
 
-    return pull
+    return logit_grad

@@ -51,7 +51,7 @@ Gradient = tuple[Outer, ...] | Tensor
 Gradients = Mapping[str, Gradient]
 
 
-class Factors(NamedTuple):
+class LowRankGradient(NamedTuple):
     """Observed gradients `left right^T`."""
 
     left_RXQ: Tensor
@@ -63,11 +63,11 @@ class Target:
     """The observed gradients of R victims, by parameter name.
 
     Attributes:
-        tensors: Factors of a weight's gradient, or the gradient [R, ...].
+        tensors: LowRankGradient of a weight's gradient, or the gradient [R, ...].
         norms: Their norms [R]; 0 for a tensor that is left out, because it is zero.
     """
 
-    tensors: Mapping[str, Factors | Tensor]
+    tensors: Mapping[str, LowRankGradient | Tensor]
     norms: Mapping[str, Tensor]
 
     @property
@@ -79,8 +79,8 @@ class Target:
         """Returns the target of some victims, or of the same one several times."""
         return Target(
             {
-                name: Factors(*(part[chosen_S] for part in value))
-                if isinstance(value, Factors)
+                name: LowRankGradient(*(part[chosen_S] for part in value))
+                if isinstance(value, LowRankGradient)
                 else value[chosen_S]
                 for name, value in self.tensors.items()
             },
@@ -91,8 +91,8 @@ class Target:
         """Returns it in another precision; norms stay as they are."""
         return Target(
             {
-                name: Factors(*(part.to(dtype) for part in value))
-                if isinstance(value, Factors)
+                name: LowRankGradient(*(part.to(dtype) for part in value))
+                if isinstance(value, LowRankGradient)
                 else value.to(dtype)
                 for name, value in self.tensors.items()
             },
@@ -115,18 +115,18 @@ def target_of(
         whole: Parameters whose gradients are not factored: tables, whose gradients are formed, and
             for an absolute distance all.
     """
-    tensors: dict[str, Factors | Tensor] = {}
+    tensors: dict[str, LowRankGradient | Tensor] = {}
     norms = {}
     for name in observed[0]:
         value_RXY = torch.stack([tensors_of[name] for tensors_of in observed])
         norms[name] = value_RXY.flatten(1).norm(dim=1)
         small = value_RXY.dim() == 3 and rank < FACTORED * min(value_RXY.shape[1:])
-        factors = _factors(value_RXY, rank) if small and name not in whole else None
+        factors = _low_rank(value_RXY, rank) if small and name not in whole else None
         tensors[name] = value_RXY if factors is None else factors
     return Target(tensors, norms)
 
 
-def _factors(value_RXY: Tensor, rank: int) -> Factors | None:
+def _low_rank(value_RXY: Tensor, rank: int) -> LowRankGradient | None:
     """Returns exact factors of gradients of at most this rank; None if they have a larger one.
 
     A random range finder (Halko et al. 2011) with one power step, then a check against all of it.
@@ -139,7 +139,7 @@ def _factors(value_RXY: Tensor, rank: int) -> Factors | None:
     rest_R = (value_RXY - left_RXQ @ right_RYQ.mT).flatten(1).norm(dim=1)
     whole_R = value_RXY.flatten(1).norm(dim=1)
     rounding = 32 * torch.finfo(value_RXY.dtype).eps
-    return Factors(left_RXQ, right_RYQ) if (rest_R <= rounding * whole_R).all() else None
+    return LowRankGradient(left_RXQ, right_RYQ) if (rest_R <= rounding * whole_R).all() else None
 
 
 @dataclass(frozen=True)
@@ -210,7 +210,7 @@ class _WholeWeight(torch.autograd.Function):
         victims, guesses = len(observed_RXY), max(left.shape[1] for left, _ in parts)
         out_RK = _sum(observed_RXY.new_zeros(victims, guesses, 1))
         wanted = any(ctx.needs_input_grad[2:])
-        slopes = [torch.zeros_like(side) for side in sides] if wanted else []
+        grads = [torch.zeros_like(side) for side in sides] if wanted else []
         for r in range(victims):
             for k in range(guesses):
                 at = [
@@ -224,17 +224,17 @@ class _WholeWeight(torch.autograd.Function):
                 out_RK[r, k] = (_sum(both_1X.square()) + l1_weight * _sum(both_1X.abs()))[0, 0]
                 if not wanted:
                     continue
-                slope_XY = apart_XY.sign().mul_(l1_weight).add_(apart_XY, alpha=2)
+                grad_XY = apart_XY.sign().mul_(l1_weight).add_(apart_XY, alpha=2)
                 for i, (left_NX, right_NY) in enumerate(at):
-                    slopes[2 * i][r, k % slopes[2 * i].shape[1]] += right_NY @ slope_XY.T
-                    slopes[2 * i + 1][r, k % slopes[2 * i + 1].shape[1]] += left_NX @ slope_XY
-        ctx.save_for_backward(*slopes)
+                    grads[2 * i][r, k % grads[2 * i].shape[1]] += right_NY @ grad_XY.T
+                    grads[2 * i + 1][r, k % grads[2 * i + 1].shape[1]] += left_NX @ grad_XY
+        ctx.save_for_backward(*grads)
         return out_RK
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (grad_RK,) = grad_outputs
-        scaled = ((slope * grad_RK[:, :, None, None]).to(slope) for slope in ctx.saved_tensors)
+        scaled = ((grad * grad_RK[:, :, None, None]).to(grad) for grad in ctx.saved_tensors)
         return None, None, *scaled
 
 
@@ -263,7 +263,7 @@ def _products(gradients: Gradients, target: Target) -> tuple[Tensor, Tensor, Ten
     )
 
 
-def _kind(name: str, gradient: Gradient, observed: Factors | Tensor) -> Hashable:
+def _kind(name: str, gradient: Gradient, observed: LowRankGradient | Tensor) -> Hashable:
     """Returns what gradients have in common that are looked at together."""
     if isinstance(gradient, Tensor):
         return gradient.shape
@@ -276,7 +276,7 @@ def _kind(name: str, gradient: Gradient, observed: Factors | Tensor) -> Hashable
 
 
 def _of_tables(
-    each: Sequence[Gradient], observed: Sequence[Factors | Tensor]
+    each: Sequence[Gradient], observed: Sequence[LowRankGradient | Tensor]
 ) -> tuple[Tensor, Tensor]:
     """Returns <G*, G> and |G|^2 [G, R, K] of gradients that are formed."""
     value_GRKX = torch.stack([_formed(one) for one in each])
@@ -286,7 +286,7 @@ def _of_tables(
 
 
 def _of_weights(
-    each: Sequence[Gradient], observed: Sequence[Factors | Tensor]
+    each: Sequence[Gradient], observed: Sequence[LowRankGradient | Tensor]
 ) -> tuple[Tensor, Tensor]:
     """Returns <G*, G> and |G|^2 [G, R, K] of weights' gradients in parts."""
     if isinstance(observed[0], Tensor):
@@ -305,7 +305,7 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
-def _formed(gradient: Gradient | Factors) -> Tensor:
+def _formed(gradient: Gradient | LowRankGradient) -> Tensor:
     """Returns a gradient that is small, and so is one tensor."""
     assert isinstance(gradient, Tensor)
     return gradient
@@ -341,18 +341,18 @@ class _OfWeight(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         dtype = ctx.parts[0][0].dtype
         inner_RK11, square_RK11 = (grad[:, :, None, None].to(dtype) for grad in grad_outputs)
-        slopes: list[list[Tensor]] = []
+        grads: list[list[Tensor]] = []
         for (left, right), (one, other) in zip(ctx.parts, ctx.seen, strict=True):
             factored = one * inner_RK11, other * inner_RK11
-            slopes.append(list(_slopes(ctx.observed, left, right, *factored)))
+            grads.append(list(_side_grads(ctx.observed, left, right, *factored)))
         for i, j, one, other in ctx.grams:
             one, other = 2 * square_RK11 * one, 2 * square_RK11 * other
-            slopes[i][0] = slopes[i][0] + other @ ctx.parts[j][0]
-            slopes[i][1] = slopes[i][1] + one @ ctx.parts[j][1]
+            grads[i][0] = grads[i][0] + other @ ctx.parts[j][0]
+            grads[i][1] = grads[i][1] + one @ ctx.parts[j][1]
             if i != j:
-                slopes[j][0] = slopes[j][0] + other.mT @ ctx.parts[i][0]
-                slopes[j][1] = slopes[j][1] + one.mT @ ctx.parts[i][1]
-        return None, *(slope for pair in slopes for slope in pair)
+                grads[j][0] = grads[j][0] + other.mT @ ctx.parts[i][0]
+                grads[j][1] = grads[j][1] + one.mT @ ctx.parts[i][1]
+        return None, *(grad for pair in grads for grad in pair)
 
 
 _of_weight: Callable[..., tuple[Tensor, Tensor]] = _OfWeight.apply
@@ -371,7 +371,7 @@ def _seen(observed: tuple[Tensor, ...], left: Tensor, right: Tensor) -> tuple[Te
     return left, _flat(right, observed[0].mT)
 
 
-def _slopes(
+def _side_grads(
     observed: tuple[Tensor, ...], left: Tensor, right: Tensor, one: Tensor, other: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Returns the derivatives of that in left and right, times a factor that one and other have."""
@@ -407,7 +407,7 @@ def of_nothing(distance: Distance, target: Target) -> Tensor:
     """Returns the distances [R] of gradients that are zero."""
     zeros: dict[str, Gradient] = {}
     for name, value in target.tensors.items():
-        if isinstance(value, Factors):
+        if isinstance(value, LowRankGradient):
             sides = (part.new_zeros(len(part), 1, 0, part.shape[1]) for part in value)
             zeros[name] = (Outer(*sides),)
         else:

@@ -15,7 +15,7 @@ def judge(rough=None):
     return SimpleNamespace(rough=rough, chunks=chunks)
 
 
-def best(exact_RK, rough_RK, likely_RK, watch=UNWATCHED):
+def best(exact_RK, rough_RK, lm_penalty_RK, watch=UNWATCHED):
     objective = judge(None if rough_RK is None else judge())
     tried_RKX = torch.arange(exact_RK.shape[1]).repeat(len(exact_RK), 1)[..., None]
     rows = torch.arange(len(exact_RK))[:, None]
@@ -24,18 +24,18 @@ def best(exact_RK, rough_RK, likely_RK, watch=UNWATCHED):
         apart_RK = exact_RK if of is objective else rough_RK
         return lambda tried_RKX: apart_RK[rows, tried_RKX[..., 0]]
 
-    return candidate_selection._best(objective, tried_RKX, likely_RK, scores, 1, watch)
+    return candidate_selection._best(objective, tried_RKX, lm_penalty_RK, scores, 1, watch)
 
 
 @pytest.mark.parametrize("rough", [False, True])
 def test_the_least_sum_wins(rough):
     rng = torch.Generator().manual_seed(0)
-    exact_RK, likely_RK = torch.rand(2, 3, 40, generator=rng)
-    found = best(exact_RK, exact_RK + 1e-3 if rough else None, likely_RK)
-    at_R = (exact_RK + likely_RK).argmin(1)
+    exact_RK, lm_penalty_RK = torch.rand(2, 3, 40, generator=rng)
+    found = best(exact_RK, exact_RK + 1e-3 if rough else None, lm_penalty_RK)
+    at_R = (exact_RK + lm_penalty_RK).argmin(1)
     assert torch.equal(found.chosen_RX[:, 0], at_R)
     assert torch.equal(found.apart_R, exact_RK.gather(1, at_R[:, None])[:, 0])
-    assert torch.equal(found.likely_R, likely_RK.gather(1, at_R[:, None])[:, 0])
+    assert torch.equal(found.lm_penalty_R, lm_penalty_RK.gather(1, at_R[:, None])[:, 0])
 
 
 def test_the_first_of_equals_wins():

@@ -157,13 +157,13 @@ def test_an_order_moves_content_and_nothing_else(sentence):
 
 
 def test_numbers_at_a_place_go_where_their_token_goes():
-    leaf_RBTF = torch.randn(2, 2, 4, 3, generator=torch.Generator().manual_seed(0))
+    variables_RBTF = torch.randn(2, 2, 4, 3, generator=torch.Generator().manual_seed(0))
     order_RBT = torch.tensor([[[0, 2, 1, 3], [3, 2, 1, 0]], [[0, 1, 2, 3], [1, 2, 3, 0]]])
-    found = reordered(leaf_RBTF, order_RBT)
+    found = reordered(variables_RBTF, order_RBT)
     for r in range(2):
         for b in range(2):
             for t in range(4):
-                assert torch.equal(found[r, b, t], leaf_RBTF[r, b, order_RBT[r, b, t]])
+                assert torch.equal(found[r, b, t], variables_RBTF[r, b, order_RBT[r, b, t]])
 
 
 def test_a_row_with_fewer_guesses_repeats_its_first():
