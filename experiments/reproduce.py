@@ -34,7 +34,7 @@ from fedleak.audit import scoring
 from fedleak.audit.scoring import LeakageRow
 from fedleak.config.experiment import Experiment
 from fedleak.errors import ConfigError, FedleakError
-from fedleak.federation import expected_captures
+from fedleak.federation.schedule import expected_captures
 from fedleak.metrics.intervals import Interval, clustered_mean
 from fedleak.reconstruction import Status
 from fedleak.store.run import Run

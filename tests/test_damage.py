@@ -23,6 +23,7 @@ from fedleak.dispatch import dispatcher
 from fedleak.errors import FedleakError
 from fedleak.store.run import Key, Run
 from fedleak.workers.process import work_together
+from server.engines import train
 
 EXPERIMENT = """
 name = "small"
@@ -78,7 +79,7 @@ def finished(tmp_path_factory):
     experiment, umask = load(folder / "small.toml"), os.umask(0o022)
     try:
         run = preparation.prepare(experiment, folder / "runs" / "small")
-        pipeline.carry_out(run, experiment, on=[Here()])
+        pipeline.carry_out(run, experiment, train, on=[Here()])
     finally:
         os.umask(umask)
     return folder

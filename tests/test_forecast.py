@@ -11,7 +11,7 @@ from fedleak import cli, forecast, preparation
 from fedleak.config.loading import parse
 from fedleak.dispatch.progress import Finished, RunProgress
 from fedleak.errors import ConfigError
-from fedleak.federation import outline
+from fedleak.federation.workload import outline
 from fedleak.store.run import EVERYONE, Key
 from server import inline
 

@@ -695,7 +695,13 @@ def test_several_steps_of_fedavg_prove_nothing_and_small_ones_are_read(
     model = small(family, task, width=64, layers=3)
     truth = observe(model, 2, max_length=8)
     before = {name: value.clone() for name, value in model.parameters().items()}
-    how = LocalTraining(UpdateKind.DELTA, batch_size, epochs, learning_rate, False)
+    how = LocalTraining(
+        kind=UpdateKind.DELTA,
+        batch_size=batch_size,
+        epochs=epochs,
+        learning_rate=learning_rate,
+        dropout=False,
+    )
     update = local_update_(model, truth.sequences, truth.labels, how, seed=0)
     models.load_parameters_(model, before)
     knowledge = Knowledge(learning_rate, how.steps(2), False)

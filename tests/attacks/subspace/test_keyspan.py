@@ -479,7 +479,13 @@ def fedavg(model, observe, batch, batch_size, epochs, learning_rate):
     """A client's several steps over its texts."""
     truth = observe(model, batch, max_length=LONG)
     before = {name: value.clone() for name, value in model.parameters().items()}
-    how = LocalTraining(UpdateKind.DELTA, batch_size, epochs, learning_rate, False)
+    how = LocalTraining(
+        kind=UpdateKind.DELTA,
+        batch_size=batch_size,
+        epochs=epochs,
+        learning_rate=learning_rate,
+        dropout=False,
+    )
     update = local_update_(model, truth.sequences, truth.labels, how, seed=0)
     models.load_parameters_(model, before)
     truth.seen = replace(
