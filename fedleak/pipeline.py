@@ -3,7 +3,6 @@
 import importlib
 import json
 import logging
-import platform
 import shlex
 import subprocess
 import threading
@@ -12,11 +11,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import fedleak
 from fedleak import attacks, forecast, logs, models
 from fedleak.attacks import is_slow
 from fedleak.audit import central_baseline, defense_checks, scoring
@@ -39,6 +36,7 @@ from fedleak.observation import Knowledge
 from fedleak.reconstruction import Reconstruction, Status
 from fedleak.store import records
 from fedleak.store.run import Key, Run
+from fedleak.versions import versions
 from fedleak.workers.process import (
     Job,
     Worker,
@@ -210,7 +208,7 @@ def open_run(plan: Plan, path: Path, *, fresh: bool = False) -> Run:
         fingerprint=plan.experiment.fingerprint,
         status="new",
         num_labels=plan.num_labels,
-        versions=_versions(),
+        versions=versions(),
         git_commit=_git_commit(),
         model_fingerprint=None,
         remarks=list(plan.remarks),
@@ -652,16 +650,6 @@ def _make_held_out(run: Run, plan: Plan) -> None:
         if isinstance(found, dict) and found.keys() >= plan.held_out.keys():
             return
     run.write_json("held_out.json", plan.held_out)
-
-
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "fedleak": fedleak.__version__}
-    for name in ("flwr", "torch", "transformers", "peft", "datasets", "rouge-score"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:  # installed under another name, as vendors of torch do
-            found[name] = "unknown"
-    return found
 
 
 def _git_commit() -> str | None:

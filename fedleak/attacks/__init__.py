@@ -154,5 +154,5 @@ def is_slow(attack: Attack) -> bool:
 
 @cache
 def kinds() -> Mapping[str, type[Attack]]:
-    """Returns the attacks in this package by kind."""
+    """Returns the attacks, fedleak's own and those of others, by kind."""
     return discover(sys.modules[__name__]).kinds

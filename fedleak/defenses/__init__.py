@@ -98,7 +98,7 @@ class Defense:
 
 @cache
 def kinds() -> Mapping[str, type[Defense]]:
-    """Returns the defenses in this package by kind."""
+    """Returns the defenses, fedleak's own and those of others, by kind."""
     return discover(sys.modules[__name__]).kinds
 
 
