@@ -7,12 +7,12 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from fedleak import cli, forecast, pipeline
-from fedleak.cli.display import progress
+from fedleak import cli, forecast, preparation
+from fedleak.cli import display
 from fedleak.config.experiment import parse
+from fedleak.dispatch.progress import Finished, RunProgress
 from fedleak.errors import ConfigError
 from fedleak.federation import outline
-from fedleak.pipeline import Finished, Progress
 from fedleak.store.run import EVERYONE, Key
 from server import inline
 
@@ -43,7 +43,7 @@ TABLE = {
 )
 def test_bytes_are_those_of_the_tensors_of_a_run(tmp_path, changes):
     experiment = parse(TABLE | changes)
-    run = pipeline.prepare(experiment, tmp_path / "run")
+    run = preparation.prepare(experiment, tmp_path / "run")
     needed = forecast.bytes_kept(experiment, outline(experiment, 2))
     inline.train(run, experiment)
     kept = [run.read_capture(key).update.tensors for key in run.captures()]
@@ -54,20 +54,20 @@ def test_bytes_are_those_of_the_tensors_of_a_run(tmp_path, changes):
 def test_a_run_that_does_not_fit_is_refused_before_anything_is_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     experiment = parse(TABLE)
-    plan = pipeline.plan(experiment)
+    plan = preparation.plan(experiment)
     assert plan.disk > 10**6
     free = SimpleNamespace(free=plan.disk - 1)
     monkeypatch.setattr(forecast.shutil, "disk_usage", lambda path: free)
     with pytest.raises(ConfigError, match=r"needs 56 MB for captures and models, but only 56 MB "):
-        pipeline.open_run(plan, tmp_path / "runs" / "small")
+        preparation.open_run(plan, tmp_path / "runs" / "small")
     assert list(tmp_path.iterdir()) == []
     free.free = plan.disk
-    run = pipeline.open_run(plan, tmp_path / "runs" / "small")
+    run = preparation.open_run(plan, tmp_path / "runs" / "small")
     inline.train(run, experiment)
     free.free = 0  # what is there need not fit again
-    pipeline.open_run(plan, run.path)
+    preparation.open_run(plan, run.path)
     with pytest.raises(ConfigError, match="are free"):
-        pipeline.open_run(plan, run.path, fresh=True)
+        preparation.open_run(plan, run.path, fresh=True)
     assert run.exists()
 
 
@@ -99,13 +99,13 @@ def printed(console):
 
 
 def at(answers=0, finished=(), captures=0, rounds=0, left=None, most=0.0, under_way=()):
-    return Progress(captures, 12, answers, 8, under_way, tuple(finished), rounds, 3, left, most)
+    return RunProgress(captures, 12, answers, 8, under_way, tuple(finished), rounds, 3, left, most)
 
 
 def test_without_a_terminal_there_is_a_line_per_answer_and_round(console, printed):
     one = Finished("lamp", Key(1, 2), "recovered", 61.23)
     two = Finished("[red]a[/]\x1b[2J", Key(2, EVERYONE), "failed", None)
-    with progress(console) as show:
+    with display.progress(console) as show:
         show(at())
         show(at(captures=3))
         show(at(captures=4, rounds=1))
@@ -122,18 +122,18 @@ def test_without_a_terminal_there_is_a_line_per_answer_and_round(console, printe
 
 
 def test_rounds_of_an_earlier_command_are_not_told_again(console, printed):
-    with progress(console) as show:
+    with display.progress(console) as show:
         show(at(captures=12, rounds=3))
         show(at(captures=12, rounds=3))
     assert printed() == []
 
 
 def test_the_most_that_attacks_take_is_told_once_if_it_is_long(console, printed):
-    with progress(console) as show:
+    with display.progress(console) as show:
         show(at(most=36_000.0))
         show(at(most=35_000.0))
     assert printed() == ["attacks with a time limit take at most 10 h"]
-    with progress(console) as show:
+    with display.progress(console) as show:
         show(at(most=forecast.WORTH_SAYING_SECONDS - 1))
     assert len(printed()) == 1
 

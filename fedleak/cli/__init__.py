@@ -104,11 +104,12 @@ def run(
     from fedleak.audit import scoring
     from fedleak.config.experiment import load
     from fedleak.federation import run_folder
+    from fedleak.preparation import prepare
     from fedleak.report import tables
 
     with mended():
         experiments = [load(path, changes or ()) for path in files or QUICKSTART]
-        runs = [pipeline.prepare(each, run_folder(each.name), fresh=fresh) for each in experiments]
+        runs = [prepare(each, run_folder(each.name), fresh=fresh) for each in experiments]
         for experiment, at in zip(experiments, runs, strict=True):
             remark(at.info().get("remarks", ()))
             if (note := pipeline.disk_note(at, experiment)) is not None:
@@ -187,14 +188,16 @@ def attack(
     from fedleak import pipeline
     from fedleak.audit import scoring
     from fedleak.config.experiment import load
+    from fedleak.dispatch.dispatcher import attack_captures, drop_failures
     from fedleak.federation import stored
+    from fedleak.preparation import refuse_purged
     from fedleak.report import tables
     from fedleak.store.run import Run
 
     with mended():
         at = Run(path)
         num_labels = at.info()["num_labels"]  # refuses a folder that is no run
-        pipeline.refuse_purged(at)
+        refuse_purged(at)
         stored(at)  # refuses one whose experiment is not what was run
         for change in changes or ():
             if change.split(".")[0].split("=")[0].strip() not in ("attack", "threat", "workers"):
@@ -205,9 +208,9 @@ def attack(
         pipeline.check_attacks(experiment, num_labels)
         with at.lock():
             if retry:
-                pipeline.drop_failures(at)
+                drop_failures(at)
             with progress(console) as show:
-                pipeline.attack_captures(at, experiment, no_more=lambda: True, report=show)
+                attack_captures(at, experiment, no_more=lambda: True, report=show)
             scored = scoring.score_run(at, [each.name for each in experiment.attacks])
         tables.print_run(at, scored, console, texts=texts)
         scoring.refuse_gaps(at)

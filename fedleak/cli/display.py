@@ -14,7 +14,7 @@ from rich.text import Text
 from fedleak.sanitise import printable
 
 if TYPE_CHECKING:
-    from fedleak.pipeline import Progress, UnderWay
+    from fedleak.dispatch.progress import RunProgress, UnderWay
 
 TURN_SECONDS = 3
 """How long one client's text is shown, of several that are attacked together."""
@@ -85,7 +85,7 @@ def progress(console: Console) -> Iterator[Callable[..., None]]:
             bars.add_task("attacks", total=None, left=""),
         )
 
-        def show(at: "Progress") -> None:
+        def show(at: "RunProgress") -> None:
             limits(at)
             known = at.seconds_left is not None and at.answers < at.answers_expected
             left = f"about {duration(at.seconds_left or 0)} left" if known else ""
@@ -113,7 +113,7 @@ class Lines:
         self._answers = answers
         self._rounds: int | None = None
 
-    def __call__(self, at: "Progress") -> None:
+    def __call__(self, at: "RunProgress") -> None:
         """Prints what is new."""
         from fedleak.forecast import WORTH_SAYING_SECONDS, duration
 
