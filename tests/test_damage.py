@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from fedleak import models, pipeline, preparation, sweep
 from fedleak.cli import app
-from fedleak.config.experiment import load
+from fedleak.config.loading import load
 from fedleak.dispatch import dispatcher
 from fedleak.errors import FedleakError
 from fedleak.store.run import Key, Run

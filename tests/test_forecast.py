@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from fedleak import cli, forecast, preparation
 from fedleak.cli import display
-from fedleak.config.experiment import parse
+from fedleak.config.loading import parse
 from fedleak.dispatch.progress import Finished, RunProgress
 from fedleak.errors import ConfigError
 from fedleak.federation import outline

@@ -17,7 +17,7 @@ import tomli_w
 from typer.testing import CliRunner
 
 from fedleak import attacks, cli, defenses, models
-from fedleak.config.experiment import parse
+from fedleak.config.loading import parse
 from fedleak.errors import ConfigError
 from fedleak.plugins import OWN, discover
 

@@ -15,7 +15,8 @@ from rich.console import Console
 from fedleak import attacks, preparation
 from fedleak.attacks.analytic.probes import Probes
 from fedleak.audit import scoring
-from fedleak.config.experiment import NamedAttack, parse
+from fedleak.config.components import NamedAttack
+from fedleak.config.loading import parse
 from fedleak.dispatch import dispatcher
 from fedleak.observation import Knowledge, ThreatModel
 from fedleak.reconstruction import Reconstruction, Status

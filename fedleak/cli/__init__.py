@@ -102,7 +102,7 @@ def run(
     """
     from fedleak import pipeline
     from fedleak.audit import scoring
-    from fedleak.config.experiment import load
+    from fedleak.config.loading import load
     from fedleak.federation import run_folder
     from fedleak.preparation import prepare
     from fedleak.report import tables
@@ -187,7 +187,7 @@ def attack(
     """
     from fedleak import pipeline
     from fedleak.audit import scoring
-    from fedleak.config.experiment import load
+    from fedleak.config.loading import load
     from fedleak.dispatch.dispatcher import attack_captures, drop_failures
     from fedleak.federation import stored
     from fedleak.preparation import refuse_purged
@@ -266,7 +266,7 @@ def check_defense(file: File, changes: Set = None) -> None:
     does the same test before it trains.
     """
     from fedleak.audit.defense_checks import check
-    from fedleak.config.experiment import load
+    from fedleak.config.loading import load
 
     with mended():
         experiment = load(file, changes or ())

@@ -22,7 +22,8 @@ from rich.console import Console
 from fedleak import attacks, preparation
 from fedleak.attacks import Batched, Progress
 from fedleak.cli import display
-from fedleak.config.experiment import NamedAttack, parse
+from fedleak.config.components import NamedAttack
+from fedleak.config.loading import parse
 from fedleak.dispatch import dispatcher
 from fedleak.dispatch.progress import RunProgress, UnderWay
 from fedleak.errors import CaptureError
