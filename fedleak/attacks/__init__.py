@@ -192,5 +192,5 @@ def always_on() -> list[str]:
 
 @cache
 def kinds() -> Mapping[str, type[Attack]]:
-    """Returns the attacks in this package by kind."""
+    """Returns the attacks, fedleak's own and those of others, by kind."""
     return discover(sys.modules[__name__]).kinds
