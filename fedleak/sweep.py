@@ -28,12 +28,13 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from fedleak import pipeline, processes
+from fedleak import pipeline, preparation, processes
 from fedleak.config import experiment as config
 from fedleak.config.experiment import Experiment, WorkersTable
+from fedleak.dispatch.progress import RunProgress
 from fedleak.errors import ConfigError, FedleakError
 from fedleak.federation import run_folder
-from fedleak.pipeline import Plan, Progress
+from fedleak.preparation import Plan
 from fedleak.reconstruction import Status
 from fedleak.report.tables import INTERVALS, NOT_MEASURED, decimal, interval, number, warnings
 from fedleak.sanitise import markup, printable
@@ -148,7 +149,7 @@ def prepare(sweep: Sweep, *, fresh: bool = False) -> dict[str, Plan]:
     for cell in sweep.cells:
         with _naming(cell.name):
             if fresh or not pipeline.finished(sweep.run(cell), cell.experiment):
-                plans[cell.name] = pipeline.plan(cell.experiment)
+                plans[cell.name] = preparation.plan(cell.experiment)
     if fresh and sweep.path.exists():
         folder = Run(sweep.path)
         with folder.lock():
@@ -159,7 +160,7 @@ def prepare(sweep: Sweep, *, fresh: bool = False) -> dict[str, Plan]:
 def carry_out(
     sweep: Sweep,
     plans: Mapping[str, Plan],
-    watch: Callable[[str], AbstractContextManager[Callable[[Progress], None]]],
+    watch: Callable[[str], AbstractContextManager[Callable[[RunProgress], None]]],
 ) -> dict[str, str]:
     """Runs the cells that are planned, one after the other, and keeps sweep.json up to date.
 
@@ -185,7 +186,7 @@ def carry_out(
                     hired.close()
                     hands = hired.enter_context(workers(devices(table.devices), table.time_limit))
                     hired_as = table
-                run = pipeline.open_run(plans[cell.name], sweep.run(cell).path)
+                run = preparation.open_run(plans[cell.name], sweep.run(cell).path)
                 with watch(cell.name) as report:
                     pipeline.carry_out(run, cell.experiment, report, hands)
             except Exception as error:  # noqa: BLE001 - the others can still be done
@@ -370,7 +371,7 @@ def _carry_out_alone(plan: Plan, path: Path, jobs: int, place: int) -> str | Non
     """Runs a cell in this process, with workers of its own; returns why it failed, if it did."""
     table = plan.experiment.workers
     try:
-        run = pipeline.open_run(plan, path)
+        run = preparation.open_run(plan, path)
         with workers(share(devices(table.devices), jobs, place), table.time_limit) as hands:
             pipeline.carry_out(run, plan.experiment, on=hands)
     except Exception as error:  # noqa: BLE001 - the others can still be done

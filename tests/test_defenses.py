@@ -9,7 +9,7 @@ from pydantic import TypeAdapter, ValidationError
 from scipy.stats import binom, chi2, gamma, kstest
 from torch import nn
 
-from fedleak import defenses, pipeline
+from fedleak import defenses, preparation
 from fedleak.config.experiment import parse
 from fedleak.defenses import Claims, measured
 from fedleak.defenses.cast import Cast
@@ -643,7 +643,7 @@ def test_what_adapters_leave_out_cannot_be_frozen(small):
 @pytest.mark.filterwarnings("ignore:Optimal order")
 def test_what_cannot_work_is_refused_before_anything_is_written(tmp_path, tables, says):
     with pytest.raises(ConfigError, match=says) as caught:
-        pipeline.prepare(parse(TABLE | tables), tmp_path / "run")
+        preparation.prepare(parse(TABLE | tables), tmp_path / "run")
     assert "\n" not in str(caught.value)
     assert not list(tmp_path.iterdir())
 

@@ -24,7 +24,7 @@ from transformers import (
     GPT2LMHeadModel,
 )
 
-from fedleak import data, models
+from fedleak import data, models, preparation
 from fedleak.attacks import Attack, Progress
 from fedleak.attacks.matching.lamp import Lamp
 from fedleak.attacks.subspace.dager import Dager
@@ -115,7 +115,7 @@ def workers(settings: Settings) -> Iterator[Figure]:
                 ROOT / "experiments/quickstart-bert.toml",
                 [f"workers.devices=[{on}]", "federation.rounds=1", "data.held_out=8", *small],
             )
-            run = pipeline.prepare(experiment, Path(folder, str(number)))
+            run = preparation.prepare(experiment, Path(folder, str(number)))
             begin = time.perf_counter()
             pipeline.carry_out(run, experiment)
             seconds.append(time.perf_counter() - begin)

@@ -11,7 +11,7 @@ from flwr.app import Context, RecordDict
 from typer.testing import CliRunner
 
 from clients.app import app as client_app
-from fedleak import defenses, pipeline
+from fedleak import defenses, pipeline, preparation
 from fedleak.audit import defense_checks, scoring
 from fedleak.cli import app
 from fedleak.config.experiment import parse
@@ -26,6 +26,7 @@ from fedleak.defenses.mask import Mask
 from fedleak.defenses.prune import Prune
 from fedleak.defenses.quantize import Quantize
 from fedleak.defenses.sign import Sign
+from fedleak.dispatch import dispatcher
 from fedleak.errors import ConfigError, FedleakError
 from fedleak.federation import Protection
 from fedleak.privacy import Event
@@ -386,10 +387,10 @@ def never(*args, **kwargs):
 def test_a_run_with_a_broken_defense_trains_nothing(tmp_path, monkeypatch, table, break_it):
     break_it(monkeypatch)
     experiment = experiment_of(CLIP, table)
-    run = pipeline.prepare(experiment, tmp_path / "run")
+    run = preparation.prepare(experiment, tmp_path / "run")
     with monkeypatch.context() as patch:
         patch.setattr("clients.app.local_update_", never)
-        patch.setattr(pipeline, "attacking", never)
+        patch.setattr(dispatcher, "attacking", never)
         with pytest.raises(FedleakError) as caught:
             pipeline.carry_out(run, experiment)
     message = str(caught.value)
@@ -424,7 +425,7 @@ def test_flwr_run_refuses_a_broken_defense_too(tmp_path, monkeypatch):
     table = experiment_of(MASK, data=TABLE["data"] | {"samples": 4}).model_dump(mode="json")
     file.write_text(json.dumps({"experiment": table}))
     config = {"experiment": str(file), "run-dir": str(tmp_path / "run"), "attack": True}
-    monkeypatch.setattr(pipeline, "attacking", lambda run, experiment: nullcontext())
+    monkeypatch.setattr(dispatcher, "attacking", lambda run, experiment: nullcontext())
     monkeypatch.setattr(scoring, "score_run", lambda run: [])
     grid = InlineGrid(client_app, 2, config)
     with pytest.raises(FedleakError, match="fails its check"):

@@ -8,7 +8,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.common.serde import recorddict_to_proto
 
 from clients.app import app as client_app
-from fedleak import models, pipeline
+from fedleak import models, preparation
 from fedleak.config.experiment import parse
 from fedleak.models.parameter_selection import matching
 from fedleak.rng import stream_seed
@@ -35,7 +35,7 @@ def reply_of(tmp_path, bert_tiny):
         spec = experiment.model_spec(2)
         model = models.load(spec) if "model" in tables else bert_tiny
         name = f"run{len(list(tmp_path.iterdir()))}"
-        run = pipeline.prepare(experiment, tmp_path / name)
+        run = preparation.prepare(experiment, tmp_path / name)
         config = {
             "experiment": str(run.path / "run.json"),
             "run-dir": str(run.path),

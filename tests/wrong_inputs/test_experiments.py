@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fedleak import attacks, defenses, pipeline
+from fedleak import attacks, defenses, preparation
 from fedleak.config import experiment as config
 from fedleak.config.experiment import load
 
@@ -333,12 +333,12 @@ RIGHT: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("case", RIGHT)
 def test_what_is_right_is_not_refused(experiment, folder: Path, case: str) -> None:
     (folder / "e.toml").write_text(experiment(RIGHT[case]))
-    assert pipeline.plan(load(folder / "e.toml")).num_labels in (1, 2)
+    assert preparation.plan(load(folder / "e.toml")).num_labels in (1, 2)
 
 
 def test_a_batch_far_larger_than_the_data_is_all_of_it_and_said(experiment, folder: Path) -> None:
     (folder / "e.toml").write_text(experiment({"federation.batch_size": 10**7}))
-    [remark] = pipeline.plan(load(folder / "e.toml")).remarks
+    [remark] = preparation.plan(load(folder / "e.toml")).remarks
     assert "batch_size = 10000000" in remark
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fedleak import pipeline
+from fedleak import preparation
 from fedleak.config.experiment import load
 from fedleak.models import builtin
 
@@ -193,4 +193,4 @@ def test_a_model_folder_that_is_right(experiment, folder: Path, like: str) -> No
     task = "sequence-classification" if like == "bert-tiny" else "causal-lm"
     changes = {"model.name": "./model", "model.task": task, "attack": []}
     (folder / "e.toml").write_text(experiment(changes))
-    assert pipeline.plan(load(folder / "e.toml"))
+    assert preparation.plan(load(folder / "e.toml"))
