@@ -18,8 +18,8 @@ TABLES: dict[str, Any] = {
     "workers": {"devices": ["cpu"]},
 }
 
-DLG = {"kind": "dlg", "steps": 2, "at_once": 1}
-"""An attack whose answer does not depend, in its last bits, on who else is attacked."""
+DLG = {"kind": "dlg", "steps": 2, "starts": 1, "shapes": 1, "at_once": 1}
+"""Quick, and alone: its answer does not depend, in its last bits, on who else is attacked."""
 
 
 def tables(changes: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -43,8 +43,13 @@ def toml(changes: Mapping[str, Any] | None = None) -> str:
 
 
 def call(*arguments: str) -> tuple[int, str, str]:
-    """Calls the command line in this process: its exit status, what it printed, its errors."""
+    """Calls the command line in this process: its exit status, what it printed, its errors.
+
+    The command line never ends in an exception: one is raised here.
+    """
     done = CliRunner().invoke(app, list(arguments))
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
     return done.exit_code, done.stdout, done.stderr
 
 
