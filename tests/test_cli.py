@@ -11,6 +11,7 @@ from tiny import DLG, call, toml
 
 import fedleak
 
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "small.toml").write_text(toml({"attack": [DLG]}))

@@ -23,7 +23,7 @@ DLG = {"kind": "dlg", "steps": 2, "starts": 1, "shapes": 1, "at_once": 1}
 
 
 def tables(changes: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Returns the tables of the tiny experiment with `changes` by dotted key; None leaves it out."""
+    """Returns the tiny experiment with `changes` by dotted key; None leaves the key out."""
     made = copy.deepcopy(TABLES)
     for key, value in (changes or {}).items():
         *path, last = key.split(".")
