@@ -97,7 +97,7 @@ def run(
     """
     from fedleak import pipeline
     from fedleak.audit import scoring
-    from fedleak.config.experiment import load
+    from fedleak.config.loading import load
     from fedleak.federation import run_folder
     from fedleak.preparation import prepare
     from fedleak.report import tables
@@ -178,7 +178,7 @@ def attack(
     """
     from fedleak import pipeline
     from fedleak.audit import scoring
-    from fedleak.config.experiment import load
+    from fedleak.config.loading import load
     from fedleak.dispatch.dispatcher import attack_captures, drop_failures
     from fedleak.federation import stored
     from fedleak.preparation import refuse_purged
@@ -254,7 +254,7 @@ def check_defense(
     Nothing is trained and no private text is used. A run checks its defenses by itself, too.
     """
     from fedleak.audit.defense_checks import check
-    from fedleak.config.experiment import load
+    from fedleak.config.loading import load
 
     with mended():
         experiment = load(file, changes or ())

@@ -7,6 +7,7 @@ from contextlib import contextmanager, suppress
 from fedleak import forecast
 from fedleak.audit import central_baseline, defense_checks, scoring
 from fedleak.audit.scoring import Scored
+from fedleak.config import checks
 from fedleak.config.experiment import Experiment
 from fedleak.dispatch.dispatcher import answered, attacking
 from fedleak.dispatch.progress import RunProgress
@@ -117,7 +118,7 @@ def check_attacks(experiment: Experiment, num_labels: int) -> None:
     Raises:
         ConfigError: The first of them.
     """
-    experiment.check_attacks(outline(experiment, num_labels))
+    checks.check_attacks(experiment, outline(experiment, num_labels))
 
 
 def _wants_reference(run: Run, experiment: Experiment) -> bool:

@@ -13,7 +13,9 @@ from typing import Any
 
 import fedleak
 from fedleak import forecast, logs, models
-from fedleak.config.experiment import Experiment, difference
+from fedleak.config import checks
+from fedleak.config.experiment import Experiment
+from fedleak.config.wording import difference
 from fedleak.errors import ConfigError, FedleakError
 from fedleak.federation import (
     Workload,
@@ -63,8 +65,8 @@ def plan(experiment: Experiment) -> Plan:
     split = read_data(experiment)
     num_labels = len(split.train.label_names)
     model = outline(experiment, num_labels)
-    experiment.check_defenses(model)
-    experiment.check_attacks(model)
+    checks.check_defenses(experiment, model)
+    checks.check_attacks(experiment, model)
     workload = divide(experiment, split, model)
     unknown = unknown_share(workload, model)
     for client, part in enumerate(workload.parts):

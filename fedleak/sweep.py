@@ -29,8 +29,9 @@ from rich import box
 from rich.table import Table
 
 from fedleak import pipeline, preparation, processes
-from fedleak.config import experiment as config
-from fedleak.config.experiment import Experiment, WorkersTable
+from fedleak.config import loading
+from fedleak.config.experiment import Experiment
+from fedleak.config.tables import WorkersTable
 from fedleak.dispatch.progress import RunProgress
 from fedleak.errors import ConfigError, FedleakError
 from fedleak.federation import run_folder
@@ -103,7 +104,7 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Sweep:
     Raises:
         ConfigError: Anything about the file that is not right, with the cell that it is in.
     """
-    table = config.read(path, overrides)
+    table = loading.read(path, overrides)
     if "sweep" not in table:
         raise ConfigError(
             f"experiment file {str(path)!r} has no [sweep]: use `fedleak run {path}`, or add one, "
@@ -126,7 +127,7 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Sweep:
         if name in cells:
             raise ConfigError(f"sweep: two cells are called {name!r}: list each value once")
         with _naming(name):
-            cells[name] = Cell(name, values, config.parse(_filled(table, values)))
+            cells[name] = Cell(name, values, loading.parse(_filled(table, values)))
     return Sweep(next(iter(cells.values())).experiment.name, axes, tuple(cells.values()))
 
 
@@ -412,7 +413,7 @@ def _filled(base: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any
     """Returns the tables of a cell."""
     tables = copy.deepcopy(dict(base))
     for key, value in values.items():
-        config.set_(tables, key, value, f"sweep.{key}")
+        loading.set_(tables, key, value, f"sweep.{key}")
     return tables
 
 

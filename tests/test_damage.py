@@ -17,7 +17,7 @@ from tiny import DLG, Here, toml
 from tiny import call as call_tiny
 
 from fedleak import models, pipeline, preparation
-from fedleak.config.experiment import load
+from fedleak.config.loading import load
 from fedleak.store.run import Key, Run
 
 NOISY = {

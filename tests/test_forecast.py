@@ -8,7 +8,7 @@ from rich.console import Console
 from tiny import DLG, call, toml
 
 from fedleak import cli, forecast, preparation
-from fedleak.config.experiment import parse
+from fedleak.config.loading import parse
 from fedleak.dispatch.progress import Finished, RunProgress
 from fedleak.errors import ConfigError
 from fedleak.federation import outline

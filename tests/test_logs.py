@@ -15,7 +15,7 @@ from tiny import call, tables, toml
 
 from fedleak import logs, pipeline, preparation, processes
 from fedleak.audit import scoring
-from fedleak.config.experiment import parse
+from fedleak.config.loading import parse
 from fedleak.dispatch import dispatcher
 from fedleak.errors import FedleakError
 from fedleak.store.run import Run
@@ -102,9 +102,9 @@ def test_debug_shows_the_traceback_on_stderr(here, monkeypatch, error):
 
 
 def test_an_error_without_a_run_has_its_traceback_with_debug(here, monkeypatch):
-    from fedleak.config import experiment as config
+    from fedleak.config import loading
 
-    monkeypatch.setattr(config, "load", no_space)
+    monkeypatch.setattr(loading, "load", no_space)
     status, _, errors = call("run", "small.toml")
     assert (status, errors.count("\n")) == (1, 1)
     assert "`fedleak --debug" in errors

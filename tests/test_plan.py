@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from fedleak import preparation
-from fedleak.config.experiment import parse
+from fedleak.config.loading import parse
 from fedleak.errors import ConfigError
 
 

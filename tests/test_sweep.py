@@ -22,7 +22,8 @@ from rich.console import Console
 from tiny import call, toml
 
 from fedleak import processes, sweep
-from fedleak.config.experiment import difference, load
+from fedleak.config.loading import load
+from fedleak.config.wording import difference
 from fedleak.errors import ConfigError
 from fedleak.report import figures
 from fedleak.store.run import Run

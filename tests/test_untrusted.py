@@ -17,7 +17,8 @@ from tiny import call, tables
 from fedleak import attacks, defenses, models, preparation
 from fedleak.attacks.analytic.probes import Probes
 from fedleak.audit import scoring
-from fedleak.config.experiment import NamedAttack, parse
+from fedleak.config.components import NamedAttack
+from fedleak.config.loading import parse
 from fedleak.dispatch import dispatcher
 from fedleak.errors import ConfigError
 from fedleak.observation import Knowledge, ThreatModel

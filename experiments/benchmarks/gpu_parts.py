@@ -32,7 +32,8 @@ from fedleak.attacks.subspace.keyspan import Keyspan
 from fedleak.models import CAUSAL_LM, CLASSIFICATION, LanguageModel, ModelSpec
 from fedleak.observation import Knowledge, Observation, UpdateKind
 from fedleak.rng import stream
-from fedleak.training.local import LocalTraining, local_update_
+from fedleak.training.local import local_update_
+from fedleak.training.settings import LocalTraining
 
 
 def machine(settings: Settings) -> Iterator[Figure]:
@@ -103,7 +104,7 @@ def workers(settings: Settings) -> Iterator[Figure]:
         AssertionError: Answers of an attack that proves what it says differ.
     """
     from fedleak import pipeline
-    from fedleak.config.experiment import load
+    from fedleak.config.loading import load
 
     small = ["federation.clients=2", "data.samples=8"] if settings.small else []
     answers: list[dict[tuple[Any, ...], dict[str, Any]]] = []

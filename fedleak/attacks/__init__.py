@@ -6,7 +6,8 @@ An attack is a frozen dataclass of its hyper-parameters with a `kind`, called as
 data, the metrics or the run directory (import-linter checks that), so whatever it scores, it
 got from the update and the facts it was granted. The first line of its docstring is what
 `fedleak list` prints. One that takes several observations at once is `Batched`. One that takes
-minutes, not seconds, has `slow = True`: the others go first.
+minutes, not seconds, has `slow = True`: the others go first. One that takes milliseconds and
+belongs to every run has `always = True`.
 """
 
 import sys
@@ -24,9 +25,9 @@ from fedleak.plugins import discover
 from fedleak.reconstruction import Reconstruction
 
 
-@dataclass(frozen=True)
-class Setting:
-    """What is known of an attack's input before there is any: enough to refuse it early.
+@dataclass(frozen=True, kw_only=True)
+class AttackSetting:
+    """What an attack can be told before it sees an update: enough to refuse it early.
 
     Attributes:
         update: Gradient or delta.
@@ -35,7 +36,6 @@ class Setting:
         family: The architecture.
         num_layers: Its transformer blocks.
         task: "sequence-classification" or "causal-lm".
-        trained: Names of all parameters that an update could hold.
     """
 
     update: UpdateKind
@@ -44,19 +44,17 @@ class Setting:
     family: ModelFamily
     num_layers: int
     task: str
-    trained: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, seen: Observation, model: LanguageModel) -> "Setting":
+    def of(cls, seen: Observation, model: LanguageModel) -> "AttackSetting":
         """Returns the setting of an observation."""
         return cls(
-            seen.update.kind,
-            frozenset(seen.update.tensors),
-            frozenset(seen.knowledge.granted()),
-            model.family,
-            model.num_layers,
-            model.task,
-            frozenset(model.trained()),
+            update=seen.update.kind,
+            shared=frozenset(seen.update.tensors),
+            knows=frozenset(seen.knowledge.granted()),
+            family=model.family,
+            num_layers=model.num_layers,
+            task=model.task,
         )
 
 
@@ -71,7 +69,7 @@ class Attack(Protocol):
     kind: ClassVar[str]
     uses: ClassVar[frozenset[str]]
 
-    def obstacle(self, setting: Setting) -> str | None:
+    def obstacle(self, setting: AttackSetting) -> str | None:
         """Returns why the attack cannot work in this setting and what would mend it, or None."""
         ...
 
@@ -150,6 +148,11 @@ class Batched(Attack, Protocol):
 def is_slow(attack: Attack) -> bool:
     """Returns whether an attack takes minutes: it waits until the others have answered."""
     return bool(getattr(attack, "slow", False))
+
+
+def always_on() -> list[str]:
+    """Returns the kinds that are on in every run: cheap attacks with `always = True`."""
+    return sorted(kind for kind, attack in kinds().items() if getattr(attack, "always", False))
 
 
 @cache

@@ -11,7 +11,8 @@ from typing import Any
 
 from fedleak.attacks import is_slow
 from fedleak.audit.grants import knowledge
-from fedleak.config.experiment import Experiment, difference
+from fedleak.config.experiment import Experiment
+from fedleak.config.wording import difference
 from fedleak.dispatch.agenda import Agenda, Arrivals, Work
 from fedleak.dispatch.progress import Finished, Pace, RunProgress, UnderWay
 from fedleak.errors import CaptureError, ConfigError

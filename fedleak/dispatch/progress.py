@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence, Set
 from typing import NamedTuple
 
 from fedleak import attacks
-from fedleak.config.experiment import NamedAttack
+from fedleak.config.components import NamedAttack
 from fedleak.store.run import Key
 
 

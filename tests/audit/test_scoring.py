@@ -16,7 +16,8 @@ from fedleak.attacks.analytic.probes import Probes
 from fedleak.audit import scoring
 from fedleak.audit.grants import knowledge
 from fedleak.audit.scoring import LeakageRow, guess, score_run, score_sequences
-from fedleak.config.experiment import NamedAttack, parse
+from fedleak.config.components import NamedAttack
+from fedleak.config.loading import parse
 from fedleak.errors import FedleakError
 from fedleak.metrics.rouge import rouge
 from fedleak.models import CLASSIFICATION, ModelSpec

@@ -11,7 +11,7 @@ from clients.app import identity
 from clients.client_context import vault
 from clients.mods import public
 from fedleak import preparation
-from fedleak.config.experiment import parse
+from fedleak.config.loading import parse
 from fedleak.errors import ConfigError, FedleakError
 from fedleak.store.run import Run
 from server.inline import InlineGrid

@@ -9,11 +9,12 @@ from flwr.common.serde import recorddict_to_proto
 
 from clients.app import app as client_app
 from fedleak import models, preparation
-from fedleak.config.experiment import parse
+from fedleak.config.loading import parse
 from fedleak.models.parameter_selection import matching
 from fedleak.rng import stream_seed
 from fedleak.store.run import Key
-from fedleak.training.local import from_wire, local_update_
+from fedleak.training.local import local_update_
+from fedleak.training.wire import from_wire
 from server.inline import InlineGrid
 
 TABLE = {

@@ -9,7 +9,8 @@ import pytest
 
 from fedleak import pipeline, preparation
 from fedleak.attacks import is_slow, kinds
-from fedleak.config.experiment import NamedAttack, parse
+from fedleak.config.components import NamedAttack
+from fedleak.config.loading import parse
 from fedleak.dispatch import dispatcher
 from fedleak.dispatch.agenda import LOOKS, Agenda, Arrivals, groups
 from fedleak.dispatch.progress import Pace

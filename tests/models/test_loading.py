@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassification, LlamaModel
 
 from fedleak import models, preparation
-from fedleak.config.experiment import parse
+from fedleak.config.loading import parse
 from fedleak.errors import ConfigError
 from fedleak.models import CAUSAL_LM, CLASSIFICATION, ModelSpec, builtin
 

@@ -16,7 +16,7 @@ from rich.console import Console
 from clients.app import app as client_app
 from fedleak import defenses, models, pipeline, preparation, privacy
 from fedleak.audit import central_baseline, defense_checks, grants, scoring, vault
-from fedleak.config.experiment import parse
+from fedleak.config.loading import parse
 from fedleak.errors import FedleakError
 from fedleak.federation import clients_of_round, expected_captures, protection, read_data
 from fedleak.metrics.utility import evaluate
@@ -26,7 +26,9 @@ from fedleak.privacy import Event
 from fedleak.report import tables
 from fedleak.rng import stream, stream_seed
 from fedleak.store.run import EVERYONE, Key, Run
-from fedleak.training.local import LocalTraining, PrivateSteps, local_update_, round_batch
+from fedleak.training.batches import round_batch
+from fedleak.training.local import local_update_
+from fedleak.training.settings import LocalTraining, PrivateSteps
 from fedleak.workers.process import work_together
 from server.inline import InlineGrid
 from server.strategy import CuriousServer
@@ -228,7 +230,7 @@ def test_what_arrives_is_what_the_defenses_left_and_no_word_beside_it(
                 assert figures.keys() <= row.keys()
                 assert {name: row[name] for name in figures} == pytest.approx(figures, rel=1e-5)
                 assert row["examples"] == (2 if algorithm == "fedsgd" else 3)
-        if not experiment.secure_sum:
+        if experiment.aggregator is None:
             capture = run.read_capture(key)
             assert_same(capture.update, sent[key])
             assert capture.update.num_examples == sent[key].num_examples
@@ -253,7 +255,7 @@ def test_what_arrives_is_what_the_defenses_left_and_no_word_beside_it(
         for name, value in before.items():
             expected = value + scale * mean[name].float() if name in mean else value
             torch.testing.assert_close(after[name], expected, atol=1e-6, rtol=1e-5)
-        if experiment.secure_sum:
+        if experiment.aggregator is not None:
             capture = run.read_capture(Key(round, EVERYONE))
             assert capture.update.num_examples == sum(
                 sent[Key(round, c)].num_examples for c in (0, 1)

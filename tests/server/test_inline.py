@@ -14,7 +14,9 @@ from clients import outgoing
 from fedleak import federation, models, pipeline, preparation
 from fedleak.attacks.matching.dlg import Dlg
 from fedleak.audit import scoring
-from fedleak.config.experiment import NamedAttack, parse
+from fedleak.config.components import NamedAttack
+from fedleak.config.loading import parse
+from fedleak.config.sent_parameters import selected_parameters
 from fedleak.dispatch import dispatcher
 from fedleak.errors import ConfigError, FedleakError
 from fedleak.federation import expected_captures
@@ -260,7 +262,7 @@ def test_parts_of_the_model_arrive_as_attacks_are_told_and_only_they_change(tmp_
     share = {"share": ["q1", "k1", "v1", "t3", "classifier"]}
     experiment = parse(TABLE | tables | {"update": share})
     run = trained(tmp_path / "run", experiment)
-    told = experiment.shared(models.outline(experiment.model_spec(2)))
+    told = selected_parameters(experiment, models.outline(experiment.model_spec(2)))
     expected = {
         *models.families()[name].attention_parameters(0),
         *models.families()[name].classifier,

@@ -9,7 +9,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRec
 
 from clients.app import app as client_app
 from fedleak import preparation
-from fedleak.config.experiment import parse
+from fedleak.config.loading import parse
 from fedleak.errors import FedleakError
 from fedleak.store.run import EVERYONE, Key
 from server.app import find_nodes

@@ -16,7 +16,8 @@ import pytest
 import tomli_w
 
 from fedleak import preparation
-from fedleak.config.experiment import Experiment, parse
+from fedleak.config.experiment import Experiment
+from fedleak.config.loading import parse
 from fedleak.errors import FedleakError
 from server import inline, simulation
 

@@ -13,8 +13,10 @@ from fedleak.models.lora import Lora, adapt_
 from fedleak.observation import UpdateKind
 from fedleak.rng import stream
 from fedleak.training import private_steps
-from fedleak.training.local import LocalTraining, PrivateSteps, local_update_, round_batch
+from fedleak.training.batches import round_batch
+from fedleak.training.local import local_update_
 from fedleak.training.private_steps import Seen, per_example, private_gradient
+from fedleak.training.settings import LocalTraining, PrivateSteps
 
 MODELS = [
     ("bert", CLASSIFICATION),

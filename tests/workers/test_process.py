@@ -21,7 +21,8 @@ from tiny import Here
 
 from fedleak import attacks, cli, preparation
 from fedleak.attacks import Batched, Progress
-from fedleak.config.experiment import NamedAttack, parse
+from fedleak.config.components import NamedAttack
+from fedleak.config.loading import parse
 from fedleak.dispatch import dispatcher
 from fedleak.dispatch.progress import RunProgress, UnderWay
 from fedleak.observation import Knowledge, ThreatModel

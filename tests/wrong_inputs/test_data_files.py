@@ -182,7 +182,7 @@ RIGHT: dict[str, tuple[str, bytes, dict[str, object]]] = {
 
 @pytest.mark.parametrize("case", RIGHT)
 def test_a_data_file_that_is_right(experiment, folder: Path, case: str) -> None:
-    from fedleak.config.experiment import load
+    from fedleak.config.loading import load
 
     name, content, changes = RIGHT[case]
     (folder / name).write_bytes(content)

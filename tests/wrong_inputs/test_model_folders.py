@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fedleak import preparation
-from fedleak.config.experiment import load
+from fedleak.config.loading import load
 from fedleak.models import builtin
 
 Change = Callable[[Path], object]

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedleak import models
-from fedleak.attacks import Setting, certificate
+from fedleak.attacks import AttackSetting, certificate
 from fedleak.attacks.clock import Clock
 from fedleak.attacks.subspace import dager
 from fedleak.attacks.subspace.dager import (
@@ -27,7 +27,9 @@ from fedleak.models.lora import Lora
 from fedleak.observation import Knowledge, UpdateKind
 from fedleak.reconstruction import Status
 from fedleak.rng import stream
-from fedleak.training.local import LocalTraining, local_update_, share
+from fedleak.training.local import local_update_
+from fedleak.training.settings import LocalTraining
+from fedleak.training.wire import partial_update
 
 KINDS = [("bert", CLASSIFICATION), ("gpt2", CLASSIFICATION), ("gpt2", CAUSAL_LM)]
 ROTARY = [("llama", CLASSIFICATION), ("llama", CAUSAL_LM)]
@@ -414,7 +416,7 @@ def test_without_a_certificate_repeated_and_beginning_texts_are_missed(small, ob
 def test_part_of_the_attention_is_enough(small, observe, family, task, patterns):
     model = small(family, task, width=64, layers=3)
     truth = observe(model, 2, max_length=8)
-    seen = replace(truth.seen, update=share(truth.seen.update, patterns))
+    seen = replace(truth.seen, update=partial_update(truth.seen.update, patterns))
     answer = answer_of(model, seen)
     assert sorted(set(answer.sequences)) == scored(model, truth)
 
@@ -592,7 +594,7 @@ def test_adapters_are_read_once_they_are_trained(observe, texts, family, task):
     model = adapted(family, task)
     truth = observe(model, texts[:1] if family == "bert" else texts[:2])
     assert any("lora_A" in name for name in truth.seen.update.tensors)
-    assert Dager().obstacle(Setting.of(truth.seen, model)) is None
+    assert Dager().obstacle(AttackSetting.of(truth.seen, model)) is None
     assert_exact(answer_of(model, truth.seen), model, truth)
 
 

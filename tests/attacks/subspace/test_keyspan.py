@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedleak import models
-from fedleak.attacks import Setting, certificate
+from fedleak.attacks import AttackSetting, certificate
 from fedleak.attacks.clock import Clock
 from fedleak.attacks.subspace import keyspan
 from fedleak.attacks.subspace.keyspan import Atoms, Keyspan, excess, grow, make_atoms
@@ -18,7 +18,9 @@ from fedleak.models import CAUSAL_LM, CLASS_LOSSES, CLASSIFICATION, ModelSpec, b
 from fedleak.observation import Knowledge, UpdateKind
 from fedleak.reconstruction import Status
 from fedleak.rng import stream
-from fedleak.training.local import LocalTraining, local_update_, share
+from fedleak.training.local import local_update_
+from fedleak.training.settings import LocalTraining
+from fedleak.training.wire import partial_update
 
 KINDS = [("bert", CLASSIFICATION), ("gpt2", CLASSIFICATION), ("gpt2", CAUSAL_LM)]
 WIDE = {"width": 96, "layers": 3}
@@ -390,16 +392,18 @@ def test_part_of_bert_s_first_attention_is_enough(small, observe, patterns):
     model = small("bert", **WIDE)
     truth = observe(model, 3, max_length=LONG)
     only = [p if p == "classifier" else f"layer.0.attention.self.{p}" for p in patterns]
-    seen = replace(truth.seen, update=share(truth.seen.update, only))
-    assert Keyspan().obstacle(Setting.of(seen, model)) is None
+    seen = replace(truth.seen, update=partial_update(truth.seen.update, only))
+    assert Keyspan().obstacle(AttackSetting.of(seen, model)) is None
     assert_exact(answer_of(model, seen), model, truth)
 
 
 def test_keys_alone_are_either_refused_or_read(small, observe):
     model = small("bert", **WIDE)
     truth = observe(model, 2, max_length=LONG)
-    seen = replace(truth.seen, update=share(truth.seen.update, ["layer.0.attention.self.key"]))
-    obstacle = Keyspan().obstacle(Setting.of(seen, model))
+    seen = replace(
+        truth.seen, update=partial_update(truth.seen.update, ["layer.0.attention.self.key"])
+    )
+    obstacle = Keyspan().obstacle(AttackSetting.of(seen, model))
     if obstacle is None:
         assert_exact(answer_of(model, seen), model, truth)
     else:
@@ -675,7 +679,7 @@ def test_a_model_is_refused_or_read(small, observe, family, layers):
     for task in (CLASSIFICATION,) if family == "bert" else (CLASSIFICATION, CAUSAL_LM):
         model = small(family, task, width=96, layers=layers)
         truth = observe(model, 2, max_length=LONG)
-        obstacle = Keyspan().obstacle(Setting.of(truth.seen, model))
+        obstacle = Keyspan().obstacle(AttackSetting.of(truth.seen, model))
         if family == "llama" or (task == CLASSIFICATION and layers == 1):
             assert obstacle is not None
         elif obstacle is None:
@@ -690,6 +694,6 @@ def test_real_minilm_is_read_from_its_first_attention_alone(assets, observe, tex
     truth = observe(model, texts[:4])
     assert_exact(answer_of(model, truth.seen), model, truth)
     query = ["layer.0.attention.self.query.weight"]
-    seen = replace(truth.seen, update=share(truth.seen.update, query))
+    seen = replace(truth.seen, update=partial_update(truth.seen.update, query))
     answer = answer_of(model, seen)
     assert sorted(answer.sequences) == scored(model, truth)
