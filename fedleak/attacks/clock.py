@@ -20,6 +20,6 @@ class Clock:
         self.rang |= up
         return up
 
-    def share(self, parts: int) -> "Clock":
+    def part(self, parts: int) -> "Clock":
         """Returns a clock for one of so many equal parts of the time that is left."""
         return Clock(None if self._end is None else (self._end - time.monotonic()) / parts)
