@@ -70,11 +70,15 @@ def tables(schema: Mapping[str, Any]) -> Iterator[str]:
     while waiting:
         path, name = waiting.pop(0)
         table = schema["$defs"][name]
-        below = {f"{path}.{key}": of for key, f in table["properties"].items() if (of := _table_of(f))}
-        fields = {k: f for k, f in table["properties"].items() if f"{path}.{k}" not in below}
+        fields, below = {}, []
+        for key, field in table["properties"].items():
+            if (of := _table_of(field)) is not None:
+                below.append((f"{path}.{key}", of))
+            else:
+                fields[key] = field
         yield f"### `[{path}]`\n\n{_about(table['description'])}\n"
         yield from _rows(fields, table.get("required", ()), path)
-        waiting = [*below.items(), *waiting]
+        waiting = [*below, *waiting]
 
 
 def plugins(table: str, kinds: Mapping[str, type]) -> Iterator[str]:
@@ -88,7 +92,8 @@ def plugins(table: str, kinds: Mapping[str, type]) -> Iterator[str]:
             key: {**field, "description": meanings(cls).get(key)}
             for key, field in schema.get("properties", {}).items()
         }
-        yield f"### `{kind}`\n\n{inspect.getdoc(cls).partition('\n')[0]}\n"
+        about = (cls.__doc__ or "").strip().splitlines()[0]
+        yield f"### `{kind}`\n\n{about}\n"
         if fields:
             yield from _rows(fields, schema.get("required", ()), kind)
         else:
@@ -112,7 +117,9 @@ def value(schema: Mapping[str, Any]) -> str:
         kinds = [value(one) for one in schema["anyOf"] if one.get("type") != "null"]
         return " or ".join(kinds)
     if "enum" in schema or "const" in schema:
-        return ", ".join(f"`{json.dumps(one)}`" for one in schema.get("enum", [schema.get("const")]))
+        return ", ".join(
+            f"`{json.dumps(one)}`" for one in schema.get("enum", [schema.get("const")])
+        )
     if schema["type"] == "array":
         items = value(schema["items"]) if schema.get("items") else "anything"
         some = ", not empty" if schema.get("minItems") else ""
@@ -153,7 +160,7 @@ def _rows(fields: Mapping[str, Any], required: Any, where: str) -> Iterator[str]
 
 def _row(key: str, values: str, default: str, meaning: str) -> str:
     cells = (f"`{key}`", values, default, " ".join(meaning.split()))
-    return f"| {' | '.join(cell.replace('|', '\\|') for cell in cells)} |"
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def _default(default: Any) -> str:
