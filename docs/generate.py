@@ -107,7 +107,9 @@ def meanings(cls: type) -> dict[str, str]:
         _, _, section = (inspect.cleandoc(base.__doc__ or "")).partition("Attributes:\n")
         entries = re.findall(r"^    (\w[\w, ]*): (.*(?:\n {6,}.*)*)", section, re.MULTILINE)
         for names, text in entries:
-            found |= dict.fromkeys(names.split(", "), " ".join(text.split()))
+            # A setting that is None in the code is one that a file leaves out.
+            text = re.sub(r"\bNone:", "left out:", " ".join(text.split()))
+            found |= dict.fromkeys(names.split(", "), re.sub(r"\. left", ". Left", text))
     return found
 
 
@@ -121,9 +123,9 @@ def value(schema: Mapping[str, Any]) -> str:
             f"`{json.dumps(one)}`" for one in schema.get("enum", [schema.get("const")])
         )
     if schema["type"] == "array":
-        items = value(schema["items"]) if schema.get("items") else "anything"
+        items = re.sub("^(whole number|number|text|table)", r"\1s", value(schema["items"]))
         some = ", not empty" if schema.get("minItems") else ""
-        return f"list of: {items}{some}"
+        return f"list of {items}{some}"
     words = {
         "integer": "whole number",
         "number": "number",
