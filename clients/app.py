@@ -1,6 +1,6 @@
 """The ClientApp. Training is the library's; this turns messages into calls and back.
 
-The order on the way out is train, defend, share, encode: `mods` wrap training from the inside out.
+The order on the way out is train, defend, select, encode: `mods` wrap training from the inside out.
 What a client finds out about its own defenses goes to a file beside the vault and to nobody else.
 """
 
@@ -8,16 +8,17 @@ from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from clients.client_context import client_of, protected, vault, workplace
-from clients.mods import defend, encode, report_errors, share
+from clients.mods import defend, encode, report_errors, select
 from clients.outgoing import Outgoing
 from fedleak import models
 from fedleak.federation import of_app
 from fedleak.rng import stream_seed
 from fedleak.store.run import Key
-from fedleak.training.local import local_update_, round_batch
+from fedleak.training.batches import round_batch
+from fedleak.training.local import local_update_
 from fedleak.truth import GroundTruth
 
-app = ClientApp(mods=[report_errors, encode, share, defend])
+app = ClientApp(mods=[report_errors, encode, select, defend])
 
 
 @app.query("identity")

@@ -10,10 +10,11 @@ from flwr.app import Context, Error, Message
 
 from clients.client_context import protected, vault, workplace
 from clients.outgoing import Outgoing
+from fedleak.config.sent_parameters import selected_parameters
 from fedleak.errors import FedleakError
 from fedleak.federation import of_app
 from fedleak.rng import stream
-from fedleak.training.local import share as share_parameters
+from fedleak.training.wire import partial_update
 
 Next = Callable[[Message, Context], Message]
 
@@ -44,13 +45,13 @@ def defend(message: Message, context: Context, call_next: Next) -> Message:
     return reply
 
 
-def share(message: Message, context: Context, call_next: Next) -> Message:
-    """Drops the parameters that clients do not send."""
+def select(message: Message, context: Context, call_next: Next) -> Message:
+    """Keeps of the update only the parameters that clients send."""
     reply = call_next(message, context)
     experiment, _ = of_app(context.run_config)
     if isinstance(reply, Outgoing) and experiment.update.share != "all":
         model, _ = workplace(experiment)  # that of training, not loaded again
-        reply.update = share_parameters(reply.update, experiment.shared(model))
+        reply.update = partial_update(reply.update, selected_parameters(experiment, model))
     return reply
 
 

@@ -6,7 +6,7 @@ from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 
 from fedleak.observation import ClientUpdate
 from fedleak.store.run import Key
-from fedleak.training.local import to_wire
+from fedleak.training.wire import to_wire
 
 
 class Outgoing(Message):

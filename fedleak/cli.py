@@ -31,7 +31,7 @@ from fedleak.errors import ConfigError, FedleakError
 from fedleak.sanitise import markup, printable
 
 if TYPE_CHECKING:
-    from fedleak.pipeline import Progress, UnderWay
+    from fedleak.dispatch.progress import RunProgress, UnderWay
 
 QUICKSTART = [
     Path(__file__).parents[1] / "experiments" / f"quickstart-{name}.toml"
@@ -97,13 +97,14 @@ def run(
     """
     from fedleak import pipeline
     from fedleak.audit import scoring
-    from fedleak.config.experiment import load
+    from fedleak.config.loading import load
     from fedleak.federation import run_folder
+    from fedleak.preparation import prepare
     from fedleak.report import tables
 
     with mended():
         experiments = [load(path, changes or ()) for path in files or QUICKSTART]
-        runs = [pipeline.prepare(each, run_folder(each.name), fresh=fresh) for each in experiments]
+        runs = [prepare(each, run_folder(each.name), fresh=fresh) for each in experiments]
         for experiment, at in zip(experiments, runs, strict=True):
             remark(at.info().get("remarks", ()))
             if (note := pipeline.disk_note(at, experiment)) is not None:
@@ -177,15 +178,17 @@ def attack(
     """
     from fedleak import pipeline
     from fedleak.audit import scoring
-    from fedleak.config.experiment import load
+    from fedleak.config.loading import load
+    from fedleak.dispatch.dispatcher import attack_captures, drop_failures
     from fedleak.federation import stored
+    from fedleak.preparation import refuse_purged
     from fedleak.report import tables
     from fedleak.store.run import Run
 
     with mended():
         at = Run(path)
         num_labels = at.info()["num_labels"]  # refuses a folder that is no run
-        pipeline.refuse_purged(at)
+        refuse_purged(at)
         stored(at)  # refuses one whose experiment is not what was run
         for change in changes or ():
             if change.split(".")[0].split("=")[0].strip() not in ("attack", "threat", "workers"):
@@ -196,9 +199,9 @@ def attack(
         pipeline.check_attacks(experiment, num_labels)
         with at.lock():
             if retry:
-                pipeline.drop_failures(at)
+                drop_failures(at)
             with progress() as show:
-                pipeline.attack_captures(at, experiment, no_more=lambda: True, report=show)
+                attack_captures(at, experiment, no_more=lambda: True, report=show)
             scored = scoring.score_run(at, [each.name for each in experiment.attacks])
         tables.print_run(at, scored, console, texts=texts)
         scoring.refuse_gaps(at)
@@ -251,7 +254,7 @@ def check_defense(
     Nothing is trained and no private text is used. A run checks its defenses by itself, too.
     """
     from fedleak.audit.defense_checks import check
-    from fedleak.config.experiment import load
+    from fedleak.config.loading import load
 
     with mended():
         experiment = load(file, changes or ())
@@ -453,7 +456,7 @@ def progress() -> Iterator[Callable[..., None]]:
             bars.add_task("attacks", total=None, left=""),
         )
 
-        def show(at: "Progress") -> None:
+        def show(at: "RunProgress") -> None:
             limits(at)
             known = at.seconds_left is not None and at.answers < at.answers_expected
             left = f"about {duration(at.seconds_left or 0)} left" if known else ""
@@ -479,7 +482,7 @@ class Lines:
         self._answers = answers
         self._rounds: int | None = None
 
-    def __call__(self, at: "Progress") -> None:
+    def __call__(self, at: "RunProgress") -> None:
         """Prints what is new."""
         from fedleak.forecast import WORTH_SAYING_SECONDS, duration
 

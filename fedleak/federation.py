@@ -11,14 +11,16 @@ from typing import Any
 import torch
 
 from fedleak import data, models, privacy
-from fedleak.config.experiment import Experiment, load, parse
+from fedleak.config.experiment import Experiment
+from fedleak.config.loading import load, parse
 from fedleak.defenses import Budget, Defense, measured
 from fedleak.errors import ConfigError, FedleakError
 from fedleak.models import CLASSIFICATION, LanguageModel
 from fedleak.observation import ClientUpdate
 from fedleak.privacy import Event
 from fedleak.store.run import EVERYONE, Key, Run
-from fedleak.training.local import LocalTraining, round_clients
+from fedleak.training.batches import round_clients
+from fedleak.training.settings import LocalTraining
 
 MOST_UNKNOWN = 0.5
 """Unknown tokens are all the same one, and finding it is finding nothing: above this share a figure
@@ -282,7 +284,7 @@ def expected_captures(experiment: Experiment) -> list[Key]:
 def captures_made(experiment: Experiment) -> list[Key]:
     """Returns the captures that a run makes, also those that it does not keep."""
     rounds = range(1, experiment.federation.rounds + 1)
-    if experiment.secure_sum:
+    if experiment.aggregator is not None:
         return [Key(round, EVERYONE) for round in rounds]
     return [
         Key(round, client) for round in rounds for client in clients_of_round(experiment, round)

@@ -5,11 +5,12 @@ from collections import Counter
 from pathlib import Path
 
 from fedleak.config.experiment import Experiment
+from fedleak.config.sent_parameters import selected_parameters
 from fedleak.errors import ConfigError
 from fedleak.federation import expected_captures
 from fedleak.models import LanguageModel
+from fedleak.models.parameter_selection import freezing
 from fedleak.store.run import EVERYONE
-from fedleak.training.local import freezing
 
 WORTH_SAYING_BYTES = 10**9
 WORTH_SAYING_SECONDS = 600.0
@@ -26,18 +27,18 @@ def bytes_kept(experiment: Experiment, model: LanguageModel) -> int:
         model: With its parameters' names and shapes; no weights are needed.
     """
     sizes = {name: _FLOAT * p.numel() for name, p in model.trained().items()}
-    shared = experiment.shared(model)
+    selected = selected_parameters(experiment, model)
     of_frozen: dict[frozenset[str], int] = {}
 
     def sent(client: int) -> int:
         if client == EVERYONE:
-            return sum(sizes[name] for name in shared)
+            return sum(sizes[name] for name in selected)
         frozen = experiment.local_training_of(client).frozen
         key = frozenset(frozen)
         if key not in of_frozen:
             with freezing(model, frozen):
                 trained = model.trained()
-            of_frozen[key] = sum(sizes[name] for name in shared if name in trained)
+            of_frozen[key] = sum(sizes[name] for name in selected if name in trained)
         return of_frozen[key]
 
     captures = Counter(key.client for key in expected_captures(experiment))

@@ -28,12 +28,14 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from fedleak import pipeline, processes
-from fedleak.config import experiment as config
-from fedleak.config.experiment import Experiment, WorkersTable
+from fedleak import pipeline, preparation, processes
+from fedleak.config import loading
+from fedleak.config.experiment import Experiment
+from fedleak.config.tables import WorkersTable
+from fedleak.dispatch.progress import RunProgress
 from fedleak.errors import ConfigError, FedleakError
 from fedleak.federation import run_folder
-from fedleak.pipeline import Plan, Progress
+from fedleak.preparation import Plan
 from fedleak.reconstruction import Status
 from fedleak.report.tables import INTERVALS, NOT_MEASURED, decimal, interval, number, warnings
 from fedleak.sanitise import markup, printable
@@ -102,7 +104,7 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Sweep:
     Raises:
         ConfigError: Anything about the file that is not right, with the cell that it is in.
     """
-    table = config.read(path, overrides)
+    table = loading.read(path, overrides)
     if "sweep" not in table:
         raise ConfigError(
             f"experiment file {str(path)!r} has no [sweep]: use `fedleak run {path}`, or add one, "
@@ -125,7 +127,7 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Sweep:
         if name in cells:
             raise ConfigError(f"sweep: two cells are called {name!r}: list each value once")
         with _naming(name):
-            cells[name] = Cell(name, values, config.parse(_filled(table, values)))
+            cells[name] = Cell(name, values, loading.parse(_filled(table, values)))
     return Sweep(next(iter(cells.values())).experiment.name, axes, tuple(cells.values()))
 
 
@@ -148,7 +150,7 @@ def prepare(sweep: Sweep, *, fresh: bool = False) -> dict[str, Plan]:
     for cell in sweep.cells:
         with _naming(cell.name):
             if fresh or not pipeline.finished(sweep.run(cell), cell.experiment):
-                plans[cell.name] = pipeline.plan(cell.experiment)
+                plans[cell.name] = preparation.plan(cell.experiment)
     if fresh and sweep.path.exists():
         folder = Run(sweep.path)
         with folder.lock():
@@ -159,7 +161,7 @@ def prepare(sweep: Sweep, *, fresh: bool = False) -> dict[str, Plan]:
 def carry_out(
     sweep: Sweep,
     plans: Mapping[str, Plan],
-    watch: Callable[[str], AbstractContextManager[Callable[[Progress], None]]],
+    watch: Callable[[str], AbstractContextManager[Callable[[RunProgress], None]]],
 ) -> dict[str, str]:
     """Runs the cells that are planned, one after the other, and keeps sweep.json up to date.
 
@@ -185,7 +187,7 @@ def carry_out(
                     hired.close()
                     hands = hired.enter_context(workers(devices(table.devices), table.time_limit))
                     hired_as = table
-                run = pipeline.open_run(plans[cell.name], sweep.run(cell).path)
+                run = preparation.open_run(plans[cell.name], sweep.run(cell).path)
                 with watch(cell.name) as report:
                     pipeline.carry_out(run, cell.experiment, report, hands)
             except Exception as error:  # noqa: BLE001 - the others can still be done
@@ -370,7 +372,7 @@ def _carry_out_alone(plan: Plan, path: Path, jobs: int, place: int) -> str | Non
     """Runs a cell in this process, with workers of its own; returns why it failed, if it did."""
     table = plan.experiment.workers
     try:
-        run = pipeline.open_run(plan, path)
+        run = preparation.open_run(plan, path)
         with workers(share(devices(table.devices), jobs, place), table.time_limit) as hands:
             pipeline.carry_out(run, plan.experiment, on=hands)
     except Exception as error:  # noqa: BLE001 - the others can still be done
@@ -411,7 +413,7 @@ def _filled(base: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any
     """Returns the tables of a cell."""
     tables = copy.deepcopy(dict(base))
     for key, value in values.items():
-        config.set_(tables, key, value, f"sweep.{key}")
+        loading.set_(tables, key, value, f"sweep.{key}")
     return tables
 
 

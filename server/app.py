@@ -7,7 +7,7 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid, ServerApp
 
-from fedleak import models, pipeline
+from fedleak import models, pipeline, preparation
 from fedleak.audit import scoring
 from fedleak.config.experiment import Experiment
 from fedleak.errors import FedleakError
@@ -39,7 +39,7 @@ def main(grid: Grid, context: Context) -> None:
     if not config["attack"]:
         federate(grid, experiment, run)
         return
-    run = pipeline.prepare(experiment, run.path)
+    run = preparation.prepare(experiment, run.path)
     with run.lock():
         with pipeline.under_way(run, experiment) as stop:
             federate(grid, experiment, run, stop)

@@ -10,7 +10,7 @@ from fedleak.errors import FedleakError
 from fedleak.observation import ClientUpdate, UpdateKind
 from fedleak.sanitise import printable
 from fedleak.store.run import Key
-from fedleak.training.local import from_wire
+from fedleak.training.wire import from_wire
 
 HALF = (torch.float16, torch.bfloat16)
 """What an update may be cast to on its way."""

@@ -7,12 +7,14 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
 from fedleak.config.experiment import Experiment
+from fedleak.config.sent_parameters import sent_by
+from fedleak.defenses import TrustedAggregator
 from fedleak.errors import FedleakError
 from fedleak.federation import clients_of_round
 from fedleak.models import LanguageModel
 from fedleak.observation import ClientUpdate, Knowledge, UpdateKind
 from fedleak.store.run import EVERYONE, Capture, Key, Run
-from fedleak.training.local import aggregate, mean_update
+from fedleak.training.aggregation import aggregate
 from server.replies import RefusedError, take_update, told
 
 NUM_ERRORS = 3
@@ -67,7 +69,7 @@ class CuriousServer(Strategy):
         experiment, key = self._experiment, Key(self._round, client)
         local = experiment.local_training
         parameters = self._model.parameters()
-        expected = {name: parameters[name] for name in experiment.sent_by(client, self._model)}
+        expected = {name: parameters[name] for name in sent_by(experiment, client, self._model)}
         of_fedsgd = local.kind == UpdateKind.GRADIENT
         most = local.batch_size if of_fedsgd else experiment.data.samples
         update = take_update(reply, key, local.kind, expected, most)
@@ -77,10 +79,10 @@ class CuriousServer(Strategy):
             dropout=local.dropout,
         )
         capture = Capture(key, update, knowledge)
-        if experiment.secure_sum:
-            self._run.hold(capture)
-        else:
+        if experiment.aggregator is None:
             self._run.write_capture(capture)
+        else:
+            self._run.hold(capture)
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -107,8 +109,8 @@ class CuriousServer(Strategy):
         round = server_round + self._offset
         clients = clients_of_round(self._experiment, round)
         self._check_all_answered(reply for reply in replies if reply.has_error())
-        if self._experiment.secure_sum:
-            self._reveal_sum(round, clients)
+        if self._experiment.aggregator is not None:
+            self._capture_combined(self._experiment.aggregator, round, clients)
             clients = [EVERYONE]
         updates = (self._run.read_capture(Key(round, client)).update for client in clients)
         rate = self._experiment.federation.learning_rate
@@ -133,8 +135,10 @@ class CuriousServer(Strategy):
     def summary(self) -> None:
         """Logs nothing: the run directory says it all."""
 
-    def _reveal_sum(self, round: int, clients: Sequence[int]) -> None:
-        """Captures the sum of what is held, and forgets what it is of."""
+    def _capture_combined(
+        self, aggregator: TrustedAggregator, round: int, clients: Sequence[int]
+    ) -> None:
+        """Captures what the aggregator makes of the updates held, and deletes them."""
         knowledge: list[Knowledge] = []
 
         def one_by_one() -> Iterator[ClientUpdate]:
@@ -143,11 +147,11 @@ class CuriousServer(Strategy):
                 knowledge.append(held.knowledge)
                 yield held.update
 
-        update = mean_update(one_by_one())
+        update = aggregator.combined(one_by_one())
         # Who has most examples made most steps.
         most = max(knowledge, key=lambda known: known.local_steps or 0)
         self._run.write_capture(Capture(Key(round, EVERYONE), update, most))
-        self._run.release()
+        self._run.drop_held()
 
     def _check_all_answered(self, failed: Iterable[Message]) -> None:
         """Fails the round unless each client's update is there and nothing else came."""

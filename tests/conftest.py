@@ -34,7 +34,8 @@ from fedleak import models
 from fedleak.models import CAUSAL_LM, CLASSIFICATION, LanguageModel, ModelSpec
 from fedleak.notes import notes
 from fedleak.observation import Knowledge, Observation, UpdateKind
-from fedleak.training.local import LocalTraining, local_update_
+from fedleak.training.local import local_update_
+from fedleak.training.settings import LocalTraining
 
 settings.register_profile("quick", max_examples=40, deadline=None, derandomize=True)
 settings.load_profile("quick")

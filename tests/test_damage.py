@@ -16,9 +16,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from fedleak import models, pipeline, sweep
+from fedleak import models, pipeline, preparation, sweep
 from fedleak.cli import app
-from fedleak.config.experiment import load
+from fedleak.config.loading import load
+from fedleak.dispatch import dispatcher
 from fedleak.errors import FedleakError
 from fedleak.store.run import Key, Run
 from fedleak.workers.process import work_together
@@ -75,7 +76,7 @@ def finished(tmp_path_factory):
     (folder / "small.toml").write_text(EXPERIMENT)
     experiment, umask = load(folder / "small.toml"), os.umask(0o022)
     try:
-        run = pipeline.prepare(experiment, folder / "runs" / "small")
+        run = preparation.prepare(experiment, folder / "runs" / "small")
         pipeline.carry_out(run, experiment, on=[Here()])
     finally:
         os.umask(umask)
@@ -87,7 +88,7 @@ def run(finished, tmp_path, monkeypatch):
     """A copy of the finished run, below the current folder; attacks run in this process."""
     shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(pipeline, "workers", lambda *_: nullcontext([Here()]))
+    monkeypatch.setattr(dispatcher, "workers", lambda *_: nullcontext([Here()]))
     return Run(tmp_path / "runs" / "small")
 
 

@@ -9,8 +9,8 @@ from pydantic import TypeAdapter, ValidationError
 from scipy.stats import binom, chi2, gamma, kstest
 from torch import nn
 
-from fedleak import defenses, pipeline
-from fedleak.config.experiment import parse
+from fedleak import defenses, preparation
+from fedleak.config.loading import parse
 from fedleak.defenses import Claims, measured
 from fedleak.defenses.cast import Cast
 from fedleak.defenses.clip import Clip
@@ -29,7 +29,7 @@ from fedleak.models.lora import Lora, adapt_
 from fedleak.observation import ClientUpdate, UpdateKind
 from fedleak.privacy import Event
 from fedleak.rng import stream
-from fedleak.training.local import LocalTraining, PrivateSteps
+from fedleak.training.settings import LocalTraining, PrivateSteps
 
 MADE = {
     "cast": Cast(dtype="bfloat16"),
@@ -212,7 +212,7 @@ def test_an_update_of_zeros_survives(kind):
     ("defense", "claims"),
     [
         (Cast(dtype="float16"), Claims()),
-        (SecureSum(), Claims()),
+        (SecureSum(), Claims(mean_of_clients=True)),
         (GaussianNoise(sigma=0.25), Claims(noise_scale=0.25)),
         (LaplaceNoise(scale=0.25), Claims(noise_scale=0.25 * math.sqrt(2))),
         (Clip(max_norm=3.0), Claims(max_norm=3.0)),
@@ -643,7 +643,7 @@ def test_what_adapters_leave_out_cannot_be_frozen(small):
 @pytest.mark.filterwarnings("ignore:Optimal order")
 def test_what_cannot_work_is_refused_before_anything_is_written(tmp_path, tables, says):
     with pytest.raises(ConfigError, match=says) as caught:
-        pipeline.prepare(parse(TABLE | tables), tmp_path / "run")
+        preparation.prepare(parse(TABLE | tables), tmp_path / "run")
     assert "\n" not in str(caught.value)
     assert not list(tmp_path.iterdir())
 

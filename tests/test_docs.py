@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from fedleak import sweep
 from fedleak.cli import QUICKSTART, app
-from fedleak.config.experiment import load
+from fedleak.config.loading import load
 from fedleak.metrics import intervals
 
 ROOT = Path(__file__).parents[1]

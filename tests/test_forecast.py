@@ -7,11 +7,11 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from fedleak import cli, forecast, pipeline
-from fedleak.config.experiment import parse
+from fedleak import cli, forecast, preparation
+from fedleak.config.loading import parse
+from fedleak.dispatch.progress import Finished, RunProgress
 from fedleak.errors import ConfigError
 from fedleak.federation import outline
-from fedleak.pipeline import Finished, Progress
 from fedleak.store.run import EVERYONE, Key
 from server import inline
 
@@ -42,7 +42,7 @@ TABLE = {
 )
 def test_bytes_are_those_of_the_tensors_of_a_run(tmp_path, changes):
     experiment = parse(TABLE | changes)
-    run = pipeline.prepare(experiment, tmp_path / "run")
+    run = preparation.prepare(experiment, tmp_path / "run")
     needed = forecast.bytes_kept(experiment, outline(experiment, 2))
     inline.train(run, experiment)
     kept = [run.read_capture(key).update.tensors for key in run.captures()]
@@ -53,20 +53,20 @@ def test_bytes_are_those_of_the_tensors_of_a_run(tmp_path, changes):
 def test_a_run_that_does_not_fit_is_refused_before_anything_is_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     experiment = parse(TABLE)
-    plan = pipeline.plan(experiment)
+    plan = preparation.plan(experiment)
     assert plan.disk > 10**6
     free = SimpleNamespace(free=plan.disk - 1)
     monkeypatch.setattr(forecast.shutil, "disk_usage", lambda path: free)
     with pytest.raises(ConfigError, match=r"needs 56 MB for captures and models, but only 56 MB "):
-        pipeline.open_run(plan, tmp_path / "runs" / "small")
+        preparation.open_run(plan, tmp_path / "runs" / "small")
     assert list(tmp_path.iterdir()) == []
     free.free = plan.disk
-    run = pipeline.open_run(plan, tmp_path / "runs" / "small")
+    run = preparation.open_run(plan, tmp_path / "runs" / "small")
     inline.train(run, experiment)
     free.free = 0  # what is there need not fit again
-    pipeline.open_run(plan, run.path)
+    preparation.open_run(plan, run.path)
     with pytest.raises(ConfigError, match="are free"):
-        pipeline.open_run(plan, run.path, fresh=True)
+        preparation.open_run(plan, run.path, fresh=True)
     assert run.exists()
 
 
@@ -95,7 +95,7 @@ def printed(monkeypatch):
 
 
 def at(answers=0, finished=(), captures=0, rounds=0, left=None, most=0.0, under_way=()):
-    return Progress(captures, 12, answers, 8, under_way, tuple(finished), rounds, 3, left, most)
+    return RunProgress(captures, 12, answers, 8, under_way, tuple(finished), rounds, 3, left, most)
 
 
 def test_without_a_terminal_there_is_a_line_per_answer_and_round(printed):

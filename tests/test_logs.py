@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from fedleak import cli, logs, pipeline, processes
+from fedleak import cli, logs, pipeline, preparation, processes
 from fedleak.audit import scoring
-from fedleak.config.experiment import parse
+from fedleak.config.loading import parse
+from fedleak.dispatch import dispatcher
 from fedleak.errors import FedleakError
 from fedleak.store.run import Run
 from fedleak.workers import answers
@@ -78,7 +79,7 @@ def test_each_command_is_in_the_log_which_only_its_owner_can_read(here):
 
 
 def test_an_unexpected_error_is_one_line_and_its_traceback_is_kept(here, monkeypatch):
-    monkeypatch.setattr(scoring, "knowledge", no_space)
+    monkeypatch.setattr(dispatcher, "knowledge", no_space)
     status, _, errors = call("run", "small.toml")
     assert status == 1
     assert errors.count("\n") == 1
@@ -119,9 +120,9 @@ def test_debug_shows_the_traceback_on_stderr(here, monkeypatch, error):
 
 
 def test_an_error_without_a_run_has_its_traceback_with_debug(here, monkeypatch):
-    from fedleak.config import experiment as config
+    from fedleak.config import loading
 
-    monkeypatch.setattr(config, "load", no_space)
+    monkeypatch.setattr(loading, "load", no_space)
     status, _, errors = call("run", "small.toml")
     assert (status, errors.count("\n")) == (1, 1)
     assert "`fedleak --debug" in errors
@@ -130,7 +131,7 @@ def test_an_error_without_a_run_has_its_traceback_with_debug(here, monkeypatch):
 
 def test_a_full_disk_does_not_hide_why_a_run_failed(here, monkeypatch):
     experiment = parse(json.loads(json.dumps(_table())))
-    run = pipeline.prepare(experiment, here / "run")
+    run = preparation.prepare(experiment, here / "run")
 
     def write(*_, **__):
         raise OSError(28, "No space left on device")
@@ -186,18 +187,18 @@ def test_a_try_that_failed_keeps_its_traceback_from_the_worker_process(here, mon
     found = {**attacks.kinds(), "hostile": hostile.Hostile}
     monkeypatch.setattr(attacks, "kinds", lambda: found)
     experiment = parse(_table() | {"attack": [{"kind": "hostile", "crash": True}]})
-    run = pipeline.prepare(experiment, here / "run")
+    run = preparation.prepare(experiment, here / "run")
     inline.train(run, experiment)
     with run.lock():
-        pipeline.attack_captures(run, experiment, no_more=lambda: True)
+        dispatcher.attack_captures(run, experiment, no_more=lambda: True)
     tries = run.rows("attempts.jsonl")
-    assert len(tries) == 2 * pipeline.TRIES
+    assert len(tries) == 2 * dispatcher.TRIES
     for one in tries:
         assert one["reason"] == "RuntimeError: crashed"
         assert "hostile.py" in one["traceback"]
         assert 'raise RuntimeError("crashed")' in one["traceback"]
     log = (run.path / "log.txt").read_text()
-    assert log.count("hostile failed on r0001-c00") == pipeline.TRIES
+    assert log.count("hostile failed on r0001-c00") == dispatcher.TRIES
     assert 'raise RuntimeError("crashed")' in log
 
 

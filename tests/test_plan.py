@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from fedleak import pipeline
-from fedleak.config.experiment import parse
+from fedleak import preparation
+from fedleak.config.loading import parse
 from fedleak.errors import ConfigError
 
 
@@ -26,7 +26,7 @@ def plan(tmp_path):
             } | data,
             "federation": {"clients": 2, "batch_size": 2},
         }  # fmt: skip
-        return pipeline.plan(parse(table))
+        return preparation.plan(parse(table))
 
     return make
 
@@ -60,7 +60,7 @@ def test_dropped_rows_and_batches_that_are_no_batches_are_said(plan):
     assert found.remarks == ("2 rows without text were dropped",)
     table = found.experiment.model_dump(mode="json")
     table["federation"]["batch_size"] = 500
-    (_, remark) = pipeline.plan(parse(table)).remarks
+    (_, remark) = preparation.plan(parse(table)).remarks
     assert "batch_size = 500" in remark
     assert "2 of 2 clients" in remark
     assert "4 examples" in remark
@@ -68,7 +68,7 @@ def test_dropped_rows_and_batches_that_are_no_batches_are_said(plan):
 
 def test_remarks_are_kept_in_the_run(plan, tmp_path):
     found = plan([*GOOD, ",1"], drop_empty=True)
-    run = pipeline.open_run(found, tmp_path / "run")
+    run = preparation.open_run(found, tmp_path / "run")
     assert run.info()["remarks"] == list(found.remarks)
 
 

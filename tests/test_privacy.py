@@ -8,7 +8,7 @@ from scipy.optimize import brentq
 from scipy.stats import norm
 
 from fedleak import federation, privacy
-from fedleak.config.experiment import parse
+from fedleak.config.loading import parse
 from fedleak.defenses import Budget
 from fedleak.defenses.dp_sgd import DpSgd
 from fedleak.defenses.local_dp import LocalDp
@@ -16,7 +16,8 @@ from fedleak.errors import ConfigError
 from fedleak.federation import clients_of_round, protection
 from fedleak.observation import UpdateKind
 from fedleak.privacy import Event, compose
-from fedleak.training.local import LocalTraining, round_clients
+from fedleak.training.batches import round_clients
+from fedleak.training.settings import LocalTraining
 
 STEP = Event(1.0, 0.05, 1, "example", "add or remove one", "Poisson")
 WHOLE = Event(4.0, 1.0, 1, "client", "replace one")

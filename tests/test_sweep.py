@@ -23,7 +23,8 @@ from typer.testing import CliRunner
 
 from fedleak import processes, sweep
 from fedleak.cli import app
-from fedleak.config.experiment import difference, load
+from fedleak.config.loading import load
+from fedleak.config.wording import difference
 from fedleak.errors import ConfigError
 from fedleak.report import figures
 from fedleak.store.run import Run

@@ -13,10 +13,12 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from fedleak import attacks, cli, defenses, models, pipeline
+from fedleak import attacks, cli, defenses, models, preparation
 from fedleak.attacks.analytic.probes import Probes
 from fedleak.audit import scoring
-from fedleak.config.experiment import NamedAttack, parse
+from fedleak.config.components import NamedAttack
+from fedleak.config.loading import parse
+from fedleak.dispatch import dispatcher
 from fedleak.errors import ConfigError
 from fedleak.observation import Knowledge, ThreatModel
 from fedleak.plugins import discover
@@ -49,7 +51,7 @@ def hostile():
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     experiment = parse(TABLE)
-    run = pipeline.prepare(experiment, tmp_path_factory.mktemp("trained") / "run")
+    run = preparation.prepare(experiment, tmp_path_factory.mktemp("trained") / "run")
     inline.train(run, experiment)
     return run
 
@@ -128,8 +130,8 @@ def test_a_run_with_hostile_attacks_is_attacked_scored_and_shown(run, hostile, m
     monkeypatch.setattr(attacks, "kinds", lambda: found)
     bad = [{"kind": "hostile", "name": f"bad-{i}", "answers": a} for i, a in enumerate(ANSWERS)]
     experiment = parse(TABLE | {"attack": bad})
-    monkeypatch.setattr(pipeline, "workers", lambda on, limit: _here())
-    pipeline.attack_captures(run, experiment, no_more=lambda: True)
+    monkeypatch.setattr(dispatcher, "workers", lambda on, limit: _here())
+    dispatcher.attack_captures(run, experiment, no_more=lambda: True)
     rows = run.rows("reconstructions.jsonl")
     assert len(rows) == 2 * (len(ANSWERS) + 1)
     assert {row["status"] for row in rows if row["attack"] != "probes"} == {"failed"}

@@ -24,7 +24,7 @@ from transformers import (
     GPT2LMHeadModel,
 )
 
-from fedleak import data, models
+from fedleak import data, models, preparation
 from fedleak.attacks import Attack, Progress
 from fedleak.attacks.matching.lamp import Lamp
 from fedleak.attacks.subspace.dager import Dager
@@ -32,7 +32,8 @@ from fedleak.attacks.subspace.keyspan import Keyspan
 from fedleak.models import CAUSAL_LM, CLASSIFICATION, LanguageModel, ModelSpec
 from fedleak.observation import Knowledge, Observation, UpdateKind
 from fedleak.rng import stream
-from fedleak.training.local import LocalTraining, local_update_
+from fedleak.training.local import local_update_
+from fedleak.training.settings import LocalTraining
 
 
 def machine(settings: Settings) -> Iterator[Figure]:
@@ -103,7 +104,7 @@ def workers(settings: Settings) -> Iterator[Figure]:
         AssertionError: Answers of an attack that proves what it says differ.
     """
     from fedleak import pipeline
-    from fedleak.config.experiment import load
+    from fedleak.config.loading import load
 
     small = ["federation.clients=2", "data.samples=8"] if settings.small else []
     answers: list[dict[tuple[Any, ...], dict[str, Any]]] = []
@@ -115,7 +116,7 @@ def workers(settings: Settings) -> Iterator[Figure]:
                 ROOT / "experiments/quickstart-bert.toml",
                 [f"workers.devices=[{on}]", "federation.rounds=1", "data.held_out=8", *small],
             )
-            run = pipeline.prepare(experiment, Path(folder, str(number)))
+            run = preparation.prepare(experiment, Path(folder, str(number)))
             begin = time.perf_counter()
             pipeline.carry_out(run, experiment)
             seconds.append(time.perf_counter() - begin)

@@ -38,7 +38,8 @@ from fedleak.models.lora import Lora, adapt_
 from fedleak.observation import UpdateKind
 from fedleak.rng import stream
 from fedleak.training import private_steps
-from fedleak.training.local import LocalTraining, PrivateSteps, local_update_
+from fedleak.training.local import local_update_
+from fedleak.training.settings import LocalTraining, PrivateSteps
 
 VOCABULARY, RANK = 30522, 8
 PLAIN, EXAMPLES, GHOST = "plain", "examples", "ghost"

@@ -47,7 +47,9 @@ from fedleak.models import CAUSAL_LM, CLASSIFICATION, LanguageModel, ModelSpec
 from fedleak.observation import Knowledge, Observation, UpdateKind
 from fedleak.reconstruction import Reconstruction
 from fedleak.rng import stream
-from fedleak.training import local as training
+from fedleak.training.local import local_update_
+from fedleak.training.settings import LocalTraining
+from fedleak.training.wire import partial_update
 
 MINILM, GPT2 = "minilm", "gpt2"
 QUERY = ["layer.0.attention.self.query.weight"]
@@ -161,7 +163,7 @@ def measure(
 ) -> Row:
     """Attacks batch after batch and scores the answers."""
     ids = data.tokenise(corpus.texts, model.encode, limit=model.max_length, max_length=None)
-    local = training.LocalTraining(UpdateKind.GRADIENT, size, 1, 1e-4, False)
+    local = LocalTraining(UpdateKind.GRADIENT, size, 1, 1e-4, False)
     attack: Any = case.attack
     bare = replace(attack, certify=False) if hasattr(attack, "certify") else None
     exact = bags = proved = 0
@@ -171,9 +173,9 @@ def measure(
     batches = min(batches, len(ids) // size)
     for batch in range(batches):
         at = slice(batch * size, (batch + 1) * size)
-        update = training.local_update_(model, ids[at], corpus.labels[at], local, seed=seed)
+        update = local_update_(model, ids[at], corpus.labels[at], local, seed=seed)
         if case.shared is not None:
-            update = training.share(update, case.shared)
+            update = partial_update(update, case.shared)
         seen = Observation(1, 0, update, Knowledge())
         if batch == 0 and model.device.type != "cpu":
             timed(attack, seen, model, seed, batch)  # the first call on a GPU loads its kernels

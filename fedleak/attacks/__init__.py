@@ -6,7 +6,8 @@ An attack is a frozen dataclass of its hyper-parameters with a `kind`, called as
 data, the metrics or the run directory (import-linter checks that), so whatever it scores, it
 got from the update and the facts it was granted. The first line of its docstring is what
 `fedleak list` prints. One that takes several observations at once is `Batched`. One that takes
-minutes, not seconds, has `slow = True`: the others go first.
+minutes, not seconds, has `slow = True`: the others go first. One that takes milliseconds and
+belongs to every run has `always = True`.
 """
 
 import sys
@@ -150,6 +151,11 @@ class Batched(Attack, Protocol):
 def is_slow(attack: Attack) -> bool:
     """Returns whether an attack takes minutes: it waits until the others have answered."""
     return bool(getattr(attack, "slow", False))
+
+
+def always_on() -> list[str]:
+    """Returns the kinds that are on in every run: cheap attacks with `always = True`."""
+    return sorted(kind for kind, attack in kinds().items() if getattr(attack, "always", False))
 
 
 @cache

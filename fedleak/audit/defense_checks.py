@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from fedleak import models, privacy
+from fedleak.config.checks import check_defenses
 from fedleak.config.experiment import Experiment
-from fedleak.defenses import Claims, Defense
-from fedleak.defenses.secure_sum import SecureSum
+from fedleak.config.sent_parameters import selected_parameters
+from fedleak.defenses import Claims, Defense, TrustedAggregator
 from fedleak.errors import FedleakError
 from fedleak.federation import Protection, divide, protection, read_data
 from fedleak.models import CLASSIFICATION, LanguageModel, pad
@@ -28,16 +29,11 @@ from fedleak.observation import ClientUpdate, UpdateKind
 from fedleak.privacy import Event
 from fedleak.rng import stream, stream_seed
 from fedleak.store.run import Run
-from fedleak.training.local import (
-    LocalTraining,
-    aggregate,
-    from_wire,
-    local_update_,
-    mean_update,
-    passes,
-    share,
-    to_wire,
-)
+from fedleak.training.aggregation import aggregate
+from fedleak.training.batches import passes
+from fedleak.training.local import local_update_
+from fedleak.training.settings import LocalTraining
+from fedleak.training.wire import from_wire, partial_update, to_wire
 
 EXAMPLES, TOKENS = 4, 8
 LOUD = 1e4
@@ -162,7 +158,7 @@ def check(experiment: Experiment) -> list[Finding]:
     """
     split = read_data(experiment)
     model = models.load(experiment.model_spec(len(split.train.label_names)))
-    experiment.check_defenses(model)
+    check_defenses(experiment, model)
     parts = divide(experiment, split, model).parts
     findings = []
     for number, placed in enumerate(experiment.defenses):
@@ -204,21 +200,8 @@ Test = tuple[str, bool, str]
 
 def _changes(bench: Bench) -> Iterator[Test]:
     """Tests that what is captured is not what was computed."""
-    if isinstance(bench.defense, SecureSum):
-        one, other = bench.sent(range(1)), bench.sent(range(1, EXAMPLES))
-        total = mean_update([one, other])
-        apart = [_distance(total, each) / _norm(each) for each in (one, other)]
-        right = {
-            name: (value * one.num_examples + other.tensors[name] * other.num_examples)
-            / (one.num_examples + other.num_examples)
-            for name, value in one.tensors.items()
-        }
-        off = _distance(total, replace(one, tensors=right)) / _norm(total)
-        yield (
-            "the capture is the weighted mean of two updates, and neither of them",
-            min(apart) > ROUNDING and off < ROUNDING,
-            f"{min(apart):.2g} of an update away from it, {off:.1g} from the mean",
-        )
+    if isinstance(bench.defense, TrustedAggregator):
+        yield from _combines(bench, bench.defense)
         return
     raw, sent = bench.raw(loud=True), bench.sent(loud=True)
     missing = raw.tensors.keys() - sent.tensors.keys()
@@ -232,6 +215,26 @@ def _changes(bench: Bench) -> Iterator[Test]:
         bool(missing) or moved > 0,
         f"by {moved:.2g} of its norm; {len(missing)} of {len(raw.tensors)} tensors are missing",
     )
+
+
+def _combines(bench: Bench, aggregator: TrustedAggregator) -> Iterator[Test]:
+    """Tests what is captured of two clients in place of their updates."""
+    one, other = bench.sent(range(1)), bench.sent(range(1, EXAMPLES))
+    total = aggregator.combined([one, other])
+    apart = min(_distance(total, each) / _norm(each) for each in (one, other))
+    yield (
+        "the capture is neither of two updates",
+        apart > ROUNDING,
+        f"{apart:.2g} of an update away from it",
+    )
+    if bench.claims.mean_of_clients:
+        mean = {
+            name: (value * one.num_examples + other.tensors[name] * other.num_examples)
+            / (one.num_examples + other.num_examples)
+            for name, value in one.tensors.items()
+        }
+        off = _distance(total, replace(one, tensors=mean)) / _norm(total)
+        yield "the capture is the weighted mean of two updates", off < ROUNDING, f"{off:.1g} off"
 
 
 def _keeps(bench: Bench) -> Iterator[Test]:
@@ -374,9 +377,9 @@ def _all_together(
     update = local_update_(model, sequences, labels, local, seed=experiment.seed)
     models.load_parameters_(model, before)
     update, _ = of_client.defend(update, lambda n: stream(experiment.seed, "check", n))
-    sent = share(update, experiment.shared(model))
+    sent = partial_update(update, selected_parameters(experiment, model))
     frozen = set(select(model, local.frozen, "parameters")) if local.frozen else set()
-    wanted = set(experiment.shared(model)) - frozen
+    wanted = set(selected_parameters(experiment, model)) - frozen
     yield Finding(
         "the update",
         "what is shared and trained is sent, and nothing else",

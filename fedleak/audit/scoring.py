@@ -16,6 +16,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from fedleak import models, privacy
+from fedleak.audit.vault import read_truth
 from fedleak.config.experiment import Experiment
 from fedleak.defenses.dp_sgd import DpSgd
 from fedleak.errors import CaptureError, FedleakError
@@ -25,7 +26,6 @@ from fedleak.metrics.matching import assign
 from fedleak.metrics.rouge import Rouge
 from fedleak.metrics.tokens import Overlap, overlap
 from fedleak.models import LanguageModel
-from fedleak.observation import Knowledge, ThreatModel
 from fedleak.privacy import Event, Spent
 from fedleak.reconstruction import Status
 from fedleak.rng import stream
@@ -123,83 +123,6 @@ class Scores:
     token_recall: float | None = None
     token_precision: float | None = None
     pairs: tuple[Pair, ...] = ()
-
-
-def knowledge(run: Run, key: Key, threat: ThreatModel) -> Knowledge:
-    """Returns what the attacker knows of a capture: the server's facts and the granted ones.
-
-    Raises:
-        FedleakError: A private fact is granted but the client wrote no truth.
-        CaptureError: The capture is damaged, or the truth is.
-    """
-    server = run.read_knowledge(key)
-    if not threat.knows:
-        return server
-    truth = read_truth(run, key)
-    if truth is None:
-        raise FedleakError(
-            f"threat.knows grants {', '.join(sorted(threat.knows))}, but the vault has no {key}: "
-            "run with the vault on, or grant nothing"
-        )
-    longest_first = sorted(
-        range(len(truth.sequences)), key=lambda i: len(truth.sequences[i]), reverse=True
-    )
-    private = Knowledge(
-        batch_size=truth.batch_size,
-        lengths=tuple(len(truth.sequences[i]) for i in longest_first),
-        labels=tuple(truth.labels[i] for i in longest_first) if truth.labels else None,
-        noise_scale=truth.noise_scale,
-    )
-    return threat.grant(server, private)
-
-
-def read_truth(run: Run, key: Key) -> GroundTruth | None:
-    """Opens the vault for one client and round, or for all of a round whose sum was captured.
-
-    Raises:
-        CaptureError: A file of the vault is damaged.
-    """
-    if key.client == EVERYONE:
-        return _together(run, key.round)
-    file = run.path / "vault" / f"{key}.json"
-    try:
-        value = run.read_truth(key)
-        truth = None if value is None else _TRUTH.validate_python(value)
-    except FedleakError as error:
-        raise CaptureError(str(error)) from error
-    except ValidationError as error:
-        raise CaptureError(f"{file} is damaged (it is no private batch)") from error
-    if truth is not None and key != (truth.round, truth.client):
-        raise CaptureError(f"{file} is damaged (it is of another round or client)")
-    return truth
-
-
-_TRUTH = TypeAdapter(GroundTruth)
-
-
-def _together(run: Run, round: int) -> GroundTruth | None:
-    """Returns the batches of all clients of a round as one; None if any of them is missing."""
-    experiment = stored(run)
-    clients = clients_of_round(experiment, round)
-    found = [read_truth(run, Key(round, client)) for client in clients]
-    truths = [truth for truth in found if truth is not None]
-    if len(truths) < len(clients):
-        return None
-    # As the server weighs them: of FedSGD a client reports the size that it expects.
-    of_fedsgd = experiment.federation.algorithm == "fedsgd"
-    weights = [truth.batch_size if of_fedsgd else len(truth.sequences) for truth in truths]
-    scales = [
-        w * (truth.noise_scale or 0.0) / sum(weights)
-        for w, truth in zip(weights, truths, strict=True)
-    ]
-    return GroundTruth(
-        round,
-        EVERYONE,
-        tuple(chain.from_iterable(truth.sequences for truth in truths)),
-        tuple(chain.from_iterable(truth.labels for truth in truths)),
-        sum(truth.batch_size for truth in truths),
-        math.hypot(*scales) if any(scales) else None,
-    )
 
 
 def score_sequences(

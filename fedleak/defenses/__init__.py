@@ -1,15 +1,16 @@
 """What a client does so that its update says less: one file per defense.
 
 A defense is a frozen dataclass of its settings with a `kind`, and overrides what it has to do with:
-how the client trains (`training`), what becomes of its update (the call), what that claims
-(`claims`, which `fedleak.audit.defense_checks` tests) and what it guarantees (`event`). It returns
-new values and never changes those it got. Its fields carry their bounds as
-`Annotated[float, Field(gt=0)]`; the first line of its docstring is what `fedleak list` prints.
+how the client trains (`training`), what becomes of its update (the call), what it claims about the
+update (`claims`, which `fedleak.audit.defense_checks` tests) and what it guarantees (`event`). A
+defense that decides what the server sees of a round is a `TrustedAggregator`. Defenses return new
+values and never change their arguments. Their fields carry bounds as
+`Annotated[float, Field(gt=0)]`; `fedleak list` prints the first line of the docstring.
 """
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import ClassVar
@@ -20,7 +21,7 @@ from fedleak.models import LanguageModel
 from fedleak.observation import ClientUpdate
 from fedleak.plugins import discover
 from fedleak.privacy import Accountant, Event
-from fedleak.training.local import LocalTraining
+from fedleak.training.settings import LocalTraining
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Claims:
         zeros: Share of the numbers that are zero afterwards, at least.
         levels: Different numbers in a tensor, at most.
         absent: Patterns of parameters that are not in it.
+        mean_of_clients: What the server sees is the clients' mean, weighted by examples.
     """
 
     noise_scale: float | None = None
@@ -44,6 +46,7 @@ class Claims:
     zeros: float | None = None
     levels: int | None = None
     absent: tuple[str, ...] = ()
+    mean_of_clients: bool = False
 
 
 @dataclass(frozen=True)
@@ -63,9 +66,17 @@ class Budget:
 
 
 class Defense:
-    """What every defense has; by itself it does nothing."""
+    """What every defense has; by itself it does nothing.
+
+    Attributes:
+        kind: Its name in experiment files.
+        exclusive: Why a client can use only one defense with this reason; None: it can use several.
+        reports_training: Whether the figures that a client's training reports are about it.
+    """
 
     kind: ClassVar[str]
+    exclusive: ClassVar[str | None] = None
+    reports_training: ClassVar[bool] = False
 
     def solved(self, local: LocalTraining, budget: Budget) -> "Defense":
         """Returns the defense with its noise worked out, where an epsilon was given instead.
@@ -94,6 +105,24 @@ class Defense:
     def obstacle(self, local: LocalTraining, model: LanguageModel) -> str | None:
         """Returns why it cannot be used on this model, and what to do; None if it can."""
         return None
+
+
+class TrustedAggregator(Defense):
+    """A defense between the clients and the server, used by all clients.
+
+    The updates of a round are held until all have come. The server then sees one update, which
+    `combined` makes of them, and no client's own.
+    """
+
+    exclusive: ClassVar[str | None] = "the server sees one update of a round"
+
+    def combined(self, updates: Iterable[ClientUpdate]) -> ClientUpdate:
+        """Returns the update that the server sees.
+
+        Args:
+            updates: Of a round's clients in order, as they were sent; one in memory at a time.
+        """
+        raise NotImplementedError
 
 
 @cache

@@ -13,7 +13,8 @@ from fedleak.errors import ConfigError
 from fedleak.models import LanguageModel
 from fedleak.observation import UpdateKind
 from fedleak.privacy import Epsilon, Event, Noise
-from fedleak.training.local import LocalTraining, PrivateSteps, passes
+from fedleak.training.batches import passes
+from fedleak.training.settings import LocalTraining, PrivateSteps
 
 Finite = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
@@ -35,6 +36,8 @@ class DpSgd(Defense):
     """
 
     kind: ClassVar[str] = "dp_sgd"
+    exclusive: ClassVar[str | None] = "a step has one"
+    reports_training: ClassVar[bool] = True
     noise_multiplier: Noise | None = None
     epsilon: Epsilon | None = None
     max_grad_norm: Finite = 1.0

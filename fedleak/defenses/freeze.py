@@ -9,7 +9,7 @@ from fedleak.defenses import Claims, Defense
 from fedleak.errors import ConfigError
 from fedleak.models import LanguageModel
 from fedleak.models.parameter_selection import select
-from fedleak.training.local import LocalTraining
+from fedleak.training.settings import LocalTraining
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from fedleak.defenses.clip import clipped
 from fedleak.errors import ConfigError
 from fedleak.observation import ClientUpdate
 from fedleak.privacy import Epsilon, Event, Noise
-from fedleak.training.local import LocalTraining
+from fedleak.training.settings import LocalTraining
 
 Finite = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 

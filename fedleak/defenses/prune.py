@@ -8,7 +8,7 @@ from pydantic import Field
 
 from fedleak.defenses import Claims, Defense
 from fedleak.observation import ClientUpdate
-from fedleak.training.local import LocalTraining
+from fedleak.training.settings import LocalTraining
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import torch
 
 from fedleak.defenses import Claims, Defense
 from fedleak.observation import ClientUpdate
-from fedleak.training.local import LocalTraining
+from fedleak.training.settings import LocalTraining
 
 
 @dataclass(frozen=True)

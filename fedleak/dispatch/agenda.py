@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from fedleak.attacks import Batched, is_slow
-from fedleak.config.experiment import NamedAttack
+from fedleak.config.components import NamedAttack
 from fedleak.store.run import Key, Run
 
 LOOKS = 100

@@ -10,7 +10,8 @@ Departs from the authors' code, whose selector of p finds the attention output m
 """
 
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 
 from fedleak.errors import ConfigError
@@ -121,3 +122,17 @@ def _in_layer(
             f"{[one + number for one in together]}, or {pattern!r}"
         )
     return [name for weight in weights for name in (weight, lora_a(weight), lora_b(weight))]
+
+
+@contextmanager
+def freezing(model: LanguageModel, patterns: Sequence[str]) -> Iterator[None]:
+    """Leaves parameters out of what is trained, within the block."""
+    trained = model.trained()
+    frozen = [trained[name] for name in select(model, patterns, "freeze.parameters")]
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(True)

@@ -216,7 +216,7 @@ class Run:
         return _keys(self.path / "captures", ".safetensors")
 
     def hold(self, capture: Capture) -> None:
-        """Keeps an update out of the server's sight, until the round's sum is made."""
+        """Keeps an update out of the server's sight, until all of the round are combined."""
         self._write_capture(_held(capture.key), capture)
 
     def held(self, key: Key) -> Capture:
@@ -227,7 +227,7 @@ class Run:
         """
         return self._read_capture(_held(key), key)
 
-    def release(self) -> None:
+    def drop_held(self) -> None:
         """Deletes what is held."""
         shutil.rmtree(self.path / "held", ignore_errors=True)
 

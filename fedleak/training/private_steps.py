@@ -32,7 +32,7 @@ from transformers.pytorch_utils import Conv1D
 from fedleak.models import LanguageModel, example_losses, pad
 from fedleak.observation import ClientUpdate, UpdateKind
 from fedleak.rng import stream
-from fedleak.training.local import LocalTraining, PrivateSteps, Report
+from fedleak.training.settings import LocalTraining, PrivateSteps, Report
 
 Batch = tuple[Sequence[Sequence[int]], Sequence[int]]
 """Token ids and class of each example."""
@@ -52,7 +52,7 @@ def _conv1d_gradients(
 register_norm_sampler(Conv1D)(compute_linear_norm_sample)
 
 
-def local_update_(
+def private_update_(
     model: LanguageModel,
     sequences: Sequence[Sequence[int]],
     labels: Sequence[int],

@@ -30,7 +30,7 @@ import torch
 
 from fedleak import models
 from fedleak.attacks import Attack, Batched, Progress, Report, Setting
-from fedleak.config.experiment import NamedAttack
+from fedleak.config.components import NamedAttack
 from fedleak.errors import CaptureError
 from fedleak.models import LanguageModel, ModelSpec
 from fedleak.observation import Knowledge, Observation, ThreatModel

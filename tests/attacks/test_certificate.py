@@ -11,7 +11,7 @@ from fedleak.attacks.clock import Clock
 from fedleak.models import CAUSAL_LM, CLASS_LOSSES, CLASSIFICATION, pad
 from fedleak.observation import Knowledge, UpdateKind
 from fedleak.rng import stream
-from fedleak.training.local import share
+from fedleak.training.wire import partial_update
 
 ENDLESS = Clock(None)
 KINDS = [("bert", CLASSIFICATION), ("gpt2", CLASSIFICATION), ("llama", CLASSIFICATION)]
@@ -338,7 +338,9 @@ def test_only_the_right_batch_of_next_token_training_is_verified(small, observe,
 def test_a_part_of_an_update_is_verified_by_what_it_holds(small, observe, family, task):
     model = small(family, task, width=48)
     truth = observe(model, TEXTS, [0, 2, 1])
-    seen = replace(truth.seen, update=share(truth.seen.update, ["query", "c_attn", "q_proj"]))
+    seen = replace(
+        truth.seen, update=partial_update(truth.seen.update, ["query", "c_attn", "q_proj"])
+    )
     right = counted(model, truth)
     assert certificate.verify(model, right, seen).verified
     for spoil in (swapped, flipped):

@@ -20,7 +20,7 @@ from fedleak.models import CAUSAL_LM, CLASSIFICATION
 from fedleak.observation import ClientUpdate, Knowledge, Observation, UpdateKind
 from fedleak.reconstruction import Reconstruction, Status
 from fedleak.rng import stream
-from fedleak.training.local import share
+from fedleak.training.wire import partial_update
 
 QUICK = {
     "dlg": {"steps": 2, "starts": 1, "shapes": 3},
@@ -185,7 +185,7 @@ def test_facts_that_it_does_not_use_change_nothing(attack, model, observe):
 )
 def test_a_part_of_an_update_is_refused_by_its_key_or_answered(attack, model, observe, patterns):
     seen = observe(model, 2, max_length=6).seen
-    run(attack, replace(seen, update=share(seen.update, patterns)), model)
+    run(attack, replace(seen, update=partial_update(seen.update, patterns)), model)
 
 
 @granted_to(*attacks.kinds())

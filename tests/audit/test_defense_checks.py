@@ -11,10 +11,10 @@ from flwr.app import Context, RecordDict
 from typer.testing import CliRunner
 
 from clients.app import app as client_app
-from fedleak import defenses, pipeline
+from fedleak import defenses, pipeline, preparation
 from fedleak.audit import defense_checks, scoring
 from fedleak.cli import app
-from fedleak.config.experiment import parse
+from fedleak.config.loading import parse
 from fedleak.defenses.cast import Cast
 from fedleak.defenses.clip import Clip
 from fedleak.defenses.dp_sgd import DpSgd
@@ -25,7 +25,9 @@ from fedleak.defenses.local_dp import LocalDp
 from fedleak.defenses.mask import Mask
 from fedleak.defenses.prune import Prune
 from fedleak.defenses.quantize import Quantize
+from fedleak.defenses.secure_sum import SecureSum
 from fedleak.defenses.sign import Sign
+from fedleak.dispatch import dispatcher
 from fedleak.errors import ConfigError, FedleakError
 from fedleak.federation import Protection
 from fedleak.privacy import Event
@@ -108,12 +110,10 @@ def test_every_defense_does_what_it_says(model, algorithm):
     for number, each in enumerate(ALL):
         first, *others = claims[number]
         if each is SECURE_SUM:
-            assert "weighted mean" in first
+            assert "neither of two" in first
         else:
             assert first == DIFFERS
-        assert len(others) == {"dp_sgd": 3, "local_dp": 3, "cast": 0, "secure_sum": 0}.get(
-            each["kind"], 1
-        )
+        assert len(others) == {"dp_sgd": 3, "local_dp": 3, "cast": 0}.get(each["kind"], 1)
     assert [f.claim for f in findings if f.defense == "the update"] == [
         "what is shared and trained is sent, and nothing else",
         "the global weights move, and stay finite",
@@ -303,11 +303,11 @@ def no_cast(patch):
 
 
 def a_sum_that_is_the_last(patch):
-    def mean_update(updates):
+    def combined(self, updates):
         *_, last = updates
         return last
 
-    patch.setattr(defense_checks, "mean_update", mean_update)
+    patch.setattr(SecureSum, "combined", combined)
 
 
 NOISE = "the noise has standard deviation"
@@ -333,7 +333,7 @@ BROKEN = [
     (QUANTIZE, one_bit_too_many, ["no more than 15 numbers a tensor"]),
     (SIGN, sizes_beside_signs, ["no more than 3 numbers a tensor"]),
     (CAST, no_cast, [DIFFERS]),
-    (SECURE_SUM, a_sum_that_is_the_last, ["weighted mean"]),
+    (SECURE_SUM, a_sum_that_is_the_last, ["neither of two", "weighted mean"]),
 ]
 
 
@@ -386,10 +386,10 @@ def never(*args, **kwargs):
 def test_a_run_with_a_broken_defense_trains_nothing(tmp_path, monkeypatch, table, break_it):
     break_it(monkeypatch)
     experiment = experiment_of(CLIP, table)
-    run = pipeline.prepare(experiment, tmp_path / "run")
+    run = preparation.prepare(experiment, tmp_path / "run")
     with monkeypatch.context() as patch:
         patch.setattr("clients.app.local_update_", never)
-        patch.setattr(pipeline, "attacking", never)
+        patch.setattr(dispatcher, "attacking", never)
         with pytest.raises(FedleakError) as caught:
             pipeline.carry_out(run, experiment)
     message = str(caught.value)
@@ -424,7 +424,7 @@ def test_flwr_run_refuses_a_broken_defense_too(tmp_path, monkeypatch):
     table = experiment_of(MASK, data=TABLE["data"] | {"samples": 4}).model_dump(mode="json")
     file.write_text(json.dumps({"experiment": table}))
     config = {"experiment": str(file), "run-dir": str(tmp_path / "run"), "attack": True}
-    monkeypatch.setattr(pipeline, "attacking", lambda run, experiment: nullcontext())
+    monkeypatch.setattr(dispatcher, "attacking", lambda run, experiment: nullcontext())
     monkeypatch.setattr(scoring, "score_run", lambda run: [])
     grid = InlineGrid(client_app, 2, config)
     with pytest.raises(FedleakError, match="fails its check"):

@@ -14,8 +14,10 @@ from rouge_score.rouge_scorer import RougeScorer
 
 from fedleak.attacks.analytic.probes import Probes
 from fedleak.audit import scoring
-from fedleak.audit.scoring import LeakageRow, guess, knowledge, score_run, score_sequences
-from fedleak.config.experiment import NamedAttack, parse
+from fedleak.audit.grants import knowledge
+from fedleak.audit.scoring import LeakageRow, guess, score_run, score_sequences
+from fedleak.config.components import NamedAttack
+from fedleak.config.loading import parse
 from fedleak.errors import FedleakError
 from fedleak.metrics.rouge import rouge
 from fedleak.models import CLASSIFICATION, ModelSpec

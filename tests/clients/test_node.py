@@ -10,8 +10,8 @@ from clients.app import app as client_app
 from clients.app import identity
 from clients.client_context import vault
 from clients.mods import public
-from fedleak import pipeline
-from fedleak.config.experiment import parse
+from fedleak import preparation
+from fedleak.config.loading import parse
 from fedleak.errors import ConfigError, FedleakError
 from fedleak.store.run import Run
 from server.inline import InlineGrid
@@ -31,7 +31,7 @@ def answer(tmp_path, bert_tiny):
     """Sends the model to the client 1 of a node and returns its reply."""
 
     def ask(node_folder=None, **submitted):
-        run = pipeline.prepare(parse(TABLE), tmp_path / "server" / "run")
+        run = preparation.prepare(parse(TABLE), tmp_path / "server" / "run")
         config = {
             "experiment": str(run.path / "run.json"),
             "run-dir": str(run.path),
@@ -170,6 +170,6 @@ def test_the_system_s_words_for_an_error_travel_and_its_file_does_not(tmp_path, 
     with pytest.raises(FedleakError) as caught:
         Run(tmp_path).write_json("a.json", {})
     found = public(caught.value)
-    assert found.startswith("FedleakError (No space left on device) in fedleak.store:")
+    assert found.startswith("FedleakError (No space left on device) in fedleak.store.run:")
     assert SECRET not in found
     assert str(tmp_path) not in found

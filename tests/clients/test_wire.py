@@ -8,12 +8,13 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.common.serde import recorddict_to_proto
 
 from clients.app import app as client_app
-from fedleak import models, pipeline
-from fedleak.config.experiment import parse
+from fedleak import models, preparation
+from fedleak.config.loading import parse
 from fedleak.models.parameter_selection import matching
 from fedleak.rng import stream_seed
 from fedleak.store.run import Key
-from fedleak.training.local import from_wire, local_update_
+from fedleak.training.local import local_update_
+from fedleak.training.wire import from_wire
 from server.inline import InlineGrid
 
 TABLE = {
@@ -35,7 +36,7 @@ def reply_of(tmp_path, bert_tiny):
         spec = experiment.model_spec(2)
         model = models.load(spec) if "model" in tables else bert_tiny
         name = f"run{len(list(tmp_path.iterdir()))}"
-        run = pipeline.prepare(experiment, tmp_path / name)
+        run = preparation.prepare(experiment, tmp_path / name)
         config = {
             "experiment": str(run.path / "run.json"),
             "run-dir": str(run.path),

@@ -10,7 +10,10 @@ from fedleak import sweep
 from fedleak.attacks.analytic.probes import Probes
 from fedleak.attacks.matching.dlg import Dlg
 from fedleak.attacks.subspace.dager import Dager
-from fedleak.config.experiment import difference, load, parse
+from fedleak.config.checks import check_attacks
+from fedleak.config.loading import load, parse
+from fedleak.config.sent_parameters import captured_parameters
+from fedleak.config.wording import difference
 from fedleak.defenses.gaussian_noise import GaussianNoise
 from fedleak.errors import ConfigError, FedleakError, unknown
 from fedleak.federation import outline
@@ -246,7 +249,7 @@ CANNOT_WORK = [
 def test_an_attack_that_cannot_work_is_refused_with_what_would_mend_it(tables, words):
     experiment = parse(table_of(**tables))
     with pytest.raises(ConfigError) as caught:
-        experiment.check_attacks(outline(experiment, 2))
+        check_attacks(experiment, outline(experiment, 2))
     assert [word for word in words if word not in str(caught.value)] == []
     assert "\n" not in str(caught.value)
 
@@ -275,7 +278,7 @@ def test_an_attack_that_cannot_work_is_refused_with_what_would_mend_it(tables, w
 )
 def test_an_attack_that_can_work_is_let_through(tables):
     experiment = parse(table_of(**tables))
-    experiment.check_attacks(outline(experiment, 2))
+    check_attacks(experiment, outline(experiment, 2))
 
 
 # --- files and overrides --------------------------------------------------------------------
@@ -384,7 +387,7 @@ def test_variables_of_the_environment_are_filled_in(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "path", sorted((Path(__file__).parents[1] / "experiments").glob("*.toml")), ids=lambda p: p.stem
+    "path", sorted((Path(__file__).parents[2] / "experiments").glob("*.toml")), ids=lambda p: p.stem
 )
 def test_the_experiments_of_this_repository_are_right(path, monkeypatch):
     monkeypatch.setenv("FEDLEAK_ASSETS", "/assets")
@@ -430,7 +433,7 @@ knows = ["labels", "lengths", "batch_size"]
 kind = "dlg"
 steps = 100
 [workers]
-engine = "local"
+time_limit = 3600.0
 [audit]
 controls = true
 """
@@ -523,12 +526,12 @@ def test_an_attack_that_works_on_some_clients_is_not_refused():
     freeze = {"kind": "freeze", "parameters": ["q1", "q2"], "clients": [1]}
     experiment = parse(table_of(attack=[{"kind": "dager"}], defense=[freeze]))
     model = outline(experiment, 2)
-    experiment.check_attacks(model)
-    whole, less = experiment.sent(model)
+    check_attacks(experiment, model)
+    whole, less = captured_parameters(experiment, model)
     assert whole == set(model.trained())
     assert len(whole - less) == 2
     together = parse(table_of(defense=[freeze, {"kind": "secure_sum"}]))
-    assert together.sent(model) == [whole]
+    assert captured_parameters(together, model) == [whole]
     assert all(parameter.requires_grad for parameter in model.module.parameters())
 
 
@@ -536,7 +539,7 @@ def test_what_attacks_bring_along_is_checked_once_before_anything_runs(monkeypat
     experiment = parse(table_of(attack=[{"kind": "dlg", "name": "mine"}]))
     model, checked = outline(experiment, 2), []
     monkeypatch.setattr(Dlg, "check_equipment", lambda attack: checked.append(attack))
-    experiment.check_attacks(model)
+    check_attacks(experiment, model)
     assert checked == [Dlg()]
 
     def refuse(attack):
@@ -544,4 +547,4 @@ def test_what_attacks_bring_along_is_checked_once_before_anything_runs(monkeypat
 
     monkeypatch.setattr(Dlg, "check_equipment", refuse)
     with pytest.raises(ConfigError, match=r"^attack 'mine': its dictionary is gone: bring"):
-        experiment.check_attacks(model)
+        check_attacks(experiment, model)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedleak import data
-from fedleak.config.experiment import parse
+from fedleak.config.loading import parse
 from fedleak.errors import ConfigError
 from fedleak.federation import read_data
 

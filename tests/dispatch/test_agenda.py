@@ -7,11 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from fedleak import pipeline
+from fedleak import pipeline, preparation
 from fedleak.attacks import is_slow, kinds
-from fedleak.config.experiment import NamedAttack, parse
+from fedleak.config.components import NamedAttack
+from fedleak.config.loading import parse
+from fedleak.dispatch import dispatcher
 from fedleak.dispatch.agenda import LOOKS, Agenda, Arrivals, groups
-from fedleak.pipeline import Pace
+from fedleak.dispatch.progress import Pace
 from fedleak.reconstruction import Reconstruction, Status
 from fedleak.store.run import Key, Run
 from fedleak.workers.process import row
@@ -141,7 +143,7 @@ def test_groups_are_of_one_round_and_in_order():
 def test_a_worker_is_left_for_quick_attacks_while_some_are_to_come(busy, free, left, may):
     of = [SimpleNamespace(jobs=(SimpleNamespace(attack=each),)) for each in busy]
     of += [SimpleNamespace(jobs=())] * free
-    assert pipeline._slow_may(of, SimpleNamespace(quick_left=left)) == may
+    assert dispatcher._slow_may(of, SimpleNamespace(quick_left=left)) == may
 
 
 # --- what has come ------------------------------------------------------------------------------
@@ -240,7 +242,7 @@ def many_rounds(tmp_path):
             "utility": {"rounds": []},
         }
     )
-    return pipeline.prepare(experiment, tmp_path / "run"), experiment
+    return preparation.prepare(experiment, tmp_path / "run"), experiment
 
 
 def test_training_stops_in_the_round_in_which_the_dispatcher_dies(many_rounds, monkeypatch):
@@ -259,7 +261,7 @@ def test_training_stops_in_the_round_in_which_the_dispatcher_dies(many_rounds, m
             pass
         return reply
 
-    monkeypatch.setattr(pipeline, "attack_captures", dies)
+    monkeypatch.setattr(dispatcher, "attack_captures", dies)
     monkeypatch.setattr(inline.InlineGrid, "_answer", answer_after_that)
     with pytest.raises(OSError, match="No space left on device"):
         pipeline.carry_out(run, experiment)
@@ -269,8 +271,8 @@ def test_training_stops_in_the_round_in_which_the_dispatcher_dies(many_rounds, m
 
 def test_an_error_of_training_is_its_own(many_rounds, monkeypatch):
     run, experiment = many_rounds
-    monkeypatch.setattr(pipeline, "attack_captures", lambda *_, **__: None)
-    with pytest.raises(ZeroDivisionError), pipeline.attacking(run, experiment):
+    monkeypatch.setattr(dispatcher, "attack_captures", lambda *_, **__: None)
+    with pytest.raises(ZeroDivisionError), dispatcher.attacking(run, experiment):
         raise ZeroDivisionError
 
 
@@ -291,7 +293,7 @@ def test_a_poll_with_nothing_new_reads_and_lists_nothing(many_rounds, monkeypatc
             return _method(*args, **kwargs)
 
         monkeypatch.setattr(Run, name, counted)
-    monkeypatch.setattr(pipeline, "POLL_SECONDS", 0.0)
+    monkeypatch.setattr(dispatcher, "POLL_SECONDS", 0.0)
 
     def stop():
         polls.append(dict(calls))
@@ -299,7 +301,7 @@ def test_a_poll_with_nothing_new_reads_and_lists_nothing(many_rounds, monkeypatc
 
     (run.path / "models").mkdir()
     (run.path / "models" / "r0001.safetensors").write_bytes(b"")
-    pipeline.attack_captures(run, experiment, no_more=lambda: False, stop=stop, on=[])
+    dispatcher.attack_captures(run, experiment, no_more=lambda: False, stop=stop, on=[])
     assert polls[0] == polls[-1]
 
 

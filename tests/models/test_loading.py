@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassification, LlamaModel
 
-from fedleak import models, pipeline
-from fedleak.config.experiment import parse
+from fedleak import models, preparation
+from fedleak.config.loading import parse
 from fedleak.errors import ConfigError
 from fedleak.models import CAUSAL_LM, CLASSIFICATION, ModelSpec, builtin
 
@@ -130,7 +130,7 @@ def test_a_folder_that_is_no_whole_model_is_refused_when_it_is_planned(
         }
     )
     with pytest.raises(ConfigError) as caught:
-        pipeline.plan(experiment)
+        preparation.plan(experiment)
     assert [w for w in [*words, str(tmp_path / "model")] if w not in str(caught.value)] == []
     assert "\n" not in str(caught.value)
 

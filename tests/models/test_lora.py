@@ -12,7 +12,8 @@ from fedleak.models import CAUSAL_LM, CLASSIFICATION, ModelSpec, pad
 from fedleak.models.lora import Lora, adapt_
 from fedleak.observation import UpdateKind
 from fedleak.rng import stream
-from fedleak.training.local import LocalTraining, local_update_
+from fedleak.training.local import local_update_
+from fedleak.training.settings import LocalTraining
 
 RANK, ALPHA, RATE = 3, 12.0, 0.2
 SMALL = [

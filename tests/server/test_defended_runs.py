@@ -14,9 +14,9 @@ from flwr.common.serde import recorddict_to_proto
 from rich.console import Console
 
 from clients.app import app as client_app
-from fedleak import defenses, models, pipeline, privacy
-from fedleak.audit import central_baseline, defense_checks, scoring
-from fedleak.config.experiment import parse
+from fedleak import defenses, models, pipeline, preparation, privacy
+from fedleak.audit import central_baseline, defense_checks, grants, scoring, vault
+from fedleak.config.loading import parse
 from fedleak.errors import FedleakError
 from fedleak.federation import clients_of_round, expected_captures, protection, read_data
 from fedleak.metrics.utility import evaluate
@@ -26,7 +26,9 @@ from fedleak.privacy import Event
 from fedleak.report import tables
 from fedleak.rng import stream, stream_seed
 from fedleak.store.run import EVERYONE, Key, Run
-from fedleak.training.local import LocalTraining, PrivateSteps, local_update_, round_batch
+from fedleak.training.batches import round_batch
+from fedleak.training.local import local_update_
+from fedleak.training.settings import LocalTraining, PrivateSteps
 from fedleak.workers.process import work_together
 from server.inline import InlineGrid
 from server.strategy import CuriousServer
@@ -113,7 +115,7 @@ def experiment_of(*defense, federation=(), **tables):
 
 
 def carried_out(path, experiment):
-    run = pipeline.prepare(experiment, path)
+    run = preparation.prepare(experiment, path)
     pipeline.carry_out(run, experiment, on=[Here()])
     return run
 
@@ -228,7 +230,7 @@ def test_what_arrives_is_what_the_defenses_left_and_no_word_beside_it(
                 assert figures.keys() <= row.keys()
                 assert {name: row[name] for name in figures} == pytest.approx(figures, rel=1e-5)
                 assert row["examples"] == (2 if algorithm == "fedsgd" else 3)
-        if not experiment.secure_sum:
+        if experiment.aggregator is None:
             capture = run.read_capture(key)
             assert_same(capture.update, sent[key])
             assert capture.update.num_examples == sent[key].num_examples
@@ -253,7 +255,7 @@ def test_what_arrives_is_what_the_defenses_left_and_no_word_beside_it(
         for name, value in before.items():
             expected = value + scale * mean[name].float() if name in mean else value
             torch.testing.assert_close(after[name], expected, atol=1e-6, rtol=1e-5)
-        if experiment.secure_sum:
+        if experiment.aggregator is not None:
             capture = run.read_capture(Key(round, EVERYONE))
             assert capture.update.num_examples == sum(
                 sent[Key(round, c)].num_examples for c in (0, 1)
@@ -325,14 +327,14 @@ def test_what_defenses_did_is_readable_by_its_owner_alone(tmp_path):
 def test_a_note_of_private_steps_changes_no_byte_of_the_reply(tmp_path, algorithm):
     experiment = experiment_of(DP_SGD, NOISE, federation={"algorithm": algorithm})
     replies = {}
-    for vault in (False, True):
-        run = pipeline.prepare(experiment, tmp_path / str(vault))
+    for kept in (False, True):
+        run = preparation.prepare(experiment, tmp_path / str(kept))
         config = {
             "experiment": str(run.path / "run.json"),
             "run-dir": str(run.path),
             "attack": False,
         }
-        grid = InlineGrid(client_app, 2, config, vault=tmp_path if vault else None)
+        grid = InlineGrid(client_app, 2, config, vault=tmp_path if kept else None)
         weights = ArrayRecord(model_of(**BERT, task=CLASSIFICATION).parameters())
         message = Message(
             RecordDict({"arrays": weights, "config": ConfigRecord({"round": 1})}),
@@ -343,8 +345,8 @@ def test_a_note_of_private_steps_changes_no_byte_of_the_reply(tmp_path, algorith
         assert not reply.has_error(), reply.error.reason
         assert set(reply.content) == {"update", "metrics"}
         assert set(reply.content["metrics"]) == {"num-examples", "client", "round"}
-        replies[vault] = recorddict_to_proto(reply.content).SerializeToString(deterministic=True)
-        assert (run.path / "defended").exists() == (run.path / "vault").exists() == vault
+        replies[kept] = recorddict_to_proto(reply.content).SerializeToString(deterministic=True)
+        assert (run.path / "defended").exists() == (run.path / "vault").exists() == kept
     assert replies[False] == replies[True]
 
 
@@ -390,7 +392,7 @@ def test_the_server_gets_the_sum_and_nothing_of_a_single_client(summed, tmp_path
 def test_answers_on_a_sum_are_scored_against_the_texts_of_all(summed):
     assert summed.truths() == [Key(round, client) for round in (1, 2) for client in range(3)]
     for round in (1, 2):
-        truth = scoring.read_truth(summed, Key(round, EVERYONE))
+        truth = vault.read_truth(summed, Key(round, EVERYONE))
         alone = [summed.read_truth(Key(round, client)) for client in range(3)]
         texts = [list(ids) for one in alone for ids in one["sequences"]]
         assert [list(ids) for ids in truth.sequences] == texts
@@ -410,8 +412,8 @@ def test_answers_on_a_sum_are_scored_against_the_texts_of_all(summed):
 
 def test_what_is_granted_of_a_sum_is_of_all_clients(summed):
     threat = ThreatModel(frozenset({"labels", "lengths", "batch_size", "noise_scale"}))
-    known = scoring.knowledge(summed, Key(1, EVERYONE), threat)
-    truth = scoring.read_truth(summed, Key(1, EVERYONE))
+    known = grants.knowledge(summed, Key(1, EVERYONE), threat)
+    truth = vault.read_truth(summed, Key(1, EVERYONE))
     longest_first = sorted(map(len, truth.sequences), reverse=True)
     assert known.lengths == tuple(longest_first)
     pairs = [(len(s), label) for s, label in zip(truth.sequences, truth.labels, strict=True)]
@@ -425,7 +427,7 @@ def test_probes_read_the_words_of_all_clients_in_a_sum_without_noise(tmp_path):
     (row,) = run.rows("leakage.jsonl")
     assert (row["status"], row["client"], row["batch_size"]) == ("recovered", EVERYONE, 4)
     assert row["token_recall"] == row["token_precision"] == 1
-    truth = scoring.read_truth(run, Key(1, EVERYONE))
+    truth = vault.read_truth(run, Key(1, EVERYONE))
     assert row["facts"]["longest_sequence"]["found"] == max(map(len, truth.sequences))
     assert run.rows("privacy.jsonl")[0]["epsilon"] == "none"
 
@@ -523,7 +525,7 @@ def test_a_client_that_drew_nobody_looks_like_any_other_to_the_server(sampled):
 def test_who_drew_nobody_has_a_weight_in_the_sum_all_the_same(sampled):
     run = sampled["sum"]
     assert run.read_capture(Key(1, EVERYONE)).update.num_examples == 2
-    truth = scoring.read_truth(run, Key(1, EVERYONE))
+    truth = vault.read_truth(run, Key(1, EVERYONE))
     assert len(truth.sequences) == 2
     (row,) = [row for row in run.rows("leakage.jsonl") if row["round"] == 1]
     assert row["batch_size"] == 2
@@ -536,7 +538,7 @@ def test_the_scale_of_the_noise_in_a_sum_is_that_of_the_weights_it_was_made_with
     expected = math.hypot(0.25, 0.25)
     quiet = flat(run.read_capture(Key(1, EVERYONE)).update)
     assert float(quiet.square().mean().sqrt()) == pytest.approx(expected, rel=0.02)
-    assert scoring.read_truth(run, Key(1, EVERYONE)).noise_scale == pytest.approx(expected)
+    assert vault.read_truth(run, Key(1, EVERYONE)).noise_scale == pytest.approx(expected)
 
 
 # --- the ledger -----------------------------------------------------------------------------
@@ -694,7 +696,7 @@ def test_utility_is_taken_after_the_rounds_that_were_chosen_and_the_last(tmp_pat
 def test_the_reference_is_plain_sgd_on_everybody_s_texts(tmp_path):
     federation = {"algorithm": "fedavg", "local_epochs": 2}
     defended = experiment_of(MASK, federation=federation)
-    run = pipeline.prepare(defended, tmp_path / "run")
+    run = preparation.prepare(defended, tmp_path / "run")
     start = model_of(**BERT, task=CLASSIFICATION)
     fresh = models.load(defended.model_spec(2)).parameters()
     run.write_broadcast(1, fresh)
@@ -703,7 +705,7 @@ def test_the_reference_is_plain_sgd_on_everybody_s_texts(tmp_path):
     assert found["steps"] == 2 * 2 * 2 * 2
     assert central_baseline.central(defended, run) == found
     assert central_baseline.central(experiment_of(DP_SGD, federation=federation), run) == found
-    held_out = pipeline.plan(defended).held_out
+    held_out = preparation.plan(defended).held_out
     models.load_parameters_(start, fresh)
     assert found["loss"] != loss_of(start, held_out)
     # The same loop by hand.

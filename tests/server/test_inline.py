@@ -11,10 +11,13 @@ import torch
 from flwr.app import ArrayRecord
 
 from clients import outgoing
-from fedleak import federation, models, pipeline
+from fedleak import federation, models, pipeline, preparation
 from fedleak.attacks.matching.dlg import Dlg
 from fedleak.audit import scoring
-from fedleak.config.experiment import NamedAttack, parse
+from fedleak.config.components import NamedAttack
+from fedleak.config.loading import parse
+from fedleak.config.sent_parameters import selected_parameters
+from fedleak.dispatch import dispatcher
 from fedleak.errors import ConfigError, FedleakError
 from fedleak.federation import expected_captures
 from fedleak.models import CAUSAL_LM, CLASSIFICATION, LanguageModel, ModelSpec
@@ -48,16 +51,16 @@ def experiment_of(attacks=TABLE["attack"], *, model=TABLE["model"], defense=(), 
 
 def whole(path, experiment):
     """All that `fedleak run` does."""
-    run = pipeline.prepare(experiment, path)
+    run = preparation.prepare(experiment, path)
     with run.lock():
-        with pipeline.noting_status(run), pipeline.attacking(run, experiment):
+        with pipeline.noting_status(run), dispatcher.attacking(run, experiment):
             inline.train(run, experiment)
         scoring.score_run(run)
     return run
 
 
 def trained(path, experiment):
-    run = pipeline.prepare(experiment, path)
+    run = preparation.prepare(experiment, path)
     with pipeline.noting_status(run):
         inline.train(run, experiment)
     return run
@@ -180,8 +183,8 @@ def test_a_lost_model_is_made_again_bit_for_bit(copied):
 
 def test_a_changed_experiment_is_refused_or_starts_afresh(copied):
     with pytest.raises(ConfigError, match=r"federation\.learning_rate: 0\.5 -> 0\.1.*--fresh"):
-        pipeline.prepare(experiment_of(learning_rate=0.1), copied.path)
-    fresh = pipeline.prepare(experiment_of(learning_rate=0.1), copied.path, fresh=True)
+        preparation.prepare(experiment_of(learning_rate=0.1), copied.path)
+    fresh = preparation.prepare(experiment_of(learning_rate=0.1), copied.path, fresh=True)
     assert fresh.captures() == []
     (aside,) = [path for path in copied.path.parent.iterdir() if path != copied.path]
     assert Run(aside).captures() == KEYS
@@ -259,7 +262,7 @@ def test_parts_of_the_model_arrive_as_attacks_are_told_and_only_they_change(tmp_
     share = {"share": ["q1", "k1", "v1", "t3", "classifier"]}
     experiment = parse(TABLE | tables | {"update": share})
     run = trained(tmp_path / "run", experiment)
-    told = experiment.shared(models.outline(experiment.model_spec(2)))
+    told = selected_parameters(experiment, models.outline(experiment.model_spec(2)))
     expected = {
         *models.families()[name].attention_parameters(0),
         *models.families()[name].classifier,
@@ -305,7 +308,7 @@ def test_each_thing_is_read_decoded_and_written_once(tmp_path, monkeypatch):
         monkeypatch.setattr(owner, name, counted)
 
     experiment = experiment_of(rounds=3, defense=[{"kind": "sign"}])
-    run = pipeline.prepare(experiment, tmp_path / "run")
+    run = preparation.prepare(experiment, tmp_path / "run")
     counting(Run, "write_broadcast")
     counting(ArrayRecord, "to_torch_state_dict")
     counting(federation, "load")

@@ -8,8 +8,8 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 
 from clients.app import app as client_app
-from fedleak import pipeline
-from fedleak.config.experiment import parse
+from fedleak import preparation
+from fedleak.config.loading import parse
 from fedleak.errors import FedleakError
 from fedleak.store.run import EVERYONE, Key
 from server.app import find_nodes
@@ -33,7 +33,7 @@ class Round:
     def __init__(self, folder, model, number=4, **tables):
         experiment = parse(TABLE | tables)
         InlineGrid(client_app, 3, {})  # messages cannot be made before
-        self.run = pipeline.prepare(experiment, folder / "run")
+        self.run = preparation.prepare(experiment, folder / "run")
         self.weights = model.parameters()
         self.run.write_broadcast(number, self.weights)
         self.server = CuriousServer(experiment, self.run, model, number, NODES)

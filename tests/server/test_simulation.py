@@ -15,8 +15,9 @@ import psutil
 import pytest
 import tomli_w
 
-from fedleak import pipeline
-from fedleak.config.experiment import Experiment, parse
+from fedleak import preparation
+from fedleak.config.experiment import Experiment
+from fedleak.config.loading import parse
 from fedleak.errors import FedleakError
 from server import inline, simulation
 
@@ -177,7 +178,7 @@ def test_captures_and_models_are_those_of_the_inline_engine_to_the_bit(tmp_path,
     for engine in (inline, simulation):
         federation = {"engine": engine.__name__.rpartition(".")[2]}
         experiment = tiny(federation=federation, model=model)
-        runs[engine] = pipeline.prepare(experiment, tmp_path / engine.__name__)
+        runs[engine] = preparation.prepare(experiment, tmp_path / engine.__name__)
         capfd.readouterr()
         engine.train(runs[engine], experiment)
     assert capfd.readouterr() == ("", "")
@@ -199,7 +200,7 @@ def test_a_client_that_fails_fails_the_run_with_its_reason(tmp_path):
     file = tmp_path / "texts.csv"
     file.write_text("text,label\n" + "".join(f"note {i} is short,{i % 2}\n" for i in range(20)))
     experiment = tiny(data={"name": str(file), "text": "text", "label": "label"})
-    run = pipeline.prepare(experiment, tmp_path / "run")
+    run = preparation.prepare(experiment, tmp_path / "run")
     file.unlink()
     log = run.path / "flower.log"
     with pytest.raises(FedleakError, match=r"^round 1: client . \(node \d+\): ") as caught:

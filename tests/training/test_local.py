@@ -8,19 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedleak.models import CAUSAL_LM, CLASS_LOSSES, CLASSIFICATION, batch_loss, pad
+from fedleak.models.parameter_selection import matching
 from fedleak.observation import ClientUpdate, UpdateKind
 from fedleak.rng import stream
-from fedleak.training.local import (
-    LocalTraining,
-    aggregate,
-    from_wire,
-    local_update_,
-    matching,
-    round_batch,
-    round_clients,
-    share,
-    to_wire,
-)
+from fedleak.training.aggregation import aggregate
+from fedleak.training.batches import round_batch, round_clients
+from fedleak.training.local import local_update_
+from fedleak.training.settings import LocalTraining
+from fedleak.training.wire import from_wire, partial_update, to_wire
 
 KINDS = [("bert", CLASSIFICATION), ("gpt2", CLASSIFICATION), ("gpt2", CAUSAL_LM)]
 FEDSGD = LocalTraining(UpdateKind.GRADIENT, 3, 1, 0.1, dropout=False)
@@ -227,7 +222,7 @@ def test_patterns_choose_names_that_contain_them(patterns, expected):
     assert matching(NAMES, patterns) == expected
     tensors = {name: torch.tensor([float(i)]) for i, name in enumerate(NAMES)}
     update = ClientUpdate(UpdateKind.DELTA, tensors, 4)
-    sent = share(update, patterns)
+    sent = partial_update(update, patterns)
     assert dict(sent.tensors) == {name: tensors[name] for name in expected}
     assert (sent.kind, sent.num_examples) == (UpdateKind.DELTA, 4)
     assert list(update.tensors) == NAMES

@@ -13,8 +13,10 @@ from fedleak.models.lora import Lora, adapt_
 from fedleak.observation import UpdateKind
 from fedleak.rng import stream
 from fedleak.training import private_steps
-from fedleak.training.local import LocalTraining, PrivateSteps, local_update_, round_batch
+from fedleak.training.batches import round_batch
+from fedleak.training.local import local_update_
 from fedleak.training.private_steps import Seen, per_example, private_gradient
+from fedleak.training.settings import LocalTraining, PrivateSteps
 
 MODELS = [
     ("bert", CLASSIFICATION),
@@ -117,9 +119,9 @@ def test_gradients_are_those_of_each_example_alone(made, family, task, lora):
     model, batch, labels = made(family, task, lora=lora)
     expected = [gradient_of(model, *one) for one in zip(batch, labels, strict=True)]
     ids, mask = pad(batch, model.tokenizer.pad_token_id, model.device)
-    losses = private.example_losses(model, ids, mask, torch.tensor(labels))
+    losses = private_steps.example_losses(model, ids, mask, torch.tensor(labels))
     with per_example(model, ghost=False):
-        losses = private.example_losses(model, ids, mask, torch.tensor(labels))
+        losses = private_steps.example_losses(model, ids, mask, torch.tensor(labels))
         losses.sum().backward()
         found = {name: p.grad_sample.clone() for name, p in model.trained().items()}
     for number, gradient in enumerate(expected):
@@ -329,7 +331,7 @@ def test_an_error_takes_the_hooks_away_too(made, ghost):
     def fail():
         with per_example(model, ghost):
             ids, mask = pad(batch, model.tokenizer.pad_token_id, model.device)
-            losses = private.example_losses(model, ids, mask, torch.tensor(labels))
+            losses = private_steps.example_losses(model, ids, mask, torch.tensor(labels))
             losses.sum().backward()
             raise RuntimeError("out of memory")
 
@@ -558,7 +560,7 @@ def test_no_example_is_used_more_often_than_the_ledger_counts(num_examples, batc
         assert max(used.values()) <= len(marks)
     # Under FedAvg an example is in one batch of every epoch.
     delta = dataclasses.replace(local, kind=UpdateKind.DELTA, epochs=3)
-    batches = private._batches(num_examples, delta, delta.private, seed=0)
+    batches = private_steps._batches(num_examples, delta, delta.private, seed=0)
     used = Counter(i for batch in batches for i in batch)
     event = defense.event(delta, num_examples, 1)
     assert set(used.values()) == {event.steps} == {3}

@@ -19,12 +19,14 @@ import pytest
 import torch
 from rich.console import Console
 
-from fedleak import attacks, cli, pipeline
+from fedleak import attacks, cli, preparation
 from fedleak.attacks import Batched, Progress
-from fedleak.config.experiment import NamedAttack, parse
+from fedleak.config.components import NamedAttack
+from fedleak.config.loading import parse
+from fedleak.dispatch import dispatcher
+from fedleak.dispatch.progress import RunProgress, UnderWay
 from fedleak.errors import CaptureError
 from fedleak.observation import Knowledge, ThreatModel
-from fedleak.pipeline import UnderWay
 from fedleak.reconstruction import Status
 from fedleak.store.run import Key, Run
 from fedleak.workers import process as workers
@@ -71,7 +73,7 @@ class Here:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     experiment = parse(TABLE)
-    run = pipeline.prepare(experiment, tmp_path_factory.mktemp("trained") / "run")
+    run = preparation.prepare(experiment, tmp_path_factory.mktemp("trained") / "run")
     inline.train(run, experiment)
     return run
 
@@ -86,7 +88,7 @@ def run(trained, tmp_path):
 @pytest.fixture
 def patient(tmp_path, monkeypatch):
     """Makes the attack that logs its calls; it can be named in experiments too."""
-    monkeypatch.syspath_prepend(Path(__file__).parent / "fake_attacks")
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "fake_attacks")
     cls = importlib.import_module("patient").Patient
     found = {**attacks.kinds(), "patient": cls}
     monkeypatch.setattr(attacks, "kinds", lambda: found)
@@ -100,7 +102,7 @@ def calls(tmp_path):
 def attack(run, *others, no_more=lambda: True, on=None, **how):
     """Attacks what is captured, in this process, and returns the rows without times."""
     experiment = parse(TABLE | {"attack": [workers.settings(each) for each in others]})
-    pipeline.attack_captures(run, experiment, no_more=no_more, on=[on or Here()], **how)
+    dispatcher.attack_captures(run, experiment, no_more=no_more, on=[on or Here()], **how)
     found = [row | {"seconds": None} for row in run.rows("reconstructions.jsonl")]
     return sorted(found, key=lambda row: (row["round"], row["client"], row["attack"]))
 
@@ -175,7 +177,7 @@ def test_what_is_here_is_taken_when_no_more_come(run, patient, tmp_path):
 def test_slow_attacks_wait_until_quick_ones_have_answered(run, patient, monkeypatch):
     monkeypatch.setattr(type(patient()), "slow", True, raising=False)
     experiment = parse(TABLE | {"attack": [workers.settings(patient())]})
-    pipeline.attack_captures(run, experiment, no_more=lambda: True, on=[Here()])
+    dispatcher.attack_captures(run, experiment, no_more=lambda: True, on=[Here()])
     order = [row["attack"] for row in run.rows("reconstructions.jsonl")]
     assert order == ["probes"] * CLIENTS * ROUNDS + ["patient"] * CLIENTS * ROUNDS
 
@@ -328,8 +330,8 @@ def test_ctrl_c_waits_for_the_thread_that_hands_out_captures(run, monkeypatch, t
         time.sleep(0.5)
         heard.append(True)
 
-    monkeypatch.setattr(pipeline, "attack_captures", hand_out)
-    with pytest.raises(KeyboardInterrupt), pipeline.attacking(run, parse(TABLE)):
+    monkeypatch.setattr(dispatcher, "attack_captures", hand_out)
+    with pytest.raises(KeyboardInterrupt), dispatcher.attacking(run, parse(TABLE)):
         time.sleep(60 if training else 0)
     assert heard
 
@@ -454,7 +456,7 @@ def test_busy_workers_are_shown_on_a_terminal_and_cut_to_its_width(monkeypatch, 
     monkeypatch.setattr(cli, "console", console)
     deadline = time.monotonic() + (20 if terminal else 0.3)
     with cli.progress() as show:
-        show(pipeline.Progress(1, 2, 3, 4, (DOING._replace(progress={0: DOING.progress[0]}),)))
+        show(RunProgress(1, 2, 3, 4, (DOING._replace(progress={0: DOING.progress[0]}),)))
         while "round 2" not in console.file.getvalue() and time.monotonic() < deadline:
             time.sleep(0.05)
     printed = console.file.getvalue()

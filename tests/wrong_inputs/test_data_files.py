@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from fedleak import preparation
+
 SECRET = "gemma carries the gene"
 ROWS = [f"{SECRET} number {i},{i % 2}" for i in range(40)]
 GOOD = "\n".join(["text,label", *ROWS, ""])
@@ -180,14 +182,13 @@ RIGHT: dict[str, tuple[str, bytes, dict[str, object]]] = {
 
 @pytest.mark.parametrize("case", RIGHT)
 def test_a_data_file_that_is_right(experiment, folder: Path, case: str) -> None:
-    from fedleak import pipeline
-    from fedleak.config.experiment import load
+    from fedleak.config.loading import load
 
     name, content, changes = RIGHT[case]
     (folder / name).write_bytes(content)
     columns = {"data.name": name, "data.text": "text", "data.label": "label"}
     (folder / "e.toml").write_text(experiment(columns | changes))
-    assert pipeline.plan(load(folder / "e.toml")).held_out["sequences"]
+    assert preparation.plan(load(folder / "e.toml")).held_out["sequences"]
 
 
 def test_a_packed_file_is_read_or_refused(run, refused, folder: Path) -> None:

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from fedleak import attacks, defenses, pipeline
-from fedleak.config import experiment as config
-from fedleak.config.experiment import load
+from fedleak import attacks, defenses, preparation
+from fedleak.config.experiment import Experiment
+from fedleak.config.loading import load
 
 DP_SGD = {"kind": "dp_sgd", "max_grad_norm": 1.0}
 
@@ -145,7 +145,7 @@ WRONG: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ),
     "two dp": (
         {"defense": [{**DP_SGD, "noise_multiplier": 1.0}] * 2},
-        ("two dp_sgd", "keep one"),
+        ("has dp_sgd and dp_sgd", "keep one"),
     ),
     "sigma": ({"defense": [{"kind": "gaussian_noise", "sigma": -1.0}]}, ("sigma = -1",)),
     "bits 0": ({"defense": [{"kind": "quantize", "bits": 0}]}, ("bits = 0",)),
@@ -234,7 +234,7 @@ WRONG: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "device typo": ({"workers.devices": ["gpu"]}, ("'gpu'",)),
     "device none": ({"workers.devices": []}, ("workers.devices",)),
     "device word": ({"workers.devices": "cpu"}, ("workers.devices = 'cpu'",)),
-    "worker engine": ({"workers.engine": "slurm"}, ("slurm",)),
+    "worker engine": ({"workers.engine": "slurm"}, ("workers", "engine")),
     # The environment.
     "variable": ({"model.name": "${NOPE_NOT_SET}/x"}, ("NOPE_NOT_SET", "set it")),
     "variable syntax": ({"model.name": "${NOPE"}, ("${NOPE",)),
@@ -333,12 +333,12 @@ RIGHT: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("case", RIGHT)
 def test_what_is_right_is_not_refused(experiment, folder: Path, case: str) -> None:
     (folder / "e.toml").write_text(experiment(RIGHT[case]))
-    assert pipeline.plan(load(folder / "e.toml")).num_labels in (1, 2)
+    assert preparation.plan(load(folder / "e.toml")).num_labels in (1, 2)
 
 
 def test_a_batch_far_larger_than_the_data_is_all_of_it_and_said(experiment, folder: Path) -> None:
     (folder / "e.toml").write_text(experiment({"federation.batch_size": 10**7}))
-    [remark] = pipeline.plan(load(folder / "e.toml")).remarks
+    [remark] = preparation.plan(load(folder / "e.toml")).remarks
     assert "batch_size = 10000000" in remark
 
 
@@ -414,7 +414,7 @@ def test_the_second_of_two_files_is_checked_before_the_first_runs(
 def test_every_setting_of_every_table_is_tried() -> None:
     """A new number in a table is a new line above."""
     numbers = set()
-    for table, field in config.Experiment.model_fields.items():
+    for table, field in Experiment.model_fields.items():
         inside = getattr(field.annotation, "model_fields", {})
         numbers |= {
             f"{table}.{key}"

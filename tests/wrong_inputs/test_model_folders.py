@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fedleak import pipeline
-from fedleak.config.experiment import load
+from fedleak import preparation
+from fedleak.config.loading import load
 from fedleak.models import builtin
 
 Change = Callable[[Path], object]
@@ -193,4 +193,4 @@ def test_a_model_folder_that_is_right(experiment, folder: Path, like: str) -> No
     task = "sequence-classification" if like == "bert-tiny" else "causal-lm"
     changes = {"model.name": "./model", "model.task": task, "attack": []}
     (folder / "e.toml").write_text(experiment(changes))
-    assert pipeline.plan(load(folder / "e.toml"))
+    assert preparation.plan(load(folder / "e.toml"))

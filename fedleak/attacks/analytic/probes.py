@@ -33,6 +33,7 @@ class Probes:
     """Token set, longest sequence, label counts and rank budget, read off in milliseconds."""
 
     kind: ClassVar[str] = "probes"
+    always: ClassVar[bool] = True
     uses: ClassVar[frozenset[str]] = frozenset()
 
     def obstacle(self, setting: Setting) -> str | None:

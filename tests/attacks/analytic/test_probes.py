@@ -13,7 +13,7 @@ from fedleak.models import CAUSAL_LM, CLASSIFICATION, squared_error
 from fedleak.observation import UpdateKind
 from fedleak.reconstruction import Status
 from fedleak.rng import stream
-from fedleak.training.local import share
+from fedleak.training.wire import partial_update
 
 KINDS = [("bert", CLASSIFICATION), ("gpt2", CLASSIFICATION), ("gpt2", CAUSAL_LM)]
 
@@ -56,7 +56,7 @@ def test_the_label_of_one_example_is_exact(small, observe, texts, label, pattern
     model = small("bert")
     for text in texts[:5]:
         seen = observe(model, [text], [label]).seen
-        answer = probe(model, replace(seen, update=share(seen.update, patterns)))
+        answer = probe(model, replace(seen, update=partial_update(seen.update, patterns)))
         assert answer.facts == {"label_counts": [int(c == label) for c in range(3)]}
         assert answer.tokens is None
 
@@ -149,7 +149,7 @@ def test_no_classes_are_counted_where_there_are_none(small, observe):
 def test_with_nothing_that_stands_out_it_abstains(small, observe):
     model = small("bert")
     seen = observe(model, 2).seen
-    answer = probe(model, replace(seen, update=share(seen.update, ["query"])))
+    answer = probe(model, replace(seen, update=partial_update(seen.update, ["query"])))
     assert answer.status == Status.ABSTAINED
     assert answer.reason
 

@@ -10,7 +10,7 @@ from fedleak.attacks.matching.batch_structure import Frame, Shape, bag, frame, s
 from fedleak.defenses.gaussian_noise import GaussianNoise
 from fedleak.models import CAUSAL_LM, CLASSIFICATION
 from fedleak.rng import stream
-from fedleak.training.local import share
+from fedleak.training.wire import partial_update
 
 KINDS = [
     ("bert", CLASSIFICATION),
@@ -27,7 +27,7 @@ WORDS = ["word_embeddings", "wte", "embed_tokens"]
 
 
 def shared(seen, patterns):
-    return replace(seen, update=share(seen.update, patterns))
+    return replace(seen, update=partial_update(seen.update, patterns))
 
 
 def without(seen, patterns):

@@ -11,7 +11,7 @@ from fedleak.attacks.matching.tag import Tag
 from fedleak.models import CAUSAL_LM, CLASSIFICATION
 from fedleak.reconstruction import Status
 from fedleak.rng import stream
-from fedleak.training.local import share
+from fedleak.training.wire import partial_update
 
 KINDS = [
     ("bert", CLASSIFICATION),
@@ -70,7 +70,7 @@ def test_more_steps_come_nearer(small, observe, attack):
     # Without key biases, whose gradient is noise.
     names = truth.seen.update.tensors.keys()
     kept = sorted(names - model.family.null_parameters(names))
-    seen = replace(truth.seen, update=share(truth.seen.update, kept))
+    seen = replace(truth.seen, update=partial_update(truth.seen.update, kept))
     reports = []
     attack(preset="faithful", steps=100).many(
         [seen],
@@ -98,7 +98,7 @@ def test_a_parameter_beside_the_word_embedding_is_needed(small, observe, attack)
     seen = observe(model, 1).seen
 
     def obstacle(patterns):
-        update = share(seen.update, patterns)
+        update = partial_update(seen.update, patterns)
         return attack().obstacle(Setting.of(replace(seen, update=update), model))
 
     assert obstacle(["*"]) is None

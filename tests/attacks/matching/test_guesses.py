@@ -14,7 +14,7 @@ from fedleak.attacks.matching.guesses import FreeEmbeddings, Mixtures, lower_pre
 from fedleak.attacks.matching.optimizer import Recipe, best_of_each, constant
 from fedleak.models import CAUSAL_LM, CLASSIFICATION, batch_loss
 from fedleak.rng import stream
-from fedleak.training.local import share
+from fedleak.training.wire import partial_update
 
 KINDS = [
     ("bert", CLASSIFICATION),
@@ -33,7 +33,7 @@ def inside(check, seen, model, *, space="mixtures", loss="cos", **options):
     # A key's bias has no gradient but noise, which the authors' loss counts like any other.
     null = {name for one in seen for name in model.family.null_parameters(one.update.tensors)}
     seen = [
-        replace(one, update=share(one.update, sorted(one.update.tensors.keys() - null)))
+        replace(one, update=partial_update(one.update, sorted(one.update.tensors.keys() - null)))
         for one in seen
     ]
 

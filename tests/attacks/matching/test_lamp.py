@@ -29,7 +29,7 @@ from fedleak.errors import ConfigError
 from fedleak.models import CAUSAL_LM, CLASSIFICATION, pad
 from fedleak.reconstruction import Status
 from fedleak.rng import stream
-from fedleak.training.local import share
+from fedleak.training.wire import partial_update
 
 TEXTS = ("she told us it is over", "nobody knows it")
 GRANTED = ("labels", "lengths")
@@ -39,7 +39,7 @@ KINDS = [("bert", CLASSIFICATION), ("gpt2", CLASSIFICATION), ("gpt2", CAUSAL_LM)
 def without_null(seen, model):
     names = seen.update.tensors.keys()
     kept = sorted(names - model.family.null_parameters(names))
-    return replace(seen, update=share(seen.update, kept))
+    return replace(seen, update=partial_update(seen.update, kept))
 
 
 def inside(check, seen, model, like=None, **options):
@@ -535,7 +535,9 @@ def run(attack, seen, model):
 def test_words_change_places_when_they_may(small, observe, monkeypatch, discrete):
     model = small("bert", width=16)
     truth = observe(model, ["nobody knows it"], granted=GRANTED)
-    seen = replace(truth.seen, update=share(truth.seen.update, ["query", "position", "classifier"]))
+    seen = replace(
+        truth.seen, update=partial_update(truth.seen.update, ["query", "position", "classifier"])
+    )
     moved, better_order = [], lamp.better_order
 
     def spy(*args):

@@ -20,7 +20,9 @@ from fedleak.models import CAUSAL_LM, CLASSIFICATION, load_parameters_
 from fedleak.observation import Knowledge, Observation, UpdateKind
 from fedleak.reconstruction import Status
 from fedleak.rng import stream
-from fedleak.training.local import LocalTraining, local_update_, share
+from fedleak.training.local import local_update_
+from fedleak.training.settings import LocalTraining
+from fedleak.training.wire import partial_update
 
 KINDS = [
     ("bert", CLASSIFICATION),
@@ -82,7 +84,7 @@ def changed(seen, defense):
 
 
 def shared(seen, patterns):
-    return replace(seen, update=share(seen.update, patterns))
+    return replace(seen, update=partial_update(seen.update, patterns))
 
 
 def never_exact(seen):

@@ -22,7 +22,7 @@ from fedleak.models import CAUSAL_LM, ModelSpec
 from fedleak.models import prior as priors
 from fedleak.reconstruction import Status
 from fedleak.rng import stream
-from fedleak.training.local import share
+from fedleak.training.wire import partial_update
 
 TEXTS = ("she told us that it is over", "nobody knows it")
 GRANTED = ("labels", "lengths")
@@ -69,7 +69,7 @@ def seen(small, observe):
 
     def of(tensors):
         kept = replace(truth.seen.update, tensors=tensors)
-        return replace(truth.seen, update=share(kept, ["word_emb", "query", "LayerNorm"]))
+        return replace(truth.seen, update=partial_update(kept, ["word_emb", "query", "LayerNorm"]))
 
     return model, {"known": of(noised | words), "unknown": of(noised)}
 

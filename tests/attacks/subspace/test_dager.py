@@ -27,7 +27,9 @@ from fedleak.models.lora import Lora
 from fedleak.observation import Knowledge, UpdateKind
 from fedleak.reconstruction import Status
 from fedleak.rng import stream
-from fedleak.training.local import LocalTraining, local_update_, share
+from fedleak.training.local import local_update_
+from fedleak.training.settings import LocalTraining
+from fedleak.training.wire import partial_update
 
 KINDS = [("bert", CLASSIFICATION), ("gpt2", CLASSIFICATION), ("gpt2", CAUSAL_LM)]
 ROTARY = [("llama", CLASSIFICATION), ("llama", CAUSAL_LM)]
@@ -414,7 +416,7 @@ def test_without_a_certificate_repeated_and_beginning_texts_are_missed(small, ob
 def test_part_of_the_attention_is_enough(small, observe, family, task, patterns):
     model = small(family, task, width=64, layers=3)
     truth = observe(model, 2, max_length=8)
-    seen = replace(truth.seen, update=share(truth.seen.update, patterns))
+    seen = replace(truth.seen, update=partial_update(truth.seen.update, patterns))
     answer = answer_of(model, seen)
     assert sorted(set(answer.sequences)) == scored(model, truth)
 

@@ -18,7 +18,9 @@ from fedleak.models import CAUSAL_LM, CLASS_LOSSES, CLASSIFICATION, ModelSpec, b
 from fedleak.observation import Knowledge, UpdateKind
 from fedleak.reconstruction import Status
 from fedleak.rng import stream
-from fedleak.training.local import LocalTraining, local_update_, share
+from fedleak.training.local import local_update_
+from fedleak.training.settings import LocalTraining
+from fedleak.training.wire import partial_update
 
 KINDS = [("bert", CLASSIFICATION), ("gpt2", CLASSIFICATION), ("gpt2", CAUSAL_LM)]
 WIDE = {"width": 96, "layers": 3}
@@ -390,7 +392,7 @@ def test_part_of_bert_s_first_attention_is_enough(small, observe, patterns):
     model = small("bert", **WIDE)
     truth = observe(model, 3, max_length=LONG)
     only = [p if p == "classifier" else f"layer.0.attention.self.{p}" for p in patterns]
-    seen = replace(truth.seen, update=share(truth.seen.update, only))
+    seen = replace(truth.seen, update=partial_update(truth.seen.update, only))
     assert Keyspan().obstacle(Setting.of(seen, model)) is None
     assert_exact(answer_of(model, seen), model, truth)
 
@@ -398,7 +400,9 @@ def test_part_of_bert_s_first_attention_is_enough(small, observe, patterns):
 def test_keys_alone_are_either_refused_or_read(small, observe):
     model = small("bert", **WIDE)
     truth = observe(model, 2, max_length=LONG)
-    seen = replace(truth.seen, update=share(truth.seen.update, ["layer.0.attention.self.key"]))
+    seen = replace(
+        truth.seen, update=partial_update(truth.seen.update, ["layer.0.attention.self.key"])
+    )
     obstacle = Keyspan().obstacle(Setting.of(seen, model))
     if obstacle is None:
         assert_exact(answer_of(model, seen), model, truth)
@@ -690,6 +694,6 @@ def test_real_minilm_is_read_from_its_first_attention_alone(assets, observe, tex
     truth = observe(model, texts[:4])
     assert_exact(answer_of(model, truth.seen), model, truth)
     query = ["layer.0.attention.self.query.weight"]
-    seen = replace(truth.seen, update=share(truth.seen.update, query))
+    seen = replace(truth.seen, update=partial_update(truth.seen.update, query))
     answer = answer_of(model, seen)
     assert sorted(answer.sequences) == scored(model, truth)

@@ -1,0 +1,34 @@
+"""What an attacker is told of a client's batch, beyond the protocol."""
+
+from fedleak.audit.vault import read_truth
+from fedleak.errors import FedleakError
+from fedleak.observation import Knowledge, ThreatModel
+from fedleak.store.run import Key, Run
+
+
+def knowledge(run: Run, key: Key, threat: ThreatModel) -> Knowledge:
+    """Returns what the attacker knows of a capture: the server's facts and the granted ones.
+
+    Raises:
+        FedleakError: A private fact is granted but the client wrote no truth.
+        CaptureError: The capture is damaged, or the truth is.
+    """
+    server = run.read_knowledge(key)
+    if not threat.knows:
+        return server
+    truth = read_truth(run, key)
+    if truth is None:
+        raise FedleakError(
+            f"threat.knows grants {', '.join(sorted(threat.knows))}, but the vault has no {key}: "
+            "run with the vault on, or grant nothing"
+        )
+    longest_first = sorted(
+        range(len(truth.sequences)), key=lambda i: len(truth.sequences[i]), reverse=True
+    )
+    private = Knowledge(
+        batch_size=truth.batch_size,
+        lengths=tuple(len(truth.sequences[i]) for i in longest_first),
+        labels=tuple(truth.labels[i] for i in longest_first) if truth.labels else None,
+        noise_scale=truth.noise_scale,
+    )
+    return threat.grant(server, private)

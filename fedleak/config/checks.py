@@ -1,0 +1,57 @@
+"""Refuses an experiment whose attacks or defenses cannot work on its model."""
+
+from fedleak.attacks import Equipped, Setting
+from fedleak.config.experiment import Experiment
+from fedleak.config.sent_parameters import captured_parameters
+from fedleak.errors import ConfigError
+from fedleak.models import LanguageModel
+from fedleak.models.parameter_selection import freezing
+
+
+def check_defenses(experiment: Experiment, model: LanguageModel) -> None:
+    """Refuses defenses that cannot work on this model.
+
+    Raises:
+        ConfigError: The first such defense, with the reason.
+    """
+    for number, each in enumerate(experiment.defenses):
+        obstacle = each.defense.obstacle(experiment.local_training, model)
+        if obstacle is not None:
+            raise ConfigError(f"defense[{number}] ({each.defense.kind}): {obstacle}")
+    for client in experiment.unlike_clients:
+        with freezing(model, experiment.local_training_of(client).frozen):
+            if not model.trained():
+                raise ConfigError(
+                    f"defense: client {client} has nothing left to train: freeze less"
+                )
+
+
+def check_attacks(experiment: Experiment, model: LanguageModel) -> None:
+    """Refuses attacks that can work on no update that the server gets to see.
+
+    Raises:
+        ConfigError: An attack has an obstacle or lacks its equipment, or a client sends nothing.
+    """
+    names = frozenset(model.parameters())
+    settings = [
+        Setting(
+            experiment.local_training.kind,
+            sent,
+            experiment.threat_model.knows | experiment.server_facts,
+            model.family,
+            model.num_layers,
+            model.task,
+            names,
+        )
+        for sent in captured_parameters(experiment, model)
+    ]
+    for each in experiment.attacks:
+        if isinstance(each.attack, Equipped):
+            try:
+                each.attack.check_equipment()
+            except ConfigError as error:
+                raise ConfigError(f"attack {each.name!r}: {error}") from error
+        obstacles = [each.attack.obstacle(setting) for setting in settings]
+        # Where it works on some clients, the others' updates are inadmissible.
+        if all(obstacles):
+            raise ConfigError(f"attack {each.name!r}: {obstacles[0]}")

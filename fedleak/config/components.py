@@ -1,0 +1,108 @@
+"""The attacks and defenses that an experiment file lists, built and validated from its tables."""
+
+import json
+import re
+from dataclasses import dataclass, fields
+from types import ModuleType
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from fedleak import attacks, defenses
+from fedleak.attacks import Attack
+from fedleak.config.wording import one_line
+from fedleak.defenses import Defense, TrustedAggregator
+from fedleak.errors import ConfigError, unknown
+from fedleak.plugins import discover
+
+NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
+LONGEST_NAME = 100
+"""Characters of a name: it is part of file names, which have 255 bytes at most."""
+
+
+@dataclass(frozen=True)
+class NamedAttack:
+    """An attack and the name that its rows carry."""
+
+    name: str
+    attack: Attack
+
+
+@dataclass(frozen=True)
+class PlacedDefense:
+    """A defense and the clients that use it; None is every client."""
+
+    defense: Defense
+    clients: tuple[int, ...] | None
+
+
+def build_attack(index: int, table: dict[str, Any]) -> NamedAttack:
+    """Builds the attack of the `index`-th `[[attack]]`.
+
+    Raises:
+        ConfigError: Its kind, its name or a setting is not right.
+    """
+    settings = dict(table)
+    where = f"attack[{index}]"
+    kind = _kind(where, settings, attacks)
+    name = settings.pop("name", kind)
+    if not isinstance(name, str) or not re.fullmatch(NAME, name) or len(name) > LONGEST_NAME:
+        raise ConfigError(
+            f"{where}.name = {name!r}: give it a word of letters, digits and . _ -, at most "
+            f"{LONGEST_NAME} of them, a letter or digit first"
+        )
+    return NamedAttack(name, _build(where, attacks.kinds()[kind], settings))
+
+
+def build_defense(index: int, table: dict[str, Any], num_clients: int) -> PlacedDefense:
+    """Builds the defense of the `index`-th `[[defense]]`, and says who uses it.
+
+    Raises:
+        ConfigError: Its kind, its clients or a setting is not right.
+    """
+    settings = dict(table)
+    where = f"defense[{index}]"
+    kind = _kind(where, settings, defenses)
+    clients = settings.pop("clients", None)
+    if clients is not None:
+        right = isinstance(clients, list) and all(
+            isinstance(c, int) and 0 <= c < num_clients for c in clients or [None]
+        )
+        if not right:
+            raise ConfigError(
+                f"{where}.clients = {clients!r}: list clients from 0 to {num_clients - 1}"
+            )
+        clients = tuple(clients)
+    defense = _build(where, defenses.kinds()[kind], settings)
+    if isinstance(defense, TrustedAggregator) and clients is not None:
+        raise ConfigError(f"{where}.clients: {kind} is of all clients: leave the key out")
+    return PlacedDefense(defense, clients)
+
+
+def _kind(where: str, settings: dict[str, Any], package: ModuleType) -> str:
+    known = package.kinds()
+    kind = settings.pop("kind", None)
+    if kind is None:
+        raise ConfigError(f"{where}.kind is missing: one of {', '.join(sorted(known))}")
+    if not isinstance(kind, str) or kind not in known:
+        broken = [f"{name}: {reason}" for name, reason in discover(package).broken.items()]
+        raise ConfigError(
+            f"{where}.kind: {unknown('kind', str(kind), known)}"
+            + (f"; cannot be used: {'; '.join(broken)}" if broken else "")
+        )
+    return str(kind)
+
+
+def _build(where: str, cls: type[Any], settings: dict[str, Any]) -> Any:
+    """Makes a validated dataclass from its settings."""
+    names = [f.name for f in fields(cls)]
+    for key in settings:
+        if key not in names:
+            raise ConfigError(f"{where}: {unknown('key', key, names)}")
+    try:
+        # As JSON, because strict Python values would have to be of the class already.
+        return TypeAdapter(cls).validate_json(json.dumps(settings, default=str), strict=True)
+    except ValidationError as error:
+        raise ConfigError(f"{where}.{one_line(error, None)}") from error
+    except ConfigError as error:  # what fields together must satisfy
+        raise ConfigError(f"{where}: {error}") from error

@@ -1,0 +1,178 @@
+"""From an experiment file to an `Experiment`.
+
+Everything that can be refused is refused here, before training starts: in one line that names
+the key, what was found and what would be right.
+"""
+
+import copy
+import json
+import os
+import tomllib
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+
+from fedleak.config.experiment import Experiment
+from fedleak.config.tables import WorkersTable
+from fedleak.config.wording import one_line
+from fedleak.errors import ConfigError
+from fedleak.models import CAUSAL_LM
+
+
+def load(path: Path, overrides: Sequence[str] = ()) -> Experiment:
+    """Reads an experiment file, or the `run.json` of a run.
+
+    Args:
+        path: A TOML file, or a `run.json`.
+        overrides: `dotted.key=value` with the value in TOML; a bare word is a string.
+
+    Raises:
+        ConfigError: Anything about the file that is not right.
+    """
+    table = read(path, overrides)
+    if "sweep" in table:
+        raise ConfigError(
+            f"experiment file {str(path)!r} has a [sweep]: use `fedleak sweep {path}`"
+        )
+    return parse(table)
+
+
+def read(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Returns the tables of an experiment file, as `load` does, but as they are written there."""
+    named, text = f"experiment file {str(path)!r}", ""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+        table = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except OSError as error:
+        raise ConfigError(f"{named}: {error.strerror}: give a TOML file") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{named} is not UTF-8 (byte 0x{error.object[error.start]:02x} at {error.start}): save "
+            "it as UTF-8"
+        ) from error
+    except RecursionError as error:
+        raise ConfigError(f"{named} is nested too deep: give a TOML file") from error
+    except ValueError as error:
+        json_in_toml = path.suffix != ".json" and text.lstrip().startswith("{")
+        said = "is JSON: write it as TOML" if json_in_toml else f"cannot be read: {error}"
+        raise ConfigError(f"{named} {said}") from error
+    if path.suffix == ".json":
+        table = table.get("experiment") if isinstance(table, dict) else None
+        if not isinstance(table, dict):
+            raise ConfigError(
+                f"{named} is not the run.json of a run, which has an 'experiment': give a TOML file"
+            )
+    for override in overrides:
+        _override_(table, override)
+    return table
+
+
+def parse(table: Mapping[str, Any]) -> Experiment:
+    """Validates the tables of an experiment file.
+
+    Raises:
+        ConfigError: The first thing that is not right.
+    """
+    try:
+        experiment = Experiment.model_validate(_expand(copy.deepcopy(dict(table))))
+    except ValidationError as error:
+        raise ConfigError(one_line(error, Experiment)) from error
+    # Building them is what checks their settings.
+    _ = experiment.attacks, experiment.defenses
+    _check_workers(experiment.workers)
+    _check_rounds(experiment)
+    _check_exclusive(experiment)
+    if experiment.model.task == CAUSAL_LM and experiment.federation.partition == "dirichlet":
+        raise ConfigError(
+            "federation.partition = 'dirichlet' divides by class and causal-lm has none: use 'iid'"
+        )
+    return experiment
+
+
+def _check_exclusive(experiment: Experiment) -> None:
+    for client in experiment.unlike_clients:
+        kinds = defaultdict(list)
+        for defense in experiment.defenses_of(client).values():
+            kinds[defense.exclusive].append(defense.kind)
+        for reason, found in kinds.items():
+            if reason is not None and len(found) > 1:
+                raise ConfigError(
+                    f"defense: client {client} has {' and '.join(found)}: {reason}: keep one"
+                )
+
+
+def _check_rounds(experiment: Experiment) -> None:
+    last, utility = experiment.federation.rounds, experiment.utility.rounds
+    chosen = {"threat.rounds": experiment.threat.rounds or []}
+    chosen["utility.rounds"] = [] if utility == "all" else utility
+    for key, rounds in chosen.items():
+        if beyond := [round for round in rounds if round > last]:
+            raise ConfigError(
+                f"{key} has {beyond[0]}, but federation.rounds = {last}: choose from 1 to {last}"
+            )
+
+
+def _check_workers(workers: WorkersTable) -> None:
+    for device in workers.devices or ():
+        try:
+            kind = torch.device(device)
+        except RuntimeError as error:
+            raise ConfigError(f"workers.devices: {device!r} is not a torch device") from error
+        if kind.type == "cpu":
+            continue
+        if kind.type != "cuda" or (kind.index or 0) >= torch.cuda.device_count():
+            raise ConfigError(
+                f"workers.devices: {device!r} is not on this machine, which has "
+                f"{torch.cuda.device_count()} CUDA devices: leave the key out to use what is there"
+            )
+
+
+def _expand(value: Any) -> Any:
+    """Replaces ${NAME} by the environment's value in every string."""
+    if isinstance(value, dict):
+        return {key: _expand(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_expand(each) for each in value]
+    if isinstance(value, str) and "${" in value:
+        expanded = os.path.expandvars(value)
+        if "${" in expanded:
+            raise ConfigError(f"{value!r} names an environment variable that is not set: set it")
+        return expanded
+    return value
+
+
+def _override_(table: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(f"--set {override!r}: write it as dotted.key=value")
+    try:
+        found = tomllib.loads(f"value = {text}")
+    except (tomllib.TOMLDecodeError, RecursionError):
+        found = {"value": text.strip()}
+    if len(found) > 1:
+        raise ConfigError(f"--set {override!r}: it sets one key: give another --set for the next")
+    set_(table, key.strip(), found["value"], f"--set {override!r}")
+
+
+def set_(table: dict[str, Any], key: str, value: Any, said: str) -> None:
+    """Sets a dotted key, and makes the tables on the way to it.
+
+    Args:
+        table: Of an experiment file.
+        key: Where.
+        value: What.
+        said: Who wants it, for the message.
+
+    Raises:
+        ConfigError: The way leads through something that is not a table.
+    """
+    *path, last = key.split(".")
+    for part in path:
+        table = table.setdefault(part, {})
+        if not isinstance(table, dict):
+            raise ConfigError(f"{said}: {part!r} is not a table")
+    table[last] = value

@@ -1,0 +1,45 @@
+"""Which parameters of the model clients send."""
+
+from fedleak.config.experiment import Experiment
+from fedleak.errors import ConfigError
+from fedleak.models import LanguageModel
+from fedleak.models.parameter_selection import freezing, select
+
+
+def selected_parameters(experiment: Experiment, model: LanguageModel) -> list[str]:
+    """Returns the parameters that a client without defenses sends, in the model's order.
+
+    Raises:
+        ConfigError: `update.share` names something that the model does not train, or that
+            cannot be sent alone.
+    """
+    if experiment.update.share == "all":
+        return list(model.trained())
+    return select(model, experiment.update.share, "update.share")
+
+
+def sent_by(experiment: Experiment, client: int, model: LanguageModel) -> frozenset[str]:
+    """Returns the parameters that a client sends: selected, and not frozen by a defense."""
+    selected = selected_parameters(experiment, model)
+    with freezing(model, experiment.local_training_of(client).frozen):
+        trained = model.trained()
+    return frozenset(name for name in selected if name in trained)
+
+
+def captured_parameters(experiment: Experiment, model: LanguageModel) -> list[frozenset[str]]:
+    """Returns the parameters of each kind of capture, each set once: clients' defenses may differ.
+
+    Raises:
+        ConfigError: What `selected_parameters` raises, or a client has nothing left to send.
+    """
+    found = []
+    for client in experiment.unlike_clients:
+        found.append(sent_by(experiment, client, model))
+        if not found[-1]:
+            raise ConfigError(
+                f"update.share: all that client {client} shares is frozen: share or train "
+                "something else"
+            )
+    if experiment.aggregator is not None:
+        return [frozenset().union(*found)]
+    return list(dict.fromkeys(found))

@@ -1,0 +1,202 @@
+"""The tables of an experiment file: every key, its type, its bounds and its default.
+
+The line below a field says what the field means. The reference of the experiment file is made
+from these lines.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+from fedleak.errors import unknown
+from fedleak.models import CAUSAL_LM, absolute
+from fedleak.observation import GRANTABLE
+from fedleak.privacy import Accountant
+
+MOST_UPDATES = 1_000_000
+"""Updates that a run may have: at a tenth of a second each they take a day."""
+
+Positive = Annotated[int, Field(ge=1)]
+Source = Annotated[str, AfterValidator(absolute)]
+"""A hub id, a built-in, or a path."""
+
+
+def _encoding(name: str) -> str:
+    """Refuses the name of an encoding that Python does not know."""
+    try:
+        "".encode(name)
+    except LookupError as error:
+        raise ValueError(
+            f"{name!r} is not an encoding of text that Python knows: write 'utf-16', 'cp1252' or "
+            "'latin-1', for example"
+        ) from error
+    return name
+
+
+class Table(BaseModel):
+    """A table of the experiment file: frozen, strict, and without unknown keys."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+    )
+
+
+class LoraTable(Table):
+    """`[model.lora]`: low-rank adapters, trained and sent in place of the model."""
+
+    rank: Positive = 8
+    """Rank of the adapters (Hu et al. 2022)."""
+    alpha: Annotated[float, Field(gt=0)] = 16.0
+    """Scale of the adapters: their product counts alpha / rank times."""
+    targets: Annotated[list[str], Field(min_length=1)] | None = None
+    """Linear layers by name; left out: the query and value projections."""
+
+
+class ModelTable(Table):
+    """`[model]`: what is trained."""
+
+    name: Source
+    """A built-in, a Hugging Face id, or the path of a model folder."""
+    task: Literal["sequence-classification", "causal-lm"] = "sequence-classification"
+    """What the model learns: the class of a text, or the next token."""
+    loss: Literal["cross-entropy", "squared"] = "cross-entropy"
+    """The training loss; `squared` is for classes only."""
+    lora: LoraTable | None = None
+    """Adapters; left out: the model itself is trained."""
+
+    @model_validator(mode="after")
+    def _loss_of_classes(self) -> "ModelTable":
+        if self.task == CAUSAL_LM and self.loss == "squared":
+            raise ValueError(
+                f"loss = 'squared' is for classes and task = {CAUSAL_LM!r} has none: use "
+                "'cross-entropy'"
+            )
+        return self
+
+
+class DataTable(Table):
+    """`[data]`: what the model is trained on."""
+
+    name: Source
+    """A built-in, a Hugging Face id, or the path of a file or folder."""
+    split: str = "train"
+    """The split of the data set."""
+    text: str | int | None = None
+    """The column of the text, by name or by number from 0; well-known data sets need none."""
+    label: str | int | None = None
+    """The column of the class, by name or by number from 0; well-known data sets need none."""
+    samples: Positive = 400
+    """Training examples, of all clients together."""
+    held_out: Annotated[int, Field(ge=0)] = 100
+    """Examples that no client has: they score the global model, and serve as a control."""
+    max_length: Annotated[int, Field(ge=3)] | None = None
+    """Tokens after which a text is cut off; left out: a text that is too long is refused."""
+    drop_empty: bool = False
+    """Leave out rows without text; otherwise they are refused."""
+    encoding: Annotated[str, AfterValidator(_encoding)] | None = None
+    """The encoding of a file; left out: UTF-8."""
+    delimiter: Annotated[str, Field(pattern=r"^[\t !#-/:-@\[-`{-~]$")] | None = None
+    """The delimiter of a csv or tsv file; left out: a comma or a tab."""
+
+
+class FederationTable(Table):
+    """`[federation]`: who trains, how, and through which engine."""
+
+    engine: Literal["inline", "simulation"] = "inline"
+    """`inline` trains in one process, `simulation` in Flower's simulation. Results are equal."""
+    algorithm: Literal["fedsgd", "fedavg"] = "fedsgd"
+    """What clients send: `fedsgd` a gradient, `fedavg` the difference of the weights."""
+    clients: Positive = 4
+    """Clients in all."""
+    clients_per_round: Positive | None = None
+    """Clients that train in a round; left out: all."""
+    rounds: Positive = 3
+    """Rounds of training."""
+    batch_size: Positive = 2
+    """Examples in a step."""
+    local_epochs: Annotated[int, Field(ge=1, le=10_000)] = 1
+    """Passes over a client's data in a round of `fedavg`."""
+    learning_rate: Annotated[float, Field(gt=0)] = 5e-5
+    """Learning rate of plain SGD: of the server under `fedsgd`, of the clients under `fedavg`."""
+    dropout: bool = False
+    """Train with the model's dropout."""
+    partition: Literal["iid", "dirichlet"] = "iid"
+    """How the examples are divided; `dirichlet` divides each class unevenly."""
+    alpha: Annotated[float, Field(gt=0)] = 0.5
+    """Concentration of the Dirichlet distribution: the smaller, the more uneven."""
+
+    @model_validator(mode="after")
+    def _enough_clients(self) -> "FederationTable":
+        if self.clients_per_round is not None and self.clients_per_round > self.clients:
+            raise ValueError(
+                f"clients_per_round = {self.clients_per_round} is more than "
+                f"clients = {self.clients}: lower it"
+            )
+        a_round = self.clients_per_round or self.clients
+        if self.rounds * a_round > MOST_UPDATES:
+            raise ValueError(
+                f"rounds = {self.rounds:,} of {a_round:,} clients are {self.rounds * a_round:,} "
+                f"updates, and a run has at most {MOST_UPDATES:,}: lower one of them"
+            )
+        return self
+
+
+class UpdateTable(Table):
+    """`[update]`: which parameters a client sends."""
+
+    share: Literal["all"] | Annotated[list[str], Field(min_length=1)] = "all"
+    """All, or parts (`fedleak.models.parameter_selection`) and patterns on parameter names."""
+
+
+class ThreatTable(Table):
+    """`[threat]`: what the attacker is told beyond the protocol, and which updates it keeps."""
+
+    knows: list[str] = []
+    """Facts about the batch that the attacker is granted."""
+    rounds: Annotated[list[Positive], Field(min_length=1)] | None = None
+    """Rounds that are attacked; no other updates and models are kept. Left out: every round."""
+
+    @model_validator(mode="after")
+    def _known_facts(self) -> "ThreatTable":
+        for fact in self.knows:
+            if fact not in GRANTABLE:
+                raise ValueError(unknown("fact", fact, GRANTABLE))
+        return self
+
+
+class PrivacyTable(Table):
+    """`[privacy]`: how the privacy ledger counts."""
+
+    delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
+    """The delta of every (epsilon, delta) statement."""
+    accountant: Accountant = "rdp"
+    """How the noise of several steps is composed."""
+
+
+class UtilityTable(Table):
+    """`[utility]`: when the global model is scored on held-out data."""
+
+    rounds: Literal["all"] | list[Annotated[int, Field(ge=0)]] = "all"
+    """After which rounds, besides the last; 0 is before training."""
+    reference: bool = False
+    """Also train one model centrally and without defenses, on as many examples."""
+
+
+class WorkersTable(Table):
+    """`[workers]`: where attacks run."""
+
+    devices: Annotated[list[str], Field(min_length=1)] | None = None
+    """Torch devices, one worker process each; left out: what this machine has."""
+    time_limit: Annotated[float, Field(gt=0)] = 3600.0
+    """Seconds that one try of an attack may take."""
+
+
+class AuditTable(Table):
+    """`[audit]`: how answers are scored."""
+
+    controls: bool = True
+    """Also score the answer for another client and held-out texts against the same truth."""

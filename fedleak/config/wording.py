@@ -1,0 +1,64 @@
+"""What is wrong with an experiment file, said in one line."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from fedleak.errors import unknown
+
+
+def difference(old: Any, new: Any, prefix: str = "") -> list[str]:
+    """Returns a line `key: old -> new` for each setting that differs between two JSON tables."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        lines = []
+        for key in sorted(old.keys() | new.keys()):
+            lines += difference(old.get(key), new.get(key), f"{prefix}{key}.")
+        return lines
+    return [] if old == new else [f"{prefix.removesuffix('.')}: {old!r} -> {new!r}"]
+
+
+def one_line(error: ValidationError, model: type[BaseModel] | None) -> str:
+    """Returns the first problem of a validation as `key = found: what would be right`.
+
+    Behind it stand the other keys that are wrong.
+    """
+    errors = error.errors(include_url=False)
+    key = _key(errors[0])
+    # A value that may be of several types has a problem with each; the deepest is the nearest.
+    same = [each for each in errors if f"{_key(each)}.".startswith(f"{key}.")]
+    deepest = max(same, key=lambda each: len(_key(each)))
+    alike = [each for each in same if _key(each) == _key(deepest)]
+    others = dict.fromkeys(_key(each) for each in errors if each not in same)
+    more = f" (wrong as well: {', '.join(others)})" if others else ""
+    return _problem(deepest, alike, model) + more
+
+
+def _key(error: Mapping[str, Any]) -> str:
+    """Returns the dotted key that a problem is about."""
+    # Pydantic adds which member of a union it tried; a key of ours is a plain word or a number.
+    parts = [str(part) for part in error["loc"] if str(part) not in ("str", "int")]
+    return ".".join(part for part in parts if part.isidentifier() or part.isdigit())
+
+
+def _problem(
+    first: Mapping[str, Any], alike: Sequence[Mapping[str, Any]], model: type[BaseModel] | None
+) -> str:
+    """Returns one problem of a validation, with what all those that are alike would take."""
+    where = _key(first)
+    if first["type"] == "extra_forbidden":
+        table: Any = model
+        for part in first["loc"][:-1]:
+            table = table.model_fields[part].annotation
+            # A table that may be left out is `Table | None`.
+            table = next((one for one in get_args(table) if one is not type(None)), table)
+        known = list(table.model_fields)
+        inside = ".".join(map(str, first["loc"][:-1]))
+        return (f"[{inside}] " if inside else "") + unknown("key", str(first["loc"][-1]), known)
+    if first["type"] == "missing":
+        return f"{where} is missing: set it"
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "value_error":
+        return f"{where}: {message}"
+    wanted = dict.fromkeys(f"{each['msg'][0].lower()}{each['msg'][1:]}" for each in alike)
+    return f"{where} = {first['input']!r}: {', or '.join(wanted)}"

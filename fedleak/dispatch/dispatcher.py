@@ -1,0 +1,312 @@
+"""Hands captures to attack workers as they come, and records the answers."""
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+from fedleak.attacks import is_slow
+from fedleak.audit.grants import knowledge
+from fedleak.config.experiment import Experiment
+from fedleak.config.wording import difference
+from fedleak.dispatch.agenda import Agenda, Arrivals, Work
+from fedleak.dispatch.progress import Finished, Pace, RunProgress, UnderWay
+from fedleak.errors import CaptureError, ConfigError
+from fedleak.federation import captures_made, expected_captures
+from fedleak.observation import Knowledge
+from fedleak.preparation import refuse_purged
+from fedleak.reconstruction import Reconstruction, Status
+from fedleak.store import records
+from fedleak.store.run import Key, Run
+from fedleak.workers.process import (
+    Job,
+    Worker,
+    devices,
+    failure,
+    row,
+    settings,
+    trace,
+    wait_for_any,
+    workers,
+)
+
+_log = logging.getLogger(__name__)
+
+TRIES = 3
+"""How often an attack that crashes is tried on one capture."""
+
+
+POLL_SECONDS = 0.05
+
+
+def attack_captures(
+    run: Run,
+    experiment: Experiment,
+    *,
+    no_more: Callable[[], bool],
+    stop: Callable[[], bool] = lambda: False,
+    report: Callable[[RunProgress], None] = lambda progress: None,
+    on: Sequence[Worker] | None = None,
+) -> None:
+    """Attacks every capture that has no answer yet, until `no_more` come and all have one.
+
+    The work that is left is always what the directory lacks, so this can be killed at any time.
+    An attack that takes captures together gets the same ones together however often that happens.
+    Quick attacks go first: a slow one starts only while another worker is left for quick ones, or
+    once all quick ones have answered. Workers that are lent (`on`) may still be busy if it was
+    stopped or failed.
+
+    Raises:
+        ConfigError: An attack of this name already ran here with other settings.
+    """
+    refuse_purged(run)
+    dispatcher = Dispatcher(run, experiment)
+    hired: AbstractContextManager[Sequence[Worker]] = (
+        workers(devices(experiment.workers.devices), experiment.workers.time_limit)
+        if on is None
+        else nullcontext(on)
+    )
+    with hired as all_workers:
+        while not stop():
+            # Asked before looking, so that nothing slips in between.
+            dispatcher.look_for_captures(last_look=no_more())
+            dispatcher.hand_out(all_workers)
+            dispatcher.collect(all_workers)
+            report(dispatcher.progress(all_workers))
+            if dispatcher.done(all_workers):
+                return
+            wait_for_any(all_workers, POLL_SECONDS)
+
+
+class Dispatcher:
+    """Knows what is left to attack, and records what comes of it.
+
+    Args:
+        run: The run directory.
+        experiment: What was prepared there.
+
+    Raises:
+        ConfigError: An attack of this name already ran here with other settings.
+    """
+
+    def __init__(self, run: Run, experiment: Experiment) -> None:
+        self._run, self._experiment = run, experiment
+        self._model = experiment.model_spec(run.info()["num_labels"])
+        lines = run.salvage("reconstructions.jsonl", records.answer(run.fingerprint()))
+        self._answered = answered(lines, experiment)
+        self._tries = Counter(
+            (Key(line["round"], line["client"]), line["attack"])
+            for line in run.salvage("attempts.jsonl", records.ATTEMPT)
+        )
+        expected = expected_captures(experiment)
+        self._made, self._wanted = (
+            captures_made(experiment),
+            len(expected) * len(experiment.attacks),
+        )
+        self._agenda = Agenda(experiment.attacks, expected, self._answered, set(self._tries))
+        self._arrivals = Arrivals(run, expected, experiment.attacked)
+        self._pace = Pace(experiment.attacks, len(expected), self._answered)
+        self._finished: list[Finished] = []
+        self._closed = False
+
+    def look_for_captures(self, *, last_look: bool) -> None:
+        """Notes the captures that have come; after the last look no others are waited for."""
+        last_look &= not self._closed
+        for key in self._arrivals.new(everywhere=last_look):
+            self._agenda.arrived(key)
+        if last_look:
+            self._agenda.close()
+            self._closed = True
+
+    def hand_out(self, all_workers: Sequence[Worker]) -> None:
+        """Gives every free worker something to do, as far as there is something."""
+        for worker in all_workers:
+            while not worker.jobs and (
+                work := self._agenda.take(slow=_slow_may(all_workers, self._agenda))
+            ):
+                if jobs := self._jobs(work):
+                    worker.submit(jobs)
+
+    def collect(self, all_workers: Sequence[Worker]) -> None:
+        """Records the answers that have come, and tries that failed."""
+        for worker in all_workers:
+            if (jobs := worker.jobs) and (found := worker.result()) is not None:
+                if isinstance(found, BaseException):
+                    self._record_failure(jobs, found)
+                else:
+                    self._record(found)
+
+    def done(self, all_workers: Sequence[Worker]) -> bool:
+        """Returns whether all is attacked and no more captures come."""
+        busy = any(worker.jobs for worker in all_workers)
+        return self._closed and not busy and not self._agenda.ready
+
+    def progress(self, all_workers: Sequence[Worker]) -> RunProgress:
+        """Returns how far the run is, with the answers since the last time."""
+        finished, self._finished = tuple(self._finished), []
+        rounds = self._experiment.federation.rounds
+        per_round = len(self._made) // rounds
+        return RunProgress(
+            captures=self._arrivals.here + self._arrivals.rounds_forgotten * per_round,
+            captures_expected=len(self._made),
+            answers=len(self._answered),
+            answers_expected=self._wanted,
+            under_way=tuple(_under_way(worker) for worker in all_workers if worker.jobs),
+            finished=finished,
+            rounds=self._arrivals.round() - 1,
+            rounds_expected=rounds,
+            seconds_left=self._pace.seconds_left(len(all_workers)),
+            seconds_most=self._pace.seconds_most(len(all_workers)),
+        )
+
+    def _jobs(self, work: Work) -> list[Job]:
+        """Returns the jobs for captures; a damaged capture fails at once."""
+        experiment, jobs = self._experiment, []
+        threat, seed = experiment.threat_model, experiment.seed
+        for key in work.keys:
+            job = Job(self._run.path, key, work.attack, threat, Knowledge(), self._model, seed)
+            try:
+                jobs.append(replace(job, knowledge=knowledge(self._run, key, threat)))
+            except CaptureError as error:
+                self._record([_failed(job, str(error))])
+        return jobs
+
+    def _record(self, lines: Sequence[dict[str, Any]]) -> None:
+        self._run.append_answers(lines)
+        for line in lines:
+            key, name = Key(line["round"], line["client"]), line["attack"]
+            self._answered.add((key, name))
+            self._agenda.answered(key, name)
+            self._finished.append(Finished(name, key, line["status"], line["seconds"]))
+            self._pace.answered(name, line["seconds"] or 0.0)
+            _log.info("%s on %s: %s in %s s", name, key, line["status"], line["seconds"])
+
+    def _record_failure(self, jobs: Sequence[Job], error: BaseException) -> None:
+        """Records a try that failed; captures that were tried often enough fail for good."""
+        reason, traceback = failure(error), trace(error)
+        attack, keys = jobs[0].attack, [job.key for job in jobs]
+        _log.warning("%s failed on %s: %s", attack.name, ", ".join(map(str, keys)), traceback)
+        self._tries.update((key, attack.name) for key in keys)
+        self._run.append_all(
+            "attempts.jsonl",
+            [
+                {**key._asdict(), "attack": attack.name, "reason": reason, "traceback": traceback}
+                for key in keys
+            ],
+        )
+        enough = 1 if isinstance(error, CaptureError) else TRIES
+        for job in jobs:
+            if self._tries[job.key, attack.name] < enough:
+                self._agenda.again(attack, job.key)
+        given_up = [job for job in jobs if self._tries[job.key, attack.name] >= enough]
+        self._record([_failed(job, reason) for job in given_up])
+
+
+def _slow_may(all_workers: Sequence[Worker], agenda: Agenda) -> bool:
+    """Returns whether a worker may take a slow attack: not the last one that quick ones have."""
+    slow = sum(is_slow(worker.jobs[0].attack.attack) for worker in all_workers if worker.jobs)
+    return slow < len(all_workers) - 1 or not agenda.quick_left
+
+
+@contextmanager
+def attacking(
+    run: Run,
+    experiment: Experiment,
+    report: Callable[[RunProgress], None] = lambda progress: None,
+    on: Sequence[Worker] | None = None,
+) -> Iterator[Callable[[], bool]]:
+    """Attacks while the body trains, and until all is attacked; gives up if the body fails.
+
+    Yields:
+        What the body asks now and then: whether attacking has failed, so that there is no use in
+        going on. Its error is then raised in place of the body's.
+    """
+    trained, stopped, ended = threading.Event(), threading.Event(), threading.Event()
+    errors: list[BaseException] = []
+
+    def dispatch() -> None:
+        try:
+            attack_captures(
+                run, experiment, no_more=trained.is_set, stop=stopped.is_set, report=report, on=on
+            )
+        except BaseException as error:  # noqa: BLE001 - raised again below, in the caller's thread
+            errors.append(error)
+        finally:
+            ended.set()
+
+    thread = threading.Thread(target=dispatch, name="attacks")
+    try:
+        thread.start()
+        try:
+            yield lambda: bool(errors)
+        except Exception as error:
+            if not errors:
+                raise
+            _log.info("training ended: %s", error)
+        trained.set()
+        # Not `join`: when Ctrl-C interrupts that, Python takes the thread for one that has ended.
+        while not ended.is_set():
+            time.sleep(POLL_SECONDS)
+    finally:
+        stopped.set()
+        if thread.is_alive():
+            thread.join()
+    if errors:
+        raise errors[0]
+
+
+def drop_failures(run: Run) -> int:
+    """Forgets failed answers, so that they are tried again; returns how many."""
+    lines = run.salvage("reconstructions.jsonl", records.answer(run.fingerprint()))
+    kept = [line for line in lines if line["status"] != Status.FAILED]
+    failed = {
+        (line["round"], line["client"], line["attack"])
+        for line in lines
+        if line["status"] == Status.FAILED
+    }
+    tries = run.salvage("attempts.jsonl", records.ATTEMPT)
+    run.write_rows(
+        "attempts.jsonl",
+        [t for t in tries if (t["round"], t["client"], t["attack"]) not in failed],
+    )
+    run.write_rows("reconstructions.jsonl", kept)
+    return len(failed)
+
+
+def _under_way(worker: Worker) -> UnderWay:
+    """Returns what a busy worker is doing."""
+    first = worker.jobs[0]
+    clients = tuple(job.key.client for job in worker.jobs)
+    return UnderWay(first.attack.name, first.key.round, clients, worker.progress())
+
+
+def _failed(job: Job, reason: str) -> dict[str, Any]:
+    """Returns the line of an attack that failed for good."""
+    return row(job, Reconstruction.none(Status.FAILED, reason))
+
+
+def answered(lines: Iterable[Mapping[str, Any]], experiment: Experiment) -> set[tuple[Key, str]]:
+    """Returns what this experiment's attacks have answered already."""
+    known = {each.name: each for each in experiment.attacks}
+    found = set()
+    for line in lines:
+        each = known.get(line["attack"])
+        if each is None:
+            continue
+        changed = difference(line["settings"], settings(each.attack))
+        # An attack that uses none of the facts answers alike, whatever is granted.
+        before, now = (
+            each.attack.uses & set(g) for g in (line["granted"], experiment.threat.knows)
+        )
+        changed += difference(sorted(before), sorted(now), "threat.knows.")
+        if changed:
+            raise ConfigError(
+                f"attack {each.name!r} already ran here with other settings "
+                f"({'; '.join(changed)}): give this one another name = ..."
+            )
+        found.add((Key(line["round"], line["client"]), each.name))
+    return found

@@ -1,0 +1,97 @@
+"""How far a run is, and how long what is left may take."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence, Set
+from typing import NamedTuple
+
+from fedleak import attacks
+from fedleak.config.components import NamedAttack
+from fedleak.store.run import Key
+
+
+class UnderWay(NamedTuple):
+    """What a worker is doing.
+
+    Attributes:
+        attack: Its name.
+        round, clients: The captures it is attacking.
+        progress: How far it is with a client, as far as the attack has said.
+    """
+
+    attack: str
+    round: int
+    clients: tuple[int, ...]
+    progress: Mapping[int, attacks.Progress]
+
+
+class Finished(NamedTuple):
+    """An answer that has just come; its attack's own seconds, None where it was not called."""
+
+    attack: str
+    key: Key
+    status: str
+    seconds: float | None
+
+
+class RunProgress(NamedTuple):
+    """How far a run is, and what its busy workers are doing.
+
+    Attributes:
+        captures, captures_expected, answers, answers_expected: So many of so many.
+        under_way: What each busy worker does.
+        finished: The answers since the last time.
+        rounds, rounds_expected: Rounds of training that are complete, of so many.
+        seconds_left: What the attacks that are left will take, as far as that can be told.
+        seconds_most: What those of them that have a time limit of their own take at most.
+    """
+
+    captures: int
+    captures_expected: int
+    answers: int
+    answers_expected: int
+    under_way: tuple[UnderWay, ...] = ()
+    finished: tuple[Finished, ...] = ()
+    rounds: int = 0
+    rounds_expected: int = 0
+    seconds_left: float | None = None
+    seconds_most: float = 0.0
+
+
+class Pace:
+    """How long attacks take, for an estimate of the time that is left.
+
+    Args:
+        named: The attacks.
+        each: How many answers each is to give.
+        answered: Those that they have given before: captures and names.
+    """
+
+    def __init__(
+        self, named: Sequence[NamedAttack], each: int, answered: Set[tuple[Key, str]]
+    ) -> None:
+        self._limits: dict[str, object] = {
+            one.name: getattr(one.attack, "seconds", None) for one in named
+        }
+        self._left = Counter({one.name: each for one in named})
+        self._left.subtract(name for _, name in answered)
+        self._took: Counter[str] = Counter()
+        self._count: Counter[str] = Counter()
+
+    def answered(self, name: str, seconds: float) -> None:
+        """Notes an answer."""
+        self._left[name] -= 1
+        self._count[name] += 1
+        self._took[name] += seconds  # type: ignore[assignment]
+
+    def seconds_left(self, num_workers: int) -> float | None:
+        """Returns the estimate; None where an attack that is left has not answered once."""
+        left = {name: count for name, count in self._left.items() if count > 0}
+        if not left.keys() <= self._count.keys():
+            return None
+        each = (count * self._took[name] / self._count[name] for name, count in left.items())
+        return sum(each) / max(1, num_workers)
+
+    def seconds_most(self, num_workers: int) -> float:
+        """Returns what attacks that are left take at most, of those that have a time limit."""
+        limits = {n: limit for n, limit in self._limits.items() if isinstance(limit, int | float)}
+        return sum(self._left[name] * limit for name, limit in limits.items()) / max(1, num_workers)

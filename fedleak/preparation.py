@@ -1,0 +1,226 @@
+"""Before a run: is the experiment possible, and whose is the run directory?"""
+
+import json
+import platform
+import shlex
+import subprocess
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import fedleak
+from fedleak import forecast, logs, models
+from fedleak.config import checks
+from fedleak.config.experiment import Experiment
+from fedleak.config.wording import difference
+from fedleak.errors import ConfigError, FedleakError
+from fedleak.federation import (
+    Workload,
+    divide,
+    outline,
+    protection,
+    read_data,
+    stored,
+    unknown_share,
+)
+from fedleak.store.run import Run
+
+
+@dataclass(frozen=True)
+class Plan:
+    """An experiment that can work, and what its run directory starts with."""
+
+    experiment: Experiment
+    num_labels: int
+    held_out: Mapping[str, Any]
+    remarks: tuple[str, ...] = ()
+    """What may not be meant, for the user to read."""
+    disk: int = 0
+    """Bytes of all captures and models."""
+
+
+def prepare(experiment: Experiment, path: Path, *, fresh: bool = False) -> Run:
+    """Checks the experiment, and opens its run directory or makes it.
+
+    Args:
+        experiment: What to run.
+        path: The run directory.
+        fresh: Move what is there out of the way.
+
+    Raises:
+        ConfigError: The experiment cannot work, or differs from the one that ran here.
+    """
+    return open_run(plan(experiment), path, fresh=fresh)
+
+
+def plan(experiment: Experiment) -> Plan:
+    """Reads the data and looks at the model, and writes nothing.
+
+    Raises:
+        ConfigError: The experiment cannot work.
+    """
+    split = read_data(experiment)
+    num_labels = len(split.train.label_names)
+    model = outline(experiment, num_labels)
+    checks.check_defenses(experiment, model)
+    checks.check_attacks(experiment, model)
+    workload = divide(experiment, split, model)
+    unknown = unknown_share(workload, model)
+    for client, part in enumerate(workload.parts):
+        protection(experiment, client, len(part))  # refuses an epsilon out of reach
+    models.check_weights(experiment.model_spec(num_labels))
+    held_out = {"sequences": workload.held_out, "labels": workload.held_out_labels}
+    return Plan(
+        experiment,
+        num_labels,
+        held_out,
+        _remarks(experiment, split.dropped, unknown, workload),
+        forecast.bytes_kept(experiment, model),
+    )
+
+
+def _remarks(
+    experiment: Experiment, dropped: int, unknown: float, workload: Workload
+) -> tuple[str, ...]:
+    """Returns what is no mistake, but may not be meant."""
+    batch, parts = experiment.federation.batch_size, workload.parts
+    small = [len(part) for part in parts if len(part) < batch]
+    found = {
+        f"{dropped} rows without text were dropped": dropped,
+        f"{unknown:.0%} of the tokens are unknown words, which no attack can read": unknown > 0.05,
+        f"federation.batch_size = {batch} is more than {len(small)} of {len(parts)} clients have: "
+        f"their batches are all that they have, {min(small, default=0)} examples or more": small,
+    }
+    return tuple(remark for remark, holds in found.items() if holds)
+
+
+def open_run(plan: Plan, path: Path, *, fresh: bool = False) -> Run:
+    """Opens the run directory of an experiment, or makes it.
+
+    Raises:
+        ConfigError: Another experiment ran here, there are files that belong to none, or what the
+            run keeps does not fit on the disk.
+    """
+    run = Run(path)
+    forecast.refuse_full_disk(plan.disk, path, anew=fresh)
+    if fresh and path.is_dir():
+        with run.lock():
+            run.move_aside()
+    if run.exists():
+        refuse_another(run, plan.experiment)
+        refuse_purged(run)
+        _make_held_out(run, plan)
+        return run
+    if (path / "sweep.json").exists():
+        raise ConfigError(
+            f"{str(path)!r} holds a sweep: give this run another name, or --fresh to move the "
+            "sweep aside"
+        )
+    # A run that was killed before its run.json was written has left no more than a log.
+    if there := sorted({each.name for each in path.glob("[!.]*")} - {logs.LOG}):
+        # Captures and answers of nobody knows what must not pass for this experiment's.
+        more = f" and {len(there) - 3} more" if len(there) > 3 else ""
+        raise ConfigError(
+            f"{str(path)!r} is not empty ({', '.join(there[:3])}{more}) and has no run.json: give "
+            "this run another name, delete the folder, or --fresh to move it aside"
+        )
+    run.create(
+        experiment=plan.experiment.model_dump(mode="json"),
+        fingerprint=plan.experiment.fingerprint,
+        status="new",
+        num_labels=plan.num_labels,
+        versions=_versions(),
+        git_commit=_git_commit(),
+        model_fingerprint=None,
+        remarks=list(plan.remarks),
+    )
+    _make_held_out(run, plan)
+    return run
+
+
+def refuse_purged(run: Run) -> None:
+    """Refuses to go on with a run whose private data was deleted.
+
+    Raises:
+        ConfigError: `fedleak purge` was here.
+    """
+    if date := run.info().get("purged"):
+        raise ConfigError(
+            f"{str(run.path)!r} was purged on {date}: its captures, models and private texts are "
+            f"deleted, so nothing can be trained or attacked there: `fedleak score {run.path}` "
+            "shows its figures; --fresh, or another name, runs the experiment anew"
+        )
+
+
+def refuse_another(run: Run, experiment: Experiment) -> None:
+    """Refuses to go on with a run directory in which another experiment ran."""
+    # Workers cannot change its results.
+    old, new = (
+        each.model_dump(mode="json", exclude={"workers"}) for each in (stored(run), experiment)
+    )
+    changed = difference(old, new)
+    if not changed:
+        return
+    told, keys = "; ".join(changed[:4]), [line.partition(":")[0] for line in changed]
+    if {*keys} <= {"attack", "threat.knows"}:
+        wanted = {"attack": new["attack"], "threat.knows": new["threat"]["knows"]}
+        sets = " ".join(f"--set {shlex.quote(f'{key}={_toml(wanted[key])}')}" for key in keys)
+        raise ConfigError(
+            f"{str(run.path)!r} was attacked otherwise ({told}): `fedleak attack "
+            f"{shlex.quote(str(run.path))} {sets}` attacks its captures so, without training "
+            "again; an attack that has answered with other settings needs another name = ..."
+        )
+    raise ConfigError(
+        f"{str(run.path)!r} holds another experiment ({told}): give this one another name, or "
+        "--fresh to move the old run aside"
+    )
+
+
+def _toml(value: Any) -> str:
+    """Returns a value of an experiment file as it is written after `--set key=`."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {_toml(each)}" for key, each in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _make_held_out(run: Run, plan: Plan) -> None:
+    """Writes the held-out texts, unless they are there."""
+    with suppress(FedleakError):
+        found = run.read_json("held_out.json")
+        if isinstance(found, dict) and found.keys() >= plan.held_out.keys():
+            return
+    run.write_json("held_out.json", plan.held_out)
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "fedleak": fedleak.__version__}
+    for name in ("flwr", "torch", "transformers", "peft", "datasets", "rouge-score"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:  # installed under another name, as vendors of torch do
+            found[name] = "unknown"
+    return found
+
+
+def _git_commit() -> str | None:
+    """Returns the commit of this checkout, with a mark if files differ; None if it is none."""
+    command: Sequence[str] = (
+        "git",
+        "describe",
+        "--always",
+        "--dirty",
+        "--abbrev=40",
+        "--exclude=*",
+    )
+    try:
+        done = subprocess.run(
+            command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()
