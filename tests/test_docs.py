@@ -49,8 +49,6 @@ ELSEWHERE = {
 
 QUICK = {
     "fedleak list",
-    "fedleak check-defense experiments/quickstart-llama.toml "
-    """--set 'defense=[{kind="mask", fraction=0.9}]'""",
     "python docs/generate.py",
     "python experiments/reproduce.py experiments/sweep-batch-size.toml --no-run",
 }
