@@ -75,10 +75,6 @@ class ThreatModel:
         return replace(server, **{name: getattr(private, name) for name in sorted(self.knows)})
 
 
-LAMP_PAPER = ThreatModel(frozenset({"labels", "lengths", "batch_size"}))
-"""What the published LAMP, TAG and DLG on text are told (Balunovic et al. 2022, section 5)."""
-
-
 @dataclass(frozen=True)
 class Observation:
     """One client's update in one round as the server received it, and what the attacker knows."""

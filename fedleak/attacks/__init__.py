@@ -25,9 +25,9 @@ from fedleak.plugins import discover
 from fedleak.reconstruction import Reconstruction
 
 
-@dataclass(frozen=True)
-class Setting:
-    """What is known of an attack's input before there is any: enough to refuse it early.
+@dataclass(frozen=True, kw_only=True)
+class AttackSetting:
+    """What an attack can be told before it sees an update: enough to refuse it early.
 
     Attributes:
         update: Gradient or delta.
@@ -36,7 +36,6 @@ class Setting:
         family: The architecture.
         num_layers: Its transformer blocks.
         task: "sequence-classification" or "causal-lm".
-        trained: Names of all parameters that an update could hold.
     """
 
     update: UpdateKind
@@ -45,19 +44,17 @@ class Setting:
     family: ModelFamily
     num_layers: int
     task: str
-    trained: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, seen: Observation, model: LanguageModel) -> "Setting":
+    def of(cls, seen: Observation, model: LanguageModel) -> "AttackSetting":
         """Returns the setting of an observation."""
         return cls(
-            seen.update.kind,
-            frozenset(seen.update.tensors),
-            frozenset(seen.knowledge.granted()),
-            model.family,
-            model.num_layers,
-            model.task,
-            frozenset(model.trained()),
+            update=seen.update.kind,
+            shared=frozenset(seen.update.tensors),
+            knows=frozenset(seen.knowledge.granted()),
+            family=model.family,
+            num_layers=model.num_layers,
+            task=model.task,
         )
 
 
@@ -72,7 +69,7 @@ class Attack(Protocol):
     kind: ClassVar[str]
     uses: ClassVar[frozenset[str]]
 
-    def obstacle(self, setting: Setting) -> str | None:
+    def obstacle(self, setting: AttackSetting) -> str | None:
         """Returns why the attack cannot work in this setting and what would mend it, or None."""
         ...
 

@@ -1,6 +1,6 @@
 """Refuses an experiment whose attacks or defenses cannot work on its model."""
 
-from fedleak.attacks import Equipped, Setting
+from fedleak.attacks import AttackSetting, Equipped
 from fedleak.config.experiment import Experiment
 from fedleak.config.sent_parameters import captured_parameters
 from fedleak.errors import ConfigError
@@ -32,16 +32,14 @@ def check_attacks(experiment: Experiment, model: LanguageModel) -> None:
     Raises:
         ConfigError: An attack has an obstacle or lacks its equipment, or a client sends nothing.
     """
-    names = frozenset(model.parameters())
     settings = [
-        Setting(
-            experiment.local_training.kind,
-            sent,
-            experiment.threat_model.knows | experiment.server_facts,
-            model.family,
-            model.num_layers,
-            model.task,
-            names,
+        AttackSetting(
+            update=experiment.local_training.kind,
+            shared=sent,
+            knows=experiment.threat_model.knows | experiment.server_facts,
+            family=model.family,
+            num_layers=model.num_layers,
+            task=model.task,
         )
         for sent in captured_parameters(experiment, model)
     ]

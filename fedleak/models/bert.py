@@ -93,7 +93,7 @@ class Bert:
             out_ND: Tensor = layer.output(layer.intermediate(x_ND), x_ND)
             return out_ND
 
-        return FirstBlock(num_heads, enter, project, leave)
+        return FirstBlock(num_heads=num_heads, enter=enter, project=project, leave=leave)
 
     def logits(
         self,

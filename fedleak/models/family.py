@@ -80,7 +80,7 @@ class TokenTable(NamedTuple):
         return rows_ND if self.rms_eps is not None else rows_ND - rows_ND.mean(-1, keepdim=True)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class FirstBlock:
     """The first transformer block, taken apart so that a search can share keys and values.
 
@@ -91,16 +91,12 @@ class FirstBlock:
         project: (attention inputs [N, D], positions_N) -> queries, keys and values, each
             [N, H, K]: rotated to their positions, and repeated where query heads share them.
         leave: (residual [N, D], mixed values [N, H K]) -> inputs [N, D] of the next attention.
-        rotate: (x_NHK, positions_N) -> x_NHK, rotated by as many positions, which may be negative;
-            queries and keys at a position are those of position 0, rotated. None where the model
-            is not rotary.
     """
 
     num_heads: int
     enter: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
     project: Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
     leave: Callable[[Tensor, Tensor], Tensor]
-    rotate: Callable[[Tensor, Tensor], Tensor] | None = None
 
 
 class ModelFamily(Protocol):

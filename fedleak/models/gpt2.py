@@ -95,7 +95,7 @@ class Gpt2:
             out_ND: Tensor = following.ln_1(x_ND + block.mlp(block.ln_2(x_ND)))
             return out_ND
 
-        return FirstBlock(num_heads, enter, project, leave)
+        return FirstBlock(num_heads=num_heads, enter=enter, project=project, leave=leave)
 
     def logits(
         self,

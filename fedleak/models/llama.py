@@ -96,10 +96,6 @@ class Llama:
             out_NHK: Tensor = x_NHK * cos_N1K + torch.cat([-right, left], -1) * sin_N1K
             return out_NHK
 
-        def rotate(x_NHK: Tensor, positions_N: Tensor) -> Tensor:
-            # Some of those checkpoints also lengthen queries and keys, which is to happen once.
-            return turn(x_NHK, positions_N) / float(rotary.attention_scaling)
-
         def project(x_ND: Tensor, positions_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             q_NHK = heads(attention.q_proj(x_ND), num_heads)
             k_NHK, v_NHK = (
@@ -114,7 +110,7 @@ class Llama:
             out_ND: Tensor = following.input_layernorm(x_ND)
             return out_ND
 
-        return FirstBlock(num_heads, enter, project, leave, rotate)
+        return FirstBlock(num_heads=num_heads, enter=enter, project=project, leave=leave)
 
     def logits(
         self,

@@ -29,7 +29,7 @@ import psutil
 import torch
 
 from fedleak import models
-from fedleak.attacks import Attack, Batched, Progress, Report, Setting
+from fedleak.attacks import Attack, AttackSetting, Batched, Progress, Report
 from fedleak.config.components import NamedAttack
 from fedleak.errors import CaptureError
 from fedleak.models import LanguageModel, ModelSpec
@@ -291,7 +291,7 @@ def _look(job: Job, model: LanguageModel, device: str) -> Observation | Reconstr
     examples = update.num_examples if lengths is None else len(lengths)
     update = dataclasses.replace(update, tensors=tensors, num_examples=examples)
     seen = Observation(job.key.round, job.key.client, update, job.knowledge)
-    obstacle = job.attack.attack.obstacle(Setting.of(seen, model))
+    obstacle = job.attack.attack.obstacle(AttackSetting.of(seen, model))
     if obstacle is not None:
         return Reconstruction.none(Status.INADMISSIBLE, one_line(str(obstacle)))
     if not all(bool(t.isfinite().all()) for t in tensors.values()):

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from fedleak import attacks
-from fedleak.attacks import Batched, Progress, Setting
+from fedleak.attacks import AttackSetting, Batched, Progress
 from fedleak.models import CAUSAL_LM, CLASSIFICATION
 from fedleak.observation import ClientUpdate, Knowledge, Observation, UpdateKind
 from fedleak.reconstruction import Reconstruction, Status
@@ -88,7 +88,7 @@ def granting(seen, truth, facts):
 
 def run(attack, seen, model):
     """Runs an attack where it says it can run, and checks all that an answer must be."""
-    obstacle = attack.obstacle(Setting.of(seen, model))
+    obstacle = attack.obstacle(AttackSetting.of(seen, model))
     if obstacle is not None:
         assert re.search(KEYS, obstacle), f"names no key: {obstacle}"
         return None
@@ -140,7 +140,7 @@ def test_together_each_is_answered_as_alone(attack, model, observe, texts, facts
     # Of different lengths, because what is padded must not matter.
     truths = [observe(model, texts[:2], max_length=6), observe(model, texts[2:4], max_length=8)]
     seen = [granting(truth.seen, truth, facts) for truth in truths]
-    if (obstacle := attack.obstacle(Setting.of(seen[0], model))) is not None:
+    if (obstacle := attack.obstacle(AttackSetting.of(seen[0], model))) is not None:
         pytest.skip(obstacle)
     told = []
     rngs = [stream(0, "attack", i) for i in range(2)]
@@ -217,8 +217,14 @@ def test_an_attack_is_a_frozen_value_that_says_what_it_does(attack):
 
 def test_one_layer_is_too_few_for_spans(small):
     model = small("bert", layers=1)
-    names = frozenset(model.parameters())
-    setting = Setting(UpdateKind.GRADIENT, names, frozenset(), model.family, 1, model.task)
+    setting = AttackSetting(
+        update=UpdateKind.GRADIENT,
+        shared=frozenset(model.parameters()),
+        knows=frozenset(),
+        family=model.family,
+        num_layers=1,
+        task=model.task,
+    )
     assert "needs 3 layers" in attacks.kinds()["dager"]().obstacle(setting)
 
 
@@ -290,7 +296,7 @@ def check_that_it_finds(attack, easy, small, observe):
     model = small(easy.family, easy.task, layers=easy.layers, width=easy.width)
     truth = observe(model, easy.texts, granted=easy.granted)
     others = observe(model, ["he pays for all of his", "my old friends"], [2, 2])
-    obstacle = attack.obstacle(Setting.of(truth.seen, model))
+    obstacle = attack.obstacle(AttackSetting.of(truth.seen, model))
     assert obstacle is None, f"cannot work in its easy setting, name one in EASY: {obstacle}"
 
     def answer(update):

@@ -19,7 +19,7 @@ from fedleak.errors import ConfigError, FedleakError, unknown
 from fedleak.federation import outline
 from fedleak.models import CLASSIFICATION, ModelSpec
 from fedleak.models.lora import Lora
-from fedleak.observation import LAMP_PAPER, UpdateKind
+from fedleak.observation import ThreatModel, UpdateKind
 
 GOOD = {"name": "good", "model": {"name": "builtin/bert-tiny"}, "data": {"name": "builtin/notes"}}
 
@@ -446,7 +446,7 @@ def test_the_designs_experiment_is_right():
         ("dlg", Dlg(steps=100)),
     ]
     assert found.defenses[0].clients == (0, 2)
-    assert found.threat_model == LAMP_PAPER
+    assert found.threat_model == ThreatModel(frozenset({"labels", "lengths", "batch_size"}))
     assert (found.clients_per_round, found.local_training.kind) == (4, UpdateKind.GRADIENT)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fedleak.attacks.analytic.embedding_rows import used_rows
-from fedleak.attacks.analytic.probes import label_counts
+from fedleak.attacks.analytic.label_counts import label_counts
 from fedleak.attacks.certificate import as_gradient
 from fedleak.attacks.subspace.span import row_space
 from fedleak.attacks.subspace.token_bag import read_factors

@@ -14,7 +14,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedleak.attacks import Progress, Report, Setting
+from fedleak.attacks import AttackSetting, Progress, Report
 from fedleak.attacks.certificate import Member, as_gradient, difference, is_linear, precision
 from fedleak.attacks.matching import bucketing
 from fedleak.attacks.matching.batch_structure import Shape, Shapes, bag, frame, shapes
@@ -121,7 +121,7 @@ class GradientMatching(ABC):
         if prior is not None:
             priors.check(prior)
 
-    def obstacle(self, setting: Setting) -> str | None:
+    def obstacle(self, setting: AttackSetting) -> str | None:
         """Needs a parameter beside the word embedding."""
         if not setting.shared - {setting.family.word_embedding}:
             return "needs a parameter beside the word embedding: add one to update.share"

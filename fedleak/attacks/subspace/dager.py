@@ -27,7 +27,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedleak.attacks import Progress, Report, Setting, certificate
+from fedleak.attacks import AttackSetting, Progress, Report, certificate
 from fedleak.attacks.clock import Clock
 from fedleak.attacks.subspace.span import ACCEPT, REPEATS, Span, margin, row_space, tokens_in_span
 from fedleak.attacks.subspace.token_bag import pairs, read_factors
@@ -73,7 +73,7 @@ class Dager:
     certify: bool = True
     seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
 
-    def obstacle(self, setting: Setting) -> str | None:
+    def obstacle(self, setting: AttackSetting) -> str | None:
         """Needs gradients of attention weights, or of their adapters, of the first two layers."""
         # Of a classifier's last layer only the pooled token's query counts: its span is too small.
         needed = 3 if setting.task == CLASSIFICATION else 2

@@ -31,7 +31,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from fedleak.attacks import Progress, Report, Setting, certificate
+from fedleak.attacks import AttackSetting, Progress, Report, certificate
 from fedleak.attacks.clock import Clock
 from fedleak.attacks.subspace.span import ACCEPT, Span, margin, row_space
 from fedleak.attacks.subspace.token_bag import Factors, pairs, read_factors
@@ -84,7 +84,7 @@ class Keyspan:
     beam: Annotated[int, Field(ge=1)] = 8
     seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
 
-    def obstacle(self, setting: Setting) -> str | None:
+    def obstacle(self, setting: AttackSetting) -> str | None:
         """Needs the query or the key matrix of the first layer, and learned positions."""
         if setting.num_layers < 2:
             return "needs 2 layers, and the model has 1: choose another model.name"

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from fedleak.attacks.analytic.probes import Probes, _round_to_sum, class_shares
+from fedleak.attacks.analytic.label_counts import class_shares, rounded_to_sum
+from fedleak.attacks.analytic.probes import Probes
 from fedleak.models import CAUSAL_LM, CLASSIFICATION, squared_error
 from fedleak.observation import UpdateKind
 from fedleak.reconstruction import Status
@@ -159,7 +160,7 @@ def test_with_nothing_that_stands_out_it_abstains(small, observe):
     st.integers(1, 30),
 )
 def test_rounded_counts_have_the_total_and_are_near_the_shares(shares, total):
-    counts = _round_to_sum(shares, total)
+    counts = rounded_to_sum(shares, total)
     assert sum(counts) == total
     assert min(counts) >= 0
     positive = torch.tensor(shares, dtype=torch.float64).clamp_min(0)

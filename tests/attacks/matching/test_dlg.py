@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from fedleak.attacks import Setting
+from fedleak.attacks import AttackSetting
 from fedleak.attacks.matching import lamp, relaxed_tokens
 from fedleak.attacks.matching.dlg import Dlg
 from fedleak.attacks.matching.tag import Tag
@@ -99,7 +99,7 @@ def test_a_parameter_beside_the_word_embedding_is_needed(small, observe, attack)
 
     def obstacle(patterns):
         update = partial_update(seen.update, patterns)
-        return attack().obstacle(Setting.of(replace(seen, update=update), model))
+        return attack().obstacle(AttackSetting.of(replace(seen, update=update), model))
 
     assert obstacle(["*"]) is None
     assert obstacle(["classifier.bias"]) is None

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from fedleak.attacks import Equipped, Setting
+from fedleak.attacks import AttackSetting, Equipped
 from fedleak.attacks.matching import bucketing, guesses, lamp
 from fedleak.attacks.matching.candidate_selection import best_of_batch, best_of_sequence, nll
 from fedleak.attacks.matching.dlg import Dlg
@@ -635,7 +635,7 @@ def test_whether_it_can_work_is_said_without_a_look_at_the_prior(small, observe,
     model = small("bert", width=16)
     seen = observe(model, TEXTS, granted=GRANTED).seen
     attack = Lamp(prior=str(tmp_path / "gone"))
-    assert attack.obstacle(Setting.of(seen, model)) is None
+    assert attack.obstacle(AttackSetting.of(seen, model)) is None
     assert isinstance(attack, Equipped)
     for needs_it in (attack.check_equipment, lambda: run(attack, seen, model)):
         with pytest.raises(ConfigError, match=r"^prior = .*gone.* there is no such folder$"):

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedleak import models
-from fedleak.attacks import Setting, certificate
+from fedleak.attacks import AttackSetting, certificate
 from fedleak.attacks.clock import Clock
 from fedleak.attacks.subspace import dager
 from fedleak.attacks.subspace.dager import (
@@ -594,7 +594,7 @@ def test_adapters_are_read_once_they_are_trained(observe, texts, family, task):
     model = adapted(family, task)
     truth = observe(model, texts[:1] if family == "bert" else texts[:2])
     assert any("lora_A" in name for name in truth.seen.update.tensors)
-    assert Dager().obstacle(Setting.of(truth.seen, model)) is None
+    assert Dager().obstacle(AttackSetting.of(truth.seen, model)) is None
     assert_exact(answer_of(model, truth.seen), model, truth)
 
 

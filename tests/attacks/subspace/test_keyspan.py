@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedleak import models
-from fedleak.attacks import Setting, certificate
+from fedleak.attacks import AttackSetting, certificate
 from fedleak.attacks.clock import Clock
 from fedleak.attacks.subspace import keyspan
 from fedleak.attacks.subspace.keyspan import Atoms, Keyspan, excess, grow, make_atoms
@@ -393,7 +393,7 @@ def test_part_of_bert_s_first_attention_is_enough(small, observe, patterns):
     truth = observe(model, 3, max_length=LONG)
     only = [p if p == "classifier" else f"layer.0.attention.self.{p}" for p in patterns]
     seen = replace(truth.seen, update=partial_update(truth.seen.update, only))
-    assert Keyspan().obstacle(Setting.of(seen, model)) is None
+    assert Keyspan().obstacle(AttackSetting.of(seen, model)) is None
     assert_exact(answer_of(model, seen), model, truth)
 
 
@@ -403,7 +403,7 @@ def test_keys_alone_are_either_refused_or_read(small, observe):
     seen = replace(
         truth.seen, update=partial_update(truth.seen.update, ["layer.0.attention.self.key"])
     )
-    obstacle = Keyspan().obstacle(Setting.of(seen, model))
+    obstacle = Keyspan().obstacle(AttackSetting.of(seen, model))
     if obstacle is None:
         assert_exact(answer_of(model, seen), model, truth)
     else:
@@ -679,7 +679,7 @@ def test_a_model_is_refused_or_read(small, observe, family, layers):
     for task in (CLASSIFICATION,) if family == "bert" else (CLASSIFICATION, CAUSAL_LM):
         model = small(family, task, width=96, layers=layers)
         truth = observe(model, 2, max_length=LONG)
-        obstacle = Keyspan().obstacle(Setting.of(truth.seen, model))
+        obstacle = Keyspan().obstacle(AttackSetting.of(truth.seen, model))
         if family == "llama" or (task == CLASSIFICATION and layers == 1):
             assert obstacle is not None
         elif obstacle is None:
