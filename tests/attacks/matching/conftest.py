@@ -78,7 +78,9 @@ def on_objective():
         # A key's bias has no gradient but noise, which the authors' loss counts like any other.
         null = {name for one in seen for name in model.family.null_parameters(one.update.tensors)}
         seen = [
-            replace(one, update=partial_update(one.update, sorted(one.update.tensors.keys() - null)))
+            replace(
+                one, update=partial_update(one.update, sorted(one.update.tensors.keys() - null))
+            )
             for one in seen
         ]
         preset = "faithful" if space == "free" else "best"
