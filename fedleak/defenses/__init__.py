@@ -127,7 +127,7 @@ class TrustedAggregator(Defense):
 
 @cache
 def kinds() -> Mapping[str, type[Defense]]:
-    """Returns the defenses in this package by kind."""
+    """Returns the defenses, fedleak's own and those of others, by kind."""
     return discover(sys.modules[__name__]).kinds
 
 

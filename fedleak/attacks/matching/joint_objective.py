@@ -84,7 +84,7 @@ def joint_objective(
     distance = distance_of(loss, weights)
     # LAMP's weights are for absolute distances; ours are for shares of the observed gradient.
     zero_U = of_nothing(distance, target)
-    gradients, target = BatchGradients(model, target.names), target.rows(victim_R)
+    gradients, target = BatchGradients(model, target.names), target.take(victim_R)
     exact = Objective(
         model=model,
         batch_gradients=gradients,

@@ -24,7 +24,7 @@ from fedleak.attacks.matching.parametrization import Guess, Space
 from fedleak.models import LanguageModel
 from fedleak.models.prior import Prior
 
-_TOKENS_AT_ONCE = {"cpu": 1024, "cuda": 65536}
+TOKENS_AT_ONCE = {"cpu": 1024, "cuda": 65536}
 """Tokens that are scored in one pass: what fits a cache, or keeps a GPU busy."""
 
 
@@ -60,7 +60,7 @@ class Objective:
         """Returns the objective of some of the rows."""
         return replace(
             self,
-            target=self.target.rows(chosen_S),
+            target=self.target.take(chosen_S),
             rows=self.rows.take(chosen_S),
             space=self.space.take(chosen_S),
             victim_R=self.victim_R[chosen_S],
@@ -71,7 +71,7 @@ class Objective:
     def loss(self, variables_RBTF: Tensor) -> Tensor:
         """Returns the distances [R], differentiable."""
         guess = self.space.guess(self.rows, variables_RBTF[:, None])
-        gradients = self._gradients(guess, self.rows, differentiable=True)
+        gradients = self.gradients(guess, self.rows, differentiable=True)
         return self._distance(gradients)[:, 0]
 
     def read(self, variables_RBTF: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ class Objective:
     def scores(self, guess: Guess) -> Tensor:
         """Returns the distances [R, K] of whole batches."""
         with torch.no_grad():
-            gradients = self._gradients(guess, self.rows, differentiable=False)
+            gradients = self.gradients(guess, self.rows, differentiable=False)
             return self._distance(gradients)
 
     def other_sequences(self, guess: Guess, b: int) -> Gradients | None:
@@ -109,20 +109,20 @@ class Objective:
             return None
         rows = self.rows.sequences_of(others)
         with torch.no_grad():
-            return self._gradients(guess.sequences(others, rows.length), rows, differentiable=False)
+            return self.gradients(guess.sequences(others, rows.length), rows, differentiable=False)
 
     def scores_of_sequence(self, guess: Guess, b: int, others: Gradients | None) -> Tensor:
         """Returns the distances [R, K] of batches with these guesses of sequence b."""
         rows = self.rows.sequences_of([b])
         with torch.no_grad():
-            gradients = self._gradients(guess, rows, differentiable=False)
+            gradients = self.gradients(guess, rows, differentiable=False)
             whole = gradients if others is None else added(others, gradients)
             return self._distance(whole)
 
     def chunks(self, guesses: int, sequences: int) -> Iterator[slice]:
         """Yields slices of every row's guesses: as many as are scored in one pass."""
         tokens = len(self.rows.mask_RBT) * sequences * self.rows.length
-        at_once = _TOKENS_AT_ONCE.get(self.model.device.type, _TOKENS_AT_ONCE["cpu"])
+        at_once = TOKENS_AT_ONCE.get(self.model.device.type, TOKENS_AT_ONCE["cpu"])
         size = max(1, at_once // tokens)
         for start in range(0, guesses, size):
             yield slice(start, min(start + size, guesses))
@@ -130,7 +130,8 @@ class Objective:
     def _distance(self, gradients: Gradients) -> Tensor:
         return self.distance(gradients, self.target) / self.normalizer_R[:, None]
 
-    def _gradients(self, guess: Guess, rows: Rows, *, differentiable: bool) -> Gradients:
+    def gradients(self, guess: Guess, rows: Rows, *, differentiable: bool) -> Gradients:
+        """Returns the gradients of each guess's loss, by parameter name."""
         dtype = next(self.model.module.parameters()).dtype
         guesses = guess.x_RKBTD.shape[1]
         if guess.targets_RKBTV is None:

@@ -116,3 +116,20 @@ def random_variables():
         return torch.randn(shape, generator=stream(3, "leaf"))
 
     return drawn
+
+
+class LikesRising:
+    """A prior that counts the pairs of tokens that fall."""
+
+    def nll(self, ids_NT, mask_NT, stop=None):
+        pairs = (ids_NT[:, None, :] < ids_NT[:, :, None]).triu(1)
+        there = mask_NT.bool()[:, None, :] & mask_NT.bool()[:, :, None]
+        return (pairs & there).sum((1, 2)).float()
+
+    def to(self, dtype):
+        return self
+
+
+@pytest.fixture
+def likes_rising():
+    return LikesRising()

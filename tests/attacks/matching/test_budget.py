@@ -37,7 +37,7 @@ class Passes:
         self.now = 0
         monkeypatch.setattr(clock.time, "monotonic", lambda: self.now)
         # A guess at a time, and a candidate of the prior at a time.
-        monkeypatch.setattr(objective, "_TOKENS_AT_ONCE", {"cpu": 1})
+        monkeypatch.setattr(objective, "TOKENS_AT_ONCE", {"cpu": 1})
         monkeypatch.setattr(priors, "_LOGITS", {"cpu": 1})
         for owner, name in ((BatchGradients, "__call__"), (priors.Prior, "_total")):
             monkeypatch.setattr(owner, name, self._counted(getattr(owner, name)))

@@ -349,7 +349,7 @@ def test_many_victims_and_guesses_are_each_as_alone(small, kind):
                 x_RKBTD = batch.x_RKBTD[one][:, [k]]
                 alone = batch.gradients(computed, x_RKBTD, one, differentiable=False)
                 for name in losses:
-                    apart = DISTANCES[name](alone, target.rows(one))
+                    apart = DISTANCES[name](alone, target.take(one))
                     assert_near(together[name][r, k], apart[0, 0], 1e-12)
 
 
@@ -518,7 +518,7 @@ def test_a_target_of_some_victims_and_of_another_precision(small):
     batch = Batch(model, 2, 1, 1)
     for noise in (0.0, 0.5):
         observed, target = batch.target(matched(model), noise)
-        chosen = target.rows(torch.tensor([1, 1, 0]))
+        chosen = target.take(torch.tensor([1, 1, 0]))
         low = target.to(torch.bfloat16)
         for name in target.names:
             for i, r in enumerate((1, 1, 0)):
@@ -603,6 +603,43 @@ def test_a_model_is_left_as_it_was_also_after_an_error(small, lora):
     assert state(model) == before
     if lora:
         assert not all(before[0])
+
+
+class Scale(torch.nn.Module):
+    """A layer that is neither linear nor a norm, but has weight and bias as these have."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.weight, self.bias = norm.weight, norm.bias
+
+    def forward(self, x):
+        return self.weight * x + self.bias
+
+
+class Gated(torch.nn.Linear):
+    """A linear layer with a third parameter."""
+
+    def __init__(self, linear):
+        super().__init__(linear.in_features, linear.out_features)
+        self.gate = torch.nn.Parameter(torch.ones(linear.out_features))
+
+
+@pytest.mark.parametrize(
+    ("path", "other", "told"),
+    [
+        ("output.LayerNorm", Scale, r"layer\.0\.output\.LayerNorm \(layer type Scale\)"),
+        ("output.dense", Gated, r"layer\.0\.output\.dense\.gate \(layer type Gated\)"),
+    ],
+)
+def test_a_layer_of_another_type_is_refused_by_its_name(small, path, other, told):
+    model = made(small, "bert", CLASSIFICATION)
+    model = replace(model, module=copy.deepcopy(model.module))
+    path = f"bert.encoder.layer.0.{path}"
+    model.module.set_submodule(path, other(model.module.get_submodule(path)))
+    with pytest.raises(NotImplementedError, match=told):
+        BatchGradients(model, list(model.trained()))
+    kept = [name for name in model.trained() if not name.startswith(path)]
+    assert BatchGradients(model, kept)
 
 
 def sides(gradient):

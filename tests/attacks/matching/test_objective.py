@@ -265,7 +265,7 @@ def test_in_lower_precision_distances_are_still_summed_in_float32(
     def check(objective):
         guess = objective.space.guess(objective.rows, random_variables(objective, 1))
         judge = objective.rough
-        gradients = judge._gradients(guess, judge.rows, differentiable=False)
+        gradients = judge.gradients(guess, judge.rows, differentiable=False)
         # One matrix alone: a sum over tensors would hide what each was rounded to.
         name = next(n for n in judge.target.names if n.endswith("query.weight"))
         target = type(judge.target)(
@@ -286,7 +286,7 @@ def test_objectives_are_of_the_client_s_own_loss(model, observe, on_objective, t
         ids_RBT = true_ids(truth, objective)
         rows = objective.rows
         own = dict(apart.module.named_parameters())
-        found = objective._gradients(
+        found = objective.gradients(
             objective.space.exact(rows, ids_RBT[:, None]), rows, differentiable=False
         )
         loss = batch_loss(apart, ids_RBT[0], rows.mask_RBT[0], rows.labels_RB[0])

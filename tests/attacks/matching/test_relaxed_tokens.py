@@ -73,15 +73,6 @@ def never_exact(seen):
     return replace(seen, update=replace(seen.update, tensors=tensors))
 
 
-class LikesRising:
-    """A prior that counts the pairs of tokens that fall."""
-
-    def nll(self, ids_NT, mask_NT, stop=None):
-        pairs = (ids_NT[:, None, :] < ids_NT[:, :, None]).triu(1)
-        there = mask_NT.bool()[:, None, :] & mask_NT.bool()[:, :, None]
-        return (pairs & there).sum((1, 2)).float()
-
-
 # --- undefended updates -----------------------------------------------------------------------
 
 
@@ -386,7 +377,7 @@ def test_time_may_run_out_within_a_round(small, observe, monkeypatch):
     assert [one.step for one in reports] == [0, attack.method().config.every]
 
 
-def test_of_equally_distant_texts_the_prior_decides(small, observe, inside, true_ids):
+def test_of_equally_distant_texts_the_prior_decides(small, observe, inside, true_ids, likes_rising):
     model = small("bert")
     truth = observe(model, ["nobody knows it", "he pays us"], granted=GRANTED)
 
@@ -397,7 +388,7 @@ def test_of_equally_distant_texts_the_prior_decides(small, observe, inside, true
 
         ids = true_ids(truth, objective)
         variables = objective.space.variables(objective.rows, ids)
-        rising, config = LikesRising(), replace(config, lm_weight=1.0)
+        rising, config = likes_rising, replace(config, lm_weight=1.0)
         same = replace(objective, distance=flat)
         judged = replace(same, prior=rising)
         kept, score = relaxed_tokens.improved(same, config, variables, rng)

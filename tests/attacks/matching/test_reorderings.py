@@ -118,7 +118,7 @@ def test_enough_draws_find_every_order(length):
 @given(st.integers(2, 9), st.integers(0, 10**6))
 def test_a_quarter_of_the_draws_each_is_of_a_kind(length, seed):
     now = tuple(range(length))
-    drawn = [now, *reorderings._draws(length, 80, torch.Generator().manual_seed(seed))]
+    drawn = [now, *reorderings.random_moves(length, 80, torch.Generator().manual_seed(seed))]
     assert len(drawn) == 80
     one_token = {reorderings.move(length, i, i + 1, to) for i in now for to in now}
     rotations = {now[i:] + now[:i] for i in now}
