@@ -1,13 +1,13 @@
 """DP-SGD on a client, through Opacus (Abadi et al. 2016, algorithm 1; Yousefpour et al. 2021).
 
-Each example's gradient is clipped, the sum gets noise, and is divided by the batch size that is
-expected, not by the one drawn: that is private.
+Each example's gradient is clipped and noise is added to the sum. The sum is divided by the expected
+batch size: the size that was drawn is private.
 
 Ghost clipping (Li et al. 2022, "Large Language Models Can Be Strong Differentially Private
 Learners", section 4) takes the examples' norms without their gradients and then a second backward
-pass. It is cheaper for whole matrices, most of all for the word embedding, whose gradient
-would otherwise be stored once per example. Adapters are small, and a parameter that is in two places (a tied output
-layer) has no such norm: there the gradients themselves are made.
+pass. It is cheaper for whole matrices, most of all for the word embedding, whose gradient would
+otherwise be stored once per example. Adapters are small, and ghost clipping has no norm for a
+parameter that is in two places (a tied output layer): there each example's gradient is made.
 
 Shapes: B examples.
 """
