@@ -35,7 +35,7 @@ from fedleak.audit.scoring import LeakageRow
 from fedleak.cli.mistakes import mended
 from fedleak.config.experiment import Experiment
 from fedleak.errors import ConfigError, FedleakError
-from fedleak.federation import expected_captures
+from fedleak.federation.schedule import expected_captures
 from fedleak.metrics.intervals import Interval, clustered_mean
 from fedleak.reconstruction import Status
 from fedleak.store.run import Run

@@ -14,15 +14,9 @@ from fedleak.config import checks
 from fedleak.config.experiment import Experiment
 from fedleak.config.wording import difference
 from fedleak.errors import ConfigError, FedleakError
-from fedleak.federation import (
-    Workload,
-    divide,
-    outline,
-    protection,
-    read_data,
-    stored,
-    unknown_share,
-)
+from fedleak.federation.lookup import stored
+from fedleak.federation.protection import protection
+from fedleak.federation.workload import Workload, divide, outline, read_data, unknown_fraction
 from fedleak.store.run import Run
 from fedleak.versions import versions
 
@@ -66,7 +60,7 @@ def plan(experiment: Experiment) -> Plan:
     checks.check_defenses(experiment, model)
     checks.check_attacks(experiment, model)
     workload = divide(experiment, split, model)
-    unknown = unknown_share(workload, model)
+    unknown = unknown_fraction(workload, model)
     for client, part in enumerate(workload.parts):
         protection(experiment, client, len(part))  # refuses an epsilon out of reach
     models.check_weights(experiment.model_spec(num_labels))

@@ -23,6 +23,7 @@ from fedleak.dispatch import dispatcher
 from fedleak.errors import FedleakError
 from fedleak.store.run import Key, Run
 from fedleak.workers.process import work_together
+from server.engines import train
 
 EXPERIMENT = """
 name = "small"
@@ -46,6 +47,7 @@ clients = [1]
 [[attack]]
 kind = "dlg"
 steps = 2
+[workers]
 at_once = 1
 """
 
@@ -77,7 +79,7 @@ def finished(tmp_path_factory):
     experiment, umask = load(folder / "small.toml"), os.umask(0o022)
     try:
         run = preparation.prepare(experiment, folder / "runs" / "small")
-        pipeline.carry_out(run, experiment, on=[Here()])
+        pipeline.carry_out(run, experiment, train, on=[Here()])
     finally:
         os.umask(umask)
     return folder
@@ -449,7 +451,7 @@ def test_a_folder_with_files_of_nobody_knows_what_is_refused(run):
 
 def test_other_attacks_are_asked_for_with_the_command_that_is_named(run):
     before = scores(run)
-    added = 'attack=[{kind="dlg", steps=2, at_once=1}, {kind="probes", name="again"}]'
+    added = 'attack=[{kind="dlg", steps=2}, {kind="probes", name="again"}]'
     status, _, errors = call("run", "small.toml", "--set", added)
     assert status == 2
     assert "--fresh" not in errors

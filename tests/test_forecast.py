@@ -12,7 +12,7 @@ from fedleak.cli import display
 from fedleak.config.loading import parse
 from fedleak.dispatch.progress import Finished, RunProgress
 from fedleak.errors import ConfigError
-from fedleak.federation import outline
+from fedleak.federation.workload import outline
 from fedleak.store.run import EVERYONE, Key
 from server import inline
 

@@ -192,6 +192,8 @@ def test_a_package_adds_its_own_and_the_list_says_whose_they_are(install):
     assert "acme" not in own
     assert "models from acme-leaks 1.2\n" in text
     assert "note: Attacks of other packages are not checked" in text
+    (note,) = attacks.unchecked(["dager", "acme_one"])
+    assert note.startswith("acme_one comes from acme-leaks 1.2: fedleak's import contract does not")
 
 
 def test_without_other_packages_nothing_is_said_of_them(forget):
@@ -349,7 +351,8 @@ def test_a_little_package_in_a_fresh_environment_attacks_and_defends(fedleak_whe
     assert "defenses from acme-leaks 1.2\n  acme_halve " in text
     kinds = {"attack": [{"kind": "acme_rows"}], "defense": [{"kind": "acme_halve"}]}
     (tmp_path / "small.toml").write_text(tomli_w.dumps(TABLE | kinds))
-    fedleak("run", "small.toml")
+    report = " ".join(fedleak("run", "small.toml").split())
+    assert "note: acme_rows comes from acme-leaks 1.2" in report
     lines = (tmp_path / "runs" / "small" / "leakage.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     mine = [row for row in rows if row["attack"] == "acme_rows"]

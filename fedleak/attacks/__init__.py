@@ -4,16 +4,17 @@ An attack is a frozen dataclass of its hyper-parameters with a `kind`, called as
 `attack(observation, model, rng=generator)` with the model at the broadcast weights. It returns a
 `Reconstruction` and changes neither observation nor weights. It cannot import the truth, the
 data, the metrics or the run directory (import-linter checks that), so whatever it scores, it
-got from the update and the facts it was granted. The first line of its docstring is what
-`fedleak list` prints. One that takes several observations at once is `Batched`. One that takes
+got from the update and the facts it was granted. Nothing checks the imports of an attack that
+another package brings, so lists and reports name its package. The first line of its docstring is
+what `fedleak list` prints. One that takes several observations at once is `Batched`. One that takes
 minutes, not seconds, has `slow = True`: the others go first. One that takes milliseconds and
 belongs to every run has `always = True`.
 """
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -97,8 +98,8 @@ class Progress(NamedTuple):
     phase: str = ""
 
 
-Report = Callable[[int, Progress], None]
-"""Is told which of the observations it is, by its index, and how far the attack is with it."""
+OnProgress = Callable[[int, Progress], None]
+"""(index of the observation, how far the attack is with it) -> None."""
 
 
 @runtime_checkable
@@ -123,7 +124,11 @@ class Batched(Attack, Protocol):
 
     @property
     def at_once(self) -> int:
-        """How many observations one call takes at most; a field of the attack will do."""
+        """How many observations one call takes at most.
+
+        A `ClassVar` will do. It is no setting of the attack, because answers do not depend on it
+        but in rounding; `workers.at_once` lowers it where memory is short.
+        """
         ...
 
     def many(
@@ -132,7 +137,7 @@ class Batched(Attack, Protocol):
         model: LanguageModel,
         *,
         rngs: Sequence[torch.Generator],
-        report: Report,
+        report: OnProgress,
     ) -> list[Reconstruction]:
         """Returns what the attack reads out of each observation.
 
@@ -143,6 +148,37 @@ class Batched(Attack, Protocol):
             report: May be told the progress as often as every step: it costs next to nothing.
         """
         ...
+
+
+class OneByOne:
+    """Base class of an attack on one observation that reports its progress: makes it `Batched`."""
+
+    at_once: ClassVar[int] = 1
+
+    def __call__(
+        self,
+        seen: Observation,
+        model: LanguageModel,
+        *,
+        rng: torch.Generator,
+        on_progress: Callable[[Progress], None] = lambda progress: None,
+    ) -> Reconstruction:
+        """Returns what the attack reads out of the observation."""
+        raise NotImplementedError
+
+    def many(
+        self,
+        seen: Sequence[Observation],
+        model: LanguageModel,
+        *,
+        rngs: Sequence[torch.Generator],
+        report: OnProgress,
+    ) -> list[Reconstruction]:
+        """Returns what the attack reads out of each observation, one after the other."""
+        return [
+            self(each, model, rng=rng, on_progress=partial(report, which))
+            for which, (each, rng) in enumerate(zip(seen, rngs, strict=True))
+        ]
 
 
 def is_slow(attack: Attack) -> bool:
@@ -159,3 +195,13 @@ def always_on() -> list[str]:
 def kinds() -> Mapping[str, type[Attack]]:
     """Returns the attacks, fedleak's own and those of others, by kind."""
     return discover(sys.modules[__name__]).kinds
+
+
+def unchecked(kinds: Iterable[str]) -> list[str]:
+    """Returns a sentence for each kind that another package brought: no import contract holds."""
+    foreign = discover(sys.modules[__name__]).foreign()
+    return [
+        f"{kind} comes from {foreign[kind]}: fedleak's import contract does not cover it, so "
+        "nothing here rules out that it read the truth from the disk"
+        for kind in sorted(foreign.keys() & set(kinds))
+    ]

@@ -16,11 +16,13 @@ import torch
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from fedleak import models, privacy
+from fedleak.attacks import unchecked
 from fedleak.audit.vault import read_truth
 from fedleak.config.experiment import Experiment
 from fedleak.defenses.dp_sgd import DpSgd
 from fedleak.errors import CaptureError, FedleakError
-from fedleak.federation import clients_of_round, expected_captures, stored
+from fedleak.federation.lookup import stored
+from fedleak.federation.schedule import clients_of_round, expected_captures
 from fedleak.metrics import intervals, rouge
 from fedleak.metrics.matching import assign
 from fedleak.metrics.rouge import Rouge
@@ -255,6 +257,7 @@ def score_run(run: Run, asked: Iterable[str] | None = None) -> list[Scored]:
     rows = [one.row for one in scored]
     names = [each.name for each in experiment.attacks] if asked is None else list(asked)
     _find_gaps(run, experiment, names, answers, rows, truths, gaps)
+    gaps.notes += unchecked(line["settings"]["kind"] for line in answers.values())
     notes = _notes(run, gaps)
     run.write_rows("leakage.jsonl", map(asdict, rows))
     run.write_rows("privacy.jsonl", ledger(run, experiment, notes, gaps))

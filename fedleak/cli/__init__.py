@@ -103,9 +103,10 @@ def run(
     from fedleak import pipeline
     from fedleak.audit import scoring
     from fedleak.config.loading import load
-    from fedleak.federation import run_folder
+    from fedleak.federation.lookup import run_folder
     from fedleak.preparation import prepare
     from fedleak.report import tables
+    from server.engines import train
 
     with mended():
         experiments = [load(path, changes or ()) for path in files or QUICKSTART]
@@ -115,7 +116,7 @@ def run(
             if (note := pipeline.disk_note(at, experiment)) is not None:
                 console.print(note, markup=False, highlight=False, soft_wrap=True)
             with progress(console) as show:
-                scored = pipeline.carry_out(at, experiment, show)
+                scored = pipeline.carry_out(at, experiment, train, show)
             tables.print_run(at, scored, console, texts=texts)
         scoring.refuse_gaps(*runs)
 
@@ -141,6 +142,7 @@ def sweep(
     """
     from fedleak import sweep as sweeps
     from fedleak.report import figures
+    from server.engines import train
 
     with mended():
         grid = sweeps.load(file, changes or ())
@@ -160,9 +162,9 @@ def sweep(
         remark(each for plan in plans.values() for each in plan.remarks)
         with grid.lock():
             if at_once == 1:
-                failures = sweeps.carry_out(grid, plans, watch)
+                failures = sweeps.carry_out(grid, plans, train, watch)
             else:
-                failures = sweeps.carry_out_at_once(grid, plans, at_once, tell)
+                failures = sweeps.carry_out_at_once(grid, plans, train, at_once, tell)
             collected = sweeps.collect(grid)
             figures.draw(collected, grid.path / "sweep.svg")
             figures.draw_tradeoff(collected, grid.path / "tradeoff.svg")
@@ -189,7 +191,7 @@ def attack(
     from fedleak.audit import scoring
     from fedleak.config.loading import load
     from fedleak.dispatch.dispatcher import attack_captures, drop_failures
-    from fedleak.federation import stored
+    from fedleak.federation.lookup import stored
     from fedleak.preparation import refuse_purged
     from fedleak.report import tables
     from fedleak.store.run import Run
