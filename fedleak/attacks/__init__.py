@@ -187,8 +187,12 @@ def is_slow(attack: Attack) -> bool:
 
 
 def always_on() -> list[str]:
-    """Returns the kinds that are on in every run: cheap attacks with `always = True`."""
-    return sorted(kind for kind, attack in kinds().items() if getattr(attack, "always", False))
+    """Returns the kinds that are on in every run: cheap attacks with `always = True`.
+
+    Those of other packages are not: what a run does must not depend on what else is installed.
+    """
+    own = kinds().keys() - discover(sys.modules[__name__]).foreign().keys()
+    return sorted(kind for kind in own if getattr(kinds()[kind], "always", False))
 
 
 @cache
