@@ -13,43 +13,24 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from tiny import DLG, call, toml
 from typer.testing import CliRunner
 
 import fedleak
 from fedleak import cli
 from fedleak.cli import app
 
-EXPERIMENT = """
-name = "small"
-[model]
-name = "builtin/bert-tiny"
-[data]
-name = "builtin/notes"
-samples = 8
-held_out = 4
-[federation]
-clients = 2
-rounds = 1
-batch_size = 1
-learning_rate = 0.1
-[[attack]]
-kind = "dlg"
-steps = 2
-[workers]
-at_once = 1  # so that an answer does not depend, in its last bits, on who else is attacked
-"""
-
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "small.toml").write_text(EXPERIMENT)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "small.toml").write_text(toml({"attack": [DLG]}))
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-def call(*arguments: str) -> tuple[int, str, str]:
-    done = CliRunner().invoke(app, list(arguments))
-    return done.exit_code, done.stdout, done.stderr
+@pytest.fixture
+def here(folder: Path, in_process: None) -> Path:
+    return folder
 
 
 def rows(name: str) -> list[dict[str, Any]]:
@@ -232,7 +213,7 @@ def test_a_shell_completes_commands_files_and_runs(
 def test_nothing_is_cut_at_60_columns(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In tables and in the list; sentences with commands to copy are left to the terminal."""
     assert call("run", "small.toml")[0] == 0
-    other = 'attack=[{kind="dlg", name="dlg-with-a-name-of-its-own", steps=2, at_once=1}]'
+    other = 'attack=[{kind="dlg", name="dlg-with-a-name-of-its-own", steps=2}]'
     assert call("attack", "runs/small", "--set", other)[0] == 0
     narrow = Console(file=io.StringIO(), width=60, force_terminal=False, emoji=False)
     monkeypatch.setattr(cli, "console", narrow)
@@ -258,7 +239,8 @@ def test_a_folder_that_is_no_run_is_status_2(here: Path) -> None:
             assert errors.count("\n") == 1
 
 
-def test_too_slow_an_attack_is_tried_three_times_and_then_a_failed_row(here: Path) -> None:
+@pytest.mark.slow
+def test_too_slow_an_attack_is_tried_three_times_and_then_a_failed_row(folder: Path) -> None:
     attack = 'attack=[{kind="dlg", preset="faithful", steps=100000}]'
     status, text, errors = call(
         "run", "small.toml", "--set", attack, "--set", "workers.time_limit=5",

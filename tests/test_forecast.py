@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner
+from tiny import DLG, call, toml
 
-from fedleak import cli, forecast, preparation
+from fedleak import forecast, preparation
 from fedleak.cli import display
 from fedleak.config.loading import parse
 from fedleak.dispatch.progress import Finished, RunProgress
@@ -138,20 +138,13 @@ def test_the_most_that_attacks_take_is_told_once_if_it_is_long(console, printed)
     assert len(printed()) == 1
 
 
-def test_a_run_in_a_pipe_prints_a_line_per_answer_and_no_private_text(tmp_path, monkeypatch):
-    (tmp_path / "small.toml").write_text(
-        """
-        name = "small"
-        model.name = "builtin/bert-tiny"
-        data = {name = "builtin/notes", samples = 8, held_out = 2}
-        federation = {clients = 2, rounds = 1, batch_size = 1, learning_rate = 0.1}
-        attack = [{kind = "dlg", steps = 2, seconds = 400.0}]
-        """
-    )
+def test_a_run_in_a_pipe_prints_a_line_per_answer(tmp_path, monkeypatch, in_process):
+    attack = DLG | {"seconds": 400.0}
+    (tmp_path / "small.toml").write_text(toml({"attack": [attack]}))
     monkeypatch.chdir(tmp_path)
-    done = CliRunner().invoke(cli.app, ["run", "small.toml"])
-    assert done.exit_code == 0, done.stderr
-    lines = done.stdout.splitlines()
+    status, printed, errors = call("run", "small.toml")
+    assert status == 0, errors
+    lines = printed.splitlines()
     assert lines[0] == "attacks with a time limit take at most 13 min"
     assert "training: round 1 of 1, 2 of 2 updates" in lines
     told = [line for line in lines if " left" in line]

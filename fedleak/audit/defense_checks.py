@@ -1,8 +1,9 @@
 """Does each defense do what it says? Tested on the update as a client would send it.
 
 Published results were wrong where nobody looked: noise measured before it was added, the batch's
-mean clipped and not each example, a budget that began anew in every round (see the README). Every
-run with defenses is checked before it trains, and `fedleak check-defense` prints the figures.
+mean clipped and not each example, a budget that began anew in every round
+(docs/how-a-number-can-lie.md). Every run with defenses is checked before it trains, and
+`fedleak check-defense` prints the figures.
 
 The checks feed texts of random tokens to the experiment's own model, and never a client's data. A
 loud batch is one whose first example has a gradient some thousand times too large.

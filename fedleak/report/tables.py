@@ -293,14 +293,14 @@ def summary_table(summary: dict[str, Any], chosen: Sequence[str] | None = None) 
     ]
     for heading, show in lines:
         table.add_row(heading, *(show(of) for of in attacks.values()))
-    some: list[tuple[str, Callable[[dict[str, Any]], str]]] = [
+    optional: list[tuple[str, Callable[[dict[str, Any]], str]]] = [
         ("an update", lambda of: decimal(of["seconds_per_update"], 3)),
         ("batches proved", proved),
         ("smallest margin", lambda of: decimal(of["margin"])),
         ("rank budget, %", lambda of: budget(of["budget"], of["rows"])),
         ("candidates", lambda of: candidates(of["candidates"])),
     ]
-    for heading, show in some:
+    for heading, show in optional:
         cells = [show(of) for of in attacks.values()]
         if set(cells) != {NOT_MEASURED}:
             table.add_row(heading, *cells)

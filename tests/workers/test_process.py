@@ -1,6 +1,5 @@
 """Attacks of several captures at once, how far they are, and what is shown of it."""
 
-import importlib
 import io
 import json
 import math
@@ -12,12 +11,13 @@ import sys
 import time
 from concurrent.futures import Future
 from dataclasses import replace
-from pathlib import Path
 
 import psutil
 import pytest
 import torch
+from patient import Patient
 from rich.console import Console
+from tiny import Here
 
 from fedleak import attacks, preparation
 from fedleak.attacks import Batched, Progress
@@ -26,7 +26,6 @@ from fedleak.config.components import NamedAttack
 from fedleak.config.loading import parse
 from fedleak.dispatch import dispatcher
 from fedleak.dispatch.progress import RunProgress, UnderWay
-from fedleak.errors import CaptureError
 from fedleak.observation import Knowledge, ThreatModel
 from fedleak.reconstruction import Status
 from fedleak.store.run import Key, Run
@@ -51,26 +50,6 @@ TABLE = {
 PAIRS = [[[r, c] for c in pair] for r in (1, 2) for pair in ([0, 1], [2, 3], [4])]
 
 
-class Here:
-    """A worker in this process."""
-
-    def __init__(self):
-        self.jobs = ()
-
-    def submit(self, jobs):
-        self.jobs = tuple(jobs)
-
-    def result(self):
-        jobs, self.jobs = self.jobs, ()
-        try:
-            return work_together(jobs, "cpu")
-        except (RuntimeError, CaptureError) as error:
-            return error
-
-    def progress(self):
-        return {}
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     experiment = parse(TABLE)
@@ -89,11 +68,9 @@ def run(trained, tmp_path):
 @pytest.fixture
 def patient(tmp_path, monkeypatch):
     """Makes the attack that logs its calls; it can be named in experiments too."""
-    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "fake_attacks")
-    cls = importlib.import_module("patient").Patient
-    found = {**attacks.kinds(), "patient": cls}
+    found = {**attacks.kinds(), "patient": Patient}
     monkeypatch.setattr(attacks, "kinds", lambda: found)
-    return lambda **settings: cls(str(tmp_path / "calls"), **settings)
+    return lambda **settings: Patient(str(tmp_path / "calls"), **settings)
 
 
 def calls(tmp_path):
