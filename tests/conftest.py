@@ -193,7 +193,13 @@ def observe() -> Callable[..., SimpleNamespace]:
         sequences.sort(key=len, reverse=True)
         labels = labels or [i % model.num_labels for i in range(len(sequences))]
         before = {name: value.clone() for name, value in model.parameters().items()}
-        how = LocalTraining(kind, len(sequences), 1, learning_rate, dropout)
+        how = LocalTraining(
+            kind=kind,
+            batch_size=len(sequences),
+            epochs=1,
+            learning_rate=learning_rate,
+            dropout=dropout,
+        )
         update = local_update_(model, sequences, labels, how, seed=0)
         models.load_parameters_(model, before)
         model.module.zero_grad()  # FedAvg leaves its last step's gradients behind

@@ -19,6 +19,7 @@ from tiny import call as call_tiny
 from fedleak import models, pipeline, preparation
 from fedleak.config.loading import load
 from fedleak.store.run import Key, Run
+from server.engines import train
 
 NOISY = {
     "kind": "dp_sgd",
@@ -38,7 +39,7 @@ def finished(tmp_path_factory):
     experiment, umask = load(folder / "small.toml"), os.umask(0o022)
     try:
         run = preparation.prepare(experiment, folder / "runs" / "small")
-        pipeline.carry_out(run, experiment, on=[Here()])
+        pipeline.carry_out(run, experiment, train, on=[Here()])
     finally:
         os.umask(umask)
     return folder

@@ -7,11 +7,12 @@ import pytest
 from rich.console import Console
 from tiny import DLG, call, toml
 
-from fedleak import cli, forecast, preparation
+from fedleak import forecast, preparation
+from fedleak.cli import display
 from fedleak.config.loading import parse
 from fedleak.dispatch.progress import Finished, RunProgress
 from fedleak.errors import ConfigError
-from fedleak.federation import outline
+from fedleak.federation.workload import outline
 from fedleak.store.run import EVERYONE, Key
 from server import inline
 
@@ -88,9 +89,12 @@ def test_times_are_in_one_unit(seconds, said):
 
 
 @pytest.fixture
-def printed(monkeypatch):
-    console = Console(file=io.StringIO(), force_terminal=False, width=40)
-    monkeypatch.setattr(cli, "console", console)
+def console():
+    return Console(file=io.StringIO(), force_terminal=False, width=40)
+
+
+@pytest.fixture
+def printed(console):
     return lambda: console.file.getvalue().splitlines()
 
 
@@ -98,10 +102,10 @@ def at(answers=0, finished=(), captures=0, rounds=0, left=None, most=0.0, under_
     return RunProgress(captures, 12, answers, 8, under_way, tuple(finished), rounds, 3, left, most)
 
 
-def test_without_a_terminal_there_is_a_line_per_answer_and_round(printed):
+def test_without_a_terminal_there_is_a_line_per_answer_and_round(console, printed):
     one = Finished("lamp", Key(1, 2), "recovered", 61.23)
     two = Finished("[red]a[/]\x1b[2J", Key(2, EVERYONE), "failed", None)
-    with cli.progress() as show:
+    with display.progress(console) as show:
         show(at())
         show(at(captures=3))
         show(at(captures=4, rounds=1))
@@ -117,19 +121,19 @@ def test_without_a_terminal_there_is_a_line_per_answer_and_round(printed):
     ]
 
 
-def test_rounds_of_an_earlier_command_are_not_told_again(printed):
-    with cli.progress() as show:
+def test_rounds_of_an_earlier_command_are_not_told_again(console, printed):
+    with display.progress(console) as show:
         show(at(captures=12, rounds=3))
         show(at(captures=12, rounds=3))
     assert printed() == []
 
 
-def test_the_most_that_attacks_take_is_told_once_if_it_is_long(printed):
-    with cli.progress() as show:
+def test_the_most_that_attacks_take_is_told_once_if_it_is_long(console, printed):
+    with display.progress(console) as show:
         show(at(most=36_000.0))
         show(at(most=35_000.0))
     assert printed() == ["attacks with a time limit take at most 10 h"]
-    with cli.progress() as show:
+    with display.progress(console) as show:
         show(at(most=forecast.WORTH_SAYING_SECONDS - 1))
     assert len(printed()) == 1
 

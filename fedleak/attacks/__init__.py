@@ -13,7 +13,7 @@ belongs to every run has `always = True`.
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -97,8 +97,8 @@ class Progress(NamedTuple):
     phase: str = ""
 
 
-Report = Callable[[int, Progress], None]
-"""Is told which of the observations it is, by its index, and how far the attack is with it."""
+OnProgress = Callable[[int, Progress], None]
+"""(index of the observation, how far the attack is with it) -> None."""
 
 
 @runtime_checkable
@@ -123,7 +123,11 @@ class Batched(Attack, Protocol):
 
     @property
     def at_once(self) -> int:
-        """How many observations one call takes at most; a field of the attack will do."""
+        """How many observations one call takes at most.
+
+        A `ClassVar` will do. It is no setting of the attack, because answers do not depend on it
+        but in rounding; `workers.at_once` lowers it where memory is short.
+        """
         ...
 
     def many(
@@ -132,7 +136,7 @@ class Batched(Attack, Protocol):
         model: LanguageModel,
         *,
         rngs: Sequence[torch.Generator],
-        report: Report,
+        report: OnProgress,
     ) -> list[Reconstruction]:
         """Returns what the attack reads out of each observation.
 
@@ -143,6 +147,37 @@ class Batched(Attack, Protocol):
             report: May be told the progress as often as every step: it costs next to nothing.
         """
         ...
+
+
+class OneByOne:
+    """Base class of an attack on one observation that reports its progress: makes it `Batched`."""
+
+    at_once: ClassVar[int] = 1
+
+    def __call__(
+        self,
+        seen: Observation,
+        model: LanguageModel,
+        *,
+        rng: torch.Generator,
+        on_progress: Callable[[Progress], None] = lambda progress: None,
+    ) -> Reconstruction:
+        """Returns what the attack reads out of the observation."""
+        raise NotImplementedError
+
+    def many(
+        self,
+        seen: Sequence[Observation],
+        model: LanguageModel,
+        *,
+        rngs: Sequence[torch.Generator],
+        report: OnProgress,
+    ) -> list[Reconstruction]:
+        """Returns what the attack reads out of each observation, one after the other."""
+        return [
+            self(each, model, rng=rng, on_progress=partial(report, which))
+            for which, (each, rng) in enumerate(zip(seen, rngs, strict=True))
+        ]
 
 
 def is_slow(attack: Attack) -> bool:
@@ -157,5 +192,5 @@ def always_on() -> list[str]:
 
 @cache
 def kinds() -> Mapping[str, type[Attack]]:
-    """Returns the attacks in this package by kind."""
+    """Returns the attacks, fedleak's own and those of others, by kind."""
     return discover(sys.modules[__name__]).kinds

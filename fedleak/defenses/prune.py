@@ -16,6 +16,9 @@ class Prune(Defense):
     """Sets a fraction of the numbers to zero, those nearest to it. No privacy guarantee.
 
     The largest of the whole update stay, whatever tensor they are in (Zhu et al. 2019, section 5).
+
+    Attributes:
+        fraction: Share of the numbers that are set to zero.
     """
 
     kind: ClassVar[str] = "prune"

@@ -16,7 +16,7 @@ from fedleak.config.wording import difference
 from fedleak.dispatch.agenda import Agenda, Arrivals, Work
 from fedleak.dispatch.progress import Finished, Pace, RunProgress, UnderWay
 from fedleak.errors import CaptureError, ConfigError
-from fedleak.federation import captures_made, expected_captures
+from fedleak.federation.schedule import captures_made, expected_captures
 from fedleak.observation import Knowledge
 from fedleak.preparation import refuse_purged
 from fedleak.reconstruction import Reconstruction, Status
@@ -107,7 +107,13 @@ class Dispatcher:
             captures_made(experiment),
             len(expected) * len(experiment.attacks),
         )
-        self._agenda = Agenda(experiment.attacks, expected, self._answered, set(self._tries))
+        self._agenda = Agenda(
+            experiment.attacks,
+            expected,
+            self._answered,
+            set(self._tries),
+            experiment.workers.at_once,
+        )
         self._arrivals = Arrivals(run, expected, experiment.attacked)
         self._pace = Pace(experiment.attacks, len(expected), self._answered)
         self._finished: list[Finished] = []

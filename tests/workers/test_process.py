@@ -19,8 +19,9 @@ from patient import Patient
 from rich.console import Console
 from tiny import Here
 
-from fedleak import attacks, cli, preparation
+from fedleak import attacks, preparation
 from fedleak.attacks import Batched, Progress
+from fedleak.cli import display
 from fedleak.config.components import NamedAttack
 from fedleak.config.loading import parse
 from fedleak.dispatch import dispatcher
@@ -402,7 +403,7 @@ DOING = UnderWay(
             0,
             "     lamp round 2, client 0: 5/90, loss 0.123, " + SHOWN,
         ),
-        (DOING, cli.TURN_SECONDS, "     lamp round 2, client 3: 6/90, loss 7e-05, so"),
+        (DOING, display.TURN_SECONDS, "     lamp round 2, client 3: 6/90, loss 7e-05, so"),
         (
             UnderWay("lamp", 1, (4,), {4: Progress(0, 90, math.nan, "", "starts 3/64")}),
             0,
@@ -418,7 +419,7 @@ DOING = UnderWay(
     ],
 )
 def test_a_line_says_what_a_worker_does_and_obeys_nothing_in_it(doing, now, shown):
-    assert cli.line(doing, now).plain == shown
+    assert display.line(doing, now).plain == shown
 
 
 class Screen(io.StringIO):
@@ -427,12 +428,11 @@ class Screen(io.StringIO):
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_busy_workers_are_shown_on_a_terminal_and_cut_to_its_width(monkeypatch, terminal):
+def test_busy_workers_are_shown_on_a_terminal_and_cut_to_its_width(terminal):
     file = Screen() if terminal else io.StringIO()
     console = Console(file=file, force_terminal=terminal, width=60, height=20)
-    monkeypatch.setattr(cli, "console", console)
     deadline = time.monotonic() + (20 if terminal else 0.3)
-    with cli.progress() as show:
+    with display.progress(console) as show:
         show(RunProgress(1, 2, 3, 4, (DOING._replace(progress={0: DOING.progress[0]}),)))
         while "round 2" not in console.file.getvalue() and time.monotonic() < deadline:
             time.sleep(0.05)
