@@ -3,11 +3,11 @@
 An attack is a frozen dataclass of its hyper-parameters with a `kind`, called as
 `attack(observation, model, rng=generator)` with the model at the broadcast weights. It returns a
 `Reconstruction` and changes neither observation nor weights. It cannot import the truth, the
-data, the metrics or the run directory (import-linter checks that), so whatever it scores, it
-got from the update and the facts it was granted. The first line of its docstring is what
-`fedleak list` prints. One that takes several observations at once is `Batched`. One that takes
-minutes, not seconds, has `slow = True`: the others go first. One that takes milliseconds and
-belongs to every run has `always = True`.
+data, the metrics or the run directory (import-linter checks that). So it has all that it scores
+from the update and the granted facts. `fedleak list` prints the first line of its docstring. An
+attack that takes several observations at once is `Batched`. An attack that takes minutes, not
+seconds, has `slow = True`: the others go first. An attack that takes milliseconds and belongs to
+every run has `always = True`.
 """
 
 import sys
@@ -85,7 +85,7 @@ class Progress(NamedTuple):
 
     Attributes:
         step, steps: Steps done, and in all.
-        loss: What it minimises; not a number as long as nothing was looked at.
+        loss: The value that it minimises; not a number before the first one is known.
         text: The best text so far.
         phase: What is under way, such as "starts 3/64".
     """
