@@ -28,6 +28,7 @@ learning_rate = 0.1
 [[attack]]
 kind = "dlg"
 steps = 2
+[workers]
 at_once = 1  # so that an answer does not depend, in its last bits, on who else is attacked
 """
 

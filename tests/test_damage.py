@@ -46,6 +46,7 @@ clients = [1]
 [[attack]]
 kind = "dlg"
 steps = 2
+[workers]
 at_once = 1
 """
 
@@ -449,7 +450,7 @@ def test_a_folder_with_files_of_nobody_knows_what_is_refused(run):
 
 def test_other_attacks_are_asked_for_with_the_command_that_is_named(run):
     before = scores(run)
-    added = 'attack=[{kind="dlg", steps=2, at_once=1}, {kind="probes", name="again"}]'
+    added = 'attack=[{kind="dlg", steps=2}, {kind="probes", name="again"}]'
     status, _, errors = call("run", "small.toml", "--set", added)
     assert status == 2
     assert "--fresh" not in errors

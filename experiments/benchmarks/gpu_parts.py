@@ -281,7 +281,7 @@ def cola(settings: Settings) -> Iterator[Figure]:
         facts = Knowledge(5e-5, 1, False, batch_size=1, labels=(label,), lengths=(len(tokens),))
         seen.append(Observation(1, one, update, facts))
     few: dict[str, Any] = {"steps": 2, "guesses": 2, "orders": 2} if settings.small else {}
-    ours = Lamp(prior=prior, at_once=number, **few)
+    ours = Lamp(prior=prior, **few)
     published = replace(ours, preset="faithful", precision="mixed")
     size = f"{name}, {number} sentences"
     for what, attack, until in (("best", ours, 0.25), ("published constants", published, 0.9)):

@@ -97,8 +97,8 @@ class Progress(NamedTuple):
     phase: str = ""
 
 
-Report = Callable[[int, Progress], None]
-"""Is told which of the observations it is, by its index, and how far the attack is with it."""
+OnProgress = Callable[[int, Progress], None]
+"""(index of the observation, how far the attack is with it) -> None."""
 
 
 @runtime_checkable
@@ -123,7 +123,11 @@ class Batched(Attack, Protocol):
 
     @property
     def at_once(self) -> int:
-        """How many observations one call takes at most; a field of the attack will do."""
+        """How many observations one call takes at most.
+
+        A `ClassVar` will do. It is no setting of the attack, because answers do not depend on it
+        but in rounding; `workers.at_once` lowers it where memory is short.
+        """
         ...
 
     def many(
@@ -132,7 +136,7 @@ class Batched(Attack, Protocol):
         model: LanguageModel,
         *,
         rngs: Sequence[torch.Generator],
-        report: Report,
+        report: OnProgress,
     ) -> list[Reconstruction]:
         """Returns what the attack reads out of each observation.
 

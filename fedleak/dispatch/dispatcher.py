@@ -107,7 +107,13 @@ class Dispatcher:
             captures_made(experiment),
             len(expected) * len(experiment.attacks),
         )
-        self._agenda = Agenda(experiment.attacks, expected, self._answered, set(self._tries))
+        self._agenda = Agenda(
+            experiment.attacks,
+            expected,
+            self._answered,
+            set(self._tries),
+            experiment.workers.at_once,
+        )
         self._arrivals = Arrivals(run, expected, experiment.attacked)
         self._pace = Pace(experiment.attacks, len(expected), self._answered)
         self._finished: list[Finished] = []

@@ -126,6 +126,13 @@ def test_groups_are_of_one_round_and_in_order():
     ]
 
 
+@pytest.mark.parametrize(("at_once", "size"), [(None, 2), (1, 1), (2, 2), (5, 2)])
+def test_an_upper_bound_makes_groups_smaller_and_never_larger(at_once, size):
+    found = groups([PAIRS, QUICK], KEYS[:2], at_once)
+    assert max(len(work.keys) for work in found if work.attack == PAIRS) == size
+    assert sorted(work.keys for work in found if work.attack == QUICK) == [[k] for k in KEYS[:2]]
+
+
 # --- who takes it -------------------------------------------------------------------------------
 
 

@@ -27,7 +27,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedleak.attacks import AttackSetting, Progress, Report, certificate
+from fedleak.attacks import AttackSetting, OnProgress, Progress, certificate
 from fedleak.attacks.clock import Clock
 from fedleak.attacks.subspace.span import ACCEPT, REPEATS, Span, margin, row_space, tokens_in_span
 from fedleak.attacks.subspace.token_bag import pairs, read_factors
@@ -100,7 +100,7 @@ class Dager:
         model: LanguageModel,
         *,
         rngs: Sequence[torch.Generator],
-        report: Report,
+        report: OnProgress,
     ) -> list[Reconstruction]:
         """Returns the same of each observation, one after the other, and reports progress."""
         return [

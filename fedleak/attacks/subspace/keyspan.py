@@ -31,7 +31,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from fedleak.attacks import AttackSetting, Progress, Report, certificate
+from fedleak.attacks import AttackSetting, OnProgress, Progress, certificate
 from fedleak.attacks.clock import Clock
 from fedleak.attacks.subspace.span import ACCEPT, Span, margin, row_space
 from fedleak.attacks.subspace.token_bag import Factors, pairs, read_factors
@@ -107,7 +107,7 @@ class Keyspan:
         model: LanguageModel,
         *,
         rngs: Sequence[torch.Generator],
-        report: Report,
+        report: OnProgress,
     ) -> list[Reconstruction]:
         """Returns the same of each observation, one after the other, and reports progress."""
         return [
