@@ -11,7 +11,7 @@ from clients.client_context import client_of, protected, vault, workplace
 from clients.mods import defend, encode, report_errors, select
 from clients.outgoing import Outgoing
 from fedleak import models
-from fedleak.federation import of_app
+from fedleak.federation.lookup import of_app
 from fedleak.rng import stream_seed
 from fedleak.store.run import Key
 from fedleak.training.batches import round_batch
@@ -53,12 +53,12 @@ def train(message: Message, context: Context) -> Message:
     key = Key(round, client)
     if (private := vault(context, run)) is not None:
         truth = GroundTruth(
-            round,
-            client,
-            tuple(sequences),
-            tuple(labels) if experiment.model.task == models.CLASSIFICATION else (),
-            min(local.batch_size, len(part)),
-            protection.noise_scale(),
+            round=round,
+            client=client,
+            sequences=tuple(sequences),
+            labels=tuple(labels) if experiment.model.task == models.CLASSIFICATION else (),
+            batch_size=min(local.batch_size, len(part)),
+            noise_scale=protection.noise_scale(),
         )
         private.write_truth(key, truth.to_json())
     return Outgoing(key, update, figures, reply_to=message)

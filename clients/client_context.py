@@ -10,7 +10,8 @@ from flwr.app import Context
 from fedleak import models
 from fedleak.config.experiment import Experiment
 from fedleak.errors import ConfigError
-from fedleak.federation import Protection, Workload, divide, protection, read_data
+from fedleak.federation.protection import Protection, protection
+from fedleak.federation.workload import Workload, divide, read_data
 from fedleak.models import LanguageModel
 from fedleak.store.run import Run
 

@@ -12,7 +12,7 @@ from clients.client_context import protected, vault, workplace
 from clients.outgoing import Outgoing
 from fedleak.config.sent_parameters import selected_parameters
 from fedleak.errors import FedleakError
-from fedleak.federation import of_app
+from fedleak.federation.lookup import of_app
 from fedleak.rng import stream
 from fedleak.training.wire import partial_update
 

@@ -34,7 +34,8 @@ from fedleak.config.experiment import Experiment
 from fedleak.config.tables import WorkersTable
 from fedleak.dispatch.progress import RunProgress
 from fedleak.errors import ConfigError, FedleakError
-from fedleak.federation import run_folder
+from fedleak.federation.lookup import run_folder
+from fedleak.pipeline import Engine
 from fedleak.preparation import Plan
 from fedleak.reconstruction import Status
 from fedleak.report.tables import INTERVALS, NOT_MEASURED, decimal, interval, number, warnings
@@ -161,6 +162,7 @@ def prepare(sweep: Sweep, *, fresh: bool = False) -> dict[str, Plan]:
 def carry_out(
     sweep: Sweep,
     plans: Mapping[str, Plan],
+    train: Engine,
     watch: Callable[[str], AbstractContextManager[Callable[[RunProgress], None]]],
 ) -> dict[str, str]:
     """Runs the cells that are planned, one after the other, and keeps sweep.json up to date.
@@ -168,6 +170,7 @@ def carry_out(
     Args:
         sweep: The sweep.
         plans: By the name of the cell.
+        train: The engine.
         watch: Called with a cell's name; what it yields is told how far that run is.
 
     Returns:
@@ -189,7 +192,7 @@ def carry_out(
                     hired_as = table
                 run = preparation.open_run(plans[cell.name], sweep.run(cell).path)
                 with watch(cell.name) as report:
-                    pipeline.carry_out(run, cell.experiment, report, hands)
+                    pipeline.carry_out(run, cell.experiment, train, report, hands)
             except Exception as error:  # noqa: BLE001 - the others can still be done
                 failures[cell.name] = _failure(cell.name, error)
                 hired_as = None  # they may still be at work for this cell
@@ -209,13 +212,18 @@ def jobs(plans: Mapping[str, Plan], wanted: int | None = None) -> int:
 
 
 def carry_out_at_once(
-    sweep: Sweep, plans: Mapping[str, Plan], jobs: int, tell: Callable[[str, str], None]
+    sweep: Sweep,
+    plans: Mapping[str, Plan],
+    train: Engine,
+    jobs: int,
+    tell: Callable[[str, str], None],
 ) -> dict[str, str]:
     """Runs the cells that are planned, several at once, and keeps sweep.json up to date.
 
     Args:
         sweep: The sweep.
         plans: By the name of the cell.
+        train: The engine; it is pickled, so it has to be importable.
         jobs: How many at once; they divide the devices for the attacks among themselves.
         tell: Is told the name of a cell and that it has started, finished or failed.
 
@@ -232,7 +240,7 @@ def carry_out_at_once(
 
     collect(sweep)
     calls = {
-        name: partial(_carry_out_alone, plan, sweep.path / name, jobs)
+        name: partial(_carry_out_alone, plan, sweep.path / name, train, jobs)
         for name, plan in plans.items()
     }
     processes.side_by_side(calls, jobs, lambda cell: tell(cell, "started"), ended)
@@ -368,13 +376,13 @@ def privacy(row: Mapping[str, Any], key: str) -> Any:
     return (row.get("privacy") or {}).get(key)
 
 
-def _carry_out_alone(plan: Plan, path: Path, jobs: int, place: int) -> str | None:
+def _carry_out_alone(plan: Plan, path: Path, train: Engine, jobs: int, place: int) -> str | None:
     """Runs a cell in this process, with workers of its own; returns why it failed, if it did."""
     table = plan.experiment.workers
     try:
         run = preparation.open_run(plan, path)
         with workers(share(devices(table.devices), jobs, place), table.time_limit) as hands:
-            pipeline.carry_out(run, plan.experiment, on=hands)
+            pipeline.carry_out(run, plan.experiment, train, on=hands)
     except Exception as error:  # noqa: BLE001 - the others can still be done
         return _failure(path.name, error)
     return None

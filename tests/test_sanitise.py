@@ -12,7 +12,7 @@ from rich.text import Text
 
 from fedleak import sanitise, sweep
 from fedleak.audit.scoring import LeakageRow, Pair, Scored
-from fedleak.cli import mended
+from fedleak.cli.mistakes import mended
 from fedleak.errors import FedleakError
 from fedleak.report import figures
 from fedleak.report.tables import print_run

@@ -105,6 +105,7 @@ def workers(settings: Settings) -> Iterator[Figure]:
     """
     from fedleak import pipeline
     from fedleak.config.loading import load
+    from server.engines import train
 
     small = ["federation.clients=2", "data.samples=8"] if settings.small else []
     answers: list[dict[tuple[Any, ...], dict[str, Any]]] = []
@@ -118,7 +119,7 @@ def workers(settings: Settings) -> Iterator[Figure]:
             )
             run = preparation.prepare(experiment, Path(folder, str(number)))
             begin = time.perf_counter()
-            pipeline.carry_out(run, experiment)
+            pipeline.carry_out(run, experiment, train)
             seconds.append(time.perf_counter() - begin)
             lines = run.rows("reconstructions.jsonl")
             answers.append({(i["round"], i["client"], i["attack"]): i for i in lines})
@@ -274,7 +275,9 @@ def cola(settings: Settings) -> Iterator[Figure]:
     model.module.to(settings.device)
     ids = data.tokenise(corpus.texts, model.encode, limit=model.max_length, max_length=None)
     others = data.tokenise(held_out.texts, model.encode, limit=model.max_length, max_length=None)
-    how = LocalTraining(UpdateKind.GRADIENT, 1, 1, 5e-5, False)
+    how = LocalTraining(
+        kind=UpdateKind.GRADIENT, batch_size=1, epochs=1, learning_rate=5e-5, dropout=False
+    )
     seen = []
     for one, (tokens, label) in enumerate(zip(ids, corpus.labels, strict=True)):
         update = local_update_(model, [tokens], [label], how, seed=settings.seed)
@@ -317,7 +320,12 @@ def _scored(
     content, paper, chance = [], [], []
     for one, (answer, truth) in enumerate(zip(answers, ids, strict=True)):
         scores = scoring.score_sequences(answer.sequences or (), [truth], model)
-        guessed = scoring.guess(others, GroundTruth(1, one, (truth,), (), 1), model, 0)
+        guessed = scoring.guess(
+            others,
+            GroundTruth(round=1, client=one, sequences=(truth,), labels=(), batch_size=1),
+            model,
+            0,
+        )
         content += [scores.content or rouge.rouge("", "")]
         paper += [scores.paper or rouge.rouge("", "")]
         chance += [guessed.content or rouge.rouge("", "")]

@@ -163,7 +163,9 @@ def measure(
 ) -> Row:
     """Attacks batch after batch and scores the answers."""
     ids = data.tokenise(corpus.texts, model.encode, limit=model.max_length, max_length=None)
-    local = LocalTraining(UpdateKind.GRADIENT, size, 1, 1e-4, False)
+    local = LocalTraining(
+        kind=UpdateKind.GRADIENT, batch_size=size, epochs=1, learning_rate=1e-4, dropout=False
+    )
     attack: Any = case.attack
     bare = replace(attack, certify=False) if hasattr(attack, "certify") else None
     exact = bags = proved = 0

@@ -13,7 +13,7 @@ belongs to every run has `always = True`.
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -149,6 +149,37 @@ class Batched(Attack, Protocol):
         ...
 
 
+class OneByOne:
+    """Base class of an attack on one observation that reports its progress: makes it `Batched`."""
+
+    at_once: ClassVar[int] = 1
+
+    def __call__(
+        self,
+        seen: Observation,
+        model: LanguageModel,
+        *,
+        rng: torch.Generator,
+        on_progress: Callable[[Progress], None] = lambda progress: None,
+    ) -> Reconstruction:
+        """Returns what the attack reads out of the observation."""
+        raise NotImplementedError
+
+    def many(
+        self,
+        seen: Sequence[Observation],
+        model: LanguageModel,
+        *,
+        rngs: Sequence[torch.Generator],
+        report: OnProgress,
+    ) -> list[Reconstruction]:
+        """Returns what the attack reads out of each observation, one after the other."""
+        return [
+            self(each, model, rng=rng, on_progress=partial(report, which))
+            for which, (each, rng) in enumerate(zip(seen, rngs, strict=True))
+        ]
+
+
 def is_slow(attack: Attack) -> bool:
     """Returns whether an attack takes minutes: it waits until the others have answered."""
     return bool(getattr(attack, "slow", False))
@@ -161,5 +192,5 @@ def always_on() -> list[str]:
 
 @cache
 def kinds() -> Mapping[str, type[Attack]]:
-    """Returns the attacks in this package by kind."""
+    """Returns the attacks, fedleak's own and those of others, by kind."""
     return discover(sys.modules[__name__]).kinds

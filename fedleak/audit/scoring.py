@@ -20,7 +20,8 @@ from fedleak.audit.vault import read_truth
 from fedleak.config.experiment import Experiment
 from fedleak.defenses.dp_sgd import DpSgd
 from fedleak.errors import CaptureError, FedleakError
-from fedleak.federation import clients_of_round, expected_captures, stored
+from fedleak.federation.lookup import stored
+from fedleak.federation.schedule import clients_of_round, expected_captures
 from fedleak.metrics import intervals, rouge
 from fedleak.metrics.matching import assign
 from fedleak.metrics.rouge import Rouge

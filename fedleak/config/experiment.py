@@ -167,7 +167,11 @@ class Experiment(Table):
         table = self.federation
         kind = UpdateKind.GRADIENT if table.algorithm == "fedsgd" else UpdateKind.DELTA
         return LocalTraining(
-            kind, table.batch_size, table.local_epochs, table.learning_rate, table.dropout
+            kind=kind,
+            batch_size=table.batch_size,
+            epochs=table.local_epochs,
+            learning_rate=table.learning_rate,
+            dropout=table.dropout,
         )
 
     @property

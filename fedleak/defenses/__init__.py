@@ -24,7 +24,7 @@ from fedleak.privacy import Accountant, Event
 from fedleak.training.settings import LocalTraining
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Claims:
     """What a defense says of an update that it had. None is no claim.
 
@@ -49,7 +49,7 @@ class Claims:
     mean_of_clients: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Budget:
     """What an epsilon is shared by.
 
@@ -127,7 +127,7 @@ class TrustedAggregator(Defense):
 
 @cache
 def kinds() -> Mapping[str, type[Defense]]:
-    """Returns the defenses in this package by kind."""
+    """Returns the defenses, fedleak's own and those of others, by kind."""
     return discover(sys.modules[__name__]).kinds
 
 

@@ -16,7 +16,7 @@ from fedleak.config.wording import difference
 from fedleak.dispatch.agenda import Agenda, Arrivals, Work
 from fedleak.dispatch.progress import Finished, Pace, RunProgress, UnderWay
 from fedleak.errors import CaptureError, ConfigError
-from fedleak.federation import captures_made, expected_captures
+from fedleak.federation.schedule import captures_made, expected_captures
 from fedleak.observation import Knowledge
 from fedleak.preparation import refuse_purged
 from fedleak.reconstruction import Reconstruction, Status

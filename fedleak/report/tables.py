@@ -43,8 +43,10 @@ def print_run(
         _print_notes(summary, console)
         return
     spent = run.rows("privacy.jsonl")
-    console.print(leakage_table(summary["name"], [one.row for one in scored], spent))
-    console.print(summary_table(summary))
+    rows = [one.row for one in scored]
+    names = sorted({row.attack for row in rows})
+    print_in_parts(console, names, lambda some: leakage_table(summary["name"], rows, spent, some))
+    print_in_parts(console, list(summary["attacks"]), lambda some: summary_table(summary, some))
     for line in circumstances(summary):
         console.print(Text(printable(line)), soft_wrap=True)
     examples = best_examples(scored)
@@ -77,8 +79,39 @@ def _print_notes(summary: dict[str, Any], console: Console) -> None:
         console.print(f"[yellow]note[/]: {markup(note)}", soft_wrap=True)
 
 
+def print_in_parts(
+    console: Console, attacks: Sequence[str], table_of: Callable[[Sequence[str]], Table]
+) -> None:
+    """Prints a table of attacks, or several of fewer attacks each, so that no cell is cut.
+
+    Args:
+        console: Where to.
+        attacks: Names of the attacks.
+        table_of: Makes the table of some of them.
+    """
+    left, first = list(attacks), True
+    unbounded = console.options.update(max_width=10_000)
+    while left or first:
+        count = len(left)
+        while count > 1 and (
+            console.measure(table_of(left[:count]), options=unbounded).maximum > console.width
+        ):
+            count -= 1
+        table = table_of(left[:count])
+        left = left[count:]
+        if not first:
+            table.title = None
+        if left:
+            table.caption = None
+        console.print(table)
+        first = False
+
+
 def leakage_table(
-    name: str, rows: Sequence[LeakageRow], spent: Sequence[dict[str, Any]] = ()
+    name: str,
+    rows: Sequence[LeakageRow],
+    spent: Sequence[dict[str, Any]] = (),
+    attacks: Sequence[str] | None = None,
 ) -> Table:
     """Returns a line per round and client, with a column per attack.
 
@@ -86,6 +119,7 @@ def leakage_table(
         name: Of the run.
         rows: Scored answers.
         spent: Rows of privacy.jsonl.
+        attacks: Those that get a column; None: all.
     """
     table = Table(
         title=f"{markup(name)}: what the server read in each update",
@@ -96,11 +130,11 @@ def leakage_table(
         title_justify="left",
         caption_justify="left",
     )
-    attacks = sorted({row.attack for row in rows})
+    attacks = sorted({row.attack for row in rows}) if attacks is None else attacks
     names = map(markup, attacks)
     headings = ("round", "client", "texts", "tokens", *names, "no\nupdate", "eps")
     for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
+        table.add_column(heading, justify="right", no_wrap=True, overflow="fold")
     by_key: dict[Key, dict[str, LeakageRow]] = {}
     for row in rows:
         by_key.setdefault(Key(row.round, row.client), {})[row.attack] = row
@@ -217,20 +251,29 @@ def cell(row: LeakageRow | None) -> str:
     return f"[red]{words}[/]" if exact else words
 
 
-def summary_table(summary: dict[str, Any]) -> Table:
-    """Returns a column per attack: its figures with 95 % intervals, and the controls."""
-    attacks: dict[str, dict[str, Any]] = summary["attacks"]
+def summary_table(summary: dict[str, Any], some: Sequence[str] | None = None) -> Table:
+    """Returns a column per attack: its figures with 95 % intervals, and the controls.
+
+    Args:
+        summary: What is in summary.json.
+        some: Names of the attacks that get a column; None: all.
+    """
+    attacks: dict[str, dict[str, Any]] = {
+        name: of for name, of in summary["attacks"].items() if some is None or name in some
+    }
     table = Table(
         title="in all: mean and 95 % interval over clients",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
-        caption="\n".join([*map(markup, warnings(attacks.values())), INTERVALS]),
+        caption="\n".join([*map(markup, warnings(summary["attacks"].values())), INTERVALS]),
         title_justify="left",
         caption_justify="left",
     )
-    table.add_column()
+    table.add_column(overflow="fold")
     for name, of in attacks.items():
-        table.add_column(markup(name) + (" *" if of["warning"] else ""), justify="right")
+        table.add_column(
+            markup(name) + (" *" if of["warning"] else ""), justify="right", overflow="fold"
+        )
     lines: list[tuple[str, Callable[[dict[str, Any]], str]]] = [
         ("was told", lambda of: told(of["knows"])),
         ("answers", lambda of: f"{of['status'].get(Status.RECOVERED, 0)} of {of['rows']}"),
@@ -250,14 +293,14 @@ def summary_table(summary: dict[str, Any]) -> Table:
     ]
     for heading, show in lines:
         table.add_row(heading, *(show(of) for of in attacks.values()))
-    some: list[tuple[str, Callable[[dict[str, Any]], str]]] = [
+    optional: list[tuple[str, Callable[[dict[str, Any]], str]]] = [
         ("an update", lambda of: decimal(of["seconds_per_update"], 3)),
         ("batches proved", proved),
         ("smallest margin", lambda of: decimal(of["margin"])),
         ("rank budget, %", lambda of: budget(of["budget"], of["rows"])),
         ("candidates", lambda of: candidates(of["candidates"])),
     ]
-    for heading, show in some:
+    for heading, show in optional:
         cells = [show(of) for of in attacks.values()]
         if set(cells) != {NOT_MEASURED}:
             table.add_row(heading, *cells)

@@ -149,7 +149,7 @@ def test_an_error_in_what_it_came_from_is_not_told_either(answer, monkeypatch):
 
 
 def test_an_error_in_a_defense_is_an_answer_too(answer, monkeypatch):
-    monkeypatch.setattr("fedleak.federation.measured", raiser(KeyError(SECRET)))
+    monkeypatch.setattr("fedleak.federation.protection.measured", raiser(KeyError(SECRET)))
     assert answer().error.reason.startswith("KeyError in fedleak.federation:")
 
 

@@ -18,6 +18,7 @@ from fedleak.reconstruction import Reconstruction, Status
 from fedleak.store.run import Key, Run
 from fedleak.workers.process import row
 from server import inline
+from server.engines import train
 
 KEYS = [Key(round, client) for round in (1, 2) for client in range(3)]
 QUICK = NamedAttack("quick", SimpleNamespace(slow=False))
@@ -271,7 +272,7 @@ def test_training_stops_in_the_round_in_which_the_dispatcher_dies(many_rounds, m
     monkeypatch.setattr(dispatcher, "attack_captures", dies)
     monkeypatch.setattr(inline.InlineGrid, "_answer", answer_after_that)
     with pytest.raises(OSError, match="No space left on device"):
-        pipeline.carry_out(run, experiment)
+        pipeline.carry_out(run, experiment, train)
     assert {key.round for key in run.captures()} == {1}
     assert run.info()["status"] == "failed"
 

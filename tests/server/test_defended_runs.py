@@ -18,7 +18,9 @@ from fedleak import defenses, models, pipeline, preparation, privacy
 from fedleak.audit import central_baseline, defense_checks, grants, scoring, vault
 from fedleak.config.loading import parse
 from fedleak.errors import FedleakError
-from fedleak.federation import clients_of_round, expected_captures, protection, read_data
+from fedleak.federation.protection import protection
+from fedleak.federation.schedule import clients_of_round, expected_captures
+from fedleak.federation.workload import read_data
 from fedleak.metrics.utility import evaluate
 from fedleak.models import CAUSAL_LM, CLASSIFICATION
 from fedleak.observation import ClientUpdate, ThreatModel, UpdateKind
@@ -30,6 +32,7 @@ from fedleak.training.batches import round_batch
 from fedleak.training.local import local_update_
 from fedleak.training.settings import LocalTraining, PrivateSteps
 from fedleak.workers.process import work_together
+from server.engines import train
 from server.inline import InlineGrid
 from server.strategy import CuriousServer
 
@@ -116,7 +119,7 @@ def experiment_of(*defense, federation=(), **tables):
 
 def carried_out(path, experiment):
     run = preparation.prepare(experiment, path)
-    pipeline.carry_out(run, experiment, on=[Here()])
+    pipeline.carry_out(run, experiment, train, on=[Here()])
     return run
 
 
@@ -319,7 +322,14 @@ def test_what_defenses_did_is_readable_by_its_owner_alone(tmp_path):
         noted = json.loads(path.read_text())
         assert [told["kind"] for told in noted["defenses"]] == ["mask", "dp_sgd"]
         assert noted["events"] == [
-            Event(1.0, 1.0, 1, "example", "zero out one", disjoint=0).to_json()
+            Event(
+                noise_multiplier=1.0,
+                sampling_rate=1.0,
+                steps=1,
+                unit="example",
+                neighbouring="zero out one",
+                disjoint=0,
+            ).to_json()
         ]
 
 
@@ -483,7 +493,12 @@ def crash_once(function):
 def sizes_of(seed):
     """How many of their three examples two clients draw in two rounds, of batches of one."""
     how = LocalTraining(
-        UpdateKind.GRADIENT, 1, 1, 0.1, False, private=PrivateSteps(1.0, 0.5, "poisson")
+        kind=UpdateKind.GRADIENT,
+        batch_size=1,
+        epochs=1,
+        learning_rate=0.1,
+        dropout=False,
+        private=PrivateSteps(1.0, 0.5, "poisson"),
     )
     return [
         [len(round_batch(3, how, seed=seed, client=client, round=r)) for client in (0, 1)]
@@ -568,9 +583,25 @@ def ledgered(folders, tmp_path_factory):
 
 def test_the_ledger_composes_all_rounds_of_each_client(ledgered):
     experiment = with_ledger()
-    poisson = Event(1.0, 1 / 3, 1, "example", "add or remove one", "Poisson")
-    of_client = Event(0.4, 1.0, 1, "client", "replace one")
-    fixed = Event(1.0, 1.0, 1, "example", "zero out one", disjoint=0)
+    poisson = Event(
+        noise_multiplier=1.0,
+        sampling_rate=1 / 3,
+        steps=1,
+        unit="example",
+        neighbouring="add or remove one",
+        sampling="Poisson",
+    )
+    of_client = Event(
+        noise_multiplier=0.4, sampling_rate=1.0, steps=1, unit="client", neighbouring="replace one"
+    )
+    fixed = Event(
+        noise_multiplier=1.0,
+        sampling_rate=1.0,
+        steps=1,
+        unit="example",
+        neighbouring="zero out one",
+        disjoint=0,
+    )
     rounds = {
         client: [r for r in (1, 2, 3) if client in clients_of_round(experiment, r)]
         for client in range(4)

@@ -18,7 +18,7 @@ from fedleak.attacks.analytic.embedding_rows import used_rows
 from fedleak.attacks.analytic.label_counts import label_counts
 from fedleak.attacks.certificate import as_gradient
 from fedleak.attacks.subspace.span import row_space
-from fedleak.attacks.subspace.token_bag import read_factors
+from fedleak.attacks.subspace.token_bag import read_token_bag
 from fedleak.models import CAUSAL_LM, CLASSIFICATION, LanguageModel
 from fedleak.observation import Observation
 
@@ -95,9 +95,9 @@ def bag(seen: Observation, model: LanguageModel, rng: torch.Generator) -> Tensor
     if span is None or not span.exact or family.position_embedding is None:
         return None
     directions = family.token_table(model.module).directions()
-    factors = read_factors(directions, span, rng)
-    clear = factors is not None and factors.exact and len(factors.tokens_V)
-    return factors.tokens_V if factors is not None and clear else None
+    found = read_token_bag(directions, span, rng)
+    clear = found is not None and found.exact and len(found.tokens_N)
+    return found.tokens_N if found is not None and clear else None
 
 
 @dataclass(frozen=True, kw_only=True)

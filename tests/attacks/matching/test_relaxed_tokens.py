@@ -250,7 +250,9 @@ def test_several_local_steps_are_matched_as_the_sum_of_their_gradients(small, ki
     model = small(*kind)
     sequences = sorted(model.encode(BATCHES["two texts"]), key=len, reverse=True)
     before = {name: value.clone() for name, value in model.parameters().items()}
-    how = LocalTraining(UpdateKind.DELTA, 1, 2, 1e-3, dropout=False)
+    how = LocalTraining(
+        kind=UpdateKind.DELTA, batch_size=1, epochs=2, learning_rate=1e-3, dropout=False
+    )
     update = local_update_(model, sequences, [0, 1], how, seed=0)
     load_parameters_(model, before)
     lengths = tuple(map(len, sequences))
