@@ -5,9 +5,8 @@ An attack is a frozen dataclass of its hyper-parameters with a `kind`, called as
 `Reconstruction` and changes neither observation nor weights. It cannot import the truth, the
 data, the metrics or the run directory (import-linter checks that). So it has all that it scores
 from the update and the granted facts. Nothing checks the imports of an attack that another package
-brings, so lists and reports name its package. `fedleak list` prints the first line of its docstring.
-An
-attack that takes several observations at once is `Batched`. An attack that takes minutes, not
+brings, so lists and reports name its package. `fedleak list` prints the docstring's first line.
+An attack that takes several observations at once is `Batched`. An attack that takes minutes, not
 seconds, has `slow = True`: the others go first. An attack that takes milliseconds and belongs to
 every run has `always = True`.
 """
