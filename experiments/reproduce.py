@@ -31,9 +31,10 @@ import typer
 
 from fedleak import cli, sweep
 from fedleak.audit import scoring
+from fedleak.cli.mistakes import mended
 from fedleak.config.experiment import Experiment
 from fedleak.errors import ConfigError, FedleakError
-from fedleak.federation import expected_captures
+from fedleak.federation.schedule import expected_captures
 from fedleak.metrics.intervals import Interval, clustered_mean
 from fedleak.reconstruction import Status
 from fedleak.report.words import said, short_key
@@ -116,7 +117,7 @@ def main() -> int:
     )
     args = parser.parse_args()
     try:
-        with cli.mended():
+        with mended():
             table = read(args.file)
             sweeps = [(path, [*args.set, *own]) for path, own in table.sweeps]
             grids = [sweep.load(path, changes) for path, changes in sweeps]

@@ -166,7 +166,8 @@ def main() -> None:
         return
     renamed = dict(each.split("=", 1) for each in given.renamed)
     found = list(differences(given.before, given.after, {*given.ignore, *NEVER_THE_SAME}, renamed))
-    print("\n".join(found[:MOST_SHOWN]))
+    for line in found[:MOST_SHOWN]:
+        print(line)
     if found:
         sys.exit(f"{len(found)} differences")
     print("the same")

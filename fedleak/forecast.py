@@ -7,7 +7,7 @@ from pathlib import Path
 from fedleak.config.experiment import Experiment
 from fedleak.config.sent_parameters import selected_parameters
 from fedleak.errors import ConfigError
-from fedleak.federation import expected_captures
+from fedleak.federation.schedule import expected_captures
 from fedleak.models import LanguageModel
 from fedleak.models.parameter_selection import freezing
 from fedleak.store.run import EVERYONE

@@ -1,6 +1,5 @@
 """From an experiment to scores: train, attack captures as they come, score them."""
 
-import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
@@ -12,12 +11,16 @@ from fedleak.config.experiment import Experiment
 from fedleak.dispatch.dispatcher import answered, attacking
 from fedleak.dispatch.progress import RunProgress
 from fedleak.errors import FedleakError
-from fedleak.federation import expected_captures, outline
+from fedleak.federation.schedule import expected_captures
+from fedleak.federation.workload import outline
 from fedleak.preparation import refuse_another
 from fedleak.store import records
 from fedleak.store.run import Run
 from fedleak.store.summaries import SUMMARY
 from fedleak.workers.process import Worker, failure, trace
+
+Engine = Callable[[Run, Experiment, Callable[[], bool]], None]
+"""Trains an experiment in its run directory, and asks now and then whether to end early."""
 
 
 def finished(run: Run, experiment: Experiment) -> bool:
@@ -47,6 +50,7 @@ def finished(run: Run, experiment: Experiment) -> bool:
 def carry_out(
     run: Run,
     experiment: Experiment,
+    train: Engine,
     report: Callable[[RunProgress], None] = lambda progress: None,
     on: Sequence[Worker] | None = None,
 ) -> list[Scored]:
@@ -55,14 +59,13 @@ def carry_out(
     Args:
         run: The run directory.
         experiment: What was prepared there.
+        train: The engine, which the library does not know: `server.engines.train`.
         report: Is told how far the run is.
         on: Workers for the attacks; None: as many as the experiment asks for, for this run only.
     """
-    # By its name, because the library does not know Flower.
-    engine = importlib.import_module(f"server.{experiment.federation.engine}")
     with run.lock():
         with under_way(run, experiment, report, on) as stop:
-            engine.train(run, experiment, stop)
+            train(run, experiment, stop)
         return scoring.score_run(run)
 
 

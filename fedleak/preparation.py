@@ -1,32 +1,24 @@
 """Before a run: is the experiment possible, and whose is the run directory?"""
 
 import json
-import platform
 import shlex
 import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import fedleak
 from fedleak import forecast, logs, models
 from fedleak.config import checks
 from fedleak.config.experiment import Experiment
 from fedleak.config.wording import difference
 from fedleak.errors import ConfigError, FedleakError
-from fedleak.federation import (
-    Workload,
-    divide,
-    outline,
-    protection,
-    read_data,
-    stored,
-    unknown_share,
-)
+from fedleak.federation.lookup import stored
+from fedleak.federation.protection import protection
+from fedleak.federation.workload import Workload, divide, outline, read_data, unknown_fraction
 from fedleak.store.run import Run
+from fedleak.versions import versions
 
 
 @dataclass(frozen=True)
@@ -68,7 +60,7 @@ def plan(experiment: Experiment) -> Plan:
     checks.check_defenses(experiment, model)
     checks.check_attacks(experiment, model)
     workload = divide(experiment, split, model)
-    unknown = unknown_share(workload, model)
+    unknown = unknown_fraction(workload, model)
     for client, part in enumerate(workload.parts):
         protection(experiment, client, len(part))  # refuses an epsilon out of reach
     models.check_weights(experiment.model_spec(num_labels))
@@ -132,7 +124,7 @@ def open_run(plan: Plan, path: Path, *, fresh: bool = False) -> Run:
         fingerprint=plan.experiment.fingerprint,
         status="new",
         num_labels=plan.num_labels,
-        versions=_versions(),
+        versions=versions(),
         git_commit=_git_commit(),
         model_fingerprint=None,
         remarks=list(plan.remarks),
@@ -195,16 +187,6 @@ def _make_held_out(run: Run, plan: Plan) -> None:
         if isinstance(found, dict) and found.keys() >= plan.held_out.keys():
             return
     run.write_json("held_out.json", plan.held_out)
-
-
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "fedleak": fedleak.__version__}
-    for name in ("flwr", "torch", "transformers", "peft", "datasets", "rouge-score"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:  # installed under another name, as vendors of torch do
-            found[name] = "unknown"
-    return found
 
 
 def _git_commit() -> str | None:

@@ -32,7 +32,7 @@ NONE: Final = "none"
 """Stands where a guarantee would: not a number, and not a blank."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Event:
     """So many uses of one Gaussian mechanism.
 

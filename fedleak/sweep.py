@@ -31,7 +31,8 @@ from fedleak.config.experiment import Experiment
 from fedleak.config.tables import WorkersTable
 from fedleak.dispatch.progress import RunProgress
 from fedleak.errors import ConfigError, FedleakError
-from fedleak.federation import run_folder
+from fedleak.federation.lookup import run_folder
+from fedleak.pipeline import Engine
 from fedleak.preparation import Plan
 from fedleak.report.words import said
 from fedleak.store.run import Run
@@ -151,6 +152,7 @@ def prepare(sweep: Sweep, *, fresh: bool = False) -> dict[str, Plan]:
 def carry_out(
     sweep: Sweep,
     plans: Mapping[str, Plan],
+    train: Engine,
     watch: Callable[[str], AbstractContextManager[Callable[[RunProgress], None]]],
 ) -> dict[str, str]:
     """Runs the cells that are planned, one after the other, and keeps sweep.json up to date.
@@ -158,6 +160,7 @@ def carry_out(
     Args:
         sweep: The sweep.
         plans: By the name of the cell.
+        train: The engine.
         watch: Called with a cell's name; what it yields is told how far that run is.
 
     Returns:
@@ -179,7 +182,7 @@ def carry_out(
                     hired_as = table
                 run = preparation.open_run(plans[cell.name], sweep.run(cell).path)
                 with watch(cell.name) as report:
-                    pipeline.carry_out(run, cell.experiment, report, hands)
+                    pipeline.carry_out(run, cell.experiment, train, report, hands)
             except Exception as error:  # noqa: BLE001 - the others can still be done
                 failures[cell.name] = _failure(cell.name, error)
                 hired_as = None  # they may still be at work for this cell
@@ -199,13 +202,18 @@ def jobs(plans: Mapping[str, Plan], wanted: int | None = None) -> int:
 
 
 def carry_out_at_once(
-    sweep: Sweep, plans: Mapping[str, Plan], jobs: int, tell: Callable[[str, str], None]
+    sweep: Sweep,
+    plans: Mapping[str, Plan],
+    train: Engine,
+    jobs: int,
+    tell: Callable[[str, str], None],
 ) -> dict[str, str]:
     """Runs the cells that are planned, several at once, and keeps sweep.json up to date.
 
     Args:
         sweep: The sweep.
         plans: By the name of the cell.
+        train: The engine; it is pickled, so it has to be importable.
         jobs: How many at once; they divide the devices for the attacks among themselves.
         tell: Is told the name of a cell and that it has started, finished or failed.
 
@@ -222,7 +230,7 @@ def carry_out_at_once(
 
     collect(sweep)
     calls = {
-        name: partial(_carry_out_alone, plan, sweep.path / name, jobs)
+        name: partial(_carry_out_alone, plan, sweep.path / name, train, jobs)
         for name, plan in plans.items()
     }
     processes.side_by_side(calls, jobs, lambda cell: tell(cell, "started"), ended)
@@ -275,14 +283,14 @@ def cell_name(values: Mapping[str, Any]) -> str:
     return name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}-{_digest(values)}"
 
 
-def _carry_out_alone(plan: Plan, path: Path, jobs: int, place: int) -> str | None:
+def _carry_out_alone(plan: Plan, path: Path, train: Engine, jobs: int, place: int) -> str | None:
     """Runs a cell in this process, with workers of its own; returns why it failed, if it did."""
     table = plan.experiment.workers
     own = devices_of_job(devices(table.devices), jobs, place)
     try:
         run = preparation.open_run(plan, path)
         with workers(own, table.time_limit) as hands:
-            pipeline.carry_out(run, plan.experiment, on=hands)
+            pipeline.carry_out(run, plan.experiment, train, on=hands)
     except Exception as error:  # noqa: BLE001 - the others can still be done
         return _failure(path.name, error)
     return None

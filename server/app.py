@@ -12,7 +12,8 @@ from fedleak.audit import scoring
 from fedleak.audit.gaps import refuse_gaps
 from fedleak.config.experiment import Experiment
 from fedleak.errors import FedleakError
-from fedleak.federation import expected_captures, of_app
+from fedleak.federation.lookup import of_app
+from fedleak.federation.schedule import expected_captures
 from fedleak.metrics.utility import evaluate
 from fedleak.models import LanguageModel
 from fedleak.report.tables import print_run

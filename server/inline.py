@@ -4,7 +4,6 @@ Messages are pickled on their way to a client, so nobody can change what another
 and a client runs when its reply is pulled, so one update is in memory at a time.
 """
 
-import importlib
 import itertools
 import logging
 import pickle
@@ -19,8 +18,10 @@ from flwr.serverapp import Grid
 from flwr.supercore.run import Run as FlowerRun
 from flwr.supercore.task_identity import TaskIdentity
 
+from clients.app import app as client_app
 from fedleak.config.experiment import Experiment
 from fedleak.store.run import Run
+from server.app import app as server_app
 from server.tap import refuse_to_go_on
 
 RUN_ID = NODE_ID = TASK_ID = 1
@@ -34,7 +35,7 @@ class InlineGrid(Grid):
     Args:
         client_app: What they run.
         num_clients: How many they are.
-        run_config: What whoever submits a run may set.
+        run_config: Settings that the submitter of a run may choose.
         vault: The folder in which each node keeps what it trained on; None: they keep nothing.
     """
 
@@ -135,8 +136,6 @@ def train(run: Run, experiment: Experiment, stop: Callable[[], bool] = lambda: F
     # What a client logs may quote its texts: not for the terminal, to which Python turns if a log
     # has no handler.
     logging.getLogger("clients").addHandler(_NOWHERE)
-    client_app = importlib.import_module("clients.app").app
-    server_app = importlib.import_module("server.app").app
     clients, vault = experiment.federation.clients, run.path.absolute().parent
     grid = InlineGrid(client_app, clients, config, vault=vault, stop=stop)
     context = Context(RUN_ID, NODE_ID, {}, RecordDict(), config)

@@ -10,7 +10,7 @@ from fedleak.config.experiment import Experiment
 from fedleak.config.sent_parameters import sent_by
 from fedleak.defenses import TrustedAggregator
 from fedleak.errors import FedleakError
-from fedleak.federation import clients_of_round
+from fedleak.federation.schedule import clients_of_round
 from fedleak.models import LanguageModel
 from fedleak.observation import ClientUpdate, Knowledge, UpdateKind
 from fedleak.store.run import EVERYONE, Capture, Key, Run

@@ -3,7 +3,7 @@
 import os
 import signal
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +17,7 @@ os.environ.setdefault("FLWR_LOG_LEVEL", "ERROR")
 
 import psutil
 import pytest
+import tiny
 import torch
 from hypothesis import settings
 from transformers import (
@@ -30,7 +31,8 @@ from transformers import (
     LlamaForSequenceClassification,
 )
 
-from fedleak import models
+from fedleak import models, sweep
+from fedleak.dispatch import dispatcher
 from fedleak.models import CAUSAL_LM, CLASSIFICATION, LanguageModel, ModelSpec
 from fedleak.notes import notes
 from fedleak.observation import Knowledge, Observation, UpdateKind
@@ -60,6 +62,13 @@ def workers_of() -> Callable[[int], list[psutil.Process]]:
         return found
 
     return find
+
+
+@pytest.fixture
+def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attacks in this process: a worker takes seconds to start."""
+    for module in (dispatcher, sweep):
+        monkeypatch.setattr(module, "workers", lambda *_: nullcontext([tiny.Here()]))
 
 
 @pytest.fixture(scope="session")
@@ -184,7 +193,13 @@ def observe() -> Callable[..., SimpleNamespace]:
         sequences.sort(key=len, reverse=True)
         labels = labels or [i % model.num_labels for i in range(len(sequences))]
         before = {name: value.clone() for name, value in model.parameters().items()}
-        how = LocalTraining(kind, len(sequences), 1, learning_rate, dropout)
+        how = LocalTraining(
+            kind=kind,
+            batch_size=len(sequences),
+            epochs=1,
+            learning_rate=learning_rate,
+            dropout=dropout,
+        )
         update = local_update_(model, sequences, labels, how, seed=0)
         models.load_parameters_(model, before)
         model.module.zero_grad()  # FedAvg leaves its last step's gradients behind

@@ -1,47 +1,36 @@
 """The command line: exit statuses, one-line errors, attacks that fail, damaged captures."""
 
+import inspect
+import io
 import json
+import os
+import platform
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
+from tiny import DLG, call, toml
 from typer.testing import CliRunner
 
 import fedleak
+from fedleak import cli
 from fedleak.cli import app
-
-EXPERIMENT = """
-name = "small"
-[model]
-name = "builtin/bert-tiny"
-[data]
-name = "builtin/notes"
-samples = 8
-held_out = 4
-[federation]
-clients = 2
-rounds = 1
-batch_size = 1
-learning_rate = 0.1
-[[attack]]
-kind = "dlg"
-steps = 2
-at_once = 1  # so that an answer does not depend, in its last bits, on who else is attacked
-"""
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "small.toml").write_text(EXPERIMENT)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "small.toml").write_text(toml({"attack": [DLG]}))
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-def call(*arguments: str) -> tuple[int, str, str]:
-    done = CliRunner().invoke(app, list(arguments))
-    return done.exit_code, done.stdout, done.stderr
+@pytest.fixture
+def here(folder: Path, in_process: None) -> Path:
+    return folder
 
 
 def rows(name: str) -> list[dict[str, Any]]:
@@ -123,8 +112,122 @@ runpy.run_module("fedleak", run_name="__main__")
     assert imported & (HEAVY | unused) == set()
 
 
-def test_the_version_is_said() -> None:
-    assert call("--version") == (0, f"fedleak {fedleak.__version__}\n", "")
+def test_versions_are_one_in_a_line_and_fedleaks_is_the_first() -> None:
+    status, text, errors = call("--version")
+    assert (status, errors) == (0, "")
+    lines = [line.split() for line in text.splitlines()]
+    assert lines[0] == ["fedleak", fedleak.__version__]
+    found = dict(lines)
+    assert found["python"] == platform.python_version()
+    assert found["torch"] == metadata.version("torch")
+    assert found["flwr"] == metadata.version("flwr")
+
+
+# --- help and completion ------------------------------------------------------------------------
+
+
+def shell(*arguments: str, **environment: str) -> str:
+    """Runs `python -m fedleak`, as a shell does; returns what it prints."""
+    done = subprocess.run(
+        [sys.executable, "-m", "fedleak", *arguments],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def help_of(*command: str) -> str:
+    done = CliRunner().invoke(app, [*command, "--help"], prog_name="fedleak", env={"COLUMNS": "80"})
+    assert done.exit_code == 0
+    return done.stdout
+
+
+COMMANDS = {
+    one.name or one.callback.__name__.replace("_", "-"): one.callback
+    for one in app.registered_commands
+    if one.callback is not None
+}
+
+
+def test_a_module_is_the_command_by_its_name() -> None:
+    text = shell("--help", COLUMNS="80")
+    assert "Usage: fedleak [OPTIONS] COMMAND [ARGS]..." in text
+    assert all(f" {name} " in text for name in COMMANDS)
+
+
+@pytest.mark.parametrize("command", [(), *((name,) for name in COMMANDS)], ids=" ".join)
+def test_help_is_whole_at_80_columns(command: tuple[str, ...]) -> None:
+    text = help_of(*command)
+    assert max(map(len, text.splitlines())) <= 80
+    assert "…" not in text
+    assert " ".join(["Usage: fedleak", *command]) in text
+    words = " ".join(text.replace("│", " ").split())
+    for name in command:
+        for parameter in inspect.signature(COMMANDS[name]).parameters.values():
+            (about,) = parameter.annotation.__metadata__
+            assert " ".join((about.help or "").split()) in words
+            if not about.help:  # the text of the command describes its arguments
+                described = (about.metavar or "").strip("[].")
+                assert f"{described} is a" in words
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        ("fedleak ", {"run", "sweep", "list", "check-defense"}),
+        ("fedleak sw", {"sweep"}),
+        ("fedleak run ", {"small.toml", "grids/large.toml"}),
+        ("fedleak run small.toml gr", {"grids/large.toml"}),
+        ("fedleak sweep grids/", {"grids/large.toml"}),
+        ("fedleak check-defense s", {"small.toml"}),
+        ("fedleak score ", {"runs/small", "runs/grid/0001"}),
+        ("fedleak attack runs/s", {"runs/small"}),
+        ("fedleak purge runs/grid/", {"runs/grid/0001"}),
+        ("fedleak purge [", set()),
+    ],
+)
+def test_a_shell_completes_commands_files_and_runs(
+    here: Path, words: str, offered: set[str]
+) -> None:
+    for path in ("grids/large.toml", "runs/small/run.json", "runs/grid/0001/run.json", "runs/a/b"):
+        (here / path).parent.mkdir(parents=True, exist_ok=True)
+        (here / path).touch()
+    typed = words.split(" ")
+    done = CliRunner().invoke(
+        app,
+        prog_name="fedleak",
+        env={
+            "_FEDLEAK_COMPLETE": "complete_bash",
+            "COMP_WORDS": words,
+            "COMP_CWORD": str(len(typed) - 1),
+        },
+    )
+    found = set(done.stdout.split())
+    assert offered <= found
+    assert all(each.startswith(typed[-1]) for each in found)
+    assert offered or not found
+
+
+def test_nothing_is_cut_at_60_columns(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In tables and in the list; sentences with commands to copy are left to the terminal."""
+    assert call("run", "small.toml")[0] == 0
+    other = 'attack=[{kind="dlg", name="dlg-with-a-name-of-its-own", steps=2}]'
+    assert call("attack", "runs/small", "--set", other)[0] == 0
+    narrow = Console(file=io.StringIO(), width=60, force_terminal=False, emoji=False)
+    monkeypatch.setattr(cli, "console", narrow)
+    assert call("list")[0] == 0
+    assert call("score", "runs/small")[0] == 0
+    text = narrow.file.getvalue()
+    assert "…" not in text
+    tables, _, sentences = text.partition("intervals: ")
+    assert max(map(len, tables.splitlines())) <= 60
+    for word in ("dlg-with-a-name-of-its-own", "probes", "none", "builtin/bert-tiny"):
+        assert word in tables.split()
+    assert tables.count("what the server read in each update") == 1
+    assert tables.count("texts recovered exactly and ROUGE-L") == 1
+    assert "results: " in sentences
 
 
 def test_a_folder_that_is_no_run_is_status_2(here: Path) -> None:
@@ -136,7 +239,8 @@ def test_a_folder_that_is_no_run_is_status_2(here: Path) -> None:
             assert errors.count("\n") == 1
 
 
-def test_too_slow_an_attack_is_tried_three_times_and_then_a_failed_row(here: Path) -> None:
+@pytest.mark.slow
+def test_too_slow_an_attack_is_tried_three_times_and_then_a_failed_row(folder: Path) -> None:
     attack = 'attack=[{kind="dlg", preset="faithful", steps=100000}]'
     status, text, errors = call(
         "run", "small.toml", "--set", attack, "--set", "workers.time_limit=5",

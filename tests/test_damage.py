@@ -10,96 +10,56 @@ import shlex
 import shutil
 import stat
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from tiny import DLG, Here, toml
+from tiny import call as call_tiny
 
-from fedleak import models, pipeline, preparation, sweep
-from fedleak.cli import app
+from fedleak import models, pipeline, preparation
 from fedleak.config.loading import load
-from fedleak.dispatch import dispatcher
-from fedleak.errors import FedleakError
 from fedleak.store.lines import Lines
 from fedleak.store.run import Key, Run
-from fedleak.workers.process import work_together
+from server.engines import train
 
-EXPERIMENT = """
-name = "small"
-[model]
-name = "builtin/bert-tiny"
-[data]
-name = "builtin/notes"
-samples = 8
-held_out = 4
-[federation]
-clients = 2
-rounds = 1
-batch_size = 1
-learning_rate = 0.1
-[[defense]]
-kind = "dp_sgd"
-noise_multiplier = 1.0
-max_grad_norm = 1.0
-sampling = "fixed"
-clients = [1]
-[[attack]]
-kind = "dlg"
-steps = 2
-at_once = 1
-"""
-
-
-class Here:
-    """A worker in this process."""
-
-    jobs = ()
-
-    def submit(self, jobs):
-        self.jobs = tuple(jobs)
-
-    def result(self):
-        jobs, self.jobs = self.jobs, ()
-        try:
-            return work_together(jobs, "cpu")
-        except FedleakError as error:
-            return error
-
-    def progress(self):
-        return {}
+NOISY = {
+    "kind": "dp_sgd",
+    "noise_multiplier": 1.0,
+    "max_grad_norm": 1.0,
+    "sampling": "fixed",
+    "clients": [1],
+}
+EXPERIMENT = {"defense": [NOISY], "attack": [DLG]}
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """A folder with an experiment and its finished run."""
     folder = tmp_path_factory.mktemp("finished")
-    (folder / "small.toml").write_text(EXPERIMENT)
+    (folder / "small.toml").write_text(toml(EXPERIMENT))
     experiment, umask = load(folder / "small.toml"), os.umask(0o022)
     try:
         run = preparation.prepare(experiment, folder / "runs" / "small")
-        pipeline.carry_out(run, experiment, on=[Here()])
+        pipeline.carry_out(run, experiment, train, on=[Here()])
     finally:
         os.umask(umask)
     return folder
 
 
 @pytest.fixture
-def run(finished, tmp_path, monkeypatch):
+def run(finished, tmp_path, monkeypatch, in_process):
     """A copy of the finished run, below the current folder; attacks run in this process."""
     shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(dispatcher, "workers", lambda *_: nullcontext([Here()]))
     return Run(tmp_path / "runs" / "small")
 
 
 def call(*arguments: str) -> tuple[int, str, str]:
-    """Calls the command line, which never ends in a traceback and explains itself in one line."""
-    done = CliRunner().invoke(app, list(arguments))
-    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
-    assert done.stderr.count("\n") == (done.exit_code != 0), done.stderr
-    assert done.exit_code == 0 or done.stderr.startswith("fedleak: ")
-    return done.exit_code, " ".join(done.stdout.split()), done.stderr
+    """Calls the command line, which explains itself in one line."""
+    status, printed, errors = call_tiny(*arguments)
+    assert errors.count("\n") == (status != 0), errors
+    assert status == 0 or errors.startswith("fedleak: ")
+    return status, " ".join(printed.split()), errors
 
 
 def call_on(run: Run, command: str) -> tuple[int, str, str]:
@@ -453,7 +413,8 @@ def test_a_folder_with_files_of_nobody_knows_what_is_refused(run):
 
 def test_other_attacks_are_asked_for_with_the_command_that_is_named(run):
     before = scores(run)
-    added = 'attack=[{kind="dlg", steps=2, at_once=1}, {kind="probes", name="again"}]'
+    dlg = ", ".join(f"{name} = {json.dumps(value)}" for name, value in DLG.items())
+    added = f'attack=[{{{dlg}}}, {{kind="probes", name="again"}}]'
     status, _, errors = call("run", "small.toml", "--set", added)
     assert status == 2
     assert "--fresh" not in errors
@@ -629,21 +590,19 @@ def test_a_run_that_is_not_finished_or_not_scored_is_not_purged(run, kind):
 
 
 @pytest.mark.parametrize("kind", ["summary-cut", "summary-list", "leakage-torn", "run-cut"])
-def test_a_damaged_cell_is_run_again_or_named(run, monkeypatch, kind):
-    Path("grid.toml").write_text(EXPERIMENT.replace("small", "grid") + "[sweep]\nseed = [0]\n")
+def test_a_damaged_cell_is_run_again_or_named(run, kind):
+    Path("grid.toml").write_text(toml({**EXPERIMENT, "name": "grid", "sweep.seed": [0]}))
     cell = Run(Path("runs/grid/seed=0").absolute())
     shutil.copytree(run.path, cell.path)
     cell.update_info(experiment=cell.info()["experiment"] | {"name": "grid"})
-    monkeypatch.setattr(sweep, "workers", lambda *_: nullcontext([Here()]))
     before = scores(cell)
     OTHER[kind][0](cell.path)
-    done = CliRunner().invoke(app, ["sweep", "grid.toml", "--jobs", "1"])
-    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    status, _, errors = call_tiny("sweep", "grid.toml", "--jobs", "1")
     if kind == "run-cut":
-        assert done.exit_code == 1
-        assert "seed=0/run.json is damaged" in done.stderr
+        assert status == 1
+        assert "seed=0/run.json is damaged" in errors
     else:
-        assert done.exit_code == 0, done.stderr
+        assert status == 0, errors
         (row,) = json.loads(Path("runs/grid/sweep.json").read_text())["cells"]
         assert set(row["attacks"]) == {"dlg", "probes"}
         assert kind == "leakage-torn" or scores(cell) == before

@@ -49,8 +49,12 @@ OF_TRAINING = {"dp_sgd", "freeze", "secure_sum"}
 """What they do is done before there is an update, or after it was sent."""
 OF_UPDATE = sorted(MADE.keys() - OF_TRAINING)
 WITHOUT_CHANCE = {"cast", "clip", "prune", "sign"} | OF_TRAINING
-FEDSGD = LocalTraining(UpdateKind.GRADIENT, 4, 1, 0.1, dropout=False)
-FEDAVG = LocalTraining(UpdateKind.DELTA, 4, 3, 0.1, dropout=False)
+FEDSGD = LocalTraining(
+    kind=UpdateKind.GRADIENT, batch_size=4, epochs=1, learning_rate=0.1, dropout=False
+)
+FEDAVG = LocalTraining(
+    kind=UpdateKind.DELTA, batch_size=4, epochs=3, learning_rate=0.1, dropout=False
+)
 BAD = [
     ("cast", {}),
     ("cast", {"dtype": "float32"}),
@@ -240,21 +244,45 @@ def test_dp_sgd_claims_noise_and_how_far_an_example_moves_the_update():
     assert claims.noise_scale == pytest.approx(0.1 * math.sqrt(9) * 2 * 0.5 / 4)
 
 
-POISSON = "example", "add or remove one", "Poisson"
+POISSON = {"unit": "example", "neighbouring": "add or remove one", "sampling": "Poisson"}
 
 
 @pytest.mark.parametrize(
     ("defense", "local", "num_examples", "round", "event"),
     [
-        (MADE["dp_sgd"], FEDSGD, 20, 7, Event(2.0, 4 / 20, 1, *POISSON)),
-        (MADE["dp_sgd"], FEDSGD, 3, 7, Event(2.0, 1.0, 1, *POISSON)),
-        (MADE["dp_sgd"], FEDAVG, 18, 7, Event(2.0, 4 / 18, 3 * 5, *POISSON)),
+        (
+            MADE["dp_sgd"],
+            FEDSGD,
+            20,
+            7,
+            Event(noise_multiplier=2.0, sampling_rate=4 / 20, steps=1, **POISSON),
+        ),
+        (
+            MADE["dp_sgd"],
+            FEDSGD,
+            3,
+            7,
+            Event(noise_multiplier=2.0, sampling_rate=1.0, steps=1, **POISSON),
+        ),
+        (
+            MADE["dp_sgd"],
+            FEDAVG,
+            18,
+            7,
+            Event(noise_multiplier=2.0, sampling_rate=4 / 18, steps=3 * 5, **POISSON),
+        ),
         (
             DpSgd(noise_multiplier=2.0, sampling="fixed"),
             FEDAVG,
             18,
             7,
-            Event(2.0, 1.0, 3, "example", "zero out one"),
+            Event(
+                noise_multiplier=2.0,
+                sampling_rate=1.0,
+                steps=3,
+                unit="example",
+                neighbouring="zero out one",
+            ),
         ),
         *(
             # Of 18 examples four batches of 4, then a new pass.
@@ -263,11 +291,30 @@ POISSON = "example", "add or remove one", "Poisson"
                 FEDSGD,
                 18,
                 round,
-                Event(2.0, 1.0, 1, "example", "zero out one", disjoint=sweep),
+                Event(
+                    noise_multiplier=2.0,
+                    sampling_rate=1.0,
+                    steps=1,
+                    unit="example",
+                    neighbouring="zero out one",
+                    disjoint=sweep,
+                ),
             )
             for round, sweep in [(1, 0), (4, 0), (5, 1), (8, 1), (9, 2)]
         ),
-        (MADE["local_dp"], FEDAVG, 18, 7, Event(0.25, 1.0, 1, "client", "replace one")),
+        (
+            MADE["local_dp"],
+            FEDAVG,
+            18,
+            7,
+            Event(
+                noise_multiplier=0.25,
+                sampling_rate=1.0,
+                steps=1,
+                unit="client",
+                neighbouring="replace one",
+            ),
+        ),
     ],
 )
 def test_a_round_adds_its_event_to_the_ledger(defense, local, num_examples, round, event):

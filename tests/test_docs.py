@@ -1,8 +1,18 @@
-"""The README's commands are those that CI runs, and its example file is right."""
+"""What README and docs show is true: commands run, experiments load, links lead somewhere."""
 
 import json
+import os
 import re
+import runpy
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from typer.testing import CliRunner
@@ -13,13 +23,227 @@ from fedleak.config.loading import load
 from fedleak.metrics import intervals
 
 ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text()
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    ROOT / "experiments" / "README.md",
+]
+README = PAGES[0].read_text()
+
+ELSEWHERE = {
+    "python3 -m venv .venv && .venv/bin/pip install -q -c constraints.txt -e . "
+    "&& .venv/bin/fedleak run": "installs; test_the_picture_is_current runs the quickstart",
+    "python3 -m venv .venv && .venv/bin/pip install -q -c constraints.txt -e '.[dev]' "
+    "&& .venv/bin/pytest -n 2": "is what runs this; CI calls it",
+    "pip install ./loud-words": "installs, as tests/test_plugins.py does; here it is done by hand",
+    ". .venv/bin/activate": "the tests run in an environment already",
+    "export FLWR_TELEMETRY_ENABLED=0 FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION=1": (
+        "is for flwr run"
+    ),
+    "FEDLEAK_VAULT=$PWD/runs flwr run . --stream "
+    "--federation-config 'num-supernodes=12 client-resources-num-cpus=1'": (
+        "leaves a SuperLink behind; tests/server/test_simulation.py runs the same apps"
+    ),
+    "fedleak train-prior --text wikitext.txt --tokenizer bert-base-uncased --out prior": (
+        "needs the hub; tests/models/test_prior.py runs it with a built-in tokenizer"
+    ),
+    "python experiments/reproduce.py experiments/lamp-table1.toml": (
+        "needs a GPU and the hub; tests/test_reproduce.py runs a small table"
+    ),
+    "fedleak train-prior --text wiki.train.txt --tokenizer bert-base-uncased "
+    "--out $FEDLEAK_ASSETS/models/prior-bert-vocab --layers 24 --width 1024 --heads 8": (
+        "needs a GPU and a text that is not in the repository"
+    ),
+    "cd $FEDLEAK_ASSETS/data/rotten_tomatoes": "needs data that is not in the repository",
+    r"{ printf 'sentence\tlabel\n'; sed 's/$/\t0/' rt-polarity.utf8.neg; "
+    r"sed 's/$/\t1/' rt-polarity.utf8.pos; } > all.tsv": "needs that data, too",
+}
+"""Commands that no test here runs, and why."""
+
+QUICK = {
+    "fedleak list",
+    "python docs/generate.py",
+    "python experiments/reproduce.py experiments/sweep-batch-size.toml --no-run",
+}
+"""Commands that run by default; the others are slow tests."""
+
+
+class Block(NamedTuple):
+    """A fenced block of a page: its language, and its text."""
+
+    language: str
+    text: str
+
+    @property
+    def file(self) -> str | None:
+        """The file that the block is, if its first line says so."""
+        said = re.match(r"# ([\w./-]+\.\w+)\n", self.text)
+        return said[1] if said else None
+
+    @property
+    def commands(self) -> list[str]:
+        """The commands of a block of shell, each in one line."""
+        lines = re.sub(r"\\\n\s*", "", self.text).splitlines()
+        return [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+
+
+def blocks(page: Path) -> Iterator[Block]:
+    for language, text in re.findall(r"^```(\w+)\n(.*?)^```", page.read_text(), re.M | re.S):
+        yield Block(language, text)
+
+
+COMMANDS = {
+    page: [each for block in blocks(page) if block.language == "sh" for each in block.commands]
+    for page in PAGES
+}
+EXPERIMENTS = {
+    f"{page.stem}-{number}": block.text
+    for page in PAGES
+    for number, block in enumerate(each for each in blocks(page) if each.language == "toml")
+    if "[project]" not in block.text
+}
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Somebody who types what a page says into a folder with a copy of the checkout's files."""
+
+    folder: Path
+
+    def follow(self, page: Path) -> None:
+        """Writes the page's files and runs its commands, in their order."""
+        for block in blocks(page):
+            if block.file is not None:
+                self.write(block.file, block.text)
+            if block.language == "sh":
+                for command in block.commands:
+                    if command not in ELSEWHERE:
+                        self.run(command)
+
+    def write(self, name: str, text: str) -> None:
+        file = self.folder / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(text)
+        if file.name == "pyproject.toml":
+            self._install(file)
+
+    def _install(self, pyproject: Path) -> None:
+        """Makes what an installation of a package writes: here nothing can be downloaded."""
+        project = tomllib.loads(pyproject.read_text())["project"]
+        name, version = project["name"].replace("-", "_"), project["version"]
+        info = pyproject.parent / f"{name}-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {version}\n"
+        )
+        points = [
+            f"[{group}]\n" + "\n".join(f"{key} = {value}" for key, value in entries.items())
+            for group, entries in project["entry-points"].items()
+        ]
+        (info / "entry_points.txt").write_text("\n".join(points))
+
+    def run(self, command: str) -> str:
+        packages = [str(path.parent) for path in self.folder.glob("*/pyproject.toml")]
+        environment = {
+            **os.environ,
+            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+            "PYTHONPATH": os.pathsep.join([str(ROOT), *packages]),
+        }
+        done = subprocess.run(
+            ["bash", "-c", command],
+            cwd=self.folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+        return done.stdout
+
+
+@pytest.fixture
+def reader(tmp_path: Path) -> Reader:
+    for name in ("experiments", "docs"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    return Reader(tmp_path)
 
 
 def test_ci_runs_the_readme_test_command() -> None:
     commands = re.findall(r"```sh\n(python3 -m venv .*)\n```", README)
     assert len(commands) == 2
     assert commands[1] in (ROOT / ".ci" / "run").read_text()
+
+
+def test_the_lists_of_commands_are_current() -> None:
+    shown = {command for commands in COMMANDS.values() for command in commands}
+    assert shown >= ELSEWHERE.keys()
+    assert shown >= QUICK
+
+
+@pytest.mark.parametrize("command", sorted(QUICK))
+def test_a_quick_command_works(
+    command: str, reader: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(reader.folder)
+    program, *arguments = shlex.split(command)
+    if program == "fedleak":
+        ended = CliRunner().invoke(app, arguments)
+        assert ended.exit_code == 0, ended.output
+        return
+    assert program == "python"
+    monkeypatch.setattr(sys, "argv", arguments)
+    try:
+        runpy.run_path(arguments[0], run_name="__main__")
+    except SystemExit as ended:
+        status = ended.code
+    else:
+        status = 0
+    assert not status
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES if set(COMMANDS[page]) - ELSEWHERE.keys() - QUICK],
+    ids=lambda page: page.stem,
+)
+def test_a_page_can_be_followed(page: Path, reader: Reader) -> None:
+    reader.follow(page)
+
+
+def test_the_reference_is_current() -> None:
+    page = ROOT / "docs" / "experiment-file.md"
+    generate = runpy.run_path(str(ROOT / "docs" / "generate.py"))
+    assert page.read_text().endswith(generate["MARKER"] + generate["reference"]()), (
+        "run `python docs/generate.py`"
+    )
+
+
+@pytest.mark.slow
+def test_the_picture_is_current(reader: Reader) -> None:
+    """But for what gradient matching found, which depends on the processor's arithmetic."""
+    reader.run("fedleak run experiments/quickstart-llama.toml")
+    reader.run("python docs/picture.py runs/quickstart-llama --out new.svg")
+    new, old = (
+        re.sub(r"0/2(&#160;)+\d+", "", path.read_text())
+        for path in (reader.folder / "new.svg", ROOT / "docs" / "quickstart.svg")
+    )
+    assert new == old
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_an_experiment_on_a_page_is_valid(name: str, tmp_path: Path) -> None:
+    """A part of a file stands for a whole file with the rest."""
+    path, text = tmp_path / "example.toml", EXPERIMENTS[name]
+    if "[model]" not in text:
+        rest = '[model]\nname = "builtin/bert-tiny"\n[data]\nname = "builtin/notes"\n'
+        text = f'name = "example"\n{rest}{text}'
+    path.write_text(text)
+    if "[sweep]" in text:
+        assert len(sweep.load(path).cells) > 1
+    else:
+        assert load(path).attacks
 
 
 @pytest.mark.parametrize(
@@ -31,17 +255,34 @@ def test_every_experiment_file_is_valid(path: Path, monkeypatch: pytest.MonkeyPa
     assert (sweep.load(path) if swept else load(path)).name == path.stem
 
 
-def test_the_readme_examples_are_valid(tmp_path: Path) -> None:
-    example, swept, matching = re.findall(r"```toml\n(.*?)```", README, re.DOTALL)
-    path = tmp_path / "example.toml"
-    path.write_text(example.replace('devices = ["cuda:0"]', 'devices = ["cpu"]'))
-    assert load(path).clients_per_round == 4
-    path.write_text(path.read_text() + matching)
-    assert [each.name for each in load(path).attacks] == ["probes", "dager", "lamp"]
-    path.write_text(path.read_text() + swept)
-    assert "federation.batch_size=4,defense=none,seed=1" in {
-        cell.name for cell in sweep.load(path).cells
-    }
+def test_the_tutorials_attack_reads_words(bert_tiny, observe) -> None:
+    page = ROOT / "docs" / "tutorial-researcher.md"
+    (code,) = (block.text for block in blocks(page) if block.language == "python")
+    defined: dict[str, type] = {"__name__": "loud_words"}
+    exec(compile(code, page.name, "exec"), defined)
+    client = observe(bert_tiny, 2)
+    answer = defined["LoudWords"](most=5)(client.seen, bert_tiny, rng=None)
+    assert set(answer.tokens) <= {token for ids in client.sequences for token in ids}
+    assert len(answer.tokens) == 5
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: f"{p.parent.name}-{p.stem}")
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if link.startswith("https://"):
+            continue
+        name, _, anchor = link.partition("#")
+        target = (page.parent / name).resolve() if name else page
+        assert target.exists(), link
+        assert target.is_relative_to(ROOT), link
+        if anchor:
+            assert anchor in anchors(target), link
+
+
+def anchors(page: Path) -> set[str]:
+    """Returns the anchors that GitHub gives the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.slow

@@ -5,13 +5,14 @@ from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner
+from tiny import DLG, call, toml
 
-from fedleak import cli, forecast, preparation
+from fedleak import forecast, preparation
+from fedleak.cli import display
 from fedleak.config.loading import parse
 from fedleak.dispatch.progress import Finished, RunProgress
 from fedleak.errors import ConfigError
-from fedleak.federation import outline
+from fedleak.federation.workload import outline
 from fedleak.store.run import EVERYONE, Key
 from server import inline
 
@@ -88,9 +89,12 @@ def test_times_are_in_one_unit(seconds, said):
 
 
 @pytest.fixture
-def printed(monkeypatch):
-    console = Console(file=io.StringIO(), force_terminal=False, width=40)
-    monkeypatch.setattr(cli, "console", console)
+def console():
+    return Console(file=io.StringIO(), force_terminal=False, width=40)
+
+
+@pytest.fixture
+def printed(console):
     return lambda: console.file.getvalue().splitlines()
 
 
@@ -98,10 +102,10 @@ def at(answers=0, finished=(), captures=0, rounds=0, left=None, most=0.0, under_
     return RunProgress(captures, 12, answers, 8, under_way, tuple(finished), rounds, 3, left, most)
 
 
-def test_without_a_terminal_there_is_a_line_per_answer_and_round(printed):
+def test_without_a_terminal_there_is_a_line_per_answer_and_round(console, printed):
     one = Finished("lamp", Key(1, 2), "recovered", 61.23)
     two = Finished("[red]a[/]\x1b[2J", Key(2, EVERYONE), "failed", None)
-    with cli.progress() as show:
+    with display.progress(console) as show:
         show(at())
         show(at(captures=3))
         show(at(captures=4, rounds=1))
@@ -117,37 +121,30 @@ def test_without_a_terminal_there_is_a_line_per_answer_and_round(printed):
     ]
 
 
-def test_rounds_of_an_earlier_command_are_not_told_again(printed):
-    with cli.progress() as show:
+def test_rounds_of_an_earlier_command_are_not_told_again(console, printed):
+    with display.progress(console) as show:
         show(at(captures=12, rounds=3))
         show(at(captures=12, rounds=3))
     assert printed() == []
 
 
-def test_the_most_that_attacks_take_is_told_once_if_it_is_long(printed):
-    with cli.progress() as show:
+def test_the_most_that_attacks_take_is_told_once_if_it_is_long(console, printed):
+    with display.progress(console) as show:
         show(at(most=36_000.0))
         show(at(most=35_000.0))
     assert printed() == ["attacks with a time limit take at most 10 h"]
-    with cli.progress() as show:
+    with display.progress(console) as show:
         show(at(most=forecast.WORTH_SAYING_SECONDS - 1))
     assert len(printed()) == 1
 
 
-def test_a_run_in_a_pipe_prints_a_line_per_answer_and_no_private_text(tmp_path, monkeypatch):
-    (tmp_path / "small.toml").write_text(
-        """
-        name = "small"
-        model.name = "builtin/bert-tiny"
-        data = {name = "builtin/notes", samples = 8, held_out = 2}
-        federation = {clients = 2, rounds = 1, batch_size = 1, learning_rate = 0.1}
-        attack = [{kind = "dlg", steps = 2, seconds = 400.0}]
-        """
-    )
+def test_a_run_in_a_pipe_prints_a_line_per_answer(tmp_path, monkeypatch, in_process):
+    attack = DLG | {"seconds": 400.0}
+    (tmp_path / "small.toml").write_text(toml({"attack": [attack]}))
     monkeypatch.chdir(tmp_path)
-    done = CliRunner().invoke(cli.app, ["run", "small.toml"])
-    assert done.exit_code == 0, done.stderr
-    lines = done.stdout.splitlines()
+    status, printed, errors = call("run", "small.toml")
+    assert status == 0, errors
+    lines = printed.splitlines()
     assert lines[0] == "attacks with a time limit take at most 13 min"
     assert "training: round 1 of 1, 2 of 2 updates" in lines
     told = [line for line in lines if " left" in line]

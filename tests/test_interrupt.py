@@ -1,7 +1,6 @@
 """Killing a run while it trains or attacks loses nothing; the same command finishes it."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -11,29 +10,19 @@ from pathlib import Path
 
 import psutil
 import pytest
+from tiny import call, toml
 
-EXPERIMENT = """
-name = "killed"
-seed = 3
-[model]
-name = "builtin/gpt2-tiny"
-task = "causal-lm"
-[data]
-name = "builtin/notes"
-samples = 24
-held_out = 4
-[federation]
-clients = 2
-rounds = 3
-batch_size = 1
-learning_rate = 0.1
-[[attack]]
-kind = "dager"
-"""
-
-COMMAND = [sys.executable, "-c", "from fedleak.cli import app; app()", "run", "experiment.toml"]
-
-
+ROUNDS = 6
+ALL = 2 * ROUNDS  # captures of two clients
+CHANGES = {
+    "name": "killed",
+    "seed": 3,
+    "model": {"name": "builtin/gpt2-tiny", "task": "causal-lm"},
+    "data.samples": 2 * ROUNDS,
+    "federation.rounds": ROUNDS,
+    "attack": [{"kind": "dager"}],
+}
+COMMAND = [sys.executable, "-m", "fedleak", "run", "experiment.toml"]
 WITHIN_SECONDS = 120.0
 RUN = Path("runs", "killed")
 
@@ -64,12 +53,22 @@ def wait_until(condition: Callable[[], object], process: subprocess.Popen[bytes]
 
 
 def kill_once_there_is_more(folder: Path, count: Callable[[Path], int], number: int) -> None:
-    """Runs the command until it has made one more of what is counted, and kills it then."""
+    """Runs the command until it has made one more of what is counted, and kills it then.
+
+    Its worker processes end with it, and work is left undone.
+    """
     before, process = count(folder), start(folder)
     wait_until(lambda: count(folder) > before, process)
+    begun = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(number)
-    process.wait()
+    process.communicate()
     assert process.returncode == (130 if number == signal.SIGINT else -number)
+    assert begun
+    _, alive = psutil.wait_procs(begun, timeout=15)
+    assert not alive
+    assert before < count(folder)
+    # Two attacks for each capture: probes come first.
+    assert captures(folder) < ALL or answers(folder) < 2 * ALL, "the kill came too late"
 
 
 def finish(folder: Path) -> None:
@@ -78,6 +77,7 @@ def finish(folder: Path) -> None:
         COMMAND, cwd=folder, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr
+    assert (captures(folder), answers(folder)) == (ALL, 2 * ALL)
 
 
 def rows(folder: Path, name: str) -> list[dict[str, object]]:
@@ -87,57 +87,61 @@ def rows(folder: Path, name: str) -> list[dict[str, object]]:
     return sorted(found, key=lambda row: (row["round"], row.get("client"), row.get("attack")))
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "experiment.toml").write_text(toml(CHANGES))
+    return tmp_path
+
+
+@pytest.fixture
+def undisturbed(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, in_process: None
+) -> Path:
+    """A folder with a run that nobody disturbed."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    (folder / "experiment.toml").write_text(EXPERIMENT)
-    finish(folder)
+    (folder / "experiment.toml").write_text(toml(CHANGES))
+    with monkeypatch.context() as patch:
+        patch.chdir(folder)
+        status, _, errors = call("run", "experiment.toml")
+    assert status == 0, errors
     return folder
 
 
 @pytest.mark.parametrize(
     "moments",
     [
-        [(captures, signal.SIGKILL), (answers, signal.SIGKILL), (answers, signal.SIGINT)],
+        [(answers, signal.SIGKILL)],
+        pytest.param(
+            [(captures, signal.SIGKILL), (answers, signal.SIGKILL), (answers, signal.SIGINT)],
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             [(captures, signal.SIGINT), (captures, signal.SIGKILL), (answers, signal.SIGKILL)],
             marks=pytest.mark.slow,
         ),
     ],
-    ids=["attacking", "training"],
+    ids=["once", "attacking", "training"],
 )
 def test_same_rows_after_kills_while_it_trains_and_attacks(
-    tmp_path: Path, undisturbed: Path, moments: list[tuple[Callable[[Path], int], int]]
+    folder: Path, undisturbed: Path, moments: list[tuple[Callable[[Path], int], int]]
 ) -> None:
-    (tmp_path / "experiment.toml").write_text(EXPERIMENT)
     for count, number in moments:
-        kill_once_there_is_more(tmp_path, count, number)
-    finish(tmp_path)
+        kill_once_there_is_more(folder, count, number)
+    finish(folder)
     for name in ("reconstructions.jsonl", "leakage.jsonl", "utility.jsonl"):
-        assert rows(tmp_path, name) == rows(undisturbed, name)
+        assert rows(folder, name) == rows(undisturbed, name)
 
 
+@pytest.mark.slow
 def test_a_killed_worker_is_replaced_and_workers_end_with_the_command(
-    tmp_path: Path, undisturbed: Path, workers_of: Callable[[int], list[psutil.Process]]
+    folder: Path, undisturbed: Path, workers_of: Callable[[int], list[psutil.Process]]
 ) -> None:
-    (tmp_path / "experiment.toml").write_text(EXPERIMENT)
-    process = start(tmp_path)
-    wait_until(lambda: workers_of(process.pid) and answers(tmp_path), process)
+    process = start(folder)
+    wait_until(lambda: workers_of(process.pid) and answers(folder), process)
     killed = workers_of(process.pid)[0]
     killed.kill()
     wait_until(lambda: [one for one in workers_of(process.pid) if one.pid != killed.pid], process)
+    assert answers(folder) < 2 * ALL
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
-    assert rows(tmp_path, "leakage.jsonl") == rows(undisturbed, "leakage.jsonl")
-
-
-def test_workers_do_not_outlive_a_killed_command(tmp_path: Path) -> None:
-    (tmp_path / "experiment.toml").write_text(EXPERIMENT)
-    process = start(tmp_path)
-    wait_until(lambda: answers(tmp_path), process)
-    children = psutil.Process(process.pid).children(recursive=True)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    assert children
-    _, alive = psutil.wait_procs(children, timeout=15)
-    assert not alive
+    assert rows(folder, "leakage.jsonl") == rows(undisturbed, "leakage.jsonl")

@@ -6,12 +6,14 @@ import os
 import stat
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from hostile import Hostile
+from tiny import call, tables, toml
 
-from fedleak import cli, logs, pipeline, preparation, processes
+from fedleak import logs, pipeline, preparation, processes
 from fedleak.audit import scoring
 from fedleak.config.loading import parse
 from fedleak.dispatch import dispatcher
@@ -22,35 +24,15 @@ from fedleak.workers import answers
 from fedleak.workers import process as workers
 from server import inline
 
-EXPERIMENT = """
-name = "small"
-[model]
-name = "builtin/bert-tiny"
-[data]
-name = "builtin/notes"
-samples = 8
-held_out = 4
-[federation]
-clients = 2
-rounds = 2
-batch_size = 1
-learning_rate = 0.1
-[workers]
-devices = ["cpu"]
-"""
+EXPERIMENT = {"federation.rounds": 2}
 RUN = Path("runs/small")
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch):
-    (tmp_path / "small.toml").write_text(EXPERIMENT)
+def here(tmp_path, monkeypatch, in_process):
+    (tmp_path / "small.toml").write_text(toml(EXPERIMENT))
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-def call(*arguments):
-    done = CliRunner().invoke(cli.app, list(arguments))
-    return done.exit_code, done.stdout, done.stderr
 
 
 def no_space(*_, **__):
@@ -131,7 +113,7 @@ def test_an_error_without_a_run_has_its_traceback_with_debug(here, monkeypatch):
 
 
 def test_a_full_disk_does_not_hide_why_a_run_failed(here, monkeypatch):
-    experiment = parse(json.loads(json.dumps(_table())))
+    experiment = parse(tables())
     run = preparation.prepare(experiment, here / "run")
 
     def write(*_, **__):
@@ -179,15 +161,11 @@ def test_nothing_in_the_log_is_obeyed(tmp_path):
 
 
 def test_a_try_that_failed_keeps_its_traceback_from_the_worker_process(here, monkeypatch):
-    folder = Path(__file__).parent / "fake_attacks"
-    monkeypatch.syspath_prepend(folder)
-    import hostile
-
     from fedleak import attacks
 
-    found = {**attacks.kinds(), "hostile": hostile.Hostile}
+    found = {**attacks.kinds(), "hostile": Hostile}
     monkeypatch.setattr(attacks, "kinds", lambda: found)
-    experiment = parse(_table() | {"attack": [{"kind": "hostile", "crash": True}]})
+    experiment = parse(tables({"attack": [{"kind": "hostile", "crash": True}]}))
     run = preparation.prepare(experiment, here / "run")
     inline.train(run, experiment)
     with run.lock():
@@ -217,20 +195,6 @@ def test_a_traceback_is_of_bounded_length():
 
 def test_a_call_in_a_process_of_its_own_says_why_it_failed(capfd):
     ended = {}
-    processes.side_by_side({"bad": _fail}, 1, lambda name: None, ended.__setitem__)
+    processes.side_by_side({"bad": partial(divmod, 1)}, 1, lambda name: None, ended.__setitem__)
     assert ended == {"bad": "ZeroDivisionError: integer division or modulo by zero"}
     assert "Traceback" not in capfd.readouterr().err
-
-
-def _fail(place):
-    return str(1 // place)
-
-
-def _table():
-    return {
-        "name": "small",
-        "model": {"name": "builtin/bert-tiny"},
-        "data": {"name": "builtin/notes", "samples": 8, "held_out": 2},
-        "federation": {"clients": 2, "rounds": 1, "batch_size": 1, "learning_rate": 0.1},
-        "workers": {"devices": ["cpu"]},
-    }

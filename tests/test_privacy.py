@@ -7,23 +7,38 @@ from opacus.accountants import RDPAccountant
 from scipy.optimize import brentq
 from scipy.stats import norm
 
-from fedleak import federation, privacy
+from fedleak import privacy
 from fedleak.config.loading import parse
 from fedleak.defenses import Budget
 from fedleak.defenses.dp_sgd import DpSgd
 from fedleak.defenses.local_dp import LocalDp
 from fedleak.errors import ConfigError
-from fedleak.federation import clients_of_round, protection
+from fedleak.federation import schedule
+from fedleak.federation.protection import protection
+from fedleak.federation.schedule import clients_of_round, rounds_of_clients
 from fedleak.observation import UpdateKind
 from fedleak.privacy import Event, compose
 from fedleak.training.batches import round_clients
 from fedleak.training.settings import LocalTraining
 
-STEP = Event(1.0, 0.05, 1, "example", "add or remove one", "Poisson")
-WHOLE = Event(4.0, 1.0, 1, "client", "replace one")
+STEP = Event(
+    noise_multiplier=1.0,
+    sampling_rate=0.05,
+    steps=1,
+    unit="example",
+    neighbouring="add or remove one",
+    sampling="Poisson",
+)
+WHOLE = Event(
+    noise_multiplier=4.0, sampling_rate=1.0, steps=1, unit="client", neighbouring="replace one"
+)
 DELTA = 1e-5
-FEDSGD = LocalTraining(UpdateKind.GRADIENT, 4, 1, 0.1, dropout=False)
-FEDAVG = LocalTraining(UpdateKind.DELTA, 4, 2, 0.1, dropout=False)
+FEDSGD = LocalTraining(
+    kind=UpdateKind.GRADIENT, batch_size=4, epochs=1, learning_rate=0.1, dropout=False
+)
+FEDAVG = LocalTraining(
+    kind=UpdateKind.DELTA, batch_size=4, epochs=2, learning_rate=0.1, dropout=False
+)
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Optimal order"),
@@ -132,7 +147,13 @@ def test_less_noise_more_of_the_data_and_a_smaller_delta_cost_more():
 
 
 def test_events_on_different_examples_count_once():
-    fixed = Event(2.0, 1.0, 1, "example", "zero out one")
+    fixed = Event(
+        noise_multiplier=2.0,
+        sampling_rate=1.0,
+        steps=1,
+        unit="example",
+        neighbouring="zero out one",
+    )
     first_pass = [replace(fixed, disjoint=0)] * 5
     assert epsilon(first_pass) == epsilon(first_pass[:1]) == epsilon([fixed])
     both = [*first_pass, *[replace(fixed, disjoint=1)] * 2]
@@ -183,17 +204,24 @@ def test_noise_for_an_epsilon_spends_it_and_no_more(target, accountant):
 def test_dp_sgd_solved_for_an_epsilon_spends_it_over_its_rounds(local, sampling):
     asked = DpSgd(epsilon=3.0, max_grad_norm=0.7, sampling=sampling)
     rounds = [2, 3, 5, 8, 9, 14]
-    solved = asked.solved(local, Budget(DELTA, "rdp", 18, rounds))
+    solved = asked.solved(
+        local, Budget(delta=DELTA, accountant="rdp", num_examples=18, rounds=rounds)
+    )
     assert (solved.epsilon, solved.max_grad_norm, solved.sampling) == (None, 0.7, sampling)
     events = [solved.event(local, 18, round) for round in rounds]
     assert 0.99 * 3 <= epsilon(events) <= 3
     assert epsilon(events[:-3]) < epsilon(events)
     given = DpSgd(noise_multiplier=1.5)
-    assert given.solved(local, Budget(DELTA, "rdp", 18, rounds)) is given
+    assert (
+        given.solved(local, Budget(delta=DELTA, accountant="rdp", num_examples=18, rounds=rounds))
+        is given
+    )
 
 
 def test_local_dp_solved_for_an_epsilon_spends_it_over_its_rounds():
-    solved = LocalDp(max_norm=2.0, epsilon=3.0).solved(FEDAVG, Budget(DELTA, "rdp", 18, [1, 4, 6]))
+    solved = LocalDp(max_norm=2.0, epsilon=3.0).solved(
+        FEDAVG, Budget(delta=DELTA, accountant="rdp", num_examples=18, rounds=[1, 4, 6])
+    )
     assert (solved.epsilon, solved.max_norm) == (None, 2.0)
     events = [solved.event(FEDAVG, 18, round) for round in (1, 4, 6)]
     assert 0.99 * 3 <= epsilon(events) <= 3
@@ -246,7 +274,7 @@ def test_a_client_that_never_takes_part_needs_noise_all_the_same():
     local_dp = {"kind": "local_dp", "epsilon": 5.0, "max_norm": 1.0}
     experiment = experiment_of(local_dp, clients=8, clients_per_round=1, rounds=6)
     noise: dict[int, set[float]] = {}
-    for client, rounds in enumerate(federation.rounds_of_clients(experiment)):
+    for client, rounds in enumerate(rounds_of_clients(experiment)):
         found = protection(experiment, client, 9).defenses[0]
         noise.setdefault(len(rounds), set()).add(found.noise_multiplier)
     assert {0, 1, 2} <= noise.keys(), "another seed"
@@ -262,13 +290,13 @@ def test_planning_draws_the_clients_of_a_round_once(monkeypatch):
         drawn.append(round)
         return round_clients(clients, per_round, seed=seed, round=round)
 
-    monkeypatch.setattr(federation, "round_clients", draw)
+    monkeypatch.setattr(schedule, "round_clients", draw)
     experiment = experiment_of(clients=6, clients_per_round=2, rounds=9)
     for client in range(6):
         protection(experiment, client, 9)
     assert drawn == list(range(1, 10))
     by_round = {r: clients_of_round(experiment, r) for r in range(1, 10)}
-    found = federation.rounds_of_clients(experiment)
+    found = rounds_of_clients(experiment)
     assert [[r for r in by_round if c in by_round[r]] for c in range(6)] == [*map(list, found)]
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tiny import toml
 
 from fedleak import sweep
 from fedleak.config.sent_parameters import selected_parameters
@@ -99,35 +100,19 @@ def test_parts_of_the_tables_are_parts_of_a_model(grids, bert_tiny):
 
 # --- printing -------------------------------------------------------------------------------
 
-TINY = """
-name = "tiny"
-[model]
-name = "builtin/bert-tiny"
-[data]
-name = "builtin/notes"
-samples = 8
-held_out = 4
-[federation]
-clients = 2
-rounds = 1
-[threat]
-knows = ["labels", "lengths", "batch_size"]
-[[attack]]
-kind = "dlg"
-preset = "faithful"
-steps = 1
-[[attack]]
-kind = "tag"
-name = "other"
-preset = "faithful"
-steps = 1
-[sweep]
-"model.name" = ["builtin/bert-tiny"]
-federation = [
-    { batch_size = 1, clients = 2, rounds = 1 },
-    { batch_size = 2, clients = 2, rounds = 1 },
-]
-"""
+FAITHFUL = {"preset": "faithful", "steps": 1}
+BATCHES = [{"batch_size": size, "clients": 2, "rounds": 1} for size in (1, 2)]
+TINY = toml(
+    {
+        "name": "tiny",
+        "threat.knows": ["labels", "lengths", "batch_size"],
+        "attack": [
+            {"kind": "dlg", **FAITHFUL},
+            {"kind": "tag", "name": "other", **FAITHFUL},
+        ],
+        "sweep": {"model.name": ["builtin/bert-tiny"], "federation": BATCHES},
+    }
+)
 
 PAPER = """
 always = { "model.name" = "builtin/bert-tiny" }
@@ -144,7 +129,10 @@ set = ["sweep.federation = [{ batch_size = 2, clients = 2, rounds = 1 }]"]
 
 @pytest.fixture
 def reproduce(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    in_process: None,
 ) -> Callable[..., tuple[int, list[list[str]], str]]:
     """Runs the command in an empty folder; returns status, the table's cells and all it said."""
     (tmp_path / "tiny.toml").write_text(TINY)

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from fedleak import sanitise
 from fedleak.audit.scoring import Scored, TextPair
-from fedleak.cli import mended
+from fedleak.cli.mistakes import mended
 from fedleak.errors import FedleakError
 from fedleak.reconstruction import Status
 from fedleak.report import figures, sweep_table, tradeoff
@@ -199,6 +199,8 @@ def test_what_others_wrote_is_inert_in_the_table_of_a_sweep():
         assert_inert(file.getvalue())
 
 
+# Names of this length leave the panels no room.
+@pytest.mark.filterwarnings("ignore:constrained_layout not applied")
 def test_what_others_wrote_is_inert_in_drawings(tmp_path):
     found = cells_of(HOSTILE, [{"kind": HOSTILE, HOSTILE: HOSTILE}], 3)
     figures.draw(found, tmp_path / "sweep.svg")

@@ -19,10 +19,9 @@ from typing import Any
 import psutil
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner
+from tiny import call, toml
 
 from fedleak import processes, sweep
-from fedleak.cli import app
 from fedleak.config.loading import load
 from fedleak.config.wording import difference
 from fedleak.errors import ConfigError
@@ -41,26 +40,13 @@ from fedleak.store.summaries import (
     SweepSummary,
 )
 
-BASE = """
-name = "grid"
-[model]
-name = "builtin/bert-tiny"
-[data]
-name = "builtin/notes"
-samples = 8
-held_out = 4
-[federation]
-clients = 2
-rounds = 1
-learning_rate = 0.1
-"""
-
+BASE = toml({"name": "grid", "federation.batch_size": None})
 SWEEP = BASE + '[sweep]\n"federation.batch_size" = [1, 2]\n'
 CELLS = ["federation.batch_size=1", "federation.batch_size=2"]
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_process: None) -> Path:
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -73,11 +59,6 @@ def write(here: Path) -> Callable[[str], Path]:
         return path
 
     return write
-
-
-def call(*arguments: str) -> tuple[int, str, str]:
-    done = CliRunner().invoke(app, list(arguments))
-    return done.exit_code, done.stdout, done.stderr
 
 
 def read(path: Path) -> Any:

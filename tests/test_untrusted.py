@@ -1,52 +1,35 @@
-"""Attacks of others: answers that are none, changed models, files that cannot be imported."""
+"""Attacks of others: answers that are none, and changed models."""
 
-import importlib
 import io
 import json
 import math
 import shutil
-import sys
-from pathlib import Path
+from dataclasses import dataclass
+from typing import ClassVar
 
 import pytest
 import torch
+from hostile import ANSWERS, CHANGES, Few, Forecaster, Hostile
 from rich.console import Console
-from typer.testing import CliRunner
+from tiny import tables
 
-from fedleak import attacks, cli, defenses, models, preparation
+from fedleak import attacks, models, preparation
 from fedleak.attacks.analytic.probes import Probes
 from fedleak.audit import scoring
 from fedleak.config.components import NamedAttack
 from fedleak.config.loading import parse
 from fedleak.dispatch import dispatcher
-from fedleak.errors import ConfigError
 from fedleak.observation import Knowledge, ThreatModel
-from fedleak.plugins import discover
 from fedleak.reconstruction import Reconstruction, Status
-from fedleak.report import tables
+from fedleak.report.tables import print_run
 from fedleak.store.lines import Lines
 from fedleak.store.run import Key, Run
 from fedleak.workers import answers
-from fedleak.workers import process as workers
 from fedleak.workers.model_state import changed, state
 from fedleak.workers.process import Job, work, work_together
 from server import inline
 
-TABLE = {
-    "name": "untrusted",
-    "model": {"name": "builtin/bert-tiny"},
-    "data": {"name": "builtin/notes", "samples": 12, "held_out": 2},
-    "federation": {"clients": 2, "rounds": 1, "batch_size": 1, "learning_rate": 0.1},
-    "workers": {"devices": ["cpu"]},
-}
-
-
-@pytest.fixture(scope="module")
-def hostile():
-    folder = str(Path(__file__).parent / "fake_attacks")
-    sys.path.insert(0, folder)
-    yield importlib.import_module("hostile")
-    sys.path.remove(folder)
+TABLE = tables()
 
 
 @pytest.fixture(scope="module")
@@ -69,27 +52,38 @@ def job_of(run, attack, client=0):
     return Job(run.path, Key(1, client), named, ThreatModel(), Knowledge(), spec, seed=4)
 
 
+@dataclass
+class Witness:
+    """An attack that keeps the model that it is given."""
+
+    kind: ClassVar[str] = "witness"
+    uses: ClassVar[frozenset[str]] = frozenset()
+
+    def obstacle(self, setting):
+        return None
+
+    def __call__(self, seen, model, *, rng):
+        self.model = model
+        return Reconstruction.none(Status.ABSTAINED, "it only looks")
+
+
+def model_given(run):
+    """Returns the model that an attack is given now."""
+    witness = Witness()
+    work(job_of(run, witness), "cpu")
+    return witness.model
+
+
 def timeless(answer):
     return answer.model_copy(update={"seconds": None})
-
-
-def names():
-    path = Path(__file__).parent / "fake_attacks" / "hostile.py"
-    spec = importlib.util.spec_from_file_location("hostile_names", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return list(module.ANSWERS), list(module.CHANGES)
-
-
-ANSWERS, CHANGES = names()
 
 
 # --- answers ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("answer", ANSWERS)
-def test_an_answer_that_is_none_is_the_attacks_failure(trained, hostile, answer):
-    row = work(job_of(trained, hostile.Hostile(answer)), "cpu")
+def test_an_answer_that_is_none_is_the_attacks_failure(trained, answer):
+    row = work(job_of(trained, Hostile(answer)), "cpu")
     assert row.status == Status.FAILED
     assert row.reason.startswith("the attack's answer is invalid: ")
     assert row.sequences is None
@@ -97,14 +91,14 @@ def test_an_answer_that_is_none_is_the_attacks_failure(trained, hostile, answer)
     json.dumps(row.model_dump(), allow_nan=False)
 
 
-def test_too_few_answers_are_a_failure_of_all(trained, hostile):
-    rows = work_together([job_of(trained, hostile.Few(), client) for client in (0, 1)], "cpu")
+def test_too_few_answers_are_a_failure_of_all(trained):
+    rows = work_together([job_of(trained, Few(), client) for client in (0, 1)], "cpu")
     assert [row.status for row in rows] == [Status.FAILED] * 2
     assert rows[0].reason == "the attack returned 1 answers for 2 observations"
 
 
-def test_a_good_answer_is_kept_and_what_is_not_finite_is_null(trained, hostile):
-    row = work(job_of(trained, hostile.Hostile()), "cpu")
+def test_a_good_answer_is_kept_and_what_is_not_finite_is_null(trained):
+    row = work(job_of(trained, Hostile()), "cpu")
     assert (row.status, row.sequences) == (Status.RECOVERED, ((5, 6),))
     assert (row.evidence, row.margins) == ((None,), (None,))
 
@@ -126,11 +120,10 @@ def test_numbers_in_facts_and_diagnostics_are_finite_or_null(value):
     assert (answer.facts, answer.diagnostics) == ({"longest_sequence": None}, {"a": [{"b": None}]})
 
 
-def test_a_fact_that_nobody_knows_is_kept_and_not_compared(run, hostile, monkeypatch):
-    found = {**attacks.kinds(), "forecaster": hostile.Forecaster}
+def test_a_fact_that_nobody_knows_is_kept_and_not_compared(run, monkeypatch, in_process):
+    found = {**attacks.kinds(), "forecaster": Forecaster}
     monkeypatch.setattr(attacks, "kinds", lambda: found)
     experiment = parse(TABLE | {"attack": [{"kind": "forecaster"}]})
-    monkeypatch.setattr(dispatcher, "workers", lambda on, limit: _here())
     dispatcher.attack_captures(run, experiment, no_more=lambda: True)
     scored = scoring.score_run(run)
     told = [one.row.facts for one in scored if one.row.attack == "forecaster"]
@@ -138,7 +131,7 @@ def test_a_fact_that_nobody_knows_is_kept_and_not_compared(run, hostile, monkeyp
     assert [facts["weather"].right for facts in told] == [None] * 2
     assert [facts["longest_sequence"].right for facts in told] == [False] * 2
     console = Console(file=io.StringIO(), width=400)
-    tables.print_run(run, scored, console)
+    print_run(run, scored, console)
     shown = {
         line.partition(", %")[0].strip(): line for line in console.file.getvalue().splitlines()
     }
@@ -146,12 +139,11 @@ def test_a_fact_that_nobody_knows_is_kept_and_not_compared(run, hostile, monkeyp
     assert "0 [" in shown["longest sequence"]
 
 
-def test_a_run_with_hostile_attacks_is_attacked_scored_and_shown(run, hostile, monkeypatch):
-    found = {**attacks.kinds(), "hostile": hostile.Hostile}
+def test_a_run_with_hostile_attacks_is_attacked_scored_and_shown(run, monkeypatch, in_process):
+    found = {**attacks.kinds(), "hostile": Hostile}
     monkeypatch.setattr(attacks, "kinds", lambda: found)
     bad = [{"kind": "hostile", "name": f"bad-{i}", "answers": a} for i, a in enumerate(ANSWERS)]
     experiment = parse(TABLE | {"attack": bad})
-    monkeypatch.setattr(dispatcher, "workers", lambda on, limit: _here())
     dispatcher.attack_captures(run, experiment, no_more=lambda: True)
     rows = run.rows(Lines("reconstructions.jsonl", dict))
     assert len(rows) == 2 * (len(ANSWERS) + 1)
@@ -160,32 +152,8 @@ def test_a_run_with_hostile_attacks_is_attacked_scored_and_shown(run, hostile, m
         "they are not tried again: they would answer alike"
     )
     scored = scoring.score_run(run)
-    tables.print_run(run, scored, Console(file=io.StringIO(), width=400))
+    print_run(run, scored, Console(file=io.StringIO(), width=400))
     assert len(scored) == len(rows)
-
-
-class _Here:
-    """A worker in this process."""
-
-    jobs = ()
-
-    def submit(self, jobs):
-        self.jobs = tuple(jobs)
-
-    def result(self):
-        jobs, self.jobs = self.jobs, ()
-        return work_together(jobs, "cpu")
-
-    def progress(self):
-        return {}
-
-
-class _here:  # noqa: N801
-    def __enter__(self):
-        return [_Here()]
-
-    def __exit__(self, *_):
-        return None
 
 
 # --- the model and the update -------------------------------------------------------------------
@@ -193,12 +161,10 @@ class _here:  # noqa: N801
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("crash", [False, True])
-def test_a_changed_model_is_noted_and_the_next_attack_answers_as_if_alone(
-    trained, hostile, change, crash
-):
+def test_a_changed_model_is_noted_and_the_next_attack_answers_as_if_alone(trained, change, crash):
     honest = job_of(trained, Probes())
     expected = timeless(work(honest, "cpu"))
-    spoiler = job_of(trained, hostile.Hostile(changes=change, crash=crash))
+    spoiler = job_of(trained, Hostile(changes=change, crash=crash))
     if crash:
         with pytest.raises(RuntimeError, match="crashed"):
             work(spoiler, "cpu")
@@ -208,18 +174,16 @@ def test_a_changed_model_is_noted_and_the_next_attack_answers_as_if_alone(
         assert "the attack changed the model (" in row.reason
         assert change.partition(":")[0] in row.reason
         assert row.sequences is None
-    model, before = workers._model_at(trained.path, 1, honest.model, "cpu")
-    assert changed(model, before) == []
-    assert not model.module.training
+    fresh = models.load(honest.model)
+    models.load_parameters_(fresh, trained.read_broadcast(1))
+    assert changed(model_given(trained), state(fresh)) == []
     assert timeless(work(honest, "cpu")) == expected
 
 
 def test_an_attack_that_leaves_the_model_alone_keeps_it_loaded(trained):
-    honest = job_of(trained, Probes())
-    work(honest, "cpu")
-    model, _ = workers._model_at(trained.path, 1, honest.model, "cpu")
-    work(honest, "cpu")
-    assert workers._model_at(trained.path, 1, honest.model, "cpu")[0] is model
+    model = model_given(trained)
+    work(job_of(trained, Probes()), "cpu")
+    assert model_given(trained) is model
 
 
 def test_a_state_is_that_of_the_values_not_of_the_objects(bert_tiny):
@@ -232,88 +196,12 @@ def test_a_state_is_that_of_the_values_not_of_the_objects(bert_tiny):
     assert changed(bert_tiny, before) == []
 
 
-def test_what_an_attack_writes_into_the_update_no_other_sees(trained, hostile):
+def test_what_an_attack_writes_into_the_update_no_other_sees(trained):
     path = trained.path / "captures" / f"{Key(1, 0)}.safetensors"
     content = path.read_bytes()
     expected = timeless(work(job_of(trained, Probes()), "cpu"))
-    work(job_of(trained, hostile.Hostile(update=True)), "cpu")
+    work(job_of(trained, Hostile(update=True)), "cpu")
     assert path.read_bytes() == content
     assert timeless(work(job_of(trained, Probes()), "cpu")) == expected
     update = trained.read_capture(Key(1, 0)).update
     assert all(torch.count_nonzero(t) for t in update.tensors.values())
-
-
-# --- files that cannot be imported --------------------------------------------------------------
-
-
-@pytest.fixture
-def package(tmp_path, monkeypatch):
-    """Writes files into the package of the attacks, as it were."""
-
-    def write(name, text):
-        (tmp_path / "plugins").mkdir(exist_ok=True)
-        (tmp_path / "plugins" / f"{name}.py").write_text(text)
-        forget()
-
-    def forget():
-        for cached in (discover, attacks.kinds, defenses.kinds):
-            cached.cache_clear()
-
-    monkeypatch.setattr(attacks, "__path__", [*attacks.__path__, str(tmp_path / "plugins")])
-    before = set(sys.modules)
-    yield write
-    for name in set(sys.modules) - before:
-        if name.startswith("fedleak.attacks."):
-            del sys.modules[name]
-    forget()
-
-
-BROKEN = {
-    "syntax": ("def (", "SyntaxError"),
-    "import": ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"),
-    "error": ("raise RuntimeError('\\x1b[2Jno\\nway')", r"RuntimeError: \x1b[2Jno\nway"),
-    "exit": ("import sys\nsys.exit(3)", "SystemExit: 3"),
-}
-
-
-@pytest.mark.parametrize("text", BROKEN)
-def test_a_broken_file_is_named_and_takes_nothing_down(package, text):
-    source, reason = BROKEN[text]
-    package("my_attack", source)
-    assert {"probes", "dager", "lamp"} <= attacks.kinds().keys()
-    broken = discover(attacks).broken
-    assert list(broken) == ["fedleak.attacks.my_attack"]
-    assert broken["fedleak.attacks.my_attack"].startswith(reason)
-    parse(TABLE)  # what does not name it is not concerned
-    with pytest.raises(ConfigError) as caught:
-        parse(TABLE | {"attack": [{"kind": "my_attack"}]})
-    assert "unknown kind 'my_attack'" in str(caught.value)
-    assert f"cannot be used: fedleak.attacks.my_attack: {reason}" in str(caught.value)
-    done = CliRunner().invoke(cli.app, ["list"])
-    assert done.exit_code == 0
-    (line,) = [one for one in done.stdout.splitlines() if "fedleak.attacks.my_attack" in one]
-    assert reason.split(":")[0] in line
-    assert "keyspan" in done.stdout
-
-
-def test_two_files_of_one_kind_are_both_named(package):
-    package("aaa", "class Mine:\n    kind = 'probes'\n")
-    with pytest.raises(ConfigError) as caught:
-        parse(TABLE | {"attack": [{"kind": "probes"}]})
-    for module in ("fedleak.attacks.aaa", "fedleak.attacks.analytic.probes"):
-        assert f"{module}: " in str(caught.value)
-    assert "'probes'" in str(caught.value)
-    assert "dager" in attacks.kinds()
-
-
-def test_a_kind_without_a_word_about_itself_is_listed(package):
-    package("mute", "class Mute:\n    kind = 'mute'\n")
-    done = CliRunner().invoke(cli.app, ["list"])
-    assert done.exit_code == 0
-    assert "mute" in done.stdout
-
-
-def test_no_file_of_ours_is_broken():
-    assert discover(attacks).broken == {}
-    assert discover(defenses).broken == {}
-    assert discover(models, "model_type").broken == {}

@@ -8,7 +8,7 @@
   stories15m  `dager` on a small pretrained LLaMA
   matching    a step, moves and the schedule of LAMP beside the straightforward version
   pass        `fedleak.attacks.matching.bucketing.PASS`: other values beside the present one
-  together    `fedleak.attacks.matching.gradient_distance._TOGETHER`: likewise
+  together    `fedleak.attacks.matching.gradient_distance.TOGETHER`: likewise
   cola        20 sentences of CoLA with LAMP's published constants: ROUGE, and what chance scores
 
 A part is a process of its own, has a time budget, and ends with what it measured by then. A part

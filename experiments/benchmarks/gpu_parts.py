@@ -108,6 +108,7 @@ def workers(settings: Settings) -> Iterator[Figure]:
     """
     from fedleak import pipeline
     from fedleak.config.loading import load
+    from server.engines import train
 
     small = ["federation.clients=2", "data.samples=8"] if settings.small else []
     answers: list[dict[tuple[Key, str], Answer]] = []
@@ -121,7 +122,7 @@ def workers(settings: Settings) -> Iterator[Figure]:
             )
             run = preparation.prepare(experiment, Path(folder, str(number)))
             begin = time.perf_counter()
-            pipeline.carry_out(run, experiment)
+            pipeline.carry_out(run, experiment, train)
             seconds.append(time.perf_counter() - begin)
             found = run.rows(records.answers(run.fingerprint()))
             answers.append({each.id: each for each in found})
@@ -278,14 +279,16 @@ def cola(settings: Settings) -> Iterator[Figure]:
     model.module.to(settings.device)
     ids = data.tokenise(corpus.texts, model.encode, limit=model.max_length, max_length=None)
     others = data.tokenise(held_out.texts, model.encode, limit=model.max_length, max_length=None)
-    how = LocalTraining(UpdateKind.GRADIENT, 1, 1, 5e-5, False)
+    how = LocalTraining(
+        kind=UpdateKind.GRADIENT, batch_size=1, epochs=1, learning_rate=5e-5, dropout=False
+    )
     seen = []
     for one, (tokens, label) in enumerate(zip(ids, corpus.labels, strict=True)):
         update = local_update_(model, [tokens], [label], how, seed=settings.seed)
         facts = Knowledge(5e-5, 1, False, batch_size=1, labels=(label,), lengths=(len(tokens),))
         seen.append(Observation(1, one, update, facts))
     few: dict[str, Any] = {"steps": 2, "guesses": 2, "orders": 2} if settings.small else {}
-    ours = Lamp(prior=prior, at_once=number, **few)
+    ours = Lamp(prior=prior, **few)
     published = replace(ours, preset="faithful", precision="mixed")
     size = f"{name}, {number} sentences"
     for what, attack, until in (("best", ours, 0.25), ("published constants", published, 0.9)):
@@ -321,7 +324,12 @@ def _scored(
     content, paper, chance = [], [], []
     for one, (answer, truth) in enumerate(zip(answers, ids, strict=True)):
         scores = scoring.score_sequences(answer.sequences or (), [truth], model)
-        guessed = scoring.guess(others, GroundTruth(1, one, (truth,), (), 1), model, 0)
+        guessed = scoring.guess(
+            others,
+            GroundTruth(round=1, client=one, sequences=(truth,), labels=(), batch_size=1),
+            model,
+            0,
+        )
         content += [scores.content or rouge.rouge("", "")]
         paper += [scores.paper or rouge.rouge("", "")]
         chance += [guessed.content or rouge.rouge("", "")]

@@ -10,14 +10,14 @@ from dataclasses import replace
 import torch
 from clocks import in_turns
 from gpu_figures import Figure, Settings, Value
-from gradient_matching import RECIPE, Bench, bench, size_of
+from gradient_matching import CONFIG, Bench, bench, size_of
 from torch import Tensor
 
 from fedleak.attacks.matching import bucketing, gradient_distance
 from fedleak.attacks.matching.factored_gradients import tables
-from fedleak.attacks.matching.gradient_distance import target_of
-from fedleak.attacks.matching.guesses import Objective
+from fedleak.attacks.matching.objective import Objective
 from fedleak.attacks.matching.optimizer import Descent
+from fedleak.attacks.matching.target import target_of
 
 LENGTHS = (6, 7, 8, 9, 10, 12, 14, 16, 20, 24, 32, 48)
 """Tokens of the victims that are put together."""
@@ -63,7 +63,7 @@ def together(settings: Settings) -> Iterator[Figure]:
     batches = BATCHES[:2] if settings.small else BATCHES
     lengths = sorted({tokens for _, tokens in batches})
     for made, size in _benches(settings, lengths):
-        present = gradient_distance._TOGETHER[made.device.type]
+        present = gradient_distance.TOGETHER[made.device.type]
         joint: dict[int, float] = {}
         apart: dict[int, float] = {}
         for victims, tokens in batches:
@@ -81,7 +81,7 @@ def together(settings: Settings) -> Iterator[Figure]:
             value: sum(joint[n] if n <= value else apart[n] for n in joint)
             for value in sorted({0, *joint, present})
         }
-        yield from _compared("_TOGETHER", f"{size}, sum of those", taken, present, {})
+        yield from _compared("TOGETHER", f"{size}, sum of those", taken, present, {})
 
 
 def _compared(
@@ -131,13 +131,13 @@ def _some(made: Bench, chosen: Sequence[int]) -> tuple[Objective, Tensor]:
     distinct = sorted(set(chosen))
     target = target_of([made.observed[i] for i in distinct], rows.length, tables(made.model))
     places = torch.tensor([distinct.index(i) for i in chosen], device=made.device)
-    objective = replace(made.exact.take(index), target=target.rows(places), rows=rows)
+    objective = replace(made.exact.take(index), target=target.take(places), rows=rows)
     return objective, made.start_RBTD[index, :, : rows.length]
 
 
 def _step(objective: Objective, start_RBTD: Tensor) -> Callable[[], object]:
     """Returns a step of Adam, which goes on from where the last one ended."""
-    descent, loss_of = Descent(start_RBTD, RECIPE), RECIPE.loss(objective, 1)
+    descent, loss_of = Descent(start_RBTD, CONFIG), CONFIG.loss(objective, 1)
     return lambda: descent.step(loss_of)
 
 
@@ -146,15 +146,15 @@ def _all(steps: Sequence[Callable[[], object]]) -> Callable[[], object]:
 
 
 def _with(device: torch.device, value: int, do: Callable[[], object]) -> Callable[[], object]:
-    """Returns the same with another value of `_TOGETHER`."""
+    """Returns the same with another value of `TOGETHER`."""
 
     def changed() -> None:
-        before = gradient_distance._TOGETHER[device.type]
-        gradient_distance._TOGETHER[device.type] = value
+        before = gradient_distance.TOGETHER[device.type]
+        gradient_distance.TOGETHER[device.type] = value
         try:
             do()
         finally:
-            gradient_distance._TOGETHER[device.type] = before
+            gradient_distance.TOGETHER[device.type] = before
 
     return changed
 

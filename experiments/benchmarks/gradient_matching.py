@@ -41,24 +41,19 @@ from transformers import BertConfig, BertForSequenceClassification, GPT2Config, 
 
 from fedleak import models
 from fedleak.attacks.matching import reorderings
-from fedleak.attacks.matching.batch_structure import Frame, Shape
-from fedleak.attacks.matching.candidate_selection import best_of_batch, nll, orders_tensor
+from fedleak.attacks.matching.batch_structure import Frame, Rows, Shape, rows_of
+from fedleak.attacks.matching.candidate_selection import best_of_batch, lm_penalty, orders_tensor
 from fedleak.attacks.matching.factored_gradients import BatchGradients, tables
-from fedleak.attacks.matching.gradient_distance import target_of
-from fedleak.attacks.matching.guesses import (
-    FreeEmbeddings,
-    Objective,
-    Rows,
-    lower_precision,
-    rows_of,
-)
 from fedleak.attacks.matching.initialization import initial
 from fedleak.attacks.matching.lamp import FAITHFUL, better_order
+from fedleak.attacks.matching.objective import Objective, lower_precision
 from fedleak.attacks.matching.optimizer import ROUGH, Descent, Loss, distance_of
+from fedleak.attacks.matching.parametrization import FreeEmbeddings
+from fedleak.attacks.matching.target import target_of
 from fedleak.models import CLASSIFICATION, LanguageModel
 from fedleak.models.prior import Prior
 
-RECIPE = FAITHFUL["base"]
+CONFIG = FAITHFUL["base"]
 NOISE = 0.1
 """Norm of the noise on an observed tensor, as a share of the tensor's own."""
 
@@ -136,7 +131,7 @@ class Bench(NamedTuple):
     @property
     def mixed(self) -> Objective:
         """The objective in mixed precision."""
-        return replace(self.exact, rough=self.rough)
+        return replace(self.exact, rough=self.rough, prior=self.rough.prior)
 
     def attack(self, r: int, loss: Loss, observed: Sequence[dict[str, Tensor]]) -> Attack:
         """Returns the straightforward attack on victim r."""
@@ -255,20 +250,21 @@ def bench(
         for r, (ids_T, length) in enumerate(zip(ids_RT, lengths, strict=True))
     ]
     space = FreeEmbeddings(
-        model,
-        table_VD,
-        torch.arange(vocabulary, device=device),
-        float(table_VD.norm(dim=-1).mean()),
+        model=model,
+        table_VD=table_VD,
+        allowed_M=torch.arange(vocabulary, device=device),
+        norm=float(table_VD.norm(dim=-1).mean()),
     )
     exact = Objective(
-        model,
-        BatchGradients(model, names),
-        distance_of("cos"),
-        target_of(observed, tokens, tables(model)),
-        rows,
-        space,
-        torch.arange(victims, device=device),
-        torch.ones(victims, device=device),
+        model=model,
+        batch_gradients=BatchGradients(model, names),
+        distance=distance_of("cos"),
+        target=target_of(observed, tokens, tables(model)),
+        rows=rows,
+        space=space,
+        victim_R=torch.arange(victims, device=device),
+        normalizer_R=torch.ones(victims, device=device),
+        prior=prior,
     )
     low = lower_precision(model)
     rough = replace(
@@ -276,6 +272,7 @@ def bench(
         model=low,
         batch_gradients=BatchGradients(low, names),
         target=exact.target.to(torch.bfloat16),
+        prior=prior.to(torch.bfloat16),
     )
     start = space.start(rows, [torch.Generator().manual_seed(seed + r) for r in range(victims)])
     known = table_VD[rows.ids_RBT]
@@ -320,72 +317,74 @@ def step(
     repeats: int,
 ) -> Line:
     """Compares a step of Adam."""
-    start_RBTD = made.start_RBTD[: len(objective.unit_R)]
-    loss_of = RECIPE.loss(objective, 1)
-    apart, slope_apart = 0.0, 0.0
-    leaf_RBTD = start_RBTD.clone().requires_grad_()
-    loss_R = loss_of(leaf_RBTD)
-    (slope_RBTD,) = torch.autograd.grad(loss_R.sum(), leaf_RBTD)
-    for r, leaf in enumerate(start_RBTD[:, 0]):
-        attack, x_TD = made.attack(r, loss, observed), leaf.clone().requires_grad_()
-        objective_1 = attack.objective(x_TD, made.norm, RECIPE.norm_weight)
-        (slope_TD,) = torch.autograd.grad(objective_1, x_TD)
+    start_RBTD = made.start_RBTD[: len(objective.normalizer_R)]
+    loss_of = CONFIG.loss(objective, 1)
+    apart, grad_apart = 0.0, 0.0
+    variables_RBTD = start_RBTD.clone().requires_grad_()
+    loss_R = loss_of(variables_RBTD)
+    (grad_RBTD,) = torch.autograd.grad(loss_R.sum(), variables_RBTD)
+    for r, variables in enumerate(start_RBTD[:, 0]):
+        attack, x_TD = made.attack(r, loss, observed), variables.clone().requires_grad_()
+        objective_1 = attack.objective(x_TD, made.norm, CONFIG.norm_weight)
+        (grad_TD,) = torch.autograd.grad(objective_1, x_TD)
         right = float(objective_1.detach())
         free_T = ~made.rows.fixed_RBT[r, 0]
         # A squared distance is as large as the gradients are.
         scale = 1.0 if loss == "cos" else right
         apart = max(apart, abs(float(loss_R[r].detach()) - right) / scale)
-        off = (slope_RBTD[r, 0] - slope_TD)[free_T].abs().max() / slope_TD[free_T].abs().max()
-        slope_apart = max(slope_apart, float(off))
-    descent = Descent(start_RBTD, RECIPE)
+        off = (grad_RBTD[r, 0] - grad_TD)[free_T].abs().max() / grad_TD[free_T].abs().max()
+        grad_apart = max(grad_apart, float(off))
+    descent = Descent(start_RBTD, CONFIG)
     search = Search(
         made.attack(0, loss, observed),
         start_RBTD[0, 0],
         {0: FIRST, start_RBTD.shape[2] - 1: LAST},
-        RECIPE.step_size,
-        RECIPE.norm_weight,
+        CONFIG.step_size,
+        CONFIG.norm_weight,
     )
     plain, ours = in_turns([search.step, lambda: descent.step(loss_of)], repeats, made.device)
-    return Line(name, plain, ours / len(start_RBTD), apart, slope_apart)
+    return Line(name, plain, ours / len(start_RBTD), apart, grad_apart)
 
 
 def moves_(made: Bench, repeats: int, scored: int) -> tuple[list[Line], list[Line]]:
     """Compares the discrete phase of the first victim, in float32 and mixed."""
     exact, mixed = made.only(made.exact), made.only(made.mixed)
-    prior, low_prior = made.prior, made.prior.to(torch.bfloat16)
-    leaf_RBTD, attack = made.start_RBTD[:1], made.attack(0, "cos", made.observed)
+    variables_RBTD, attack = made.start_RBTD[:1], made.attack(0, "cos", made.observed)
     places = made.rows.content(0, 0)
-    orders = reorderings.sampled(len(places), RECIPE.orders, made.rngs(1)[0])
-    order_KT = orders_tensor(orders, places, leaf_RBTD.shape[2])
+    orders = reorderings.sampled(len(places), CONFIG.orders, made.rngs(1)[0])
+    order_KT = orders_tensor(orders, places, variables_RBTD.shape[2])
     some_KT = order_KT[:scored]
-    x_TD = leaf_RBTD[0, 0]
+    x_TD = variables_RBTD[0, 0]
     ids_T = attack.nearest(x_TD)
 
     def plain_scores(orders_KT: Tensor) -> list[float]:
-        return scores(attack, made.prior.module, x_TD, ids_T, orders_KT.tolist(), RECIPE.lm_weight)
+        return scores(attack, made.prior.module, x_TD, ids_T, orders_KT.tolist(), CONFIG.lm_weight)
 
-    def best(objective: Objective, prior: Prior) -> Tensor:
-        return better_order(objective, RECIPE, prior, leaf_RBTD, made.rngs(1))
+    def best(objective: Objective) -> Tensor:
+        return better_order(objective, CONFIG, variables_RBTD, made.rngs(1))
 
     tried_RKBTD = x_TD[some_KT][None, :, None]
-    likely_RK = nll(prior, RECIPE, exact, 0, ids_T[some_KT][None])
-    found_RK = exact.scores(exact.space.guess(exact.rows, tried_RKBTD)) + likely_RK
+    lm_penalty_RK = lm_penalty(exact, CONFIG, 0, ids_T[some_KT][None])
+    found_RK = exact.scores(exact.space.guess(exact.rows, tried_RKBTD)) + lm_penalty_RK
     apart = float((found_RK[0].cpu() - torch.tensor(plain_scores(some_KT))).abs().max())
-    chosen = [best(exact, prior), best(mixed, low_prior)]
-    at = [int((x_TD[order_KT] == leaf[0, 0]).all(-1).all(-1).nonzero()[0]) for leaf in chosen]
+    chosen = [best(exact), best(mixed)]
+    at = [
+        int((x_TD[order_KT] == variables[0, 0]).all(-1).all(-1).nonzero()[0])
+        for variables in chosen
+    ]
     exact_score, mixed_score = plain_scores(order_KT[at])
     one_by_one, nearest, ours, ours_low = in_turns(
         [
             lambda: plain_scores(some_KT),
             lambda: attack.nearest(x_TD),
-            lambda: best(exact, prior),
-            lambda: best(mixed, low_prior),
+            lambda: best(exact),
+            lambda: best(mixed),
         ],
         repeats,
         made.device,
     )
     each = one_by_one / len(some_KT)
-    whole = RECIPE.orders * each + nearest
+    whole = CONFIG.orders * each + nearest
     named = f"moves, {len(order_KT)} distinct"
     return (
         [
@@ -402,7 +401,7 @@ def moves_(made: Bench, repeats: int, scored: int) -> tuple[list[Line], list[Lin
 def starts(made: Bench, repeats: int) -> tuple[Line, Line]:
     """Compares random starts, in float32 and mixed."""
     rows = len(made.observed)
-    few = replace(RECIPE, guesses=max(2, 64 // rows))
+    few = replace(CONFIG, guesses=max(2, 64 // rows))
     attack = made.attack(0, "cos", made.observed)
     x_TD = made.start_RBTD[0, 0]
     plain, ours, ours_low = in_turns(
@@ -421,8 +420,8 @@ def starts(made: Bench, repeats: int) -> tuple[Line, Line]:
 def schedule(name: str, steps: Sequence[Line], moved: Line, start: Line) -> Line:
     """Composes LAMP's schedule of steps, in float32 or first in bfloat16, moves and starts."""
     shares = [1.0] if len(steps) == 1 else [ROUGH, 1 - ROUGH]
-    parts = [(share * RECIPE.steps, line) for share, line in zip(shares, steps, strict=True)]
-    parts += [(RECIPE.rounds, moved), (2 * RECIPE.guesses, start)]
+    parts = [(share * CONFIG.steps, line) for share, line in zip(shares, steps, strict=True)]
+    parts += [(CONFIG.rounds, moved), (2 * CONFIG.guesses, start)]
     return Line(
         name,
         sum(times * line.straightforward for times, line in parts),
@@ -435,11 +434,11 @@ def memory(made: Bench, many: int) -> list[Memory]:
     rows, tokens = len(made.observed), made.start_RBTD.shape[2]
     alone = made.only(made.exact)
     attack = made.attack(0, "cos", made.observed)
-    search = Search(attack, made.start_RBTD[0, 0], {}, RECIPE.step_size, RECIPE.norm_weight)
+    search = Search(attack, made.start_RBTD[0, 0], {}, CONFIG.step_size, CONFIG.norm_weight)
 
     def steps(objective: Objective) -> Callable[[], object]:
-        descent = Descent(made.start_RBTD[: len(objective.unit_R)], RECIPE)
-        loss_of = RECIPE.loss(objective, 1)
+        descent = Descent(made.start_RBTD[: len(objective.normalizer_R)], CONFIG)
+        loss_of = CONFIG.loss(objective, 1)
         return lambda: descent.step(loss_of)
 
     def guesses(number: int) -> Callable[[], object]:
@@ -447,7 +446,7 @@ def memory(made: Bench, many: int) -> list[Memory]:
         ids_RKBT = torch.randint(len(alone.space.table_VD), shape, generator=made.rngs(1)[0])
         ids_RKBT = ids_RKBT.to(made.device)
         return lambda: best_of_batch(
-            alone, ids_RKBT, nll(made.prior, RECIPE, alone, 0, ids_RKBT[:, :, 0])
+            alone, ids_RKBT, lm_penalty(alone, CONFIG, 0, ids_RKBT[:, :, 0])
         )
 
     def most(do: Callable[[], object]) -> float:

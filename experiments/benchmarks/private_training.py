@@ -134,7 +134,9 @@ def work(
     model: LanguageModel, way: str, ids: list[list[int]], labels: list[int]
 ) -> Callable[[], object]:
     """Returns what is timed."""
-    local = LocalTraining(UpdateKind.GRADIENT, len(ids), 1, 0.1, dropout=False)
+    local = LocalTraining(
+        kind=UpdateKind.GRADIENT, batch_size=len(ids), epochs=1, learning_rate=0.1, dropout=False
+    )
     if way == PLAIN:
         return lambda: local_update_(model, ids, labels, local, seed=0)
     private = PrivateSteps(1.0, 1.0, "fixed")

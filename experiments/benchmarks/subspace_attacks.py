@@ -163,7 +163,9 @@ def measure(
 ) -> Row:
     """Attacks batch after batch and scores the answers."""
     ids = data.tokenise(corpus.texts, model.encode, limit=model.max_length, max_length=None)
-    local = LocalTraining(UpdateKind.GRADIENT, size, 1, 1e-4, False)
+    local = LocalTraining(
+        kind=UpdateKind.GRADIENT, batch_size=size, epochs=1, learning_rate=1e-4, dropout=False
+    )
     attack: Any = case.attack
     bare = replace(attack, certify=False) if hasattr(attack, "certify") else None
     exact = bags = proved = 0
@@ -193,15 +195,15 @@ def measure(
         proved += answer.verified
         margins += [margin for margin in answer.margins if margin is not None and margin >= 1]
     return Row(
-        f"{case.name}-{size}",
-        batches,
-        batches * size,
-        exact,
-        bags,
-        proved,
-        seconds,
-        without or None,
-        min(margins, default=None),
+        name=f"{case.name}-{size}",
+        batches=batches,
+        sentences=batches * size,
+        exact=exact,
+        bags=bags,
+        proved=proved,
+        seconds=seconds,
+        seconds_without_certificate=without or None,
+        margin=min(margins, default=None),
     )
 
 
@@ -222,7 +224,7 @@ HEADING = (
 
 def line(row: Row) -> str:
     """Returns a row as text, below HEADING."""
-    rate = share(row.exact, row.sentences)
+    rate = wilson(row.exact, row.sentences)
     exact = (
         f"{row.exact}/{row.sentences} {rate.mean:.1%} [{100 * rate.low:.0f}, {100 * rate.high:.0f}]"
     )

@@ -3,17 +3,18 @@
 An attack is a frozen dataclass of its hyper-parameters with a `kind`, called as
 `attack(observation, model, rng=generator)` with the model at the broadcast weights. It returns a
 `Reconstruction` and changes neither observation nor weights. It cannot import the truth, the
-data, the metrics or the run directory (import-linter checks that), so whatever it scores, it
-got from the update and the facts it was granted. The first line of its docstring is what
-`fedleak list` prints. One that takes several observations at once is `Batched`. One that takes
-minutes, not seconds, has `slow = True`: the others go first. One that takes milliseconds and
-belongs to every run has `always = True`.
+data, the metrics or the run directory (import-linter checks that). So it has all that it scores
+from the update and the granted facts. Nothing checks the imports of an attack that another package
+brings, so lists and reports name its package. `fedleak list` prints the docstring's first line.
+An attack that takes several observations at once is `Batched`. An attack that takes minutes, not
+seconds, has `slow = True`: the others go first. An attack that takes milliseconds and belongs to
+every run has `always = True`.
 """
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -85,7 +86,7 @@ class Progress(NamedTuple):
 
     Attributes:
         step, steps: Steps done, and in all.
-        loss: What it minimises; not a number as long as nothing was looked at.
+        loss: The value that it minimises; not a number before the first one is known.
         text: The best text so far.
         phase: What is under way, such as "starts 3/64".
     """
@@ -97,8 +98,8 @@ class Progress(NamedTuple):
     phase: str = ""
 
 
-Report = Callable[[int, Progress], None]
-"""Is told which of the observations it is, by its index, and how far the attack is with it."""
+OnProgress = Callable[[int, Progress], None]
+"""(index of the observation, how far the attack is with it) -> None."""
 
 
 @runtime_checkable
@@ -123,7 +124,11 @@ class Batched(Attack, Protocol):
 
     @property
     def at_once(self) -> int:
-        """How many observations one call takes at most; a field of the attack will do."""
+        """How many observations one call takes at most.
+
+        A `ClassVar` will do. It is no setting of the attack, because answers do not depend on it
+        but in rounding; `workers.at_once` lowers it where memory is short.
+        """
         ...
 
     def many(
@@ -132,7 +137,7 @@ class Batched(Attack, Protocol):
         model: LanguageModel,
         *,
         rngs: Sequence[torch.Generator],
-        report: Report,
+        report: OnProgress,
     ) -> list[Reconstruction]:
         """Returns what the attack reads out of each observation.
 
@@ -145,17 +150,62 @@ class Batched(Attack, Protocol):
         ...
 
 
+class OneByOne:
+    """Base class of an attack on one observation that reports its progress: makes it `Batched`."""
+
+    at_once: ClassVar[int] = 1
+
+    def __call__(
+        self,
+        seen: Observation,
+        model: LanguageModel,
+        *,
+        rng: torch.Generator,
+        on_progress: Callable[[Progress], None] = lambda progress: None,
+    ) -> Reconstruction:
+        """Returns what the attack reads out of the observation."""
+        raise NotImplementedError
+
+    def many(
+        self,
+        seen: Sequence[Observation],
+        model: LanguageModel,
+        *,
+        rngs: Sequence[torch.Generator],
+        report: OnProgress,
+    ) -> list[Reconstruction]:
+        """Returns what the attack reads out of each observation, one after the other."""
+        return [
+            self(each, model, rng=rng, on_progress=partial(report, which))
+            for which, (each, rng) in enumerate(zip(seen, rngs, strict=True))
+        ]
+
+
 def is_slow(attack: Attack) -> bool:
     """Returns whether an attack takes minutes: it waits until the others have answered."""
     return bool(getattr(attack, "slow", False))
 
 
 def always_on() -> list[str]:
-    """Returns the kinds that are on in every run: cheap attacks with `always = True`."""
-    return sorted(kind for kind, attack in kinds().items() if getattr(attack, "always", False))
+    """Returns the kinds that are on in every run: cheap attacks with `always = True`.
+
+    Those of other packages are not: what a run does must not depend on what else is installed.
+    """
+    own = kinds().keys() - discover(sys.modules[__name__]).foreign().keys()
+    return sorted(kind for kind in own if getattr(kinds()[kind], "always", False))
 
 
 @cache
 def kinds() -> Mapping[str, type[Attack]]:
-    """Returns the attacks in this package by kind."""
+    """Returns the attacks, fedleak's own and those of others, by kind."""
     return discover(sys.modules[__name__]).kinds
+
+
+def unchecked(kinds: Iterable[str]) -> list[str]:
+    """Returns a sentence for each kind that another package brought: no import contract holds."""
+    foreign = discover(sys.modules[__name__]).foreign()
+    return [
+        f"{kind} comes from {foreign[kind]}: fedleak's import contract does not cover it, so "
+        "nothing here rules out that it read the truth from the disk"
+        for kind in sorted(foreign.keys() & set(kinds))
+    ]

@@ -1,12 +1,13 @@
 """Certificates: what the model's own gradient proves of sequences that an attack found.
 
-The attacker has the model, so it can compute the gradient of any batch. It is linear in the
-sequences' logits, `G = sum_s sum_k kappa_sk dlogit_sk/dW`, and for a sequence that occurs m_c
-times with label c in a batch of B, `kappa_s = sum_c m_c dloss(logits_s, c)/dlogits / B`. So least
-squares gives kappa, and kappa the labels and multiplicities. A batch is proved when the gradient
-recomputed from all of it equals the observed one.
+The attacker has the model, so it can compute the gradient of any batch. That gradient is linear in
+the gradients of the sequences' logits, `G = sum_s sum_k kappa_sk dlogit_sk/dW`. If sequence s
+occurs m_c times with label c in a batch of n, then
+`kappa_s = sum_c m_c dloss(logits_s, c)/dlogits / n`. So least squares gives kappa, and kappa gives
+the labels and the multiplicities. A batch is proved when the gradient recomputed from all of it
+equals the observed gradient.
 
-Shapes: C classes.
+Shapes: B sequences, T tokens, C classes, U logits of all sequences; X: all numbers of a gradient.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,11 +26,11 @@ WHOLE = 0.01
 PRECISION = 1e-4
 """Relative difference of two float32 computations of one gradient, with room."""
 
-_TOKENS = 4096
+TOKENS_AT_ONCE = 4096
 """Tokens, padding included, whose gradients are computed before the clock is looked at."""
 
 _SMALL = 1e-3
-"""A tensor below this fraction of the update's norm is compared in units of it: some are zero."""
+"""A tensor below this fraction of the update's norm counts as this large: some are zero."""
 
 
 class Units(NamedTuple):
@@ -38,8 +39,8 @@ class Units(NamedTuple):
     Attributes:
         ids: Its tokens.
         logits_C: Its logits; None in next-token training, which needs no label.
-        gradients: For each logit its gradient, by parameter name; in next-token training one, that
-            of the sum of the loss over the sequence.
+        gradients: The gradient of each logit, by parameter name. In next-token training there is
+            one: the gradient of the loss, summed over the sequence.
     """
 
     ids: tuple[int, ...]
@@ -65,7 +66,7 @@ class Member(NamedTuple):
 def as_gradient(seen: Observation) -> dict[str, Tensor]:
     """Returns the update as a gradient in float32: a delta is divided by minus the learning rate.
 
-    After several local steps it is the sum of their gradients, at weights that moved in between.
+    Several local steps give the sum of their gradients, each at the weights of its step.
     """
     tensors = {name: tensor.float() for name, tensor in seen.update.tensors.items()}
     if seen.update.kind == UpdateKind.GRADIENT:
@@ -80,7 +81,7 @@ def is_linear(seen: Observation) -> bool:
 
 
 def close(model: LanguageModel, ids: Sequence[int]) -> tuple[int, ...]:
-    """Returns the sequence as it was trained on: the last target is never an input that counts."""
+    """Returns the sequence as the client trained on it: with its last target, if it has one."""
     end = () if model.task == CLASSIFICATION else (model.tokenizer.eos_token_id,)
     return (*ids, *end)
 
@@ -116,9 +117,10 @@ def units(
 
 
 def member(model: LanguageModel, unit: Units, kappa_C: Tensor, batch_size: int) -> Member | None:
-    """Returns what kappa says of a sequence, None if no labels and multiplicity explain it.
+    """Returns how often a sequence occurs, and with which labels; None if no counts explain kappa.
 
-    The fewest occurrences count: with enough of them everything could be explained.
+    Of several explanations, the one with the fewest occurrences is taken: many occurrences could
+    explain anything.
     """
     if unit.logits_C is None:
         weight = float(kappa_C[0]) * (len(close(model, unit.ids)) - 1)
@@ -127,13 +129,13 @@ def member(model: LanguageModel, unit: Units, kappa_C: Tensor, batch_size: int) 
     labels_C = torch.arange(classes, device=kappa_C.device)
     with torch.enable_grad():
         each_CC = unit.logits_C.expand(classes, classes).detach().clone().requires_grad_()
-        # The loss is a mean over rows; its sum has in row c the pull of label c.
+        # The loss is a mean over rows; row c of its sum's gradient is that of label c.
         loss = model.class_loss(each_CC, labels_C) * classes
-        pull_CC = torch.autograd.grad(loss, each_CC)[0].double()
-    # The pulls of cross-entropy are linearly dependent, so the total has to be given.
-    system_CC = torch.cat([pull_CC.T, pull_CC.new_ones(1, classes)])
+        grad_CC = torch.autograd.grad(loss, each_CC)[0].double()
+    # The gradients of cross-entropy are linearly dependent, so the total has to be given.
+    system_CC = torch.cat([grad_CC.T, grad_CC.new_ones(1, classes)])
     for total in range(1, batch_size + 1):
-        wanted_C1 = torch.cat([batch_size * kappa_C.double(), pull_CC.new_tensor([total])])[:, None]
+        wanted_C1 = torch.cat([batch_size * kappa_C.double(), grad_CC.new_tensor([total])])[:, None]
         counts_C = torch.linalg.lstsq(system_CC, wanted_C1).solution[:, 0]
         whole_C = counts_C.round()
         missed = (system_CC @ whole_C[:, None] - wanted_C1).abs().max()
@@ -150,10 +152,10 @@ def explain(
 ) -> list[Member]:
     """Returns how often, and with which labels, each sequence is in the batch; none if unknown.
 
-    Least squares over the units of all sequences, on the last parameters that were shared: their
-    gradients cost little more than a forward pass. Where the sequences do not explain the update,
-    beginnings of them are tried too: in a causal model one sequence may begin another. If time is
-    up before all of them are looked at, nothing is known.
+    Least squares over the units of all sequences uses the last shared parameters: their gradients
+    cost little more than a forward pass. Where the sequences do not explain the update, their
+    beginnings are tried too: in a causal model one sequence may begin another. If time is up before
+    all of them are tried, nothing is known.
     """
     observed = as_gradient(seen)
     groups = [list(sequences)]
@@ -189,10 +191,10 @@ def explain(
 
 
 def is_run(model: LanguageModel, ids: Sequence[int]) -> bool:
-    """Whether this is one token, so often repeated that the spans of a model cannot tell how often.
+    """Whether this is one repeated token, and the spans of the model cannot tell how often.
 
-    Under rotary positions it attends to equal values alone; only a mark that begins every sequence
-    is there once. A classifier's whole gradient is then the same for any number of them.
+    Under rotary positions each token then attends to equal values alone, unless a mark begins every
+    sequence. The whole gradient of a classifier is the same for any number of repetitions.
     """
     rotary = model.family.causal and model.family.position_embedding is None
     return rotary and len(set(ids)) == 1 and ids[0] != model.tokenizer.bos_token_id
@@ -200,7 +202,7 @@ def is_run(model: LanguageModel, ids: Sequence[int]) -> bool:
 
 def _parts(sequences: Sequence[tuple[int, ...]]) -> Iterator[Sequence[tuple[int, ...]]]:
     """Yields the sequences, as many at once as their tokens allow."""
-    size = max(1, _TOKENS // max(map(len, sequences)))
+    size = max(1, TOKENS_AT_ONCE // max(map(len, sequences)))
     for start in range(0, len(sequences), size):
         yield sequences[start : start + size]
 
@@ -208,7 +210,7 @@ def _parts(sequences: Sequence[tuple[int, ...]]) -> Iterator[Sequence[tuple[int,
 def _last_parameters(
     model: LanguageModel, observed: Mapping[str, Tensor], numbers: int
 ) -> list[str]:
-    """Returns shared parameters with so many numbers in all, from the end of the network."""
+    """Returns shared parameters, from the end of the network, with at least so many numbers."""
     names: list[str] = []
     for name in reversed([name for name, _ in model.module.named_parameters()]):
         if name in observed:
@@ -225,7 +227,7 @@ def _flat(gradients: Mapping[str, Tensor]) -> Tensor:
 
 
 def multiplicities(members: Sequence[Member], batch_size: int) -> list[int]:
-    """Returns how often each member occurs in a batch of this size, if they are all of it."""
+    """Returns how often each member occurs in a batch of this size that holds nothing else."""
     # Next-token training weighs each target alike, so a weight per target counts occurrences.
     per_target = [one.weight / len(one.ids) for one in members]
     return [
@@ -239,10 +241,10 @@ class Verdict(NamedTuple):
 
     Attributes:
         repeats: How often each sequence is in the batch, by its tokens.
-        difference: Of the recomputed gradient from the observed one; None if it was not computed,
-            because the sequences do not make up a whole batch.
-        verified: The two are equal, as exactly as they were sent, and with other repetitions they
-            would not be.
+        difference: Of the recomputed gradient from the observed gradient; None if the sequences do
+            not make up a whole batch, so that it was not computed.
+        verified: The two are equal within the precision of the update, and would not be with other
+            repetitions.
     """
 
     repeats: dict[tuple[int, ...], int]
@@ -251,7 +253,7 @@ class Verdict(NamedTuple):
 
 
 def verify(model: LanguageModel, members: Sequence[Member], seen: Observation) -> Verdict:
-    """Recomputes the gradient of a batch of these members, if they are all of it."""
+    """Recomputes the gradient of a batch of these members, if they make up the whole batch."""
     if not members:
         return Verdict({}, None, False)
     repeats = multiplicities(members, seen.update.num_examples)
@@ -278,7 +280,7 @@ def difference(
     repeats: Sequence[int],
     observed: Mapping[str, Tensor],
 ) -> float:
-    """Returns how far the gradient of a batch is from the observed one: the worst tensor's share.
+    """Returns the largest relative difference between a batch's gradient and the observed one.
 
     Args:
         model: At the broadcast weights.

@@ -6,7 +6,8 @@ import torch
 
 from fedleak import models
 from fedleak.config.experiment import Experiment
-from fedleak.federation import clients_of_round, divide, read_data
+from fedleak.federation.schedule import clients_of_round
+from fedleak.federation.workload import divide, read_data
 from fedleak.metrics.utility import evaluate
 from fedleak.observation import UpdateKind
 from fedleak.rng import stream, stream_seed

@@ -1,8 +1,9 @@
 """Does each defense do what it says? Tested on the update as a client would send it.
 
 Published results were wrong where nobody looked: noise measured before it was added, the batch's
-mean clipped and not each example, a budget that began anew in every round (see the README). Every
-run with defenses is checked before it trains, and `fedleak check-defense` prints the figures.
+mean clipped and not each example, a budget that began anew in every round
+(docs/how-a-number-can-lie.md). Every run with defenses is checked before it trains, and
+`fedleak check-defense` prints the figures.
 
 The checks feed texts of random tokens to the experiment's own model, and never a client's data. A
 loud batch is one whose first example has a gradient some thousand times too large.
@@ -22,7 +23,8 @@ from fedleak.config.experiment import Experiment
 from fedleak.config.sent_parameters import selected_parameters
 from fedleak.defenses import Claims, Defense, TrustedAggregator
 from fedleak.errors import FedleakError
-from fedleak.federation import Protection, divide, protection, read_data
+from fedleak.federation.protection import Protection, protection
+from fedleak.federation.workload import divide, read_data
 from fedleak.models import CLASSIFICATION, LanguageModel, pad
 from fedleak.models.parameter_selection import select
 from fedleak.observation import ClientUpdate, UpdateKind
@@ -46,7 +48,7 @@ ROUNDING = 1e-3
 """Relative error of a norm: half of the numbers of a large model may round the same way."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Finding:
     """One claim of a defense, put to the test.
 
@@ -63,18 +65,18 @@ class Finding:
     found: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Bench:
     """Where one defense is tested.
 
     Attributes:
         model: At the weights that are broadcast; tests leave it so.
         plain: How a client without defenses trains; dropout is off, because it is random too.
-        local: How one with only this defense trains.
+        local: How a client with only this defense trains.
         defense: With its noise worked out.
         num_examples: Examples that its client has.
         seed: Of all that is random.
-        sends: What clients of the experiment send; a test takes a single step of it.
+        sends: What clients of the experiment send; a test always takes a single step.
     """
 
     model: LanguageModel
@@ -167,7 +169,7 @@ def check(experiment: Experiment) -> list[Finding]:
         name = f"defense[{number}] ({placed.defense.kind})"
         bench = _bench(experiment, model, of_client, of_client.defenses[number])
         findings += [
-            Finding(name, claim, holds, found)
+            Finding(defense=name, claim=claim, holds=holds, found=found)
             for claim, holds, found in (*_changes(bench), *_keeps(bench), *_guarantees(bench))
         ]
     return [*findings, *_all_together(experiment, model, parts)]
@@ -184,13 +186,13 @@ def _bench(
         dropout=False,
     )
     return Bench(
-        model,
-        plain,
-        defense.training(plain),
-        defense,
-        of_client.num_examples,
-        experiment.seed,
-        experiment.local_training.kind,
+        model=model,
+        plain=plain,
+        local=defense.training(plain),
+        defense=defense,
+        num_examples=of_client.num_examples,
+        seed=experiment.seed,
+        sends=experiment.local_training.kind,
     )
 
 
@@ -206,7 +208,7 @@ def _changes(bench: Bench) -> Iterator[Test]:
     raw, sent = bench.raw(loud=True), bench.sent(loud=True)
     missing = raw.tensors.keys() - sent.tensors.keys()
     if not missing and _distance(sent, raw) == 0:
-        # What is short or full of zeros may be left as it is: one that is neither may not.
+        # A defense may leave a short or sparse update as it is: try a long one without zeros.
         raw = _dense(raw, 10 * (bench.claims.max_norm or 1.0), bench.seed)
         sent = bench.defended(raw)
     moved = _distance(sent, raw) / _norm(raw)
@@ -381,18 +383,18 @@ def _all_together(
     frozen = set(select(model, local.frozen, "parameters")) if local.frozen else set()
     wanted = set(selected_parameters(experiment, model)) - frozen
     yield Finding(
-        "the update",
-        "what is shared and trained is sent, and nothing else",
-        sent.tensors.keys() == wanted,
-        f"{len(sent.tensors)} of {len(before)} tensors",
+        defense="the update",
+        claim="what is shared and trained is sent, and nothing else",
+        holds=sent.tensors.keys() == wanted,
+        found=f"{len(sent.tensors)} of {len(before)} tensors",
     )
     after = aggregate(before, [sent], experiment.federation.learning_rate)
     moved = sum(not torch.equal(after[name], before[name]) for name in before)
     yield Finding(
-        "the update",
-        "the global weights move, and stay finite",
-        moved > 0 and all(bool(value.isfinite().all()) for value in after.values()),
-        f"{moved} of {len(before)} tensors move",
+        defense="the update",
+        claim="the global weights move, and stay finite",
+        holds=moved > 0 and all(bool(value.isfinite().all()) for value in after.values()),
+        found=f"{moved} of {len(before)} tensors move",
     )
 
 

@@ -6,7 +6,7 @@ from itertools import chain
 
 from fedleak.config.experiment import Experiment
 from fedleak.errors import FedleakError
-from fedleak.federation import expected_captures
+from fedleak.federation.schedule import expected_captures
 from fedleak.reconstruction import Status
 from fedleak.store.records import Answer, LeakageRow
 from fedleak.store.run import Key, Run

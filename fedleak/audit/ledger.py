@@ -10,7 +10,7 @@ from fedleak import privacy
 from fedleak.audit.gaps import Gaps
 from fedleak.config.experiment import Experiment
 from fedleak.defenses.dp_sgd import DpSgd
-from fedleak.federation import clients_of_round
+from fedleak.federation.schedule import clients_of_round
 from fedleak.privacy import Event, Spent
 from fedleak.store.lines import Measured
 from fedleak.store.records import DEFENSES, LEDGER, DefenseRow, LedgerRow

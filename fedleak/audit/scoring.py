@@ -14,13 +14,14 @@ import torch
 from pydantic import BaseModel, ValidationError
 
 from fedleak import models
+from fedleak.attacks import unchecked
 from fedleak.audit import ledger
 from fedleak.audit.gaps import Gaps, find_gaps
 from fedleak.audit.summary import summarise
 from fedleak.audit.vault import read_truth
 from fedleak.config.experiment import Experiment
 from fedleak.errors import CaptureError, FedleakError
-from fedleak.federation import stored
+from fedleak.federation.lookup import stored
 from fedleak.metrics import rouge
 from fedleak.metrics.matching import assign
 from fedleak.metrics.rouge import Rouge
@@ -174,6 +175,7 @@ def score_run(run: Run, asked: Iterable[str] | None = None) -> list[Scored]:
     rows = [one.row for one in scored]
     names = [each.name for each in experiment.attacks] if asked is None else list(asked)
     find_gaps(run, experiment, names, answers, rows, truths, gaps)
+    gaps.notes += unchecked(str(each.settings["kind"]) for each in answers.values())
     notes = ledger.client_notes(run, gaps)
     spent = ledger.ledger(run, experiment, notes, gaps)
     defended = ledger.defense_rows(run, notes)

@@ -6,7 +6,8 @@ from itertools import chain
 from pydantic import TypeAdapter, ValidationError
 
 from fedleak.errors import CaptureError, FedleakError
-from fedleak.federation import clients_of_round, stored
+from fedleak.federation.lookup import stored
+from fedleak.federation.schedule import clients_of_round
 from fedleak.store.run import EVERYONE, Key, Run
 from fedleak.truth import GroundTruth
 
@@ -51,10 +52,10 @@ def _together(run: Run, round: int) -> GroundTruth | None:
         for w, truth in zip(weights, truths, strict=True)
     ]
     return GroundTruth(
-        round,
-        EVERYONE,
-        tuple(chain.from_iterable(truth.sequences for truth in truths)),
-        tuple(chain.from_iterable(truth.labels for truth in truths)),
-        sum(truth.batch_size for truth in truths),
-        math.hypot(*scales) if any(scales) else None,
+        round=round,
+        client=EVERYONE,
+        sequences=tuple(chain.from_iterable(truth.sequences for truth in truths)),
+        labels=tuple(chain.from_iterable(truth.labels for truth in truths)),
+        batch_size=sum(truth.batch_size for truth in truths),
+        noise_scale=math.hypot(*scales) if any(scales) else None,
     )

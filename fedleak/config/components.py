@@ -85,10 +85,9 @@ def _kind(where: str, settings: dict[str, Any], package: ModuleType) -> str:
     if kind is None:
         raise ConfigError(f"{where}.kind is missing: one of {', '.join(sorted(known))}")
     if not isinstance(kind, str) or kind not in known:
-        broken = [f"{name}: {reason}" for name, reason in discover(package).broken.items()]
         raise ConfigError(
             f"{where}.kind: {unknown('kind', str(kind), known)}"
-            + (f"; cannot be used: {'; '.join(broken)}" if broken else "")
+            + discover(package).cannot_be_used()
         )
     return str(kind)
 

@@ -193,6 +193,11 @@ class WorkersTable(Table):
     """Torch devices, one worker process each; left out: what this machine has."""
     time_limit: Annotated[float, Field(gt=0)] = 3600.0
     """Seconds that one try of an attack may take."""
+    at_once: Positive | None = None
+    """Updates of a round that one call of an attack takes at most; lower it where memory is short.
+
+    Left out: as many as the attack takes. Answers do not depend on it but in rounding.
+    """
 
 
 class AuditTable(Table):

@@ -24,7 +24,7 @@ from fedleak.privacy import Accountant, Event
 from fedleak.training.settings import LocalTraining
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Claims:
     """What a defense says of an update that it had. None is no claim.
 
@@ -49,14 +49,14 @@ class Claims:
     mean_of_clients: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Budget:
-    """What an epsilon is shared by.
+    """What an epsilon has to suffice for.
 
     Attributes:
-        delta, accountant: Of the statement.
+        delta, accountant: Of the (epsilon, delta) statement.
         num_examples: Examples that the client has.
-        rounds: Those in which it takes part, up to the last of the run.
+        rounds: The rounds of the run in which the client takes part.
     """
 
     delta: float
@@ -127,14 +127,14 @@ class TrustedAggregator(Defense):
 
 @cache
 def kinds() -> Mapping[str, type[Defense]]:
-    """Returns the defenses in this package by kind."""
+    """Returns the defenses, fedleak's own and those of others, by kind."""
     return discover(sys.modules[__name__]).kinds
 
 
 def measured(before: ClientUpdate, after: ClientUpdate) -> dict[str, float]:
     """Returns what a defense did to an update: norms, and the share of numbers set to zero.
 
-    `change_norm` is that of what it took away or added: of noise, the noise.
+    `change_norm` is the norm of the difference: for a noise defense, of the noise.
     """
     squares = dict.fromkeys(("norm_before", "norm_after", "change_norm"), 0.0)
     zeroed = numbers = 0

@@ -15,6 +15,9 @@ class Cast(Defense):
 
     So it is sent (NumPy, and so Flower, lacks bfloat16: `training.to_wire`) and captured; the
     server sums in the model's precision. What is too large for float16 becomes infinite.
+
+    Attributes:
+        dtype: The precision that is sent.
     """
 
     kind: ClassVar[str] = "cast"

@@ -17,6 +17,9 @@ class Clip(Defense):
 
     It is the client's that is clipped and not each example's: with others in the batch an example
     may still turn it around. Attacks that look at directions do not notice.
+
+    Attributes:
+        max_norm: The largest L2 norm of an update.
     """
 
     kind: ClassVar[str] = "clip"

@@ -77,12 +77,32 @@ class DpSgd(Defense):
         noise, size = self.noise_multiplier or 0.0, self._expected(local, num_examples)
         if self.sampling == "poisson":
             steps, rate = local.steps(num_examples), size / num_examples
-            return Event(noise, rate, steps, "example", "add or remove one", "Poisson")
+            return Event(
+                noise_multiplier=noise,
+                sampling_rate=rate,
+                steps=steps,
+                unit="example",
+                neighbouring="add or remove one",
+                sampling="Poisson",
+            )
         if local.kind == UpdateKind.DELTA:
-            return Event(noise, 1.0, local.epochs, "example", "zero out one")
+            return Event(
+                noise_multiplier=noise,
+                sampling_rate=1.0,
+                steps=local.epochs,
+                unit="example",
+                neighbouring="zero out one",
+            )
         # An example is in one batch of a pass over the data.
         mark = (round - 1) // passes(num_examples, local)
-        return Event(noise, 1.0, 1, "example", "zero out one", disjoint=mark)
+        return Event(
+            noise_multiplier=noise,
+            sampling_rate=1.0,
+            steps=1,
+            unit="example",
+            neighbouring="zero out one",
+            disjoint=mark,
+        )
 
     def obstacle(self, local: LocalTraining, model: LanguageModel) -> str | None:
         """Needs layers that treat examples apart."""

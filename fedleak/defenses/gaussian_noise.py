@@ -16,6 +16,9 @@ class GaussianNoise(Defense):
     """Adds N(0, sigma^2) to every number: what LAMP and DAGER tested. No privacy guarantee.
 
     Without clipping nothing bounds what one example contributes, so no epsilon follows from it.
+
+    Attributes:
+        sigma: Standard deviation of the noise on each number.
     """
 
     kind: ClassVar[str] = "gaussian_noise"

@@ -18,6 +18,9 @@ class LaplaceNoise(Defense):
 
     Its standard deviation is sqrt(2) times the scale. Nothing bounds what one example contributes,
     in L1 as this noise would need it, so no epsilon follows.
+
+    Attributes:
+        scale: Scale of the noise on each number.
     """
 
     kind: ClassVar[str] = "laplace_noise"

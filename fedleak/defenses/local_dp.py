@@ -70,4 +70,10 @@ class LocalDp(Defense):
 
 
 def _event(noise_multiplier: float) -> Event:
-    return Event(noise_multiplier, 1.0, 1, "client", "replace one")
+    return Event(
+        noise_multiplier=noise_multiplier,
+        sampling_rate=1.0,
+        steps=1,
+        unit="client",
+        neighbouring="replace one",
+    )

@@ -13,7 +13,11 @@ from fedleak.training.settings import LocalTraining
 
 @dataclass(frozen=True)
 class Mask(Defense):
-    """Sets a random fraction of the numbers to zero (LAMP, appendix). No privacy guarantee."""
+    """Sets a random fraction of the numbers to zero (LAMP, appendix). No privacy guarantee.
+
+    Attributes:
+        fraction: Share of the numbers that are set to zero.
+    """
 
     kind: ClassVar[str] = "mask"
     fraction: Annotated[float, Field(gt=0, lt=1)]

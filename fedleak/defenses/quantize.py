@@ -19,6 +19,10 @@ class Quantize(Defense):
     `stochastic` a number is rounded up or down at random so that it is right on average (QSGD,
     Alistarh et al. 2017). 16-bit floating point is `cast`. What is captured is what the server
     reads: levels times the tensor's step.
+
+    Attributes:
+        bits: Bits of a number.
+        stochastic: Round up or down at random, right on average.
     """
 
     kind: ClassVar[str] = "quantize"

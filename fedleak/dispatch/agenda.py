@@ -41,6 +41,7 @@ class Agenda:
         expected: The captures that a complete run has, in order.
         answered: What needs no work: captures and names of attacks.
         failed: Of what at least one try has failed.
+        at_once: Captures that an attack takes together at most; None: as many as it can.
     """
 
     def __init__(
@@ -49,13 +50,14 @@ class Agenda:
         expected: Sequence[Key],
         answered: Set[tuple[Key, str]],
         failed: Set[tuple[Key, str]],
+        at_once: int | None = None,
     ) -> None:
         self._quick: list[tuple[Key, int, Work]] = []
         self._slow: list[tuple[Key, int, Work]] = []
         self._awaited: dict[Key, list[_Awaited]] = defaultdict(list)
         self._quick_left: set[tuple[Key, str]] = set()
         self._places = itertools.count()
-        for attack, group in groups(named, expected):
+        for attack, group in groups(named, expected, at_once):
             left = [key for key in group if (key, attack.name) not in answered]
             if not is_slow(attack.attack):
                 self._quick_left |= {(key, attack.name) for key in left}
@@ -161,8 +163,12 @@ class Arrivals:
         return latest
 
 
-def groups(named: Sequence[NamedAttack], expected: Sequence[Key]) -> list[Work]:
+def groups(
+    named: Sequence[NamedAttack], expected: Sequence[Key], at_once: int | None = None
+) -> list[Work]:
     """Returns which captures of a round go to which attack together, in the order of captures.
+
+    They are as many as the attack takes in one call, and at most `at_once`.
 
     That depends on the experiment alone, so a run that was killed makes the same groups again.
     """
@@ -171,5 +177,6 @@ def groups(named: Sequence[NamedAttack], expected: Sequence[Key]) -> list[Work]:
         keys = list(of_round)
         for each in named:
             size = each.attack.at_once if isinstance(each.attack, Batched) else 1
+            size = size if at_once is None else min(size, at_once)
             found += [Work(each, keys[i : i + size]) for i in range(0, len(keys), size)]
     return sorted(found, key=lambda work: work.keys[0])

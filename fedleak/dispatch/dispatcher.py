@@ -15,7 +15,7 @@ from fedleak.config.wording import difference
 from fedleak.dispatch.agenda import Agenda, Arrivals, Work
 from fedleak.dispatch.progress import Finished, Pace, RunProgress, UnderWay
 from fedleak.errors import CaptureError, ConfigError
-from fedleak.federation import captures_made, expected_captures
+from fedleak.federation.schedule import captures_made, expected_captures
 from fedleak.observation import Knowledge
 from fedleak.preparation import refuse_purged
 from fedleak.reconstruction import Reconstruction, Status
@@ -104,7 +104,13 @@ class Dispatcher:
             captures_made(experiment),
             len(expected) * len(experiment.attacks),
         )
-        self._agenda = Agenda(experiment.attacks, expected, self._answered, set(self._tries))
+        self._agenda = Agenda(
+            experiment.attacks,
+            expected,
+            self._answered,
+            set(self._tries),
+            experiment.workers.at_once,
+        )
         self._arrivals = Arrivals(run, expected, experiment.attacked)
         self._pace = Pace(experiment.attacks, len(expected), self._answered)
         self._finished: list[Finished] = []
@@ -123,7 +129,7 @@ class Dispatcher:
         """Gives every free worker something to do, as far as there is something."""
         for worker in all_workers:
             while not worker.jobs and (
-                work := self._agenda.take(slow=_slow_may(all_workers, self._agenda))
+                work := self._agenda.take(slow=slow_may(all_workers, self._agenda))
             ):
                 if jobs := self._jobs(work):
                     worker.submit(jobs)
@@ -207,7 +213,7 @@ class Dispatcher:
         self._record([_failed(job, reason) for job in given_up])
 
 
-def _slow_may(all_workers: Sequence[Worker], agenda: Agenda) -> bool:
+def slow_may(all_workers: Sequence[Worker], agenda: Agenda) -> bool:
     """Returns whether a worker may take a slow attack: not the last one that quick ones have."""
     slow = sum(is_slow(worker.jobs[0].attack.attack) for worker in all_workers if worker.jobs)
     return slow < len(all_workers) - 1 or not agenda.quick_left

@@ -53,9 +53,14 @@ CLASS_LOSSES: Mapping[str, ClassLoss] = {
 
 @cache
 def families() -> Mapping[str, ModelFamily]:
-    """Returns the adapters in this package by `config.model_type`."""
-    found = discover(sys.modules[__name__], "model_type").kinds
-    return {name: make() for name, make in found.items()}
+    """Returns the adapters, fedleak's own and those of others, by `config.model_type`."""
+    made: dict[str, ModelFamily] = {}
+    for name, make in discover(sys.modules[__name__], "model_type").kinds.items():
+        try:
+            made[name] = make()
+        except Exception as error:  # noqa: BLE001 - it may be anybody's class
+            _log.warning("the model family %r cannot be used: %s", name, error)
+    return made
 
 
 @dataclass(frozen=True)
@@ -292,6 +297,7 @@ def _make(spec: ModelSpec, *, checkpoint: bool) -> LanguageModel:
         raise ConfigError(
             f"model.name = {name!r} is of the family {config.model_type!r}: choose one of the "
             f"families {', '.join(sorted(families()))}"
+            + discover(sys.modules[__name__], "model_type").cannot_be_used()
         )
     if task == CAUSAL_LM and not family.causal:
         causal = " or ".join(sorted(known for known, one in families().items() if one.causal))

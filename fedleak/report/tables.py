@@ -45,8 +45,12 @@ def print_run(
         console.print(f"nothing scored yet in {markup(run.path)}")
         _print_notes(summary, console)
         return
-    console.print(leakage_table(summary.name, [one.row for one in scored], run.rows(LEDGER)))
-    console.print(summary_table(summary.attacks))
+    ledger, rows = run.rows(LEDGER), [one.row for one in scored]
+    names = sorted({row.attack for row in rows})
+    print_in_parts(console, names, lambda some: leakage_table(summary.name, rows, ledger, some))
+    print_in_parts(
+        console, list(summary.attacks), lambda some: summary_table(summary.attacks, some)
+    )
     for line in circumstances(summary):
         console.print(Text(printable(line)), soft_wrap=True)
     examples = best_examples(scored)
@@ -79,13 +83,47 @@ def _print_notes(summary: RunSummary, console: Console) -> None:
         console.print(f"[yellow]note[/]: {markup(note)}", soft_wrap=True)
 
 
-def leakage_table(name: str, rows: Sequence[LeakageRow], ledger: Sequence[LedgerRow] = ()) -> Table:
+def print_in_parts(
+    console: Console, attacks: Sequence[str], table_of: Callable[[Sequence[str]], Table]
+) -> None:
+    """Prints a table of attacks, or several of fewer attacks each, so that no cell is cut.
+
+    Args:
+        console: Where to.
+        attacks: Names of the attacks.
+        table_of: Makes the table of some of them.
+    """
+    left, first = list(attacks), True
+    unbounded = console.options.update(max_width=10_000)
+    while left or first:
+        count = len(left)
+        while count > 1 and (
+            console.measure(table_of(left[:count]), options=unbounded).maximum > console.width
+        ):
+            count -= 1
+        table = table_of(left[:count])
+        left = left[count:]
+        if not first:
+            table.title = None
+        if left:
+            table.caption = None
+        console.print(table)
+        first = False
+
+
+def leakage_table(
+    name: str,
+    rows: Sequence[LeakageRow],
+    ledger: Sequence[LedgerRow] = (),
+    attacks: Sequence[str] | None = None,
+) -> Table:
     """Returns a line per round and client, with a column per attack.
 
     Args:
         name: Of the run.
         rows: Scored answers.
         ledger: Rows of privacy.jsonl.
+        attacks: Those that get a column; None: all.
     """
     table = Table(
         title=f"{markup(name)}: what the server read in each update",
@@ -96,11 +134,11 @@ def leakage_table(name: str, rows: Sequence[LeakageRow], ledger: Sequence[Ledger
         title_justify="left",
         caption_justify="left",
     )
-    attacks = sorted({row.attack for row in rows})
+    attacks = sorted({row.attack for row in rows}) if attacks is None else attacks
     names = map(markup, attacks)
     headings = ("round", "client", "texts", "tokens", *names, "no\nupdate", "eps")
     for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
+        table.add_column(heading, justify="right", no_wrap=True, overflow="fold")
     by_key: dict[Key, dict[str, LeakageRow]] = {}
     for row in rows:
         by_key.setdefault(row.key, {})[row.attack] = row
@@ -222,19 +260,28 @@ def cell(row: LeakageRow | None) -> str:
 Show = Callable[[AttackSummary], str]
 
 
-def summary_table(attacks: Mapping[str, AttackSummary]) -> Table:
-    """Returns a column per attack: its figures with 95 % intervals, and the controls."""
+def summary_table(
+    summaries: Mapping[str, AttackSummary], chosen: Sequence[str] | None = None
+) -> Table:
+    """Returns a column per attack: its figures with 95 % intervals, and the controls.
+
+    Args:
+        summaries: By the name of the attack.
+        chosen: Names of the attacks that get a column; None: all.
+    """
+    attacks = {name: of for name, of in summaries.items() if chosen is None or name in chosen}
     table = Table(
         title="in all: mean and 95 % interval over clients",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
-        caption="\n".join([*map(markup, warnings(attacks.values())), INTERVALS]),
+        caption="\n".join([*map(markup, warnings(summaries.values())), INTERVALS]),
         title_justify="left",
         caption_justify="left",
     )
-    table.add_column()
+    table.add_column(overflow="fold")
     for name, of in attacks.items():
-        table.add_column(markup(name) + (" *" if of.warning else ""), justify="right")
+        heading = markup(name) + (" *" if of.warning else "")
+        table.add_column(heading, justify="right", overflow="fold")
     lines: list[tuple[str, Show]] = [
         ("was told", lambda of: told(of.knows)),
         ("answers", lambda of: f"{of.answers} of {of.rows}"),
@@ -253,14 +300,14 @@ def summary_table(attacks: Mapping[str, AttackSummary]) -> Table:
     ]
     for heading, show in lines:
         table.add_row(heading, *(show(of) for of in attacks.values()))
-    some: list[tuple[str, Show]] = [
+    optional: list[tuple[str, Show]] = [
         ("an update", lambda of: decimal(of.seconds_per_update, 3)),
         ("batches proved", proved),
         ("smallest margin", lambda of: decimal(of.margin)),
         ("rank budget, %", budget),
         ("candidates", candidates),
     ]
-    for heading, show in some:
+    for heading, show in optional:
         cells = [show(of) for of in attacks.values()]
         if set(cells) != {NOT_MEASURED}:
             table.add_row(heading, *cells)

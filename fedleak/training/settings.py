@@ -25,7 +25,7 @@ class PrivateSteps:
     sampling: Literal["poisson", "fixed"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LocalTraining:
     """How a client trains.
 

@@ -29,7 +29,7 @@ import psutil
 import torch
 
 from fedleak import models
-from fedleak.attacks import Attack, AttackSetting, Batched, Progress, Report
+from fedleak.attacks import Attack, AttackSetting, Batched, OnProgress, Progress
 from fedleak.config.components import NamedAttack
 from fedleak.errors import CaptureError
 from fedleak.models import LanguageModel, ModelSpec
@@ -254,7 +254,7 @@ def work(job: Job, device: str) -> Answer:
 
 
 def work_together(
-    jobs: Sequence[Job], device: str, report: Report = lambda which, progress: None
+    jobs: Sequence[Job], device: str, report: OnProgress = lambda which, progress: None
 ) -> list[Answer]:
     """Runs one attack on captures of one round, in a worker process; returns an answer for each.
 
@@ -310,7 +310,9 @@ def _look(job: Job, model: LanguageModel, device: str) -> Observation | Reconstr
     return seen
 
 
-def _call(job: Job, seen: Sequence[Observation], model: LanguageModel, report: Report) -> object:
+def _call(
+    job: Job, seen: Sequence[Observation], model: LanguageModel, report: OnProgress
+) -> object:
     """Calls the attack of a job, and of those beside it; what it returns may be anything."""
     attack = job.attack.attack
     rngs = [stream(job.seed, "attack", job.attack.name, each.round, each.client) for each in seen]
@@ -357,7 +359,7 @@ def _work_and_note(jobs: Sequence[Job], device: str, note: Path) -> list[Answer]
     return work_together(jobs, device, noting(note))
 
 
-def noting(path: Path) -> Report:
+def noting(path: Path) -> OnProgress:
     """Returns a report that keeps a file up to date, not more often than somebody would look."""
     latest: dict[int, Progress] = {}
     written = -math.inf

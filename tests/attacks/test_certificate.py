@@ -263,7 +263,7 @@ def test_sequences_in_parts_are_explained_alike_and_not_at_all_when_time_is_up(
     truth = observe(model, TEXTS)
     sequences = list(map(tuple, truth.sequences))
     whole = certificate.explain(model, sequences, truth.seen, ENDLESS)
-    monkeypatch.setattr(certificate, "_TOKENS", 1)
+    monkeypatch.setattr(certificate, "TOKENS_AT_ONCE", 1)
     for ticks, members in ((2, []), (3, whole)):
         work = ticking(certificate, ticks, (certificate, "units"))
         found = certificate.explain(model, sequences, truth.seen, work.clock)

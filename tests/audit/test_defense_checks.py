@@ -29,11 +29,12 @@ from fedleak.defenses.secure_sum import SecureSum
 from fedleak.defenses.sign import Sign
 from fedleak.dispatch import dispatcher
 from fedleak.errors import ConfigError, FedleakError
-from fedleak.federation import Protection
+from fedleak.federation.protection import Protection
 from fedleak.privacy import Event
 from fedleak.store.run import Run
 from fedleak.training import private_steps
 from server.app import app as server_app
+from server.engines import train
 from server.inline import InlineGrid
 
 SMALL = {"name": "smaller than builtin/bert-tiny: `folder`"}
@@ -391,7 +392,7 @@ def test_a_run_with_a_broken_defense_trains_nothing(tmp_path, monkeypatch, table
         patch.setattr("clients.app.local_update_", never)
         patch.setattr(dispatcher, "attacking", never)
         with pytest.raises(FedleakError) as caught:
-            pipeline.carry_out(run, experiment)
+            pipeline.carry_out(run, experiment, train)
     message = str(caught.value)
     assert "nothing was trained" in message
     assert f"defense[1] ({table['kind']}): " in message

@@ -76,7 +76,13 @@ def make(tmp_path, sequences):
 
 
 def truth_of(round, client, sequences):
-    return GroundTruth(round, client, tuple(sequences), (1,) * len(sequences), len(sequences))
+    return GroundTruth(
+        round=round,
+        client=client,
+        sequences=tuple(sequences),
+        labels=(1,) * len(sequences),
+        batch_size=len(sequences),
+    )
 
 
 def answer_of(round, client, sequences=None, *, tokens=None, status="recovered", **more):
@@ -210,7 +216,14 @@ SERVER = Knowledge(learning_rate=0.5, local_steps=1, dropout=False)
 
 @pytest.fixture
 def captured(make):
-    truth = GroundTruth(1, 0, ((2, 5, 3), (2, 6, 7, 8, 3), (2, 9, 4, 3)), (0, 1, 1), 3, 0.25)
+    truth = GroundTruth(
+        round=1,
+        client=0,
+        sequences=((2, 5, 3), (2, 6, 7, 8, 3), (2, 9, 4, 3)),
+        labels=(0, 1, 1),
+        batch_size=3,
+        noise_scale=0.25,
+    )
     run = make([truth], [])
     for client in (0, 1):
         update = ClientUpdate(UpdateKind.GRADIENT, {"a": torch.zeros(1)}, 3)

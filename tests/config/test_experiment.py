@@ -16,7 +16,7 @@ from fedleak.config.sent_parameters import captured_parameters
 from fedleak.config.wording import difference
 from fedleak.defenses.gaussian_noise import GaussianNoise
 from fedleak.errors import ConfigError, FedleakError, unknown
-from fedleak.federation import outline
+from fedleak.federation.workload import outline
 from fedleak.models import CLASSIFICATION, ModelSpec
 from fedleak.models.lora import Lora
 from fedleak.observation import ThreatModel, UpdateKind

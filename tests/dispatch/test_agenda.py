@@ -18,6 +18,7 @@ from fedleak.store import records
 from fedleak.store.run import Key, Run
 from fedleak.workers.process import answer_of
 from server import inline
+from server.engines import train
 
 KEYS = [Key(round, client) for round in (1, 2) for client in range(3)]
 QUICK = NamedAttack("quick", SimpleNamespace(slow=False))
@@ -126,6 +127,13 @@ def test_groups_are_of_one_round_and_in_order():
     ]
 
 
+@pytest.mark.parametrize(("at_once", "size"), [(None, 2), (1, 1), (2, 2), (5, 2)])
+def test_an_upper_bound_makes_groups_smaller_and_never_larger(at_once, size):
+    found = groups([PAIRS, QUICK], KEYS[:2], at_once)
+    assert max(len(work.keys) for work in found if work.attack == PAIRS) == size
+    assert sorted(work.keys for work in found if work.attack == QUICK) == [[k] for k in KEYS[:2]]
+
+
 # --- who takes it -------------------------------------------------------------------------------
 
 
@@ -143,7 +151,7 @@ def test_groups_are_of_one_round_and_in_order():
 def test_a_worker_is_left_for_quick_attacks_while_some_are_to_come(busy, free, left, may):
     of = [SimpleNamespace(jobs=(SimpleNamespace(attack=each),)) for each in busy]
     of += [SimpleNamespace(jobs=())] * free
-    assert dispatcher._slow_may(of, SimpleNamespace(quick_left=left)) == may
+    assert dispatcher.slow_may(of, SimpleNamespace(quick_left=left)) == may
 
 
 # --- what has come ------------------------------------------------------------------------------
@@ -264,7 +272,7 @@ def test_training_stops_in_the_round_in_which_the_dispatcher_dies(many_rounds, m
     monkeypatch.setattr(dispatcher, "attack_captures", dies)
     monkeypatch.setattr(inline.InlineGrid, "_answer", answer_after_that)
     with pytest.raises(OSError, match="No space left on device"):
-        pipeline.carry_out(run, experiment)
+        pipeline.carry_out(run, experiment, train)
     assert {key.round for key in run.captures()} == {1}
     assert run.info()["status"] == "failed"
 

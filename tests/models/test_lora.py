@@ -105,14 +105,18 @@ def batch(both, texts):
 
 def test_the_gradient_is_that_of_merged_weights(both, batch):
     plain, model = both
-    how = LocalTraining(UpdateKind.GRADIENT, 3, 1, RATE, dropout=False)
+    how = LocalTraining(
+        kind=UpdateKind.GRADIENT, batch_size=3, epochs=1, learning_rate=RATE, dropout=False
+    )
     found = local_update_(model, *batch, how, seed=0)
     assert_near(found.tensors, oracle(plain, model.parameters(), *batch), 1e-4)
 
 
 def test_the_delta_is_that_of_sgd_on_merged_weights(both, batch):
     plain, model = both
-    how = LocalTraining(UpdateKind.DELTA, 2, 2, RATE, dropout=False)
+    how = LocalTraining(
+        kind=UpdateKind.DELTA, batch_size=2, epochs=2, learning_rate=RATE, dropout=False
+    )
     sequences, labels = batch
     adapters = copy.deepcopy(model.parameters())
     before = copy.deepcopy(named(model))
@@ -144,7 +148,9 @@ def test_a_new_adapter_changes_nothing_and_its_a_has_no_gradient(small, texts):
             for one in (plain, model)
         ]
     assert torch.equal(*logits)
-    how = LocalTraining(UpdateKind.GRADIENT, 2, 1, RATE, dropout=False)
+    how = LocalTraining(
+        kind=UpdateKind.GRADIENT, batch_size=2, epochs=1, learning_rate=RATE, dropout=False
+    )
     for name, value in local_update_(
         model, model.encode(texts[:2]), [0, 2], how, seed=0
     ).tensors.items():

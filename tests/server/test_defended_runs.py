@@ -1,11 +1,15 @@
 """Defended runs from end to end: what the server gets, what is noted, and what it costs."""
 
+import dataclasses
+import functools
 import io
 import json
 import math
 import shutil
 import stat
+from dataclasses import dataclass
 from functools import cache
+from typing import ClassVar
 
 import pytest
 import torch
@@ -17,8 +21,11 @@ from clients.app import app as client_app
 from fedleak import defenses, models, pipeline, preparation, privacy
 from fedleak.audit import central_baseline, defense_checks, grants, scoring, vault
 from fedleak.config.loading import parse
-from fedleak.errors import FedleakError
-from fedleak.federation import clients_of_round, expected_captures, protection, read_data
+from fedleak.defenses import TrustedAggregator
+from fedleak.errors import ConfigError, FedleakError
+from fedleak.federation.protection import protection
+from fedleak.federation.schedule import clients_of_round, expected_captures
+from fedleak.federation.workload import read_data
 from fedleak.metrics.utility import evaluate
 from fedleak.models import CAUSAL_LM, CLASSIFICATION
 from fedleak.observation import ClientUpdate, ThreatModel, UpdateKind
@@ -31,6 +38,7 @@ from fedleak.training.batches import round_batch
 from fedleak.training.local import local_update_
 from fedleak.training.settings import LocalTraining, PrivateSteps
 from fedleak.workers.process import work_together
+from server.engines import train
 from server.inline import InlineGrid
 from server.strategy import CuriousServer
 
@@ -117,7 +125,7 @@ def experiment_of(*defense, federation=(), **tables):
 
 def carried_out(path, experiment):
     run = preparation.prepare(experiment, path)
-    pipeline.carry_out(run, experiment, on=[Here()])
+    pipeline.carry_out(run, experiment, train, on=[Here()])
     return run
 
 
@@ -323,7 +331,14 @@ def test_what_defenses_did_is_readable_by_its_owner_alone(tmp_path):
         noted = json.loads(path.read_text())
         assert [told["kind"] for told in noted["defenses"]] == ["mask", "dp_sgd"]
         assert noted["events"] == [
-            Event(1.0, 1.0, 1, "example", "zero out one", disjoint=0).to_json()
+            Event(
+                noise_multiplier=1.0,
+                sampling_rate=1.0,
+                steps=1,
+                unit="example",
+                neighbouring="zero out one",
+                disjoint=0,
+            ).to_json()
         ]
 
 
@@ -426,6 +441,40 @@ def test_what_is_granted_of_a_sum_is_of_all_clients(summed):
     assert known.noise_scale == truth.noise_scale
 
 
+@dataclass(frozen=True)
+class Largest(TrustedAggregator):
+    """Shows the server the largest of the clients' numbers."""
+
+    kind: ClassVar[str] = "largest"
+
+    def combined(self, updates):
+        return functools.reduce(
+            lambda one, other: dataclasses.replace(
+                one, tensors={n: torch.maximum(v, other.tensors[n]) for n, v in one.tensors.items()}
+            ),
+            updates,
+        )
+
+
+def test_a_new_aggregator_is_one_class(tmp_path, monkeypatch):
+    """Nothing else knows which defense stands between clients and server."""
+    kinds = {**defenses.kinds(), "largest": Largest}
+    monkeypatch.setattr(defenses, "kinds", lambda: kinds)
+    once = {"rounds": 1}
+    apart = carried_out(tmp_path / "apart", experiment_of(federation=once))
+    each = [apart.read_capture(key).update for key in apart.captures()]
+    run = carried_out(tmp_path / "run", experiment_of({"kind": "largest"}, federation=once))
+    assert run.captures() == [Key(1, EVERYONE)]
+    seen = run.read_capture(Key(1, EVERYONE)).update
+    for name, value in seen.tensors.items():
+        assert torch.equal(value, torch.stack([one.tensors[name] for one in each]).amax(0))
+    findings = defense_checks.check(experiment_of({"kind": "largest"}))
+    assert all(one.holds for one in findings)
+    refused = r"largest and secure_sum: the server sees one update of a round: keep one"
+    with pytest.raises(ConfigError, match=refused):
+        experiment_of({"kind": "largest"}, SECURE_SUM)
+
+
 def test_probes_read_the_words_of_all_clients_in_a_sum_without_noise(tmp_path):
     run = carried_out(tmp_path / "run", experiment_of(SECURE_SUM, federation={"rounds": 1}))
     (row,) = run.rows(Lines("leakage.jsonl", dict))
@@ -487,7 +536,12 @@ def crash_once(function):
 def sizes_of(seed):
     """How many of their three examples two clients draw in two rounds, of batches of one."""
     how = LocalTraining(
-        UpdateKind.GRADIENT, 1, 1, 0.1, False, private=PrivateSteps(1.0, 0.5, "poisson")
+        kind=UpdateKind.GRADIENT,
+        batch_size=1,
+        epochs=1,
+        learning_rate=0.1,
+        dropout=False,
+        private=PrivateSteps(1.0, 0.5, "poisson"),
     )
     return [
         [len(round_batch(3, how, seed=seed, client=client, round=r)) for client in (0, 1)]
@@ -575,9 +629,25 @@ def ledgered(folders, tmp_path_factory):
 
 def test_the_ledger_composes_all_rounds_of_each_client(ledgered):
     experiment = with_ledger()
-    poisson = Event(1.0, 1 / 3, 1, "example", "add or remove one", "Poisson")
-    of_client = Event(0.4, 1.0, 1, "client", "replace one")
-    fixed = Event(1.0, 1.0, 1, "example", "zero out one", disjoint=0)
+    poisson = Event(
+        noise_multiplier=1.0,
+        sampling_rate=1 / 3,
+        steps=1,
+        unit="example",
+        neighbouring="add or remove one",
+        sampling="Poisson",
+    )
+    of_client = Event(
+        noise_multiplier=0.4, sampling_rate=1.0, steps=1, unit="client", neighbouring="replace one"
+    )
+    fixed = Event(
+        noise_multiplier=1.0,
+        sampling_rate=1.0,
+        steps=1,
+        unit="example",
+        neighbouring="zero out one",
+        disjoint=0,
+    )
     rounds = {
         client: [r for r in (1, 2, 3) if client in clients_of_round(experiment, r)]
         for client in range(4)

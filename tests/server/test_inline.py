@@ -11,7 +11,7 @@ import torch
 from flwr.app import ArrayRecord
 
 from clients import outgoing
-from fedleak import federation, models, pipeline, preparation
+from fedleak import models, pipeline, preparation
 from fedleak.attacks.matching.dlg import Dlg
 from fedleak.audit import scoring
 from fedleak.config.components import NamedAttack
@@ -19,7 +19,8 @@ from fedleak.config.loading import parse
 from fedleak.config.sent_parameters import selected_parameters
 from fedleak.dispatch import dispatcher
 from fedleak.errors import ConfigError, FedleakError
-from fedleak.federation import expected_captures
+from fedleak.federation import lookup, workload
+from fedleak.federation.schedule import expected_captures
 from fedleak.models import CAUSAL_LM, CLASSIFICATION, LanguageModel, ModelSpec
 from fedleak.observation import Knowledge, ThreatModel, UpdateKind
 from fedleak.reconstruction import Reconstruction, Status
@@ -314,9 +315,9 @@ def test_each_thing_is_read_decoded_and_written_once(tmp_path, monkeypatch):
     run = preparation.prepare(experiment, tmp_path / "run")
     counting(Run, "write_broadcast")
     counting(ArrayRecord, "to_torch_state_dict")
-    counting(federation, "load")
-    counting(federation, "read_data")
-    monkeypatch.setattr("clients.client_context.read_data", federation.read_data)
+    counting(lookup, "load")
+    counting(workload, "read_data")
+    monkeypatch.setattr("clients.client_context.read_data", workload.read_data)
     counting(outgoing, "to_wire")
     inline.train(run, experiment)
     replies, evaluations = 3 * 2, 4

@@ -18,8 +18,12 @@ from fedleak.training.settings import LocalTraining
 from fedleak.training.wire import from_wire, partial_update, to_wire
 
 KINDS = [("bert", CLASSIFICATION), ("gpt2", CLASSIFICATION), ("gpt2", CAUSAL_LM)]
-FEDSGD = LocalTraining(UpdateKind.GRADIENT, 3, 1, 0.1, dropout=False)
-FEDAVG = LocalTraining(UpdateKind.DELTA, 2, 3, 0.1, dropout=False)
+FEDSGD = LocalTraining(
+    kind=UpdateKind.GRADIENT, batch_size=3, epochs=1, learning_rate=0.1, dropout=False
+)
+FEDAVG = LocalTraining(
+    kind=UpdateKind.DELTA, batch_size=2, epochs=3, learning_rate=0.1, dropout=False
+)
 
 
 def transformers_loss(model, module, sequences, labels):

@@ -272,7 +272,14 @@ def test_a_batch_of_nobody_gives_pure_noise(made, family, task, lora):
 )
 def test_a_client_that_drew_nobody_sends_noise_like_any_other(made, family, task, lora):
     model, _, _ = made(family, task, lora=lora)
-    how = LocalTraining(UpdateKind.GRADIENT, 4, 1, 0.1, False, private=private(1.0, 0.3, "poisson"))
+    how = LocalTraining(
+        kind=UpdateKind.GRADIENT,
+        batch_size=4,
+        epochs=1,
+        learning_rate=0.1,
+        dropout=False,
+        private=private(1.0, 0.3, "poisson"),
+    )
     update = local_update_(model, [], [], how, seed=1)
     assert update.num_examples == 4, "how many were drawn is private"
     assert update.tensors.keys() == model.parameters().keys()
@@ -354,7 +361,14 @@ def test_dropout_is_on_only_if_it_is_asked_for(made, family, task):
     expected, _ = clipped_by_hand(model, batch, labels, 0.5, EXPECTED)
     # Layers are listened to in training mode, and have no dropout of their own.
     assert_near(step(model, batch, labels, private(0.0, 0.5)), expected)
-    how = LocalTraining(UpdateKind.GRADIENT, EXPECTED, 1, 0.1, False, private=private(0.0, 0.5))
+    how = LocalTraining(
+        kind=UpdateKind.GRADIENT,
+        batch_size=EXPECTED,
+        epochs=1,
+        learning_rate=0.1,
+        dropout=False,
+        private=private(0.0, 0.5),
+    )
     found = {}
     for dropout, seed in [(False, 1), (False, 2), (True, 1), (True, 2)]:
         one = dataclasses.replace(how, dropout=dropout)
@@ -427,7 +441,12 @@ def test_fedavg_is_a_loop_of_private_steps(made, family, task, lora, seed, sampl
     model, batch, labels = made(family, task, lora=lora)
     max_norm = median_norm(model, batch, labels)
     how = LocalTraining(
-        UpdateKind.DELTA, 2, 2, 0.1, False, private=private(0.2, max_norm, sampling)
+        kind=UpdateKind.DELTA,
+        batch_size=2,
+        epochs=2,
+        learning_rate=0.1,
+        dropout=False,
+        private=private(0.2, max_norm, sampling),
     )
     expected, told, chosen = steps_by_hand(model, batch, labels, how, seed=seed)
     assert len(chosen) == how.steps(5) == 6
@@ -442,7 +461,14 @@ def test_fedavg_is_a_loop_of_private_steps(made, family, task, lora, seed, sampl
 
 def test_a_client_with_fewer_examples_than_a_batch_divides_by_those(made):
     model, batch, labels = made("bert", CLASSIFICATION, count=2)
-    how = LocalTraining(UpdateKind.DELTA, 16, 1, 0.1, False, private=private(0.0, 0.05))
+    how = LocalTraining(
+        kind=UpdateKind.DELTA,
+        batch_size=16,
+        epochs=1,
+        learning_rate=0.1,
+        dropout=False,
+        private=private(0.0, 0.05),
+    )
     expected, _ = clipped_by_hand(model, batch, labels, 0.05, 2)
     found = local_update_(model, batch, labels, how, seed=0).tensors
     assert_near(found, {name: -0.1 * value for name, value in expected.items()}, 1e-4)
@@ -450,7 +476,14 @@ def test_a_client_with_fewer_examples_than_a_batch_divides_by_those(made):
 
 def test_a_gradient_is_divided_by_what_is_expected_and_not_by_what_was_drawn(made):
     model, batch, labels = made("bert", CLASSIFICATION)
-    how = LocalTraining(UpdateKind.GRADIENT, 8, 1, 0.1, False, private=private(0.0, 0.05))
+    how = LocalTraining(
+        kind=UpdateKind.GRADIENT,
+        batch_size=8,
+        epochs=1,
+        learning_rate=0.1,
+        dropout=False,
+        private=private(0.0, 0.05),
+    )
     figures = {}
     update = local_update_(model, batch, labels, how, seed=0, report=figures.update)
     expected, norms = clipped_by_hand(model, batch, labels, 0.05, 8)
@@ -480,7 +513,15 @@ def test_a_gradient_is_divided_by_what_is_expected_and_not_by_what_was_drawn(mad
 def test_what_is_frozen_is_neither_sent_nor_counted_in_a_norm(made, kind, family, frozen):
     model, batch, labels = made(family, CLASSIFICATION)
     names = list(model.parameters())
-    how = LocalTraining(kind, 5, 1, 0.1, False, frozen, private(0.0, 0.2))
+    how = LocalTraining(
+        kind=kind,
+        batch_size=5,
+        epochs=1,
+        learning_rate=0.1,
+        dropout=False,
+        frozen=frozen,
+        private=private(0.0, 0.2),
+    )
     weights = {name: p.clone() for name, p in model.parameters().items()}
     update = local_update_(model, batch, labels, how, seed=0).tensors
     # Trained again as if nothing had been.
@@ -504,7 +545,12 @@ def test_what_is_frozen_is_neither_sent_nor_counted_in_a_norm(made, kind, family
 
 def drawn(num_examples, batch_size, rounds, client=0, seed=0):
     how = LocalTraining(
-        UpdateKind.GRADIENT, batch_size, 1, 0.1, False, private=private(1.0, 1.0, "poisson")
+        kind=UpdateKind.GRADIENT,
+        batch_size=batch_size,
+        epochs=1,
+        learning_rate=0.1,
+        dropout=False,
+        private=private(1.0, 1.0, "poisson"),
     )
     return [
         round_batch(num_examples, how, seed=seed, client=client, round=r)
@@ -540,7 +586,9 @@ def test_poisson_draws_differ_between_clients_and_seeds_and_come_again():
 
 
 def test_fixed_sampling_is_that_of_plain_training():
-    plain = LocalTraining(UpdateKind.GRADIENT, 3, 1, 0.1, False)
+    plain = LocalTraining(
+        kind=UpdateKind.GRADIENT, batch_size=3, epochs=1, learning_rate=0.1, dropout=False
+    )
     fixed = dataclasses.replace(plain, private=private())
     for round in range(1, 9):
         assert round_batch(10, plain, seed=0, client=1, round=round) == round_batch(
@@ -551,7 +599,13 @@ def test_fixed_sampling_is_that_of_plain_training():
 @pytest.mark.parametrize(("num_examples", "batch_size"), [(18, 4), (12, 4), (5, 3), (3, 8)])
 def test_no_example_is_used_more_often_than_the_ledger_counts(num_examples, batch_size):
     defense = DpSgd(noise_multiplier=1.0, sampling="fixed")
-    plain = LocalTraining(UpdateKind.GRADIENT, min(batch_size, num_examples), 1, 0.1, False)
+    plain = LocalTraining(
+        kind=UpdateKind.GRADIENT,
+        batch_size=min(batch_size, num_examples),
+        epochs=1,
+        learning_rate=0.1,
+        dropout=False,
+    )
     local = defense.training(plain)
     used, marks = Counter(), set()
     for round in range(1, 20):

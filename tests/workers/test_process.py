@@ -1,6 +1,5 @@
 """Attacks of several captures at once, how far they are, and what is shown of it."""
 
-import importlib
 import io
 import json
 import math
@@ -12,20 +11,21 @@ import sys
 import time
 from concurrent.futures import Future
 from dataclasses import replace
-from pathlib import Path
 
 import psutil
 import pytest
 import torch
+from patient import Patient
 from rich.console import Console
+from tiny import Here
 
-from fedleak import attacks, cli, preparation
+from fedleak import attacks, preparation
 from fedleak.attacks import Batched, Progress
+from fedleak.cli import display
 from fedleak.config.components import NamedAttack
 from fedleak.config.loading import parse
 from fedleak.dispatch import dispatcher
 from fedleak.dispatch.progress import RunProgress, UnderWay
-from fedleak.errors import CaptureError
 from fedleak.observation import Knowledge, ThreatModel
 from fedleak.reconstruction import Status
 from fedleak.store.lines import Lines
@@ -51,26 +51,6 @@ TABLE = {
 PAIRS = [[[r, c] for c in pair] for r in (1, 2) for pair in ([0, 1], [2, 3], [4])]
 
 
-class Here:
-    """A worker in this process."""
-
-    def __init__(self):
-        self.jobs = ()
-
-    def submit(self, jobs):
-        self.jobs = tuple(jobs)
-
-    def result(self):
-        jobs, self.jobs = self.jobs, ()
-        try:
-            return work_together(jobs, "cpu")
-        except (RuntimeError, CaptureError) as error:
-            return error
-
-    def progress(self):
-        return {}
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     experiment = parse(TABLE)
@@ -89,11 +69,9 @@ def run(trained, tmp_path):
 @pytest.fixture
 def patient(tmp_path, monkeypatch):
     """Makes the attack that logs its calls; it can be named in experiments too."""
-    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "fake_attacks")
-    cls = importlib.import_module("patient").Patient
-    found = {**attacks.kinds(), "patient": cls}
+    found = {**attacks.kinds(), "patient": Patient}
     monkeypatch.setattr(attacks, "kinds", lambda: found)
-    return lambda **settings: cls(str(tmp_path / "calls"), **settings)
+    return lambda **settings: Patient(str(tmp_path / "calls"), **settings)
 
 
 def calls(tmp_path):
@@ -429,7 +407,7 @@ DOING = UnderWay(
             0,
             "     lamp round 2, client 0: 5/90, loss 0.123, " + SHOWN,
         ),
-        (DOING, cli.TURN_SECONDS, "     lamp round 2, client 3: 6/90, loss 7e-05, so"),
+        (DOING, display.TURN_SECONDS, "     lamp round 2, client 3: 6/90, loss 7e-05, so"),
         (
             UnderWay("lamp", 1, (4,), {4: Progress(0, 90, math.nan, "", "starts 3/64")}),
             0,
@@ -445,7 +423,7 @@ DOING = UnderWay(
     ],
 )
 def test_a_line_says_what_a_worker_does_and_obeys_nothing_in_it(doing, now, shown):
-    assert cli.line(doing, now).plain == shown
+    assert display.line(doing, now).plain == shown
 
 
 class Screen(io.StringIO):
@@ -454,12 +432,11 @@ class Screen(io.StringIO):
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_busy_workers_are_shown_on_a_terminal_and_cut_to_its_width(monkeypatch, terminal):
+def test_busy_workers_are_shown_on_a_terminal_and_cut_to_its_width(terminal):
     file = Screen() if terminal else io.StringIO()
     console = Console(file=file, force_terminal=terminal, width=60, height=20)
-    monkeypatch.setattr(cli, "console", console)
     deadline = time.monotonic() + (20 if terminal else 0.3)
-    with cli.progress() as show:
+    with display.progress(console) as show:
         show(RunProgress(1, 2, 3, 4, (DOING._replace(progress={0: DOING.progress[0]}),)))
         while "round 2" not in console.file.getvalue() and time.monotonic() < deadline:
             time.sleep(0.05)

@@ -106,7 +106,7 @@ WRONG: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "attack preset": ({"attack": [{"kind": "lamp", "preset": "bests"}]}, ("preset", "bests")),
     "attack seconds": ({"attack": [{"kind": "lamp", "seconds": -1}]}, ("attack[0].seconds",)),
     "attack steps": ({"attack": [{"kind": "lamp", "steps": 0}]}, ("attack[0].steps",)),
-    "attack at once": ({"attack": [{"kind": "lamp", "at_once": 0}]}, ("attack[0].at_once",)),
+    "attack at once": ({"attack": [{"kind": "lamp", "at_once": 8}]}, ("at_once",)),
     "prior missing": ({"attack": [{"kind": "lamp", "prior": "/nope/prior"}]}, ("/nope/prior",)),
     "prior is bert": (
         {"attack": [{"kind": "lamp", "prior": "builtin/bert-tiny"}]},
@@ -266,6 +266,7 @@ NUMBERS = {
     "federation.alpha": (-1.0, 0.0, math.nan, "1", True),
     "federation.dropout": ("no", 1, 0.5),
     "privacy.delta": (-1e-5, 1.0, math.nan, "1e-5", True),
+    "workers.at_once": (-1, 0, 1.5, math.inf, "8", True),
     "workers.time_limit": (-1, 0, math.nan, math.inf, "60", True),
     "audit.controls": ("no", 1),
     "utility.reference": ("no", 1),

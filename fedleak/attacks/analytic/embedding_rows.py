@@ -4,6 +4,8 @@ An embedding row has a gradient only if its token (or position) occurred, so the
 embedding's update is the set of tokens and the number of positions; measured to survive dropout,
 masking, pruning and local steps (Melis et al. 2019; Gupta et al. 2022, section 3.1). With an
 output layer tied to the embedding every row has a gradient, and the used ones stand out by size.
+
+Shapes: V rows of a table, D hidden size.
 """
 
 from torch import Tensor

@@ -23,11 +23,11 @@ DUMMY_LENGTH = 16
 def label_counts(seen: Observation, model: LanguageModel, rng: torch.Generator) -> list[int] | None:
     """Returns the estimated number of examples of each class; None where it cannot be told.
 
-    The gradient of the classifier's bias is the mean over the batch of the loss's pull on logits z:
-    p - y under cross-entropy, 2/C (z - y) under the squared error. So the shares y follow from the
-    mean p or z, which are estimated on random tokens (LLG). Without a bias, the label of a single
-    example among three or more classes is, under cross-entropy, the one whose row of the weight
-    gradient points away from all others (iDLG).
+    The gradient of the classifier's bias is the mean over the batch of the loss's gradient at the
+    logits z: p - y under cross-entropy, 2/C (z - y) under the squared error. So the shares y follow
+    from the mean of p or z, which is estimated on random tokens (LLG). Without a bias, a single
+    example can be told under cross-entropy with three or more classes: the row of its class in the
+    weight gradient points away from all other rows (iDLG).
     """
     if model.task != CLASSIFICATION or seen.update.kind != UpdateKind.GRADIENT:
         return None
@@ -49,19 +49,19 @@ def label_counts(seen: Observation, model: LanguageModel, rng: torch.Generator) 
     return None
 
 
-def class_shares(model: LanguageModel, logits_BC: Tensor, pull_C: Tensor) -> Tensor:
-    """Returns the shares of classes [C], of sum 1, that pull on logits like these as was seen."""
+def class_shares(model: LanguageModel, logits_BC: Tensor, bias_grad_C: Tensor) -> Tensor:
+    """Returns the shares of classes [C], of sum 1, that explain the gradient of the bias."""
     logits_BC = logits_BC.detach().double().requires_grad_()
-    pulls: list[Tensor] = []
+    grads: list[Tensor] = []
     with torch.enable_grad():
         for label in range(model.num_labels):
             labels_B = torch.full((len(logits_BC),), label, device=logits_BC.device)
-            pulls += torch.autograd.grad(model.class_loss(logits_BC, labels_B), logits_BC)
-    pull_LC = torch.stack([pull_BC.sum(0) for pull_BC in pulls])
-    even_C = pull_LC.mean(0)
-    # What shares of sum 1 add to the pull of even ones, and that their sum is 1.
-    system_XL = torch.cat([(pull_LC - even_C).T, torch.ones_like(even_C)[None]])
-    wanted_X1 = torch.cat([pull_C.double() - even_C, even_C.new_ones(1)])[:, None]
+            grads += torch.autograd.grad(model.class_loss(logits_BC, labels_B), logits_BC)
+    grad_LC = torch.stack([grad_BC.sum(0) for grad_BC in grads])
+    even_C = grad_LC.mean(0)
+    # What the shares add to the gradient of even shares, and that their sum is 1.
+    system_XL = torch.cat([(grad_LC - even_C).T, torch.ones_like(even_C)[None]])
+    wanted_X1 = torch.cat([bias_grad_C.double() - even_C, even_C.new_ones(1)])[:, None]
     shares_C: Tensor = torch.linalg.lstsq(system_XL, wanted_X1).solution[:, 0]
     return shares_C
 

@@ -1,9 +1,9 @@
-"""What can be told of a batch before its text is: lengths, labels, and the tokens in it.
+"""The structure of a batch, inferred before its text: lengths, labels, and the tokens in it.
 
-Facts that were granted are used; others are read out of the update, and what it leaves open is
-supposed: a handful of shapes, of which the one that matches best is kept.
+Facts that were granted are used. Others are read out of the update. Where the update leaves them
+open, several shapes are tried, and the one that matches best is kept.
 
-Shapes: B sequences, T tokens, C classes, V vocabulary.
+Shapes: R rows, B sequences, T tokens, M tokens of a bag, S chosen rows.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,7 +18,7 @@ from fedleak.attacks.analytic.embedding_rows import used_rows
 from fedleak.attacks.analytic.label_counts import label_counts
 from fedleak.attacks.certificate import as_gradient
 from fedleak.attacks.subspace.span import row_space
-from fedleak.attacks.subspace.token_bag import read_factors
+from fedleak.attacks.subspace.token_bag import read_token_bag
 from fedleak.models import CAUSAL_LM, CLASSIFICATION, LanguageModel
 from fedleak.observation import Observation
 
@@ -75,15 +75,15 @@ def shapes(seen: Observation, model: LanguageModel, rng: torch.Generator, most: 
     lengths = lengths or [(n,) * size for n in _tried(model, most)]
     labels = _labels(seen, model, rng, max(1, most // len(lengths)))
     each = [Shape(one, classes) for one in lengths for classes in labels]
-    # A shape that differs by the order of equally long sequences is the same.
+    # The order of equally long sequences makes no other shape.
     distinct = {_canonical(one): one for one in each}
     return Shapes(list(distinct.values())[:most], told)
 
 
 def bag(seen: Observation, model: LanguageModel, rng: torch.Generator) -> Tensor | None:
-    """Returns the ids [V] of the distinct tokens in a batch, None if they cannot be told exactly.
+    """Returns the ids [M] of the distinct tokens in a batch; None if the update leaves them open.
 
-    From the rows of the word embedding, else from the first layer's row space (`factors`).
+    They come from the rows of the word embedding, else from the row space of the first layer.
     """
     family, tensors = model.family, seen.update.tensors
     if family.word_embedding in tensors:
@@ -95,9 +95,94 @@ def bag(seen: Observation, model: LanguageModel, rng: torch.Generator) -> Tensor
     if span is None or not span.exact or family.position_embedding is None:
         return None
     directions = family.token_table(model.module).directions()
-    factors = read_factors(directions, span, rng)
-    clear = factors is not None and factors.exact and len(factors.tokens_V)
-    return factors.tokens_V if factors is not None and clear else None
+    found = read_token_bag(directions, span, rng)
+    clear = found is not None and found.exact and len(found.tokens_N)
+    return found.tokens_N if found is not None and clear else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """Shapes as tensors, a row for each, padded to the largest.
+
+    Attributes:
+        mask_RBT: 1 on the tokens of a sequence.
+        fixed_RBT: Where the token is known: special tokens and padding.
+        ids_RBT: The known tokens; 0 elsewhere.
+        labels_RB: Classes.
+        weights_RB: The weight of each sequence in the loss; 0 for sequences that only pad a batch.
+    """
+
+    mask_RBT: Tensor
+    fixed_RBT: Tensor
+    ids_RBT: Tensor
+    labels_RB: Tensor
+    weights_RB: Tensor
+
+    def take(self, chosen_S: Tensor) -> "Rows":
+        """Returns some of the rows."""
+        return Rows(**{name: value[chosen_S] for name, value in vars(self).items()})
+
+    @property
+    def length(self) -> int:
+        """T: tokens of the longest sequence, or more."""
+        return self.mask_RBT.shape[2]
+
+    def sequences_of(self, chosen: Sequence[int]) -> "Rows":
+        """Returns only some sequences of each row, as long as the longest of them."""
+        length = int(self.mask_RBT[:, list(chosen)].sum(-1).max())
+        of_each = {name: value[:, list(chosen)] for name, value in vars(self).items()}
+        return Rows(
+            **{
+                n: value[..., :length] if value.dim() == 3 else value
+                for n, value in of_each.items()
+            }
+        )
+
+    def content(self, r: int, b: int) -> list[int]:
+        """Returns the places of sequence b of row r whose tokens are to be found."""
+        places: list[int] = (~self.fixed_RBT[r, b]).nonzero()[:, 0].tolist()
+        return places
+
+    def sequences(self, r: int, ids_BT: Tensor) -> list[tuple[int, ...]]:
+        """Returns the token ids of row r without padding."""
+        lengths = (self.mask_RBT[r].sum(-1) * (self.weights_RB[r] > 0)).tolist()
+        return [tuple(ids_T[:n].tolist()) for ids_T, n in zip(ids_BT, lengths, strict=True) if n]
+
+
+def rows_of(shapes: Sequence[Shape], around: Frame, model: LanguageModel) -> Rows:
+    """Returns a row per shape."""
+    rows, batch = len(shapes), max(len(shape.lengths) for shape in shapes)
+    longest = max(max(shape.lengths) for shape in shapes)
+    ids_RBT = torch.zeros(rows, batch, longest, dtype=torch.long)
+    mask_RBT, fixed_RBT = torch.zeros_like(ids_RBT), torch.ones_like(ids_RBT, dtype=torch.bool)
+    labels_RB = torch.zeros(rows, batch, dtype=torch.long)
+    weights_RB = torch.zeros(rows, batch)
+    mask_RBT[:, :, 0] = 1  # attention needs something to look at, also where there is no sequence
+    for r, shape in enumerate(shapes):
+        for b, length in enumerate(shape.lengths):
+            first, last = len(around.first), length - len(around.last)
+            mask_RBT[r, b, :length] = 1
+            fixed_RBT[r, b, first:last] = False
+            ids_RBT[r, b, :first] = torch.tensor(around.first, dtype=torch.long)
+            ids_RBT[r, b, last:length] = torch.tensor(around.last, dtype=torch.long)
+            ids_RBT[r, b, length:] = model.tokenizer.pad_token_id
+            weights_RB[r, b] = _weight(shape, model)
+            if shape.labels:
+                labels_RB[r, b] = shape.labels[b]
+    return Rows(
+        mask_RBT=mask_RBT.to(model.device),
+        fixed_RBT=fixed_RBT.to(model.device),
+        ids_RBT=ids_RBT.to(model.device),
+        labels_RB=labels_RB.to(model.device),
+        weights_RB=weights_RB.to(model.device),
+    )
+
+
+def _weight(shape: Shape, model: LanguageModel) -> float:
+    """Returns the weight of one example, or of one target, in the mean loss."""
+    if model.task == CLASSIFICATION:
+        return 1 / len(shape.lengths)
+    return 1 / max(sum(length - 1 for length in shape.lengths), 1)
 
 
 def _canonical(shape: Shape) -> tuple[tuple[int, int], ...]:
@@ -133,7 +218,8 @@ def _told(
     if total is None or total - longest > longest * (size - 1):
         yield (longest,) * size
         return
-    # What is the same counts once: a decoder's texts that begin alike, any text that occurs twice.
+    # Equal inputs of a layer add only one to the rank: texts of a decoder that begin alike, or a
+    # text that occurs twice.
     alike = total - longest < least * (size - 1)
     total = max(total, longest + least * (size - 1))
     most = longest * size if (family.causal or alike) and size > 1 else total

@@ -1,22 +1,22 @@
-"""Which victims are worth a batch together: all are padded to the longest, which costs time."""
+"""Length bucketing: which victims share a batch, whose rows are all padded to the longest."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 PASS = {"cpu": 32, "cuda": 1024}
-"""Tokens that take as long to look at as a pass over the model takes however few there are.
+"""The fixed cost of a pass over the model, in tokens.
 
 Measured on a CPU for a step of gradient matching on a model of 6 x 384; for GPUs a guess.
 """
 
 
 class Size(NamedTuple):
-    """What of a batch a victim takes.
+    """How much of a batch a victim takes.
 
     Attributes:
         length: Tokens of its longest sequence.
         sequences: Sequences of its largest row.
-        rows: What is tried of it side by side.
+        rows: Its rows: shapes and starts that are tried side by side.
     """
 
     length: int
@@ -25,15 +25,15 @@ class Size(NamedTuple):
 
 
 def cost(sizes: Sequence[Size], a_pass: int) -> int:
-    """Returns what a pass over victims together costs, in tokens."""
+    """Returns the cost of a pass over victims together, in tokens."""
     largest = max(one.length for one in sizes) * max(one.sequences for one in sizes)
     return a_pass + largest * sum(one.rows for one in sizes)
 
 
 def parts(group: Sequence[int], sizes: Mapping[int, Size], a_pass: int) -> list[list[int]]:
-    """Returns victims in the parts that cost least in all, of those of neighbours in length."""
+    """Returns the cheapest partition of victims into parts of neighbours in length."""
     order = sorted(group, key=lambda i: sizes[i])
-    # For the first so many of them, what they cost and their parts.
+    # The least cost of the first 0, 1, 2, ... victims, and their parts.
     best: list[tuple[int, list[list[int]]]] = [(0, [])]
     for stop in range(1, len(order) + 1):
         ways = []

@@ -1,14 +1,17 @@
-"""The gradients of guessed batches, in parts (`matching`), without forming those of weights.
+"""The gradients of guessed batches as factors (`gradient_distance`), so that no weight's is formed.
 
 Forward hooks keep the inputs A of the layers that are matched; differentiating the loss in the
 layers' outputs gives D.
 
-Shapes: R victims, K guesses for each, B sequences, T tokens, N = B T rows of a guess (or of all),
-D hidden size, M word embeddings, Y outputs of a layer, C classes, V vocabulary.
+Shapes: R rows, K guesses for each, B sequences, T tokens, N = B T places of a guess, S = R K B
+sequences of all guesses, D hidden size, M word embeddings, X inputs and Y outputs of a layer,
+C classes, V vocabulary.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,14 +20,24 @@ from torch.func import functional_call
 from fedleak.attacks.matching.gradient_distance import Gradient, Outer
 from fedleak.models import LanguageModel
 
-Pull = Callable[[Tensor], Tensor]
-"""The logits of all rows -> the gradient of the sum of all guesses' losses in them."""
+LogitGrad = Callable[[Tensor], Tensor]
+"""Logits of all sequences -> the derivative of the sum of all guesses' losses in them."""
+
+WeightRule = Callable[[nn.Module, Tensor, Tensor], Gradient]
+"""(layer, its inputs [R, K, N, X], derivative at its outputs [R, K, N, Y]) -> weight's gradient."""
 
 
 class BatchGradients:
-    """Computes the gradients of guesses, in parts, for some of a model's parameters.
+    """Computes the gradients of guesses, as factors, for some of a model's parameters.
 
     Within `ready` the model's parameters are frozen and its layers are listened to.
+
+    Args:
+        model: The model.
+        names: The parameters.
+
+    Raises:
+        NotImplementedError: A parameter belongs to a layer of a type that has no rule.
     """
 
     def __init__(self, model: LanguageModel, names: Sequence[str]) -> None:
@@ -32,17 +45,19 @@ class BatchGradients:
         self._tables = [name for name in tables(model) if name in names]
         words = model.family.word_embedding
         self._words = words if words in names else None
-        owners = {n.rpartition(".")[0] for n in names if n not in (*self._tables, words)}
-        self._modules = {
-            path: module for path, module in model.module.named_modules() if path in owners
-        }
+        owned = [n.rpartition(".") for n in names if n not in (*self._tables, words)]
+        self._modules = {path: model.module.get_submodule(path) for path, _, _ in owned}
+        self._rules = {path: _rule(path, module) for path, module in self._modules.items()}
+        for path, _, kind in owned:
+            if kind not in ("weight", "bias"):
+                raise NotImplementedError(_no_rule(f"{path}.{kind}", self._modules[path]))
         self._heard: list[tuple[str, Tensor, Tensor]] = []
 
     @contextmanager
     def ready(self) -> Iterator["BatchGradients"]:
-        """Freezes the parameters and listens; both end with the block, as does its attention."""
+        """Freezes the parameters and listens; afterwards the model is as it was before."""
         trained = [p for p in self._model.module.parameters() if p.requires_grad]
-        attention = self._attention
+        attention = _attend_by(self._model.module, "eager")
         hooks = [
             module.register_forward_hook(self._listener(path))
             for path, module in self._modules.items()
@@ -57,7 +72,7 @@ class BatchGradients:
             for hook in hooks:
                 hook.remove()
             self._heard.clear()
-            self._attend_by(attention)
+            _attend_by(self._model.module, attention)
 
     def _listener(self, path: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
         def hear(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -65,22 +80,11 @@ class BatchGradients:
 
         return hear
 
-    @property
-    def _attention(self) -> str:
-        """How the model's layers attend."""
-        # There is no public way to ask.
-        return str(self._model.module.config._attn_implementation)  # type: ignore[union-attr]
-
-    def _attend_by(self, name: str) -> None:
-        """Lets the model's layers attend in another way."""
-        if name != self._attention:
-            self._model.module.set_attn_implementation(name)  # type: ignore[operator]
-
     def __call__(
         self,
         x_RKBTD: Tensor,
         mask_RBT: Tensor,
-        pull: Pull,
+        logit_grad: LogitGrad,
         *,
         differentiable: bool,
         mixture_RKBTM: Tensor | None = None,
@@ -89,39 +93,37 @@ class BatchGradients:
 
         Args:
             x_RKBTD: Word embeddings of the guesses.
-            mixture_RKBTM: How much of each of M word embeddings is in them: gives the gradients of
-                those rows [R, K, M, D]. Needed if the word embedding is to be matched.
-            mask_RBT: 1 on the tokens of each victim's sequences.
-            pull: Of the loss on the logits.
-            differentiable: The gradients can be differentiated in what x was made from.
+            mask_RBT: 1 on the tokens of each row's sequences.
+            logit_grad: The derivative of the loss in the logits.
+            differentiable: The gradients can be differentiated in the variables behind x.
+            mixture_RKBTM: How much of each of M word embeddings is in x: gives the gradients
+                [R, K, M, D] of these embeddings. Needed if the word embedding is matched.
         """
         guesses = x_RKBTD.shape[:2]
-        mask_NT = mask_RBT[:, None].expand(x_RKBTD.shape[:-1]).flatten(0, 2)
+        mask_ST = mask_RBT[:, None].expand(x_RKBTD.shape[:-1]).flatten(0, 2)
         with torch.enable_grad():
-            x_NTD = x_RKBTD.flatten(0, 2)
+            x_STD = x_RKBTD.flatten(0, 2)
             if not differentiable:
-                x_NTD = x_NTD.detach().requires_grad_()
+                x_STD = x_STD.detach().requires_grad_()
             self._heard.clear()
             # PyTorch's fused kernels are faster, but have no second derivative.
-            self._attend_by("eager" if differentiable else "sdpa")
+            _attend_by(self._model.module, "eager" if differentiable else "sdpa")
             logits = self._model.family.logits(
-                self._model.module, mask_NT, ids_BT=None, embeds_BTD=x_NTD
+                self._model.module, mask_ST, ids_BT=None, embeds_BTD=x_STD
             )
             heard, self._heard = self._heard, []
             rows_too = bool(self._tables) or self._words is not None
-            at = [output for _, _, output in heard] + ([x_NTD] if rows_too else [])
-            slope = pull(logits)
+            at = [output for _, _, output in heard] + ([x_STD] if rows_too else [])
+            grad = logit_grad(logits)
             deltas = torch.autograd.grad(
                 logits,
                 at,
-                slope if differentiable else slope.detach(),
+                grad if differentiable else grad.detach(),
                 create_graph=differentiable,
                 materialize_grads=True,
             )
         if not differentiable:
             heard = [(path, given.detach(), output.detach()) for path, given, output in heard]
-
-        from transformers.pytorch_utils import Conv1D  # here, because it takes a second
 
         def rows(value: Tensor) -> Tensor:
             """Returns it as [R, K, N, ...]."""
@@ -130,16 +132,11 @@ class BatchGradients:
         gradients: dict[str, Gradient] = {}
         with torch.set_grad_enabled(differentiable):
             for (path, given, _), delta in zip(heard, deltas, strict=False):
-                module = self._modules[path]
                 delta_RKNY = rows(delta)
                 weight, bias = f"{path}.weight", f"{path}.bias"
                 if weight in self._names:
-                    if isinstance(module, nn.Linear):
-                        gradients[weight] = (Outer(delta_RKNY, rows(given)),)
-                    elif isinstance(module, Conv1D):
-                        gradients[weight] = (Outer(rows(given), delta_RKNY),)
-                    else:
-                        gradients[weight] = (delta_RKNY * rows(_normed(module, given))).sum(2)
+                    layer = self._modules[path]
+                    gradients[weight] = self._rules[path](layer, rows(given), delta_RKNY)
                 if bias in self._names:
                     gradients[bias] = delta_RKNY.sum(2)
             if not rows_too:
@@ -156,55 +153,102 @@ class BatchGradients:
         return gradients
 
 
-def _normed(module: nn.Module, given: Tensor) -> Tensor:
-    """Returns what a norm layer multiplies with its weight, whichever norm it is."""
-    if isinstance(module, nn.LayerNorm):
-        return nn.functional.layer_norm(given, module.normalized_shape, eps=module.eps)
-    plain = {
-        name: torch.zeros_like(value) if name == "bias" else torch.ones_like(value)
-        for name, value in module.named_parameters()
+def _attend_by(module: Any, name: str) -> str:
+    """Lets a model's layers attend in another way; returns the way they attended before."""
+    before = str(module.config._attn_implementation)  # there is no public way to ask
+    if name != before:
+        module.set_attn_implementation(name)
+    return before
+
+
+@cache
+def _rules() -> Mapping[type[nn.Module], WeightRule]:
+    """Returns how the gradient of a layer's weight is made, by the type of the layer."""
+    # Here, because they take a second.
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+    from transformers.pytorch_utils import Conv1D
+
+    return {
+        nn.Linear: _of_linear,
+        Conv1D: _of_conv1d,
+        nn.LayerNorm: _of_layer_norm,
+        LlamaRMSNorm: _of_rms_norm,
     }
-    out: Tensor = functional_call(module, plain, (given,))
-    return out
+
+
+def _rule(path: str, layer: nn.Module) -> WeightRule:
+    """Returns the rule of a layer's type, or of the nearest type that it is derived from."""
+    for kind in type(layer).__mro__:
+        if kind in _rules():
+            return _rules()[kind]
+    raise NotImplementedError(_no_rule(path, layer))
+
+
+def _no_rule(name: str, layer: nn.Module) -> str:
+    known = ", ".join(kind.__name__ for kind in _rules())
+    return (
+        f"gradient matching cannot match {name} (layer type {type(layer).__name__}): it knows the "
+        f"weights and biases of {known}; leave it out of update.share"
+    )
+
+
+def _of_linear(layer: nn.Module, given_RKNX: Tensor, delta_RKNY: Tensor) -> Gradient:
+    return (Outer(delta_RKNY, given_RKNX),)
+
+
+def _of_conv1d(layer: nn.Module, given_RKNX: Tensor, delta_RKNY: Tensor) -> Gradient:
+    return (Outer(given_RKNX, delta_RKNY),)
+
+
+def _of_layer_norm(layer: nn.Module, given_RKNX: Tensor, delta_RKNY: Tensor) -> Gradient:
+    assert isinstance(layer, nn.LayerNorm)
+    normed = nn.functional.layer_norm(given_RKNX, layer.normalized_shape, eps=layer.eps)
+    return (delta_RKNY * normed).sum(2)
+
+
+def _of_rms_norm(layer: nn.Module, given_RKNX: Tensor, delta_RKNY: Tensor) -> Gradient:
+    ones = {name: torch.ones_like(value) for name, value in layer.named_parameters()}
+    normed: Tensor = functional_call(layer, ones, (given_RKNX,))
+    return (delta_RKNY * normed).sum(2)
 
 
 def tables(model: LanguageModel) -> list[str]:
-    """Returns the tables that are added to word embeddings: their gradients are those of inputs."""
+    """Returns the tables whose rows are added to word embeddings, such as position embeddings."""
     family = model.family
     both = (family.position_embedding, family.token_type_embedding)
     return [name for name in both if name is not None]
 
 
-def classes_pull(model: LanguageModel, labels_N: Tensor, weights_N: Tensor) -> Pull:
-    """Returns the pull of a classifier's loss.
+def class_logit_grad(model: LanguageModel, labels_S: Tensor, weights_S: Tensor) -> LogitGrad:
+    """Returns the derivative of a classifier's loss in its logits.
 
     Args:
         model: The classifier.
-        labels_N: Each row's class.
-        weights_N: What each row's loss counts in its guess: 1 over the victim's examples.
+        labels_S: The class of each sequence.
+        weights_S: The weight of each sequence in its guess's loss: 1 over the batch size.
     """
 
-    def pull(logits_NC: Tensor) -> Tensor:
-        # The loss is a mean over rows, whatever it is; here each row counts on its own.
-        loss = model.class_loss(logits_NC, labels_N) * len(labels_N)
-        (each_NC,) = torch.autograd.grad(loss, logits_NC, create_graph=True)
-        return each_NC * weights_N[:, None]
+    def logit_grad(logits_SC: Tensor) -> Tensor:
+        # Every loss is a mean over sequences; here each sequence counts on its own.
+        loss = model.class_loss(logits_SC, labels_S) * len(labels_S)
+        (each_SC,) = torch.autograd.grad(loss, logits_SC, create_graph=True)
+        return each_SC * weights_S[:, None]
 
-    return pull
+    return logit_grad
 
 
-def next_token_pull(targets_NTV: Tensor, weights_NT: Tensor) -> Pull:
-    """Returns the pull of next-token training.
+def next_token_logit_grad(targets_STV: Tensor, weights_ST: Tensor) -> LogitGrad:
+    """Returns the derivative of the next-token loss in the logits.
 
     Args:
-        targets_NTV: The probability of each token at each position.
-        weights_NT: What the target at each position counts in its guess: 0 on first tokens.
+        targets_STV: The probability of each token at each position.
+        weights_ST: The weight of the target at each position: 0 on first tokens and padding.
     """
 
-    def pull(logits_NTV: Tensor) -> Tensor:
-        apart_NTV = logits_NTV[:, :-1].softmax(-1) - targets_NTV[:, 1:]
+    def logit_grad(logits_STV: Tensor) -> Tensor:
+        apart_STV = logits_STV[:, :-1].softmax(-1) - targets_STV[:, 1:]
         return torch.cat(
-            [apart_NTV * weights_NT[:, 1:, None], torch.zeros_like(logits_NTV[:, :1])], 1
+            [apart_STV * weights_ST[:, 1:, None], torch.zeros_like(logits_STV[:, :1])], 1
         )
 
-    return pull
+    return logit_grad

@@ -9,25 +9,25 @@ observed one. The gradient of a linear layer is a sum of outer products over the
             = sum(D * (A G*^T))                 where G* has full rank, as noise makes it
 
 and squared and cosine distances, with their derivatives in the guess, need nothing else. All other
-gradients (biases, norms, positions) are small and are formed. `batch_gradients` computes them all.
+gradients (biases, norms, positions) are small and are formed. `factored_gradients` computes both.
 An absolute (L1) distance needs every element of G: it is summed over one weight at a time.
 
-Shapes: R victims, K guesses for each, B sequences, T tokens, N = B T rows of a guess, D hidden
-size, X and Y the two sides of a weight, Q rank, P parameters, G of them of one shape.
+Shapes: R rows (each about one victim), K guesses for each, B sequences, T tokens, N = B T places of
+a guess, D hidden size, X and Y the two sides of a weight, Q rank, P parameters, G parameters of
+one shape, C = G R.
 """
 
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-FACTORED = 0.3
-"""Targets of a rank below this share of their smaller side are kept as factors."""
+from fedleak.attacks.matching.target import LowRankGradient, Target
 
-_TOGETHER = {"cpu": 64, "cuda": 4096}
-"""Tokens, of all victims and guesses, up to which weights of one shape are looked at together.
+TOGETHER = {"cpu": 64, "cuda": 4096}
+"""Weights of one shape are looked at together up to so many tokens of all rows and guesses.
 
 Measured on a CPU for a model of 6 x 384; for GPUs a guess.
 """
@@ -36,9 +36,9 @@ _TINY = 1e-30  # squares of float32 gradients are larger, or nothing
 
 
 class Outer(NamedTuple):
-    """The gradient [X, Y] of a weight as `left^T right`, or a part of it.
+    """The gradient [X, Y] of a weight as `left^T right`, or a term of it.
 
-    A part that all guesses share has K = 1.
+    A term that all guesses share has K = 1.
     """
 
     left_RKNX: Tensor
@@ -46,100 +46,12 @@ class Outer(NamedTuple):
 
 
 Gradient = tuple[Outer, ...] | Tensor
-"""A weight's gradient in parts, to be added; or a small gradient itself, [R, K, ...]."""
+"""A weight's gradient as a sum of outer products; or a small gradient itself, [R, K, ...]."""
 
 Gradients = Mapping[str, Gradient]
 
-
-class Factors(NamedTuple):
-    """Observed gradients `left right^T`."""
-
-    left_RXQ: Tensor
-    right_RYQ: Tensor
-
-
-@dataclass(frozen=True)
-class Target:
-    """The observed gradients of R victims, by parameter name.
-
-    Attributes:
-        tensors: Factors of a weight's gradient, or the gradient [R, ...].
-        norms: Their norms [R]; 0 for a tensor that is left out, because it is zero.
-    """
-
-    tensors: Mapping[str, Factors | Tensor]
-    norms: Mapping[str, Tensor]
-
-    @property
-    def names(self) -> list[str]:
-        """The parameters that are matched."""
-        return list(self.tensors)
-
-    def rows(self, chosen_S: Tensor) -> "Target":
-        """Returns the target of some victims, or of the same one several times."""
-        return Target(
-            {
-                name: Factors(*(part[chosen_S] for part in value))
-                if isinstance(value, Factors)
-                else value[chosen_S]
-                for name, value in self.tensors.items()
-            },
-            {name: norm_R[chosen_S] for name, norm_R in self.norms.items()},
-        )
-
-    def to(self, dtype: torch.dtype) -> "Target":
-        """Returns it in another precision; norms stay as they are."""
-        return Target(
-            {
-                name: Factors(*(part.to(dtype) for part in value))
-                if isinstance(value, Factors)
-                else value.to(dtype)
-                for name, value in self.tensors.items()
-            },
-            self.norms,
-        )
-
-
 Distance = Callable[[Gradients, Target], Tensor]
 """(gradients of guesses, target) -> distances [R, K]."""
-
-
-def target_of(
-    observed: Sequence[Mapping[str, Tensor]], rank: int, whole: Collection[str]
-) -> Target:
-    """Returns the target of several victims, who sent the same parameters.
-
-    Args:
-        observed: Each victim's gradients.
-        rank: Tokens in the largest batch: a gradient without noise has no larger rank.
-        whole: Parameters whose gradients are not factored: tables, whose gradients are formed, and
-            for an absolute distance all.
-    """
-    tensors: dict[str, Factors | Tensor] = {}
-    norms = {}
-    for name in observed[0]:
-        value_RXY = torch.stack([tensors_of[name] for tensors_of in observed])
-        norms[name] = value_RXY.flatten(1).norm(dim=1)
-        small = value_RXY.dim() == 3 and rank < FACTORED * min(value_RXY.shape[1:])
-        factors = _factors(value_RXY, rank) if small and name not in whole else None
-        tensors[name] = value_RXY if factors is None else factors
-    return Target(tensors, norms)
-
-
-def _factors(value_RXY: Tensor, rank: int) -> Factors | None:
-    """Returns exact factors of gradients of at most this rank; None if they have a larger one.
-
-    A random range finder (Halko et al. 2011) with one power step, then a check against all of it.
-    """
-    rng = torch.Generator().manual_seed(0)
-    probe_YQ = torch.randn(value_RXY.shape[2], rank + 4, generator=rng).to(value_RXY)
-    left_RXQ = torch.linalg.qr(value_RXY @ probe_YQ)[0]
-    right_RYQ = torch.linalg.qr(value_RXY.mT @ left_RXQ)[0]
-    left_RXQ = value_RXY @ right_RYQ
-    rest_R = (value_RXY - left_RXQ @ right_RYQ.mT).flatten(1).norm(dim=1)
-    whole_R = value_RXY.flatten(1).norm(dim=1)
-    rounding = 32 * torch.finfo(value_RXY.dtype).eps
-    return Factors(left_RXQ, right_RYQ) if (rest_R <= rounding * whole_R).all() else None
 
 
 @dataclass(frozen=True)
@@ -147,7 +59,7 @@ class Cosine:
     """The mean over tensors of 1 - cosine (LAMP, Balunovic et al. 2022, equation 3).
 
     Attributes:
-        weights: What a tensor counts, by parameter name; 1 if it is not there.
+        weights: Weights of tensors, by parameter name; 1 for others.
     """
 
     weights: Mapping[str, float] = field(default_factory=dict)
@@ -210,7 +122,7 @@ class _WholeWeight(torch.autograd.Function):
         victims, guesses = len(observed_RXY), max(left.shape[1] for left, _ in parts)
         out_RK = _sum(observed_RXY.new_zeros(victims, guesses, 1))
         wanted = any(ctx.needs_input_grad[2:])
-        slopes = [torch.zeros_like(side) for side in sides] if wanted else []
+        grads = [torch.zeros_like(side) for side in sides] if wanted else []
         for r in range(victims):
             for k in range(guesses):
                 at = [
@@ -224,17 +136,17 @@ class _WholeWeight(torch.autograd.Function):
                 out_RK[r, k] = (_sum(both_1X.square()) + l1_weight * _sum(both_1X.abs()))[0, 0]
                 if not wanted:
                     continue
-                slope_XY = apart_XY.sign().mul_(l1_weight).add_(apart_XY, alpha=2)
+                grad_XY = apart_XY.sign().mul_(l1_weight).add_(apart_XY, alpha=2)
                 for i, (left_NX, right_NY) in enumerate(at):
-                    slopes[2 * i][r, k % slopes[2 * i].shape[1]] += right_NY @ slope_XY.T
-                    slopes[2 * i + 1][r, k % slopes[2 * i + 1].shape[1]] += left_NX @ slope_XY
-        ctx.save_for_backward(*slopes)
+                    grads[2 * i][r, k % grads[2 * i].shape[1]] += right_NY @ grad_XY.T
+                    grads[2 * i + 1][r, k % grads[2 * i + 1].shape[1]] += left_NX @ grad_XY
+        ctx.save_for_backward(*grads)
         return out_RK
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (grad_RK,) = grad_outputs
-        scaled = ((slope * grad_RK[:, :, None, None]).to(slope) for slope in ctx.saved_tensors)
+        scaled = ((grad * grad_RK[:, :, None, None]).to(grad) for grad in ctx.saved_tensors)
         return None, None, *scaled
 
 
@@ -263,12 +175,12 @@ def _products(gradients: Gradients, target: Target) -> tuple[Tensor, Tensor, Ten
     )
 
 
-def _kind(name: str, gradient: Gradient, observed: Factors | Tensor) -> Hashable:
-    """Returns what gradients have in common that are looked at together."""
+def _kind(name: str, gradient: Gradient, observed: LowRankGradient | Tensor) -> Hashable:
+    """Returns a key that is equal for gradients that are looked at together."""
     if isinstance(gradient, Tensor):
         return gradient.shape
     left_RKNX = gradient[0].left_RKNX
-    tokens, most = left_RKNX[..., 0].numel(), _TOGETHER.get(left_RKNX.device.type, 0)
+    tokens, most = left_RKNX[..., 0].numel(), TOGETHER.get(left_RKNX.device.type, 0)
     # Copying a target as large as the weight, or much else, costs more than a call for each.
     if isinstance(observed, Tensor) or tokens > most:
         return name
@@ -276,7 +188,7 @@ def _kind(name: str, gradient: Gradient, observed: Factors | Tensor) -> Hashable
 
 
 def _of_tables(
-    each: Sequence[Gradient], observed: Sequence[Factors | Tensor]
+    each: Sequence[Gradient], observed: Sequence[LowRankGradient | Tensor]
 ) -> tuple[Tensor, Tensor]:
     """Returns <G*, G> and |G|^2 [G, R, K] of gradients that are formed."""
     value_GRKX = torch.stack([_formed(one) for one in each])
@@ -286,7 +198,7 @@ def _of_tables(
 
 
 def _of_weights(
-    each: Sequence[Gradient], observed: Sequence[Factors | Tensor]
+    each: Sequence[Gradient], observed: Sequence[LowRankGradient | Tensor]
 ) -> tuple[Tensor, Tensor]:
     """Returns <G*, G> and |G|^2 [G, R, K] of weights' gradients in parts."""
     if isinstance(observed[0], Tensor):
@@ -295,9 +207,9 @@ def _of_weights(
         seen = tuple(_joined(sides) for sides in zip(*observed, strict=True))
     parts = zip(*(one for one in each if isinstance(one, tuple)), strict=True)
     sides = [_joined(side) for same in parts for side in zip(*same, strict=True)]
-    inner_MK, square_MK = _of_weight(seen, *sides)
-    shape = len(each), -1, inner_MK.shape[1]
-    return inner_MK.view(shape), square_MK.view(shape)
+    inner_CK, square_CK = _of_weight(seen, *sides)
+    shape = len(each), -1, inner_CK.shape[1]
+    return inner_CK.view(shape), square_CK.view(shape)
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
@@ -305,17 +217,17 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
-def _formed(gradient: Gradient | Factors) -> Tensor:
-    """Returns a gradient that is small, and so is one tensor."""
+def _formed(gradient: Gradient | LowRankGradient) -> Tensor:
+    """Returns a small gradient, which is always formed."""
     assert isinstance(gradient, Tensor)
     return gradient
 
 
 class _OfWeight(torch.autograd.Function):
-    """<G*, G> and |G|^2 [R, K] of a weight's gradient in parts, or of several weights' below R.
+    """<G*, G> and |G|^2 [C, K] of gradients of one or several weights, stacked along the rows.
 
-    Its derivatives in the sides need no more than the Gram matrices: written down, they are a
-    third of the operations that autograd would make of this.
+    The derivatives in the sides need no more than the Gram matrices. Written by hand, they take a
+    third of the operations that autograd would record.
     """
 
     @staticmethod
@@ -341,40 +253,43 @@ class _OfWeight(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         dtype = ctx.parts[0][0].dtype
         inner_RK11, square_RK11 = (grad[:, :, None, None].to(dtype) for grad in grad_outputs)
-        slopes: list[list[Tensor]] = []
+        grads: list[list[Tensor]] = []
         for (left, right), (one, other) in zip(ctx.parts, ctx.seen, strict=True):
             factored = one * inner_RK11, other * inner_RK11
-            slopes.append(list(_slopes(ctx.observed, left, right, *factored)))
+            grads.append(list(_side_grads(ctx.observed, left, right, *factored)))
         for i, j, one, other in ctx.grams:
             one, other = 2 * square_RK11 * one, 2 * square_RK11 * other
-            slopes[i][0] = slopes[i][0] + other @ ctx.parts[j][0]
-            slopes[i][1] = slopes[i][1] + one @ ctx.parts[j][1]
+            grads[i][0] = grads[i][0] + other @ ctx.parts[j][0]
+            grads[i][1] = grads[i][1] + one @ ctx.parts[j][1]
             if i != j:
-                slopes[j][0] = slopes[j][0] + other.mT @ ctx.parts[i][0]
-                slopes[j][1] = slopes[j][1] + one.mT @ ctx.parts[i][1]
-        return None, *(slope for pair in slopes for slope in pair)
+                grads[j][0] = grads[j][0] + other.mT @ ctx.parts[i][0]
+                grads[j][1] = grads[j][1] + one.mT @ ctx.parts[i][1]
+        return None, *(grad for pair in grads for grad in pair)
 
 
 _of_weight: Callable[..., tuple[Tensor, Tensor]] = _OfWeight.apply
 
 
 def _flat(value_RKNX: Tensor, matrix_RXQ: Tensor) -> Tensor:
-    """Returns the product of each victim's rows and its matrix."""
-    out_RMQ = value_RKNX.flatten(1, 2) @ matrix_RXQ
-    return out_RMQ.view(*value_RKNX.shape[:3], out_RMQ.shape[2])
+    """Returns the product [R, K, N, Q] of all guesses of a row with the row's matrix."""
+    flat = value_RKNX.flatten(1, 2) @ matrix_RXQ
+    return flat.view(*value_RKNX.shape[:3], flat.shape[2])
 
 
 def _seen(observed: tuple[Tensor, ...], left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns two [R, K, N, ...] whose inner product is <G*, left^T right>."""
+    """Returns two tensors [R, K, N, ...] whose inner product is <G*, left^T right>."""
     if len(observed) == 2:
         return _flat(left, observed[0]), _flat(right, observed[1])
     return left, _flat(right, observed[0].mT)
 
 
-def _slopes(
+def _side_grads(
     observed: tuple[Tensor, ...], left: Tensor, right: Tensor, one: Tensor, other: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Returns the derivatives of that in left and right, times a factor that one and other have."""
+    """Returns the derivatives of <G*, left^T right> in left and right.
+
+    `one` and `other` are the tensors of `_seen`, times the factor from the outer derivative.
+    """
     if len(observed) == 2:
         return _flat(other, observed[0].mT), _flat(one, observed[1].mT)
     return other, _flat(one, observed[0])
@@ -387,7 +302,7 @@ def _sum(terms: Tensor, kept: int = 2) -> Tensor:
 
 
 def _rows(observed: Tensor, gradient: Tensor) -> Tensor:
-    """Returns the rows of an observed table [R, P, D] that a gradient [R, K, T, D] has."""
+    """Returns as many rows of an observed table [R, X, D] as a gradient [R, K, T, D] has."""
     return observed[:, : gradient.shape[2]] if gradient.dim() == 4 else observed
 
 
@@ -407,7 +322,7 @@ def of_nothing(distance: Distance, target: Target) -> Tensor:
     """Returns the distances [R] of gradients that are zero."""
     zeros: dict[str, Gradient] = {}
     for name, value in target.tensors.items():
-        if isinstance(value, Factors):
+        if isinstance(value, LowRankGradient):
             sides = (part.new_zeros(len(part), 1, 0, part.shape[1]) for part in value)
             zeros[name] = (Outer(*sides),)
         else:
@@ -416,9 +331,9 @@ def of_nothing(distance: Distance, target: Target) -> Tensor:
 
 
 def added(fixed: Gradients, changing: Gradients) -> dict[str, Gradient]:
-    """Returns the sum of gradients of the same parameters, those of `fixed` with K = 1.
+    """Returns the sum of gradients of the same parameters; `fixed` has K = 1.
 
-    Either may have fewer rows of a table than the other.
+    Of a table, one may have fewer rows than the other.
     """
     total: dict[str, Gradient] = {}
     for name, one in changing.items():

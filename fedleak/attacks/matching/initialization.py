@@ -1,6 +1,6 @@
 """Where a descent begins: the best of random starts (LAMP, Balunovic et al. 2022, section 3.1).
 
-Shapes: R rows, K guesses for each, B sequences, T tokens, F numbers at a place.
+Shapes: R rows, K guesses for each, B sequences, T tokens, F variables of a place.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,23 +9,23 @@ import torch
 from torch import Tensor
 
 from fedleak.attacks.matching.candidate_selection import reordered
-from fedleak.attacks.matching.guesses import Objective
-from fedleak.attacks.matching.optimizer import UNWATCHED, Recipe, Watch
+from fedleak.attacks.matching.objective import Objective
+from fedleak.attacks.matching.optimizer import UNWATCHED, MatchingConfig, Watch
 
 
 def initial(
     objective: Objective,
-    recipe: Recipe,
+    config: MatchingConfig,
     rng: Sequence[torch.Generator],
     watch: Watch = UNWATCHED,
 ) -> Tensor:
-    """Returns the best [R, B, T, F] of random starts, and of as many random orders of it.
+    """Returns the best [R, B, T, F] of random starts, and then of as many random orders of it.
 
-    Out of time, it is the best of those that were tried.
+    Out of time, it is the best start so far.
     """
     space, rows = objective.space, objective.rows
     start_RBTF = space.start(rows, rng)
-    if recipe.guesses > 1:
+    if config.guesses > 1:
 
         def drawn(_: Tensor) -> Tensor:
             return space.start(rows, rng)
@@ -34,7 +34,7 @@ def initial(
             return reordered(best_RBTF, _shuffle(objective, rng))
 
         for make, phase in ((drawn, "starts"), (shuffled, "orders")):
-            start_RBTF = _best(objective, start_RBTF, make, recipe.guesses - 1, watch, phase)
+            start_RBTF = _best(objective, start_RBTF, make, config.guesses - 1, watch, phase)
     return space.scaled(start_RBTF)
 
 
@@ -46,9 +46,9 @@ def _best(
     watch: Watch,
     phase: str,
 ) -> Tensor:
-    """Returns the best of a start and of so many others, which are made from it."""
+    """Returns the best of a start and of `others` more, which are made from it."""
     judge, sequences = objective.rough or objective, objective.rows.mask_RBT.shape[1]
-    best_RBTF, least_R = first_RBTF, torch.full_like(objective.unit_R, torch.inf)
+    best_RBTF, least_R = first_RBTF, torch.full_like(objective.normalizer_R, torch.inf)
     for chosen in watch.within(judge.chunks(others + 1, sequences), phase):
         tried = [make(first_RBTF) if k else first_RBTF for k in range(chosen.start, chosen.stop)]
         tried_RKBTF = torch.stack(tried, 1)

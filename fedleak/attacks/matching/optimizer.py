@@ -1,9 +1,9 @@
-"""Adam on the guesses of many rows at once, and what gradient matching is set to do.
+"""The settings of gradient matching, and Adam on many rows at once.
 
 Every row is optimised as if it were alone: Adam works element by element, and the sum of the rows'
 losses has each row's own gradient.
 
-Shapes: R rows, K guesses for each, B sequences, T tokens, F numbers at a place.
+Shapes: R rows, K guesses for each, B sequences, T tokens, F variables of a place, S chosen rows.
 """
 
 import itertools
@@ -17,12 +17,12 @@ from torch import Tensor
 
 from fedleak.attacks.clock import Clock
 from fedleak.attacks.matching.gradient_distance import Cosine, Distance, SquaredAndAbsolute, squared
-from fedleak.attacks.matching.guesses import Objective
+from fedleak.attacks.matching.objective import Objective
 
 Part = TypeVar("Part")
 
 Loss = Literal["cos", "l2l1", "l2"]
-"""What an attack measures gradients by."""
+"""The distance of gradients that an attack minimises."""
 
 Schedule = Callable[[int, int], float]
 """(step, steps) -> the factor of the step size."""
@@ -30,11 +30,11 @@ Schedule = Callable[[int, int], float]
 L1_WEIGHT = 0.01
 
 ROUGH = 0.8
-"""Share of the steps that are made in lower precision, where there is one."""
+"""The first steps, as a share of all, are in lower precision, if the objective has one."""
 
 
 def distance_of(loss: Loss, weights: Mapping[str, float] | None = None) -> Distance:
-    """Returns the distance of that name; `weights` of tensors are for a cosine."""
+    """Returns the distance of a name; a cosine takes `weights` of tensors."""
     distances: Mapping[Loss, Distance] = {
         "cos": Cosine(weights or {}),
         "l2l1": SquaredAndAbsolute(L1_WEIGHT),
@@ -44,49 +44,49 @@ def distance_of(loss: Loss, weights: Mapping[str, float] | None = None) -> Dista
 
 
 def stepwise(decay: float, every: int) -> Schedule:
-    """Returns a schedule that multiplies by `decay` after so many steps."""
+    """Returns a schedule that multiplies by `decay` every so many steps."""
     return lambda step, steps: decay ** (step // every)
 
 
 def linear(to_zero_at: float) -> Schedule:
-    """Returns a schedule that falls to zero after so many times the steps."""
+    """Returns a schedule that falls linearly to zero at a multiple of the steps."""
     return lambda step, steps: max(0.0, 1 - step / (to_zero_at * steps))
 
 
 def cosine_to_zero(step: int, steps: int) -> float:
-    """The schedule that falls to zero as half a cosine does."""
+    """The schedule that falls to zero along half a cosine."""
     return 0.5 * (1 + math.cos(math.pi * step / steps))
 
 
 def stretched(schedule: Schedule, usual: int) -> Schedule:
-    """Returns a schedule for so many steps that ends alike with any other number."""
+    """Returns a schedule made for `usual` steps, stretched to any number of steps."""
     return lambda step, steps: schedule(step * usual // steps, usual)
 
 
 def constant(step: int, steps: int) -> float:
-    """The schedule that changes nothing."""
+    """The schedule that keeps the step size."""
     return 1.0
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """How guesses are optimised.
+@dataclass(frozen=True, kw_only=True)
+class MatchingConfig:
+    """The constants of gradient matching.
 
     Attributes:
-        steps: Of Adam.
-        step_size: Its learning rate.
-        schedule: How that falls.
-        lm_weight: Of the prior's mean negative log-likelihood in a discrete step.
-        norm_weight: Of the squared difference of the mean embedding's norm to that of the table.
-        guesses: Random starts, and then as many orders of the best, of which the best is kept.
+        steps: Steps of Adam.
+        step_size: Adam's learning rate.
+        schedule: Factor of the step size at each step.
+        lm_weight: Weight of the prior's mean negative log-likelihood in a discrete step.
+        norm_weight: Weight of `Objective.norm_gap` in the loss.
+        guesses: Random starts, and then as many orders of the best start; the best is kept.
         every: Steps from one discrete step to the next; 0 is never.
-        discrete_at: Whether they are made during the descent, after it, or not at all.
+        discrete_at: Discrete steps come during the descent, after it, or not at all.
         burn_in: Share of the steps before the first discrete step of LAMP's algorithm.
         orders: Orders that a discrete step tries for each sequence.
-        sweeps: How often a discrete step goes over the sequences, while that helps.
-        clip: Largest norm of a row's gradient.
-        weight_decay: Of AdamW.
-        epsilon: Adam's.
+        sweeps: How often, at most, a discrete step of ours goes over the sequences.
+        clip: Largest norm of a row's gradient; None: no limit.
+        weight_decay: AdamW's weight decay.
+        epsilon: AdamW's epsilon.
     """
 
     steps: int
@@ -105,23 +105,23 @@ class Recipe:
     epsilon: float = 1e-8
 
     def discrete(self, step: int) -> bool:
-        """Whether a discrete step follows this one."""
+        """Whether a discrete step of LAMP's algorithm follows this step."""
         due = self.every > 0 and step >= self.burn_in * self.steps and step % self.every == 1
         return due and self.discrete_at == "during"
 
     @property
     def rounds(self) -> int:
-        """Discrete steps, if they are made during the descent."""
+        """The number of discrete steps, as if they came during the descent."""
         during = replace(self, discrete_at="during")
         return sum(during.discrete(step) for step in range(1, self.steps + 1))
 
     def may_move(self, step: int) -> bool:
-        """Whether words may change places in this step of ours."""
+        """Whether words may change places at this step of our own search."""
         at_end = self.discrete_at == "at-end" and step == self.steps
         return (self.discrete_at == "during" and step > 0) or at_end
 
-    def shortened(self, steps: int | None) -> "Recipe":
-        """Returns the recipe with another number of steps, all of its schedule alike."""
+    def shortened(self, steps: int | None) -> "MatchingConfig":
+        """Returns the same with another number of steps and its schedules stretched to it."""
         if steps is None:
             return self
         every = max(2, round(self.every * steps / self.steps)) if self.every else 0
@@ -129,68 +129,68 @@ class Recipe:
         return replace(self, steps=steps, every=every, schedule=schedule)
 
     def loss(self, objective: Objective, step: int) -> Callable[[Tensor], Tensor]:
-        """Returns what this step goes down: the last steps always in full precision."""
+        """Returns the loss of a step, variables -> [R]: in the last steps in full precision."""
         rough = objective.rough if step < ROUGH * self.steps else None
         judge = rough or objective
         if not self.norm_weight:
             return judge.loss
-        return lambda leaf_RBTF: (
-            judge.loss(leaf_RBTF) + self.norm_weight * judge.norm_gap(leaf_RBTF)
+        return lambda variables_RBTF: (
+            judge.loss(variables_RBTF) + self.norm_weight * judge.norm_gap(variables_RBTF)
         )
 
 
 class Descent:
-    """The numbers that are optimised, [R, B, T, F], and Adam's memory of them."""
+    """The variables [R, B, T, F], and Adam's memory of them."""
 
-    def __init__(self, leaf_RBTF: Tensor, recipe: Recipe) -> None:
-        self._recipe, self.steps_done = recipe, 0
-        self._start(leaf_RBTF)
+    def __init__(self, variables_RBTF: Tensor, config: MatchingConfig) -> None:
+        self._config, self.steps_done = config, 0
+        self._start(variables_RBTF)
 
-    def _start(self, leaf_RBTF: Tensor) -> None:
-        recipe = self._recipe
-        self.leaf_RBTF = leaf_RBTF.detach().clone().requires_grad_()
+    def _start(self, variables_RBTF: Tensor) -> None:
+        config = self._config
+        self.variables_RBTF = variables_RBTF.detach().clone().requires_grad_()
         self._adam = torch.optim.AdamW(
-            [self.leaf_RBTF],
-            lr=recipe.step_size,
-            eps=recipe.epsilon,
-            weight_decay=recipe.weight_decay,
+            [self.variables_RBTF],
+            lr=config.step_size,
+            eps=config.epsilon,
+            weight_decay=config.weight_decay,
         )
 
     def step(self, loss: Callable[[Tensor], Tensor]) -> Tensor:
-        """Makes a step down and returns the losses [R] before it."""
-        recipe = self._recipe
+        """Makes a step and returns the losses [R] before it."""
+        config = self._config
         for group in self._adam.param_groups:
-            group["lr"] = recipe.step_size * recipe.schedule(self.steps_done, recipe.steps)
+            group["lr"] = config.step_size * config.schedule(self.steps_done, config.steps)
         with torch.enable_grad():
-            loss_R = loss(self.leaf_RBTF)
-            (slope_RBTF,) = torch.autograd.grad(loss_R.sum(), self.leaf_RBTF)
-        if recipe.clip is not None:
-            norm_R = slope_RBTF.flatten(1).norm(dim=1)
-            slope_RBTF *= (recipe.clip / (norm_R + 1e-6)).clamp_max(1)[:, None, None, None]
+            loss_R = loss(self.variables_RBTF)
+            (grad_RBTF,) = torch.autograd.grad(loss_R.sum(), self.variables_RBTF)
+        if config.clip is not None:
+            norm_R = grad_RBTF.flatten(1).norm(dim=1)
+            grad_RBTF *= (config.clip / (norm_R + 1e-6)).clamp_max(1)[:, None, None, None]
         # A row whose loss is not a number stays where it is, and takes no other with it.
-        self.leaf_RBTF.grad = slope_RBTF.nan_to_num_(0.0, 0.0, 0.0)
+        self.variables_RBTF.grad = grad_RBTF.nan_to_num_(0.0, 0.0, 0.0)
         self._adam.step()
         self.steps_done += 1
         return loss_R.detach()
 
     def now(self) -> Tensor:
-        """Returns the numbers, detached."""
-        return self.leaf_RBTF.detach()
+        """Returns the variables, detached."""
+        return self.variables_RBTF.detach()
 
     def take_(self, chosen_S: Tensor) -> None:
-        """Goes on with some of the rows only."""
-        self.change_(lambda leaf: leaf[chosen_S], lambda mean: mean[chosen_S])
+        """Keeps only some of the rows."""
+        self.change_(lambda variables: variables[chosen_S], lambda mean: mean[chosen_S])
 
     def change_(
         self,
         change: Callable[[Tensor], Tensor],
         memory: Callable[[Tensor], Tensor] = lambda value: value,
     ) -> None:
-        """Changes the numbers [R, ...], and Adam's memory of them: its means have their shape."""
-        old = self._adam.state.get(self.leaf_RBTF, {})
+        """Changes the variables, and Adam's means by `memory`: they have the same shape."""
+        old = self._adam.state.get(self.variables_RBTF, {})
         self._start(change(self.now()))
         if old:
-            self._adam.state[self.leaf_RBTF] = {
+            self._adam.state[self.variables_RBTF] = {
                 name: memory(value) if value.dim() else value for name, value in old.items()
             }
 
@@ -199,22 +199,22 @@ class Found(NamedTuple):
     """The best guess for a victim.
 
     Attributes:
-        row: Of the shape that it has.
+        row_index: The row it comes from; this tells its shape.
         ids_BT: Its tokens.
-        loss: What it was chosen by.
+        loss: The lowest among the victim's rows.
     """
 
-    row: int
+    row_index: int
     ids_BT: Tensor
     loss: float
 
 
 Look = Callable[[int, str, Sequence[Found]], None]
-"""Is shown the steps done, what is under way, and the best so far of each victim if that is new."""
+"""(steps done, phase under way, the best so far of each victim if that is new) -> None."""
 
 
 def best_of_each(victim_R: Tensor, ids_RBT: Tensor, loss_R: Tensor) -> list[Found]:
-    """Returns the row of the lowest loss for each victim, in the victims' order."""
+    """Returns the tokens of the row with the lowest loss for each victim, in the victims' order."""
     found = []
     for victim in sorted(set(victim_R.tolist())):
         rows_S = (victim_R == victim).nonzero()[:, 0]
@@ -230,8 +230,8 @@ class Watch:
     search ends within a few steps of its time, with the best so far.
 
     Args:
-        seconds: From now on; None: no limit.
-        look: Is shown every part of every phase.
+        seconds: Time from now on; None: no limit.
+        look: Called with every part of every phase.
     """
 
     def __init__(
@@ -245,12 +245,12 @@ class Watch:
         return self._clock.up()
 
     def at(self, step: int, found: Sequence[Found] = ()) -> None:
-        """Shows that so many steps are done, and the best so far of each victim if it was read."""
+        """Shows the number of steps done, and the best so far of each victim if it was read."""
         self._step = step
         self._look(step, "" if found else "descent", found)
 
     def within(self, parts: Iterable[Part], phase: str) -> Iterator[Part]:
-        """Yields the first part in any case, and the others while there is time; shows each."""
+        """Yields the first part, and the others while there is time; shows each."""
         every = list(parts)
         for number, part in enumerate(every, 1):
             if number > 1 and self.up():
@@ -259,7 +259,7 @@ class Watch:
             self._look(self._step, f"{phase} {number}/{len(every)}", ())
 
     def stop(self, phase: str) -> Callable[[], bool]:
-        """Returns what a phase of another module asks before each part: whether time is up."""
+        """Returns a function that tells whether time is up, to be called before each part."""
         numbers = itertools.count(1)
 
         def asked() -> bool:

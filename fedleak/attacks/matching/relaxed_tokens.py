@@ -1,13 +1,15 @@
-"""Our own gradient matching: tokens at places, proved as soon as they are right.
+"""Our own gradient matching: a search for tokens that is relaxed to mixtures of them.
 
-Where the update gives away the tokens of the batch, each place is a mixture of them, so the model
-stays differentiable in which token is where, and the gradients of the word and position
-embeddings, which say most about that, can be matched with the others. Every few steps the mixtures
-are read as tokens and improved by hand: tokens change places within a sentence, or one token
-for another, whatever brings the recomputed gradient and the prior closest. What matches exactly is
-finished; rows of a victim that lag behind are given up.
+Where the update gives away the tokens of the batch, each place is a mixture of these tokens. The
+model is then differentiable in which token is where, and the gradients of the word and position
+embeddings, which say most about places, are matched with the others. Every few steps the mixtures
+are read as tokens, and changes of these are tried: tokens change places within a sentence, a token
+is replaced by another, two sentences exchange tokens. The change with the lowest sum of gradient
+distance and prior is kept. A victim whose gradient is matched exactly is finished; rows of a victim
+that lag behind are given up.
 
-Shapes: R rows, K guesses for each, B sequences, T tokens, F numbers at a place, M tokens of a bag.
+Shapes: R rows, K guesses for each, B sequences, T tokens, F variables of a place, M tokens of a
+bag, N places of a sentence whose tokens are to be found, S chosen rows.
 """
 
 import math
@@ -24,51 +26,74 @@ from fedleak.attacks.matching.candidate_selection import (
     Best,
     best_of_batch,
     best_of_sequence,
-    nll,
+    lm_penalty,
     orders_tensor,
     stacked,
 )
-from fedleak.attacks.matching.guesses import Guess, Mixtures, Objective
 from fedleak.attacks.matching.initialization import initial
+from fedleak.attacks.matching.objective import Objective
 from fedleak.attacks.matching.optimizer import (
     UNWATCHED,
     Descent,
     Found,
-    Recipe,
+    MatchingConfig,
     Watch,
     best_of_each,
+    cosine_to_zero,
 )
-from fedleak.models.prior import Prior
+from fedleak.attacks.matching.parametrization import Guess, TokenMixtures
 
 Item = TypeVar("Item")
 
 EXACT = 1e-4
-"""Distance, from 0 to 1, below which tokens are taken to be right: wrong ones are far above."""
+"""Tokens of a smaller distance, of 0 to 1, count as right: the distance of others is far larger."""
+
+BEST = MatchingConfig(
+    steps=200,
+    step_size=0.3,
+    schedule=cosine_to_zero,
+    lm_weight=0.01,
+    every=50,
+    orders=32,
+    sweeps=3,
+)
+"""The constants where the tokens of the batch are known."""
+
+BEST_FREE = replace(BEST, steps=1000, step_size=0.01, lm_weight=0.02, norm_weight=1.0, guesses=64)
+"""The constants where they are not, for free embeddings."""
+
+
+def without_moves(steps: int | None) -> tuple[MatchingConfig, MatchingConfig]:
+    """Returns BEST and BEST_FREE for attacks that have no prior and do not move words."""
+    known, free = (
+        replace(preset.shortened(steps), discrete_at="never", lm_weight=0.0)
+        for preset in (BEST, BEST_FREE)
+    )
+    return known, free
 
 
 def reconstruct(
     objective: Objective,
-    recipe: Recipe,
-    prior: Prior | None,
+    config: MatchingConfig,
     rng: Sequence[torch.Generator],
     watch: Watch,
 ) -> list[Found]:
-    """Returns each victim's tokens, and the distance of their gradient."""
+    """Returns each victim's tokens, and their score."""
     everyone, alive_R = objective, torch.arange(len(rng), device=objective.victim_R.device)
-    descent = Descent(initial(objective, recipe, rng, watch), recipe)
+    descent = Descent(initial(objective, config, rng, watch), config)
     best_ids_RBT = objective.read(descent.now())
-    best_R = torch.full_like(objective.unit_R, torch.inf)
-    for step in (*range(0, recipe.steps, recipe.every), recipe.steps):
-        # As they are read first, so that no time is spent on rows that are exact or lag behind.
-        for sweeps in (0, recipe.sweeps) if recipe.may_move(step) else (0,):
+    best_R = torch.full_like(objective.normalizer_R, torch.inf)
+    for step in (*range(0, config.steps, config.every), config.steps):
+        # First without changes, so that no time is spent on rows that are exact or lag behind.
+        for sweeps in (0, config.sweeps) if config.may_move(step) else (0,):
             of_row = [rng[i] for i in alive_R.tolist()]
-            moving = replace(recipe, sweeps=sweeps)
-            ids_RBT, score_R = improved(objective, moving, prior, descent.now(), of_row, watch)
+            moving = replace(config, sweeps=sweeps)
+            ids_RBT, score_R = improved(objective, moving, descent.now(), of_row, watch)
             better_R = score_R < best_R[alive_R]
             best_R[alive_R[better_R]] = score_R[better_R]
             best_ids_RBT[alive_R[better_R]] = ids_RBT[better_R]
             watch.at(step, best_of_each(everyone.victim_R, best_ids_RBT, best_R))
-            going_S = going(everyone.victim_R, best_R, alive_R, step / recipe.steps)
+            going_S = going(everyone.victim_R, best_R, alive_R, step / config.steps)
             if not len(going_S) or watch.up():
                 return best_of_each(everyone.victim_R, best_ids_RBT, best_R)
             changed_R = (ids_RBT != objective.read(descent.now())).flatten(1).any(1)
@@ -76,8 +101,8 @@ def reconstruct(
             if len(going_S) < len(alive_R):
                 alive_R, objective = alive_R[going_S], objective.take(going_S)
                 descent.take_(going_S)
-        for each in range(step, min(step + recipe.every, recipe.steps)):
-            descent.step(recipe.loss(objective, each))
+        for each in range(step, min(step + config.every, config.steps)):
+            descent.step(config.loss(objective, each))
             watch.at(each + 1)
             if watch.up():
                 break
@@ -86,46 +111,44 @@ def reconstruct(
 
 def improved(
     objective: Objective,
-    recipe: Recipe,
-    prior: Prior | None,
-    leaf_RBTF: Tensor,
+    config: MatchingConfig,
+    variables_RBTF: Tensor,
     rng: Sequence[torch.Generator],
     watch: Watch = UNWATCHED,
 ) -> tuple[Tensor, Tensor]:
-    """Returns better tokens [R, B, T] than those read from the leaf, and their score [R].
+    """Returns better tokens [R, B, T] than those read from the variables, and their score [R].
 
-    One sentence after the other is changed, then two at a time, in each row as long as that helps
-    and there is time.
-    The score is the distance plus what the prior adds; of tokens that match exactly, the distance
-    alone.
+    One sentence after the other is changed, then two at a time. A row goes on as long as that helps
+    and there is time. The score is the distance plus the prior's penalty, which tokens that match
+    exactly are spared.
     """
-    ids_RBT = objective.read(leaf_RBTF)
-    likely_R = _likely(objective, recipe, prior, ids_RBT)
+    ids_RBT = objective.read(variables_RBTF)
+    lm_penalty_R = _batch_penalty(objective, config, ids_RBT)
     apart_R = objective.scores(objective.space.exact(objective.rows, ids_RBT[:, None]))[:, 0]
     going_S = torch.arange(len(rng), device=ids_RBT.device)
-    for _ in range(recipe.sweeps):
+    for _ in range(config.sweeps):
         if not len(going_S) or watch.up():
             break
         of_row = [rng[r] for r in going_S.tolist()]
         before_SBT, some = ids_RBT[going_S], objective.take(going_S)
-        ids_RBT[going_S], apart_R[going_S], likely_R[going_S] = _swept(
-            some, recipe, prior, leaf_RBTF[going_S], before_SBT, apart_R[going_S], of_row, watch
+        ids_RBT[going_S], apart_R[going_S], lm_penalty_R[going_S] = _swept(
+            some, config, variables_RBTF[going_S], before_SBT, apart_R[going_S], of_row, watch
         )
         going_S = going_S[(ids_RBT[going_S] != before_SBT).flatten(1).any(1)]
-    return ids_RBT, torch.where(apart_R < EXACT, apart_R, apart_R + likely_R)
+    return ids_RBT, torch.where(apart_R < EXACT, apart_R, apart_R + lm_penalty_R)
 
 
-def _likely(objective: Objective, recipe: Recipe, prior: Prior | None, ids_RBT: Tensor) -> Tensor:
-    """Returns what the prior adds [R] to the scores of tokens."""
-    each = [nll(prior, recipe, objective, b, ids_RBT[:, None, b]) for b in range(ids_RBT.shape[1])]
+def _batch_penalty(objective: Objective, config: MatchingConfig, ids_RBT: Tensor) -> Tensor:
+    """Returns the prior's penalty [R] for all sequences of each row."""
+    sequences = range(ids_RBT.shape[1])
+    each = [lm_penalty(objective, config, b, ids_RBT[:, None, b]) for b in sequences]
     return torch.cat(each, 1).sum(1)
 
 
 def _swept(
     objective: Objective,
-    recipe: Recipe,
-    prior: Prior | None,
-    leaf_RBTF: Tensor,
+    config: MatchingConfig,
+    variables_RBTF: Tensor,
     ids_RBT: Tensor,
     apart_R: Tensor,
     rng: Sequence[torch.Generator],
@@ -133,36 +156,37 @@ def _swept(
 ) -> Best:
     """Returns the tokens [R, B, T] after each sentence was changed once, and then two at a time.
 
-    Out of time, what comes later stays as it is.
+    Out of time, later sentences stay as they are.
     """
     rows, space, sequences = objective.rows, objective.space, range(ids_RBT.shape[1])
-    ids_RBT, likely_R = ids_RBT.clone(), torch.zeros_like(objective.unit_R)
+    ids_RBT, lm_penalty_R = ids_RBT.clone(), torch.zeros_like(objective.normalizer_R)
     for b in sequences:
-        tried_RKT = _changes(objective, recipe, leaf_RBTF, ids_RBT, b, rng)
-        likely_RK = nll(prior, recipe, objective, b, tried_RKT, watch)
+        tried_RKT = sequence_candidates(objective, config, variables_RBTF, ids_RBT, b, rng)
+        lm_penalty_RK = lm_penalty(objective, config, b, tried_RKT, watch)
         if watch.up():
-            return Best(ids_RBT, apart_R, _likely(objective, recipe, prior, ids_RBT))
+            return Best(ids_RBT, apart_R, _batch_penalty(objective, config, ids_RBT))
 
         def inputs(tried_RKT: Tensor, b: int = b) -> Guess:
             own = rows.sequences_of([b])
             return space.exact(own, tried_RKT[:, :, None, : own.length])
 
         now = space.exact(rows, ids_RBT[:, None])
-        best = best_of_sequence(objective, now, b, inputs, tried_RKT, likely_RK, watch)
+        best = best_of_sequence(objective, now, b, inputs, tried_RKT, lm_penalty_RK, watch)
         ids_RBT[:, b], apart_R = best.chosen_RX, best.apart_R
-        likely_R = likely_R + best.likely_R
+        lm_penalty_R = lm_penalty_R + best.lm_penalty_R
     if len(sequences) > 1:
-        tried_RKBT = _exchanges(objective, recipe, ids_RBT, rng, watch)
-        each_RBK = [nll(prior, recipe, objective, b, tried_RKBT[:, :, b], watch) for b in sequences]
+        tried_RKBT = exchange_candidates(objective, config, ids_RBT, rng, watch)
+        each = [lm_penalty(objective, config, b, tried_RKBT[:, :, b], watch) for b in sequences]
         if not watch.up():
-            return best_of_batch(objective, tried_RKBT, torch.stack(each_RBK, 1).sum(1), watch)
-    return Best(ids_RBT, apart_R, likely_R)
+            return best_of_batch(objective, tried_RKBT, torch.stack(each, 1).sum(1), watch)
+    return Best(ids_RBT, apart_R, lm_penalty_R)
 
 
 def going(victim_R: Tensor, best_R: Tensor, alive_R: Tensor, progress: float) -> Tensor:
-    """Returns which of the rows alive go on, as indices [S] of them.
+    """Returns which of the rows alive go on, as indices [S] into `alive_R`.
 
-    None of a victim of which one is exact; else fewer and fewer, the best.
+    If a row of a victim is exact, none of the victim's rows goes on; else its best rows do, fewer
+    and fewer as `progress` goes from 0 to 1.
     """
     kept = []
     for victim in sorted(set(victim_R[alive_R].tolist())):
@@ -177,38 +201,38 @@ def going(victim_R: Tensor, best_R: Tensor, alive_R: Tensor, progress: float) ->
 
 
 def _restart_(descent: Descent, objective: Objective, ids_RBT: Tensor, rows_R: Tensor) -> None:
-    """Lets the descent of some rows go on from tokens, without memory of where it came from."""
+    """Lets the descent of some rows go on from tokens, with Adam's memory of these rows at zero."""
     change_R111 = rows_R[:, None, None, None]
-    begin_RBTF = objective.space.leaf(objective.rows, ids_RBT)
+    begin_RBTF = objective.space.variables(objective.rows, ids_RBT)
     descent.change_(
-        lambda leaf: torch.where(change_R111, begin_RBTF, leaf),
+        lambda variables: torch.where(change_R111, begin_RBTF, variables),
         lambda mean: mean.masked_fill(change_R111, 0.0),
     )
 
 
-def _changes(
+def sequence_candidates(
     objective: Objective,
-    recipe: Recipe,
-    leaf_RBTF: Tensor,
+    config: MatchingConfig,
+    variables_RBTF: Tensor,
     ids_RBT: Tensor,
     b: int,
     rng: Sequence[torch.Generator],
 ) -> Tensor:
-    """Returns guesses [R, K, T] of sequence b, the present one first: other orders, other tokens.
+    """Returns guesses [R, K, T] of sequence b: the present one, other orders, and other tokens.
 
-    Orders are drawn at random; of other tokens, those that the mixtures hold likeliest are tried.
+    Orders are drawn at random. Another token is tried where the mixture gives it the most weight.
     """
     space, length = objective.space, ids_RBT.shape[2]
     found = []
     for r, one in enumerate(rng):
         places, now_T = objective.rows.content(r, b), ids_RBT[r, b]
-        orders = reorderings.nearby(len(places), recipe.orders, one)
+        orders = reorderings.nearby(len(places), config.orders, one)
         tried = [now_T[None], now_T[orders_tensor(orders, places, length).to(now_T.device)]]
-        if isinstance(space, Mixtures):
+        if isinstance(space, TokenMixtures):
             bag_M = space.ids_RM[r, space.there_RM[r]]
-            share_NM = leaf_RBTF[r, b, places, : len(bag_M)].log_softmax(-1)
+            share_NM = variables_RBTF[r, b, places, : len(bag_M)].log_softmax(-1)
             share_NM = share_NM.masked_fill(now_T[places, None] == bag_M, -torch.inf)
-            most = min(recipe.orders, share_NM.numel() - len(places))
+            most = min(config.orders, share_NM.numel() - len(places))
             likeliest_K = share_NM.flatten().topk(max(most, 0)).indices
             other_KT = now_T.repeat(len(likeliest_K), 1)
             place_N = torch.tensor(places, dtype=torch.long, device=now_T.device)
@@ -219,16 +243,17 @@ def _changes(
     return stacked(found)
 
 
-def _exchanges(
+def exchange_candidates(
     objective: Objective,
-    recipe: Recipe,
+    config: MatchingConfig,
     ids_RBT: Tensor,
     rng: Sequence[torch.Generator],
     watch: Watch = UNWATCHED,
 ) -> Tensor:
-    """Returns guesses [R, K, B, T], the present one first: two sentences exchange tokens.
+    """Returns guesses [R, K, B, T]: the present one, then exchanges between two sentences.
 
-    At one place, or from one place on. Out of time, there are fewer.
+    They exchange the token at one place, or all tokens from one place on. Out of time, there are
+    fewer guesses.
     """
     found = []
     for r, one in enumerate(rng):
@@ -248,12 +273,12 @@ def _exchanges(
                 # Two whole sentences of one class only change their order.
                 if label_B[b] != label_B[c] or not torch.equal(other_BT[b], now_BT[c]):
                     tried.append(other_BT)
-        found.append(torch.stack([tried[0], *_some(tried[1:], 2 * recipe.orders, one)]))
+        found.append(torch.stack([tried[0], *_some(tried[1:], 2 * config.orders, one)]))
     return stacked(found)
 
 
 def _some(all_of: list[Item], most: int, rng: torch.Generator) -> list[Item]:
-    """Returns at most so many of the list, drawn without order."""
+    """Returns at most `most` of the list, drawn at random."""
     if len(all_of) <= most:
         return all_of
     return [all_of[i] for i in torch.randperm(len(all_of), generator=rng)[:most].tolist()]

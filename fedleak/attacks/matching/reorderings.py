@@ -1,7 +1,7 @@
 """New orders of a sentence's tokens (LAMP, Balunovic et al. 2022, section 3.2).
 
-An order is a tuple of places: the token that comes to place i was at place `order[i]`. Places are
-those of content; what begins and ends every sentence is not in it.
+An order is a tuple of places: the token that comes to place i was at place `order[i]`. Only content
+has places; the special tokens that begin and end a sentence have none.
 """
 
 import math
@@ -22,8 +22,7 @@ def swap(length: int, i: int, j: int) -> Order:
 def move(length: int, start: int, stop: int, to: int) -> Order:
     """Returns the order with tokens start to stop (exclusive) moved before place `to` of the rest.
 
-    With one token it is LAMP's move of a token, with several that of a subsequence, and with
-    `start` 0 and `to` the end that of a prefix.
+    LAMP moves a token, a subsequence of several tokens, or a prefix (`start` 0) to the end.
     """
     places = list(range(length))
     rest = places[:start] + places[stop:]
@@ -31,10 +30,10 @@ def move(length: int, start: int, stop: int, to: int) -> Order:
 
 
 def nearby(length: int, most: int, rng: torch.Generator) -> list[Order]:
-    """Returns at most so many of the orders that one swap or one move makes, each once.
+    """Returns the distinct orders that one swap or one move makes, at most `most` of them.
 
-    The present order is not among them. Where there are more, they are drawn at random by their
-    number, because a sentence of 200 tokens has a million.
+    The present order is not among them. Where there are more, their numbers are drawn at random:
+    a sentence of 200 tokens has a million of these orders.
     """
     # A move makes two neighbouring blocks change places; so does a swap of neighbours.
     moved, swapped = math.comb(length + 1, 3), math.comb(max(length - 1, 0), 2)
@@ -53,7 +52,7 @@ def nearby(length: int, most: int, rng: torch.Generator) -> list[Order]:
 
 
 def _subset(number: int, size: int) -> list[int]:
-    """Returns the set of that number among sets of so many, rising (combinatorial numbers)."""
+    """Returns set `number` of the sets of `size` integers, in the combinatorial number system."""
     chosen: list[int] = []
     for left in range(size, 0, -1):
         largest = left - 1
@@ -65,17 +64,19 @@ def _subset(number: int, size: int) -> list[int]:
 
 
 def sampled(length: int, draws: int, rng: torch.Generator) -> list[Order]:
-    """Returns the distinct ones of LAMP's random moves, the present order first.
+    """Returns the present order, and then the distinct orders among LAMP's random moves.
 
-    A quarter each are swaps, moves of a token, of a subsequence, and of a prefix to the end.
+    A quarter of the moves each are swaps, and moves of a token, of a subsequence, and of a prefix
+    to the end.
     """
     orders = {tuple(range(length)): None}
-    for order in _draws(length, draws, rng) if length > 1 else ():
+    for order in random_moves(length, draws, rng) if length > 1 else ():
         orders[order] = None
     return list(orders)
 
 
-def _draws(length: int, draws: int, rng: torch.Generator) -> Iterator[Order]:
+def random_moves(length: int, draws: int, rng: torch.Generator) -> Iterator[Order]:
+    """Yields LAMP's random moves 1 to `draws` - 1; the kind of a move goes by its number."""
     for draw in range(1, draws):
         a, b = torch.randint(length, (2,), generator=rng).tolist()
         if draw % 4 == 0:

@@ -11,27 +11,31 @@ input, orders of magnitude more for others. That needs no threshold per model or
 no absolute tolerance.
 
 Where the gradient carries more than rounding (added noise, local steps, half precision), the rank
-is what stands above the edge of the noise's own spectrum (Marchenko and Pastur 1967), and `excess`
-only ranks.
+is the number of singular values above the edge of the noise's own spectrum (Marchenko and Pastur
+1967), and `excess` only ranks.
 
-Shapes: N vectors, D hidden size, O outputs, R rank, S sketch columns, V vocabulary.
+Shapes: N vectors, D hidden size, O outputs, R rank, M known vectors, S sketch columns,
+V vocabulary, P positions, C constants (0 or 1).
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from fedleak.attacks.clock import Clock
-from fedleak.models.family import TokenTable
+from fedleak.models.family import ModelFamily, TokenTable
 
 ACCEPT = 3.0
 """Largest `excess` of an input. First-order theory says 1; the rest is for the second order."""
 
 SPARE = 8
-"""Directions that must be left over, or nothing can be told from a vector's lying in a span."""
+"""Directions that must be left over, or a vector in the span says nothing."""
+
+SKETCH = 64
+"""Directions of the null space that a search for sequences looks at."""
 
 _FLOAT32 = 4 * torch.finfo(torch.float32).eps
 """Largest rounding noise of a float32 gradient, relative to its largest singular value."""
@@ -40,7 +44,7 @@ _LEAST = 0.1
 """Singular values of noise stay above this fraction of the lower edge of its spectrum."""
 
 _TINY = 2e-3
-"""Singular values below this fraction of the rounding are rounding of rounding: no gap there."""
+"""Singular values below this fraction of the rounding are rounding themselves: no gap counts."""
 
 _EDGE = 1.05
 """Singular values of noise pass the edge of its spectrum by a few per cent at these sizes."""
@@ -55,7 +59,7 @@ One equal token more moves a mean over n of them by about 1 / n^2: after so many
 """
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Span:
     """The row space of a layer's weight gradients.
 
@@ -63,8 +67,8 @@ class Span:
         basis_DR: Orthonormal, float64.
         singular_R: Singular values kept, the largest being 1.
         floor: The largest singular value dropped: the size of the noise.
-        exact: What was dropped is rounding, so that `excess` decides; else it only ranks.
-        full: What was dropped is no noise either: there are more inputs than dimensions.
+        exact: Only rounding was dropped, so that `excess` decides; else it only ranks.
+        full: More than noise was dropped: there are more inputs than dimensions.
     """
 
     basis_DR: Tensor
@@ -94,7 +98,7 @@ class Span:
         return excess_N
 
     def null_sketch(self, columns: int, rng: torch.Generator) -> Tensor:
-        """Returns [D, S]: orthonormal random directions that no input has a part in."""
+        """Returns [D, S]: orthonormal random directions at right angles to every input."""
         columns = min(columns, self.width - self.rank)
         z_DS = torch.randn(self.width, columns, generator=rng, dtype=torch.float64)
         z_DS = z_DS.to(self.basis_DR.device)
@@ -110,13 +114,18 @@ class Span:
         _, s_R, vh_RD = torch.linalg.svd(rows_RD, full_matrices=False)
         # What lies in the known span leaves its noise behind: about the floor.
         rank = int((s_R > (10 if self.exact else 2) * self.floor).sum())
-        return Span(vh_RD[:rank].T.contiguous(), s_R[:rank], self.floor, self.exact)
+        return Span(
+            basis_DR=vh_RD[:rank].T.contiguous(),
+            singular_R=s_R[:rank],
+            floor=self.floor,
+            exact=self.exact,
+        )
 
 
 def margin(accepted: float, rejected: float) -> float | None:
     """Returns how many times larger a rejected excess is; None if nothing was rejected.
 
-    An excess below 1 is that of rounding, and counts as 1.
+    An excess below 1 is rounding, and counts as 1.
     """
     return rejected / max(accepted, 1.0) if math.isfinite(rejected) else None
 
@@ -148,10 +157,35 @@ def row_space(gradients_OD: Sequence[Tensor], rounding: float = 0.0) -> Span | N
         # A sketch has to have some columns more than the rank.
         if rank is not None and (complete or rank + SPARE <= len(s_R)) and rank + SPARE <= width:
             floor = max(float(s_R[rank]), _TINY * rounding)
-            return Span(basis_DR[:, :rank].contiguous(), s_R[:rank], floor)
+            return Span(
+                basis_DR=basis_DR[:, :rank].contiguous(), singular_R=s_R[:rank], floor=floor
+            )
         if complete:
             return _noisy(blocks)
         columns *= 2
+
+
+@dataclass(frozen=True)
+class LayerSpans:
+    """The row spaces of the first two layers' attention gradients.
+
+    Attributes:
+        first: Spanned by the inputs of the first attention.
+        second: Spanned by the inputs of the second attention.
+        mixed: Spanned by the inputs of the first attention's output matrix; None if not shared.
+    """
+
+    first: Span
+    second: Span
+    mixed: Span | None
+
+
+def layer_spans(family: ModelFamily, gradients: Mapping[str, Tensor]) -> LayerSpans | None:
+    """Returns the spans of gradients by parameter name; None if an attention's span has no end."""
+    first, second = (row_space(family.attention_gradients(gradients, layer)) for layer in (0, 1))
+    output_DD = family.output_gradient(gradients, 0)
+    mixed = None if output_DD is None else row_space([output_DD])
+    return None if first is None or second is None else LayerSpans(first, second, mixed)
 
 
 def _leading(matrix_OD: Tensor, columns: int) -> tuple[Tensor, Tensor]:
@@ -166,13 +200,13 @@ def _leading(matrix_OD: Tensor, columns: int) -> tuple[Tensor, Tensor]:
         return s_R / s_R[0], vh_RD.T
     # Any test directions will do: these are the same in every call.
     rng = torch.Generator().manual_seed(0)
-    test_CO = torch.randn(columns, rows, generator=rng, dtype=torch.float64).to(matrix_OD.device)
-    range_DC = torch.linalg.qr((test_CO @ matrix_OD).T)[0]
-    # Once to the outputs and back, each time orthonormalised: the span is as good as that of all.
-    range_OC = torch.linalg.qr(matrix_OD @ range_DC)[0]
-    range_DC, triangle_CC = torch.linalg.qr(matrix_OD.T @ range_OC)
-    u_CR, s_R, _ = torch.linalg.svd(triangle_CC)
-    return s_R / s_R[0], range_DC @ u_CR
+    test_SO = torch.randn(columns, rows, generator=rng, dtype=torch.float64).to(matrix_OD.device)
+    range_DS = torch.linalg.qr((test_SO @ matrix_OD).T)[0]
+    # Once to the outputs and back, each time orthonormalised: as good as the whole decomposition.
+    range_OS = torch.linalg.qr(matrix_OD @ range_DS)[0]
+    range_DS, triangle_SS = torch.linalg.qr(matrix_OD.T @ range_OS)
+    u_SR, s_R, _ = torch.linalg.svd(triangle_SS)
+    return s_R / s_R[0], range_DS @ u_SR
 
 
 def _end(s_R: Tensor, rounding: float) -> int | None:
@@ -194,7 +228,13 @@ def _noisy(blocks_OD: Sequence[Tensor]) -> Span | None:
     # Noise fills every direction: with more rows than columns none is left nearly without it.
     full = float(s_R[-1]) < _LEAST * (rows**0.5 - width**0.5)
     floor = float(edge / s_R[0])
-    return Span(vh_RD[:rank].T.contiguous(), s_R[:rank] / s_R[0], floor, False, full)
+    return Span(
+        basis_DR=vh_RD[:rank].T.contiguous(),
+        singular_R=s_R[:rank] / s_R[0],
+        floor=floor,
+        exact=False,
+        full=full,
+    )
 
 
 def _in_units_of_noise(gradient_OD: Tensor) -> Tensor:
@@ -211,7 +251,7 @@ def _in_units_of_noise(gradient_OD: Tensor) -> Tensor:
 def _noise(s_R: Tensor, rows: int, columns: int) -> float:
     """Returns the standard deviation of the noise, from singular values in falling order.
 
-    It is that of the smallest rank whose remaining values noise alone explains: none of them
+    The rank is the smallest at which noise alone explains the remaining values: none of them
     exceeds the edge that their own mean square implies.
     """
     tail_R = s_R.square().flip(0).cumsum(0).flip(0)

@@ -7,10 +7,12 @@ span is usually smaller than the number of tokens in the batch, and it is the bu
 linearly dependent as soon as tokens and positions recur; here each token is tested by itself,
 against the gradients' row space beside all positions and the constant.
 
-With the factors known, least squares splits a gradient `G = sum_i dq_i x_i^T` into one coefficient
-per factor: that of a token is the sum of `dq_i / sigma_i` over its occurrences.
+With the bag known, least squares splits a gradient `G = sum_i dq_i x_i^T` into one coefficient per
+direction. The coefficient of a token is the sum of `dq_i / sigma_i` over its occurrences.
 
-Shapes: V tokens, P positions, M factors, D hidden size, O outputs, R rank, S sketch columns.
+Shapes: V vocabulary, N tokens of the bag, P positions, M directions of a basis, D hidden size,
+O outputs, R rank, S sketch columns, A (token, position) pairs, L shortlisted tokens, C constants
+(0 or 1).
 """
 
 import math
@@ -29,35 +31,35 @@ _FIRST_GUESS = 32
 """Positions that the search begins with: right at once for most sentences."""
 
 _EXPLAINED = 30.0
-"""Largest part of a row space, in units of its noise, outside the factors that explain it."""
+"""Largest part of a row space, in units of its noise, outside the bag that explains it."""
 
 
 class Coefficients(NamedTuple):
     """A gradient by token.
 
     Attributes:
-        value_VO: The sum of `dq_i / sigma_i` over the token's occurrences.
-        noise_VO: Standard deviation that the gradient's noise gives it.
+        value_NO: The sum of `dq_i / sigma_i` over the token's occurrences.
+        noise_NO: Standard deviation that the gradient's noise gives it.
     """
 
-    value_VO: Tensor
-    noise_VO: Tensor
+    value_NO: Tensor
+    noise_NO: Tensor
 
 
-@dataclass(frozen=True)
-class Factors:
+@dataclass(frozen=True, kw_only=True)
+class TokenBag:
     """The distinct tokens of a batch and the number of its positions.
 
     Attributes:
-        tokens_V: Token ids in rising order.
+        tokens_N: Token ids in rising order.
         positions: Length of the longest sequence; 0 where inputs have no position in them.
         basis_MD: The directions of tokens, positions and constant, float64.
-        worst_accepted: Largest excess of a token that was accepted.
-        best_rejected: Smallest excess of one that was not.
-        exact: The tokens passed a test; else they are the likeliest ones.
+        worst_accepted: Largest excess of an accepted token.
+        best_rejected: Smallest excess of a rejected token.
+        exact: The tokens passed a test; else they are the nearest to the span.
     """
 
-    tokens_V: Tensor
+    tokens_N: Tensor
     positions: int
     basis_MD: Tensor
     worst_accepted: float
@@ -71,32 +73,36 @@ class Factors:
         return inverse_DM
 
     def noise(self, gradient_OD: Tensor) -> float:
-        """Returns the norm of a gradient's noise, from its part that no factor explains."""
+        """Returns the norm of a gradient's noise, from its part outside the basis."""
         rest_OD = gradient_OD - gradient_OD @ (self.inverse_DM @ self.basis_MD).to(gradient_OD)
-        factors, width = self.basis_MD.shape
-        return float(rest_OD.norm()) * math.sqrt(width / (width - factors))
+        directions, width = self.basis_MD.shape
+        return float(rest_OD.norm()) * math.sqrt(width / (width - directions))
 
     def coefficients(self, gradient_OD: Tensor) -> Coefficients:
-        """Splits a gradient by token, least squares; its noise is what no factor explains."""
+        """Splits a gradient by token, least squares; its noise is its part outside the basis."""
         gradient_OD = gradient_OD.double()
         value_OM = gradient_OD @ self.inverse_DM
         rest_OD = gradient_OD - value_OM @ self.basis_MD
-        factors, width = self.basis_MD.shape
-        noise_O = rest_OD.norm(dim=1) / (width - factors) ** 0.5
-        tokens = len(self.tokens_V)
-        amplified_V = self.inverse_DM[:, :tokens].norm(dim=0)
-        return Coefficients(value_OM[:, :tokens].T, amplified_V[:, None] * noise_O)
+        directions, width = self.basis_MD.shape
+        noise_O = rest_OD.norm(dim=1) / (width - directions) ** 0.5
+        tokens = len(self.tokens_N)
+        amplified_N = self.inverse_DM[:, :tokens].norm(dim=0)
+        return Coefficients(value_OM[:, :tokens].T, amplified_N[:, None] * noise_O)
 
 
-def read_factors(
-    directions: Directions, span: Span, rng: torch.Generator, *, among_V: Tensor | None = None
-) -> Factors | None:
-    """Returns the factors of the batch whose gradients span `span`, None beyond the budget.
+def read_token_bag(
+    directions: Directions, span: Span, rng: torch.Generator, *, among_N: Tensor | None = None
+) -> TokenBag | None:
+    """Returns the token bag of the batch whose gradients span `span`, None beyond the budget.
 
-    Only the tokens `among_V` are looked at; all of the vocabulary, if that is None.
+    The number of positions is not known. It is first a number with which tokens and positions
+    explain all of the span, and then the last position in the span of the gradients and the tokens.
 
-    How many positions there are is not known: it is a number of them with which all of the span is
-    explained, and then the last one that lies in the span of the gradients and the tokens.
+    Args:
+        directions: Of all tokens and positions.
+        span: The row space of the first layer's attention gradients.
+        rng: For sketches.
+        among_N: The only tokens that may be in the batch; None: the whole vocabulary.
     """
     tried = set()
     guesses = list(_guesses(len(directions.position_PD)))
@@ -110,39 +116,44 @@ def read_factors(
             # As many positions as do fit beside the tokens are next.
             guesses[:0] = {positions - over}.intersection(range(1, positions)) - tried
             continue
-        tokens_V, accepted, rejected = _tokens(directions, among_V, known_MD, inner, rng)
-        token_VD = directions.token_VD[tokens_V].double()
-        if span.exact and _unexplained(span, torch.cat([token_VD, known_MD])) > _EXPLAINED:
+        tokens_N, accepted, rejected = _tokens(directions, among_N, known_MD, inner, rng)
+        token_ND = directions.token_VD[tokens_N].double()
+        if span.exact and _unexplained(span, torch.cat([token_ND, known_MD])) > _EXPLAINED:
             continue
         if positions:
-            positions = _last_position(directions, positions, token_VD, span)
+            positions = _last_position(directions, positions, token_ND, span)
             known_MD = torch.cat([directions.position_PD[:positions], directions.constant_CD])
-        basis_MD = torch.cat([token_VD, known_MD.double()])
-        return Factors(tokens_V, positions, basis_MD, accepted, rejected, span.exact)
+        basis_MD = torch.cat([token_ND, known_MD.double()])
+        return TokenBag(
+            tokens_N=tokens_N,
+            positions=positions,
+            basis_MD=basis_MD,
+            worst_accepted=accepted,
+            best_rejected=rejected,
+            exact=span.exact,
+        )
     return None
 
 
-def pairs(table: TokenTable, factors: Factors, span: Span | None) -> tuple[Tensor, Tensor]:
+def pairs(table: TokenTable, bag: TokenBag, span: Span | None) -> tuple[Tensor, Tensor]:
     """Returns the (token, position) pairs that may have been inputs, as indices [A] of each.
 
-    Tokens are indices of the bag. A pair outside the gradients' span was no input; with few tokens
-    that leaves few, and with many the graph of tokens and positions has cycles, which are all
-    inside. Where noise blurs the bag's own edge, or without a span, nothing is excluded.
+    Tokens are indices of the bag. A pair outside the gradients' span was no input. With few tokens
+    few pairs are left; with many, the graph of tokens and positions has cycles, and every pair of a
+    cycle is inside. Where noise blurs the bag's own edge, or without a span, no pair is excluded.
     """
-    tokens, positions = len(factors.tokens_V), factors.positions
-    device = factors.tokens_V.device
+    tokens, positions = len(bag.tokens_N), bag.positions
+    device = bag.tokens_N.device
     bag_A = torch.arange(tokens, device=device).repeat_interleave(positions)
     position_A = torch.arange(positions, device=device).repeat(tokens)
-    if span is None or (
-        not span.exact and not factors.worst_accepted < ACCEPT < factors.best_rejected
-    ):
+    if span is None or (not span.exact and not bag.worst_accepted < ACCEPT < bag.best_rejected):
         return bag_A, position_A
-    inside_A = span.excess(table(factors.tokens_V[bag_A], position_A)) < ACCEPT
+    inside_A = span.excess(table(bag.tokens_N[bag_A], position_A)) < ACCEPT
     return bag_A[inside_A], position_A[inside_A]
 
 
 def _guesses(available: int) -> Iterator[int]:
-    """Yields numbers of positions to try: more of them, and fewer where the budget is short."""
+    """Yields numbers of positions to try: fewer too, where the budget is short."""
     if not available:
         yield 0
         return
@@ -155,7 +166,7 @@ def _guesses(available: int) -> Iterator[int]:
 
 def _tokens(
     directions: Directions,
-    among_V: Tensor | None,
+    among_N: Tensor | None,
     known_MD: Tensor,
     inner: Span,
     rng: torch.Generator,
@@ -165,24 +176,26 @@ def _tokens(
     The whole vocabulary goes through a sketch of the null space, where a token of the batch is
     zero; only the nearest are tested exactly.
     """
-    token_VD = directions.token_VD if among_V is None else directions.token_VD[among_V]
+    token_VD = directions.token_VD if among_N is None else directions.token_VD[among_N]
     known_DM = torch.linalg.qr(known_MD.T)[0]
     both = Span(
-        torch.cat([inner.basis_DR, known_DM], 1), torch.ones(inner.rank + known_DM.shape[1]), 0.0
+        basis_DR=torch.cat([inner.basis_DR, known_DM], 1),
+        singular_R=torch.ones(inner.rank + known_DM.shape[1]),
+        floor=0.0,
     )
     sketch_VS = token_VD @ both.null_sketch(48, rng).to(token_VD.dtype)
     distance_V = sketch_VS.norm(dim=1) / token_VD.norm(dim=1)
     shortlist = min(2 * inner.rank + 64, len(token_VD))
-    nearest = distance_V.topk(shortlist, largest=False).indices
-    x_ND = token_VD[nearest].double()
-    excess_N = inner.excess(x_ND - (x_ND @ known_DM) @ known_DM.T)
-    order = excess_N.argsort()
+    nearest_L = distance_V.topk(shortlist, largest=False).indices
+    x_LD = token_VD[nearest_L].double()
+    excess_L = inner.excess(x_LD - (x_LD @ known_DM) @ known_DM.T)
+    order_L = excess_L.argsort()
     # Without an exact test: as many tokens as there are directions above the noise.
-    count = int((excess_N < ACCEPT).sum()) if inner.exact else min(inner.rank, len(order))
-    accepted = float(excess_N[order[count - 1]]) if count else 0.0
-    rejected = float(excess_N[order[count]]) if count < len(order) else float("inf")
-    tokens = nearest if among_V is None else among_V[nearest]
-    return tokens[order[:count]].sort().values, accepted, rejected
+    count = int((excess_L < ACCEPT).sum()) if inner.exact else min(inner.rank, len(order_L))
+    accepted = float(excess_L[order_L[count - 1]]) if count else 0.0
+    rejected = float(excess_L[order_L[count]]) if count < len(order_L) else float("inf")
+    tokens_L = nearest_L if among_N is None else among_N[nearest_L]
+    return tokens_L[order_L[:count]].sort().values, accepted, rejected
 
 
 def _unexplained(span: Span, basis_MD: Tensor) -> float:
@@ -193,9 +206,9 @@ def _unexplained(span: Span, basis_MD: Tensor) -> float:
     return float(rest_RD.norm(dim=1).max()) / span.floor
 
 
-def _last_position(directions: Directions, positions: int, token_VD: Tensor, span: Span) -> int:
+def _last_position(directions: Directions, positions: int, token_ND: Tensor, span: Span) -> int:
     """Returns the number of positions up to the last in the span of gradients and tokens."""
-    known_MD = torch.cat([token_VD, directions.constant_CD.double()])
+    known_MD = torch.cat([token_ND, directions.constant_CD.double()])
     known_DM = torch.linalg.qr(known_MD.T)[0]
     x_PD = directions.position_PD[:positions].double()
     excess_P = span.beside(known_MD).excess(x_PD - (x_PD @ known_DM) @ known_DM.T)

@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 import torch
 
-from fedleak.attacks.matching.batch_structure import Frame, Shape, bag, frame, shapes
+from fedleak.attacks.matching.batch_structure import Frame, Shape, bag, frame, rows_of, shapes
 from fedleak.defenses.gaussian_noise import GaussianNoise
 from fedleak.models import CAUSAL_LM, CLASSIFICATION
 from fedleak.rng import stream
@@ -261,3 +261,29 @@ def test_without_embeddings_and_attention_nothing_tells_the_tokens(small, observ
     truth = observe(model, 1)
     assert bag(shared(truth.seen, ["classifier"]), model, stream(0, "bag")) is None
     assert torch.is_tensor(bag(truth.seen, model, stream(0, "bag")))
+
+
+def test_rows_hold_what_is_known_of_each_shape(model):
+    around = frame(model)
+    longest, short = len(around.first + around.last) + 4, len(around.first + around.last) + 1
+    labels = (2, 1) if model.task == CLASSIFICATION else ()
+    rows = rows_of([Shape((longest, short), labels), Shape((short,), labels[:1])], around, model)
+    padding = model.tokenizer.pad_token_id
+    for r, lengths in enumerate([(longest, short), (short,)]):
+        assert [len(one) for one in rows.sequences(r, rows.ids_RBT[r])] == list(lengths)
+        targets = sum(length - 1 for length in lengths)
+        for b, length in enumerate(lengths):
+            content = range(len(around.first), length - len(around.last))
+            assert rows.content(r, b) == list(content)
+            expected = [0] * length + [padding] * (longest - length)
+            expected[: len(around.first)] = around.first
+            expected[content.stop : length] = around.last
+            assert rows.ids_RBT[r, b].tolist() == expected
+            assert rows.mask_RBT[r, b].tolist() == [1] * length + [0] * (longest - length)
+            assert float(rows.weights_RB[r, b]) == pytest.approx(
+                1 / (len(lengths) if model.task == CLASSIFICATION else targets)
+            )
+    assert rows.labels_RB[:, 0].tolist() == list((labels or (0,))[:1]) * 2
+    # What fills up the smaller batch counts for nothing.
+    assert rows.content(1, 1) == []
+    assert float(rows.weights_RB[1, 1]) == 0

@@ -5,37 +5,42 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fedleak.attacks.matching import candidate_selection
+from fedleak.attacks.matching.candidate_selection import best_of_batch
 from fedleak.attacks.matching.optimizer import UNWATCHED, Watch
 
 
-def judge(rough=None):
-    """A judge that looks at a few guesses at a time."""
-    chunks = lambda guesses, _: (slice(i, i + 7) for i in range(0, guesses, 7))  # noqa: E731
-    return SimpleNamespace(rough=rough, chunks=chunks)
+class Judge:
+    """An objective that knows the distance of each guess, and looks at a few at a time."""
+
+    rows = None
+    space = SimpleNamespace(exact=lambda rows, tried_RKBT: tried_RKBT[..., 0, 0])
+
+    def __init__(self, apart_RK, rough=None):
+        self.apart_RK, self.rough = apart_RK, rough
+
+    def chunks(self, guesses, sequences):
+        return (slice(i, i + 7) for i in range(0, guesses, 7))
+
+    def scores(self, tried_RK):
+        return self.apart_RK.gather(1, tried_RK)
 
 
-def best(exact_RK, rough_RK, likely_RK, watch=UNWATCHED):
-    objective = judge(None if rough_RK is None else judge())
-    tried_RKX = torch.arange(exact_RK.shape[1]).repeat(len(exact_RK), 1)[..., None]
-    rows = torch.arange(len(exact_RK))[:, None]
-
-    def scores(of):
-        apart_RK = exact_RK if of is objective else rough_RK
-        return lambda tried_RKX: apart_RK[rows, tried_RKX[..., 0]]
-
-    return candidate_selection._best(objective, tried_RKX, likely_RK, scores, 1, watch)
+def best(exact_RK, rough_RK, lm_penalty_RK, watch=UNWATCHED):
+    """The best of guesses whose only token is their number."""
+    tried_RKBT = torch.arange(exact_RK.shape[1]).repeat(len(exact_RK), 1)[..., None, None]
+    objective = Judge(exact_RK, None if rough_RK is None else Judge(rough_RK))
+    return best_of_batch(objective, tried_RKBT, lm_penalty_RK, watch)
 
 
 @pytest.mark.parametrize("rough", [False, True])
 def test_the_least_sum_wins(rough):
     rng = torch.Generator().manual_seed(0)
-    exact_RK, likely_RK = torch.rand(2, 3, 40, generator=rng)
-    found = best(exact_RK, exact_RK + 1e-3 if rough else None, likely_RK)
-    at_R = (exact_RK + likely_RK).argmin(1)
-    assert torch.equal(found.chosen_RX[:, 0], at_R)
+    exact_RK, lm_penalty_RK = torch.rand(2, 3, 40, generator=rng)
+    found = best(exact_RK, exact_RK + 1e-3 if rough else None, lm_penalty_RK)
+    at_R = (exact_RK + lm_penalty_RK).argmin(1)
+    assert torch.equal(found.chosen_RX[:, 0, 0], at_R)
     assert torch.equal(found.apart_R, exact_RK.gather(1, at_R[:, None])[:, 0])
-    assert torch.equal(found.likely_R, likely_RK.gather(1, at_R[:, None])[:, 0])
+    assert torch.equal(found.lm_penalty_R, lm_penalty_RK.gather(1, at_R[:, None])[:, 0])
 
 
 def test_the_first_of_equals_wins():

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from fedleak.attacks import AttackSetting
-from fedleak.attacks.matching import lamp, relaxed_tokens
+from fedleak.attacks.matching import relaxed_tokens
+from fedleak.attacks.matching.descent_loop import match_gradients
 from fedleak.attacks.matching.dlg import Dlg
 from fedleak.attacks.matching.tag import Tag
 from fedleak.models import CAUSAL_LM, CLASSIFICATION
@@ -36,23 +37,24 @@ def test_each_has_its_own_distance_and_never_moves_words(attack):
     best, faithful = attack().method(), attack(preset="faithful").method()
     assert (best.loss, faithful.loss) == (loss, loss)
     assert best.algorithm is relaxed_tokens.reconstruct
-    assert faithful.algorithm is lamp.reconstruct
-    for recipe in (best.recipe, best.free_recipe, faithful.recipe, faithful.free_recipe):
-        assert recipe.lm_weight == 0
-        assert not any(recipe.discrete(step) for step in range(recipe.steps + 1))
-    assert not any(best.recipe.may_move(step) for step in range(best.recipe.steps + 1))
+    assert faithful.algorithm is match_gradients
+    assert faithful.free_config is None
+    for config in (best.config, best.free_config, faithful.config):
+        assert config.lm_weight == 0
+        assert not any(config.discrete(step) for step in range(config.steps + 1))
+    assert not any(best.config.may_move(step) for step in range(best.config.steps + 1))
     assert best.prior is None
 
 
 def test_constants_are_those_of_the_authors_of_lamp(attack):
-    recipe = attack(preset="faithful").method().recipe
-    assert (recipe.steps, recipe.step_size, recipe.schedule(2400, 2500)) == (2500, 0.1, 1.0)
-    assert (recipe.guesses, recipe.norm_weight, recipe.clip) == (1, 0.0, None)
-    large = attack(preset="faithful", size="large").method().recipe
+    config = attack(preset="faithful").method().config
+    assert (config.steps, config.step_size, config.schedule(2400, 2500)) == (2500, 0.1, 1.0)
+    assert (config.guesses, config.norm_weight, config.clip) == (1, 0.0, None)
+    large = attack(preset="faithful", size="large").method().config
     assert large.step_size == {"dlg": 0.1, "tag": 0.03}[attack.kind]
     assert (large.steps, large.clip, large.weight_decay, large.epsilon) == (10_000, 1.0, 0.01, 1e-6)
     assert large.schedule(10_000, 10_000) == 0.0
-    assert attack(preset="faithful", steps=7).method().recipe.steps == 7
+    assert attack(preset="faithful", steps=7).method().config.steps == 7
 
 
 @pytest.mark.parametrize("kind", KINDS, ids="-".join)

@@ -11,20 +11,19 @@ from torch.nn import functional as F
 
 from fedleak.attacks.matching.factored_gradients import (
     BatchGradients,
-    classes_pull,
-    next_token_pull,
+    class_logit_grad,
+    next_token_logit_grad,
     tables,
 )
 from fedleak.attacks.matching.gradient_distance import (
     Cosine,
-    Factors,
     Outer,
     SquaredAndAbsolute,
     added,
     of_nothing,
     squared,
-    target_of,
 )
+from fedleak.attacks.matching.target import LowRankGradient, target_of
 from fedleak.models import CAUSAL_LM, CLASS_LOSSES, CLASSIFICATION, batch_loss
 from fedleak.models.lora import Lora, adapt_
 from fedleak.rng import stream
@@ -127,7 +126,7 @@ class Batch:
             )
         )
 
-    def pull(self, rows=slice(None), guesses=1):
+    def logit_grad(self, rows=slice(None), guesses=1):
         model, mask_RBT = self.model, self.mask_RBT[rows]
         dtype = self.x_RKBTD.dtype
 
@@ -137,14 +136,14 @@ class Batch:
         if model.task == CLASSIFICATION:
             labels_N = self.labels_RB[rows][:, None].expand(-1, guesses, -1).flatten()
             weights_N = torch.full_like(labels_N, 1, dtype=dtype) / mask_RBT.shape[1]
-            return classes_pull(model, labels_N, weights_N)
+            return class_logit_grad(model, labels_N, weights_N)
         targets_RBTV = F.one_hot(self.ids_RBT[rows], len(model.tokenizer)).to(dtype)
         weights_RBT = mask_RBT.to(dtype) / (sum(self.lengths) - len(self.lengths))
-        return next_token_pull(each(targets_RBTV), each(weights_RBT))
+        return next_token_logit_grad(each(targets_RBTV), each(weights_RBT))
 
     def gradients(self, computed, x_RKBTD, rows=slice(None), **how):
-        pull = self.pull(rows, x_RKBTD.shape[1])
-        return computed(x_RKBTD, self.mask_RBT[rows], pull, **{"differentiable": True, **how})
+        logit_grad = self.logit_grad(rows, x_RKBTD.shape[1])
+        return computed(x_RKBTD, self.mask_RBT[rows], logit_grad, **{"differentiable": True, **how})
 
     def target(self, names, noise=0.0, whole=()):
         """The gradients at the true embeddings, and as a target."""
@@ -174,18 +173,18 @@ def naive_distance(name, found, observed, weights=None):
     return sum(terms) / sum(weights.values())
 
 
-def naive_slopes(batch, names, observed, losses):
-    """Each distance [R, K] and its slope in the word embeddings, one guess at a time."""
+def naive_grads(batch, names, observed, losses):
+    """Each distance [R, K] and its grad in the word embeddings, one guess at a time."""
     apart = {name: torch.zeros(batch.x_RKBTD.shape[:2], dtype=torch.float64) for name in losses}
-    slopes = {name: torch.zeros_like(batch.x_RKBTD) for name in losses}
+    grads = {name: torch.zeros_like(batch.x_RKBTD) for name in losses}
     for r, k in product(*map(range, batch.x_RKBTD.shape[:2])):
         x_BTD = batch.x_RKBTD[r, k].clone().requires_grad_()
         found = batch.naive(names, r, x_BTD, graph=True)
         for name in losses:
             value = naive_distance(name, found, observed[r])
             apart[name][r, k] = value.detach()
-            slopes[name][r, k] = torch.autograd.grad(value, x_BTD, retain_graph=True)[0]
-    return apart, slopes
+            grads[name][r, k] = torch.autograd.grad(value, x_BTD, retain_graph=True)[0]
+    return apart, grads
 
 
 def assert_near(found, expected, tolerance):
@@ -197,18 +196,18 @@ def assert_near(found, expected, tolerance):
 
 
 def assert_alike(batch, observed, target, exact, tolerance, losses=tuple(DISTANCES)):
-    """Values and slopes are those of formed gradients; `exact` is the batch in float64."""
+    """Values and grads are those of formed gradients; `exact` is the batch in float64."""
     exactly = [{name: value.double() for name, value in one.items()} for one in observed]
-    apart, slopes = naive_slopes(exact, target.names, exactly, losses)
+    apart, grads = naive_grads(exact, target.names, exactly, losses)
     with BatchGradients(batch.model, target.names).ready() as computed:
         for name in losses:
             x_RKBTD = batch.x_RKBTD.clone().requires_grad_()
             gradients = batch.gradients(computed, x_RKBTD)
             assert gradients.keys() == target.tensors.keys()
             apart_RK = DISTANCES[name](gradients, target)
-            (slope_RKBTD,) = torch.autograd.grad(apart_RK.sum(), x_RKBTD)
+            (grad_RKBTD,) = torch.autograd.grad(apart_RK.sum(), x_RKBTD)
             assert_near(apart_RK.detach(), apart[name], tolerance)
-            assert_near(slope_RKBTD, slopes[name], tolerance)
+            assert_near(grad_RKBTD, grads[name], tolerance)
 
 
 # --- against gradients that are formed --------------------------------------------------------
@@ -217,11 +216,11 @@ def assert_alike(batch, observed, target, exact, tolerance, losses=tuple(DISTANC
 @pytest.mark.parametrize("noise", [0.0, 0.5])
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("kind", KINDS, ids=name_of)
-def test_distances_and_their_slopes_are_those_of_formed_gradients(small, kind, size, noise):
+def test_distances_and_their_derivatives_are_those_of_formed_gradients(small, kind, size, noise):
     model = in_double(made(small, *kind))
     batch = Batch(model, 2, 2, size)
     observed, target = batch.target(matched(model), noise)
-    factored = [isinstance(value, Factors) for value in target.tensors.values()]
+    factored = [isinstance(value, LowRankGradient) for value in target.tensors.values()]
     if not kind[2]:  # adapters are too thin
         assert any(factored) == (noise == 0)
     whole = {"l2l1"} if any(factored) else set()
@@ -298,15 +297,15 @@ def test_rows_of_the_word_embedding_are_matched_through_a_mixture(small, kind, n
     names = [name for name in names if name not in family.null_parameters(names)]
     batch = Batch(model, 1, 1, 3)
     bag_M = torch.tensor([7, 12, 90, 33])
-    leaf_BTM = torch.randn(*batch.mask_RBT.shape[1:], 4, generator=rng, dtype=torch.float64)
+    variables_BTM = torch.randn(*batch.mask_RBT.shape[1:], 4, generator=rng, dtype=torch.float64)
     (observed,), _ = batch.target(names, noise)
     observed[family.word_embedding] = observed[family.word_embedding][bag_M]
     if model.tied:  # the lookups only, as if nothing were looked up twice
         observed[family.word_embedding] = torch.randn(4, 64, generator=rng, dtype=torch.float64)
     target = target_of([observed], sum(batch.lengths), [*tables(model), family.word_embedding])
 
-    leaf_BTM.requires_grad_()
-    share_BTM = leaf_BTM.softmax(-1)
+    variables_BTM.requires_grad_()
+    share_BTM = variables_BTM.softmax(-1)
     table_MD = own[family.word_embedding][bag_M].detach().requires_grad_()
     found = dict(
         zip(
@@ -323,16 +322,16 @@ def test_rows_of_the_word_embedding_are_matched_through_a_mixture(small, kind, n
         if name == "l2l1" and not noise:
             continue
         expected = naive_distance(name, found, observed)
-        (expected_slope,) = torch.autograd.grad(expected, leaf_BTM, retain_graph=True)
-        mine_BTM = leaf_BTM.detach().clone().requires_grad_()
+        (expected_grad,) = torch.autograd.grad(expected, variables_BTM, retain_graph=True)
+        mine_BTM = variables_BTM.detach().clone().requires_grad_()
         share_RKBTM = mine_BTM.softmax(-1)[None, None]
         with BatchGradients(model, names).ready() as computed:
             x_RKBTD = share_RKBTM @ own[family.word_embedding][bag_M].detach()
             gradients = batch.gradients(computed, x_RKBTD, mixture_RKBTM=share_RKBTM)
             apart = distance(gradients, target)[0, 0]
-            (slope,) = torch.autograd.grad(apart, mine_BTM)
+            (grad,) = torch.autograd.grad(apart, mine_BTM)
         assert_near(apart.detach(), expected.detach(), 1e-12)
-        assert_near(slope, expected_slope, 1e-12)
+        assert_near(grad, expected_grad, 1e-12)
 
 
 @pytest.mark.parametrize("kind", [PLAIN[0], PLAIN[3]], ids="-".join)
@@ -349,12 +348,12 @@ def test_many_victims_and_guesses_are_each_as_alone(small, kind):
                 x_RKBTD = batch.x_RKBTD[one][:, [k]]
                 alone = batch.gradients(computed, x_RKBTD, one, differentiable=False)
                 for name in losses:
-                    apart = DISTANCES[name](alone, target.rows(one))
+                    apart = DISTANCES[name](alone, target.take(one))
                     assert_near(together[name][r, k], apart[0, 0], 1e-12)
 
 
 @pytest.mark.parametrize("loss", DISTANCES)
-def test_the_slope_is_that_of_finite_differences(small, loss):
+def test_the_derivative_is_that_of_finite_differences(small, loss):
     model = in_double(made(small, "bert", CLASSIFICATION, width=32))
     batch = Batch(model, 1, 1, 3)
     _, target = batch.target(matched(model), 0.5)
@@ -366,12 +365,12 @@ def test_the_slope_is_that_of_finite_differences(small, loss):
 
     with BatchGradients(model, target.names).ready() as computed:
         x_RKBTD = batch.x_RKBTD.clone().requires_grad_()
-        (slope,) = torch.autograd.grad(apart(x_RKBTD, True), x_RKBTD)
+        (grad,) = torch.autograd.grad(apart(x_RKBTD, True), x_RKBTD)
         for _ in range(3):
-            along = torch.randn(slope.shape, generator=rng).double()
+            along = torch.randn(grad.shape, generator=rng).double()
             ahead, behind = (apart(batch.x_RKBTD + s * along).item() for s in (step, -step))
             # An absolute value has a corner, which a step may cross.
-            near = pytest.approx(float((slope * along).sum()), rel=1e-4 if loss == "l2l1" else 1e-6)
+            near = pytest.approx(float((grad * along).sum()), rel=1e-4 if loss == "l2l1" else 1e-6)
             assert (ahead - behind) / (2 * step) == near
 
 
@@ -404,7 +403,7 @@ def formulas(name, formed, observed, weights=None):
 def test_distances_are_those_of_the_papers(name):
     gradients, formed, observed = by_hand()
     target = target_of(observed, 9, [])
-    assert not any(isinstance(value, Factors) for value in target.tensors.values())
+    assert not any(isinstance(value, LowRankGradient) for value in target.tensors.values())
     apart_RK = DISTANCES[name](gradients, target)
     torch.testing.assert_close(apart_RK, formulas(name, formed, observed), rtol=1e-12, atol=0)
 
@@ -416,7 +415,7 @@ def test_factors_stand_for_the_gradient_that_they_are_of(name):
         one["weight"] = one["weight"][:, :1] @ one["weight"][:1]
     whole = target_of(observed, 9, [])
     factored = target_of(observed, 1, [])
-    assert isinstance(factored.tensors["weight"], Factors)
+    assert isinstance(factored.tensors["weight"], LowRankGradient)
     torch.testing.assert_close(
         DISTANCES[name](gradients, factored), DISTANCES[name](gradients, whole), rtol=1e-12, atol=0
     )
@@ -474,7 +473,7 @@ def test_a_gradient_of_zeros_is_as_far_as_the_observed_one_is_large(small, name,
 
 @pytest.mark.parametrize("name", DISTANCES)
 @pytest.mark.parametrize("rank", [1, 9])
-def test_distances_of_a_gradient_in_parts_have_the_slopes_that_autograd_finds(name, rank):
+def test_distances_of_a_gradient_in_parts_have_the_derivatives_that_autograd_finds(name, rank):
     gradients, _, observed = by_hand()
     if rank == 1:
         for one in observed:
@@ -488,7 +487,7 @@ def test_distances_of_a_gradient_in_parts_have_the_slopes_that_autograd_finds(na
     for side in sides:
         side.requires_grad_()
     target = target_of(observed, rank, ["weight"] if name == "l2l1" else [])
-    assert isinstance(target.tensors["weight"], Factors) == (rank == 1 and name != "l2l1")
+    assert isinstance(target.tensors["weight"], LowRankGradient) == (rank == 1 and name != "l2l1")
     found_RK = DISTANCES[name]({"weight": tuple(Outer(*sides[i : i + 2]) for i in (0, 2))}, target)
     formed = sum(
         torch.einsum("rknx,rkny->rkxy", left, right)
@@ -518,18 +517,18 @@ def test_a_target_of_some_victims_and_of_another_precision(small):
     batch = Batch(model, 2, 1, 1)
     for noise in (0.0, 0.5):
         observed, target = batch.target(matched(model), noise)
-        chosen = target.rows(torch.tensor([1, 1, 0]))
+        chosen = target.take(torch.tensor([1, 1, 0]))
         low = target.to(torch.bfloat16)
         for name in target.names:
             for i, r in enumerate((1, 1, 0)):
                 assert chosen.norms[name][i] == target.norms[name][r]
                 value = chosen.tensors[name]
-                if isinstance(value, Factors):
+                if isinstance(value, LowRankGradient):
                     value = value.left_RXQ @ value.right_RYQ.mT
                 size = observed[r][name].norm()
                 assert (value[i] - observed[r][name]).norm() <= 1e-5 * size
             parts = low.tensors[name]
-            parts = parts if isinstance(parts, Factors) else [parts]
+            parts = parts if isinstance(parts, LowRankGradient) else [parts]
             assert {part.dtype for part in parts} == {torch.bfloat16}
             assert low.norms[name] is target.norms[name]
 
@@ -557,7 +556,7 @@ TAMPERED = {
 
 @pytest.mark.parametrize("how", TAMPERED)
 @pytest.mark.parametrize("kind", [PLAIN[0], PLAIN[4]], ids="-".join)
-def test_distances_and_slopes_are_finite_whatever_was_sent(small, kind, how):
+def test_distances_and_derivatives_are_finite_whatever_was_sent(small, kind, how):
     model = made(small, *kind)
     batch = Batch(model, 1, 2, 3)
     rng = stream(0, "tamper")
@@ -570,10 +569,10 @@ def test_distances_and_slopes_are_finite_whatever_was_sent(small, kind, how):
         for distance in DISTANCES.values():
             x_RKBTD = batch.x_RKBTD.clone().requires_grad_()
             apart_RK = distance(batch.gradients(computed, x_RKBTD), target)
-            (slope,) = torch.autograd.grad(apart_RK.sum(), x_RKBTD)
+            (grad,) = torch.autograd.grad(apart_RK.sum(), x_RKBTD)
             assert apart_RK.isfinite().all()
-            assert slope.isfinite().all()
-            assert slope.any() == (how != "zero" and "below" not in how)
+            assert grad.isfinite().all()
+            assert grad.any() == (how != "zero" and "below" not in how)
 
 
 # --- how a model is listened to ---------------------------------------------------------------
@@ -603,6 +602,43 @@ def test_a_model_is_left_as_it_was_also_after_an_error(small, lora):
     assert state(model) == before
     if lora:
         assert not all(before[0])
+
+
+class Scale(torch.nn.Module):
+    """A layer that is neither linear nor a norm, but has weight and bias as these have."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.weight, self.bias = norm.weight, norm.bias
+
+    def forward(self, x):
+        return self.weight * x + self.bias
+
+
+class Gated(torch.nn.Linear):
+    """A linear layer with a third parameter."""
+
+    def __init__(self, linear):
+        super().__init__(linear.in_features, linear.out_features)
+        self.gate = torch.nn.Parameter(torch.ones(linear.out_features))
+
+
+@pytest.mark.parametrize(
+    ("path", "other", "told"),
+    [
+        ("output.LayerNorm", Scale, r"layer\.0\.output\.LayerNorm \(layer type Scale\)"),
+        ("output.dense", Gated, r"layer\.0\.output\.dense\.gate \(layer type Gated\)"),
+    ],
+)
+def test_a_layer_of_another_type_is_refused_by_its_name(small, path, other, told):
+    model = made(small, "bert", CLASSIFICATION)
+    model = replace(model, module=copy.deepcopy(model.module))
+    path = f"bert.encoder.layer.0.{path}"
+    model.module.set_submodule(path, other(model.module.get_submodule(path)))
+    with pytest.raises(NotImplementedError, match=told):
+        BatchGradients(model, list(model.trained()))
+    kept = [name for name in model.trained() if not name.startswith(path)]
+    assert BatchGradients(model, kept)
 
 
 def sides(gradient):
@@ -676,7 +712,7 @@ def test_what_the_others_of_a_batch_give_is_added(small, kind):
             fewer.mask_RBT, fewer.ids_RBT = batch.mask_RBT[:, chosen], batch.ids_RBT[:, chosen]
             fewer.labels_RB = batch.labels_RB[:, chosen]
             found = fewer.gradients(computed, x_RKBTD[:, :, chosen], differentiable=False)
-            if model.task == CLASSIFICATION:  # `pull` counts each as a share of what it sees
+            if model.task == CLASSIFICATION:  # `logit_grad` counts each as a share of what it sees
                 return {name: scaled(one, len(chosen) / 3) for name, one in found.items()}
             return found
 
@@ -700,4 +736,4 @@ def test_next_token_targets_may_be_shares_of_tokens():
     weights = torch.rand(2, 4, generator=rng, dtype=torch.float64)
     each = -(targets[:, 1:] * logits[:, :-1].log_softmax(-1)).sum(-1)
     (expected,) = torch.autograd.grad((each * weights[:, 1:]).sum(), logits)
-    torch.testing.assert_close(next_token_pull(targets, weights)(logits), expected)
+    torch.testing.assert_close(next_token_logit_grad(targets, weights)(logits), expected)

@@ -1,17 +1,16 @@
 """Our own gradient matching: what it recovers, and what it makes of updates that were changed."""
 
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
 
-from fedleak.attacks.matching import bucketing, gradient_matching, relaxed_tokens
+from fedleak.attacks.matching import gradient_matching, relaxed_tokens
 from fedleak.attacks.matching.dlg import Dlg
-from fedleak.attacks.matching.gradient_matching import GradientMatching
-from fedleak.attacks.matching.guesses import Objective
 from fedleak.attacks.matching.lamp import Lamp
-from fedleak.attacks.matching.optimizer import Descent, best_of_each
+from fedleak.attacks.matching.objective import Objective
+from fedleak.attacks.matching.optimizer import Descent
 from fedleak.attacks.matching.tag import Tag
 from fedleak.defenses.cast import Cast
 from fedleak.defenses.gaussian_noise import GaussianNoise
@@ -57,28 +56,6 @@ def run(attack, seen, model):
     return answer, reports
 
 
-def inside(check, seen, model, like):
-    """Runs a check in place of the algorithm, with all that it would be given."""
-    ran = []
-
-    def algorithm(objective, recipe, prior, rng, watch):
-        ran.append(check(objective, recipe, rng))
-        return best_of_each(objective.victim_R, objective.rows.ids_RBT, torch.zeros(len(rng)))
-
-    @dataclass(frozen=True)
-    class Attack(GradientMatching):
-        def method(self):
-            return replace(like.method(), algorithm=algorithm)
-
-    attack = Attack(precision=like.precision, starts=like.starts)
-    rngs = [stream(0, "attack", i) for i in range(len(seen))]
-    with pytest.MonkeyPatch.context() as patch:
-        # Padding costs less than another pass, however much there is: all victims together.
-        patch.setattr(bucketing, "PASS", {"cpu": 10**9})
-        attack.many(seen, model, rngs=rngs, report=lambda *_: None)
-    assert len(ran) == 1
-
-
 def changed(seen, defense):
     return replace(seen, update=defense(seen.update, rng=stream(0, "defense")))
 
@@ -94,22 +71,6 @@ def never_exact(seen):
     noised = changed(seen, GaussianNoise(0.01)).update.tensors
     tensors |= {name: value for name, value in noised.items() if "word_emb" not in name}
     return replace(seen, update=replace(seen.update, tensors=tensors))
-
-
-def true_ids(truth, objective):
-    ids_RBT = objective.rows.ids_RBT.clone()
-    for b, one in enumerate(truth.sequences):
-        ids_RBT[:, b, : len(one)] = torch.tensor(one)
-    return ids_RBT
-
-
-class LikesRising:
-    """A prior that counts the pairs of tokens that fall."""
-
-    def nll(self, ids_NT, mask_NT, stop=None):
-        pairs = (ids_NT[:, None, :] < ids_NT[:, :, None]).triu(1)
-        there = mask_NT.bool()[:, None, :] & mask_NT.bool()[:, :, None]
-        return (pairs & there).sum((1, 2)).float()
 
 
 # --- undefended updates -----------------------------------------------------------------------
@@ -169,18 +130,20 @@ def test_victims_of_one_call_may_have_batches_of_one_size(small, observe):
 
 
 @pytest.mark.parametrize("kind", KINDS, ids="-".join)
-def test_a_sentence_that_fills_up_a_smaller_batch_is_left_alone(small, observe, kind):
+def test_a_sentence_that_fills_up_a_smaller_batch_is_left_alone(
+    small, observe, kind, inside, true_ids
+):
     model = small(*kind)
     small_one, large_one = (
         observe(model, BATCHES[name], granted=GRANTED) for name in ("one text", "two texts")
     )
 
-    def check(objective, recipe, rng):
+    def check(objective, config, rng):
         ids = objective.rows.ids_RBT.clone()
         for r, truth in enumerate((small_one, large_one)):
             ids[r] = true_ids(truth, objective)[r]
-        leaf = objective.space.leaf(objective.rows, ids)
-        found, score_R = relaxed_tokens.improved(objective, recipe, None, leaf, rng)
+        variables = objective.space.variables(objective.rows, ids)
+        found, score_R = relaxed_tokens.improved(objective, config, variables, rng)
         assert torch.equal(found, ids)
         assert score_R.max() < relaxed_tokens.EXACT
 
@@ -283,11 +246,13 @@ def test_a_number_that_is_not_finite_spoils_only_its_tensor(small, observe, atta
 
 
 @pytest.mark.parametrize("kind", [KINDS[0], KINDS[3]], ids="-".join)
-def test_several_local_steps_are_matched_as_the_sum_of_their_gradients(small, kind):
+def test_several_local_steps_are_matched_as_the_sum_of_their_gradients(small, kind, inside):
     model = small(*kind)
     sequences = sorted(model.encode(BATCHES["two texts"]), key=len, reverse=True)
     before = {name: value.clone() for name, value in model.parameters().items()}
-    how = LocalTraining(UpdateKind.DELTA, 1, 2, 1e-3, dropout=False)
+    how = LocalTraining(
+        kind=UpdateKind.DELTA, batch_size=1, epochs=2, learning_rate=1e-3, dropout=False
+    )
     update = local_update_(model, sequences, [0, 1], how, seed=0)
     load_parameters_(model, before)
     lengths = tuple(map(len, sequences))
@@ -297,7 +262,7 @@ def test_several_local_steps_are_matched_as_the_sum_of_their_gradients(small, ki
     assert not answer.verified, "it is not one gradient of the model as it was broadcast"
     assert 0 < answer.diagnostics["distance"] < 0.05
 
-    def check(objective, recipe, rng):
+    def check(objective, config, rng):
         ids = objective.rows.ids_RBT.clone()
         for b, one in enumerate(sequences):
             ids[0, b, : len(one)] = torch.tensor(one)
@@ -341,7 +306,7 @@ def test_rows_of_a_victim_that_lag_behind_are_given_up():
 def test_words_change_places_when_they_may(small, observe, monkeypatch, discrete):
     model = small("bert")
     truth = observe(model, BATCHES["two texts"], granted=GRANTED)
-    changes, made = [], relaxed_tokens._changes
+    changes, made = [], relaxed_tokens.sequence_candidates
 
     def spy(*args):
         changes.append(len(stepped))
@@ -353,12 +318,12 @@ def test_words_change_places_when_they_may(small, observe, monkeypatch, discrete
         stepped.append(1)
         return step(self, loss)
 
-    monkeypatch.setattr(relaxed_tokens, "_changes", spy)
+    monkeypatch.setattr(relaxed_tokens, "sequence_candidates", spy)
     monkeypatch.setattr(Descent, "step", counting)
     seen = never_exact(truth.seen)
     attack = Lamp(steps=8, starts=1, discrete=discrete)
     _, reports = run(attack, seen, model)
-    every = attack.method().recipe.every
+    every = attack.method().config.every
     assert 8 % every == 0
     rounds = range(0, 9, every)
     assert set(changes) == {"during": {*rounds[1:]}, "at-end": {8}, "never": set()}[discrete]
@@ -372,7 +337,7 @@ def test_the_last_step_is_looked_at_however_many_there_are(small, observe, discr
     truth = observe(model, BATCHES["two texts"], granted=GRANTED)
     seen = never_exact(truth.seen)
     attack = Lamp(steps=7, starts=1, discrete=discrete)
-    assert 7 % attack.method().recipe.every
+    assert 7 % attack.method().config.every
     _, reports = run(attack, seen, model)
     assert reports[-1].step == 7
 
@@ -409,43 +374,47 @@ def test_time_may_run_out_within_a_round(small, observe, monkeypatch):
     assert answer.status == Status.RECOVERED
     assert len(stepped) == 1
     # What that step led to is looked at.
-    assert [one.step for one in reports] == [0, attack.method().recipe.every]
+    assert [one.step for one in reports] == [0, attack.method().config.every]
 
 
-def test_of_equally_distant_texts_the_prior_decides(small, observe):
+def test_of_equally_distant_texts_the_prior_decides(small, observe, inside, true_ids, likes_rising):
     model = small("bert")
     truth = observe(model, ["nobody knows it", "he pays us"], granted=GRANTED)
 
-    def check(objective, recipe, rng):
+    def check(objective, config, rng):
         def flat(gradients, target):
             parts = next(one for one in gradients.values() if isinstance(one, tuple))
             return torch.full((1, parts[-1].left_RKNX.shape[1]), 0.5)
 
         ids = true_ids(truth, objective)
-        leaf = objective.space.leaf(objective.rows, ids)
-        rising, recipe = LikesRising(), replace(recipe, lm_weight=1.0)
+        variables = objective.space.variables(objective.rows, ids)
+        rising, config = likes_rising, replace(config, lm_weight=1.0)
         same = replace(objective, distance=flat)
-        kept, score = relaxed_tokens.improved(same, recipe, None, leaf, rng)
+        judged = replace(same, prior=rising)
+        kept, score = relaxed_tokens.improved(same, config, variables, rng)
         assert torch.equal(kept, ids)
         assert score.tolist() == [0.5]
-        found, score = relaxed_tokens.improved(same, recipe, rising, leaf, rng)
+        found, score = relaxed_tokens.improved(judged, config, variables, rng)
         fewer = sum(int(rising.nll(found[:, b], objective.rows.mask_RBT[:, b])) for b in range(2))
         before = sum(int(rising.nll(ids[:, b], objective.rows.mask_RBT[:, b])) for b in range(2))
         assert fewer < before
         assert float(score) == pytest.approx(0.5 + fewer / 2)
         # What matches exactly needs no prior.
-        _, score = relaxed_tokens.improved(objective, replace(recipe, sweeps=0), rising, leaf, rng)
+        exact = replace(objective, prior=rising)
+        _, score = relaxed_tokens.improved(exact, replace(config, sweeps=0), variables, rng)
         assert float(score) < relaxed_tokens.EXACT
 
     inside(check, [truth.seen], model, Lamp(starts=1))
 
 
 @pytest.mark.parametrize("kind", KINDS, ids="-".join)
-def test_wrong_tokens_and_wrong_orders_are_mended_by_the_gradient(small, observe, kind):
+def test_wrong_tokens_and_wrong_orders_are_mended_by_the_gradient(
+    small, observe, kind, inside, true_ids
+):
     model = small(*kind)
     truth = observe(model, BATCHES["two texts"], granted=GRANTED)
 
-    def check(objective, recipe, rng):
+    def check(objective, config, rng):
         ids = true_ids(truth, objective)
         first, second = (objective.rows.content(0, b) for b in range(2))
         moved, other, exchanged = ids.clone(), ids.clone(), ids.clone()
@@ -455,11 +424,11 @@ def test_wrong_tokens_and_wrong_orders_are_mended_by_the_gradient(small, observe
         exchanged[0, 1, second[0]] = ids[0, 0, first[0]]
         for wrong in (moved, other, exchanged):
             same = wrong[..., None] == objective.space.ids_RM[:, None, None]
-            leaf = 3.0 * same
+            variables = 3.0 * same
             # A token that is missing would be read into its place at once.
-            if torch.equal(objective.read(leaf), ids):
+            if torch.equal(objective.read(variables), ids):
                 continue
-            found, score = relaxed_tokens.improved(objective, recipe, None, leaf, rng)
+            found, score = relaxed_tokens.improved(objective, config, variables, rng)
             # Texts of one class and length are interchangeable.
             assert sorted(found[0].tolist()) == sorted(ids[0].tolist())
             assert float(score) < relaxed_tokens.EXACT
@@ -467,16 +436,18 @@ def test_wrong_tokens_and_wrong_orders_are_mended_by_the_gradient(small, observe
     inside(check, [truth.seen], model, Lamp(starts=1))
 
 
-def test_what_is_tried_has_the_present_first_and_keeps_what_is_known(small, observe):
+def test_what_is_tried_has_the_present_first_and_keeps_what_is_known(
+    small, observe, inside, true_ids
+):
     model = small("bert")
     truth = observe(model, BATCHES["two texts"], granted=GRANTED)
 
-    def check(objective, recipe, rng):
+    def check(objective, config, rng):
         ids, rows = true_ids(truth, objective), objective.rows
-        leaf = objective.space.leaf(rows, ids)
+        variables = objective.space.variables(rows, ids)
         bag = set(objective.space.ids_RM[0].tolist())
         for b in range(2):
-            tried = relaxed_tokens._changes(objective, recipe, leaf, ids, b, rng)[0]
+            tried = relaxed_tokens.sequence_candidates(objective, config, variables, ids, b, rng)[0]
             assert torch.equal(tried[0], ids[0, b])
             fixed = rows.fixed_RBT[0, b]
             assert torch.equal(tried[:, fixed], ids[0, b, fixed].expand(len(tried), -1))
@@ -484,59 +455,61 @@ def test_what_is_tried_has_the_present_first_and_keeps_what_is_known(small, obse
             now = content[0]
             orders = [one for one in content if sorted(one) == sorted(now)]
             others = [one for one in content if sorted(one) != sorted(now)]
-            assert 1 < len(orders) <= recipe.orders + 1
-            assert 0 < len(others) <= recipe.orders
+            assert 1 < len(orders) <= config.orders + 1
+            assert 0 < len(others) <= config.orders
             assert len(set(others)) == len(others)
             assert all(sum(x != y for x, y in zip(one, now, strict=True)) == 1 for one in others)
             assert {token for one in content for token in one} <= bag
-        both = relaxed_tokens._exchanges(objective, recipe, ids, rng)[0]
+        both = relaxed_tokens.exchange_candidates(objective, config, ids, rng)[0]
         assert torch.equal(both[0], ids[0])
         tokens = ids.flatten().sort().values
         for one in both:
             assert torch.equal(one.flatten().sort().values, tokens)
             assert torch.equal(one[rows.fixed_RBT[0]], ids[0][rows.fixed_RBT[0]])
-        assert 1 < len(both) <= 2 * recipe.orders + 1
+        assert 1 < len(both) <= 2 * config.orders + 1
 
     inside(check, [truth.seen], model, Lamp(starts=1))
 
 
-def test_whole_sentences_are_exchanged_only_if_they_differ_in_class(small, observe):
+def test_whole_sentences_are_exchanged_only_if_they_differ_in_class(
+    small, observe, inside, true_ids
+):
     model = small("bert")
     truth = observe(model, ["it is over now", "is it over now"], granted=GRANTED)
     assert len({len(one) for one in truth.sequences}) == 1
 
-    def check(objective, recipe, rng):
+    def check(objective, config, rng):
         ids = true_ids(truth, objective)
         whole = ids[0].flip(0)
         for labels, there in (([0, 0], False), ([0, 1], True)):
             labelled = replace(objective.rows, labels_RB=torch.tensor([labels]))
-            tried = relaxed_tokens._exchanges(replace(objective, rows=labelled), recipe, ids, rng)[
-                0
-            ]
+            tried = relaxed_tokens.exchange_candidates(
+                replace(objective, rows=labelled), config, ids, rng
+            )[0]
             assert any(torch.equal(one, whole) for one in tried) is there
 
     inside(check, [truth.seen], model, Lamp(starts=1))
 
 
-def test_what_becomes_of_a_row_does_not_depend_on_the_others(small, observe):
+def test_what_becomes_of_a_row_does_not_depend_on_the_others(small, observe, inside, true_ids):
     model = small("bert")
     truths = [observe(model, BATCHES[name], granted=GRANTED) for name in ("one text", "two texts")]
 
-    def check(objective, recipe, rng):
+    def check(objective, config, rng):
         # The first has nothing to find, the second much.
         ids = torch.cat([true_ids(one, objective)[r : r + 1] for r, one in enumerate(truths)])
         free_BT = ~objective.rows.fixed_RBT[1]
         ids[1][free_BT] = ids[1][free_BT].flip(0)
-        leaf = objective.space.leaf(objective.rows, ids)
+        variables = objective.space.variables(objective.rows, ids)
         states = [one.get_state() for one in rng]
-        both, score_R = relaxed_tokens.improved(objective, recipe, None, leaf, rng)
+        both, score_R = relaxed_tokens.improved(objective, config, variables, rng)
         assert torch.equal(both[0], ids[0])
         assert not torch.equal(both[1], ids[1])
         for r, (one, was) in enumerate(zip(rng, states, strict=True)):
             one.set_state(was)
             chosen = torch.tensor([r])
             alone, score = relaxed_tokens.improved(
-                objective.take(chosen), recipe, None, leaf[chosen], [one]
+                objective.take(chosen), config, variables[chosen], [one]
             )
             assert torch.equal(alone[0], both[r])
             assert float(score) == pytest.approx(float(score_R[r]), abs=1e-5)
@@ -547,13 +520,13 @@ def test_what_becomes_of_a_row_does_not_depend_on_the_others(small, observe):
 # --- precision --------------------------------------------------------------------------------
 
 
-def test_evidence_is_in_full_precision_also_where_the_search_is_not(small, observe):
+def test_evidence_is_in_full_precision_also_where_the_search_is_not(small, observe, inside):
     model = small("bert")
     truth = observe(model, BATCHES["two texts"], granted=GRANTED)
     seen = changed(truth.seen, GaussianNoise(0.02))
     rough, _ = run(Lamp(steps=4, starts=1, guesses=2, precision="mixed"), seen, model)
 
-    def check(objective, recipe, rng):
+    def check(objective, config, rng):
         assert objective.rough is None
         ids = objective.rows.ids_RBT.clone()
         for b, one in enumerate(rough.sequences):
@@ -580,9 +553,9 @@ def test_the_last_fifth_of_the_steps_is_in_full_precision(small, observe, monkey
     seen = never_exact(truth.seen)
     dtypes, loss = [], Objective.loss
 
-    def spy(self, leaf):
+    def spy(self, variables):
         dtypes.append(next(self.model.module.parameters()).dtype)
-        return loss(self, leaf)
+        return loss(self, variables)
 
     monkeypatch.setattr(Objective, "loss", spy)
     options = {"preset": preset, "precision": "mixed", "starts": 1, "guesses": 1}

@@ -118,7 +118,7 @@ def test_enough_draws_find_every_order(length):
 @given(st.integers(2, 9), st.integers(0, 10**6))
 def test_a_quarter_of_the_draws_each_is_of_a_kind(length, seed):
     now = tuple(range(length))
-    drawn = [now, *reorderings._draws(length, 80, torch.Generator().manual_seed(seed))]
+    drawn = [now, *reorderings.random_moves(length, 80, torch.Generator().manual_seed(seed))]
     assert len(drawn) == 80
     one_token = {reorderings.move(length, i, i + 1, to) for i in now for to in now}
     rotations = {now[i:] + now[:i] for i in now}
@@ -157,13 +157,13 @@ def test_an_order_moves_content_and_nothing_else(sentence):
 
 
 def test_numbers_at_a_place_go_where_their_token_goes():
-    leaf_RBTF = torch.randn(2, 2, 4, 3, generator=torch.Generator().manual_seed(0))
+    variables_RBTF = torch.randn(2, 2, 4, 3, generator=torch.Generator().manual_seed(0))
     order_RBT = torch.tensor([[[0, 2, 1, 3], [3, 2, 1, 0]], [[0, 1, 2, 3], [1, 2, 3, 0]]])
-    found = reordered(leaf_RBTF, order_RBT)
+    found = reordered(variables_RBTF, order_RBT)
     for r in range(2):
         for b in range(2):
             for t in range(4):
-                assert torch.equal(found[r, b, t], leaf_RBTF[r, b, order_RBT[r, b, t]])
+                assert torch.equal(found[r, b, t], variables_RBTF[r, b, order_RBT[r, b, t]])
 
 
 def test_a_row_with_fewer_guesses_repeats_its_first():

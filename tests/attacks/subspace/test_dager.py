@@ -11,16 +11,22 @@ from hypothesis import strategies as st
 from fedleak import models
 from fedleak.attacks import AttackSetting, certificate
 from fedleak.attacks.clock import Clock
-from fedleak.attacks.subspace import dager
-from fedleak.attacks.subspace.dager import (
-    Dager,
-    Found,
+from fedleak.attacks.subspace import dager, encoder_search
+from fedleak.attacks.subspace.answer import Judged
+from fedleak.attacks.subspace.dager import Dager, attend_next, extend_prefixes
+from fedleak.attacks.subspace.encoder_search import (
+    Effort,
     Sentences,
-    Spans,
-    attend_next,
-    extend_prefixes,
+    search_length,
+    search_sentences,
 )
-from fedleak.attacks.subspace.span import ACCEPT, REPEATS, row_space, tokens_in_span
+from fedleak.attacks.subspace.span import (
+    ACCEPT,
+    REPEATS,
+    LayerSpans,
+    layer_spans,
+    tokens_in_span,
+)
 from fedleak.models import CAUSAL_LM, CLASS_LOSSES, CLASSIFICATION, ModelSpec
 from fedleak.models.llama import Llama
 from fedleak.models.lora import Lora
@@ -105,17 +111,16 @@ def sentences(small, observe):
     model = small("bert", width=48, layers=3)
     truth = observe(model, 1, max_length=6)
     tensors = truth.seen.update.tensors
-    first, second = (row_space(model.family.attention_gradients(tensors, n)) for n in (0, 1))
-    mixed = row_space([model.family.output_gradient(tensors, 0)])
+    spans = layer_spans(model.family, tensors)
     table = model.family.token_table(model.module)
-    slots = tokens_in_span(table, first, stream(0, "sketch"), ENDLESS)
+    slots = tokens_in_span(table, spans.first, stream(0, "sketch"), ENDLESS)
     assert [ids.tolist() for ids in slots] == [[token] for token in truth.sequences[0]]
     slots = [torch.cat([ids, torch.tensor([11, 12])]) for ids in slots]
 
-    def make(mixed=mixed):
+    def make(mixed=spans.mixed):
         block = model.family.first_block(model.module)
         with torch.no_grad():
-            return Sentences(slots, block, Spans(second, mixed), stream(0, "null"))
+            return Sentences(slots, block, replace(spans, mixed=mixed), stream(0, "null"))
 
     return make, model, truth.sequences[0]
 
@@ -193,7 +198,7 @@ def test_a_margin_is_that_of_the_nearest_sentence_one_token_away(sentences):
     make, _, truth = sentences
     found = make()
     judged = {one.ids: one.excess for one in found.judge(found.all())}
-    one = found.with_margin(Found(truth, judged[truth]))
+    one = found.with_margin(Judged(truth, judged[truth], math.inf))
     away = [
         excess
         for ids, excess in judged.items()
@@ -225,10 +230,10 @@ def test_a_search_of_one_length_ends_with_its_nearest_when_time_is_up(
 ):
     make, _, _ = sentences
     found = make()
-    monkeypatch.setattr(dager, "_AT_ONCE", 100)
+    monkeypatch.setattr(encoder_search, "JUDGED_AT_ONCE", 100)
     work = ticking(dager, ticks, (Sentences, "costs_at"), (Sentences, "judge"))
-    attack = Dager(enumerate_up_to=enumerate_up_to, kicks=10**6)
-    passed, nearest = attack._search_length(found, stream(0, "search"), work.clock)
+    effort = Effort(enumerate_up_to, searches=4, kicks=10**6)
+    passed, nearest = search_length(found, effort, stream(0, "search"), work.clock)
     assert work.after <= 1  # where a descent ended is judged
     assert work.before <= ticks + 1
     assert nearest.excess < math.inf
@@ -244,15 +249,16 @@ def test_of_all_that_noise_lets_pass_only_those_answered_get_a_margin(sentences,
     monkeypatch.setattr(
         Sentences, "with_margin", lambda self, one: asked.append(one.ids) or of(self, one)
     )
-    found = Dager()._descend(
+    found = search_sentences(
         tried.slots,
+        model.tokenizer.sep_token_id,
         tried.block,
-        Spans(noisy_span, None),
-        model,
-        2,
-        stream(0, "x"),
-        ENDLESS,
-        unheard,
+        LayerSpans(tried.spans.first, noisy_span, None),
+        Effort(enumerate_up_to=512, searches=4, kicks=32),
+        wanted=2,
+        rng=stream(0, "x"),
+        clock=ENDLESS,
+        tell=unheard,
     )
     assert len(found) == 3**5
     assert asked == [one.ids for one in sorted(found, key=lambda one: one.excess)[:2]]
@@ -284,22 +290,27 @@ def test_prefixes_grow_to_the_true_sentences_among_any_candidates(
     with torch.enable_grad():
         truth = observe(model, 3, max_length=8)
     tensors = truth.seen.update.tensors
-    second = row_space(model.family.attention_gradients(tensors, 1))
-    mixed = row_space([model.family.output_gradient(tensors, 0)]) if pruned else None
-    block, spans = model.family.first_block(model.module), Spans(second, mixed)
+    block, spans = model.family.first_block(model.module), layer_spans(model.family, tensors)
+    if not pruned:
+        spans = replace(spans, mixed=None)
     wanted = scored(model, truth)
     strangers = set(range(50, 60))
     slots = [
         torch.tensor(sorted({one[p] for one in wanted if p < len(one)} | strangers))
         for p in range(max(map(len, wanted)))
     ]
-    found = extend_prefixes(slots, block, spans, model, 3, stream(0, "grow"), ENDLESS, unheard)
+
+    def grow(slots):
+        rng = stream(0, "grow")
+        return extend_prefixes(slots, block, spans, wanted=3, rng=rng, clock=ENDLESS, tell=unheard)
+
+    found = grow(slots)
     assert sorted(one.ids for one in found) == wanted
-    assert all(isinstance(one, Found) and one.excess < ACCEPT for one in found)
+    assert all(isinstance(one, Judged) and one.excess < ACCEPT for one in found)
     # A candidate that is missing cuts the sentences that need it, and no others.
     gone = wanted[0][3]
     slots[3] = slots[3][slots[3] != gone]
-    found = extend_prefixes(slots, block, spans, model, 3, stream(0, "grow"), ENDLESS, unheard)
+    found = grow(slots)
     cut = {one[:3] if one[3:4] == (gone,) else one for one in wanted}
     assert {one.ids for one in found} == cut
 
@@ -684,7 +695,13 @@ def test_several_steps_of_fedavg_prove_nothing_and_small_ones_are_read(
     model = small(family, task, width=64, layers=3)
     truth = observe(model, 2, max_length=8)
     before = {name: value.clone() for name, value in model.parameters().items()}
-    how = LocalTraining(UpdateKind.DELTA, batch_size, epochs, learning_rate, False)
+    how = LocalTraining(
+        kind=UpdateKind.DELTA,
+        batch_size=batch_size,
+        epochs=epochs,
+        learning_rate=learning_rate,
+        dropout=False,
+    )
     update = local_update_(model, truth.sequences, truth.labels, how, seed=0)
     models.load_parameters_(model, before)
     knowledge = Knowledge(learning_rate, how.steps(2), False)

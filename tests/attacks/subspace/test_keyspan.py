@@ -11,8 +11,16 @@ from hypothesis import strategies as st
 from fedleak import models
 from fedleak.attacks import AttackSetting, certificate
 from fedleak.attacks.clock import Clock
-from fedleak.attacks.subspace import keyspan
-from fedleak.attacks.subspace.keyspan import Atoms, Keyspan, excess, grow, make_atoms
+from fedleak.attacks.subspace import beam_search, keyspan
+from fedleak.attacks.subspace.atoms import Atoms, make_atoms
+from fedleak.attacks.subspace.beam_search import (
+    SQUARED_ROUNDING,
+    best_sets,
+    grow,
+    needed,
+    read_seeds,
+)
+from fedleak.attacks.subspace.keyspan import Keyspan, read_sentences
 from fedleak.attacks.subspace.span import ACCEPT
 from fedleak.models import CAUSAL_LM, CLASS_LOSSES, CLASSIFICATION, ModelSpec, batch_loss, pad
 from fedleak.observation import Knowledge, UpdateKind
@@ -70,7 +78,7 @@ def noisy(seen, relative, seed=0):
 def atoms_of(model, seen):
     names = set(model.family.attention_parameters(0))
     gradients = {n: g for n, g in certificate.as_gradient(seen).items() if n in names}
-    return make_atoms(model, gradients, gradients, None, stream(0, "atoms"))
+    return make_atoms(model, gradients, gradients, among_N=None, rng=stream(0, "atoms"))
 
 
 def index_of(atoms, token, position):
@@ -161,23 +169,23 @@ def test_the_excess_of_a_sentence_tells_it_from_one_with_a_wrong_token(
     model = small(family, task, **WIDE)
     truth = observe(model, 3, max_length=LONG)
     atoms, rng = atoms_of(model, truth.seen), stream(0, "wrong")
-    bag = atoms.factors.tokens_V.tolist()
+    bag = atoms.bag.tokens_N.tolist()
     tried = 0
     for token, one, at in seeds_of(model, truth):
         seed, own = bag.index(token), index_of(atoms, token, at)
         members = torch.tensor([index_of(atoms, t, p) for p, t in enumerate(one)])
-        right = excess(atoms, seed, members, torch.tensor(own))
+        right = atoms.excess(seed, members, torch.tensor(own))
         assert right < ACCEPT / 2
         for p in range(len(one)):
             if p == at:
                 continue
             fewer = torch.cat([members[:p], members[p + 1 :]])
-            assert excess(atoms, seed, fewer, torch.tensor(own)) > 500 * max(right, 1)
+            assert atoms.excess(seed, fewer, torch.tensor(own)) > 500 * max(right, 1)
             others = ((atoms.position_A == p) & (atoms.token_A != one[p])).nonzero().flatten()
             if len(others):
                 wrong = members.clone()
                 wrong[p] = others[torch.randint(len(others), (), generator=rng)]
-                assert excess(atoms, seed, wrong, torch.tensor(own)) > 500 * max(right, 1)
+                assert atoms.excess(seed, wrong, torch.tensor(own)) > 500 * max(right, 1)
                 tried += 1
     assert tried > 50
 
@@ -191,7 +199,7 @@ def naive_rest(atoms, seed, members, at):
     """Squared share [H] of a seed's gradient outside the span of its members, and their number."""
     rest = []
     for head in range(atoms.vector_HAK.shape[0]):
-        target = atoms.target_VHK[seed, head]
+        target = atoms.target_NHK[seed, head]
         rows = []
         for member in members:
             here, there = int(atoms.position_A[at]), int(atoms.position_A[member])
@@ -233,7 +241,7 @@ def test_sets_grow_by_the_atoms_that_least_squares_from_scratch_would_choose(
     model = small(family, task, **WIDE)
     truth = observe(model, RECURRING)
     atoms = atoms_of(model, truth.seen)
-    bag = atoms.factors.tokens_V.tolist()
+    bag = atoms.bag.tokens_N.tolist()
     compared = 0
     for token, _, _ in seeds_of(model, truth):
         seed = bag.index(token)
@@ -243,8 +251,8 @@ def test_sets_grow_by_the_atoms_that_least_squares_from_scratch_would_choose(
             beams = [((a, mark), a) for a in starts if atoms.position_A[a] > 0]
         else:
             beams = [((a,), a) for a in starts]
-        norm_H = atoms.target_VHK[seed].norm(dim=-1)
-        quiet_H = (atoms.noise_VH[seed] / norm_H).square() + keyspan._SQUARED_ROUNDING
+        norm_H = atoms.target_NHK[seed].norm(dim=-1)
+        quiet_H = (atoms.noise_NH[seed] / norm_H).square() + SQUARED_ROUNDING
         for members_1WM, at_1W, rest_1W in grow(atoms, torch.tensor([seed]), width):
             children = {}
             for members, at in beams:
@@ -293,7 +301,7 @@ def test_the_best_sets_are_kept_each_once(width, members, seed, forbidden):
         if score[parent, atom].isfinite():
             key = frozenset((*members[parent], atom))
             score[parent, atom] = by_set.setdefault(key, score[parent, atom].clone())
-    parent, atom, possible = keyspan._best(score[None], torch.tensor(members)[None], width)
+    parent, atom, possible = best_sets(score[None], torch.tensor(members)[None], width)
     assert possible == bool(by_set)
     if not possible:
         return
@@ -324,7 +332,7 @@ def test_no_atom_joins_where_it_could_not_stand(marks, data, positions, beams):
     for _ in range(beams):
         places = data.draw(st.permutations(range(positions)))[:size]
         sets.append([pairs.index((data.draw(st.sampled_from(tokens)), p)) for p in places])
-    found = keyspan._misplaced(atoms, torch.tensor(sets)[None])[0]
+    found = atoms.misplaced(torch.tensor(sets)[None])[0]
     expected = [[not may_join(atoms, one, atom) for atom in range(len(pairs))] for one in sets]
     assert found.tolist() == expected
 
@@ -471,7 +479,13 @@ def fedavg(model, observe, batch, batch_size, epochs, learning_rate):
     """A client's several steps over its texts."""
     truth = observe(model, batch, max_length=LONG)
     before = {name: value.clone() for name, value in model.parameters().items()}
-    how = LocalTraining(UpdateKind.DELTA, batch_size, epochs, learning_rate, False)
+    how = LocalTraining(
+        kind=UpdateKind.DELTA,
+        batch_size=batch_size,
+        epochs=epochs,
+        learning_rate=learning_rate,
+        dropout=False,
+    )
     update = local_update_(model, truth.sequences, truth.labels, how, seed=0)
     models.load_parameters_(model, before)
     truth.seen = replace(
@@ -561,8 +575,8 @@ def test_progress_is_reported_with_each_sentence(small, observe, family, task):
 # --- time -----------------------------------------------------------------------------------
 
 WORK = (
-    (keyspan, "_extend"),
-    (keyspan, "excess"),
+    (beam_search, "extend"),
+    (Atoms, "excess"),
     (certificate, "units"),
     (certificate, "difference"),
 )
@@ -597,11 +611,12 @@ def test_a_seed_ends_with_its_sets_and_proofs_with_their_sentence(small, observe
     model = small("gpt2", **WIDE)
     truth = observe(model, 2, max_length=8)
     atoms, special = atoms_of(model, truth.seen), model.special_ids()
-    seeds = [atoms.factors.tokens_V.tolist().index(token) for token, *_ in seeds_of(model, truth)]
-    work = ticking(keyspan, 2, (keyspan, "_extend"))
-    list(keyspan.read_seeds(atoms, seeds[-1:], 2, work.clock))
+    seeds = [atoms.bag.tokens_N.tolist().index(token) for token, *_ in seeds_of(model, truth)]
+    work = ticking(keyspan, 2, (beam_search, "extend"))
+    list(read_seeds(atoms, seeds[-1:], 2, work.clock))
     assert work.before + work.after == 3
-    spanned, _ = keyspan.read(atoms, 8, special, 2, Clock(None), lambda *_: None)
+    every = keyspan.seeds_of(atoms, special, batch_size=2)
+    spanned, _ = read_sentences(atoms, every, 8, Clock(None), lambda *_: None)
     assert len(spanned) == 2
     names = list(model.family.attention_parameters(0))
     work = ticking(keyspan, 1, (certificate, "units"))
@@ -615,11 +630,11 @@ def test_a_set_whose_members_time_does_not_judge_is_only_likely(small, observe, 
     atoms = atoms_of(model, truth.seen)
     token, sequence, at = seeds_of(model, truth)[-1]
     members = torch.tensor([index_of(atoms, t, p) for p, t in enumerate(sequence)])
-    seed = atoms.factors.tokens_V.tolist().index(token)
+    seed = atoms.bag.tokens_N.tolist().index(token)
     where = torch.tensor(index_of(atoms, token, at))
     for ticks, sure in ((0, False), (math.inf, True)):
         work = ticking(keyspan, ticks)
-        _, own, rejected = keyspan._needed(atoms, seed, members, where, work.clock)
+        _, own, rejected = needed(atoms, seed, members, where, work.clock)
         assert own < ACCEPT
         assert bool(rejected) == sure
 

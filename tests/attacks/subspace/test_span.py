@@ -63,7 +63,7 @@ def dense_span(gradient, rank):
     square = torch.linalg.qr(gradient.double())[1]
     _, s_R, vh_RD = torch.linalg.svd(square, full_matrices=False)
     s_R = s_R / s_R[0]
-    return Span(vh_RD[:rank].T, s_R[:rank], float(s_R[rank]))
+    return Span(basis_DR=vh_RD[:rank].T, singular_R=s_R[:rank], floor=float(s_R[rank]))
 
 
 @given(st.integers(1, 24 - SPARE), st.integers(0, 1000))
@@ -449,7 +449,9 @@ def test_an_empty_position_inside_does_not_end_the_search_but_patience_and_time_
     assert len(tokens_in_span(table, span, stream(0, "sketch"), Clock(None), patience=5)) == 9
     hurried = ticking(span_module, 1).clock
     assert [one.tolist() for one in tokens_in_span(table, span, stream(0, "z"), hurried)] == [[3]]
-    nothing = Span(torch.eye(16, dtype=torch.float64)[:, :0], torch.ones(0), 0.0)
+    nothing = Span(
+        basis_DR=torch.eye(16, dtype=torch.float64)[:, :0], singular_R=torch.ones(0), floor=0.0
+    )
     assert tokens_in_span(table, nothing, stream(0, "sketch"), Clock(None)) == []
 
 

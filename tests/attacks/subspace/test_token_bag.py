@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fedleak.attacks.subspace.span import ACCEPT, SPARE, row_space
-from fedleak.attacks.subspace.token_bag import pairs, read_factors
+from fedleak.attacks.subspace.token_bag import pairs, read_token_bag
 from fedleak.models import CAUSAL_LM, CLASSIFICATION, batch_loss, pad
 from fedleak.models.family import TokenTable
 from fedleak.rng import stream
@@ -65,17 +65,17 @@ def made_sequences(lengths, pool, seed=0, vocabulary=300):
 
 def read(table, made):
     span = row_space([made.gradient])
-    return read_factors(table.directions(), span, stream(0, "factors")), span
+    return read_token_bag(table.directions(), span, stream(0, "factors")), span
 
 
-def check(table, made, factors):
-    assert factors.tokens_V.tolist() == made.bag
-    assert factors.positions == (made.longest if table.position_PD is not None else 0)
-    assert factors.exact
-    assert factors.worst_accepted < 1 < ACCEPT < factors.best_rejected
+def check(table, made, bag):
+    assert bag.tokens_N.tolist() == made.bag
+    assert bag.positions == (made.longest if table.position_PD is not None else 0)
+    assert bag.exact
+    assert bag.worst_accepted < 1 < ACCEPT < bag.best_rejected
     token_VD, position_PD, constant_CD = table.directions()
-    basis = torch.cat([token_VD[made.bag], position_PD[: factors.positions], constant_CD])
-    assert torch.equal(factors.basis_MD, basis.double())
+    basis = torch.cat([token_VD[made.bag], position_PD[: bag.positions], constant_CD])
+    assert torch.equal(bag.basis_MD, basis.double())
 
 
 # --- fact 1: the bag ------------------------------------------------------------------------
@@ -88,8 +88,8 @@ def check(table, made, factors):
 def test_the_bag_and_the_number_of_positions_are_exact(like, lengths, pool, seed):
     table = made_table(like)
     made = made_batch(table, made_sequences(lengths, pool, seed), seed)
-    factors, _ = read(table, made)
-    check(table, made, factors)
+    bag, _ = read(table, made)
+    check(table, made, bag)
 
 
 @pytest.mark.parametrize("like", TABLES)
@@ -99,8 +99,8 @@ def test_a_batch_may_have_more_tokens_than_the_hidden_size(like, batch):
     made = made_batch(table, made_sequences([15] * batch, 32), outputs=640)
     assert len(made.pairs) > 64 * batch / 8
     assert len(set(made.pairs)) > 64
-    factors, _ = read(table, made)
-    check(table, made, factors)
+    bag, _ = read(table, made)
+    check(table, made, bag)
 
 
 @pytest.mark.parametrize("like", TABLES)
@@ -108,8 +108,8 @@ def test_one_token_is_a_bag_and_so_are_repeated_ones(like):
     table = made_table(like)
     for sequences in ([[7]], [[7], [7], [7]], [[7, 7, 7]], [[7], [8]], [[7, 8], [7, 8]]):
         made = made_batch(table, sequences)
-        factors, _ = read(table, made)
-        check(table, made, factors)
+        bag, _ = read(table, made)
+        check(table, made, bag)
 
 
 @pytest.mark.parametrize("longest", [1, 2, 7, 8, 16, 17, 31, 32, 33, 36, 40])
@@ -117,8 +117,8 @@ def test_the_longest_sequence_may_have_any_length_within_the_budget(longest):
     table = made_table("bert", width=96)
     made = made_batch(table, made_sequences([longest, (longest + 1) // 2, 1], 12))
     assert len(made.bag) + longest + 1 + 20 < 96
-    factors, _ = read(table, made)
-    check(table, made, factors)
+    bag, _ = read(table, made)
+    check(table, made, bag)
 
 
 @pytest.mark.parametrize("longest", [20, 24, 34, 40, 50])
@@ -127,8 +127,8 @@ def test_what_fits_is_read_where_twice_as_many_positions_would_not(longest):
     pool = 128 - longest - 16
     made = made_batch(table, made_sequences([longest] * 20, pool), outputs=300)
     assert len(made.bag) + 2 * longest > 128 > len(made.bag) + longest + 1 + SPARE
-    factors, _ = read(table, made)
-    check(table, made, factors)
+    bag, _ = read(table, made)
+    check(table, made, bag)
 
 
 @pytest.mark.parametrize("like", TABLES)
@@ -147,7 +147,7 @@ def test_beyond_the_budget_there_are_no_factors(like, few):
     elif span is None or not span.exact:
         assert len(set(made.pairs)) > 64 - 8
     else:
-        assert read_factors(table.directions(), span, stream(0, "factors")) is None
+        assert read_token_bag(table.directions(), span, stream(0, "factors")) is None
 
 
 @pytest.mark.parametrize("like", TABLES)
@@ -156,11 +156,11 @@ def test_only_tokens_that_may_be_there_are_looked_at(like):
     made = made_batch(table, made_sequences([9, 6, 4], 20))
     span, directions = row_space([made.gradient]), table.directions()
     more = torch.tensor(sorted({*made.bag, *range(0, 300, 7)}))
-    found = read_factors(directions, span, stream(0, "factors"), among_V=more)
+    found = read_token_bag(directions, span, stream(0, "factors"), among_N=more)
     check(table, made, found)
     fewer = torch.tensor(made.bag[::2])
-    found = read_factors(directions, span, stream(0, "factors"), among_V=fewer)
-    assert found is None or found.tokens_V.tolist() == fewer.tolist()
+    found = read_token_bag(directions, span, stream(0, "factors"), among_N=fewer)
+    assert found is None or found.tokens_N.tolist() == fewer.tolist()
 
 
 @pytest.mark.parametrize("like", TABLES)
@@ -168,8 +168,8 @@ def test_only_tokens_that_may_be_there_are_looked_at(like):
 def test_the_scale_of_a_gradient_does_not_matter(like, scale):
     table = made_table(like)
     made = made_batch(table, made_sequences([9, 6, 4], 20))
-    factors, _ = read(table, made._replace(gradient=scale * made.gradient))
-    check(table, made, factors)
+    bag, _ = read(table, made._replace(gradient=scale * made.gradient))
+    check(table, made, bag)
 
 
 @pytest.mark.parametrize("like", TABLES)
@@ -183,11 +183,11 @@ def test_noise_makes_the_bag_a_guess_and_a_little_of_it_a_right_one(like, what):
         spoilt = made.gradient + 1e-3 * made.gradient.std() * noise
     else:
         spoilt = made.gradient.to(getattr(torch, what)).float()
-    factors, span = read(table, made._replace(gradient=spoilt))
+    bag, span = read(table, made._replace(gradient=spoilt))
     assert not span.exact
-    assert not factors.exact
-    found, bag = set(factors.tokens_V.tolist()), set(made.bag)
-    assert len(found & bag) >= 0.9 * max(len(bag), len(found))
+    assert not bag.exact
+    found, real = set(bag.tokens_N.tolist()), set(made.bag)
+    assert len(found & real) >= 0.9 * max(len(real), len(found))
 
 
 # --- pairs ----------------------------------------------------------------------------------
@@ -224,15 +224,15 @@ def inside_by_the_graph(every, biased):
 def test_pairs_are_those_that_the_graph_of_tokens_and_positions_joins(like, lengths, pool, seed):
     table = made_table(like, width=96)
     made = made_batch(table, made_sequences(lengths, pool, seed), seed)
-    factors, span = read(table, made)
-    bag_A, position_A = pairs(table, factors, span)
-    found = list(zip(factors.tokens_V[bag_A].tolist(), position_A.tolist(), strict=True))
+    bag, span = read(table, made)
+    bag_A, position_A = pairs(table, bag, span)
+    found = list(zip(bag.tokens_N[bag_A].tolist(), position_A.tolist(), strict=True))
     assert len(found) == len(set(found))
     assert set(found) == inside_by_the_graph(made.pairs, like == "bert")
     # The same from every token of the vocabulary, one by one.
     everything = [
         (v, p)
-        for p in range(factors.positions)
+        for p in range(bag.positions)
         for v in (span.excess(table(torch.arange(300), torch.full((300,), p))) < ACCEPT).nonzero()
     ]
     assert {(int(v), p) for v, p in everything} == set(found)
@@ -244,12 +244,12 @@ def test_noise_excludes_no_pair_that_is_there(relative):
     made = made_batch(table, [[1, 2, 3], [4, 5]], outputs=256)
     noise = torch.randn(made.gradient.shape, generator=stream(0, "noise"))
     spoilt = made.gradient + relative * made.gradient.std() * noise
-    factors, span = read(table, made._replace(gradient=spoilt))
+    bag, span = read(table, made._replace(gradient=spoilt))
     assert not span.exact
-    bag_A, position_A = pairs(table, factors, span)
-    found = set(zip(factors.tokens_V[bag_A].tolist(), position_A.tolist(), strict=True))
-    assert len(found) == len(bag_A) <= len(factors.tokens_V) * factors.positions
-    if set(made.bag) <= set(factors.tokens_V.tolist()) and factors.positions >= made.longest:
+    bag_A, position_A = pairs(table, bag, span)
+    found = set(zip(bag.tokens_N[bag_A].tolist(), position_A.tolist(), strict=True))
+    assert len(found) == len(bag_A) <= len(bag.tokens_N) * bag.positions
+    if set(made.bag) <= set(bag.tokens_N.tolist()) and bag.positions >= made.longest:
         assert set(made.pairs) <= found
     assert relative > 0.3 or set(made.pairs) <= found
 
@@ -300,22 +300,22 @@ def test_a_token_s_coefficient_is_the_sum_of_its_gradients_over_their_scales(
     gradients, ids, positions = projected(model, truth.sequences, truth.labels)
     sides = model.family.projections(truth.seen.update.tensors, 0)
     span = row_space(list(sides.values()))
-    factors = read_factors(table.directions(), span, stream(0, "factors"))
+    bag = read_token_bag(table.directions(), span, stream(0, "factors"))
     counted = [one[:-1] if task == CAUSAL_LM else one for one in truth.sequences]
-    bag = sorted({token for one in counted for token in one})
-    assert factors.tokens_V.tolist() == bag
+    real = sorted({token for one in counted for token in one})
+    assert bag.tokens_N.tolist() == real
     sigma = table.scale(ids, positions)[:, None].double()
     once = 0
     for side in ("query", "key", "value"):
-        found = factors.coefficients(sides[side])
-        size = found.value_VO.norm(dim=1).max()
-        assert (found.noise_VO < 1e-4 * size).all()
-        for v, token in enumerate(bag):
+        found = bag.coefficients(sides[side])
+        size = found.value_NO.norm(dim=1).max()
+        assert (found.noise_NO < 1e-4 * size).all()
+        for v, token in enumerate(real):
             here = ids == token
             once += int(here.sum()) == 1
             expected = (gradients[side][here] / sigma[here]).sum(0)
-            bound = 8 * found.noise_VO[v].norm() + 1e-5 * expected.norm() + 1e-7 * size
-            assert (found.value_VO[v] - expected).norm() < bound
+            bound = 8 * found.noise_NO[v].norm() + 1e-5 * expected.norm() + 1e-7 * size
+            assert (found.value_NO[v] - expected).norm() < bound
     assert once > 10
 
 
@@ -323,15 +323,15 @@ def test_a_token_s_coefficient_is_the_sum_of_its_gradients_over_their_scales(
 def test_the_noise_of_coefficients_is_that_of_the_gradient_through_least_squares(like):
     table = made_table(like, width=128)
     made = made_batch(table, made_sequences([10, 8, 6], 20), outputs=200)
-    factors, _ = read(table, made)
-    clean = factors.coefficients(made.gradient)
+    bag, _ = read(table, made)
+    clean = bag.coefficients(made.gradient)
     loud = torch.linspace(1e-3, 3e-3, 200)[:, None]
     errors, stated = [], []
     for seed in range(20):
         noise = loud * torch.randn(made.gradient.shape, generator=stream(seed, "noise"))
-        found = factors.coefficients(made.gradient + noise)
-        errors.append(found.value_VO - clean.value_VO)
-        stated.append(found.noise_VO)
+        found = bag.coefficients(made.gradient + noise)
+        errors.append(found.value_NO - clean.value_NO)
+        stated.append(found.noise_NO)
     measured = torch.stack(errors).square().mean(0).sqrt() / torch.stack(stated).mean(0)
     assert measured.mean() == pytest.approx(1, abs=0.05)
     assert measured.mean(0)[:50].mean() == pytest.approx(1, abs=0.1)  # in the quiet rows too

@@ -11,7 +11,7 @@ import torch
 
 from fedleak import models
 from fedleak.attacks import clock
-from fedleak.attacks.matching import bucketing, guesses, relaxed_tokens
+from fedleak.attacks.matching import bucketing, objective, relaxed_tokens
 from fedleak.attacks.matching.dlg import Dlg
 from fedleak.attacks.matching.factored_gradients import BatchGradients
 from fedleak.attacks.matching.gradient_matching import GradientMatching
@@ -37,7 +37,7 @@ class Passes:
         self.now = 0
         monkeypatch.setattr(clock.time, "monotonic", lambda: self.now)
         # A guess at a time, and a candidate of the prior at a time.
-        monkeypatch.setattr(guesses, "_TOKENS_AT_ONCE", {"cpu": 1})
+        monkeypatch.setattr(objective, "TOKENS_AT_ONCE", {"cpu": 1})
         monkeypatch.setattr(priors, "_LOGITS", {"cpu": 1})
         for owner, name in ((BatchGradients, "__call__"), (priors.Prior, "_total")):
             monkeypatch.setattr(owner, name, self._counted(getattr(owner, name)))
@@ -179,11 +179,11 @@ def test_out_of_time_two_sentences_exchange_nothing_more(small, observe, passes)
     frozen = Watch(seconds=1)
     tried = []
 
-    def algorithm(objective, recipe, prior, rng, watch):
+    def algorithm(objective, config, rng, watch):
         ids_RBT = objective.read(objective.space.random(objective.rows, rng))
         for now in (0, 2):
             passes.now = now
-            found_RKBT = relaxed_tokens._exchanges(objective, recipe, ids_RBT, rng, frozen)
+            found_RKBT = relaxed_tokens.exchange_candidates(objective, config, ids_RBT, rng, frozen)
             tried.append(found_RKBT.shape[1])
         return best_of_each(objective.victim_R, ids_RBT, torch.zeros(len(rng)))
 

@@ -1,0 +1,102 @@
+"""From the tokens found for a victim to the answer of an attack.
+
+Shapes: U victims, R rows, B sequences, T tokens.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fedleak.attacks.certificate import Member, as_gradient, difference, is_linear, precision
+from fedleak.attacks.matching.batch_structure import Shape, frame
+from fedleak.attacks.matching.objective import Objective
+from fedleak.attacks.matching.optimizer import Found
+from fedleak.attacks.matching.victims import Victim
+from fedleak.models import CLASSIFICATION, LanguageModel
+from fedleak.observation import Observation
+from fedleak.reconstruction import Reconstruction, Status
+
+_CHANCE = 0.5
+"""Lengths that were only tried are believed below this share of a random text's distance."""
+
+
+def distances(objective: Objective, found: Sequence[Found]) -> Tensor:
+    """Returns the distance [U] of each victim's tokens."""
+    rows_U = torch.tensor([one.row_index for one in found], device=objective.victim_R.device)
+    of_each = objective.take(rows_U)
+    ids_UBT = torch.stack([one.ids_BT for one in found])
+    apart_U = of_each.scores(of_each.space.exact(of_each.rows, ids_UBT[:, None]))[:, 0]
+    return apart_U.clamp_min(0)  # of equal gradients rounding may leave less
+
+
+def by_chance(objective: Objective, victims: int) -> list[Found]:
+    """Returns random tokens for each of so many victims."""
+    rows = [int((objective.victim_R == u).nonzero()[0]) for u in range(victims)]
+    of_each = objective.take(torch.tensor(rows, device=objective.victim_R.device))
+    rng = [torch.Generator().manual_seed(0) for _ in rows]
+    # Not a start, which may follow the update's hint.
+    ids_UBT = of_each.read(of_each.space.random(of_each.rows, rng))
+    return [Found(row, ids_BT, 0.0) for row, ids_BT in zip(rows, ids_UBT, strict=True)]
+
+
+def answer(
+    victim: Victim,
+    model: LanguageModel,
+    shape: Shape,
+    sequences: Sequence[tuple[int, ...]],
+    *,
+    apart: float,
+    chance: float,
+) -> Reconstruction:
+    """Returns the answer for a victim.
+
+    Args:
+        victim: The victim.
+        model: The model that it trained.
+        shape: The shape of the batch found.
+        sequences: Its tokens.
+        apart: The distance of their gradient to the observed one.
+        chance: The distance that random tokens have.
+    """
+    if not victim.shapes.told and not apart < _CHANCE * chance:
+        reason = "lengths are not known, and none of those tried comes near the update"
+        return Reconstruction.none(Status.ABSTAINED, reason, distance=apart)
+    seen = victim.seen
+    return Reconstruction(
+        Status.RECOVERED,
+        sequences=tuple(sequences),
+        evidence=(apart,) * len(sequences),
+        tokens=tuple(sorted({token for one in sequences for token in one})),
+        diagnostics={
+            "distance": apart,
+            "distance_by_chance": chance,
+            "left_out": victim.left_out,
+            "candidates": {"shapes": len(victim.shapes.each)}
+            | ({} if victim.bag_M is None else {"tokens": len(victim.bag_M)}),
+        },
+        verified=is_linear(seen) and _proved(model, shape, sequences, seen),
+    )
+
+
+def _proved(
+    model: LanguageModel, shape: Shape, sequences: Sequence[tuple[int, ...]], seen: Observation
+) -> bool:
+    """Whether the gradient of these sequences is the observed one."""
+    members = []
+    for b, ids in enumerate(sequences):
+        if model.task == CLASSIFICATION:
+            counts = tuple(int(label == shape.labels[b]) for label in range(model.num_labels))
+            members.append(Member(ids, 1 / len(sequences), counts))
+        else:
+            # `difference` puts the end back.
+            members.append(Member(ids[: len(ids) - len(frame(model).last)], 0.0, None))
+    observed = as_gradient(seen)
+    # An update of few numbers proves nothing: if its bits, at their precision, are fewer than the
+    # bits of the text, then other texts have the same update.
+    numbers = sum(int(tensor.count_nonzero()) for tensor in observed.values())
+    tokens = sum(map(len, sequences))
+    if numbers * -math.log2(precision(seen)) < tokens * math.log2(len(model.tokenizer)):
+        return False
+    return difference(model, members, [1] * len(members), observed) < precision(seen)

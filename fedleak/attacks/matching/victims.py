@@ -1,0 +1,117 @@
+"""Victims of gradient matching: what an update tells before its text is searched for.
+
+Shapes: D hidden size, M tokens of a bag.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedleak.attacks.certificate import as_gradient
+from fedleak.attacks.matching import bucketing
+from fedleak.attacks.matching.batch_structure import Shapes, bag, shapes
+from fedleak.attacks.matching.bucketing import Size
+from fedleak.models import LanguageModel
+from fedleak.observation import Observation
+
+_NOTHING = 1e-15
+"""A tensor of no larger norm, or inverse of it, is left out: float32 cannot square it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Victim:
+    """One observation, and what it tells of its batch before the search.
+
+    Attributes:
+        seen: The observation.
+        observed: Its mean gradient, by parameter name, without the word embedding.
+        shapes: The shapes that the batch may have.
+        bag_M: Its distinct tokens; None if the update leaves them open.
+        words_MD: The word embedding's gradient at these tokens; None if it was not shared.
+        left_out: Number of shared tensors that say nothing.
+    """
+
+    seen: Observation
+    observed: Mapping[str, Tensor]
+    shapes: Shapes
+    bag_M: Tensor | None
+    words_MD: Tensor | None
+    left_out: int
+
+
+def victim_of(
+    seen: Observation,
+    model: LanguageModel,
+    rng: torch.Generator,
+    *,
+    most_shapes: int,
+    faithful: bool,
+) -> Victim:
+    """Returns an observation as a victim.
+
+    Args:
+        seen: The observation.
+        model: The model at the weights of its round.
+        rng: Random numbers of this observation.
+        most_shapes: Shapes that are tried at most.
+        faithful: As LAMP's authors do it: all tensors count, and tokens are not told.
+    """
+    family = model.family
+    steps = seen.knowledge.local_steps or 1
+    # Several local steps send the sum of their gradients.
+    gradients = {name: tensor / steps for name, tensor in as_gradient(seen).items()}
+    null = frozenset() if faithful else family.null_parameters(gradients)
+    observed = {
+        name: tensor
+        for name, tensor in gradients.items()
+        if name != family.word_embedding
+        and name not in null
+        and _NOTHING < tensor.norm() < 1 / _NOTHING
+    }
+    found = shapes(seen, model, rng, most_shapes)
+    bag_M = None if faithful else _content(bag(seen, model, rng), model)
+    words = gradients.get(family.word_embedding)
+    # The rows of a tied embedding also hold the output layer's gradient.
+    words_MD = words[bag_M] if words is not None and bag_M is not None and not model.tied else None
+    return Victim(
+        seen=seen,
+        observed=observed,
+        shapes=found,
+        bag_M=bag_M,
+        words_MD=words_MD,
+        left_out=len(gradients) - len(observed) - (family.word_embedding in gradients),
+    )
+
+
+def _content(bag_M: Tensor | None, model: LanguageModel) -> Tensor | None:
+    """Returns the tokens of a bag that are not special; None if there are none."""
+    if bag_M is None:
+        return None
+    special = torch.tensor(sorted(model.special_ids()), device=bag_M.device)
+    content_M = bag_M[~torch.isin(bag_M, special)]
+    return content_M if len(content_M) else None
+
+
+def alike(victims: Mapping[int, Victim], starts: int, device: torch.device) -> list[list[int]]:
+    """Returns the victims in groups of the same parameters and parametrization, and similar length.
+
+    Args:
+        victims: By number.
+        starts: Random starts that are optimised of each shape.
+        device: The device they are optimised on.
+    """
+    groups: dict[object, list[int]] = {}
+    for i, one in victims.items():
+        kind = (tuple(one.observed), one.bag_M is None, one.words_MD is None)
+        groups.setdefault(kind, []).append(i)
+    sizes = {i: _size(one, starts) for i, one in victims.items()}
+    a_pass = bucketing.PASS.get(device.type, bucketing.PASS["cpu"])
+    return [part for group in groups.values() for part in bucketing.parts(group, sizes, a_pass)]
+
+
+def _size(victim: Victim, starts: int) -> Size:
+    each = victim.shapes.each
+    longest = max(max(shape.lengths) for shape in each)
+    return Size(longest, max(len(shape.lengths) for shape in each), starts * len(each))

@@ -1,0 +1,90 @@
+"""The sequences that a search on spans has judged, and the answer that they make."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fedleak.attacks import Progress
+from fedleak.attacks.certificate import Verdict
+from fedleak.attacks.subspace.span import margin
+from fedleak.models import LanguageModel
+from fedleak.reconstruction import Reconstruction, Status
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A sequence and how far it is from the spans.
+
+    Attributes:
+        ids: Its tokens.
+        excess: Its residual in units of the noise: below a threshold it passed.
+        rejected: The smallest residual of a sequence that did not pass in its place.
+    """
+
+    ids: tuple[int, ...]
+    excess: float
+    rejected: float
+
+
+OnJudged = Callable[[int, int, Judged], None]
+"""Is told how many steps of a search are done, of how many, and the nearest sequence so far."""
+
+
+def telling(on_progress: Callable[[Progress], None], model: LanguageModel) -> OnJudged:
+    """Returns what tells `on_progress` of sequences as text."""
+
+    def tell(step: int, steps: int, nearest: Judged) -> None:
+        on_progress(Progress(step, steps, nearest.excess, model.decode(nearest.ids)))
+
+    return tell
+
+
+def by_excess(one: Judged) -> float:
+    """The order of sequences: nearest first."""
+    return one.excess
+
+
+def ranked(found: Iterable[Judged], verdict: Verdict) -> list[Judged]:
+    """Returns sequences nearest first, each as often as it is in the batch.
+
+    A sequence that a verified batch does not hold is left out; in other batches it is there once.
+    """
+    unknown = 0 if verdict.verified else 1
+    return [
+        one
+        for one in sorted(found, key=by_excess)
+        for _ in range(verdict.repeats.get(one.ids, unknown))
+    ]
+
+
+def recovered(
+    sequences: Sequence[Judged],
+    verdict: Verdict,
+    *,
+    tokens: Iterable[int],
+    diagnostics: Mapping[str, Any],
+    reason: str,
+) -> Reconstruction:
+    """Returns the answer of sequences in their order.
+
+    Args:
+        sequences: Best first.
+        verdict: Of the batch that they make up.
+        tokens: The token bag, in rising order.
+        diagnostics: How it went, without the verdict.
+        reason: Why nothing is proved; empty if something is.
+    """
+    difference = verdict.difference
+    return Reconstruction(
+        Status.RECOVERED,
+        sequences=tuple(one.ids for one in sequences),
+        evidence=tuple(one.excess for one in sequences),
+        margins=tuple(margin(one.excess, one.rejected) for one in sequences),
+        tokens=tuple(tokens),
+        diagnostics={
+            **diagnostics,
+            **({} if difference is None else {"gradient_difference": difference}),
+        },
+        verified=verdict.verified,
+        reason=reason,
+    )

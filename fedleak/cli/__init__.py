@@ -1,0 +1,350 @@
+"""The command line: `fedleak run | sweep | attack | score | purge | ...`."""
+
+import itertools
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+# Nothing that is measured here is anyone else's business, and the progress bars are ours.
+os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
+os.environ.setdefault("FLWR_DISABLE_UPDATE_CHECK", "1")
+os.environ.setdefault("FLWR_LOG_LEVEL", "ERROR")
+os.environ.setdefault("TQDM_DISABLE", "1")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import typer
+from rich.console import Console
+
+from fedleak import logs
+from fedleak.cli.completion import experiment_files, run_directories
+from fedleak.cli.display import prior_progress, progress
+from fedleak.cli.mistakes import mended
+from fedleak.errors import ConfigError, FedleakError
+from fedleak.sanitise import markup
+from fedleak.versions import versions
+
+QUICKSTART = [
+    Path(__file__).parents[2] / "experiments" / f"quickstart-{name}.toml"
+    for name in ("llama", "gpt2")
+]
+
+app = typer.Typer(
+    help="Measure what a federated-learning server can read out of its clients' updates.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+)
+console = Console(emoji=False)  # a text has what it has
+
+Set = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Change a setting; the value is TOML."),
+]
+Fresh = Annotated[bool, typer.Option("--fresh", help="Move earlier results of this name aside.")]
+Texts = Annotated[bool, typer.Option("--texts", help="Print private texts to a pipe or file, too.")]
+
+# The text of a command describes its arguments: Typer 0.20 with Click 8.5 shows no help of them,
+# and Flower does not allow a later Typer.
+RunPath = Annotated[
+    Path, typer.Argument(metavar="RUN", autocompletion=run_directories, hidden=True)
+]
+File = Annotated[Path, typer.Argument(metavar="FILE", autocompletion=experiment_files, hidden=True)]
+
+
+def say_versions(wanted: bool) -> None:
+    """Prints the versions of what results depend on, one in a line, and ends."""
+    if wanted:
+        for name, version in versions().items():
+            console.print(f"{name} {version}", markup=False, highlight=False)
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    context: typer.Context,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show on stderr what log.txt keeps: tracebacks, too.")
+    ] = False,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            callback=say_versions,
+            is_eager=True,
+            help="Show the versions of fedleak, Python and the main packages.",
+        ),
+    ] = False,
+) -> None:
+    """Takes what stands before the command."""
+    if debug:
+        context.with_resource(logs.debugging())
+
+
+@app.command()
+def run(
+    files: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="[FILE]...", autocompletion=experiment_files, hidden=True),
+    ] = None,
+    changes: Set = None,
+    fresh: Fresh = False,
+    texts: Texts = False,
+) -> None:
+    """Train with Flower clients, capture what the server receives, attack it and score it.
+
+    FILE is an experiment file. Without one, the two experiments of the quickstart run.
+
+    Results go to runs/NAME. The same command again finishes what is left.
+    """
+    from fedleak import pipeline
+    from fedleak.audit.gaps import refuse_gaps
+    from fedleak.config.loading import load
+    from fedleak.federation.lookup import run_folder
+    from fedleak.preparation import prepare
+    from fedleak.report import tables
+
+    with mended():
+        experiments = [load(path, changes or ()) for path in files or QUICKSTART]
+        runs = [prepare(each, run_folder(each.name), fresh=fresh) for each in experiments]
+        from server.engines import train  # takes seconds, so after what may be refused
+
+        for experiment, at in zip(experiments, runs, strict=True):
+            remark(at.info().get("remarks", ()))
+            if (note := pipeline.disk_note(at, experiment)) is not None:
+                console.print(note, markup=False, highlight=False, soft_wrap=True)
+            with progress(console) as show:
+                scored = pipeline.carry_out(at, experiment, train, show)
+            tables.print_run(at, scored, console, texts=texts)
+        refuse_gaps(*runs)
+
+
+@app.command()
+def sweep(
+    file: File,
+    changes: Set = None,
+    jobs: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Runs at once; left out: one per GPU, else one per two cores.", metavar="N"
+        ),
+    ] = None,
+    fresh: Fresh = False,
+) -> None:
+    """Run an experiment for every combination of the values in its sweep table.
+
+    FILE is an experiment file with a sweep table. Each combination is a run in runs/NAME. The
+    files sweep.json, sweep.svg and tradeoff.svg, in the same folder, compare the runs.
+
+    The same command again finishes what is left.
+    """
+    from fedleak import sweep as sweeps
+    from fedleak.report import figures, sweep_table, tradeoff
+
+    with mended():
+        grid = sweeps.load(file, changes or ())
+        plans = sweeps.prepare(grid, fresh=fresh)
+        from server.engines import train  # as for `run`
+
+        total, at_once = len(grid.cells), sweeps.jobs(plans, jobs)
+        numbers = dict(zip(plans, itertools.count(total - len(plans) + 1), strict=False))
+
+        def tell(cell: str, what: str) -> None:
+            console.print(f"{numbers[cell]} of {total} {what}: {markup(cell)}")
+
+        @contextmanager
+        def watch(cell: str) -> Iterator[Callable[..., None]]:
+            console.print(f"{numbers[cell]} of {total}: {markup(cell)}")
+            with progress(console) as show:
+                yield show
+
+        remark(each for plan in plans.values() for each in plan.remarks)
+        with grid.lock():
+            if at_once == 1:
+                failures = sweeps.carry_out(grid, plans, train, watch)
+            else:
+                failures = sweeps.carry_out_at_once(grid, plans, train, at_once, tell)
+            collected = sweeps.collect(grid)
+            figures.draw(collected, grid.path / "sweep.svg")
+            tradeoff.draw_tradeoff(collected, grid.path / "tradeoff.svg")
+        console.print(sweep_table.table(collected))
+        console.print(f"results: {markup(grid.path)}")
+        sweeps.refuse_gaps(collected, failures)
+
+
+@app.command()
+def attack(
+    path: RunPath,
+    changes: Set = None,
+    retry: Annotated[bool, typer.Option("--retry", help="Try failed attacks again.")] = False,
+    texts: Texts = False,
+) -> None:
+    """Attack the captures of a finished or interrupted run, also with other attacks.
+
+    RUN is a run directory. To try another attack, for example:
+    `--set 'attack=[{kind="dlg", name="dlg-long", steps=2000}]'`
+
+    Only attack, threat and workers can be set. The captures stay as they are.
+    """
+    from fedleak import pipeline
+    from fedleak.audit import scoring
+    from fedleak.audit.gaps import refuse_gaps
+    from fedleak.config.loading import load
+    from fedleak.dispatch.dispatcher import attack_captures, drop_failures
+    from fedleak.federation.lookup import stored
+    from fedleak.preparation import refuse_purged
+    from fedleak.report import tables
+    from fedleak.store.run import Run
+
+    with mended():
+        at = Run(path)
+        num_labels = at.info()["num_labels"]  # refuses a folder that is no run
+        refuse_purged(at)
+        stored(at)  # refuses one whose experiment is not what was run
+        for change in changes or ():
+            if change.split(".")[0].split("=")[0].strip() not in ("attack", "threat", "workers"):
+                raise ConfigError(
+                    f"--set {change!r}: only attack, threat and workers can change here"
+                )
+        experiment = load(path / "run.json", changes or ())
+        pipeline.check_attacks(experiment, num_labels)
+        with at.lock():
+            if retry:
+                drop_failures(at)
+            with progress(console) as show:
+                attack_captures(at, experiment, no_more=lambda: True, report=show)
+            scored = scoring.score_run(at, [each.name for each in experiment.attacks])
+        tables.print_run(at, scored, console, texts=texts)
+        refuse_gaps(at)
+
+
+@app.command()
+def score(path: RunPath, texts: Texts = False) -> None:
+    """Score the answers of a run again, and rebuild leakage.jsonl and summary.json.
+
+    RUN is a run directory.
+    """
+    from fedleak.audit import scoring
+    from fedleak.audit.gaps import refuse_gaps
+    from fedleak.report import tables
+    from fedleak.store.run import Run
+
+    with mended():
+        at = Run(path)
+        at.info()  # refuses a folder that is no run
+        with at.lock():
+            scored = scoring.score_run(at)
+        tables.print_run(at, scored, console, texts=texts)
+        refuse_gaps(at)
+
+
+@app.command()
+def purge(path: RunPath) -> None:
+    """Delete the private data of a finished and scored run, and keep its scores.
+
+    RUN is a run directory. Everything that a private text can be read from is deleted: the
+    clients' batches, the texts that attacks read, the held-out texts, the captured updates, and
+    the models, because the difference of two models is an update. The scores, the ledger and the
+    summary stay. Nothing can be attacked afterwards.
+    """
+    from fedleak import purge as purging
+    from fedleak.store.run import Run
+
+    with mended():
+        at = Run(path)
+        at.info()  # refuses a folder that is no run
+        with at.lock():
+            done = purging.purge(at)
+        for what in done.deleted:
+            console.print(f"deleted: {markup(what)}", soft_wrap=True)
+        for what in done.kept:
+            console.print(f"kept:    {markup(what)}", soft_wrap=True)
+
+
+@app.command("check-defense")
+def check_defense(file: File, changes: Set = None) -> None:
+    """Test whether each defense of an experiment does what it says, and print the figures.
+
+    FILE is an experiment file. Nothing is trained and no private text is used. `fedleak run`
+    does the same test before it trains.
+    """
+    from fedleak.audit.defense_checks import check
+    from fedleak.config.loading import load
+
+    with mended():
+        experiment = load(file, changes or ())
+        if not experiment.defense:
+            raise ConfigError(f"{str(file)!r} has no [[defense]]: there is nothing to check")
+        findings = check(experiment)
+        for defense, of_defense in itertools.groupby(findings, lambda one: one.defense):
+            console.print(f"[bold]{markup(defense)}[/]")
+            for one in of_defense:
+                mark = "[green]holds[/]" if one.holds else "[red]FAILS[/]"
+                console.print(f"  {mark}  {markup(one.claim)}: [dim]{markup(one.found)}[/]")
+        broken = {one.defense for one in findings if not one.holds}
+        if broken:
+            raise FedleakError(f"{', '.join(sorted(broken))}: does not do what it says")
+
+
+@app.command("train-prior")
+def train_prior(
+    text: Annotated[Path, typer.Option(help="A text file; a line is a paragraph.")],
+    tokenizer: Annotated[
+        str, typer.Option(metavar="MODEL", help="The model whose vocabulary the prior gets.")
+    ],
+    out: Annotated[Path, typer.Option(help="The folder to make.")] = Path("prior"),
+    layers: Annotated[int, typer.Option(help="Transformer blocks.")] = 4,
+    width: Annotated[int, typer.Option(help="Hidden size.")] = 256,
+    heads: Annotated[int, typer.Option(help="Attention heads.")] = 4,
+    epochs: Annotated[int, typer.Option(help="Passes over the text.")] = 1,
+    steps: Annotated[
+        int | None, typer.Option(help="Batches to train on, in place of --epochs.")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(help="Sentences in a batch.")] = 32,
+    learning_rate: Annotated[float, typer.Option(help="The highest.")] = 1e-3,
+    max_length: Annotated[int, typer.Option(help="Tokens; longer sentences are cut.")] = 64,
+    seed: Annotated[int, typer.Option(help="Decides all that is random.")] = 0,
+    device: Annotated[
+        str | None, typer.Option(help="cpu or cuda:0; left out: a GPU if there is one.")
+    ] = None,
+) -> None:
+    """Train a small GPT-2 on a text, as a language-model prior for attacks."""
+    from fedleak.models import prior_training
+
+    with mended():
+        try:
+            recipe = prior_training.Recipe(
+                layers, width, heads, epochs, steps, batch_size, learning_rate, max_length, seed
+            )
+            on = prior_training.device(device)
+            with prior_training.new_folder(out) as folder:
+                corpus = prior_training.read(text, tokenizer, recipe)
+                with prior_progress(console) as show:
+                    trained = prior_training.train(corpus, recipe, on, show)
+                prior_training.save(trained.prior, folder)
+        except KeyboardInterrupt as error:
+            print("fedleak: stopped; nothing was kept", file=sys.stderr)  # noqa: T201
+            raise typer.Exit(130) from error
+    console.print(
+        f"{trained.nll:.2f} nats per token on {len(corpus.held_out):,} of "
+        f"{len(corpus.training) + len(corpus.held_out):,} sentences, which were held back"
+    )
+    console.print(f"prior: {markup(out)}", soft_wrap=True)
+
+
+@app.command("list")
+def list_() -> None:
+    """Name the attacks, defenses, models and data sets, and where each comes from."""
+    from fedleak.cli import catalogue
+
+    with mended():
+        catalogue.show(console)
+
+
+def remark(found: Iterable[str]) -> None:
+    """Prints what may not be meant, each once."""
+    for each in dict.fromkeys(found):
+        console.print(f"[yellow]note:[/] {markup(each)}")

@@ -1,0 +1,81 @@
+"""What `fedleak list` shows: what an experiment file can name, and where each comes from."""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from types import ModuleType
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+
+from fedleak import attacks, data, defenses, models
+from fedleak.models import builtin
+from fedleak.plugins import OWN, Found, discover
+from fedleak.sanitise import markup
+
+UNCHECKED = (
+    "Attacks of other packages are not checked: fedleak's import contract, by which an attack "
+    "cannot see the truth, covers fedleak's own files alone."
+)
+
+
+def show(console: Console) -> None:
+    """Prints attacks, defenses, models and data sets, then what cannot be used, and why."""
+    families = discover(models, "model_type")
+    sections = _of(attacks) | _of(defenses) | _models(families) | {"data": _data()}
+    widest = max(len(name) for lines in sections.values() for name in lines)
+    for heading, lines in sections.items():
+        console.print(f"[bold]{markup(heading)}[/]")
+        table = Table(show_header=False, box=None, pad_edge=False)
+        table.add_column(min_width=min(widest + 2, 30))
+        for name, about in sorted(lines.items()):
+            table.add_row(f"  {markup(name)}", markup(about))
+        console.print(table)
+    found = (discover(attacks), discover(defenses), families)
+    if broken := {name: reason for each in found for name, reason in each.broken.items()}:
+        console.print("[bold]cannot be used[/]")
+        for name, reason in sorted(broken.items()):
+            console.print(Padding(markup(f"{name}: {reason}"), (0, 0, 0, 2)))
+    if discover(attacks).foreign():
+        console.print(f"[yellow]note:[/] {markup(UNCHECKED)}")
+
+
+def _of(package: ModuleType) -> dict[str, dict[str, str]]:
+    """Returns the kinds of a package with a line about each, by what and whose they are."""
+    found, what = discover(package), package.__name__.rpartition(".")[2]
+    sections: dict[str, dict[str, str]] = defaultdict(dict)
+    for kind, cls in found.kinds.items():
+        sections[_heading(what, found.origins[kind])][kind] = _first_line(cls)
+    return sections
+
+
+def _models(families: Found) -> dict[str, dict[str, str]]:
+    """Returns the built-in models, and which others can be loaded, by what and whose they are."""
+    by_origin: dict[str, list[str]] = defaultdict(list)
+    for name in models.families():
+        by_origin[families.origins[name]].append(name)
+    sections = {
+        _heading("models", origin): {
+            "HUB ID or FOLDER": f"any model of the families {', '.join(sorted(names))}"
+        }
+        for origin, names in by_origin.items()
+    }
+    own = {f"builtin/{name}": about for name, about in builtin.BUILTIN.items()}
+    sections[_heading("models", OWN)] |= own
+    return sections
+
+
+def _data() -> Mapping[str, str]:
+    return (
+        {f"builtin/{name}": about for name, about in data.BUILTIN.items()}
+        | {name: known.about for name, known in data.HUB.items()}
+        | {"HUB ID or FILE": "any hub data set; a csv, tsv, jsonl or parquet file"}
+    )
+
+
+def _heading(what: str, origin: str) -> str:
+    return f"{what} from {origin}"
+
+
+def _first_line(thing: object) -> str:
+    return (thing.__doc__ or "").strip().partition("\n")[0]

@@ -1,0 +1,160 @@
+"""What is shown while a command works: bars on a terminal, lines elsewhere."""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as RichProgress
+from rich.text import Text
+
+from fedleak.sanitise import printable
+
+if TYPE_CHECKING:
+    from fedleak.dispatch.progress import RunProgress, UnderWay
+
+TURN_SECONDS = 3
+"""How long one client's text is shown, of several that are attacked together."""
+
+
+class Bars(RichProgress):
+    """Bars with lines below them."""
+
+    lines: Sequence[Text] = ()
+
+    def get_renderables(self) -> Iterator[RenderableType]:
+        """Returns what is shown."""
+        yield from super().get_renderables()
+        yield from self.lines
+
+
+def line(doing: "UnderWay", now: float) -> Text:
+    """Returns what a worker is doing, in one line; of several clients, one at a time.
+
+    A `Text`, so that no markup in what was read is interpreted.
+    """
+    if doing.progress:
+        turns = sorted(doing.progress.items())
+        client, at = turns[int(now / TURN_SECONDS) % len(turns)]
+        said = f"client {client}: {at.step}/{at.steps} {at.phase}".rstrip()
+        if not math.isnan(at.loss):
+            said += f", loss {at.loss:.3g}, {at.text}"
+    else:
+        said = _clients(doing.clients)
+    shown = printable(f"{doing.attack:>9} round {doing.round}, {said}")
+    return Text(shown, style="dim", no_wrap=True, overflow="ellipsis")
+
+
+def _clients(clients: Sequence[int]) -> str:
+    """Returns which clients captures are of; of a sum there is no one client."""
+    if min(clients) < 0:
+        return "all clients"
+    return f"{'client' if len(clients) == 1 else 'clients'} {', '.join(map(str, clients))}"
+
+
+@contextmanager
+def progress(console: Console) -> Iterator[Callable[..., None]]:
+    """Shows how training and attacks are getting on, and yields what is told of it.
+
+    On a terminal that is two bars and a line for each busy worker below, else a line for each
+    round and answer, in which no private text is.
+
+    Args:
+        console: Where to.
+    """
+    from fedleak.forecast import duration
+
+    if not console.is_terminal:
+        yield Lines(console)
+        return
+    columns = (
+        TextColumn("{task.description:>9}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("updates"),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[left]}"),
+    )
+    limits = Lines(console, answers=False)
+    with Bars(*columns, console=console) as bars:
+        training, attacks = (
+            bars.add_task("training", total=None, left=""),
+            bars.add_task("attacks", total=None, left=""),
+        )
+
+        def show(at: "RunProgress") -> None:
+            limits(at)
+            known = at.seconds_left is not None and at.answers < at.answers_expected
+            left = f"about {duration(at.seconds_left or 0)} left" if known else ""
+            bars.update(training, completed=at.captures, total=at.captures_expected)
+            bars.update(attacks, completed=at.answers, total=at.answers_expected, left=left)
+            if console.file.isatty():  # what is read is private: never for a log
+                bars.lines = [line(doing, time.monotonic()) for doing in at.under_way]
+
+        try:
+            yield show
+        finally:
+            bars.lines = ()
+
+
+class Lines:
+    """Prints a line for each round and answer, and one about time if it is long.
+
+    Args:
+        console: Where to.
+        answers: Or only the one about time.
+    """
+
+    def __init__(self, console: Console, *, answers: bool = True) -> None:
+        self._console = console
+        self._answers = answers
+        self._rounds: int | None = None
+
+    def __call__(self, at: "RunProgress") -> None:
+        """Prints what is new."""
+        from fedleak.forecast import WORTH_SAYING_SECONDS, duration
+
+        first = self._rounds is None
+        if first and at.seconds_most >= WORTH_SAYING_SECONDS:
+            self._print(f"attacks with a time limit take at most {duration(at.seconds_most)}")
+        before, self._rounds = (at.rounds if self._rounds is None else self._rounds), at.rounds
+        if not self._answers:
+            return
+        if at.rounds > before:
+            updates = f"{at.captures} of {at.captures_expected} updates"
+            self._print(f"training: round {at.rounds} of {at.rounds_expected}, {updates}")
+        about = "" if at.seconds_left is None else f", about {duration(at.seconds_left)}"
+        left = at.answers_expected - at.answers + len(at.finished)
+        for one in at.finished:
+            left -= 1
+            took = "" if one.seconds is None else f" in {one.seconds:.1f} s"
+            key = f"round {one.key.round} {_clients((one.key.client,))}"
+            self._print(f"{one.attack} {key}: {one.status}{took}; {left} left{about}")
+
+    def _print(self, text: str) -> None:
+        self._console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def prior_progress(console: Console) -> Iterator[Callable[..., None]]:
+    """Shows a bar for the training of a prior, and yields what moves it."""
+    columns = (
+        TextColumn("{task.description:>9}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("steps, {task.fields[loss]:.2f} nats per token"),
+        TimeElapsedColumn(),
+    )
+    with RichProgress(*columns, console=console) as bars:
+        training = bars.add_task("training", total=None, loss=math.nan)
+
+        def show(at: object) -> None:
+            from fedleak.models.prior_training import Progress
+
+            assert isinstance(at, Progress)
+            bars.update(training, completed=at.step, total=at.steps, loss=at.loss)
+
+        yield show

@@ -1,0 +1,1 @@
+"""What an experiment decides before training: who holds which data, trains when, and how."""

@@ -1,0 +1,64 @@
+"""Finds the experiment and the run directory that belong together."""
+
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
+
+from fedleak.config.experiment import Experiment
+from fedleak.config.loading import load, parse
+from fedleak.errors import ConfigError, FedleakError
+from fedleak.store.run import Run
+
+
+def run_folder(name: str) -> Path:
+    """Returns where an experiment of this name keeps its results."""
+    return Path("runs", name).absolute()
+
+
+def of_app(config: Mapping[str, object]) -> tuple[Experiment, Run]:
+    """Returns the experiment and the run directory that an app's run config names.
+
+    Flower unpacks an app far from where it was started: a relative `experiment` is in the app. A
+    relative `run-dir` is below the folder that the SuperLink was started in.
+    """
+    path = Path(__file__).parents[2] / str(config["experiment"])
+    experiment = _loaded(path, _version(path))
+    return experiment, Run(Path(str(config["run-dir"]) or run_folder(experiment.name)).absolute())
+
+
+def stored(run: Run) -> Experiment:
+    """Returns the experiment of a run; without its workers, who may be of another machine.
+
+    Raises:
+        ConfigError: There is no run here.
+        FedleakError: The run.json is damaged, or its experiment was changed afterwards.
+    """
+    info, file = run.info(), run.path / "run.json"
+    try:
+        experiment = parse(
+            {key: info["experiment"][key] for key in info["experiment"].keys() - {"workers"}}
+        )
+    except ConfigError as error:
+        raise FedleakError(f"{file}: {error}: restore it from a copy") from error
+    if experiment.fingerprint != info["fingerprint"]:
+        raise FedleakError(
+            f"{file}: its experiment was changed after its updates were captured (fingerprint "
+            f"{experiment.fingerprint}, not {info['fingerprint']}): undo that, or run the changed "
+            "experiment under another name"
+        )
+    return experiment
+
+
+@lru_cache(maxsize=1)
+def _loaded(path: Path, version: object) -> Experiment:
+    """Reads and checks an experiment once per process, and again if its file is another."""
+    return load(path)
+
+
+def _version(path: Path) -> object:
+    """Returns what is another when a file is replaced; None if there is none."""
+    with suppress(OSError):
+        found = path.stat()
+        return found.st_ino, found.st_mtime_ns, found.st_size
+    return None

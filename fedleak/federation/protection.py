@@ -1,0 +1,92 @@
+"""What one client does for its privacy: its defenses, with all noise worked out."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from fedleak import privacy
+from fedleak.config.experiment import Experiment
+from fedleak.defenses import Budget, Defense, measured
+from fedleak.errors import ConfigError
+from fedleak.federation.schedule import rounds_of_clients
+from fedleak.observation import ClientUpdate
+from fedleak.privacy import Event
+from fedleak.training.settings import LocalTraining
+
+
+@dataclass(frozen=True)
+class Protection:
+    """What one client does for its privacy.
+
+    Attributes:
+        local: How it trains.
+        defenses: What it does, by the place in the experiment file, with all noise worked out.
+        num_examples: Examples that it has.
+    """
+
+    local: LocalTraining
+    defenses: Mapping[int, Defense]
+    num_examples: int
+
+    def defend(
+        self, update: ClientUpdate, rng: Callable[[int], torch.Generator]
+    ) -> tuple[ClientUpdate, list[dict[str, Any]]]:
+        """Returns the defended update, and what each defense did to it.
+
+        Args:
+            update: As training left it.
+            rng: The random stream of each defense, by its place in the file.
+        """
+        told = []
+        for number, defense in self.defenses.items():
+            after = defense(update, rng=rng(number))
+            # One that is about training has left the update as it is.
+            did = {} if after is update else measured(update, after)
+            told.append({"defense": number, "kind": defense.kind, **did})
+            update = after
+        return update, told
+
+    def events(self, round: int) -> list[Event]:
+        """Returns what a round adds to the ledger."""
+        found = (d.event(self.local, self.num_examples, round) for d in self.defenses.values())
+        return [event for event in found if event is not None]
+
+    def noise_scale(self) -> float | None:
+        """Returns the standard deviation of all noise on a number of the update; None without."""
+        claims = (d.claims(self.local, self.num_examples) for d in self.defenses.values())
+        scales = [claim.noise_scale for claim in claims if claim.noise_scale is not None]
+        return math.hypot(*scales) if scales else None
+
+
+def protection(experiment: Experiment, client: int, num_examples: int) -> Protection:
+    """Returns what a client with so many examples does for its privacy.
+
+    Raises:
+        ConfigError: An epsilon that no noise reaches.
+    """
+    rounds = rounds_of_clients(experiment)[client]
+    table, local = experiment.privacy, experiment.local_training
+    local = replace(local, batch_size=min(local.batch_size, num_examples))
+    # A client that never takes part spends nothing; it gets the noise of one round.
+    budget = Budget(
+        delta=table.delta,
+        accountant=table.accountant,
+        num_examples=num_examples,
+        rounds=rounds or [1],
+    )
+    solved = {}
+    for number, defense in experiment.defenses_of(client).items():
+        try:
+            solved[number] = defense.solved(local, budget)
+        except ConfigError as error:
+            raise ConfigError(f"defense[{number}] ({defense.kind}): {error}") from error
+    for defense in solved.values():
+        local = defense.training(local)
+    found = Protection(local, solved, num_examples)
+    # Refuses now what could not be counted after training.
+    events = [event for round in budget.rounds for event in found.events(round)]
+    privacy.compose(events, table.delta, table.accountant)
+    return found

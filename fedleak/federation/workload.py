@@ -1,0 +1,109 @@
+"""The data of an experiment: read, tokenised, and divided among the clients."""
+
+from dataclasses import dataclass
+
+from fedleak import data, models
+from fedleak.config.experiment import Experiment
+from fedleak.errors import ConfigError
+from fedleak.models import CLASSIFICATION, LanguageModel
+
+MOST_UNKNOWN = 0.5
+"""The largest fraction of unknown tokens. All unknown words are one token, so finding it finds
+nothing: above this fraction, scores would be about this token and not about words."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """An experiment's data, tokenised and divided.
+
+    Attributes:
+        sequences, labels: The training examples.
+        parts: For each client the indices of its examples.
+        held_out, held_out_labels: Examples that no client has.
+    """
+
+    sequences: list[tuple[int, ...]]
+    labels: tuple[int, ...]
+    parts: list[list[int]]
+    held_out: list[tuple[int, ...]]
+    held_out_labels: tuple[int, ...]
+
+
+def read_data(experiment: Experiment) -> data.Split:
+    """Reads what an experiment trains on.
+
+    Raises:
+        ConfigError: Data that cannot be read, or has no classes for a classifier.
+    """
+    table = experiment.data
+    split = data.read(
+        table.name,
+        split=table.split,
+        text=table.text,
+        # Nobody uses the classes of texts that a causal model is trained on.
+        label=table.label if experiment.model.task == CLASSIFICATION else None,
+        samples=table.samples,
+        held_out=table.held_out,
+        seed=experiment.seed,
+        drop_empty=table.drop_empty,
+        encoding=table.encoding,
+        delimiter=table.delimiter,
+    )
+    if experiment.model.task == CLASSIFICATION and len(split.train.label_names) < 2:
+        raise ConfigError(
+            f"data.label is missing: name the column of {table.name!r} that holds the class"
+        )
+    return split
+
+
+def outline(experiment: Experiment, num_labels: int) -> LanguageModel:
+    """Returns the model with its tokenizer and names, but without weights."""
+    return models.outline(experiment.model_spec(num_labels))
+
+
+def divide(experiment: Experiment, split: data.Split, model: LanguageModel) -> Workload:
+    """Tokenises the data and divides it among the clients.
+
+    Raises:
+        ConfigError: A text that is too long, or a client without data.
+    """
+    table, max_length = experiment.federation, experiment.data.max_length
+    limit = model.max_length
+    train, held_out = split.train, split.held_out
+    return Workload(
+        sequences=data.tokenise(train.texts, model.encode, limit=limit, max_length=max_length),
+        labels=train.labels,
+        parts=data.partition(
+            train.labels,
+            table.clients,
+            how=table.partition,
+            alpha=table.alpha,
+            seed=experiment.seed,
+        ),
+        held_out=data.tokenise(held_out.texts, model.encode, limit=limit, max_length=max_length),
+        held_out_labels=held_out.labels,
+    )
+
+
+def unknown_fraction(workload: Workload, model: LanguageModel) -> float:
+    """Returns how much of the content of all texts is tokens that stand for unknown words.
+
+    Raises:
+        ConfigError: It is most of it, or a text has no content.
+    """
+    special, unknown = model.special_ids(), model.unknown_ids()
+    sequences = [*workload.sequences, *workload.held_out]
+    contents = [[token for token in ids if token not in special] for ids in sequences]
+    if empty := contents.count([]):
+        raise ConfigError(
+            f"{empty} of {len(contents)} texts have no token: the tokenizer of model.name knows "
+            "nothing in them: remove them, or choose another model"
+        )
+    count = sum(map(len, contents))
+    fraction = sum(token in unknown for ids in contents for token in ids) / count
+    if fraction > MOST_UNKNOWN:
+        raise ConfigError(
+            f"{fraction:.0%} of the {count:,} tokens of {len(contents):,} texts are unknown to the "
+            "tokenizer of model.name: choose a model of the data's language and script"
+        )
+    return fraction

@@ -1,0 +1,135 @@
+"""What the tests of gradient matching share: looks into the objective that an attack builds."""
+
+from dataclasses import dataclass, fields, replace
+
+import pytest
+import torch
+
+from fedleak.attacks.matching import bucketing
+from fedleak.attacks.matching.gradient_matching import GradientMatching, MatchingMethod
+from fedleak.attacks.matching.optimizer import Loss, MatchingConfig, best_of_each, constant
+from fedleak.attacks.matching.parametrization import FreeEmbeddings
+from fedleak.models import CAUSAL_LM, CLASSIFICATION
+from fedleak.rng import stream
+from fedleak.training.wire import partial_update
+
+KINDS = [
+    ("bert", CLASSIFICATION),
+    ("gpt2", CLASSIFICATION),
+    ("gpt2", CAUSAL_LM),
+    ("llama", CAUSAL_LM),
+]
+
+
+@pytest.fixture(params=KINDS, ids="-".join)
+def model(request, small):
+    return small(*request.param)
+
+
+@pytest.fixture(params=["mixtures", "free"])
+def space(request):
+    return request.param
+
+
+def _inside(check, seen, model, like):
+    ran = []
+
+    def algorithm(objective, config, rng, watch):
+        ran.append(check(objective, config, rng))
+        zero_R = torch.zeros(len(rng))
+        return best_of_each(objective.victim_R, objective.rows.ids_RBT, zero_R)
+
+    @dataclass(frozen=True, kw_only=True)
+    class Attack(GradientMatching):
+        def method(self):
+            return replace(like.method(), algorithm=algorithm)
+
+    attack = Attack(**{each.name: getattr(like, each.name) for each in fields(GradientMatching)})
+    rngs = [stream(0, "attack", i) for i in range(len(seen))]
+    with pytest.MonkeyPatch.context() as patch:
+        # Padding costs less than another pass, however much there is: all victims together.
+        patch.setattr(bucketing, "PASS", {"cpu": 10**9})
+        attack.many(seen, model, rngs=rngs, report=lambda *_: None)
+    assert len(ran) == 1
+
+
+@pytest.fixture
+def inside():
+    """Runs `check(objective, config, rng)` in place of the algorithm of the attack `like`."""
+    return _inside
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneStep(GradientMatching):
+    """An attack by any distance."""
+
+    loss: Loss
+
+    def method(self):
+        config = MatchingConfig(steps=1, step_size=0.1, schedule=constant)
+        return MatchingMethod(algorithm=lambda *_: [], config=config, loss=self.loss)
+
+
+@pytest.fixture
+def on_objective():
+    """Runs `check(objective)` on the objective of an attack by a distance, in a space."""
+
+    def run(check, seen, model, *, space="mixtures", loss="cos", **options):
+        # A key's bias has no gradient but noise, which the authors' loss counts like any other.
+        null = {name for one in seen for name in model.family.null_parameters(one.update.tensors)}
+        seen = [
+            replace(
+                one, update=partial_update(one.update, sorted(one.update.tensors.keys() - null))
+            )
+            for one in seen
+        ]
+        preset = "faithful" if space == "free" else "best"
+        like = OneStep(loss=loss, preset=preset, starts=1, **options)
+        _inside(lambda objective, config, rng: check(objective), seen, model, like)
+
+    return run
+
+
+@pytest.fixture
+def true_ids():
+    """Returns the true tokens [R, B, T], padded as the rows are."""
+
+    def ids_of(truth, objective):
+        ids_RBT = objective.rows.ids_RBT.clone()
+        for b, one in enumerate(truth.sequences):
+            ids_RBT[:, b, : len(one)] = torch.tensor(one)
+        return ids_RBT
+
+    return ids_of
+
+
+@pytest.fixture
+def random_variables():
+    """Returns variables of unit variance, so that no mixture is sure of anything."""
+
+    def drawn(objective, guesses=None):
+        space = objective.space
+        free = isinstance(space, FreeEmbeddings)
+        each = len(space.table_VD[0]) if free else space.ids_RM.shape[1]
+        shape = (*objective.rows.mask_RBT.shape, each)
+        shape = shape if guesses is None else (shape[0], guesses, *shape[1:])
+        return torch.randn(shape, generator=stream(3, "leaf"))
+
+    return drawn
+
+
+class LikesRising:
+    """A prior that counts the pairs of tokens that fall."""
+
+    def nll(self, ids_NT, mask_NT, stop=None):
+        pairs = (ids_NT[:, None, :] < ids_NT[:, :, None]).triu(1)
+        there = mask_NT.bool()[:, None, :] & mask_NT.bool()[:, :, None]
+        return (pairs & there).sum((1, 2)).float()
+
+    def to(self, dtype):
+        return self
+
+
+@pytest.fixture
+def likes_rising():
+    return LikesRising()

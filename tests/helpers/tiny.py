@@ -1,0 +1,77 @@
+"""What many tests begin with: an experiment of a second, a worker in this process, a command."""
+
+import copy
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import tomli_w
+from typer.testing import CliRunner
+
+from fedleak.cli import app
+from fedleak.workers.process import work_together
+
+TABLES: dict[str, Any] = {
+    "name": "small",
+    "model": {"name": "builtin/bert-tiny"},
+    "data": {"name": "builtin/notes", "samples": 8, "held_out": 4},
+    "federation": {"clients": 2, "rounds": 1, "batch_size": 1, "learning_rate": 0.1},
+    # One at a time: an answer does not depend, in its last bits, on who else is attacked.
+    "workers": {"devices": ["cpu"], "at_once": 1},
+}
+
+DLG = {"kind": "dlg", "steps": 2, "starts": 1, "shapes": 1}
+"""A quick attack that matches gradients."""
+
+
+def tables(changes: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Returns the tiny experiment with `changes` by dotted key; None leaves the key out."""
+    made = copy.deepcopy(TABLES)
+    for key, value in (changes or {}).items():
+        *path, last = key.split(".")
+        table = made
+        for part in path:
+            table = table.setdefault(part, {})
+        if value is None:
+            table.pop(last, None)
+        else:
+            table[last] = value
+    return made
+
+
+def toml(changes: Mapping[str, Any] | None = None) -> str:
+    """Returns the experiment file of `tables`."""
+    return tomli_w.dumps(tables(changes))
+
+
+def call(*arguments: str) -> tuple[int, str, str]:
+    """Calls the command line in this process: its exit status, what it printed, its errors.
+
+    The command line never ends in an exception: one is raised here.
+    """
+    done = CliRunner().invoke(app, list(arguments))
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    return done.exit_code, done.stdout, done.stderr
+
+
+class Here:
+    """A worker in this process."""
+
+    def __init__(self) -> None:
+        self.jobs: tuple[Any, ...] = ()
+
+    def submit(self, jobs: Iterable[Any]) -> None:
+        """Takes jobs, which `result` does."""
+        self.jobs = tuple(jobs)
+
+    def result(self) -> Any:
+        """Returns the answers, or the error, as a worker process does."""
+        jobs, self.jobs = self.jobs, ()
+        try:
+            return work_together(jobs, "cpu")
+        except Exception as error:  # noqa: BLE001
+            return error
+
+    def progress(self) -> dict[int, Any]:
+        """Returns nothing: whoever asks waits in `result` until all is done."""
+        return {}

@@ -1,0 +1,1 @@
+"""A package of attacks: fedleak looks into each of its modules."""
