@@ -7,7 +7,7 @@ What a client finds out about its own defenses goes to a file beside the vault a
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
-from clients.client_context import client_of, protected, vault, workplace
+from clients.client_context import client_of, model_and_data, protection_of, vault
 from clients.mods import defend, encode, report_errors, select
 from clients.outgoing import Outgoing
 from fedleak import models
@@ -32,11 +32,11 @@ def identity(message: Message, context: Context) -> Message:
 def train(message: Message, context: Context) -> Message:
     """Trains on this round's examples and returns the update."""
     experiment, run = of_app(context.run_config)
-    model, workload = workplace(experiment)
+    model, workload = model_and_data(experiment)
     client = client_of(context)
     round = int(message.content.config_records["config"]["round"])  # type: ignore[arg-type]
     models.load_parameters_(model, message.content.array_records["arrays"].to_torch_state_dict())
-    protection = protected(experiment, client)
+    protection = protection_of(experiment, client)
     seed, local, part = experiment.seed, protection.local, workload.parts[client]
     chosen = round_batch(len(part), local, seed=seed, client=client, round=round)
     sequences = [workload.sequences[part[i]] for i in chosen]

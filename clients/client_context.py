@@ -1,4 +1,4 @@
-"""What an experiment's clients need, loaded once per process, and where a node keeps its own."""
+"""The model and data that clients need, loaded once per process, and the vault of a node."""
 
 import os
 from functools import cache, lru_cache
@@ -17,8 +17,8 @@ from fedleak.store.run import Run
 
 
 @lru_cache(maxsize=1)
-def workplace(experiment: Experiment) -> tuple[LanguageModel, Workload]:
-    """Loads what an experiment's clients need, once per process."""
+def model_and_data(experiment: Experiment) -> tuple[LanguageModel, Workload]:
+    """Loads the model and divides the data, once per process."""
     # One thread, so that sums come out bit for bit the same under every engine.
     torch.set_num_threads(1)
     split = read_data(experiment)
@@ -27,9 +27,9 @@ def workplace(experiment: Experiment) -> tuple[LanguageModel, Workload]:
 
 
 @cache
-def protected(experiment: Experiment, client: int) -> Protection:
+def protection_of(experiment: Experiment, client: int) -> Protection:
     """Works out what a client does for its privacy, once per process."""
-    _, workload = workplace(experiment)
+    _, workload = model_and_data(experiment)
     return protection(experiment, client, len(workload.parts[client]))
 
 
@@ -48,12 +48,12 @@ def client_of(context: Context) -> int:
 def vault(context: Context, run: Run) -> Run | None:
     """Returns where this node keeps what it trained on; None if it keeps nothing.
 
-    Only the node decides: by `vault` in its node config, else, because Flower's simulation gives
-    nodes none of their own, by FEDLEAK_VAULT in its environment. That is a folder with a folder
-    for each run. Who submits a run chooses the name of that, and not where it is.
+    Only the node decides: by `vault` in its node config, or by FEDLEAK_VAULT in its environment,
+    because Flower's simulation gives nodes no config of their own. The vault is a folder with a
+    folder for each run. Who submits a run chooses the name of the run's folder, not its place.
 
     Raises:
-        ConfigError: That is not an absolute path.
+        ConfigError: The vault is not an absolute path.
     """
     folder = context.node_config.get("vault", os.environ.get("FEDLEAK_VAULT", ""))
     if folder in ("", False):

@@ -8,7 +8,7 @@ from typing import Any
 
 from flwr.app import Context, Error, Message
 
-from clients.client_context import protected, vault, workplace
+from clients.client_context import model_and_data, protection_of, vault
 from clients.outgoing import Outgoing
 from fedleak.config.sent_parameters import selected_parameters
 from fedleak.errors import FedleakError
@@ -21,8 +21,8 @@ Next = Callable[[Message, Context], Message]
 CLIENT_FAILED = 2
 """Flower's code of an error in a client's app."""
 
-QUOTES = ("fedleak.data", "fedleak.store.run")
-"""Modules whose errors may quote what they are about: texts, and files of this client."""
+QUOTES = ("fedleak.data", "fedleak.store")
+"""Modules whose errors may quote private texts, or name files of this client."""
 
 _log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ def defend(message: Message, context: Context, call_next: Next) -> Message:
     if not isinstance(reply, Outgoing):
         return reply
     experiment, run = of_app(context.run_config)
-    key, protection = reply.key, protected(experiment, reply.key.client)
+    key, protection = reply.key, protection_of(experiment, reply.key.client)
     reply.update, told = protection.defend(
         reply.update,
         lambda number: stream(experiment.seed, "defense", number, key.client, key.round),
@@ -50,7 +50,7 @@ def select(message: Message, context: Context, call_next: Next) -> Message:
     reply = call_next(message, context)
     experiment, _ = of_app(context.run_config)
     if isinstance(reply, Outgoing) and experiment.update.share != "all":
-        model, _ = workplace(experiment)  # that of training, not loaded again
+        model, _ = model_and_data(experiment)  # loaded for training already
         reply.update = partial_update(reply.update, selected_parameters(experiment, model))
     return reply
 
@@ -62,16 +62,16 @@ def encode(message: Message, context: Context, call_next: Next) -> Message:
 
 
 def report_errors(message: Message, context: Context, call_next: Next) -> Message:
-    """Answers a crash with what the server may know of it; the whole of it is logged here."""
+    """Answers a crash with what the server may know; the client's log has all of it."""
     try:
         return call_next(message, context)
-    except Exception as error:  # noqa: BLE001 - whatever it is, its words may quote a text
+    except Exception as error:  # noqa: BLE001 - any error's words may quote a text
         _log.exception("client %s failed", context.node_config.get("partition-id"))
         return Message(Error(CLIENT_FAILED, public(error)), reply_to=message)
 
 
 def public(error: Exception) -> str:
-    """Returns what may be told of an error: its place, and only such words as quote no text."""
+    """Returns what the server may read of an error: its place, and words that quote no text."""
     kind, place = type(error).__name__, _place(error)
     if isinstance(error, FedleakError) and not place.startswith(QUOTES):
         return f"{kind}: {error}"
@@ -82,7 +82,7 @@ def public(error: Exception) -> str:
 
 
 def _place(error: Exception) -> str:
-    """Returns the module and line of ours that an error came through last."""
+    """Returns the last module and line of this project that an error came through."""
     places = [
         f"{frame.f_globals['__name__']}:{line}"
         for frame, line in traceback.walk_tb(error.__traceback__)

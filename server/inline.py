@@ -35,7 +35,7 @@ class InlineGrid(Grid):
     Args:
         client_app: What they run.
         num_clients: How many they are.
-        run_config: What whoever submits a run may set.
+        run_config: Settings that the submitter of a run may choose.
         vault: The folder in which each node keeps what it trained on; None: they keep nothing.
     """
 

@@ -43,7 +43,7 @@ def take_update(
         key: The round that was asked for, and the client. What it says itself, if anything, must
             agree.
         kind: What was asked for.
-        expected: Tensors like those that the client sends, by parameter name.
+        expected: Tensors of the shapes and types that the client sends, by parameter name.
         most_examples: Examples that it can have used.
 
     Raises:

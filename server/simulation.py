@@ -227,7 +227,7 @@ def environment(folder: Path, run_path: Path, given: Mapping[str, str]) -> dict[
     direct = [given.get("no_proxy", given.get("NO_PROXY", "")), "127.0.0.1", "localhost"]
     return {
         "PATH": os.pathsep.join([sysconfig.get_path("scripts"), given.get("PATH", os.defpath)]),
-        "FEDLEAK_VAULT": str(run_path.parent),  # clients.workplace
+        "FEDLEAK_VAULT": str(run_path.parent),  # clients.client_context
         "FLWR_HOME": str(folder / "home"),
         "FLWR_LOG_LEVEL": "INFO",
         "PYTHONUNBUFFERED": "1",  # or the log lacks its end when something is killed

@@ -102,7 +102,8 @@ def undisturbed(
     (folder / "experiment.toml").write_text(toml(CHANGES))
     with monkeypatch.context() as patch:
         patch.chdir(folder)
-        assert call("run", "experiment.toml")[0] == 0
+        status, _, errors = call("run", "experiment.toml")
+    assert status == 0, errors
     return folder
 
 

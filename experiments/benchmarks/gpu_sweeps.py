@@ -15,9 +15,9 @@ from torch import Tensor
 
 from fedleak.attacks.matching import bucketing, gradient_distance
 from fedleak.attacks.matching.factored_gradients import tables
-from fedleak.attacks.matching.gradient_distance import target_of
 from fedleak.attacks.matching.objective import Objective
 from fedleak.attacks.matching.optimizer import Descent
+from fedleak.attacks.matching.target import target_of
 
 LENGTHS = (6, 7, 8, 9, 10, 12, 14, 16, 20, 24, 32, 48)
 """Tokens of the victims that are put together."""

@@ -44,12 +44,12 @@ from fedleak.attacks.matching import reorderings
 from fedleak.attacks.matching.batch_structure import Frame, Rows, Shape, rows_of
 from fedleak.attacks.matching.candidate_selection import best_of_batch, lm_penalty, orders_tensor
 from fedleak.attacks.matching.factored_gradients import BatchGradients, tables
-from fedleak.attacks.matching.gradient_distance import target_of
 from fedleak.attacks.matching.initialization import initial
 from fedleak.attacks.matching.lamp import FAITHFUL, better_order
 from fedleak.attacks.matching.objective import Objective, lower_precision
 from fedleak.attacks.matching.optimizer import ROUGH, Descent, Loss, distance_of
 from fedleak.attacks.matching.parametrization import FreeEmbeddings
+from fedleak.attacks.matching.target import target_of
 from fedleak.models import CLASSIFICATION, LanguageModel
 from fedleak.models.prior import Prior
 

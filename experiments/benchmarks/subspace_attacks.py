@@ -195,15 +195,15 @@ def measure(
         proved += answer.verified
         margins += [margin for margin in answer.margins if margin is not None and margin >= 1]
     return Row(
-        f"{case.name}-{size}",
-        batches,
-        batches * size,
-        exact,
-        bags,
-        proved,
-        seconds,
-        without or None,
-        min(margins, default=None),
+        name=f"{case.name}-{size}",
+        batches=batches,
+        sentences=batches * size,
+        exact=exact,
+        bags=bags,
+        proved=proved,
+        seconds=seconds,
+        seconds_without_certificate=without or None,
+        margin=min(margins, default=None),
     )
 
 

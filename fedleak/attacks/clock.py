@@ -4,10 +4,10 @@ import time
 
 
 class Clock:
-    """Says when time is up; whoever hears it ends with what there is.
+    """Tells an attack that its time is up; the attack then ends with what it has.
 
     Attributes:
-        rang: Somebody heard it.
+        rang: An attack asked when time was up, so that its answer may lack something.
     """
 
     def __init__(self, seconds: float | None) -> None:
@@ -20,6 +20,6 @@ class Clock:
         self.rang |= up
         return up
 
-    def share(self, parts: int) -> "Clock":
+    def part(self, parts: int) -> "Clock":
         """Returns a clock for one of so many equal parts of the time that is left."""
         return Clock(None if self._end is None else (self._end - time.monotonic()) / parts)

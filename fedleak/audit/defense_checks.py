@@ -72,11 +72,11 @@ class Bench:
     Attributes:
         model: At the weights that are broadcast; tests leave it so.
         plain: How a client without defenses trains; dropout is off, because it is random too.
-        local: How one with only this defense trains.
+        local: How a client with only this defense trains.
         defense: With its noise worked out.
         num_examples: Examples that its client has.
         seed: Of all that is random.
-        sends: What clients of the experiment send; a test takes a single step of it.
+        sends: What clients of the experiment send; a test always takes a single step.
     """
 
     model: LanguageModel
@@ -208,7 +208,7 @@ def _changes(bench: Bench) -> Iterator[Test]:
     raw, sent = bench.raw(loud=True), bench.sent(loud=True)
     missing = raw.tensors.keys() - sent.tensors.keys()
     if not missing and _distance(sent, raw) == 0:
-        # What is short or full of zeros may be left as it is: one that is neither may not.
+        # A defense may leave a short or sparse update as it is: try a long one without zeros.
         raw = _dense(raw, 10 * (bench.claims.max_norm or 1.0), bench.seed)
         sent = bench.defended(raw)
     moved = _distance(sent, raw) / _norm(raw)

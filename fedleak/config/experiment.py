@@ -41,7 +41,7 @@ LARGEST_SEED = 2**63 - 1
 
 
 class Experiment(Table):
-    """One run. The tables are those of the experiment file."""
+    """One run, with the tables of its experiment file."""
 
     name: Annotated[str, Field(pattern=f"^{NAME}$", max_length=LONGEST_NAME)]
     """Of the run; its results are in `runs/<name>`."""
@@ -76,7 +76,7 @@ class Experiment(Table):
 
     @cached_property
     def attacks(self) -> tuple[NamedAttack, ...]:
-        """The attacks, built; before them those that are on in every run."""
+        """The attacks, built; the attacks of every run come first."""
         built = [build_attack(i, table) for i, table in enumerate(self.attack)]
         listed = {each.attack.kind for each in built}
         built[:0] = [build_attack(0, {"kind": kind}) for kind in always_on() if kind not in listed]

@@ -44,7 +44,7 @@ def _key(error: Mapping[str, Any]) -> str:
 def _problem(
     first: Mapping[str, Any], alike: Sequence[Mapping[str, Any]], model: type[BaseModel] | None
 ) -> str:
-    """Returns one problem of a validation, with what all those that are alike would take."""
+    """Returns one problem of a validation, with every value that the alike problems would take."""
     where = _key(first)
     if first["type"] == "extra_forbidden":
         table: Any = model

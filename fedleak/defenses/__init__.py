@@ -51,12 +51,12 @@ class Claims:
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """What an epsilon is shared by.
+    """What an epsilon has to suffice for.
 
     Attributes:
-        delta, accountant: Of the statement.
+        delta, accountant: Of the (epsilon, delta) statement.
         num_examples: Examples that the client has.
-        rounds: Those in which it takes part, up to the last of the run.
+        rounds: The rounds of the run in which the client takes part.
     """
 
     delta: float
@@ -134,7 +134,7 @@ def kinds() -> Mapping[str, type[Defense]]:
 def measured(before: ClientUpdate, after: ClientUpdate) -> dict[str, float]:
     """Returns what a defense did to an update: norms, and the share of numbers set to zero.
 
-    `change_norm` is that of what it took away or added: of noise, the noise.
+    `change_norm` is the norm of the difference: for a noise defense, of the noise.
     """
     squares = dict.fromkeys(("norm_before", "norm_after", "change_norm"), 0.0)
     zeroed = numbers = 0

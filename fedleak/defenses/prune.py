@@ -33,7 +33,7 @@ class Prune(Defense):
         sizes[sizes.isnan()] = torch.inf  # what is no number is not near to zero
         last = sizes.kthvalue(dropped).values
         drop = sizes < last
-        # Of equal ones those that come first, until they are enough.
+        # Among equal numbers, the first ones.
         drop[(sizes == last).nonzero()[: dropped - int(drop.sum()), 0]] = True
         parts = torch.split(drop, [value.numel() for value in update.tensors.values()])
         pruned = {

@@ -132,7 +132,7 @@ class Dispatcher:
         """Gives every free worker something to do, as far as there is something."""
         for worker in all_workers:
             while not worker.jobs and (
-                work := self._agenda.take(slow=_slow_may(all_workers, self._agenda))
+                work := self._agenda.take(slow=slow_may(all_workers, self._agenda))
             ):
                 if jobs := self._jobs(work):
                     worker.submit(jobs)
@@ -212,7 +212,7 @@ class Dispatcher:
         self._record([_failed(job, reason) for job in given_up])
 
 
-def _slow_may(all_workers: Sequence[Worker], agenda: Agenda) -> bool:
+def slow_may(all_workers: Sequence[Worker], agenda: Agenda) -> bool:
     """Returns whether a worker may take a slow attack: not the last one that quick ones have."""
     slow = sum(is_slow(worker.jobs[0].attack.attack) for worker in all_workers if worker.jobs)
     return slow < len(all_workers) - 1 or not agenda.quick_left

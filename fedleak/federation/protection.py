@@ -70,7 +70,7 @@ def protection(experiment: Experiment, client: int, num_examples: int) -> Protec
     rounds = rounds_of_clients(experiment)[client]
     table, local = experiment.privacy, experiment.local_training
     local = replace(local, batch_size=min(local.batch_size, num_examples))
-    # A client that never takes part spends nothing; its noise is that of one round.
+    # A client that never takes part spends nothing; it gets the noise of one round.
     budget = Budget(
         delta=table.delta,
         accountant=table.accountant,

@@ -38,12 +38,12 @@ def _rounds_of_clients(
 
 
 def expected_captures(experiment: Experiment) -> list[Key]:
-    """Returns the captures that a complete run has: those of the rounds that are attacked."""
+    """Returns the captures of a complete run: of every round that is attacked."""
     return [key for key in captures_made(experiment) if experiment.attacked(key.round)]
 
 
 def captures_made(experiment: Experiment) -> list[Key]:
-    """Returns the captures that a run makes, also those that it does not keep."""
+    """Returns the captures that a run makes, kept or not."""
     rounds = range(1, experiment.federation.rounds + 1)
     if experiment.aggregator is not None:
         return [Key(round, EVERYONE) for round in rounds]

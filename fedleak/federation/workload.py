@@ -8,8 +8,8 @@ from fedleak.errors import ConfigError
 from fedleak.models import CLASSIFICATION, LanguageModel
 
 MOST_UNKNOWN = 0.5
-"""Unknown tokens are all the same one, and finding it is finding nothing: above this share a figure
-would be about them and not about words."""
+"""The largest fraction of unknown tokens. All unknown words are one token, so finding it finds
+nothing: above this fraction, scores would be about this token and not about words."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -42,9 +42,11 @@ def evaluate(
         from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 
         average = "binary" if model.num_labels == 2 else "macro"
+        # With one class in all, sklearn says 0 too, and warns.
+        several = len({*labels, *predicted}) > 1
         scores |= {
             "accuracy": float(accuracy_score(labels, predicted)),
             "f1": float(f1_score(labels, predicted, average=average, zero_division=0.0)),
-            "mcc": float(matthews_corrcoef(labels, predicted)),
+            "mcc": float(matthews_corrcoef(labels, predicted)) if several else 0.0,
         }
     return scores

@@ -125,7 +125,7 @@ class Prior:
         lengths_U, order_U = _lengths(own_UT).sort(descending=True)
         lengths = lengths_U.tolist()
         tokens = _LOGITS.get(self.device.type, _LOGITS["cpu"]) // self._config.vocab_size
-        for rows in _chunks(lengths, tokens):
+        for rows in chunks(lengths, tokens):
             chosen_C = order_U[rows]
             own_CT = own_UT[chosen_C, : lengths[rows.start]]
             total_U[chosen_C] = torch.inf if stop() else self._total(own_CT)
@@ -269,7 +269,7 @@ def _lengths(tokens_UT: Tensor) -> Tensor:
     return (tokens_UT != _NONE).sum(1)
 
 
-def _chunks(lengths: Sequence[int], limit: int) -> Iterator[slice]:
+def chunks(lengths: Sequence[int], limit: int) -> Iterator[slice]:
     """Cuts rows, longest first, into chunks of at most `limit` tokens with their padding.
 
     A row that is longer is a chunk to itself; rows with nothing to predict are in none.

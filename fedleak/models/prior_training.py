@@ -211,10 +211,10 @@ def train(
     optimiser = torch.optim.AdamW(
         [decayed, others], lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=_WEIGHT_DECAY
     )
-    rate = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: _rate(step, steps))
-    batches = _batches(corpus.training, recipe.batch_size, recipe.seed)
-    for step, batch in enumerate(itertools.islice(batches, steps), start=1):
-        loss = _loss(model, *pad(batch, 0, device))
+    rate = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: rate_at(step, steps))
+    taken = batches(corpus.training, recipe.batch_size, recipe.seed)
+    for step, batch in enumerate(itertools.islice(taken, steps), start=1):
+        loss = batch_loss(model, *pad(batch, 0, device))
         optimiser.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), _LARGEST_GRADIENT)
@@ -317,7 +317,7 @@ def _untokenised(text: str) -> str:
     return text
 
 
-def _batches(
+def batches(
     sequences: Sequence[Sequence[int]], size: int, seed: int
 ) -> Iterator[list[Sequence[int]]]:
     """Yields batches for ever, each pass in another order; within one, lengths are alike."""
@@ -335,7 +335,7 @@ def _batches(
             yield [sequences[i] for i in order[starts[batch] : starts[batch] + size]]
 
 
-def _loss(model: Any, ids_BT: Tensor, mask_BT: Tensor) -> Tensor:
+def batch_loss(model: Any, ids_BT: Tensor, mask_BT: Tensor) -> Tensor:
     """Returns the mean loss in nats per predicted token; only those get logits."""
     # Padding comes last, so no real token sees any, and attention needs no mask.
     hidden_BTD = model.transformer(ids_BT[:, :-1], use_cache=False).last_hidden_state
@@ -344,7 +344,7 @@ def _loss(model: Any, ids_BT: Tensor, mask_BT: Tensor) -> Tensor:
     return F.cross_entropy(logits_MV, ids_BT[:, 1:][real_BT])
 
 
-def _rate(step: int, steps: int) -> float:
+def rate_at(step: int, steps: int) -> float:
     """Returns the part of the learning rate that step 0, 1, ... of `steps` takes."""
     warm_up = max(1, round(_WARM_UP * steps))
     if step < warm_up:

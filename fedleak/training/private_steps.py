@@ -1,13 +1,13 @@
 """DP-SGD on a client, through Opacus (Abadi et al. 2016, algorithm 1; Yousefpour et al. 2021).
 
-Each example's gradient is clipped, the sum gets noise, and is divided by the batch size that is
-expected, not by the one drawn: that is private.
+Each example's gradient is clipped and noise is added to the sum. The sum is divided by the expected
+batch size: the size that was drawn is private.
 
 Ghost clipping (Li et al. 2022, "Large Language Models Can Be Strong Differentially Private
 Learners", section 4) takes the examples' norms without their gradients and then a second backward
-pass. It is cheaper for whole matrices, most of all for the word embedding, of which each example
-would have one of its own. Adapters are small, and a parameter that is in two places (a tied output
-layer) has no such norm: there the gradients themselves are made.
+pass. It is cheaper for whole matrices, most of all for the word embedding, whose gradient would
+otherwise be stored once per example. Adapters are small, and ghost clipping has no norm for a
+parameter that is in two places (a tied output layer): there each example's gradient is made.
 
 Shapes: B examples.
 """
@@ -66,7 +66,7 @@ def private_update_(
 
     Args:
         model: Holds the broadcast weights; FedAvg leaves it trained.
-        sequences: Token ids: for FedSGD those of the batch, which may be empty, for FedAvg of all.
+        sequences: Token ids; FedSGD: of the batch, which may be empty; FedAvg: of all examples.
         labels: Class of each example; not used by a causal model.
         training: How to train.
         private: How a step is made private.
@@ -111,7 +111,7 @@ def private_gradient(
         batch: Its examples, maybe none.
         expected: What the sum is divided by.
         private: Clipping norm and noise.
-        noise: Where that comes from.
+        noise: The generator that the noise comes from.
         seen: Is told how it went.
         ghost: Whether norms are taken without gradients; None: where that is cheaper.
     """

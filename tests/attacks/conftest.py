@@ -10,7 +10,7 @@ from fedleak.attacks.clock import Clock
 
 
 class Ticking(Clock):
-    """Rings after so many questions; of its time no shares are made."""
+    """Rings after so many questions; its parts are itself."""
 
     def __init__(self, ticks: float) -> None:
         super().__init__(None)
@@ -21,7 +21,7 @@ class Ticking(Clock):
         self.rang |= self.left < 0
         return self.rang
 
-    def share(self, parts: int) -> Clock:
+    def part(self, parts: int) -> Clock:
         return self
 
 

@@ -27,7 +27,7 @@ def test_a_clock_rings_when_its_seconds_are_over_and_says_that_it_was_heard(time
 
 
 def test_without_a_number_of_seconds_it_never_rings(time):
-    one, share = Clock(None), Clock(None).share(3)
+    one, share = Clock(None), Clock(None).part(3)
     time.seconds = math.inf
     assert not one.up()
     assert not share.up()
@@ -36,7 +36,7 @@ def test_without_a_number_of_seconds_it_never_rings(time):
 def test_a_share_is_of_what_is_left(time):
     one = Clock(10)
     time.seconds = 104
-    third = one.share(3)
+    third = one.part(3)
     time.seconds = 106
     assert not third.up()
     time.seconds = 106.1

@@ -150,7 +150,7 @@ def test_an_error_in_what_it_came_from_is_not_told_either(answer, monkeypatch):
 
 def test_an_error_in_a_defense_is_an_answer_too(answer, monkeypatch):
     monkeypatch.setattr("fedleak.federation.protection.measured", raiser(KeyError(SECRET)))
-    assert answer().error.reason.startswith("KeyError in fedleak.federation:")
+    assert answer().error.reason.startswith("KeyError in fedleak.federation.protection:")
 
 
 def test_our_own_words_travel_but_not_those_about_data(answer, monkeypatch):

@@ -151,7 +151,7 @@ def test_an_upper_bound_makes_groups_smaller_and_never_larger(at_once, size):
 def test_a_worker_is_left_for_quick_attacks_while_some_are_to_come(busy, free, left, may):
     of = [SimpleNamespace(jobs=(SimpleNamespace(attack=each),)) for each in busy]
     of += [SimpleNamespace(jobs=())] * free
-    assert dispatcher._slow_may(of, SimpleNamespace(quick_left=left)) == may
+    assert dispatcher.slow_may(of, SimpleNamespace(quick_left=left)) == may
 
 
 # --- what has come ------------------------------------------------------------------------------

@@ -147,7 +147,7 @@ def test_chunks_give_what_one_chunk_gives_and_bound_the_logits(
 @given(st.lists(st.integers(0, 40)), st.integers(0, 200))
 def test_chunks_hold_each_row_that_predicts_something_once(lengths, limit):
     lengths.sort(reverse=True)
-    chunks = [lengths[rows] for rows in prior._chunks(lengths, limit)]
+    chunks = [lengths[rows] for rows in prior.chunks(lengths, limit)]
     assert [length for rows in chunks for length in rows] == [n for n in lengths if n >= 2]
     assert all(len(rows) == 1 or len(rows) * rows[0] <= limit for rows in chunks)
 
@@ -444,7 +444,7 @@ def test_steps_take_the_place_of_epochs_and_each_is_reported(here):
 
 
 def test_each_step_has_its_learning_rate(here, monkeypatch):
-    monkeypatch.setattr(training, "_rate", lambda step, steps: float(step == 0))
+    monkeypatch.setattr(training, "rate_at", lambda step, steps: float(step == 0))
     corpus = training.read(here / "notes.txt", "builtin/bert-tiny", recipe())
     one, four = (
         training.train(corpus, recipe(steps=steps), CPU).prior.module.state_dict()
@@ -458,14 +458,14 @@ def test_the_loss_is_that_of_transformers(here, bert_tiny, texts):
     ids_BT, mask_BT = pad(bert_tiny.encode(texts[:4]), 0, CPU)
     labels_BT = ids_BT.masked_fill(mask_BT == 0, -100)
     expected = network(ids_BT, attention_mask=mask_BT, labels=labels_BT).loss
-    assert training._loss(network, ids_BT, mask_BT).item() == pytest.approx(
+    assert training.batch_loss(network, ids_BT, mask_BT).item() == pytest.approx(
         expected.item(), abs=1e-5
     )
 
 
 def test_a_pass_has_every_sentence_once_and_lengths_alike():
     sequences = [(i,) * (1 + i % 30) for i in range(100)]
-    batches = training._batches(sequences, 8, seed=0)
+    batches = training.batches(sequences, 8, seed=0)
     passes = [[next(batches) for _ in range(13)] for _ in range(2)]
     for one in passes:
         assert sorted(ids for batch in one for ids in batch) == sorted(sequences)
@@ -474,12 +474,12 @@ def test_a_pass_has_every_sentence_once_and_lengths_alike():
 
 
 def test_the_learning_rate_rises_and_falls():
-    rates = [training._rate(step, 100) for step in range(100)]
+    rates = [training.rate_at(step, 100) for step in range(100)]
     assert rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
     assert rates[5] == 1.0
     assert rates[5:] == sorted(rates[5:], reverse=True)
     assert rates[-1] == pytest.approx(0.1, abs=0.01)
-    assert training._rate(0, 1) == 1.0
+    assert training.rate_at(0, 1) == 1.0
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,15 @@
 """Defended runs from end to end: what the server gets, what is noted, and what it costs."""
 
+import dataclasses
+import functools
 import io
 import json
 import math
 import shutil
 import stat
+from dataclasses import dataclass
 from functools import cache
+from typing import ClassVar
 
 import pytest
 import torch
@@ -17,7 +21,8 @@ from clients.app import app as client_app
 from fedleak import defenses, models, pipeline, preparation, privacy
 from fedleak.audit import central_baseline, defense_checks, grants, scoring, vault
 from fedleak.config.loading import parse
-from fedleak.errors import FedleakError
+from fedleak.defenses import TrustedAggregator
+from fedleak.errors import ConfigError, FedleakError
 from fedleak.federation.protection import protection
 from fedleak.federation.schedule import clients_of_round, expected_captures
 from fedleak.federation.workload import read_data
@@ -430,6 +435,40 @@ def test_what_is_granted_of_a_sum_is_of_all_clients(summed):
     assert sorted(zip(known.lengths, known.labels, strict=True)) == sorted(pairs)
     assert known.batch_size == 6
     assert known.noise_scale == truth.noise_scale
+
+
+@dataclass(frozen=True)
+class Largest(TrustedAggregator):
+    """Shows the server the largest of the clients' numbers."""
+
+    kind: ClassVar[str] = "largest"
+
+    def combined(self, updates):
+        return functools.reduce(
+            lambda one, other: dataclasses.replace(
+                one, tensors={n: torch.maximum(v, other.tensors[n]) for n, v in one.tensors.items()}
+            ),
+            updates,
+        )
+
+
+def test_a_new_aggregator_is_one_class(tmp_path, monkeypatch):
+    """Nothing else knows which defense stands between clients and server."""
+    kinds = {**defenses.kinds(), "largest": Largest}
+    monkeypatch.setattr(defenses, "kinds", lambda: kinds)
+    once = {"rounds": 1}
+    apart = carried_out(tmp_path / "apart", experiment_of(federation=once))
+    each = [apart.read_capture(key).update for key in apart.captures()]
+    run = carried_out(tmp_path / "run", experiment_of({"kind": "largest"}, federation=once))
+    assert run.captures() == [Key(1, EVERYONE)]
+    seen = run.read_capture(Key(1, EVERYONE)).update
+    for name, value in seen.tensors.items():
+        assert torch.equal(value, torch.stack([one.tensors[name] for one in each]).amax(0))
+    findings = defense_checks.check(experiment_of({"kind": "largest"}))
+    assert all(one.holds for one in findings)
+    refused = r"largest and secure_sum: the server sees one update of a round: keep one"
+    with pytest.raises(ConfigError, match=refused):
+        experiment_of({"kind": "largest"}, SECURE_SUM)
 
 
 def test_probes_read_the_words_of_all_clients_in_a_sum_without_noise(tmp_path):

@@ -2,9 +2,11 @@
 
 Zhu et al., "Deep Leakage from Gradients", NeurIPS 2019, algorithm 1, on word embeddings. Start
 from noise, compute the gradient of the guess, step down its squared distance to the observed
-gradient, and repeat. `faithful` is that loop with Adam in place of L-BFGS, as LAMP's authors
-compare with it (eth-sri/lamp at 852d12f). `best` searches the tokens by our own algorithm with the
-same distance.
+gradient, and repeat: `descent_loop.match_gradients`.
+
+`faithful` is this loop as LAMP's authors compare with it (eth-sri/lamp at 852d12f): with Adam in
+place of L-BFGS, and labels that are known, not optimised. `best` searches the tokens by our own
+algorithm with the same distance.
 """
 
 from dataclasses import dataclass

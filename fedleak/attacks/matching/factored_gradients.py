@@ -213,7 +213,7 @@ def _of_rms_norm(layer: nn.Module, given_RKNX: Tensor, delta_RKNY: Tensor) -> Gr
 
 
 def tables(model: LanguageModel) -> list[str]:
-    """Returns the tables whose rows are added to word embeddings, such as that of positions."""
+    """Returns the tables whose rows are added to word embeddings, such as position embeddings."""
     family = model.family
     both = (family.position_embedding, family.token_type_embedding)
     return [name for name in both if name is not None]

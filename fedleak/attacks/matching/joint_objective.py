@@ -11,10 +11,11 @@ from torch import Tensor
 
 from fedleak.attacks.matching.batch_structure import Shape, frame, rows_of
 from fedleak.attacks.matching.factored_gradients import BatchGradients, tables
-from fedleak.attacks.matching.gradient_distance import of_nothing, target_of
+from fedleak.attacks.matching.gradient_distance import of_nothing
 from fedleak.attacks.matching.objective import Objective, lower_precision, mean_norm
 from fedleak.attacks.matching.optimizer import Loss, distance_of
 from fedleak.attacks.matching.parametrization import FreeEmbeddings, Space, TokenMixtures
+from fedleak.attacks.matching.target import target_of
 from fedleak.attacks.matching.victims import Victim
 from fedleak.models import LanguageModel
 from fedleak.models.prior import Prior

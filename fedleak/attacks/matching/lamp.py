@@ -80,7 +80,7 @@ class Lamp(GradientMatching):
 
     Attributes:
         loss: The distance of gradients: cosine, squared plus absolute, or squared.
-        prior: A causal language model (hub id, folder or built-in); None goes without.
+        prior: A causal language model (hub id, folder or built-in); None: no prior.
         lm_weight: Weight of the prior; None: as the preset has it.
         norm_weight: Weight of the regulariser; None: as the preset has it.
         discrete: When words change places: all along, only at the end, or never.

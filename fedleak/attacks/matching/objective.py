@@ -19,8 +19,9 @@ from fedleak.attacks.matching.factored_gradients import (
     class_logit_grad,
     next_token_logit_grad,
 )
-from fedleak.attacks.matching.gradient_distance import Distance, Gradients, Target, added
+from fedleak.attacks.matching.gradient_distance import Distance, Gradients, added
 from fedleak.attacks.matching.parametrization import Guess, Space
+from fedleak.attacks.matching.target import Target
 from fedleak.models import LanguageModel
 from fedleak.models.prior import Prior
 

@@ -54,7 +54,7 @@ class Space(Protocol):
         ...
 
     def random(self, rows: Rows, rng: Sequence[torch.Generator]) -> Tensor:
-        """Returns random variables [R, B, T, F]; those of a row do not depend on other rows."""
+        """Returns random variables [R, B, T, F]; no row depends on the others."""
         ...
 
     def start(self, rows: Rows, rng: Sequence[torch.Generator]) -> Tensor:

@@ -1,7 +1,7 @@
 """New orders of a sentence's tokens (LAMP, Balunovic et al. 2022, section 3.2).
 
-An order is a tuple of places: the token that comes to place i was at place `order[i]`. Places are
-those of content; what begins and ends every sentence is not in it.
+An order is a tuple of places: the token that comes to place i was at place `order[i]`. Only content
+has places; the special tokens that begin and end a sentence have none.
 """
 
 import math

@@ -1,9 +1,11 @@
 """TAG: gradient matching with a squared and an absolute distance.
 
 Deng et al., "TAG: Gradient Attack on Transformer-based Language Models", Findings of EMNLP 2021.
-It is the loop of DLG with another distance. `faithful` is as LAMP's authors compare with it
-(eth-sri/lamp at 852d12f): the absolute distance has the same weight in every layer. `best` searches
-the tokens by our own algorithm with the same distance.
+It is the loop of DLG with another distance: `descent_loop.match_gradients`.
+
+`faithful` is this loop as LAMP's authors compare with it (eth-sri/lamp at 852d12f): the absolute
+distance has the same weight in every layer. `best` searches the tokens by our own algorithm with
+the same distance.
 """
 
 from dataclasses import dataclass

@@ -160,7 +160,7 @@ class Dager(OneByOne):
 
 
 def _longer(ids: tuple[int, ...], found: Iterable[Judged]) -> Judged:
-    """Returns the nearest of the sequences that begin with these tokens."""
+    """Returns the nearest sequence that begins with these tokens."""
     return min((one for one in found if one.ids[: len(ids)] == ids), key=by_excess)
 
 
@@ -199,7 +199,7 @@ def extend_prefixes(
     """Decoder: grows all prefixes by one token at a time; those that cannot grow are sentences.
 
     The second attention's input at a position depends on the prefix alone in a causal model, so a
-    wrong token is seen at once and the search never backtracks (algorithm 2 of the paper).
+    wrong token is seen at once and the search never backtracks.
 
     Args:
         slots: Tokens that may stand at each position.

@@ -85,7 +85,7 @@ def search_sentences(
         if sum(map(len, found)) >= spans.second.rank or clock.up():
             break
         sentences = Sentences(of_length, block, spans, rng)
-        own = clock.share(len(of_lengths) - done)
+        own = clock.part(len(of_lengths) - done)
         passed, best = search_length(sentences, effort, rng, own)
         # Noise lets any number of them pass: no more than these can be in the answer.
         shown = passed if spans.second.exact else sorted(passed, key=by_excess)[:wanted]

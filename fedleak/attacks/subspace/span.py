@@ -11,8 +11,8 @@ input, orders of magnitude more for others. That needs no threshold per model or
 no absolute tolerance.
 
 Where the gradient carries more than rounding (added noise, local steps, half precision), the rank
-is what stands above the edge of the noise's own spectrum (Marchenko and Pastur 1967), and `excess`
-only ranks.
+is the number of singular values above the edge of the noise's own spectrum (Marchenko and Pastur
+1967), and `excess` only ranks.
 
 Shapes: N vectors, D hidden size, O outputs, R rank, M known vectors, S sketch columns,
 V vocabulary, P positions, C constants (0 or 1).

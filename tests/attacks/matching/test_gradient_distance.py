@@ -17,14 +17,13 @@ from fedleak.attacks.matching.factored_gradients import (
 )
 from fedleak.attacks.matching.gradient_distance import (
     Cosine,
-    LowRankGradient,
     Outer,
     SquaredAndAbsolute,
     added,
     of_nothing,
     squared,
-    target_of,
 )
+from fedleak.attacks.matching.target import LowRankGradient, target_of
 from fedleak.models import CAUSAL_LM, CLASS_LOSSES, CLASSIFICATION, batch_loss
 from fedleak.models.lora import Lora, adapt_
 from fedleak.rng import stream

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import torch
 
-from fedleak.attacks import Setting
+from fedleak.attacks import AttackSetting
 from fedleak.models import LanguageModel
 from fedleak.observation import Observation
 from fedleak.reconstruction import Reconstruction, Status
@@ -18,7 +18,7 @@ class Rows:
     kind: ClassVar[str] = "acme_rows"
     uses: ClassVar[frozenset[str]] = frozenset()
 
-    def obstacle(self, setting: Setting) -> str | None:
+    def obstacle(self, setting: AttackSetting) -> str | None:
         if setting.family.word_embedding in setting.shared:
             return None
         return "the word embedding is not shared: share it"
