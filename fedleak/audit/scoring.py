@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
-from fedleak import models, privacy
+from fedleak import privacy
 from fedleak.attacks import unchecked
 from fedleak.audit.vault import read_truth
 from fedleak.config.experiment import Experiment
@@ -27,7 +27,7 @@ from fedleak.metrics import intervals, rouge
 from fedleak.metrics.matching import assign
 from fedleak.metrics.rouge import Rouge
 from fedleak.metrics.tokens import Overlap, overlap
-from fedleak.models import LanguageModel
+from fedleak.models import LanguageModel, loading
 from fedleak.privacy import Event, Spent
 from fedleak.reconstruction import Status
 from fedleak.rng import stream
@@ -232,7 +232,7 @@ def score_run(run: Run, asked: Iterable[str] | None = None) -> list[Scored]:
         FedleakError: run.json or held_out.json is damaged; nothing was changed then.
     """
     experiment, gaps = stored(run), Gaps()
-    model = models.outline(experiment.model_spec(run.info()["num_labels"]))
+    model = loading.outline(experiment.model_spec(run.info()["num_labels"]))
     vocabulary = _vocabulary(model)
     answers = {
         (Key(line["round"], line["client"]), line["attack"]): line
