@@ -53,8 +53,8 @@ def discover(package: ModuleType, key: str = "kind") -> Found:
     """Returns the classes that the modules of `package`, and of others for it, define by `key`.
 
     A module that cannot be imported is broken, and the others are found nevertheless. A kind that
-    two classes have is nobody's, whether fedleak itself has one of them or not: what ran under a
-    name must never depend on what else is installed.
+    two classes have is nobody's. Only a kind of fedleak's own stays what it is if another package
+    has one of the same name: what runs under it must not depend on what else is installed.
 
     Args:
         package: The package; its name is also the group of the entry points.
@@ -80,17 +80,19 @@ def discover(package: ModuleType, key: str = "kind") -> Found:
             broken[_named(point.value, origin)] = reason
         elif point.value not in walked and not walk(point.value, origin) and len(broken) == before:
             broken[_named(point.value, origin)] = f"it defines no class that has a {key}"
+    kinds: dict[str, type] = {}
+    origins: dict[str, str] = {}
     for kind, several in defined.items():
+        own = [each for each in several if each[1] == OWN]
+        rightful = own or several
+        if len(rightful) == 1:
+            kinds[kind], origins[kind] = rightful[0]
         if len(several) > 1:
             names = [_named(f"{cls.__module__}.{cls.__qualname__}", at) for cls, at in several]
             reason = printable(f"{' and '.join(names)} have one {key}: {kind!r}")
-            broken |= {_named(cls.__module__, origin): reason for cls, origin in several}
-    single = {kind: several[0] for kind, several in defined.items() if len(several) == 1}
-    return Found(
-        {kind: cls for kind, (cls, _) in single.items()},
-        {kind: origin for kind, (_, origin) in single.items()},
-        broken,
-    )
+            refused = [each for each in several if len(rightful) > 1 or each not in rightful]
+            broken |= {_named(cls.__module__, origin): reason for cls, origin in refused}
+    return Found(kinds, origins, broken)
 
 
 def _modules(

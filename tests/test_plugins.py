@@ -192,6 +192,8 @@ def test_a_package_adds_its_own_and_the_list_says_whose_they_are(install):
     assert "acme" not in own
     assert "models from acme-leaks 1.2\n" in text
     assert "note: Attacks of other packages are not checked" in text
+    (note,) = attacks.unchecked(["dager", "acme_one"])
+    assert note.startswith("acme_one comes from acme-leaks 1.2: fedleak's import contract does not")
 
 
 def test_without_other_packages_nothing_is_said_of_them(forget):
@@ -232,19 +234,35 @@ def test_entry_points_that_cannot_be_read_leave_fedleaks_own(install):
     assert "entry points of fedleak.attacks" in listed()
 
 
-@pytest.mark.parametrize(
-    ("taken", "whose"), [("dlg", "fedleak.attacks.matching"), ("zeta", "zeta")]
-)
-def test_a_kind_of_two_is_nobodys_and_both_are_named(install, taken, whose):
-    install("acme", {"attacks": ["acme"]}, {"acme.py": kind(taken)})
+def test_a_kind_of_two_packages_is_nobodys_and_both_are_named(install):
+    install("acme", {"attacks": ["acme"]}, {"acme.py": kind("zeta")})
     install("zeta", {"attacks": ["zeta"]}, {"zeta.py": kind("zeta")}, version="3")
-    assert taken not in attacks.kinds()
-    assert {"dager", "lamp"} <= attacks.kinds().keys()
+    assert "zeta" not in attacks.kinds()
+    assert "dager" in attacks.kinds()
     with pytest.raises(ConfigError) as caught:
-        parse(TABLE | {"attack": [{"kind": taken}]})
-    assert "acme.Mine (acme 1.2)" in str(caught.value)
-    assert whose in str(caught.value)
-    assert f"have one kind: '{taken}'" in " ".join(listed().split())
+        parse(TABLE | {"attack": [{"kind": "zeta"}]})
+    said = "acme.Mine (acme 1.2) and zeta.Mine (zeta 3) have one kind: 'zeta'"
+    assert str(caught.value).count(said) == 2, "once for each module"
+    assert said in " ".join(listed().split())
+
+
+def test_a_kind_of_fedleaks_own_stays_what_it_is(install):
+    before = attacks.kinds()["dlg"]
+    install("acme", {"attacks": ["acme"]}, {"acme.py": kind("dlg")})
+    assert attacks.kinds()["dlg"] is before
+    assert discover(attacks).foreign() == {}
+    (said,) = discover(attacks).broken.items()
+    assert said[0] == "acme (acme 1.2)"
+    assert said[1].startswith("fedleak.attacks.matching.")
+    assert said[1].endswith(" and acme.Mine (acme 1.2) have one kind: 'dlg'")
+    assert said[1] in " ".join(listed().split())
+
+
+def test_no_other_package_puts_an_attack_into_every_run(install):
+    before = attacks.always_on()
+    assert before
+    install("acme", {"attacks": ["acme"]}, {"acme.py": kind("acme") + "    always = True\n"})
+    assert attacks.always_on() == before
 
 
 def test_a_module_that_two_entry_points_name_counts_once(install):
@@ -349,7 +367,8 @@ def test_a_little_package_in_a_fresh_environment_attacks_and_defends(fedleak_whe
     assert "defenses from acme-leaks 1.2\n  acme_halve " in text
     kinds = {"attack": [{"kind": "acme_rows"}], "defense": [{"kind": "acme_halve"}]}
     (tmp_path / "small.toml").write_text(tomli_w.dumps(TABLE | kinds))
-    fedleak("run", "small.toml")
+    report = " ".join(fedleak("run", "small.toml").split())
+    assert "note: acme_rows comes from acme-leaks 1.2" in report
     lines = (tmp_path / "runs" / "small" / "leakage.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     mine = [row for row in rows if row["attack"] == "acme_rows"]

@@ -4,14 +4,15 @@ An attack is a frozen dataclass of its hyper-parameters with a `kind`, called as
 `attack(observation, model, rng=generator)` with the model at the broadcast weights. It returns a
 `Reconstruction` and changes neither observation nor weights. It cannot import the truth, the
 data, the metrics or the run directory (import-linter checks that). So it has all that it scores
-from the update and the granted facts. `fedleak list` prints the first line of its docstring. An
-attack that takes several observations at once is `Batched`. An attack that takes minutes, not
+from the update and the granted facts. Nothing checks the imports of an attack that another package
+brings, so lists and reports name its package. `fedleak list` prints the docstring's first line.
+An attack that takes several observations at once is `Batched`. An attack that takes minutes, not
 seconds, has `slow = True`: the others go first. An attack that takes milliseconds and belongs to
 every run has `always = True`.
 """
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
@@ -186,11 +187,25 @@ def is_slow(attack: Attack) -> bool:
 
 
 def always_on() -> list[str]:
-    """Returns the kinds that are on in every run: cheap attacks with `always = True`."""
-    return sorted(kind for kind, attack in kinds().items() if getattr(attack, "always", False))
+    """Returns the kinds that are on in every run: cheap attacks with `always = True`.
+
+    Those of other packages are not: what a run does must not depend on what else is installed.
+    """
+    own = kinds().keys() - discover(sys.modules[__name__]).foreign().keys()
+    return sorted(kind for kind in own if getattr(kinds()[kind], "always", False))
 
 
 @cache
 def kinds() -> Mapping[str, type[Attack]]:
     """Returns the attacks, fedleak's own and those of others, by kind."""
     return discover(sys.modules[__name__]).kinds
+
+
+def unchecked(kinds: Iterable[str]) -> list[str]:
+    """Returns a sentence for each kind that another package brought: no import contract holds."""
+    foreign = discover(sys.modules[__name__]).foreign()
+    return [
+        f"{kind} comes from {foreign[kind]}: fedleak's import contract does not cover it, so "
+        "nothing here rules out that it read the truth from the disk"
+        for kind in sorted(foreign.keys() & set(kinds))
+    ]

@@ -16,6 +16,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from fedleak import models, privacy
+from fedleak.attacks import unchecked
 from fedleak.audit.vault import read_truth
 from fedleak.config.experiment import Experiment
 from fedleak.defenses.dp_sgd import DpSgd
@@ -256,6 +257,7 @@ def score_run(run: Run, asked: Iterable[str] | None = None) -> list[Scored]:
     rows = [one.row for one in scored]
     names = [each.name for each in experiment.attacks] if asked is None else list(asked)
     _find_gaps(run, experiment, names, answers, rows, truths, gaps)
+    gaps.notes += unchecked(line["settings"]["kind"] for line in answers.values())
     notes = _notes(run, gaps)
     run.write_rows("leakage.jsonl", map(asdict, rows))
     run.write_rows("privacy.jsonl", ledger(run, experiment, notes, gaps))

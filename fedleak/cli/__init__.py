@@ -106,11 +106,12 @@ def run(
     from fedleak.federation.lookup import run_folder
     from fedleak.preparation import prepare
     from fedleak.report import tables
-    from server.engines import train
 
     with mended():
         experiments = [load(path, changes or ()) for path in files or QUICKSTART]
         runs = [prepare(each, run_folder(each.name), fresh=fresh) for each in experiments]
+        from server.engines import train  # takes seconds, so after what may be refused
+
         for experiment, at in zip(experiments, runs, strict=True):
             remark(at.info().get("remarks", ()))
             if (note := pipeline.disk_note(at, experiment)) is not None:
@@ -142,11 +143,12 @@ def sweep(
     """
     from fedleak import sweep as sweeps
     from fedleak.report import figures
-    from server.engines import train
 
     with mended():
         grid = sweeps.load(file, changes or ())
         plans = sweeps.prepare(grid, fresh=fresh)
+        from server.engines import train  # as for `run`
+
         total, at_once = len(grid.cells), sweeps.jobs(plans, jobs)
         numbers = dict(zip(plans, itertools.count(total - len(plans) + 1), strict=False))
 

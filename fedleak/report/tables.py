@@ -251,15 +251,15 @@ def cell(row: LeakageRow | None) -> str:
     return f"[red]{words}[/]" if exact else words
 
 
-def summary_table(summary: dict[str, Any], some: Sequence[str] | None = None) -> Table:
+def summary_table(summary: dict[str, Any], chosen: Sequence[str] | None = None) -> Table:
     """Returns a column per attack: its figures with 95 % intervals, and the controls.
 
     Args:
         summary: What is in summary.json.
-        some: Names of the attacks that get a column; None: all.
+        chosen: Names of the attacks that get a column; None: all.
     """
     attacks: dict[str, dict[str, Any]] = {
-        name: of for name, of in summary["attacks"].items() if some is None or name in some
+        name: of for name, of in summary["attacks"].items() if chosen is None or name in chosen
     }
     table = Table(
         title="in all: mean and 95 % interval over clients",

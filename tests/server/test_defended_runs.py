@@ -506,7 +506,7 @@ def test_a_run_that_was_stopped_within_a_sum_goes_on_and_gives_the_same(summed, 
     assert held <= {f"r0002-c0{client}.safetensors" for client in (0, 2)}
     assert run.captures() == [Key(1, EVERYONE)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Run, "release", crash_once(Run.release))
+        patch.setattr(Run, "drop_held", crash_once(Run.drop_held))
         with pytest.raises(RuntimeError, match="once"):
             carried_out(run.path, experiment)
         carried_out(run.path, experiment)
