@@ -7,12 +7,11 @@ from pathlib import Path
 import torch
 from flwr.app import Context
 
-from fedleak import models
 from fedleak.config.experiment import Experiment
 from fedleak.errors import ConfigError
 from fedleak.federation.protection import Protection, protection
 from fedleak.federation.workload import Workload, divide, read_data
-from fedleak.models import LanguageModel
+from fedleak.models import LanguageModel, loading
 from fedleak.store.run import Run
 
 
@@ -22,7 +21,7 @@ def model_and_data(experiment: Experiment) -> tuple[LanguageModel, Workload]:
     # One thread, so that sums come out bit for bit the same under every engine.
     torch.set_num_threads(1)
     split = read_data(experiment)
-    model = models.load(experiment.model_spec(len(split.train.label_names)), weights=False)
+    model = loading.load(experiment.model_spec(len(split.train.label_names)), weights=False)
     return model, divide(experiment, split, model)
 
 

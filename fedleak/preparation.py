@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedleak import forecast, logs, models
+from fedleak import forecast, logs
 from fedleak.config import checks
 from fedleak.config.experiment import Experiment
 from fedleak.config.wording import difference
@@ -17,6 +17,7 @@ from fedleak.errors import ConfigError, FedleakError
 from fedleak.federation.lookup import stored
 from fedleak.federation.protection import protection
 from fedleak.federation.workload import Workload, divide, outline, read_data, unknown_fraction
+from fedleak.models import loading
 from fedleak.store.run import Run
 from fedleak.versions import versions
 
@@ -63,7 +64,7 @@ def plan(experiment: Experiment) -> Plan:
     unknown = unknown_fraction(workload, model)
     for client, part in enumerate(workload.parts):
         protection(experiment, client, len(part))  # refuses an epsilon out of reach
-    models.check_weights(experiment.model_spec(num_labels))
+    loading.check_weights(experiment.model_spec(num_labels))
     held_out = {"sequences": workload.held_out, "labels": workload.held_out_labels}
     return Plan(
         experiment,

@@ -15,7 +15,7 @@ from fedleak.errors import FedleakError
 from fedleak.federation.lookup import of_app
 from fedleak.federation.schedule import expected_captures
 from fedleak.metrics.utility import evaluate
-from fedleak.models import LanguageModel
+from fedleak.models import LanguageModel, loading
 from fedleak.report.tables import print_run
 from fedleak.store.files import plain
 from fedleak.store.records import UTILITY, Utility
@@ -61,7 +61,7 @@ def federate(
     """
     torch.set_num_threads(1)
     first = first_open_round(experiment, run)
-    model = models.load(experiment.model_spec(run.info()["num_labels"]), weights=first == 1)
+    model = loading.load(experiment.model_spec(run.info()["num_labels"]), weights=first == 1)
     if first > 1:
         models.load_parameters_(model, run.read_broadcast(first))
     else:

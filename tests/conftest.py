@@ -33,7 +33,7 @@ from transformers import (
 
 from fedleak import models, sweep
 from fedleak.dispatch import dispatcher
-from fedleak.models import CAUSAL_LM, CLASSIFICATION, LanguageModel, ModelSpec
+from fedleak.models import CAUSAL_LM, CLASSIFICATION, LanguageModel, ModelSpec, loading
 from fedleak.notes import notes
 from fedleak.observation import Knowledge, Observation, UpdateKind
 from fedleak.training.local import local_update_
@@ -89,17 +89,17 @@ def assets() -> Path:
 
 @pytest.fixture(scope="session")
 def bert_tiny() -> LanguageModel:
-    return models.load(ModelSpec("builtin/bert-tiny", CLASSIFICATION, 2))
+    return loading.load(ModelSpec("builtin/bert-tiny", CLASSIFICATION, 2))
 
 
 @pytest.fixture(scope="session")
 def gpt2_tiny() -> LanguageModel:
-    return models.load(ModelSpec("builtin/gpt2-tiny", CAUSAL_LM, 2))
+    return loading.load(ModelSpec("builtin/gpt2-tiny", CAUSAL_LM, 2))
 
 
 @pytest.fixture(scope="session")
 def llama_tiny() -> LanguageModel:
-    return models.load(ModelSpec("builtin/llama-tiny", CAUSAL_LM, 2))
+    return loading.load(ModelSpec("builtin/llama-tiny", CAUSAL_LM, 2))
 
 
 @pytest.fixture(scope="session")

@@ -16,8 +16,9 @@ import pytest
 from tiny import DLG, Here, toml
 from tiny import call as call_tiny
 
-from fedleak import models, pipeline, preparation
+from fedleak import pipeline, preparation
 from fedleak.config.loading import load
+from fedleak.models import loading
 from fedleak.store.lines import Lines
 from fedleak.store.run import Key, Run
 from server.engines import train
@@ -76,7 +77,7 @@ def scores(run: Run) -> dict[tuple[int, int, str], dict[str, object]]:
 
 def texts(run: Run) -> list[str]:
     """Returns the private texts of a run, as text and as ids."""
-    model = models.outline(load(Path("small.toml")).model_spec(2))
+    model = loading.outline(load(Path("small.toml")).model_spec(2))
     sequences = [ids for key in run.truths() for ids in run.read_truth(key)["sequences"]]
     return [model.decode(ids) for ids in sequences] + [str(ids)[1:-1] for ids in sequences]
 

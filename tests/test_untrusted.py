@@ -19,6 +19,7 @@ from fedleak.audit import scoring
 from fedleak.config.components import NamedAttack
 from fedleak.config.loading import parse
 from fedleak.dispatch import dispatcher
+from fedleak.models import loading
 from fedleak.observation import Knowledge, ThreatModel
 from fedleak.reconstruction import Reconstruction, Status
 from fedleak.report.tables import print_run
@@ -174,7 +175,7 @@ def test_a_changed_model_is_noted_and_the_next_attack_answers_as_if_alone(traine
         assert "the attack changed the model (" in row.reason
         assert change.partition(":")[0] in row.reason
         assert row.sequences is None
-    fresh = models.load(honest.model)
+    fresh = loading.load(honest.model)
     models.load_parameters_(fresh, trained.read_broadcast(1))
     assert changed(model_given(trained), state(fresh)) == []
     assert timeless(work(honest, "cpu")) == expected

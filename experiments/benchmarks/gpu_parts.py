@@ -24,12 +24,12 @@ from transformers import (
     GPT2LMHeadModel,
 )
 
-from fedleak import data, models, preparation
+from fedleak import data, preparation
 from fedleak.attacks import Attack, Progress
 from fedleak.attacks.matching.lamp import Lamp
 from fedleak.attacks.subspace.dager import Dager
 from fedleak.attacks.subspace.keyspan import Keyspan
-from fedleak.models import CAUSAL_LM, CLASSIFICATION, LanguageModel, ModelSpec
+from fedleak.models import CAUSAL_LM, CLASSIFICATION, LanguageModel, ModelSpec, loading
 from fedleak.observation import Knowledge, Observation, UpdateKind
 from fedleak.rng import stream
 from fedleak.store import records
@@ -166,7 +166,7 @@ def stories15m(settings: Settings) -> Iterator[Figure]:
         Skip: It is not there.
     """
     path = _asset(settings, "models/stories15m")
-    model = models.load(ModelSpec(str(path), CAUSAL_LM, 2, settings.seed))
+    model = loading.load(ModelSpec(str(path), CAUSAL_LM, 2, settings.seed))
     sizes = (1,) if settings.small else (1, 4, 16)
     yield from _recovered("stories15m", model, [(Dager(), sizes)], settings)
 
@@ -217,7 +217,7 @@ def _recovered(
 
 def random_gpt2(settings: Settings) -> LanguageModel:
     """Returns a next-token GPT-2 with random weights and its full vocabulary."""
-    like = models.load(ModelSpec("builtin/gpt2-tiny", CAUSAL_LM, 2, settings.seed))
+    like = loading.load(ModelSpec("builtin/gpt2-tiny", CAUSAL_LM, 2, settings.seed))
     if settings.small:
         return like
     config = GPT2Config(attn_implementation="eager", pad_token_id=like.tokenizer.pad_token_id)
@@ -227,7 +227,7 @@ def random_gpt2(settings: Settings) -> LanguageModel:
 
 def random_bert(settings: Settings) -> LanguageModel:
     """Returns a BERT classifier with random weights and its full vocabulary."""
-    like = models.load(ModelSpec("builtin/bert-tiny", CLASSIFICATION, 2, settings.seed))
+    like = loading.load(ModelSpec("builtin/bert-tiny", CLASSIFICATION, 2, settings.seed))
     if settings.small:
         return like
     config = BertConfig(
@@ -351,7 +351,7 @@ def _cola(
     minilm = _asset(settings, "models/minilm-l6-h384")
     sentences = _asset(settings, "data/cola/in_domain_train.tsv")
     prior = _asset(settings, "models/prior-bert-vocab")
-    model = models.load(ModelSpec(str(minilm), CLASSIFICATION, 2, 101))
+    model = loading.load(ModelSpec(str(minilm), CLASSIFICATION, 2, 101))
     split = data.read(
         str(sentences), split="train", text=3, label=1, samples=number, held_out=100, seed=101
     )
@@ -360,7 +360,7 @@ def _cola(
 
 def _notes(settings: Settings, number: int) -> tuple[LanguageModel, data.Corpus, data.Corpus]:
     """Returns the built-in BERT, notes, and others."""
-    model = models.load(ModelSpec("builtin/bert-tiny", CLASSIFICATION, 2, settings.seed))
+    model = loading.load(ModelSpec("builtin/bert-tiny", CLASSIFICATION, 2, settings.seed))
     split = data.read(
         "builtin/notes",
         split="train",

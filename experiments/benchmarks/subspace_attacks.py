@@ -38,12 +38,12 @@ import torch
 from clocks import now
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
-from fedleak import data, models
+from fedleak import data
 from fedleak.attacks import Attack
 from fedleak.attacks.subspace.dager import Dager
 from fedleak.attacks.subspace.keyspan import Keyspan
 from fedleak.metrics.intervals import wilson
-from fedleak.models import CAUSAL_LM, CLASSIFICATION, LanguageModel, ModelSpec
+from fedleak.models import CAUSAL_LM, CLASSIFICATION, LanguageModel, ModelSpec, loading
 from fedleak.observation import Knowledge, Observation, UpdateKind
 from fedleak.reconstruction import Reconstruction
 from fedleak.rng import stream
@@ -135,14 +135,14 @@ def load(name: str, args: argparse.Namespace) -> LanguageModel:
     """Returns a model on its device; GPT-2's is made, from random numbers of the seed."""
     if name == MINILM:
         spec = ModelSpec(f"{args.assets}/models/minilm-l6-h384", CLASSIFICATION, 2, args.seed)
-        model = models.load(spec)
+        model = loading.load(spec)
     else:
         with TemporaryDirectory() as folder:
             torch.manual_seed(args.seed)
             GPT2LMHeadModel(GPT2Config()).save_pretrained(folder)
             tokenizer = AutoTokenizer.from_pretrained(f"{args.assets}/tokenizers/gpt2")
             tokenizer.save_pretrained(folder)
-            model = models.load(ModelSpec(folder, args.task, 2, args.seed))
+            model = loading.load(ModelSpec(folder, args.task, 2, args.seed))
     model.module.to(args.device)
     return model
 

@@ -9,6 +9,7 @@ from fedleak.config.experiment import Experiment
 from fedleak.federation.schedule import clients_of_round
 from fedleak.federation.workload import divide, read_data
 from fedleak.metrics.utility import evaluate
+from fedleak.models import loading
 from fedleak.observation import UpdateKind
 from fedleak.rng import stream, stream_seed
 from fedleak.store.files import plain
@@ -23,7 +24,7 @@ def central(experiment: Experiment, run: Run) -> Baseline:
     It starts from the weights of round 1 and takes as many steps of SGD, of the same batch size and
     learning rate, as all clients together.
     """
-    model = models.load(experiment.model_spec(run.info()["num_labels"]), weights=False)
+    model = loading.load(experiment.model_spec(run.info()["num_labels"]), weights=False)
     models.load_parameters_(model, run.read_broadcast(1))
     workload = divide(experiment, read_data(experiment), model)
     local = experiment.local_training

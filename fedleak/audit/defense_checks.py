@@ -25,7 +25,7 @@ from fedleak.defenses import Claims, Defense, TrustedAggregator
 from fedleak.errors import FedleakError
 from fedleak.federation.protection import Protection, protection
 from fedleak.federation.workload import divide, read_data
-from fedleak.models import CLASSIFICATION, LanguageModel, pad
+from fedleak.models import CLASSIFICATION, LanguageModel, loading, pad
 from fedleak.models.parameter_selection import select
 from fedleak.observation import ClientUpdate, UpdateKind
 from fedleak.privacy import Event
@@ -159,7 +159,7 @@ def check(experiment: Experiment) -> list[Finding]:
         ConfigError: The experiment cannot work.
     """
     split = read_data(experiment)
-    model = models.load(experiment.model_spec(len(split.train.label_names)))
+    model = loading.load(experiment.model_spec(len(split.train.label_names)))
     check_defenses(experiment, model)
     parts = divide(experiment, split, model).parts
     findings = []

@@ -13,7 +13,6 @@ from itertools import chain
 import torch
 from pydantic import BaseModel, ValidationError
 
-from fedleak import models
 from fedleak.attacks import unchecked
 from fedleak.audit import ledger
 from fedleak.audit.gaps import Gaps, find_gaps
@@ -26,7 +25,7 @@ from fedleak.metrics import rouge
 from fedleak.metrics.matching import assign
 from fedleak.metrics.rouge import Rouge
 from fedleak.metrics.tokens import Overlap, overlap
-from fedleak.models import LanguageModel
+from fedleak.models import LanguageModel, loading
 from fedleak.reconstruction import Status
 from fedleak.rng import stream
 from fedleak.store import records
@@ -158,7 +157,7 @@ def score_run(run: Run, asked: Iterable[str] | None = None) -> list[Scored]:
         FedleakError: run.json or held_out.json is damaged; nothing was changed then.
     """
     experiment, gaps = stored(run), Gaps()
-    model = models.outline(experiment.model_spec(run.info()["num_labels"]))
+    model = loading.outline(experiment.model_spec(run.info()["num_labels"]))
     vocabulary = _vocabulary(model)
     answers = {
         each.id: each for each in run.salvage(records.answers(run.fingerprint(), vocabulary))

@@ -21,7 +21,7 @@ UNCHECKED = (
 
 def show(console: Console) -> None:
     """Prints attacks, defenses, models and data sets, then what cannot be used, and why."""
-    families = discover(models, "model_type")
+    families = models.found_families()
     sections = _of(attacks) | _of(defenses) | _models(families) | {"data": _data()}
     widest = max(len(name) for lines in sections.values() for name in lines)
     for heading, lines in sections.items():

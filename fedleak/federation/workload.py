@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-from fedleak import data, models
+from fedleak import data
 from fedleak.config.experiment import Experiment
 from fedleak.errors import ConfigError
-from fedleak.models import CLASSIFICATION, LanguageModel
+from fedleak.models import CLASSIFICATION, LanguageModel, loading
 
 MOST_UNKNOWN = 0.5
 """The largest fraction of unknown tokens. All unknown words are one token, so finding it finds
@@ -58,7 +58,7 @@ def read_data(experiment: Experiment) -> data.Split:
 
 def outline(experiment: Experiment, num_labels: int) -> LanguageModel:
     """Returns the model with its tokenizer and names, but without weights."""
-    return models.outline(experiment.model_spec(num_labels))
+    return loading.outline(experiment.model_spec(num_labels))
 
 
 def divide(experiment: Experiment, split: data.Split, model: LanguageModel) -> Workload:

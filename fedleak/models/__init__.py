@@ -5,11 +5,10 @@ A model is named by a hub id, a local folder, or `builtin/<name>`.
 
 import hashlib
 import logging
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedleak.errors import ConfigError
-from fedleak.models import builtin
 from fedleak.models.family import ModelFamily
-from fedleak.models.lora import Lora, adapt_
-from fedleak.plugins import discover
+from fedleak.models.lora import Lora
+from fedleak.plugins import Found, discover
 
 _log = logging.getLogger(__name__)
 
 CLASSIFICATION = "sequence-classification"
 CAUSAL_LM = "causal-lm"
-
-_LONGEST = 160
-"""Characters of an error of another library that are repeated."""
 
 _IGNORED = -100
 """The label that cross-entropy leaves out of its mean."""
@@ -51,11 +45,16 @@ CLASS_LOSSES: Mapping[str, ClassLoss] = {
 }
 
 
+def found_families() -> Found:
+    """Returns the classes of adapters, fedleak's own and those of others, and what is broken."""
+    return discover(sys.modules[__name__], "model_type")
+
+
 @cache
 def families() -> Mapping[str, ModelFamily]:
     """Returns the adapters, fedleak's own and those of others, by `config.model_type`."""
     made: dict[str, ModelFamily] = {}
-    for name, make in discover(sys.modules[__name__], "model_type").kinds.items():
+    for name, make in found_families().kinds.items():
         try:
             made[name] = make()
         except Exception as error:  # noqa: BLE001 - it may be anybody's class
@@ -234,192 +233,6 @@ def pad(
     return ids_BT.to(device), mask_BT.to(device)
 
 
-def load(spec: ModelSpec, *, weights: bool = True) -> LanguageModel:
-    """Loads a model with its tokenizer.
-
-    Args:
-        spec: Which one.
-        weights: False leaves uninitialised what a broadcast fills: all that is trained.
-
-    Raises:
-        ConfigError: No such model, or an architecture, task or adapter that is not supported.
-    """
-    # What adapters are added to does not travel.
-    return _make(spec, checkpoint=weights or spec.lora is not None)
-
-
-def check_weights(spec: ModelSpec) -> None:
-    """Loads a model and forgets it; a second time in this process it does nothing.
-
-    Raises:
-        ConfigError: `load` would refuse it, for example for weights that do not fit.
-    """
-    _load_once(spec.name, spec.task, spec.num_labels)
-
-
-@lru_cache(maxsize=64)
-def _load_once(name: str, task: str, num_labels: int) -> None:
-    load(ModelSpec(name, task, num_labels))
-
-
-def outline(spec: ModelSpec) -> LanguageModel:
-    """Returns a model with its tokenizer and its parameters' names, but without weights.
-
-    Raises:
-        ConfigError: No such model, or an architecture, task or adapter that is not supported.
-    """
-    with torch.device("meta"):
-        return _make(spec, checkpoint=False)
-
-
-def _make(spec: ModelSpec, *, checkpoint: bool) -> LanguageModel:
-    """Makes a model, with the weights of its checkpoint or with any."""
-    from transformers import (  # here, because it takes a second
-        AutoConfig,
-        AutoModelForCausalLM,
-        AutoModelForSequenceClassification,
-        AutoTokenizer,
-    )
-
-    name, task = spec.name, spec.task
-    source = _source(name)
-    try:
-        # Code that comes with a checkpoint is not run.
-        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-    except Exception as error:
-        raise ConfigError(
-            f"model.name = {name!r} cannot be loaded ({_said(error)}): give a hub id "
-            f"that can be reached from here, a folder with config.json, weights and tokenizer, or "
-            f"one of {', '.join('builtin/' + known for known in builtin.BUILTIN)}"
-        ) from error
-    family = families().get(config.model_type)
-    if family is None:
-        raise ConfigError(
-            f"model.name = {name!r} is of the family {config.model_type!r}: choose one of the "
-            f"families {', '.join(sorted(families()))}"
-            + discover(sys.modules[__name__], "model_type").cannot_be_used()
-        )
-    if task == CAUSAL_LM and not family.causal:
-        causal = " or ".join(sorted(known for known, one in families().items() if one.causal))
-        raise ConfigError(
-            f"model.task = {task!r} needs a causal model, but {name!r} is a {config.model_type} "
-            f"encoder: set model.task = {CLASSIFICATION!r} or choose a {causal} model"
-        )
-    if getattr(config, "is_decoder", False) and not family.causal:
-        raise ConfigError(
-            f"model.name = {name!r} is a {config.model_type} that reads one way only: set "
-            "is_decoder to false in its config.json, or choose another model"
-        )
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-    except Exception as error:
-        raise ConfigError(
-            f"model.name = {name!r} has no tokenizer that can be loaded ({_said(error)}): "
-            "save it beside config.json, as tokenizer.save_pretrained does"
-        ) from error
-    _check_tokenizer_(name, tokenizer, config.vocab_size, task)
-    config.pad_token_id = tokenizer.pad_token_id
-    config.num_labels = spec.num_labels
-    # Fused attention has no second derivative, and gradient matching needs one.
-    config._attn_implementation = "eager"
-    auto = AutoModelForCausalLM if task == CAUSAL_LM else AutoModelForSequenceClassification
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(spec.seed)  # torch.manual_seed would reseed GPUs too
-        try:
-            if checkpoint:
-                module, found = auto.from_pretrained(
-                    source,
-                    config=config,
-                    dtype=torch.float32,
-                    output_loading_info=True,
-                    ignore_mismatched_sizes=True,  # they are refused below, by name
-                )
-            else:
-                module = auto.from_config(config, dtype=torch.float32)
-        except Exception as error:
-            raise ConfigError(
-                f"model.name = {name!r} has weights that cannot be loaded "
-                f"({_said(error)}): save it again, or download it again"
-            ) from error
-        if checkpoint:
-            _check_weights(name, task, module, found)
-        if spec.lora is not None:
-            adapt_(module, spec.lora, family.classifier if task == CLASSIFICATION else ())
-    module.eval()
-    return LanguageModel(module, tokenizer, family, task, CLASS_LOSSES[spec.loss])
-
-
-def _check_tokenizer_(name: str, tokenizer: Any, rows: int, task: str) -> None:
-    """Refuses a tokenizer that is not the model's, and gives it padding if it has none.
-
-    Args:
-        name: Of the model.
-        tokenizer: What was found beside it; transformers makes an empty one where there is none.
-        rows: Tokens that the model has an embedding for.
-        task: What is trained.
-    """
-    vocabulary = tokenizer.get_vocab()
-    if set(vocabulary) <= set(tokenizer.all_special_tokens):
-        raise ConfigError(
-            f"model.name = {name!r} has no tokenizer: save it beside config.json, as "
-            "tokenizer.save_pretrained does"
-        )
-    largest = max(vocabulary.values())
-    # Tables are padded to a round number, by a few rows of many thousand.
-    if largest >= rows or len(vocabulary) < rows / 2:
-        raise ConfigError(
-            f"model.name = {name!r} has the tokenizer of another model: it has {len(vocabulary):,} "
-            f"tokens, up to number {largest:,}, and the model has embeddings of {rows:,}: save the "
-            "tokenizer that the model was trained with beside it"
-        )
-    if task == CAUSAL_LM and tokenizer.eos_token_id is None:
-        raise ConfigError(
-            f"model.name = {name!r} has a tokenizer without an end token, which closes each text "
-            "of next-token training: set eos_token in its tokenizer_config.json"
-        )
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    if tokenizer.pad_token_id is None:
-        raise ConfigError(
-            f"model.name = {name!r} has a tokenizer without a padding or an end token: set "
-            "pad_token in its tokenizer_config.json"
-        )
-
-
-def _check_weights(name: str, task: str, module: nn.Module, found: Mapping[str, Any]) -> None:
-    """Refuses a checkpoint that is not the model's, but for a classifier that is new."""
-    prefix = f"{module.base_model_prefix}."
-
-    def of_head(key: str) -> bool:
-        """Whether a classifier is trained with such a parameter from scratch."""
-        return task == CLASSIFICATION and (not key.startswith(prefix) or ".pooler." in key)
-
-    names = [key for key, _ in module.named_parameters()]
-    new = sorted(key for key in found["missing_keys"] if of_head(key))
-    if missing := sorted(set(found["missing_keys"]) - set(new)):
-        raise ConfigError(
-            f"model.name = {name!r} lacks {len(missing)} of its {len(names)} weights, such as "
-            f"{missing[0]}: give a whole checkpoint"
-        )
-    for key, there, wanted in sorted(found["mismatched_keys"]):
-        if of_head(key):
-            raise ConfigError(
-                f"model.name = {name!r} has a classifier for {there[0]} classes, and the data has "
-                f"{wanted[0]}: give other data, or save the checkpoint without its classifier"
-            )
-        raise ConfigError(
-            f"model.name = {name!r} has the weight {key} of shape {list(there)}, and its "
-            f"config.json asks for {list(wanted)}: give the config.json that it was saved with"
-        )
-    if broken := [key for key, p in module.named_parameters() if not p.isfinite().all()]:
-        raise ConfigError(
-            f"model.name = {name!r} has {len(broken)} weights that are not finite, such as "
-            f"{broken[0]}: give a checkpoint whose training did not diverge"
-        )
-    if new:
-        _log.info("%s: new weights for %s", name, ", ".join(new))
-
-
 def absolute(name: str) -> str:
     """Returns the absolute path of a file or folder, and any other name as it is.
 
@@ -441,23 +254,3 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> str:
         digest.update(name.encode())
         digest.update(tensors[name].detach().cpu().contiguous().numpy().tobytes())
     return digest.hexdigest()[:16]
-
-
-def _source(name: str) -> str:
-    if name.startswith("builtin/"):
-        try:
-            return str(builtin.folder(name.removeprefix("builtin/")))
-        except ValueError as error:
-            raise ConfigError(f"model.name: {error}") from error
-    path = os.path.expanduser(name)  # which leaves a user that there is not as it is
-    if name.startswith((".", "/", "~")) and not os.path.isdir(path):
-        raise ConfigError(
-            f"model.name = {name!r}: there is no such folder: give one with config.json, weights "
-            "and tokenizer"
-        )
-    return path if os.path.isdir(path) else name
-
-
-def _said(error: Exception) -> str:
-    """Returns what an error of another library says, in one line that is not too long."""
-    return " ".join(str(error).split())[:_LONGEST].rstrip(" .") or type(error).__name__

@@ -32,7 +32,7 @@ from fedleak import models
 from fedleak.attacks import Attack, AttackSetting, Batched, OnProgress, Progress
 from fedleak.config.components import NamedAttack
 from fedleak.errors import CaptureError
-from fedleak.models import LanguageModel, ModelSpec
+from fedleak.models import LanguageModel, ModelSpec, loading
 from fedleak.observation import Knowledge, Observation, ThreatModel
 from fedleak.processes import end_with_parent, holding_ctrl_c, start_tracker
 from fedleak.reconstruction import Reconstruction, Status
@@ -381,7 +381,7 @@ def noting(path: Path) -> OnProgress:
 
 @lru_cache(maxsize=1)
 def _model(spec: ModelSpec, device: str) -> LanguageModel:
-    model = models.load(spec, weights=False)
+    model = loading.load(spec, weights=False)
     model.module.to(device)
     return model
 

@@ -10,6 +10,7 @@ from flwr.common.serde import recorddict_to_proto
 from clients.app import app as client_app
 from fedleak import models, preparation
 from fedleak.config.loading import parse
+from fedleak.models import loading
 from fedleak.models.parameter_selection import matching
 from fedleak.rng import stream_seed
 from fedleak.store.run import Key
@@ -34,7 +35,7 @@ def reply_of(tmp_path, bert_tiny):
     def ask(client=0, *, round=1, vault=False, **tables):
         experiment = parse(TABLE | tables)
         spec = experiment.model_spec(2)
-        model = models.load(spec) if "model" in tables else bert_tiny
+        model = loading.load(spec) if "model" in tables else bert_tiny
         name = f"run{len(list(tmp_path.iterdir()))}"
         run = preparation.prepare(experiment, tmp_path / name)
         config = {
@@ -99,7 +100,7 @@ def test_beside_the_update_there_are_three_numbers(reply_of, bert_tiny):
 def test_the_vault_holds_what_the_update_was_made_of(reply_of, round):
     content, run = reply_of(1, round=round, vault=True)
     truth = run.read_truth(Key(round, 1))
-    model = models.load(models.ModelSpec("builtin/bert-tiny", models.CLASSIFICATION, 2))
+    model = loading.load(models.ModelSpec("builtin/bert-tiny", models.CLASSIFICATION, 2))
     experiment = parse(TABLE)
     again = local_update_(
         model,

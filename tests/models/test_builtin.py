@@ -118,7 +118,8 @@ def test_a_killed_process_leaves_nothing_half_made(folders, monkeypatch, tmp_pat
         "transformers.BertModel.save_pretrained = lambda *_: os.kill(os.getpid(), 9)\n"
         f"builtin.folder({BERT!r})",
     )
-    assert killed.wait(timeout=300) == -signal.SIGKILL
+    killed.communicate(timeout=300)
+    assert killed.returncode == -signal.SIGKILL
     assert [path.name for path in tmp_path.rglob("tokenizer.json")] == ["tokenizer.json"]
     assert not (tmp_path / folders[BERT].name).exists()
 

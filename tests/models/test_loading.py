@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassification, LlamaModel
 
-from fedleak import models, preparation
+from fedleak import preparation
 from fedleak.config.loading import parse
 from fedleak.errors import ConfigError
-from fedleak.models import CAUSAL_LM, CLASSIFICATION, ModelSpec, builtin
+from fedleak.models import CAUSAL_LM, CLASSIFICATION, ModelSpec, builtin, loading
 
 
 def change_json(file: Path, **changes: Any) -> None:
@@ -142,14 +142,14 @@ def test_padding_is_the_end_token_where_there_is_none(tmp_path, marks):
     spec = ModelSpec(str(tmp_path / "model"), CLASSIFICATION, 2)
     if "eos_token" in marks:
         with pytest.raises(ConfigError, match=r"without a padding or an end token: set pad_token"):
-            models.outline(spec)
+            loading.outline(spec)
     else:
-        assert models.outline(spec).tokenizer.pad_token_id == 0
+        assert loading.outline(spec).tokenizer.pad_token_id == 0
 
 
 def test_a_folder_of_a_user_that_there_is_not_is_not_there():
     with pytest.raises(ConfigError, match="'~nobody-at-all/model': there is no such folder"):
-        models.outline(ModelSpec("~nobody-at-all/model", CLASSIFICATION, 2))
+        loading.outline(ModelSpec("~nobody-at-all/model", CLASSIFICATION, 2))
 
 
 def test_a_new_classifier_and_a_tied_head_may_be_missing(tmp_path, caplog):
@@ -157,16 +157,16 @@ def test_a_new_classifier_and_a_tied_head_may_be_missing(tmp_path, caplog):
     shutil.copytree(builtin.folder("bert-tiny"), tmp_path / "bert")
     BertForMaskedLM.from_pretrained(tmp_path / "bert").save_pretrained(tmp_path / "bert")
     with caplog.at_level("INFO", logger="fedleak.models"):
-        models.check_weights(ModelSpec(str(tmp_path / "bert"), CLASSIFICATION, 2))
+        loading.check_weights(ModelSpec(str(tmp_path / "bert"), CLASSIFICATION, 2))
     assert "bert.pooler.dense.weight, classifier.bias, classifier.weight" in caplog.text
     shutil.copytree(builtin.folder("gpt2-tiny"), tmp_path / "gpt2")
     change_weights(tmp_path / "gpt2", lambda weights: weights.pop("lm_head.weight", None))
-    models.check_weights(ModelSpec(str(tmp_path / "gpt2"), CAUSAL_LM, 2))
+    loading.check_weights(ModelSpec(str(tmp_path / "gpt2"), CAUSAL_LM, 2))
 
 
 def test_weights_are_read_once_for_all_cells_of_a_sweep(monkeypatch):
     loads = []
-    monkeypatch.setattr(models, "load", lambda spec: loads.append(spec.name))
+    monkeypatch.setattr(loading, "load", lambda spec: loads.append(spec.name))
     for seed in range(3):
-        models.check_weights(ModelSpec("builtin/another", CLASSIFICATION, 2, seed))
+        loading.check_weights(ModelSpec("builtin/another", CLASSIFICATION, 2, seed))
     assert loads == ["builtin/another"]

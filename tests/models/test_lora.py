@@ -8,7 +8,7 @@ from torch.func import functional_call
 
 from fedleak import models
 from fedleak.errors import ConfigError
-from fedleak.models import CAUSAL_LM, CLASSIFICATION, ModelSpec, pad
+from fedleak.models import CAUSAL_LM, CLASSIFICATION, ModelSpec, loading, pad
 from fedleak.models.lora import Lora, adapt_
 from fedleak.observation import UpdateKind
 from fedleak.rng import stream
@@ -162,7 +162,7 @@ def test_a_new_adapter_changes_nothing_and_its_a_has_no_gradient(small, texts):
 
 @pytest.mark.parametrize(("name", "task"), TINY)
 def test_adapters_and_the_classifier_travel_and_nothing_else(name, task):
-    model = models.load(spec_of(name, task))
+    model = loading.load(spec_of(name, task))
     layers = {
         one for one, _ in model.module.named_modules() if one.endswith(tuple(TARGETS[name[:-5]]))
     }
@@ -173,14 +173,14 @@ def test_adapters_and_the_classifier_travel_and_nothing_else(name, task):
     assert {p.shape[0] for n, p in model.parameters().items() if "lora_A" in n} == {RANK}
     assert not any(p.any() for n, p in model.parameters().items() if "lora_B" in n)
     assert not model.module.training
-    sketch = models.outline(spec_of(name, task))
+    sketch = loading.outline(spec_of(name, task))
     assert list(sketch.parameters()) == list(model.parameters())
     assert {p.device.type for p in sketch.module.parameters()} == {"meta"}
 
 
 def test_a_broadcast_fills_what_is_trained_and_the_checkpoint_the_rest():
     spec = spec_of("bert-tiny", CLASSIFICATION, 3)
-    model, filled = models.load(spec), models.load(spec, weights=False)
+    model, filled = loading.load(spec), loading.load(spec, weights=False)
     for parameter in model.parameters().values():
         parameter.add_(1.0)
     assert not equal(named(model), named(filled))
@@ -198,7 +198,7 @@ def test_the_seed_decides_adapters_and_all_that_the_checkpoint_lacks(tmp_path, b
 
     def load(seed, **how):
         spec = ModelSpec(str(tmp_path), CLASSIFICATION, 2, seed, lora=Lora(RANK, ALPHA))
-        return named(models.load(spec, **how))
+        return named(loading.load(spec, **how))
 
     state = torch.get_rng_state()
     one, same, other = load(1), load(1, weights=False), load(2)
@@ -247,7 +247,7 @@ def test_targets_are_linear_layers_by_the_ends_of_their_names(small, family, tar
 def test_a_target_that_is_no_linear_layer_is_refused(target, hint):
     spec = spec_of("bert-tiny", CLASSIFICATION, targets=("query", target))
     with pytest.raises(ConfigError) as caught:
-        models.outline(spec)
+        loading.outline(spec)
     message = str(caught.value)
     assert message.startswith(f"model.lora.targets: unknown linear layer {target!r}")
     assert hint in message

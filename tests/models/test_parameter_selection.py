@@ -10,7 +10,15 @@ from transformers import BertConfig, BertForSequenceClassification
 
 from fedleak import models
 from fedleak.errors import ConfigError
-from fedleak.models import CAUSAL_LM, CLASSIFICATION, LanguageModel, ModelSpec, batch_loss, pad
+from fedleak.models import (
+    CAUSAL_LM,
+    CLASSIFICATION,
+    LanguageModel,
+    ModelSpec,
+    batch_loss,
+    loading,
+    pad,
+)
 from fedleak.models.lora import Lora, adapt_
 from fedleak.models.parameter_selection import is_part, matching, parameters_of
 
@@ -284,7 +292,7 @@ def test_with_adapters_a_part_is_those_of_its_weights(small, family, targets, as
 
 def test_the_adapters_of_a_fused_parameter_are_refused_alone():
     spec = ModelSpec("builtin/gpt2-tiny", CAUSAL_LM, 2, lora=Lora(2, 2.0))
-    model = models.outline(spec)
+    model = loading.outline(spec)
     with pytest.raises(ConfigError, match=f"'k1' cannot be had alone, .*, or '{ONE}'$"):
         parameters_of(model, ["k1"])
     assert set(matching(model.parameters(), [ONE])) == adapters(ONE)

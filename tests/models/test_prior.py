@@ -26,10 +26,9 @@ from transformers import (
 )
 from typer.testing import CliRunner
 
-from fedleak import models
 from fedleak.cli import app
 from fedleak.errors import ConfigError
-from fedleak.models import CLASSIFICATION, ModelSpec, builtin, pad, prior
+from fedleak.models import CLASSIFICATION, ModelSpec, builtin, loading, pad, prior
 from fedleak.models import prior_training as training
 from fedleak.models.prior import Prior
 from fedleak.notes import notes
@@ -231,7 +230,7 @@ def test_loading_again_reads_nothing_again(folder, bert_tiny, monkeypatch):
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", fail)
     assert prior.load(str(folder), bert_tiny) == first
-    reloaded = models.load(ModelSpec("builtin/bert-tiny", CLASSIFICATION, 2))
+    reloaded = loading.load(ModelSpec("builtin/bert-tiny", CLASSIFICATION, 2))
     again = prior.load(str(folder), reloaded)
     assert again.module is first.module
     assert again.victim_tokenizer is None
@@ -329,7 +328,7 @@ def test_a_prior_is_checked_once_and_one_that_was_refused_again(folder, tmp_path
 
 
 def test_the_true_order_ranks_first_of_twenty_shuffles(assets):
-    victim = models.load(ModelSpec(str(assets / "models/minilm-l6-h384"), CLASSIFICATION, 2))
+    victim = loading.load(ModelSpec(str(assets / "models/minilm-l6-h384"), CLASSIFICATION, 2))
     own = prior.load(str(assets / "models/prior-bert-vocab"), victim)
     lines = (assets / "data/cola/out_of_domain_dev.tsv").read_text().splitlines()
     good = [fields[3] for line in lines if (fields := line.split("\t"))[1] == "1"]

@@ -27,7 +27,7 @@ from fedleak.federation.protection import protection
 from fedleak.federation.schedule import clients_of_round, expected_captures
 from fedleak.federation.workload import read_data
 from fedleak.metrics.utility import evaluate
-from fedleak.models import CAUSAL_LM, CLASSIFICATION
+from fedleak.models import CAUSAL_LM, CLASSIFICATION, loading
 from fedleak.observation import ClientUpdate, ThreatModel, UpdateKind
 from fedleak.privacy import Event
 from fedleak.report import tables
@@ -146,7 +146,7 @@ def content(run, *but):
 
 @cache
 def model_of(name, task):
-    return models.load(models.ModelSpec(name, task, 2, SEED))
+    return loading.load(models.ModelSpec(name, task, 2, SEED))
 
 
 def updates_by_hand(run, experiment, key):
@@ -510,7 +510,7 @@ def test_a_run_that_was_stopped_within_a_sum_goes_on_and_gives_the_same(summed, 
     assert held <= {f"r0002-c0{client}.safetensors" for client in (0, 2)}
     assert run.captures() == [Key(1, EVERYONE)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Run, "release", crash_once(Run.release))
+        patch.setattr(Run, "drop_held", crash_once(Run.drop_held))
         with pytest.raises(RuntimeError, match="once"):
             carried_out(run.path, experiment)
         carried_out(run.path, experiment)
@@ -780,7 +780,7 @@ def test_the_reference_is_plain_sgd_on_everybody_s_texts(tmp_path):
     defended = experiment_of(MASK, federation=federation)
     run = preparation.prepare(defended, tmp_path / "run")
     start = model_of(**BERT, task=CLASSIFICATION)
-    fresh = models.load(defended.model_spec(2)).parameters()
+    fresh = loading.load(defended.model_spec(2)).parameters()
     run.write_broadcast(1, fresh)
     found = central_baseline.central(defended, run)
     # Two epochs of two steps on three texts, of two clients, in two rounds.

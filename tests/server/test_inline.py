@@ -21,7 +21,7 @@ from fedleak.dispatch import dispatcher
 from fedleak.errors import ConfigError, FedleakError
 from fedleak.federation import lookup, workload
 from fedleak.federation.schedule import expected_captures
-from fedleak.models import CAUSAL_LM, CLASSIFICATION, LanguageModel, ModelSpec
+from fedleak.models import CAUSAL_LM, CLASSIFICATION, LanguageModel, ModelSpec, loading
 from fedleak.observation import Knowledge, ThreatModel, UpdateKind
 from fedleak.reconstruction import Reconstruction, Status
 from fedleak.rng import stream_seed
@@ -115,7 +115,7 @@ def test_the_summary_of_a_finished_run_says_so(finished):
 
 def test_captures_are_gradients_of_the_truth_at_the_broadcast_and_add_up(finished):
     experiment = experiment_of()
-    model = models.load(ModelSpec("builtin/bert-tiny", CLASSIFICATION, 2, seed=11))
+    model = loading.load(ModelSpec("builtin/bert-tiny", CLASSIFICATION, 2, seed=11))
     fingerprint = models.fingerprint(model.parameters())
     assert finished.info()["model_fingerprint"] == fingerprint
     assert models.fingerprint(finished.read_broadcast(1)) == fingerprint
@@ -266,7 +266,7 @@ def test_parts_of_the_model_arrive_as_attacks_are_told_and_only_they_change(tmp_
     share = {"share": ["q1", "k1", "v1", "t3", "classifier"]}
     experiment = parse(TABLE | tables | {"update": share})
     run = trained(tmp_path / "run", experiment)
-    told = selected_parameters(experiment, models.outline(experiment.model_spec(2)))
+    told = selected_parameters(experiment, loading.outline(experiment.model_spec(2)))
     expected = {
         *models.families()[name].attention_parameters(0),
         *models.families()[name].classifier,
@@ -376,7 +376,7 @@ def test_with_adapters_only_they_and_the_classifier_are_sent(tmp_path, model, al
         [], model=model | {"lora": {"rank": 4}}, algorithm=algorithm, rounds=3, learning_rate=0.1
     )
     run = trained(tmp_path / "run", experiment)
-    fresh = models.load(experiment.model_spec(2))
+    fresh = loading.load(experiment.model_spec(2))
     names = fresh.parameters().keys()
     assert all("lora_" in name or name.startswith("classifier.") for name in names)
     assert models.fingerprint(run.read_broadcast(1)) == models.fingerprint(fresh.parameters())
@@ -420,7 +420,7 @@ def test_the_attacks_know_a_model_with_adapters(tmp_path):
         return work(job, "cpu")
 
     row_of(Look(), Knowledge())
-    expected = models.load(experiment.model_spec(2))
+    expected = loading.load(experiment.model_spec(2))
     models.load_parameters_(expected, run.read_broadcast(2))
     found = dict(looked[0].module.named_parameters())
     for name, value in expected.module.named_parameters():
@@ -440,5 +440,5 @@ def test_a_cast_is_captured_as_it_is_and_summed_in_float32(tmp_path):
         dtype = getattr(torch, dtypes[client])
         return replace(update, tensors={n: t.to(dtype) for n, t in update.tensors.items()})
 
-    assert_followed(run, experiment, models.load(experiment.model_spec(2)), defend)
+    assert_followed(run, experiment, loading.load(experiment.model_spec(2)), defend)
     assert {value.dtype for value in run.read_broadcast(3).values()} == {torch.float32}

@@ -9,7 +9,6 @@ from itertools import pairwise
 import pytest
 import torch
 
-from fedleak import models
 from fedleak.attacks import clock
 from fedleak.attacks.matching import bucketing, objective, relaxed_tokens
 from fedleak.attacks.matching.dlg import Dlg
@@ -18,7 +17,7 @@ from fedleak.attacks.matching.gradient_matching import GradientMatching
 from fedleak.attacks.matching.lamp import Lamp
 from fedleak.attacks.matching.optimizer import Watch, best_of_each
 from fedleak.attacks.matching.tag import Tag
-from fedleak.models import CAUSAL_LM, ModelSpec
+from fedleak.models import CAUSAL_LM, ModelSpec, loading
 from fedleak.models import prior as priors
 from fedleak.reconstruction import Status
 from fedleak.rng import stream
@@ -200,7 +199,7 @@ def test_out_of_time_two_sentences_exchange_nothing_more(small, observe, passes)
 
 
 def test_a_prior_that_is_stopped_scores_only_what_was_before():
-    model = models.load(ModelSpec("builtin/gpt2-tiny", CAUSAL_LM, 2))
+    model = loading.load(ModelSpec("builtin/gpt2-tiny", CAUSAL_LM, 2))
     prior = priors.load("builtin/gpt2-tiny", model)
     ids_NT = torch.arange(40).view(8, 5) + 300
     every_N = prior.nll(ids_NT, torch.ones_like(ids_NT))

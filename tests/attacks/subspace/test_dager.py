@@ -27,7 +27,7 @@ from fedleak.attacks.subspace.span import (
     layer_spans,
     tokens_in_span,
 )
-from fedleak.models import CAUSAL_LM, CLASS_LOSSES, CLASSIFICATION, ModelSpec
+from fedleak.models import CAUSAL_LM, CLASS_LOSSES, CLASSIFICATION, ModelSpec, loading
 from fedleak.models.llama import Llama
 from fedleak.models.lora import Lora
 from fedleak.observation import Knowledge, UpdateKind
@@ -331,7 +331,7 @@ def test_searching_finds_what_trying_all_finds(small, observe):
 def tiny():
     """Built-in models by name and task."""
     return {
-        (name, task): models.load(ModelSpec(f"builtin/{name}-tiny", task, 2)) for name, task in ALL
+        (name, task): loading.load(ModelSpec(f"builtin/{name}-tiny", task, 2)) for name, task in ALL
     }
 
 
@@ -592,7 +592,7 @@ def test_progress_is_reported_with_the_nearest_so_far(small, observe, family, ta
 def adapted(name, task, rank=64, size=0.05):
     """A built-in model with adapters, as they are after some training: B is no longer zero."""
     lora = Lora(rank=rank, alpha=float(rank))
-    model = models.load(ModelSpec(f"builtin/{name}-tiny", task, 2, lora=lora))
+    model = loading.load(ModelSpec(f"builtin/{name}-tiny", task, 2, lora=lora))
     rng = stream(0, "adapters")
     for parameter, value in model.trained().items():
         if "lora_B" in parameter:

@@ -22,7 +22,15 @@ from fedleak.attacks.subspace.beam_search import (
 )
 from fedleak.attacks.subspace.keyspan import Keyspan, read_sentences
 from fedleak.attacks.subspace.span import ACCEPT
-from fedleak.models import CAUSAL_LM, CLASS_LOSSES, CLASSIFICATION, ModelSpec, batch_loss, pad
+from fedleak.models import (
+    CAUSAL_LM,
+    CLASS_LOSSES,
+    CLASSIFICATION,
+    ModelSpec,
+    batch_loss,
+    loading,
+    pad,
+)
 from fedleak.observation import Knowledge, UpdateKind
 from fedleak.reconstruction import Status
 from fedleak.rng import stream
@@ -538,7 +546,7 @@ def test_half_precision_is_read_and_not_falsely_proved(small, observe, family, t
 def test_half_precision_of_a_built_in_model_is_not_falsely_proved(
     gpt2_tiny, observe, texts, dtype, first
 ):
-    model = models.load(ModelSpec("builtin/gpt2-tiny", CLASSIFICATION, 2))
+    model = loading.load(ModelSpec("builtin/gpt2-tiny", CLASSIFICATION, 2))
     truth = observe(model, texts[first : first + 2])
     answer = answer_of(model, with_tensors(truth.seen, lambda g: g.to(dtype)))
     assert_not_falsely_proved(answer, model, truth)
@@ -643,7 +651,9 @@ def test_a_set_whose_members_time_does_not_judge_is_only_likely(small, observe, 
 def test_no_sentence_is_sought_in_a_batch_with_more_tokens_than_dimensions(
     gpt2_tiny, observe, texts, monkeypatch, task
 ):
-    model = gpt2_tiny if task == CAUSAL_LM else models.load(ModelSpec("builtin/bert-tiny", task, 2))
+    model = (
+        gpt2_tiny if task == CAUSAL_LM else loading.load(ModelSpec("builtin/bert-tiny", task, 2))
+    )
     truth = observe(model, texts[:24])
     assert sum(map(len, scored(model, truth))) > model.hidden_size
 
@@ -705,7 +715,7 @@ def test_a_model_is_refused_or_read(small, observe, family, layers):
 
 def test_real_minilm_is_read_from_its_first_attention_alone(assets, observe, texts):
     name = str(assets / "models" / "minilm-l6-h384")
-    model = models.load(ModelSpec(name, CLASSIFICATION, 2))
+    model = loading.load(ModelSpec(name, CLASSIFICATION, 2))
     truth = observe(model, texts[:4])
     assert_exact(answer_of(model, truth.seen), model, truth)
     query = ["layer.0.attention.self.query.weight"]
