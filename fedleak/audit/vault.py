@@ -19,7 +19,7 @@ def read_truth(run: Run, key: Key) -> GroundTruth | None:
         CaptureError: A file of the vault is damaged.
     """
     if key.client == EVERYONE:
-        return _together(run, key.round)
+        return _truth_of_all(run, key.round)
     file = run.path / "vault" / f"{key}.json"
     try:
         value = run.read_truth(key)
@@ -36,7 +36,7 @@ def read_truth(run: Run, key: Key) -> GroundTruth | None:
 _TRUTH = TypeAdapter(GroundTruth)
 
 
-def _together(run: Run, round: int) -> GroundTruth | None:
+def _truth_of_all(run: Run, round: int) -> GroundTruth | None:
     """Returns the batches of all clients of a round as one; None if any of them is missing."""
     experiment = stored(run)
     clients = clients_of_round(experiment, round)
