@@ -18,7 +18,9 @@ from rich.terminal_theme import MONOKAI
 from fedleak.audit import scoring
 from fedleak.report import tables
 from fedleak.sanitise import markup
+from fedleak.store.records import LEDGER
 from fedleak.store.run import Run
+from fedleak.store.summaries import SUMMARY
 
 WIDTH = 78
 TEXTS = 3
@@ -34,15 +36,15 @@ def picture(run: Run) -> str:
     console = Console(record=True, width=WIDTH, file=io.StringIO(), emoji=False, highlight=False)
     with run.lock():
         scored = scoring.score_run(run)
-    name = run.read_json("summary.json")["name"]
+    name = run.read(SUMMARY).name
     short = [one for one in tables.best_examples(scored) if len(one[1].truth) < WIDTH - 11]
     console.print("some private texts, and what the server read\n", style="italic")
     for attack, pair in short[:TEXTS]:
         console.print(f"  [bold]private[/]  {markup(pair.truth)}")
         console.print(f"  [bold red]{markup(f'{attack:<7}')}[/]  {markup(pair.answer or '')}")
     console.print()
-    spent = run.rows("privacy.jsonl")
-    console.print(tables.leakage_table(name, [one.row for one in scored], spent))
+    rows = [one.row for one in scored]
+    console.print(tables.leakage_table(name, rows, run.rows(LEDGER)))
     return console.export_svg(
         title="fedleak run", theme=MONOKAI, code_format=FORMAT, unique_id="quickstart"
     )

@@ -31,13 +31,14 @@ import typer
 
 from fedleak import cli, sweep
 from fedleak.audit import scoring
-from fedleak.audit.scoring import LeakageRow
 from fedleak.cli.mistakes import mended
 from fedleak.config.experiment import Experiment
 from fedleak.errors import ConfigError, FedleakError
 from fedleak.federation.schedule import expected_captures
 from fedleak.metrics.intervals import Interval, clustered_mean
 from fedleak.reconstruction import Status
+from fedleak.report.words import said, short_key
+from fedleak.store.records import LEAKAGE, LeakageRow
 from fedleak.store.run import Run
 from fedleak.sweep import Sweep
 
@@ -135,7 +136,7 @@ def markdown(table: Table, grids: Sequence[Sweep]) -> Iterator[str]:
     axes = [_axis(key, values) for key, values in grids[0].axes.items()]
     paper = ["paper"] if table.lines else []
     metrics = [heading for name in METRICS.values() for heading in (name, *paper)]
-    keys = [sweep.short_key(key.removesuffix(".name")) for key in axes]
+    keys = [short_key(key.removesuffix(".name")) for key in axes]
     heading = [*keys, "attack", "answers", *metrics, "content", "chance"]
     yield _line(heading)
     yield _line(["---"] * len(heading))
@@ -161,7 +162,7 @@ def scored(run: Run) -> list[LeakageRow]:
     if run.info()["status"] != "finished":
         with suppress(FedleakError), run.lock():  # one that is going on is scored when it ends
             scoring.score_run(run)
-    return [LeakageRow(**row) for row in run.rows("leakage.jsonl")]
+    return run.rows(LEAKAGE)
 
 
 def mean(rows: Sequence[LeakageRow], field: str) -> Interval | None:
@@ -216,7 +217,7 @@ def _at(settings: Mapping[str, Any], key: str) -> Any:
 
 def _word(value: Any) -> str:
     """Returns a value in few words; of a path the last two names."""
-    return "/".join(sweep.said(value).split("/")[-2:])
+    return "/".join(said(value).split("/")[-2:])
 
 
 def _line(cells: Sequence[str]) -> str:

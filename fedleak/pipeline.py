@@ -16,6 +16,7 @@ from fedleak.federation.workload import outline
 from fedleak.preparation import refuse_another
 from fedleak.store import records
 from fedleak.store.run import Run
+from fedleak.store.summaries import SUMMARY
 from fedleak.workers.process import Worker, failure, trace
 
 Engine = Callable[[Run, Experiment, Callable[[], bool]], None]
@@ -37,14 +38,13 @@ def finished(run: Run, experiment: Experiment) -> bool:
         (key, each.name) for key in expected_captures(experiment) for each in experiment.attacks
     }
     try:
-        summary = run.read_json("summary.json")
-        lines = run.rows("reconstructions.jsonl", records.answer(run.fingerprint()))
+        summary = run.read(SUMMARY)
+        answers = run.rows(records.answers(run.fingerprint()))
     except FedleakError:  # missing or damaged: running mends what it can
         return False
     # Scores from before the end of the run, by `fedleak score`, are not those of all of it.
-    scored = isinstance(summary, dict) and summary.get("status") == "finished"
-    done = scored and run.info()["status"] == "finished"
-    return done and wanted <= answered(lines, experiment)
+    done = summary.status == run.info()["status"] == "finished"
+    return done and wanted <= answered(answers, experiment)
 
 
 def carry_out(
@@ -89,7 +89,8 @@ def under_way(
         with attacking(run, experiment, report, on) as stop:
             yield stop
         if _wants_reference(run, experiment):
-            run.write_json("reference.json", central_baseline.central(experiment, run))
+            baseline = central_baseline.central(experiment, run)
+            run.write_json("reference.json", baseline.model_dump())
 
 
 @contextmanager

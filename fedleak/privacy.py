@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cache
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field
 
@@ -28,7 +28,7 @@ neither guarantees anything."""
 PRV_MOST = 200.0
 """The largest epsilon that PRV is asked for: Opacus lays out all losses up to it in memory."""
 
-NONE = "none"
+NONE: Final = "none"
 """Stands where a guarantee would: not a number, and not a blank."""
 
 

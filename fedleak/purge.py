@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from fedleak.audit import scoring
 from fedleak.errors import FedleakError
 from fedleak.store.run import Run
+from fedleak.store.summaries import SUMMARY
 
 PRIVATE = {
     "vault": "the clients' private batches",
@@ -72,7 +73,7 @@ def _refuse_unscored(run: Run) -> None:
             "`fedleak run` with the experiment's file finishes it; or delete the folder"
         )
     scoring.score_run(run)
-    unscored = run.read_json("summary.json")["unscored"]
+    unscored = run.read(SUMMARY).unscored
     if unscored:
         raise FedleakError(
             f"{unscored} answers of {str(run.path)!r} are not scored, so nothing was deleted: "

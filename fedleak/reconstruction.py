@@ -31,7 +31,8 @@ class Reconstruction:
         margins: For each sequence, how many times worse the best rejected answer in its place is by
             that statistic; below 1 for a guess. Empty: not known.
         tokens: The distinct tokens it says were in the batch. None: does not look for them.
-        facts: Other facts it read: `longest_sequence`, `label_counts`.
+        facts: Other facts it read, by name, as plain JSON values. Those that `GroundTruth.facts`
+            has, such as `longest_sequence`, are compared with what is true.
         diagnostics: How it went, as plain JSON values. Two are summed up in reports: `budget`,
             the rank [used, available], where None cannot be told; and `candidates`, how many
             were left after each check, by its name.

@@ -25,9 +25,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich import box
-from rich.table import Table
-
 from fedleak import pipeline, preparation, processes
 from fedleak.config import loading
 from fedleak.config.experiment import Experiment
@@ -37,10 +34,9 @@ from fedleak.errors import ConfigError, FedleakError
 from fedleak.federation.lookup import run_folder
 from fedleak.pipeline import Engine
 from fedleak.preparation import Plan
-from fedleak.reconstruction import Status
-from fedleak.report.tables import INTERVALS, NOT_MEASURED, decimal, interval, number, warnings
-from fedleak.sanitise import markup, printable
-from fedleak.store.run import SCHEMA_VERSION, Run
+from fedleak.report.words import said
+from fedleak.store.run import Run
+from fedleak.store.summaries import SUMMARY, SWEEP, CellSummary, SweepSummary
 from fedleak.workers.process import Worker, devices, workers
 
 _log = logging.getLogger(__name__)
@@ -50,12 +46,6 @@ LONGEST_WORD, LONGEST_NAME = 32, 200
 
 MOST_CELLS = 2_000
 """Runs of a sweep: at half a minute each they take a day, and each is planned before the first."""
-
-UTILITIES = {"mcc": "MCC", "perplexity": "perplexity"}
-"""The figure that stands for a model's use, of classifiers and of causal models; and its name."""
-
-NO_GUARANTEE = "none"
-"""What stands for an epsilon if a client has none."""
 
 
 @dataclass(frozen=True)
@@ -247,24 +237,23 @@ def carry_out_at_once(
     return {cell: failures[cell] for cell in plans if cell in failures}
 
 
-def share(on: Sequence[str], jobs: int, place: int) -> list[str]:
-    """Returns the devices of one of several jobs; it shares them if there are more jobs."""
+def devices_of_job(on: Sequence[str], jobs: int, place: int) -> list[str]:
+    """Returns the devices of one of several jobs; jobs share a device if there are more jobs."""
     return list(on[place::jobs] or on[place % len(on) :][:1])
 
 
-def collect(sweep: Sweep) -> dict[str, Any]:
+def collect(sweep: Sweep) -> SweepSummary:
     """Writes sweep.json from the cells' own files, and returns its content."""
-    collected = {
-        "schema_version": SCHEMA_VERSION,
-        "name": sweep.name,
-        "axes": dict(sweep.axes),
-        "cells": [_row(cell, sweep.run(cell)) for cell in sweep.cells],
-    }
-    Run(sweep.path).write_json("sweep.json", collected)
+    collected = SweepSummary(
+        name=sweep.name,
+        axes={key: list(values) for key, values in sweep.axes.items()},
+        cells=tuple(_summary(cell, sweep.run(cell)) for cell in sweep.cells),
+    )
+    Run(sweep.path).write(SWEEP, collected)
     return collected
 
 
-def refuse_gaps(collected: Mapping[str, Any], failures: Mapping[str, str]) -> None:
+def refuse_gaps(collected: SweepSummary, failures: Mapping[str, str]) -> None:
     """Refuses to call a sweep complete of which something is missing.
 
     Args:
@@ -274,62 +263,18 @@ def refuse_gaps(collected: Mapping[str, Any], failures: Mapping[str, str]) -> No
     Raises:
         FedleakError: Cells failed, or have no score where they should have one.
     """
-    cells = collected["cells"]
-    gaps = {row["cell"]: "; ".join(row["missing"]) for row in cells if row["missing"]}
-    said = []
+    cells = collected.cells
+    gaps = {each.cell: "; ".join(each.missing) for each in cells if each.missing}
+    refusals = []
     for what, found, then in (
         ("failed", failures, "the same command tries them again"),
         ("are not complete", gaps, "their own commands, which are named, complete them"),
     ):
         if found:
             reasons = "; ".join(f"cell {cell!r}: {reason}" for cell, reason in found.items())
-            said.append(f"{len(found)} of {len(cells)} cells {what} ({reasons}): {then}")
-    if said:
-        raise FedleakError(". ".join(said))
-
-
-def table(collected: Mapping[str, Any]) -> Table:
-    """Returns a line per cell and attack of a sweep.json."""
-    axes: Mapping[str, Sequence[Any]] = collected["axes"]
-    summaries = [of for row in collected["cells"] for of in row["attacks"].values()]
-    notes = [*map(markup, warnings(summaries)), INTERVALS]
-    if any(_answers(of) < of["rows"] for of in summaries):
-        notes.append("answers that are missing: `fedleak score` of the cell's folder says why")
-    of_cells = _cell_columns(collected)
-    shown = Table(
-        title=f"{markup(collected['name'])}: mean and 95 % interval over clients",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 0 if of_cells else 1, 0, 0),
-        caption="\n".join(notes),
-        title_justify="left",
-        caption_justify="left",
-    )
-    for key in axes:
-        shown.add_column(markup(short_key(key)).replace(" ", "\n"), overflow="fold")
-    for heading in of_cells:
-        shown.add_column(heading, justify="right", no_wrap=True)
-    shown.add_column("attack", overflow="fold")
-    for heading in ("texts\nexact, %", "ROUGE-L"):
-        shown.add_column(heading, justify="right", no_wrap=not of_cells, min_width=8)
-    for heading in ("no\nupdate", "tokens\nfound,\n%", "seconds"):
-        shown.add_column(heading, justify="right", no_wrap=True)
-    for row in collected["cells"]:
-        values = [markup(said(row["values"][key])) for key in axes]
-        values += [show(row) for show in of_cells.values()]
-        if not row["attacks"]:
-            shown.add_row(*values, f"[yellow]{markup(row['status'])}[/]")
-        for i, (name, of) in enumerate(row["attacks"].items()):
-            shown.add_row(
-                *(values if i == 0 else [""] * len(values)),
-                _attack(name, of),
-                _unbroken(interval(of["exact_match"], 100)),
-                _unbroken(interval(of["rougeL"])),
-                _mean(of["guess_rougeL"]),
-                _mean(of["token_recall"], 100),
-                f"{of['seconds']:.1f}",
-            )
-        shown.add_section()
-    return shown
+            refusals.append(f"{len(found)} of {len(cells)} cells {what} ({reasons}): {then}")
+    if refusals:
+        raise FedleakError(". ".join(refusals))
 
 
 def cell_name(values: Mapping[str, Any]) -> str:
@@ -338,50 +283,13 @@ def cell_name(values: Mapping[str, Any]) -> str:
     return name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}-{_digest(values)}"
 
 
-def said(value: Any) -> str:
-    """Returns a value of the file in few words, for people."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, list):
-        return ", ".join(map(said, value)) or "none"
-    if isinstance(value, dict):
-        settings = (
-            f"{printable(key)}={said(each)}" for key, each in value.items() if key != "kind"
-        )
-        return " ".join([*([said(value["kind"])] if "kind" in value else []), *settings])
-    return printable(str(value))
-
-
-def short_key(key: str) -> str:
-    """Returns what a dotted key is called where there is little room."""
-    return printable(key.rpartition(".")[2].replace("_", " "))
-
-
-def utility(row: Mapping[str, Any], measure: str, of: str = "utility") -> float | None:
-    """Returns the utility of a cell of sweep.json, or of another model, if it was measured."""
-    value: float | None = (row.get(of) or {}).get(measure)
-    return value
-
-
-def utility_measure(collected: Mapping[str, Any]) -> str | None:
-    """Returns which figure stands for the utility of a sweep.json's cells; None if none does."""
-    for measure in UTILITIES:
-        if any(utility(row, measure) is not None for row in collected["cells"]):
-            return measure
-    return None
-
-
-def privacy(row: Mapping[str, Any], key: str) -> Any:
-    """Returns what a cell of sweep.json says of its privacy; None if it was not measured."""
-    return (row.get("privacy") or {}).get(key)
-
-
 def _carry_out_alone(plan: Plan, path: Path, train: Engine, jobs: int, place: int) -> str | None:
     """Runs a cell in this process, with workers of its own; returns why it failed, if it did."""
     table = plan.experiment.workers
+    own = devices_of_job(devices(table.devices), jobs, place)
     try:
         run = preparation.open_run(plan, path)
-        with workers(share(devices(table.devices), jobs, place), table.time_limit) as hands:
+        with workers(own, table.time_limit) as hands:
             pipeline.carry_out(run, plan.experiment, train, on=hands)
     except Exception as error:  # noqa: BLE001 - the others can still be done
         return _failure(path.name, error)
@@ -450,64 +358,13 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()[:6]
 
 
-def _row(cell: Cell, run: Run) -> dict[str, Any]:
+def _summary(cell: Cell, run: Run) -> CellSummary:
     """Returns what sweep.json says of a cell; no figures before it is finished."""
-    summary: Any = None
+    status = run.info()["status"] if run.exists() else "new"
+    found = CellSummary(cell=cell.name, values=dict(cell.values), status=status)
     with suppress(FedleakError):  # missing, or damaged: then the cell is run again
-        summary = run.read_json("summary.json")
-    if not isinstance(summary, dict) or summary.get("status") != "finished":
-        summary = {}
-    return {
-        "cell": cell.name,
-        "values": dict(cell.values),
-        "status": run.info()["status"] if run.exists() else "new",
-        "missing": summary.get("missing", []),
-        "attacks": summary.get("attacks", {}),
-        **{key: summary.get(key) for key in ("utility", "utility_reference", "privacy")},
-    }
-
-
-def _cell_columns(
-    collected: Mapping[str, Any],
-) -> dict[str, Callable[[Mapping[str, Any]], str]]:
-    """Returns the table's columns that are about whole cells, as far as one has such a figure."""
-    cells, measure = collected["cells"], utility_measure(collected)
-    columns: dict[str, Callable[[Mapping[str, Any]], str]] = {}
-    if measure is not None:
-        heading, places = ("MCC", 2) if measure == "mcc" else ("perplex-\nity", 1)
-        columns[heading] = lambda row: decimal(utility(row, measure), places)
-    epsilons = {privacy(row, "epsilon") for row in cells}
-    multipliers = {privacy(row, "noise_multiplier") for row in cells}
-    if epsilons - {None, NO_GUARANTEE} or multipliers - {None}:
-        columns["epsilon"] = lambda row: _digits(privacy(row, "epsilon"))
-        columns["noise\nmulti-\nplier"] = lambda row: _digits(privacy(row, "noise_multiplier"))
-    return columns
-
-
-def _unbroken(interval: str) -> str:
-    """Returns `mean [low,high]`, which breaks before its bracket only, where room is short."""
-    return interval.replace(", ", ",")
-
-
-def _digits(value: float | str | None) -> str:
-    """Returns three significant digits, or a word."""
-    if value is None:
-        return NOT_MEASURED
-    return markup(value) if isinstance(value, str) else f"{value:.3g}"
-
-
-def _attack(name: str, of: Mapping[str, Any]) -> str:
-    """Returns an attack's name, with a mark for few texts, and its answers if some are missing."""
-    text = markup(name) + (" *" if of["warning"] else "")
-    if _answers(of) == of["rows"]:
-        return text
-    return f"{text} [yellow]{_answers(of)} of {of['rows']}[/]"
-
-
-def _answers(of: Mapping[str, Any]) -> int:
-    answers: int = of["status"].get(Status.RECOVERED, 0)
-    return answers
-
-
-def _mean(value: Mapping[str, float] | None, scale: float = 1) -> str:
-    return number(None if value is None else scale * value["mean"])
+        summary = run.read(SUMMARY)
+        if summary.status == "finished":
+            names = ("missing", "attacks", "utility", "utility_reference", "privacy")
+            return found.model_copy(update={name: getattr(summary, name) for name in names})
+    return found

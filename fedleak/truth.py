@@ -22,6 +22,17 @@ class GroundTruth:
     batch_size: int
     noise_scale: float | None = None
 
+    def facts(self, num_labels: int) -> dict[str, Any]:
+        """Returns all that is known of the facts that attacks may read, by their names.
+
+        `longest_sequence` is in tokens, special ones included; `label_counts` has how often each
+        of the `num_labels` classes is in the batch.
+        """
+        return {
+            "longest_sequence": max(map(len, self.sequences)),
+            "label_counts": [self.labels.count(label) for label in range(num_labels)],
+        }
+
     def to_json(self) -> dict[str, Any]:
         """Returns plain values for a JSON file."""
         return asdict(self)

@@ -9,6 +9,7 @@ from flwr.serverapp import Grid, ServerApp
 
 from fedleak import models, pipeline, preparation
 from fedleak.audit import scoring
+from fedleak.audit.gaps import refuse_gaps
 from fedleak.config.experiment import Experiment
 from fedleak.errors import FedleakError
 from fedleak.federation.lookup import of_app
@@ -16,7 +17,9 @@ from fedleak.federation.schedule import expected_captures
 from fedleak.metrics.utility import evaluate
 from fedleak.models import LanguageModel, loading
 from fedleak.report.tables import print_run
-from fedleak.store.run import Run, plain
+from fedleak.store.files import plain
+from fedleak.store.records import UTILITY, Utility
+from fedleak.store.run import Run
 from server.replies import RefusedError, claimed_client, told
 from server.strategy import CuriousServer
 from server.tap import TapGrid
@@ -45,7 +48,7 @@ def main(grid: Grid, context: Context) -> None:
         with pipeline.under_way(run, experiment) as stop:
             federate(grid, experiment, run, stop)
         print_run(run, scoring.score_run(run))
-    scoring.refuse_gaps(run)
+    refuse_gaps(run)
 
 
 def federate(
@@ -141,7 +144,7 @@ def evaluation(
     Flower calls it before the first round as round 0, and again where a run is resumed.
     """
     held_out = run.read_json("held_out.json")
-    written = {row["round"] for row in run.rows("utility.jsonl")}
+    written = {each.round for each in run.rows(UTILITY)}
 
     def evaluate_round(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
         round = server_round + offset
@@ -149,7 +152,7 @@ def evaluation(
             return None
         models.load_parameters_(model, arrays.to_torch_state_dict())
         scores = evaluate(model, held_out["sequences"], held_out["labels"])
-        run.append("utility.jsonl", {"round": round, **plain(scores)})
+        run.append(UTILITY, Utility(round=round, **plain(scores)))
         return MetricRecord(dict(scores))
 
     return evaluate_round

@@ -57,7 +57,7 @@ def train(run: Run, experiment: Experiment, stop: Callable[[], bool] = lambda: F
     Raises:
         FedleakError: A client failed, or Flower did, or training was to stop.
     """
-    from fedleak.store.run import private  # it brings torch along, too
+    from fedleak.store.files import private
 
     path = run.path.absolute()
     log = path / "flower.log"

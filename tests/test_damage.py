@@ -19,6 +19,7 @@ from tiny import call as call_tiny
 from fedleak import pipeline, preparation
 from fedleak.config.loading import load
 from fedleak.models import loading
+from fedleak.store.lines import Lines
 from fedleak.store.run import Key, Run
 from server.engines import train
 
@@ -70,7 +71,7 @@ def scores(run: Run) -> dict[tuple[int, int, str], dict[str, object]]:
     """Returns the rows of leakage.jsonl without their times."""
     return {
         (row["round"], row["client"], row["attack"]): row | {"seconds": None}
-        for row in run.rows("leakage.jsonl")
+        for row in run.rows(Lines("leakage.jsonl", dict))
     }
 
 
@@ -150,7 +151,7 @@ ANSWERS = {
 
 @pytest.mark.parametrize("kind", ANSWERS)
 def test_a_damaged_answer_is_put_aside_told_and_given_anew(run, kind):
-    before, kept = scores(run), run.rows(REC)
+    before, kept = scores(run), run.rows(Lines(REC, dict))
     ANSWERS[kind](run.path)
     status, text, errors = call_on(run, "score")
     assert status == 1
@@ -158,12 +159,12 @@ def test_a_damaged_answer_is_put_aside_told_and_given_anew(run, kind):
     assert f"`fedleak attack {run.path}` gives them" in errors
     assert f"line 2 of {REC} was damaged (" in text
     assert scores(run) == before
-    assert run.rows(REC) == [kept[0], *kept[2:]]
-    (aside,) = run.rows("damaged.jsonl")
+    assert run.rows(Lines(REC, dict)) == [kept[0], *kept[2:]]
+    (aside,) = run.rows(Lines("damaged.jsonl", dict))
     assert (aside["file"], aside["line"]) == (REC, 2)
     assert call_on(run, "attack")[0] == 0
     assert scores(run) == before
-    assert len(run.rows(REC)) == 4
+    assert len(run.rows(Lines(REC, dict))) == 4
 
 
 @pytest.mark.parametrize("kind", ["not-json", "no-keys", "another-experiment"])
@@ -197,15 +198,15 @@ def test_answers_that_are_gone_leave_their_rows(run):
 
 
 def test_an_answer_that_is_gone_takes_no_control_of_another_along(run):
-    lines = run.rows(REC)
+    lines = run.rows(Lines(REC, dict))
     (read,) = (row for row in lines if (row["client"], row["attack"]) == (0, "dlg"))
     for row in lines:  # as if the noise had not been in the way of client 1's
         row |= {name: read[name] for name in ("status", "sequences")}
-    run.write_rows(REC, lines)
+    run.write_rows(Lines(REC, dict), lines)
     assert call_on(run, "score")[0] == 0
     before = scores(run)
     assert before[1, 0, "dlg"]["control_rougeL"] is not None
-    run.write_rows(REC, [row for row in lines if row["client"] == 0])
+    run.write_rows(Lines(REC, dict), [row for row in lines if row["client"] == 0])
     assert call_on(run, "score")[0] == 1
     assert scores(run) == before
 
@@ -238,6 +239,7 @@ OTHER = {
     "reference-list": (put("reference.json", "[]"), 1, "reference.json is damaged"),
     "summary-cut": (cut("summary.json"), 0, ""),
     "summary-list": (put("summary.json", "[]"), 0, ""),
+    "summary-old": (put("summary.json", '{"schema_version": 1}'), 0, ""),
     "leakage-torn": (line("leakage.jsonl", 1, '{"round":'), 0, ""),
     "leakage-keys": (line("leakage.jsonl", 1, '{"round": 1}'), 0, ""),
     "privacy-torn": (line("privacy.jsonl", 1, '{"round":'), 0, ""),
@@ -253,7 +255,7 @@ OTHER = {
 @pytest.mark.parametrize("kind", OTHER)
 def test_damage_is_named_and_takes_nothing_along(run, kind):
     damage, expected, says = OTHER[kind]
-    before, spent = scores(run), run.rows("privacy.jsonl")
+    before, spent = scores(run), run.rows(Lines("privacy.jsonl", dict))
     private = texts(run)
     damage(run.path)
     status, _, errors = call_on(run, "score")
@@ -261,10 +263,10 @@ def test_damage_is_named_and_takes_nothing_along(run, kind):
     assert not any(each in errors for each in private)
     if status:
         assert "fedleak run" in errors  # the remedy
-    assert (scores(run), run.rows("privacy.jsonl")) == (before, spent)
+    assert (scores(run), run.rows(Lines("privacy.jsonl", dict))) == (before, spent)
     # Once more: what was told is told again, and nothing wears off.
     assert call_on(run, "score")[0] == expected
-    assert (scores(run), run.rows("privacy.jsonl")) == (before, spent)
+    assert (scores(run), run.rows(Lines("privacy.jsonl", dict))) == (before, spent)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in OTHER if not kind.startswith("run-")])
@@ -303,8 +305,8 @@ def test_a_run_json_whose_experiment_was_edited_is_refused(run):
 
 
 def test_without_the_vault_rows_and_ledger_stay(run):
-    before, spent = scores(run), run.rows("privacy.jsonl")
-    defended = run.rows("defenses.jsonl")
+    before, spent = scores(run), run.rows(Lines("privacy.jsonl", dict))
+    defended = run.rows(Lines("defenses.jsonl", dict))
     assert {row["epsilon"] == "none" for row in spent} == {True, False}
     gone("vault")(run.path)
     gone("defended")(run.path)
@@ -312,8 +314,8 @@ def test_without_the_vault_rows_and_ledger_stay(run):
     assert "2 of 2 captures have no truth: r0001-c00, r0001-c01: their rows stay" in text
     assert status == 1
     assert "the ledger keeps what it had of them" in errors
-    assert (scores(run), run.rows("privacy.jsonl")) == (before, spent)
-    assert run.rows("defenses.jsonl") == defended
+    assert (scores(run), run.rows(Lines("privacy.jsonl", dict))) == (before, spent)
+    assert run.rows(Lines("defenses.jsonl", dict)) == defended
 
 
 def test_without_the_vault_alone_nothing_is_missing(run):
@@ -339,7 +341,7 @@ def test_a_ledger_without_its_notes_guarantees_nothing(run):
     status, _, errors = call_on(run, "score")
     assert status == 1
     assert "counts what it never had as no guarantee" in errors
-    assert [row["epsilon"] for row in run.rows("privacy.jsonl")] == ["none"] * 2
+    assert [row["epsilon"] for row in run.rows(Lines("privacy.jsonl", dict))] == ["none"] * 2
 
 
 # --- captures and models of another experiment, or damaged ----------------------------------------
@@ -379,7 +381,9 @@ def test_what_is_not_this_runs_is_neither_attacked_nor_taken_for_an_answer(run, 
     assert status == 1
     assert says in errors
     assert "answers failed" in errors
-    found = [row for row in run.rows(REC) if row["attack"] == "again" and row["client"] == 0]
+    found = [
+        row for row in run.rows(Lines(REC, dict)) if row["attack"] == "again" and row["client"] == 0
+    ]
     assert [row["status"] for row in found] == ["failed"]
     assert {key: row for key, row in scores(run).items() if key in before} == before
 
@@ -444,7 +448,7 @@ def test_runs_that_is_a_file_is_named(finished, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["leakage.jsonl", "summary.json", "reconstructions.jsonl"])
 def test_a_full_disk_is_named_and_nothing_is_lost(run, monkeypatch, name):
-    before, lines = scores(run), run.rows(REC)
+    before, lines = scores(run), run.rows(Lines(REC, dict))
     full, sync = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), os.fsync
 
     def fsync(opened):
@@ -461,7 +465,7 @@ def test_a_full_disk_is_named_and_nothing_is_lost(run, monkeypatch, name):
     assert f"{name} cannot be written: No space left on device" in errors
     assert not list(run.path.glob(".*.[0-9]*"))
     assert {key: row for key, row in scores(run).items() if key in before} == before
-    assert [row for row in run.rows(REC) if row["attack"] != "again"] == lines
+    assert [row for row in run.rows(Lines(REC, dict)) if row["attack"] != "again"] == lines
     assert call_on(run, "score")[0] == 0
 
 
@@ -469,18 +473,21 @@ def test_a_full_disk_is_named_and_nothing_is_lost(run, monkeypatch, name):
 
 
 def test_only_what_abstained_is_complete_and_is_said(run):
-    lines = [row | {"status": "abstained", "reason": "nothing found"} for row in run.rows(REC)]
-    run.write_rows(REC, lines)
+    lines = [
+        row | {"status": "abstained", "reason": "nothing found"}
+        for row in run.rows(Lines(REC, dict))
+    ]
+    run.write_rows(Lines(REC, dict), lines)
     status, text, _ = call_on(run, "score")
     assert status == 0
     assert "no attack gave an answer: all 4 abstained or are inadmissible" in text
 
 
 def test_failed_answers_are_counted_with_their_reasons(run):
-    lines = run.rows(REC)
+    lines = run.rows(Lines(REC, dict))
     for i, row in enumerate(lines[:3]):
         row |= {"status": "failed", "reason": f"reason {i % 2}"}
-    run.write_rows(REC, lines)
+    run.write_rows(Lines(REC, dict), lines)
     gone("leakage.jsonl")(run.path)
     status, text, errors = call_on(run, "score")
     assert status == 1
@@ -524,7 +531,7 @@ def everything(path: Path) -> bytes:
 
 
 def test_a_purge_deletes_what_texts_can_be_read_from_and_keeps_the_figures(run):
-    before, spent = scores(run), run.rows("privacy.jsonl")
+    before, spent = scores(run), run.rows(Lines("privacy.jsonl", dict))
     there = {each.name for each in run.path.iterdir()}
     private = [json.dumps(run.read_truth(key)["sequences"][0]) for key in run.truths()]
     (run.path / f".{REC}.4711").write_text("half written")
@@ -541,7 +548,7 @@ def test_a_purge_deletes_what_texts_can_be_read_from_and_keeps_the_figures(run):
         status, text, _ = call_on(run, "score")
         assert status == 0
         assert f"the private data was purged on {date}: all 4 rows stay as they were" in text
-        assert (scores(run), run.rows("privacy.jsonl")) == (before, spent)
+        assert (scores(run), run.rows(Lines("privacy.jsonl", dict))) == (before, spent)
     for command in ("attack", "run"):
         status, _, errors = call_on(run, command)
         assert status == 2
@@ -571,7 +578,7 @@ def test_a_run_that_is_not_finished_or_not_scored_is_not_purged(run, kind):
         gone("vault")(run.path)
         gone("leakage.jsonl")(run.path)
     else:
-        run.write_rows(REC, run.rows(REC)[1:])
+        run.write_rows(Lines(REC, dict), run.rows(Lines(REC, dict))[1:])
     there = {each.name for each in run.path.iterdir()}
     status, _, errors = call_on(run, "purge")
     assert status == 1

@@ -298,6 +298,6 @@ def test_the_model_of_a_quickstart_learns(
     before, after = summary["utility_before"], summary["utility"]
     if "accuracy" in after:
         right = round(after["accuracy"] * summary["held_out"])
-        assert intervals.share(right, summary["held_out"]).low > 0.5
+        assert intervals.wilson(right, summary["held_out"]).low > 0.5
     else:
         assert after["perplexity"] < before["perplexity"] / 2

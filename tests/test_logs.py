@@ -18,6 +18,7 @@ from fedleak.audit import scoring
 from fedleak.config.loading import parse
 from fedleak.dispatch import dispatcher
 from fedleak.errors import FedleakError
+from fedleak.store.lines import Lines
 from fedleak.store.run import Run
 from fedleak.workers import answers
 from fedleak.workers import process as workers
@@ -169,7 +170,7 @@ def test_a_try_that_failed_keeps_its_traceback_from_the_worker_process(here, mon
     inline.train(run, experiment)
     with run.lock():
         dispatcher.attack_captures(run, experiment, no_more=lambda: True)
-    tries = run.rows("attempts.jsonl")
+    tries = run.rows(Lines("attempts.jsonl", dict))
     assert len(tries) == 2 * dispatcher.TRIES
     for one in tries:
         assert one["reason"] == "RuntimeError: crashed"

@@ -10,6 +10,7 @@ from tiny import toml
 
 from fedleak import sweep
 from fedleak.config.sent_parameters import selected_parameters
+from fedleak.store.lines import Lines
 from fedleak.store.run import Run
 
 EXPERIMENTS = Path(__file__).parents[1] / "experiments"
@@ -165,7 +166,7 @@ def test_a_sweep_is_run_once_and_printed_with_what_was_published(reproduce, tmp_
     # The figures are means of what stands in the cell.
     run = next(Run(path) for path in (tmp_path / "runs" / "tiny").glob("*batch_size-1-*"))
     assert run.info()["experiment"]["seed"] == 3
-    of_dlg = [row for row in run.rows("leakage.jsonl") if row["attack"] == "dlg"]
+    of_dlg = [row for row in run.rows(Lines("leakage.jsonl", dict)) if row["attack"] == "dlg"]
     fields = ("paper_rouge1", "rougeL", "guess_rougeL")
     paper, content, chance = (sum(row[field] for row in of_dlg) / 2 for field in fields)
     assert rows[0][4].startswith(f"{paper:.1f} [")
@@ -189,8 +190,8 @@ def test_a_sweep_is_run_once_and_printed_with_what_was_published(reproduce, tmp_
     assert reproduce("--no-run")[1][2][5] == "-"
 
     # What there is of a run that was stopped: here the answer for one client.
-    answers = [row for row in run.rows("reconstructions.jsonl") if row["client"] == 0]
-    run.write_rows("reconstructions.jsonl", answers)
+    answers = [row for row in run.rows(Lines("reconstructions.jsonl", dict)) if row["client"] == 0]
+    run.write_rows(Lines("reconstructions.jsonl", dict), answers)
     run.update_info(status="interrupted")
     (run.path / "leakage.jsonl").unlink()
     status, (_, _, *rows), said = reproduce("--no-run")

@@ -10,14 +10,27 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from fedleak import sanitise, sweep
-from fedleak.audit.scoring import LeakageRow, Pair, Scored
+from fedleak import sanitise
+from fedleak.audit.scoring import Scored, TextPair
 from fedleak.cli.mistakes import mended
 from fedleak.errors import FedleakError
-from fedleak.report import figures
+from fedleak.reconstruction import Status
+from fedleak.report import figures, sweep_table, tradeoff
 from fedleak.report.tables import print_run
 from fedleak.sanitise import markup, printable
+from fedleak.store.records import LeakageRow, Utility
 from fedleak.store.run import Run
+from fedleak.store.summaries import (
+    SUMMARY,
+    AttackSummary,
+    CellSummary,
+    Circumstances,
+    DefenseMeans,
+    Estimate,
+    Guarantee,
+    RunSummary,
+    SweepSummary,
+)
 
 C0_AND_C1 = [chr(i) for i in [*range(0x20), *range(0x7F, 0xA0)]]
 BIDI = list("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
@@ -68,8 +81,9 @@ def test_no_text_is_a_tag(text: str) -> None:
 
 MARKUP = ["a[/]b", "[bold]", "[link=http://example.org]x[/link]", "\\[/]", "a\\", ":skull:", "<&>'"]
 HOSTILE = " ".join([*C0_AND_C1, *BIDI, *BREAKS, *ANSI, *MARKUP])
+STORED = HOSTILE.replace("\ud800", "").replace("\udfff", "")  # no file has these
 TRUTH, ANSWER = f"true {HOSTILE} words", f"read {HOSTILE} words"
-MEAN = {"mean": 50.0, "low": 10.0, "high": 90.0}
+MEAN = Estimate(mean=50.0, low=10.0, high=90.0)
 
 
 class Terminal(io.StringIO):
@@ -78,47 +92,55 @@ class Terminal(io.StringIO):
 
 
 def row(**values):
-    fields = dict.fromkeys(LeakageRow.__dataclass_fields__)
+    fields = dict.fromkeys(LeakageRow.model_fields)
+    texts = {"attack": "dager", "status": Status.RECOVERED, "reason": "", "knows": ()}
     numbers = {"round": 1, "client": 0, "batch_size": 2, "num_tokens": 9, "rougeL": 50.0}
-    return LeakageRow(**fields | numbers | {"attack": "dager", "status": "recovered"} | values)
+    rest = {"verified": False, "facts": {}, "diagnostics": {}}
+    return LeakageRow(**fields | texts | numbers | rest | values)
 
 
-def summary_of(warning=None):
-    figures = ("exact_match", "rouge1", "rouge2", "rougeL", "token_recall", "token_precision")
-    controls = [f"{a}_{b}" for a in ("control", "guess") for b in ("rougeL", "token_recall")]
-    return {
-        "rows": 2, "status": {"recovered": 1}, "verified": 0, "knows": [], "facts": {},
-        "budget": None, "candidates": {HOSTILE: 2.0}, "margin": None, "seconds": 1.0,
-        "seconds_per_update": 0.5, "warning": warning,
-        **dict.fromkeys([*figures, *controls], MEAN),
+def summary_of(warning=None, **values):
+    fields = dict.fromkeys(AttackSummary.model_fields, MEAN)
+    rest = {
+        "rows": 2, "status": {Status.RECOVERED: 1}, "verified": 0, "knows": (), "sequences": 2,
+        "clients": 1, "facts": {STORED: None}, "budget": None, "candidates": {STORED: 2.0},
+        "margin": None, "seconds": 1.0, "seconds_per_update": 0.5, "warning": warning,
     }  # fmt: skip
+    return AttackSummary(**fields | rest | values)
 
 
 @pytest.fixture
 def hostile(tmp_path):
     """A run in which everything that others can write is hostile, and its scores."""
     run = Run(tmp_path / "a[/]b")
-    run.write_json(
-        "summary.json",
-        {
-            "name": HOSTILE,
-            "attacks": {HOSTILE: summary_of(HOSTILE), "dager": summary_of()},
-            "defenses": {"defense": [{"kind": HOSTILE, HOSTILE: HOSTILE}], "share": [HOSTILE]},
-            "defended": [{"defense": 0, "kind": HOSTILE, "clipped": 0.5}],
-            "privacy": {
-                "epsilon": 1.0,
-                "delta": 1e-5,
-                "noise_multiplier": 1.0,
-                "unit": HOSTILE,
-                "neighbouring": HOSTILE,
-                "accountant": HOSTILE,
-            },
-            "utility": {"round": 1, HOSTILE: 0.5},
-            "notes": [],
-        },
+    summary = RunSummary(
+        name=STORED,
+        status="finished",
+        fedleak=None,
+        model_fingerprint=None,
+        captures=2,
+        attacks={STORED: summary_of(STORED), "dager": summary_of()},
+        defenses=Circumstances(defense=({"kind": STORED, STORED: STORED},), share=[STORED]),
+        defended=(DefenseMeans(defense=0, kind=STORED, clipped=0.5, **{STORED: 1.0}),),
+        privacy=Guarantee(
+            epsilon=1.0,
+            delta=1e-5,
+            noise_multiplier=1.0,
+            unit=STORED,
+            neighbouring=STORED,
+            accountant=STORED,
+        ),
+        utility_before=None,
+        utility=Utility(round=1, **{STORED: 0.5}),
+        held_out=0,
+        utility_reference=None,
+        missing=(),
+        notes=(STORED,),
+        unscored=0,
     )
-    recovered = Scored(row(attack=HOSTILE), (Pair(TRUTH, ANSWER, 100.0),))
-    failed = row(attack=HOSTILE, status=HOSTILE, reason=HOSTILE, client=1)
+    run.write(SUMMARY, summary)
+    recovered = Scored(row(attack=HOSTILE), (TextPair(TRUTH, ANSWER, 100.0),))
+    failed = row(attack=HOSTILE, status=Status.FAILED, reason=HOSTILE, client=1)
     return run, [recovered, Scored(failed, ())]
 
 
@@ -146,25 +168,34 @@ def test_what_others_wrote_is_inert_in_a_report(hostile, file, width):
 
 
 def cells_of(*values, name="grid"):
-    rows = [
-        {
-            "values": {f"table.{HOSTILE}": value, "seed": HOSTILE},
-            "status": "finished",
-            "attacks": {HOSTILE: summary_of(HOSTILE), "b": summary_of() | {"rougeL": None}},
-            "utility": {"round": 1, "mcc": 0.5},
-            "privacy": {"epsilon": epsilon, "noise_multiplier": HOSTILE},
-        }
-        for value, epsilon in zip(values, (HOSTILE, 1.0, 2.0), strict=False)
+    cells = [
+        CellSummary(
+            cell="a",
+            values={f"table.{HOSTILE}": value, "seed": HOSTILE},
+            status="finished",
+            attacks={HOSTILE: summary_of(HOSTILE), "b": summary_of(rougeL=None)},
+            utility=Utility(round=1, mcc=0.5),
+            privacy=Guarantee(
+                epsilon=epsilon,
+                delta=1e-5,
+                accountant=HOSTILE,
+                unit=HOSTILE,
+                neighbouring=HOSTILE,
+                noise_multiplier=1.0,
+            ),
+        )
+        for value, epsilon in zip(values, ("none", 1.0, 2.0), strict=False)
     ]
-    rows.append({"values": rows[0]["values"] | {"seed": 2}, "status": HOSTILE, "attacks": {}})
+    other = {f"table.{HOSTILE}": values[0], "seed": 2}
+    cells.append(CellSummary(cell="b", values=other, status=HOSTILE))
     axes = {f"table.{HOSTILE}": list(values), "seed": [HOSTILE, 2]}
-    return {"name": name, "axes": axes, "cells": rows}
+    return SweepSummary(name=name, axes=axes, cells=tuple(cells))
 
 
 def test_what_others_wrote_is_inert_in_the_table_of_a_sweep():
     found = cells_of(HOSTILE, [{"kind": HOSTILE, HOSTILE: HOSTILE}], name=HOSTILE)
     for file in (Terminal(), io.StringIO()):
-        Console(file=file, width=200, emoji=False).print(sweep.table(found))
+        Console(file=file, width=200, emoji=False).print(sweep_table.table(found))
         assert_inert(file.getvalue())
 
 
@@ -173,7 +204,7 @@ def test_what_others_wrote_is_inert_in_the_table_of_a_sweep():
 def test_what_others_wrote_is_inert_in_drawings(tmp_path):
     found = cells_of(HOSTILE, [{"kind": HOSTILE, HOSTILE: HOSTILE}], 3)
     figures.draw(found, tmp_path / "sweep.svg")
-    figures.draw_tradeoff(found, tmp_path / "tradeoff.svg")
+    tradeoff.draw_tradeoff(found, tmp_path / "tradeoff.svg")
     for name in ("sweep.svg", "tradeoff.svg"):
         text = (tmp_path / name).read_text(encoding="utf-8")
         assert_inert(text)
@@ -207,7 +238,7 @@ def test_private_texts_are_for_a_terminal_or_those_who_ask(
 ):
     monkeypatch.setenv("FORCE_COLOR", "1")  # which has Rich take a pipe for a terminal
     run, scored = hostile
-    pair = Pair("the secret of lars", "the secret of lars", 100.0)
+    pair = TextPair("the secret of lars", "the secret of lars", 100.0)
     console = Console(file=file(), width=200)
     print_run(run, [replace(scored[0], pairs=(pair,)), scored[1]], console, texts=texts)
     text = without_colours(console.file.getvalue())

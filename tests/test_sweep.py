@@ -25,8 +25,20 @@ from fedleak import processes, sweep
 from fedleak.config.loading import load
 from fedleak.config.wording import difference
 from fedleak.errors import ConfigError
-from fedleak.report import figures
+from fedleak.reconstruction import Status
+from fedleak.report import drawing, figures, sweep_table, tradeoff
+from fedleak.store import summaries
+from fedleak.store.lines import Lines
+from fedleak.store.records import Utility
 from fedleak.store.run import Run
+from fedleak.store.summaries import (
+    AttackSummary,
+    Baseline,
+    CellSummary,
+    Estimate,
+    Guarantee,
+    SweepSummary,
+)
 
 BASE = toml({"name": "grid", "federation.batch_size": None})
 SWEEP = BASE + '[sweep]\n"federation.batch_size" = [1, 2]\n'
@@ -208,6 +220,7 @@ def test_a_sweep_is_collected_drawn_and_not_done_twice(write, here):
     assert "of 2" not in text
     assert [stamps(folder / cell) for cell in CELLS] == before
     assert read(folder / "sweep.json") == collected
+    assert [cell.cell for cell in Run(folder).read(summaries.SWEEP).cells] == CELLS
     assert (folder / "sweep.svg").read_text() == drawn
 
     # Another value is one more cell; what else is changed is another experiment.
@@ -289,7 +302,8 @@ def results(folder: Path) -> dict[str, Any]:
     names = ("reconstructions.jsonl", "leakage.jsonl", "utility.jsonl")
     found: dict[str, Any] = {
         name: sorted(
-            json.dumps(row | {"seconds": None, "device": None}) for row in Run(folder).rows(name)
+            json.dumps(row | {"seconds": None, "device": None})
+            for row in Run(folder).rows(Lines(name, dict))
         )
         for name in names
     }
@@ -328,11 +342,14 @@ def test_cells_at_once_find_what_they_find_one_after_the_other(write, here):
 
 def test_jobs_divide_the_devices_and_share_them_only_if_there_are_too_few():
     three = ["cuda:0", "cuda:1", "cuda:2"]
-    assert [sweep.share(three, 2, place) for place in (0, 1)] == [["cuda:0", "cuda:2"], ["cuda:1"]]
-    assert [sweep.share(three, 4, place) for place in range(4)] == [
+    assert [sweep.devices_of_job(three, 2, place) for place in (0, 1)] == [
+        ["cuda:0", "cuda:2"],
+        ["cuda:1"],
+    ]
+    assert [sweep.devices_of_job(three, 4, place) for place in range(4)] == [
         [each] for each in [*three, three[0]]
     ]
-    assert [sweep.share(["cpu"], 2, place) for place in (0, 1)] == [["cpu"], ["cpu"]]
+    assert [sweep.devices_of_job(["cpu"], 2, place) for place in (0, 1)] == [["cpu"], ["cpu"]]
 
 
 @pytest.mark.parametrize(
@@ -397,7 +414,7 @@ def test_a_killed_sweep_goes_on_where_it_stopped(write, here, number):
     assert "1 of 2" not in text
     assert stamps(folder / CELLS[0]) == before
     assert [row["status"] for row in read(folder / "sweep.json")["cells"]] == ["finished"] * 2
-    answers = Run(folder / CELLS[1]).rows("reconstructions.jsonl")
+    answers = Run(folder / CELLS[1]).rows(Lines("reconstructions.jsonl", dict))
     assert sorted((row["round"], row["client"]) for row in answers) == list(
         itertools.product(range(1, rounds + 1), [0, 1])
     )
@@ -445,7 +462,7 @@ def test_cells_at_once_end_with_the_command_and_go_on_where_they_stopped(write, 
     assert status == 0, errors
     assert statuses() == ["finished"] * 2
     for cell in cells:
-        answers = cell.rows("reconstructions.jsonl")
+        answers = cell.rows(Lines("reconstructions.jsonl", dict))
         assert sorted((row["round"], row["client"]) for row in answers) == list(
             itertools.product(range(1, rounds + 1), [0, 1])
         )
@@ -454,31 +471,46 @@ def test_cells_at_once_end_with_the_command_and_go_on_where_they_stopped(write, 
 # --- the figure -----------------------------------------------------------------------------
 
 
-def interval(mean: float) -> dict[str, float]:
-    return {"mean": mean, "low": 0.9 * mean, "high": min(1.0, 1.1 * mean)}
+def interval(mean: float) -> Estimate:
+    return Estimate(mean=mean, low=0.9 * mean, high=min(1.0, 1.1 * mean))
 
 
-def collected(axes: dict[str, list[Any]]) -> dict[str, Any]:
-    """Returns a sweep.json of an attack on sequences and one on tokens."""
-    rows = []
+def summary(**measured: Any) -> AttackSummary:
+    """Returns a summary in which nothing else is measured."""
+    rest = {
+        "rows": 8, "status": {Status.RECOVERED: 6, Status.FAILED: 2}, "verified": 0, "knows": (),
+        "sequences": 0, "clients": 0, "facts": {}, "seconds": 1.0,
+    }  # fmt: skip
+    return AttackSummary(**dict.fromkeys(AttackSummary.model_fields) | rest | measured)
+
+
+def changed(value: Any, **fields: Any) -> Any:
+    """Returns a record with other values of some fields."""
+    return value.model_copy(update=fields)
+
+
+def collected(axes: dict[str, list[Any]]) -> SweepSummary:
+    """Returns the summary of a sweep of an attack on sequences and one on tokens."""
+    cells = []
     for combination in itertools.product(*axes.values()):
-        measured = {"exact_match": interval(0.5), "rougeL": interval(0.5)}
-        common = {
+        tokens = {
             "token_recall": interval(0.8),
             "guess_rougeL": interval(0.1),
             "guess_token_recall": interval(0.1),
-            "rows": 8,
-            "status": {"recovered": 6, "failed": 2},
-            "seconds": 1.0,
-            "warning": None,
         }
         attacks = {
-            "dager": common | measured,
-            "probes": common | dict.fromkeys(measured),
+            "dager": summary(exact_match=interval(0.5), rougeL=interval(0.5), **tokens),
+            "probes": summary(**tokens),
         }
         values = dict(zip(axes, combination, strict=True))
-        rows.append({"values": values, "status": "finished", "attacks": attacks})
-    return {"name": "grid", "axes": axes, "cells": rows}
+        name = sweep.cell_name(values)
+        cells.append(CellSummary(cell=name, values=values, status="finished", attacks=attacks))
+    return SweepSummary(name="grid", axes=axes, cells=tuple(cells))
+
+
+def with_cells(found: SweepSummary, change: Callable[[int, CellSummary], CellSummary]) -> Any:
+    """Returns a sweep with other cells."""
+    return changed(found, cells=tuple(change(i, cell) for i, cell in enumerate(found.cells)))
 
 
 def test_a_line_per_attack_and_combination_and_a_panel_per_measured_figure(tmp_path):
@@ -509,22 +541,24 @@ def test_a_line_per_attack_and_combination_and_a_panel_per_measured_figure(tmp_p
     ],
 )
 def test_the_x_axis_suits_the_values(values, scale):
-    assert figures._across(values).scale == scale
+    assert figures.across_of(values).scale == scale
 
 
-def panels_of(monkeypatch, found: dict[str, Any], path: Path) -> list[Any]:
-    """Draws a sweep.json and returns the panels."""
+def panels_of(monkeypatch, found: SweepSummary, path: Path) -> list[Any]:
+    """Draws a sweep and returns the panels."""
     kept: list[Any] = []
-    monkeypatch.setattr(figures, "_legend", kept.append)
+    monkeypatch.setattr(drawing, "legend", kept.append)
     figures.draw(found, path / "sweep.svg")
     return list(kept[0].axes)
 
 
 def test_no_line_runs_through_a_cell_without_an_answer(tmp_path, monkeypatch):
-    found = collected({"federation.batch_size": [1, 2, 4, 8]})
-    for summary in found["cells"][1]["attacks"].values():
-        summary |= dict.fromkeys(("exact_match", "rougeL", "token_recall"))
-    found["cells"][3]["attacks"] = {}  # not finished: nothing is known of an answer
+    nothing = {"dager": summary(), "probes": summary()}
+    found = with_cells(
+        collected({"federation.batch_size": [1, 2, 4, 8]}),
+        # The last one is not finished: nothing is known of an answer.
+        lambda i, cell: changed(cell, attacks=(cell.attacks, nothing, cell.attacks, {})[i]),
+    )
     exact, *_ = panels_of(monkeypatch, found, tmp_path)
     line, _, _ = exact.containers[0].lines
     assert list(line.get_xdata()) == [1, 2, 4, 8]
@@ -552,8 +586,7 @@ def test_words_below_the_axis_do_not_overlap(tmp_path, monkeypatch):
 
 
 def test_nothing_measured_is_no_figure(tmp_path):
-    nothing = collected({"seed": [0]})
-    nothing["cells"][0]["attacks"] = {}
+    nothing = with_cells(collected({"seed": [0]}), lambda _, cell: changed(cell, attacks={}))
     figures.draw(nothing, tmp_path / "sweep.svg")
     assert not (tmp_path / "sweep.svg").exists()
 
@@ -566,31 +599,46 @@ def traded(
     utilities: list[float | None],
     epsilons: list[float | str | None],
     multipliers: list[float | None],
-) -> dict[str, Any]:
-    """Returns a sweep.json with utility and privacy; the attack reads 10, 20, ... of 100."""
-    found = collected({"seed": list(range(len(utilities)))})
-    both = zip(found["cells"], utilities, epsilons, multipliers, strict=True)
-    for i, (row, utility, epsilon, multiplier) in enumerate(both, 1):
-        row["attacks"]["dager"] |= {
-            "rougeL": {"mean": 10.0 * i, "low": 9.0 * i, "high": 12.0 * i},
-            "guess_rougeL": interval(7.0),
-        }
-        row["attacks"]["probes"] |= {"rougeL": None, "guess_rougeL": None}
+) -> SweepSummary:
+    """Returns a sweep with utility and privacy; the attack reads 10, 20, ... of 100."""
+
+    def cell_of(i: int, cell: CellSummary) -> CellSummary:
+        n, utility, epsilon = i + 1, utilities[i], epsilons[i]
+        dager = changed(
+            cell.attacks["dager"],
+            rougeL=Estimate(mean=10.0 * n, low=9.0 * n, high=12.0 * n),
+            guess_rougeL=interval(7.0),
+        )
+        probes = changed(cell.attacks["probes"], rougeL=None, guess_rougeL=None)
+        cell = changed(cell, attacks={"dager": dager, "probes": probes})
         if utility is not None:
-            row["utility"] = {"round": 1, "loss": 1.0, measure: utility}
-            row["utility_reference"] = {"round": 0, "loss": 1.0, measure: 0.75}
+            cell = changed(
+                cell,
+                utility=Utility(round=1, loss=1.0, **{measure: utility}),
+                utility_reference=Baseline(steps=0, loss=1.0, **{measure: 0.75}),
+            )
         if epsilon is not None:
-            row["privacy"] = {"epsilon": epsilon, "delta": 1e-5, "noise_multiplier": multiplier}
-    return found
+            guarantee = Guarantee(
+                epsilon=epsilon,
+                delta=1e-5,
+                accountant="rdp",
+                unit="example",
+                neighbouring="replace one",
+                noise_multiplier=multipliers[i],
+            )
+            cell = changed(cell, privacy=guarantee)
+        return cell
+
+    return with_cells(collected({"seed": list(range(len(utilities)))}), cell_of)
 
 
 CLASSES = ("mcc", [0.6, 0.5, 0.0, None], ["none", 31.25, 3.14159, 0.5], [None, 0.25, 1.0, 4.0])
 
 
 def test_the_tradeoff_draws_each_attack_at_its_utility_and_at_its_epsilon(tmp_path):
-    drawing = figures.tradeoff(traded(*CLASSES))
-    assert drawing is not None
-    by_utility, by_epsilon = drawing.axes
+    figure = tradeoff.tradeoff(traded(*CLASSES))
+    assert figure is not None
+    by_utility, by_epsilon = figure.axes
     none_at = by_epsilon.get_xticks()[-1]
     assert [tick.get_text() for tick in by_epsilon.get_xticklabels()][-1] == "none"
     assert by_epsilon.get_xlim()[1] > none_at > by_epsilon.get_xticks()[-2] >= 31.25
@@ -611,18 +659,18 @@ def test_the_tradeoff_draws_each_attack_at_its_utility_and_at_its_epsilon(tmp_pa
     assert set(reference.get_xdata()) == {0.75}
     assert by_utility.get_xlabel() == "MCC"
 
-    figures.draw_tradeoff(traded(*CLASSES), tmp_path / "tradeoff.svg")
+    tradeoff.draw_tradeoff(traded(*CLASSES), tmp_path / "tradeoff.svg")
     drawn = (tmp_path / "tradeoff.svg").read_text()
     for words in ("MCC", "ROUGE-L", "epsilon", "none", "dager", "no update", "labels: seed"):
         assert f">{words}<" in drawn
-    figures.draw_tradeoff(traded(*CLASSES), tmp_path / "again.svg")
+    tradeoff.draw_tradeoff(traded(*CLASSES), tmp_path / "again.svg")
     assert (tmp_path / "again.svg").read_text() == drawn
 
 
 def test_without_a_guarantee_anywhere_there_is_no_axis_of_epsilons():
-    drawing = figures.tradeoff(traded("perplexity", [20.0, 9000.0], ["none"] * 2, [None] * 2))
-    assert drawing is not None
-    [axes] = drawing.axes
+    figure = tradeoff.tradeoff(traded("perplexity", [20.0, 9000.0], ["none"] * 2, [None] * 2))
+    assert figure is not None
+    [axes] = figure.axes
     assert axes.get_xlabel() == "perplexity"
     assert axes.get_xscale() == "log"
     assert "$" not in "".join(tick.get_text() for tick in axes.get_xticklabels())
@@ -631,22 +679,22 @@ def test_without_a_guarantee_anywhere_there_is_no_axis_of_epsilons():
 def test_one_cell_with_utility_trades_nothing_off(tmp_path):
     path = tmp_path / "tradeoff.svg"
     path.touch()
-    figures.draw_tradeoff(traded("mcc", [0.5, None], [1.0, 2.0], [1.0, 0.5]), path)
+    tradeoff.draw_tradeoff(traded("mcc", [0.5, None], [1.0, 2.0], [1.0, 0.5]), path)
     assert not path.exists()
-    figures.draw_tradeoff(collected({"seed": [0, 1]}), path)  # of before there was a trade-off
+    tradeoff.draw_tradeoff(collected({"seed": [0, 1]}), path)  # of before there was a trade-off
     assert not path.exists()
 
 
 def test_labels_leave_out_what_is_the_same_in_all_cells():
     noise = [[], *([{"kind": "dp", "noise": each, "clip": 1.0}] for each in (0.5, 2.0))]
-    cells = [{"values": {"defense": each, "seed": 3}} for each in noise]
-    assert figures._labels(cells) == ["none, 3", "dp noise=0.5, 3", "dp noise=2.0, 3"]
-    once = [{"values": {"defense": each}} for each in ([{"kind": "dp"}], noise[1])]
-    assert figures._labels(once) == ["dp", "dp noise=0.5 clip=1.0"]
+    cells = collected({"defense": noise, "seed": [3]}).cells
+    assert tradeoff.labels(cells) == ["none, 3", "dp noise=0.5, 3", "dp noise=2.0, 3"]
+    once = collected({"defense": [[{"kind": "dp"}], noise[1]]}).cells
+    assert tradeoff.labels(once) == ["dp", "dp noise=0.5 clip=1.0"]
 
 
-def headings_and_first_line(collected: dict[str, Any]) -> dict[str, str]:
-    table = sweep.table(collected)
+def headings_and_first_line(collected: SweepSummary) -> dict[str, str]:
+    table = sweep_table.table(collected)
     return {
         str(column.header).replace("\n", " "): next(iter(column.cells)) for column in table.columns
     }
@@ -666,7 +714,7 @@ def test_the_table_has_utility_epsilon_and_beside_it_the_noise_multiplier():
 
 def test_the_table_fits_a_terminal_of_eighty_columns():
     console = Console(width=80, record=True, file=io.StringIO())
-    console.print(sweep.table(traded(*CLASSES)))
+    console.print(sweep_table.table(traded(*CLASSES)))
     text = console.export_text()
     for words in ("epsilon", "multi-", "dager", "3.14", "[27,36]", "seconds"):
         assert words in text
@@ -674,15 +722,17 @@ def test_the_table_fits_a_terminal_of_eighty_columns():
 
 
 def test_an_attack_without_an_answer_is_drawn_below_zero_and_said_to_be():
-    sweep_json = traded(*CLASSES)
-    sweep_json["cells"][1]["attacks"]["dager"]["rougeL"] = None
-    drawing = figures.tradeoff(sweep_json)
-    assert drawing is not None
-    by_utility, by_epsilon = drawing.axes
+    def silenced(i: int, cell: CellSummary) -> CellSummary:
+        silent = {"dager": changed(cell.attacks["dager"], rougeL=None)}
+        return changed(cell, attacks=cell.attacks | silent) if i == 1 else cell
+
+    figure = tradeoff.tradeoff(with_cells(traded(*CLASSES), silenced))
+    assert figure is not None
+    by_utility, by_epsilon = figure.axes
     for axes, x in ((by_utility, 0.5), (by_epsilon, 31.25)):
         (silent,) = [line for line in axes.lines if line.get_label() == "dager: no answer"]
         assert (list(silent.get_xdata()), list(silent.get_ydata())) == ([x], [figures.NOWHERE])
         assert figures.NOWHERE < 0
     # One that reads no texts anywhere has no place in it.
-    labels = {line.get_label() for axes in drawing.axes for line in axes.lines}
+    labels = {line.get_label() for axes in figure.axes for line in axes.lines}
     assert not [label for label in labels if "probes" in str(label)]

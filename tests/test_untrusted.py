@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-from hostile import ANSWERS, CHANGES, Few, Hostile
+from hostile import ANSWERS, CHANGES, Few, Forecaster, Hostile
 from rich.console import Console
 from tiny import tables
 
@@ -23,6 +23,7 @@ from fedleak.models import loading
 from fedleak.observation import Knowledge, ThreatModel
 from fedleak.reconstruction import Reconstruction, Status
 from fedleak.report.tables import print_run
+from fedleak.store.lines import Lines
 from fedleak.store.run import Key, Run
 from fedleak.workers import answers
 from fedleak.workers.model_state import changed, state
@@ -74,8 +75,8 @@ def model_given(run):
     return witness.model
 
 
-def timeless(row):
-    return row | {"seconds": None}
+def timeless(answer):
+    return answer.model_copy(update={"seconds": None})
 
 
 # --- answers ------------------------------------------------------------------------------------
@@ -84,23 +85,23 @@ def timeless(row):
 @pytest.mark.parametrize("answer", ANSWERS)
 def test_an_answer_that_is_none_is_the_attacks_failure(trained, answer):
     row = work(job_of(trained, Hostile(answer)), "cpu")
-    assert row["status"] == Status.FAILED
-    assert row["reason"].startswith("the attack's answer is invalid: ")
-    assert row["sequences"] is None
-    assert row["seconds"] is not None
-    json.dumps(row, allow_nan=False)
+    assert row.status == Status.FAILED
+    assert row.reason.startswith("the attack's answer is invalid: ")
+    assert row.sequences is None
+    assert row.seconds is not None
+    json.dumps(row.model_dump(), allow_nan=False)
 
 
 def test_too_few_answers_are_a_failure_of_all(trained):
     rows = work_together([job_of(trained, Few(), client) for client in (0, 1)], "cpu")
-    assert [row["status"] for row in rows] == [Status.FAILED] * 2
-    assert rows[0]["reason"] == "the attack returned 1 answers for 2 observations"
+    assert [row.status for row in rows] == [Status.FAILED] * 2
+    assert rows[0].reason == "the attack returned 1 answers for 2 observations"
 
 
 def test_a_good_answer_is_kept_and_what_is_not_finite_is_null(trained):
     row = work(job_of(trained, Hostile()), "cpu")
-    assert (row["status"], row["sequences"]) == (Status.RECOVERED, ((5, 6),))
-    assert (row["evidence"], row["margins"]) == ((None,), (None,))
+    assert (row.status, row.sequences) == (Status.RECOVERED, ((5, 6),))
+    assert (row.evidence, row.margins) == ((None,), (None,))
 
 
 def test_a_reason_is_one_line_of_bounded_length_that_nothing_obeys():
@@ -120,16 +121,37 @@ def test_numbers_in_facts_and_diagnostics_are_finite_or_null(value):
     assert (answer.facts, answer.diagnostics) == ({"longest_sequence": None}, {"a": [{"b": None}]})
 
 
+def test_a_fact_that_nobody_knows_is_kept_and_not_compared(run, monkeypatch, in_process):
+    found = {**attacks.kinds(), "forecaster": Forecaster}
+    monkeypatch.setattr(attacks, "kinds", lambda: found)
+    experiment = parse(TABLE | {"attack": [{"kind": "forecaster"}]})
+    dispatcher.attack_captures(run, experiment, no_more=lambda: True)
+    scored = scoring.score_run(run)
+    told = [one.row.facts for one in scored if one.row.attack == "forecaster"]
+    assert [facts["weather"].found for facts in told] == [["rain", 1]] * 2
+    assert [facts["weather"].right for facts in told] == [None] * 2
+    assert [facts["longest_sequence"].right for facts in told] == [False] * 2
+    console = Console(file=io.StringIO(), width=400)
+    print_run(run, scored, console)
+    shown = {
+        line.partition(", %")[0].strip(): line for line in console.file.getvalue().splitlines()
+    }
+    assert "not compared" in shown["weather"]
+    assert "0 [" in shown["longest sequence"]
+
+
 def test_a_run_with_hostile_attacks_is_attacked_scored_and_shown(run, monkeypatch, in_process):
     found = {**attacks.kinds(), "hostile": Hostile}
     monkeypatch.setattr(attacks, "kinds", lambda: found)
     bad = [{"kind": "hostile", "name": f"bad-{i}", "answers": a} for i, a in enumerate(ANSWERS)]
     experiment = parse(TABLE | {"attack": bad})
     dispatcher.attack_captures(run, experiment, no_more=lambda: True)
-    rows = run.rows("reconstructions.jsonl")
+    rows = run.rows(Lines("reconstructions.jsonl", dict))
     assert len(rows) == 2 * (len(ANSWERS) + 1)
     assert {row["status"] for row in rows if row["attack"] != "probes"} == {"failed"}
-    assert run.rows("attempts.jsonl") == [], "they are not tried again: they would answer alike"
+    assert run.rows(Lines("attempts.jsonl", dict)) == [], (
+        "they are not tried again: they would answer alike"
+    )
     scored = scoring.score_run(run)
     print_run(run, scored, Console(file=io.StringIO(), width=400))
     assert len(scored) == len(rows)
@@ -149,10 +171,10 @@ def test_a_changed_model_is_noted_and_the_next_attack_answers_as_if_alone(traine
             work(spoiler, "cpu")
     else:
         row = work(spoiler, "cpu")
-        assert row["status"] == Status.FAILED
-        assert "the attack changed the model (" in row["reason"]
-        assert change.partition(":")[0] in row["reason"]
-        assert row["sequences"] is None
+        assert row.status == Status.FAILED
+        assert "the attack changed the model (" in row.reason
+        assert change.partition(":")[0] in row.reason
+        assert row.sequences is None
     fresh = loading.load(honest.model)
     models.load_parameters_(fresh, trained.read_broadcast(1))
     assert changed(model_given(trained), state(fresh)) == []

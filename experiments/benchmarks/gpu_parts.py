@@ -32,6 +32,9 @@ from fedleak.attacks.subspace.keyspan import Keyspan
 from fedleak.models import CAUSAL_LM, CLASSIFICATION, LanguageModel, ModelSpec, loading
 from fedleak.observation import Knowledge, Observation, UpdateKind
 from fedleak.rng import stream
+from fedleak.store import records
+from fedleak.store.records import Answer
+from fedleak.store.run import Key
 from fedleak.training.local import local_update_
 from fedleak.training.settings import LocalTraining
 
@@ -108,7 +111,7 @@ def workers(settings: Settings) -> Iterator[Figure]:
     from server.engines import train
 
     small = ["federation.clients=2", "data.samples=8"] if settings.small else []
-    answers: list[dict[tuple[Any, ...], dict[str, Any]]] = []
+    answers: list[dict[tuple[Key, str], Answer]] = []
     seconds: list[float] = []
     with TemporaryDirectory() as folder:
         for number in (1, 2):
@@ -121,15 +124,16 @@ def workers(settings: Settings) -> Iterator[Figure]:
             begin = time.perf_counter()
             pipeline.carry_out(run, experiment, train)
             seconds.append(time.perf_counter() - begin)
-            lines = run.rows("reconstructions.jsonl")
-            answers.append({(i["round"], i["client"], i["attack"]): i for i in lines})
+            found = run.rows(records.answers(run.fingerprint()))
+            answers.append({each.id: each for each in found})
     one, two = answers
     both = [(one[key], two[key]) for key in one]
-    said = [a["status"] == b["status"] and a["sequences"] == b["sequences"] for a, b in both]
+    said = [a.status == b.status and a.sequences == b.sequences for a, b in both]
     apart = [
         abs(x - y) / max(abs(x), abs(y), 1e-30)
         for a, b in both
-        for x, y in zip(a["evidence"] or (), b["evidence"] or (), strict=False)
+        for x, y in zip(a.evidence, b.evidence, strict=False)
+        if x is not None and y is not None
     ]
     yield Figure(
         "a run with two workers",
@@ -139,7 +143,7 @@ def workers(settings: Settings) -> Iterator[Figure]:
         seconds[0],
         {"equal answers": sum(said), "answers": len(both), "evidence apart": max(apart, default=0)},
     )
-    wrong = [a["attack"] for (a, _), same in zip(both, said, strict=True) if not same]
+    wrong = [a.attack for (a, _), same in zip(both, said, strict=True) if not same]
     proving = {"dager", "keyspan", "probes"}
     assert one.keys() == two.keys(), f"answers are missing: {one.keys() ^ two.keys()}"
     assert not proving & set(wrong), f"these differ between one and two workers: {wrong}"

@@ -42,7 +42,7 @@ from fedleak import data
 from fedleak.attacks import Attack
 from fedleak.attacks.subspace.dager import Dager
 from fedleak.attacks.subspace.keyspan import Keyspan
-from fedleak.metrics.intervals import share
+from fedleak.metrics.intervals import wilson
 from fedleak.models import CAUSAL_LM, CLASSIFICATION, LanguageModel, ModelSpec, loading
 from fedleak.observation import Knowledge, Observation, UpdateKind
 from fedleak.reconstruction import Reconstruction
@@ -224,7 +224,7 @@ HEADING = (
 
 def line(row: Row) -> str:
     """Returns a row as text, below HEADING."""
-    rate = share(row.exact, row.sentences)
+    rate = wilson(row.exact, row.sentences)
     exact = (
         f"{row.exact}/{row.sentences} {rate.mean:.1%} [{100 * rate.low:.0f}, {100 * rate.high:.0f}]"
     )

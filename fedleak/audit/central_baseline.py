@@ -1,7 +1,6 @@
 """What the model could have learnt: the same data in one place, without defenses."""
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -13,11 +12,13 @@ from fedleak.metrics.utility import evaluate
 from fedleak.models import loading
 from fedleak.observation import UpdateKind
 from fedleak.rng import stream, stream_seed
-from fedleak.store.run import Run, plain
+from fedleak.store.files import plain
+from fedleak.store.run import Run
+from fedleak.store.summaries import Baseline
 from fedleak.training.local import local_update_
 
 
-def central(experiment: Experiment, run: Run) -> dict[str, Any]:
+def central(experiment: Experiment, run: Run) -> Baseline:
     """Returns the utility of a model that one party trained on all clients' data.
 
     It starts from the weights of round 1 and takes as many steps of SGD, of the same batch size and
@@ -44,4 +45,4 @@ def central(experiment: Experiment, run: Run) -> dict[str, Any]:
             seed=stream_seed(experiment.seed, "reference", step),
         )
     scores = evaluate(model, workload.held_out, workload.held_out_labels)
-    return {"steps": steps, **plain(scores)}
+    return Baseline(steps=steps, **plain(scores))

@@ -101,7 +101,7 @@ def run(
     Results go to runs/NAME. The same command again finishes what is left.
     """
     from fedleak import pipeline
-    from fedleak.audit import scoring
+    from fedleak.audit.gaps import refuse_gaps
     from fedleak.config.loading import load
     from fedleak.federation.lookup import run_folder
     from fedleak.preparation import prepare
@@ -119,7 +119,7 @@ def run(
             with progress(console) as show:
                 scored = pipeline.carry_out(at, experiment, train, show)
             tables.print_run(at, scored, console, texts=texts)
-        scoring.refuse_gaps(*runs)
+        refuse_gaps(*runs)
 
 
 @app.command()
@@ -142,7 +142,7 @@ def sweep(
     The same command again finishes what is left.
     """
     from fedleak import sweep as sweeps
-    from fedleak.report import figures
+    from fedleak.report import figures, sweep_table, tradeoff
 
     with mended():
         grid = sweeps.load(file, changes or ())
@@ -169,8 +169,8 @@ def sweep(
                 failures = sweeps.carry_out_at_once(grid, plans, train, at_once, tell)
             collected = sweeps.collect(grid)
             figures.draw(collected, grid.path / "sweep.svg")
-            figures.draw_tradeoff(collected, grid.path / "tradeoff.svg")
-        console.print(sweeps.table(collected))
+            tradeoff.draw_tradeoff(collected, grid.path / "tradeoff.svg")
+        console.print(sweep_table.table(collected))
         console.print(f"results: {markup(grid.path)}")
         sweeps.refuse_gaps(collected, failures)
 
@@ -191,6 +191,7 @@ def attack(
     """
     from fedleak import pipeline
     from fedleak.audit import scoring
+    from fedleak.audit.gaps import refuse_gaps
     from fedleak.config.loading import load
     from fedleak.dispatch.dispatcher import attack_captures, drop_failures
     from fedleak.federation.lookup import stored
@@ -217,7 +218,7 @@ def attack(
                 attack_captures(at, experiment, no_more=lambda: True, report=show)
             scored = scoring.score_run(at, [each.name for each in experiment.attacks])
         tables.print_run(at, scored, console, texts=texts)
-        scoring.refuse_gaps(at)
+        refuse_gaps(at)
 
 
 @app.command()
@@ -227,6 +228,7 @@ def score(path: RunPath, texts: Texts = False) -> None:
     RUN is a run directory.
     """
     from fedleak.audit import scoring
+    from fedleak.audit.gaps import refuse_gaps
     from fedleak.report import tables
     from fedleak.store.run import Run
 
@@ -236,7 +238,7 @@ def score(path: RunPath, texts: Texts = False) -> None:
         with at.lock():
             scored = scoring.score_run(at)
         tables.print_run(at, scored, console, texts=texts)
-        scoring.refuse_gaps(at)
+        refuse_gaps(at)
 
 
 @app.command()

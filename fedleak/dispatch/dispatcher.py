@@ -4,10 +4,9 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
 
 from fedleak.attacks import is_slow
 from fedleak.audit.grants import knowledge
@@ -21,13 +20,14 @@ from fedleak.observation import Knowledge
 from fedleak.preparation import refuse_purged
 from fedleak.reconstruction import Reconstruction, Status
 from fedleak.store import records
+from fedleak.store.records import ATTEMPTS, Answer, Attempt
 from fedleak.store.run import Key, Run
 from fedleak.workers.process import (
     Job,
     Worker,
+    answer_of,
     devices,
     failure,
-    row,
     settings,
     trace,
     wait_for_any,
@@ -96,12 +96,9 @@ class Dispatcher:
     def __init__(self, run: Run, experiment: Experiment) -> None:
         self._run, self._experiment = run, experiment
         self._model = experiment.model_spec(run.info()["num_labels"])
-        lines = run.salvage("reconstructions.jsonl", records.answer(run.fingerprint()))
-        self._answered = answered(lines, experiment)
-        self._tries = Counter(
-            (Key(line["round"], line["client"]), line["attack"])
-            for line in run.salvage("attempts.jsonl", records.ATTEMPT)
-        )
+        self._answers = records.answers(run.fingerprint())
+        self._answered = answered(run.salvage(self._answers), experiment)
+        self._tries = Counter(each.id for each in run.salvage(ATTEMPTS))
         expected = expected_captures(experiment)
         self._made, self._wanted = (
             captures_made(experiment),
@@ -181,15 +178,15 @@ class Dispatcher:
                 self._record([_failed(job, str(error))])
         return jobs
 
-    def _record(self, lines: Sequence[dict[str, Any]]) -> None:
-        self._run.append_answers(lines)
-        for line in lines:
-            key, name = Key(line["round"], line["client"]), line["attack"]
-            self._answered.add((key, name))
+    def _record(self, answers: Sequence[Answer]) -> None:
+        self._run.append(self._answers, *answers)
+        for each in answers:
+            key, name = each.id
+            self._answered.add(each.id)
             self._agenda.answered(key, name)
-            self._finished.append(Finished(name, key, line["status"], line["seconds"]))
-            self._pace.answered(name, line["seconds"] or 0.0)
-            _log.info("%s on %s: %s in %s s", name, key, line["status"], line["seconds"])
+            self._finished.append(Finished(name, key, each.status, each.seconds))
+            self._pace.answered(name, each.seconds or 0.0)
+            _log.info("%s on %s: %s in %s s", name, key, each.status, each.seconds)
 
     def _record_failure(self, jobs: Sequence[Job], error: BaseException) -> None:
         """Records a try that failed; captures that were tried often enough fail for good."""
@@ -197,13 +194,17 @@ class Dispatcher:
         attack, keys = jobs[0].attack, [job.key for job in jobs]
         _log.warning("%s failed on %s: %s", attack.name, ", ".join(map(str, keys)), traceback)
         self._tries.update((key, attack.name) for key in keys)
-        self._run.append_all(
-            "attempts.jsonl",
-            [
-                {**key._asdict(), "attack": attack.name, "reason": reason, "traceback": traceback}
-                for key in keys
-            ],
-        )
+        tries = [
+            Attempt(
+                round=key.round,
+                client=key.client,
+                attack=attack.name,
+                reason=reason,
+                traceback=traceback,
+            )
+            for key in keys
+        ]
+        self._run.append(ATTEMPTS, *tries)
         enough = 1 if isinstance(error, CaptureError) else TRIES
         for job in jobs:
             if self._tries[job.key, attack.name] < enough:
@@ -267,19 +268,12 @@ def attacking(
 
 def drop_failures(run: Run) -> int:
     """Forgets failed answers, so that they are tried again; returns how many."""
-    lines = run.salvage("reconstructions.jsonl", records.answer(run.fingerprint()))
-    kept = [line for line in lines if line["status"] != Status.FAILED]
-    failed = {
-        (line["round"], line["client"], line["attack"])
-        for line in lines
-        if line["status"] == Status.FAILED
-    }
-    tries = run.salvage("attempts.jsonl", records.ATTEMPT)
-    run.write_rows(
-        "attempts.jsonl",
-        [t for t in tries if (t["round"], t["client"], t["attack"]) not in failed],
-    )
-    run.write_rows("reconstructions.jsonl", kept)
+    lines = records.answers(run.fingerprint())
+    answers = run.salvage(lines)
+    failed = {each.id for each in answers if each.status == Status.FAILED}
+    tries = run.salvage(ATTEMPTS)
+    run.write_rows(ATTEMPTS, [each for each in tries if each.id not in failed])
+    run.write_rows(lines, [each for each in answers if each.status != Status.FAILED])
     return len(failed)
 
 
@@ -290,29 +284,27 @@ def _under_way(worker: Worker) -> UnderWay:
     return UnderWay(first.attack.name, first.key.round, clients, worker.progress())
 
 
-def _failed(job: Job, reason: str) -> dict[str, Any]:
-    """Returns the line of an attack that failed for good."""
-    return row(job, Reconstruction.none(Status.FAILED, reason))
+def _failed(job: Job, reason: str) -> Answer:
+    """Returns the answer of an attack that failed for good."""
+    return answer_of(job, Reconstruction.none(Status.FAILED, reason))
 
 
-def answered(lines: Iterable[Mapping[str, Any]], experiment: Experiment) -> set[tuple[Key, str]]:
+def answered(answers: Iterable[Answer], experiment: Experiment) -> set[tuple[Key, str]]:
     """Returns what this experiment's attacks have answered already."""
     known = {each.name: each for each in experiment.attacks}
     found = set()
-    for line in lines:
-        each = known.get(line["attack"])
+    for answer in answers:
+        each = known.get(answer.attack)
         if each is None:
             continue
-        changed = difference(line["settings"], settings(each.attack))
+        changed = difference(answer.settings, settings(each.attack))
         # An attack that uses none of the facts answers alike, whatever is granted.
-        before, now = (
-            each.attack.uses & set(g) for g in (line["granted"], experiment.threat.knows)
-        )
+        before, now = (each.attack.uses & set(g) for g in (answer.granted, experiment.threat.knows))
         changed += difference(sorted(before), sorted(now), "threat.knows.")
         if changed:
             raise ConfigError(
                 f"attack {each.name!r} already ran here with other settings "
                 f"({'; '.join(changed)}): give this one another name = ..."
             )
-        found.add((Key(line["round"], line["client"]), each.name))
+        found.add(answer.id)
     return found

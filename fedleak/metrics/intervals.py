@@ -3,7 +3,7 @@
 Texts of one client are not independent: not those of a batch, nor those of its other rounds. What
 is independent is the client, so a client is a cluster, and the estimand of `clustered_mean` is the
 mean over texts (or updates) of *other clients like these*. Texts that all go one way say little if
-they are of one client, however many they are. `share` is for what is independent, such as the
+they are of one client, however many they are. `wilson` is for what is independent, such as the
 held-out texts that a model is scored on.
 """
 
@@ -26,7 +26,7 @@ class Interval(NamedTuple):
     high: float
 
 
-def share(successes: int, trials: int) -> Interval:
+def wilson(successes: int, trials: int) -> Interval:
     """Returns a share of *independent* trials with its Wilson interval."""
     from scipy.stats import binomtest  # it takes half a second to import
 

@@ -4,20 +4,23 @@ Whatever others wrote, names too, is put through `markup` or `printable` where i
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
+from pydantic import JsonValue
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fedleak.audit.scoring import LeakageRow, Pair, Scored
+from fedleak.audit.scoring import Scored, TextPair
 from fedleak.metrics import intervals
 from fedleak.observation import GRANTABLE
 from fedleak.privacy import NONE
 from fedleak.reconstruction import Status
 from fedleak.sanitise import markup, printable
+from fedleak.store.lines import Measured
+from fedleak.store.records import LEDGER, LeakageRow, LedgerRow
 from fedleak.store.run import EVERYONE, Key, Run
+from fedleak.store.summaries import SUMMARY, AttackSummary, Estimate, Guarantee, RunSummary
 
 EXAMPLES = 4
 NOT_MEASURED = "-"
@@ -37,16 +40,17 @@ def print_run(
         texts: Print private texts to a pipe or file, too; a terminal always shows some.
     """
     console = console or Console(emoji=False)
-    summary = run.read_json("summary.json")
+    summary = run.read(SUMMARY)
     if not scored:
         console.print(f"nothing scored yet in {markup(run.path)}")
         _print_notes(summary, console)
         return
-    spent = run.rows("privacy.jsonl")
-    rows = [one.row for one in scored]
+    ledger, rows = run.rows(LEDGER), [one.row for one in scored]
     names = sorted({row.attack for row in rows})
-    print_in_parts(console, names, lambda some: leakage_table(summary["name"], rows, spent, some))
-    print_in_parts(console, list(summary["attacks"]), lambda some: summary_table(summary, some))
+    print_in_parts(console, names, lambda some: leakage_table(summary.name, rows, ledger, some))
+    print_in_parts(
+        console, list(summary.attacks), lambda some: summary_table(summary.attacks, some)
+    )
     for line in circumstances(summary):
         console.print(Text(printable(line)), soft_wrap=True)
     examples = best_examples(scored)
@@ -73,9 +77,9 @@ def print_run(
     console.print(f"results: {markup(run.path)}")
 
 
-def _print_notes(summary: dict[str, Any], console: Console) -> None:
+def _print_notes(summary: RunSummary, console: Console) -> None:
     """Prints what else should be known; what is missing is said at the end of the command."""
-    for note in summary.get("notes", ()):
+    for note in summary.notes:
         console.print(f"[yellow]note[/]: {markup(note)}", soft_wrap=True)
 
 
@@ -110,7 +114,7 @@ def print_in_parts(
 def leakage_table(
     name: str,
     rows: Sequence[LeakageRow],
-    spent: Sequence[dict[str, Any]] = (),
+    ledger: Sequence[LedgerRow] = (),
     attacks: Sequence[str] | None = None,
 ) -> Table:
     """Returns a line per round and client, with a column per attack.
@@ -118,7 +122,7 @@ def leakage_table(
     Args:
         name: Of the run.
         rows: Scored answers.
-        spent: Rows of privacy.jsonl.
+        ledger: Rows of privacy.jsonl.
         attacks: Those that get a column; None: all.
     """
     table = Table(
@@ -137,7 +141,7 @@ def leakage_table(
         table.add_column(heading, justify="right", no_wrap=True, overflow="fold")
     by_key: dict[Key, dict[str, LeakageRow]] = {}
     for row in rows:
-        by_key.setdefault(Key(row.round, row.client), {})[row.attack] = row
+        by_key.setdefault(row.key, {})[row.attack] = row
     last = None
     for key, of_key in sorted(by_key.items()):
         if last is not None and key.round != last:
@@ -151,17 +155,17 @@ def leakage_table(
             *(str(value) for value in (some.batch_size, some.num_tokens)),
             *(cell(of_key.get(attack)) for attack in attacks),
             number(guesses[0] if guesses else None),
-            epsilon_of(key, spent),
+            epsilon_of(key, ledger),
         )
     return table
 
 
-def epsilon_of(key: Key, spent: Sequence[dict[str, Any]]) -> str:
+def epsilon_of(key: Key, ledger: Sequence[LedgerRow]) -> str:
     """Returns the epsilon that a client has spent by a round; of a sum the largest of any."""
     clients: dict[int, list[float | str]] = {}
-    for row in spent:
-        if row["round"] == key.round and key.client in (row["client"], EVERYONE):
-            clients.setdefault(row["client"], []).append(row["epsilon"])
+    for row in ledger:
+        if row.round == key.round and key.client in (row.client, EVERYONE):
+            clients.setdefault(row.client, []).append(row.epsilon)
     # Of statements about one client the smallest is what counts.
     found = [min(map(float, each)) for each in clients.values() if NONE not in each]
     if len(found) < len(clients):
@@ -169,54 +173,57 @@ def epsilon_of(key: Key, spent: Sequence[dict[str, Any]]) -> str:
     return f"{max(found):.3g}" if found else NOT_MEASURED
 
 
-def circumstances(summary: dict[str, Any]) -> list[str]:
+def circumstances(summary: RunSummary) -> list[str]:
     """Returns lines about what was in the way of the attacks, what it guarantees and costs.
 
     They are text, not markup, as others wrote it.
     """
-    lines = []
-    if (settings := summary.get("defenses")) is not None:
-        defenses = [_settings(each) for each in settings["defense"]]
-        others = [
-            f"{key.replace('_', ' ')} {_value(value)}"
-            for key, value in settings.items()
-            if key != "defense" and value not in (None, "all")
+    defenses = [_defense(each) for each in summary.defenses.defense]
+    settings = [
+        f"{key.replace('_', ' ')} {_value(value)}"
+        for key, value in summary.defenses.settings.items()
+        if value not in (None, "all")
+    ]
+    lines = [
+        f"defenses: {'; '.join(defenses) or 'none'}",
+        f"settings that act as such: {', '.join(settings)}",
+    ]
+    for did in summary.defended:
+        means = [
+            f"{name.replace('_', ' ')} {value:.3g}"
+            for name, value in did.figures.items()
+            if value is not None
         ]
-        lines.append(f"defenses: {'; '.join(defenses) or 'none'}")
-        lines.append(f"settings that act as such: {', '.join(others)}")
-    for did in summary.get("defended", ()):
-        figures = [
-            f"{key.replace('_', ' ')} {value:.3g}"
-            for key, value in did.items()
-            if key not in ("defense", "kind")
-        ]
-        if figures:
-            lines.append(f"  {did['kind']}, mean of an update: {', '.join(figures)}")
-    if (privacy := summary.get("privacy")) is not None:
-        if privacy["epsilon"] == NONE:
-            lines.append("privacy: epsilon none: nothing is guaranteed to every client")
-        else:
-            lines.append(
-                f"privacy: epsilon {privacy['epsilon']:.4g} at delta {privacy['delta']:g}, "
-                f"noise multiplier {privacy['noise_multiplier']:.4g} (unit: "
-                f"{privacy['unit']}, {privacy['neighbouring']}; {privacy['accountant']})"
-            )
-    held_out = summary.get("held_out")
-    if (before := summary.get("utility_before")) is not None:
+        if means:
+            lines.append(f"  {did.kind}, mean of an update: {', '.join(means)}")
+    if summary.privacy is not None:
+        lines.append(f"privacy: {_guaranteed(summary.privacy)}")
+    held_out = summary.held_out
+    if (before := summary.utility_before) is not None:
         lines.append(f"utility before training: {_scores(before, held_out)}")
-    if (utility := summary.get("utility")) is not None:
-        lines.append(f"utility after round {utility['round']}: {_scores(utility, held_out)}")
-    if (reference := summary.get("utility_reference")) is not None:
-        lines.append(f"trained centrally, without defenses: {_scores(reference, held_out)}")
+    if (utility := summary.utility) is not None:
+        lines.append(f"utility after round {utility.round}: {_scores(utility, held_out)}")
+    if (baseline := summary.utility_reference) is not None:
+        lines.append(f"trained centrally, without defenses: {_scores(baseline, held_out)}")
     return lines
 
 
-def _settings(defense: dict[str, Any]) -> str:
-    rest = [f"{key} {_value(value)}" for key, value in defense.items() if key != "kind"]
-    return " ".join([defense["kind"], *rest])
+def _guaranteed(privacy: Guarantee) -> str:
+    if privacy.epsilon == NONE:
+        return "epsilon none: nothing is guaranteed to every client"
+    return (
+        f"epsilon {privacy.epsilon:.4g} at delta {privacy.delta:g}, noise multiplier "
+        f"{privacy.noise_multiplier:.4g} (unit: {privacy.unit}, {privacy.neighbouring}; "
+        f"{privacy.accountant})"
+    )
 
 
-def _value(value: Any) -> str:
+def _defense(table: Mapping[str, JsonValue]) -> str:
+    rest = [f"{key} {_value(value)}" for key, value in table.items() if key != "kind"]
+    return " ".join([str(table["kind"]), *rest])
+
+
+def _value(value: JsonValue) -> str:
     if isinstance(value, dict):
         return " ".join(f"{key} {_value(each)}" for key, each in value.items())
     if isinstance(value, bool):
@@ -224,18 +231,17 @@ def _value(value: Any) -> str:
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _scores(utility: dict[str, Any], held_out: int | None) -> str:
+def _scores(utility: Measured, held_out: int) -> str:
     """Returns the figures, and the accuracy's interval: texts that nobody has are independent."""
     named = {"mcc": "MCC", "f1": "F1"}
-    figures = {
-        key: NOT_MEASURED if value is None else f"{value:.3g}"
-        for key, value in utility.items()
-        if key not in ("round", "steps")
+    shown = {
+        name: NOT_MEASURED if value is None else f"{value:.3g}"
+        for name, value in utility.figures.items()
     }
-    if held_out and utility.get("accuracy") is not None:
-        _, low, high = intervals.share(round(utility["accuracy"] * held_out), held_out)
-        figures["accuracy"] += f" [{low:.2f}, {high:.2f}]"
-    return ", ".join(f"{named.get(key, key)} {value}" for key, value in figures.items())
+    if held_out and (accuracy := utility.figures.get("accuracy")) is not None:
+        _, low, high = intervals.wilson(round(accuracy * held_out), held_out)
+        shown["accuracy"] += f" [{low:.2f}, {high:.2f}]"
+    return ", ".join(f"{named.get(name, name)} {value}" for name, value in shown.items())
 
 
 def cell(row: LeakageRow | None) -> str:
@@ -251,54 +257,55 @@ def cell(row: LeakageRow | None) -> str:
     return f"[red]{words}[/]" if exact else words
 
 
-def summary_table(summary: dict[str, Any], chosen: Sequence[str] | None = None) -> Table:
+Show = Callable[[AttackSummary], str]
+
+
+def summary_table(
+    summaries: Mapping[str, AttackSummary], chosen: Sequence[str] | None = None
+) -> Table:
     """Returns a column per attack: its figures with 95 % intervals, and the controls.
 
     Args:
-        summary: What is in summary.json.
+        summaries: By the name of the attack.
         chosen: Names of the attacks that get a column; None: all.
     """
-    attacks: dict[str, dict[str, Any]] = {
-        name: of for name, of in summary["attacks"].items() if chosen is None or name in chosen
-    }
+    attacks = {name: of for name, of in summaries.items() if chosen is None or name in chosen}
     table = Table(
         title="in all: mean and 95 % interval over clients",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
-        caption="\n".join([*map(markup, warnings(summary["attacks"].values())), INTERVALS]),
+        caption="\n".join([*map(markup, warnings(summaries.values())), INTERVALS]),
         title_justify="left",
         caption_justify="left",
     )
     table.add_column(overflow="fold")
     for name, of in attacks.items():
-        table.add_column(
-            markup(name) + (" *" if of["warning"] else ""), justify="right", overflow="fold"
-        )
-    lines: list[tuple[str, Callable[[dict[str, Any]], str]]] = [
-        ("was told", lambda of: told(of["knows"])),
-        ("answers", lambda of: f"{of['status'].get(Status.RECOVERED, 0)} of {of['rows']}"),
-        ("texts exact, %", lambda of: interval(of["exact_match"], 100)),
-        ("ROUGE-1", lambda of: interval(of["rouge1"])),
-        ("ROUGE-2", lambda of: interval(of["rouge2"])),
-        ("ROUGE-L", lambda of: interval(of["rougeL"])),
-        ("  other update", lambda of: interval(of["control_rougeL"])),
-        ("  no update", lambda of: interval(of["guess_rougeL"])),
-        ("tokens found, %", lambda of: interval(of["token_recall"], 100)),
-        ("  other update", lambda of: interval(of["control_token_recall"], 100)),
-        ("  no update", lambda of: interval(of["guess_token_recall"], 100)),
-        ("tokens right, %", lambda of: interval(of["token_precision"], 100)),
-        ("length right, %", lambda of: interval(of["facts"].get("longest_sequence"), 100)),
-        ("labels right, %", lambda of: interval(of["facts"].get("label_counts"), 100)),
-        ("seconds", lambda of: f"{of['seconds']:.1f}"),
+        heading = markup(name) + (" *" if of.warning else "")
+        table.add_column(heading, justify="right", overflow="fold")
+    lines: list[tuple[str, Show]] = [
+        ("was told", lambda of: told(of.knows)),
+        ("answers", lambda of: f"{of.answers} of {of.rows}"),
+        ("texts exact, %", lambda of: interval(of.exact_match, 100)),
+        ("ROUGE-1", lambda of: interval(of.rouge1)),
+        ("ROUGE-2", lambda of: interval(of.rouge2)),
+        ("ROUGE-L", lambda of: interval(of.rougeL)),
+        ("  other update", lambda of: interval(of.control_rougeL)),
+        ("  no update", lambda of: interval(of.guess_rougeL)),
+        ("tokens found, %", lambda of: interval(of.token_recall, 100)),
+        ("  other update", lambda of: interval(of.control_token_recall, 100)),
+        ("  no update", lambda of: interval(of.guess_token_recall, 100)),
+        ("tokens right, %", lambda of: interval(of.token_precision, 100)),
+        *(_fact(name) for name in sorted({name for of in attacks.values() for name in of.facts})),
+        ("seconds", lambda of: f"{of.seconds:.1f}"),
     ]
     for heading, show in lines:
         table.add_row(heading, *(show(of) for of in attacks.values()))
-    optional: list[tuple[str, Callable[[dict[str, Any]], str]]] = [
-        ("an update", lambda of: decimal(of["seconds_per_update"], 3)),
+    optional: list[tuple[str, Show]] = [
+        ("an update", lambda of: decimal(of.seconds_per_update, 3)),
         ("batches proved", proved),
-        ("smallest margin", lambda of: decimal(of["margin"])),
-        ("rank budget, %", lambda of: budget(of["budget"], of["rows"])),
-        ("candidates", lambda of: candidates(of["candidates"])),
+        ("smallest margin", lambda of: decimal(of.margin)),
+        ("rank budget, %", budget),
+        ("candidates", candidates),
     ]
     for heading, show in optional:
         cells = [show(of) for of in attacks.values()]
@@ -307,28 +314,41 @@ def summary_table(summary: dict[str, Any], chosen: Sequence[str] | None = None) 
     return table
 
 
-def warnings(summaries: Iterable[Mapping[str, Any]]) -> list[str]:
+def _fact(name: str) -> tuple[str, Show]:
+    """Returns the line of a fact that attacks read: how often it is right."""
+
+    def show(of: AttackSummary) -> str:
+        if name not in of.facts:
+            return NOT_MEASURED
+        right = of.facts[name]
+        return "not compared" if right is None else interval(right, 100)
+
+    return f"{markup(name.replace('_', ' '))}, %", show
+
+
+def warnings(summaries: Iterable[AttackSummary]) -> list[str]:
     """Returns why figures of attacks that are marked with a star are no rates, each reason once."""
-    return [f"* {reason}" for reason in sorted({of["warning"] for of in summaries} - {None})]
+    return [f"* {reason}" for reason in sorted({of.warning for of in summaries if of.warning})]
 
 
-def proved(of: dict[str, Any]) -> str:
+def proved(of: AttackSummary) -> str:
     """Returns how many whole batches an attack proved; one that checks nothing proves nothing."""
-    checks = of["verified"] or of["candidates"]
-    return f"{of['verified']} of {of['rows']}" if checks else NOT_MEASURED
+    checks = of.verified or of.candidates
+    return f"{of.verified} of {of.rows}" if checks else NOT_MEASURED
 
 
-def budget(value: dict[str, float] | None, rows: int) -> str:
+def budget(of: AttackSummary) -> str:
     """Returns `mean (max ...)` of the shares used, and of how many rows where not of all."""
-    if value is None:
+    used = of.budget
+    if used is None:
         return NOT_MEASURED
-    few = "" if value["rows"] == rows else f"; {value['rows']} of {rows}"
-    return f"{100 * value['mean']:.0f} [dim](max {100 * value['max']:.0f}{few})[/]"
+    few = "" if used.rows == of.rows else f"; {used.rows} of {of.rows}"
+    return f"{100 * used.mean:.0f} [dim](max {100 * used.max:.0f}{few})[/]"
 
 
-def candidates(left: dict[str, float] | None) -> str:
+def candidates(of: AttackSummary) -> str:
     """Returns how many candidates an update had after each check, in the order of the checks."""
-    return ">".join(f"{count:,.0f}" for count in (left or {}).values()) or NOT_MEASURED
+    return ">".join(f"{count:,.0f}" for count in (of.candidates or {}).values()) or NOT_MEASURED
 
 
 def told(knows: Sequence[str]) -> str:
@@ -336,9 +356,9 @@ def told(knows: Sequence[str]) -> str:
     return ", ".join(fact for fact in knows if fact in GRANTABLE) or "nothing more"
 
 
-def best_examples(scored: Sequence[Scored]) -> list[tuple[str, Pair]]:
+def best_examples(scored: Sequence[Scored]) -> list[tuple[str, TextPair]]:
     """Returns the best answers, at most one per private text, best first."""
-    found: dict[str, tuple[str, Pair]] = {}
+    found: dict[str, tuple[str, TextPair]] = {}
     for one in scored:
         for pair in one.pairs:
             held = found.get(pair.truth)
@@ -347,11 +367,11 @@ def best_examples(scored: Sequence[Scored]) -> list[tuple[str, Pair]]:
     return sorted(found.values(), key=lambda item: -item[1].rougeL)[:EXAMPLES]
 
 
-def interval(value: dict[str, float] | None, scale: float = 1) -> str:
+def interval(value: Estimate | None, scale: float = 1) -> str:
     """Returns `mean [low, high]`."""
     if value is None:
         return NOT_MEASURED
-    mean, low, high = (f"{scale * value[key]:.0f}" for key in ("mean", "low", "high"))
+    mean, low, high = (f"{scale * each:.0f}" for each in (value.mean, value.low, value.high))
     return f"{mean} [dim]\\[{low}, {high}][/]"
 
 

@@ -1,64 +1,163 @@
-"""The lines of a run's files, checked when they are read back: a damaged one is not a wrong score.
+"""What a run's files hold: answers of attacks and what became of them, a value a line."""
 
-A check says what is wrong and where, without what stands there, which may be private.
-"""
-
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import chain
-from typing import Any
+from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic import JsonValue
 
+from fedleak.privacy import NONE
 from fedleak.reconstruction import Status
-from fedleak.store.run import Parse, json_object
+from fedleak.store.lines import Lines, Measured, Record
+from fedleak.store.run import Key
 
 
-class _Line(BaseModel):
-    """A line that may have other fields too."""
-
-    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+class _OfUpdate(Record):
+    """What is about one client's update in one round, or about the sum of a round's updates."""
 
     round: int
     client: int
 
+    @property
+    def key(self) -> Key:
+        """Which update."""
+        return Key(self.round, self.client)
 
-class _Answer(_Line):
-    """A line of reconstructions.jsonl, as far as it is read again."""
+
+class _OfAttack(_OfUpdate):
+    """What is about one attack on one update.
+
+    Attributes:
+        attack: The name of the attack.
+    """
 
     attack: str
-    settings: dict[str, Any]
-    granted: list[str]
-    knows: list[str]
+
+    @property
+    def id(self) -> tuple[Key, str]:
+        """Which update, and the name of the attack."""
+        return self.key, self.attack
+
+
+class Answer(_OfAttack):
+    """What an attack answered for one capture: a line of reconstructions.jsonl.
+
+    The fields from `status` on are those of a `Reconstruction`.
+
+    Attributes:
+        settings: Its kind and hyper-parameters.
+        granted: Facts that the experiment grants.
+        knows: Facts that the attacker had.
+        seconds, device: The attack alone, its share of the call; None if it was not called.
+        together: How many captures shared the call; None if it was not called.
+    """
+
+    settings: dict[str, JsonValue]
+    granted: tuple[str, ...]
+    knows: tuple[str, ...]
     seconds: float | None
     device: str | None
+    together: int | None = None
     status: Status
-    sequences: list[list[int]] | None
-    margins: list[float | None]
-    tokens: list[int] | None
-    facts: dict[str, Any]
-    diagnostics: dict[str, Any]
+    sequences: tuple[tuple[int, ...], ...] | None
+    evidence: tuple[float | None, ...] = ()
+    margins: tuple[float | None, ...]
+    tokens: tuple[int, ...] | None
+    facts: dict[str, JsonValue]
+    diagnostics: dict[str, JsonValue]
     verified: bool
     reason: str
-    fingerprint: str
 
 
-class _Attempt(_Line):
-    """A line of attempts.jsonl."""
+class Attempt(_OfAttack):
+    """A try of an attack that crashed: a line of attempts.jsonl."""
 
-    attack: str
     reason: str
+    traceback: str = ""
 
 
-class _Utility(BaseModel):
-    """A line of utility.jsonl."""
+class Fact(Record):
+    """A fact that an attack read.
 
-    round: int
+    Attributes:
+        found: What it said.
+        true: What is true; None if that cannot be told.
+    """
+
+    found: JsonValue
+    true: JsonValue = None
+
+    @property
+    def right(self) -> bool | None:
+        """Whether it is right; None: not compared, for nobody knows what is true."""
+        return None if self.true is None else self.found == self.true
 
 
-class _Spent(_Line):
-    """A line of privacy.jsonl."""
+class LeakageRow(_OfAttack):
+    """One answer, scored: a line of leakage.jsonl. None is "not measured", never zero.
 
-    epsilon: float | str
+    Attributes:
+        status: recovered, abstained, inadmissible or failed.
+        batch_size, num_tokens: Sequences in the batch; their tokens, special ones included.
+        rouge1, rouge2, rougeL: 0 to 100, content only; an unanswered sequence counts 0.
+        paper_rouge1, paper_rouge2, paper_rougeL: The same pairs with special tokens kept, as
+            published tables have them.
+        exact_match: Share of sequences recovered exactly.
+        token_recall, token_precision: Of distinct content tokens: those that the attack says were
+            in the batch, or, if it names sequences only, those of its sequences.
+        control_rougeL, control_token_recall: The attack's answer for another client's update.
+        guess_rougeL, guess_token_recall: Held-out texts, no update.
+        facts: Each other fact that the attack read, by name.
+        margin: The smallest of the sequences that the attack is certain of; None where it is of
+            none, or nothing was rejected in their place.
+        diagnostics: How the attack went, in its own words.
+        seconds, device: The attack alone.
+        knows: Facts that the attacker had.
+    """
+
+    status: Status
+    reason: str
+    verified: bool
+    batch_size: int
+    num_tokens: int
+    rouge1: float | None
+    rouge2: float | None
+    rougeL: float | None
+    paper_rouge1: float | None
+    paper_rouge2: float | None
+    paper_rougeL: float | None
+    exact_match: float | None
+    token_recall: float | None
+    token_precision: float | None
+    control_rougeL: float | None
+    control_token_recall: float | None
+    guess_rougeL: float | None
+    guess_token_recall: float | None
+    facts: dict[str, Fact]
+    margin: float | None
+    diagnostics: dict[str, JsonValue]
+    seconds: float | None
+    device: str | None
+    knows: tuple[str, ...]
+
+
+Epsilon = float | Literal["none"]
+"""A number, or the word where nothing is guaranteed."""
+
+
+class LedgerRow(_OfUpdate):
+    """What a client has spent of its privacy by a round: a line of privacy.jsonl.
+
+    Attributes:
+        epsilon, delta: Of the guarantee.
+        accountant: How the rounds were composed.
+        unit, neighbouring: What is protected, and against which change of the data.
+        sampling, sampling_rate: How examples are drawn, as far as it amplifies the guarantee.
+        steps: Uses of the mechanism so far.
+        noise_multiplier: Of each use.
+    """
+
+    epsilon: Epsilon
     delta: float | None
     accountant: str
     unit: str
@@ -68,54 +167,67 @@ class _Spent(_Line):
     steps: int | None
     noise_multiplier: float | None
 
+    @classmethod
+    def nothing_guaranteed(cls, key: Key) -> "LedgerRow":
+        """Returns the row of a client whose defenses guarantee nothing."""
+        return cls(
+            round=key.round,
+            client=key.client,
+            epsilon=NONE,
+            delta=None,
+            accountant=NONE,
+            unit=NONE,
+            neighbouring=NONE,
+            sampling=NONE,
+            sampling_rate=None,
+            steps=None,
+            noise_multiplier=None,
+        )
 
-class _Defended(_Line):
-    """A line of defenses.jsonl."""
+
+class DefenseRow(_OfUpdate, Measured):
+    """What one defense did to one update: a line of defenses.jsonl; its figures are by name.
+
+    Attributes:
+        defense: Its place in the experiment file.
+        kind: Of the defense.
+    """
 
     defense: int
     kind: str
 
 
-def of_shape(shape: type) -> Parse:
-    """Returns what reads a line that holds the fields of a class; it may hold others."""
-    adapter: TypeAdapter[Any] = TypeAdapter(shape)
+class Utility(Measured):
+    """How good the model is after a round: a line of utility.jsonl; its figures are by name."""
 
-    def parse(line: bytes) -> dict[str, Any]:
-        try:
-            adapter.validate_json(line, strict=True)
-        except ValidationError as error:
-            first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-            where = ".".join(map(str, first["loc"]))
-            message = first["msg"]
-            raise ValueError(f"{where}: {message}" if where else message) from None
-        return json_object(line)
-
-    return parse
+    round: int
 
 
-ATTEMPT, UTILITY = of_shape(_Attempt), of_shape(_Utility)
-SPENT, DEFENDED = of_shape(_Spent), of_shape(_Defended)
-_ANSWER = of_shape(_Answer)
+ATTEMPTS = Lines("attempts.jsonl", Attempt)
+LEAKAGE = Lines("leakage.jsonl", LeakageRow)
+LEDGER = Lines("privacy.jsonl", LedgerRow)
+DEFENSES = Lines("defenses.jsonl", DefenseRow)
+UTILITY = Lines("utility.jsonl", Utility)
 
 
-def answer(fingerprint: str | None, vocabulary: int | None = None) -> Parse:
-    """Returns what reads a line of reconstructions.jsonl.
+def answers(fingerprint: str | None, vocabulary: int | None = None) -> Lines[Answer]:
+    """Returns the file of answers.
 
     Args:
         fingerprint: Of the experiment: answers of another are refused.
         vocabulary: Token ids that the model has; None: not known here.
     """
+    mark = {"fingerprint": fingerprint}
+    return Lines("reconstructions.jsonl", Answer, mark, _with_ids_below(vocabulary))
 
-    def parse(line: bytes) -> dict[str, Any]:
-        row = _ANSWER(line)
-        if row["fingerprint"] != fingerprint:
-            raise ValueError("it answers for another experiment")
-        ids = chain(row["tokens"] or (), *(row["sequences"] or ()))
+
+def _with_ids_below(vocabulary: int | None) -> Callable[[Answer], None]:
+    def check(answer: Answer) -> None:
+        ids = chain(answer.tokens or (), *(answer.sequences or ()))
         if vocabulary is not None and not within(ids, vocabulary):
             raise ValueError(f"it has token ids outside the vocabulary of {vocabulary}")
-        return row
 
-    return parse
+    return check
 
 
 def within(ids: Iterable[int], vocabulary: int) -> bool:

@@ -20,22 +20,17 @@ Under secure aggregation a capture is r0001-all: the round's sum. Until all have
 that it is of are below `held`, which stands for the protocol and is read by no attack.
 
 Work that is left is what the directory lacks, so there is no queue that a crash could corrupt.
-Files are written under a temporary name, synced and renamed. A line counts once its newline is
-on disk. Lines that belong together are one write, in which all but the last end in a space: what
-was torn, a line or such a group, does not count and is cut by the next write.
 """
 
 import json
-import math
-import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, TypeVar
 
 import safetensors
 import safetensors.torch
@@ -45,44 +40,30 @@ from torch import Tensor
 from fedleak.errors import CaptureError, ConfigError, FedleakError
 from fedleak.logs import logged
 from fedleak.observation import ClientUpdate, Knowledge, UpdateKind
+from fedleak.store.files import (
+    append_together,
+    complete_lines,
+    naming,
+    new_file,
+    one_line,
+    parse_json,
+    plain,
+    replace,
+)
+from fedleak.store.lines import (
+    SCHEMA_VERSION,
+    Document,
+    Lines,
+    Record,
+    other_version,
+)
 
-SCHEMA_VERSION = 2
-"""Of run.json and the files beside it: 2 has the experiment's fingerprint."""
+T = TypeVar("T")
 
-_MORE = " \n"
-"""Ends a line that is followed by others of the same write; to JSON the space is nothing."""
 _KEY = re.compile(r"r(\d+)-(?:c(\d+)|all)")
 
 EVERYONE = -1
 """The client of a capture that is the sum over all of its round."""
-
-
-def json_object(line: bytes) -> dict[str, Any]:
-    """Reads a line that holds a table.
-
-    Raises:
-        ValueError: It does not.
-    """
-    value = _json(line)
-    if not isinstance(value, dict):
-        raise ValueError(f"a table was expected, not a {type(value).__name__}")
-    return value
-
-
-def _json(content: bytes) -> Any:
-    """Reads JSON; what it cannot hold, as infinity, is a ValueError like all that is not JSON."""
-
-    def refuse(constant: str) -> NoReturn:
-        raise ValueError(f"{constant} is not a number")
-
-    try:
-        return json.loads(content.decode(), parse_constant=refuse)
-    except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
-
-
-Parse = Callable[[bytes], dict[str, Any]]
-"""Reads a line of a JSONL file, or raises ValueError."""
 
 
 class Key(NamedTuple):
@@ -103,6 +84,18 @@ class Capture:
     key: Key
     update: ClientUpdate
     knowledge: Knowledge
+
+
+class Damaged(Record):
+    """A line of another file that could not be read, and why: a line of damaged.jsonl."""
+
+    file: str
+    line: int
+    reason: str
+    content: str = ""
+
+
+DAMAGED = Lines("damaged.jsonl", Damaged)
 
 
 @dataclass(frozen=True)
@@ -147,7 +140,7 @@ class Run:
         Args:
             values: At least `experiment`, its `fingerprint`, `status` and `num_labels`.
         """
-        with _naming(self.path):
+        with naming(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             self.path.chmod(0o700)
         self.write_json("run.json", {"schema_version": SCHEMA_VERSION, **values})
@@ -168,7 +161,7 @@ class Run:
         path = self._place(".lock")
         lock = FileLock(path, mode=0o600)
         try:
-            with _naming(path):
+            with naming(path):
                 lock.acquire(blocking=False)
         except Timeout as error:
             raise FedleakError(
@@ -246,7 +239,9 @@ class Run:
             tensors, metadata = _read_tensors(path)
             self._refuse_foreign(json.loads(metadata["fedleak"]))
         except _DAMAGE as error:
-            raise CaptureError(f"model {path} is damaged ({_line(error)}): {_RESTORE}") from error
+            raise CaptureError(
+                f"model {path} is damaged ({one_line(error)}): {_RESTORE}"
+            ) from error
         return tensors
 
     def forget(self, round: int) -> None:
@@ -305,7 +300,7 @@ class Run:
         """Writes tensors, and beside them a table with this experiment's mark."""
         marked = json.dumps({"fingerprint": self.fingerprint(), **about})
         flat = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        with _new_file(self._place(name)) as temporary:
+        with new_file(self._place(name)) as temporary:
             safetensors.torch.save_file(flat, temporary, {"fedleak": marked})
 
     # --- the vault --------------------------------------------------------------------------
@@ -345,100 +340,90 @@ class Run:
 
     # --- rows -------------------------------------------------------------------------------
 
-    def append(self, name: str, row: Mapping[str, Any]) -> None:
-        """Appends one line to a JSONL file and syncs it."""
-        self.append_all(name, [row])
+    def append(self, lines: Lines[T], *values: T) -> None:
+        """Appends values to a JSONL file and syncs it: whatever happens, all of them or none."""
+        if values:
+            append_together(self._place(lines.name), [lines.written(value) for value in values])
 
-    def append_all(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Appends lines to a JSONL file and syncs it: whatever happens, all of them or none."""
-        lines = [json.dumps(row, allow_nan=False) for row in rows]
-        if not lines:
-            return
-        path = self._place(name)
-        with _naming(path), open(path, "ab+", opener=private) as file:
-            _drop_torn_(file)
-            file.write((_MORE.join(lines) + "\n").encode())
-            file.flush()
-            os.fsync(file.fileno())
-
-    def append_answers(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Appends answers of attacks that belong together, with this experiment's mark."""
-        mark = {"fingerprint": self.fingerprint()}
-        self.append_all("reconstructions.jsonl", [{**row, **mark} for row in rows])
-
-    def rows(self, name: str, parse: Parse = json_object) -> list[dict[str, Any]]:
-        """Returns the complete lines of a JSONL file; none if there is no file.
-
-        Args:
-            name: The file.
-            parse: Reads a line, or raises ValueError.
+    def rows(self, lines: Lines[T]) -> list[T]:
+        """Returns the values of a JSONL file; none if there is no file.
 
         Raises:
             FedleakError: A line that cannot be read.
         """
-        rows, damaged = self._parsed(name, parse)
+        rows, damaged = self._parsed(lines)
         if damaged:
             number, _, reason = damaged[0]
             raise FedleakError(
-                f"{self.path / name}, line {number}, is damaged ({reason}): "
+                f"{self.path / lines.name}, line {number}, is damaged ({reason}): "
                 f"`fedleak score {self.path}` puts it into damaged.jsonl and keeps the others"
             )
         return [row for row, _ in rows]
 
-    def salvage(self, name: str, parse: Parse = json_object) -> list[dict[str, Any]]:
+    def salvage(self, lines: Lines[T]) -> list[T]:
         """Returns the lines that can be read, as `rows` does, and moves others to damaged.jsonl.
 
         Whoever calls it holds the lock.
         """
-        rows, damaged = self._parsed(name, parse)
+        rows, damaged = self._parsed(lines)
         if damaged:
             found = [
-                {"file": name, "line": number, "reason": reason, "content": line.decode("latin-1")}
-                for number, line, reason in damaged
+                Damaged(file=lines.name, line=n, reason=reason, content=line.decode("latin-1"))
+                for n, line, reason in damaged
             ]
-            self.append_all("damaged.jsonl", found)
-            self._replace(name, b"".join(line.rstrip() + b"\n" for _, line in rows))
+            self.append(DAMAGED, *found)
+            kept = b"".join(line.rstrip() + b"\n" for _, line in rows)
+            replace(self._place(lines.name), kept)
         return [row for row, _ in rows]
 
-    def damaged(self) -> list[tuple[str, int, str]]:
-        """Returns file, line and what was wrong with it of each line that was put aside."""
-        rows, damaged = self._parsed("damaged.jsonl", json_object)
-        found = [
-            (str(row.get("file")), row.get("line", 0), row.get("reason", "")) for row, _ in rows
+    def damaged(self) -> list[Damaged]:
+        """Returns the lines that were put aside; of one that is itself damaged, what is wrong."""
+        rows, damaged = self._parsed(DAMAGED)
+        return [row for row, _ in rows] + [
+            Damaged(file=DAMAGED.name, line=number, reason=reason) for number, _, reason in damaged
         ]
-        return found + [("damaged.jsonl", number, reason) for number, _, reason in damaged]
 
     def _parsed(
-        self, name: str, parse: Parse
-    ) -> tuple[list[tuple[dict[str, Any], bytes]], list[tuple[int, bytes, str]]]:
-        """Returns rows with their lines, and lines that cannot be read, with number and reason."""
-        path = self.path / name
-        if not path.is_file():
-            return [], []
-        with _naming(path, "read"):
-            content = path.read_bytes()
-        complete = _complete(content)
-        lines, rest = content[:complete].split(b"\n")[:-1], content[complete:]
-        # What a killed process wrote last does not count, but it begins as a line does.
-        if rest and not rest.startswith(b"{"):
-            lines.append(rest)
-        rows: list[tuple[dict[str, Any], bytes]] = []
+        self, lines: Lines[T]
+    ) -> tuple[list[tuple[T, bytes]], list[tuple[int, bytes, str]]]:
+        """Returns values with their lines, and damaged lines with number and what is wrong."""
+        rows: list[tuple[T, bytes]] = []
         damaged: list[tuple[int, bytes, str]] = []
-        for number, line in enumerate(lines, 1):
+        for number, line in enumerate(complete_lines(self.path / lines.name), 1):
             try:
-                rows.append((parse(line), line))
+                rows.append((lines.read(line), line))
             except ValueError as error:
-                damaged.append((number, line, _line(error)))
+                damaged.append((number, line, one_line(error)))
         return rows, damaged
 
-    def write_rows(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
+    def write_rows(self, lines: Lines[T], values: Iterable[T]) -> None:
         """Writes a whole JSONL file at once."""
-        text = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows)
-        self._replace(name, text.encode())
+        text = "".join(lines.written(value) + "\n" for value in values)
+        replace(self._place(lines.name), text.encode())
+
+    def write(self, document: Document[T], value: T) -> None:
+        """Writes a JSON file at once."""
+        replace(self._place(document.name), document.written(value))
+
+    def read(self, document: Document[T]) -> T:
+        """Reads a JSON file.
+
+        Raises:
+            FedleakError: It is missing, damaged, or of another version of fedleak.
+        """
+        path = self.path / document.name
+        with naming(path, "read"):
+            content = path.read_bytes()
+        try:
+            return document.read(content)
+        except ValueError as error:
+            reason = one_line(error)
+            raise FedleakError(f"{path} cannot be read ({reason}): {document.remedy}") from error
 
     def write_json(self, name: str, value: Any) -> None:
         """Writes a JSON file at once."""
-        self._replace(name, (json.dumps(value, indent=1, allow_nan=False) + "\n").encode())
+        content = json.dumps(value, indent=1, allow_nan=False) + "\n"
+        replace(self._place(name), content.encode())
 
     def read_json(self, name: str) -> Any:
         """Reads a JSON file.
@@ -447,21 +432,17 @@ class Run:
             FedleakError: It is missing or damaged.
         """
         path = self.path / name
-        with _naming(path, "read"):
+        with naming(path, "read"):
             content = path.read_bytes()
         try:
-            return _json(content)
+            return parse_json(content)
         except ValueError as error:  # not UTF-8, or not JSON
-            raise FedleakError(f"{path} is damaged ({_line(error)})") from error
-
-    def _replace(self, name: str, content: bytes) -> None:
-        with _new_file(self._place(name)) as temporary:
-            temporary.write_bytes(content)
+            raise FedleakError(f"{path} is damaged ({one_line(error)})") from error
 
     def _place(self, name: str) -> Path:
         """Returns where a file is to be written, in folders that only their owner can open."""
         path = self.path / name
-        with _naming(path):
+        with naming(path):
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             path.parent.mkdir(mode=0o700, exist_ok=True)
         return path
@@ -471,27 +452,13 @@ class Run:
         aside = self.path.with_name(f"{self.path.name}.{time.strftime('%Y%m%d-%H%M%S')}")
         while aside.exists():
             aside = aside.with_name(aside.name + "x")
-        with _naming(self.path, "moved"):
+        with naming(self.path, "moved"):
             self.path.rename(aside)
         return aside
 
 
-def plain(value: Any) -> Any:
-    """Returns a value with null for each number that is not finite: JSON has no infinity."""
-    if isinstance(value, Mapping):
-        return {key: plain(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 _DAMAGE = (OSError, KeyError, ValueError, TypeError, safetensors.SafetensorError)
 """What reading a damaged file raises."""
-
-
-def private(path: str, flags: int) -> int:
-    """Opens a file that only its owner can open: the `opener` of `open`, for all of a run."""
-    return os.open(path, flags, 0o600)
 
 
 _RESTORE = (
@@ -507,28 +474,17 @@ def _not_info(value: Any) -> str | None:
     """Returns why a value cannot be that of a run.json; None if it can."""
     if not isinstance(value, dict):
         return f"is damaged (it holds a {type(value).__name__}, not a table)"
-    version = value.get("schema_version")
-    if version != SCHEMA_VERSION:
-        return (
-            f"has schema_version {version!r}, and this fedleak reads {SCHEMA_VERSION}: it is "
-            "damaged, or another version wrote it"
-        )
+    if reason := other_version(value):
+        return f"{reason}: it is damaged, or another version wrote it"
     wrong = [key for key, of in _INFO.items() if not isinstance(value.get(key), of)]
     return f"is damaged ({', '.join(wrong)} missing or not right)" if wrong else None
 
 
 def _damaged(path: Path, error: Exception) -> CaptureError:
     return CaptureError(
-        f"capture {path} is damaged ({_line(error)}): delete it, run the experiment again, then "
+        f"capture {path} is damaged ({one_line(error)}): delete it, run the experiment again, then "
         "`fedleak attack --retry`"
     )
-
-
-def _line(error: Exception) -> str:
-    """Returns what an error says, in one line."""
-    if isinstance(error, KeyError):
-        return f"{error} is missing"
-    return " ".join(str(error).split())
 
 
 def _captured(key: Key) -> str:
@@ -547,63 +503,3 @@ def _keys(folder: Path, suffix: str) -> list[Key]:
 def _read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     with safetensors.safe_open(path, framework="pt") as file:
         return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
-
-
-@contextmanager
-def _new_file(path: Path) -> Iterator[Path]:
-    """Yields a temporary name that becomes the file's: whatever happens, all of it or nothing.
-
-    The folder is synced too, so that the new name survives a power cut.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with _naming(path):
-        try:
-            os.close(private(str(temporary), os.O_WRONLY | os.O_CREAT | os.O_TRUNC))
-            yield temporary
-            _sync(temporary)
-            temporary.replace(path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-        _sync(path.parent)
-
-
-def _sync(path: Path) -> None:
-    opened = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)
-
-
-@contextmanager
-def _naming(path: Path, what: str = "written") -> Iterator[None]:
-    """Says of a failure of the disk which file it is about."""
-    try:
-        yield
-    except Timeout:
-        raise
-    except (OSError, safetensors.SafetensorError) as error:
-        reason = (error.strerror if isinstance(error, OSError) else None) or _line(error)
-        raise FedleakError(
-            f"{path} cannot be {what}: {reason}: mend that and give the same command again"
-        ) from error
-
-
-def _drop_torn_(file: Any) -> None:
-    """Cuts what a killed process left after the last complete write."""
-    size = file.seek(0, os.SEEK_END)
-    file.seek(max(size - len(_MORE), 0))
-    end = file.read()
-    if _complete(end) == len(end):
-        return
-    file.seek(0)
-    file.truncate(_complete(file.read()))
-
-
-def _complete(content: bytes) -> int:
-    """Returns where the last write ends of which nothing is missing."""
-    end = len(content)
-    while (end := content.rfind(b"\n", 0, end) + 1) and content[:end].endswith(_MORE.encode()):
-        end -= 1
-    return end

@@ -21,6 +21,8 @@ MOST_CHARACTERS = 10_000_000
 _MOST_SEQUENCES = 100
 """That an answer may always hold; above, no more than so many times what is in the batch."""
 _TIMES = 10
+_MOST_FACTS, _LONGEST_NAME = 100, 100
+"""Facts of an answer, and characters of the name of one."""
 _DEEPEST = 20
 _LARGEST = 2**63
 """Whole numbers below it; Python does not read back those of thousands of digits."""
@@ -146,16 +148,27 @@ def _json(name: str, value: object, depth: int = 0) -> Any:
     """Returns a value of plain JSON, or refuses it."""
     if depth > _DEEPEST:
         raise InvalidAnswerError(f"{name} is nested more than {_DEEPEST} times")
-    if value is None or type(value) in (bool, str):
+    if value is None or type(value) is bool:
         return value
+    if type(value) is str:
+        return _text(name, value)
     if isinstance(value, Mapping):
         for key in value:
             if type(key) is not str:
                 raise InvalidAnswerError(f"a key in {name} is {_type(key)}, not a str")
-        return {key: _json(name, each, depth + 1) for key, each in value.items()}
+        return {_text(name, key): _json(name, each, depth + 1) for key, each in value.items()}
     if isinstance(value, tuple | list):
         return [_json(name, each, depth + 1) for each in value]
     return _number(f"a value in {name}", value)
+
+
+def _text(name: str, value: str) -> str:
+    """Returns a text, or refuses one with half a character: JSON is not read back with it."""
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidAnswerError(f"a text in {name} has a lone surrogate") from error
+    return value
 
 
 def _table(name: str, value: object) -> dict[str, Any]:
@@ -166,11 +179,14 @@ def _table(name: str, value: object) -> dict[str, Any]:
 
 
 def _check_facts(facts: Mapping[str, Any]) -> None:
-    """Refuses facts that there is no truth for."""
-    known = {"longest_sequence", "label_counts"}
-    if facts.keys() - known:
-        name = printable(min(facts.keys() - known))[:100]
-        raise InvalidAnswerError(f"facts has {name!r}: known are {', '.join(sorted(known))}")
+    """Refuses names that a report could not show. Any fact is kept, known or not."""
+    if len(facts) > _MOST_FACTS:
+        raise InvalidAnswerError(f"{len(facts)} facts: at most {_MOST_FACTS} are taken")
+    for name in facts:
+        if not 0 < len(name) <= _LONGEST_NAME:
+            raise InvalidAnswerError(
+                f"a fact's name has {len(name)} characters: from 1 to {_LONGEST_NAME} are taken"
+            )
 
 
 def _check_diagnostics(diagnostics: Mapping[str, Any]) -> None:

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -37,6 +37,7 @@ from fedleak.observation import Knowledge, Observation, ThreatModel
 from fedleak.processes import end_with_parent, holding_ctrl_c, start_tracker
 from fedleak.reconstruction import Reconstruction, Status
 from fedleak.rng import stream
+from fedleak.store.records import Answer
 from fedleak.store.run import Key, Run
 from fedleak.workers.answers import InvalidAnswerError, checked, one_line
 from fedleak.workers.model_state import changed, state
@@ -80,33 +81,41 @@ def settings(attack: Attack) -> dict[str, Any]:
     return found
 
 
-def row(
+def answer_of(
     job: Job,
-    answer: Reconstruction,
+    found: Reconstruction,
     seconds: float | None = None,
     device: str | None = None,
     together: int | None = None,
-) -> dict[str, Any]:
-    """Returns the line of reconstructions.jsonl.
+) -> Answer:
+    """Returns what is kept of a job.
 
     Args:
         job: What was to be attacked.
-        answer: What came of it.
+        found: What came of it.
         seconds, device: The attack alone, its share of the call; None if it did not get to that.
         together: How many observations shared the call.
     """
-    return {
-        "round": job.key.round,
-        "client": job.key.client,
-        "attack": job.attack.name,
-        "settings": settings(job.attack.attack),
-        "granted": sorted(job.threat.knows),
-        "knows": sorted(job.knowledge.granted()),
-        "seconds": seconds,
-        "device": device,
-        "together": together,
-        **asdict(answer),
-    }
+    return Answer(
+        round=job.key.round,
+        client=job.key.client,
+        attack=job.attack.name,
+        settings=settings(job.attack.attack),
+        granted=tuple(sorted(job.threat.knows)),
+        knows=tuple(sorted(job.knowledge.granted())),
+        seconds=seconds,
+        device=device,
+        together=together,
+        status=found.status,
+        sequences=found.sequences,
+        evidence=found.evidence,
+        margins=found.margins,
+        tokens=found.tokens,
+        facts=dict(found.facts),
+        diagnostics=dict(found.diagnostics),
+        verified=found.verified,
+        reason=found.reason,
+    )
 
 
 def failure(error: BaseException) -> str:
@@ -118,7 +127,8 @@ def failure(error: BaseException) -> str:
 
 def trace(error: BaseException) -> str:
     """Returns where an error was raised, also if that was in a worker process; the end of it."""
-    return "".join(traceback.format_exception(error))[-LONGEST_TRACE:]
+    text = "".join(traceback.format_exception(error))[-LONGEST_TRACE:]
+    return text.encode(errors="backslashreplace").decode()  # JSON is not read back with surrogates
 
 
 class Worker:
@@ -136,7 +146,7 @@ class Worker:
     def __init__(self, device: str, time_limit: float, notes: Path) -> None:
         self._device, self._time_limit, self._notes = device, time_limit, notes
         self.jobs: tuple[Job, ...] = ()
-        self.answer: Future[list[dict[str, Any]]] = Future()
+        self.answer: Future[list[Answer]] = Future()
         self._start()
 
     def submit(self, jobs: Sequence[Job]) -> None:
@@ -151,8 +161,8 @@ class Worker:
             self._restart()
             self.answer = self._pool.submit(_work_and_note, self.jobs, self._device, self._note)
 
-    def result(self) -> list[dict[str, Any]] | BaseException | None:
-        """Returns a line per job or why there is none, and is free again; None while it works."""
+    def result(self) -> list[Answer] | BaseException | None:
+        """Returns an answer per job, or why there is none; None while it works."""
         if self.answer.done():
             self._finish()
             error = self.answer.exception()
@@ -238,15 +248,15 @@ def devices(wanted: Sequence[str] | None) -> list[str]:
     return [f"cuda:{i}" for i in range(torch.cuda.device_count())] or ["cpu"]
 
 
-def work(job: Job, device: str) -> dict[str, Any]:
+def work(job: Job, device: str) -> Answer:
     """Runs one attack on one capture."""
     return work_together([job], device)[0]
 
 
 def work_together(
     jobs: Sequence[Job], device: str, report: OnProgress = lambda which, progress: None
-) -> list[dict[str, Any]]:
-    """Runs one attack on captures of one round, in a worker process, and returns a line for each.
+) -> list[Answer]:
+    """Runs one attack on captures of one round, in a worker process; returns an answer for each.
 
     Args:
         jobs: Several only for an attack that takes them at once.
@@ -259,7 +269,7 @@ def work_together(
     first = jobs[0]
     model, before = _model_at(first.run, first.key.round, first.model, device)
     looked = [(job, _look(job, model, device)) for job in jobs]
-    lines = {job.key: row(job, s) for job, s in looked if isinstance(s, Reconstruction)}
+    answers = {job.key: answer_of(job, s) for job, s in looked if isinstance(s, Reconstruction)}
     attacked = [(job, seen) for job, seen in looked if isinstance(seen, Observation)]
     if attacked:
         start = time.perf_counter()
@@ -273,8 +283,8 @@ def work_together(
                 _model_at.cache_clear()
                 _model.cache_clear()
         for (job, _), answer in zip(attacked, _answers(found, seen, model, spoiled), strict=True):
-            lines[job.key] = row(job, answer, seconds, _name(device), len(attacked))
-    return [lines[job.key] for job in jobs]
+            answers[job.key] = answer_of(job, answer, seconds, _name(device), len(attacked))
+    return [answers[job.key] for job in jobs]
 
 
 def _look(job: Job, model: LanguageModel, device: str) -> Observation | Reconstruction:
@@ -344,7 +354,7 @@ def _answer(answer: object, seen: Observation, model: LanguageModel) -> Reconstr
         return Reconstruction.none(Status.FAILED, reason)
 
 
-def _work_and_note(jobs: Sequence[Job], device: str, note: Path) -> list[dict[str, Any]]:
+def _work_and_note(jobs: Sequence[Job], device: str, note: Path) -> list[Answer]:
     """Runs one attack, and notes the progress where the parent looks for it."""
     return work_together(jobs, device, noting(note))
 

@@ -4,7 +4,6 @@ import json
 import math
 import re
 import statistics
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from rouge_score.rouge_scorer import RougeScorer
 from fedleak.attacks.analytic.probes import Probes
 from fedleak.audit import scoring
 from fedleak.audit.grants import knowledge
-from fedleak.audit.scoring import LeakageRow, guess, score_run, score_sequences
+from fedleak.audit.scoring import guess, score_run, score_sequences
 from fedleak.config.components import NamedAttack
 from fedleak.config.loading import parse
 from fedleak.errors import FedleakError
@@ -24,16 +23,19 @@ from fedleak.models import CLASSIFICATION, ModelSpec
 from fedleak.observation import ClientUpdate, Knowledge, ThreatModel, UpdateKind
 from fedleak.reconstruction import Reconstruction, Status
 from fedleak.report import tables
+from fedleak.store import records
+from fedleak.store.records import Answer, Fact, LeakageRow
 from fedleak.store.run import EVERYONE, Capture, Key, Run
+from fedleak.store.summaries import SUMMARY
 from fedleak.truth import GroundTruth
 from fedleak.workers.answers import checked
 from fedleak.workers.process import Job
-from fedleak.workers.process import row as line_of
+from fedleak.workers.process import answer_of as answer_to
 
 SCORES = [
-    field.name
-    for field in fields(LeakageRow)
-    if field.name.startswith(("rouge", "paper", "exact", "token", "control"))
+    name
+    for name in LeakageRow.model_fields
+    if name.startswith(("rouge", "paper", "exact", "token", "control"))
 ]
 
 
@@ -67,8 +69,7 @@ def make(tmp_path, sequences):
         run.write_json("held_out.json", {"sequences": sequences[20:], "labels": [0] * 20})
         for truth in truths:
             run.write_truth(Key(truth.round, truth.client), truth.to_json())
-        run.write_rows("reconstructions.jsonl", [])
-        run.append_answers(answers)
+        run.write_rows(records.answers(run.fingerprint()), answers)
         return run
 
     return write
@@ -85,25 +86,25 @@ def truth_of(round, client, sequences):
 
 
 def answer_of(round, client, sequences=None, *, tokens=None, status="recovered", **more):
-    return {
+    fields = {
         "round": round,
         "client": client,
         "attack": "dager",
         "settings": {},
-        "granted": [],
-        "knows": [],
+        "granted": (),
+        "knows": (),
         "seconds": 1.0,
         "device": "cpu",
-        "status": status,
-        "sequences": sequences,
-        "evidence": [],
-        "margins": [],
-        "tokens": tokens,
+        "status": Status(status),
+        "sequences": None if sequences is None else tuple(map(tuple, sequences)),
+        "margins": (),
+        "tokens": None if tokens is None else tuple(tokens),
         "facts": {},
         "diagnostics": {},
         "verified": False,
         "reason": "",
-    } | more
+    }
+    return Answer(**fields | more)
 
 
 def figures(scores):
@@ -349,8 +350,8 @@ def test_a_set_of_tokens_is_scored_as_a_set_of_content_tokens(make):
     assert row.rougeL is row.exact_match is row.guess_rougeL is None
     assert row.num_tokens == 9
     assert row.facts == {
-        "longest_sequence": {"found": 5, "true": 5},
-        "label_counts": {"found": [1, 1], "true": [0, 2]},
+        "longest_sequence": Fact(found=5, true=5),
+        "label_counts": Fact(found=[1, 1], true=[0, 2]),
     }
     facts = run.read_json("summary.json")["attacks"]["dager"]["facts"]
     assert (facts["longest_sequence"]["mean"], facts["label_counts"]["mean"]) == (1.0, 0.0)
@@ -411,8 +412,8 @@ def summary_of(make, sequences, *lines):
 
 def test_the_smallest_margin_is_that_of_sequences_that_were_proved(make, sequences):
     rows, summary, _ = summary_of(
-        make, sequences, {"margins": [900.0, 40.0, 0.5]}, {"margins": [None, 70.0]},
-        {"margins": [0.0]}, {"margins": [None]}, {},
+        make, sequences, {"margins": (900.0, 40.0, 0.5)}, {"margins": (None, 70.0)},
+        {"margins": (0.0,)}, {"margins": (None,)}, {},
     )  # fmt: skip
     assert [row.margin for row in rows] == [40.0, 70.0, None, None, None]
     assert summary["margin"] == 40.0
@@ -464,7 +465,7 @@ def test_few_clients_and_few_texts_are_examples(make, sequences, clients, size, 
     assert of["dager"]["warning"] == (warning and f"{warning}: an example, not a rate")
     assert of["silent"]["warning"] is None
     console = Console(width=100, record=True, file=io.StringIO())
-    console.print(tables.summary_table({"attacks": of}))
+    console.print(tables.summary_table(run.read(SUMMARY).attacks))
     text = console.export_text()
     assert ("dager *" in text, f"* {warning}" in " ".join(text.split())) == (
         bool(warning),
@@ -501,7 +502,7 @@ def test_without_evidence_none_is_reported(make, sequences):
 def shown(run):
     """The summary as it is printed, by heading."""
     console = Console(width=100, record=True, file=io.StringIO())
-    console.print(tables.summary_table(run.read_json("summary.json")))
+    console.print(tables.summary_table(run.read(SUMMARY).attacks))
     lines = (re.split(r"\s{2,}", line.strip()) for line in console.export_text().splitlines())
     return {line[0]: line[1:] for line in lines if len(line) > 1}
 
@@ -510,7 +511,7 @@ def test_the_table_shows_evidence_where_an_attack_has_it(make, sequences):
     given = {"budget": [32, 128], "candidates": {"pairs": 3000, "passed": 2}}
     truths = [truth_of(r, 0, sequences[r : r + 1]) for r in (0, 1)]
     answers = [
-        answer_of(0, 0, [sequences[0]], diagnostics=given, verified=True, margins=[1234.56, None]),
+        answer_of(0, 0, [sequences[0]], diagnostics=given, verified=True, margins=(1234.56, None)),
         answer_of(1, 0, [sequences[1]], diagnostics={"budget": [None, 128]}),
         *(answer_of(r, 0, [sequences[r]], attack="dlg", seconds=0.25) for r in (0, 1)),
     ]
@@ -550,7 +551,7 @@ def test_what_is_not_finite_is_null_on_disk():
         0,
     )
     answer = checked(answer, vocabulary=6, longest=3, examples=2)
-    line = json.loads(json.dumps(line_of(job, answer, 1.0, "cpu"), allow_nan=False))
+    line = json.loads(records.answers("f").written(answer_to(job, answer, 1.0, "cpu")))
     assert line["sequences"] == [[2, 3], [2, 5, 3]]
     assert (line["evidence"], line["margins"]) == ([0.5, None], [None, None])
     assert line["diagnostics"] == {"a": None, "b": [1, {"c": [None, 2.0, "x", None, True]}]}

@@ -1,6 +1,5 @@
 """What is handed out next, and what it costs to know."""
 
-import json
 import shutil
 from collections import Counter
 from types import SimpleNamespace
@@ -15,8 +14,9 @@ from fedleak.dispatch import dispatcher
 from fedleak.dispatch.agenda import LOOKS, Agenda, Arrivals, groups
 from fedleak.dispatch.progress import Pace
 from fedleak.reconstruction import Reconstruction, Status
+from fedleak.store import records
 from fedleak.store.run import Key, Run
-from fedleak.workers.process import row
+from fedleak.workers.process import answer_of
 from server import inline
 from server.engines import train
 
@@ -290,8 +290,9 @@ def test_an_error_of_training_is_its_own(many_rounds, monkeypatch):
 def test_a_poll_with_nothing_new_reads_and_lists_nothing(many_rounds, monkeypatch):
     run, experiment = many_rounds
     shutil.rmtree(run.path / "captures", ignore_errors=True)
-    done = row_of(experiment)
-    run.append_all("reconstructions.jsonl", [done(key) for key in [Key(1, 0), Key(1, 1)]])
+    done = abstained(experiment)
+    answers = records.answers(run.fingerprint())
+    run.append(answers, done(Key(1, 0)), done(Key(1, 1)))
     calls, polls = Counter(), []
     for name in ("captures", "broadcasts", "rows", "info", "truths"):
         method = getattr(Run, name)
@@ -313,8 +314,8 @@ def test_a_poll_with_nothing_new_reads_and_lists_nothing(many_rounds, monkeypatc
     assert polls[0] == polls[-1]
 
 
-def row_of(experiment):
-    """Makes the row of a probe that abstained."""
+def abstained(experiment):
+    """Makes the answer of a probe that abstained."""
     named = experiment.attacks[0]
 
     def make(key):
@@ -324,6 +325,6 @@ def row_of(experiment):
             threat=experiment.threat_model,
             knowledge=SimpleNamespace(granted=lambda: ()),
         )
-        return json.loads(json.dumps(row(job, Reconstruction.none(Status.ABSTAINED, "nothing"))))
+        return answer_of(job, Reconstruction.none(Status.ABSTAINED, "nothing"))
 
     return make

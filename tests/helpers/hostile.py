@@ -37,11 +37,14 @@ ANSWERS = {
     "evidence without sequences": lambda: Reconstruction(RECOVERED, None, (1.0,), tokens=(5,)),
     "margins of another length": lambda: Reconstruction(RECOVERED, ((5,),), (0.0,), (1.0, 2.0)),
     "evidence of text": lambda: Reconstruction(RECOVERED, ((5,),), ("good",)),
-    "a fact that nobody knows": lambda: Reconstruction(RECOVERED, facts={"weather": 1}),
+    "a fact of a long name": lambda: Reconstruction(RECOVERED, facts={"x" * 101: 1}),
+    "endless facts": lambda: Reconstruction(RECOVERED, facts=dict.fromkeys(map(str, range(101)))),
     "facts of tensors": lambda: Reconstruction(RECOVERED, facts={"label_counts": torch.ones(2)}),
     "facts in a list": lambda: Reconstruction(RECOVERED, facts=[1]),
     "a key that is no text": lambda: Reconstruction(RECOVERED, diagnostics={1: 2}),
     "a circle": lambda: Reconstruction(RECOVERED, diagnostics={"circle": _circle()}),
+    "half a character": lambda: Reconstruction(RECOVERED, diagnostics={"a": ["\ud800"]}),
+    "a fact of half a character": lambda: Reconstruction(RECOVERED, facts={"\udfff": 1}),
     "a function": lambda: Reconstruction(RECOVERED, diagnostics={"f": print}),
     "a budget of text": lambda: Reconstruction(RECOVERED, diagnostics={"budget": "all"}),
     "a budget of zero": lambda: Reconstruction(RECOVERED, diagnostics={"budget": [1, 0]}),
@@ -133,6 +136,16 @@ class Hostile:
         if self.answers is not None:
             return ANSWERS[self.answers]()
         return Reconstruction(RECOVERED, ((5, 6),), (math.nan,), (math.inf,), tokens=(5, 6))
+
+
+@dataclass(frozen=True)
+class Forecaster(Hostile):
+    """Reads a fact that nobody else knows, and one wrongly."""
+
+    kind: ClassVar[str] = "forecaster"
+
+    def __call__(self, seen, model, *, rng):
+        return Reconstruction(RECOVERED, facts={"weather": ["rain", 1], "longest_sequence": 1})
 
 
 @dataclass(frozen=True)

@@ -118,7 +118,7 @@ def test_the_overlap_of_bags_crosses_off_one_by_one(answer, truth):
 )
 def test_wilson_intervals_are_the_published_ones(successes, trials, low, high):
     """Newcombe 1998, table I, and its formula."""
-    found = intervals.share(successes, trials)
+    found = intervals.wilson(successes, trials)
     assert found == pytest.approx((successes / trials, low, high), abs=5e-5)
 
 

@@ -1,27 +1,45 @@
 import pytest
 
-from fedleak.audit.scoring import _guarantee, _what_defenses_did
+from fedleak.audit.ledger import defense_means, guarantee
 from fedleak.report.tables import circumstances, epsilon_of
+from fedleak.store.records import DefenseRow, LedgerRow, Utility
 from fedleak.store.run import EVERYONE, Key
+from fedleak.store.summaries import (
+    Baseline,
+    Circumstances,
+    DefenseMeans,
+    Guarantee,
+    RunSummary,
+)
 
 
 def spent(round, client, epsilon, unit="example"):
-    about = {"delta": 1e-5, "accountant": "rdp", "neighbouring": "replace one"}
-    row = {"round": round, "client": client, "epsilon": epsilon, "unit": unit} | about
-    return row | {"noise_multiplier": None if epsilon == "none" else 1.0}
+    return LedgerRow(
+        round=round,
+        client=client,
+        epsilon=epsilon,
+        delta=1e-5,
+        accountant="rdp",
+        unit=unit,
+        neighbouring="replace one",
+        sampling="none",
+        sampling_rate=1.0,
+        steps=round,
+        noise_multiplier=None if epsilon == "none" else 1.0,
+    )
 
 
 def test_what_a_defense_did_is_the_mean_over_the_updates_that_say():
     rows = [
-        {"round": 1, "client": 0, "defense": 0, "kind": "dp_sgd", "clipped": 1.0, "examples": 3},
-        {"round": 1, "client": 1, "defense": 0, "kind": "dp_sgd", "examples": 0},
-        {"round": 1, "client": 0, "defense": 1, "kind": "mask", "zeroed": 0.25, "norm_after": None},
-        {"round": 2, "client": 0, "defense": 1, "kind": "mask", "zeroed": 0.75, "norm_after": 2.0},
+        DefenseRow(round=1, client=0, defense=0, kind="dp_sgd", clipped=1.0, examples=3),
+        DefenseRow(round=1, client=1, defense=0, kind="dp_sgd", examples=0),
+        DefenseRow(round=1, client=0, defense=1, kind="mask", zeroed=0.25, norm_after=None),
+        DefenseRow(round=2, client=0, defense=1, kind="mask", zeroed=0.75, norm_after=2.0),
     ]
-    assert _what_defenses_did(rows) == [
-        {"defense": 0, "kind": "dp_sgd", "clipped": 1.0, "examples": 1.5},
-        {"defense": 1, "kind": "mask", "zeroed": 0.5, "norm_after": 2.0},
-    ]
+    assert defense_means(rows) == (
+        DefenseMeans(defense=0, kind="dp_sgd", clipped=1.0, examples=1.5),
+        DefenseMeans(defense=1, kind="mask", zeroed=0.5, norm_after=2.0),
+    )
 
 
 @pytest.mark.parametrize(
@@ -35,8 +53,8 @@ def test_what_a_defense_did_is_the_mean_over_the_updates_that_say():
     ],
 )
 def test_the_guarantee_of_a_run_is_the_one_that_all_clients_have(rows, epsilon):
-    found = _guarantee(rows)
-    assert (found and found["epsilon"]) == epsilon
+    found = guarantee(rows)
+    assert (found and found.epsilon) == epsilon
 
 
 @pytest.mark.parametrize(
@@ -57,22 +75,33 @@ def test_the_table_has_what_was_spent_by_each_round(key, shown):
 
 
 def test_the_report_names_defenses_guarantee_and_cost():
-    privacy = spent(3, 0, 3.14159) | {"accountant": "prv"}
-    summary = {
-        "defenses": {
-            "defense": [{"kind": "dp_sgd", "noise_multiplier": 1.0}, {"kind": "sign"}],
-            "share": ["q1", "t2"],
-            "lora": {"rank": 4, "alpha": 8.0, "targets": None},
-            "algorithm": "fedavg",
-            "batch_size": 8,
-            "local_epochs": 2,
-            "dropout": True,
-        },
-        "defended": [{"defense": 0, "kind": "dp_sgd", "clipped": 0.5, "noise_norm": 12.0}],
-        "privacy": privacy,
-        "utility": {"round": 3, "loss": 0.5, "mcc": None},
-        "utility_reference": {"steps": 9, "loss": 0.4, "mcc": 0.61},
-    }
+    guaranteed = Guarantee.model_validate(spent(3, 0, 3.14159), from_attributes=True)
+    summary = RunSummary(
+        name="made",
+        status="finished",
+        fedleak="0",
+        model_fingerprint=None,
+        captures=0,
+        attacks={},
+        defenses=Circumstances(
+            defense=({"kind": "dp_sgd", "noise_multiplier": 1.0}, {"kind": "sign"}),
+            share=["q1", "t2"],
+            lora={"rank": 4, "alpha": 8.0, "targets": None},
+            algorithm="fedavg",
+            batch_size=8,
+            local_epochs=2,
+            dropout=True,
+        ),
+        defended=(DefenseMeans(defense=0, kind="dp_sgd", clipped=0.5, noise_norm=12.0),),
+        privacy=guaranteed.model_copy(update={"accountant": "prv"}),
+        utility_before=None,
+        utility=Utility(round=3, loss=0.5, mcc=None),
+        held_out=0,
+        utility_reference=Baseline(steps=9, loss=0.4, mcc=0.61),
+        missing=(),
+        notes=(),
+        unscored=0,
+    )
     text = "\n".join(circumstances(summary))
     for part in (
         "defenses: dp_sgd noise_multiplier 1.0; sign",
@@ -84,15 +113,15 @@ def test_the_report_names_defenses_guarantee_and_cost():
         "trained centrally, without defenses: loss 0.4, MCC 0.61",
     ):
         assert part in text
-    learned = summary | {
+    learned = {
         "held_out": 100,
-        "utility_before": {"round": 0, "loss": 0.69, "accuracy": 0.5},
-        "utility": {"round": 3, "loss": 0.5, "accuracy": 0.81},
+        "utility_before": Utility(round=0, loss=0.69, accuracy=0.5),
+        "utility": Utility(round=3, loss=0.5, accuracy=0.81),
     }
-    text = "\n".join(circumstances(learned))
+    text = "\n".join(circumstances(summary.model_copy(update=learned)))
     # Wilson's interval: these are independent.
     assert "utility before training: loss 0.69, accuracy 0.5 [0.40, 0.60]" in text
     assert "utility after round 3: loss 0.5, accuracy 0.81 [0.72, 0.87]" in text
-    assert "epsilon none" in "\n".join(circumstances(summary | {"privacy": spent(1, 0, "none")}))
-    # A summary of an earlier version has none of this.
-    assert circumstances({}) == []
+    nothing = Guarantee.model_validate(spent(1, 0, "none"), from_attributes=True)
+    text = "\n".join(circumstances(summary.model_copy(update={"privacy": nothing})))
+    assert "epsilon none" in text

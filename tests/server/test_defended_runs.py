@@ -32,6 +32,7 @@ from fedleak.observation import ClientUpdate, ThreatModel, UpdateKind
 from fedleak.privacy import Event
 from fedleak.report import tables
 from fedleak.rng import stream, stream_seed
+from fedleak.store.lines import Lines
 from fedleak.store.run import EVERYONE, Key, Run
 from fedleak.training.batches import round_batch
 from fedleak.training.local import local_update_
@@ -215,7 +216,7 @@ def test_what_arrives_is_what_the_defenses_left_and_no_word_beside_it(
     assert run.captures() == expected_captures(experiment)
     assert run.truths() == keys
     rows = {key: [] for key in keys}
-    for row in run.rows("defenses.jsonl"):
+    for row in run.rows(Lines("defenses.jsonl", dict)):
         rows[row["round"], row["client"]].append(row)
     sent = {}
     for key in keys:
@@ -275,16 +276,16 @@ def test_what_arrives_is_what_the_defenses_left_and_no_word_beside_it(
     text = printed(run)
     for each in TOGETHER[group]:
         assert each["kind"] in text
-    statuses = {row["status"] for row in run.rows("leakage.jsonl")}
+    statuses = {row["status"] for row in run.rows(Lines("leakage.jsonl", dict))}
     assert statuses <= {"recovered", "abstained"}
-    assert len(run.rows("leakage.jsonl")) == len(run.captures())
+    assert len(run.rows(Lines("leakage.jsonl", dict))) == len(run.captures())
     assert run.info()["status"] == "finished"
 
 
 def test_a_row_says_which_defense_of_the_file_it_is_about(tmp_path):
     defense = [{"kind": "sign", "clients": [0]}, MASK]
     run = carried_out(tmp_path / "run", experiment_of(*defense, federation={"rounds": 1}))
-    rows = run.rows("defenses.jsonl")
+    rows = run.rows(Lines("defenses.jsonl", dict))
     assert [(row["client"], row["defense"], row["kind"]) for row in rows] == [
         (0, 0, "sign"),
         (0, 1, "mask"),
@@ -309,9 +310,12 @@ def test_only_the_clients_that_are_named_use_a_defense(tmp_path):
             else:
                 assert not any(torch.equal(captured.tensors[n], v) for n, v in raw.tensors.items())
     assert list(run.defended()) == [Key(1, 1), Key(2, 1)]
-    assert {row["client"] for row in run.rows("defenses.jsonl")} == {1}
-    assert [row["client"] for row in run.rows("privacy.jsonl")] == [0, 1, 0, 1]
-    assert [row["epsilon"] == "none" for row in run.rows("privacy.jsonl")] == [True, False] * 2
+    assert {row["client"] for row in run.rows(Lines("defenses.jsonl", dict))} == {1}
+    assert [row["client"] for row in run.rows(Lines("privacy.jsonl", dict))] == [0, 1, 0, 1]
+    assert [row["epsilon"] == "none" for row in run.rows(Lines("privacy.jsonl", dict))] == [
+        True,
+        False,
+    ] * 2
     assert run.read_truth(Key(1, 0))["noise_scale"] is None
     assert run.read_truth(Key(1, 1))["noise_scale"] == pytest.approx(2 * 0.5 * 0.4)
     # Client 0 has nothing, so to all nothing is guaranteed.
@@ -415,7 +419,7 @@ def test_answers_on_a_sum_are_scored_against_the_texts_of_all(summed):
         assert len(texts) == 7
         weights = [len(one["sequences"]) for one in alone]
         assert truth.noise_scale == pytest.approx(0.01 * math.hypot(*weights) / 7)
-    rows = summed.rows("leakage.jsonl")
+    rows = summed.rows(Lines("leakage.jsonl", dict))
     assert [(row["round"], row["client"], row["batch_size"]) for row in rows] == [
         (1, EVERYONE, 7),
         (2, EVERYONE, 7),
@@ -473,12 +477,12 @@ def test_a_new_aggregator_is_one_class(tmp_path, monkeypatch):
 
 def test_probes_read_the_words_of_all_clients_in_a_sum_without_noise(tmp_path):
     run = carried_out(tmp_path / "run", experiment_of(SECURE_SUM, federation={"rounds": 1}))
-    (row,) = run.rows("leakage.jsonl")
+    (row,) = run.rows(Lines("leakage.jsonl", dict))
     assert (row["status"], row["client"], row["batch_size"]) == ("recovered", EVERYONE, 4)
     assert row["token_recall"] == row["token_precision"] == 1
     truth = vault.read_truth(run, Key(1, EVERYONE))
     assert row["facts"]["longest_sequence"]["found"] == max(map(len, truth.sequences))
-    assert run.rows("privacy.jsonl")[0]["epsilon"] == "none"
+    assert run.rows(Lines("privacy.jsonl", dict))[0]["epsilon"] == "none"
 
 
 def test_a_run_that_was_stopped_within_a_sum_goes_on_and_gives_the_same(summed, tmp_path):
@@ -568,11 +572,14 @@ def test_a_client_that_drew_nobody_looks_like_any_other_to_the_server(sampled):
     noted = run.defended()[Key(1, 0)]
     assert (noted["training"]["examples"], noted["training"]["signal_norm"]) == (0, 0.0)
     # There is nothing to score an answer against.
-    scored = [(row["round"], row["client"]) for row in run.rows("leakage.jsonl")]
+    scored = [(row["round"], row["client"]) for row in run.rows(Lines("leakage.jsonl", dict))]
     assert scored == [(1, 1), (2, 0), (2, 1)]
     assert "dp_sgd" in printed(run)
     # It has spent as much as one that drew somebody.
-    spent = {(row["round"], row["client"]): row["epsilon"] for row in run.rows("privacy.jsonl")}
+    spent = {
+        (row["round"], row["client"]): row["epsilon"]
+        for row in run.rows(Lines("privacy.jsonl", dict))
+    }
     assert spent[1, 0] == spent[1, 1] < spent[2, 0] == spent[2, 1]
 
 
@@ -581,7 +588,7 @@ def test_who_drew_nobody_has_a_weight_in_the_sum_all_the_same(sampled):
     assert run.read_capture(Key(1, EVERYONE)).update.num_examples == 2
     truth = vault.read_truth(run, Key(1, EVERYONE))
     assert len(truth.sequences) == 2
-    (row,) = [row for row in run.rows("leakage.jsonl") if row["round"] == 1]
+    (row,) = [row for row in run.rows(Lines("leakage.jsonl", dict)) if row["round"] == 1]
     assert row["batch_size"] == 2
     assert "all" in printed(run)
 
@@ -654,7 +661,7 @@ def test_the_ledger_composes_all_rounds_of_each_client(ledgered):
             spent = privacy.compose(events, 1e-4, "rdp")
             found = {each.of.unit: each.epsilon for each in spent} or {"none": "none"}
             expected += [(round, client, unit, eps) for unit, eps in sorted(found.items())]
-    rows = ledgered.rows("privacy.jsonl")
+    rows = ledgered.rows(Lines("privacy.jsonl", dict))
     assert [(row["round"], row["client"], row["unit"], row["epsilon"]) for row in rows] == expected
     for row in rows:
         if row["client"] > 1:
@@ -670,7 +677,7 @@ def test_the_ledger_composes_all_rounds_of_each_client(ledgered):
 
 
 def test_the_report_prints_what_each_client_has_spent(ledgered):
-    rows = ledgered.rows("privacy.jsonl")
+    rows = ledgered.rows(Lines("privacy.jsonl", dict))
     last = {}
     for row in rows:
         if row["client"] < 2:
@@ -704,7 +711,9 @@ def test_a_run_that_was_stopped_spends_no_more_than_one_that_was_not(ledgered, t
             with pytest.raises(FedleakError, match="the power is off"):
                 carried_out(run.path, experiment)
             scoring.score_run(run)  # a look at what there is
-            assert len(run.rows("privacy.jsonl")) < len(ledgered.rows("privacy.jsonl"))
+            assert len(run.rows(Lines("privacy.jsonl", dict))) < len(
+                ledgered.rows(Lines("privacy.jsonl", dict))
+            )
         carried_out(run.path, experiment)
     for name in ("privacy.jsonl", "defenses.jsonl"):
         assert (run.path / name).read_bytes() == (ledgered.path / name).read_bytes()
@@ -716,7 +725,10 @@ def test_a_run_that_was_stopped_spends_no_more_than_one_that_was_not(ledgered, t
 def test_the_weakest_client_is_the_guarantee_of_a_run(tmp_path):
     weak, strong = LOCAL_DP | {"clients": [0]}, LOCAL_DP | {"noise_multiplier": 4.0, "clients": [1]}
     run = carried_out(tmp_path / "run", experiment_of(weak, strong))
-    rows = {(row["round"], row["client"]): row["epsilon"] for row in run.rows("privacy.jsonl")}
+    rows = {
+        (row["round"], row["client"]): row["epsilon"]
+        for row in run.rows(Lines("privacy.jsonl", dict))
+    }
     told = run.read_json("summary.json")["privacy"]
     assert rows[2, 1] < rows[2, 0] == told["epsilon"]
     assert (told["unit"], told["noise_multiplier"]) == ("client", 0.4)
@@ -726,7 +738,7 @@ def test_the_weakest_client_is_the_guarantee_of_a_run(tmp_path):
 def test_an_epsilon_is_spent_by_the_end_and_the_noise_is_sent(tmp_path):
     asked = {"kind": "local_dp", "max_norm": 0.5, "epsilon": 20.0}
     run = carried_out(tmp_path / "run", experiment_of(asked))
-    last = [row for row in run.rows("privacy.jsonl") if row["round"] == 2]
+    last = [row for row in run.rows(Lines("privacy.jsonl", dict)) if row["round"] == 2]
     assert all(0.99 * 20 <= row["epsilon"] <= 20 for row in last)
     scale = 2 * 0.5 * last[0]["noise_multiplier"]
     assert run.read_truth(Key(1, 0))["noise_scale"] == pytest.approx(scale)
@@ -743,7 +755,7 @@ def test_utility_is_taken_after_the_rounds_that_were_chosen_and_the_last(tmp_pat
         MASK, federation={"rounds": 3}, utility={"rounds": [0, 2], "reference": True}
     )
     run = carried_out(tmp_path / "run", experiment)
-    rows = run.rows("utility.jsonl")
+    rows = run.rows(Lines("utility.jsonl", dict))
     assert [row["round"] for row in rows] == [0, 2, 3]
     assert rows[0].keys() == {"round", "loss", "accuracy", "f1", "mcc"}
     noted = run.read_json("reference.json")

@@ -25,6 +25,7 @@ from fedleak.models import CAUSAL_LM, CLASSIFICATION, LanguageModel, ModelSpec, 
 from fedleak.observation import Knowledge, ThreatModel, UpdateKind
 from fedleak.reconstruction import Reconstruction, Status
 from fedleak.rng import stream_seed
+from fedleak.store.lines import Lines
 from fedleak.store.run import Key, Run
 from fedleak.training.local import local_update_
 from fedleak.workers.process import Job, work
@@ -94,14 +95,16 @@ def test_every_capture_has_a_truth_an_answer_of_each_attack_and_a_score(finished
     assert finished.broadcasts() == [1, 2, 3]
     expected = sorted((*key, name) for key in KEYS for name in ("dager", "probes"))
     for name in ("reconstructions.jsonl", "leakage.jsonl"):
-        found = [(row["round"], row["client"], row["attack"]) for row in finished.rows(name)]
+        found = [
+            (row["round"], row["client"], row["attack"]) for row in finished.rows(Lines(name, dict))
+        ]
         assert sorted(found) == expected
-    assert finished.rows("attempts.jsonl") == []
-    assert [row["round"] for row in finished.rows("utility.jsonl")] == [0, 1, 2]
+    assert finished.rows(Lines("attempts.jsonl", dict)) == []
+    assert [row["round"] for row in finished.rows(Lines("utility.jsonl", dict))] == [0, 1, 2]
     info, summary = finished.info(), finished.read_json("summary.json")
     assert info["status"] == "finished"
     assert (summary["captures"], summary["attacks"].keys()) == (4, {"dager", "probes"})
-    assert summary["utility"] == finished.rows("utility.jsonl")[-1]
+    assert summary["utility"] == finished.rows(Lines("utility.jsonl", dict))[-1]
     leftovers = [path.name for path in finished.path.rglob(".*") if path.name != ".lock"]
     assert leftovers == []
 
@@ -140,7 +143,7 @@ def test_captures_are_gradients_of_the_truth_at_the_broadcast_and_add_up(finishe
 
 
 def test_the_attack_reads_the_texts_and_the_probes_the_facts(finished):
-    for row in finished.rows("leakage.jsonl"):
+    for row in finished.rows(Lines("leakage.jsonl", dict)):
         assert row["status"] == "recovered"
         assert row["knows"] == ["dropout", "learning_rate", "local_steps"]
         if row["attack"] == "dager":
@@ -424,7 +427,7 @@ def test_the_attacks_know_a_model_with_adapters(tmp_path):
         assert torch.equal(found[name], value)
     assert looked[0].class_loss is expected.class_loss is models.CLASS_LOSSES["squared"]
     row = row_of(Dlg(steps=2), Knowledge(lengths=(8,)))
-    assert (row["status"], len(row["sequences"][0])) == (Status.RECOVERED, 8)
+    assert (row.status, len(row.sequences[0])) == (Status.RECOVERED, 8)
 
 
 def test_a_cast_is_captured_as_it_is_and_summed_in_float32(tmp_path):

@@ -2,6 +2,7 @@ import errno
 import json
 import multiprocessing
 import os
+import re
 import stat
 
 import pytest
@@ -11,8 +12,12 @@ from hypothesis import strategies as st
 
 from fedleak.errors import CaptureError, FedleakError
 from fedleak.observation import ClientUpdate, Knowledge, UpdateKind
+from fedleak.store.lines import SCHEMA_VERSION, Lines
+from fedleak.store.records import UTILITY, Utility
 from fedleak.store.run import Capture, Key, Run
+from fedleak.store.summaries import SWEEP, SweepSummary
 
+SOME = Lines("some.jsonl", dict)
 SERVER = Knowledge(learning_rate=5e-5, local_steps=3, dropout=True)
 # Hypothesis runs one test many times in one folder: each of these tests starts by clearing it.
 shared_folder = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -111,7 +116,7 @@ def test_what_is_not_there_is_named(run):
     with pytest.raises(FedleakError, match="not a run directory"):
         run.info()
     assert run.read_truth(Key(1, 0)) is None
-    assert run.rows("leakage.jsonl") == []
+    assert run.rows(Lines("leakage.jsonl", dict)) == []
 
 
 # --- the vault, run.json --------------------------------------------------------------------
@@ -124,9 +129,8 @@ WRITES = {
     "broadcast": lambda run: run.write_broadcast(1, {"a": torch.ones(1)}),
     "truth": lambda run: run.write_truth(Key(1, 2), {}),
     "defended": lambda run: run.write_defended(Key(1, 2), {}),
-    "append": lambda run: run.append("some.jsonl", {}),
-    "answers": lambda run: run.append_answers([{}]),
-    "rows": lambda run: run.write_rows("some.jsonl", [{}]),
+    "append": lambda run: run.append(SOME, {}),
+    "rows": lambda run: run.write_rows(SOME, [{}]),
     "json": lambda run: run.write_json("some.json", {}),
     "lock": lambda run: run.lock().__enter__(),
 }
@@ -208,15 +212,15 @@ def test_a_torn_last_line_is_ignored_and_cut_by_the_next_append(rows, data):
     path = rows.path / "some.jsonl"
     path.unlink(missing_ok=True)
     for line in lines:
-        rows.append("some.jsonl", line)
+        rows.append(SOME, line)
     content = path.read_bytes() if lines else b""
-    assert rows.rows("some.jsonl") == lines
+    assert rows.rows(SOME) == lines
     cut = data.draw(st.integers(0, len(content)))
     path.write_bytes(content[:cut])
     kept = lines[: content[:cut].count(b"\n")]
-    assert rows.rows("some.jsonl") == kept
-    rows.append("some.jsonl", {"after": 1})
-    assert rows.rows("some.jsonl") == [*kept, {"after": 1}]
+    assert rows.rows(SOME) == kept
+    rows.append(SOME, {"after": 1})
+    assert rows.rows(SOME) == [*kept, {"after": 1}]
     assert path.read_bytes().count(b"\n") == len(kept) + 1
 
 
@@ -228,16 +232,16 @@ def test_lines_that_belong_together_are_all_there_or_none(rows, sizes, where):
     written = []
     for group, size in enumerate(sizes):
         lines = [{"group": group, "line": i} for i in range(size)]
-        rows.append_all("some.jsonl", lines)
+        rows.append(SOME, *lines)
         written += [(path.stat().st_size, line) for line in lines]
     content = path.read_bytes()
     assert [json.loads(line) for line in content.splitlines()] == [line for _, line in written]
     cut = round(where * len(content))
     path.write_bytes(content[:cut])
     kept = [line for end, line in written if end <= cut]
-    assert rows.rows("some.jsonl") == kept
-    rows.append("some.jsonl", {"after": 1})
-    assert rows.rows("some.jsonl") == [*kept, {"after": 1}]
+    assert rows.rows(SOME) == kept
+    rows.append(SOME, {"after": 1})
+    assert rows.rows(SOME) == [*kept, {"after": 1}]
     assert len(path.read_bytes().splitlines()) == len(kept) + 1
 
 
@@ -245,41 +249,41 @@ def test_lines_that_belong_together_are_one_write(rows, monkeypatch):
     sizes, sync = [], os.fsync
     path = rows.path / "some.jsonl"
     monkeypatch.setattr(os, "fsync", lambda file: (sizes.append(path.stat().st_size), sync(file)))
-    rows.append_all("some.jsonl", [{"a": 1}, {"b": 2}, {"c": 3}])
+    rows.append(SOME, {"a": 1}, {"b": 2}, {"c": 3})
     assert sizes == [path.stat().st_size]
-    rows.append_all("some.jsonl", [])
+    rows.append(SOME)
     assert len(sizes) == 1
     with pytest.raises(ValueError, match="not JSON compliant"):
-        rows.append_all("some.jsonl", [{"d": 4}, {"e": float("nan")}])
-    assert rows.rows("some.jsonl") == [{"a": 1}, {"b": 2}, {"c": 3}]
+        rows.append(SOME, {"d": 4}, {"e": float("nan")})
+    assert rows.rows(SOME) == [{"a": 1}, {"b": 2}, {"c": 3}]
 
 
 def test_writing_rows_replaces_the_file_and_leaves_nothing_beside_it(rows):
-    rows.append("some.jsonl", {"a": 1})
-    rows.write_rows("some.jsonl", [{"b": 2}, {"c": None}])
-    assert rows.rows("some.jsonl") == [{"b": 2}, {"c": None}]
+    rows.append(SOME, {"a": 1})
+    rows.write_rows(SOME, [{"b": 2}, {"c": None}])
+    assert rows.rows(SOME) == [{"b": 2}, {"c": None}]
     assert [path.name for path in rows.path.iterdir()] == ["some.jsonl"]
 
 
 @pytest.mark.parametrize("bad", [b"oops", b"[1]", b"\xff\xfe", b"\0", b'{"a": NaN}', b'{"a": Infi'])
 def test_lines_that_cannot_be_read_are_named_and_put_aside(rows, bad):
-    rows.append_all("some.jsonl", [{"group": 1}, {"group": 1, "last": True}])
-    rows.append_all("some.jsonl", [{"group": 2}, {"group": 2, "last": True}])
+    rows.append(SOME, {"group": 1}, {"group": 1, "last": True})
+    rows.append(SOME, {"group": 2}, {"group": 2, "last": True})
     path = rows.path / "some.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(lines[0] + bad + b"\n" + b"".join(lines[2:]) + b'{"torn')
     with pytest.raises(FedleakError, match=r"some\.jsonl, line 2, is damaged \(.*fedleak score"):
-        rows.rows("some.jsonl")
+        rows.rows(SOME)
     kept = [{"group": 1}, {"group": 2}, {"group": 2, "last": True}]
-    assert rows.salvage("some.jsonl") == kept
-    assert rows.salvage("some.jsonl") == rows.rows("some.jsonl") == kept
-    (aside,) = rows.rows("damaged.jsonl")
+    assert rows.salvage(SOME) == kept
+    assert rows.salvage(SOME) == rows.rows(SOME) == kept
+    (aside,) = rows.rows(Lines("damaged.jsonl", dict))
     assert (aside["file"], aside["line"]) == ("some.jsonl", 2)
     assert aside["content"].encode("latin-1") == bad
     # A kept line that its group ended behind is complete now.
     path.write_bytes(lines[0] + lines[2] + bad + b"\n")
-    assert rows.salvage("some.jsonl") == [{"group": 1}, {"group": 2}]
-    assert rows.rows("some.jsonl") == [{"group": 1}, {"group": 2}]
+    assert rows.salvage(SOME) == [{"group": 1}, {"group": 2}]
+    assert rows.rows(SOME) == [{"group": 1}, {"group": 2}]
 
 
 def test_what_the_disk_refuses_is_named_and_leaves_the_old_file(rows, monkeypatch):
@@ -293,7 +297,7 @@ def test_what_the_disk_refuses_is_named_and_leaves_the_old_file(rows, monkeypatc
         for write in (
             lambda: rows.write_json("some.json", {"a": 2}),
             lambda: rows.write_broadcast(1, {"a": torch.ones(1)}),
-            lambda: rows.append("some.jsonl", {}),
+            lambda: rows.append(SOME, {}),
         ):
             with pytest.raises(FedleakError, match="cannot be written: No space left on device"):
                 write()
@@ -303,8 +307,8 @@ def test_what_the_disk_refuses_is_named_and_leaves_the_old_file(rows, monkeypatc
 
 def test_a_number_that_is_none_is_not_written(rows):
     with pytest.raises(ValueError, match="not JSON compliant"):
-        rows.append("some.jsonl", {"a": float("inf")})
-    assert rows.rows("some.jsonl") == []
+        rows.append(SOME, {"a": float("inf")})
+    assert rows.rows(SOME) == []
 
 
 # --- one process, and a fresh start ---------------------------------------------------------
@@ -352,3 +356,49 @@ def test_moving_aside_keeps_everything_and_never_overwrites(run):
         assert json.loads((path / "run.json").read_text())["number"] == number
         assert Run(path).truths() == [Key(1, number)]
         assert path.name.startswith("r.")
+
+
+# --- typed values ---------------------------------------------------------------------------
+
+
+NOTHING = SweepSummary(name="empty", axes={"seed": [1, 2]}, cells=())
+
+
+@pytest.mark.parametrize(
+    ("version", "says"),
+    [(1, "it has schema_version 1, and this fedleak reads 2"), (None, "schema_version None")],
+)
+def test_a_document_of_another_version_is_refused_with_what_to_do(rows, version, says):
+    rows.write(SWEEP, NOTHING)
+    assert rows.read(SWEEP) == NOTHING
+    table = rows.read_json("sweep.json")
+    assert table.pop("schema_version") == SCHEMA_VERSION
+    rows.write_json("sweep.json", table | ({"schema_version": version} if version else {}))
+    with pytest.raises(FedleakError, match=re.escape(says)) as caught:
+        rows.read(SWEEP)
+    assert "sweep.json cannot be read" in str(caught.value)
+    assert "`fedleak sweep` with the experiment's file writes it" in str(caught.value)
+
+
+def test_figures_stand_beside_the_fields_and_come_back_by_name(rows):
+    told = Utility(round=3, loss=0.25, mcc=None)
+    rows.append(UTILITY, told)
+    assert (rows.path / "utility.jsonl").read_text() == '{"round": 3, "loss": 0.25, "mcc": null}\n'
+    (found,) = rows.rows(UTILITY)
+    assert found == told
+    assert found.figures == {"loss": 0.25, "mcc": None}
+
+
+def test_a_line_that_does_not_fit_says_where_and_not_what(rows):
+    (rows.path / "utility.jsonl").write_text('{"round": "the secret of lars"}\n')
+    with pytest.raises(FedleakError, match=r"line 1, is damaged \(round: Input") as caught:
+        rows.rows(UTILITY)
+    assert "lars" not in str(caught.value)
+
+
+def test_lines_carry_a_mark_and_those_of_another_are_put_aside(rows):
+    one, other = (Lines("some.jsonl", dict, {"of": mark}) for mark in ("one", "other"))
+    rows.append(one, {"a": 1})
+    rows.append(other, {"a": 2})
+    assert rows.salvage(one) == [{"a": 1, "of": "one"}]
+    assert [(at.line, at.reason) for at in rows.damaged()] == [(2, "it is of another experiment")]

@@ -28,6 +28,7 @@ from fedleak.dispatch import dispatcher
 from fedleak.dispatch.progress import RunProgress, UnderWay
 from fedleak.observation import Knowledge, ThreatModel
 from fedleak.reconstruction import Status
+from fedleak.store.lines import Lines
 from fedleak.store.run import Key, Run
 from fedleak.workers import process as workers
 from fedleak.workers.process import Job, noting, work, work_together
@@ -81,7 +82,7 @@ def attack(run, *others, no_more=lambda: True, on=None, **how):
     """Attacks what is captured, in this process, and returns the rows without times."""
     experiment = parse(TABLE | {"attack": [workers.settings(each) for each in others]})
     dispatcher.attack_captures(run, experiment, no_more=no_more, on=[on or Here()], **how)
-    found = [row | {"seconds": None} for row in run.rows("reconstructions.jsonl")]
+    found = [row | {"seconds": None} for row in run.rows(Lines("reconstructions.jsonl", dict))]
     return sorted(found, key=lambda row: (row["round"], row["client"], row["attack"]))
 
 
@@ -113,10 +114,9 @@ def test_each_answer_is_what_it_is_alone(run, patient, tmp_path):
     found = of_patient(attack(run, patient(at_once=3)))
     for (round, client), row in found.items():
         alone = work(job_of(run, patient(at_once=3), client, round), "cpu")
-        assert alone["together"] == 1
-        kept = ("sequences", "evidence", "status")
-        # Rows were read back: JSON has lists alone.
-        assert json.loads(json.dumps([alone[k] for k in kept])) == [row[k] for k in kept]
+        assert alone.together == 1
+        kept = json.loads(alone.model_dump_json(include={"sequences", "evidence", "status"}))
+        assert kept == {name: row[name] for name in kept}
 
 
 def test_a_plain_attack_takes_one_at_a_time_whatever_is_beside_it(run, trained, patient, tmp_path):
@@ -156,7 +156,7 @@ def test_slow_attacks_wait_until_quick_ones_have_answered(run, patient, monkeypa
     monkeypatch.setattr(type(patient()), "slow", True, raising=False)
     experiment = parse(TABLE | {"attack": [workers.settings(patient())]})
     dispatcher.attack_captures(run, experiment, no_more=lambda: True, on=[Here()])
-    order = [row["attack"] for row in run.rows("reconstructions.jsonl")]
+    order = [row["attack"] for row in run.rows(Lines("reconstructions.jsonl", dict))]
     assert order == ["probes"] * CLIENTS * ROUNDS + ["patient"] * CLIENTS * ROUNDS
 
 
@@ -172,7 +172,7 @@ def test_after_a_failure_each_is_tried_alone(run, patient, tmp_path):
     assert status == ["recovered", "failed", "recovered", "recovered", "recovered"]
     assert found[1, 1]["reason"] == "RuntimeError: poisoned"
     assert [found[1, client]["together"] for client in range(CLIENTS)] == [1, None, 1, 2, 2]
-    attempts = [t["client"] for t in run.rows("attempts.jsonl") if t["round"] == 1]
+    attempts = [t["client"] for t in run.rows(Lines("attempts.jsonl", dict)) if t["round"] == 1]
     assert sorted(attempts) == [0, 1, 1, 1, 2]
 
 
@@ -180,7 +180,11 @@ def test_a_run_that_is_killed_after_a_failure_goes_on_alone(run, trained, patien
     shutil.copytree(trained.path, tmp_path / "undisturbed")
     expected = attack(Run(tmp_path / "undisturbed"), patient(at_once=3, poison=1))
     (tmp_path / "calls").unlink()
-    attack(run, patient(at_once=3, poison=1), stop=lambda: bool(run.rows("attempts.jsonl")))
+    attack(
+        run,
+        patient(at_once=3, poison=1),
+        stop=lambda: bool(run.rows(Lines("attempts.jsonl", dict))),
+    )
     before = len(calls(tmp_path))
     assert attack(run, patient(at_once=3, poison=1)) == expected
     assert [[1, 0], [1, 1], [1, 2]] not in calls(tmp_path)[before:]
@@ -199,15 +203,15 @@ def test_a_damaged_or_infinite_capture_fails_alone(run, patient, tmp_path):
     assert "not every number" in found[1, 1]["reason"]
     assert [found[1, client]["together"] for client in range(CLIENTS)] == [None, None, 2, 2, 1]
     assert calls(tmp_path)[0] == [[1, 2], [1, 3]]
-    assert run.rows("attempts.jsonl") == []
+    assert run.rows(Lines("attempts.jsonl", dict)) == []
 
 
 def test_a_capture_that_vanishes_after_it_was_handed_out_fails_alone(run, patient):
     jobs = [job_of(run, patient(), client) for client in (0, 1)]
     capture_file(run, 1, 0).unlink()
     lost, found = work_together(jobs, "cpu")
-    assert (lost["status"], found["status"]) == (Status.FAILED, Status.RECOVERED)
-    assert (lost["together"], found["together"]) == (None, 1)
+    assert (lost.status, found.status) == (Status.FAILED, Status.RECOVERED)
+    assert (lost.together, found.together) == (None, 1)
 
 
 def test_a_run_that_is_killed_while_it_writes_gives_the_same_rows(run, patient, tmp_path):
@@ -244,9 +248,9 @@ def test_a_worker_says_how_far_it_is_and_has_its_time_for_each_capture(run, pati
         folder = worker._notes
         seen = []
         worker.submit(jobs)
-        lines = wait(worker, lambda: seen.append(worker.progress()))
-        assert [(line["client"], line["together"]) for line in lines] == [(1, 3), (0, 3), (4, 3)]
-        assert all(4 / 3 <= line["seconds"] < 3 for line in lines)
+        answers = wait(worker, lambda: seen.append(worker.progress()))
+        assert [(each.client, each.together) for each in answers] == [(1, 3), (0, 3), (4, 3)]
+        assert all(4 / 3 <= each.seconds < 3 for each in answers)
         assert worker.jobs == ()
         assert seen[0] == {}
         assert set(seen[-1]) == {0, 1, 4}

@@ -1,0 +1,138 @@
+"""What is not there that should be, in sentences that name the command that mends it."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+
+from fedleak.config.experiment import Experiment
+from fedleak.errors import FedleakError
+from fedleak.federation.schedule import expected_captures
+from fedleak.reconstruction import Status
+from fedleak.store.records import Answer, LeakageRow
+from fedleak.store.run import Key, Run
+from fedleak.store.summaries import SUMMARY
+from fedleak.truth import GroundTruth
+
+NAMED = 3
+"""Of many captures or reasons so many are named."""
+
+
+@dataclass
+class Gaps:
+    """What is not there that should be, in sentences.
+
+    Attributes:
+        missing: What makes the results incomplete, and the command that mends it.
+        notes: What else should be known.
+        unscored: Answers that should have a row and have none.
+    """
+
+    missing: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    unscored: int = 0
+
+
+def refuse_gaps(*runs: Run) -> None:
+    """Refuses to call runs that were just scored complete where they are not.
+
+    Raises:
+        FedleakError: Answers failed, captures are damaged or could not be scored.
+    """
+    if missing := list(chain(*(run.read(SUMMARY).missing for run in runs))):
+        raise FedleakError("; ".join(missing))
+
+
+def find_gaps(
+    run: Run,
+    experiment: Experiment,
+    asked: Sequence[str],
+    answers: Mapping[tuple[Key, str], Answer],
+    rows: Sequence[LeakageRow],
+    truths: Mapping[Key, GroundTruth | None],
+    gaps: Gaps,
+) -> None:
+    """Notes which answers failed, are missing, or could not be scored.
+
+    Args:
+        run: The run directory.
+        experiment: What was prepared there.
+        asked: Names of the attacks that should have answered.
+        answers: All that there are.
+        rows: All that leakage.jsonl will hold.
+        truths: By capture; None where it is missing or damaged.
+        gaps: What is extended.
+    """
+    info, missing, notes = run.info(), gaps.missing, gaps.notes
+    failed = [each for each in answers.values() if each.status == Status.FAILED]
+    if failed:
+        reasons = list(dict.fromkeys(f"{each.attack}: {each.reason}" for each in failed))
+        more = [f"and {len(reasons) - NAMED} more reasons"] * (len(reasons) > NAMED)
+        missing.append(
+            f"{len(failed)} of {len(answers)} answers failed "
+            f"({'; '.join([*reasons[:NAMED], *more])}): `fedleak attack {run.path} --retry` "
+            "tries them again"
+        )
+    elif answers and all(each.status in _NO_ANSWER for each in answers.values()):
+        notes.append(f"no attack gave an answer: all {len(answers)} abstained or are inadmissible")
+    if purged := info.get("purged"):
+        notes.append(
+            f"the private data was purged on {purged}: all {len(rows)} rows stay as they were, and "
+            "nothing can be attacked or scored again"
+        )
+        return
+    expected, here = expected_captures(experiment), set(run.captures())
+    wanted = [(key, name) for key in expected for name in asked]
+    unanswered = [(key, name) for key, name in wanted if (key, name) not in answers]
+    if info["status"] != "finished":
+        notes.append(
+            f"the run is not finished ({info['status']}): {len(here & set(expected))} of "
+            f"{len(expected)} captures are here; `fedleak run` with the experiment's file goes on"
+        )
+    elif unanswered:
+        gaps.unscored += len(unanswered)
+        gone = sorted({key for key, _ in unanswered} - here)
+        if gone:
+            missing.append(
+                f"{len(gone)} of {len(expected)} captures are missing ({_some(gone)}): `fedleak "
+                "run` with the experiment's file trains their rounds again"
+            )
+        if left := [key for key, _ in unanswered if key in here]:
+            missing.append(
+                f"{len(left)} of {len(wanted)} answers are missing (for {_some(left)}): `fedleak "
+                f"attack {run.path}` gives them"
+            )
+    others = sorted({row.attack for row in rows if row.id not in answers} - set(asked))
+    if others:
+        missing.append(
+            f"answers of {', '.join(others)} are gone: their rows stay as they were, and `fedleak "
+            f"attack {run.path} --set 'attack=[...]'` gives them again"
+        )
+    untrue = [key for key, truth in truths.items() if truth is None]
+    have = {row.id for row in rows}
+    without = [key for key, name in answers if key in untrue and (key, name) not in have]
+    gaps.unscored += len(without)
+    if bare := sorted(set(without)):
+        missing.append(
+            f"{len(bare)} of {len(truths)} captures have no truth in {run.path / 'vault'} "
+            f"({_some(bare)}), so answers for them cannot be scored: only `fedleak run FILE "
+            "--fresh`, with the vault on, writes it"
+        )
+    if kept := sorted(set(untrue) - set(bare)):
+        notes.append(
+            f"{len(kept)} of {len(truths)} captures have no truth: {_some(kept)}: their rows stay "
+            "as they were"
+        )
+    for at in run.damaged():
+        notes.append(
+            f"line {at.line} of {at.file} was damaged ({at.reason}): it is in damaged.jsonl now"
+        )
+
+
+_NO_ANSWER = (Status.ABSTAINED, Status.INADMISSIBLE)
+
+
+def _some(keys: Iterable[Key]) -> str:
+    """Returns the first few keys, and how many more there are."""
+    names = list(dict.fromkeys(map(str, keys)))
+    more = [f"and {len(names) - NAMED} more"] * (len(names) > NAMED)
+    return ", ".join([*names[:NAMED], *more])

@@ -1,0 +1,208 @@
+"""Sums up a run: each attack's figures with their intervals, and how far to trust them."""
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from itertools import chain
+
+from pydantic import JsonValue, ValidationError
+
+from fedleak.audit.gaps import Gaps
+from fedleak.audit.ledger import defense_means, guarantee
+from fedleak.config.experiment import Experiment
+from fedleak.errors import FedleakError
+from fedleak.metrics import intervals
+from fedleak.reconstruction import Status
+from fedleak.store.records import UTILITY, DefenseRow, LeakageRow, LedgerRow
+from fedleak.store.run import EVERYONE, Run
+from fedleak.store.summaries import (
+    AttackSummary,
+    Baseline,
+    Circumstances,
+    Estimate,
+    RankBudget,
+    RunSummary,
+)
+
+FEW_TEXTS, FEW_CLIENTS = 20, 10
+"""Fewer than these are reported with a warning."""
+
+
+def summarise(
+    run: Run,
+    experiment: Experiment,
+    gaps: Gaps,
+    *,
+    leakage: Sequence[LeakageRow],
+    ledger: Sequence[LedgerRow],
+    defended: Sequence[DefenseRow],
+) -> RunSummary:
+    """Returns the figures of a run.
+
+    Args:
+        run: The run directory.
+        experiment: What was prepared there.
+        gaps: What is missing; lacks of the utility are added.
+        leakage, ledger, defended: The rows of leakage.jsonl, privacy.jsonl and defenses.jsonl.
+    """
+    attacks = {
+        name: attack_summary([row for row in leakage if row.attack == name])
+        for name in sorted({row.attack for row in leakage})
+    }
+    info, utility = run.info(), run.salvage(UTILITY)
+    if info["status"] == "finished" and experiment.data.held_out:
+        rounds = filter(experiment.evaluated, range(experiment.federation.rounds + 1))
+        if lost := set(rounds) - {each.round for each in utility}:
+            gaps.missing.append(
+                f"{run.path / 'utility.jsonl'} lacks the rounds {sorted(lost)}: only `fedleak run "
+                "FILE --fresh` measures them again"
+            )
+    baseline = _baseline(run, gaps)
+    return RunSummary(
+        name=experiment.name,
+        status=info["status"],
+        fedleak=info.get("versions", {}).get("fedleak"),
+        model_fingerprint=info.get("model_fingerprint"),
+        captures=len(run.captures()),
+        attacks=attacks,
+        defenses=circumstances(experiment),
+        defended=defense_means(defended),
+        privacy=guarantee(ledger),
+        utility_before=utility[0] if utility and utility[0].round == 0 else None,
+        utility=utility[-1] if utility else None,
+        held_out=experiment.data.held_out,
+        utility_reference=baseline,
+        missing=tuple(gaps.missing),
+        notes=tuple(gaps.notes),
+        unscored=gaps.unscored,
+    )
+
+
+def _baseline(run: Run, gaps: Gaps) -> Baseline | None:
+    """Returns the utility of the central baseline; None if there is none."""
+    if not (run.path / "reference.json").is_file():
+        return None
+    try:
+        return Baseline.model_validate(run.read_json("reference.json"))
+    except FedleakError as error:
+        reason = str(error)
+    except ValidationError:
+        reason = f"{run.path / 'reference.json'} is damaged (it is no table of figures)"
+    gaps.missing.append(
+        f"{reason}: delete it, and `fedleak run` with the experiment's file makes it anew"
+    )
+    return None
+
+
+def circumstances(experiment: Experiment) -> Circumstances:
+    """Returns all that is in the way of an attack: defenses, and settings that act as such."""
+    table, lora = experiment.federation, experiment.model.lora
+    settings: dict[str, JsonValue] = {
+        "share": experiment.update.share,  # type: ignore[dict-item]  # of str
+        "lora": None if lora is None else lora.model_dump(mode="json"),
+        "algorithm": table.algorithm,
+        "batch_size": table.batch_size,
+        **({"local_epochs": table.local_epochs} if table.algorithm == "fedavg" else {}),
+        "dropout": table.dropout,
+    }
+    return Circumstances(defense=tuple(experiment.defense), **settings)
+
+
+def attack_summary(rows: Sequence[LeakageRow]) -> AttackSummary:
+    """Sums up one attack. A failed or abstaining attack counts among rows, not as a zero."""
+    measured = [row for row in rows if row.rougeL is not None]
+
+    def mean_of(name: str, most: float) -> Estimate | None:
+        return _mean([(r, value) for r in rows if (value := getattr(r, name)) is not None], most)
+
+    seconds = [row.seconds for row in rows if row.seconds is not None]
+    return AttackSummary(
+        rows=len(rows),
+        status=dict(Counter(row.status for row in rows)),
+        verified=sum(row.verified for row in rows),
+        knows=tuple(sorted(set(chain.from_iterable(row.knows for row in rows)))),
+        sequences=sum(row.batch_size for row in measured),
+        clients=len({row.client for row in measured}),
+        exact_match=_mean(
+            [(row, row.exact_match or 0.0) for row in measured],
+            1.0,
+            [row.batch_size for row in measured],
+        ),
+        rouge1=mean_of("rouge1", 100.0),
+        rouge2=mean_of("rouge2", 100.0),
+        rougeL=mean_of("rougeL", 100.0),
+        control_rougeL=mean_of("control_rougeL", 100.0),
+        guess_rougeL=mean_of("guess_rougeL", 100.0),
+        token_recall=mean_of("token_recall", 1.0),
+        token_precision=mean_of("token_precision", 1.0),
+        control_token_recall=mean_of("control_token_recall", 1.0),
+        guess_token_recall=mean_of("guess_token_recall", 1.0),
+        facts={
+            name: _mean(_right(rows, name), 1.0)
+            for name in sorted({name for row in rows for name in row.facts})
+        },
+        budget=_budget(rows),
+        candidates=_candidates(rows),
+        margin=min((row.margin for row in rows if row.margin is not None), default=None),
+        seconds=sum(seconds),
+        seconds_per_update=sum(seconds) / len(seconds) if seconds else None,
+        warning=_warning([row for row in rows if row.status == Status.RECOVERED]),
+    )
+
+
+def _right(rows: Sequence[LeakageRow], name: str) -> list[tuple[LeakageRow, float]]:
+    """Returns whether a fact is right, where an attack said it and the truth is known."""
+    told = [(row, row.facts[name].right) for row in rows if name in row.facts]
+    return [(row, float(right)) for row, right in told if right is not None]
+
+
+def _mean(
+    found: Sequence[tuple[LeakageRow, float]],
+    most: float,
+    weights: Sequence[float] | None = None,
+) -> Estimate | None:
+    """Returns the mean of values of rows with its interval over clients; None if there are none."""
+    if not found:
+        return None
+    values, clients = [value for _, value in found], [row.client for row, _ in found]
+    return Estimate(**intervals.clustered_mean(values, clients, weights, most=most)._asdict())
+
+
+def _warning(answered: Sequence[LeakageRow]) -> str | None:
+    """Returns why the figures of these answers are examples and no rates; None if they are."""
+    clients, texts = {row.client for row in answered}, sum(row.batch_size for row in answered)
+    if clients == {EVERYONE}:
+        few = ["one group of clients"]
+    elif len(clients) == 1:
+        few = ["one client"]
+    else:
+        few = [f"fewer than {FEW_CLIENTS} clients"] if len(clients) < FEW_CLIENTS else []
+        few += [f"fewer than {FEW_TEXTS} texts"] if texts < FEW_TEXTS else []
+    return f"{' and '.join(few)}: an example, not a rate" if clients and few else None
+
+
+def _budget(rows: Sequence[LeakageRow]) -> RankBudget | None:
+    """Returns what share of its rank budget a batch used, over rows where that can be told."""
+    found = (_ratio(row.diagnostics.get("budget")) for row in rows)
+    shares = [share for share in found if share is not None]
+    if not shares:
+        return None
+    return RankBudget(mean=sum(shares) / len(shares), max=max(shares), rows=len(shares))
+
+
+def _ratio(value: JsonValue) -> float | None:
+    """Returns a quotient of two numbers: attacks fill their diagnostics as they like."""
+    match value:
+        case [int() | float() as used, int() | float() as available] if available:
+            return used / available
+    return None
+
+
+def _candidates(rows: Sequence[LeakageRow]) -> dict[str, float] | None:
+    """Returns how many candidates were left after each check, the mean over rows that say so."""
+    counts: dict[str, list[float]] = defaultdict(list)
+    for row in rows:
+        left = row.diagnostics.get("candidates")
+        for check, count in left.items() if isinstance(left, dict) else ():
+            if isinstance(count, int | float):
+                counts[check].append(count)
+    return {check: sum(found) / len(found) for check, found in counts.items()} or None

@@ -1,0 +1,139 @@
+"""Typed values in JSON: `Lines` are a JSONL file with one value a line, a `Document` is one value.
+
+Every value is checked when it is read back, so that a damaged file is not a wrong score. A check
+says what is wrong and where, and not what stands there, which may be private.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from fedleak.store.files import parse_json
+
+SCHEMA_VERSION = 2
+"""Of run.json and the files beside it: 2 has the experiment's fingerprint."""
+
+
+class Record(BaseModel):
+    """A value that a file of a run holds; the file may hold other fields too."""
+
+    model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False)
+
+
+class Measured(Record):
+    """A record with further fields, each a figure with a name of its own."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, float | None] = Field(init=False)
+
+    @property
+    def figures(self) -> Mapping[str, float | None]:
+        """The figures by name; None: not a finite number."""
+        return self.__pydantic_extra__
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Lines(Generic[T]):
+    """A JSONL file of a run.
+
+    Attributes:
+        name: Of the file.
+        of: What a line holds.
+        mark: Fields that every line has beside the value. Lines with another mark are refused.
+        check: Raises ValueError of a value that cannot belong here.
+    """
+
+    name: str
+    of: type[T]
+    mark: Mapping[str, str | None] = field(default_factory=dict)
+    check: Callable[[T], None] = lambda value: None
+
+    def read(self, line: bytes) -> T:
+        """Reads a line.
+
+        Raises:
+            ValueError: It does not hold such a value.
+        """
+        table = parse_json(line)
+        if not isinstance(table, dict):
+            raise ValueError(f"a table was expected, not a {type(table).__name__}")
+        value = validated(self.of, line)
+        if any(table.get(key) != mark for key, mark in self.mark.items()):
+            raise ValueError("it is of another experiment")
+        self.check(value)
+        return value
+
+    def written(self, value: T) -> str:
+        """Returns a value as a line, without the newline.
+
+        Raises:
+            ValueError: JSON cannot hold it.
+        """
+        return json.dumps({**_plain(self.of, value), **self.mark}, allow_nan=False)
+
+
+@dataclass(frozen=True)
+class Document(Generic[T]):
+    """A JSON file of one value, with the version of its fields.
+
+    Attributes:
+        name: Of the file.
+        of: What it holds.
+        remedy: What to do where it cannot be read.
+    """
+
+    name: str
+    of: type[T]
+    remedy: str
+
+    def read(self, content: bytes) -> T:
+        """Reads the content of the file.
+
+        Raises:
+            ValueError: It does not hold such a value, or another version of it.
+        """
+        table = parse_json(content)
+        if not isinstance(table, dict):
+            raise ValueError(f"it holds a {type(table).__name__}, not a table")
+        if reason := other_version(table):
+            raise ValueError(f"it {reason}")
+        return validated(self.of, content)
+
+    def written(self, value: T) -> bytes:
+        """Returns the content of the file."""
+        table = {"schema_version": SCHEMA_VERSION, **_plain(self.of, value)}
+        return (json.dumps(table, indent=1, allow_nan=False) + "\n").encode()
+
+
+def other_version(table: Mapping[str, Any]) -> str | None:
+    """Returns why a file is not of this version; None if it is."""
+    version = table.get("schema_version")
+    if version == SCHEMA_VERSION:
+        return None
+    return f"has schema_version {version!r}, and this fedleak reads {SCHEMA_VERSION}"
+
+
+def validated(of: type[T], content: bytes) -> T:
+    """Reads a value from JSON.
+
+    Raises:
+        ValueError: It has not the shape; the message has nothing of the content.
+    """
+    try:
+        return TypeAdapter(of).validate_json(content, strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        message = first["msg"]
+        raise ValueError(f"{where}: {message}" if where else message) from None
+
+
+def _plain(of: type[T], value: T) -> dict[str, Any]:
+    found: dict[str, Any] = TypeAdapter(of).dump_python(value)
+    return found

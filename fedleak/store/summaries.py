@@ -1,0 +1,185 @@
+"""The figures of a run in summary.json, and of a sweep's cells in sweep.json."""
+
+from pydantic import ConfigDict, Field, JsonValue
+
+from fedleak.reconstruction import Status
+from fedleak.store.lines import Document, Measured, Record
+from fedleak.store.records import Epsilon, Utility
+
+
+class Estimate(Record):
+    """A mean and its 95 % interval."""
+
+    mean: float
+    low: float
+    high: float
+
+
+class RankBudget(Record):
+    """The share of its rank budget that a batch used, over the rows that can tell."""
+
+    mean: float
+    max: float
+    rows: int
+
+
+class AttackSummary(Record):
+    """One attack, summed up over a run. None is "not measured", never zero.
+
+    Attributes:
+        rows: Its rows in leakage.jsonl.
+        status: How many rows ended how.
+        verified: Rows that a certificate proves.
+        knows: Facts that the attacker had in any row.
+        sequences, clients: Private texts of the rows with a ROUGE score, and their clients.
+        exact_match, token_recall, token_precision: Shares, from 0 to 1.
+        rouge1, rouge2, rougeL: From 0 to 100.
+        control_rougeL, control_token_recall: The attack's answer for another client's update.
+        guess_rougeL, guess_token_recall: Held-out texts, no update.
+        facts: By name the share of rows in which it is right; None: not compared.
+        budget: Of rank.
+        candidates: How many were left after each check, by its name, the mean over rows.
+        margin: The smallest of all rows.
+        seconds, seconds_per_update: All rows together; the mean of those that say it.
+        warning: Why the figures are examples and no rates; None if they are rates.
+    """
+
+    rows: int
+    status: dict[Status, int]
+    verified: int
+    knows: tuple[str, ...]
+    sequences: int
+    clients: int
+    exact_match: Estimate | None
+    rouge1: Estimate | None
+    rouge2: Estimate | None
+    rougeL: Estimate | None
+    control_rougeL: Estimate | None
+    guess_rougeL: Estimate | None
+    token_recall: Estimate | None
+    token_precision: Estimate | None
+    control_token_recall: Estimate | None
+    guess_token_recall: Estimate | None
+    facts: dict[str, Estimate | None]
+    budget: RankBudget | None
+    candidates: dict[str, float] | None
+    margin: float | None
+    seconds: float
+    seconds_per_update: float | None
+    warning: str | None
+
+    @property
+    def answers(self) -> int:
+        """Rows in which it gave an answer."""
+        return self.status.get(Status.RECOVERED, 0)
+
+
+class Guarantee(Record):
+    """What holds for every client after its last round; the fields are those of a `LedgerRow`."""
+
+    epsilon: Epsilon
+    delta: float | None
+    accountant: str
+    unit: str
+    neighbouring: str
+    noise_multiplier: float | None
+
+
+class Circumstances(Record):
+    """All that is in the way of an attack: defenses, and by name the settings that act as such."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, JsonValue] = Field(init=False)
+
+    defense: tuple[dict[str, JsonValue], ...]
+
+    @property
+    def settings(self) -> dict[str, JsonValue]:
+        """The settings, by name."""
+        return self.__pydantic_extra__
+
+
+class DefenseMeans(Measured):
+    """What one defense did: each figure is the mean over all updates that have it."""
+
+    defense: int
+    kind: str
+
+
+class Baseline(Measured):
+    """How good a model is that one party trained on all data, and its steps: reference.json."""
+
+    steps: int
+
+
+class RunSummary(Record):
+    """A run's figures.
+
+    Attributes:
+        name: Of the run.
+        status: Of the run when this was written.
+        fedleak: The version that made the run.
+        model_fingerprint: Of the weights that training started from.
+        captures: That are here.
+        attacks: By name.
+        defenses: What is in the way of attacks.
+        defended: What each defense did.
+        privacy: The guarantee; None before anybody has trained.
+        utility_before, utility: Of the model before training, and now, if measured.
+        held_out: Texts that it is measured on.
+        utility_reference: Of the central baseline, if it was asked for.
+        missing: What makes the results incomplete, and the command that mends it.
+        notes: What else should be known.
+        unscored: Answers that should have a row and have none.
+    """
+
+    name: str
+    status: str
+    fedleak: str | None
+    model_fingerprint: str | None
+    captures: int
+    attacks: dict[str, AttackSummary]
+    defenses: Circumstances
+    defended: tuple[DefenseMeans, ...]
+    privacy: Guarantee | None
+    utility_before: Utility | None
+    utility: Utility | None
+    held_out: int
+    utility_reference: Baseline | None
+    missing: tuple[str, ...]
+    notes: tuple[str, ...]
+    unscored: int
+
+
+class CellSummary(Record):
+    """What sweep.json holds of a cell; no figures before the cell is finished.
+
+    Attributes:
+        cell: Its name.
+        values: Its value of each swept key.
+        status: Of its run.
+        missing, attacks, utility, utility_reference, privacy: As in a `RunSummary`.
+    """
+
+    cell: str
+    values: dict[str, JsonValue]
+    status: str
+    missing: tuple[str, ...] = ()
+    attacks: dict[str, AttackSummary] = {}
+    utility: Utility | None = None
+    utility_reference: Baseline | None = None
+    privacy: Guarantee | None = None
+
+
+class SweepSummary(Record):
+    """A sweep's keys with their values, and its cells."""
+
+    name: str
+    axes: dict[str, list[JsonValue]]
+    cells: tuple[CellSummary, ...]
+
+
+SUMMARY = Document(
+    "summary.json", RunSummary, "`fedleak score` with the run's folder writes it anew"
+)
+SWEEP = Document("sweep.json", SweepSummary, "`fedleak sweep` with the experiment's file writes it")
