@@ -174,7 +174,7 @@ def score_run(run: Run, asked: Iterable[str] | None = None) -> list[Scored]:
     rows = [one.row for one in scored]
     names = [each.name for each in experiment.attacks] if asked is None else list(asked)
     find_gaps(run, experiment, names, answers, rows, truths, gaps)
-    gaps.notes += unchecked(str(each.settings["kind"]) for each in answers.values())
+    gaps.notes += unchecked(str(each.settings.get("kind")) for each in answers.values())
     notes = ledger.client_notes(run, gaps)
     spent = ledger.ledger(run, experiment, notes, gaps)
     defended = ledger.defense_rows(run, notes)

@@ -477,7 +477,8 @@ def test_a_worker_is_ready_when_what_is_slow_is_imported():
     """The time limit is counted from there."""
     code = (
         "import sys; from fedleak.workers.process import _prepare; _prepare('cpu'); "
-        "from fedleak.models import ModelSpec, outline; before = set(sys.modules); "
+        "from fedleak.models import ModelSpec; from fedleak.models.loading import outline; "
+        "before = set(sys.modules); "
         "outline(ModelSpec('builtin/bert-tiny', 'sequence-classification', 2)); "
         "print(*(set(sys.modules) - before))"
     )
