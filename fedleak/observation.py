@@ -35,7 +35,7 @@ class ClientUpdate:
     num_examples: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Knowledge:
     """Facts that the attacker holds beside the update; `None` is a fact not granted.
 
@@ -75,7 +75,7 @@ class ThreatModel:
         return replace(server, **{name: getattr(private, name) for name in sorted(self.knows)})
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Observation:
     """One client's update in one round as the server received it, and what the attacker knows."""
 

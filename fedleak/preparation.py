@@ -22,7 +22,7 @@ from fedleak.store.run import Run
 from fedleak.versions import versions
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """An experiment that can work, and what its run directory starts with."""
 
@@ -67,11 +67,11 @@ def plan(experiment: Experiment) -> Plan:
     loading.check_weights(experiment.model_spec(num_labels))
     held_out = {"sequences": workload.held_out, "labels": workload.held_out_labels}
     return Plan(
-        experiment,
-        num_labels,
-        held_out,
-        _remarks(experiment, split.dropped, unknown, workload),
-        forecast.bytes_kept(experiment, model),
+        experiment=experiment,
+        num_labels=num_labels,
+        held_out=held_out,
+        remarks=_remarks(experiment, split.dropped, unknown, workload),
+        disk=forecast.bytes_kept(experiment, model),
     )
 
 

@@ -19,7 +19,7 @@ class Status(StrEnum):
     """The attack crashed or outlived its time limit."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Reconstruction:
     """An attack's answer for one observation.
 
@@ -53,4 +53,4 @@ class Reconstruction:
     @classmethod
     def none(cls, status: Status, reason: str, **diagnostics: Any) -> "Reconstruction":
         """Returns an answer that holds nothing, and why."""
-        return cls(status, diagnostics=diagnostics, reason=reason)
+        return cls(status=status, diagnostics=diagnostics, reason=reason)

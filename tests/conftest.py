@@ -89,17 +89,17 @@ def assets() -> Path:
 
 @pytest.fixture(scope="session")
 def bert_tiny() -> LanguageModel:
-    return loading.load(ModelSpec("builtin/bert-tiny", CLASSIFICATION, 2))
+    return loading.load(ModelSpec(name="builtin/bert-tiny", task=CLASSIFICATION, num_labels=2))
 
 
 @pytest.fixture(scope="session")
 def gpt2_tiny() -> LanguageModel:
-    return loading.load(ModelSpec("builtin/gpt2-tiny", CAUSAL_LM, 2))
+    return loading.load(ModelSpec(name="builtin/gpt2-tiny", task=CAUSAL_LM, num_labels=2))
 
 
 @pytest.fixture(scope="session")
 def llama_tiny() -> LanguageModel:
-    return loading.load(ModelSpec("builtin/llama-tiny", CAUSAL_LM, 2))
+    return loading.load(ModelSpec(name="builtin/llama-tiny", task=CAUSAL_LM, num_labels=2))
 
 
 @pytest.fixture(scope="session")
@@ -164,7 +164,9 @@ def small(bert_tiny, gpt2_tiny, llama_tiny) -> Callable[..., LanguageModel]:
                 if parameter.dim() == 1:
                     shift = torch.randn_like(parameter) * 0.1
                     parameter.data.add_(shift.abs() if name.endswith("weight") else shift)
-        return LanguageModel(module.eval(), like.tokenizer, like.family, task)
+        return LanguageModel(
+            module=module.eval(), tokenizer=like.tokenizer, family=like.family, task=task
+        )
 
     return make
 
@@ -214,7 +216,7 @@ def observe() -> Callable[..., SimpleNamespace]:
             dropout=dropout,
             **{fact: private[fact] for fact in granted},
         )
-        seen = Observation(1, 0, update, knowledge)
+        seen = Observation(round=1, client=0, update=update, knowledge=knowledge)
         return SimpleNamespace(seen=seen, sequences=sequences, labels=labels)
 
     return make

@@ -50,7 +50,15 @@ def run(trained, tmp_path):
 def job_of(run, attack, client=0):
     spec = parse(TABLE).model_spec(2)
     named = NamedAttack(attack.kind, attack)
-    return Job(run.path, Key(1, client), named, ThreatModel(), Knowledge(), spec, seed=4)
+    return Job(
+        run=run.path,
+        key=Key(1, client),
+        attack=named,
+        threat=ThreatModel(),
+        knowledge=Knowledge(),
+        model=spec,
+        seed=4,
+    )
 
 
 @dataclass
@@ -115,7 +123,9 @@ def test_a_reason_is_one_line_of_bounded_length_that_nothing_obeys():
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_numbers_in_facts_and_diagnostics_are_finite_or_null(value):
     said = Reconstruction(
-        Status.RECOVERED, facts={"longest_sequence": value}, diagnostics={"a": [{"b": value}]}
+        status=Status.RECOVERED,
+        facts={"longest_sequence": value},
+        diagnostics={"a": [{"b": value}]},
     )
     answer = answers.checked(said, vocabulary=9, longest=9, examples=1)
     assert (answer.facts, answer.diagnostics) == ({"longest_sequence": None}, {"a": [{"b": None}]})

@@ -166,7 +166,9 @@ def stories15m(settings: Settings) -> Iterator[Figure]:
         Skip: It is not there.
     """
     path = _asset(settings, "models/stories15m")
-    model = loading.load(ModelSpec(str(path), CAUSAL_LM, 2, settings.seed))
+    model = loading.load(
+        ModelSpec(name=str(path), task=CAUSAL_LM, num_labels=2, seed=settings.seed)
+    )
     sizes = (1,) if settings.small else (1, 4, 16)
     yield from _recovered("stories15m", model, [(Dager(), sizes)], settings)
 
@@ -217,7 +219,9 @@ def _recovered(
 
 def random_gpt2(settings: Settings) -> LanguageModel:
     """Returns a next-token GPT-2 with random weights and its full vocabulary."""
-    like = loading.load(ModelSpec("builtin/gpt2-tiny", CAUSAL_LM, 2, settings.seed))
+    like = loading.load(
+        ModelSpec(name="builtin/gpt2-tiny", task=CAUSAL_LM, num_labels=2, seed=settings.seed)
+    )
     if settings.small:
         return like
     config = GPT2Config(attn_implementation="eager", pad_token_id=like.tokenizer.pad_token_id)
@@ -227,7 +231,9 @@ def random_gpt2(settings: Settings) -> LanguageModel:
 
 def random_bert(settings: Settings) -> LanguageModel:
     """Returns a BERT classifier with random weights and its full vocabulary."""
-    like = loading.load(ModelSpec("builtin/bert-tiny", CLASSIFICATION, 2, settings.seed))
+    like = loading.load(
+        ModelSpec(name="builtin/bert-tiny", task=CLASSIFICATION, num_labels=2, seed=settings.seed)
+    )
     if settings.small:
         return like
     config = BertConfig(
@@ -285,8 +291,15 @@ def cola(settings: Settings) -> Iterator[Figure]:
     seen = []
     for one, (tokens, label) in enumerate(zip(ids, corpus.labels, strict=True)):
         update = local_update_(model, [tokens], [label], how, seed=settings.seed)
-        facts = Knowledge(5e-5, 1, False, batch_size=1, labels=(label,), lengths=(len(tokens),))
-        seen.append(Observation(1, one, update, facts))
+        facts = Knowledge(
+            learning_rate=5e-5,
+            local_steps=1,
+            dropout=False,
+            batch_size=1,
+            labels=(label,),
+            lengths=(len(tokens),),
+        )
+        seen.append(Observation(round=1, client=one, update=update, knowledge=facts))
     few: dict[str, Any] = {"steps": 2, "guesses": 2, "orders": 2} if settings.small else {}
     ours = Lamp(prior=prior, **few)
     published = replace(ours, preset="faithful", precision="mixed")
@@ -351,7 +364,7 @@ def _cola(
     minilm = _asset(settings, "models/minilm-l6-h384")
     sentences = _asset(settings, "data/cola/in_domain_train.tsv")
     prior = _asset(settings, "models/prior-bert-vocab")
-    model = loading.load(ModelSpec(str(minilm), CLASSIFICATION, 2, 101))
+    model = loading.load(ModelSpec(name=str(minilm), task=CLASSIFICATION, num_labels=2, seed=101))
     split = data.read(
         str(sentences), split="train", text=3, label=1, samples=number, held_out=100, seed=101
     )
@@ -360,7 +373,9 @@ def _cola(
 
 def _notes(settings: Settings, number: int) -> tuple[LanguageModel, data.Corpus, data.Corpus]:
     """Returns the built-in BERT, notes, and others."""
-    model = loading.load(ModelSpec("builtin/bert-tiny", CLASSIFICATION, 2, settings.seed))
+    model = loading.load(
+        ModelSpec(name="builtin/bert-tiny", task=CLASSIFICATION, num_labels=2, seed=settings.seed)
+    )
     split = data.read(
         "builtin/notes",
         split="train",

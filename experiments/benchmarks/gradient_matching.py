@@ -231,7 +231,10 @@ def bench(
     )
     module = BertForSequenceClassification(config).eval().to(device)
     model = LanguageModel(
-        module, SimpleNamespace(pad_token_id=0), models.families()["bert"], CLASSIFICATION
+        module=module,
+        tokenizer=SimpleNamespace(pad_token_id=0),
+        family=models.families()["bert"],
+        task=CLASSIFICATION,
     )
     causal = GPT2LMHeadModel(
         GPT2Config(vocab_size=vocabulary, n_layer=size.layers, n_embd=size.hidden, n_head=heads)

@@ -180,7 +180,9 @@ def made(case: Case) -> LanguageModel:
         )
     if case.lora:
         adapt_(module, Lora(RANK, 16.0), family.classifier)
-    return LanguageModel(module.eval(), _Padding(), family, models.CLASSIFICATION)
+    return LanguageModel(
+        module=module.eval(), tokenizer=_Padding(), family=family, task=models.CLASSIFICATION
+    )
 
 
 class _Padding:

@@ -134,7 +134,12 @@ def main() -> None:
 def load(name: str, args: argparse.Namespace) -> LanguageModel:
     """Returns a model on its device; GPT-2's is made, from random numbers of the seed."""
     if name == MINILM:
-        spec = ModelSpec(f"{args.assets}/models/minilm-l6-h384", CLASSIFICATION, 2, args.seed)
+        spec = ModelSpec(
+            name=f"{args.assets}/models/minilm-l6-h384",
+            task=CLASSIFICATION,
+            num_labels=2,
+            seed=args.seed,
+        )
         model = loading.load(spec)
     else:
         with TemporaryDirectory() as folder:
@@ -142,7 +147,9 @@ def load(name: str, args: argparse.Namespace) -> LanguageModel:
             GPT2LMHeadModel(GPT2Config()).save_pretrained(folder)
             tokenizer = AutoTokenizer.from_pretrained(f"{args.assets}/tokenizers/gpt2")
             tokenizer.save_pretrained(folder)
-            model = loading.load(ModelSpec(folder, args.task, 2, args.seed))
+            model = loading.load(
+                ModelSpec(name=folder, task=args.task, num_labels=2, seed=args.seed)
+            )
     model.module.to(args.device)
     return model
 
@@ -178,7 +185,7 @@ def measure(
         update = local_update_(model, ids[at], corpus.labels[at], local, seed=seed)
         if case.shared is not None:
             update = partial_update(update, case.shared)
-        seen = Observation(1, 0, update, Knowledge())
+        seen = Observation(round=1, client=0, update=update, knowledge=Knowledge())
         if batch == 0 and model.device.type != "cpu":
             timed(attack, seen, model, seed, batch)  # the first call on a GPU loads its kernels
         answer, taken = timed(attack, seen, model, seed, batch)

@@ -55,7 +55,7 @@ class Scored:
     pairs: tuple[TextPair, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Scores:
     """An answer's scores against one truth."""
 
@@ -97,12 +97,15 @@ def score_sequences(
         for a, true in zip(chosen, (model.decode(t, special=True) for t in truths), strict=True)
     ]
     exact = [a is not None and answer_ids[a] == t for a, t in zip(chosen, truth_ids, strict=True)]
+    tokens = score_tokens(chain(*answers), truths, model)
+    scored = zip(truth_texts, texts, scores, strict=True)
     return Scores(
-        rouge.mean(scores),
-        rouge.mean(paper),
-        sum(exact) / len(exact),
-        *score_tokens(chain(*answers), truths, model),
-        tuple(TextPair(t, a, s.rougeL) for t, a, s in zip(truth_texts, texts, scores, strict=True)),
+        content=rouge.mean(scores),
+        paper=rouge.mean(paper),
+        exact_match=sum(exact) / len(exact),
+        token_recall=tokens.recall,
+        token_precision=tokens.precision,
+        pairs=tuple(TextPair(t, a, s.rougeL) for t, a, s in scored),
     )
 
 

@@ -317,7 +317,15 @@ def train_prior(
     with mended():
         try:
             recipe = prior_training.Recipe(
-                layers, width, heads, epochs, steps, batch_size, learning_rate, max_length, seed
+                layers=layers,
+                width=width,
+                heads=heads,
+                epochs=epochs,
+                steps=steps,
+                batch_size=batch_size,
+                learning_rate=learning_rate,
+                max_length=max_length,
+                seed=seed,
             )
             on = prior_training.device(device)
             with prior_training.new_folder(out) as folder:

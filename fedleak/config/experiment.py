@@ -159,7 +159,14 @@ class Experiment(Table):
         if adapters is not None:
             targets = None if adapters.targets is None else tuple(adapters.targets)
             lora = Lora(adapters.rank, adapters.alpha, targets)
-        return ModelSpec(table.name, table.task, num_labels, self.seed, table.loss, lora)
+        return ModelSpec(
+            name=table.name,
+            task=table.task,
+            num_labels=num_labels,
+            seed=self.seed,
+            loss=table.loss,
+            lora=lora,
+        )
 
     @property
     def local_training(self) -> LocalTraining:

@@ -253,7 +253,7 @@ def _rows(
     if text is None:
         raise ConfigError(f"data.text is missing: name the column of {name!r} that holds the text")
     bare = isinstance(text, int) or isinstance(label, int)
-    file = files.TableFile(path, bare, encoding, delimiter)
+    file = files.TableFile(path=path, bare=bare, encoding=encoding, delimiter=delimiter)
     text, label = str(text), None if label is None else str(label)
     if not file.known:
         if name.startswith((".", "/", "~")) or path.exists():

@@ -30,7 +30,7 @@ _PANDAS_INDEX = "__index_level_0__"
 """Where pandas puts the first column, if every row has a field more than the header."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TableFile:
     """A file, and how it is to be read.
 

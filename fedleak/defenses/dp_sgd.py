@@ -21,7 +21,7 @@ Finite = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _SHARED_STATISTICS = (nn.modules.batchnorm._BatchNorm, nn.SyncBatchNorm)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DpSgd(Defense):
     """Trains with DP-SGD (Abadi et al. 2016): (epsilon, delta) of each example.
 

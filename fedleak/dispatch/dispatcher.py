@@ -171,7 +171,15 @@ class Dispatcher:
         experiment, jobs = self._experiment, []
         threat, seed = experiment.threat_model, experiment.seed
         for key in work.keys:
-            job = Job(self._run.path, key, work.attack, threat, Knowledge(), self._model, seed)
+            job = Job(
+                run=self._run.path,
+                key=key,
+                attack=work.attack,
+                threat=threat,
+                knowledge=Knowledge(),
+                model=self._model,
+                seed=seed,
+            )
             try:
                 jobs.append(replace(job, knowledge=knowledge(self._run, key, threat)))
             except CaptureError as error:

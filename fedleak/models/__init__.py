@@ -62,7 +62,7 @@ def families() -> Mapping[str, ModelFamily]:
     return made
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelSpec:
     """All that decides a model, on whatever machine it is loaded.
 
@@ -83,7 +83,7 @@ class ModelSpec:
     lora: Lora | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LanguageModel:
     """A model as server, client and attacker all have it.
 

@@ -53,7 +53,7 @@ def check_weights(spec: ModelSpec) -> None:
 
 @lru_cache(maxsize=64)
 def _load_once(name: str, task: str, num_labels: int) -> None:
-    load(ModelSpec(name, task, num_labels))
+    load(ModelSpec(name=name, task=task, num_labels=num_labels))
 
 
 def outline(spec: ModelSpec) -> LanguageModel:
@@ -139,7 +139,13 @@ def _make(spec: ModelSpec, *, checkpoint: bool) -> LanguageModel:
         if spec.lora is not None:
             adapt_(module, spec.lora, family.classifier if task == CLASSIFICATION else ())
     module.eval()
-    return LanguageModel(module, tokenizer, family, task, CLASS_LOSSES[spec.loss])
+    return LanguageModel(
+        module=module,
+        tokenizer=tokenizer,
+        family=family,
+        task=task,
+        class_loss=CLASS_LOSSES[spec.loss],
+    )
 
 
 def _check_tokenizer_(name: str, tokenizer: Any, rows: int, task: str) -> None:

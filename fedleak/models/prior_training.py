@@ -48,7 +48,7 @@ _PUNCTUATION = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Recipe:
     """How large the model is, and how it is trained.
 

@@ -43,7 +43,7 @@ TOO_CLOSE = 0.04
 """Numbers nearer than this share of the axis are drawn evenly apart: their labels would overlap."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Panel:
     """A figure of the summaries.
 
@@ -61,9 +61,21 @@ class Panel:
 
 
 PANELS = (
-    Panel("texts exact, %", lambda of: of.exact_match, lambda of: None, 100),
-    Panel("ROUGE-L", lambda of: of.rougeL, lambda of: of.guess_rougeL, 1),
-    Panel("tokens found, %", lambda of: of.token_recall, lambda of: of.guess_token_recall, 100),
+    Panel(
+        heading="texts exact, %",
+        figure=lambda of: of.exact_match,
+        control=lambda of: None,
+        scale=100,
+    ),
+    Panel(
+        heading="ROUGE-L", figure=lambda of: of.rougeL, control=lambda of: of.guess_rougeL, scale=1
+    ),
+    Panel(
+        heading="tokens found, %",
+        figure=lambda of: of.token_recall,
+        control=lambda of: of.guess_token_recall,
+        scale=100,
+    ),
 )
 
 

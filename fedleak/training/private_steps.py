@@ -227,7 +227,7 @@ def _batches(
         yield from (order[start : start + size] for start in range(0, num_examples, size))
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Seen:
     """What happened in private steps; the client's own figures."""
 

@@ -85,15 +85,15 @@ def checked(answer: object, *, vocabulary: int, longest: int, examples: int) -> 
     _check_diagnostics(diagnostics)
     reason = one_line(answer.reason)
     plain = Reconstruction(
-        answer.status,
-        sequences,
-        evidence,  # type: ignore[arg-type]  # null where there is no finite number
-        margins,
-        tokens,
-        facts,
-        diagnostics,
-        answer.verified,
-        reason,
+        status=answer.status,
+        sequences=sequences,
+        evidence=evidence,  # type: ignore[arg-type]  # null where there is no finite number
+        margins=margins,
+        tokens=tokens,
+        facts=facts,
+        diagnostics=diagnostics,
+        verified=answer.verified,
+        reason=reason,
     )
     size = len(json.dumps([sequences, tokens, evidence, margins, facts, diagnostics]))
     if size > MOST_CHARACTERS:

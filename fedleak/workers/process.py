@@ -51,7 +51,7 @@ LONGEST_TRACE = 10_000
 _numbers = itertools.count()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Job:
     """One attack on one capture.
 
@@ -300,7 +300,9 @@ def _look(job: Job, model: LanguageModel, device: str) -> Observation | Reconstr
         return Reconstruction.none(Status.ABSTAINED, "the batch is empty: sampling drew nobody")
     examples = update.num_examples if lengths is None else len(lengths)
     update = dataclasses.replace(update, tensors=tensors, num_examples=examples)
-    seen = Observation(job.key.round, job.key.client, update, job.knowledge)
+    seen = Observation(
+        round=job.key.round, client=job.key.client, update=update, knowledge=job.knowledge
+    )
     obstacle = job.attack.attack.obstacle(AttackSetting.of(seen, model))
     if obstacle is not None:
         return Reconstruction.none(Status.INADMISSIBLE, one_line(str(obstacle)))

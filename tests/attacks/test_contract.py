@@ -228,7 +228,12 @@ def test_zeros_and_noise_are_no_reason_to_crash_or_to_invent_tokens(
         name: size * torch.randn(value.shape, generator=rng)
         for name, value in truth.seen.update.tensors.items()
     }
-    seen = Observation(1, 0, ClientUpdate(UpdateKind.GRADIENT, noise, 2), Knowledge(0.1, 1, False))
+    seen = Observation(
+        round=1,
+        client=0,
+        update=ClientUpdate(UpdateKind.GRADIENT, noise, 2),
+        knowledge=Knowledge(learning_rate=0.1, local_steps=1, dropout=False),
+    )
     answer = run(attack, granting(seen, truth, facts), model)
     if answer is not None and not facts:
         assert answer.sequences is None
@@ -363,7 +368,13 @@ class Fake:
 
 def always(sequences=None, tokens=None, facts=None):
     evidence = (0.0,) * len(sequences or ())
-    return Reconstruction(Status.RECOVERED, sequences, evidence, tokens=tokens, facts=facts or {})
+    return Reconstruction(
+        status=Status.RECOVERED,
+        sequences=sequences,
+        evidence=evidence,
+        tokens=tokens,
+        facts=facts or {},
+    )
 
 
 def test_an_attack_that_always_abstains_is_refused(small, observe):

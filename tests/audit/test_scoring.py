@@ -242,7 +242,7 @@ def captured(make):
 )
 def test_only_what_is_granted_is_known(captured, facts, expected):
     found = knowledge(captured, Key(1, 0), ThreatModel(frozenset(facts)))
-    assert found == Knowledge(0.5, 1, False, **expected)
+    assert found == Knowledge(learning_rate=0.5, local_steps=1, dropout=False, **expected)
     assert set(found.granted()) == {"learning_rate", "local_steps", "dropout"} | set(facts)
 
 
@@ -535,20 +535,20 @@ def test_the_table_has_no_lines_for_evidence_that_nobody_has(make, sequences):
 def test_what_is_not_finite_is_null_on_disk():
     """JSON has no infinity, and an attack may well have found nothing that comes second."""
     answer = Reconstruction(
-        Status.RECOVERED,
+        status=Status.RECOVERED,
         sequences=((2, 3), (2, 5, 3)),
         evidence=(0.5, math.inf),
         margins=(math.inf, -math.inf),
         diagnostics={"a": math.nan, "b": [1, {"c": (math.inf, 2.0, "x", None, True)}]},
     )
     job = Job(
-        Path("run"),
-        Key(1, 0),
-        NamedAttack("probes", Probes()),
-        ThreatModel(),
-        SERVER,
-        ModelSpec("builtin/bert-tiny", CLASSIFICATION, 2),
-        0,
+        run=Path("run"),
+        key=Key(1, 0),
+        attack=NamedAttack("probes", Probes()),
+        threat=ThreatModel(),
+        knowledge=SERVER,
+        model=ModelSpec(name="builtin/bert-tiny", task=CLASSIFICATION, num_labels=2),
+        seed=0,
     )
     answer = checked(answer, vocabulary=6, longest=3, examples=2)
     line = json.loads(records.answers("f").written(answer_to(job, answer, 1.0, "cpu")))

@@ -100,7 +100,9 @@ def test_beside_the_update_there_are_three_numbers(reply_of, bert_tiny):
 def test_the_vault_holds_what_the_update_was_made_of(reply_of, round):
     content, run = reply_of(1, round=round, vault=True)
     truth = run.read_truth(Key(round, 1))
-    model = loading.load(models.ModelSpec("builtin/bert-tiny", models.CLASSIFICATION, 2))
+    model = loading.load(
+        models.ModelSpec(name="builtin/bert-tiny", task=models.CLASSIFICATION, num_labels=2)
+    )
     experiment = parse(TABLE)
     again = local_update_(
         model,

@@ -482,10 +482,12 @@ def test_what_run_json_holds_is_the_same_experiment(file, tmp_path):
 
 def test_a_model_is_decided_by_its_table_the_seed_and_the_number_of_classes():
     name = "builtin/bert-tiny"
-    assert parse(GOOD).model_spec(2) == ModelSpec(name, CLASSIFICATION, 2, 0, "cross-entropy")
+    assert parse(GOOD).model_spec(2) == ModelSpec(
+        name=name, task=CLASSIFICATION, num_labels=2, seed=0, loss="cross-entropy"
+    )
     table = table_of(seed=4, model={"loss": "squared", "lora": {}})
     assert parse(table).model_spec(3) == ModelSpec(
-        name, CLASSIFICATION, 3, 4, "squared", Lora(8, 16.0)
+        name=name, task=CLASSIFICATION, num_labels=3, seed=4, loss="squared", lora=Lora(8, 16.0)
     )
     table = table_of(model={"lora": {"rank": 2, "alpha": 1, "targets": ["key", "c_attn"]}})
     spec = parse(table).model_spec(2)

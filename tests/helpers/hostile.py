@@ -20,41 +20,67 @@ def _circle():
 ANSWERS = {
     "nothing": lambda: None,
     "a dict": lambda: {"status": "recovered"},
-    "a status of text": lambda: Reconstruction("recovered", tokens=(1,)),
-    "an id that is no token": lambda: Reconstruction(RECOVERED, ((2000,),), (0.0,)),
-    "a negative id": lambda: Reconstruction(RECOVERED, ((-1,),), (0.0,)),
-    "a huge id": lambda: Reconstruction(RECOVERED, tokens=(10**5000,)),
-    "words": lambda: Reconstruction(RECOVERED, (("the", "patient"),), (0.0,)),
-    "a text": lambda: Reconstruction(RECOVERED, "the patient"),
-    "a tensor": lambda: Reconstruction(RECOVERED, (torch.tensor([1, 2]),), (0.0,)),
-    "ids of floats": lambda: Reconstruction(RECOVERED, ((1.0,),), (0.0,)),
-    "a bool for an id": lambda: Reconstruction(RECOVERED, ((True,),), (0.0,)),
-    "a generator": lambda: Reconstruction(RECOVERED, tokens=(i for i in range(3))),
-    "an empty sequence": lambda: Reconstruction(RECOVERED, ((),), (0.0,)),
-    "too long a sequence": lambda: Reconstruction(RECOVERED, ((5,) * 129,), (0.0,)),
-    "too many sequences": lambda: Reconstruction(RECOVERED, ((5,),) * 101, (0.0,) * 101),
-    "evidence of another length": lambda: Reconstruction(RECOVERED, ((5,),), ()),
-    "evidence without sequences": lambda: Reconstruction(RECOVERED, None, (1.0,), tokens=(5,)),
-    "margins of another length": lambda: Reconstruction(RECOVERED, ((5,),), (0.0,), (1.0, 2.0)),
-    "evidence of text": lambda: Reconstruction(RECOVERED, ((5,),), ("good",)),
-    "a fact of a long name": lambda: Reconstruction(RECOVERED, facts={"x" * 101: 1}),
-    "endless facts": lambda: Reconstruction(RECOVERED, facts=dict.fromkeys(map(str, range(101)))),
-    "facts of tensors": lambda: Reconstruction(RECOVERED, facts={"label_counts": torch.ones(2)}),
-    "facts in a list": lambda: Reconstruction(RECOVERED, facts=[1]),
-    "a key that is no text": lambda: Reconstruction(RECOVERED, diagnostics={1: 2}),
-    "a circle": lambda: Reconstruction(RECOVERED, diagnostics={"circle": _circle()}),
-    "half a character": lambda: Reconstruction(RECOVERED, diagnostics={"a": ["\ud800"]}),
-    "a fact of half a character": lambda: Reconstruction(RECOVERED, facts={"\udfff": 1}),
-    "a function": lambda: Reconstruction(RECOVERED, diagnostics={"f": print}),
-    "a budget of text": lambda: Reconstruction(RECOVERED, diagnostics={"budget": "all"}),
-    "a budget of zero": lambda: Reconstruction(RECOVERED, diagnostics={"budget": [1, 0]}),
-    "endless candidates": lambda: Reconstruction(
-        RECOVERED, diagnostics={"candidates": {"all": math.inf}}
+    "a status of text": lambda: Reconstruction(status="recovered", tokens=(1,)),
+    "an id that is no token": lambda: Reconstruction(
+        status=RECOVERED, sequences=((2000,),), evidence=(0.0,)
     ),
-    "candidates of text": lambda: Reconstruction(RECOVERED, diagnostics={"candidates": {"a": "b"}}),
-    "a library": lambda: Reconstruction(RECOVERED, diagnostics={"text": "x" * 10_000_001}),
-    "a reason of bytes": lambda: Reconstruction(Status.ABSTAINED, reason=b"why"),
-    "a proof of text": lambda: Reconstruction(RECOVERED, tokens=(5,), verified="yes"),
+    "a negative id": lambda: Reconstruction(status=RECOVERED, sequences=((-1,),), evidence=(0.0,)),
+    "a huge id": lambda: Reconstruction(status=RECOVERED, tokens=(10**5000,)),
+    "words": lambda: Reconstruction(
+        status=RECOVERED, sequences=(("the", "patient"),), evidence=(0.0,)
+    ),
+    "a text": lambda: Reconstruction(status=RECOVERED, sequences="the patient"),
+    "a tensor": lambda: Reconstruction(
+        status=RECOVERED, sequences=(torch.tensor([1, 2]),), evidence=(0.0,)
+    ),
+    "ids of floats": lambda: Reconstruction(status=RECOVERED, sequences=((1.0,),), evidence=(0.0,)),
+    "a bool for an id": lambda: Reconstruction(
+        status=RECOVERED, sequences=((True,),), evidence=(0.0,)
+    ),
+    "a generator": lambda: Reconstruction(status=RECOVERED, tokens=(i for i in range(3))),
+    "an empty sequence": lambda: Reconstruction(status=RECOVERED, sequences=((),), evidence=(0.0,)),
+    "too long a sequence": lambda: Reconstruction(
+        status=RECOVERED, sequences=((5,) * 129,), evidence=(0.0,)
+    ),
+    "too many sequences": lambda: Reconstruction(
+        status=RECOVERED, sequences=((5,),) * 101, evidence=(0.0,) * 101
+    ),
+    "evidence of another length": lambda: Reconstruction(
+        status=RECOVERED, sequences=((5,),), evidence=()
+    ),
+    "evidence without sequences": lambda: Reconstruction(
+        status=RECOVERED, sequences=None, evidence=(1.0,), tokens=(5,)
+    ),
+    "margins of another length": lambda: Reconstruction(
+        status=RECOVERED, sequences=((5,),), evidence=(0.0,), margins=(1.0, 2.0)
+    ),
+    "evidence of text": lambda: Reconstruction(
+        status=RECOVERED, sequences=((5,),), evidence=("good",)
+    ),
+    "a fact of a long name": lambda: Reconstruction(status=RECOVERED, facts={"x" * 101: 1}),
+    "endless facts": lambda: Reconstruction(
+        status=RECOVERED, facts=dict.fromkeys(map(str, range(101)))
+    ),
+    "facts of tensors": lambda: Reconstruction(
+        status=RECOVERED, facts={"label_counts": torch.ones(2)}
+    ),
+    "facts in a list": lambda: Reconstruction(status=RECOVERED, facts=[1]),
+    "a key that is no text": lambda: Reconstruction(status=RECOVERED, diagnostics={1: 2}),
+    "a circle": lambda: Reconstruction(status=RECOVERED, diagnostics={"circle": _circle()}),
+    "half a character": lambda: Reconstruction(status=RECOVERED, diagnostics={"a": ["\ud800"]}),
+    "a fact of half a character": lambda: Reconstruction(status=RECOVERED, facts={"\udfff": 1}),
+    "a function": lambda: Reconstruction(status=RECOVERED, diagnostics={"f": print}),
+    "a budget of text": lambda: Reconstruction(status=RECOVERED, diagnostics={"budget": "all"}),
+    "a budget of zero": lambda: Reconstruction(status=RECOVERED, diagnostics={"budget": [1, 0]}),
+    "endless candidates": lambda: Reconstruction(
+        status=RECOVERED, diagnostics={"candidates": {"all": math.inf}}
+    ),
+    "candidates of text": lambda: Reconstruction(
+        status=RECOVERED, diagnostics={"candidates": {"a": "b"}}
+    ),
+    "a library": lambda: Reconstruction(status=RECOVERED, diagnostics={"text": "x" * 10_000_001}),
+    "a reason of bytes": lambda: Reconstruction(status=Status.ABSTAINED, reason=b"why"),
+    "a proof of text": lambda: Reconstruction(status=RECOVERED, tokens=(5,), verified="yes"),
 }
 
 
@@ -135,7 +161,13 @@ class Hostile:
             raise RuntimeError("crashed")
         if self.answers is not None:
             return ANSWERS[self.answers]()
-        return Reconstruction(RECOVERED, ((5, 6),), (math.nan,), (math.inf,), tokens=(5, 6))
+        return Reconstruction(
+            status=RECOVERED,
+            sequences=((5, 6),),
+            evidence=(math.nan,),
+            margins=(math.inf,),
+            tokens=(5, 6),
+        )
 
 
 @dataclass(frozen=True)
@@ -145,7 +177,9 @@ class Forecaster(Hostile):
     kind: ClassVar[str] = "forecaster"
 
     def __call__(self, seen, model, *, rng):
-        return Reconstruction(RECOVERED, facts={"weather": ["rain", 1], "longest_sequence": 1})
+        return Reconstruction(
+            status=RECOVERED, facts={"weather": ["rain", 1], "longest_sequence": 1}
+        )
 
 
 @dataclass(frozen=True)

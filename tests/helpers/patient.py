@@ -50,4 +50,6 @@ class Patient:
     def _answer(self, seen, rng):
         drawn = rng.initial_seed() % 1000
         size = sum(float(t.double().norm()) for t in seen.update.tensors.values())
-        return Reconstruction(Status.RECOVERED, ((drawn,),), (size,), tokens=(drawn,))
+        return Reconstruction(
+            status=Status.RECOVERED, sequences=((drawn,),), evidence=(size,), tokens=(drawn,)
+        )

@@ -341,7 +341,9 @@ def test_encoded_texts_have_the_marks_that_training_needs(plain):
 
 
 def test_a_model_filled_from_parameters_is_the_model(bert_tiny):
-    empty = loading.load(ModelSpec("builtin/bert-tiny", CLASSIFICATION, 2), weights=False)
+    empty = loading.load(
+        ModelSpec(name="builtin/bert-tiny", task=CLASSIFICATION, num_labels=2), weights=False
+    )
     own = bert_tiny.parameters()
     assert models.fingerprint(empty.parameters()) != models.fingerprint(own)
     models.load_parameters_(empty, own)
@@ -352,7 +354,9 @@ def test_a_model_filled_from_parameters_is_the_model(bert_tiny):
 
 def test_the_seed_decides_the_new_classifier(bert_tiny):
     one, same, other = (
-        loading.load(ModelSpec("builtin/bert-tiny", CLASSIFICATION, 2, seed=s)).parameters()
+        loading.load(
+            ModelSpec(name="builtin/bert-tiny", task=CLASSIFICATION, num_labels=2, seed=s)
+        ).parameters()
         for s in (3, 3, 4)
     )
     differ = {name for name in one if not torch.equal(one[name], other[name])}
@@ -376,7 +380,7 @@ def test_the_seed_decides_the_new_classifier(bert_tiny):
 )
 def test_a_model_that_cannot_be_loaded_is_refused(name, task, words):
     with pytest.raises(ConfigError) as caught:
-        loading.load(ModelSpec(name, task, 2))
+        loading.load(ModelSpec(name=name, task=task, num_labels=2))
     assert [word for word in words if word not in str(caught.value)] == []
     assert "\n" not in str(caught.value)
 
@@ -386,7 +390,7 @@ def test_another_family_is_refused_by_name(tmp_path, bert_tiny):
     config = json.loads(DistilBertConfig().to_json_string())
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match=r"'distilbert': choose one of .*bert, gpt2, llama"):
-        loading.load(ModelSpec(str(tmp_path), CLASSIFICATION, 2))
+        loading.load(ModelSpec(name=str(tmp_path), task=CLASSIFICATION, num_labels=2))
 
 
 def test_damaged_weights_are_refused(tmp_path, bert_tiny):
@@ -394,4 +398,4 @@ def test_damaged_weights_are_refused(tmp_path, bert_tiny):
     bert_tiny.module.config.save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"not a tensor")
     with pytest.raises(ConfigError, match=r"model\.name = .* weights that cannot be loaded"):
-        loading.load(ModelSpec(str(tmp_path), CLASSIFICATION, 2))
+        loading.load(ModelSpec(name=str(tmp_path), task=CLASSIFICATION, num_labels=2))

@@ -139,7 +139,7 @@ def test_a_folder_that_is_no_whole_model_is_refused_when_it_is_planned(
 def test_padding_is_the_end_token_where_there_is_none(tmp_path, marks):
     shutil.copytree(builtin.folder("gpt2-tiny"), tmp_path / "model")
     change_json(tmp_path / "model/tokenizer_config.json", **marks)
-    spec = ModelSpec(str(tmp_path / "model"), CLASSIFICATION, 2)
+    spec = ModelSpec(name=str(tmp_path / "model"), task=CLASSIFICATION, num_labels=2)
     if "eos_token" in marks:
         with pytest.raises(ConfigError, match=r"without a padding or an end token: set pad_token"):
             loading.outline(spec)
@@ -149,7 +149,7 @@ def test_padding_is_the_end_token_where_there_is_none(tmp_path, marks):
 
 def test_a_folder_of_a_user_that_there_is_not_is_not_there():
     with pytest.raises(ConfigError, match="'~nobody-at-all/model': there is no such folder"):
-        loading.outline(ModelSpec("~nobody-at-all/model", CLASSIFICATION, 2))
+        loading.outline(ModelSpec(name="~nobody-at-all/model", task=CLASSIFICATION, num_labels=2))
 
 
 def test_a_new_classifier_and_a_tied_head_may_be_missing(tmp_path, caplog):
@@ -157,16 +157,20 @@ def test_a_new_classifier_and_a_tied_head_may_be_missing(tmp_path, caplog):
     shutil.copytree(builtin.folder("bert-tiny"), tmp_path / "bert")
     BertForMaskedLM.from_pretrained(tmp_path / "bert").save_pretrained(tmp_path / "bert")
     with caplog.at_level("INFO", logger="fedleak.models"):
-        loading.check_weights(ModelSpec(str(tmp_path / "bert"), CLASSIFICATION, 2))
+        loading.check_weights(
+            ModelSpec(name=str(tmp_path / "bert"), task=CLASSIFICATION, num_labels=2)
+        )
     assert "bert.pooler.dense.weight, classifier.bias, classifier.weight" in caplog.text
     shutil.copytree(builtin.folder("gpt2-tiny"), tmp_path / "gpt2")
     change_weights(tmp_path / "gpt2", lambda weights: weights.pop("lm_head.weight", None))
-    loading.check_weights(ModelSpec(str(tmp_path / "gpt2"), CAUSAL_LM, 2))
+    loading.check_weights(ModelSpec(name=str(tmp_path / "gpt2"), task=CAUSAL_LM, num_labels=2))
 
 
 def test_weights_are_read_once_for_all_cells_of_a_sweep(monkeypatch):
     loads = []
     monkeypatch.setattr(loading, "load", lambda spec: loads.append(spec.name))
     for seed in range(3):
-        loading.check_weights(ModelSpec("builtin/another", CLASSIFICATION, 2, seed))
+        loading.check_weights(
+            ModelSpec(name="builtin/another", task=CLASSIFICATION, num_labels=2, seed=seed)
+        )
     assert loads == ["builtin/another"]

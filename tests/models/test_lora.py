@@ -33,7 +33,9 @@ TINY = [
 
 
 def spec_of(name, task, seed=0, **lora):
-    return ModelSpec(f"builtin/{name}", task, 2, seed, lora=Lora(RANK, ALPHA, **lora))
+    return ModelSpec(
+        name=f"builtin/{name}", task=task, num_labels=2, seed=seed, lora=Lora(RANK, ALPHA, **lora)
+    )
 
 
 def named(model):
@@ -197,7 +199,9 @@ def test_the_seed_decides_adapters_and_all_that_the_checkpoint_lacks(tmp_path, b
     bert_tiny.module.save_pretrained(tmp_path, state_dict=without)
 
     def load(seed, **how):
-        spec = ModelSpec(str(tmp_path), CLASSIFICATION, 2, seed, lora=Lora(RANK, ALPHA))
+        spec = ModelSpec(
+            name=str(tmp_path), task=CLASSIFICATION, num_labels=2, seed=seed, lora=Lora(RANK, ALPHA)
+        )
         return named(loading.load(spec, **how))
 
     state = torch.get_rng_state()

@@ -156,7 +156,9 @@ def test_what_is_asked_for_together_is_what_is_asked_for_one_by_one(model, drawn
 def test_the_paper_has_these_numbers_of_parameters():
     with torch.device("meta"):
         module = BertForSequenceClassification(BertConfig())
-    model = LanguageModel(module, None, models.families()["bert"], CLASSIFICATION)
+    model = LanguageModel(
+        module=module, tokenizer=None, family=models.families()["bert"], task=CLASSIFICATION
+    )
 
     def size(part):
         return sum(model.parameters()[name].numel() for name in names_of(model, part))
@@ -291,7 +293,7 @@ def test_with_adapters_a_part_is_those_of_its_weights(small, family, targets, as
 
 
 def test_the_adapters_of_a_fused_parameter_are_refused_alone():
-    spec = ModelSpec("builtin/gpt2-tiny", CAUSAL_LM, 2, lora=Lora(2, 2.0))
+    spec = ModelSpec(name="builtin/gpt2-tiny", task=CAUSAL_LM, num_labels=2, lora=Lora(2, 2.0))
     model = loading.outline(spec)
     with pytest.raises(ConfigError, match=f"'k1' cannot be had alone, .*, or '{ONE}'$"):
         parameters_of(model, ["k1"])

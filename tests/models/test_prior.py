@@ -230,7 +230,7 @@ def test_loading_again_reads_nothing_again(folder, bert_tiny, monkeypatch):
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", fail)
     assert prior.load(str(folder), bert_tiny) == first
-    reloaded = loading.load(ModelSpec("builtin/bert-tiny", CLASSIFICATION, 2))
+    reloaded = loading.load(ModelSpec(name="builtin/bert-tiny", task=CLASSIFICATION, num_labels=2))
     again = prior.load(str(folder), reloaded)
     assert again.module is first.module
     assert again.victim_tokenizer is None
@@ -328,7 +328,9 @@ def test_a_prior_is_checked_once_and_one_that_was_refused_again(folder, tmp_path
 
 
 def test_the_true_order_ranks_first_of_twenty_shuffles(assets):
-    victim = loading.load(ModelSpec(str(assets / "models/minilm-l6-h384"), CLASSIFICATION, 2))
+    victim = loading.load(
+        ModelSpec(name=str(assets / "models/minilm-l6-h384"), task=CLASSIFICATION, num_labels=2)
+    )
     own = prior.load(str(assets / "models/prior-bert-vocab"), victim)
     lines = (assets / "data/cola/out_of_domain_dev.tsv").read_text().splitlines()
     good = [fields[3] for line in lines if (fields := line.split("\t"))[1] == "1"]

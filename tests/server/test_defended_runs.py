@@ -146,7 +146,7 @@ def content(run, *but):
 
 @cache
 def model_of(name, task):
-    return loading.load(models.ModelSpec(name, task, 2, SEED))
+    return loading.load(models.ModelSpec(name=name, task=task, num_labels=2, seed=SEED))
 
 
 def updates_by_hand(run, experiment, key):

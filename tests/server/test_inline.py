@@ -115,7 +115,9 @@ def test_the_summary_of_a_finished_run_says_so(finished):
 
 def test_captures_are_gradients_of_the_truth_at_the_broadcast_and_add_up(finished):
     experiment = experiment_of()
-    model = loading.load(ModelSpec("builtin/bert-tiny", CLASSIFICATION, 2, seed=11))
+    model = loading.load(
+        ModelSpec(name="builtin/bert-tiny", task=CLASSIFICATION, num_labels=2, seed=11)
+    )
     fingerprint = models.fingerprint(model.parameters())
     assert finished.info()["model_fingerprint"] == fingerprint
     assert models.fingerprint(finished.read_broadcast(1)) == fingerprint
@@ -416,7 +418,15 @@ def test_the_attacks_know_a_model_with_adapters(tmp_path):
     def row_of(attack, knowledge):
         named = NamedAttack("it", attack)
         spec = experiment.model_spec(2)
-        job = Job(run.path, Key(2, 1), named, ThreatModel(), knowledge, spec, seed=0)
+        job = Job(
+            run=run.path,
+            key=Key(2, 1),
+            attack=named,
+            threat=ThreatModel(),
+            knowledge=knowledge,
+            model=spec,
+            seed=0,
+        )
         return work(job, "cpu")
 
     row_of(Look(), Knowledge())

@@ -97,7 +97,15 @@ def capture_file(run, round, client):
 def job_of(run, attack, client, round=1):
     spec = parse(TABLE).model_spec(2)
     named = NamedAttack("patient", attack)
-    return Job(run.path, Key(round, client), named, ThreatModel(), Knowledge(), spec, seed=4)
+    return Job(
+        run=run.path,
+        key=Key(round, client),
+        attack=named,
+        threat=ThreatModel(),
+        knowledge=Knowledge(),
+        model=spec,
+        seed=4,
+    )
 
 
 # --- which captures go together ---------------------------------------------------------------

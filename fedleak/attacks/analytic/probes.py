@@ -66,7 +66,9 @@ class Probes:
             return Reconstruction.none(
                 Status.ABSTAINED, "no row or label stands out in what was shared", **diagnostics
             )
-        return Reconstruction(Status.RECOVERED, tokens=tokens, facts=facts, diagnostics=diagnostics)
+        return Reconstruction(
+            status=Status.RECOVERED, tokens=tokens, facts=facts, diagnostics=diagnostics
+        )
 
 
 def _json(value: float) -> float | str:

@@ -65,7 +65,7 @@ def answer(
         return Reconstruction.none(Status.ABSTAINED, reason, distance=apart)
     seen = victim.seen
     return Reconstruction(
-        Status.RECOVERED,
+        status=Status.RECOVERED,
         sequences=tuple(sequences),
         evidence=(apart,) * len(sequences),
         tokens=tuple(sorted({token for one in sequences for token in one})),

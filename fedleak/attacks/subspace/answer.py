@@ -76,7 +76,7 @@ def recovered(
     """
     difference = verdict.difference
     return Reconstruction(
-        Status.RECOVERED,
+        status=Status.RECOVERED,
         sequences=tuple(one.ids for one in sequences),
         evidence=tuple(one.excess for one in sequences),
         margins=tuple(margin(one.excess, one.rejected) for one in sequences),

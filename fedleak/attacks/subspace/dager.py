@@ -49,7 +49,7 @@ _NEAR = ACCEPT**2
 """Largest excess of a token that noise may have pushed out of the span, if no other is inside."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Dager(OneByOne):
     """Exact token sequences from the first two layers' attention gradients.
 

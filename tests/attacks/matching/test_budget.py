@@ -199,7 +199,7 @@ def test_out_of_time_two_sentences_exchange_nothing_more(small, observe, passes)
 
 
 def test_a_prior_that_is_stopped_scores_only_what_was_before():
-    model = loading.load(ModelSpec("builtin/gpt2-tiny", CAUSAL_LM, 2))
+    model = loading.load(ModelSpec(name="builtin/gpt2-tiny", task=CAUSAL_LM, num_labels=2))
     prior = priors.load("builtin/gpt2-tiny", model)
     ids_NT = torch.arange(40).view(8, 5) + 300
     every_N = prior.nll(ids_NT, torch.ones_like(ids_NT))

@@ -256,8 +256,14 @@ def test_several_local_steps_are_matched_as_the_sum_of_their_gradients(small, ki
     update = local_update_(model, sequences, [0, 1], how, seed=0)
     load_parameters_(model, before)
     lengths = tuple(map(len, sequences))
-    knowledge = Knowledge(1e-3, 4, False, labels=(0, 1), lengths=lengths)
-    answer, _ = run(Lamp(steps=12, starts=1), Observation(1, 0, update, knowledge), model)
+    knowledge = Knowledge(
+        learning_rate=1e-3, local_steps=4, dropout=False, labels=(0, 1), lengths=lengths
+    )
+    answer, _ = run(
+        Lamp(steps=12, starts=1),
+        Observation(round=1, client=0, update=update, knowledge=knowledge),
+        model,
+    )
     assert sorted(answer.sequences) == sorted(map(tuple, sequences))
     assert not answer.verified, "it is not one gradient of the model as it was broadcast"
     assert 0 < answer.diagnostics["distance"] < 0.05
@@ -270,7 +276,12 @@ def test_several_local_steps_are_matched_as_the_sum_of_their_gradients(small, ki
         exact = objective.space.exact(objective.rows, ids[:, None])
         assert float(objective.scores(exact)) < 0.05
 
-    inside(check, [Observation(1, 0, update, knowledge)], model, Dlg(starts=1))
+    inside(
+        check,
+        [Observation(round=1, client=0, update=update, knowledge=knowledge)],
+        model,
+        Dlg(starts=1),
+    )
 
 
 @pytest.mark.parametrize("knows", [{"dropout": True}, {"local_steps": 2}])

@@ -331,7 +331,8 @@ def test_searching_finds_what_trying_all_finds(small, observe):
 def tiny():
     """Built-in models by name and task."""
     return {
-        (name, task): loading.load(ModelSpec(f"builtin/{name}-tiny", task, 2)) for name, task in ALL
+        (name, task): loading.load(ModelSpec(name=f"builtin/{name}-tiny", task=task, num_labels=2))
+        for name, task in ALL
     }
 
 
@@ -592,7 +593,7 @@ def test_progress_is_reported_with_the_nearest_so_far(small, observe, family, ta
 def adapted(name, task, rank=64, size=0.05):
     """A built-in model with adapters, as they are after some training: B is no longer zero."""
     lora = Lora(rank=rank, alpha=float(rank))
-    model = loading.load(ModelSpec(f"builtin/{name}-tiny", task, 2, lora=lora))
+    model = loading.load(ModelSpec(name=f"builtin/{name}-tiny", task=task, num_labels=2, lora=lora))
     rng = stream(0, "adapters")
     for parameter, value in model.trained().items():
         if "lora_B" in parameter:
@@ -704,7 +705,7 @@ def test_several_steps_of_fedavg_prove_nothing_and_small_ones_are_read(
     )
     update = local_update_(model, truth.sequences, truth.labels, how, seed=0)
     models.load_parameters_(model, before)
-    knowledge = Knowledge(learning_rate, how.steps(2), False)
+    knowledge = Knowledge(learning_rate=learning_rate, local_steps=how.steps(2), dropout=False)
     seen = replace(truth.seen, update=update, knowledge=knowledge)
     answer = answer_of(model, seen, Dager(searches=2, kicks=4))
     assert not answer.verified

@@ -499,7 +499,9 @@ def fedavg(model, observe, batch, batch_size, epochs, learning_rate):
     truth.seen = replace(
         truth.seen,
         update=update,
-        knowledge=Knowledge(learning_rate, how.steps(batch), False),
+        knowledge=Knowledge(
+            learning_rate=learning_rate, local_steps=how.steps(batch), dropout=False
+        ),
     )
     return truth
 
@@ -546,7 +548,7 @@ def test_half_precision_is_read_and_not_falsely_proved(small, observe, family, t
 def test_half_precision_of_a_built_in_model_is_not_falsely_proved(
     gpt2_tiny, observe, texts, dtype, first
 ):
-    model = loading.load(ModelSpec("builtin/gpt2-tiny", CLASSIFICATION, 2))
+    model = loading.load(ModelSpec(name="builtin/gpt2-tiny", task=CLASSIFICATION, num_labels=2))
     truth = observe(model, texts[first : first + 2])
     answer = answer_of(model, with_tensors(truth.seen, lambda g: g.to(dtype)))
     assert_not_falsely_proved(answer, model, truth)
@@ -652,7 +654,9 @@ def test_no_sentence_is_sought_in_a_batch_with_more_tokens_than_dimensions(
     gpt2_tiny, observe, texts, monkeypatch, task
 ):
     model = (
-        gpt2_tiny if task == CAUSAL_LM else loading.load(ModelSpec("builtin/bert-tiny", task, 2))
+        gpt2_tiny
+        if task == CAUSAL_LM
+        else loading.load(ModelSpec(name="builtin/bert-tiny", task=task, num_labels=2))
     )
     truth = observe(model, texts[:24])
     assert sum(map(len, scored(model, truth))) > model.hidden_size
@@ -715,7 +719,7 @@ def test_a_model_is_refused_or_read(small, observe, family, layers):
 
 def test_real_minilm_is_read_from_its_first_attention_alone(assets, observe, texts):
     name = str(assets / "models" / "minilm-l6-h384")
-    model = loading.load(ModelSpec(name, CLASSIFICATION, 2))
+    model = loading.load(ModelSpec(name=name, task=CLASSIFICATION, num_labels=2))
     truth = observe(model, texts[:4])
     assert_exact(answer_of(model, truth.seen), model, truth)
     query = ["layer.0.attention.self.query.weight"]

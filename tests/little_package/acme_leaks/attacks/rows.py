@@ -28,4 +28,4 @@ class Rows:
     ) -> Reconstruction:
         rows_VD = seen.update.tensors[model.family.word_embedding]
         changed = rows_VD.abs().sum(1).nonzero().flatten().tolist()
-        return Reconstruction(Status.RECOVERED, tokens=tuple(changed))
+        return Reconstruction(status=Status.RECOVERED, tokens=tuple(changed))
