@@ -91,7 +91,7 @@ def handled(handler: logging.Handler) -> Iterator[None]:
     """
     handler.setFormatter(_Printable())
     loggers = [logging.getLogger(name) for name in _PACKAGES]
-    passed_on = [each.propagate for each in loggers]
+    before = [(each.level, each.propagate) for each in loggers]
     for each in loggers:
         each.setLevel(logging.INFO)
         each.propagate = False
@@ -99,7 +99,8 @@ def handled(handler: logging.Handler) -> Iterator[None]:
     try:
         yield
     finally:
-        for each, before in zip(loggers, passed_on, strict=True):
+        for each, (level, propagate) in zip(loggers, before, strict=True):
             each.removeHandler(handler)
-            each.propagate = before
+            each.setLevel(level)
+            each.propagate = propagate
         handler.close()

@@ -166,10 +166,10 @@ def test_our_own_words_travel_but_not_those_about_data(answer, monkeypatch):
 
 
 def test_the_system_s_words_for_an_error_travel_and_its_file_does_not(tmp_path, monkeypatch):
-    monkeypatch.setattr("fedleak.store.run.os.open", raiser(OSError(28, "x", f"/{SECRET}")))
+    monkeypatch.setattr("fedleak.store.files.os.open", raiser(OSError(28, "x", f"/{SECRET}")))
     with pytest.raises(FedleakError) as caught:
         Run(tmp_path).write_json("a.json", {})
     found = public(caught.value)
-    assert found.startswith("FedleakError (No space left on device) in fedleak.store.run:")
+    assert found.startswith("FedleakError (No space left on device) in fedleak.store.files:")
     assert SECRET not in found
     assert str(tmp_path) not in found

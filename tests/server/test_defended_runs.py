@@ -784,12 +784,12 @@ def test_the_reference_is_plain_sgd_on_everybody_s_texts(tmp_path):
     run.write_broadcast(1, fresh)
     found = central_baseline.central(defended, run)
     # Two epochs of two steps on three texts, of two clients, in two rounds.
-    assert found["steps"] == 2 * 2 * 2 * 2
+    assert found.steps == 2 * 2 * 2 * 2
     assert central_baseline.central(defended, run) == found
     assert central_baseline.central(experiment_of(DP_SGD, federation=federation), run) == found
     held_out = preparation.plan(defended).held_out
     models.load_parameters_(start, fresh)
-    assert found["loss"] != loss_of(start, held_out)
+    assert found.figures["loss"] != loss_of(start, held_out)
     # The same loop by hand.
     split = read_data(defended)
     texts = start.encode(split.train.texts)
@@ -804,7 +804,7 @@ def test_the_reference_is_plain_sgd_on_everybody_s_texts(tmp_path):
         trained = list(start.trained().values())
         for p, gradient in zip(trained, torch.autograd.grad(loss, trained), strict=True):
             p.data -= 0.1 * gradient
-    assert found["loss"] == pytest.approx(loss_of(start, held_out), rel=1e-4)
+    assert found.figures["loss"] == pytest.approx(loss_of(start, held_out), rel=1e-4)
 
 
 def loss_of(model, held_out):
