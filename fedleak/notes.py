@@ -5,6 +5,9 @@ range that is kept free for fiction (555-0100 to 555-0199), no companies, no rea
 
 The grammar is text. `{slot}` stands for one of that slot's phrases, `{this|that}` for one of these,
 `#` for a digit and `^` for a digit other than 0.
+
+The file is long because most of it is that text. It is Python, because an app bundle of Flower
+holds no other files of a package.
 """
 
 import re

@@ -25,7 +25,7 @@ OWN = f"fedleak {__version__}"
 """The origin of what is in the tree."""
 
 
-class Found(NamedTuple):
+class Discovered(NamedTuple):
     """What is there of one sort: attacks, defenses or model families.
 
     Attributes:
@@ -49,7 +49,7 @@ class Found(NamedTuple):
 
 
 @cache
-def discover(package: ModuleType, key: str = "kind") -> Found:
+def discover(package: ModuleType, key: str = "kind") -> Discovered:
     """Returns the classes that the modules of `package`, and of others for it, define by `key`.
 
     A module that cannot be imported is broken, and the others are found nevertheless. A kind that
@@ -92,7 +92,7 @@ def discover(package: ModuleType, key: str = "kind") -> Found:
             reason = printable(f"{' and '.join(names)} have one {key}: {kind!r}")
             refused = [each for each in several if len(rightful) > 1 or each not in rightful]
             broken |= {_named(cls.__module__, origin): reason for cls, origin in refused}
-    return Found(kinds, origins, broken)
+    return Discovered(kinds, origins, broken)
 
 
 def _modules(

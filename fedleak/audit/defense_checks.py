@@ -7,6 +7,8 @@ mean clipped and not each example, a budget that began anew in every round
 
 The checks feed texts of random tokens to the experiment's own model, and never a client's data. A
 loud batch is one whose first example has a gradient some thousand times too large.
+
+The file is long because it has a test for each claim that a defense can make.
 """
 
 import math

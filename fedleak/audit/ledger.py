@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 
 from pydantic import BaseModel, ValidationError
 
-from fedleak import privacy
+from fedleak import defenses, privacy
 from fedleak.audit.gaps import Gaps
 from fedleak.config.experiment import Experiment
-from fedleak.defenses.dp_sgd import DpSgd
 from fedleak.federation.schedule import clients_of_round
 from fedleak.privacy import Event, Spent
 from fedleak.store.lines import Measured
@@ -137,7 +136,7 @@ def defense_rows(run: Run, notes: Mapping[Key, ClientNote | None]) -> list[Defen
             defense=did.defense,
             kind=did.kind,
             **did.figures,
-            **(note.training if did.kind == DpSgd.kind else {}),
+            **(note.training if _reports_training(did.kind) else {}),
         )
         for key, note in notes.items()
         if note is not None
@@ -145,6 +144,12 @@ def defense_rows(run: Run, notes: Mapping[Key, ClientNote | None]) -> list[Defen
     ]
     kept = [row for row in run.salvage(DEFENSES) if notes.get(row.key) is None]
     return sorted(rows + kept, key=lambda row: (row.key, row.defense))
+
+
+def _reports_training(kind: str) -> bool:
+    """Returns whether the figures of a client's training are about a defense of this kind."""
+    defense = defenses.kinds().get(kind)
+    return defense is not None and defense.reports_training
 
 
 def defense_means(rows: Sequence[DefenseRow]) -> tuple[DefenseMeans, ...]:

@@ -316,7 +316,7 @@ def train_prior(
 
     with mended():
         try:
-            recipe = prior_training.Recipe(
+            recipe = prior_training.PriorConfig(
                 layers=layers,
                 width=width,
                 heads=heads,

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from fedleak import attacks, data, defenses, models
 from fedleak.models import builtin
-from fedleak.plugins import OWN, Found, discover
+from fedleak.plugins import OWN, Discovered, discover
 from fedleak.sanitise import markup
 
 UNCHECKED = (
@@ -49,7 +49,7 @@ def _of(package: ModuleType) -> dict[str, dict[str, str]]:
     return sections
 
 
-def _models(families: Found) -> dict[str, dict[str, str]]:
+def _models(families: Discovered) -> dict[str, dict[str, str]]:
     """Returns the built-in models, and which others can be loaded, by what and whose they are."""
     by_origin: dict[str, list[str]] = defaultdict(list)
     for name in models.families():

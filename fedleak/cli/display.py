@@ -68,7 +68,7 @@ def progress(console: Console) -> Iterator[Callable[..., None]]:
     from fedleak.forecast import duration
 
     if not console.is_terminal:
-        yield Lines(console)
+        yield PlainLines(console)
         return
     columns = (
         TextColumn("{task.description:>9}"),
@@ -78,7 +78,7 @@ def progress(console: Console) -> Iterator[Callable[..., None]]:
         TimeElapsedColumn(),
         TextColumn("{task.fields[left]}"),
     )
-    limits = Lines(console, answers=False)
+    limits = PlainLines(console, answers=False)
     with Bars(*columns, console=console) as bars:
         training, attacks = (
             bars.add_task("training", total=None, left=""),
@@ -100,7 +100,7 @@ def progress(console: Console) -> Iterator[Callable[..., None]]:
             bars.lines = ()
 
 
-class Lines:
+class PlainLines:
     """Prints a line for each round and answer, and one about time if it is long.
 
     Args:
@@ -152,9 +152,9 @@ def prior_progress(console: Console) -> Iterator[Callable[..., None]]:
         training = bars.add_task("training", total=None, loss=math.nan)
 
         def show(at: object) -> None:
-            from fedleak.models.prior_training import Progress
+            from fedleak.models.prior_training import PriorProgress
 
-            assert isinstance(at, Progress)
+            assert isinstance(at, PriorProgress)
             bars.update(training, completed=at.step, total=at.steps, loss=at.loss)
 
         yield show

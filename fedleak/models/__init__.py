@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from fedleak.models.family import ModelFamily
 from fedleak.models.lora import Lora
-from fedleak.plugins import Found, discover
+from fedleak.plugins import Discovered, discover
 
 _log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ CLASS_LOSSES: Mapping[str, ClassLoss] = {
 }
 
 
-def found_families() -> Found:
+def found_families() -> Discovered:
     """Returns the classes of adapters, fedleak's own and those of others, and what is broken."""
     return discover(sys.modules[__name__], "model_type")
 

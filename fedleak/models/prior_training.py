@@ -49,7 +49,7 @@ _PUNCTUATION = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe:
+class PriorConfig:
     """How large the model is, and how it is trained.
 
     Attributes:
@@ -90,7 +90,7 @@ class Recipe:
 
 
 @dataclass(frozen=True)
-class Corpus:
+class PriorText:
     """Sentences as a client of the model feeds them.
 
     Attributes:
@@ -104,7 +104,7 @@ class Corpus:
     held_out: tuple[tuple[int, ...], ...]
 
 
-class Progress(NamedTuple):
+class PriorProgress(NamedTuple):
     """How far training is, and the mean loss of the latest batch in nats per token."""
 
     step: int
@@ -150,7 +150,7 @@ def sentences(text: str, *, unknown_token: str | None) -> list[str]:
     return list(found)
 
 
-def read(text: Path, tokenizer: str, recipe: Recipe) -> Corpus:
+def read(text: Path, tokenizer: str, recipe: PriorConfig) -> PriorText:
     """Reads a text file, and encodes its sentences as a client feeds them to a model.
 
     Every fiftieth sentence, and at least one, is held back at random.
@@ -186,7 +186,7 @@ def read(text: Path, tokenizer: str, recipe: Recipe) -> Corpus:
     ]
     order = torch.randperm(len(encoded), generator=stream(recipe.seed, "held out")).tolist()
     cut = max(1, round(_HELD_OUT * len(order)))
-    return Corpus(
+    return PriorText(
         of_model,
         tuple(encoded[i] for i in sorted(order[cut:])),
         tuple(encoded[i] for i in sorted(order[:cut])),
@@ -194,10 +194,10 @@ def read(text: Path, tokenizer: str, recipe: Recipe) -> Corpus:
 
 
 def train(
-    corpus: Corpus,
-    recipe: Recipe,
+    corpus: PriorText,
+    recipe: PriorConfig,
     device: torch.device,
-    report: Callable[[Progress], None] = lambda progress: None,
+    report: Callable[[PriorProgress], None] = lambda progress: None,
 ) -> Trained:
     """Trains a GPT-2 from random weights.
 
@@ -214,13 +214,13 @@ def train(
     rate = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: rate_at(step, steps))
     taken = batches(corpus.training, recipe.batch_size, recipe.seed)
     for step, batch in enumerate(itertools.islice(taken, steps), start=1):
-        loss = batch_loss(model, *pad(batch, 0, device))
+        loss = prior_loss(model, *pad(batch, 0, device))
         optimiser.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), _LARGEST_GRADIENT)
         optimiser.step()
         rate.step()
-        report(Progress(step, steps, loss.item()))
+        report(PriorProgress(step, steps, loss.item()))
     prior = Prior(model.eval().requires_grad_(False), corpus.tokenizer)
     nll = mean_nll(prior, corpus.held_out)
     if not math.isfinite(nll):
@@ -230,7 +230,7 @@ def train(
     return Trained(prior, nll)
 
 
-def untrained(tokenizer: Any, recipe: Recipe) -> Any:
+def untrained(tokenizer: Any, recipe: PriorConfig) -> Any:
     """Returns the GPT-2 that training starts from.
 
     It has no dropout: one pass over a text that a small model cannot learn by heart needs none.
@@ -335,7 +335,7 @@ def batches(
             yield [sequences[i] for i in order[starts[batch] : starts[batch] + size]]
 
 
-def batch_loss(model: Any, ids_BT: Tensor, mask_BT: Tensor) -> Tensor:
+def prior_loss(model: Any, ids_BT: Tensor, mask_BT: Tensor) -> Tensor:
     """Returns the mean loss in nats per predicted token; only those get logits."""
     # Padding comes last, so no real token sees any, and attention needs no mask.
     hidden_BTD = model.transformer(ids_BT[:, :-1], use_cache=False).last_hidden_state

@@ -20,6 +20,8 @@ Under secure aggregation a capture is r0001-all: the round's sum. Until all have
 that it is of are below `held`, which stands for the protocol and is read by no attack.
 
 Work that is left is what the directory lacks, so there is no queue that a crash could corrupt.
+
+The file is long because `Run` is the one place that knows where each file is.
 """
 
 import json

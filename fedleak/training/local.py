@@ -12,7 +12,7 @@ from fedleak.models import LanguageModel, batch_loss, pad
 from fedleak.models.parameter_selection import freezing
 from fedleak.observation import ClientUpdate, UpdateKind
 from fedleak.rng import stream, stream_seed
-from fedleak.training.settings import LocalTraining, Report
+from fedleak.training.settings import LocalTraining, OnFigures
 
 
 def _no_report(figures: Mapping[str, float]) -> None:
@@ -26,7 +26,7 @@ def local_update_(
     training: LocalTraining,
     *,
     seed: int,
-    report: Report = _no_report,
+    report: OnFigures = _no_report,
 ) -> ClientUpdate:
     """Trains on the given examples from the model's weights and returns the update.
 

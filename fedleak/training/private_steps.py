@@ -32,7 +32,7 @@ from transformers.pytorch_utils import Conv1D
 from fedleak.models import LanguageModel, example_losses, pad
 from fedleak.observation import ClientUpdate, UpdateKind
 from fedleak.rng import stream
-from fedleak.training.settings import LocalTraining, PrivateSteps, Report
+from fedleak.training.settings import LocalTraining, OnFigures, PrivateSteps
 
 Batch = tuple[Sequence[Sequence[int]], Sequence[int]]
 """Token ids and class of each example."""
@@ -60,7 +60,7 @@ def private_update_(
     private: PrivateSteps,
     *,
     seed: int,
-    report: Report,
+    report: OnFigures,
 ) -> ClientUpdate:
     """Trains with DP-SGD and returns the update.
 

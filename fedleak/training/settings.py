@@ -6,7 +6,7 @@ from typing import Literal
 
 from fedleak.observation import UpdateKind
 
-Report = Callable[[Mapping[str, float]], None]
+OnFigures = Callable[[Mapping[str, float]], None]
 """Receives figures about the training, which the client keeps to itself."""
 
 

@@ -349,7 +349,7 @@ def test_the_true_order_ranks_first_of_twenty_shuffles(assets):
 # ----- training one
 
 
-def recipe(**changes: Any) -> training.Recipe:
+def recipe(**changes: Any) -> training.PriorConfig:
     usual = {
         "layers": 1,
         "width": 32,
@@ -361,7 +361,7 @@ def recipe(**changes: Any) -> training.Recipe:
         "max_length": 32,
         "seed": 0,
     }
-    return training.Recipe(**{**usual, **changes})
+    return training.PriorConfig(**{**usual, **changes})
 
 
 @pytest.fixture
@@ -436,7 +436,7 @@ def test_steps_take_the_place_of_epochs_and_each_is_reported(here):
     plan = recipe(epochs=2)
     corpus = training.read(here / "notes.txt", "builtin/bert-tiny", plan)
     for steps, expected in ((None, 2 * -(-len(corpus.training) // 8)), (3, 3)):
-        seen: list[training.Progress] = []
+        seen: list[training.PriorProgress] = []
         training.train(corpus, recipe(epochs=2, steps=steps), CPU, seen.append)
         assert [at.step for at in seen] == list(range(1, expected + 1))
         assert {at.steps for at in seen} == {expected}
@@ -459,7 +459,7 @@ def test_the_loss_is_that_of_transformers(here, bert_tiny, texts):
     ids_BT, mask_BT = pad(bert_tiny.encode(texts[:4]), 0, CPU)
     labels_BT = ids_BT.masked_fill(mask_BT == 0, -100)
     expected = network(ids_BT, attention_mask=mask_BT, labels=labels_BT).loss
-    assert training.batch_loss(network, ids_BT, mask_BT).item() == pytest.approx(
+    assert training.prior_loss(network, ids_BT, mask_BT).item() == pytest.approx(
         expected.item(), abs=1e-5
     )
 

@@ -22,7 +22,7 @@ from fedleak.reconstruction import Reconstruction, Status
 
 @dataclass(frozen=True)
 class Probes:
-    """Token set, longest sequence, label counts and rank budget, read off in milliseconds."""
+    """Token bag, longest sequence, label counts and rank budget, read off in milliseconds."""
 
     kind: ClassVar[str] = "probes"
     always: ClassVar[bool] = True
