@@ -82,7 +82,7 @@ def private_update_(
         examples = training.batch_size
     else:
         before = {name: p.clone() for name, p in model.parameters().items()}
-        for chosen in _batches(len(sequences), training, private, seed):
+        for chosen in local_batches(len(sequences), training, private, seed):
             batch = [sequences[i] for i in chosen], [labels[i] for i in chosen]
             expected = min(training.batch_size, len(sequences))
             gradient = private_gradient(model, batch, expected, private, noise, seen)
@@ -117,7 +117,7 @@ def private_gradient(
     """
     trained: dict[str, Any] = dict(model.trained())  # Opacus puts attributes on parameters
     if ghost is None:
-        ghost = not model.tied and not _adapted(trained)
+        ghost = not model.tied and not has_adapters(trained)
     optimizer = (DPOptimizerFastGradientClipping if ghost else DPOptimizer)(
         torch.optim.SGD(trained.values(), lr=0.0),  # only its gradients are wanted
         noise_multiplier=private.noise_multiplier,
@@ -126,7 +126,7 @@ def private_gradient(
         generator=noise,
     )
     with per_example(model, ghost, private.max_grad_norm) as hooks:
-        norms_B = _clipped_sum_(model, batch, hooks, optimizer, ghost)
+        norms_B = clipped_sum_(model, batch, hooks, optimizer, ghost)
         optimizer.add_noise()
         sums = [p.summed_grad for p in trained.values()]
         optimizer.scale_grad()
@@ -140,7 +140,7 @@ def private_gradient(
     return gradient
 
 
-def _clipped_sum_(
+def clipped_sum_(
     model: LanguageModel,
     batch: Batch,
     hooks: GradSampleHooks,
@@ -206,11 +206,12 @@ def per_example(
             layer.training = mode
 
 
-def _adapted(trained: Iterable[str]) -> bool:
+def has_adapters(trained: Iterable[str]) -> bool:
+    """Returns whether adapters are among the names of what is trained."""
     return any(".lora_A." in name for name in trained)
 
 
-def _batches(
+def local_batches(
     num_examples: int, training: LocalTraining, private: PrivateSteps, seed: int
 ) -> Iterator[list[int]]:
     """Yields the examples of each local step."""

@@ -263,7 +263,7 @@ def clipping_of_the_mean(patch):
             parameter.summed_grad = gradient * min(1.0, most / float(norm))
         return norm[None]
 
-    patch.setattr(private_steps, "_clipped_sum_", clipped_sum_)
+    patch.setattr(private_steps, "clipped_sum_", clipped_sum_)
 
 
 def private_without_noise(patch):

@@ -94,7 +94,7 @@ def assert_near(found, expected, tolerance=1e-5):
 
 def materialise(monkeypatch):
     """Takes the path of adapters and tied parameters, whatever the model."""
-    monkeypatch.setattr(private_steps, "_adapted", lambda trained: True)
+    monkeypatch.setattr(private_steps, "has_adapters", lambda trained: True)
 
 
 def private(noise=0.0, max_norm=1.0, sampling="fixed"):
@@ -614,7 +614,7 @@ def test_no_example_is_used_more_often_than_the_ledger_counts(num_examples, batc
         assert max(used.values()) <= len(marks)
     # Under FedAvg an example is in one batch of every epoch.
     delta = dataclasses.replace(local, kind=UpdateKind.DELTA, epochs=3)
-    batches = private_steps._batches(num_examples, delta, delta.private, seed=0)
+    batches = private_steps.local_batches(num_examples, delta, delta.private, seed=0)
     used = Counter(i for batch in batches for i in batch)
     event = defense.event(delta, num_examples, 1)
     assert set(used.values()) == {event.steps} == {3}
