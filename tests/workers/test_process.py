@@ -487,7 +487,8 @@ def test_a_worker_is_ready_when_what_is_slow_is_imported():
         "import sys; from fedleak.workers.process import _prepare; _prepare('cpu'); "
         "from fedleak.models import ModelSpec; from fedleak.models.loading import outline; "
         "before = set(sys.modules); "
-        "outline(ModelSpec('builtin/bert-tiny', 'sequence-classification', 2)); "
+        "spec = {'name': 'builtin/bert-tiny', 'task': 'sequence-classification', 'num_labels': 2}; "
+        "outline(ModelSpec(**spec)); "
         "print(*(set(sys.modules) - before))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
