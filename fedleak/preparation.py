@@ -14,7 +14,7 @@ from fedleak.config import checks
 from fedleak.config.experiment import Experiment
 from fedleak.config.wording import difference
 from fedleak.errors import ConfigError, FedleakError
-from fedleak.federation.lookup import stored
+from fedleak.federation.lookup import Examples, examples, stored
 from fedleak.federation.protection import protection
 from fedleak.federation.workload import Workload, divide, outline, read_data, unknown_fraction
 from fedleak.models import loading
@@ -28,6 +28,7 @@ class Plan:
 
     experiment: Experiment
     num_labels: int
+    examples: Examples
     held_out: Mapping[str, Any]
     remarks: tuple[str, ...] = ()
     """What may not be meant, for the user to read."""
@@ -69,6 +70,7 @@ def plan(experiment: Experiment) -> Plan:
     return Plan(
         experiment=experiment,
         num_labels=num_labels,
+        examples=Examples(len(workload.sequences), len(workload.held_out)),
         held_out=held_out,
         remarks=_remarks(experiment, split.dropped, unknown, workload),
         disk=forecast.bytes_kept(experiment, model),
@@ -105,6 +107,7 @@ def open_run(plan: Plan, path: Path, *, fresh: bool = False) -> Run:
     if run.exists():
         refuse_another(run, plan.experiment)
         refuse_purged(run)
+        refuse_other_data(run, plan)
         _make_held_out(run, plan)
         return run
     if (path / "sweep.json").exists():
@@ -125,6 +128,7 @@ def open_run(plan: Plan, path: Path, *, fresh: bool = False) -> Run:
         fingerprint=plan.experiment.fingerprint,
         status="new",
         num_labels=plan.num_labels,
+        examples=plan.examples._asdict(),
         versions=versions(),
         git_commit=_git_commit(),
         model_fingerprint=None,
@@ -145,6 +149,21 @@ def refuse_purged(run: Run) -> None:
             f"{str(run.path)!r} was purged on {date}: its captures, models and private texts are "
             f"deleted, so nothing can be trained or attacked there: `fedleak score {run.path}` "
             "shows its figures; --fresh, or another name, runs the experiment anew"
+        )
+
+
+def refuse_other_data(run: Run, plan: Plan) -> None:
+    """Refuses to go on with a run whose data has become more or less.
+
+    Raises:
+        ConfigError: There are more or fewer examples than when the run was made.
+    """
+    if (before := examples(run)) != plan.examples:
+        raise ConfigError(
+            f"{str(run.path)!r} was made with {before.training} training and {before.held_out} "
+            f"held-out examples, and {plan.experiment.data.name!r} gives {plan.examples.training} "
+            f"and {plan.examples.held_out} now: restore the data, give this run another name, or "
+            "--fresh to move the old run aside"
         )
 
 

@@ -18,6 +18,8 @@ from fedleak.config.components import (
     build_defense,
 )
 from fedleak.config.tables import (
+    HELD_OUT,
+    SAMPLES,
     AuditTable,
     DataTable,
     FederationTable,
@@ -102,11 +104,19 @@ class Experiment(Table):
         It depends on the seed and the tables model, data, federation, update, defense and privacy
         (whose delta decides how much noise an epsilon takes), and not on what is done with updates
         afterwards, nor on the engine: every one gives the same. A setting left out and its default
-        are the same.
+        are the same. The sizes of the data are marked as they were when 400 and 100 were their
+        defaults, so that runs of that time can go on.
         """
         others = dict.fromkeys(["name", "attack", "threat", "utility", "audit", "workers"], True)
         exclude: dict[str, Any] = {**others, "federation": {"engine"}}
         table = self.model_dump(mode="json", exclude=exclude, exclude_defaults=True)
+        data = table["data"]
+        if self.data.samples is None:
+            data["samples"] = None
+        else:
+            once_left_out = {"samples": SAMPLES, "held_out": HELD_OUT}
+            for key in [key for key, size in once_left_out.items() if data.get(key) == size]:
+                del data[key]
         return hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
