@@ -170,7 +170,7 @@ def sweep(
             collected = sweeps.collect(grid)
             figures.draw(collected, grid.path / "sweep.svg")
             tradeoff.draw_tradeoff(collected, grid.path / "tradeoff.svg")
-        console.print(sweep_table.table(collected))
+        console.print(sweep_table.table(collected, console.width))
         console.print(f"results: {markup(grid.path)}")
         sweeps.refuse_gaps(collected, failures)
 
