@@ -365,6 +365,6 @@ def _summary(cell: Cell, run: Run) -> CellSummary:
     with suppress(FedleakError):  # missing, or damaged: then the cell is run again
         summary = run.read(SUMMARY)
         if summary.status == "finished":
-            names = ("missing", "attacks", "utility", "utility_reference", "privacy")
+            names = CellSummary.model_fields.keys() - {"cell", "values", "status"}
             return found.model_copy(update={name: getattr(summary, name) for name in names})
     return found

@@ -29,7 +29,7 @@ from fedleak.models import LanguageModel, loading
 from fedleak.reconstruction import Status
 from fedleak.rng import stream
 from fedleak.store import records
-from fedleak.store.records import DEFENSES, LEAKAGE, LEDGER, Answer, Fact, LeakageRow
+from fedleak.store.records import DEFENSES, LEAKAGE, LEDGER, Answer, Fact, LeakageRow, TextScore
 from fedleak.store.run import EVERYONE, Key, Run
 from fedleak.store.summaries import SUMMARY
 from fedleak.truth import GroundTruth
@@ -64,6 +64,7 @@ class Scores:
     exact_match: float | None = None
     token_recall: float | None = None
     token_precision: float | None = None
+    texts: tuple[TextScore, ...] | None = None
     pairs: tuple[TextPair, ...] = ()
 
 
@@ -98,6 +99,7 @@ def score_sequences(
     ]
     exact = [a is not None and answer_ids[a] == t for a, t in zip(chosen, truth_ids, strict=True)]
     tokens = score_tokens(chain(*answers), truths, model)
+    found = set(chain(*answers))
     scored = zip(truth_texts, texts, scores, strict=True)
     return Scores(
         content=rouge.mean(scores),
@@ -105,6 +107,10 @@ def score_sequences(
         exact_match=sum(exact) / len(exact),
         token_recall=tokens.recall,
         token_precision=tokens.precision,
+        texts=tuple(
+            TextScore(exact=e, rougeL=s.rougeL, token_recall=score_tokens(found, [t], model).recall)
+            for e, s, t in zip(exact, scores, truths, strict=True)
+        ),
         pairs=tuple(TextPair(t, a, s.rougeL) for t, a, s in scored),
     )
 
@@ -124,7 +130,20 @@ def score_answer(answer: Answer, truth: GroundTruth, model: LanguageModel) -> Sc
         scores = score_sequences(answer.sequences, truth.sequences, model)
     if answer.tokens is not None:
         found = score_tokens(answer.tokens, truth.sequences, model)
-        scores = replace(scores, token_recall=found.recall, token_precision=found.precision)
+        texts = scores.texts or [TextScore(exact=None, rougeL=None, token_recall=None)] * len(
+            truth.sequences
+        )
+        scores = replace(
+            scores,
+            token_recall=found.recall,
+            token_precision=found.precision,
+            texts=tuple(
+                text.model_copy(
+                    update={"token_recall": score_tokens(answer.tokens, [true], model).recall}
+                )
+                for text, true in zip(texts, truth.sequences, strict=True)
+            ),
+        )
     return scores
 
 
@@ -181,7 +200,15 @@ def score_run(run: Run, asked: Iterable[str] | None = None) -> list[Scored]:
     notes = ledger.client_notes(run, gaps)
     spent = ledger.ledger(run, experiment, notes, gaps)
     defended = ledger.defense_rows(run, notes)
-    summary = summarise(run, experiment, gaps, leakage=rows, ledger=spent, defended=defended)
+    summary = summarise(
+        run,
+        experiment,
+        gaps,
+        leakage=rows,
+        finished={name: place for place, name in enumerate(answers)},
+        ledger=spent,
+        defended=defended,
+    )
     run.write_rows(LEAKAGE, rows)
     run.write_rows(LEDGER, spent)
     run.write_rows(DEFENSES, defended)
@@ -339,6 +366,7 @@ def _row(
         control_token_recall=control.token_recall,
         guess_rougeL=guessed.content.rougeL if guessed.content and not only_tokens else None,
         guess_token_recall=guessed.token_recall,
+        texts=scores.texts,
         facts={
             name: Fact(found=value, true=true.get(name)) for name, value in answer.facts.items()
         },

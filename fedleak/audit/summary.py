@@ -1,20 +1,21 @@
 """Sums up a run: each attack's figures with their intervals, and how far to trust them."""
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 
 from pydantic import JsonValue, ValidationError
 
+from fedleak.audit.estimates import mean_over_clients, too_few
 from fedleak.audit.gaps import Gaps
 from fedleak.audit.ledger import defense_means, guarantee
+from fedleak.audit.worst_case import worst_case
 from fedleak.config.experiment import Experiment
 from fedleak.errors import FedleakError
 from fedleak.federation.lookup import examples
-from fedleak.metrics import intervals
 from fedleak.reconstruction import Status
 from fedleak.store.records import UTILITY, DefenseRow, LeakageRow, LedgerRow
-from fedleak.store.run import EVERYONE, Run
+from fedleak.store.run import Key, Run
 from fedleak.store.summaries import (
     AttackSummary,
     Baseline,
@@ -24,9 +25,6 @@ from fedleak.store.summaries import (
     RunSummary,
 )
 
-FEW_TEXTS, FEW_CLIENTS = 20, 10
-"""Fewer than these are reported with a warning."""
-
 
 def summarise(
     run: Run,
@@ -34,6 +32,7 @@ def summarise(
     gaps: Gaps,
     *,
     leakage: Sequence[LeakageRow],
+    finished: Mapping[tuple[Key, str], int],
     ledger: Sequence[LedgerRow],
     defended: Sequence[DefenseRow],
 ) -> RunSummary:
@@ -43,6 +42,7 @@ def summarise(
         run: The run directory.
         experiment: What was prepared there.
         gaps: What is missing; lacks of the utility are added.
+        finished: The place of each answer in the order in which they came.
         leakage, ledger, defended: The rows of leakage.jsonl, privacy.jsonl and defenses.jsonl.
     """
     attacks = {
@@ -66,6 +66,7 @@ def summarise(
         model_fingerprint=info.get("model_fingerprint"),
         captures=len(run.captures()),
         attacks=attacks,
+        worst_case=worst_case(leakage, finished),
         defenses=circumstances(experiment),
         defended=defense_means(defended),
         privacy=guarantee(ledger),
@@ -114,7 +115,8 @@ def attack_summary(rows: Sequence[LeakageRow]) -> AttackSummary:
     measured = [row for row in rows if row.rougeL is not None]
 
     def mean_of(name: str, most: float) -> Estimate | None:
-        return _mean([(r, value) for r in rows if (value := getattr(r, name)) is not None], most)
+        found = [(row, value) for row in rows if (value := getattr(row, name)) is not None]
+        return mean_over_clients(found, most)
 
     seconds = [row.seconds for row in rows if row.seconds is not None]
     return AttackSummary(
@@ -124,7 +126,7 @@ def attack_summary(rows: Sequence[LeakageRow]) -> AttackSummary:
         knows=tuple(sorted(set(chain.from_iterable(row.knows for row in rows)))),
         sequences=sum(row.batch_size for row in measured),
         clients=len({row.client for row in measured}),
-        exact_match=_mean(
+        exact_match=mean_over_clients(
             [(row, row.exact_match or 0.0) for row in measured],
             1.0,
             [row.batch_size for row in measured],
@@ -139,7 +141,7 @@ def attack_summary(rows: Sequence[LeakageRow]) -> AttackSummary:
         control_token_recall=mean_of("control_token_recall", 1.0),
         guess_token_recall=mean_of("guess_token_recall", 1.0),
         facts={
-            name: _mean(_right(rows, name), 1.0)
+            name: mean_over_clients(_right(rows, name), 1.0)
             for name in sorted({name for row in rows for name in row.facts})
         },
         budget=_budget(rows),
@@ -147,7 +149,7 @@ def attack_summary(rows: Sequence[LeakageRow]) -> AttackSummary:
         margin=min((row.margin for row in rows if row.margin is not None), default=None),
         seconds=sum(seconds),
         seconds_per_update=sum(seconds) / len(seconds) if seconds else None,
-        warning=_warning([row for row in rows if row.status == Status.RECOVERED]),
+        warning=too_few([row for row in rows if row.status == Status.RECOVERED]),
     )
 
 
@@ -155,31 +157,6 @@ def _right(rows: Sequence[LeakageRow], name: str) -> list[tuple[LeakageRow, floa
     """Returns whether a fact is right, where an attack said it and the truth is known."""
     told = [(row, row.facts[name].right) for row in rows if name in row.facts]
     return [(row, float(right)) for row, right in told if right is not None]
-
-
-def _mean(
-    found: Sequence[tuple[LeakageRow, float]],
-    most: float,
-    weights: Sequence[float] | None = None,
-) -> Estimate | None:
-    """Returns the mean of values of rows with its interval over clients; None if there are none."""
-    if not found:
-        return None
-    values, clients = [value for _, value in found], [row.client for row, _ in found]
-    return Estimate(**intervals.clustered_mean(values, clients, weights, most=most)._asdict())
-
-
-def _warning(answered: Sequence[LeakageRow]) -> str | None:
-    """Returns why the figures of these answers are examples and no rates; None if they are."""
-    clients, texts = {row.client for row in answered}, sum(row.batch_size for row in answered)
-    if clients == {EVERYONE}:
-        few = ["one group of clients"]
-    elif len(clients) == 1:
-        few = ["one client"]
-    else:
-        few = [f"fewer than {FEW_CLIENTS} clients"] if len(clients) < FEW_CLIENTS else []
-        few += [f"fewer than {FEW_TEXTS} texts"] if texts < FEW_TEXTS else []
-    return f"{' and '.join(few)}: an example, not a rate" if clients and few else None
 
 
 def _budget(rows: Sequence[LeakageRow]) -> RankBudget | None:

@@ -316,7 +316,7 @@ def train_prior(
 
     with mended():
         try:
-            recipe = prior_training.PriorConfig(
+            plan = prior_training.PriorConfig(
                 layers=layers,
                 width=width,
                 heads=heads,
@@ -329,9 +329,9 @@ def train_prior(
             )
             on = prior_training.device(device)
             with prior_training.new_folder(out) as folder:
-                corpus = prior_training.read(text, tokenizer, recipe)
+                corpus = prior_training.read(text, tokenizer, plan)
                 with prior_progress(console) as show:
-                    trained = prior_training.train(corpus, recipe, on, show)
+                    trained = prior_training.train(corpus, plan, on, show)
                 prior_training.save(trained.prior, folder)
         except KeyboardInterrupt as error:
             print("fedleak: stopped; nothing was kept", file=sys.stderr)  # noqa: T201

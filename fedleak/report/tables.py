@@ -51,7 +51,7 @@ def print_run(
     print_in_parts(
         console, list(summary.attacks), lambda some: summary_table(summary.attacks, some)
     )
-    for line in circumstances(summary):
+    for line in [*any_attack(summary), *circumstances(summary)]:
         console.print(Text(printable(line)), soft_wrap=True)
     examples = best_examples(scored)
     # Not `console.is_terminal`, which an environment can force: a log must not be taken for one.
@@ -171,6 +171,39 @@ def epsilon_of(key: Key, ledger: Sequence[LedgerRow]) -> str:
     if len(found) < len(clients):
         return NONE
     return f"{max(found):.3g}" if found else NOT_MEASURED
+
+
+def any_attack(summary: RunSummary) -> list[str]:
+    """Returns lines about what all attacks together read; none if there is only one to sum up.
+
+    They are text, not markup, as others wrote it.
+    """
+    worst = summary.worst_case
+    if worst is None or len(worst.attacks) < 2:
+        return []
+    figures = [
+        ("texts exact, %", worst.exact_match, None, 100),
+        ("ROUGE-L", worst.rougeL, worst.control_rougeL, 1),
+        ("tokens found, %", worst.token_recall, worst.control_token_recall, 100),
+    ]
+    said = [
+        f"{name} {_in_words(estimate, scale)}"
+        + (f" (other update: {_in_words(control, scale)})" if control else "")
+        for name, estimate, control, scale in figures
+        if estimate is not None
+    ]
+    lines = [f"any attack: {'; '.join(said)}"]
+    if worst.first:
+        counts = ", ".join(f"{name} {count}" for name, count in worst.first.items())
+        lines.append(f"  read exactly first, of {worst.texts} texts: {counts}")
+    if worst.unattacked:
+        lines.append(f"  no attack names a sequence for {worst.unattacked} of {worst.texts} texts")
+    return lines
+
+
+def _in_words(value: Estimate, scale: float) -> str:
+    mean, low, high = (f"{scale * each:.0f}" for each in (value.mean, value.low, value.high))
+    return f"{mean} [{low}, {high}]"
 
 
 def circumstances(summary: RunSummary) -> list[str]:
@@ -371,8 +404,8 @@ def interval(value: Estimate | None, scale: float = 1) -> str:
     """Returns `mean [low, high]`."""
     if value is None:
         return NOT_MEASURED
-    mean, low, high = (f"{scale * each:.0f}" for each in (value.mean, value.low, value.high))
-    return f"{mean} [dim]\\[{low}, {high}][/]"
+    mean, _, rest = _in_words(value, scale).partition(" ")
+    return f"{mean} [dim]\\{rest}[/]"
 
 
 def number(value: float | None) -> str:

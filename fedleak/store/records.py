@@ -93,6 +93,20 @@ class Fact(Record):
         return None if self.true is None else self.found == self.true
 
 
+class TextScore(Record):
+    """What an attack read of one private text. None is "not measured", never zero.
+
+    Attributes:
+        exact: Whether the whole text was read; None of an attack that names no sequences.
+        rougeL: Of the sequence that stands for it, content only, 0 to 100; 0 without one.
+        token_recall: The share of its distinct content tokens that the whole answer has.
+    """
+
+    exact: bool | None
+    rougeL: float | None
+    token_recall: float | None
+
+
 class LeakageRow(_OfAttack):
     """One answer, scored: a line of leakage.jsonl. None is "not measured", never zero.
 
@@ -107,6 +121,7 @@ class LeakageRow(_OfAttack):
             in the batch, or, if it names sequences only, those of its sequences.
         control_rougeL, control_token_recall: The attack's answer for another client's update.
         guess_rougeL, guess_token_recall: Held-out texts, no update.
+        texts: The same for each private text of the batch, in its order; None without an answer.
         facts: Each other fact that the attack read, by name.
         margin: The smallest of the sequences that the attack is certain of; None where it is of
             none, or nothing was rejected in their place.
@@ -133,6 +148,7 @@ class LeakageRow(_OfAttack):
     control_token_recall: float | None
     guess_rougeL: float | None
     guess_token_recall: float | None
+    texts: tuple[TextScore, ...] | None = None
     facts: dict[str, Fact]
     margin: float | None
     diagnostics: dict[str, JsonValue]
@@ -203,8 +219,13 @@ class Utility(Measured):
     round: int
 
 
+def _check_texts(row: LeakageRow) -> None:
+    if row.texts is not None and len(row.texts) != row.batch_size:
+        raise ValueError(f"texts: {len(row.texts)} for a batch of {row.batch_size}")
+
+
 ATTEMPTS = Lines("attempts.jsonl", Attempt)
-LEAKAGE = Lines("leakage.jsonl", LeakageRow)
+LEAKAGE = Lines("leakage.jsonl", LeakageRow, check=_check_texts)
 LEDGER = Lines("privacy.jsonl", LedgerRow)
 DEFENSES = Lines("defenses.jsonl", DefenseRow)
 UTILITY = Lines("utility.jsonl", Utility)

@@ -74,6 +74,33 @@ class AttackSummary(Record):
         return self.status.get(Status.RECOVERED, 0)
 
 
+class WorstCase(Record):
+    """What all attacks together read: of each text, what the best attack read of it.
+
+    Attributes:
+        attacks: That gave an answer.
+        texts, clients: Private texts with a score, and their clients.
+        unattacked: Private texts of which no attack named a sequence: they are in no `exact_match`.
+        exact_match, token_recall: Shares, from 0 to 1; None: no attack says.
+        rougeL: From 0 to 100.
+        control_rougeL, control_token_recall: The best attack's answer for another client's update.
+        first: By attack the texts that it read exactly, and no other attack before it.
+        warning: Why the figures are examples and no rates; None if they are rates.
+    """
+
+    attacks: tuple[str, ...]
+    texts: int
+    clients: int
+    unattacked: int
+    exact_match: Estimate | None
+    rougeL: Estimate | None
+    token_recall: Estimate | None
+    control_rougeL: Estimate | None
+    control_token_recall: Estimate | None
+    first: dict[str, int]
+    warning: str | None
+
+
 class Guarantee(Record):
     """What holds for every client after its last round; the fields are those of a `LedgerRow`."""
 
@@ -122,6 +149,7 @@ class RunSummary(Record):
         model_fingerprint: Of the weights that training started from.
         captures: That are here.
         attacks: By name.
+        worst_case: Over all attacks; None of a run that was scored before there was such a figure.
         defenses: What is in the way of attacks.
         defended: What each defense did.
         privacy: The guarantee; None before anybody has trained.
@@ -139,6 +167,7 @@ class RunSummary(Record):
     model_fingerprint: str | None
     captures: int
     attacks: dict[str, AttackSummary]
+    worst_case: WorstCase | None = None
     defenses: Circumstances
     defended: tuple[DefenseMeans, ...]
     privacy: Guarantee | None
@@ -158,7 +187,7 @@ class CellSummary(Record):
         cell: Its name.
         values: Its value of each swept key.
         status: Of its run.
-        missing, attacks, utility, utility_reference, privacy: As in a `RunSummary`.
+        missing, attacks, worst_case, utility, utility_reference, privacy: As in a `RunSummary`.
     """
 
     cell: str
@@ -166,6 +195,7 @@ class CellSummary(Record):
     status: str
     missing: tuple[str, ...] = ()
     attacks: dict[str, AttackSummary] = {}
+    worst_case: WorstCase | None = None
     utility: Utility | None = None
     utility_reference: Baseline | None = None
     privacy: Guarantee | None = None

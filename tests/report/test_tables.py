@@ -1,15 +1,19 @@
+from types import SimpleNamespace
+
 import pytest
 
 from fedleak.audit.ledger import defense_means, guarantee
-from fedleak.report.tables import circumstances, epsilon_of
+from fedleak.report.tables import any_attack, circumstances, epsilon_of
 from fedleak.store.records import DefenseRow, LedgerRow, Utility
 from fedleak.store.run import EVERYONE, Key
 from fedleak.store.summaries import (
     Baseline,
     Circumstances,
     DefenseMeans,
+    Estimate,
     Guarantee,
     RunSummary,
+    WorstCase,
 )
 
 
@@ -125,3 +129,30 @@ def test_the_report_names_defenses_guarantee_and_cost():
     nothing = Guarantee.model_validate(spent(1, 0, "none"), from_attributes=True)
     text = "\n".join(circumstances(summary.model_copy(update={"privacy": nothing})))
     assert "epsilon none" in text
+
+
+def test_the_worst_case_over_attacks_is_said_with_what_chance_gives():
+    def estimate(mean):
+        return Estimate(mean=mean, low=mean / 2, high=2 * mean)
+
+    worst = WorstCase(
+        attacks=("dager", "probes"),
+        texts=24,
+        clients=12,
+        unattacked=2,
+        exact_match=estimate(0.5),
+        rougeL=estimate(40.0),
+        token_recall=None,
+        control_rougeL=estimate(10.0),
+        control_token_recall=None,
+        first={"dager": 11},
+        warning=None,
+    )
+    assert any_attack(SimpleNamespace(worst_case=worst)) == [
+        "any attack: texts exact, % 50 [25, 100]; ROUGE-L 40 [20, 80] (other update: 10 [5, 20])",
+        "  read exactly first, of 24 texts: dager 11",
+        "  no attack names a sequence for 2 of 24 texts",
+    ]
+    alone = worst.model_copy(update={"attacks": ("dager",)})
+    assert any_attack(SimpleNamespace(worst_case=alone)) == []
+    assert any_attack(SimpleNamespace(worst_case=None)) == []

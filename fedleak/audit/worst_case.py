@@ -1,0 +1,73 @@
+"""What all attacks together read: of each private text, what the best attack read of it.
+
+An attacker is free to run every attack, so no single attack is the risk. Which attack is the best
+for a text is decided with the truth, as no attacker could: the figure is an upper bound on what the
+attacks of this run read. The controls beside it take the best attack in the same way.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+
+from fedleak.audit.estimates import mean_over_clients, too_few
+from fedleak.store.records import LeakageRow, TextScore
+from fedleak.store.run import Key
+from fedleak.store.summaries import WorstCase
+
+
+def worst_case(
+    rows: Sequence[LeakageRow], finished: Mapping[tuple[Key, str], int]
+) -> WorstCase | None:
+    """Sums up all attacks over a run; None where no row has scores of single texts.
+
+    Args:
+        rows: Of leakage.jsonl.
+        finished: The place of each answer in the order in which they came.
+    """
+    answered = [row for row in rows if row.texts is not None]
+    if not answered:
+        return None
+    of_capture: dict[Key, list[LeakageRow]] = defaultdict(list)
+    for row in sorted(answered, key=lambda row: finished.get(row.id, len(finished))):
+        of_capture[row.key].append(row)
+    exact: list[tuple[LeakageRow, float]] = []
+    rouge: list[tuple[LeakageRow, float]] = []
+    recall: list[tuple[LeakageRow, float]] = []
+    first: Counter[str] = Counter()
+    for several in of_capture.values():
+        for scores in zip(*(row.texts or () for row in several), strict=True):
+            some = several[0]
+            exact += _best(some, (one.exact for one in scores))
+            rouge += _best(some, (one.rougeL for one in scores))
+            recall += _best(some, (one.token_recall for one in scores))
+            first.update(_first(several, scores))
+    texts = {row.key: row.batch_size for row in rows}
+    captures = list(of_capture.values())
+    control_rouge = [_best(rows[0], (row.control_rougeL for row in rows)) for rows in captures]
+    control_recall = [
+        _best(rows[0], (row.control_token_recall for row in rows)) for rows in captures
+    ]
+    return WorstCase(
+        attacks=tuple(sorted({row.attack for row in answered})),
+        texts=sum(texts.values()),
+        clients=len({key.client for key in texts}),
+        unattacked=sum(texts.values()) - len(exact),
+        exact_match=mean_over_clients(exact, 1.0),
+        rougeL=mean_over_clients(rouge, 100.0),
+        token_recall=mean_over_clients(recall, 1.0),
+        control_rougeL=mean_over_clients(list(chain(*control_rouge)), 100.0),
+        control_token_recall=mean_over_clients(list(chain(*control_recall)), 1.0),
+        first=dict(sorted(first.items())),
+        warning=too_few([rows[0] for rows in captures]),
+    )
+
+
+def _best(row: LeakageRow, scores: Iterable[float | None]) -> list[tuple[LeakageRow, float]]:
+    """Returns the best score that was measured, with the row that it is about; or nothing."""
+    measured = [float(score) for score in scores if score is not None]
+    return [(row, max(measured))] if measured else []
+
+
+def _first(rows: Sequence[LeakageRow], scores: Sequence[TextScore]) -> list[str]:
+    """Returns the first attack that read a text exactly, or nothing."""
+    return [row.attack for row, one in zip(rows, scores, strict=True) if one.exact][:1]

@@ -1,0 +1,98 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedleak.audit.worst_case import worst_case
+from fedleak.reconstruction import Status
+from fedleak.store.records import LEAKAGE, LeakageRow, TextScore
+
+NOTHING = dict.fromkeys(
+    [name for name in LeakageRow.model_fields if name not in ("facts", "diagnostics", "knows")]
+)
+
+
+def row(attack, client, *texts, round=1, **more):
+    """A row of an attack; a text is (exact, ROUGE-L, token recall)."""
+    scores = tuple(TextScore(exact=e, rougeL=r, token_recall=t) for e, r, t in texts)
+    about = {
+        "round": round,
+        "client": client,
+        "attack": attack,
+        "status": Status.RECOVERED,
+        "reason": "",
+        "verified": False,
+        "batch_size": len(texts),
+        "num_tokens": 9,
+        "texts": scores,
+        "facts": {},
+        "diagnostics": {},
+        "knows": (),
+    }
+    return LeakageRow(**(NOTHING | about | more))
+
+
+def abstained(attack, client, size, round=1):
+    return row(attack, client, round=round, status=Status.ABSTAINED, batch_size=size, texts=None)
+
+
+def test_a_text_is_read_if_any_attack_read_it():
+    rows = [
+        row("a", 0, (True, 100.0, 1.0), (False, 20.0, 0.5), control_rougeL=7.0),
+        row("b", 0, (False, 30.0, 0.2), (True, 100.0, 1.0), control_rougeL=9.0),
+        row("a", 1, (False, 10.0, 0.1)),
+        abstained("b", 1, 1),
+    ]
+    found = worst_case(rows, {one.id: place for place, one in enumerate(rows)})
+    assert (found.attacks, found.texts, found.clients) == (("a", "b"), 3, 2)
+    assert found.exact_match.mean == pytest.approx(2 / 3)
+    assert found.rougeL.mean == pytest.approx(210 / 3)
+    assert found.token_recall.mean == pytest.approx(2.1 / 3)
+    assert found.control_rougeL.mean == 9.0
+    assert found.control_token_recall is None
+    assert found.unattacked == 0
+    assert "fewer than 10 clients" in found.warning
+
+
+def test_who_answered_first_read_it_first():
+    quick = row("quick", 0, (True, 100.0, 1.0), (False, 0.0, 0.0))
+    slow = row("slow", 0, (True, 100.0, 1.0), (True, 100.0, 1.0))
+    assert worst_case([quick, slow], {quick.id: 0, slow.id: 1}).first == {"quick": 1, "slow": 1}
+    assert worst_case([quick, slow], {quick.id: 1, slow.id: 0}).first == {"slow": 2}
+
+
+def test_what_no_attack_named_is_not_taken_for_unread():
+    bags = row("probes", 0, (None, None, 0.9), (None, None, 0.7))
+    found = worst_case([bags, abstained("dager", 0, 2), abstained("dager", 1, 3)], {})
+    assert (found.texts, found.unattacked) == (5, 5)
+    assert found.exact_match is None
+    assert found.rougeL is None
+    assert found.token_recall.mean == pytest.approx(0.8)
+
+
+def test_without_scores_of_texts_there_is_none():
+    assert worst_case([], {}) is None
+    assert worst_case([abstained("dager", 0, 2)], {}) is None
+
+
+SCORES = st.tuples(st.booleans(), st.floats(0, 100), st.floats(0, 1))
+
+
+@given(st.lists(st.lists(SCORES, min_size=2, max_size=2), min_size=2, max_size=4))
+def test_it_is_no_better_than_the_best_attack_and_no_worse_than_any(batches):
+    rows = [row(f"a{i}", 0, *texts) for i, texts in enumerate(batches)]
+    found = worst_case(rows, {})
+    for part, values in (
+        (found.exact_match, [[e for e, _, _ in texts] for texts in batches]),
+        (found.rougeL, [[r for _, r, _ in texts] for texts in batches]),
+        (found.token_recall, [[t for _, _, t in texts] for texts in batches]),
+    ):
+        assert part.mean >= max(sum(each) / len(each) for each in values) - 1e-9
+        assert part.mean <= max(max(each) for each in values) + 1e-9
+        assert part.low <= part.mean <= part.high
+
+
+def test_a_row_whose_texts_do_not_fit_is_damaged():
+    line = LEAKAGE.written(row("a", 0, (True, 100.0, 1.0))).encode()
+    assert LEAKAGE.read(line).texts[0].exact
+    with pytest.raises(ValueError, match="texts: 1 for a batch of 2"):
+        LEAKAGE.read(line.replace(b'"batch_size": 1', b'"batch_size": 2'))
