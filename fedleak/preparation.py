@@ -108,6 +108,7 @@ def open_run(plan: Plan, path: Path, *, fresh: bool = False) -> Run:
         refuse_another(run, plan.experiment)
         refuse_purged(run)
         refuse_other_data(run, plan)
+        _renew_limits(run, plan.experiment)
         _make_held_out(run, plan)
         return run
     if (path / "sweep.json").exists():
@@ -136,6 +137,13 @@ def open_run(plan: Plan, path: Path, *, fresh: bool = False) -> Run:
     )
     _make_held_out(run, plan)
     return run
+
+
+def _renew_limits(run: Run, experiment: Experiment) -> None:
+    """Notes the limits of the experiment's file in run.json, where they were others."""
+    if stored(run).gate != experiment.gate:
+        gate = experiment.gate.model_dump(mode="json")
+        run.update_info(experiment=run.info()["experiment"] | {"gate": gate})
 
 
 def refuse_purged(run: Run) -> None:
@@ -169,9 +177,10 @@ def refuse_other_data(run: Run, plan: Plan) -> None:
 
 def refuse_another(run: Run, experiment: Experiment) -> None:
     """Refuses to go on with a run directory in which another experiment ran."""
-    # Workers cannot change its results.
+    # Workers and limits cannot change its results.
     old, new = (
-        each.model_dump(mode="json", exclude={"workers"}) for each in (stored(run), experiment)
+        each.model_dump(mode="json", exclude={"workers", "gate"})
+        for each in (stored(run), experiment)
     )
     changed = difference(old, new)
     if not changed:

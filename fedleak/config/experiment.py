@@ -23,6 +23,7 @@ from fedleak.config.tables import (
     AuditTable,
     DataTable,
     FederationTable,
+    GateTable,
     ModelTable,
     PrivacyTable,
     Table,
@@ -71,6 +72,8 @@ class Experiment(Table):
     """Where attacks run."""
     audit: AuditTable = AuditTable()
     """How answers are scored."""
+    gate: GateTable = GateTable()
+    """Limits that `fedleak gate` compares the run with."""
 
     def __hash__(self) -> int:
         """Lets an experiment be the key of a cache; equal ones have equal names and seeds."""
@@ -107,7 +110,8 @@ class Experiment(Table):
         are the same. The sizes of the data are marked as they were when 400 and 100 were their
         defaults, so that runs of that time can go on.
         """
-        others = dict.fromkeys(["name", "attack", "threat", "utility", "audit", "workers"], True)
+        after = ["attack", "threat", "utility", "audit", "gate", "workers"]
+        others = dict.fromkeys(["name", *after], True)
         exclude: dict[str, Any] = {**others, "federation": {"engine"}}
         table = self.model_dump(mode="json", exclude=exclude, exclude_defaults=True)
         data = table["data"]

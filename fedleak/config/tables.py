@@ -225,3 +225,18 @@ class AuditTable(Table):
 
     controls: bool = True
     """Also score the answer for another client and held-out texts against the same truth."""
+
+
+class GateTable(Table):
+    """`[gate]`: limits that `fedleak gate` compares the run with."""
+
+    exact: Annotated[float, Field(ge=0, le=1)] | None = None
+    """The largest share of texts that all attacks together may read word for word."""
+    rougeL: Annotated[float, Field(ge=0, le=100)] | None = None
+    """The largest mean ROUGE-L of what the best attack reads of each text."""
+    token_recall: Annotated[float, Field(ge=0, le=1)] | None = None
+    """The largest mean share of a text's tokens that the best attack finds."""
+    epsilon: Annotated[float, Field(ge=0)] | None = None
+    """The largest epsilon of any client."""
+    may_abstain: list[str] = []
+    """Attacks that may abstain, by name; an abstention of another one closes the gate."""
