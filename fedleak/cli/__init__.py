@@ -318,6 +318,21 @@ def purge(path: RunPath) -> None:
             console.print(f"kept:    {markup(what)}", soft_wrap=True)
 
 
+@app.command()
+def explain(file: File, changes: Set = None) -> None:
+    """Show what an experiment lets the server see, and which attacks can read it.
+
+    FILE is an experiment file. Nothing is trained and nothing is written.
+    """
+    from fedleak.config.loading import load
+    from fedleak.explanation import explain as explained
+    from fedleak.report import explanation
+
+    with mended():
+        experiment = load(file, changes or ())
+        explanation.show(experiment, explained(experiment), console)
+
+
 @app.command("check-defense")
 def check_defense(file: File, changes: Set = None) -> None:
     """Test whether each defense of an experiment does what it says, and print the figures.
