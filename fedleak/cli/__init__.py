@@ -296,6 +296,27 @@ def gate(
 
 
 @app.command()
+def export(
+    path: RunPath,
+    to: Annotated[Path, typer.Option(metavar="FILE", help="A csv or parquet file to write.")],
+    texts: Annotated[
+        bool, typer.Option("--texts", help="Also write the private texts, and what was read.")
+    ] = False,
+) -> None:
+    """Write the scores of a run as a table for other programs, a row per update and attack.
+
+    RUN is a run directory. Only the owner can open the file.
+    """
+    from fedleak.report.export import export as write
+    from fedleak.store.run import Run
+
+    with mended():
+        count = write(Run(path), to, texts=texts)
+        private = ", with private texts" if texts else ""
+        console.print(f"{count} rows{private}: {markup(to)}", soft_wrap=True)
+
+
+@app.command()
 def purge(path: RunPath) -> None:
     """Delete the private data of a finished and scored run, and keep its scores.
 
