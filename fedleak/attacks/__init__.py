@@ -12,6 +12,7 @@ every run has `always = True`.
 """
 
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -150,11 +151,12 @@ class Batched(Attack, Protocol):
         ...
 
 
-class OneByOne:
+class OneByOne(ABC):
     """Base class of an attack on one observation that reports its progress: makes it `Batched`."""
 
     at_once: ClassVar[int] = 1
 
+    @abstractmethod
     def __call__(
         self,
         seen: Observation,
@@ -164,7 +166,6 @@ class OneByOne:
         on_progress: Callable[[Progress], None] = lambda progress: None,
     ) -> Reconstruction:
         """Returns what the attack reads out of the observation."""
-        raise NotImplementedError
 
     def many(
         self,

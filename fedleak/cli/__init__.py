@@ -318,6 +318,21 @@ def purge(path: RunPath) -> None:
             console.print(f"kept:    {markup(what)}", soft_wrap=True)
 
 
+@app.command()
+def explain(file: File, changes: Set = None) -> None:
+    """Show what an experiment lets the server see, and which attacks can read it.
+
+    FILE is an experiment file. Nothing is trained and nothing is written.
+    """
+    from fedleak.config.loading import load
+    from fedleak.explanation import explain as explained
+    from fedleak.report import explanation
+
+    with mended():
+        experiment = load(file, changes or ())
+        explanation.show(experiment, explained(experiment), console)
+
+
 @app.command("check-defense")
 def check_defense(file: File, changes: Set = None) -> None:
     """Test whether each defense of an experiment does what it says, and print the figures.
@@ -370,7 +385,7 @@ def train_prior(
 
     with mended():
         try:
-            recipe = prior_training.PriorConfig(
+            plan = prior_training.PriorConfig(
                 layers=layers,
                 width=width,
                 heads=heads,
@@ -383,9 +398,9 @@ def train_prior(
             )
             on = prior_training.device(device)
             with prior_training.new_folder(out) as folder:
-                corpus = prior_training.read(text, tokenizer, recipe)
+                corpus = prior_training.read(text, tokenizer, plan)
                 with prior_progress(console) as show:
-                    trained = prior_training.train(corpus, recipe, on, show)
+                    trained = prior_training.train(corpus, plan, on, show)
                 prior_training.save(trained.prior, folder)
         except KeyboardInterrupt as error:
             print("fedleak: stopped; nothing was kept", file=sys.stderr)  # noqa: T201

@@ -26,13 +26,13 @@ def check_defenses(experiment: Experiment, model: LanguageModel) -> None:
                 )
 
 
-def check_attacks(experiment: Experiment, model: LanguageModel) -> None:
-    """Refuses attacks that can work on no update that the server gets to see.
+def attack_settings(experiment: Experiment, model: LanguageModel) -> list[AttackSetting]:
+    """Returns the setting of an attack on each kind of capture that the server gets to see.
 
     Raises:
-        ConfigError: An attack has an obstacle or lacks its equipment, or a client sends nothing.
+        ConfigError: A client sends nothing.
     """
-    settings = [
+    return [
         AttackSetting(
             update=experiment.local_training.kind,
             shared=sent,
@@ -43,6 +43,15 @@ def check_attacks(experiment: Experiment, model: LanguageModel) -> None:
         )
         for sent in captured_parameters(experiment, model)
     ]
+
+
+def check_attacks(experiment: Experiment, model: LanguageModel) -> None:
+    """Refuses attacks that can work on no update that the server gets to see.
+
+    Raises:
+        ConfigError: An attack has an obstacle or lacks its equipment, or a client sends nothing.
+    """
+    settings = attack_settings(experiment, model)
     for each in experiment.attacks:
         if isinstance(each.attack, Equipped):
             try:

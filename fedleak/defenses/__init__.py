@@ -10,6 +10,7 @@ values and never change their arguments. Their fields carry bounds as
 
 import math
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -107,7 +108,7 @@ class Defense:
         return None
 
 
-class TrustedAggregator(Defense):
+class TrustedAggregator(Defense, ABC):
     """A defense between the clients and the server, used by all clients.
 
     The updates of a round are held until all have come. The server then sees one update, which
@@ -116,13 +117,13 @@ class TrustedAggregator(Defense):
 
     exclusive: ClassVar[str | None] = "the server sees one update of a round"
 
+    @abstractmethod
     def combined(self, updates: Iterable[ClientUpdate]) -> ClientUpdate:
         """Returns the update that the server sees.
 
         Args:
             updates: Of a round's clients in order, as they were sent; one in memory at a time.
         """
-        raise NotImplementedError
 
 
 @cache

@@ -150,7 +150,7 @@ def sentences(text: str, *, unknown_token: str | None) -> list[str]:
     return list(found)
 
 
-def read(text: Path, tokenizer: str, recipe: PriorConfig) -> PriorText:
+def read(text: Path, tokenizer: str, plan: PriorConfig) -> PriorText:
     """Reads a text file, and encodes its sentences as a client feeds them to a model.
 
     Every fiftieth sentence, and at least one, is held back at random.
@@ -158,7 +158,7 @@ def read(text: Path, tokenizer: str, recipe: PriorConfig) -> PriorText:
     Args:
         text: In UTF-8.
         tokenizer: The model: a hub id, a folder, or `builtin/<name>`.
-        recipe: Has the length that sentences are cut to.
+        plan: Has the length that sentences are cut to.
 
     Raises:
         ConfigError: No such model, or a text that cannot be read or has no two sentences.
@@ -180,11 +180,11 @@ def read(text: Path, tokenizer: str, recipe: PriorConfig) -> PriorText:
         )
     task = CAUSAL_LM if family.causal else CLASSIFICATION
     encoded = [
-        tuple(ids[: recipe.max_length])
+        tuple(ids[: plan.max_length])
         for start in range(0, len(texts), _TOKENISED_AT_A_TIME)
         for ids in family.encode(of_model, texts[start : start + _TOKENISED_AT_A_TIME], task)
     ]
-    order = torch.randperm(len(encoded), generator=stream(recipe.seed, "held out")).tolist()
+    order = torch.randperm(len(encoded), generator=stream(plan.seed, "held out")).tolist()
     cut = max(1, round(_HELD_OUT * len(order)))
     return PriorText(
         of_model,
@@ -195,7 +195,7 @@ def read(text: Path, tokenizer: str, recipe: PriorConfig) -> PriorText:
 
 def train(
     corpus: PriorText,
-    recipe: PriorConfig,
+    plan: PriorConfig,
     device: torch.device,
     report: Callable[[PriorProgress], None] = lambda progress: None,
 ) -> Trained:
@@ -204,15 +204,15 @@ def train(
     Raises:
         FedleakError: It diverged.
     """
-    model = untrained(corpus.tokenizer, recipe).to(device)
-    steps = recipe.steps or recipe.epochs * -(-len(corpus.training) // recipe.batch_size)
+    model = untrained(corpus.tokenizer, plan).to(device)
+    steps = plan.steps or plan.epochs * -(-len(corpus.training) // plan.batch_size)
     decayed: dict[str, Any] = {"params": [p for p in model.parameters() if p.dim() > 1]}
     others = {"params": [p for p in model.parameters() if p.dim() <= 1], "weight_decay": 0.0}
     optimiser = torch.optim.AdamW(
-        [decayed, others], lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=_WEIGHT_DECAY
+        [decayed, others], lr=plan.learning_rate, betas=(0.9, 0.95), weight_decay=_WEIGHT_DECAY
     )
     rate = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: rate_at(step, steps))
-    taken = batches(corpus.training, recipe.batch_size, recipe.seed)
+    taken = batches(corpus.training, plan.batch_size, plan.seed)
     for step, batch in enumerate(itertools.islice(taken, steps), start=1):
         loss = prior_loss(model, *pad(batch, 0, device))
         optimiser.zero_grad()
@@ -225,12 +225,12 @@ def train(
     nll = mean_nll(prior, corpus.held_out)
     if not math.isfinite(nll):
         raise FedleakError(
-            f"training diverged with --learning-rate {recipe.learning_rate}: give a smaller one"
+            f"training diverged with --learning-rate {plan.learning_rate}: give a smaller one"
         )
     return Trained(prior, nll)
 
 
-def untrained(tokenizer: Any, recipe: PriorConfig) -> Any:
+def untrained(tokenizer: Any, plan: PriorConfig) -> Any:
     """Returns the GPT-2 that training starts from.
 
     It has no dropout: one pass over a text that a small model cannot learn by heart needs none.
@@ -240,10 +240,10 @@ def untrained(tokenizer: Any, recipe: PriorConfig) -> Any:
     begin, end = tokenizer.bos_token_id, tokenizer.eos_token_id
     config = GPT2Config(
         vocab_size=max(tokenizer.get_vocab().values()) + 1,
-        n_embd=recipe.width,
-        n_layer=recipe.layers,
-        n_head=recipe.heads,
-        n_positions=recipe.max_length,
+        n_embd=plan.width,
+        n_layer=plan.layers,
+        n_head=plan.heads,
+        n_positions=plan.max_length,
         resid_pdrop=0.0,
         embd_pdrop=0.0,
         attn_pdrop=0.0,
@@ -253,7 +253,7 @@ def untrained(tokenizer: Any, recipe: PriorConfig) -> Any:
     )
     with torch.random.fork_rng(devices=[]):
         # Only this generator: torch.manual_seed would reseed the GPUs' too.
-        torch.default_generator.manual_seed(stream_seed(recipe.seed, "weights"))
+        torch.default_generator.manual_seed(stream_seed(plan.seed, "weights"))
         return GPT2LMHeadModel(config)
 
 

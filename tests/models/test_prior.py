@@ -349,7 +349,7 @@ def test_the_true_order_ranks_first_of_twenty_shuffles(assets):
 # ----- training one
 
 
-def recipe(**changes: Any) -> training.PriorConfig:
+def plan_of(**changes: Any) -> training.PriorConfig:
     usual = {
         "layers": 1,
         "width": 32,
@@ -392,7 +392,7 @@ def test_a_trained_prior_is_loaded_and_better_than_an_untrained_one(victim, here
 
     own = prior.load("made", victim)
     assert own.victim_tokenizer is None
-    plan = recipe(max_length=64)
+    plan = plan_of(max_length=64)
     corpus = training.read(Path("notes.txt"), name, plan)
     printed = float(re.search(r"([\d.]+) nats per token on ", done.out).group(1))
     assert training.mean_nll(own, corpus.held_out) == pytest.approx(printed, abs=0.006)
@@ -406,18 +406,18 @@ def test_a_trained_prior_is_loaded_and_better_than_an_untrained_one(victim, here
 
 def test_sentences_are_fed_as_a_client_feeds_them(here, bert_tiny, gpt2_tiny):
     for victim, name in ((bert_tiny, "builtin/bert-tiny"), (gpt2_tiny, "builtin/gpt2-tiny")):
-        corpus = training.read(here / "notes.txt", name, recipe(max_length=512))
+        corpus = training.read(here / "notes.txt", name, plan_of(max_length=512))
         written = training.sentences((here / "notes.txt").read_text(), unknown_token=None)
         fed = Counter(map(tuple, victim.encode(written)))
         assert Counter(corpus.training + corpus.held_out) == fed
         assert len(corpus.held_out) == round(0.02 * len(written)) > 1
-        cut = training.read(here / "notes.txt", name, recipe(max_length=5))
+        cut = training.read(here / "notes.txt", name, plan_of(max_length=5))
         assert set(cut.training) == {ids[:5] for ids in corpus.training}
 
 
 def test_the_seed_decides_and_the_callers_random_numbers_stay(here, bert_tiny):
     def weights(seed: int) -> dict[str, Tensor]:
-        plan = recipe(seed=seed, steps=3)
+        plan = plan_of(seed=seed, steps=3)
         corpus = training.read(here / "notes.txt", "builtin/bert-tiny", plan)
         return training.train(corpus, plan, CPU).prior.module.state_dict()
 
@@ -428,16 +428,16 @@ def test_the_seed_decides_and_the_callers_random_numbers_stay(here, bert_tiny):
     assert torch.equal(torch.rand(3), expected)
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not torch.equal(first["transformer.wpe.weight"], other["transformer.wpe.weight"])
-    starts = [training.untrained(bert_tiny.tokenizer, recipe(seed=seed)) for seed in (1, 2)]
+    starts = [training.untrained(bert_tiny.tokenizer, plan_of(seed=seed)) for seed in (1, 2)]
     assert not torch.equal(*(start.transformer.wpe.weight for start in starts))
 
 
 def test_steps_take_the_place_of_epochs_and_each_is_reported(here):
-    plan = recipe(epochs=2)
+    plan = plan_of(epochs=2)
     corpus = training.read(here / "notes.txt", "builtin/bert-tiny", plan)
     for steps, expected in ((None, 2 * -(-len(corpus.training) // 8)), (3, 3)):
         seen: list[training.PriorProgress] = []
-        training.train(corpus, recipe(epochs=2, steps=steps), CPU, seen.append)
+        training.train(corpus, plan_of(epochs=2, steps=steps), CPU, seen.append)
         assert [at.step for at in seen] == list(range(1, expected + 1))
         assert {at.steps for at in seen} == {expected}
         assert seen[0].loss == pytest.approx(math.log(2000), abs=0.3)
@@ -446,16 +446,16 @@ def test_steps_take_the_place_of_epochs_and_each_is_reported(here):
 
 def test_each_step_has_its_learning_rate(here, monkeypatch):
     monkeypatch.setattr(training, "rate_at", lambda step, steps: float(step == 0))
-    corpus = training.read(here / "notes.txt", "builtin/bert-tiny", recipe())
+    corpus = training.read(here / "notes.txt", "builtin/bert-tiny", plan_of())
     one, four = (
-        training.train(corpus, recipe(steps=steps), CPU).prior.module.state_dict()
+        training.train(corpus, plan_of(steps=steps), CPU).prior.module.state_dict()
         for steps in (1, 4)
     )
     assert all(torch.equal(one[name], four[name]) for name in one)
 
 
 def test_the_loss_is_that_of_transformers(here, bert_tiny, texts):
-    network = training.untrained(bert_tiny.tokenizer, recipe(max_length=64))
+    network = training.untrained(bert_tiny.tokenizer, plan_of(max_length=64))
     ids_BT, mask_BT = pad(bert_tiny.encode(texts[:4]), 0, CPU)
     labels_BT = ids_BT.masked_fill(mask_BT == 0, -100)
     expected = network(ids_BT, attention_mask=mask_BT, labels=labels_BT).loss
@@ -511,7 +511,7 @@ def test_without_a_token_for_unknown_words_sentences_with_them_are_left_out(here
     read = {
         name: sorted(corpus.training + corpus.held_out)
         for name in ("bert", "gpt2", "llama")
-        if (corpus := training.read(here / "notes.txt", f"builtin/{name}-tiny", recipe()))
+        if (corpus := training.read(here / "notes.txt", f"builtin/{name}-tiny", plan_of()))
     }
     assert {name: len(found) for name, found in read.items()} == {"bert": 3, "gpt2": 2, "llama": 3}
 

@@ -1,0 +1,104 @@
+"""What an experiment lets the server see and know, and which attacks can read it.
+
+Nothing is trained and nothing is written.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fedleak import attacks
+from fedleak.attacks import Attack, AttackSetting, Equipped
+from fedleak.config import checks
+from fedleak.config.components import build_attack
+from fedleak.config.experiment import Experiment
+from fedleak.errors import ConfigError
+from fedleak.federation.workload import outline, read_data
+from fedleak.observation import GRANTABLE
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """Whether an attack can work on what the server sees.
+
+    Attributes:
+        name: Of the attack in the experiment; of an attack that it does not list, the kind.
+        listed: Whether the experiment runs it.
+        obstacles: For each kind of capture why it cannot work there, or None.
+        problem: Why it can work on none, whatever is captured; None: nothing is missing.
+    """
+
+    name: str
+    listed: bool
+    obstacles: tuple[str | None, ...]
+    problem: str | None
+
+    @property
+    def reason(self) -> str | None:
+        """Why the attack can work on no capture; None: it can work on some."""
+        return self.problem or (self.obstacles[0] if all(self.obstacles) else None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """What an experiment lets the server see and know, and which attacks can read it.
+
+    Attributes:
+        captured: For each kind of capture how many parameters are in it.
+        parameters: How many parameters are trained.
+        knows, unknown: Facts that the attacker has, and facts that it could be granted.
+        verdicts: One for each attack that there is.
+    """
+
+    captured: tuple[int, ...]
+    parameters: int
+    knows: tuple[str, ...]
+    unknown: tuple[str, ...]
+    verdicts: tuple[Verdict, ...]
+
+
+def explain(experiment: Experiment) -> Explanation:
+    """Explains an experiment.
+
+    Raises:
+        ConfigError: Its data or its model cannot be read, or its defenses cannot work.
+    """
+    model = outline(experiment, len(read_data(experiment).train.label_names))
+    checks.check_defenses(experiment, model)
+    settings = checks.attack_settings(experiment, model)
+    knows = settings[0].knows
+    listed = {each.attack.kind for each in experiment.attacks}
+    others = sorted(attacks.kinds().keys() - listed)
+    return Explanation(
+        captured=tuple(len(setting.shared) for setting in settings),
+        parameters=len(model.trained()),
+        knows=tuple(sorted(knows)),
+        unknown=tuple(sorted(GRANTABLE - knows)),
+        verdicts=(
+            *(
+                _verdict(each.name, each.attack, settings, listed=True)
+                for each in experiment.attacks
+            ),
+            *(_of_kind(kind, settings) for kind in others),
+        ),
+    )
+
+
+def _verdict(
+    name: str, attack: Attack, settings: Sequence[AttackSetting], *, listed: bool
+) -> Verdict:
+    problem = None
+    if isinstance(attack, Equipped):
+        try:
+            attack.check_equipment()
+        except ConfigError as error:
+            problem = str(error)
+    obstacles = tuple(attack.obstacle(setting) for setting in settings)
+    return Verdict(name=name, listed=listed, obstacles=obstacles, problem=problem)
+
+
+def _of_kind(kind: str, settings: Sequence[AttackSetting]) -> Verdict:
+    """Returns the verdict on an attack with its default settings."""
+    try:
+        return _verdict(kind, build_attack(0, {"kind": kind}).attack, settings, listed=False)
+    except ConfigError as error:
+        return Verdict(name=kind, listed=False, obstacles=(), problem=f"has no defaults: {error}")

@@ -1,0 +1,56 @@
+"""What `fedleak explain` prints."""
+
+from rich.console import Console
+from rich.table import Table
+
+from fedleak.config.experiment import Experiment
+from fedleak.explanation import Explanation, Verdict
+from fedleak.sanitise import markup
+
+
+def show(experiment: Experiment, found: Explanation, console: Console) -> None:
+    """Prints what the server sees and knows, and a line for each attack."""
+    for line in (_sees(experiment, found), *_knows(found)):
+        console.print(markup(line), soft_wrap=True)
+    table = Table(show_header=False, box=None, pad_edge=False)
+    for verdict in sorted(found.verdicts, key=lambda one: (not one.listed, one.reason is not None)):
+        mark = "[yellow]cannot work[/]" if verdict.reason else "can work"
+        used = "listed" if verdict.listed else "not listed"
+        table.add_row(f"  {markup(verdict.name)}", used, mark, markup(_said(verdict)))
+    console.print("attacks")
+    console.print(table)
+    console.print(
+        "An attack that can work may read nothing. That an attack cannot work says nothing about "
+        "other attacks.",
+        soft_wrap=True,
+    )
+
+
+def _sees(experiment: Experiment, found: Explanation) -> str:
+    """Returns what a capture is."""
+    table = experiment.federation
+    what = "gradient" if table.algorithm == "fedsgd" else "weight delta"
+    counts = " or ".join(str(count) for count in sorted(set(found.captured)))
+    whose = "each client" if experiment.aggregator is None else "all clients of a round together"
+    attacked = sum(map(experiment.attacked, range(1, table.rounds + 1)))
+    return (
+        f"the server sees: the {what} of {whose}, {counts} of {found.parameters} parameters; "
+        f"{attacked} of {table.rounds} rounds are attacked"
+    )
+
+
+def _knows(found: Explanation) -> list[str]:
+    """Returns what the attacker knows, and what it could be granted."""
+    lines = [f"the attacker knows: {', '.join(found.knows)}"]
+    if found.unknown:
+        lines.append(f"threat.knows could grant: {', '.join(found.unknown)}")
+    return lines
+
+
+def _said(verdict: Verdict) -> str:
+    """Returns why an attack cannot work, or on which part of the captures it can."""
+    able = sum(obstacle is None for obstacle in verdict.obstacles)
+    if verdict.reason is not None or able == len(verdict.obstacles):
+        return verdict.reason or ""
+    some = next(obstacle for obstacle in verdict.obstacles if obstacle)
+    return f"on {able} of {len(verdict.obstacles)} kinds of captures; on the others it {some}"

@@ -1,0 +1,96 @@
+import dataclasses
+import io
+from typing import ClassVar
+
+from rich.console import Console
+from tiny import call, tables, toml
+
+from fedleak import attacks
+from fedleak.config.loading import parse
+from fedleak.explanation import explain
+from fedleak.observation import GRANTABLE
+from fedleak.report import explanation
+
+
+def explained(**changes):
+    return explain(parse(tables({key.replace("__", "."): value for key, value in changes.items()})))
+
+
+def shown(**changes):
+    changes = {key.replace("__", "."): value for key, value in changes.items()}
+    experiment, file = parse(tables(changes)), io.StringIO()
+    explanation.show(experiment, explain(experiment), Console(file=file, width=200, emoji=False))
+    return file.getvalue()
+
+
+def by_name(found):
+    return {one.name: one for one in found.verdicts}
+
+
+def test_every_attack_is_in_it_and_those_of_the_file_are_marked():
+    found = explained(attack=[{"kind": "dlg", "name": "mine"}])
+    assert {one.name for one in found.verdicts} == (attacks.kinds().keys() - {"dlg"}) | {"mine"}
+    assert {one.name for one in found.verdicts if one.listed} == {"probes", "mine"}
+    assert not any(one.reason for one in found.verdicts)
+
+
+def test_an_attack_that_cannot_work_says_why_whether_it_is_listed_or_not():
+    model = {"name": "builtin/llama-tiny"}
+    found = by_name(explained(model=model, attack=[{"kind": "keyspan"}]))
+    assert "learned positions" in found["keyspan"].reason
+    assert found["keyspan"].listed
+    assert found["dager"].reason is None
+    embedding = {"share": ["classifier"]}
+    assert "needs" in by_name(explained(update=embedding))["dager"].reason
+
+
+def test_a_prior_that_is_not_there_is_a_reason():
+    found = by_name(explained(attack=[{"kind": "lamp", "prior": "/no/such/folder"}]))
+    assert "/no/such/folder" in found["lamp"].reason
+
+
+def test_what_the_attacker_knows_is_what_was_granted_and_what_the_server_set():
+    found = explained(threat__knows=["labels"])
+    assert set(found.knows) == {"labels", "learning_rate", "local_steps", "dropout"}
+    assert set(found.unknown) == GRANTABLE - {"labels"}
+
+
+def test_captures_of_clients_with_other_defenses_are_told_apart():
+    freeze = {"kind": "freeze", "parameters": ["q1", "k1", "v1"], "clients": [0]}
+    found = explained(defense=[freeze], federation__clients=3)
+    assert len(found.captured) == 2
+    assert max(found.captured) == found.parameters
+    text = shown(defense=[freeze], federation__clients=3)
+    (line,) = [line for line in text.splitlines() if line.startswith("  keyspan")]
+    assert "can work" in line
+    assert "on 1 of 2 kinds of captures; on the others it needs" in line
+
+
+def test_the_sum_of_clients_is_said():
+    assert "all clients of a round together" in shown(defense=[{"kind": "secure_sum"}])
+    assert "each client" in shown()
+
+
+@dataclasses.dataclass(frozen=True)
+class Demanding:
+    """Has a setting without a default."""
+
+    must: int
+    kind: ClassVar[str] = "demanding"
+    uses: ClassVar[frozenset[str]] = frozenset()
+
+
+def test_an_attack_without_defaults_is_said_to_have_none(monkeypatch):
+    found = {**attacks.kinds(), "demanding": Demanding}
+    monkeypatch.setattr(attacks, "kinds", lambda: found)
+    assert "must is missing" in by_name(explained())["demanding"].reason
+
+
+def test_the_command_trains_and_writes_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "small.toml").write_text(toml())
+    status, said, _ = call("explain", "small.toml")
+    assert status == 0
+    assert "the server sees: the gradient of each client" in said
+    assert [each.name for each in tmp_path.iterdir()] == ["small.toml"]
+    assert call("explain", "none.toml")[0] == 2
