@@ -454,7 +454,9 @@ def test_a_run_is_reported_for_its_owner_alone_and_redacted_for_others(ran: Path
 
 
 def test_a_report_of_a_purged_run_says_that_its_texts_are_gone(ran: Path) -> None:
+    assert call("report", str(ran))[0] == 0
     assert call("purge", str(ran))[0] == 0
+    assert not (ran / "report.html").exists()
     call("report", str(ran))
     content = (ran / "report.html").read_text()
     assert "2 texts not listed" in content

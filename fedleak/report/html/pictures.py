@@ -312,7 +312,7 @@ def _lines(
         else:
             axes.set_xlabel("round")
         axes.set_ylabel(label)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
         return 2.0
 
     return _drawing(f"{name}-{label}", draw)
