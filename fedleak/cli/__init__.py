@@ -245,7 +245,7 @@ def score(path: RunPath, texts: Texts = False) -> None:
 def report(
     paths: Annotated[
         list[Path],
-        typer.Argument(metavar="RUN|SWEEP...", autocompletion=run_directories, hidden=True),
+        typer.Argument(metavar="RUN...", autocompletion=run_directories, hidden=True),
     ],
     open_: Annotated[bool, typer.Option("--open", help="Open the report in a browser.")] = False,
     redact: Annotated[
@@ -260,8 +260,8 @@ def report(
 ) -> None:
     """Write one self-contained HTML file about a run or a sweep, for a browser.
 
-    RUN is a run directory, SWEEP the folder of a sweep; each gets a file of its own. Runs are
-    scored again. The report of a sweep links to the reports of its cells, which are written too.
+    RUN is a run directory or the folder of a sweep; each gets a file of its own. Runs are scored
+    again. The report of a sweep links to the reports of its cells, which are written too.
 
     A report holds private texts: only its owner can open it. `--redact` leaves them out.
     """

@@ -6,6 +6,7 @@ import re
 import shutil
 import stat
 import time
+import webbrowser
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -451,6 +452,15 @@ def test_a_run_is_reported_for_its_owner_alone_and_redacted_for_others(ran: Path
     for each in texts:
         assert each["truth"] not in redacted
         assert all(not a["text"] or a["text"] not in redacted for a in each["answers"])
+
+
+def test_open_says_where_there_is_no_browser(ran: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(webbrowser, "open", asked.append)
+    status, printed, _ = call("report", str(ran), "--open")
+    assert status == 0
+    assert asked == [(ran / "report.html").as_uri()]
+    assert "no browser was found" in printed
 
 
 def test_a_report_of_a_purged_run_says_that_its_texts_are_gone(ran: Path) -> None:
