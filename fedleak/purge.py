@@ -18,6 +18,7 @@ PRIVATE = {
     "reconstructions.jsonl": "what attacks read",
     "attempts.jsonl": "how tries of attacks failed",
     "damaged.jsonl": "damaged lines of these",
+    "report.html": "a report that shows private texts",
 }
 """By name in the run directory.
 

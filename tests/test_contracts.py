@@ -15,6 +15,7 @@ APART = "the apps use the library, never the other way round, and not each other
 NO_FLOWER = "the library does not know Flower"
 NO_TRUTH = "an attack cannot see the truth"
 NO_FILES = "an attack reads no files"
+NO_VAULT = "a report shows what scoring returned, and does not open the vault"
 ROOMS = "attacks are few rooms, and each knows only those below it"
 CONFIG = "from the tables of a file to an experiment, and from there to its model"
 NO_CIRCLE = "training has no circle"
@@ -35,6 +36,9 @@ FORBIDDEN = [
     ),
     (NO_FILES, "fedleak.attacks.subspace", "fedleak.store"),
     (NO_FILES, "fedleak.attacks.analytic", "fedleak.config"),
+    (NO_VAULT, "fedleak.report", "fedleak.audit.vault"),
+    (NO_VAULT, "fedleak.report.html", "fedleak.truth"),
+    (NO_VAULT, "fedleak.report.html", "fedleak.data"),
     (ROOMS, "fedleak.attacks.subspace", "fedleak.attacks.matching"),
     (ROOMS, "fedleak.attacks.subspace", "fedleak.attacks.analytic"),
     (ROOMS, "fedleak.attacks.analytic", "fedleak.attacks.matching"),

@@ -175,7 +175,9 @@ def test_attacks_whose_workers_are_killed_close_it(
     Path("sitecustomize.py").write_text(
         f"import sys\nif any('spawn_main' in each for each in sys.orig_argv):\n    {killed}\n"
     )
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), os.environ["PYTHONPATH"]]))
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+    )
     trained(TWO, status=1)
     status, text, errors = call("gate", "runs/small", "--max", "exact=1")
     assert status == 3, text

@@ -1,0 +1,187 @@
+"""What a report shows, as values. Texts in them are as others wrote them: `render` escapes them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Level(StrEnum):
+    """What the test has shown; there is none for "safe", which no test can show."""
+
+    READ = "read"
+    """At least one private text was read word for word."""
+    PARTLY = "partly"
+    """No text was read word for word, but attacks answered."""
+    UNKNOWN = "unknown"
+    """No attack gave an answer."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A level and three sentences: what could be read by whom, how sure, what was not measured."""
+
+    level: Level
+    sentences: tuple[str, str, str]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A word and what is said of it."""
+
+    word: str
+    value: str
+
+
+@dataclass(frozen=True)
+class Link:
+    """A text that leads to another file, by its address relative to this one."""
+
+    text: str
+    address: str
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table.
+
+    Attributes:
+        caption: What it shows.
+        columns: Headings; the first column names its row.
+        rows: Of as many cells as there are columns.
+        note: What else should be known of it.
+    """
+
+    caption: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str | Link]]
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A drawing for each width of a page and each colour scheme, as SVG; `dark` may be missing."""
+
+    wide: bytes
+    narrow: bytes | None = None
+    wide_dark: bytes | None = None
+    narrow_dark: bytes | None = None
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A drawing, what it shows, and the words for those who cannot see it."""
+
+    caption: str
+    words: str
+    drawing: Drawing
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextAnswer:
+    """What one attack made of a private text.
+
+    Attributes:
+        attack: Its name.
+        text: What it read; None: it has no answer for this text.
+        rougeL: From 0 to 100; None without such a text.
+        tokens: The share of the text's distinct tokens that the whole answer has; None: unknown.
+        exact: Whether it is right word for word.
+        proved: Whether a certificate proves the whole answer of the batch.
+        margin: The smallest of the batch; None: nothing was rejected.
+    """
+
+    attack: str
+    text: str | None
+    rougeL: float | None
+    tokens: float | None
+    exact: bool
+    proved: bool
+    margin: float | None
+
+
+@dataclass(frozen=True)
+class PrivateText:
+    """A private text of a client, and what was read of it, best first."""
+
+    round: int
+    client: str
+    truth: str
+    answers: Sequence[TextAnswer]
+
+    @property
+    def best(self) -> TextAnswer:
+        """The best answer."""
+        return self.answers[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPage:
+    """The report of a run.
+
+    Attributes:
+        name: Of the run.
+        redacted: Whether private texts, and what attacks and files say in words, are left out.
+        verdict: What a reader must know.
+        missing: Why the results are not complete.
+        notes: What else should be known.
+        setting, threat: How clients train; what the attacker sees and is told.
+        leakage: A picture of the share read, by round and client; and the figures.
+        training: Pictures of utility and epsilon by round.
+        attacks: Attacks side by side.
+        texts: Private texts, the worst first; empty if they are left out or gone.
+        texts_note: Why texts are not listed.
+        defenses: Tables of what defenses do, did, and what their check found.
+        ledger: The last row of each client; None: nobody has trained.
+        versions: What the figures depend on.
+        repeat: A command.
+        experiment: The experiment as TOML.
+    """
+
+    name: str
+    redacted: bool
+    verdict: Verdict
+    missing: Sequence[str]
+    notes: Sequence[str]
+    setting: Sequence[Entry]
+    threat: Sequence[Entry]
+    leakage: Sequence[Picture]
+    leakage_table: Table | None
+    training: Sequence[Picture]
+    training_table: Table | None
+    attacks: Sequence[Picture]
+    attack_table: Table | None
+    texts: Sequence[PrivateText]
+    texts_note: str
+    defenses: Sequence[Table]
+    privacy: str
+    ledger: Table | None
+    versions: Sequence[Entry]
+    repeat: str
+    experiment: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepPage:
+    """The report of a sweep.
+
+    Attributes:
+        name: Of the sweep.
+        redacted: As in a `RunPage`.
+        verdict: What a reader must know.
+        missing: Cells that are not complete, and why.
+        axes: The swept keys and their values.
+        grid: A line per cell.
+        pictures: The drawings of the sweep.
+        attack_table: A line per cell and attack.
+        repeat: A command.
+    """
+
+    name: str
+    redacted: bool
+    verdict: Verdict
+    missing: Sequence[str]
+    axes: Sequence[Entry]
+    grid: Table
+    pictures: Sequence[Picture]
+    attack_table: Table | None
+    repeat: str

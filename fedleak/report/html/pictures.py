@@ -1,0 +1,420 @@
+"""Pictures of a report: matplotlib's SVG, each in two widths and for light and dark pages."""
+
+import io
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fedleak.report import drawing
+from fedleak.report.drawing import COLOURS, GREY, NO_UPDATE, error_bars
+from fedleak.report.html.page import Drawing, Picture
+from fedleak.report.html.wording import interval, listed
+from fedleak.sanitise import printable
+from fedleak.store.records import LeakageRow, LedgerRow, Utility
+from fedleak.store.run import EVERYONE, Key
+from fedleak.store.summaries import AttackSummary, Estimate
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+WIDE, NARROW = 9.6, 4.3
+"""Inches: a page of a desk's screen, and of a phone's."""
+
+NUMBERED_UP_TO = 130
+"""Cells of a heat map that have their number; of more they would overlap."""
+
+PATHS_UP_TO = 2_000
+"""Cells of a heat map that are drawn as shapes; of more as one image."""
+
+OTHER_UPDATE = "other update"
+
+_INKS = {False: "#1d2733", True: "#e6e9ee"}
+_EMPTY = {False: "#eceff3", True: "#2a323d"}
+_SHADES = {False: ("#fff4e6", "#ef8a62", "#8b1a1a"), True: ("#46505c", "#a8483c", "#ffa38f")}
+"""Of nothing read, half and all."""
+
+
+Draw = Callable[["Figure", bool, bool], float]
+"""Draws in a figure, told whether it is narrow and whether it is dark; returns its height."""
+
+
+def _svg(name: str, width: float, dark: bool, draw: Draw) -> bytes:
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    ink = _INKS[dark]
+    with (
+        drawing.style(name),
+        matplotlib.rc_context(
+            {
+                "text.color": ink,
+                "axes.edgecolor": ink,
+                "axes.labelcolor": ink,
+                "xtick.color": ink,
+                "ytick.color": ink,
+            }
+        ),
+    ):
+        figure = Figure(figsize=(width, 2), layout="constrained")
+        figure.set_figheight(draw(figure, width == NARROW, dark))
+        figure.draw_without_rendering()  # ticks depend on the size, and the layout on the ticks
+        written = io.BytesIO()
+        figure.savefig(written, format="svg", transparent=True, metadata={"Date": None})
+    return written.getvalue()
+
+
+def _drawing(name: str, draw: Draw) -> Drawing:
+    """Draws in each width and colour scheme; the name decides the ids in the file."""
+    return Drawing(
+        wide=_svg(name, WIDE, False, draw),
+        narrow=_svg(name, NARROW, False, draw),
+        wide_dark=_svg(name, WIDE, True, draw),
+        narrow_dark=_svg(name, NARROW, True, draw),
+    )
+
+
+@dataclass(frozen=True)
+class ReadShare:
+    """What the best attack on each text read of one update; None: no answer.
+
+    Attributes:
+        texts: Of the batch.
+        exact: The share of texts that were read word for word.
+        tokens: The mean share of the distinct tokens of a text.
+    """
+
+    texts: int
+    exact: float | None
+    tokens: float | None
+
+
+def shares(rows: Sequence[LeakageRow]) -> dict[Key, ReadShare]:
+    """Returns what all attacks together read of each update, by round and client."""
+    of_key: dict[Key, list[LeakageRow]] = {}
+    for row in rows:
+        of_key.setdefault(row.key, []).append(row)
+    return {key: _read(several) for key, several in sorted(of_key.items())}
+
+
+def _read(rows: Sequence[LeakageRow]) -> ReadShare:
+    of_rows = [row.texts for row in rows if row.texts is not None]
+    if of_rows:
+        of_texts = list(zip(*of_rows, strict=True))
+        return ReadShare(
+            rows[0].batch_size,
+            _mean([_most(score.exact for score in scores) for scores in of_texts]),
+            _mean([_most(score.token_recall for score in scores) for scores in of_texts]),
+        )
+    return ReadShare(
+        rows[0].batch_size,
+        _most(row.exact_match for row in rows),
+        _most(row.token_recall for row in rows),
+    )
+
+
+def _most(found: Iterable[float | None]) -> float | None:
+    return max((each for each in found if each is not None), default=None)
+
+
+def _mean(found: Sequence[float | None]) -> float | None:
+    measured = [each for each in found if each is not None]
+    return sum(measured) / len(measured) if measured else None
+
+
+def client_name(client: int) -> str:
+    """Returns what a report calls a client."""
+    return "all" if client == EVERYONE else str(client)
+
+
+def leakage(name: str, read: Mapping[Key, ReadShare]) -> list[Picture]:
+    """Returns heat maps of rounds x clients: texts read word for word, and tokens found."""
+    kinds: list[tuple[str, Callable[[ReadShare], float | None]]] = [
+        ("texts read word for word", lambda one: one.exact),
+        ("tokens found", lambda one: one.tokens),
+    ]
+    found = []
+    for what, of in kinds:
+        values = {key: value for key, one in read.items() if (value := of(one)) is not None}
+        if not values:
+            continue
+        mean = sum(values.values()) / len(values)
+        words = (
+            f"Share of {what} by the best attack on each text, for {len(read):,} updates: from "
+            f"{100 * min(values.values()):.0f} to {100 * max(values.values()):.0f} %, on average "
+            f"{100 * mean:.0f} %; {len(read) - len(values):,} have no answer. The table below has "
+            "each figure."
+        )
+        found.append(
+            Picture(
+                f"{what[0].upper()}{what[1:]}, % of each update",
+                words,
+                _heat_map(name, read, values),
+            )
+        )
+    return found
+
+
+def _heat_map(name: str, read: Mapping[Key, ReadShare], values: Mapping[Key, float]) -> Drawing:
+    rounds = sorted({key.round for key in read})
+    clients = sorted({key.client for key in read})
+    # The longer side lies, so that one round of many clients is a row and not a tower.
+    lying = len(clients) > len(rounds)
+    grid = np.full((len(rounds), len(clients)), math.nan)
+    for key, value in values.items():
+        grid[rounds.index(key.round), clients.index(key.client)] = 100 * value
+    down, across = (rounds, clients) if lying else (clients, rounds)
+    shown = grid if lying else grid.T
+    labels = {True: list(map(str, rounds)), False: list(map(client_name, clients))}
+
+    def draw(figure: "Figure", narrow: bool, dark: bool) -> float:
+        from matplotlib.colors import LinearSegmentedColormap
+
+        axes = figure.subplots()
+        colours = LinearSegmentedColormap.from_list("read", _SHADES[dark])
+        axes.set_facecolor(_EMPTY[dark])
+        mesh = axes.pcolormesh(
+            np.ma.masked_invalid(shown),
+            cmap=colours,
+            vmin=0,
+            vmax=100,
+            edgecolors=_EMPTY[dark],
+            linewidth=0.8 if shown.size <= PATHS_UP_TO else 0,
+            rasterized=shown.size > PATHS_UP_TO,
+        )
+        axes.invert_yaxis()
+        _ticks(axes, labels[not lying], len(across), "x", 8 if narrow else 24)
+        _ticks(axes, labels[lying], len(down), "y", 24)
+        axes.set_xlabel("client" if lying else "round")
+        axes.set_ylabel("round" if lying else "client")
+        axes.tick_params(length=0)
+        for spine in axes.spines.values():
+            spine.set_visible(False)
+        if shown.size <= NUMBERED_UP_TO and len(across) <= (14 if narrow else 30):
+            for (y, x), value in np.ndenumerate(shown):
+                red, green, blue, _ = colours(0.0 if math.isnan(value) else value / 100)
+                bright = 0.3 * red + 0.59 * green + 0.11 * blue > 0.5
+                ink = _INKS[dark] if math.isnan(value) else ("#111" if bright else "#fff")
+                axes.text(
+                    x + 0.5,
+                    y + 0.5,
+                    "-" if math.isnan(value) else f"{value:.0f}",
+                    ha="center",
+                    va="center",
+                    color=ink,
+                    fontsize=7 if narrow else 8,
+                )
+        bar = figure.colorbar(
+            mesh, ax=axes, location="bottom", aspect=50, shrink=0.5, pad=0.02, ticks=[0, 50, 100]
+        )
+        bar.outline.set_visible(False)
+        bar.set_label("% read; empty: no answer", fontsize=8)
+        bar.ax.tick_params(labelsize=8, length=0)
+        return 1.35 + min(6.0, max(0.45, 0.28 * len(down)))
+
+    return _drawing(f"{name}-{len(values)}", draw)
+
+
+def _ticks(axes: "Axes", labels: Sequence[str], count: int, axis: str, most: int) -> None:
+    step = max(1, math.ceil(count / most))
+    places = range(0, count, step)
+    if axis == "x":
+        axes.set_xticks([p + 0.5 for p in places], [labels[p] for p in places])
+    else:
+        axes.set_yticks([p + 0.5 for p in places], [labels[p] for p in places])
+
+
+def training(
+    name: str, utility: Sequence[Utility], ledger: Sequence[LedgerRow], attacked: Sequence[int]
+) -> list[Picture]:
+    """Returns utility and epsilon by round, as far as they were measured.
+
+    Args:
+        name: Of the run.
+        utility: By round.
+        ledger: Of all clients.
+        attacked: Rounds that are marked.
+    """
+    found = []
+    measured = {row.round: dict(row.figures) for row in utility}
+    measure = next(
+        (each for each in ("accuracy", "perplexity", "mcc", "loss") if _has(measured, each)), None
+    )
+    if measure is not None:
+        points = [
+            (r, value) for r, each in measured.items() if (value := each.get(measure)) is not None
+        ]
+        words = (
+            f"{measure} of the model on held-out texts: {points[0][1]:.3g} at round "
+            f"{points[0][0]}, {points[-1][1]:.3g} at round {points[-1][0]}."
+        )
+        found.append(
+            Picture(
+                f"Utility: {measure} by round",
+                words,
+                _lines(name, measure, points, None, attacked),
+            )
+        )
+    spent: dict[int, list[float]] = {}
+    for row in ledger:
+        if isinstance(row.epsilon, float):
+            spent.setdefault(row.round, []).append(row.epsilon)
+    if spent:
+        most = [(round, max(values)) for round, values in sorted(spent.items())]
+        least = [(round, min(values)) for round, values in sorted(spent.items())]
+        words = (
+            f"Epsilon that clients have spent: at most {most[0][1]:.3g} by round {most[0][0]} and "
+            f"{most[-1][1]:.3g} by round {most[-1][0]}."
+        )
+        found.append(
+            Picture(
+                "Epsilon spent by round, of the client with the most and the least",
+                words,
+                _lines(name, "epsilon", most, least, attacked),
+            )
+        )
+    return found
+
+
+def _has(measured: Mapping[int, Mapping[str, float | None]], name: str) -> bool:
+    return any(each.get(name) is not None for each in measured.values())
+
+
+def _lines(
+    name: str,
+    label: str,
+    points: Sequence[tuple[int, float]],
+    beside: Sequence[tuple[int, float]] | None,
+    attacked: Sequence[int],
+) -> Drawing:
+    def draw(figure: "Figure", narrow: bool, dark: bool) -> float:
+        from matplotlib.ticker import MaxNLocator
+
+        axes = figure.subplots()
+        colour = COLOURS[5] if dark else COLOURS[0]
+        marker = "o" if len(points) <= 40 else None
+        for number, line in enumerate(filter(None, (points, beside))):
+            axes.plot(
+                [r for r, _ in line],
+                [value for _, value in line],
+                color=colour,
+                linestyle="-" if number == 0 else ":",
+                marker=marker,
+                markersize=4,
+            )
+        if len(attacked) <= 20:
+            for round in attacked:
+                axes.axvline(round, color=GREY, linewidth=0.8, linestyle=":", zorder=0)
+            axes.set_xlabel("round (dotted: attacked)")
+        else:
+            axes.set_xlabel("round")
+        axes.set_ylabel(label)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+        return 2.0
+
+    return _drawing(f"{name}-{label}", draw)
+
+
+def attacks(name: str, summaries: Mapping[str, AttackSummary]) -> list[Picture]:
+    """Returns attacks side by side: three figures with intervals, and both controls."""
+    if not any(of.answers for of in summaries.values()):
+        return []
+    panels: list[tuple[str, Callable[[AttackSummary], Sequence[Estimate | None]], float]] = [
+        ("texts exact, %", lambda of: (of.exact_match, None, None), 100),
+        ("ROUGE-L", lambda of: (of.rougeL, of.control_rougeL, of.guess_rougeL), 1),
+        (
+            "tokens found, %",
+            lambda of: (of.token_recall, of.control_token_recall, of.guess_token_recall),
+            100,
+        ),
+    ]
+    names = list(summaries)[::-1]
+
+    def draw(figure: "Figure", narrow: bool, dark: bool) -> float:
+        shape = (3, 1) if narrow else (1, 3)
+        grid = figure.subplots(*shape, sharey=not narrow, squeeze=False).ravel()
+        colour = COLOURS[4] if dark else COLOURS[1]
+        for axes, (heading, figures, scale) in zip(grid, panels, strict=True):
+            triples = [figures(summaries[each]) for each in names]
+            mean, reach = error_bars([each[0] for each in triples], scale)
+            places = np.arange(len(names))
+            axes.errorbar(
+                mean,
+                places,
+                xerr=reach,
+                linestyle="none",
+                marker="o",
+                markersize=6,
+                color=colour,
+                elinewidth=1.6,
+                capsize=3,
+                label="attack, with its 95 % interval",
+            )
+            for column, mark, label in ((1, "|", OTHER_UPDATE), (2, "x", NO_UPDATE)):
+                controls = [
+                    (scale * control.mean, place)
+                    for place, each in zip(places, triples, strict=True)
+                    if each[0] is not None and (control := each[column]) is not None
+                ]
+                if controls:
+                    axes.plot(
+                        *zip(*controls, strict=True),
+                        linestyle="none",
+                        marker=mark,
+                        markersize=8 if mark == "|" else 5,
+                        markeredgewidth=1.6,
+                        color=GREY,
+                        label=label,
+                        zorder=1,
+                    )
+            for place, each in zip(places, triples, strict=True):
+                if each[0] is None:
+                    axes.text(1, place, "not measured", va="center", color=GREY, fontsize=8)
+            axes.set_xlim(-4, 104)
+            axes.set_ylim(-0.6, len(names) - 0.4)
+            axes.set_yticks(places, [_short(each) for each in names])
+            axes.set_title(heading, fontsize=9, loc="left")
+            axes.grid(axis="x", color=_EMPTY[dark], linewidth=0.8)
+            axes.set_axisbelow(True)
+        labelled: dict[str, Any] = {}
+        for axes in grid:
+            for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+                labelled.setdefault(label, handle)
+        figure.legend(
+            labelled.values(),
+            labelled.keys(),
+            loc="outside lower left",
+            frameon=False,
+            ncols=1 if narrow else 3,
+            fontsize=8,
+        )
+        panel = 0.55 + 0.3 * len(names)
+        return (3 * (panel + 0.2) + 0.6) if narrow else panel + 0.65
+
+    words = "; ".join(
+        f"{each}: "
+        + listed(
+            [
+                f"{heading} {interval(figures(summaries[each])[0], scale)}"
+                for heading, figures, scale in panels
+                if figures(summaries[each])[0] is not None
+            ]
+            or ["no answer"]
+        )
+        for each in summaries
+    )
+    return [
+        Picture(
+            "Each attack with its interval, and its controls",
+            words,
+            _drawing(f"{name}-attacks", draw),
+        )
+    ]
+
+
+def _short(name: str) -> str:
+    shown = printable(name)
+    return shown if len(shown) <= 18 else f"{shown[:17]}…"

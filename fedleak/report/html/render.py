@@ -1,0 +1,116 @@
+"""Writes a report as one HTML file.
+
+Every value is put through `printable` and escaped, whoever wrote it. The file's policy lets a
+browser load nothing but what is in the file: its own script and style, by their hashes.
+"""
+
+import base64
+import hashlib
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from fedleak import __version__
+from fedleak.report.html.glossary import TERMS
+from fedleak.report.html.page import PrivateText, RunPage, SweepPage, TextAnswer
+from fedleak.report.html.wording import figure
+from fedleak.sanitise import printable
+
+LONGEST_TEXT = 4_000
+"""Characters of a private text or an answer; of a longer one the first are shown."""
+
+
+def render(page: RunPage | SweepPage) -> bytes:
+    """Returns the file's content."""
+    environment = _environment()
+    style, script = (_source(name) for name in ("style.css", "report.js"))
+    # The script shows the texts, and nothing else needs one.
+    texts = [_text(each) for each in page.texts] if isinstance(page, RunPage) else []
+    template = "run.html.j2" if isinstance(page, RunPage) else "sweep.html.j2"
+    written = environment.get_template(template).render(
+        page=page,
+        texts=texts,
+        terms=TERMS,
+        version=__version__,
+        # They are of this package, and no value is in them.
+        style=Markup(style),
+        script=Markup(script),
+        policy="; ".join(
+            [
+                "default-src 'none'",
+                f"script-src '{_hash(script)}'",
+                f"style-src '{_hash(style)}'",
+                "img-src data:",
+                "base-uri 'none'",
+                "form-action 'none'",
+            ]
+        ),
+    )
+    return written.encode()
+
+
+@cache
+def _environment() -> Environment:
+    environment = Environment(
+        loader=PackageLoader("fedleak.report.html"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=_shown,
+    )
+    environment.filters["data_url"] = _data_url
+    return environment
+
+
+def _shown(value: Any) -> Any:
+    """Makes what others wrote printable; what the templates themselves made is markup already."""
+    return printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+
+
+def _source(name: str) -> str:
+    environment = _environment()
+    assert environment.loader is not None
+    return environment.loader.get_source(environment, name)[0]
+
+
+def _hash(source: str) -> str:
+    """Returns the mark by which a policy knows an inline script or style."""
+    return f"sha256-{base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()}"
+
+
+def _data_url(svg: bytes) -> str:
+    return f"data:image/svg+xml;base64,{base64.b64encode(svg).decode()}"
+
+
+def _text(text: PrivateText) -> Mapping[str, Any]:
+    """Returns what the script shows of a private text."""
+    return {
+        "round": text.round,
+        "client": text.client,
+        "truth": bounded(text.truth),
+        "answers": [_answer(each) for each in text.answers],
+    }
+
+
+def _answer(answer: TextAnswer) -> Mapping[str, Any]:
+    return {
+        "attack": bounded(answer.attack),
+        "text": None if answer.text is None else bounded(answer.text),
+        "rouge": None if answer.rougeL is None else round(answer.rougeL),
+        "tokens": None if answer.tokens is None else round(100 * answer.tokens),
+        "exact": answer.exact,
+        "proved": answer.proved,
+        "margin": None if answer.margin is None else figure(answer.margin),
+    }
+
+
+def bounded(text: str) -> str:
+    """Returns a text that can be printed, with a note where it was cut."""
+    shown = printable(text[:LONGEST_TEXT])
+    if len(text) <= LONGEST_TEXT:
+        return shown
+    return f"{shown} [cut: the first {LONGEST_TEXT:,} of {len(text):,} characters]"

@@ -1,0 +1,423 @@
+"""Makes the report of a run from its files and from what scoring returned."""
+
+import shlex
+from collections.abc import Mapping, Sequence
+from itertools import chain, zip_longest
+
+import tomli_w
+from pydantic import TypeAdapter, ValidationError
+
+from fedleak.audit.defense_checks import Finding
+from fedleak.audit.scoring import Scored, TextPair
+from fedleak.config.experiment import Experiment
+from fedleak.errors import FedleakError
+from fedleak.federation.lookup import stored
+from fedleak.federation.schedule import captures_made
+from fedleak.privacy import NONE
+from fedleak.reconstruction import Status
+from fedleak.report import tables
+from fedleak.report.html import pictures
+from fedleak.report.html.page import (
+    Entry,
+    PrivateText,
+    RunPage,
+    Table,
+    TextAnswer,
+)
+from fedleak.report.html.pictures import ReadShare, client_name
+from fedleak.report.html.verdict import Extent, run_verdict
+from fedleak.report.html.wording import counted, figure, interval, listed, percent
+from fedleak.report.tables import NOT_MEASURED, epsilon_of
+from fedleak.report.words import said
+from fedleak.store.records import LEDGER, UTILITY, LeakageRow, LedgerRow, TextScore, Utility
+from fedleak.store.run import EVERYONE, Key, Run
+from fedleak.store.summaries import SUMMARY, AttackSummary, RunSummary
+
+MOST_ROWS = 500
+"""Rows of a table; of a run with more, the file leakage.jsonl has the others."""
+
+
+def run_page(run: Run, scored: Sequence[Scored], *, redact: bool = False) -> RunPage:
+    """Returns the report of a run that was just scored.
+
+    Args:
+        run: The run directory.
+        scored: What scoring returned.
+        redact: Leave out private texts, and what attacks say of themselves in words.
+
+    Raises:
+        FedleakError: A file is missing or damaged.
+    """
+    experiment, info, summary = stored(run), run.info(), run.read(SUMMARY)
+    rows = [one.row for one in scored]
+    ledger, utility = run.rows(LEDGER), run.rows(UTILITY)
+    read = pictures.shares(rows)
+    texts = [] if redact else _texts(scored)
+    of_rounds = sorted({key.round for key in read})
+    return RunPage(
+        name=summary.name,
+        redacted=redact,
+        verdict=run_verdict(summary, _extent(experiment, read)),
+        missing=_said_or_counted(summary.missing, redact),
+        notes=_said_or_counted(summary.notes, redact),
+        setting=_setting(experiment),
+        threat=_threat(experiment, summary),
+        leakage=pictures.leakage(summary.name, read),
+        leakage_table=_leakage_table(rows, read, ledger),
+        training=pictures.training(summary.name, utility, ledger, of_rounds),
+        training_table=_training_table(utility, summary),
+        attacks=pictures.attacks(summary.name, summary.attacks),
+        attack_table=attack_table(summary.attacks, summary),
+        texts=texts,
+        texts_note=_texts_note(rows, texts, redact),
+        defenses=_defenses(run, experiment, summary),
+        privacy=_privacy(summary, ledger),
+        ledger=_ledger(ledger),
+        versions=[
+            *(Entry(name, str(value)) for name, value in info.get("versions", {}).items()),
+            Entry("commit", str(info.get("git_commit") or NOT_MEASURED)),
+            Entry("experiment", str(info["fingerprint"])),
+            Entry("weights at the start", str(summary.model_fingerprint or NOT_MEASURED)),
+        ],
+        repeat=f"fedleak run {shlex.quote(experiment.name + '.toml')}",
+        experiment=tomli_w.dumps(experiment.model_dump(mode="json", exclude_none=True)),
+    )
+
+
+def _said_or_counted(sentences: Sequence[str], redact: bool) -> Sequence[str]:
+    """Returns sentences; or how many there are, as reasons of others may name private texts."""
+    if redact and sentences:
+        return [f"{counted(len(sentences), 'remark')}, left out here: `fedleak score` has them"]
+    return sentences
+
+
+def _extent(experiment: Experiment, read: Mapping[Key, ReadShare]) -> Extent:
+    return Extent(
+        attacked=len(read),
+        sent=len(captures_made(experiment)),
+        granted=sorted(experiment.threat.knows),
+        sums=experiment.aggregator is not None,
+    )
+
+
+def _setting(experiment: Experiment) -> list[Entry]:
+    model, data, table = experiment.model, experiment.data, experiment.federation
+    steps = "one gradient of one batch (FedSGD)"
+    if table.algorithm == "fedavg":
+        steps = f"the change of its weights after {counted(table.local_epochs, 'epoch')} (FedAvg)"
+    shares = experiment.update.share
+    lora = model.lora
+    texts = "all texts" if data.samples is None else counted(data.samples, "training text")
+    return [
+        Entry("model", f"{model.name}, {model.task}, loss {model.loss}"),
+        Entry("trained", f"LoRA of rank {lora.rank}" if lora else "the whole model"),
+        Entry("data", f"{data.name}: {texts}, {table.partition}"),
+        Entry("clients", f"{table.clients:,}, of which {experiment.clients_per_round:,} a round"),
+        Entry("rounds", f"{table.rounds:,}"),
+        Entry("a client sends", steps),
+        Entry("parameters sent", "all that are trained" if shares == "all" else ", ".join(shares)),
+        Entry("batch size", str(table.batch_size)),
+        Entry("learning rate", f"{table.learning_rate:g}"),
+        Entry("dropout", "on" if table.dropout else "off"),
+        Entry("defenses", "; ".join(map(said, experiment.defense)) or "none"),
+    ]
+
+
+def _threat(experiment: Experiment, summary: RunSummary) -> list[Entry]:
+    """Returns who the attacker is, and what it sees and is told."""
+    sees = "the sum of each round's updates" if experiment.aggregator else "each client's update"
+    rounds = experiment.threat.rounds
+    granted = [fact.replace("_", " ") for fact in sorted(experiment.threat.knows)]
+    return [
+        Entry("attacker", "the server; it follows the protocol and is curious"),
+        Entry("sees", f"{sees}, and the model that it broadcast"),
+        Entry("knows anyway", "learning rate, number of local steps, whether there is dropout"),
+        Entry("is granted", listed(granted) if granted else "nothing more"),
+        Entry(
+            "attacked rounds", "all" if rounds is None else listed([f"{r:,}" for r in rounds[:12]])
+        ),
+        Entry("attacks", listed(sorted(summary.attacks)) if summary.attacks else "none"),
+    ]
+
+
+def _leakage_table(
+    rows: Sequence[LeakageRow], read: Mapping[Key, ReadShare], ledger: Sequence[LedgerRow]
+) -> Table | None:
+    if not rows:
+        return None
+    names = sorted({row.attack for row in rows})
+    of_key: dict[Key, dict[str, LeakageRow]] = {}
+    for row in rows:
+        of_key.setdefault(row.key, {})[row.attack] = row
+    spent: dict[Key, list[LedgerRow]] = {}
+    for each in ledger:
+        spent.setdefault(each.key, []).append(each)
+        spent.setdefault(Key(each.round, EVERYONE), []).append(each)
+    shown = list(read.items())[:MOST_ROWS]
+    more = len(read) - len(shown)
+    return Table(
+        "What the server read in each update",
+        ("round", "client", "texts", "word for word", "tokens found", *names, "epsilon"),
+        [
+            (
+                str(key.round),
+                client_name(key.client),
+                str(one.texts),
+                _percent(one.exact),
+                _percent(one.tokens),
+                *(_cell(of_key[key].get(name)) for name in names),
+                epsilon_of(key, spent.get(key, ())),
+            )
+            for key, one in shown
+        ],
+        "Of an attack: texts word for word of all, and ROUGE-L; or the share of tokens found."
+        + (f" {more:,} more updates are in leakage.jsonl of the run." if more else ""),
+    )
+
+
+def _percent(value: float | None) -> str:
+    return NOT_MEASURED if value is None else percent(value)
+
+
+def _cell(row: LeakageRow | None) -> str:
+    if row is None:
+        return NOT_MEASURED
+    if row.status != Status.RECOVERED:
+        return str(row.status)
+    if row.rougeL is None:
+        return _percent(row.token_recall)
+    return f"{round((row.exact_match or 0) * row.batch_size)}/{row.batch_size} {row.rougeL:.0f}"
+
+
+def _training_table(utility: Sequence[Utility], summary: RunSummary) -> Table | None:
+    if not utility:
+        return None
+    names = list(dict.fromkeys(chain.from_iterable(row.figures for row in utility)))
+    lines = [
+        (f"round {row.round}", *(figure(row.figures.get(name)) for name in names))
+        for row in utility[:MOST_ROWS]
+    ]
+    if (baseline := summary.utility_reference) is not None:
+        figures = baseline.figures
+        lines.append(("central, undefended", *(figure(figures.get(name)) for name in names)))
+    note = f"On {counted(summary.held_out, 'held-out text')}."
+    return Table("Utility by round", ("after", *names), lines, note)
+
+
+def attack_table(attacks: Mapping[str, AttackSummary], summary: RunSummary) -> Table | None:
+    """Returns a line per attack, and one of all together."""
+    if not attacks:
+        return None
+    lines = [
+        (
+            name + (" *" if of.warning else ""),
+            f"{of.answers} of {of.rows}",
+            interval(of.exact_match, 100),
+            interval(of.rougeL),
+            interval(of.control_rougeL),
+            interval(of.guess_rougeL),
+            interval(of.token_recall, 100),
+            interval(of.control_token_recall, 100),
+            interval(of.guess_token_recall, 100),
+            tables.proved(of),
+            f"{of.seconds:,.1f}",
+        )
+        for name, of in attacks.items()
+    ]
+    if (worst := summary.worst_case) is not None and len(worst.attacks) > 1:
+        lines.append(
+            (
+                "any attack" + (" *" if worst.warning else ""),
+                "",
+                interval(worst.exact_match, 100),
+                interval(worst.rougeL),
+                interval(worst.control_rougeL),
+                "",
+                interval(worst.token_recall, 100),
+                interval(worst.control_token_recall, 100),
+                "",
+                "",
+                "",
+            )
+        )
+    notes = [
+        *(f"{each}." for each in tables.warnings(attacks.values())),
+        f"Mean and 95 % {tables.INTERVALS}.",
+    ]
+    return Table(
+        "Each attack over all updates",
+        (
+            "attack",
+            "answers",
+            "texts exact, %",
+            "ROUGE-L",
+            "other update: ROUGE-L",
+            "no update: ROUGE-L",
+            "tokens found, %",
+            "other update: tokens",
+            "no update: tokens",
+            "batches proved",
+            "seconds",
+        ),
+        lines,
+        " ".join(notes),
+    )
+
+
+def _texts(scored: Sequence[Scored]) -> list[PrivateText]:
+    """Returns each private text of a sequence-naming attack with all answers, the worst first."""
+    truths: dict[tuple[Key, int], str] = {}
+    answers: dict[tuple[Key, int], list[TextAnswer]] = {}
+    for one in scored:
+        row = one.row
+        for place, (pair, score) in enumerate(zip_longest(one.pairs, row.texts or ())):
+            at = (row.key, place)
+            if pair is not None:
+                truths[at] = pair.truth
+            answers.setdefault(at, []).append(_answer(row, pair, score))
+    found = [
+        PrivateText(
+            at[0].round, client_name(at[0].client), truth, sorted(answers[at], key=_goodness)
+        )
+        for at, truth in truths.items()
+    ]
+    return sorted(found, key=lambda text: _goodness(text.best))
+
+
+def _answer(row: LeakageRow, pair: TextPair | None, score: TextScore | None) -> TextAnswer:
+    # Tokens decide whether an answer is exact; a row of an older version has the texts alone.
+    exact = pair is not None and pair.answer == pair.truth if score is None else bool(score.exact)
+    return TextAnswer(
+        attack=row.attack,
+        text=None if pair is None else pair.answer,
+        rougeL=None if pair is None or pair.answer is None else pair.rougeL,
+        tokens=None if score is None else score.token_recall,
+        exact=exact,
+        proved=row.verified,
+        margin=row.margin,
+    )
+
+
+def _goodness(answer: TextAnswer) -> tuple[bool, bool, float, float]:
+    """Returns what sorts answers, the best first."""
+    silent = -1.0 if answer.rougeL is None else answer.rougeL
+    return not answer.exact, not answer.proved, -silent, -(answer.tokens or 0.0)
+
+
+def _texts_note(rows: Sequence[LeakageRow], texts: Sequence[PrivateText], redact: bool) -> str:
+    if redact:
+        return "Private texts, and what was read of them, are left out of this report."
+    unlisted = sum({row.key: row.batch_size for row in rows}.values()) - len(texts)
+    if not unlisted:
+        return ""
+    return (
+        f"{counted(unlisted, 'text')} not listed: no attack named a sequence for the update, or "
+        "the private data is gone."
+    )
+
+
+def _defenses(run: Run, experiment: Experiment, summary: RunSummary) -> list[Table]:
+    found = []
+    if experiment.defense:
+        did = {each.defense: each for each in summary.defended}
+        found.append(
+            Table(
+                "Defenses, and what they did to an update on average",
+                ("defense", "settings", "did"),
+                [
+                    (
+                        f"{place}: {table['kind']}",
+                        said({key: v for key, v in table.items() if key != "kind"}) or "defaults",
+                        _figures(did[place].figures) if place in did else NOT_MEASURED,
+                    )
+                    for place, table in enumerate(experiment.defense)
+                ],
+            )
+        )
+    checks = _checks(run)
+    if checks:
+        found.append(
+            Table(
+                "What the check before the run found",
+                ("tested", "claim", "result", "figures"),
+                [
+                    (one.defense, one.claim, "holds" if one.holds else "FAILS", one.found)
+                    for one in checks
+                ],
+                "The check uses made-up updates and no private text.",
+            )
+        )
+    return found
+
+
+def _figures(figures: Mapping[str, float | None]) -> str:
+    words = [f"{name.replace('_', ' ')} {figure(value)}" for name, value in figures.items()]
+    return ", ".join(words) or NOT_MEASURED
+
+
+def _checks(run: Run) -> list[Finding]:
+    if not (run.path / "checks.json").is_file():
+        return []
+    try:
+        return TypeAdapter(list[Finding]).validate_python(run.read_json("checks.json"))
+    except ValidationError:
+        path = run.path / "checks.json"
+        raise FedleakError(
+            f"{path} is damaged (it is no list of findings): delete it; the report is then "
+            "without what the check of the defenses found"
+        ) from None
+
+
+def _privacy(summary: RunSummary, ledger: Sequence[LedgerRow]) -> str:
+    held = summary.privacy
+    if held is None:
+        return "No client has trained, so there is no ledger."
+    if held.epsilon == NONE:
+        return (
+            f"Nothing is guaranteed to every client: there is no epsilon after "
+            f"{counted(max(row.round for row in ledger), 'round')}."
+        )
+    return (
+        f"Every client has an epsilon of at most {figure(held.epsilon)} at delta "
+        f"{figure(held.delta)} after {counted(max(row.round for row in ledger), 'round')} (unit: "
+        f"{held.unit}; neighbouring: {held.neighbouring}; accountant: {held.accountant})."
+    )
+
+
+def _ledger(ledger: Sequence[LedgerRow]) -> Table | None:
+    last = {(row.client, row.unit): row for row in ledger}
+    if all(row.epsilon == NONE for row in last.values()):
+        return None
+    shown = [last[each] for each in sorted(last)][:MOST_ROWS]
+    more = len(last) - len(shown)
+    return Table(
+        "Each client's last row of the ledger",
+        (
+            "client",
+            "round",
+            "epsilon",
+            "delta",
+            "unit",
+            "neighbouring",
+            "sampling",
+            "noise multiplier",
+            "steps",
+            "accountant",
+        ),
+        [
+            (
+                str(row.client),
+                str(row.round),
+                figure(row.epsilon),
+                figure(row.delta),
+                row.unit,
+                row.neighbouring,
+                row.sampling,
+                figure(row.noise_multiplier),
+                NOT_MEASURED if row.steps is None else f"{row.steps:,}",
+                row.accountant,
+            )
+            for row in shown
+        ],
+        f"{more:,} more are in privacy.jsonl of the run." if more else "",
+    )

@@ -1,0 +1,147 @@
+"""Makes the report of a sweep from its summary, with links to the reports of its cells."""
+
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from fedleak.privacy import NONE
+from fedleak.report import figures as sweep_figures
+from fedleak.report import sweep_table, tradeoff
+from fedleak.report.html.page import Drawing, Entry, Link, Picture, SweepPage, Table
+from fedleak.report.html.verdict import figures, sweep_verdict
+from fedleak.report.html.wording import figure, interval
+from fedleak.report.tables import INTERVALS, NOT_MEASURED
+from fedleak.report.words import said
+from fedleak.store.summaries import CellSummary, SweepSummary
+
+
+def sweep_page(
+    collected: SweepSummary, reports: Mapping[str, str], *, redact: bool = False
+) -> SweepPage:
+    """Returns the report of a sweep.
+
+    Args:
+        collected: The sweep.
+        reports: By the name of the cell the address of its own report, as far as there is one.
+        redact: Leave out what attacks and files say in words.
+    """
+    incomplete = {each.cell: each.missing for each in collected.cells if each.missing}
+    return SweepPage(
+        name=collected.name,
+        redacted=redact,
+        verdict=sweep_verdict(collected),
+        missing=[
+            f"{cell}: incomplete" if redact else f"{cell}: {'; '.join(missing)}"
+            for cell, missing in incomplete.items()
+        ],
+        axes=[
+            Entry(key, "; ".join(said(value) for value in values))
+            for key, values in collected.axes.items()
+        ],
+        grid=_grid(collected, reports),
+        pictures=_pictures(collected),
+        attack_table=_attacks(collected),
+        repeat=f"fedleak sweep {collected.name}.toml",
+    )
+
+
+def _grid(collected: SweepSummary, reports: Mapping[str, str]) -> Table:
+    measure = sweep_table.utility_measure(collected)
+    further = [measure] if measure else []
+    return Table(
+        "What was read in each cell, and at what cost",
+        (
+            *collected.axes,
+            "read by",
+            "texts exact, %",
+            "ROUGE-L",
+            "other update: ROUGE-L",
+            "tokens found, %",
+            *(sweep_table.UTILITIES[each] for each in further),
+            "epsilon",
+            "report",
+        ),
+        [
+            (
+                *(said(cell.values[key]) for key in collected.axes),
+                *_read(cell),
+                *(figure(sweep_table.utility(cell, each)) for each in further),
+                figure(cell.privacy.epsilon) if cell.privacy else NOT_MEASURED,
+                _report(cell, reports),
+            )
+            for cell in collected.cells
+        ],
+        "Over all attacks, the best on each text. *: few texts or clients, so an example and not a "
+        f"rate. Mean and 95 % {INTERVALS}. Epsilon {NONE}: "
+        "nothing is guaranteed.",
+    )
+
+
+def _read(cell: CellSummary) -> tuple[str, ...]:
+    found = figures(cell.worst_case, cell.attacks)
+    if found is None:
+        why = "no answer" if cell.attacks else cell.status
+        return (why, *[NOT_MEASURED] * 4)
+    return (
+        found.by + (" *" if found.warning else ""),
+        interval(found.exact, 100),
+        interval(found.rougeL),
+        interval(found.control_rougeL),
+        interval(found.recall, 100),
+    )
+
+
+def _report(cell: CellSummary, reports: Mapping[str, str]) -> str | Link:
+    address = reports.get(cell.cell)
+    return NOT_MEASURED if address is None else Link("open", address)
+
+
+def _attacks(collected: SweepSummary) -> Table | None:
+    lines = [
+        (
+            ", ".join(said(cell.values[key]) for key in collected.axes),
+            name + (" *" if of.warning else ""),
+            f"{of.answers} of {of.rows}",
+            interval(of.exact_match, 100),
+            interval(of.rougeL),
+            interval(of.guess_rougeL),
+            interval(of.token_recall, 100),
+            f"{of.seconds:,.1f}",
+        )
+        for cell in collected.cells
+        for name, of in cell.attacks.items()
+    ]
+    if not lines:
+        return None
+    return Table(
+        "Each attack in each cell",
+        (
+            "cell",
+            "attack",
+            "answers",
+            "texts exact, %",
+            "ROUGE-L",
+            "no update: ROUGE-L",
+            "tokens found, %",
+            "seconds",
+        ),
+        lines,
+        "*: few texts or clients, so an example and not a rate.",
+    )
+
+
+def _pictures(collected: SweepSummary) -> list[Picture]:
+    """Draws the sweep's two drawings anew: files may have been changed by others."""
+    kinds: list[tuple[str, Callable[[SweepSummary, Path], None]]] = [
+        ("What each attack read along the first key", sweep_figures.draw),
+        ("Leakage against utility and epsilon", tradeoff.draw_tradeoff),
+    ]
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        for number, (caption, draw) in enumerate(kinds):
+            path = Path(folder, f"{number}.svg")
+            draw(collected, path)
+            if path.is_file():
+                words = "The tables of this page have the figures that are drawn."
+                found.append(Picture(caption, words, Drawing(path.read_bytes())))
+    return found

@@ -1,0 +1,254 @@
+"""The verdict: three sentences that stand on figures. None of them calls a setting safe."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from fedleak.observation import GRANTABLE
+from fedleak.report.html.page import Level, Verdict
+from fedleak.report.html.wording import counted, listed, percent, share
+from fedleak.store.summaries import (
+    AttackSummary,
+    CellSummary,
+    Estimate,
+    RunSummary,
+    SweepSummary,
+    WorstCase,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figures:
+    """What was read in a run at worst, by one attack or by all together.
+
+    Attributes:
+        by: Who read it, such as `the attack dager`, or `2 attacks together (dager 5 and lamp 3)`.
+        texts: Texts that `exact` is the mean of.
+        clients: Of these texts.
+        exact, recall: Shares, from 0 to 1.
+        rougeL: From 0 to 100.
+        control_rougeL, control_recall: What the same answers score for other clients.
+        warning: Why these are examples and no rates; None if they are rates.
+    """
+
+    by: str
+    texts: int
+    clients: int
+    exact: Estimate | None
+    rougeL: Estimate | None
+    recall: Estimate | None
+    control_rougeL: Estimate | None
+    control_recall: Estimate | None
+    warning: str | None
+
+    @property
+    def exact_texts(self) -> int:
+        """How many texts were read word for word."""
+        return round(self.exact.mean * self.texts) if self.exact else 0
+
+
+def figures(worst: WorstCase | None, attacks: Mapping[str, AttackSummary]) -> Figures | None:
+    """Returns the worst case over attacks; without one the strongest attack's figures.
+
+    None: no attack gave an answer.
+    """
+    if worst is not None:
+        return Figures(
+            by=_by(worst),
+            texts=worst.texts - worst.unattacked,
+            clients=worst.clients,
+            exact=worst.exact_match,
+            rougeL=worst.rougeL,
+            recall=worst.token_recall,
+            control_rougeL=worst.control_rougeL,
+            control_recall=worst.control_token_recall,
+            warning=worst.warning,
+        )
+    answered = {name: of for name, of in attacks.items() if of.answers}
+    if not answered:
+        return None
+    name, of = max(answered.items(), key=lambda each: _strength(each[1]))
+    return Figures(
+        by=f"the attack {name}",
+        texts=of.sequences,
+        clients=of.clients,
+        exact=of.exact_match,
+        rougeL=of.rougeL,
+        recall=of.token_recall,
+        control_rougeL=of.control_rougeL,
+        control_recall=of.control_token_recall,
+        warning=of.warning,
+    )
+
+
+def _by(worst: WorstCase) -> str:
+    """Returns which attacks read texts word for word; where none did, all that answered."""
+    names = list(worst.first) or worst.attacks
+    if len(names) == 1:
+        return f"the attack {names[0]}"
+    counts = listed([f"{name} {count:,}" for name, count in worst.first.items()] or names)
+    return f"{len(names)} attacks together ({counts})"
+
+
+def _strength(of: AttackSummary) -> tuple[float, ...]:
+    found = (of.exact_match, of.rougeL, of.token_recall)
+    return tuple(-1.0 if each is None else each.mean for each in found)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Extent:
+    """How much of a run was attacked.
+
+    Attributes:
+        attacked, sent: Updates that attacks were tried on, and that clients sent in all.
+        granted: Facts that the attacker was told beyond the protocol.
+        sums: Whether the server sees only sums of updates.
+    """
+
+    attacked: int
+    sent: int
+    granted: Sequence[str]
+    sums: bool
+
+
+def run_verdict(summary: RunSummary, extent: Extent) -> Verdict:
+    """Returns the verdict on a run."""
+    found = figures(summary.worst_case, summary.attacks)
+    return Verdict(
+        _level(found),
+        (_read(found, extent), _sure(found, summary.attacks, extent), _unmeasured(summary, extent)),
+    )
+
+
+def _level(found: Figures | None) -> Level:
+    if found is None:
+        return Level.UNKNOWN
+    return Level.READ if found.exact_texts else Level.PARTLY
+
+
+def _read(found: Figures | None, extent: Extent) -> str:
+    who = "A server that follows the protocol"
+    who += f" and was told {listed(extent.granted)}" if extent.granted else ""
+    updates = counted(extent.attacked, "sum" if extent.sums else "update")
+    updates += " of clients' updates" if extent.sums else ""
+    if found is None:
+        return (
+            f"How much {who[0].lower()}{who[1:]} could read was not measured: no attack gave an "
+            f"answer for any of {updates}."
+        )
+    tokens = ""
+    if found.recall is not None:
+        tokens = f"{percent(found.recall.mean)} of their distinct words and word parts"
+        if found.control_recall is not None:
+            tokens += f" (an answer for another client has {percent(found.control_recall.mean)})"
+    if found.exact is None:
+        return f"{who} could read {tokens or 'parts'} of the private texts out of {updates}."
+    texts = counted(found.texts, "private text")
+    if found.exact_texts:
+        return (
+            f"{who} could read {found.exact_texts:,} of {texts} word for word out of {updates}, "
+            f"by {found.by}."
+        )
+    parts = f", but {tokens}" if tokens else ""
+    return f"{who} could read none of {texts} word for word out of {updates}{parts}."
+
+
+def _sure(found: Figures | None, attacks: Mapping[str, AttackSummary], extent: Extent) -> str:
+    if found is None:
+        return (
+            "Where an attack has no answer, nothing is known: another attack may read what this "
+            "one did not."
+        )
+    over = counted(found.clients, "group" if extent.sums else "client")
+    over += " of clients" if extent.sums else ""
+    if found.warning:
+        sure = f"This is an example and not a rate ({found.warning.partition(':')[0]})"
+    else:
+        sure = ""
+    if found.exact is not None:
+        lead = f"{sure}: for" if sure else "For"
+        sure = (
+            f"{lead} other clients like these the share of texts read word for word is between "
+            f"{share(found.exact)} (95 % interval over {over})"
+        )
+    elif found.recall is not None:
+        lead = f"{sure}: for" if sure else "For"
+        sure = f"{lead} other clients like these that share is between {share(found.recall)}"
+    surest = max(attacks.values(), key=lambda of: of.verified)
+    proved, rows = surest.verified, surest.rows
+    sure += (
+        f", and a proof confirms the whole answer for {proved:,} of {rows:,} updates, so that "
+        "the attacker knows it too."
+        if proved
+        else ", and no answer is proved, so an attacker would not be certain of them."
+    )
+    return sure
+
+
+def _unmeasured(summary: RunSummary, extent: Extent) -> str:
+    gaps = []
+    if extent.sent > extent.attacked:
+        gaps.append(f"{extent.sent - extent.attacked:,} of {extent.sent:,} updates")
+    silent = [name for name, of in summary.attacks.items() if of.answers < of.rows]
+    if silent:
+        gaps.append(f"updates for which {listed(silent)} had no answer")
+    worst = summary.worst_case
+    if worst is not None and worst.unattacked:
+        gaps.append(f"{counted(worst.unattacked, 'text')} of which no attack named a sequence")
+    if untold := sorted(GRANTABLE - set(extent.granted)):
+        gaps.append(f"an attacker who is told {listed(untold, 'or').replace('_', ' ')}")
+    gaps += ["a server that departs from the protocol", "attacks other than those below"]
+    incomplete = "The results are incomplete (see below). " if summary.missing else ""
+    return (
+        f"{incomplete}Not measured: {listed(gaps)}; so this report can show that texts leak, and "
+        "cannot show that they do not."
+    )
+
+
+def sweep_verdict(collected: SweepSummary) -> Verdict:
+    """Returns the verdict on a sweep."""
+    measured = [(cell, figures(cell.worst_case, cell.attacks)) for cell in collected.cells]
+    answered = [(cell, found) for cell, found in measured if found is not None]
+    cells = counted(len(collected.cells), "cell")
+    without = len(collected.cells) - len(answered)
+    if not answered:
+        first = f"How much a server could read was not measured in any of {cells}."
+        second = "Where no attack has an answer, nothing is known."
+        return Verdict(Level.UNKNOWN, (first, second, _of_sweep(without)))
+    exact = [(cell, found) for cell, found in answered if found.exact_texts]
+    if exact:
+        cell, found = max(exact, key=lambda each: each[1].exact.mean if each[1].exact else 0.0)
+        first = (
+            f"A server that follows the protocol could read private texts word for word in "
+            f"{len(exact)} of {cells}, most in {_cell(cell)}: {found.exact_texts:,} of "
+            f"{counted(found.texts, 'text')}."
+        )
+        sure = f"There the share is between {share(found.exact)} for other clients like these"
+        second = f"{sure} (95 % interval over {counted(found.clients, 'client')})."
+    else:
+        first = (
+            f"A server that follows the protocol could read no private text word for word in "
+            f"{cells}, but attacks answered in {len(answered)} of them."
+        )
+        highest = max((f.exact.high for _, f in answered if f.exact), default=None)
+        second = "What they read in part is in the table below."
+        if highest is not None:
+            second = (
+                "For other clients like these the share of texts read word for word may still be "
+                f"up to {percent(highest)} in a cell (upper end of the 95 % interval)."
+            )
+    if any(found.warning for _, found in answered):
+        second = f"{second[:-1]}; cells with few texts or clients are examples and not rates."
+    return Verdict(Level.READ if exact else Level.PARTLY, (first, second, _of_sweep(without)))
+
+
+def _of_sweep(without: int) -> str:
+    gaps = [f"{counted(without, 'cell')} without an answer"] if without else []
+    gaps += ["settings between the cells", "attacks other than those below"]
+    return (
+        f"Not measured: {listed(gaps)}; so this report can show that texts leak, and cannot show "
+        "that they do not."
+    )
+
+
+def _cell(cell: CellSummary) -> str:
+    return f"the cell {cell.cell}"

@@ -1,0 +1,663 @@
+"""The report in HTML: what it says, that hostile texts stay texts, and how a browser shows it."""
+
+import json
+import os
+import re
+import shutil
+import stat
+import time
+import webbrowser
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import DLG, Here, call, toml
+
+from fedleak.dispatch import dispatcher
+from fedleak.reconstruction import Status
+from fedleak.report.html.glossary import TERMS
+from fedleak.report.html.page import (
+    Entry,
+    Level,
+    Link,
+    PrivateText,
+    RunPage,
+    SweepPage,
+    Table,
+    TextAnswer,
+    Verdict,
+)
+from fedleak.report.html.render import LONGEST_TEXT, bounded, render
+from fedleak.report.html.sweep_page import sweep_page
+from fedleak.report.html.verdict import Extent, run_verdict, sweep_verdict
+from fedleak.report.html.wording import counted, figure, listed, percent
+from fedleak.store.summaries import (
+    AttackSummary,
+    CellSummary,
+    Circumstances,
+    Estimate,
+    RunSummary,
+    SweepSummary,
+    WorstCase,
+)
+
+HOSTILE = [
+    "<script>window.ran = 1</script>",
+    "</script><script>window.ran = 2</script>",
+    "<!--<script>",
+    "<img src=x onerror='window.ran = 3'>",
+    '"><svg onload=window.ran=4>',
+    "{{ 7 * 7 }} {% for x in y %} ${7 * 7} #{7 * 7}",
+    "right \u202eto left\u202c, \u2066isolated\u2069",
+    "half a character \ud800 and a line \u2028 end \u2029",
+    "bell \x07, escape \x1b[31m, nothing \x00",
+    "javascript:window.ran=5",
+    "x" * 1_000_000,
+]
+
+
+def answer(text: str | None = "read", **changes: Any) -> TextAnswer:
+    return TextAnswer(
+        **{
+            "attack": "dager",
+            "text": text,
+            "rougeL": 50.0,
+            "tokens": 0.5,
+            "exact": False,
+            "proved": False,
+            "margin": None,
+        }
+        | changes
+    )
+
+
+def page_of(texts: list[PrivateText], word: str = "a word", **changes: Any) -> RunPage:
+    """Returns a page with a word of others at each of its places."""
+    entries = [Entry(word, word)]
+    table = Table(word, (word, word), [(word, word)], word)
+    return RunPage(
+        **{
+            "name": word,
+            "redacted": False,
+            "verdict": Verdict(Level.READ, (word, word, word)),
+            "missing": [word],
+            "notes": [word],
+            "setting": entries,
+            "threat": entries,
+            "leakage": [],
+            "leakage_table": table,
+            "training": [],
+            "training_table": table,
+            "attacks": [],
+            "attack_table": table,
+            "texts": texts,
+            "texts_note": word,
+            "defenses": [table],
+            "privacy": word,
+            "ledger": table,
+            "versions": entries,
+            "repeat": word,
+            "experiment": f"{word}\n{word}",
+        }
+        | changes
+    )
+
+
+def hostile_page() -> RunPage:
+    texts = [
+        PrivateText(1, str(i), text, [answer(text, attack=text[:50])])
+        for i, text in enumerate(HOSTILE)
+    ]
+    return page_of(texts, " ".join(HOSTILE[:-1]))
+
+
+class Elements(HTMLParser):
+    """The elements of a file, by name, with their attributes and texts."""
+
+    def __init__(self, content: bytes) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[tuple[str, str]] = []
+        self.feed(content.decode())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append((self.found[-1][0] if self.found else "", data))
+
+    def all(self, name: str) -> list[dict[str, str | None]]:
+        return [attributes for tag, attributes in self.found if tag == name]
+
+    def data(self) -> Any:
+        at = [i for i, (tag, _) in enumerate(self.texts) if tag == "script"]
+        return json.loads(self.texts[at[0]][1])
+
+
+def test_hostile_words_make_no_element_and_no_attribute() -> None:
+    plain, hostile = (Elements(render(page)) for page in (page_of([]), hostile_page()))
+    tags = [tag for tag, _ in hostile.found]
+    assert tags.count("script") == 2  # the texts, and the script of the report
+    assert not {"img", "svg"} & set(tags)
+    assert {name for _, found in hostile.found for name in found} <= (
+        {name for _, found in plain.found for name in found} | {"type", "hidden"}
+    ) | {
+        name
+        for _, found in Elements(render(page_of([PrivateText(1, "0", "a", [answer()])]))).found
+        for name in found
+    }
+    assert not any(name.startswith("on") for _, found in hostile.found for name in found)
+
+
+def test_hostile_words_are_shown_as_they_are() -> None:
+    content = render(hostile_page()).decode()
+    for character in "\u202e\u2066\u2028\u2029\x1b\x07\x00\ud800":
+        assert character not in content
+    assert (
+        "49"
+        not in re.sub(r"base64,\S+|sha256-\S+", "", content).split("<main>")[1].split("</main>")[0]
+    )
+    shown = Elements(content.encode()).data()
+    assert shown[0]["truth"] == HOSTILE[0]
+    assert shown[6]["truth"] == "right \\u202eto left\\u202c, \\u2066isolated\\u2069"
+    assert "</script" not in content.split('id="data">')[1].split("</script>")[0]
+
+
+def test_a_long_text_is_cut_and_says_so() -> None:
+    assert bounded("y" * LONGEST_TEXT) == "y" * LONGEST_TEXT
+    assert bounded("x" * 1_000_000).endswith("[cut: the first 4,000 of 1,000,000 characters]")
+    assert len(render(hostile_page())) < 300_000
+
+
+def test_nothing_is_loaded_and_the_policy_allows_nothing_else() -> None:
+    elements = Elements(render(hostile_page()))
+    (policy,) = (e["content"] for e in elements.all("meta") if "http-equiv" in e)
+    assert policy is not None
+    rules = dict(rule.split(" ", 1) for rule in policy.split("; "))
+    assert rules.pop("default-src") == "'none'"
+    assert rules.pop("img-src") == "data:"
+    assert rules.pop("script-src").startswith("'sha256-")
+    assert rules.pop("style-src").startswith("'sha256-")
+    assert set(rules.values()) == {"'none'"}
+    assert not elements.all("link")
+    assert not any("src" in found for found in elements.all("script"))
+    assert not any("style" in found for _, found in elements.found)
+
+
+def test_a_link_to_a_cell_is_an_address_beside_the_file() -> None:
+    table = Table("cells", ("cell", "report"), [("a", Link("open", "./a%22b/report.html"))])
+    page = SweepPage(
+        name="s",
+        redacted=False,
+        verdict=Verdict(Level.UNKNOWN, ("a", "b", "c")),
+        missing=[],
+        axes=[],
+        grid=table,
+        pictures=[],
+        attack_table=None,
+        repeat="fedleak sweep s.toml",
+    )
+    links = [e["href"] for e in Elements(render(page)).all("a")]
+    assert "./a%22b/report.html" in links
+    assert all(link and link.startswith(("#", "./")) for link in links)
+
+
+def test_every_link_inside_the_file_leads_to_a_place() -> None:
+    elements = Elements(render(page_of([PrivateText(1, "0", "a", [answer()])])))
+    ids = [found["id"] for _, found in elements.found if "id" in found]
+    assert len(ids) == len(set(ids))
+    links = [e["href"] or "" for e in elements.all("a")]
+    assert links
+    assert {link.removeprefix("#") for link in links} <= set(ids)
+    assert {f"word-{each.word.replace(' ', '-')}" for each in TERMS} <= set(ids)
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [(0.0, "0 %"), (1.0, "100 %"), (0.999, "99.9 %"), (0.9999, "over 99.9 %"), (0.004, "0.4 %")],
+)
+def test_only_all_is_100_percent_and_only_nothing_is_0(value: float, said: str) -> None:
+    assert percent(value) == said
+
+
+def test_figures_in_words() -> None:
+    assert counted(1, "text") == "1 text"
+    assert counted(2000, "text") == "2,000 texts"
+    assert listed(["a", "b", "c"], "or") == "a, b or c"
+    assert [figure(v) for v in (None, "none", 1413.3, 0.83912)] == ["-", "none", "1,413", "0.8391"]
+
+
+def estimate(mean: float, low: float, high: float) -> Estimate:
+    return Estimate(mean=mean, low=low, high=high)
+
+
+def summary(
+    worst: WorstCase | None, attacks: dict[str, AttackSummary], **changes: Any
+) -> RunSummary:
+    return RunSummary(
+        **{
+            "name": "made",
+            "status": "finished",
+            "fedleak": "0",
+            "model_fingerprint": None,
+            "captures": 2,
+            "attacks": attacks,
+            "worst_case": worst,
+            "defenses": Circumstances(defense=()),
+            "defended": (),
+            "privacy": None,
+            "utility_before": None,
+            "utility": None,
+            "held_out": 0,
+            "utility_reference": None,
+            "missing": (),
+            "notes": (),
+            "unscored": 0,
+        }
+        | changes
+    )
+
+
+def attack(rows: int = 12, answers: int = 12, **changes: Any) -> AttackSummary:
+    empty: dict[str, Any] = {
+        name: None for name in AttackSummary.model_fields if name not in ("facts", "status")
+    }
+    return AttackSummary(
+        **empty
+        | {
+            "rows": rows,
+            "status": {Status.RECOVERED: answers, Status.ABSTAINED: rows - answers},
+            "verified": 0,
+            "knows": (),
+            "sequences": 24,
+            "clients": 12,
+            "facts": {},
+            "seconds": 1.0,
+        }
+        | changes
+    )
+
+
+def worst(exact: Estimate | None, **changes: Any) -> WorstCase:
+    return WorstCase(
+        **{
+            "attacks": ("dager", "lamp"),
+            "texts": 24,
+            "clients": 12,
+            "unattacked": 0,
+            "exact_match": exact,
+            "rougeL": estimate(90, 80, 95),
+            "token_recall": estimate(0.97, 0.9, 0.99),
+            "control_rougeL": None,
+            "control_token_recall": estimate(0.15, 0.1, 0.3),
+            "first": {},
+            "warning": None,
+        }
+        | changes
+    )
+
+
+EXTENT = Extent(attacked=12, sent=720, granted=(), sums=False)
+
+
+def test_the_verdict_says_what_was_read_by_whom_how_sure_and_what_was_not_measured() -> None:
+    found = worst(estimate(23 / 24, 0.69, 0.999), first={"dager": 20, "lamp": 3})
+    verdict = run_verdict(summary(found, {"dager": attack(verified=11), "lamp": attack()}), EXTENT)
+    read, sure, unmeasured = verdict.sentences
+    assert verdict.level is Level.READ
+    assert "23 of 24 private texts word for word out of 12 updates" in read
+    assert "2 attacks together (dager 20 and lamp 3)" in read
+    assert "between 69 % and 99.9 %" in sure
+    assert "11 of 12 updates" in sure
+    assert "708 of 720 updates" in unmeasured
+    assert "told batch size, labels, lengths or noise scale" in unmeasured
+
+
+def test_a_verdict_without_the_worst_case_is_of_the_strongest_attack() -> None:
+    strong = attack(exact_match=estimate(0.5, 0.3, 0.7), token_recall=estimate(0.9, 0.8, 1))
+    weak = attack(exact_match=estimate(0.0, 0.0, 0.2))
+    verdict = run_verdict(summary(None, {"weak": weak, "strong": strong}), EXTENT)
+    assert (
+        "12 of 24 private texts word for word out of 12 updates, by the attack strong"
+        in (verdict.sentences[0])
+    )
+
+
+@pytest.mark.parametrize(
+    ("found", "attacks", "level"),
+    [
+        (worst(estimate(0.5, 0.2, 0.7)), {"dager": attack()}, Level.READ),
+        (worst(estimate(0.0, 0.0, 0.2)), {"dager": attack()}, Level.PARTLY),
+        (worst(None, rougeL=None, unattacked=24), {"probes": attack()}, Level.PARTLY),
+        (worst(estimate(0.0, 0.0, 0.9), warning="one client: an example, not a rate"),
+         {"dager": attack(answers=3)}, Level.PARTLY),
+        (None, {"dager": attack(answers=0)}, Level.UNKNOWN),
+        (None, {}, Level.UNKNOWN),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("sums", [False, True])
+def test_no_verdict_calls_a_setting_safe(
+    found: WorstCase | None, attacks: dict[str, AttackSummary], level: Level, sums: bool
+) -> None:
+    extent = replace(EXTENT, sums=sums, granted=("lengths",))
+    verdict = run_verdict(summary(found, attacks, missing=("something",)), extent)
+    text = " ".join(verdict.sentences)
+    assert verdict.level is level
+    assert not re.search(r"\b(safe|secure|protected|private\.|no leak)\b", text.lower())
+    assert "cannot show that they do not" in text
+    assert "incomplete" in text
+    assert ("sums of clients' updates" in text) is sums
+    if level is Level.UNKNOWN:
+        assert "was not measured" in text
+    elif found is not None and found.unattacked:
+        assert "24 texts of which no attack named a sequence" in text
+
+
+def sweep_of(**values: Any) -> SweepSummary:
+    return SweepSummary(
+        name="grid",
+        axes={"federation.batch_size": [1, 2], "seed": [0]},
+        cells=(
+            CellSummary(
+                cell="federation.batch_size=1,seed=0",
+                values={"federation.batch_size": 1, "seed": 0},
+                status="finished",
+                **values,
+            ),
+            CellSummary(
+                cell="federation.batch_size=2,seed=0",
+                values={"federation.batch_size": 2, "seed": 0},
+                status="new",
+            ),
+        ),
+    )
+
+
+def test_the_page_of_a_sweep_has_the_grid_and_the_addresses_of_reports() -> None:
+    found = worst(estimate(0.5, 0.2, 0.7))
+    made = sweep_of(worst_case=found, attacks={"dager": attack(exact_match=found.exact_match)})
+    page = sweep_page(made, {"federation.batch_size=1,seed=0": "./one/report.html"})
+    first, second = page.grid.rows
+    assert first[:4] == ("1", "0", "2 attacks together (dager and lamp)", "50 [20, 70]")
+    assert first[-1] == Link("open", "./one/report.html")
+    assert second[2] == "new"
+    assert second[-1] == "-"
+    assert "1 of 2 cells" in page.verdict.sentences[0]
+    assert "1 cell without an answer" in page.verdict.sentences[2]
+    assert len(page.pictures) >= 1
+    assert sweep_verdict(sweep_of()).level is Level.UNKNOWN
+    nothing = worst(estimate(0.0, 0.0, 0.26))
+    assert "up to 26 %" in sweep_verdict(sweep_of(worst_case=nothing)).sentences[1]
+
+
+@pytest.fixture(scope="module")
+def ran_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a small run, defended and attacked."""
+    changes = {
+        "attack": [DLG],
+        "defense": [{"kind": "gaussian_noise", "sigma": 1e-9}],
+        "utility.reference": True,
+    }
+    folder = tmp_path_factory.mktemp("ran")
+    (folder / "small.toml").write_text(toml(changes))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(dispatcher, "workers", lambda *_: nullcontext([Here()]))
+        assert call("run", "small.toml")[0] == 0
+    return folder / "runs" / "small"
+
+
+@pytest.fixture
+def ran(ran_once: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of that folder."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(ran_once, tmp_path / "runs" / "small")
+    return tmp_path / "runs" / "small"
+
+
+def test_a_run_is_reported_for_its_owner_alone_and_redacted_for_others(ran: Path) -> None:
+    status, printed, _ = call("report", str(ran))
+    assert status == 0
+    assert "report.html" in printed.replace("\n", "")
+    private = ran / "report.html"
+    assert stat.S_IMODE(private.stat().st_mode) == 0o600
+    shown = Elements(private.read_bytes())
+    texts = shown.data()
+    assert len(texts) == 2
+    assert {each["attack"] for each in texts[0]["answers"]} == {"dlg", "probes"}
+    text = " ".join(word for _, word in shown.texts)
+    for part in (
+        "This file holds private texts",
+        "gaussian_noise",
+        "holds",  # what the check found
+        "central, undefended",
+        "Nothing is guaranteed to every client",
+        "fedleak run small.toml",
+    ):
+        assert part in text
+    order = re.findall(r'<section id="(\w+)"', private.read_text())
+    assert order == [
+        "verdict", "setting", "leakage", "attacks", "texts", "defenses", "ledger", "versions",
+        "glossary",
+    ]  # fmt: skip
+
+    assert call("report", str(ran), "--redact", "--out", "open.html")[0] == 0
+    redacted = Path("open.html").read_text()
+    assert "Redacted" in redacted
+    assert 'id="data"' not in redacted
+    for each in texts:
+        assert each["truth"] not in redacted
+        assert all(not a["text"] or a["text"] not in redacted for a in each["answers"])
+
+
+def test_open_says_where_there_is_no_browser(ran: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(webbrowser, "open", asked.append)
+    status, printed, _ = call("report", str(ran), "--open")
+    assert status == 0
+    assert asked == [(ran / "report.html").as_uri()]
+    assert "no browser was found" in printed
+
+
+def test_a_report_of_a_purged_run_says_that_its_texts_are_gone(ran: Path) -> None:
+    assert call("report", str(ran))[0] == 0
+    assert call("purge", str(ran))[0] == 0
+    assert not (ran / "report.html").exists()
+    call("report", str(ran))
+    content = (ran / "report.html").read_text()
+    assert "2 texts not listed" in content
+    assert "purged" in content
+    assert 'id="data"' not in content
+
+
+def test_what_cannot_be_reported_is_one_line_and_status_2(ran: Path) -> None:
+    for arguments, says in (
+        (("nowhere",), "is not a run directory"),
+        ((str(ran), str(ran), "--out", "one.html"), "is one file, and 2 folders are named"),
+        ((str(ran), "--out", "."), "is a folder"),
+    ):
+        status, _, errors = call("report", *arguments)
+        assert status == 2
+        assert says in errors
+        assert errors.count("\n") == 1
+
+
+def test_a_sweep_is_reported_with_its_cells(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_process: None
+) -> None:
+    (tmp_path / "grid.toml").write_text(toml({"name": "grid", "sweep": {"seed": [1, 2]}}))
+    monkeypatch.chdir(tmp_path)
+    assert call("sweep", "grid.toml", "--jobs", "1")[0] == 0
+    assert call("report", "runs/grid")[0] == 0
+    elements = Elements(Path("runs/grid/report.html").read_bytes())
+    links = [e["href"] for e in elements.all("a") if not (e["href"] or "").startswith("#")]
+    assert links == ["./seed%3D1/report.html", "./seed%3D2/report.html"]
+    assert Path("runs/grid/seed=1/report.html").is_file()
+
+
+# --- in a browser ---------------------------------------------------------------------------------
+
+CHROMIUM, DRIVER = (shutil.which(name) for name in ("chromium", "chromedriver"))
+AXE = os.environ.get("FEDLEAK_AXE", "")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Callable[..., Any]]:
+    """Opens a file in headless Chromium, of a width, light or dark."""
+    webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
+    if CHROMIUM is None or DRIVER is None:
+        pytest.skip("no browser: install chromium and chromium-driver")
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage"):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    driver = webdriver.Chrome(options, webdriver.ChromeService(DRIVER))
+
+    def open_(path: Path, width: int = 1280, dark: bool = False) -> Any:
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        driver.execute_cdp_cmd(
+            "Emulation.setDeviceMetricsOverride",
+            {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False},
+        )
+        driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
+        driver.get_log("performance"), driver.get_log("browser")
+        driver.get(path.as_uri())
+        return driver
+
+    try:
+        yield open_
+    finally:
+        driver.quit()
+
+
+def said(driver: Any) -> list[str]:
+    """Returns what the console shows."""
+    return [entry["message"] for entry in driver.get_log("browser")]
+
+
+def requested(driver: Any) -> list[str]:
+    """Returns the addresses that the page asked for, but for data inside it."""
+    events = (json.loads(each["message"])["message"] for each in driver.get_log("performance"))
+    return [
+        url
+        for event in events
+        if event["method"] == "Network.requestWillBeSent"
+        and not (url := event["params"]["request"]["url"]).startswith("data:")
+    ]
+
+
+def fill(driver: Any, field: str, text: str) -> None:
+    """Types into a field of the texts, and waits until the list follows."""
+    at = driver.find_element("id", field)
+    at.clear()
+    at.send_keys(text)
+    time.sleep(0.4)
+
+
+def listed_texts(driver: Any) -> list[str]:
+    return [each.text for each in driver.find_elements("css selector", "#list > li")]
+
+
+@contextmanager
+def file_of(page: RunPage, folder: Path) -> Iterator[Path]:
+    path = folder / "report.html"
+    path.write_bytes(render(page))
+    yield path
+
+
+@pytest.mark.slow
+def test_hostile_texts_do_not_run_in_a_browser(browser: Callable[..., Any], tmp_path: Path) -> None:
+    with file_of(hostile_page(), tmp_path) as path:
+        driver = browser(path)
+        assert len(listed_texts(driver)) == len(HOSTILE)
+        for each in driver.find_elements("css selector", "details"):
+            driver.execute_script("arguments[0].open = true", each)
+        time.sleep(0.3)
+        assert driver.execute_script("return window.ran") is None
+        assert "<script>window.ran = 1</script>" in driver.find_element("id", "list").text
+        assert said(driver) == []
+        assert requested(driver) == [path.as_uri()]
+
+
+@pytest.mark.slow
+def test_a_browser_shows_a_real_report_and_asks_nobody(
+    browser: Callable[..., Any], ran: Path
+) -> None:
+    call("report", str(ran))
+    for width in (400, 1280):
+        for dark in (False, True):
+            driver = browser(ran / "report.html", width, dark)
+            assert said(driver) == []
+            assert requested(driver) == [(ran / "report.html").as_uri()]
+            inner, wide = driver.execute_script(
+                "return [innerWidth, document.documentElement.scrollWidth]"
+            )
+            assert wide <= inner
+            loaded = "return [...document.images].every(i => i.complete && i.naturalWidth > 0)"
+            assert driver.execute_script(loaded)
+
+
+@pytest.mark.slow
+def test_two_thousand_texts_open_in_two_seconds_and_can_be_searched(
+    browser: Callable[..., Any], tmp_path: Path
+) -> None:
+    words = [
+        "the",
+        "quick",
+        "brown",
+        "fox",
+        "jumps",
+        "over",
+        "a",
+        "lazy",
+        "dog",
+        "and",
+        "leaves",
+        "at",
+        "noon",
+    ]
+    texts = []
+    for number in range(2_000):
+        truth = f"note {number}: " + " ".join(words * 3)
+        answers = [answer(truth.replace("fox", f"cat{i}"), attack=f"attack{i}") for i in range(4)]
+        texts.append(PrivateText(number // 20, str(number % 20), truth, answers))
+    with file_of(page_of(texts), tmp_path) as path:
+        began = time.perf_counter()
+        driver = browser(path)
+        assert len(listed_texts(driver)) == 20
+        assert time.perf_counter() - began < 2
+        assert "2,000 of 2,000 texts; page 1 of 100" in driver.find_element("id", "found").text
+        driver.find_element("id", "next").click()
+        assert "note 20:" in listed_texts(driver)[0]
+        fill(driver, "search", "note 1234:")
+        assert len(listed_texts(driver)) == 1
+        marked = driver.find_elements("css selector", "#list del")
+        assert [each.text for each in marked] == ["cat0"] * 3
+        missed = driver.find_elements("css selector", "#list u.missed")
+        assert [each.text for each in missed] == ["fox"] * 3
+        fill(driver, "search", "found nowhere")
+        assert "0 of 2,000 texts" in driver.find_element("id", "found").text
+        assert said(driver) == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path(AXE).is_file(), reason="no axe-core: FEDLEAK_AXE names its axe.min.js")
+@pytest.mark.parametrize("width", [400, 1280])
+@pytest.mark.parametrize("dark", [False, True])
+def test_axe_finds_nothing_serious(
+    browser: Callable[..., Any], ran: Path, width: int, dark: bool
+) -> None:
+    call("report", str(ran))
+    driver = browser(ran / "report.html", width, dark)
+    # The policy keeps other scripts out of the page; the debugger puts this one in.
+    driver.execute_cdp_cmd("Runtime.evaluate", {"expression": Path(AXE).read_text()})
+    driver.execute_script("document.querySelectorAll('details').forEach(d => { d.open = true; })")
+    found = driver.execute_async_script(
+        "const done = arguments[0]; axe.run().then(r => done(r.violations), e => done(`${e}`));"
+    )
+    assert [(v["id"], [n["html"] for n in v["nodes"]][:3]) for v in found] == []
