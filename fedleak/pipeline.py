@@ -11,6 +11,7 @@ from fedleak.config.experiment import Experiment
 from fedleak.dispatch.dispatcher import answered, attacking
 from fedleak.dispatch.progress import RunProgress
 from fedleak.errors import FedleakError
+from fedleak.federation.lookup import examples
 from fedleak.federation.schedule import expected_captures
 from fedleak.federation.workload import outline
 from fedleak.preparation import refuse_another
@@ -127,5 +128,5 @@ def check_attacks(experiment: Experiment, num_labels: int) -> None:
 
 def _wants_reference(run: Run, experiment: Experiment) -> bool:
     """Whether a centrally trained model is asked for, can be judged, and is not there yet."""
-    judged = experiment.data.held_out > 0
+    judged = examples(run).held_out > 0
     return experiment.utility.reference and judged and not (run.path / "reference.json").is_file()

@@ -14,7 +14,7 @@ from fedleak.config import checks
 from fedleak.config.experiment import Experiment
 from fedleak.config.wording import difference
 from fedleak.errors import ConfigError, FedleakError
-from fedleak.federation.lookup import stored
+from fedleak.federation.lookup import Examples, examples, stored
 from fedleak.federation.protection import protection
 from fedleak.federation.workload import Workload, divide, outline, read_data, unknown_fraction
 from fedleak.models import loading
@@ -28,6 +28,7 @@ class Plan:
 
     experiment: Experiment
     num_labels: int
+    examples: Examples
     held_out: Mapping[str, Any]
     remarks: tuple[str, ...] = ()
     """What may not be meant, for the user to read."""
@@ -69,6 +70,7 @@ def plan(experiment: Experiment) -> Plan:
     return Plan(
         experiment=experiment,
         num_labels=num_labels,
+        examples=Examples(len(workload.sequences), len(workload.held_out)),
         held_out=held_out,
         remarks=_remarks(experiment, split.dropped, unknown, workload),
         disk=forecast.bytes_kept(experiment, model),
@@ -105,6 +107,8 @@ def open_run(plan: Plan, path: Path, *, fresh: bool = False) -> Run:
     if run.exists():
         refuse_another(run, plan.experiment)
         refuse_purged(run)
+        refuse_other_data(run, plan)
+        _renew_limits(run, plan.experiment)
         _make_held_out(run, plan)
         return run
     if (path / "sweep.json").exists():
@@ -125,6 +129,7 @@ def open_run(plan: Plan, path: Path, *, fresh: bool = False) -> Run:
         fingerprint=plan.experiment.fingerprint,
         status="new",
         num_labels=plan.num_labels,
+        examples=plan.examples._asdict(),
         versions=versions(),
         git_commit=_git_commit(),
         model_fingerprint=None,
@@ -132,6 +137,13 @@ def open_run(plan: Plan, path: Path, *, fresh: bool = False) -> Run:
     )
     _make_held_out(run, plan)
     return run
+
+
+def _renew_limits(run: Run, experiment: Experiment) -> None:
+    """Notes the limits of the experiment's file in run.json, where they were others."""
+    if stored(run).gate != experiment.gate:
+        gate = experiment.gate.model_dump(mode="json")
+        run.update_info(experiment=run.info()["experiment"] | {"gate": gate})
 
 
 def refuse_purged(run: Run) -> None:
@@ -148,11 +160,27 @@ def refuse_purged(run: Run) -> None:
         )
 
 
+def refuse_other_data(run: Run, plan: Plan) -> None:
+    """Refuses to go on with a run whose data has become more or less.
+
+    Raises:
+        ConfigError: There are more or fewer examples than when the run was made.
+    """
+    if (before := examples(run)) != plan.examples:
+        raise ConfigError(
+            f"{str(run.path)!r} was made with {before.training} training and {before.held_out} "
+            f"held-out examples, and {plan.experiment.data.name!r} gives {plan.examples.training} "
+            f"and {plan.examples.held_out} now: restore the data, give this run another name, or "
+            "--fresh to move the old run aside"
+        )
+
+
 def refuse_another(run: Run, experiment: Experiment) -> None:
     """Refuses to go on with a run directory in which another experiment ran."""
-    # Workers cannot change its results.
+    # Workers and limits cannot change its results.
     old, new = (
-        each.model_dump(mode="json", exclude={"workers"}) for each in (stored(run), experiment)
+        each.model_dump(mode="json", exclude={"workers", "gate"})
+        for each in (stored(run), experiment)
     )
     changed = difference(old, new)
     if not changed:

@@ -10,6 +10,7 @@ from fedleak.config.experiment import Experiment
 from fedleak.config.sent_parameters import sent_by
 from fedleak.defenses import TrustedAggregator
 from fedleak.errors import FedleakError
+from fedleak.federation.lookup import examples
 from fedleak.federation.schedule import clients_of_round
 from fedleak.models import LanguageModel
 from fedleak.observation import ClientUpdate, Knowledge, UpdateKind
@@ -71,7 +72,7 @@ class CuriousServer(Strategy):
         parameters = self._model.parameters()
         expected = {name: parameters[name] for name in sent_by(experiment, client, self._model)}
         of_fedsgd = local.kind == UpdateKind.GRADIENT
-        most = local.batch_size if of_fedsgd else experiment.data.samples
+        most = local.batch_size if of_fedsgd else examples(self._run).training
         update = take_update(reply, key, local.kind, expected, most)
         knowledge = Knowledge(
             learning_rate=local.learning_rate,

@@ -86,3 +86,11 @@ def test_nothing_is_written_by_a_plan_that_is_refused(plan, tmp_path, monkeypatc
     with pytest.raises(ConfigError):
         plan(EMOJI)
     assert [path.name for path in Path().iterdir()] == ["a.csv"]
+
+
+def test_a_run_does_not_go_on_with_more_rows_than_it_was_made_with(plan, tmp_path):
+    run = preparation.open_run(plan([*GOOD, *GOOD], samples=None, held_out=None), tmp_path / "run")
+    assert run.info()["examples"] == {"training": 13, "held_out": 3}
+    preparation.open_run(plan([*GOOD, *GOOD], samples=None, held_out=None), run.path)
+    with pytest.raises(ConfigError, match=r"13 training and 3 held-out examples.* 19 and 5 now"):
+        preparation.open_run(plan([*GOOD, *GOOD, *GOOD], samples=None, held_out=None), run.path)

@@ -721,6 +721,25 @@ def test_the_table_fits_a_terminal_of_eighty_columns():
     assert "\u2026" not in text
 
 
+def test_no_word_of_a_cell_is_broken_where_room_is_short():
+    noise = [[], [{"kind": "gaussian_noise", "sigma": 1e-4}], [{"kind": "dp_sgd", "epsilon": 8.0}]]
+    figures = traded("mcc", [0.6, 0.5, 0.0], ["none", 31.25, 3.1], [None, 0.25, 1.0])
+    swept = {"defense": noise, "federation.batch_size": [1, 2, 4]}
+    cells = tuple(
+        changed(cell, values={key: values[i] for key, values in swept.items()})
+        for i, cell in enumerate(figures.cells)
+    )
+    found = changed(figures, axes=swept, cells=cells)
+    words = {"gaussian_noise", "sigma=0.0001", "dp_sgd", "epsilon=8.0", "defense", "dager", "31.2"}
+    for width in range(72, 140, 4):
+        console = Console(width=width, record=True, file=io.StringIO())
+        console.print(sweep_table.table(found, width))
+        text = console.export_text()
+        assert words <= set(text.split()), text
+        assert max(map(len, text.splitlines())) <= width
+    assert len(sweep_table.table(found, 80).columns) < len(sweep_table.table(found).columns)
+
+
 def test_an_attack_without_an_answer_is_drawn_below_zero_and_said_to_be():
     def silenced(i: int, cell: CellSummary) -> CellSummary:
         silent = {"dager": changed(cell.attacks["dager"], rougeL=None)}

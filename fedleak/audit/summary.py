@@ -12,6 +12,7 @@ from fedleak.audit.ledger import defense_means, guarantee
 from fedleak.audit.worst_case import worst_case
 from fedleak.config.experiment import Experiment
 from fedleak.errors import FedleakError
+from fedleak.federation.lookup import examples
 from fedleak.reconstruction import Status
 from fedleak.store.records import UTILITY, DefenseRow, LeakageRow, LedgerRow
 from fedleak.store.run import Key, Run
@@ -49,7 +50,8 @@ def summarise(
         for name in sorted({row.attack for row in leakage})
     }
     info, utility = run.info(), run.salvage(UTILITY)
-    if info["status"] == "finished" and experiment.data.held_out:
+    held_out = examples(run).held_out
+    if info["status"] == "finished" and held_out:
         rounds = filter(experiment.evaluated, range(experiment.federation.rounds + 1))
         if lost := set(rounds) - {each.round for each in utility}:
             gaps.missing.append(
@@ -70,7 +72,7 @@ def summarise(
         privacy=guarantee(ledger),
         utility_before=utility[0] if utility and utility[0].round == 0 else None,
         utility=utility[-1] if utility else None,
-        held_out=experiment.data.held_out,
+        held_out=held_out,
         utility_reference=baseline,
         missing=tuple(gaps.missing),
         notes=tuple(gaps.notes),

@@ -24,13 +24,16 @@ from fedleak.cli.completion import experiment_files, run_directories
 from fedleak.cli.display import prior_progress, progress
 from fedleak.cli.mistakes import mended
 from fedleak.errors import ConfigError, FedleakError
-from fedleak.sanitise import markup
+from fedleak.sanitise import markup, printable
 from fedleak.versions import versions
 
 QUICKSTART = [
     Path(__file__).parents[2] / "experiments" / f"quickstart-{name}.toml"
     for name in ("llama", "gpt2")
 ]
+
+GATE_CLOSED = 3
+"""Exit status of a gate: a limit is exceeded, or too little was measured to tell."""
 
 app = typer.Typer(
     help="Measure what a federated-learning server can read out of its clients' updates.",
@@ -170,7 +173,7 @@ def sweep(
             collected = sweeps.collect(grid)
             figures.draw(collected, grid.path / "sweep.svg")
             tradeoff.draw_tradeoff(collected, grid.path / "tradeoff.svg")
-        console.print(sweep_table.table(collected))
+        console.print(sweep_table.table(collected, console.width))
         console.print(f"results: {markup(grid.path)}")
         sweeps.refuse_gaps(collected, failures)
 
@@ -293,6 +296,78 @@ def report(
             if open_ and not webbrowser.open(written.absolute().as_uri()):
                 console.print("[yellow]note:[/] no browser was found: open the file yourself")
         refuse_gaps(*single)
+
+
+@app.command()
+def gate(
+    path: RunPath,
+    most: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--max",
+            metavar="NAME=NUMBER",
+            help="A limit: exact, rougeL, token_recall or epsilon; over that of [gate].",
+        ),
+    ] = None,
+    may_abstain: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ATTACK", help="An attack that may abstain; it can be repeated."),
+    ] = None,
+    junit: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also write the checks as JUnit XML.")
+    ] = None,
+) -> None:
+    """Compare the worst case of a scored run with limits, and exit with status 3 if one is broken.
+
+    RUN is a run directory. Limits are those of [gate] in its experiment, and of --max. The upper
+    end of the interval is what is compared. The status is 3, too, if too little was measured to
+    tell: few texts or clients, or attacks that failed, abstained or ran out of time.
+    """
+    from fedleak.audit.gate import judge
+    from fedleak.config.loading import limited
+    from fedleak.federation.lookup import stored
+    from fedleak.report import ci
+    from fedleak.store.run import Run
+
+    with mended():
+        at = Run(path)
+        checks = judge(at, limited(stored(at).gate, most or (), may_abstain or ()))
+        marks = {"within": "[green]within[/]", "exceeded": "[red]EXCEEDED[/]"}
+        for one in checks:
+            mark = marks.get(one.outcome, "[yellow]NOT TOLD[/]")
+            console.print(f"{mark}  {markup(one.name)}: {markup(one.said)}", soft_wrap=True)
+        if junit is not None:
+            ci.write_junit(path.name, checks, junit)
+        if os.environ.get("GITHUB_ACTIONS") == "true":
+            for line in ci.annotations(path.name, checks):
+                console.print(line, markup=False, highlight=False, soft_wrap=True)
+        closed = [one.name for one in checks if not one.passed]
+        if closed:
+            names = printable(", ".join(closed))
+            print(f"fedleak: the gate is closed, because of: {names}", file=sys.stderr)  # noqa: T201
+            raise typer.Exit(GATE_CLOSED)
+        console.print("the gate is open: these attacks read no more than the limits allow")
+
+
+@app.command()
+def export(
+    path: RunPath,
+    to: Annotated[Path, typer.Option(metavar="FILE", help="A csv or parquet file to write.")],
+    texts: Annotated[
+        bool, typer.Option("--texts", help="Also write the private texts, and what was read.")
+    ] = False,
+) -> None:
+    """Write the scores of a run as a table for other programs, a row per update and attack.
+
+    RUN is a run directory. Only the owner can open the file.
+    """
+    from fedleak.report.export import export as write
+    from fedleak.store.run import Run
+
+    with mended():
+        count = write(Run(path), to, texts=texts)
+        private = ", with private texts" if texts else ""
+        console.print(f"{count} rows{private}: {markup(to)}", soft_wrap=True)
 
 
 @app.command()

@@ -18,9 +18,12 @@ from fedleak.config.components import (
     build_defense,
 )
 from fedleak.config.tables import (
+    HELD_OUT,
+    SAMPLES,
     AuditTable,
     DataTable,
     FederationTable,
+    GateTable,
     ModelTable,
     PrivacyTable,
     Table,
@@ -69,6 +72,8 @@ class Experiment(Table):
     """Where attacks run."""
     audit: AuditTable = AuditTable()
     """How answers are scored."""
+    gate: GateTable = GateTable()
+    """Limits that `fedleak gate` compares the run with."""
 
     def __hash__(self) -> int:
         """Lets an experiment be the key of a cache; equal ones have equal names and seeds."""
@@ -102,11 +107,20 @@ class Experiment(Table):
         It depends on the seed and the tables model, data, federation, update, defense and privacy
         (whose delta decides how much noise an epsilon takes), and not on what is done with updates
         afterwards, nor on the engine: every one gives the same. A setting left out and its default
-        are the same.
+        are the same. The sizes of the data are marked as they were when 400 and 100 were their
+        defaults, so that runs of that time can go on.
         """
-        others = dict.fromkeys(["name", "attack", "threat", "utility", "audit", "workers"], True)
+        after = ["attack", "threat", "utility", "audit", "gate", "workers"]
+        others = dict.fromkeys(["name", *after], True)
         exclude: dict[str, Any] = {**others, "federation": {"engine"}}
         table = self.model_dump(mode="json", exclude=exclude, exclude_defaults=True)
+        data = table["data"]
+        if self.data.samples is None:
+            data["samples"] = None
+        else:
+            once_left_out = {"samples": SAMPLES, "held_out": HELD_OUT}
+            for key in [key for key, size in once_left_out.items() if data.get(key) == size]:
+                del data[key]
         return hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()[:16]
 
     @property

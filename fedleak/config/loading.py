@@ -17,9 +17,9 @@ import torch
 from pydantic import ValidationError
 
 from fedleak.config.experiment import Experiment
-from fedleak.config.tables import WorkersTable
+from fedleak.config.tables import GateTable, WorkersTable
 from fedleak.config.wording import one_line
-from fedleak.errors import ConfigError
+from fedleak.errors import ConfigError, unknown
 from fedleak.models import CAUSAL_LM
 
 
@@ -91,6 +91,36 @@ def parse(table: Mapping[str, Any]) -> Experiment:
             "federation.partition = 'dirichlet' divides by class and causal-lm has none: use 'iid'"
         )
     return experiment
+
+
+def limited(gate: GateTable, limits: Sequence[str], may_abstain: Sequence[str] = ()) -> GateTable:
+    """Returns the limits of a gate with others from the command line.
+
+    Args:
+        gate: Of the experiment.
+        limits: `name=number` each; they take the place of the experiment's.
+        may_abstain: Names of further attacks that may abstain.
+
+    Raises:
+        ConfigError: No such limit, or a number that it cannot be.
+    """
+    table = gate.model_dump()
+    names = [name for name in table if name != "may_abstain"]
+    for limit in limits:
+        name, equals, text = limit.partition("=")
+        if not equals:
+            raise ConfigError(f"--max {limit!r}: write it as NAME=NUMBER, such as exact=0.01")
+        if name not in names:
+            raise ConfigError(f"--max {limit!r}: {unknown('limit', name, names)}")
+        try:
+            table[name] = float(text)
+        except ValueError as error:
+            raise ConfigError(f"--max {limit!r}: {text!r} is not a number: give one") from error
+    table["may_abstain"] = [*gate.may_abstain, *may_abstain]
+    try:
+        return GateTable.model_validate(table)
+    except ValidationError as error:
+        raise ConfigError(f"--max {one_line(error, GateTable)}") from error
 
 
 def _check_exclusive(experiment: Experiment) -> None:

@@ -4,7 +4,7 @@ The line below a field says what the field means. The reference of the experimen
 from these lines.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
@@ -15,6 +15,9 @@ from fedleak.privacy import Accountant
 
 MOST_UPDATES = 1_000_000
 """Updates that a run may have: at a tenth of a second each they take a day."""
+
+SAMPLES, HELD_OUT = 400, 100
+"""Examples of a built-in data set, which has as many as are asked for, where nobody asks."""
 
 Positive = Annotated[int, Field(ge=1)]
 Source = Annotated[str, AfterValidator(absolute)]
@@ -89,10 +92,14 @@ class DataTable(Table):
     """The column of the text, by name or by number from 0; well-known data sets need none."""
     label: str | int | None = None
     """The column of the class, by name or by number from 0; well-known data sets need none."""
-    samples: Positive = 400
-    """Training examples, of all clients together."""
-    held_out: Annotated[int, Field(ge=0)] = 100
-    """Examples that no client has: they score the global model, and serve as a control."""
+    samples: Positive | None = None
+    """Training examples of all clients; left out: all that is there, or 400 of a built-in."""
+    held_out: Annotated[int, Field(ge=0)] | Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Examples that no client has: they score the global model, and serve as a control.
+
+    A number, or a share of all examples below 1. Left out: 100, or a fifth of what is there where
+    `samples` is left out too and that is less.
+    """
     max_length: Annotated[int, Field(ge=3)] | None = None
     """Tokens after which a text is cut off; left out: a text that is too long is refused."""
     drop_empty: bool = False
@@ -101,6 +108,19 @@ class DataTable(Table):
     """The encoding of a file; left out: UTF-8."""
     delimiter: Annotated[str, Field(pattern=r"^[\t !#-/:-@\[-`{-~]$")] | None = None
     """The delimiter of a csv or tsv file; left out: a comma or a tab."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _sizes(cls, table: Any) -> Any:
+        """Fills in the sizes that do not depend on how many rows there are."""
+        if not isinstance(table, dict):
+            return table
+        sizes = {key: table.get(key) for key in ("samples", "held_out")}
+        if sizes["samples"] is None and str(table.get("name")).startswith("builtin/"):
+            sizes["samples"] = SAMPLES
+        if sizes["samples"] is not None and sizes["held_out"] is None:
+            sizes["held_out"] = HELD_OUT
+        return table | {key: size for key, size in sizes.items() if size is not None}
 
 
 class FederationTable(Table):
@@ -205,3 +225,18 @@ class AuditTable(Table):
 
     controls: bool = True
     """Also score the answer for another client and held-out texts against the same truth."""
+
+
+class GateTable(Table):
+    """`[gate]`: limits that `fedleak gate` compares the run with."""
+
+    exact: Annotated[float, Field(ge=0, le=1)] | None = None
+    """The largest share of texts that all attacks together may read word for word."""
+    rougeL: Annotated[float, Field(ge=0, le=100)] | None = None
+    """The largest mean ROUGE-L of what the best attack reads of each text."""
+    token_recall: Annotated[float, Field(ge=0, le=1)] | None = None
+    """The largest mean share of a text's tokens that the best attack finds."""
+    epsilon: Annotated[float, Field(ge=0)] | None = None
+    """The largest epsilon of any client."""
+    may_abstain: list[str] = []
+    """Attacks that may abstain, by name; an abstention of another one closes the gate."""

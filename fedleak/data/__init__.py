@@ -58,6 +58,10 @@ _ENOUGH_ROWS = 10
 """From so many on, a class of which only the first row is must be the name of the column."""
 
 
+HELD_OUT_SHARE, MOST_HELD_OUT = 0.2, 100
+"""How many of all examples are held out where nobody says it: this share, and at most so many."""
+
+
 @dataclass(frozen=True)
 class Corpus:
     """Texts, the class of each, and the names of the classes."""
@@ -97,9 +101,10 @@ def read(
     split: str,
     text: str | int | None,
     label: str | int | None,
-    samples: int,
-    held_out: int,
+    samples: int | None,
+    held_out: int | float | None,
     seed: int,
+    classes: bool = True,
     drop_empty: bool = False,
     encoding: str | None = None,
     delimiter: str | None = None,
@@ -110,8 +115,10 @@ def read(
         name: A hub id, a file, or `builtin/notes`.
         split: The hub split; a file is one split.
         text, label: Columns, by name, or by number (from 0) in a file without a header line.
-        samples, held_out: How many examples of each.
+        samples: Training examples; None: all that are not held out.
+        held_out: How many, or a share of all examples; None: a default.
         seed: Of the draw.
+        classes: Whether anybody uses the classes; else labels are not looked at.
         drop_empty: Leave out rows without text, which are refused otherwise.
         encoding: Of a file; None: UTF-8.
         delimiter: Of a csv or tsv file; None: a comma, or a tab.
@@ -119,20 +126,46 @@ def read(
     Raises:
         ConfigError: No such data, a column that is missing, empty texts, or too few examples.
     """
-    needed, dropped = samples + held_out, 0
+    dropped = 0
     if name.startswith("builtin/"):
         _refuse_format(name, encoding, delimiter)
-        corpus = _builtin(name, needed)
+        if samples is None or held_out is None:
+            raise ConfigError(
+                f"data.name = {name!r} has as many examples as are asked for: set data.samples and "
+                "data.held_out"
+            )
+        corpus = _builtin(name, sum(_sizes(samples, held_out, 0)))
     else:
-        rows, text, label = _rows(name, split, text, label, encoding, delimiter)
-        corpus, dropped = _corpus(name, rows, text, label, drop_empty)
-    if len(corpus) < needed:
+        wanted = label if classes else None
+        rows, text, found = _rows(name, split, text, wanted, encoding, delimiter)
+        corpus, dropped = _corpus(name, rows, text, found if classes else None, drop_empty)
+    training, kept = _sizes(samples, held_out, len(corpus))
+    if samples is None and training < 1:
         raise ConfigError(
-            f"data.samples = {samples} and data.held_out = {held_out} need {needed} examples, but "
-            f"{name!r} has {len(corpus)}: lower one of them"
+            f"data.held_out = {held_out} leaves nothing to train on, because {name!r} has "
+            f"{len(corpus)} examples: lower it"
+        )
+    if len(corpus) < training + kept:
+        raise ConfigError(
+            f"data.samples = {samples} and data.held_out = {held_out} need {training + kept} "
+            f"examples, but {name!r} has {len(corpus)}: lower one of them, or leave out "
+            "data.samples to use all"
         )
     order = torch.randperm(len(corpus), generator=stream(seed, "data")).tolist()
-    return Split(corpus.take(order[:samples]), corpus.take(order[samples:needed]), dropped)
+    return Split(
+        corpus.take(order[:training]), corpus.take(order[training : training + kept]), dropped
+    )
+
+
+def _sizes(samples: int | None, held_out: int | float | None, there: int) -> tuple[int, int]:
+    """Returns how many examples train and how many are held out, of those that are there."""
+    if held_out is None:
+        held_out = min(MOST_HELD_OUT, round(HELD_OUT_SHARE * there))
+    elif isinstance(held_out, float):
+        # A share of all that is used, which is all that is there if nobody says how many train.
+        used = there if samples is None else samples / (1 - held_out)
+        held_out = max(1, round(held_out * used))
+    return there - held_out if samples is None else samples, held_out
 
 
 def partition(

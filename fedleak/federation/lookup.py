@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 from fedleak.config.experiment import Experiment
 from fedleak.config.loading import load, parse
@@ -48,6 +49,33 @@ def stored(run: Run) -> Experiment:
             "experiment under another name"
         )
     return experiment
+
+
+class Examples(NamedTuple):
+    """How many examples a run trains on, of all clients together, and how many are held out."""
+
+    training: int
+    held_out: int
+
+
+def examples(run: Run) -> Examples:
+    """Returns how many examples the data of a run has.
+
+    Raises:
+        ConfigError: There is no run here.
+        FedleakError: The run.json is damaged.
+    """
+    info = run.info()
+    # A run of an older version says both in its experiment.
+    said = info.get("examples") or info["experiment"]["data"]
+    match said:
+        case {"training": int(training), "held_out": int(held_out)}:
+            return Examples(training, held_out)
+        case {"samples": int(training), "held_out": int(held_out)}:
+            return Examples(training, held_out)
+    raise FedleakError(
+        f"{run.path / 'run.json'} does not say how many examples there are: restore it from a copy"
+    )
 
 
 @lru_cache(maxsize=1)

@@ -40,11 +40,12 @@ def read_data(experiment: Experiment) -> data.Split:
         table.name,
         split=table.split,
         text=table.text,
-        # Nobody uses the classes of texts that a causal model is trained on.
-        label=table.label if experiment.model.task == CLASSIFICATION else None,
+        label=table.label,
         samples=table.samples,
         held_out=table.held_out,
         seed=experiment.seed,
+        # Nobody uses the classes of texts that a causal model is trained on.
+        classes=experiment.model.task == CLASSIFICATION,
         drop_empty=table.drop_empty,
         encoding=table.encoding,
         delimiter=table.delimiter,

@@ -1,9 +1,13 @@
 """A table of a sweep for the terminal: a line per cell and attack."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from rich import box
+from rich.cells import cell_len
+from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
+from rich.text import Text
 
 from fedleak.privacy import NONE
 from fedleak.report.tables import INTERVALS, NOT_MEASURED, decimal, interval, number, warnings
@@ -11,12 +15,31 @@ from fedleak.report.words import said, short_key
 from fedleak.sanitise import markup
 from fedleak.store.summaries import AttackSummary, CellSummary, Estimate, SweepSummary
 
+LONGEST_WORD = 24
+"""Characters of a word that is not broken, however narrow the terminal is."""
+
 UTILITIES = {"mcc": "MCC", "perplexity": "perplexity"}
 """The figure that stands for a model's use, of classifiers and of causal models; and its name."""
 
 
-def table(collected: SweepSummary) -> Table:
-    """Returns a line per cell and attack of a sweep."""
+def table(collected: SweepSummary, width: int | None = None) -> Table:
+    """Returns a line per cell and attack of a sweep.
+
+    Args:
+        collected: The cells and their figures.
+        width: Characters of a line. Where words would have to be broken to fit, all that is about
+            a whole cell stands in one column, below each other. None: no limit.
+    """
+    wide = _table(collected, stacked=False)
+    if width is None:
+        return wide
+    anywhere = Console(width=10_000, force_terminal=False)
+    fits = Measurement.get(anywhere, anywhere.options, wide).minimum <= width
+    return wide if fits else _table(collected, stacked=True)
+
+
+def _table(collected: SweepSummary, *, stacked: bool) -> Table:
+    """Returns the table; where it is stacked, a cell's settings and figures are one column."""
     axes = collected.axes
     summaries = [of for cell in collected.cells for of in cell.attacks.values()]
     notes = [*map(markup, warnings(summaries)), INTERVALS]
@@ -26,23 +49,28 @@ def table(collected: SweepSummary) -> Table:
     shown = Table(
         title=f"{markup(collected.name)}: mean and 95 % interval over clients",
         box=box.SIMPLE_HEAD,
-        padding=(0, 0 if of_cells else 1, 0, 0),
+        padding=(0, 0 if of_cells and not stacked else 1, 0, 0),
         caption="\n".join(notes),
         title_justify="left",
         caption_justify="left",
     )
-    for key in axes:
-        shown.add_column(markup(short_key(key)).replace(" ", "\n"), overflow="fold")
-    for heading in of_cells:
-        shown.add_column(heading, justify="right", no_wrap=True)
-    shown.add_column("attack", overflow="fold")
+    lines = [_of_cell(cell, axes, of_cells) for cell in collected.cells]
+    if stacked:
+        lines = [[_stacked(each, [*map(short_key, axes)], [*of_cells])] for each in lines]
+        _add_words(shown, "cell", [first for first, *_ in lines])
+    else:
+        for i, key in enumerate(axes):
+            heading = markup(short_key(key)).replace(" ", "\n")
+            _add_words(shown, heading, [each[i] for each in lines])
+        for heading in of_cells:
+            shown.add_column(heading, justify="right", no_wrap=True)
+    names = [_attack(name, of) for cell in collected.cells for name, of in cell.attacks.items()]
+    _add_words(shown, "attack", names)
     for heading in ("texts\nexact, %", "ROUGE-L"):
         shown.add_column(heading, justify="right", no_wrap=not of_cells, min_width=8)
     for heading in ("no\nupdate", "tokens\nfound,\n%", "seconds"):
         shown.add_column(heading, justify="right", no_wrap=True)
-    for cell in collected.cells:
-        values = [markup(said(cell.values[key])) for key in axes]
-        values += [show(cell) for show in of_cells.values()]
+    for cell, values in zip(collected.cells, lines, strict=True):
         if not cell.attacks:
             shown.add_row(*values, f"[yellow]{markup(cell.status)}[/]")
         for i, (name, of) in enumerate(cell.attacks.items()):
@@ -57,6 +85,28 @@ def table(collected: SweepSummary) -> Table:
             )
         shown.add_section()
     return shown
+
+
+def _of_cell(
+    cell: CellSummary, keys: Iterable[str], figures: Mapping[str, Callable[[CellSummary], str]]
+) -> list[str]:
+    """Returns a cell's value of each swept key, and its figures."""
+    values = [markup(said(cell.values[key])) for key in keys]
+    return values + [show(cell) for show in figures.values()]
+
+
+def _stacked(values: Sequence[str], keys: Sequence[str], figures: Sequence[str]) -> str:
+    """Returns what is about a cell, a line each; where one key is swept, its name says nothing."""
+    names = [markup(key) if len(keys) > 1 else "" for key in keys]
+    names += [heading.replace("-\n", "").replace("\n", " ") for heading in figures]
+    return "\n".join(f"{name} {value}".strip() for name, value in zip(names, values, strict=True))
+
+
+def _add_words(shown: Table, heading: str, cells: Sequence[str]) -> None:
+    """Adds a column of words, none of which is broken unless it is very long."""
+    words = [word for each in (heading, *cells) for word in Text.from_markup(each).plain.split()]
+    longest = max((cell_len(word) for word in words), default=0)
+    shown.add_column(heading, overflow="fold", min_width=min(longest, LONGEST_WORD))
 
 
 def utility_measure(collected: SweepSummary) -> str | None:

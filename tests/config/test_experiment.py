@@ -550,3 +550,29 @@ def test_what_attacks_bring_along_is_checked_once_before_anything_runs(monkeypat
     monkeypatch.setattr(Dlg, "check_equipment", refuse)
     with pytest.raises(ConfigError, match=r"^attack 'mine': its dictionary is gone: bring"):
         check_attacks(experiment, model)
+
+
+MARKS = [
+    ({}, "7567c759aaf78585"),
+    ({"samples": 400, "held_out": 100}, "7567c759aaf78585"),
+    ({"name": "a.csv", "samples": 400}, "9192e4b82464a436"),
+    ({"name": "a.csv", "samples": 400, "held_out": 100}, "9192e4b82464a436"),
+    ({"name": "a.csv", "samples": 8}, "f3857231b8ca94f8"),
+    ({"held_out": 4}, "b4d12aa7b07262c7"),
+]
+
+
+@pytest.mark.parametrize(("sizes", "mark"), MARKS)
+def test_runs_of_the_time_when_sizes_had_defaults_keep_their_fingerprint(sizes, mark):
+    table = {"name": "a", "model": GOOD["model"], "data": {"name": "builtin/notes"} | sizes}
+    found = parse(table)
+    assert found.fingerprint == mark
+    assert parse(found.model_dump(mode="json")) == found
+
+
+def test_all_rows_of_a_file_are_another_experiment_than_400():
+    marks = {
+        parse(table_of(data={"name": "a.csv"} | sizes)).fingerprint
+        for sizes in ({}, {"samples": 400}, {"held_out": 100}, {"held_out": 0.25})
+    }
+    assert len(marks) == 4

@@ -434,3 +434,40 @@ def test_real_files_are_read_whole(assets, name, text, label, count):
     assert train.label_names == ("0", "1")
     texts, labels = train.texts + held_out.texts, train.labels + held_out.labels
     assert Counter(zip(texts, map(str, labels), strict=True)) == expected
+
+
+SIZES = [
+    (60, None, None, (48, 12)),  # a fifth
+    (900, None, None, (800, 100)),  # at most a hundred
+    (60, None, 10, (50, 10)),
+    (60, None, 0.5, (30, 30)),
+    (60, None, 0.001, (59, 1)),  # a share is never nothing
+    (60, 30, 0.25, (30, 10)),  # a share of all that is used
+    (60, 30, 10, (30, 10)),
+    (2, None, None, (2, 0)),
+]
+
+
+@pytest.mark.parametrize(("rows", "samples", "held_out", "sizes"), SIZES)
+def test_sizes_that_nobody_names_follow_from_the_rows(tmp_path, rows, samples, held_out, sizes):
+    lines = [f"note {i},{i % 2}" for i in range(rows)]
+    (tmp_path / "a.csv").write_text("\n".join(["text,label", *lines]))
+    train, held = read(tmp_path / "a.csv", samples=samples, held_out=held_out)[:2]
+    assert (len(train), len(held)) == sizes
+    assert len({*train.texts, *held.texts}) == sum(sizes)
+
+
+def test_nothing_left_to_train_on_is_refused(tmp_path):
+    (tmp_path / "a.csv").write_text("text,label\na,1\nb,0\n")
+    with pytest.raises(ConfigError, match=r"held_out = 5 leaves nothing to train on.*has 2"):
+        read(tmp_path / "a.csv", samples=None, held_out=5)
+
+
+def test_classes_that_nobody_uses_are_not_looked_at(monkeypatch):
+    """Well-known sets have a column of classes, which is -1 in a test split."""
+    table = datasets.Dataset.from_dict({"sentence": ["a", "b"], "label": [-1, -1]})
+    classes = datasets.ClassLabel(names=["bad", "good"])
+    monkeypatch.setattr(data, "_from_hub", lambda *of: table.cast_column("label", classes))
+    assert len(read("glue/sst2", None, None, samples=2, held_out=0, classes=False)[0]) == 2
+    with pytest.raises(ConfigError, match="no label"):
+        read("glue/sst2", None, None, samples=2, held_out=0)

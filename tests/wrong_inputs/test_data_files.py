@@ -104,7 +104,13 @@ WRONG: dict[str, tuple[str, bytes | None, dict[str, object], tuple[str, ...]]] =
     "empty jsonl": ("d.jsonl", b"", {}, ("d.jsonl", "empty")),
     "not parquet": ("d.parquet", b"PAR1 is not all", {}, ("d.parquet",)),
     "empty parquet": ("d.parquet", b"", {}, ("d.parquet", "empty")),
-    "too few rows": ("d.csv", GOOD.encode(), {"data.samples": 400}, ("400", "40")),
+    "too few rows": ("d.csv", GOOD.encode(), {"data.samples": 400}, ("400", "40", "leave out")),
+    "all held out": (
+        "d.csv",
+        GOOD.encode(),
+        {"data.samples": None, "data.held_out": 40},
+        ("held_out = 40", "nothing to train on", "lower it"),
+    ),
     "none held out left": ("d.csv", GOOD.encode(), {"data.samples": 40}, ("held_out",)),
     "long text": (
         "d.csv",
@@ -176,6 +182,12 @@ RIGHT: dict[str, tuple[str, bytes, dict[str, object]]] = {
         GOOD.replace(",0\n", ",1\n").encode(),
         {"model.name": "builtin/gpt2-tiny", "model.task": "causal-lm"},
     ),
+    "no size named": (
+        "d.csv",
+        GOOD.encode(),
+        {"data.samples": None, "data.held_out": None},
+    ),
+    "a share held out": ("d.csv", GOOD.encode(), {"data.samples": None, "data.held_out": 0.1}),
     "control characters": ("d.csv", GOOD.replace("gemma", "\x1b[31mgemma").encode(), {}),
 }
 

@@ -254,7 +254,7 @@ NUMBERS = {
     "seed": (-1, 1.5, "3", True, []),
     "model.lora.rank": (-1, 1.5, "3", True, math.nan),
     "data.samples": (-4, 0, 1.5, "3", True),
-    "data.held_out": (-1, 1.5, "3", True),
+    "data.held_out": (-1, 1.5, 1.0, 0.0, "3", True),
     "data.drop_empty": ("yes", 1, 0.5),
     "data.max_length": (-1, 0, 4.5, "9", True),
     "federation.clients": (-1, 0, 1.5, "2", True),

@@ -10,7 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal
 
 import torch
@@ -191,7 +191,7 @@ class GradientMatching(ABC):
             found = method.algorithm(objective, config, rng_R, watch)
             apart_U = distances(objective, found)
             chance_U = distances(objective, by_chance(objective, len(each)))
-        return {
+        answers = {
             number: answer(
                 victim,
                 model,
@@ -203,4 +203,10 @@ class GradientMatching(ABC):
             for (number, victim), best, apart, chance in zip(
                 victims.items(), found, apart_U, chance_U, strict=True
             )
+        }
+        if not watch.rang:
+            return answers
+        return {
+            number: replace(one, diagnostics={**one.diagnostics, "time_up": True})
+            for number, one in answers.items()
         }

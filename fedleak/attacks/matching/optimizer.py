@@ -244,6 +244,11 @@ class Watch:
         """Whether time is up. Once it is, it stays so."""
         return self._clock.up()
 
+    @property
+    def rang(self) -> bool:
+        """Whether a phase asked when time was up, so that the search ended early."""
+        return self._clock.rang
+
     def at(self, step: int, found: Sequence[Found] = ()) -> None:
         """Shows the number of steps done, and the best so far of each victim if it was read."""
         self._step = step

@@ -1,0 +1,204 @@
+"""May this run pass? Its worst case against limits, and whether enough was measured to tell.
+
+What is compared with a limit is the upper end of the interval, never the mean. A limit holds only
+where the attacks were free to work: an attack that crashed, ran out of time or found nothing that
+it stands by is no evidence that nothing can be read.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+from fedleak.config.tables import GateTable
+from fedleak.errors import ConfigError, FedleakError, unknown
+from fedleak.privacy import NONE
+from fedleak.reconstruction import Status
+from fedleak.store.records import LEAKAGE, LeakageRow
+from fedleak.store.run import Run
+from fedleak.store.summaries import SUMMARY, Estimate, Guarantee, RunSummary, WorstCase
+
+
+class Outcome(StrEnum):
+    """How one check of the gate ended."""
+
+    WITHIN = "within"
+    """The limit holds, or enough was measured."""
+    EXCEEDED = "exceeded"
+    """The limit does not hold."""
+    UNTOLD = "untold"
+    """Too little was measured to tell."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check of the gate.
+
+    Attributes:
+        name: What is checked: a limit, such as `exact`, or what has to be measured for the limits.
+        outcome: How it ended.
+        said: What was found, in one line.
+    """
+
+    name: str
+    outcome: Outcome
+    said: str
+
+    @property
+    def passed(self) -> bool:
+        """Whether the gate may open, as far as this check goes."""
+        return self.outcome is Outcome.WITHIN
+
+
+class Limited(NamedTuple):
+    """A figure of the worst case that can be limited.
+
+    Attributes:
+        of: Its name in the worst case.
+        says: What it counts, for a sentence.
+        most: The largest that it can be.
+    """
+
+    of: str
+    says: str
+    most: float
+
+
+LEAKS: Mapping[str, Limited] = {
+    "exact": Limited("exact_match", "share of texts read word for word", 1.0),
+    "rougeL": Limited("rougeL", "mean ROUGE-L of the texts", 100.0),
+    "token_recall": Limited("token_recall", "share of a text's tokens found", 1.0),
+}
+"""Limits on the worst case over attacks, by their names."""
+
+
+def judge(run: Run, limits: GateTable) -> list[Check]:
+    """Returns a check for each limit, and for what has to be measured before limits say anything.
+
+    Args:
+        run: A run that was scored.
+        limits: At least one limit.
+
+    Raises:
+        ConfigError: This is no run directory, there is no limit, or an attack that may abstain has
+            no row in this run.
+    """
+    info = run.info()
+    leaks = {name: limit for name in LEAKS if (limit := getattr(limits, name)) is not None}
+    if not leaks and limits.epsilon is None:
+        raise ConfigError(
+            "there is no limit: give --max exact=0.01, for example, or a [gate] in the experiment "
+            f"file (limits: {', '.join([*LEAKS, 'epsilon'])})"
+        )
+    try:
+        summary, rows = run.read(SUMMARY), run.rows(LEAKAGE)
+    except FedleakError as error:
+        return [Check("figures", Outcome.UNTOLD, str(error))]
+    checks = [_limit(name, limit, summary.worst_case) for name, limit in leaks.items()]
+    if limits.epsilon is not None:
+        checks.append(_epsilon(limits.epsilon, summary.privacy))
+    checks.append(_complete(str(info["status"]), summary))
+    if leaks:
+        attacks = sorted({row.attack for row in rows})
+        for name in limits.may_abstain:
+            if name not in attacks:
+                raise ConfigError(f"gate.may_abstain: {unknown('attack', name, attacks)}")
+        checks.append(_enough(summary.worst_case, rows, leaks))
+        for name in attacks:
+            of_attack = [row for row in rows if row.attack == name]
+            checks.append(_attack(name, of_attack, may_abstain=name in limits.may_abstain))
+    return checks
+
+
+def _limit(name: str, limit: float, worst: WorstCase | None) -> Check:
+    """Compares the upper end of the interval of a figure of the worst case with its limit."""
+    leak = LEAKS[name]
+    found: Estimate | None = None if worst is None else getattr(worst, leak.of)
+    if found is None:
+        return Check(name, Outcome.UNTOLD, f"no attack gave an answer that has a {leak.says}")
+    said = (
+        f"{leak.says}: {found.mean:.3g}, with its interval up to {found.high:.3g}; limit {limit:g}"
+    )
+    return Check(name, Outcome.WITHIN if found.high <= limit else Outcome.EXCEEDED, said)
+
+
+def _epsilon(limit: float, privacy: Guarantee | None) -> Check:
+    """Compares the weakest client's epsilon with its limit; where nothing is guaranteed, none is.
+
+    An epsilon is computed, not estimated, so it has no interval.
+    """
+    if privacy is None or privacy.epsilon == NONE:
+        return Check("epsilon", Outcome.UNTOLD, f"nothing is guaranteed; limit {limit:g}")
+    said = (
+        f"epsilon {privacy.epsilon:.4g} at delta {privacy.delta:g}, of one {privacy.unit} by the "
+        f"accountant {privacy.accountant}; limit {limit:g}"
+    )
+    within = float(privacy.epsilon) <= limit
+    return Check("epsilon", Outcome.WITHIN if within else Outcome.EXCEEDED, said)
+
+
+def _complete(status: str, summary: RunSummary) -> Check:
+    """Checks that the run is finished, was scored afterwards, and lacks nothing."""
+    lacks = [*summary.missing]
+    if not status == summary.status == "finished":
+        lacks.append(
+            f"the run is {status} and its figures are of a run that was {summary.status}: "
+            "`fedleak run` with the experiment's file finishes both"
+        )
+    if summary.unscored:
+        lacks.append(f"{summary.unscored} answers have no score")
+    return _untold("complete", lacks, "the run is finished and nothing is missing")
+
+
+def _enough(
+    worst: WorstCase | None, rows: Sequence[LeakageRow], leaks: Mapping[str, float]
+) -> Check:
+    """Checks that the worst case is about enough clients and texts, and about all of them."""
+    if worst is None:
+        return _untold("texts", ["no attack gave an answer with scores of single texts"], "")
+    lacks = [worst.warning] if worst.warning is not None else []
+    if worst.unattacked and leaks.keys() & {"exact", "rougeL"}:
+        lacks.append(f"{worst.unattacked} of {worst.texts} texts: no attack named sequences")
+    searched = {
+        row.key for row in rows if any(text.token_recall is not None for text in row.texts or ())
+    }
+    texts = {row.key: row.batch_size for row in rows}
+    unsearched = sum(size for key, size in texts.items() if key not in searched)
+    if unsearched and "token_recall" in leaks:
+        lacks.append(f"{unsearched} of {worst.texts} texts: no attack named tokens")
+    said = f"{worst.texts} texts of {worst.clients} clients, by {', '.join(worst.attacks)}"
+    return _untold("texts", lacks, said)
+
+
+def _attack(name: str, rows: Sequence[LeakageRow], *, may_abstain: bool) -> Check:
+    """Checks that an attack was free to work on every update that it was for."""
+    ended = Counter(row.status for row in rows)
+    late = sum(bool(row.diagnostics.get("time_up")) for row in rows)
+    # Label counts alone, for example, are an answer without a score of any text.
+    old = sum(
+        row.status == Status.RECOVERED
+        and row.texts is None
+        and (row.rougeL is not None or row.token_recall is not None)
+        for row in rows
+    )
+    of = f"of {len(rows)} updates"
+    lacks = []
+    if failed := ended[Status.FAILED]:
+        lacks.append(f"it failed on {failed} {of}")
+    if late:
+        lacks.append(f"its time (`seconds`) was up on {late} {of}: give it more")
+    if (abstained := ended[Status.ABSTAINED]) and not may_abstain:
+        lacks.append(
+            f"it abstained on {abstained} {of}, which is no evidence that nothing can be read: "
+            "where the other attacks are enough for you, let it (--may-abstain, gate.may_abstain)"
+        )
+    if old:
+        lacks.append(f"{old} {of} have no scores of single texts: `fedleak score` adds them")
+    answered = f"it answered {ended[Status.RECOVERED]} {of}"
+    return _untold(f"attack {name}", lacks, answered)
+
+
+def _untold(name: str, lacks: Sequence[str], said: str) -> Check:
+    """Returns a check that fails if anything is lacking."""
+    return Check(name, Outcome.UNTOLD if lacks else Outcome.WITHIN, "; ".join(lacks) or said)

@@ -1,0 +1,57 @@
+"""What a gate found, as continuous integration reads it: JUnit XML, and GitHub's annotations."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from xml.etree import ElementTree
+
+from fedleak.audit.gate import Check, Outcome
+from fedleak.sanitise import printable
+from fedleak.store.files import naming
+
+
+def write_junit(run: str, checks: Sequence[Check], path: Path) -> None:
+    """Writes checks as one test suite of JUnit XML.
+
+    A limit that is exceeded is a failure; what was not measured well enough is an error.
+
+    Raises:
+        FedleakError: The file cannot be written.
+    """
+    counts = {
+        "failures": sum(one.outcome is Outcome.EXCEEDED for one in checks),
+        "errors": sum(one.outcome is Outcome.UNTOLD for one in checks),
+    }
+    about = {"tests": str(len(checks)), **{name: str(count) for name, count in counts.items()}}
+    suites = ElementTree.Element("testsuites", about)
+    suite = ElementTree.SubElement(suites, "testsuite", {"name": printable(run), **about})
+    for one in checks:
+        names = {"classname": f"fedleak.gate.{printable(run)}", "name": printable(one.name)}
+        case = ElementTree.SubElement(suite, "testcase", names)
+        if one.passed:
+            ElementTree.SubElement(case, "system-out").text = printable(one.said)
+        else:
+            kind = "failure" if one.outcome is Outcome.EXCEEDED else "error"
+            said = {"type": one.outcome.value, "message": printable(one.said)}
+            ElementTree.SubElement(case, kind, said)
+    ElementTree.indent(suites)
+    with naming(path):
+        ElementTree.ElementTree(suites).write(path, encoding="utf-8", xml_declaration=True)
+
+
+def annotations(run: str, checks: Sequence[Check]) -> list[str]:
+    """Returns a line for each check that did not pass, which GitHub shows beside a change."""
+    title = _property(f"fedleak gate: {run}")
+    return [
+        f"::error title={title}::{_escaped(f'{one.name}: {one.outcome}: {one.said}')}"
+        for one in checks
+        if not one.passed
+    ]
+
+
+def _escaped(text: str) -> str:
+    """Returns a text as GitHub's workflow commands take it; `printable` leaves no line end."""
+    return printable(text).replace("%", "%25")
+
+
+def _property(text: str) -> str:
+    return _escaped(text).replace(":", "%3A").replace(",", "%2C")
