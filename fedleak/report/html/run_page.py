@@ -107,10 +107,11 @@ def _setting(experiment: Experiment) -> list[Entry]:
         steps = f"the change of its weights after {counted(table.local_epochs, 'epoch')} (FedAvg)"
     shares = experiment.update.share
     lora = model.lora
+    texts = "all texts" if data.samples is None else counted(data.samples, "training text")
     return [
         Entry("model", f"{model.name}, {model.task}, loss {model.loss}"),
         Entry("trained", f"LoRA of rank {lora.rank}" if lora else "the whole model"),
-        Entry("data", f"{data.name}: {counted(data.samples, 'training text')}, {table.partition}"),
+        Entry("data", f"{data.name}: {texts}, {table.partition}"),
         Entry("clients", f"{table.clients:,}, of which {experiment.clients_per_round:,} a round"),
         Entry("rounds", f"{table.rounds:,}"),
         Entry("a client sends", steps),
