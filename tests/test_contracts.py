@@ -36,7 +36,7 @@ FORBIDDEN = [
     ),
     (NO_FILES, "fedleak.attacks.subspace", "fedleak.store"),
     (NO_FILES, "fedleak.attacks.analytic", "fedleak.config"),
-    (NO_VAULT, "fedleak.report", "fedleak.audit.vault"),
+    (NO_VAULT, "fedleak.report.html", "fedleak.audit.vault"),
     (NO_VAULT, "fedleak.report.html", "fedleak.truth"),
     (NO_VAULT, "fedleak.report.html", "fedleak.data"),
     (ROOMS, "fedleak.attacks.subspace", "fedleak.attacks.matching"),

@@ -245,6 +245,60 @@ def score(path: RunPath, texts: Texts = False) -> None:
 
 
 @app.command()
+def report(
+    paths: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN...", autocompletion=run_directories, hidden=True),
+    ],
+    open_: Annotated[bool, typer.Option("--open", help="Open the report in a browser.")] = False,
+    redact: Annotated[
+        bool, typer.Option("--redact", help="Leave private texts out: rates and shapes only.")
+    ] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="The file to write; left out: report.html in the folder.", metavar="FILE"
+        ),
+    ] = None,
+) -> None:
+    """Write one self-contained HTML file about a run or a sweep, for a browser.
+
+    RUN is a run directory or the folder of a sweep; each gets a file of its own. Runs are scored
+    again. The report of a sweep links to the reports of its cells, which are written too.
+
+    A report holds private texts: only its owner can open it. `--redact` leaves them out.
+    """
+    import webbrowser
+
+    from fedleak import reports
+    from fedleak.audit.gaps import refuse_gaps
+    from fedleak.store.run import Run
+
+    with mended():
+        if out is not None and len(paths) > 1:
+            raise ConfigError(
+                f"--out {str(out)!r} is one file, and {len(paths)} folders are named: give one"
+            )
+        if out is not None and out.is_dir():
+            raise ConfigError(f"--out {str(out)!r} is a folder: name a file, such as report.html")
+
+        def tell(written: Path) -> None:
+            console.print(f"report: {markup(written)}", soft_wrap=True)
+
+        single = []
+        for path in paths:
+            if reports.is_sweep(path):
+                written = reports.report_sweep(path, out, redact=redact, tell=tell)
+            else:
+                single.append(Run(path))
+                written = reports.report_run(single[-1], out, redact=redact)
+            tell(written)
+            if open_ and not webbrowser.open(written.absolute().as_uri()):
+                console.print("[yellow]note:[/] no browser was found: open the file yourself")
+        refuse_gaps(*single)
+
+
+@app.command()
 def gate(
     path: RunPath,
     most: Annotated[
@@ -314,60 +368,6 @@ def export(
         count = write(Run(path), to, texts=texts)
         private = ", with private texts" if texts else ""
         console.print(f"{count} rows{private}: {markup(to)}", soft_wrap=True)
-
-
-@app.command()
-def report(
-    paths: Annotated[
-        list[Path],
-        typer.Argument(metavar="RUN...", autocompletion=run_directories, hidden=True),
-    ],
-    open_: Annotated[bool, typer.Option("--open", help="Open the report in a browser.")] = False,
-    redact: Annotated[
-        bool, typer.Option("--redact", help="Leave private texts out: rates and shapes only.")
-    ] = False,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            help="The file to write; left out: report.html in the folder.", metavar="FILE"
-        ),
-    ] = None,
-) -> None:
-    """Write one self-contained HTML file about a run or a sweep, for a browser.
-
-    RUN is a run directory or the folder of a sweep; each gets a file of its own. Runs are scored
-    again. The report of a sweep links to the reports of its cells, which are written too.
-
-    A report holds private texts: only its owner can open it. `--redact` leaves them out.
-    """
-    import webbrowser
-
-    from fedleak import reports
-    from fedleak.audit.gaps import refuse_gaps
-    from fedleak.store.run import Run
-
-    with mended():
-        if out is not None and len(paths) > 1:
-            raise ConfigError(
-                f"--out {str(out)!r} is one file, and {len(paths)} folders are named: give one"
-            )
-        if out is not None and out.is_dir():
-            raise ConfigError(f"--out {str(out)!r} is a folder: name a file, such as report.html")
-
-        def tell(written: Path) -> None:
-            console.print(f"report: {markup(written)}", soft_wrap=True)
-
-        single = []
-        for path in paths:
-            if reports.is_sweep(path):
-                written = reports.report_sweep(path, out, redact=redact, tell=tell)
-            else:
-                single.append(Run(path))
-                written = reports.report_run(single[-1], out, redact=redact)
-            tell(written)
-            if open_ and not webbrowser.open(written.absolute().as_uri()):
-                console.print("[yellow]note:[/] no browser was found: open the file yourself")
-        refuse_gaps(*single)
 
 
 @app.command()
