@@ -350,6 +350,46 @@ def gate(
 
 
 @app.command()
+def compare(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN...", autocompletion=run_directories, hidden=True),
+    ],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON in place of tables.")] = False,
+) -> None:
+    """Compare runs with the first one, text by text: does the server read more after a change?
+
+    RUN is a run directory, two or more. Only the same texts of the same client and round are
+    compared, and what has no partner is said.
+    """
+    from fedleak.audit.comparison import compare as pair
+    from fedleak.report import comparison_table
+    from fedleak.store.run import Run
+
+    with mended():
+        if len(runs) < 2:
+            raise ConfigError("one run has nothing to be compared with: name two or more")
+        found = [pair(Run(runs[0]), Run(each)) for each in runs[1:]]
+        if as_json:
+            shown = [
+                one.model_dump(mode="json")
+                | {
+                    "differences": [
+                        {**each.model_dump(mode="json"), "verdict": each.verdict}
+                        for each in one.differences
+                    ]
+                }
+                for one in found
+            ]
+            console.print_json(data=shown)
+            return
+        for one in found:
+            console.print(comparison_table.table(one))
+            for reason, count in one.unpaired.items():
+                console.print(f"not compared: {count} texts: {markup(reason)}", soft_wrap=True)
+
+
+@app.command()
 def export(
     path: RunPath,
     to: Annotated[Path, typer.Option(metavar="FILE", help="A csv or parquet file to write.")],

@@ -73,3 +73,37 @@ def clustered_mean(
     high = np.quantile(draws @ highest / (draws @ sizes), 0.975)
     # Rounding must not put the mean, or a bound, outside.
     return Interval(mean, min(float(low), mean), min(max(float(high), mean), most))
+
+
+def bootstrapped(clusters: Sequence[Sequence[float]]) -> Interval:
+    """Returns the mean of all values, with an interval by a bootstrap over clusters.
+
+    Where all clusters are alike its width is zero, however few they are: see `sign_test`.
+
+    Args:
+        clusters: The values of each; at least two clusters.
+    """
+    from scipy.stats import bootstrap
+
+    sums, sizes = (np.array([of(each) for each in clusters], float) for of in (sum, len))
+    found = bootstrap(
+        (sums, sizes),
+        lambda s, n, axis: s.sum(axis) / n.sum(axis),
+        paired=True,
+        vectorized=True,
+        method="percentile",
+        n_resamples=FEWEST_DRAWS,
+        rng=np.random.default_rng(SEED),
+    ).confidence_interval
+    return Interval(float(sums.sum() / sizes.sum()), float(found.low), float(found.high))
+
+
+def sign_test(differences: Sequence[float]) -> float:
+    """Returns the p of independent differences all being as likely above 0 as below.
+
+    It is McNemar's exact test where each difference is of one pair that is read or not.
+    """
+    from scipy.stats import binomtest
+
+    above, below = (sum(sign * each > 0 for each in differences) for sign in (1, -1))
+    return float(binomtest(above, above + below).pvalue) if above + below else 1.0

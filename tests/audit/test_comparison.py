@@ -1,0 +1,136 @@
+import json
+import shutil
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import DLG, Here, call, toml
+
+from fedleak.audit.comparison import Verdict, compare
+from fedleak.dispatch import dispatcher
+from fedleak.errors import FedleakError
+from fedleak.metrics import intervals
+from fedleak.store.records import LEAKAGE
+from fedleak.store.run import Run
+
+CLIENTS = 8
+TABLES: dict[str, Any] = {
+    "data": {"name": "builtin/notes", "samples": 2 * CLIENTS, "held_out": 4},
+    "federation": {"clients": CLIENTS, "rounds": 1, "batch_size": 2},
+    "threat": {"knows": ["labels", "lengths"]},
+    "attack": [DLG],
+}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(dispatcher, "workers", lambda *_: nullcontext([Here()]))
+        Path("a.toml").write_text(toml(TABLES | {"name": "a"}))
+        assert call("run", "a.toml")[0] == 0
+    return folder / "runs" / "a"
+
+
+@pytest.fixture
+def runs(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Run, Run]:
+    """Two copies of a run."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "b"):
+        shutil.copytree(trained, tmp_path / name)
+    return Run(Path("a")), Run(Path("b"))
+
+
+def change(run: Run, attack: str, **scores: Any) -> None:
+    """Gives every text of an attack these scores."""
+    run.write_rows(
+        LEAKAGE,
+        [
+            row.model_copy(
+                update={"texts": tuple(t.model_copy(update=scores) for t in row.texts or ())}
+                if row.attack == attack
+                else {}
+            )
+            for row in run.rows(LEAKAGE)
+        ],
+    )
+
+
+def test_a_run_does_not_differ_from_itself(runs: tuple[Run, Run]) -> None:
+    found = compare(*runs)
+    assert (found.texts, found.unpaired) == (2 * CLIENTS, {})
+    assert {(one.mean, one.p, one.verdict) for one in found.differences} == {
+        (0.0, 1.0, Verdict.UNTOLD)
+    }
+    assert {one.attack for one in found.differences} == {None, "dlg", "probes"}
+
+
+def test_who_reads_more_and_less_is_told(runs: tuple[Run, Run]) -> None:
+    change(runs[0], "dlg", exact=False, rougeL=10.0)
+    change(runs[1], "dlg", exact=True, rougeL=100.0)
+    for pair, verdict, sign in ((runs, Verdict.WORSE, 1), (runs[::-1], Verdict.BETTER, -1)):
+        of = {(one.attack, one.figure): one for one in compare(*pair).differences}
+        worst = of[None, "rougeL"]
+        assert (worst.mean, worst.verdict) == (sign * 90.0, verdict)
+        assert (worst.low, worst.high) == (worst.mean, worst.mean)
+        assert worst.p == pytest.approx(2 * 0.5**CLIENTS)
+        assert (worst.texts, worst.clients) == (2 * CLIENTS, CLIENTS)
+        assert of["dlg", "exact"].mean == sign
+
+
+def test_what_is_not_the_same_is_not_paired_and_said(runs: tuple[Run, Run]) -> None:
+    gone, other = sorted(runs[1].captures())[:2]
+    rows = [row for row in runs[1].rows(LEAKAGE) if row.key != gone]
+    rows = [
+        row.model_copy(update={"texts": None, "rougeL": None, "status": rows[0].status})
+        if row.attack == "dlg" and row.client == CLIENTS - 1
+        else row
+        for row in rows
+    ]
+    runs[1].write_rows(LEAKAGE, rows)
+    vault = runs[1].path / "vault"
+    foreign = json.loads((vault / f"{other}.json").read_text())
+    foreign["sequences"] = foreign["sequences"][::-1]
+    (vault / f"{other}.json").write_text(json.dumps(foreign))
+    found = compare(*runs)
+    assert found.texts == 2 * (CLIENTS - 2)
+    assert found.unpaired["the round and client are in one run only"] == 2
+    assert found.unpaired["the batch has other texts or other tokens"] == 2
+    assert found.unpaired["dlg: one run has no answer (rougeL)"] == 2
+    shutil.rmtree(vault)
+    with pytest.raises(FedleakError, match="not in the vault of both runs"):
+        compare(*runs)
+
+
+def test_the_command_prints_tables_or_json(runs: tuple[Run, Run]) -> None:
+    change(runs[0], "dlg", exact=False, rougeL=0.0)
+    change(runs[1], "dlg", exact=True, rougeL=100.0)
+    status, text, errors = call("compare", "a", "b", "a")
+    assert (status, errors) == (0, "")
+    assert text.count("against a: 16 texts") == 2
+    assert "reads more" in " ".join(text.split())
+    assert max(map(len, text.splitlines())) <= 80
+    status, text, _ = call("compare", "a", "b", "--json")
+    (found,) = json.loads(text)
+    assert found["differences"][0]["verdict"] == "reads more"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"), [(["a"], "name two or more"), (["a", "nowhere"], "not a run directory")]
+)
+def test_what_cannot_be_compared_is_one_line(
+    runs: tuple[Run, Run], arguments: list[str], says: str
+) -> None:
+    status, _, errors = call("compare", *arguments)
+    assert status == 2
+    assert says in errors
+
+
+def test_few_clients_that_agree_show_nothing() -> None:
+    assert intervals.sign_test([1.0] * 5) > 0.05 > intervals.sign_test([1.0] * 6)
+    assert intervals.sign_test([0.0, 0.0]) == 1.0
+    ends = intervals.bootstrapped([[0.0, 1.0], [1.0], [0.0]])
+    assert ends.mean == 0.5
+    assert ends.low < 0.5 < ends.high
