@@ -127,7 +127,7 @@ def _level(found: Figures | None) -> Level:
 
 def _read(found: Figures | None, extent: Extent) -> str:
     who = "A server that follows the protocol"
-    who += f" and was told {listed(extent.granted)}" if extent.granted else ""
+    who += f" and was told {listed(extent.granted).replace('_', ' ')}" if extent.granted else ""
     updates = counted(extent.attacked, "sum" if extent.sums else "update")
     updates += " of clients' updates" if extent.sums else ""
     if found is None:
