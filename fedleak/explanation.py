@@ -17,7 +17,7 @@ from fedleak.observation import GRANTABLE
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class Applicability:
     """Whether an attack can work on what the server sees.
 
     Attributes:
@@ -46,14 +46,14 @@ class Explanation:
         captured: For each kind of capture how many parameters are in it.
         parameters: How many parameters are trained.
         knows, unknown: Facts that the attacker has, and facts that it could be granted.
-        verdicts: One for each attack that there is.
+        attacks: Every attack that there is, and whether it can work.
     """
 
     captured: tuple[int, ...]
     parameters: int
     knows: tuple[str, ...]
     unknown: tuple[str, ...]
-    verdicts: tuple[Verdict, ...]
+    attacks: tuple[Applicability, ...]
 
 
 def explain(experiment: Experiment) -> Explanation:
@@ -73,9 +73,9 @@ def explain(experiment: Experiment) -> Explanation:
         parameters=len(model.trained()),
         knows=tuple(sorted(knows)),
         unknown=tuple(sorted(GRANTABLE - knows)),
-        verdicts=(
+        attacks=(
             *(
-                _verdict(each.name, each.attack, settings, listed=True)
+                _applicability(each.name, each.attack, settings, listed=True)
                 for each in experiment.attacks
             ),
             *(_of_kind(kind, settings) for kind in others),
@@ -83,9 +83,9 @@ def explain(experiment: Experiment) -> Explanation:
     )
 
 
-def _verdict(
+def _applicability(
     name: str, attack: Attack, settings: Sequence[AttackSetting], *, listed: bool
-) -> Verdict:
+) -> Applicability:
     problem = None
     if isinstance(attack, Equipped):
         try:
@@ -93,12 +93,14 @@ def _verdict(
         except ConfigError as error:
             problem = str(error)
     obstacles = tuple(attack.obstacle(setting) for setting in settings)
-    return Verdict(name=name, listed=listed, obstacles=obstacles, problem=problem)
+    return Applicability(name=name, listed=listed, obstacles=obstacles, problem=problem)
 
 
-def _of_kind(kind: str, settings: Sequence[AttackSetting]) -> Verdict:
-    """Returns the verdict on an attack with its default settings."""
+def _of_kind(kind: str, settings: Sequence[AttackSetting]) -> Applicability:
+    """Returns whether an attack can work with its default settings."""
     try:
-        return _verdict(kind, build_attack(0, {"kind": kind}).attack, settings, listed=False)
+        return _applicability(kind, build_attack(0, {"kind": kind}).attack, settings, listed=False)
     except ConfigError as error:
-        return Verdict(name=kind, listed=False, obstacles=(), problem=f"has no defaults: {error}")
+        return Applicability(
+            name=kind, listed=False, obstacles=(), problem=f"has no defaults: {error}"
+        )

@@ -24,14 +24,14 @@ def shown(**changes):
 
 
 def by_name(found):
-    return {one.name: one for one in found.verdicts}
+    return {one.name: one for one in found.attacks}
 
 
 def test_every_attack_is_in_it_and_those_of_the_file_are_marked():
     found = explained(attack=[{"kind": "dlg", "name": "mine"}])
-    assert {one.name for one in found.verdicts} == (attacks.kinds().keys() - {"dlg"}) | {"mine"}
-    assert {one.name for one in found.verdicts if one.listed} == {"probes", "mine"}
-    assert not any(one.reason for one in found.verdicts)
+    assert {one.name for one in found.attacks} == (attacks.kinds().keys() - {"dlg"}) | {"mine"}
+    assert {one.name for one in found.attacks if one.listed} == {"probes", "mine"}
+    assert not any(one.reason for one in found.attacks)
 
 
 def test_an_attack_that_cannot_work_says_why_whether_it_is_listed_or_not():

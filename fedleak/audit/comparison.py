@@ -23,7 +23,7 @@ SURE = 0.05
 """The largest p of a difference that is called one."""
 
 
-class Verdict(StrEnum):
+class Direction(StrEnum):
     """What a difference says of the second run."""
 
     WORSE = "reads more"
@@ -56,11 +56,11 @@ class Difference(Record):
     p: float
 
     @property
-    def verdict(self) -> Verdict:
+    def direction(self) -> Direction:
         """What it says: nothing, unless the interval leaves out 0 and the clients agree."""
         if self.low is None or self.high is None or self.p > SURE or self.low <= 0 <= self.high:
-            return Verdict.UNTOLD
-        return Verdict.WORSE if self.low > 0 else Verdict.BETTER
+            return Direction.UNTOLD
+        return Direction.WORSE if self.low > 0 else Direction.BETTER
 
 
 class Comparison(Record):

@@ -375,7 +375,7 @@ def compare(
                 one.model_dump(mode="json")
                 | {
                     "differences": [
-                        {**each.model_dump(mode="json"), "verdict": each.verdict}
+                        {**each.model_dump(mode="json"), "direction": each.direction}
                         for each in one.differences
                     ]
                 }

@@ -36,7 +36,7 @@ def table(found: Comparison) -> Table:
             f"{one.after * scale:.1f}",
             _interval(one, scale),
             f"{one.p:.2g}",
-            one.verdict,
+            one.direction,
         )
     return shown
 

@@ -4,7 +4,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fedleak.config.experiment import Experiment
-from fedleak.explanation import Explanation, Verdict
+from fedleak.explanation import Applicability, Explanation
 from fedleak.sanitise import markup
 
 
@@ -13,10 +13,10 @@ def show(experiment: Experiment, found: Explanation, console: Console) -> None:
     for line in (_sees(experiment, found), *_knows(found)):
         console.print(markup(line), soft_wrap=True)
     table = Table(show_header=False, box=None, pad_edge=False)
-    for verdict in sorted(found.verdicts, key=lambda one: (not one.listed, one.reason is not None)):
-        mark = "[yellow]cannot work[/]" if verdict.reason else "can work"
-        used = "listed" if verdict.listed else "not listed"
-        table.add_row(f"  {markup(verdict.name)}", used, mark, markup(_said(verdict)))
+    for one in sorted(found.attacks, key=lambda one: (not one.listed, one.reason is not None)):
+        mark = "[yellow]cannot work[/]" if one.reason else "can work"
+        used = "listed" if one.listed else "not listed"
+        table.add_row(f"  {markup(one.name)}", used, mark, markup(_said(one)))
     console.print("attacks")
     console.print(table)
     console.print(
@@ -47,10 +47,10 @@ def _knows(found: Explanation) -> list[str]:
     return lines
 
 
-def _said(verdict: Verdict) -> str:
+def _said(one: Applicability) -> str:
     """Returns why an attack cannot work, or on which part of the captures it can."""
-    able = sum(obstacle is None for obstacle in verdict.obstacles)
-    if verdict.reason is not None or able == len(verdict.obstacles):
-        return verdict.reason or ""
-    some = next(obstacle for obstacle in verdict.obstacles if obstacle)
-    return f"on {able} of {len(verdict.obstacles)} kinds of captures; on the others it {some}"
+    able = sum(obstacle is None for obstacle in one.obstacles)
+    if one.reason is not None or able == len(one.obstacles):
+        return one.reason or ""
+    some = next(obstacle for obstacle in one.obstacles if obstacle)
+    return f"on {able} of {len(one.obstacles)} kinds of captures; on the others it {some}"

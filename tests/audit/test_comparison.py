@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from tiny import DLG, Here, call, toml
 
-from fedleak.audit.comparison import Verdict, compare
+from fedleak.audit.comparison import Direction, compare
 from fedleak.dispatch import dispatcher
 from fedleak.errors import FedleakError
 from fedleak.metrics import intervals
@@ -61,8 +61,8 @@ def change(run: Run, attack: str, **scores: Any) -> None:
 def test_a_run_does_not_differ_from_itself(runs: tuple[Run, Run]) -> None:
     found = compare(*runs)
     assert (found.texts, found.unpaired) == (2 * CLIENTS, {})
-    assert {(one.mean, one.p, one.verdict) for one in found.differences} == {
-        (0.0, 1.0, Verdict.UNTOLD)
+    assert {(one.mean, one.p, one.direction) for one in found.differences} == {
+        (0.0, 1.0, Direction.UNTOLD)
     }
     assert {one.attack for one in found.differences} == {None, "dlg", "probes"}
 
@@ -70,10 +70,10 @@ def test_a_run_does_not_differ_from_itself(runs: tuple[Run, Run]) -> None:
 def test_who_reads_more_and_less_is_told(runs: tuple[Run, Run]) -> None:
     change(runs[0], "dlg", exact=False, rougeL=10.0)
     change(runs[1], "dlg", exact=True, rougeL=100.0)
-    for pair, verdict, sign in ((runs, Verdict.WORSE, 1), (runs[::-1], Verdict.BETTER, -1)):
+    for pair, direction, sign in ((runs, Direction.WORSE, 1), (runs[::-1], Direction.BETTER, -1)):
         of = {(one.attack, one.figure): one for one in compare(*pair).differences}
         worst = of[None, "rougeL"]
-        assert (worst.mean, worst.verdict) == (sign * 90.0, verdict)
+        assert (worst.mean, worst.direction) == (sign * 90.0, direction)
         assert (worst.low, worst.high) == (worst.mean, worst.mean)
         assert worst.p == pytest.approx(2 * 0.5**CLIENTS)
         assert (worst.texts, worst.clients) == (2 * CLIENTS, CLIENTS)
@@ -114,7 +114,7 @@ def test_the_command_prints_tables_or_json(runs: tuple[Run, Run]) -> None:
     assert max(map(len, text.splitlines())) <= 80
     status, text, _ = call("compare", "a", "b", "--json")
     (found,) = json.loads(text)
-    assert found["differences"][0]["verdict"] == "reads more"
+    assert found["differences"][0]["direction"] == "reads more"
 
 
 @pytest.mark.parametrize(
