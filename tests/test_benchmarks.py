@@ -201,6 +201,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_a_part_that_fails_is_recorded_and_the_rest_goes_on(tmp_path):
     (tmp_path / "fake_parts.py").write_text(FAKE)
     (tmp_path / "run.py").write_text(RUN)
