@@ -114,11 +114,13 @@ class Dispatcher:
         self._arrivals = Arrivals(run, expected, experiment.attacked)
         self._pace = Pace(experiment.attacks, len(expected), self._answered)
         self._finished: list[Finished] = []
-        self._closed = False
+        self._round, self._closed = 1, False
 
     def look_for_captures(self, *, last_look: bool) -> None:
         """Notes the captures that have come; after the last look no others are waited for."""
         last_look &= not self._closed
+        # Before the captures, so that a round that is complete has all of them.
+        self._round = self._arrivals.round()
         for key in self._arrivals.new(everywhere=last_look):
             self._agenda.arrived(key)
         if last_look:
@@ -160,7 +162,7 @@ class Dispatcher:
             answers_expected=self._wanted,
             under_way=tuple(_under_way(worker) for worker in all_workers if worker.jobs),
             finished=finished,
-            rounds=self._arrivals.round() - 1,
+            rounds=self._round - 1,
             rounds_expected=rounds,
             seconds_left=self._pace.seconds_left(len(all_workers)),
             seconds_most=self._pace.seconds_most(len(all_workers)),
