@@ -187,8 +187,8 @@ def any_attack(summary: RunSummary) -> list[str]:
         ("tokens found, %", worst.token_recall, worst.control_token_recall, 100),
     ]
     said = [
-        f"{name} {_in_words(estimate, scale)}"
-        + (f" (other update: {_in_words(control, scale)})" if control else "")
+        f"{name} {plain_interval(estimate, scale)}"
+        + (f" (other update: {plain_interval(control, scale)})" if control else "")
         for name, estimate, control, scale in figures
         if estimate is not None
     ]
@@ -201,7 +201,8 @@ def any_attack(summary: RunSummary) -> list[str]:
     return lines
 
 
-def _in_words(value: Estimate, scale: float) -> str:
+def plain_interval(value: Estimate, scale: float) -> str:
+    """Returns `mean [low, high]`, without markup."""
     mean, low, high = (f"{scale * each:.0f}" for each in (value.mean, value.low, value.high))
     return f"{mean} [{low}, {high}]"
 
@@ -404,7 +405,7 @@ def interval(value: Estimate | None, scale: float = 1) -> str:
     """Returns `mean [low, high]`."""
     if value is None:
         return NOT_MEASURED
-    mean, _, rest = _in_words(value, scale).partition(" ")
+    mean, _, rest = plain_interval(value, scale).partition(" ")
     return f"{mean} [dim]\\{rest}[/]"
 
 

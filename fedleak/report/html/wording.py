@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from fedleak.report.tables import NOT_MEASURED
+from fedleak.report.tables import NOT_MEASURED, plain_interval
 from fedleak.store.summaries import Estimate
 
 
@@ -48,10 +48,7 @@ def share(value: Estimate | None) -> str:
 
 def interval(value: Estimate | None, scale: float = 1) -> str:
     """Returns `mean [low, high]`, or that it was not measured."""
-    if value is None:
-        return NOT_MEASURED
-    mean, low, high = (f"{scale * each:.0f}" for each in (value.mean, value.low, value.high))
-    return f"{mean} [{low}, {high}]"
+    return NOT_MEASURED if value is None else plain_interval(value, scale)
 
 
 def figure(value: float | str | None) -> str:
