@@ -253,6 +253,22 @@ def many_rounds(tmp_path):
     return preparation.prepare(experiment, tmp_path / "run"), experiment
 
 
+def test_a_round_that_ends_during_a_look_is_not_complete_before_the_next(many_rounds, monkeypatch):
+    run, experiment = many_rounds
+    found, look = dispatcher.Dispatcher(run, experiment), Arrivals.new
+
+    def look_before_the_round_ends(self, **how):
+        seen = look(self, **how)
+        run.write_broadcast(2, {})  # the first round's captures came before it
+        return seen
+
+    monkeypatch.setattr(Arrivals, "new", look_before_the_round_ends)
+    found.look_for_captures(last_look=False)
+    assert (found.progress([]).rounds, found.progress([]).captures) == (0, 0)
+    found.look_for_captures(last_look=False)
+    assert found.progress([]).rounds == 1
+
+
 def test_training_stops_in_the_round_in_which_the_dispatcher_dies(many_rounds, monkeypatch):
     run, experiment = many_rounds
     answer = inline.InlineGrid._answer
