@@ -1,7 +1,10 @@
 """Versions of what results depend on: `fedleak --version` shows them, and run.json keeps them."""
 
+import hashlib
 import platform
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 from fedleak import __version__
 
@@ -17,3 +20,18 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:  # installed under another name, as vendors of torch do
             found[name] = "unknown"
     return found
+
+
+@cache
+def code() -> str:
+    """Returns the version of the fedleak that is running, and a mark of its very files.
+
+    Flower runs the copy of fedleak that an app brings, or an installed one where it brings none,
+    so a version number alone does not tell whether two machines run the same.
+    """
+    root = Path(__file__).parents[1]
+    digest = hashlib.sha256()
+    for package in ("clients", "fedleak"):
+        for path in sorted((root / package).rglob("*.py")):
+            digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes() + b"\0")
+    return f"{__version__} ({digest.hexdigest()[:12]})"

@@ -207,6 +207,8 @@ def thin_app(run_path: Path) -> dict[str, Any]:
             "experiment": str(run_path / "run.json"),
             "run-dir": str(run_path),
             "attack": False,
+            "nodes-within": 60,
+            "answers-within": 3600,
         },
     }
     project = {"name": "fedleak-run", "version": "1", "dependencies": ["flwr>=1.41"]}

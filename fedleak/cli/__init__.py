@@ -107,11 +107,13 @@ def run(
     from fedleak.audit.gaps import refuse_gaps
     from fedleak.config.loading import load
     from fedleak.federation.lookup import run_folder
-    from fedleak.preparation import prepare
+    from fedleak.preparation import prepare, refuse_data_on_nodes
     from fedleak.report import tables
 
     with mended():
         experiments = [load(path, changes or ()) for path in files or QUICKSTART]
+        for each in experiments:
+            refuse_data_on_nodes(each)
         runs = [prepare(each, run_folder(each.name), fresh=fresh) for each in experiments]
         from server.engines import train  # takes seconds, so after what may be refused
 

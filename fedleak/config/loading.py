@@ -86,11 +86,28 @@ def parse(table: Mapping[str, Any]) -> Experiment:
     _check_workers(experiment.workers)
     _check_rounds(experiment)
     _check_exclusive(experiment)
+    _check_nodes(experiment)
     if experiment.model.task == CAUSAL_LM and experiment.federation.partition == "dirichlet":
         raise ConfigError(
             "federation.partition = 'dirichlet' divides by class and causal-lm has none: use 'iid'"
         )
     return experiment
+
+
+def _check_nodes(experiment: Experiment) -> None:
+    """Refuses what makes no sense where each node has data of its own."""
+    if not experiment.data.on_nodes:
+        return
+    if experiment.federation.partition != "iid":
+        raise ConfigError(
+            "federation.partition divides one data set, and data.on_nodes says that each node has "
+            "its own: leave one of them out"
+        )
+    if experiment.utility.reference:
+        raise ConfigError(
+            "utility.reference trains on all data in one place, and data.on_nodes says that each "
+            "node keeps its own: leave one of them out"
+        )
 
 
 def limited(gate: GateTable, limits: Sequence[str], may_abstain: Sequence[str] = ()) -> GateTable:

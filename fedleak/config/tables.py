@@ -102,6 +102,13 @@ class DataTable(Table):
     """
     max_length: Annotated[int, Field(ge=3)] | None = None
     """Tokens after which a text is cut off; left out: a text that is too long is refused."""
+    on_nodes: bool = False
+    """Each node of a federation trains on a file of its own, which its configuration names.
+
+    The file has the same columns. What `name` says is the server's: it gives the names of the
+    classes and the held-out texts, and nobody trains on it. Such an experiment runs under
+    `flwr run` only.
+    """
     drop_empty: bool = False
     """Leave out rows without text; otherwise they are refused."""
     encoding: Annotated[str, AfterValidator(_encoding)] | None = None

@@ -1,6 +1,8 @@
 """The data of an experiment: read, tokenised, and divided among the clients."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from fedleak import data
 from fedleak.config.experiment import Experiment
@@ -54,7 +56,52 @@ def read_data(experiment: Experiment) -> data.Split:
         raise ConfigError(
             f"data.label is missing: name the column of {table.name!r} that holds the class"
         )
+    if table.on_nodes:
+        nobody = data.Corpus((), (), split.train.label_names)
+        return data.Split(nobody, split.held_out, split.dropped)
     return split
+
+
+def own_workload(
+    experiment: Experiment, path: Path, classes: Sequence[str], client: int, model: LanguageModel
+) -> Workload:
+    """Reads and tokenises the file of a node, all of which is its client's.
+
+    Raises:
+        ConfigError: A file that cannot be read, or a text that is too long.
+    """
+    table = experiment.data
+    corpus = own_corpus(experiment, path, classes)
+    sequences = data.tokenise(
+        corpus.texts, model.encode, limit=model.max_length, max_length=table.max_length
+    )
+    parts: list[list[int]] = [[] for _ in range(experiment.federation.clients)]
+    parts[client] = list(range(len(sequences)))
+    return Workload(
+        sequences=sequences,
+        labels=corpus.labels,
+        parts=parts,
+        held_out=[],
+        held_out_labels=(),
+    )
+
+
+def own_corpus(experiment: Experiment, path: Path, classes: Sequence[str]) -> data.Corpus:
+    """Reads the file of a node.
+
+    Raises:
+        ConfigError: It cannot be read.
+    """
+    table = experiment.data
+    return data.read_own(
+        path,
+        text=table.text,
+        label=table.label,
+        classes=classes if experiment.model.task == CLASSIFICATION else None,
+        drop_empty=table.drop_empty,
+        encoding=table.encoding,
+        delimiter=table.delimiter,
+    )
 
 
 def outline(experiment: Experiment, num_labels: int) -> LanguageModel:
@@ -74,7 +121,9 @@ def divide(experiment: Experiment, split: data.Split, model: LanguageModel) -> W
     return Workload(
         sequences=data.tokenise(train.texts, model.encode, limit=limit, max_length=max_length),
         labels=train.labels,
-        parts=data.partition(
+        parts=[[] for _ in range(table.clients)]
+        if experiment.data.on_nodes
+        else data.partition(
             train.labels,
             table.clients,
             how=table.partition,
@@ -101,6 +150,8 @@ def unknown_fraction(workload: Workload, model: LanguageModel) -> float:
             "nothing in them: remove them, or choose another model"
         )
     count = sum(map(len, contents))
+    if not count:  # all texts are on nodes
+        return 0.0
     fraction = sum(token in unknown for ids in contents for token in ids) / count
     if fraction > MOST_UNKNOWN:
         raise ConfigError(

@@ -71,6 +71,8 @@ def test_the_app_is_made_of_installed_packages_and_knows_where_the_run_is():
         "experiment": '/a b/"c"/run.json',
         "run-dir": '/a b/"c"',
         "attack": False,
+        "nodes-within": 60,
+        "answers-within": 3600,
     }
 
 
