@@ -265,6 +265,34 @@ def score(
 
 
 @app.command()
+def watch(
+    superlink: Annotated[str, typer.Argument(metavar="SUPERLINK", hidden=True)],
+    run_id: Annotated[
+        str | None, typer.Option(metavar="ID", help="Of the run; left out: the newest.")
+    ] = None,
+    patience: Annotated[
+        float, typer.Option(min=0, metavar="SECONDS", help="The SuperLink may be silent so long.")
+    ] = 60.0,
+) -> None:
+    """Follow a run of `flwr run` to its true end, which the exit status of `flwr run` hides.
+
+    SUPERLINK is the name of a connection in Flower's configuration. The exit status is 0 if the run
+    was completed, and else 1, with the reason in the last line.
+    """
+    from fedleak import flower_runs
+
+    with mended():
+
+        def tell(at: flower_runs.FlowerRun) -> None:
+            console.print(f"run {markup(at.number)}: {markup(at.status)}", soft_wrap=True)
+
+        ended = flower_runs.follow(superlink, run_id, tell, patience)
+        if ended.status != flower_runs.COMPLETED:
+            reason = f": {ended.details}" if ended.details else ""
+            raise FedleakError(f"run {ended.number} ended as {ended.status}{reason}")
+
+
+@app.command()
 def report(
     paths: Annotated[
         list[Path],

@@ -19,6 +19,7 @@ from fedleak import preparation
 from fedleak.config.experiment import Experiment
 from fedleak.config.loading import parse
 from fedleak.errors import FedleakError
+from fedleak.flower_runs import answer_of
 from server import inline, simulation
 
 TINY = {
@@ -110,7 +111,7 @@ def test_a_port_is_free_until_somebody_listens():
 
 
 def test_an_answer_of_flwr_is_its_json():
-    assert simulation.answer_of("ls", '{"success": true, "runs": []}')["runs"] == []
+    assert answer_of("ls", '{"success": true, "runs": []}')["runs"] == []
 
 
 @pytest.mark.parametrize(
@@ -123,7 +124,7 @@ def test_an_answer_of_flwr_is_its_json():
 )
 def test_no_answer_of_flwr_is_an_error(output, message):
     with pytest.raises(FedleakError) as caught:
-        simulation.answer_of("run", output)
+        answer_of("run", output)
     assert str(caught.value) == message
 
 
@@ -132,6 +133,7 @@ def test_no_answer_of_flwr_is_an_error(output, message):
 ORPHANS = """
 import subprocess, sys
 from pathlib import Path
+from fedleak.flower_runs import answer_of
 from server import simulation
 
 def simulate(folder, run_path, clients):
