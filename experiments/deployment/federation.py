@@ -48,6 +48,12 @@ CLASSES = ("other", "health")
 TEXTS = 40
 """Private texts of a node."""
 
+TRIES, ANSWER_SECONDS = 3, 300
+"""On a busy machine a reply can be lost: Flower gives up a reply that its database is too busy for.
+
+Then the round fails once the time for answers is up, and another run goes on from there.
+"""
+
 VALID_DAYS = 30
 START_SECONDS = 60.0
 SET_CHILD_SUBREAPER = 36  # from <linux/prctl.h>
@@ -451,7 +457,13 @@ def federation(
     try:
         yield made
     finally:
+        # Whoever asks once more must not cut this short.
+        asked = {
+            each: signal.signal(each, signal.SIG_IGN) for each in (signal.SIGINT, signal.SIGTERM)
+        }
         made.end()
+        for each, handler in asked.items():
+            signal.signal(each, handler)
 
 
 # --- commands -------------------------------------------------------------------------------
@@ -476,11 +488,15 @@ def run(folder: Path) -> int:
             made.register(node)
             made.start_node(node)
         say(f"{made.nodes} SuperNodes with registered keys")
-        number = made.submit()
-        say(f"run {number}: training and attacks")
-        _, told = made.watch(number)
-        print(told, end="")
-        if not (made.run / "run.json").exists() or not _finished(made.run):
+        for _ in range(TRIES):
+            number = made.submit(**{"answers-within": ANSWER_SECONDS})
+            say(f"run {number}: training and attacks")
+            _, told = made.watch(number)
+            print(told, end="")
+            if finished := _finished(made.run):
+                break
+            say("that failed; the same again goes on where it stopped")
+        if not finished:
             return 1
         say("the run is finished, and the truth is in the nodes' vaults: their owners hand it over")
         vaults = [f"--vault={made.node(node) / 'vault'}" for node in range(made.nodes)]
@@ -495,7 +511,8 @@ def run(folder: Path) -> int:
 
 
 def _finished(run: Path) -> bool:
-    return bool(json.loads((run / "run.json").read_text())["status"] == "finished")
+    file = run / "run.json"
+    return file.exists() and bool(json.loads(file.read_text())["status"] == "finished")
 
 
 def register(superlink: str, keys: Sequence[Path]) -> int:
