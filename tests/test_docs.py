@@ -44,6 +44,21 @@ ELSEWHERE = {
     "--federation-config 'num-supernodes=12 client-resources-num-cpus=1'": (
         "leaves a SuperLink behind; tests/server/test_simulation.py runs the same apps"
     ),
+    "experiments/deployment/run.sh": "tests/test_deployment.py runs it in a folder of its own",
+    "docker compose --profile federation up -d": "needs an engine; see tests/test_compose.py",
+    "docker compose run --rm operator": "needs an engine, too",
+    "docker compose run --rm handover": "needs an engine, too",
+    "flower-supernode --superlink server.example:8000 --root-certificates ca.crt "
+    "--auth-supernode-private-key key --node-config 'partition-id=0 num-partitions=4 "
+    'data="/private/notes.csv" vault="/private/vault"\'': (
+        "needs a SuperLink on another machine; tests/test_deployment.py starts such nodes"
+    ),
+    'flwr run . federation --run-config \'experiment="/srv/federation.toml" '
+    'run-dir="/srv/runs/federation"\'': "needs that federation",
+    "fedleak watch federation": "needs it, too; tests/test_flower_runs.py has its statuses",
+    "fedleak score /srv/runs/federation --vault /handed-over/node-0 --vault /handed-over/node-1": (
+        "needs its vaults; tests/audit/test_handover.py takes some"
+    ),
     "fedleak train-prior --text wikitext.txt --tokenizer bert-base-uncased --out prior": (
         "needs the hub; tests/models/test_prior.py runs it with a built-in tokenizer"
     ),
