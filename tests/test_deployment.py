@@ -7,12 +7,12 @@ ends all that it has started.
 import importlib.util
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -223,7 +223,7 @@ def test_a_superlink_that_is_killed_ends_the_run_and_starts_again_where_it_was(m
 def test_a_full_disk_at_the_server_is_a_line_and_what_is_written_stays(
     made: Any, tmp_path: Path
 ) -> None:
-    """The run directory is on a disk of 40 MB: two captures, and no third."""
+    """The run directory is on a disk that fills up while clients train."""
     if os.geteuid() != 0 or not made.apart:
         pytest.skip("mounting a small disk needs root")
     for node in range(NODES):
@@ -238,8 +238,8 @@ def test_a_full_disk_at_the_server_is_a_line_and_what_is_written_stays(
         filler = made.run / ".filler"
         number = submit(made)
         wait_for(lambda: (made.run / "captures").is_dir())
-        free = shutil.disk_usage(made.run).free
-        filler.write_bytes(b"\0" * (free - 2**20))
+        with suppress(OSError):  # which is what it is for
+            filler.write_bytes(bytes(200 * 2**20))
         status, told = made.watch(number, 300)
         assert status == 1
         assert "No space left on device" in told

@@ -470,7 +470,9 @@ def _classes(
             f"label (the first is row {missing[0] + 1}): remove them"
         )
     if isinstance(feature, ClassLabel):
-        return tuple(values[i] for i in kept), tuple(feature.names)
+        if known is None:
+            return tuple(values[i] for i in kept), tuple(feature.names)
+        values = [value if _absent(value) else feature.names[value] for value in values]
     names = sorted({str(values[i]) for i in kept}) if known is None else list(known)
     if unnamed := sum(str(values[i]) not in names for i in kept):
         raise ConfigError(

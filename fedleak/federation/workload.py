@@ -71,7 +71,15 @@ def own_workload(
         ConfigError: A file that cannot be read, or a text that is too long.
     """
     table = experiment.data
-    corpus = own_corpus(experiment, path, classes)
+    corpus = data.read_own(
+        path,
+        text=table.text,
+        label=table.label,
+        classes=classes if experiment.model.task == CLASSIFICATION else None,
+        drop_empty=table.drop_empty,
+        encoding=table.encoding,
+        delimiter=table.delimiter,
+    )
     sequences = data.tokenise(
         corpus.texts, model.encode, limit=model.max_length, max_length=table.max_length
     )
@@ -83,24 +91,6 @@ def own_workload(
         parts=parts,
         held_out=[],
         held_out_labels=(),
-    )
-
-
-def own_corpus(experiment: Experiment, path: Path, classes: Sequence[str]) -> data.Corpus:
-    """Reads the file of a node.
-
-    Raises:
-        ConfigError: It cannot be read.
-    """
-    table = experiment.data
-    return data.read_own(
-        path,
-        text=table.text,
-        label=table.label,
-        classes=classes if experiment.model.task == CLASSIFICATION else None,
-        drop_empty=table.drop_empty,
-        encoding=table.encoding,
-        delimiter=table.delimiter,
     )
 
 

@@ -5,10 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from datasets import ClassLabel, Dataset, Features, Value
 from flwr.app import Context, RecordDict
 from tiny import DLG, call, tables
 
 from clients.app import app as client_app
+from fedleak import data
 from fedleak.config.loading import parse
 from fedleak.errors import ConfigError, FedleakError
 from fedleak.notes import notes
@@ -154,6 +156,23 @@ def test_settings_that_need_all_data_in_one_place_are_refused() -> None:
     ):
         with pytest.raises(ConfigError, match=says):
             parse(tables(CHANGES | change))
+
+
+@pytest.mark.parametrize("numbered", [True, False])
+def test_classes_have_the_numbers_that_the_server_gives_them(
+    numbered: bool, tmp_path: Path
+) -> None:
+    names = ["b", "a"]
+    label = ClassLabel(names=names) if numbered else Value("string")
+    rows = {"text": ["one", "two", "three"], "label": ["a", "a", "b"]}
+    features = Features({"text": Value("string"), "label": label})
+    Dataset.from_dict(rows, features=features).to_parquet(str(tmp_path / "own.parquet"))
+    own = data.read_own(
+        tmp_path / "own.parquet", text="text", label="label", classes=("a", "b", "c")
+    )
+    assert (own.labels, own.label_names) == ((0, 0, 1), ("a", "b", "c"))
+    alone = data.read_own(tmp_path / "own.parquet", text="text", label=None, classes=None)
+    assert set(alone.labels) == {0}
 
 
 def test_fedleak_run_has_no_nodes(federation: Federation) -> None:
