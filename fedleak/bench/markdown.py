@@ -10,9 +10,9 @@ from pathlib import Path
 
 from fedleak.bench.results import RESULT, Cell, Entry, Result, SettingResult
 from fedleak.errors import ConfigError
-from fedleak.report.tables import INTERVALS, NOT_MEASURED, interval, number
+from fedleak.report.tables import INTERVALS, NOT_MEASURED, number, plain_interval
 from fedleak.sanitise import printable
-from fedleak.store.summaries import AttackSummary
+from fedleak.store.summaries import AttackSummary, Estimate
 
 MARKER = "<!-- Below this line everything is written by `fedleak bench-table`. -->\n"
 
@@ -186,13 +186,13 @@ def _figures(cell: Cell) -> list[str]:
     if of is None:
         return [f"cannot work here: {_safe(cell.left_out or '')}", *[""] * 6]
     seconds = NOT_MEASURED if of.seconds_per_update is None else f"{of.seconds_per_update:.2f}"
-    star = " (few)" if of.warning else ""
+    few = " (few)" if of.warning and of.exact_match is not None else ""
     return [
         f"{of.answers} of {of.rows}",
-        interval(of.exact_match, 100) + star,
-        interval(of.rougeL),
+        _interval(of.exact_match, 100) + few,
+        _interval(of.rougeL),
         NOT_MEASURED if of.control_rougeL is None else number(of.control_rougeL.mean),
-        interval(of.token_recall, 100),
+        _interval(of.token_recall, 100),
         f"{of.verified} of {of.rows}",
         seconds,
     ]
@@ -221,6 +221,10 @@ def _both(exact: float | None, rouge: float | None) -> str:
     if exact is None:
         return NOT_MEASURED
     return f"{number(100 * exact)} ({number(rouge)})"
+
+
+def _interval(value: Estimate | None, scale: float = 1) -> str:
+    return NOT_MEASURED if value is None else plain_interval(value, scale)
 
 
 def _settings(entry: Entry) -> str:

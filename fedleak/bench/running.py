@@ -12,7 +12,7 @@ import hashlib
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +31,7 @@ from fedleak.config.experiment import Experiment
 from fedleak.config.tables import WorkersTable
 from fedleak.dispatch.dispatcher import attack_captures, drop_failures
 from fedleak.dispatch.progress import RunProgress
-from fedleak.errors import ConfigError, FedleakError
+from fedleak.errors import ConfigError, FedleakError, unknown
 from fedleak.federation.lookup import run_folder
 from fedleak.federation.schedule import expected_captures
 from fedleak.federation.workload import divide, outline, read_data
@@ -48,6 +48,7 @@ from fedleak.workers.process import Worker, devices, workers
 _log = logging.getLogger(__name__)
 
 NEEDS_ASSETS = "needs models and data that are not part of fedleak: name their folder by --assets"
+NOT_CHOSEN = "was not asked for (--setting)"
 
 MOST_REASONS, LONGEST_REASON = 3, 200
 """Of a cell that are kept, and characters of one."""
@@ -101,11 +102,11 @@ class Bench:
 
     @property
     def missing(self) -> list[str]:
-        """What should have been run and could not; who gives no assets knows what is left out."""
+        """What should have been run and could not."""
         return [
             f"setting {name!r} was left out: {reason}"
             for name, reason in self.left_out.items()
-            if reason != NEEDS_ASSETS
+            if reason not in (NEEDS_ASSETS, NOT_CHOSEN)
         ]
 
 
@@ -114,6 +115,7 @@ def prepare(
     tables: Sequence[Mapping[str, Any]],
     assets: Path | None = None,
     *,
+    chosen: Collection[str] = (),
     fresh: bool = False,
 ) -> Bench:
     """Checks all that can be checked, before anything is run.
@@ -122,13 +124,17 @@ def prepare(
         suite: What to run.
         tables: The attacks, as in an experiment file.
         assets: A folder of models and data.
+        chosen: Names of the settings to run; none: all.
         fresh: Move earlier runs of the suite out of the way.
 
     Raises:
         ConfigError: An attack that cannot be run anywhere, or a suite that is not right.
     """
     probes = [{"kind": kind} for kind in attacks.always_on()]
-    tables = [*(one for one in probes if one["kind"] not in {t.get("kind") for t in tables}), *tables]
+    tables = [
+        *(one for one in probes if one["kind"] not in {t.get("kind") for t in tables}),
+        *tables,
+    ]
     named = tuple(build_attack(i, dict(table)) for i, table in enumerate(tables))
     for each in named:
         if isinstance(each.attack, Equipped):
@@ -138,7 +144,13 @@ def prepare(
                 raise ConfigError(f"attack {each.name!r}: {error}") from error
     ready: dict[str, Ready] = {}
     left_out: dict[str, str] = {}
+    names = [each.name for each in suite.settings]
+    if strange := [name for name in chosen if name not in names]:
+        raise ConfigError(f"--setting: {unknown('setting', strange[0], names)}")
     for setting in suite.settings:
+        if chosen and setting.name not in chosen:
+            left_out[setting.name] = NOT_CHOSEN
+            continue
         if setting.needs_assets and assets is None:
             left_out[setting.name] = NEEDS_ASSETS
             continue

@@ -195,7 +195,9 @@ def _over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     both = copy.deepcopy(dict(below))
     for key, value in above.items():
         old = both.get(key)
-        both[key] = _over(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+        both[key] = (
+            _over(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+        )
     return both
 
 

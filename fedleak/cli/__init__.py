@@ -428,6 +428,10 @@ def bench(
     only: Annotated[
         bool, typer.Option("--only", help="Leave out the attacks of the suite.")
     ] = False,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--setting", metavar="NAME", help="Run this setting alone; repeatable."),
+    ] = None,
     assets: Annotated[
         Path | None,
         typer.Option(
@@ -458,10 +462,14 @@ def bench(
         tables = suites.entered(what, attacks or (), file, command, only=only)
         if out is not None and not out.parent.is_dir():
             raise ConfigError(f"--out {str(out)!r}: there is no such folder: make it")
-        entered = running.prepare(what, tables, assets, fresh=fresh)
+        entered = running.prepare(what, tables, assets, chosen=settings or (), fresh=fresh)
         from server.engines import train  # as for `run`
 
-        remark(f"setting {name} is left out: {why}" for name, why in entered.left_out.items())
+        remark(
+            f"setting {name} is left out: {why}"
+            for name, why in entered.left_out.items()
+            if why != running.NOT_CHOSEN
+        )
         numbers = {name: i for i, name in enumerate(entered.ready, 1)}
 
         @contextmanager

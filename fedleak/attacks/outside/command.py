@@ -39,7 +39,7 @@ PASSED_ON = (
 """Environment variables that every program gets; others may name the run, or hold secrets."""
 
 _KEPT = 1_000
-"""Bytes of what a program prints that are kept, for the reason of a failure."""
+"""Bytes of its standard error that are kept, for the reason of a failure."""
 
 _GRACE_SECONDS = 5.0
 """How long the end of a program may take that is told to end."""
@@ -144,16 +144,16 @@ def run(
     process = subprocess.Popen(
         [sys.executable, "-I", "-S", keeper.__file__, str(folder), *program],
         stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
         cwd=folder,
         env=environment,
         start_new_session=True,
     )
     assert process.stdin is not None
-    assert process.stdout is not None
+    assert process.stderr is not None
     printed = bytearray()
-    reader = threading.Thread(target=_read, args=(process.stdout, printed), daemon=True)
+    reader = threading.Thread(target=_read, args=(process.stderr, printed), daemon=True)
     reader.start()
     try:
         status = process.wait(seconds)
@@ -171,7 +171,9 @@ def run(
     if status == 0:
         return None
     lines = printed.decode(errors="replace").splitlines()
-    last = next((line.strip() for line in reversed(lines) if line.strip()), "it printed nothing")
+    last = next(
+        (line.strip() for line in reversed(lines) if line.strip()), "nothing on standard error"
+    )
     return f"exit status {status}: {last}"
 
 

@@ -163,9 +163,10 @@ def _content(path: Path) -> bytes:
         raise AnswerFileError("it wrote no answer") from None
     except OSError as error:
         raise AnswerFileError(f"its answer cannot be opened: {error.strerror}") from None
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise AnswerFileError("its answer is no plain file")
     with open(handle, "rb") as file:
-        if not stat.S_ISREG(os.fstat(handle).st_mode):
-            raise AnswerFileError("its answer is no plain file")
         content = file.read(MOST_BYTES + 1)
     if len(content) > MOST_BYTES:
         raise AnswerFileError(f"its answer has more than {MOST_BYTES:,} bytes")
