@@ -38,6 +38,7 @@ QUICK = {
     "dager": {"searches": 2, "kicks": 2, "enumerate_up_to": 64},
     "keyspan": {"beam": 2},
     "command": {"command": f"{shlex.quote(sys.executable)} {PROGRAM} {{observation}} {{answer}}"},
+    "auto": {"steps": 2},
 }
 MODELS = [
     ("bert", CLASSIFICATION),
