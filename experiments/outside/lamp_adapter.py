@@ -1,13 +1,11 @@
-"""Enters the authors' code of LAMP (eth-sri/lamp) as an outside attack: their loop, their constants.
+"""Enters the authors' code of LAMP (eth-sri/lamp) as an outside attack.
 
     git clone https://github.com/eth-sri/lamp && git -C lamp checkout 852d12f
-    LAMP_CODE=lamp fedleak bench --command \
-        'python experiments/outside/lamp_adapter.py {observation} {answer} --loss cos'
+    LAMP_CODE=$PWD/lamp fedleak bench --attacks experiments/outside/lamp-authors.toml
 
-It needs torch, transformers, datasets, scipy, and the folder of their code in `LAMP_CODE`, which
-the command has to be passed: in an experiment file by `environment = ["LAMP_CODE"]`. All further
-arguments are those of their `attack.py`; `--prior FOLDER` is a language model in the victim's
-vocabulary, in place of theirs. Without one, their `coeff_perplexity` is 0.
+It needs torch, transformers and scipy. `LAMP_CODE` names the folder of their code. What
+follows the two paths are arguments of their `attack.py`. `--prior FOLDER` is a language model in
+the victim's vocabulary, in place of theirs; without one, their `coeff_perplexity` is 0.
 
 What runs is their `reconstruct`, with the start, the loss, the optimiser and the reordering of
 tokens. These things are put in its way, and no others:
@@ -26,7 +24,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 BERT_BASE_VOCABULARY = 30_522
@@ -148,16 +146,15 @@ def answer(folder: Path, prior: Path | None, theirs: list[str]) -> list[list[int
 
 def their_code(folder: Path, tokenizer: Any, arguments: list[str]) -> Any:
     """Imports their attack.py, with arguments and with this model's numbers of special tokens."""
-    import datasets
     import transformers
 
-    for module, names in (
-        (datasets, ["load_metric"]),
-        (transformers, ["AdamW", "BeamSearchScorer"]),
-    ):
-        for name in names:
-            if not hasattr(module, name):
-                setattr(module, name, None)
+    for name in ("AdamW", "BeamSearchScorer"):
+        if not hasattr(transformers, name):
+            setattr(transformers, name, None)
+    datasets: Any = ModuleType("datasets")
+    datasets.load_dataset = datasets.load_metric = None
+    real = sys.modules.get("datasets")
+    sys.modules["datasets"] = datasets
     sys.path.insert(0, str(folder))
     sys.argv = ["attack.py", *arguments]
     import constants  # type: ignore[import-not-found]
@@ -167,6 +164,9 @@ def their_code(folder: Path, tokenizer: Any, arguments: list[str]) -> Any:
     constants.BERT_PAD_TOKEN = tokenizer.pad_token_id
     import attack  # type: ignore[import-not-found]
 
+    del sys.modules["datasets"]
+    if real is not None:
+        sys.modules["datasets"] = real
     return attack
 
 

@@ -39,7 +39,7 @@ from fedleak.pipeline import Engine
 from fedleak.plugins import discover
 from fedleak.preparation import Plan
 from fedleak.reconstruction import Status
-from fedleak.store.records import LEAKAGE, LeakageRow
+from fedleak.store.records import LEAKAGE, LeakageRow, text_counts
 from fedleak.store.run import Run
 from fedleak.store.summaries import CellSummary, SweepSummary
 from fedleak.versions import versions
@@ -130,11 +130,8 @@ def prepare(
     Raises:
         ConfigError: An attack that cannot be run anywhere, or a suite that is not right.
     """
-    probes = [{"kind": kind} for kind in attacks.always_on()]
-    tables = [
-        *(one for one in probes if one["kind"] not in {t.get("kind") for t in tables}),
-        *tables,
-    ]
+    listed = {table.get("kind") for table in tables}
+    tables = [*({"kind": kind} for kind in attacks.always_on() if kind not in listed), *tables]
     named = tuple(build_attack(i, dict(table)) for i, table in enumerate(tables))
     for each in named:
         if isinstance(each.attack, Equipped):
@@ -303,9 +300,11 @@ def _result(bench: Bench, setting: Setting, failures: Mapping[str, str]) -> Sett
     """Returns what there is of a setting."""
     one, run = bench.ready.get(setting.name), bench.run(setting.name)
     if one is None or setting.name in failures or not run.exists():
-        why = {**bench.left_out, **failures}.get(setting.name, "not run yet")
         return SettingResult(
-            name=setting.name, about=setting.about, fingerprint=setting.fingerprint, left_out=why
+            name=setting.name,
+            about=setting.about,
+            fingerprint=setting.fingerprint,
+            left_out={**bench.left_out, **failures}.get(setting.name, "not run yet"),
         )
     names = [each.name for each in one.attacked.attacks]
     rows = [row for row in run.salvage(LEAKAGE) if row.attack in names]
@@ -317,7 +316,7 @@ def _result(bench: Bench, setting: Setting, failures: Mapping[str, str]) -> Sett
         model=run.info()["model_fingerprint"],
         texts=one.texts,
         updates=len(expected_captures(one.attacked)),
-        sequences=sum({row.key: row.batch_size for row in rows}.values()),
+        sequences=sum(text_counts(rows).values()),
         cells=tuple(
             Cell(attack=each.name, left_out=why)
             if (why := one.left_out.get(each.name)) is not None

@@ -129,7 +129,7 @@ def read_answer(path: Path, model: LanguageModel) -> Reconstruction:
         raise AnswerFileError(f"{where}: {first['msg']}" if where else first["msg"]) from None
     sequences = None if found.sequences is None else tuple(_ids(s, model) for s in found.sequences)
     something = bool(sequences) or found.tokens is not None or bool(found.facts)
-    if (found.status == Status.RECOVERED) != something:
+    if (found.status == "recovered") != something:
         said = "holds nothing" if not something else "holds sequences, tokens or facts"
         raise AnswerFileError(f"status is {found.status!r} and it {said}")
     if found.evidence is not None and sequences is None:
