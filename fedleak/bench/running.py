@@ -11,7 +11,7 @@ folder lacks.
 import hashlib
 import json
 import logging
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
@@ -231,6 +231,16 @@ def collect(bench: Bench, failures: Mapping[str, str]) -> Result:
         settings=settings,
         missing=tuple(missing),
     )
+
+
+def obstacles(result: Result) -> dict[tuple[str, str], list[str]]:
+    """Returns, by attack and reason, the settings in which an attack cannot work."""
+    found: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for setting in result.settings:
+        for cell in setting.cells:
+            if cell.left_out is not None:
+                found[cell.attack, cell.left_out].append(setting.name)
+    return found
 
 
 def as_sweep(result: Result) -> SweepSummary:

@@ -498,6 +498,8 @@ def bench(
 
         result = running.carry_out(entered, train, watch, retry=retry)
         console.print(sweep_table.table(running.as_sweep(result), console.width))
+        for (name, why), where in running.obstacles(result).items():
+            console.print(f"{markup(name)} cannot work in {', '.join(where)}: {markup(why)}")
         if out is not None:
             out.write_bytes(results.RESULT.written(result))
         console.print(f"result: {markup(out or entered.path / results.RESULT.name)}")

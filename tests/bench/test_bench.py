@@ -64,6 +64,7 @@ def test_a_suite_is_run_once_and_another_attack_takes_no_more_than_itself(here):
     status, out, err = call("bench", write())
     assert (status, err) == (0, "")
     assert "setting real is left out: needs models and data" in " ".join(out.split())
+    assert "keyspan cannot work in llama: reads learned positions" in out
     path, found = result()
     assert [each.name for each in found.attacks] == ["probes", "dager", "keyspan"]
     assert found.missing == ()
