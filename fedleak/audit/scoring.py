@@ -374,6 +374,7 @@ def _row(
         diagnostics=answer.diagnostics,
         seconds=answer.seconds,
         device=answer.device,
+        granted=answer.granted,
         knows=answer.knows,
     )
     return Scored(row, scores.pairs)

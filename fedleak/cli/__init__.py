@@ -369,7 +369,7 @@ def compare(
     with mended():
         if len(runs) < 2:
             raise ConfigError("one run has nothing to be compared with: name two or more")
-        found = [pair(Run(runs[0]), Run(each)) for each in runs[1:]]
+        found = pair(Run(runs[0]), [Run(each) for each in runs[1:]])
         if as_json:
             shown = [
                 one.model_dump(mode="json")

@@ -545,7 +545,6 @@ def test_what_is_not_finite_is_null_on_disk():
         run=Path("run"),
         key=Key(1, 0),
         attack=NamedAttack("probes", Probes()),
-        threat=ThreatModel(),
         knowledge=SERVER,
         model=ModelSpec(name="builtin/bert-tiny", task=CLASSIFICATION, num_labels=2),
         seed=0,
