@@ -115,7 +115,11 @@ def run_verdict(summary: RunSummary, extent: Extent) -> Verdict:
     found = figures(summary.worst_case, summary.attacks)
     return Verdict(
         _level(found),
-        (_read(found, extent), _sure(found, summary.attacks, extent), _unmeasured(summary, extent)),
+        (
+            _read(found, extent) + _untold(summary),
+            _sure(found, summary.attacks, extent),
+            _unmeasured(summary, extent),
+        ),
     )
 
 
@@ -150,6 +154,14 @@ def _read(found: Figures | None, extent: Extent) -> str:
         )
     parts = f", but {tokens}" if tokens else ""
     return f"{who} could read none of {texts} word for word out of {updates}{parts}."
+
+
+def _untold(summary: RunSummary) -> str:
+    """Returns what is read without any fact, where there is a ladder that says it."""
+    rungs = summary.ladder.rungs if summary.ladder else ()
+    if len(rungs) < 2 or (found := figures(rungs[0].worst_case, {})) is None or not found.exact:
+        return ""
+    return f" Told nothing more than the protocol tells, it could read {found.exact_texts:,}."
 
 
 def _sure(found: Figures | None, attacks: Mapping[str, AttackSummary], extent: Extent) -> str:
