@@ -6,7 +6,7 @@ from pydantic import ConfigDict, Field, JsonValue
 
 from fedleak.reconstruction import Status
 from fedleak.store.lines import Document, Measured, Record
-from fedleak.store.records import Epsilon, Utility
+from fedleak.store.records import UNSCORED, Epsilon, RowStatus, Utility
 
 SURE = 0.05
 """The largest corrected p of a difference that is called one."""
@@ -50,7 +50,7 @@ class AttackSummary(Record):
     """
 
     rows: int
-    status: dict[Status, int]
+    status: dict[RowStatus, int]
     verified: int
     knows: tuple[str, ...]
     sequences: int
@@ -76,7 +76,12 @@ class AttackSummary(Record):
     @property
     def answers(self) -> int:
         """Rows in which it gave an answer."""
-        return self.status.get(Status.RECOVERED, 0)
+        return self.status.get(Status.RECOVERED, 0) + self.unscored
+
+    @property
+    def unscored(self) -> int:
+        """Rows in which it gave an answer that was compared with nothing."""
+        return self.status.get(UNSCORED, 0)
 
 
 class WorstCase(Record):
@@ -251,7 +256,7 @@ class RunSummary(Record):
         utility_reference: Of the central baseline, if it was asked for.
         missing: What makes the results incomplete, and the command that mends it.
         notes: What else should be known.
-        unscored: Answers that should have a row and have none.
+        unscored: Answers that should have a score and have none.
     """
 
     name: str
