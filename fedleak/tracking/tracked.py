@@ -78,7 +78,7 @@ def tracked(run: Run) -> Tracked:
         *_totals(summary, experiment.federation.rounds),
     ]
     return Tracked(
-        name=summary.name,
+        name=experiment.name,
         parameters={
             _safe(key)[:LONGEST_NAME]: value[:LONGEST_VALUE] for key, value in _flat(settings)
         },
