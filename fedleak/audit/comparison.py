@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from fedleak.audit.pairing import CORRECTION, FIGURES, Text, best, corrected, difference
 from fedleak.audit.vault import read_truth
+from fedleak.config.components import listed_as
 from fedleak.errors import CaptureError, FedleakError
 from fedleak.store.lines import Record
 from fedleak.store.records import LEAKAGE, LeakageRow, text_counts
@@ -77,7 +78,7 @@ def _compare(before: Run, after: Run) -> Comparison:
         unpaired[f"attack {name} is in one run only"] += len(texts)
     found = []
     of_each: list[tuple[str | None, list[str]]] = [(one, [one]) for one in common]
-    for attack, chosen in [(None, common), *of_each]:
+    for attack, chosen in [(None, _told_most(common, rows)), *of_each]:
         for figure in FIGURES:
             old, new = (
                 best([row for row in each if row.attack in chosen], figure) for each in rows
@@ -98,6 +99,13 @@ def _compare(before: Run, after: Run) -> Comparison:
         correction=CORRECTION,
         tests=len(found),
     )
+
+
+def _told_most(names: Sequence[str], rows: Sequence[Sequence[LeakageRow]]) -> list[str]:
+    """Returns each attack once: of the rungs of a ladder the one that is told the most."""
+    granted = {row.attack: len(row.granted or ()) for each in rows for row in each}
+    by_attack = {listed_as(name): name for name in sorted(names, key=lambda name: granted[name])}
+    return sorted(by_attack.values())
 
 
 def _rows(run: Run) -> list[LeakageRow]:

@@ -123,7 +123,8 @@ class Difference(Record):
     """A figure minus the one that it is compared with, over pairs of the same text.
 
     Attributes:
-        attack: The attack; None: the best of all attacks that both have, text by text.
+        attack: The attack; None: the best of all attacks that both have, text by text; of a ladder
+            each attack once, told the most.
         figure: exact, rougeL or token_recall.
         texts, clients: Pairs, and the clients that they are of.
         before, after: Both means, over these pairs.

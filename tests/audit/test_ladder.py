@@ -12,6 +12,7 @@ import pytest
 from scored import row
 from tiny import DLG, Here, call, tables, toml
 
+from fedleak.audit.comparison import compare
 from fedleak.audit.gate import Outcome, judge
 from fedleak.audit.ladder import ladder
 from fedleak.config.components import NamedAttack, on_each_rung
@@ -212,8 +213,6 @@ def test_it_is_shown_on_a_terminal_and_in_a_report(ran: Path) -> None:
     assert "<caption>What each fact is worth to the server</caption>" in page
     assert "A server that follows the protocol and was told labels and lengths" in page
     assert "Told nothing more than the protocol tells, it could read 0." in page
-    assert call("report", "runs/all", "--redact")[0] == 0
-    assert "What each fact" not in (ran / "all" / "report-redacted.html").read_text()
 
 
 def test_the_gate_takes_the_rung_that_reads_most(ran: Path) -> None:
@@ -232,6 +231,25 @@ def test_the_gate_takes_the_rung_that_reads_most(ran: Path) -> None:
     run.write(SUMMARY, summary.model_copy(update={"ladder": silent}))
     assert judge(run, GateTable(rougeL=most))[0].outcome is Outcome.UNTOLD
     assert judge(run, GateTable(rougeL=0.0))[0].outcome is Outcome.EXCEEDED
+
+
+def test_runs_with_ladders_are_compared_rung_by_rung(ran: Path) -> None:
+    run = Run(ran / "rungs")
+    everything = row("", 0, (True, 100.0, 1.0), (True, 100.0, 1.0)).texts
+    rows = [
+        each.model_copy(update={"texts": everything}) if each.attack == "dlg+labels" else each
+        for each in run.rows(LEAKAGE)
+    ]
+    run.write_rows(LEAKAGE, rows)
+    (found,) = compare(run, [run])
+    assert {one.attack for one in found.differences} == {
+        None, "dlg", "dlg+labels", "dlg+lengths", "dlg+all", "probes"
+    }  # fmt: skip
+    best = next(one for one in found.differences if (one.attack, one.figure) == (None, "rougeL"))
+    assert best.before == pytest.approx(run.read(SUMMARY).ladder.top.worst_case.rougeL.mean)
+    # Another rung reads more, and is another attacker.
+    rungs = [one.before for one in found.differences if one.attack and one.figure == "rougeL"]
+    assert best.before < max(rungs) == 100.0
 
 
 def test_the_plan_names_the_rungs(ran: Path) -> None:
