@@ -10,7 +10,8 @@ from pathlib import Path
 
 from fedleak.bench.results import RESULT, Cell, Entry, Result, SettingResult
 from fedleak.errors import ConfigError
-from fedleak.report.tables import INTERVALS, NOT_MEASURED, number, plain_interval
+from fedleak.report.tables import INTERVALS, number
+from fedleak.report.words import NOT_MEASURED, plain_interval
 from fedleak.sanitise import printable
 from fedleak.store.summaries import AttackSummary, Estimate
 
