@@ -276,8 +276,8 @@ def watch(
 ) -> None:
     """Follow a run of `flwr run` to its true end, which the exit status of `flwr run` hides.
 
-    SUPERLINK is the name of a connection in Flower's configuration. The exit status is 0 if the run
-    was completed, and else 1, with the reason in the last line.
+    SUPERLINK is a connection in Flower's configuration, by its name. The exit status is 0 if the
+    run was completed, and else 1, with the reason in the last line.
     """
     from fedleak import flower_runs
 
