@@ -454,6 +454,42 @@ def export(
             console.print(f"{count} rows{private}: {markup(to)}", soft_wrap=True)
 
 
+@app.command("import")
+def import_(
+    tapped: Annotated[Path, typer.Argument(metavar="TAPPED", hidden=True)],
+    about: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Left out: about.toml in TAPPED."),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="RUN", help="The run to make; left out: TAPPED-run."),
+    ] = None,
+) -> None:
+    """Make a run of what a tap kept of your own Flower app.
+
+    TAPPED is the folder that the app's ServerApp gave to `tap(grid, "FOLDER")`. The file says what
+    the messages do not: model, learning rate, batch size. `fedleak attack RUN` attacks the run.
+
+    The same command again adds what is not there yet, such as the truth.
+    """
+    from fedleak.config.about import load_about
+    from fedleak.importing import import_run
+    from fedleak.store.tapped import Tapped
+
+    with mended():
+        said = load_about(about or tapped / "about.toml")
+        path = tapped.absolute()
+        found = import_run(Tapped(tapped), said, out or path.with_name(f"{path.name}-run"))
+        console.print(
+            f"{found.updates} updates of {found.clients} clients in {found.rounds} rounds, "
+            f"{found.truths} with the truth: {markup(found.run.path)}",
+            soft_wrap=True,
+        )
+        remark(found.remarks)
+        found.refuse_gaps()
+
+
 @app.command()
 def purge(path: RunPath) -> None:
     """Delete the private data of a finished and scored run, and keep its scores.

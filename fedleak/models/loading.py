@@ -104,11 +104,13 @@ def _make(spec: ModelSpec, *, checkpoint: bool) -> LanguageModel:
             "is_decoder to false in its config.json, or choose another model"
         )
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(
+            source if spec.tokenizer is None else _source(spec.tokenizer), trust_remote_code=False
+        )
     except Exception as error:
         raise ConfigError(
             f"model.name = {name!r} has no tokenizer that can be loaded ({_said(error)}): "
-            "save it beside config.json, as tokenizer.save_pretrained does"
+            "save it beside config.json, as tokenizer.save_pretrained does, or set model.tokenizer"
         ) from error
     _check_tokenizer_(name, tokenizer, config.vocab_size, task)
     config.pad_token_id = tokenizer.pad_token_id
