@@ -105,6 +105,7 @@ def test_clipping_at_the_client_scales_what_is_read(tmp_path, folder, grid_of):
         assert float(norm) == pytest.approx(1e-3, rel=1e-2)
 
 
+@pytest.mark.slow
 def test_any_strategy_may_aggregate(tmp_path, folder, grid_of):
     others.serve(tap(grid_of(), tmp_path / "mine"), folder, rounds=2, strategy=FedAdam)
     about = load_about(Path(about_file(tmp_path, folder)))

@@ -111,7 +111,13 @@ def test_it_keeps_what_was_sent_and_received(federate, tmp_path, folder):
         assert path.stat().st_mode & 0o077 == 0
 
 
-@pytest.mark.parametrize("what", HOSTILE)
+QUICK = {"a pickle", "an archive"}
+"""Each trains twice; these two by default, the others are slow tests."""
+
+
+@pytest.mark.parametrize(
+    "what", [pytest.param(w, marks=[] if w in QUICK else pytest.mark.slow) for w in HOSTILE]
+)
 def test_a_reply_that_cannot_be_read_is_noted(what, federate, tmp_path, capsys):
     def change(content, context):
         if context.node_config["partition-id"] == 1:
