@@ -73,9 +73,11 @@ class Tap:
         self.tapped, self.messages, self.about = tapped, messages, about
         self.kind = UpdateKind.GRADIENT if about.reply.payload == "gradient" else UpdateKind.DELTA
         self._sent: dict[int, TappedMessage] = {}  # what most nodes got: the first of a round
+        self._sent_to_node: dict[tuple[int, int], TappedMessage] = {}
         for each in messages:
             if each.way == "sent" and each.arrays:
                 self._sent.setdefault(each.round, each)
+                self._sent_to_node.setdefault((each.round, each.node), each)
         self.labels = 2
         self.model = self._outline()
         if rows := self._classes():
@@ -244,16 +246,12 @@ class Tap:
     def _sent_to(self, message: TappedMessage) -> TappedMessage:
         """Returns what a node was sent before its reply."""
         first = self._sent.get(message.round)
-        own = [
-            m
-            for m in self.messages
-            if m.way == "sent" and m.arrays and (m.round, m.node) == (message.round, message.node)
-        ]
-        if first is None or not own:
+        own = self._sent_to_node.get((message.round, message.node))
+        if first is None or own is None:
             raise RefusedError("nothing was sent to it in this round")
-        if {each.file for each in own[0].arrays} != {each.file for each in first.arrays}:
+        if {each.file for each in own.arrays} != {each.file for each in first.arrays}:
             raise RefusedError("it was sent another model than the first node of its round")
-        return own[0]
+        return own
 
     def _change(
         self, sent: dict[str, Tensor], before: Mapping[str, Tensor], knowledge: Knowledge
