@@ -41,21 +41,17 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from torch import nn
 
-from fedleak import pipeline, reports
 from fedleak.attacks import Equipped, Progress
-from fedleak.audit.gaps import refuse_gaps
 from fedleak.audit.scoring import Scored, score_one
 from fedleak.config.components import NamedAttack, build_attack
 from fedleak.config.experiment import Experiment
 from fedleak.config.loading import load, parse
 from fedleak.errors import ConfigError, FedleakError, unknown
-from fedleak.federation.lookup import run_folder
 from fedleak.models import LanguageModel, builtin, loading
 from fedleak.models.adoption import adopt, inner, without_weights
 from fedleak.notes import notes
 from fedleak.observation import GRANTABLE, Knowledge, Observation
 from fedleak.own_update import Sent, Tensors, observe
-from fedleak.preparation import prepare
 from fedleak.reconstruction import Reconstruction, Status
 from fedleak.rng import stream
 from fedleak.sanitise import printable
@@ -223,7 +219,7 @@ def attack(
     if isinstance(named.attack, Equipped):
         named.attack.check_equipment()
     if sent not in list(Sent):
-        raise ConfigError(unknown("sent", str(sent), [each.value for each in Sent]))
+        raise ConfigError(unknown("kind of update", str(sent), [each.value for each in Sent]))
     granted = knows or {}
     knowledge = Knowledge(
         learning_rate=learning_rate,
@@ -329,6 +325,8 @@ class Results:
         Raises:
             FedleakError: A file is missing or damaged, or the report cannot be written.
         """
+        from fedleak import reports
+
         return reports.report_run(Run(self.path), None if out is None else Path(out), redact=redact)
 
 
@@ -352,7 +350,11 @@ def run(
         ConfigError: The experiment cannot work.
         FedleakError: It failed, or its results are not complete. What there is can be `read`.
     """
-    from server.engines import train  # takes seconds, and knows Flower
+    from fedleak import pipeline
+    from fedleak.audit.gaps import refuse_gaps
+    from fedleak.federation.lookup import run_folder
+    from fedleak.preparation import prepare
+    from server.engines import train  # takes seconds, as all that trains
 
     wanted = _experiment(experiment)
     at = prepare(wanted, run_folder(wanted.name) if folder is None else Path(folder), fresh=fresh)

@@ -51,14 +51,15 @@ def matched(given: Iterable[str], module: nn.Module) -> dict[str, str]:
     """Returns the parameter of a model that each given name means.
 
     A name means the parameter whose name it ends with. Names of buffers, and of copies that peft
-    does not train, mean none and are left out. A tied parameter has several names.
+    does not train, mean none and are left out. A tied parameter has several names, and with or
+    without a wrapper's words any has more: two given names may mean one.
 
     Args:
         given: As a wrapper has them, or a file.
         module: The model, without wrappers.
 
     Raises:
-        ConfigError: A name that means nothing here, or two that mean one parameter.
+        ConfigError: A name that means nothing here.
     """
     names = _names(module)
     buffers = {name for name, _ in module.named_buffers()}
