@@ -231,6 +231,8 @@ def attack(
     seen = observe(
         update, victim, sent=Sent(sent), num_examples=num_examples, knowledge=knowledge, order=order
     )
+    for name in seen.update.tensors:  # certificates recompute what was sent, frozen since or not
+        victim.module.get_parameter(name).requires_grad_(True)
     start = time.perf_counter()
     found = _attempt(named, seen, victim, seed, on_progress)
     answer = answer_record(

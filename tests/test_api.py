@@ -250,6 +250,12 @@ def test_next_token_training_is_read(family, gpt2_tiny, llama_tiny):
     assert (sorted(result.texts), result.verified) == (sorted(NOTES), True)
 
 
+def test_what_was_frozen_since_can_be_recomputed(own):
+    update = gradients(own)
+    module = copy.deepcopy(own.module).requires_grad_(False)
+    assert attack(own, update, model=module).verified
+
+
 def test_dropout_is_what_the_module_does_now(own):
     update = gradients(own)
     assert attack(own, update).verified

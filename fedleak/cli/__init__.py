@@ -281,17 +281,21 @@ def attack_update(
 
     The texts that it reads are private, and they are printed to a pipe or file, too.
     """
+    import torch
+
     import fedleak
     from fedleak.cli import own_update
+    from fedleak.update_files import read_update
 
     with mended():
         private = own_update.text_lines("--texts", texts)
         others = own_update.text_lines("--held-out", held_out)
         if examples is None and private is None:
             raise ConfigError("--examples is missing: give the number of texts that FILE is of")
+        torch.set_num_threads(1)  # as in a worker: sums have one order, so results are repeatable
         with own_update.working(console) as tell:
             result = fedleak.attack(
-                own_update.read(file),
+                read_update(file),
                 model,
                 num_examples=len(private or ()) if examples is None else examples,
                 kind=attack_,

@@ -1,12 +1,11 @@
 """What `fedleak attack-update` reads, shows and writes."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 
 from fedleak.api import AttackResult
@@ -17,20 +16,9 @@ from fedleak.errors import ConfigError, FedleakError
 from fedleak.reconstruction import Status
 from fedleak.sanitise import printable
 from fedleak.store.files import new_file
-from fedleak.update_files import read_update
 
 _LARGEST = 10_000_000
 """Bytes of a file of texts: one batch has no more."""
-
-
-def read(path: Path) -> Mapping[str, Any] | Sequence[Any]:
-    """Returns the tensors of an update file.
-
-    Raises:
-        ConfigError: It cannot be read.
-    """
-    torch.set_num_threads(1)  # as in a worker: sums have one order, so results are repeatable
-    return read_update(path)
 
 
 def text_lines(option: str, path: Path | None) -> list[str] | None:
