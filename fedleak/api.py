@@ -35,7 +35,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
@@ -50,7 +50,7 @@ from fedleak.errors import ConfigError, FedleakError, unknown
 from fedleak.models import LanguageModel, builtin, loading
 from fedleak.models.adoption import adopt, inner, without_weights
 from fedleak.notes import notes
-from fedleak.observation import GRANTABLE, Knowledge, Observation
+from fedleak.observation import GRANTABLE, Knowledge, Observation, ThreatModel
 from fedleak.own_update import Sent, Tensors, observe
 from fedleak.reconstruction import Reconstruction, Status
 from fedleak.rng import stream
@@ -221,6 +221,7 @@ def attack(
     if sent not in list(Sent):
         raise ConfigError(unknown("kind of update", str(sent), [each.value for each in Sent]))
     granted = knows or {}
+    named = replace(named, threat=ThreatModel(frozenset(granted)))
     knowledge = Knowledge(
         learning_rate=learning_rate,
         local_steps=local_steps,
@@ -240,7 +241,6 @@ def attack(
         named,
         knowledge,
         found,
-        granted=granted,
         seconds=round(time.perf_counter() - start, 4),
         device=device_name(str(victim.device)),
         together=1,

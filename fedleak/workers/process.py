@@ -15,7 +15,7 @@ import multiprocessing
 import os
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
@@ -33,7 +33,7 @@ from fedleak.attacks import Attack, OnProgress, Progress
 from fedleak.config.components import NamedAttack
 from fedleak.errors import CaptureError
 from fedleak.models import LanguageModel, ModelSpec, loading
-from fedleak.observation import Knowledge, Observation, ThreatModel
+from fedleak.observation import Knowledge, Observation
 from fedleak.processes import end_with_parent, holding_ctrl_c, start_tracker
 from fedleak.reconstruction import Reconstruction, Status
 from fedleak.rng import stream
@@ -59,8 +59,7 @@ class Job:
     Attributes:
         run: The run directory.
         key: Which capture.
-        attack: The attack and its name.
-        threat: What the attacker was granted.
+        attack: The attack, its name, and what the attacker was granted.
         knowledge: All that it knows, granted facts included.
         model: What `models.load` needs.
         seed: Of the experiment.
@@ -69,7 +68,6 @@ class Job:
     run: Path
     key: Key
     attack: NamedAttack
-    threat: ThreatModel
     knowledge: Knowledge
     model: ModelSpec
     seed: int
@@ -102,7 +100,6 @@ def answer_of(
         job.attack,
         job.knowledge,
         found,
-        granted=job.threat.knows,
         seconds=seconds,
         device=device,
         together=together,
@@ -115,7 +112,6 @@ def answer_record(
     knowledge: Knowledge,
     found: Reconstruction,
     *,
-    granted: Iterable[str],
     seconds: float | None,
     device: str | None,
     together: int | None,
@@ -124,10 +120,9 @@ def answer_record(
 
     Args:
         key: Which update.
-        attack: The attack and its name.
+        attack: The attack, its name, and what the attacker was granted.
         knowledge: All that the attacker knew.
         found: What came of it.
-        granted: Names of the facts that it was granted.
         seconds, device, together: As in `answer_of`.
     """
     return Answer(
@@ -135,7 +130,7 @@ def answer_record(
         client=key.client,
         attack=attack.name,
         settings=settings(attack.attack),
-        granted=tuple(sorted(granted)),
+        granted=tuple(sorted(attack.threat.knows)),
         knows=tuple(sorted(knowledge.granted())),
         seconds=seconds,
         device=device,
@@ -347,7 +342,9 @@ def _call(
 ) -> object:
     """Calls the attack of a job, and of those beside it; what it returns may be anything."""
     attack = job.attack.attack
-    rngs = [stream(job.seed, "attack", job.attack.name, each.round, each.client) for each in seen]
+    # The same on all rungs of the ladder: they differ by what is told, and not by luck.
+    name = job.attack.listed_as
+    rngs = [stream(job.seed, "attack", name, each.round, each.client) for each in seen]
     return attempt.call(
         attack, seen, model, rngs=rngs, report=lambda which, at: report(seen[which].client, at)
     )
