@@ -112,11 +112,10 @@ def compare(
         observed: The mean gradient by parameter name.
     """
     weight = {name: _weight(value) for name, value in observed.items()}
-    names = [
-        name
-        for name in observed
-        if weight[name] and not (name == model.family.word_embedding and model.tied)
-    ]
+    # The rows of a tied embedding also hold the output layer's gradient.
+    left_out = {model.family.word_embedding} if model.tied else set()
+    left_out |= model.family.null_parameters(observed)
+    names = [name for name in observed if weight[name] and name not in left_out]
     closed = [close(model, ids) for ids in sequences]
     words_M = torch.tensor(sorted({t for ids in closed for t in ids}), device=model.device)
     own = BatchGradients(model, names)
