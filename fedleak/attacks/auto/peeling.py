@@ -33,7 +33,7 @@ def peel(seen: Observation, model: LanguageModel, members: Sequence[Member]) -> 
         for label, weight in _weights(one, seen.update.num_examples):
             rest = {
                 name: rest[name] - weight * gradient
-                for name, gradient in _gradient(model, one.ids, label, list(rest)).items()
+                for name, gradient in gradient_of(model, one.ids, label, list(rest)).items()
             }
     tensors = {name: value / share for name, value in rest.items()}
     return replace(
@@ -59,7 +59,7 @@ def _weights(one: Member, batch_size: int) -> list[tuple[int, float]]:
     return [(label, count / batch_size) for label, count in enumerate(one.counts) if count]
 
 
-def _gradient(
+def gradient_of(
     model: LanguageModel, ids: Sequence[int], label: int, names: Sequence[str]
 ) -> dict[str, torch.Tensor]:
     """Returns the gradient of a sequence's mean loss by parameter name."""

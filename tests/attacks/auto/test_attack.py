@@ -131,8 +131,8 @@ def test_the_time_is_shared_and_what_is_unused_moves_on(small, observe, asked):
         asked[1][kind] = NOTHING
     ask(Auto(seconds=80.0), observe(model, TEXTS).seen, model)
     shares = [attack.seconds for attack, _, _ in asked[0]]
-    # The planted ones take no time: half of all, half of all again, and then all of it.
-    assert shares == pytest.approx([40.0, 40.0, 80.0], rel=0.1)
+    # The planted ones take no time: each gets half of all.
+    assert shares == pytest.approx([40.0, 40.0, 40.0], rel=0.1)
 
 
 def test_a_guess_is_where_gradient_matching_begins(small, observe):
