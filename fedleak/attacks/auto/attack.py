@@ -207,7 +207,7 @@ class Auto(OneByOne):
             tokens=tuple(sorted({token for ids in closed for token in ids})),
             diagnostics={**diagnostics, "from": [found.read.get(ids, "") for ids in batch]},
             verified=verified,
-            reason="" if verified or likely else "nothing proved: the likeliest sequences",
+            reason="" if verified or proved else "nothing proved: the likeliest sequences",
         )
 
 
@@ -219,8 +219,9 @@ class Choice(NamedTuple):
         evidence: Of each, best first: the residual as a share of what it is without the sequence.
         residual: What all of them leave, as a share of the gradient's square.
         nats: How much likelier they make the update.
-        nats_by_chance: How much likelier texts of this length that fit by chance would make it, as
-            there are so many of them (minimum description length).
+        nats_by_chance: How much likelier the best of all texts of this length would make mere noise
+            (minimum description length). More than that proves no word: wrong texts explain what
+            all texts have in common.
     """
 
     batch: list[Labelled]
