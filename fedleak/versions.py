@@ -1,16 +1,17 @@
 """Versions of what results depend on: `fedleak --version` shows them, and run.json keeps them."""
 
-import platform
-from importlib.metadata import PackageNotFoundError, version
-
-from fedleak import __version__
+VERSION = "0.1.0"
+"""Of fedleak."""
 
 PACKAGES = ("flwr", "torch", "transformers", "peft", "datasets", "rouge-score")
 
 
 def versions() -> dict[str, str]:
     """Returns the versions of fedleak, Python and the packages, without importing any."""
-    found = {"fedleak": __version__, "python": platform.python_version()}
+    import platform  # `import fedleak` comes here, and is to take no time
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {"fedleak": VERSION, "python": platform.python_version()}
     for name in PACKAGES:
         try:
             found[name] = version(name)

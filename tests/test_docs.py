@@ -300,3 +300,24 @@ def test_the_model_of_a_quickstart_learns(
         assert intervals.wilson(right, summary["held_out"]).low > 0.5
     else:
         assert after["perplexity"] < before["perplexity"] / 2
+
+
+@pytest.mark.parametrize("name", ["my_update.py", "my_delta.py"])
+def test_the_code_of_ones_own_update_reads_the_texts(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And the example of the README goes on from where a loop has called loss.backward()."""
+    monkeypatch.chdir(tmp_path)
+    page = ROOT / "docs" / "own-update.md"
+    (code,) = (block.text for block in blocks(page) if block.file == name)
+    defined: dict[str, object] = {}
+    exec(compile(code, name, "exec"), defined)
+    printed = capsys.readouterr().out
+    for text in defined["texts"]:
+        assert text in printed
+    if name == "my_update.py":
+        assert "proved" in printed
+        assert "exact: 100%" in printed
+        (short,) = (block.text for block in blocks(PAGES[0]) if block.language == "python")
+        exec(compile(short, "README.md", "exec"), defined)
+        assert capsys.readouterr().out.endswith("1.0\n")
