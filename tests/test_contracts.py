@@ -27,8 +27,8 @@ FORBIDDEN = [
     (APART, "fedleak", "server"),
     (APART, "fedleak.report", "clients"),
     (APART, "clients", "server"),
-    (APART, "fedleak", "fedleak_tap"),
-    (APART, "fedleak_tap", "server"),
+    (APART, "fedleak.tap", "server"),
+    (DOWN, "fedleak.reports", "fedleak.tap"),
     (NO_FLOWER, "fedleak", "flwr"),
     (NO_FLOWER, "fedleak.training", "flwr"),
     *(
@@ -78,7 +78,7 @@ def broken(folder: Path) -> dict[str, str]:
 
 def copy(folder: Path) -> Path:
     """Copies the packages and the contracts."""
-    for package in ("fedleak", "fedleak_tap", "clients", "server"):
+    for package in ("fedleak", "clients", "server"):
         ignore = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / package, folder / package, ignore=ignore)
     shutil.copy(ROOT / "pyproject.toml", folder)

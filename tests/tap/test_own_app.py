@@ -22,7 +22,7 @@ from fedleak.observation import UpdateKind
 from fedleak.store.records import LEAKAGE
 from fedleak.store.run import EVERYONE, Key, Run
 from fedleak.store.tapped import Tapped
-from fedleak_tap import tap
+from fedleak.tap import tap
 from server import simulation
 from server.inline import NODE_ID, RUN_ID
 

@@ -14,7 +14,7 @@ from own_app import task
 
 from fedleak.errors import ConfigError
 from fedleak.store.tapped import Tapped
-from fedleak_tap import tap
+from fedleak.tap import tap
 from server.inline import InlineGrid
 
 

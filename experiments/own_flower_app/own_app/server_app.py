@@ -4,7 +4,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Context
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 
-from fedleak_tap import tap
+from fedleak.tap import tap
 
 from .task import get_model
 

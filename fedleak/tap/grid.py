@@ -14,7 +14,7 @@ from typing import Any
 from flwr.app import Message
 from flwr.serverapp import Grid
 
-from fedleak_tap.recorder import Recorder, recorder
+from fedleak.tap.recorder import Recorder, recorder
 
 POLL_SECONDS = 0.1
 

@@ -5,6 +5,6 @@ One line of a ServerApp changes:
     strategy.start(grid=tap(grid, "runs/mine"), ...)
 """
 
-from fedleak_tap.grid import tap
+from fedleak.tap.grid import tap
 
 __all__ = ["tap"]
