@@ -136,7 +136,7 @@ def open_run(plan: Plan, path: Path, *, fresh: bool = False) -> Run:
         examples=plan.examples._asdict(),
         **({"classes": list(plan.classes)} if plan.classes else {}),
         versions=versions(),
-        git_commit=_git_commit(),
+        git_commit=git_commit(),
         model_fingerprint=None,
         remarks=list(plan.remarks),
     )
@@ -240,7 +240,7 @@ def _make_held_out(run: Run, plan: Plan) -> None:
     run.write_json("held_out.json", plan.held_out)
 
 
-def _git_commit() -> str | None:
+def git_commit() -> str | None:
     """Returns the commit of this checkout, with a mark if files differ; None if it is none."""
     command: Sequence[str] = (
         "git",

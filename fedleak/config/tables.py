@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 
 from fedleak.errors import unknown
 from fedleak.models import CAUSAL_LM, absolute
-from fedleak.observation import GRANTABLE
+from fedleak.observation import GRANTABLE, Optimiser
 from fedleak.privacy import Accountant
 
 MOST_UPDATES = 1_000_000
@@ -48,6 +48,19 @@ class Table(BaseModel):
     )
 
 
+class TappedTable(Table):
+    """`[tapped]`: written by `fedleak import`; a run that has it was trained by another app."""
+
+    optimiser: Optimiser
+    """What its clients step with."""
+    labels: Positive
+    """Classes of its data."""
+    clients: list[list[Annotated[int, Field(ge=0)]]]
+    """The clients of each round whose updates are here."""
+    messages: str
+    """A mark of the messages that it is made of."""
+
+
 class LoraTable(Table):
     """`[model.lora]`: low-rank adapters, trained and sent in place of the model."""
 
@@ -64,6 +77,8 @@ class ModelTable(Table):
 
     name: Source
     """A built-in, a Hugging Face id, or the path of a model folder."""
+    tokenizer: Source | None = None
+    """Where the tokenizer is; left out: with the model."""
     task: Literal["sequence-classification", "causal-lm"] = "sequence-classification"
     """What the model learns: the class of a text, or the next token."""
     loss: Literal["cross-entropy", "squared"] = "cross-entropy"

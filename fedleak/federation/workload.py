@@ -37,6 +37,11 @@ def read_data(experiment: Experiment) -> data.Split:
     Raises:
         ConfigError: Data that cannot be read, or has no classes for a classifier.
     """
+    if experiment.tapped is not None:
+        raise ConfigError(
+            f"{experiment.name!r} was imported, and fedleak does not have the data of its clients: "
+            "there is nothing to train; `fedleak attack RUN` attacks it"
+        )
     table = experiment.data
     split = data.read(
         table.name,
@@ -92,6 +97,17 @@ def own_workload(
         held_out=[],
         held_out_labels=(),
     )
+
+
+def num_labels(experiment: Experiment) -> int:
+    """Returns how many classes the data has.
+
+    Raises:
+        ConfigError: What `read_data` raises.
+    """
+    if experiment.tapped is not None:
+        return experiment.tapped.labels
+    return len(read_data(experiment).train.label_names)
 
 
 def outline(experiment: Experiment, num_labels: int) -> LanguageModel:
