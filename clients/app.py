@@ -11,6 +11,7 @@ from clients.client_context import client_of, model_and_data, protection_of, vau
 from clients.mods import defend, encode, report_errors, select
 from clients.outgoing import Outgoing
 from fedleak import models
+from fedleak.federation.canaries import client_canaries
 from fedleak.federation.lookup import of_app
 from fedleak.rng import stream_seed
 from fedleak.store.run import Key
@@ -41,7 +42,9 @@ def train(message: Message, context: Context) -> Message:
     chosen = round_batch(len(part), local, seed=seed, client=client, round=round)
     sequences = [workload.sequences[part[i]] for i in chosen]
     labels = [workload.labels[part[i]] for i in chosen]
-    figures: dict[str, float] = {}
+    private, figures = vault(context, run), dict[str, float]()
+    # Without a vault nobody could tell later which canaries were in.
+    canaries = client_canaries(experiment, protection, client, round, model) if private else None
     update = local_update_(
         model,
         sequences,
@@ -49,9 +52,10 @@ def train(message: Message, context: Context) -> Message:
         local,
         seed=stream_seed(seed, "local", round, client),
         report=figures.update,
+        planted=canaries.planted if canaries else None,
     )
     key = Key(round, client)
-    if (private := vault(context, run)) is not None:
+    if private is not None:
         truth = GroundTruth(
             round=round,
             client=client,
@@ -59,6 +63,7 @@ def train(message: Message, context: Context) -> Message:
             labels=tuple(labels) if experiment.model.task == models.CLASSIFICATION else (),
             batch_size=min(local.batch_size, len(part)),
             noise_scale=protection.noise_scale(),
+            canaries=canaries.coins if canaries else None,
         )
         private.write_truth(key, truth.to_json())
-    return Outgoing(key, update, figures, reply_to=message)
+    return Outgoing(key, update, figures, canaries, reply_to=message)

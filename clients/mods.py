@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from flwr.app import Context, Error, Message
+from torch import Generator
 
 from clients.client_context import model_and_data, protection_of, vault
 from clients.outgoing import Outgoing
@@ -34,11 +35,16 @@ def defend(message: Message, context: Context, call_next: Next) -> Message:
         return reply
     experiment, run = of_app(context.run_config)
     key, protection = reply.key, protection_of(experiment, reply.key.client)
-    reply.update, told = protection.defend(
-        reply.update,
-        lambda number: stream(experiment.seed, "defense", number, key.client, key.round),
-    )
-    if told and (private := vault(context, run)) is not None:
+
+    def rng(number: int) -> Generator:
+        return stream(experiment.seed, "defense", number, key.client, key.round)
+
+    raw, private = reply.update, vault(context, run)
+    reply.update, told = protection.defend(raw, rng)
+    if private is not None and reply.canaries is not None and reply.canaries.coins.copy:
+        audited, _ = protection.defend(reply.canaries.copied(raw), rng)
+        private.write_audited(key, reply.canaries.difference(audited, reply.update))
+    if told and private is not None:
         events = [event.to_json() for event in protection.events(key.round)]
         note: dict[str, Any] = {"defenses": told, "training": reply.trained, "events": events}
         private.write_defended(key, note)

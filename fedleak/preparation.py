@@ -60,6 +60,7 @@ def plan(experiment: Experiment) -> Plan:
     num_labels = len(split.train.label_names)
     model = outline(experiment, num_labels)
     checks.check_defenses(experiment, model)
+    checks.check_canaries(experiment, model)
     checks.check_attacks(experiment, model)
     workload = divide(experiment, split, model)
     unknown = unknown_fraction(workload, model)

@@ -197,6 +197,19 @@ class PrivacyTable(Table):
     """How the noise of several steps is composed."""
 
 
+class CanaryTable(Table):
+    """`[canary]`: made-up gradients in clients' updates, by which the audit measures privacy."""
+
+    count: Positive = 64
+    """Canaries of an update; a client whose whole update is protected has one."""
+    clients: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] | None = None
+    """Clients that take them in; left out: all."""
+    seed: Annotated[int, Field(ge=0)] | None = None
+    """Of their places and directions, which the auditor knows; left out: the experiment's."""
+    norm: Annotated[float, Field(gt=0)] = 1.0
+    """L2 norm of a canary where no defense bounds what an example contributes."""
+
+
 class UtilityTable(Table):
     """`[utility]`: when the global model is scored on held-out data."""
 
@@ -237,6 +250,8 @@ class GateTable(Table):
     token_recall: Annotated[float, Field(ge=0, le=1)] | None = None
     """The largest mean share of a text's tokens that the best attack finds."""
     epsilon: Annotated[float, Field(ge=0)] | None = None
-    """The largest epsilon of any client."""
+    """The largest epsilon of any client, accounted and, where canaries measured it, bounded."""
+    require: list[Literal["canary"]] = []
+    """What has to be measured: `canary`, a bound by canaries for every client."""
     may_abstain: list[str] = []
     """Attacks that may abstain, by name; an abstention of another one closes the gate."""

@@ -251,7 +251,7 @@ def an_event_that_a_file_changes(patch):
 def clipping_of_the_mean(patch):
     """What frameworks without per-example gradients do."""
 
-    def clipped_sum_(model, batch, hooks, optimizer, ghost):
+    def clipped_sum_(model, batch, joining, hooks, optimizer, ghost):
         sequences, labels = batch
         ids, mask = private_steps.pad(sequences, model.tokenizer.pad_token_id, model.device)
         losses = private_steps.example_losses(model, ids, mask, torch.tensor(labels))
@@ -261,7 +261,7 @@ def clipping_of_the_mean(patch):
         most = optimizer.max_grad_norm * len(sequences)
         for parameter, gradient in zip(trained, gradients, strict=True):
             parameter.summed_grad = gradient * min(1.0, most / float(norm))
-        return norm[None]
+        return private_steps.ClippedSum(norm[None], norm)
 
     patch.setattr(private_steps, "clipped_sum_", clipped_sum_)
 
