@@ -4,7 +4,7 @@ The line below a field says what the field means. The reference of the experimen
 from these lines.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
@@ -240,6 +240,10 @@ class AuditTable(Table):
     """Also score the answer for another client and held-out texts against the same truth."""
 
 
+Measurement = Literal["canary"]
+MEASUREMENTS: tuple[str, ...] = get_args(Measurement)
+
+
 class GateTable(Table):
     """`[gate]`: limits that `fedleak gate` compares the run with."""
 
@@ -251,7 +255,7 @@ class GateTable(Table):
     """The largest mean share of a text's tokens that the best attack finds."""
     epsilon: Annotated[float, Field(ge=0)] | None = None
     """The largest epsilon of any client, accounted and, where canaries measured it, bounded."""
-    require: list[Literal["canary"]] = []
+    require: list[Measurement] = []
     """What has to be measured: `canary`, a bound by canaries for every client."""
     may_abstain: list[str] = []
     """Attacks that may abstain, by name; an abstention of another one closes the gate."""

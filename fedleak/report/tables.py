@@ -16,6 +16,7 @@ from fedleak.metrics import intervals
 from fedleak.observation import GRANTABLE
 from fedleak.privacy import NONE
 from fedleak.reconstruction import Status
+from fedleak.report import canary_table
 from fedleak.sanitise import markup, printable
 from fedleak.store.lines import Measured
 from fedleak.store.records import LEDGER, LeakageRow, LedgerRow
@@ -53,6 +54,10 @@ def print_run(
     )
     for line in [*any_attack(summary), *circumstances(summary)]:
         console.print(Text(printable(line)), soft_wrap=True)
+    if summary.canary is not None:
+        console.print(canary_table.table(summary.canary))
+        for line in canary_table.notes(summary.canary):
+            console.print(f"  [dim]{markup(line)}[/]", soft_wrap=True)
     examples = best_examples(scored)
     # Not `console.is_terminal`, which an environment can force: a log must not be taken for one.
     if examples and (texts or console.file.isatty()):

@@ -235,7 +235,8 @@ class CellSummary(Record):
         cell: Its name.
         values: Its value of each swept key.
         status: Of its run.
-        missing, attacks, worst_case, utility, utility_reference, privacy: As in a `RunSummary`.
+        missing, attacks, worst_case, utility, utility_reference, privacy, canary: As in a
+            `RunSummary`.
     """
 
     cell: str
@@ -247,6 +248,7 @@ class CellSummary(Record):
     utility: Utility | None = None
     utility_reference: Baseline | None = None
     privacy: Guarantee | None = None
+    canary: CanarySummary | None = None
 
 
 class SweepSummary(Record):
