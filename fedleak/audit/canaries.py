@@ -128,6 +128,7 @@ def _row(
         rate=coins.rate,
         steps=coins.steps,
         uses=coins.uses,
+        numbers=where.numbers,
         noise_share=noise_share,
         inside=coins.inside,
         scores=tuple((sign * scores(values_SK, where.directions())).tolist()),
@@ -230,17 +231,22 @@ class Tally:
     def _log_ratio(self, row: CanaryRow) -> npt.NDArray[np.float64]:
         """Returns the log likelihood ratio of in to out, if each step takes it with `rate` [K].
 
-        In n of S steps the mean is n / (sqrt(S) sigma); n is binomial.
+        In n of S steps the mean is n / (sqrt(S) sigma), but no score is larger than the square root
+        of a canary's numbers; n is binomial.
         """
         assert row.rate is not None
         n = np.arange(row.steps + 1)
         mean = n * self._mu_of_update / row.steps
+        mean /= np.sqrt(1 + mean**2 / row.numbers)
         # Where every example is in every step, log(1 - rate) is minus infinity, as it should be.
         with np.errstate(divide="ignore", invalid="ignore"):
             absent = np.where(n < row.steps, (row.steps - n) * np.log1p(-row.rate), 0.0)
         weight = (
-            gammaln(row.steps + 1) - gammaln(n + 1) - gammaln(row.steps - n + 1)
-            + n * math.log(row.rate) + absent
+            gammaln(row.steps + 1)
+            - gammaln(n + 1)
+            - gammaln(row.steps - n + 1)
+            + n * math.log(row.rate)
+            + absent
         )
         ratios_KN = np.outer(row.scores, mean) - mean**2 / 2 + weight
         found: npt.NDArray[np.float64] = logsumexp(ratios_KN, axis=1)
@@ -331,7 +337,9 @@ def _bounds(cell: Sequence[Tally], alpha: float, delta: float) -> _Bounds:
     gaussian = None
     if not sampled:
         inside = list(chain(*(tally.inside for tally in cell)))
-        gaussian = bounds.gaussian_bound(inside, alpha, delta, per_score=2.0 if cell[0].whole else 1.0)
+        gaussian = bounds.gaussian_bound(
+            inside, alpha, delta, per_score=2.0 if cell[0].whole else 1.0
+        )
     return _Bounds(
         gaussian,
         bounds.f_dp_bound(len(coins), rule.count, right, alpha, delta),

@@ -37,9 +37,7 @@ def check_canaries(experiment: Experiment, model: LanguageModel) -> None:
     if table is None:
         return
     if beyond := [client for client in table.clients or () if client >= clients]:
-        raise ConfigError(
-            f"canary.clients has {beyond[0]}: list clients from 0 to {clients - 1}"
-        )
+        raise ConfigError(f"canary.clients has {beyond[0]}: list clients from 0 to {clients - 1}")
     sizes = {name: value.numel() for name, value in model.parameters().items()}
     for client in experiment.unlike_clients:
         numbers = sum(sizes[name] for name in sent_by(experiment, client, model))

@@ -129,9 +129,7 @@ def client_canaries(
         uses=steps if poisson or private is None or of_fedsgd else local.epochs,
     )
     if private is not None:
-        planted = Planted(
-            canaries, coins_K < 0.5, TOO_LONG * private.max_grad_norm, coins.rate
-        )
+        planted = Planted(canaries, coins_K < 0.5, TOO_LONG * private.max_grad_norm, coins.rate)
         return ClientCanaries(canaries, coins, planted, 0.0)
     if whole:
         scale = TOO_LONG * _longest(protection)
@@ -145,6 +143,8 @@ def client_canaries(
 
 def _longest(protection: Protection) -> float:
     """Returns the L2 norm that the defense of a client's whole update allows."""
-    claims = (d.claims(protection.local, protection.num_examples) for d in protection.defenses.values())
+    claims = (
+        d.claims(protection.local, protection.num_examples) for d in protection.defenses.values()
+    )
     norms = [claim.max_norm for claim in claims if claim.max_norm is not None]
     return max(norms, default=1.0)

@@ -44,6 +44,7 @@ def print_run(
     summary = run.read(SUMMARY)
     if not scored:
         console.print(f"nothing scored yet in {markup(run.path)}")
+        _print_canaries(summary, console)
         _print_notes(summary, console)
         return
     ledger, rows = run.rows(LEDGER), [one.row for one in scored]
@@ -54,10 +55,7 @@ def print_run(
     )
     for line in [*any_attack(summary), *circumstances(summary)]:
         console.print(Text(printable(line)), soft_wrap=True)
-    if summary.canary is not None:
-        console.print(canary_table.table(summary.canary))
-        for line in canary_table.notes(summary.canary):
-            console.print(f"  [dim]{markup(line)}[/]", soft_wrap=True)
+    _print_canaries(summary, console)
     examples = best_examples(scored)
     # Not `console.is_terminal`, which an environment can force: a log must not be taken for one.
     if examples and (texts or console.file.isatty()):
@@ -80,6 +78,14 @@ def print_run(
             console.print(f"  [yellow]{markup(f'{attack} {status}')}[/]: {markup(reason)}")
     _print_notes(summary, console)
     console.print(f"results: {markup(run.path)}")
+
+
+def _print_canaries(summary: RunSummary, console: Console) -> None:
+    """Prints what canaries measured, if there are any."""
+    if summary.canary is not None:
+        console.print(canary_table.table(summary.canary))
+        for line in canary_table.notes(summary.canary):
+            console.print(f"  [dim]{markup(line)}[/]", soft_wrap=True)
 
 
 def _print_notes(summary: RunSummary, console: Console) -> None:

@@ -214,6 +214,7 @@ class CanaryRow(_OfUpdate):
         whole: The one canary is the whole update.
         rate: Probability with which a local step takes one that is in; None: not sampled.
         steps, uses: Local steps in the update, and those in which a canary takes part.
+        numbers: Of each canary: scores end at the square root of them.
         noise_share: Of the squared norm of the update how much is noise, as far as the defenses
             say; None: they add none.
         scores: Of each canary: variance 1 and, for one that is out, mean 0.
@@ -226,6 +227,7 @@ class CanaryRow(_OfUpdate):
     rate: float | None
     steps: int
     uses: int
+    numbers: int
     noise_share: float | None
     inside: tuple[bool, ...]
     scores: tuple[float, ...]
@@ -253,8 +255,8 @@ class Utility(Measured):
 def _check_canaries(row: CanaryRow) -> None:
     if len(row.scores) != len(row.inside) or not row.scores:
         raise ValueError(f"scores: {len(row.scores)} of {len(row.inside)} canaries")
-    if row.steps < 1 or row.uses < 1 or not (row.rate is None or 0 < row.rate <= 1):
-        raise ValueError(f"rate, steps, uses: {row.rate}, {row.steps}, {row.uses}")
+    if min(row.steps, row.uses, row.numbers) < 1 or not (row.rate is None or 0 < row.rate <= 1):
+        raise ValueError("rate, steps, uses or numbers are out of range")
 
 
 def _check_texts(row: LeakageRow) -> None:
