@@ -65,5 +65,5 @@ def train(message: Message, context: Context) -> Message:
             noise_scale=protection.noise_scale(),
             canaries=canaries.coins if canaries else None,
         )
-        private.write_truth(key, truth.to_json())
+        private.write_truth(key, {"fingerprint": experiment.fingerprint, **truth.to_json()})
     return Outgoing(key, update, figures, canaries, reply_to=message)

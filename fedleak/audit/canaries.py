@@ -26,7 +26,7 @@ from scipy.special import gammaln, logsumexp, ndtr
 from fedleak import privacy
 from fedleak.audit import privacy_bounds as bounds
 from fedleak.audit.gaps import Gaps
-from fedleak.audit.vault import read_truth
+from fedleak.audit.vault import read_truth, weight
 from fedleak.config.experiment import Experiment
 from fedleak.errors import CaptureError
 from fedleak.federation import canaries
@@ -44,6 +44,10 @@ CONFIDENCE = 0.95
 
 ALARM = 0.001
 """How often a mechanism that does what its ledger says is accused."""
+
+TESTS = 4
+"""The error of an alarm is divided among the three kinds of bounds, and the search for noise that
+was used twice."""
 
 LOUD_NOISE = 0.97
 """Share of an update's squared norm from which on witnesses see the noise and not the gradient,
@@ -65,14 +69,14 @@ def canary_rows(
         return []
     for captured in run.captures():
         try:
-            rows |= {row.key: row for row in _scored(run, experiment, model, captured)}
+            rows |= {row.key: row for row in _scored(run, experiment, model, captured, gaps)}
         except CaptureError as error:
             gaps.missing.append(f"canaries of {captured} cannot be scored: {error}")
     return [rows[key] for key in sorted(rows)]
 
 
 def _scored(
-    run: Run, experiment: Experiment, model: LanguageModel, captured: Key
+    run: Run, experiment: Experiment, model: LanguageModel, captured: Key, gaps: Gaps
 ) -> Iterator[CanaryRow]:
     """Yields a row for each client whose canaries may be in a capture."""
     clients = [captured.client]
@@ -84,6 +88,9 @@ def _scored(
         key = Key(captured.round, client)
         truth = read_truth(run, key)
         if truth is None or truth.canaries is None:
+            continue
+        if truth.canaries.copy and not run.has_audited(key):
+            gaps.notes.append(f"the audited copy of {key} is not here: its canaries have no score")
             continue
         if capture is None:
             capture = run.read_capture(captured)
@@ -111,6 +118,8 @@ def _row(
     coins, update, key = truth.canaries, capture.update, Key(truth.round, truth.client)
     assert coins is not None
     where = canaries.places(experiment, key.client, key.round, model, whole=coins.whole)
+    if len(coins.inside) != where.count or min(coins.steps, coins.uses) < 1:
+        raise CaptureError(f"what the vault says of the canaries of {key} is not of this run")
     # A delta goes against the gradient.
     sign = 1 if update.kind == UpdateKind.GRADIENT else -1
     values_SK = where.taken(update.tensors)
@@ -118,7 +127,9 @@ def _row(
         differences_SK = run.read_audited(key)
         if differences_SK.shape != values_SK.shape:
             raise CaptureError(f"the audited copy of {key} has other numbers than its update")
-        values_SK += _weight(capture, truth) * differences_SK
+        summed = capture.key.client == EVERYONE
+        counts = weight(truth, experiment) / update.num_examples if summed else 1.0
+        values_SK += counts * differences_SK
     return CanaryRow(
         round=key.round,
         client=key.client,
@@ -134,15 +145,6 @@ def _row(
         scores=tuple((sign * scores(values_SK, where.directions())).tolist()),
         witnesses=_witnessed(experiment, update, where.sizes),
     )
-
-
-def _weight(capture: Capture, truth: GroundTruth) -> float:
-    """Returns how much a client's update counts in what was captured."""
-    if capture.key.client != EVERYONE:
-        return 1.0
-    of_fedsgd = capture.update.kind == UpdateKind.GRADIENT
-    examples = truth.batch_size if of_fedsgd else len(truth.sequences)
-    return examples / capture.update.num_examples
 
 
 def _witnessed(
@@ -296,11 +298,10 @@ def summarised(
         return 0.5 / together if len(cell) > 1 else (0.5 if together else 1.0) / alone
 
     shown = [_bound(cell, (1 - CONFIDENCE) * share(cell), delta) for cell in cells]
-    kinds = 3
     alarms = [
         said
         for cell in cells
-        if (said := _contradiction(cell, ALARM * share(cell) / kinds, delta)) is not None
+        if (said := _contradiction(cell, ALARM * share(cell) / TESTS, delta)) is not None
     ]
     alarms += _reused_noise(found, sums=experiment.aggregator is not None)
     return CanarySummary(
@@ -388,7 +389,8 @@ def _contradiction(cell: Sequence[Tally], alpha: float, delta: float) -> str | N
 def _reused_noise(found: Sequence[Tally], *, sums: bool) -> list[str]:
     """Returns a sentence if two updates that a ledger counts as noisy have the same noise.
 
-    The witnesses' scores in two updates are independent if the noise is.
+    The witnesses' scores in two updates are independent if the noise is: then their product, over
+    the norm of one of them, is normal. With the same noise it is about that norm.
     """
     rows = [
         row
@@ -403,12 +405,13 @@ def _reused_noise(found: Sequence[Tally], *, sums: bool) -> list[str]:
     for row in rows:
         alike[len(row.witnesses)].append(row)
     pairs = sum(len(group) * (len(group) - 1) // 2 for group in alike.values())
-    for count, group in alike.items():
+    for group in alike.values():
         scores_UW = np.array([row.witnesses for row in group])
         for place, one in enumerate(group[:-1]):
-            agreed_U = np.abs(scores_UW[place + 1 :] @ scores_UW[place]) / math.sqrt(count)
+            agreed_U = np.abs(scores_UW[place + 1 :] @ scores_UW[place])
+            agreed_U /= max(float(np.linalg.norm(scores_UW[place])), 1e-300)
             at = int(agreed_U.argmax())
-            if 2 * ndtr(-agreed_U[at]) * pairs < ALARM:
+            if 2 * ndtr(-agreed_U[at]) * pairs < ALARM / TESTS:
                 return [
                     f"the updates {one.key} and {group[place + 1 + at].key} have the same noise "
                     f"(p < {ALARM:g}): the mechanism does not do what the ledger says"

@@ -63,8 +63,11 @@ class Experiment(Table):
     """`[[defense]]`: what clients do for their privacy, in this order."""
     threat: ThreatTable = ThreatTable()
     """What the attacker is told, and which updates it keeps."""
-    attack: list[dict[str, Any]] = []
-    """`[[attack]]`: what the attacker does with each update, besides what is on in every run."""
+    attack: list[dict[str, Any]] = [{"kind": "auto"}]
+    """`[[attack]]`: what the attacker does with each update, besides what is on in every run.
+
+    Left out: the strongest that the setting admits; `attack = []`: nothing more.
+    """
     privacy: PrivacyTable = PrivacyTable()
     """How the privacy ledger counts."""
     canary: CanaryTable | None = None
@@ -108,10 +111,10 @@ class Experiment(Table):
         """The mark of what these clients send, in 16 hex digits.
 
         It depends on the seed and the tables model, data, federation, update, defense, canary and
-        privacy (whose delta decides how much noise an epsilon takes), and not on what is done with updates
-        afterwards, nor on the engine: every one gives the same. A setting left out and its default
-        are the same. The sizes of the data are marked as they were when 400 and 100 were their
-        defaults, so that runs of that time can go on.
+        privacy (whose delta decides how much noise an epsilon takes), and not on what is done with
+        updates afterwards, nor on the engine: every one gives the same. A setting left out and its
+        default are the same. The sizes of the data are marked as they were when 400 and 100 were
+        their defaults, so that runs of that time can go on.
         """
         after = ["attack", "threat", "utility", "audit", "gate", "workers"]
         others = dict.fromkeys(["name", *after], True)

@@ -131,10 +131,7 @@ def client_canaries(
     if private is not None:
         planted = Planted(canaries, coins_K < 0.5, TOO_LONG * private.max_grad_norm, coins.rate)
         return ClientCanaries(canaries, coins, planted, 0.0)
-    if whole:
-        scale = TOO_LONG * _longest(protection)
-    else:
-        scale = experiment.canary.norm / size
+    scale = TOO_LONG * _longest(protection) if whole else experiment.canary.norm / size
     if not of_fedsgd:
         # A step goes against the gradient, once in each epoch.
         scale *= -1.0 if whole else -local.learning_rate * local.epochs

@@ -197,12 +197,15 @@ class Run:
         Raises:
             CaptureError: The file is damaged, or of another experiment.
         """
-        path = self.path / _captured(key)
-        try:
-            with safetensors.safe_open(path, framework="pt") as file:
-                return self._about(file.metadata())[2]
-        except _DAMAGE as error:
-            raise _damaged(path, error) from error
+        return self._read_about(key)[2]
+
+    def num_examples(self, key: Key) -> int:
+        """Reads how many examples a capture is of, without its tensors.
+
+        Raises:
+            CaptureError: The file is damaged, or of another experiment.
+        """
+        return self._read_about(key)[1]
 
     def has_capture(self, key: Key) -> bool:
         """Returns whether a capture is here."""
@@ -286,6 +289,14 @@ class Run:
             raise _damaged(path, error) from error
         return Capture(key, ClientUpdate(kind, tensors, num_examples), knowledge)
 
+    def _read_about(self, key: Key) -> tuple[UpdateKind, int, Knowledge]:
+        path = self.path / _captured(key)
+        try:
+            with safetensors.safe_open(path, framework="pt") as file:
+                return self._about(file.metadata())
+        except _DAMAGE as error:
+            raise _damaged(path, error) from error
+
     def _about(self, metadata: Mapping[str, str] | None) -> tuple[UpdateKind, int, Knowledge]:
         """Reads what stands beside the tensors of a capture."""
         about = json.loads((metadata or {})["fedleak"])
@@ -325,6 +336,10 @@ class Run:
     def write_audited(self, key: Key, differences_SK: Tensor) -> None:
         """Writes by how much an audited copy of an update differs, at the canaries' numbers."""
         self._write_tensors(f"vault/{key}.safetensors", {"differences": differences_SK}, {})
+
+    def has_audited(self, key: Key) -> bool:
+        """Returns whether an audited copy of an update is here."""
+        return (self.path / "vault" / f"{key}.safetensors").is_file()
 
     def read_audited(self, key: Key) -> Tensor:
         """Reads by how much an audited copy differs.

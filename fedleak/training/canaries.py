@@ -74,7 +74,8 @@ class Canaries:
         """
         total = self.numbers * self.count
         stride = sum(self.sizes.values()) // total
-        first = int(torch.randint(stride, (), generator=stream(self.seed, "places")))
+        room = sum(self.sizes.values()) - (total - 1) * stride
+        first = int(torch.randint(room, (), generator=stream(self.seed, "places")))
         begin = 0
         for name in sorted(self.sizes):
             end = begin + self.sizes[name]

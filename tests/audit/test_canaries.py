@@ -182,7 +182,8 @@ def test_canaries_are_seen_in_a_sum_of_clients(tmp_path, defense):
     if DP_SGD in defense:  # the noise of two clients
         assert abs(sum(inside) / len(inside) - 1 / math.sqrt(2)) < 4 / math.sqrt(len(inside))
     else:
-        assert min(inside) > 6  # the other client's gradient is in the way
+        # The other client's gradient is in the way.
+        assert sum(inside) / len(inside) > 10
     assert not bounds(run).alarms
 
 
