@@ -59,6 +59,7 @@ def experiment_of(*defense, federation=(), count=64, samples=8, **changes):
                 "canary": {"count": count},
                 "defense": list(defense),
                 "utility": {"rounds": []},
+                "attack": [],
             }
             | changes
         )
@@ -234,11 +235,14 @@ def test_scores_outlive_captures_and_coins(tmp_path):
 def test_a_damaged_copy_is_said(tmp_path):
     run = audited(tmp_path, experiment_of(count=8))
     (run.path / "vault" / "r0001-c00.safetensors").write_bytes(b"nothing")
+    (run.path / "vault" / "r0001-c01.safetensors").unlink()
     (run.path / "canaries.jsonl").unlink()
     scoring.score_run(run)
     (said,) = [each for each in run.read(SUMMARY).missing if "canaries" in each]
     assert "r0001-c00 cannot be scored" in said
-    assert len(run.rows(CANARIES)) == 3
+    (said,) = [each for each in run.read(SUMMARY).notes if "canaries" in each]
+    assert said == "the audited copy of r0001-c01 is not here: its canaries have no score"
+    assert len(run.rows(CANARIES)) == 2
 
 
 @pytest.mark.parametrize(
