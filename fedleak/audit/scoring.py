@@ -403,5 +403,6 @@ def _unscored(answer: Answer) -> LeakageRow:
         diagnostics=answer.diagnostics,
         seconds=answer.seconds,
         device=answer.device,
+        granted=answer.granted,
         knows=answer.knows,
     )

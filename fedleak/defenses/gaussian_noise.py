@@ -22,6 +22,7 @@ class GaussianNoise(Defense):
     """
 
     kind: ClassVar[str] = "gaussian_noise"
+    noisy: ClassVar[bool] = True
     sigma: Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
     def __call__(self, update: ClientUpdate, *, rng: torch.Generator) -> ClientUpdate:
