@@ -162,7 +162,7 @@ def utility(case: Case, args: argparse.Namespace) -> Iterator[str]:
                 "data": {"name": "builtin/notes", "samples": 64, "held_out": 200},
                 "federation": {"rounds": 4, "batch_size": 8, "learning_rate": 0.2},
                 "utility": {"rounds": []},
-                "defense": [{"kind": "dp_sgd", "noise_multiplier": 0.5}],
+                "defense": [{"kind": "dp_sgd", "noise_multiplier": 0.05}],
                 **({"canary": {"count": count}} if count else {}),
             }
             experiment = parse(table)
@@ -178,7 +178,7 @@ def utility(case: Case, args: argparse.Namespace) -> Iterator[str]:
         error = statistics.stdev(apart) / math.sqrt(len(apart))
         yield (
             f"| {name} | {statistics.mean(without):.4f} | {statistics.mean(with_them):.4f} | "
-            f"{statistics.mean(apart):+.4f} | {error:.4f} |"
+            f"{statistics.mean(apart):+.1e} | {error:.1e} |"
         )
 
 
