@@ -27,6 +27,8 @@ FORBIDDEN = [
     (APART, "fedleak", "server"),
     (APART, "fedleak.report", "clients"),
     (APART, "clients", "server"),
+    (APART, "fedleak.tap", "server"),
+    (DOWN, "fedleak.reports", "fedleak.tap"),
     (NO_FLOWER, "fedleak", "flwr"),
     (NO_FLOWER, "fedleak.training", "flwr"),
     *(
@@ -47,6 +49,9 @@ FORBIDDEN = [
     (CONFIG, "fedleak.config.experiment", "fedleak.config.checks"),
     (NO_CIRCLE, "fedleak.training.batches", "fedleak.training.local"),
     (NO_CIRCLE, "fedleak.training.settings", "fedleak.training.private_steps"),
+    (ROOMS, "fedleak.attacks.matching", "fedleak.attacks.outside"),
+    (BY_KIND, "fedleak.bench", "fedleak.attacks.outside.command"),
+    (DOWN, "fedleak.sweep", "fedleak.bench"),
     (BY_KIND, "fedleak.attacks.matching", "fedleak.attacks.matching.lamp"),
     (BY_KIND, "fedleak.metrics", "fedleak.attacks.subspace.dager"),
     (BY_KIND, "fedleak.workers", "fedleak.attacks.auto.attack"),

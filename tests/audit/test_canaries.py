@@ -44,7 +44,7 @@ def folder(small, tmp_path_factory):
 @pytest.fixture(autouse=True)
 def unchecked(monkeypatch):
     """Leaves out the check before a run, which finds some of the mistakes first, and old caches."""
-    client_context.protection_of.cache_clear()
+    client_context._protection.cache_clear()
     monkeypatch.setattr(defense_checks, "refuse_broken", lambda run, experiment: None)
 
 
