@@ -262,14 +262,21 @@ def refuse_gaps(collected: SweepSummary, failures: Mapping[str, str]) -> None:
         failures: Why cells failed, by name.
 
     Raises:
-        FedleakError: Cells failed, or have no score where they should have one.
+        FedleakError: Cells failed, have no score where they should have one, or have canaries that
+            contradict the ledger.
     """
     cells = collected.cells
     gaps = {each.cell: "; ".join(each.missing) for each in cells if each.missing}
+    alarms = {
+        each.cell: "; ".join(each.canary.alarms)
+        for each in cells
+        if each.canary is not None and each.canary.alarms
+    }
     refusals = []
     for what, found, then in (
         ("failed", failures, "the same command tries them again"),
         ("are not complete", gaps, "their own commands, which are named, complete them"),
+        ("contradict their ledger", alarms, "look for the mistake in their defenses"),
     ):
         if found:
             reasons = "; ".join(f"cell {cell!r}: {reason}" for cell, reason in found.items())

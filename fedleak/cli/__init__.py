@@ -457,6 +457,10 @@ def gate(
         list[str] | None,
         typer.Option(metavar="ATTACK", help="An attack that may abstain; it can be repeated."),
     ] = None,
+    require: Annotated[
+        list[str] | None,
+        typer.Option(metavar="WHAT", help="What has to be measured, too: canary."),
+    ] = None,
     junit: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Also write the checks as JUnit XML.")
     ] = None,
@@ -475,7 +479,7 @@ def gate(
 
     with mended():
         at = Run(path)
-        checks = judge(at, limited(stored(at).gate, most or (), may_abstain or ()))
+        checks = judge(at, limited(stored(at).gate, most or (), may_abstain or (), require or ()))
         marks = {"within": "[green]within[/]", "exceeded": "[red]EXCEEDED[/]"}
         for one in checks:
             mark = marks.get(one.outcome, "[yellow]NOT TOLD[/]")
@@ -764,8 +768,9 @@ def explain(file: File, changes: Set = None) -> None:
 def check_defense(file: File, changes: Set = None) -> None:
     """Test whether each defense of an experiment does what it says, and print the figures.
 
-    FILE is an experiment file. Nothing is trained and no private text is used. `fedleak run`
-    does the same test before it trains.
+    FILE is an experiment file. Nothing is trained and no private text is used. Where a defense
+    guarantees an epsilon, canaries in a few updates test that its noise and its clipping are what
+    the ledger counts. `fedleak run` does the same test before it trains.
     """
     from fedleak.audit.defense_checks import check
     from fedleak.config.loading import load

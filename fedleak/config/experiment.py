@@ -23,6 +23,7 @@ from fedleak.config.tables import (
     HELD_OUT,
     SAMPLES,
     AuditTable,
+    CanaryTable,
     DataTable,
     FederationTable,
     GateTable,
@@ -72,6 +73,8 @@ class Experiment(Table):
     """
     privacy: PrivacyTable = PrivacyTable()
     """How the privacy ledger counts."""
+    canary: CanaryTable | None = None
+    """Canaries that measure privacy; left out: none."""
     utility: UtilityTable = UtilityTable()
     """When the global model is scored on held-out data."""
     workers: WorkersTable = WorkersTable()
@@ -118,11 +121,11 @@ class Experiment(Table):
     def fingerprint(self) -> str:
         """The mark of what these clients send, in 16 hex digits.
 
-        It depends on the seed and the tables model, data, federation, update, defense and privacy
-        (whose delta decides how much noise an epsilon takes), and not on what is done with updates
-        afterwards, nor on the engine: every one gives the same. A setting left out and its default
-        are the same. The sizes of the data are marked as they were when 400 and 100 were their
-        defaults, so that runs of that time can go on.
+        It depends on the seed and the tables model, data, federation, update, defense, canary and
+        privacy (whose delta decides how much noise an epsilon takes), and not on what is done with
+        updates afterwards, nor on the engine: every one gives the same. A setting left out and its
+        default are the same. The sizes of the data are marked as they were when 400 and 100 were
+        their defaults, so that runs of that time can go on.
         """
         after = ["attack", "threat", "utility", "audit", "gate", "workers"]
         others = dict.fromkeys(["name", *after], True)
@@ -150,6 +153,11 @@ class Experiment(Table):
             for number, each in enumerate(self.defenses)
             if each.clients is None or client in each.clients
         }
+
+    def carries_canaries(self, client: int) -> bool:
+        """Whether a client takes in canaries."""
+        table = self.canary
+        return table is not None and (table.clients is None or client in table.clients)
 
     @property
     def unlike_clients(self) -> list[int]:
