@@ -23,7 +23,7 @@ from fedleak import models, privacy
 from fedleak.config.checks import check_defenses
 from fedleak.config.experiment import Experiment
 from fedleak.config.sent_parameters import selected_parameters
-from fedleak.defenses import Claims, Defense, TrustedAggregator
+from fedleak.defenses import Claims, Defense, TrustedAggregator, root_mean_square
 from fedleak.errors import FedleakError
 from fedleak.federation.protection import Protection, protection
 from fedleak.federation.workload import divide, read_data
@@ -266,6 +266,9 @@ def _keeps(bench: Bench) -> Iterator[Test]:
         )
     if claims.noise_scale is not None:
         yield _noise(bench, claims.noise_scale)
+    if claims.relative_noise is not None:
+        raw = bench.trained(bench.local, range(EXAMPLES), False, 0)
+        yield _noise(bench, claims.relative_noise * root_mean_square(raw))
     if claims.masked is not None:
         yield _masked(bench, claims.masked)
     if claims.zeros is not None:

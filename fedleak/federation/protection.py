@@ -55,17 +55,26 @@ class Protection:
         return [event for event in found if event is not None]
 
     def noise_scale(self) -> float | None:
-        """Returns the standard deviation of all noise on a number of the update; None without."""
+        """Returns the standard deviation of all noise on a number of the update.
+
+        None without noise, and where it depends on the update.
+        """
         claims = (d.claims(self.local, self.num_examples) for d in self.defenses.values())
         scales = [claim.noise_scale for claim in claims if claim.noise_scale is not None]
-        return math.hypot(*scales) if scales else None
+        return math.hypot(*scales) if scales and not self.has_relative_noise() else None
+
+    def has_relative_noise(self) -> bool:
+        """Returns whether the scale of some noise depends on the update."""
+        claims = (d.claims(self.local, self.num_examples) for d in self.defenses.values())
+        return any(claim.relative_noise is not None for claim in claims)
 
 
 def protection(experiment: Experiment, client: int, num_examples: int) -> Protection:
     """Returns what a client with so many examples does for its privacy.
 
     Raises:
-        ConfigError: An epsilon that no noise reaches.
+        ConfigError: An epsilon that no noise reaches, or a noise scale that is granted and depends
+            on the update.
     """
     rounds = rounds_of_clients(experiment)[client]
     table, local = experiment.privacy, experiment.local_training
@@ -86,6 +95,11 @@ def protection(experiment: Experiment, client: int, num_examples: int) -> Protec
     for defense in solved.values():
         local = defense.training(local)
     found = Protection(local, solved, num_examples)
+    if "noise_scale" in experiment.threat_model.knows and found.has_relative_noise():
+        raise ConfigError(
+            "threat.knows has noise_scale, and noise that is relative to an update has another "
+            "scale in each: do not grant it, or give gaussian_noise a sigma"
+        )
     # Refuses now what could not be counted after training.
     events = [event for round in budget.rounds for event in found.events(round)]
     privacy.compose(events, table.delta, table.accountant)
