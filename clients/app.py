@@ -60,5 +60,5 @@ def train(message: Message, context: Context) -> Message:
             batch_size=min(local.batch_size, len(part)),
             noise_scale=protection.noise_scale(),
         )
-        private.write_truth(key, truth.to_json())
+        private.write_truth(key, {"fingerprint": experiment.fingerprint, **truth.to_json()})
     return Outgoing(key, update, figures, reply_to=message)

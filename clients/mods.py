@@ -40,7 +40,12 @@ def defend(message: Message, context: Context, call_next: Next) -> Message:
     )
     if told and (private := vault(context, run)) is not None:
         events = [event.to_json() for event in protection.events(key.round)]
-        note: dict[str, Any] = {"defenses": told, "training": reply.trained, "events": events}
+        note: dict[str, Any] = {
+            "fingerprint": experiment.fingerprint,
+            "defenses": told,
+            "training": reply.trained,
+            "events": events,
+        }
         private.write_defended(key, note)
     return reply
 

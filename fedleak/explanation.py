@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fedleak import attacks
-from fedleak.attacks import Attack, AttackSetting, Equipped
+from fedleak.attacks import Attack, AttackSetting, Equipped, Planned, Step
 from fedleak.config import checks
 from fedleak.config.components import build_attack
 from fedleak.config.experiment import Experiment
@@ -25,12 +25,14 @@ class Applicability:
         listed: Whether the experiment runs it.
         obstacles: For each kind of capture why it cannot work there, or None.
         problem: Why it can work on none, whatever is captured; None: nothing is missing.
+        plans: For each kind of capture the attacks that it is made of; () of one that is not.
     """
 
     name: str
     listed: bool
     obstacles: tuple[str | None, ...]
     problem: str | None
+    plans: tuple[tuple[Step, ...], ...] = ()
 
     @property
     def reason(self) -> str | None:
@@ -93,7 +95,10 @@ def _applicability(
         except ConfigError as error:
             problem = str(error)
     obstacles = tuple(attack.obstacle(setting) for setting in settings)
-    return Applicability(name=name, listed=listed, obstacles=obstacles, problem=problem)
+    plans = [tuple(attack.plan(one)) for one in settings] if isinstance(attack, Planned) else []
+    return Applicability(
+        name=name, listed=listed, obstacles=obstacles, problem=problem, plans=tuple(plans)
+    )
 
 
 def _of_kind(kind: str, settings: Sequence[AttackSetting]) -> Applicability:

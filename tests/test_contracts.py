@@ -19,7 +19,7 @@ NO_VAULT = "a report shows what scoring returned, and does not open the vault"
 ROOMS = "attacks are few rooms, and each knows only those below it"
 CONFIG = "from the tables of a file to an experiment, and from there to its model"
 NO_CIRCLE = "training has no circle"
-BY_KIND = "nobody imports an attack: it is found by its kind"
+BY_KIND = "only auto imports an attack: it is found by its kind"
 DOWN = "dependencies point down"
 
 # A contract, a module or the package of a new module, and what the module imports.
@@ -42,12 +42,14 @@ FORBIDDEN = [
     (ROOMS, "fedleak.attacks.subspace", "fedleak.attacks.matching"),
     (ROOMS, "fedleak.attacks.subspace", "fedleak.attacks.analytic"),
     (ROOMS, "fedleak.attacks.analytic", "fedleak.attacks.matching"),
+    (ROOMS, "fedleak.attacks.matching", "fedleak.attacks.auto.evidence"),
     (CONFIG, "fedleak.config.wording", "fedleak.config.loading"),
     (CONFIG, "fedleak.config.experiment", "fedleak.config.checks"),
     (NO_CIRCLE, "fedleak.training.batches", "fedleak.training.local"),
     (NO_CIRCLE, "fedleak.training.settings", "fedleak.training.private_steps"),
     (BY_KIND, "fedleak.attacks.matching", "fedleak.attacks.matching.lamp"),
     (BY_KIND, "fedleak.metrics", "fedleak.attacks.subspace.dager"),
+    (BY_KIND, "fedleak.workers", "fedleak.attacks.auto.attack"),
     (DOWN, "fedleak.models", "fedleak.training"),
     (DOWN, "fedleak.training", "fedleak.attacks"),
     (DOWN, "fedleak.attacks", "fedleak.workers.process"),

@@ -137,7 +137,7 @@ BAD = [
 
 @pytest.mark.parametrize(("lines", "words"), BAD, ids=lambda value: str(value)[:40])
 def test_a_bad_sweep_is_refused_with_its_key_or_cell(write, lines, words):
-    text = BASE.replace("[model]", "attack = [{kind='dlg'}]\n[model]")
+    text = BASE.replace("attack = []", "attack = [{kind='dlg'}]")
     with pytest.raises(ConfigError) as caught:
         sweep.load(write(f"{text}[sweep]\n{lines}\n"))
     assert [word for word in words if word not in str(caught.value)] == []
@@ -313,7 +313,7 @@ def results(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_cells_at_once_find_what_they_find_one_after_the_other(write, here):
-    write(SWEEP + '[[attack]]\nkind = "dlg"\nsteps = 2\n')
+    write(SWEEP.replace("attack = []", 'attack = [{kind = "dlg", steps = 2}]'))
     status, text, errors = call("sweep", "grid.toml", "--jobs", "2")
     assert status == 0, errors
     lines = [

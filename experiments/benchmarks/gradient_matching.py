@@ -267,6 +267,7 @@ def bench(
         space=space,
         victim_R=torch.arange(victims, device=device),
         normalizer_R=torch.ones(victims, device=device),
+        exact_R=torch.zeros(victims, device=device),
         prior=prior,
     )
     low = lower_precision(model)

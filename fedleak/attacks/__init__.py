@@ -116,6 +116,29 @@ class Equipped(Attack, Protocol):
         ...
 
 
+class Step(NamedTuple):
+    """An attack that another attack is made of, in a setting.
+
+    Attributes:
+        kind: Its name.
+        purpose: What it is there for.
+        obstacle: Why it does not take part; None: it does.
+    """
+
+    kind: str
+    purpose: str
+    obstacle: str | None
+
+
+@runtime_checkable
+class Planned(Attack, Protocol):
+    """An attack that is made of others, and says beforehand which of them it asks."""
+
+    def plan(self, setting: AttackSetting) -> Sequence[Step]:
+        """Returns the others in the order in which they are asked, also those that cannot work."""
+        ...
+
+
 @runtime_checkable
 class Batched(Attack, Protocol):
     """An attack that optimises several observations of one model at once.

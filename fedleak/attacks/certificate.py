@@ -10,6 +10,7 @@ equals the observed gradient.
 Shapes: B sequences, T tokens, C classes, U logits of all sequences; X: all numbers of a gradient.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -254,7 +255,8 @@ class Verdict(NamedTuple):
 
 def verify(model: LanguageModel, members: Sequence[Member], seen: Observation) -> Verdict:
     """Recomputes the gradient of a batch of these members, if they make up the whole batch."""
-    if not members:
+    tokens = sum(len(one.ids) for one in members)
+    if not members or not can_tell(model, seen, tokens):
         return Verdict({}, None, False)
     repeats = multiplicities(members, seen.update.num_examples)
     by_ids = dict(zip((one.ids for one in members), repeats, strict=True))
@@ -266,6 +268,16 @@ def verify(model: LanguageModel, members: Sequence[Member], seen: Observation) -
     # Of another number of repetitions a classifier's gradient would be the same.
     alike = model.task == CLASSIFICATION and any(is_run(model, one.ids) for one in members)
     return Verdict(by_ids, apart, apart < precision(seen) and not alike)
+
+
+def can_tell(model: LanguageModel, seen: Observation, tokens: int) -> bool:
+    """Whether an update has enough numbers to prove a batch of so many tokens.
+
+    If its bits, at their precision, are fewer than the bits of the text, then other texts have the
+    same update.
+    """
+    numbers = sum(int(tensor.count_nonzero()) for tensor in seen.update.tensors.values())
+    return numbers * -math.log2(precision(seen)) >= tokens * math.log2(len(model.tokenizer))
 
 
 def precision(seen: Observation) -> float:

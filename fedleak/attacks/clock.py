@@ -1,6 +1,10 @@
 """The time that an attack may take."""
 
+import math
 import time
+
+MOMENT = 1e-3
+"""Seconds that are left of a time that is up: there is no search of no time."""
 
 
 class Clock:
@@ -19,6 +23,10 @@ class Clock:
         up = self._end is not None and time.monotonic() > self._end
         self.rang |= up
         return up
+
+    def left(self) -> float:
+        """Returns the seconds left, infinite without a limit, and a moment if time is up."""
+        return math.inf if self._end is None else max(self._end - time.monotonic(), MOMENT)
 
     def part(self, parts: int) -> "Clock":
         """Returns a clock for one of so many equal parts of the time that is left."""

@@ -13,7 +13,7 @@ from fedleak.audit.vault import read_truth
 from fedleak.errors import CaptureError, FedleakError
 from fedleak.metrics import intervals
 from fedleak.store.lines import Record
-from fedleak.store.records import LEAKAGE, LeakageRow, TextScore
+from fedleak.store.records import LEAKAGE, LeakageRow, TextScore, text_counts
 from fedleak.store.run import Key, Run
 
 FIGURES = ("exact", "rougeL", "token_recall")
@@ -145,7 +145,7 @@ def _same(
     runs: tuple[Run, Run], rows: Sequence[Sequence[LeakageRow]], unpaired: Counter[str]
 ) -> Iterator[_Text]:
     """Yields the texts of the batches that both runs have, and counts the others."""
-    sizes = [{row.key: row.batch_size for row in each} for each in rows]
+    sizes = [text_counts(each) for each in rows]
     for key in sorted({*sizes[0], *sizes[1]}):
         if key not in sizes[0] or key not in sizes[1]:
             unpaired["the round and client are in one run only"] += sum(

@@ -31,7 +31,7 @@ def mean_over_clients(
 
 def too_few(answered: Sequence[LeakageRow]) -> str | None:
     """Returns why the figures of these answers are examples and no rates; None if they are."""
-    clients, texts = {row.client for row in answered}, sum(row.batch_size for row in answered)
+    clients, texts = {row.client for row in answered}, sum(row.batch_size or 0 for row in answered)
     if clients == {EVERYONE}:
         few = ["one group of clients"]
     elif len(clients) == 1:

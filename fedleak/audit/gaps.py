@@ -8,7 +8,7 @@ from fedleak.config.experiment import Experiment
 from fedleak.errors import FedleakError
 from fedleak.federation.schedule import expected_captures
 from fedleak.reconstruction import Status
-from fedleak.store.records import Answer, LeakageRow
+from fedleak.store.records import UNSCORED, Answer, LeakageRow
 from fedleak.store.run import Key, Run
 from fedleak.store.summaries import SUMMARY
 from fedleak.truth import GroundTruth
@@ -24,7 +24,7 @@ class Gaps:
     Attributes:
         missing: What makes the results incomplete, and the command that mends it.
         notes: What else should be known.
-        unscored: Answers that should have a row and have none.
+        unscored: Answers that should have a score and have none.
     """
 
     missing: list[str] = field(default_factory=list)
@@ -108,14 +108,16 @@ def find_gaps(
             f"attack {run.path} --set 'attack=[...]'` gives them again"
         )
     untrue = [key for key, truth in truths.items() if truth is None]
-    have = {row.id for row in rows}
-    without = [key for key, name in answers if key in untrue and (key, name) not in have]
-    gaps.unscored += len(without)
+    scored = {row.id for row in rows if row.batch_size is not None}
+    without = [key for key, name in answers if key in untrue and (key, name) not in scored]
+    unscored = sum(row.status == UNSCORED for row in rows)
+    gaps.unscored += unscored
     if bare := sorted(set(without)):
         missing.append(
             f"{len(bare)} of {len(truths)} captures have no truth in {run.path / 'vault'} "
-            f"({_some(bare)}), so answers for them cannot be scored: only `fedleak run FILE "
-            "--fresh`, with the vault on, writes it"
+            f"({_some(bare)}), so {unscored} answers are unscored: `fedleak score {run.path} "
+            "--vault FOLDER` takes it from the vault of a node, whose owner has to hand it over; "
+            "else only `fedleak run FILE --fresh`, with the vault on, writes it"
         )
     if kept := sorted(set(untrue) - set(bare)):
         notes.append(

@@ -15,7 +15,7 @@ from fedleak.config.tables import GateTable
 from fedleak.errors import ConfigError, FedleakError, unknown
 from fedleak.privacy import NONE
 from fedleak.reconstruction import Status
-from fedleak.store.records import LEAKAGE, LeakageRow
+from fedleak.store.records import LEAKAGE, UNSCORED, LeakageRow, text_counts
 from fedleak.store.run import Run
 from fedleak.store.summaries import SUMMARY, Estimate, Guarantee, RunSummary, WorstCase
 
@@ -163,8 +163,7 @@ def _enough(
     searched = {
         row.key for row in rows if any(text.token_recall is not None for text in row.texts or ())
     }
-    texts = {row.key: row.batch_size for row in rows}
-    unsearched = sum(size for key, size in texts.items() if key not in searched)
+    unsearched = sum(size for key, size in text_counts(rows).items() if key not in searched)
     if unsearched and "token_recall" in leaks:
         lacks.append(f"{unsearched} of {worst.texts} texts: no attack named tokens")
     said = f"{worst.texts} texts of {worst.clients} clients, by {', '.join(worst.attacks)}"
@@ -186,6 +185,8 @@ def _attack(name: str, rows: Sequence[LeakageRow], *, may_abstain: bool) -> Chec
     lacks = []
     if failed := ended[Status.FAILED]:
         lacks.append(f"it failed on {failed} {of}")
+    if unscored := ended[UNSCORED]:
+        lacks.append(f"its answers for {unscored} {of} are unscored: the truth is not here")
     if late:
         lacks.append(f"its time (`seconds`) was up on {late} {of}: give it more")
     if (abstained := ended[Status.ABSTAINED]) and not may_abstain:

@@ -20,7 +20,8 @@ def knowledge(run: Run, key: Key, threat: ThreatModel) -> Knowledge:
     if truth is None:
         raise FedleakError(
             f"threat.knows grants {', '.join(sorted(threat.knows))}, but the vault has no {key}: "
-            "run with the vault on, or grant nothing"
+            f"run with the vault on, take it from a node with `fedleak score {run.path} --vault "
+            "FOLDER`, or grant nothing"
         )
     longest_first = sorted(
         range(len(truth.sequences)), key=lambda i: len(truth.sequences[i]), reverse=True

@@ -13,7 +13,7 @@ from fedleak.federation.schedule import clients_of_round
 from fedleak.privacy import Event, Spent
 from fedleak.store.lines import Measured
 from fedleak.store.records import DEFENSES, LEDGER, DefenseRow, LedgerRow
-from fedleak.store.run import Key, Run
+from fedleak.store.run import EVERYONE, Key, Run
 from fedleak.store.summaries import DefenseMeans, Guarantee
 
 
@@ -59,7 +59,7 @@ def ledger(
     on counts none twice and forgets none. From a round on whose note is gone a client's rows are
     the earlier ones; where there are none, nothing is guaranteed.
     """
-    table, truths = experiment.privacy, set(run.truths())
+    table, truths, captured = experiment.privacy, set(run.truths()), set(run.captures())
     earlier: dict[Key, list[LedgerRow]] = defaultdict(list)
     for row in run.salvage(LEDGER):
         earlier[row.key].append(row)
@@ -69,8 +69,9 @@ def ledger(
     for round in range(1, experiment.federation.rounds + 1):
         for client in clients_of_round(experiment, round):
             key = Key(round, client)
-            if not (key in truths or key in notes or key in earlier):
-                continue  # not yet trained
+            trained = {key, Key(round, EVERYONE)} & captured or key in truths
+            if not (trained or key in notes or key in earlier):
+                continue
             note = notes.get(key)
             if note is None and experiment.defenses_of(client):
                 lost.add(client)
@@ -87,7 +88,8 @@ def ledger(
         gaps.missing.append(
             f"what the defenses of {len(lost)} clients ({clients}) did is not all in "
             f"{run.path / 'defended'}: the ledger keeps what it had of them, and counts what it "
-            "never had as no guarantee; only `fedleak run FILE --fresh` writes such files again"
+            f"never had as no guarantee; `fedleak score {run.path} --vault FOLDER` takes such "
+            "files from the vault of a node, else only `fedleak run FILE --fresh` writes them again"
         )
     return rows
 

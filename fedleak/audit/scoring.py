@@ -29,7 +29,16 @@ from fedleak.models import LanguageModel, loading
 from fedleak.reconstruction import Status
 from fedleak.rng import stream
 from fedleak.store import records
-from fedleak.store.records import DEFENSES, LEAKAGE, LEDGER, Answer, Fact, LeakageRow, TextScore
+from fedleak.store.records import (
+    DEFENSES,
+    LEAKAGE,
+    LEDGER,
+    UNSCORED,
+    Answer,
+    Fact,
+    LeakageRow,
+    TextScore,
+)
 from fedleak.store.run import EVERYONE, Key, Run
 from fedleak.store.summaries import SUMMARY
 from fedleak.truth import GroundTruth
@@ -49,7 +58,7 @@ class TextPair:
 
 @dataclass(frozen=True)
 class Scored:
-    """A row and the texts behind it."""
+    """A row and the texts behind it; of an answer without truth there are none."""
 
     row: LeakageRow
     pairs: tuple[TextPair, ...]
@@ -168,7 +177,8 @@ def score_run(run: Run, asked: Iterable[str] | None = None) -> list[Scored]:
     """Scores every reconstruction of a run and writes leakage.jsonl and summary.json.
 
     What was scored earlier is never replaced by less: a row whose truth or whose answer is gone
-    stays as it was. Whoever calls this holds the lock.
+    stays as it was. An answer whose truth was never here has a row without scores. Whoever calls
+    this holds the lock.
 
     Args:
         run: The run directory.
@@ -180,7 +190,7 @@ def score_run(run: Run, asked: Iterable[str] | None = None) -> list[Scored]:
     """
     experiment, gaps = stored(run), Gaps()
     model = loading.outline(experiment.model_spec(run.info()["num_labels"]))
-    vocabulary = _vocabulary(model)
+    vocabulary = vocabulary_of(model)
     answers = {
         each.id: each for each in run.salvage(records.answers(run.fingerprint(), vocabulary))
     }
@@ -188,6 +198,11 @@ def score_run(run: Run, asked: Iterable[str] | None = None) -> list[Scored]:
     truths = _truths(run, sorted({key for key, _ in answers}), vocabulary, gaps)
     scored = _score(run, experiment, model, answers, earlier, truths)
     fresh = {one.row.id for one in scored}
+    for name, answer in answers.items():
+        before = earlier.get(name)
+        if truths[answer.key] is None and (before is None or before.batch_size is None):
+            scored.append(Scored(_unscored(answer), ()))
+            fresh.add(name)
     for name, row in earlier.items():
         # What failed was not measured, so without its answer there is nothing to keep.
         if name not in fresh and (name in answers or row.status != Status.FAILED):
@@ -229,7 +244,7 @@ def _score(
     known = {key: truth for key, truth in truths.items() if truth is not None and truth.sequences}
     controls, guesses = experiment.audit.controls, {key: Scores() for key in known}
     if controls and known:
-        held_out = _held_out(run, _vocabulary(model))
+        held_out = _held_out(run, vocabulary_of(model))
         guesses = {
             key: guess(held_out, truth, model, experiment.seed) for key, truth in known.items()
         }
@@ -261,7 +276,7 @@ def _is_less(answer: Answer, before: LeakageRow | None) -> bool:
     return measured and answer.status == Status.FAILED
 
 
-def _vocabulary(model: LanguageModel) -> int:
+def vocabulary_of(model: LanguageModel) -> int:
     """Returns how many token ids a text may have; a model may have more than its tokenizer."""
     return max(int(model.module.config.vocab_size), len(model.tokenizer))  # type: ignore[union-attr,arg-type]
 
@@ -340,40 +355,48 @@ def _row(
     recovered = answer.status == Status.RECOVERED
     scores = score_answer(answer, truth, model) if recovered else Scores()
     true = truth.facts(model.num_labels)
-    # Below 1 is a guess; null had nothing to be compared with.
-    margins = [m for m in answer.margins if m is not None and m >= 1]
     content, paper = scores.content, scores.paper
     only_tokens = recovered and answer.sequences is None
-    row = LeakageRow(
-        round=truth.round,
-        client=truth.client,
-        attack=answer.attack,
-        status=answer.status,
-        reason=answer.reason,
-        verified=answer.verified,
-        batch_size=len(truth.sequences),
-        num_tokens=sum(map(len, truth.sequences)),
-        rouge1=content.rouge1 if content else None,
-        rouge2=content.rouge2 if content else None,
-        rougeL=content.rougeL if content else None,
-        paper_rouge1=paper.rouge1 if paper else None,
-        paper_rouge2=paper.rouge2 if paper else None,
-        paper_rougeL=paper.rougeL if paper else None,
-        exact_match=scores.exact_match,
-        token_recall=scores.token_recall,
-        token_precision=scores.token_precision,
-        control_rougeL=control.content.rougeL if control.content else None,
-        control_token_recall=control.token_recall,
-        guess_rougeL=guessed.content.rougeL if guessed.content and not only_tokens else None,
-        guess_token_recall=guessed.token_recall,
-        texts=scores.texts,
-        facts={
+    measured = {
+        "batch_size": len(truth.sequences),
+        "num_tokens": sum(map(len, truth.sequences)),
+        "rouge1": content.rouge1 if content else None,
+        "rouge2": content.rouge2 if content else None,
+        "rougeL": content.rougeL if content else None,
+        "paper_rouge1": paper.rouge1 if paper else None,
+        "paper_rouge2": paper.rouge2 if paper else None,
+        "paper_rougeL": paper.rougeL if paper else None,
+        "exact_match": scores.exact_match,
+        "token_recall": scores.token_recall,
+        "token_precision": scores.token_precision,
+        "control_rougeL": control.content.rougeL if control.content else None,
+        "control_token_recall": control.token_recall,
+        "guess_rougeL": guessed.content.rougeL if guessed.content and not only_tokens else None,
+        "guess_token_recall": guessed.token_recall,
+        "texts": scores.texts,
+        "facts": {
             name: Fact(found=value, true=true.get(name)) for name, value in answer.facts.items()
         },
+    }
+    row = _unscored(answer).model_copy(update={"status": answer.status, **measured})
+    return Scored(row, scores.pairs)
+
+
+def _unscored(answer: Answer) -> LeakageRow:
+    """Returns the row of an answer that is compared with nothing: what the attack itself says."""
+    # Below 1 is a guess; null had nothing to be compared with.
+    margins = [m for m in answer.margins if m is not None and m >= 1]
+    return LeakageRow(
+        round=answer.round,
+        client=answer.client,
+        attack=answer.attack,
+        status=UNSCORED if answer.status == Status.RECOVERED else answer.status,
+        reason=answer.reason,
+        verified=answer.verified,
+        facts={name: Fact(found=value) for name, value in answer.facts.items()},
         margin=min(margins, default=None),
         diagnostics=answer.diagnostics,
         seconds=answer.seconds,
         device=answer.device,
         knows=answer.knows,
     )
-    return Scored(row, scores.pairs)

@@ -113,6 +113,7 @@ def circumstances(experiment: Experiment) -> Circumstances:
 def attack_summary(rows: Sequence[LeakageRow]) -> AttackSummary:
     """Sums up one attack. A failed or abstaining attack counts among rows, not as a zero."""
     measured = [row for row in rows if row.rougeL is not None]
+    sizes = [row.batch_size or 0 for row in measured]
 
     def mean_of(name: str, most: float) -> Estimate | None:
         found = [(row, value) for row in rows if (value := getattr(row, name)) is not None]
@@ -124,12 +125,12 @@ def attack_summary(rows: Sequence[LeakageRow]) -> AttackSummary:
         status=dict(Counter(row.status for row in rows)),
         verified=sum(row.verified for row in rows),
         knows=tuple(sorted(set(chain.from_iterable(row.knows for row in rows)))),
-        sequences=sum(row.batch_size for row in measured),
+        sequences=sum(sizes),
         clients=len({row.client for row in measured}),
         exact_match=mean_over_clients(
             [(row, row.exact_match or 0.0) for row in measured],
             1.0,
-            [row.batch_size for row in measured],
+            sizes,
         ),
         rouge1=mean_of("rouge1", 100.0),
         rouge2=mean_of("rouge2", 100.0),

@@ -2,9 +2,12 @@
 
 import math
 from itertools import chain
+from pathlib import Path
+from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from fedleak.config.experiment import Experiment
 from fedleak.errors import CaptureError, FedleakError
 from fedleak.federation.lookup import stored
 from fedleak.federation.schedule import clients_of_round
@@ -20,20 +23,38 @@ def read_truth(run: Run, key: Key) -> GroundTruth | None:
     """
     if key.client == EVERYONE:
         return _truth_of_all(run, key.round)
-    file = run.path / "vault" / f"{key}.json"
     try:
         value = run.read_truth(key)
-        truth = None if value is None else _TRUTH.validate_python(value)
     except FedleakError as error:
         raise CaptureError(str(error)) from error
+    return None if value is None else check_truth(value, key, run.path / "vault" / f"{key}.json")
+
+
+def check_truth(value: Any, key: Key, file: Path) -> GroundTruth:
+    """Returns the private batch that the content of a file is.
+
+    Raises:
+        CaptureError: It is none, or that of another round or client.
+    """
+    try:
+        truth = _TRUTH.validate_python(value)
     except ValidationError as error:
         raise CaptureError(f"{file} is damaged (it is no private batch)") from error
-    if truth is not None and key != (truth.round, truth.client):
+    if key != (truth.round, truth.client):
         raise CaptureError(f"{file} is damaged (it is of another round or client)")
     return truth
 
 
 _TRUTH = TypeAdapter(GroundTruth)
+
+
+def weight(truth: GroundTruth, experiment: Experiment) -> int:
+    """Returns the number of examples that a client reports, by which the server weighs it.
+
+    Of FedSGD that is the size that it expects: Poisson sampling may draw another.
+    """
+    of_fedsgd = experiment.federation.algorithm == "fedsgd"
+    return truth.batch_size if of_fedsgd else len(truth.sequences)
 
 
 def _truth_of_all(run: Run, round: int) -> GroundTruth | None:
@@ -44,9 +65,7 @@ def _truth_of_all(run: Run, round: int) -> GroundTruth | None:
     truths = [truth for truth in found if truth is not None]
     if len(truths) < len(clients):
         return None
-    # As the server weighs them: of FedSGD a client reports the size that it expects.
-    of_fedsgd = experiment.federation.algorithm == "fedsgd"
-    weights = [truth.batch_size if of_fedsgd else len(truth.sequences) for truth in truths]
+    weights = [weight(truth, experiment) for truth in truths]
     scales = [
         w * (truth.noise_scale or 0.0) / sum(weights)
         for w, truth in zip(weights, truths, strict=True)

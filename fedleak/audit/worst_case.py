@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 
 from fedleak.audit.estimates import mean_over_clients, too_few
-from fedleak.store.records import LeakageRow, TextScore
+from fedleak.store.records import LeakageRow, TextScore, text_counts
 from fedleak.store.run import Key
 from fedleak.store.summaries import WorstCase
 
@@ -41,7 +41,7 @@ def worst_case(
             rouge += _best(some, (one.rougeL for one in scores))
             recall += _best(some, (one.token_recall for one in scores))
             first.update(_first(several, scores))
-    texts = {row.key: row.batch_size for row in rows}
+    texts = text_counts(rows)
     captures = list(of_capture.values())
     control_rouge = [_best(rows[0], (row.control_rougeL for row in rows)) for rows in captures]
     control_recall = [

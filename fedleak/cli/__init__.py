@@ -225,13 +225,26 @@ def attack(
 
 
 @app.command()
-def score(path: RunPath, texts: Texts = False) -> None:
+def score(
+    path: RunPath,
+    vault: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Take the private batches from the vault of a node; it can be repeated.",
+        ),
+    ] = None,
+    texts: Texts = False,
+) -> None:
     """Score the answers of a run again, and rebuild leakage.jsonl and summary.json.
 
-    RUN is a run directory.
+    RUN is a run directory. Where each node of a federation keeps what it trained on, answers are
+    unscored until the owners of nodes hand their vaults over: `--vault node-0 --vault node-1`.
     """
     from fedleak.audit import scoring
     from fedleak.audit.gaps import refuse_gaps
+    from fedleak.audit.handover import take_vaults
+    from fedleak.preparation import refuse_purged
     from fedleak.report import tables
     from fedleak.store.run import Run
 
@@ -239,6 +252,11 @@ def score(path: RunPath, texts: Texts = False) -> None:
         at = Run(path)
         at.info()  # refuses a folder that is no run
         with at.lock():
+            if vault:
+                refuse_purged(at)
+                taken = take_vaults(at, vault)
+                notes = f" and {len(taken.notes)} notes on defenses" if taken.notes else ""
+                console.print(f"taken from vaults: {len(taken.truths)} private batches{notes}")
             scored = scoring.score_run(at)
         tables.print_run(at, scored, console, texts=texts)
         refuse_gaps(at)

@@ -62,8 +62,11 @@ class Experiment(Table):
     """`[[defense]]`: what clients do for their privacy, in this order."""
     threat: ThreatTable = ThreatTable()
     """What the attacker is told, and which updates it keeps."""
-    attack: list[dict[str, Any]] = []
-    """`[[attack]]`: what the attacker does with each update, besides what is on in every run."""
+    attack: list[dict[str, Any]] = [{"kind": "auto"}]
+    """`[[attack]]`: what the attacker does with each update, besides what is on in every run.
+
+    Left out: the strongest that the setting admits; `attack = []`: nothing more.
+    """
     privacy: PrivacyTable = PrivacyTable()
     """How the privacy ledger counts."""
     utility: UtilityTable = UtilityTable()

@@ -19,11 +19,24 @@ def show(experiment: Experiment, found: Explanation, console: Console) -> None:
         table.add_row(f"  {markup(one.name)}", used, mark, markup(_said(one)))
     console.print("attacks")
     console.print(table)
+    for one in found.attacks:
+        _show_plans(one, console)
     console.print(
         "An attack that can work may read nothing. That an attack cannot work says nothing about "
         "other attacks.",
         soft_wrap=True,
     )
+
+
+def _show_plans(one: Applicability, console: Console) -> None:
+    """Prints the attacks that an attack is made of, for each different plan."""
+    for plan in dict.fromkeys(one.plans):
+        console.print(f"{markup(one.name)} asks, in this order, until a batch is proved")
+        table = Table(show_header=False, box=None, pad_edge=False)
+        for step in plan:
+            mark = "[yellow]out[/]" if step.obstacle else "in"
+            table.add_row(f"  {markup(step.kind)}", mark, markup(step.obstacle or step.purpose))
+        console.print(table)
 
 
 def _sees(experiment: Experiment, found: Explanation) -> str:

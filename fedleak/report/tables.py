@@ -147,12 +147,16 @@ def leakage_table(
         if last is not None and key.round != last:
             table.add_section()
         last = key.round
-        some = next(iter(of_key.values()))
+        # A row of a damaged truth does not know what another row of the update knew.
+        some = max(of_key.values(), key=lambda row: row.batch_size or 0)
         guesses = [row.guess_rougeL for row in of_key.values() if row.guess_rougeL is not None]
         table.add_row(
             str(key.round),
             "all" if key.client == EVERYONE else str(key.client),
-            *(str(value) for value in (some.batch_size, some.num_tokens)),
+            *(
+                NOT_MEASURED if value is None else str(value)
+                for value in (some.batch_size, some.num_tokens)
+            ),
             *(cell(of_key.get(attack)) for attack in attacks),
             number(guesses[0] if guesses else None),
             epsilon_of(key, ledger),
@@ -286,9 +290,14 @@ def cell(row: LeakageRow | None) -> str:
         return f"[yellow]{markup(row.status)}[/]"
     if row.rougeL is None:
         return percent(row.token_recall)
-    exact = round((row.exact_match or 0) * row.batch_size)
-    words = f"{exact}/{row.batch_size} {number(row.rougeL):>3}"
-    return f"[red]{words}[/]" if exact else words
+    words = f"{texts_exact(row)} {number(row.rougeL):>3}"
+    return f"[red]{words}[/]" if row.exact_match else words
+
+
+def texts_exact(row: LeakageRow) -> str:
+    """Returns how many texts of a batch were read exactly, and of how many."""
+    texts = row.batch_size or 0
+    return f"{round((row.exact_match or 0) * texts)}/{texts}"
 
 
 Show = Callable[[AttackSummary], str]
@@ -318,7 +327,7 @@ def summary_table(
         table.add_column(heading, justify="right", overflow="fold")
     lines: list[tuple[str, Show]] = [
         ("was told", lambda of: told(of.knows)),
-        ("answers", lambda of: f"{of.answers} of {of.rows}"),
+        ("answers", answers),
         ("texts exact, %", lambda of: interval(of.exact_match, 100)),
         ("ROUGE-1", lambda of: interval(of.rouge1)),
         ("ROUGE-2", lambda of: interval(of.rouge2)),
@@ -363,6 +372,12 @@ def _fact(name: str) -> tuple[str, Show]:
 def warnings(summaries: Iterable[AttackSummary]) -> list[str]:
     """Returns why figures of attacks that are marked with a star are no rates, each reason once."""
     return [f"* {reason}" for reason in sorted({of.warning for of in summaries if of.warning})]
+
+
+def answers(of: AttackSummary) -> str:
+    """Returns how many updates an attack has answers for, and how many of them are unscored."""
+    unscored = f", {of.unscored} unscored" if of.unscored else ""
+    return f"{of.answers} of {of.rows}{unscored}"
 
 
 def proved(of: AttackSummary) -> str:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from itertools import chain
-from typing import Literal
+from typing import Final, Literal
 
 from pydantic import JsonValue
 
@@ -107,12 +107,20 @@ class TextScore(Record):
     token_recall: float | None
 
 
+UNSCORED: Final = "unscored"
+"""The attack gave an answer, and nobody here knows what the client trained on."""
+
+RowStatus = Status | Literal["unscored"]
+"""How an attack ended, or that its answer could not be compared with anything."""
+
+
 class LeakageRow(_OfAttack):
     """One answer, scored: a line of leakage.jsonl. None is "not measured", never zero.
 
     Attributes:
-        status: recovered, abstained, inadmissible or failed.
-        batch_size, num_tokens: Sequences in the batch; their tokens, special ones included.
+        status: recovered, abstained, inadmissible or failed; unscored: an answer without truth.
+        batch_size, num_tokens: Sequences in the batch; their tokens, special ones included. None
+            without truth.
         rouge1, rouge2, rougeL: 0 to 100, content only; an unanswered sequence counts 0.
         paper_rouge1, paper_rouge2, paper_rougeL: The same pairs with special tokens kept, as
             published tables have them.
@@ -130,24 +138,24 @@ class LeakageRow(_OfAttack):
         knows: Facts that the attacker had.
     """
 
-    status: Status
+    status: RowStatus
     reason: str
     verified: bool
-    batch_size: int
-    num_tokens: int
-    rouge1: float | None
-    rouge2: float | None
-    rougeL: float | None
-    paper_rouge1: float | None
-    paper_rouge2: float | None
-    paper_rougeL: float | None
-    exact_match: float | None
-    token_recall: float | None
-    token_precision: float | None
-    control_rougeL: float | None
-    control_token_recall: float | None
-    guess_rougeL: float | None
-    guess_token_recall: float | None
+    batch_size: int | None = None
+    num_tokens: int | None = None
+    rouge1: float | None = None
+    rouge2: float | None = None
+    rougeL: float | None = None
+    paper_rouge1: float | None = None
+    paper_rouge2: float | None = None
+    paper_rougeL: float | None = None
+    exact_match: float | None = None
+    token_recall: float | None = None
+    token_precision: float | None = None
+    control_rougeL: float | None = None
+    control_token_recall: float | None = None
+    guess_rougeL: float | None = None
+    guess_token_recall: float | None = None
     texts: tuple[TextScore, ...] | None = None
     facts: dict[str, Fact]
     margin: float | None
@@ -155,6 +163,11 @@ class LeakageRow(_OfAttack):
     seconds: float | None
     device: str | None
     knows: tuple[str, ...]
+
+
+def text_counts(rows: Iterable[LeakageRow]) -> dict[Key, int]:
+    """Returns how many private texts each update is of, where a row knows the truth."""
+    return {row.key: row.batch_size for row in rows if row.batch_size is not None}
 
 
 Epsilon = float | Literal["none"]

@@ -195,12 +195,15 @@ class Run:
         Raises:
             CaptureError: The file is damaged, or of another experiment.
         """
-        path = self.path / _captured(key)
-        try:
-            with safetensors.safe_open(path, framework="pt") as file:
-                return self._about(file.metadata())[2]
-        except _DAMAGE as error:
-            raise _damaged(path, error) from error
+        return self._read_about(key)[2]
+
+    def num_examples(self, key: Key) -> int:
+        """Reads how many examples a capture is of, without its tensors.
+
+        Raises:
+            CaptureError: The file is damaged, or of another experiment.
+        """
+        return self._read_about(key)[1]
 
     def has_capture(self, key: Key) -> bool:
         """Returns whether a capture is here."""
@@ -283,6 +286,14 @@ class Run:
         except _DAMAGE as error:
             raise _damaged(path, error) from error
         return Capture(key, ClientUpdate(kind, tensors, num_examples), knowledge)
+
+    def _read_about(self, key: Key) -> tuple[UpdateKind, int, Knowledge]:
+        path = self.path / _captured(key)
+        try:
+            with safetensors.safe_open(path, framework="pt") as file:
+                return self._about(file.metadata())
+        except _DAMAGE as error:
+            raise _damaged(path, error) from error
 
     def _about(self, metadata: Mapping[str, str] | None) -> tuple[UpdateKind, int, Knowledge]:
         """Reads what stands beside the tensors of a capture."""

@@ -4,7 +4,7 @@ from pydantic import ConfigDict, Field, JsonValue
 
 from fedleak.reconstruction import Status
 from fedleak.store.lines import Document, Measured, Record
-from fedleak.store.records import Epsilon, Utility
+from fedleak.store.records import UNSCORED, Epsilon, RowStatus, Utility
 
 
 class Estimate(Record):
@@ -45,7 +45,7 @@ class AttackSummary(Record):
     """
 
     rows: int
-    status: dict[Status, int]
+    status: dict[RowStatus, int]
     verified: int
     knows: tuple[str, ...]
     sequences: int
@@ -71,7 +71,12 @@ class AttackSummary(Record):
     @property
     def answers(self) -> int:
         """Rows in which it gave an answer."""
-        return self.status.get(Status.RECOVERED, 0)
+        return self.status.get(Status.RECOVERED, 0) + self.unscored
+
+    @property
+    def unscored(self) -> int:
+        """Rows in which it gave an answer that was compared with nothing."""
+        return self.status.get(UNSCORED, 0)
 
 
 class WorstCase(Record):
@@ -158,7 +163,7 @@ class RunSummary(Record):
         utility_reference: Of the central baseline, if it was asked for.
         missing: What makes the results incomplete, and the command that mends it.
         notes: What else should be known.
-        unscored: Answers that should have a row and have none.
+        unscored: Answers that should have a score and have none.
     """
 
     name: str

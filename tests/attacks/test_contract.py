@@ -33,6 +33,7 @@ QUICK = {
     "tag": {"steps": 2, "starts": 1, "shapes": 3},
     "dager": {"searches": 2, "kicks": 2, "enumerate_up_to": 64},
     "keyspan": {"beam": 2},
+    "auto": {"steps": 2},
 }
 MODELS = [
     ("bert", CLASSIFICATION),

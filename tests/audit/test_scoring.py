@@ -290,7 +290,7 @@ def test_a_client_is_no_control_of_itself(make, sequences):
         [answer_of(r, 0, [sequences[r]]) for r in (1, 2)]
         + [answer_of(1, 1, status="failed"), answer_of(2, 1, status="abstained")],
     )
-    assert [one.row.control_rougeL for one in score_run(run)] == [None, None]
+    assert [one.row.control_rougeL for one in score_run(run)] == [None] * 4
 
 
 def test_controls_can_be_left_out(make, sequences):
@@ -565,10 +565,43 @@ def test_what_has_no_truth_is_not_scored_and_scoring_again_changes_nothing(make,
         [truth_of(1, 0, sequences[:1])],
         [answer_of(1, 0, [sequences[0]]), answer_of(1, 1, [sequences[1]])],
     )
-    assert [one.row.client for one in score_run(run)] == [0]
+    assert [(one.row.client, one.row.status) for one in score_run(run)] == [
+        (0, "recovered"),
+        (1, "unscored"),
+    ]
     files = {name: (run.path / name).read_bytes() for name in ("leakage.jsonl", "summary.json")}
     score_run(run)
     assert files == {name: (run.path / name).read_bytes() for name in files}
+
+
+def test_an_answer_without_truth_says_what_the_attack_says_and_no_score(make, sequences):
+    facts = {"longest_sequence": 5}
+    answer = answer_of(1, 0, [sequences[0]], facts=facts, verified=True, margins=(7.0,))
+    run = make([], [answer, answer_of(1, 1, status="failed", reason="it crashed")])
+    unscored, failed = (one.row for one in score_run(run))
+    measured = [*SCORES, "batch_size", "num_tokens", "texts"]
+    assert {getattr(unscored, name) for name in measured} == {None}
+    assert (unscored.status, unscored.verified, unscored.margin) == ("unscored", True, 7.0)
+    assert unscored.facts == {"longest_sequence": Fact(found=5)}
+    assert (failed.status, failed.reason) == ("failed", "it crashed")
+    summary = run.read(SUMMARY)
+    assert summary.worst_case is None
+    of = summary.attacks["dager"]
+    assert (of.answers, of.unscored, of.verified, of.rougeL) == (1, 1, 1, None)
+    (missing,) = (each for each in summary.missing if "no truth" in each)
+    assert missing.startswith("2 of 2 captures have no truth")
+    assert "1 answers are unscored: `fedleak score" in missing
+
+
+def test_a_truth_that_comes_later_scores_what_was_unscored(make, sequences):
+    run = make([], [answer_of(1, 0, [sequences[0]])])
+    assert [one.row.status for one in score_run(run)] == ["unscored"]
+    truth = truth_of(1, 0, sequences[:1])
+    run.write_truth(Key(1, 0), truth.to_json())
+    assert [one.row.exact_match for one in score_run(run)] == [1.0]
+    (run.path / "vault" / "r0001-c00.json").unlink()
+    assert [one.row.exact_match for one in score_run(run)] == [1.0]
+    assert not any("unscored" in each for each in run.read(SUMMARY).missing)
 
 
 def test_rows_have_the_public_fields(make, sequences):

@@ -8,6 +8,7 @@ import tomli_w
 
 from fedleak import sweep
 from fedleak.attacks.analytic.probes import Probes
+from fedleak.attacks.auto.attack import Auto
 from fedleak.attacks.matching.dlg import Dlg
 from fedleak.attacks.subspace.dager import Dager
 from fedleak.config.checks import check_attacks
@@ -452,7 +453,7 @@ def test_the_designs_experiment_is_right():
 
 def test_defaults_are_those_of_the_design_and_probes_are_always_on():
     found = parse(GOOD)
-    assert [each.attack for each in found.attacks] == [Probes()]
+    assert [each.attack for each in found.attacks] == [Probes(), Auto()]
     assert [each.attack for each in parse(table_of(attack=[])).attacks] == [Probes()]
     named = parse(table_of(attack=[{"kind": "dager"}, {"kind": "probes", "name": "p"}])).attacks
     assert [(each.name, each.attack) for each in named] == [("dager", Dager()), ("p", Probes())]
@@ -461,6 +462,10 @@ def test_defaults_are_those_of_the_design_and_probes_are_always_on():
     assert (found.clients_per_round, found.update.share, found.defenses) == (4, "all", ())
     assert found.threat_model.knows == frozenset()
     assert found.audit.controls
+
+
+def test_what_attacks_does_not_change_what_clients_send():
+    assert parse(GOOD).fingerprint == parse(table_of(attack=[])).fingerprint
 
 
 def test_two_of_a_kind_need_two_names():

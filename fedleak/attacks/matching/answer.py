@@ -3,13 +3,19 @@
 Shapes: U victims, R rows, B sequences, T tokens.
 """
 
-import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from fedleak.attacks.certificate import Member, as_gradient, difference, is_linear, precision
+from fedleak.attacks.certificate import (
+    Member,
+    as_gradient,
+    can_tell,
+    difference,
+    is_linear,
+    precision,
+)
 from fedleak.attacks.matching.batch_structure import Shape, frame
 from fedleak.attacks.matching.objective import Objective
 from fedleak.attacks.matching.optimizer import Found
@@ -93,10 +99,6 @@ def _proved(
             # `difference` puts the end back.
             members.append(Member(ids[: len(ids) - len(frame(model).last)], 0.0, None))
     observed = as_gradient(seen)
-    # An update of few numbers proves nothing: if its bits, at their precision, are fewer than the
-    # bits of the text, then other texts have the same update.
-    numbers = sum(int(tensor.count_nonzero()) for tensor in observed.values())
-    tokens = sum(map(len, sequences))
-    if numbers * -math.log2(precision(seen)) < tokens * math.log2(len(model.tokenizer)):
+    if not can_tell(model, seen, sum(map(len, sequences))):
         return False
     return difference(model, members, [1] * len(members), observed) < precision(seen)

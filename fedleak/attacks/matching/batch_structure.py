@@ -7,7 +7,7 @@ Shapes: R rows, B sequences, T tokens, M tokens of a bag, S chosen rows.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice, product
 from typing import NamedTuple
 
@@ -27,16 +27,34 @@ _LONGEST_TRIED = 24
 
 
 @dataclass(frozen=True)
+class Clues:
+    """What another search found out of a batch, right or wrong.
+
+    Attributes:
+        tokens: Tokens among which those of the batch are likely to be; None: unknown.
+        sequences: Guesses of its sequences, special tokens included, best first.
+    """
+
+    tokens: tuple[int, ...] | None = None
+    sequences: tuple[tuple[int, ...], ...] = ()
+
+
+NO_CLUES = Clues()
+
+
+@dataclass(frozen=True)
 class Shape:
     """How long the sequences of a batch are, longest first, and their classes.
 
     Attributes:
         lengths: With special tokens.
         labels: Of each; empty in next-token training.
+        begin: A guess of each sequence, from which a descent may begin; () where there is none.
     """
 
     lengths: tuple[int, ...]
     labels: tuple[int, ...]
+    begin: tuple[tuple[int, ...], ...] = ()
 
 
 class Frame(NamedTuple):
@@ -66,18 +84,39 @@ def frame(model: LanguageModel) -> Frame:
     return Frame(tuple(ids[: content[0]]), tuple(ids[content[-1] + 1 :]))
 
 
-def shapes(seen: Observation, model: LanguageModel, rng: torch.Generator, most: int) -> Shapes:
+def shapes(
+    seen: Observation,
+    model: LanguageModel,
+    rng: torch.Generator,
+    most: int,
+    clues: Clues = NO_CLUES,
+) -> Shapes:
     """Returns at most so many shapes that a batch may have, and always one."""
     size = seen.update.num_examples
     known = seen.knowledge.lengths
     lengths = [known] if known is not None else list(islice(_told(seen, model, rng, size), most))
     told = bool(lengths)
     lengths = lengths or [(n,) * size for n in _tried(model, most)]
+    if known is None and len(clues.sequences) >= size:
+        found = sorted(map(len, clues.sequences[:size]), reverse=True)
+        lengths = list(dict.fromkeys([tuple(found), *lengths]))
     labels = _labels(seen, model, rng, max(1, most // len(lengths)))
     each = [Shape(one, classes) for one in lengths for classes in labels]
     # The order of equally long sequences makes no other shape.
     distinct = {_canonical(one): one for one in each}
-    return Shapes(list(distinct.values())[:most], told)
+    begun = [_begun(one, clues.sequences) for one in list(distinct.values())[:most]]
+    return Shapes(begun, told)
+
+
+def _begun(shape: Shape, sequences: Sequence[tuple[int, ...]]) -> Shape:
+    """Returns a shape that begins with guesses of its lengths, each used once."""
+    waiting, begin = list(sequences), []
+    for length in shape.lengths:
+        fitting = next((one for one in waiting if len(one) == length), ())
+        begin.append(fitting)
+        if fitting:
+            waiting.remove(fitting)
+    return replace(shape, begin=tuple(begin)) if any(begin) else shape
 
 
 def bag(seen: Observation, model: LanguageModel, rng: torch.Generator) -> Tensor | None:
@@ -110,6 +149,7 @@ class Rows:
         ids_RBT: The known tokens; 0 elsewhere.
         labels_RB: Classes.
         weights_RB: The weight of each sequence in the loss; 0 for sequences that only pad a batch.
+        begin_RBT: Tokens from which a descent begins; -1 in sequences without a guess.
     """
 
     mask_RBT: Tensor
@@ -117,6 +157,7 @@ class Rows:
     ids_RBT: Tensor
     labels_RB: Tensor
     weights_RB: Tensor
+    begin_RBT: Tensor
 
     def take(self, chosen_S: Tensor) -> "Rows":
         """Returns some of the rows."""
@@ -157,6 +198,7 @@ def rows_of(shapes: Sequence[Shape], around: Frame, model: LanguageModel) -> Row
     mask_RBT, fixed_RBT = torch.zeros_like(ids_RBT), torch.ones_like(ids_RBT, dtype=torch.bool)
     labels_RB = torch.zeros(rows, batch, dtype=torch.long)
     weights_RB = torch.zeros(rows, batch)
+    begin_RBT = torch.full_like(ids_RBT, -1)
     mask_RBT[:, :, 0] = 1  # attention needs something to look at, also where there is no sequence
     for r, shape in enumerate(shapes):
         for b, length in enumerate(shape.lengths):
@@ -169,12 +211,16 @@ def rows_of(shapes: Sequence[Shape], around: Frame, model: LanguageModel) -> Row
             weights_RB[r, b] = _weight(shape, model)
             if shape.labels:
                 labels_RB[r, b] = shape.labels[b]
+            if shape.begin and shape.begin[b]:
+                begin_RBT[r, b] = ids_RBT[r, b]
+                begin_RBT[r, b, :length] = torch.tensor(shape.begin[b])
     return Rows(
         mask_RBT=mask_RBT.to(model.device),
         fixed_RBT=fixed_RBT.to(model.device),
         ids_RBT=ids_RBT.to(model.device),
         labels_RB=labels_RB.to(model.device),
         weights_RB=weights_RB.to(model.device),
+        begin_RBT=begin_RBT.to(model.device),
     )
 
 

@@ -11,13 +11,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import torch
 from pydantic import Field
 
 from fedleak.attacks import AttackSetting, OnProgress, Progress
 from fedleak.attacks.matching.answer import answer, by_chance, distances
+from fedleak.attacks.matching.batch_structure import NO_CLUES, Clues
 from fedleak.attacks.matching.joint_objective import joint_objective
 from fedleak.attacks.matching.objective import Objective
 from fedleak.attacks.matching.optimizer import Found, Loss, MatchingConfig, Watch
@@ -53,6 +54,18 @@ class MatchingMethod:
     loss: Loss
     scaled: bool = False
     prior: str | None = None
+
+
+class Match(NamedTuple):
+    """What the search for a victim came to.
+
+    Attributes:
+        answer: What the attack says of it.
+        sequences: The nearest batch, even if the attack does not stand by it.
+    """
+
+    answer: Reconstruction
+    sequences: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,17 +136,37 @@ class GradientMatching(ABC):
         report: OnProgress,
     ) -> list[Reconstruction]:
         """Returns, for each observation, the texts whose gradient is nearest to it."""
-        answers: dict[int, Reconstruction] = {}
+        found = self.matches(seen, model, rngs=rngs, report=report, clues=[NO_CLUES] * len(seen))
+        return [one.answer for one in found]
+
+    def matches(
+        self,
+        seen: Sequence[Observation],
+        model: LanguageModel,
+        *,
+        rngs: Sequence[torch.Generator],
+        report: OnProgress,
+        clues: Sequence[Clues],
+    ) -> list[Match]:
+        """Returns, for each observation, the batch whose gradient is nearest to it.
+
+        Args:
+            seen, model, rngs, report: As in `many`.
+            clues: What other searches found out of each.
+        """
+        answers: dict[int, Match] = {}
         victims: dict[int, Victim] = {}
         steps = self.method().config.steps
-        for i, (one, rng) in enumerate(zip(seen, rngs, strict=True)):
+        for i, (one, rng, clue) in enumerate(zip(seen, rngs, clues, strict=True)):
             report(i, Progress(0, steps, math.nan, "", "what the update tells"))
-            victim = victim_of(one, model, rng, most_shapes=self.shapes, faithful=self.faithful)
+            victim = victim_of(
+                one, model, rng, most_shapes=self.shapes, faithful=self.faithful, clues=clue
+            )
             if victim.observed:
                 victims[i] = victim
             else:
                 reason = "every tensor of the update is zero: nothing to match"
-                answers[i] = Reconstruction.none(Status.ABSTAINED, reason)
+                answers[i] = Match(Reconstruction.none(Status.ABSTAINED, reason))
         for group in alike(victims, self.starts_of_each, model.device):
             chosen = {i: victims[i] for i in group}
             answers |= self._together(chosen, model, [rngs[i] for i in group], report)
@@ -145,8 +178,8 @@ class GradientMatching(ABC):
         model: LanguageModel,
         rngs: Sequence[torch.Generator],
         report: OnProgress,
-    ) -> dict[int, Reconstruction]:
-        """Returns the answers for victims that are alike, by their number."""
+    ) -> dict[int, Match]:
+        """Returns what is found for victims that are alike, by their number."""
         each = list(victims.values())
         method = self.method()
         config = method.config
@@ -164,10 +197,11 @@ class GradientMatching(ABC):
 
         watch = Watch(None if self.seconds is None else self.seconds * len(each), look)
         of_row = [
-            (u, shape)
+            # Only one start of several begins with a guess.
+            (u, shape if start == 0 else replace(shape, begin=()))
             for u, one in enumerate(each)
             for shape in one.shapes.each
-            for _ in range(self.starts_of_each)
+            for start in range(self.starts_of_each)
         ]
         # A random stream for each row, so that it does not matter who else is in the batch.
         rng_R = [
@@ -191,22 +225,20 @@ class GradientMatching(ABC):
             found = method.algorithm(objective, config, rng_R, watch)
             apart_U = distances(objective, found)
             chance_U = distances(objective, by_chance(objective, len(each)))
-        answers = {
-            number: answer(
+        matches: dict[int, Match] = {}
+        for (number, victim), best, apart, chance in zip(
+            victims.items(), found, apart_U, chance_U, strict=True
+        ):
+            sequences = tuple(objective.rows.sequences(best.row_index, best.ids_BT))
+            said = answer(
                 victim,
                 model,
                 of_row[best.row_index][1],
-                objective.rows.sequences(best.row_index, best.ids_BT),
+                sequences,
                 apart=float(apart),
                 chance=float(chance),
             )
-            for (number, victim), best, apart, chance in zip(
-                victims.items(), found, apart_U, chance_U, strict=True
-            )
-        }
-        if not watch.rang:
-            return answers
-        return {
-            number: replace(one, diagnostics={**one.diagnostics, "time_up": True})
-            for number, one in answers.items()
-        }
+            if watch.rang:
+                said = replace(said, diagnostics={**said.diagnostics, "time_up": True})
+            matches[number] = Match(said, sequences)
+        return matches

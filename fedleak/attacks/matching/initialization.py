@@ -1,5 +1,7 @@
 """Where a descent begins: the best of random starts (LAMP, Balunovic et al. 2022, section 3.1).
 
+Sequences of which there is a guess begin there.
+
 Shapes: R rows, K guesses for each, B sequences, T tokens, F variables of a place.
 """
 
@@ -35,7 +37,11 @@ def initial(
 
         for make, phase in ((drawn, "starts"), (shuffled, "orders")):
             start_RBTF = _best(objective, start_RBTF, make, config.guesses - 1, watch, phase)
-    return space.scaled(start_RBTF)
+    guessed_RB11 = (rows.begin_RBT >= 0).any(-1)[..., None, None]
+    if not guessed_RB11.any():
+        return space.scaled(start_RBTF)
+    guess_RBTF = space.variables(rows, rows.begin_RBT.clamp_min(0))
+    return torch.where(guessed_RB11, guess_RBTF, space.scaled(start_RBTF))
 
 
 def _best(

@@ -19,6 +19,10 @@ from fedleak.attacks.matching.target import target_of
 from fedleak.attacks.matching.victims import Victim
 from fedleak.models import LanguageModel
 from fedleak.models.prior import Prior
+from fedleak.observation import Observation
+
+_TERMS = 32
+"""Units of float32's last digit that sums as long as a gradient may be off by."""
 
 TABLES = 1 / 3
 """Weight of each table in a cosine, as a share of all other tensors: tables tell places."""
@@ -76,6 +80,7 @@ def joint_objective(
             ids_RM=ids_UM[victim_R],
             there_RM=there_UM[victim_R],
             hint_RTM=hint_UTM[victim_R],
+            complete=victims[0].complete,
         )
     small = [*tables(model), family.word_embedding]
     tokens = rows.mask_RBT.shape[1] * rows.length
@@ -95,6 +100,7 @@ def joint_objective(
         space=space,
         victim_R=victim_R,
         normalizer_R=(torch.ones_like(zero_U) if faithful else zero_U)[victim_R],
+        exact_R=zero_U.new_tensor([rounding(one.seen) for one in victims])[victim_R],
         prior=prior.to(torch.bfloat16) if prior is not None and mixed else prior,
     )
     if not mixed:
@@ -107,6 +113,17 @@ def joint_objective(
         target=target.to(torch.bfloat16),
     )
     return replace(exact, rough=rough)
+
+
+def rounding(seen: Observation) -> float:
+    """Returns the largest distance, as a share of the observed gradient's, that rounding leaves.
+
+    Distances are differences of numbers about as large as the observed gradient's square, in
+    float32. What was rounded when it was sent differs by half a unit of its last digit at most, and
+    distances go with the square of that.
+    """
+    sent = max(torch.finfo(tensor.dtype).eps for tensor in seen.update.tensors.values())
+    return max(_TERMS * torch.finfo(torch.float32).eps, (sent / 2) ** 2)
 
 
 def _hint(victim: Victim, model: LanguageModel, length: int, words_MD: Tensor) -> Tensor:

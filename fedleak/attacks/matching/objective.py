@@ -42,6 +42,7 @@ class Objective:
         space: What is optimised, and how it turns into inputs of the model.
         victim_R: The victim that a row is about.
         normalizer_R: Every distance is divided by this.
+        exact_R: The largest distance that rounding leaves of equal gradients.
         prior: The language model that also judges tokens in a discrete step; None without one.
         rough: The same in lower precision, to rank guesses and to start the descent with.
     """
@@ -54,6 +55,7 @@ class Objective:
     space: Space
     victim_R: Tensor
     normalizer_R: Tensor
+    exact_R: Tensor
     prior: Prior | None = None
     rough: "Objective | None" = None
 
@@ -66,6 +68,7 @@ class Objective:
             space=self.space.take(chosen_S),
             victim_R=self.victim_R[chosen_S],
             normalizer_R=self.normalizer_R[chosen_S],
+            exact_R=self.exact_R[chosen_S],
             rough=None if self.rough is None else self.rough.take(chosen_S),
         )
 

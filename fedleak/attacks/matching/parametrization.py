@@ -186,6 +186,7 @@ class TokenMixtures:
         there_RM: False where a row has fewer.
         hint_RTM: How much of a position's gradient comes from a token, where both gradients are
             known; else zero.
+        complete: Every token of a row is in its batch.
     """
 
     model: LanguageModel
@@ -193,6 +194,7 @@ class TokenMixtures:
     ids_RM: Tensor
     there_RM: Tensor
     hint_RTM: Tensor
+    complete: bool = True
 
     def random(self, rows: Rows, rng: Sequence[torch.Generator]) -> Tensor:
         """Returns normally distributed logits [R, B, T, M]."""
@@ -222,7 +224,7 @@ class TokenMixtures:
         return variables_RBTF
 
     def read(self, rows: Rows, variables_RKBTF: Tensor) -> Tensor:
-        """Returns the likeliest tokens, such that every token of the row is there at least once."""
+        """Returns the likeliest tokens: every token of a complete row is there at least once."""
         from scipy.optimize import linear_sum_assignment  # here, because it takes a while
 
         score_RKBTM = self._masked(variables_RKBTF).log_softmax(-1)
@@ -232,6 +234,9 @@ class TokenMixtures:
             tokens_M = self.ids_RM[r, self.there_RM[r]]
             score_NM = score_RKBTM[r, k, free_BT][:, : len(tokens_M)]
             best_N = score_NM.argmax(-1)
+            if not self.complete:
+                ids_RKBT[r, k, free_BT] = tokens_M[best_N]
+                continue
             place, token = linear_sum_assignment(score_NM.cpu().numpy(), maximize=True)
             best_N[torch.from_numpy(place)] = torch.from_numpy(token).to(best_N.device)
             ids_RKBT[r, k, free_BT] = tokens_M[best_N]

@@ -45,9 +45,6 @@ from fedleak.attacks.matching.parametrization import Guess, TokenMixtures
 
 Item = TypeVar("Item")
 
-EXACT = 1e-4
-"""Tokens of a smaller distance, of 0 to 1, count as right: the distance of others is far larger."""
-
 BEST = MatchingConfig(
     steps=200,
     step_size=0.3,
@@ -93,7 +90,9 @@ def reconstruct(
             best_R[alive_R[better_R]] = score_R[better_R]
             best_ids_RBT[alive_R[better_R]] = ids_RBT[better_R]
             watch.at(step, best_of_each(everyone.victim_R, best_ids_RBT, best_R))
-            going_S = going(everyone.victim_R, best_R, alive_R, step / config.steps)
+            going_S = going(
+                everyone.victim_R, best_R, everyone.exact_R, alive_R, step / config.steps
+            )
             if not len(going_S) or watch.up():
                 return best_of_each(everyone.victim_R, best_ids_RBT, best_R)
             changed_R = (ids_RBT != objective.read(descent.now())).flatten(1).any(1)
@@ -135,7 +134,7 @@ def improved(
             some, config, variables_RBTF[going_S], before_SBT, apart_R[going_S], of_row, watch
         )
         going_S = going_S[(ids_RBT[going_S] != before_SBT).flatten(1).any(1)]
-    return ids_RBT, torch.where(apart_R < EXACT, apart_R, apart_R + lm_penalty_R)
+    return ids_RBT, torch.where(apart_R < objective.exact_R, apart_R, apart_R + lm_penalty_R)
 
 
 def _batch_penalty(objective: Objective, config: MatchingConfig, ids_RBT: Tensor) -> Tensor:
@@ -182,7 +181,9 @@ def _swept(
     return Best(ids_RBT, apart_R, lm_penalty_R)
 
 
-def going(victim_R: Tensor, best_R: Tensor, alive_R: Tensor, progress: float) -> Tensor:
+def going(
+    victim_R: Tensor, best_R: Tensor, exact_R: Tensor, alive_R: Tensor, progress: float
+) -> Tensor:
     """Returns which of the rows alive go on, as indices [S] into `alive_R`.
 
     If a row of a victim is exact, none of the victim's rows goes on; else its best rows do, fewer
@@ -192,7 +193,7 @@ def going(victim_R: Tensor, best_R: Tensor, alive_R: Tensor, progress: float) ->
     for victim in sorted(set(victim_R[alive_R].tolist())):
         started = int((victim_R == victim).sum())
         rows_S = (victim_R[alive_R] == victim).nonzero()[:, 0]
-        if best_R[victim_R == victim].min() < EXACT:
+        if (best_R < exact_R)[victim_R == victim].any():
             continue
         number = max(1, math.ceil(started * 2 ** (-8 * progress)))
         order_S = best_R[alive_R[rows_S]].argsort(stable=True)

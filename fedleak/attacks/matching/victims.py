@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedleak.attacks.certificate import as_gradient
 from fedleak.attacks.matching import bucketing
-from fedleak.attacks.matching.batch_structure import Shapes, bag, shapes
+from fedleak.attacks.matching.batch_structure import NO_CLUES, Clues, Shapes, bag, shapes
 from fedleak.attacks.matching.bucketing import Size
 from fedleak.models import LanguageModel
 from fedleak.observation import Observation
@@ -29,6 +29,7 @@ class Victim:
         observed: Its mean gradient, by parameter name, without the word embedding.
         shapes: The shapes that the batch may have.
         bag_M: Its distinct tokens; None if the update leaves them open.
+        complete: All tokens of the bag occur; else it only holds those that may.
         words_MD: The word embedding's gradient at these tokens; None if it was not shared.
         left_out: Number of shared tensors that say nothing.
     """
@@ -37,6 +38,7 @@ class Victim:
     observed: Mapping[str, Tensor]
     shapes: Shapes
     bag_M: Tensor | None
+    complete: bool
     words_MD: Tensor | None
     left_out: int
 
@@ -48,6 +50,7 @@ def victim_of(
     *,
     most_shapes: int,
     faithful: bool,
+    clues: Clues = NO_CLUES,
 ) -> Victim:
     """Returns an observation as a victim.
 
@@ -57,6 +60,7 @@ def victim_of(
         rng: Random numbers of this observation.
         most_shapes: Shapes that are tried at most.
         faithful: As LAMP's authors do it: all tensors count, and tokens are not told.
+        clues: What another search found out; its tokens count where the update leaves them open.
     """
     family = model.family
     steps = seen.knowledge.local_steps or 1
@@ -70,8 +74,11 @@ def victim_of(
         and name not in null
         and _NOTHING < tensor.norm() < 1 / _NOTHING
     }
-    found = shapes(seen, model, rng, most_shapes)
+    found = shapes(seen, model, rng, most_shapes, clues)
     bag_M = None if faithful else _content(bag(seen, model, rng), model)
+    complete = bag_M is not None
+    if bag_M is None and clues.tokens is not None:
+        bag_M = _content(torch.tensor(clues.tokens, device=model.device), model)
     words = gradients.get(family.word_embedding)
     # The rows of a tied embedding also hold the output layer's gradient.
     words_MD = words[bag_M] if words is not None and bag_M is not None and not model.tied else None
@@ -80,6 +87,7 @@ def victim_of(
         observed=observed,
         shapes=found,
         bag_M=bag_M,
+        complete=complete,
         words_MD=words_MD,
         left_out=len(gradients) - len(observed) - (family.word_embedding in gradients),
     )
@@ -104,7 +112,7 @@ def alike(victims: Mapping[int, Victim], starts: int, device: torch.device) -> l
     """
     groups: dict[object, list[int]] = {}
     for i, one in victims.items():
-        kind = (tuple(one.observed), one.bag_M is None, one.words_MD is None)
+        kind = (tuple(one.observed), one.bag_M is None, one.complete, one.words_MD is None)
         groups.setdefault(kind, []).append(i)
     sizes = {i: _size(one, starts) for i, one in victims.items()}
     a_pass = bucketing.PASS.get(device.type, bucketing.PASS["cpu"])

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from fedleak.attacks import Progress
-from fedleak.attacks.certificate import Verdict
+from fedleak.attacks.certificate import Member, Verdict
 from fedleak.attacks.subspace.span import margin
 from fedleak.models import LanguageModel
 from fedleak.reconstruction import Reconstruction, Status
@@ -24,6 +24,18 @@ class Judged:
     ids: tuple[int, ...]
     excess: float
     rejected: float
+
+
+class Reading(NamedTuple):
+    """An answer, and what of it is certain.
+
+    Attributes:
+        answer: What the attack says.
+        members: Sequences that are proved one by one, even if the whole batch is not.
+    """
+
+    answer: Reconstruction
+    members: tuple[Member, ...]
 
 
 OnJudged = Callable[[int, int, Judged], None]

@@ -31,7 +31,14 @@ from torch import Tensor
 
 from fedleak.attacks import AttackSetting, OneByOne, Progress, certificate
 from fedleak.attacks.clock import Clock
-from fedleak.attacks.subspace.answer import OnJudged, by_excess, ranked, recovered, telling
+from fedleak.attacks.subspace.answer import (
+    OnJudged,
+    Reading,
+    by_excess,
+    ranked,
+    recovered,
+    telling,
+)
 from fedleak.attacks.subspace.atoms import Atoms, make_atoms
 from fedleak.attacks.subspace.beam_search import Spanned, read_seeds
 from fedleak.attacks.subspace.span import ACCEPT, margin
@@ -74,7 +81,6 @@ class Keyspan(OneByOne):
             return f"needs one of {', '.join(names)}: add it to update.share"
         return None
 
-    @torch.no_grad()
     def __call__(
         self,
         seen: Observation,
@@ -84,6 +90,18 @@ class Keyspan(OneByOne):
         on_progress: Callable[[Progress], None] = lambda progress: None,
     ) -> Reconstruction:
         """Returns the sentences whose keys and queries span the gradients at their tokens."""
+        return self.read(seen, model, rng=rng, on_progress=on_progress).answer
+
+    @torch.no_grad()
+    def read(
+        self,
+        seen: Observation,
+        model: LanguageModel,
+        *,
+        rng: torch.Generator,
+        on_progress: Callable[[Progress], None],
+    ) -> Reading:
+        """Returns the answer, and the sentences of it that are certain."""
         clock, tell = Clock(self.seconds), telling(on_progress, model)
         observed = certificate.as_gradient(seen)
         names = [name for name in model.family.attention_parameters(0) if name in observed]
@@ -111,7 +129,9 @@ class Keyspan(OneByOne):
             among_N = atoms.bag.tokens_N
         members = [one.member for one in proofs]
         answer = _answer(passes, list(passed.values()), nearest, members, seen, model)
-        return self._late(answer) if clock.rang else answer
+        # Noise lets a wrong sentence explain a gradient, too.
+        certain = members if passes and passes[0].span.exact else []
+        return Reading(self._late(answer) if clock.rang else answer, tuple(certain))
 
     def _late(self, answer: Reconstruction) -> Reconstruction:
         """Returns an answer that says that time was up."""

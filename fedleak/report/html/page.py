@@ -9,11 +9,11 @@ class Level(StrEnum):
     """What the test has shown; there is none for "safe", which no test can show."""
 
     READ = "read"
-    """At least one private text was read word for word."""
+    """At least one private text was read word for word, or a proof says that a batch was."""
     PARTLY = "partly"
     """No text was read word for word, but attacks answered."""
     UNKNOWN = "unknown"
-    """No attack gave an answer."""
+    """No attack gave an answer, or none that could be compared with anything."""
 
 
 @dataclass(frozen=True)

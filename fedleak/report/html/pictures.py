@@ -13,7 +13,7 @@ from fedleak.report.drawing import COLOURS, GREY, NO_UPDATE, error_bars
 from fedleak.report.html.page import Drawing, Picture
 from fedleak.report.html.wording import interval, listed
 from fedleak.sanitise import printable
-from fedleak.store.records import LeakageRow, LedgerRow, Utility
+from fedleak.store.records import LeakageRow, LedgerRow, Utility, text_counts
 from fedleak.store.run import EVERYONE, Key
 from fedleak.store.summaries import AttackSummary, Estimate
 
@@ -82,12 +82,12 @@ class ReadShare:
     """What the best attack on each text read of one update; None: no answer.
 
     Attributes:
-        texts: Of the batch.
+        texts: Of the batch; None: the truth is not here.
         exact: The share of texts that were read word for word.
         tokens: The mean share of the distinct tokens of a text.
     """
 
-    texts: int
+    texts: int | None
     exact: float | None
     tokens: float | None
 
@@ -101,16 +101,17 @@ def shares(rows: Sequence[LeakageRow]) -> dict[Key, ReadShare]:
 
 
 def _read(rows: Sequence[LeakageRow]) -> ReadShare:
+    texts = text_counts(rows).get(rows[0].key)
     of_rows = [row.texts for row in rows if row.texts is not None]
     if of_rows:
         of_texts = list(zip(*of_rows, strict=True))
         return ReadShare(
-            rows[0].batch_size,
+            texts,
             _mean([_most(score.exact for score in scores) for scores in of_texts]),
             _mean([_most(score.token_recall for score in scores) for scores in of_texts]),
         )
     return ReadShare(
-        rows[0].batch_size,
+        texts,
         _most(row.exact_match for row in rows),
         _most(row.token_recall for row in rows),
     )

@@ -29,7 +29,15 @@ from fedleak.report.html.verdict import Extent, run_verdict
 from fedleak.report.html.wording import counted, figure, interval, listed, percent
 from fedleak.report.tables import NOT_MEASURED, epsilon_of
 from fedleak.report.words import said
-from fedleak.store.records import LEDGER, UTILITY, LeakageRow, LedgerRow, TextScore, Utility
+from fedleak.store.records import (
+    LEDGER,
+    UTILITY,
+    LeakageRow,
+    LedgerRow,
+    TextScore,
+    Utility,
+    text_counts,
+)
 from fedleak.store.run import EVERYONE, Key, Run
 from fedleak.store.summaries import SUMMARY, AttackSummary, RunSummary
 
@@ -162,7 +170,7 @@ def _leakage_table(
             (
                 str(key.round),
                 client_name(key.client),
-                str(one.texts),
+                NOT_MEASURED if one.texts is None else str(one.texts),
                 _percent(one.exact),
                 _percent(one.tokens),
                 *(_cell(of_key[key].get(name)) for name in names),
@@ -186,7 +194,7 @@ def _cell(row: LeakageRow | None) -> str:
         return str(row.status)
     if row.rougeL is None:
         return _percent(row.token_recall)
-    return f"{round((row.exact_match or 0) * row.batch_size)}/{row.batch_size} {row.rougeL:.0f}"
+    return f"{tables.texts_exact(row)} {row.rougeL:.0f}"
 
 
 def _training_table(utility: Sequence[Utility], summary: RunSummary) -> Table | None:
@@ -211,7 +219,7 @@ def attack_table(attacks: Mapping[str, AttackSummary], summary: RunSummary) -> T
     lines = [
         (
             name + (" *" if of.warning else ""),
-            f"{of.answers} of {of.rows}",
+            tables.answers(of),
             interval(of.exact_match, 100),
             interval(of.rougeL),
             interval(of.control_rougeL),
@@ -307,7 +315,7 @@ def _goodness(answer: TextAnswer) -> tuple[bool, bool, float, float]:
 def _texts_note(rows: Sequence[LeakageRow], texts: Sequence[PrivateText], redact: bool) -> str:
     if redact:
         return "Private texts, and what was read of them, are left out of this report."
-    unlisted = sum({row.key: row.batch_size for row in rows}.values()) - len(texts)
+    unlisted = sum(text_counts(rows).values()) - len(texts)
     if not unlisted:
         return ""
     return (

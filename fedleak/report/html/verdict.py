@@ -49,7 +49,7 @@ class Figures:
 def figures(worst: WorstCase | None, attacks: Mapping[str, AttackSummary]) -> Figures | None:
     """Returns the worst case over attacks; without one the strongest attack's figures.
 
-    None: no attack gave an answer.
+    None: no attack gave an answer, or none could be compared with what clients held.
     """
     if worst is not None:
         return Figures(
@@ -63,7 +63,7 @@ def figures(worst: WorstCase | None, attacks: Mapping[str, AttackSummary]) -> Fi
             control_recall=worst.control_token_recall,
             warning=worst.warning,
         )
-    answered = {name: of for name, of in attacks.items() if of.answers}
+    answered = {name: of for name, of in attacks.items() if of.answers > of.unscored}
     if not answered:
         return None
     name, of = max(answered.items(), key=lambda each: _strength(each[1]))
@@ -113,28 +113,33 @@ class Extent:
 def run_verdict(summary: RunSummary, extent: Extent) -> Verdict:
     """Returns the verdict on a run."""
     found = figures(summary.worst_case, summary.attacks)
+    attacks = summary.attacks
     return Verdict(
-        _level(found),
-        (_read(found, extent), _sure(found, summary.attacks, extent), _unmeasured(summary, extent)),
+        _level(found, attacks),
+        (
+            _read(found, attacks, extent),
+            _sure(found, attacks, extent),
+            _unmeasured(summary, extent),
+        ),
     )
 
 
-def _level(found: Figures | None) -> Level:
+def _level(found: Figures | None, attacks: Mapping[str, AttackSummary]) -> Level:
     if found is None:
-        return Level.UNKNOWN
+        return Level.READ if any(of.verified for of in attacks.values()) else Level.UNKNOWN
     return Level.READ if found.exact_texts else Level.PARTLY
 
 
-def _read(found: Figures | None, extent: Extent) -> str:
+def _read(found: Figures | None, attacks: Mapping[str, AttackSummary], extent: Extent) -> str:
     who = "A server that follows the protocol"
     who += f" and was told {listed(extent.granted).replace('_', ' ')}" if extent.granted else ""
     updates = counted(extent.attacked, "sum" if extent.sums else "update")
     updates += " of clients' updates" if extent.sums else ""
     if found is None:
-        return (
-            f"How much {who[0].lower()}{who[1:]} could read was not measured: no attack gave an "
-            f"answer for any of {updates}."
-        )
+        why = f"no attack gave an answer for any of {updates}"
+        if any(of.unscored for of in attacks.values()):
+            why = f"attacks gave answers for {updates}, but what clients trained on is not here"
+        return f"How much {who[0].lower()}{who[1:]} could read was not measured: {why}."
     tokens = ""
     if found.recall is not None:
         tokens = f"{percent(found.recall.mean)} of their distinct words and word parts"
@@ -153,6 +158,12 @@ def _read(found: Figures | None, extent: Extent) -> str:
 
 
 def _sure(found: Figures | None, attacks: Mapping[str, AttackSummary], extent: Extent) -> str:
+    surest = max(attacks.values(), key=lambda of: of.verified, default=None)
+    if found is None and surest is not None and surest.verified:
+        return (
+            f"But a proof confirms the whole answer for {surest.verified:,} of {surest.rows:,} "
+            "updates, so that the attacker knows these batches."
+        )
     if found is None:
         return (
             "Where an attack has no answer, nothing is known: another attack may read what this "
@@ -173,8 +184,7 @@ def _sure(found: Figures | None, attacks: Mapping[str, AttackSummary], extent: E
     elif found.recall is not None:
         lead = f"{sure}: for" if sure else "For"
         sure = f"{lead} other clients like these that share is between {share(found.recall)}"
-    surest = max(attacks.values(), key=lambda of: of.verified)
-    proved, rows = surest.verified, surest.rows
+    proved, rows = (surest.verified, surest.rows) if surest else (0, 0)
     sure += (
         f", and a proof confirms the whole answer for {proved:,} of {rows:,} updates, so that "
         "the attacker knows it too."
@@ -191,6 +201,8 @@ def _unmeasured(summary: RunSummary, extent: Extent) -> str:
     silent = [name for name, of in summary.attacks.items() if of.answers < of.rows]
     if silent:
         gaps.append(f"updates for which {listed(silent)} had no answer")
+    if unscored := sum(of.unscored for of in summary.attacks.values()):
+        gaps.append(f"how right {counted(unscored, 'unscored answer')} are")
     worst = summary.worst_case
     if worst is not None and worst.unattacked:
         gaps.append(f"{counted(worst.unattacked, 'text')} of which no attack named a sequence")

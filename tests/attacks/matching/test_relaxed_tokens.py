@@ -8,6 +8,7 @@ import torch
 
 from fedleak.attacks.matching import gradient_matching, relaxed_tokens
 from fedleak.attacks.matching.dlg import Dlg
+from fedleak.attacks.matching.joint_objective import rounding
 from fedleak.attacks.matching.lamp import Lamp
 from fedleak.attacks.matching.objective import Objective
 from fedleak.attacks.matching.optimizer import Descent
@@ -84,7 +85,7 @@ def test_a_whole_update_gives_its_batch_away_with_a_proof(small, observe, kind, 
     answer, _ = run(ATTACKS["lamp"], truth.seen, model)
     assert sorted(answer.sequences) == sorted(truth.sequences)
     assert answer.verified
-    assert max(answer.evidence) < relaxed_tokens.EXACT
+    assert max(answer.evidence) < rounding(truth.seen)
     assert answer.tokens == tuple(sorted({t for one in truth.sequences for t in one}))
     null = model.family.null_parameters(truth.seen.update.tensors)
     assert answer.diagnostics["left_out"] == len(null)
@@ -145,7 +146,7 @@ def test_a_sentence_that_fills_up_a_smaller_batch_is_left_alone(
         variables = objective.space.variables(objective.rows, ids)
         found, score_R = relaxed_tokens.improved(objective, config, variables, rng)
         assert torch.equal(found, ids)
-        assert score_R.max() < relaxed_tokens.EXACT
+        assert (score_R < objective.exact_R).all()
 
     inside(check, [small_one.seen, large_one.seen], model, Lamp(starts=1))
 
@@ -300,17 +301,21 @@ def test_what_is_not_one_plain_gradient_is_never_proved(small, observe, knows):
 def test_rows_of_a_victim_that_lag_behind_are_given_up():
     victim_R = torch.tensor([0, 0, 0, 0, 1, 1, 2])
     best_R = torch.tensor([0.4, 0.1, 0.3, 0.2, 0.9, 1e-9, torch.inf])
-    alive_R = torch.arange(7)
-    at_first = relaxed_tokens.going(victim_R, best_R, alive_R, 0.0)
+    exact_R, alive_R = torch.full_like(best_R, 1e-6), torch.arange(7)
+    at_first = relaxed_tokens.going(victim_R, best_R, exact_R, alive_R, 0.0)
     assert at_first.tolist() == [0, 1, 2, 3, 6]
-    at_last = relaxed_tokens.going(victim_R, best_R, alive_R, 1.0)
+    at_last = relaxed_tokens.going(victim_R, best_R, exact_R, alive_R, 1.0)
     assert at_last.tolist() == [1, 6]
-    kept = [len(relaxed_tokens.going(victim_R, best_R, alive_R, i / 16)) for i in range(17)]
+    kept = [
+        len(relaxed_tokens.going(victim_R, best_R, exact_R, alive_R, i / 16)) for i in range(17)
+    ]
     assert kept == sorted(kept, reverse=True)
     # Of those still alive, by their place among them.
     some_R = torch.tensor([0, 2, 3, 6])
-    assert relaxed_tokens.going(victim_R, best_R, some_R, 1.0).tolist() == [2, 3]
-    assert not len(relaxed_tokens.going(victim_R[:4], best_R[:4] * 0, alive_R[:4], 0.5))
+    assert relaxed_tokens.going(victim_R, best_R, exact_R, some_R, 1.0).tolist() == [2, 3]
+    assert not len(
+        relaxed_tokens.going(victim_R[:4], best_R[:4] * 0, exact_R[:4], alive_R[:4], 0.5)
+    )
 
 
 @pytest.mark.parametrize("discrete", ["during", "at-end", "never"])
@@ -413,7 +418,7 @@ def test_of_equally_distant_texts_the_prior_decides(small, observe, inside, true
         # What matches exactly needs no prior.
         exact = replace(objective, prior=rising)
         _, score = relaxed_tokens.improved(exact, replace(config, sweeps=0), variables, rng)
-        assert float(score) < relaxed_tokens.EXACT
+        assert float(score) < float(objective.exact_R)
 
     inside(check, [truth.seen], model, Lamp(starts=1))
 
@@ -442,7 +447,7 @@ def test_wrong_tokens_and_wrong_orders_are_mended_by_the_gradient(
             found, score = relaxed_tokens.improved(objective, config, variables, rng)
             # Texts of one class and length are interchangeable.
             assert sorted(found[0].tolist()) == sorted(ids[0].tolist())
-            assert float(score) < relaxed_tokens.EXACT
+            assert float(score) < float(objective.exact_R)
 
     inside(check, [truth.seen], model, Lamp(starts=1))
 

@@ -1,0 +1,201 @@
+"""Chooses among sequences that several attacks read, by the observed gradient alone.
+
+The gradient of a batch is a sum of its sequences' gradients, each of its own label and with its own
+weight. So the common currency of all attacks is the residual of the observed gradient after least
+squares on the gradients of a choice of (sequence, label) pairs, with no weight below zero. Weights
+are free, because clipping, masks, local steps and repeated texts change them. Every number counts
+in units of the root mean square of its tensor: with noise of one size on all of them this is the
+likelihood, and a tensor of small numbers counts as much as one of large ones.
+
+Least squares needs inner products only, and a weight's gradient `D^T A` has those of its factors
+(`matching.gradient_distance`), so no gradient is formed, however large the model.
+
+Shapes: N sequences, C labels, K = N C pairs, T tokens, D hidden size, X and Y the sides of a
+weight, M distinct tokens.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fedleak.attacks.certificate import close
+from fedleak.attacks.matching.factored_gradients import (
+    BatchGradients,
+    class_logit_grad,
+    next_token_logit_grad,
+)
+from fedleak.attacks.matching.gradient_distance import Gradient
+from fedleak.models import CLASSIFICATION, LanguageModel, pad
+
+_LOWER = 1 - 1e-9
+"""A residual counts as lower by more than rounding."""
+
+_ROUNDING = 1e-6
+"""A residual below this share of the gradient is rounding: it cannot become smaller."""
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Inner products of the gradients of (sequence, label) pairs, in float64.
+
+    Attributes:
+        sequence: The index of each pair's sequence.
+        label: Each pair's label; 0 in next-token training.
+        gram_KK: Of the pairs with each other.
+        observed_K: Of the pairs with the observed gradient.
+        total: Of the observed gradient with itself.
+        numbers: How many numbers of the observed gradient are not zero.
+    """
+
+    sequence: tuple[int, ...]
+    label: tuple[int, ...]
+    gram_KK: Tensor
+    observed_K: Tensor
+    total: float
+    numbers: int
+
+    def residual(self, chosen: Sequence[int]) -> float:
+        """Returns the square of what these pairs leave, as a share of the gradient's square.
+
+        It is infinite if a weight is not positive: without that pair it is no larger.
+        """
+        if not chosen:
+            return 1.0
+        picked = torch.tensor(list(chosen))
+        system = self.gram_KK[picked[:, None], picked]
+        weights = torch.linalg.lstsq(system, self.observed_K[picked, None]).solution[:, 0]
+        if not bool((weights > 0).all()):
+            return math.inf
+        explained = float(weights @ self.observed_K[picked])
+        return max(1 - explained / self.total, _ROUNDING)
+
+
+def choose(pairs: Pairs, most: int, begin: Sequence[int] = ()) -> list[int]:
+    """Returns at most so many pairs of a small residual.
+
+    First each next pair is the one that lowers the residual most (orthogonal matching pursuit),
+    then pairs are exchanged one by one as long as that lowers it.
+
+    Args:
+        pairs: To choose from.
+        most: The size of the batch.
+        begin: Pairs that are chosen first.
+    """
+    chosen = list(begin)[:most]
+    while len(chosen) < most:
+        others = [k for k in range(len(pairs.sequence)) if k not in chosen]
+        longer = min(([*chosen, k] for k in others), key=pairs.residual, default=chosen)
+        if pairs.residual(longer) >= pairs.residual(chosen):
+            break
+        chosen = longer
+    while True:
+        others = [k for k in range(len(pairs.sequence)) if k not in chosen]
+        exchanged = ([*chosen[:i], k, *chosen[i + 1 :]] for i in range(len(chosen)) for k in others)
+        other = min(exchanged, key=pairs.residual, default=chosen)
+        if pairs.residual(other) >= pairs.residual(chosen) * _LOWER:
+            return chosen
+        chosen = other
+
+
+def compare(
+    model: LanguageModel, sequences: Sequence[tuple[int, ...]], observed: Mapping[str, Tensor]
+) -> Pairs:
+    """Returns the inner products of sequences' gradients with each other and the observed one.
+
+    Args:
+        model: At the broadcast weights.
+        sequences: As attacks on spans give them (`certificate.close` adds the last target).
+        observed: The mean gradient by parameter name.
+    """
+    weight = {name: _weight(value) for name, value in observed.items()}
+    names = [
+        name
+        for name in observed
+        if weight[name] and not (name == model.family.word_embedding and model.tied)
+    ]
+    closed = [close(model, ids) for ids in sequences]
+    words_M = torch.tensor(sorted({t for ids in closed for t in ids}), device=model.device)
+    own = BatchGradients(model, names)
+    with own.ready():
+        gradients = _gradients(model, own, closed, words_M)
+    labels = model.num_labels if model.task == CLASSIFICATION else 1
+    size = len(closed) * labels
+    gram_KK = torch.zeros(size, size, dtype=torch.float64)
+    observed_K = torch.zeros(size, dtype=torch.float64)
+    for name in names:
+        target = observed[name]
+        if name == model.family.word_embedding:
+            target = target[words_M]
+        gram, inner = _products(gradients[name], target)
+        gram_KK += weight[name] * gram.double().cpu()
+        observed_K += weight[name] * inner.double().cpu()
+    return Pairs(
+        sequence=tuple(i for i in range(len(closed)) for _ in range(labels)),
+        label=tuple(range(labels)) * len(closed),
+        gram_KK=gram_KK,
+        observed_K=observed_K,
+        total=sum(weight[n] * float(observed[n].double().square().sum()) for n in names),
+        numbers=sum(int(observed[n].count_nonzero()) for n in names),
+    )
+
+
+def _weight(observed: Tensor) -> float:
+    """Returns one over the mean square of the numbers that are not zero; 0 if all are."""
+    square = float(observed.double().square().sum())
+    return int(observed.count_nonzero()) / square if square > 1e-30 else 0.0
+
+
+def _gradients(
+    model: LanguageModel, own: BatchGradients, closed: Sequence[tuple[int, ...]], words_M: Tensor
+) -> dict[str, Gradient]:
+    """Returns each pair's gradients: rows are sequences, and guesses of a row are its labels."""
+    ids_NT, mask_NT = pad(closed, model.tokenizer.pad_token_id, model.device)
+    labels = model.num_labels if model.task == CLASSIFICATION else 1
+    table_VD = model.module.get_parameter(model.family.word_embedding).detach()
+    x_NKTD = table_VD[ids_NT][:, None].expand(-1, labels, -1, -1)
+    share_NTM = (ids_NT[..., None] == words_M) & (mask_NT[..., None] > 0)
+    share_NKTM = share_NTM.to(table_VD.dtype)[:, None].expand(-1, labels, -1, -1)
+    if model.task == CLASSIFICATION:
+        each = torch.arange(labels, device=model.device).repeat(len(closed))
+        logit_grad = class_logit_grad(model, each, torch.ones_like(each, dtype=table_VD.dtype))
+    else:
+        targets_NTV = F.one_hot(ids_NT, len(table_VD)).to(table_VD.dtype)
+        weights_NT = mask_NT / (mask_NT.sum(1, keepdim=True) - 1).clamp_min(1)
+        logit_grad = next_token_logit_grad(targets_NTV, weights_NT.to(table_VD.dtype))
+    return own(
+        x_NKTD[:, :, None],
+        mask_NT[:, None],
+        logit_grad,
+        differentiable=False,
+        mixture_RKBTM=share_NKTM[:, :, None],
+    )
+
+
+def _products(gradient: Gradient, observed: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns inner products of pairs with each other [K, K], and with the observed one [K]."""
+    if isinstance(gradient, Tensor):
+        value = gradient.flatten(0, 1)
+        # Of a table, only the first rows were looked up.
+        target = observed[: value.shape[1]] if value.dim() == 3 else observed
+        value_KX = value.flatten(1)
+        return value_KX @ value_KX.T, value_KX @ target.flatten()
+    pairs = gradient[0].left_RKNX.shape[0] * gradient[0].left_RKNX.shape[1]
+    left = torch.cat([part.left_RKNX for part in gradient], 2).flatten(0, 1)
+    right = torch.cat([part.right_RKNY for part in gradient], 2).flatten(0, 1)
+    tokens = left.shape[1]
+    inner_K = (left * (right @ observed.mT)).flatten(1).sum(1)
+    left, right = left.flatten(0, 1), right.flatten(0, 1)
+    both = (left @ left.T) * (right @ right.T)
+    return both.view(pairs, tokens, pairs, tokens).sum((1, 3)), inner_K
+
+
+def nats(pairs: Pairs, residual: float) -> float:
+    """Returns how much likelier an observed gradient is with this residual than without a batch.
+
+    The natural logarithm of the ratio of likelihoods, if what is left is noise of one size.
+    """
+    return -0.5 * pairs.numbers * math.log(residual)

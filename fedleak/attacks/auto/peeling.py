@@ -1,0 +1,98 @@
+"""Takes sequences that are proved out of an update: what is left is an update of the others.
+
+A mean gradient over n sequences is `G = sum_s w_s g_s`, with w_s = 1/n in classification, and in
+next-token training the sequence's share of all targets. If the gradients of some are known, the
+mean gradient of the others is `(G - sum w_s g_s) / (1 - sum w_s)`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from fedleak.attacks.certificate import Member, as_gradient, close, multiplicities
+from fedleak.models import CLASSIFICATION, LanguageModel, batch_loss, pad
+from fedleak.observation import ClientUpdate, Knowledge, Observation, UpdateKind
+
+
+def peel(seen: Observation, model: LanguageModel, members: Sequence[Member]) -> Observation | None:
+    """Returns the observation of the sequences that are not among the members; None without any.
+
+    Args:
+        seen: Of one gradient of the model as it was broadcast (`certificate.is_linear`).
+        model: At the broadcast weights.
+        members: Proved sequences, each once.
+    """
+    repeats = occurrences(model, members, seen.update.num_examples)
+    left = seen.update.num_examples - sum(repeats)
+    share = 1 - sum(one.weight for one in members)
+    if left < 1 or share <= 0:
+        return None
+    rest = as_gradient(seen)
+    for one in members:
+        for label, weight in _weights(one, seen.update.num_examples):
+            rest = {
+                name: rest[name] - weight * gradient
+                for name, gradient in _gradient(model, one.ids, label, list(rest)).items()
+            }
+    tensors = {name: value / share for name, value in rest.items()}
+    return replace(
+        seen,
+        update=ClientUpdate(UpdateKind.GRADIENT, tensors, left),
+        knowledge=_without(seen.knowledge, model, members, repeats),
+    )
+
+
+def occurrences(model: LanguageModel, members: Sequence[Member], batch_size: int) -> list[int]:
+    """Returns how often each member occurs, as few times as their weights allow."""
+    if model.task == CLASSIFICATION:
+        return multiplicities(members, batch_size)
+    # A weight is occurrences times targets over all targets; whoever has the least occurs once.
+    per_target = [one.weight / len(one.ids) for one in members]
+    return [round(each / min(per_target)) for each in per_target]
+
+
+def _weights(one: Member, batch_size: int) -> list[tuple[int, float]]:
+    """Returns the labels of a member, and the weight of its mean loss with each."""
+    if one.counts is None:
+        return [(0, one.weight)]
+    return [(label, count / batch_size) for label, count in enumerate(one.counts) if count]
+
+
+def _gradient(
+    model: LanguageModel, ids: Sequence[int], label: int, names: Sequence[str]
+) -> dict[str, torch.Tensor]:
+    """Returns the gradient of a sequence's mean loss by parameter name."""
+    own = dict(model.module.named_parameters())
+    with torch.enable_grad():
+        ids_BT, mask_BT = pad([close(model, ids)], model.tokenizer.pad_token_id, model.device)
+        loss = batch_loss(model, ids_BT, mask_BT, torch.tensor([label], device=model.device))
+        parameters = [own[name] for name in names]
+        gradients = torch.autograd.grad(loss, parameters, materialize_grads=True)
+    return dict(zip(names, gradients, strict=True))
+
+
+def _without(
+    known: Knowledge, model: LanguageModel, members: Sequence[Member], repeats: Sequence[int]
+) -> Knowledge:
+    """Returns what is known of the other sequences: their labels and lengths are those left."""
+    gone = [
+        (label, len(close(model, one.ids)))
+        for one, times in zip(members, repeats, strict=True)
+        for label, count in enumerate(one.counts or (times,))
+        for _ in range(count)
+    ]
+    # Where one of the two is not known, any would do.
+    size = len(known.labels or known.lengths or ())
+    every = list(zip(known.labels or [None] * size, known.lengths or [None] * size, strict=True))
+    for label, length in gone:
+        fits = (one for one in every if one[0] in (None, label) and one[1] in (None, length))
+        match = next(fits, None)
+        if match is not None:
+            every.remove(match)
+    return replace(
+        known,
+        labels=None if known.labels is None else tuple(a for a, _ in every if a is not None),
+        lengths=None if known.lengths is None else tuple(b for _, b in every if b is not None),
+        batch_size=None if known.batch_size is None else max(known.batch_size - len(gone), 1),
+    )

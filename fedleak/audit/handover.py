@@ -1,0 +1,224 @@
+"""Takes what nodes keep in their vaults into a run, when their owners hand it over.
+
+A server does not see the vaults of a federation on several machines, so its answers stay unscored
+until it is given them. What a vault holds is as hostile as what comes over the wire: it is all
+checked before anything is written, and nothing that the run has is replaced by something else.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from fedleak import privacy
+from fedleak.audit.ledger import ClientNote
+from fedleak.audit.scoring import vocabulary_of
+from fedleak.audit.vault import check_truth, weight
+from fedleak.errors import CaptureError, ConfigError, FedleakError
+from fedleak.federation.lookup import examples, stored
+from fedleak.federation.schedule import clients_of_round
+from fedleak.models import CLASSIFICATION, loading
+from fedleak.sanitise import printable
+from fedleak.store import records
+from fedleak.store.files import naming, parse_json
+from fedleak.store.run import Key, Run
+from fedleak.truth import GroundTruth
+
+MOST_BYTES = 64 * 2**20
+"""Of a file of a vault: a private batch of more than a million tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HandedOver:
+    """What a run got that it had not.
+
+    Attributes:
+        truths, notes: Private batches, and notes on what defenses did, by round and client.
+    """
+
+    truths: tuple[Key, ...]
+    notes: tuple[Key, ...]
+
+
+def take_vaults(run: Run, folders: Sequence[Path]) -> HandedOver:
+    """Takes the private batches of a run from the vaults of nodes.
+
+    Whoever calls this holds the lock.
+
+    Args:
+        run: The run directory.
+        folders: Each the `vault` of a node, which has a folder for each run, or that folder.
+
+    Raises:
+        ConfigError: There is no run here, or a folder has nothing of it.
+        FedleakError: A file is not what a client of this run wrote; nothing was taken then.
+    """
+    check = _Check(run)
+    truths: dict[Key, Any] = {}
+    notes: dict[Key, Any] = {}
+    for folder in folders:
+        vault = _of_run(run, folder)
+        for kind, found, checked in (
+            ("vault", truths, check.truth),
+            ("defended", notes, check.note),
+        ):
+            for key, path in check.files(vault / kind):
+                value = checked(key, path)
+                if found.setdefault(key, value) != value:
+                    raise FedleakError(
+                        f"{path}: another folder has another file for {key}: name the vault of the "
+                        f"node that holds the data of client {key.client}, and no other for it"
+                    )
+    new_truths, new_notes = _new(run, "vault", truths), _new(run, "defended", notes)
+    for key, value in new_truths.items():
+        run.write_truth(key, value)
+    for key, value in new_notes.items():
+        run.write_defended(key, value)
+    return HandedOver(truths=tuple(sorted(new_truths)), notes=tuple(sorted(new_notes)))
+
+
+def _of_run(run: Run, folder: Path) -> Path:
+    """Returns the folder of a run in the vault of a node."""
+    name = run.path.absolute().name
+    for found in (folder / name, folder):
+        if (found / "vault").is_dir():
+            return found
+    others = sorted(path.parent.name for path in folder.glob("*/vault"))
+    has = f"it has {', '.join(map(printable, others[:3]))}" if others else "it has no run's"
+    raise ConfigError(
+        f"--vault {str(folder)!r} holds no private batches of the run {name!r} ({has}): name the "
+        "`vault` of a node's configuration, or the folder of this run in it"
+    )
+
+
+def _new(run: Run, kind: str, found: Mapping[Key, Any]) -> dict[Key, Any]:
+    """Returns what the run does not have yet.
+
+    Raises:
+        FedleakError: It has something else.
+    """
+    new = {}
+    for key, value in found.items():
+        path = run.path / kind / f"{key}.json"
+        try:
+            before = run.read_json(f"{kind}/{key}.json") if path.is_file() else None
+        except FedleakError:  # damaged: this mends it
+            before = None
+        if before is None:
+            new[key] = value
+        elif before != value:
+            raise FedleakError(
+                f"{path} holds something else than the vault that was handed over, so nothing was "
+                "taken: delete the file if the vault is right"
+            )
+    return new
+
+
+class _Check:
+    """Knows what the vaults of a run's clients can hold."""
+
+    def __init__(self, run: Run) -> None:
+        self._run, self._experiment = run, stored(run)
+        self._num_labels = run.info()["num_labels"]
+        model = loading.outline(self._experiment.model_spec(self._num_labels))
+        self._vocabulary = vocabulary_of(model)
+        self._captured = set(run.captures())
+        rounds = range(1, self._experiment.federation.rounds + 1)
+        self._keys = {
+            f"{key}.json": key
+            for round in rounds
+            for key in (Key(round, client) for client in clients_of_round(self._experiment, round))
+        }
+
+    def files(self, folder: Path) -> Iterator[tuple[Key, Path]]:
+        """Yields the files of a folder, each with its round and client."""
+        with naming(folder, "read"):
+            paths = sorted(folder.glob("*.json"))
+        for path in paths:
+            key = self._keys.get(path.name)
+            if key is None:
+                raise FedleakError(
+                    f"{printable(str(path))}: in this run no client trains then: it is of another "
+                    "run, so nothing was taken"
+                )
+            yield key, path
+
+    def truth(self, key: Key, path: Path) -> Any:
+        """Returns the content of a private batch that can be of this run."""
+        value = self._read(path)
+        try:
+            truth = check_truth(value, key, path)
+        except CaptureError as error:
+            raise _refused(str(error)) from error
+        if reason := self._wrong(key, truth):
+            raise _refused(f"{path}: {reason}")
+        return value
+
+    def note(self, key: Key, path: Path) -> Any:
+        """Returns the content of a note on defenses that can be of this run."""
+        value = self._read(path)
+        try:
+            note = ClientNote.model_validate(value)
+        except ValidationError as error:
+            raise _refused(f"{path} is damaged (it is no note on defenses)") from error
+        if reason := self._wrong_note(key.client, note):
+            raise _refused(f"{path}: {reason}")
+        return value
+
+    def _read(self, path: Path) -> Any:
+        """Reads a file that carries this experiment's mark."""
+        with naming(path, "read"):
+            # A link or a pipe may lead anywhere.
+            if path.is_symlink() or not path.is_file() or path.stat().st_size > MOST_BYTES:
+                raise _refused(f"{path} is no file of {MOST_BYTES >> 20} MiB or less")
+            content = path.read_bytes()
+        try:
+            value = parse_json(content)
+        except ValueError as error:
+            raise _refused(f"{path} is damaged (it is not JSON)") from error
+        own = self._experiment.fingerprint
+        said = value.get("fingerprint") if isinstance(value, dict) else None
+        if said != own:
+            raise _refused(f"{path} is of the experiment {printable(str(said))[:40]}, not of {own}")
+        return value
+
+    def _wrong(self, key: Key, truth: GroundTruth) -> str | None:
+        """Returns why a batch cannot be what a client trained on; None if it can."""
+        if not records.within(chain(*truth.sequences), self._vocabulary):
+            return "it has token ids outside the vocabulary"
+        classes = self._experiment.model.task == CLASSIFICATION
+        if len(truth.labels) != len(truth.sequences) * classes:
+            return f"{len(truth.labels)} labels for {len(truth.sequences)} texts"
+        if not records.within(truth.labels, self._num_labels):
+            return f"it has labels that are none of the {self._num_labels} classes"
+        if truth.noise_scale is not None and truth.noise_scale < 0:
+            return f"its noise_scale is {truth.noise_scale}"
+        if truth.batch_size < 1:
+            return f"its batch_size is {truth.batch_size}"
+        if key in self._captured:
+            sent, held = self._run.num_examples(key), weight(truth, self._experiment)
+            if sent != held:
+                return f"it has {held} examples, but client {key.client} sent an update of {sent}"
+        return None
+
+    def _wrong_note(self, client: int, note: ClientNote) -> str | None:
+        """Returns why a note cannot be of a client's defenses; None if it can."""
+        own = {number: each.kind for number, each in self._experiment.defenses_of(client).items()}
+        if any(own.get(did.defense) != did.kind for did in note.defenses):
+            return f"client {client} has other defenses in this run"
+        most = self._experiment.local_training.steps(examples(self._run).training)
+        if any(not 1 <= event.steps <= most for event in note.events):
+            return f"it counts more steps than the {most} that a client can make in a round"
+        table = self._experiment.privacy
+        try:
+            privacy.compose(note.events, table.delta, table.accountant)
+        except (ValueError, ArithmeticError, ConfigError):
+            return "it has an event that nothing can be composed of"
+        return None
+
+
+def _refused(reason: str) -> FedleakError:
+    return FedleakError(f"{reason}: so nothing was taken")
