@@ -30,7 +30,7 @@ from typing import Any
 from fedleak import pipeline, preparation, processes
 from fedleak.config import families, loading
 from fedleak.config.experiment import Experiment
-from fedleak.config.families import Setting
+from fedleak.config.families import FAMILY, Setting
 from fedleak.config.tables import WorkersTable
 from fedleak.dispatch.progress import RunProgress
 from fedleak.errors import ConfigError, FedleakError
@@ -46,9 +46,6 @@ _log = logging.getLogger(__name__)
 
 LONGEST_WORD, LONGEST_NAME = 32, 200
 """Characters of one value, and of a cell's name: file systems take 255 bytes."""
-
-FAMILY = "family"
-"""The swept key whose values set several keys at once."""
 
 DESIGNS = ("all", "one-at-a-time")
 """Which cells there are: of all combinations, or of those that differ from the first in one key."""

@@ -19,6 +19,9 @@ from fedleak.config.tables import Table
 from fedleak.config.wording import one_line
 from fedleak.errors import ConfigError
 
+FAMILY = "family"
+"""The swept key whose values set several keys at once."""
+
 STRENGTH = "<strength>"
 UNDEFENDED = "none"
 
