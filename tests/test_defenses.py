@@ -63,6 +63,7 @@ BAD = [
         (kind, {setting: value})
         for kind, setting in [
             ("gaussian_noise", "sigma"),
+            ("gaussian_noise", "relative"),
             ("laplace_noise", "scale"),
             ("clip", "max_norm"),
             ("dp_sgd", "noise_multiplier"),
@@ -72,7 +73,7 @@ BAD = [
         ]
         for value in (0.0, -1.0, math.nan, math.inf, "most")
     ),
-    *((kind, {}) for kind in ("gaussian_noise", "laplace_noise", "clip", "mask", "prune")),
+    *((kind, {}) for kind in ("laplace_noise", "clip", "mask", "prune")),
     *((kind, {"fraction": value}) for kind in ("mask", "prune") for value in (1.0, 1.2)),
     ("quantize", {}),
     ("quantize", {"bits": 1}),
@@ -218,6 +219,7 @@ def test_an_update_of_zeros_survives(kind):
         (Cast(dtype="float16"), Claims()),
         (SecureSum(), Claims(mean_of_clients=True)),
         (GaussianNoise(sigma=0.25), Claims(noise_scale=0.25)),
+        (GaussianNoise(relative=0.25), Claims(relative_noise=0.25)),
         (LaplaceNoise(scale=0.25), Claims(noise_scale=0.25 * math.sqrt(2))),
         (Clip(max_norm=3.0), Claims(max_norm=3.0)),
         (LocalDp(max_norm=3.0, noise_multiplier=0.5), Claims(noise_scale=3.0, max_norm=3.0)),
@@ -371,6 +373,16 @@ def test_a_cast_is_to_the_nearest_number_of_so_many_bits(dtype, largest, bits):
         rounded = math.ldexp(round(math.ldexp(mantissa, bits)), exponent - bits)
         assert found == rounded
     assert (above, below) == (math.inf, -math.inf)
+
+
+def test_relative_noise_is_that_of_the_root_mean_square_of_all_numbers():
+    update = update_of()
+    numbers = flat(update)
+    rms = math.sqrt(sum(x * x for x in numbers.tolist()) / len(numbers))
+    relative, absolute = GaussianNoise(relative=3.0), GaussianNoise(sigma=3.0 * rms)
+    torch.testing.assert_close(flat(done(relative, update)), flat(done(absolute, update)))
+    louder = dataclasses.replace(update, tensors={n: 7 * v for n, v in update.tensors.items()})
+    torch.testing.assert_close(flat(done(relative, louder)), 7 * flat(done(relative, update)))
 
 
 @pytest.mark.parametrize("sigma", [1e-3, 0.5, 20.0])
@@ -573,6 +585,12 @@ def test_noise_is_given_in_exactly_one_way(cls, settings):
     settings = settings | ({"max_norm": 1.0} if cls is LocalDp else {})
     with pytest.raises(ConfigError, match="give either noise_multiplier or epsilon"):
         cls(**settings)
+
+
+@pytest.mark.parametrize("settings", [{}, {"sigma": 1.0, "relative": 1.0}])
+def test_a_noises_size_is_given_in_exactly_one_way(settings):
+    with pytest.raises(ConfigError, match="give either sigma or relative"):
+        GaussianNoise(**settings)
 
 
 TABLE = {

@@ -56,9 +56,7 @@ LAST = (NO_ANSWER, NO_UPDATE, REFERENCE)
 """What stands at the end of a legend."""
 
 
-def legend(
-    drawing: "Figure", title: str | None = None, last: Sequence[str] = LAST
-) -> None:
+def legend(drawing: "Figure", title: str | None = None, last: Sequence[str] = LAST) -> None:
     """Puts one legend beside all panels, with the labels of `last` at its end."""
     labelled: dict[str, Any] = {}
     for axes in drawing.axes:

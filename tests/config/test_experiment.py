@@ -122,7 +122,7 @@ BAD = [
         {"defense": [{"kind": "gaussian_noise", "sigma": -1.0}]},
         ["defense[0].sigma = -1.0", "greater than 0"],
     ),
-    ({"defense": [{"kind": "gaussian_noise"}]}, ["defense[0].sigma is missing"]),
+    ({"defense": [{"kind": "gaussian_noise"}]}, ["defense[0]", "give either sigma or relative"]),
     (
         {"defense": [{"kind": "cast", "dtype": "int8"}]},
         ["defense[0].dtype = 'int8'", "'float16' or 'bfloat16'"],
