@@ -67,7 +67,7 @@ def explain(experiment: Experiment) -> Explanation:
     model = outline(experiment, len(read_data(experiment).train.label_names))
     checks.check_defenses(experiment, model)
     settings = checks.attack_settings(experiment, model)
-    knows = settings[0].knows
+    knows = experiment.server_facts | experiment.threat_model.knows
     listed = {each.attack.kind for each in experiment.attacks}
     others = sorted(attacks.kinds().keys() - listed)
     return Explanation(
@@ -77,10 +77,12 @@ def explain(experiment: Experiment) -> Explanation:
         unknown=tuple(sorted(GRANTABLE - knows)),
         attacks=(
             *(
-                _applicability(each.name, each.attack, settings, listed=True)
+                _applicability(
+                    each.name, each.attack, checks.told(settings, each.threat), listed=True
+                )
                 for each in experiment.attacks
             ),
-            *(_of_kind(kind, settings) for kind in others),
+            *(_of_kind(kind, checks.told(settings, experiment.threat_model)) for kind in others),
         ),
     )
 

@@ -40,7 +40,7 @@ def export(run: Run, path: Path, *, texts: bool = False) -> int:
     if write is None:
         raise ConfigError(
             f"--to {str(path)!r} is no kind of file that rows are written to: end it in "
-            f"{' or '.join(_WRITERS)}"
+            f"{' or '.join(_WRITERS)}, or name a tracker, mlflow or tensorboard"
         )
     run.info()  # refuses a folder that is no run
     rows = run.rows(LEAKAGE)

@@ -186,8 +186,9 @@ def refuse_another(run: Run, experiment: Experiment) -> None:
     if not changed:
         return
     told, keys = "; ".join(changed[:4]), [line.partition(":")[0] for line in changed]
-    if {*keys} <= {"attack", "threat.knows"}:
-        wanted = {"attack": new["attack"], "threat.knows": new["threat"]["knows"]}
+    threat = {f"threat.{name}": new["threat"][name] for name in ("knows", "ladder")}
+    if {*keys} <= {"attack", *threat}:
+        wanted = {"attack": new["attack"], **threat}
         sets = " ".join(f"--set {shlex.quote(f'{key}={_toml(wanted[key])}')}" for key in keys)
         raise ConfigError(
             f"{str(run.path)!r} was attacked otherwise ({told}): `fedleak attack "

@@ -20,7 +20,7 @@ from fedleak.config.components import NamedAttack
 from fedleak.config.loading import parse
 from fedleak.dispatch import dispatcher
 from fedleak.models import loading
-from fedleak.observation import Knowledge, ThreatModel
+from fedleak.observation import Knowledge
 from fedleak.reconstruction import Reconstruction, Status
 from fedleak.report.tables import print_run
 from fedleak.store.lines import Lines
@@ -54,7 +54,6 @@ def job_of(run, attack, client=0):
         run=run.path,
         key=Key(1, client),
         attack=named,
-        threat=ThreatModel(),
         knowledge=Knowledge(),
         model=spec,
         seed=4,

@@ -6,11 +6,12 @@ it stands by is no evidence that nothing can be read.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
+from fedleak.config.components import listed_as
 from fedleak.config.tables import GateTable
 from fedleak.errors import ConfigError, FedleakError, unknown
 from fedleak.privacy import NONE
@@ -95,32 +96,74 @@ def judge(run: Run, limits: GateTable) -> list[Check]:
         summary, rows = run.read(SUMMARY), run.rows(LEAKAGE)
     except FedleakError as error:
         return [Check("figures", Outcome.UNTOLD, str(error))]
-    checks = [_limit(name, limit, summary.worst_case) for name, limit in leaks.items()]
+    cases = _cases(summary)
+    checks = [_limit(name, limit, cases) for name, limit in leaks.items()]
     if limits.epsilon is not None:
         checks.append(_epsilon(limits.epsilon, summary.privacy))
     checks.append(_complete(str(info["status"]), summary))
     if leaks:
         attacks = sorted({row.attack for row in rows})
+        known = {*attacks, *map(listed_as, attacks)}
         for name in limits.may_abstain:
-            if name not in attacks:
-                raise ConfigError(f"gate.may_abstain: {unknown('attack', name, attacks)}")
-        checks.append(_enough(summary.worst_case, rows, leaks))
+            if name not in known:
+                raise ConfigError(f"gate.may_abstain: {unknown('attack', name, known)}")
+        checks.append(_enough(cases, rows, leaks))
         for name in attacks:
             of_attack = [row for row in rows if row.attack == name]
-            checks.append(_attack(name, of_attack, may_abstain=name in limits.may_abstain))
+            may = not {name, listed_as(name)}.isdisjoint(limits.may_abstain)
+            checks.append(_attack(name, of_attack, may_abstain=may))
     return checks
 
 
-def _limit(name: str, limit: float, worst: WorstCase | None) -> Check:
-    """Compares the upper end of the interval of a figure of the worst case with its limit."""
+class Case(NamedTuple):
+    """A worst case that the limits hold for.
+
+    Attributes:
+        told: Stands before what is said of it: what the attacker is told; empty without a ladder.
+        attacks: Names of its rows; None: of all rows.
+        worst: The figures; None: no attack gave an answer.
+    """
+
+    told: str
+    attacks: Container[str] | None
+    worst: WorstCase | None
+
+
+def _cases(summary: RunSummary) -> list[Case]:
+    """Returns the worst case, or that of every rung of the ladder.
+
+    Who is told a fact need not use it, so the rung with all facts is not always the highest.
+    """
+    if summary.ladder is None:
+        return [Case("", None, summary.worst_case)]
+    return [
+        Case(f"told {rung.told}: ", set(rung.attacks.values()), rung.worst_case)
+        for rung in summary.ladder.rungs
+    ]
+
+
+def _limit(name: str, limit: float, cases: Sequence[Case]) -> Check:
+    """Compares the upper end of the interval of a figure, the highest of all cases, with a limit.
+
+    A case of which nothing is known does not hide that another one exceeds the limit.
+    """
     leak = LEAKS[name]
-    found: Estimate | None = None if worst is None else getattr(worst, leak.of)
-    if found is None:
-        return Check(name, Outcome.UNTOLD, f"no attack gave an answer that has a {leak.says}")
+    found: list[tuple[str, Estimate]] = []
+    untold = []
+    for case in cases:
+        figure = None if case.worst is None else getattr(case.worst, leak.of)
+        if figure is None:
+            untold.append(f"{case.told}no attack gave an answer that has a {leak.says}")
+        else:
+            found.append((case.told, figure))
+    told, highest = max(found, key=lambda each: each[1].high, default=("", None))
+    if highest is None or (untold and highest.high <= limit):
+        return _untold(name, untold, "")
     said = (
-        f"{leak.says}: {found.mean:.3g}, with its interval up to {found.high:.3g}; limit {limit:g}"
+        f"{told}{leak.says}: {highest.mean:.3g}, with its interval up to {highest.high:.3g}; "
+        f"limit {limit:g}"
     )
-    return Check(name, Outcome.WITHIN if found.high <= limit else Outcome.EXCEEDED, said)
+    return Check(name, Outcome.WITHIN if highest.high <= limit else Outcome.EXCEEDED, said)
 
 
 def _epsilon(limit: float, privacy: Guarantee | None) -> Check:
@@ -151,12 +194,21 @@ def _complete(status: str, summary: RunSummary) -> Check:
     return _untold("complete", lacks, "the run is finished and nothing is missing")
 
 
-def _enough(
-    worst: WorstCase | None, rows: Sequence[LeakageRow], leaks: Mapping[str, float]
-) -> Check:
-    """Checks that the worst case is about enough clients and texts, and about all of them."""
+def _enough(cases: Sequence[Case], rows: Sequence[LeakageRow], leaks: Mapping[str, float]) -> Check:
+    """Checks that each worst case is about enough clients and texts, and about all of them."""
+    lacks = [f"{case.told}{lack}" for case in cases for lack in _lacks(case, rows, leaks)]
+    worst = cases[-1].worst
     if worst is None:
-        return _untold("texts", ["no attack gave an answer with scores of single texts"], "")
+        return _untold("texts", lacks, "")
+    said = f"{worst.texts} texts of {worst.clients} clients, by {', '.join(worst.attacks)}"
+    return _untold("texts", lacks, said)
+
+
+def _lacks(case: Case, rows: Sequence[LeakageRow], leaks: Mapping[str, float]) -> list[str]:
+    """Returns what a worst case lacks."""
+    if (worst := case.worst) is None:
+        return ["no attack gave an answer with scores of single texts"]
+    rows = [row for row in rows if case.attacks is None or row.attack in case.attacks]
     lacks = [worst.warning] if worst.warning is not None else []
     if worst.unattacked and leaks.keys() & {"exact", "rougeL"}:
         lacks.append(f"{worst.unattacked} of {worst.texts} texts: no attack named sequences")
@@ -166,8 +218,7 @@ def _enough(
     unsearched = sum(size for key, size in text_counts(rows).items() if key not in searched)
     if unsearched and "token_recall" in leaks:
         lacks.append(f"{unsearched} of {worst.texts} texts: no attack named tokens")
-    said = f"{worst.texts} texts of {worst.clients} clients, by {', '.join(worst.attacks)}"
-    return _untold("texts", lacks, said)
+    return lacks
 
 
 def _attack(name: str, rows: Sequence[LeakageRow], *, may_abstain: bool) -> Check:

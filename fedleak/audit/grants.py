@@ -19,7 +19,7 @@ def knowledge(run: Run, key: Key, threat: ThreatModel) -> Knowledge:
     truth = read_truth(run, key)
     if truth is None:
         raise FedleakError(
-            f"threat.knows grants {', '.join(sorted(threat.knows))}, but the vault has no {key}: "
+            f"[threat] grants {', '.join(sorted(threat.knows))}, but the vault has no {key}: "
             f"run with the vault on, take it from a node with `fedleak score {run.path} --vault "
             "FOLDER`, or grant nothing"
         )

@@ -398,5 +398,6 @@ def _unscored(answer: Answer) -> LeakageRow:
         diagnostics=answer.diagnostics,
         seconds=answer.seconds,
         device=answer.device,
+        granted=answer.granted,
         knows=answer.knows,
     )

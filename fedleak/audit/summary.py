@@ -8,6 +8,7 @@ from pydantic import JsonValue, ValidationError
 
 from fedleak.audit.estimates import mean_over_clients, too_few
 from fedleak.audit.gaps import Gaps
+from fedleak.audit.ladder import ladder
 from fedleak.audit.ledger import defense_means, guarantee
 from fedleak.audit.worst_case import worst_case
 from fedleak.config.experiment import Experiment
@@ -59,6 +60,7 @@ def summarise(
                 "FILE --fresh` measures them again"
             )
     baseline = _baseline(run, gaps)
+    rungs = ladder(experiment, leakage, finished)
     return RunSummary(
         name=experiment.name,
         status=info["status"],
@@ -66,7 +68,8 @@ def summarise(
         model_fingerprint=info.get("model_fingerprint"),
         captures=len(run.captures()),
         attacks=attacks,
-        worst_case=worst_case(leakage, finished),
+        worst_case=rungs.top.worst_case if rungs else worst_case(leakage, finished),
+        ladder=rungs,
         defenses=circumstances(experiment),
         defended=defense_means(defended),
         privacy=guarantee(ledger),

@@ -389,7 +389,7 @@ def compare(
     with mended():
         if len(runs) < 2:
             raise ConfigError("one run has nothing to be compared with: name two or more")
-        found = [pair(Run(runs[0]), Run(each)) for each in runs[1:]]
+        found = pair(Run(runs[0]), [Run(each) for each in runs[1:]])
         if as_json:
             shown = [
                 one.model_dump(mode="json")
@@ -412,22 +412,48 @@ def compare(
 @app.command()
 def export(
     path: RunPath,
-    to: Annotated[Path, typer.Option(metavar="FILE", help="A csv or parquet file to write.")],
+    to: Annotated[
+        str,
+        typer.Option(
+            metavar="FILE|mlflow[:PLACE]|tensorboard[:FOLDER]",
+            help="A csv or parquet file to write, or a tracker.",
+        ),
+    ],
     texts: Annotated[
         bool, typer.Option("--texts", help="Also write the private texts, and what was read.")
     ] = False,
 ) -> None:
-    """Write the scores of a run as a table for other programs, a row per update and attack.
+    """Write the scores of a run for other programs.
 
-    RUN is a run directory. Only the owner can open the file.
+    RUN is a run directory. A csv or parquet file has a row per update and attack, and only the
+    owner can open it.
+
+    MLflow gets settings, figures by round and the report, without private texts. PLACE is a
+    tracking server, a database or a folder; left out, what MLflow is set to. TensorBoard gets
+    figures and settings.
     """
-    from fedleak.export import export as write
     from fedleak.store.run import Run
 
+    tracker, _, place = to.partition(":")
     with mended():
-        count = write(Run(path), to, texts=texts)
-        private = ", with private texts" if texts else ""
-        console.print(f"{count} rows{private}: {markup(to)}", soft_wrap=True)
+        if tracker == "mlflow":
+            from fedleak.tracking.to_mlflow import export_to_mlflow
+
+            found = export_to_mlflow(Run(path), place or None, texts=texts)
+            console.print(f"MLflow has it as run {markup(found)}", soft_wrap=True)
+        elif tracker == "tensorboard":
+            from fedleak.tracking.to_tensorboard import export_to_tensorboard
+
+            if texts:
+                raise ConfigError("TensorBoard gets figures and no texts: leave out --texts")
+            folder = export_to_tensorboard(Run(path), place or None)
+            console.print(f"for TensorBoard: {markup(folder)}", soft_wrap=True)
+        else:
+            from fedleak.export import export as write
+
+            count = write(Run(path), Path(to), texts=texts)
+            private = ", with private texts" if texts else ""
+            console.print(f"{count} rows{private}: {markup(to)}", soft_wrap=True)
 
 
 @app.command()

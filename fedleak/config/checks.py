@@ -1,11 +1,16 @@
 """Refuses an experiment whose attacks or defenses cannot work on its model."""
 
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+
 from fedleak.attacks import AttackSetting, Equipped
 from fedleak.config.experiment import Experiment
 from fedleak.config.sent_parameters import captured_parameters
 from fedleak.errors import ConfigError
 from fedleak.models import LanguageModel
 from fedleak.models.parameter_selection import freezing
+from fedleak.observation import ThreatModel
 
 
 def check_defenses(experiment: Experiment, model: LanguageModel) -> None:
@@ -29,6 +34,8 @@ def check_defenses(experiment: Experiment, model: LanguageModel) -> None:
 def attack_settings(experiment: Experiment, model: LanguageModel) -> list[AttackSetting]:
     """Returns the setting of an attack on each kind of capture that the server gets to see.
 
+    What it knows there is what the server set itself: `told` adds what it is granted.
+
     Raises:
         ConfigError: A client sends nothing.
     """
@@ -36,7 +43,7 @@ def attack_settings(experiment: Experiment, model: LanguageModel) -> list[Attack
         AttackSetting(
             update=experiment.local_training.kind,
             shared=sent,
-            knows=experiment.threat_model.knows | experiment.server_facts,
+            knows=experiment.server_facts,
             family=model.family,
             num_layers=model.num_layers,
             task=model.task,
@@ -45,20 +52,30 @@ def attack_settings(experiment: Experiment, model: LanguageModel) -> list[Attack
     ]
 
 
+def told(settings: Sequence[AttackSetting], threat: ThreatModel) -> list[AttackSetting]:
+    """Returns the settings of an attack that is granted facts."""
+    return [replace(setting, knows=setting.knows | threat.knows) for setting in settings]
+
+
 def check_attacks(experiment: Experiment, model: LanguageModel) -> None:
     """Refuses attacks that can work on no update that the server gets to see.
+
+    One that can work on some rung of the ladder is inadmissible on the others.
 
     Raises:
         ConfigError: An attack has an obstacle or lacks its equipment, or a client sends nothing.
     """
     settings = attack_settings(experiment, model)
+    obstacles: dict[str, list[str | None]] = defaultdict(list)
     for each in experiment.attacks:
         if isinstance(each.attack, Equipped):
             try:
                 each.attack.check_equipment()
             except ConfigError as error:
                 raise ConfigError(f"attack {each.name!r}: {error}") from error
-        obstacles = [each.attack.obstacle(setting) for setting in settings]
+        found = map(each.attack.obstacle, told(settings, each.threat))
+        obstacles[each.listed_as] += found
+    for name, of_attack in obstacles.items():
         # Where it works on some clients, the others' updates are inadmissible.
-        if all(obstacles):
-            raise ConfigError(f"attack {each.name!r}: {obstacles[0]}")
+        if all(of_attack):
+            raise ConfigError(f"attack {name!r}: {of_attack[0]}")

@@ -2,7 +2,8 @@
 
 import json
 import re
-from dataclasses import dataclass, fields
+from collections.abc import Set
+from dataclasses import dataclass, field, fields, replace
 from types import ModuleType
 from typing import Any
 
@@ -13,19 +14,32 @@ from fedleak.attacks import Attack
 from fedleak.config.wording import one_line
 from fedleak.defenses import Defense, TrustedAggregator
 from fedleak.errors import ConfigError, unknown
+from fedleak.observation import ThreatModel
 from fedleak.plugins import discover
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 LONGEST_NAME = 100
 """Characters of a name: it is part of file names, which have 255 bytes at most."""
 
+RUNG = "+"
+"""Stands in the name of a rung's rows between attack and facts; no other name has it."""
+
+ALL_FACTS = "all"
+"""Stands there for all facts that the attack uses."""
+
 
 @dataclass(frozen=True)
 class NamedAttack:
-    """An attack and the name that its rows carry."""
+    """An attack, the name that its rows carry, and what the attacker is told."""
 
     name: str
     attack: Attack
+    threat: ThreatModel = field(default_factory=ThreatModel)
+
+    @property
+    def listed_as(self) -> str:
+        """Its name in the experiment: the same on all rungs of the ladder."""
+        return listed_as(self.name)
 
 
 @dataclass(frozen=True)
@@ -52,6 +66,36 @@ def build_attack(index: int, table: dict[str, Any]) -> NamedAttack:
             f"{LONGEST_NAME} of them, a letter or digit first"
         )
     return NamedAttack(name, _build(where, attacks.kinds()[kind], settings))
+
+
+def listed_as(name: str) -> str:
+    """Returns the name in the experiment of the attack whose rows carry a name.
+
+    >>> listed_as("lamp+lengths"), listed_as("lamp")
+    ('lamp', 'lamp')
+    """
+    return name.partition(RUNG)[0]
+
+
+def on_each_rung(named: NamedAttack, facts: Set[str]) -> list[NamedAttack]:
+    """Returns an attack told nothing, told each fact that it uses alone, and told all of them.
+
+    Args:
+        named: The attack.
+        facts: That can be granted.
+    """
+    used = sorted(named.attack.uses & facts)
+    told = {fact: frozenset({fact}) for fact in used}
+    if len(used) > 1:
+        told[ALL_FACTS] = frozenset(used)
+    nothing = replace(named, threat=ThreatModel())
+    return [
+        nothing,
+        *(
+            replace(named, name=f"{named.name}{RUNG}{word}", threat=ThreatModel(knows))
+            for word, knows in told.items()
+        ),
+    ]
 
 
 def build_defense(index: int, table: dict[str, Any], num_clients: int) -> PlacedDefense:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from dataclasses import replace
 from functools import cached_property
 from itertools import islice
 from typing import Annotated, Any
@@ -16,6 +17,7 @@ from fedleak.config.components import (
     PlacedDefense,
     build_attack,
     build_defense,
+    on_each_rung,
 )
 from fedleak.config.tables import (
     HELD_OUT,
@@ -34,9 +36,9 @@ from fedleak.config.tables import (
 )
 from fedleak.defenses import Defense, TrustedAggregator
 from fedleak.errors import ConfigError
-from fedleak.models import ModelSpec
+from fedleak.models import CAUSAL_LM, ModelSpec
 from fedleak.models.lora import Lora
-from fedleak.observation import ThreatModel, UpdateKind
+from fedleak.observation import GRANTABLE, ThreatModel, UpdateKind
 from fedleak.training.settings import LocalTraining
 
 LARGEST_SEED = 2**63 - 1
@@ -84,7 +86,10 @@ class Experiment(Table):
 
     @cached_property
     def attacks(self) -> tuple[NamedAttack, ...]:
-        """The attacks, built; the attacks of every run come first."""
+        """The attacks, built, and told what they are; the attacks of every run come first.
+
+        With `threat.ladder` there is one for each rung.
+        """
         built = [build_attack(i, table) for i, table in enumerate(self.attack)]
         listed = {each.attack.kind for each in built}
         built[:0] = [build_attack(0, {"kind": kind}) for kind in always_on() if kind not in listed]
@@ -94,7 +99,10 @@ class Experiment(Table):
                 raise ConfigError(
                     f"attack: two are called {name!r}: give one of them another name = ..."
                 )
-        return tuple(built)
+        if self.threat.ladder:
+            facts = GRANTABLE - self.absent_facts.keys()
+            return tuple(rung for each in built for rung in on_each_rung(each, facts))
+        return tuple(replace(each, threat=self.threat_model) for each in built)
 
     @cached_property
     def defenses(self) -> tuple[PlacedDefense, ...]:
@@ -202,6 +210,18 @@ class Experiment(Table):
     def threat_model(self) -> ThreatModel:
         """What the attacker is told."""
         return ThreatModel(frozenset(self.threat.knows))
+
+    @property
+    def absent_facts(self) -> dict[str, str]:
+        """Facts that can be granted elsewhere and that there are not here, each with the reason."""
+        absent = {}
+        if self.model.task == CAUSAL_LM:
+            absent["labels"] = f"a text has no class under {CAUSAL_LM}"
+        if not any(each.defense.noisy for each in self.defenses):
+            absent["noise_scale"] = "no defense adds noise"
+        elif any(table.get("relative") is not None for table in self.defense):
+            absent["noise_scale"] = "noise that is relative to an update has a scale in each"
+        return absent
 
     @property
     def server_facts(self) -> frozenset[str]:

@@ -177,6 +177,8 @@ class ThreatTable(Table):
 
     knows: list[str] = []
     """Facts about the batch that the attacker is granted."""
+    ladder: bool = False
+    """Run each attack told nothing, told each fact that it uses alone, and told all of them."""
     rounds: Annotated[list[Positive], Field(min_length=1)] | None = None
     """Rounds that are attacked; no other updates and models are kept. Left out: every round."""
 
@@ -185,6 +187,15 @@ class ThreatTable(Table):
         for fact in self.knows:
             if fact not in GRANTABLE:
                 raise ValueError(unknown("fact", fact, GRANTABLE))
+        return self
+
+    @model_validator(mode="after")
+    def _ladder_alone(self) -> "ThreatTable":
+        if self.ladder and self.knows:
+            raise ValueError(
+                f"ladder = true grants each fact in turn, and knows = {self.knows} would grant "
+                "some from the start: keep one of them"
+            )
         return self
 
 

@@ -74,11 +74,13 @@ class Defense:
     Attributes:
         kind: Its name in experiment files.
         exclusive: Why a client can use only one defense with this reason; None: it can use several.
+        noisy: Whether it claims noise.
         reports_training: Whether the figures that a client's training reports are about it.
     """
 
     kind: ClassVar[str]
     exclusive: ClassVar[str | None] = None
+    noisy: ClassVar[bool] = False
     reports_training: ClassVar[bool] = False
 
     def solved(self, local: LocalTraining, budget: Budget) -> "Defense":

@@ -36,6 +36,7 @@ class DpSgd(Defense):
     """
 
     kind: ClassVar[str] = "dp_sgd"
+    noisy: ClassVar[bool] = True
     exclusive: ClassVar[str | None] = "a step has one"
     reports_training: ClassVar[bool] = True
     noise_multiplier: Noise | None = None

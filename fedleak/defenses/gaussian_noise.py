@@ -27,6 +27,7 @@ class GaussianNoise(Defense):
     """
 
     kind: ClassVar[str] = "gaussian_noise"
+    noisy: ClassVar[bool] = True
     sigma: Finite | None = None
     relative: Finite | None = None
 

@@ -24,6 +24,7 @@ class LaplaceNoise(Defense):
     """
 
     kind: ClassVar[str] = "laplace_noise"
+    noisy: ClassVar[bool] = True
     scale: Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
     def __call__(self, update: ClientUpdate, *, rng: torch.Generator) -> ClientUpdate:

@@ -30,6 +30,7 @@ class LocalDp(Defense):
     """
 
     kind: ClassVar[str] = "local_dp"
+    noisy: ClassVar[bool] = True
     max_norm: Finite
     noise_multiplier: Noise | None = None
     epsilon: Epsilon | None = None

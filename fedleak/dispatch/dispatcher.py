@@ -171,19 +171,18 @@ class Dispatcher:
     def _jobs(self, work: Work) -> list[Job]:
         """Returns the jobs for captures; a damaged capture fails at once."""
         experiment, jobs = self._experiment, []
-        threat, seed = experiment.threat_model, experiment.seed
         for key in work.keys:
             job = Job(
                 run=self._run.path,
                 key=key,
                 attack=work.attack,
-                threat=threat,
                 knowledge=Knowledge(),
                 model=self._model,
-                seed=seed,
+                seed=experiment.seed,
             )
             try:
-                jobs.append(replace(job, knowledge=knowledge(self._run, key, threat)))
+                known = knowledge(self._run, key, work.attack.threat)
+                jobs.append(replace(job, knowledge=known))
             except CaptureError as error:
                 self._record([_failed(job, str(error))])
         return jobs
@@ -309,7 +308,7 @@ def answered(answers: Iterable[Answer], experiment: Experiment) -> set[tuple[Key
             continue
         changed = difference(answer.settings, settings(each.attack))
         # An attack that uses none of the facts answers alike, whatever is granted.
-        before, now = (each.attack.uses & set(g) for g in (answer.granted, experiment.threat.knows))
+        before, now = (each.attack.uses & set(g) for g in (answer.granted, each.threat.knows))
         changed += difference(sorted(before), sorted(now), "threat.knows.")
         if changed:
             raise ConfigError(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fedleak.sanitise import printable
 from fedleak.store.summaries import Estimate
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def style(name: str) -> AbstractContextManager[None]:
             "axes.spines.right": False,
             "text.parse_math": False,  # names may have a $
             "svg.fonttype": "none",  # text stays text
-            "svg.hashsalt": name,  # the same sweep, the same file
+            "svg.hashsalt": printable(name),  # the same sweep, the same file
         }
     )
 

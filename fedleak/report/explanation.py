@@ -10,7 +10,7 @@ from fedleak.sanitise import markup
 
 def show(experiment: Experiment, found: Explanation, console: Console) -> None:
     """Prints what the server sees and knows, and a line for each attack."""
-    for line in (_sees(experiment, found), *_knows(found)):
+    for line in (_sees(experiment, found), *_knows(experiment, found)):
         console.print(markup(line), soft_wrap=True)
     table = Table(show_header=False, box=None, pad_edge=False)
     for one in sorted(found.attacks, key=lambda one: (not one.listed, one.reason is not None)):
@@ -52,10 +52,16 @@ def _sees(experiment: Experiment, found: Explanation) -> str:
     )
 
 
-def _knows(found: Explanation) -> list[str]:
+def _knows(experiment: Experiment, found: Explanation) -> list[str]:
     """Returns what the attacker knows, and what it could be granted."""
     lines = [f"the attacker knows: {', '.join(found.knows)}"]
-    if found.unknown:
+    if experiment.threat.ladder:
+        lines.append(
+            "threat.ladder: each attack is told nothing more, each fact that it uses alone, and all"
+            " of them"
+        )
+        lines += [f"  no rung for {f}: {why}" for f, why in experiment.absent_facts.items()]
+    elif found.unknown:
         lines.append(f"threat.knows could grant: {', '.join(found.unknown)}")
     return lines
 

@@ -10,8 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from fedleak.privacy import NONE
-from fedleak.report.tables import INTERVALS, NOT_MEASURED, decimal, interval, number, warnings
-from fedleak.report.words import said, short_key
+from fedleak.report.tables import INTERVALS, decimal, number, warnings
+from fedleak.report.words import NOT_MEASURED, interval, said, short_key
 from fedleak.sanitise import markup
 from fedleak.store.summaries import AttackSummary, CellSummary, Estimate, SweepSummary
 

@@ -16,14 +16,15 @@ from fedleak.metrics import intervals
 from fedleak.observation import GRANTABLE
 from fedleak.privacy import NONE
 from fedleak.reconstruction import Status
+from fedleak.report import ladder
+from fedleak.report.words import ANY_ATTACK, NOT_MEASURED, interval, plain_interval
 from fedleak.sanitise import markup, printable
 from fedleak.store.lines import Measured
 from fedleak.store.records import LEDGER, LeakageRow, LedgerRow
 from fedleak.store.run import EVERYONE, Key, Run
-from fedleak.store.summaries import SUMMARY, AttackSummary, Estimate, Guarantee, RunSummary
+from fedleak.store.summaries import SUMMARY, AttackSummary, Guarantee, RunSummary
 
 EXAMPLES = 4
-NOT_MEASURED = "-"
 
 INTERVALS = "intervals: for other clients like these, by Gaffke's method"
 
@@ -51,6 +52,10 @@ def print_run(
     print_in_parts(
         console, list(summary.attacks), lambda some: summary_table(summary.attacks, some)
     )
+    if summary.ladder is not None:
+        console.print(ladder.table(summary, summary.ladder))
+        for line in ladder.left_out(summary.ladder):
+            console.print(Text(printable(line)), soft_wrap=True)
     for line in [*any_attack(summary), *circumstances(summary)]:
         console.print(Text(printable(line)), soft_wrap=True)
     examples = best_examples(scored)
@@ -196,19 +201,14 @@ def any_attack(summary: RunSummary) -> list[str]:
         for name, estimate, control, scale in figures
         if estimate is not None
     ]
-    lines = [f"any attack: {'; '.join(said)}"]
+    told = f", told {summary.ladder.top.told}" if summary.ladder else ""
+    lines = [f"{ANY_ATTACK}{told}: {'; '.join(said)}"]
     if worst.first:
         counts = ", ".join(f"{name} {count}" for name, count in worst.first.items())
         lines.append(f"  read exactly first, of {worst.texts} texts: {counts}")
     if worst.unattacked:
         lines.append(f"  no attack names a sequence for {worst.unattacked} of {worst.texts} texts")
     return lines
-
-
-def plain_interval(value: Estimate, scale: float) -> str:
-    """Returns `mean [low, high]`, without markup."""
-    mean, low, high = (f"{scale * each:.0f}" for each in (value.mean, value.low, value.high))
-    return f"{mean} [{low}, {high}]"
 
 
 def circumstances(summary: RunSummary) -> list[str]:
@@ -414,14 +414,6 @@ def best_examples(scored: Sequence[Scored]) -> list[tuple[str, TextPair]]:
             if pair.answer is not None and (held is None or pair.rougeL > held[1].rougeL):
                 found[pair.truth] = (one.row.attack, pair)
     return sorted(found.values(), key=lambda item: -item[1].rougeL)[:EXAMPLES]
-
-
-def interval(value: Estimate | None, scale: float = 1) -> str:
-    """Returns `mean [low, high]`."""
-    if value is None:
-        return NOT_MEASURED
-    mean, _, rest = plain_interval(value, scale).partition(" ")
-    return f"{mean} [dim]\\{rest}[/]"
 
 
 def number(value: float | None) -> str:

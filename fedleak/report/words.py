@@ -1,8 +1,14 @@
-"""Values of an experiment file in few words, for people."""
+"""Values of an experiment file, and figures, in few words, for people."""
 
 from typing import Any
 
 from fedleak.sanitise import printable
+from fedleak.store.summaries import Estimate
+
+NOT_MEASURED = "-"
+
+ANY_ATTACK = "any attack"
+"""What all attacks together are called."""
 
 
 def said(value: Any) -> str:
@@ -22,3 +28,17 @@ def said(value: Any) -> str:
 def short_key(key: str) -> str:
     """Returns what a dotted key is called where there is little room."""
     return printable(key.rpartition(".")[2].replace("_", " "))
+
+
+def plain_interval(value: Estimate, scale: float) -> str:
+    """Returns `mean [low, high]`, without markup."""
+    mean, low, high = (f"{scale * each:.0f}" for each in (value.mean, value.low, value.high))
+    return f"{mean} [{low}, {high}]"
+
+
+def interval(value: Estimate | None, scale: float = 1) -> str:
+    """Returns `mean [low, high]`."""
+    if value is None:
+        return NOT_MEASURED
+    mean, _, rest = plain_interval(value, scale).partition(" ")
+    return f"{mean} [dim]\\{rest}[/]"

@@ -135,7 +135,8 @@ class LeakageRow(_OfAttack):
             none, or nothing was rejected in their place.
         diagnostics: How the attack went, in its own words.
         seconds, device: The attack alone.
-        knows: Facts that the attacker had.
+        granted: Facts that the attacker was granted; None of a row of an older version.
+        knows: Facts that the attacker had: of the granted ones those that there are.
     """
 
     status: RowStatus
@@ -162,6 +163,7 @@ class LeakageRow(_OfAttack):
     diagnostics: dict[str, JsonValue]
     seconds: float | None
     device: str | None
+    granted: tuple[str, ...] | None = None
     knows: tuple[str, ...]
 
 

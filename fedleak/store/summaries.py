@@ -1,10 +1,15 @@
 """The figures of a run in summary.json, and of a sweep's cells in sweep.json."""
 
+from enum import StrEnum
+
 from pydantic import ConfigDict, Field, JsonValue
 
 from fedleak.reconstruction import Status
 from fedleak.store.lines import Document, Measured, Record
 from fedleak.store.records import UNSCORED, Epsilon, RowStatus, Utility
+
+SURE = 0.05
+"""The largest corrected p of a difference that is called one."""
 
 
 class Estimate(Record):
@@ -106,6 +111,93 @@ class WorstCase(Record):
     warning: str | None
 
 
+class Direction(StrEnum):
+    """What a difference says of what is compared with the first."""
+
+    WORSE = "reads more"
+    BETTER = "reads less"
+    UNTOLD = "not told"
+
+
+class Difference(Record):
+    """A figure minus the one that it is compared with, over pairs of the same text.
+
+    Attributes:
+        attack: The attack; None: the best of all attacks that both have, text by text; of a ladder
+            each attack once, told the most.
+        figure: exact, rougeL or token_recall.
+        texts, clients: Pairs, and the clients that they are of.
+        before, after: Both means, over these pairs.
+        mean: Of the differences.
+        low, high: Its 95 % interval, by a bootstrap over clients; None: there is one client.
+        p: Of a sign test over clients; small: clients would rarely agree so by chance.
+        p_adjusted: The same, corrected for the number of differences that are shown with it.
+    """
+
+    attack: str | None
+    figure: str
+    texts: int
+    clients: int
+    before: float
+    after: float
+    mean: float
+    low: float | None
+    high: float | None
+    p: float
+    p_adjusted: float
+
+    @property
+    def direction(self) -> Direction:
+        """What it says: nothing, unless the interval leaves out 0 and the clients agree."""
+        if self.low is None or self.high is None or self.p_adjusted > SURE:
+            return Direction.UNTOLD
+        if self.low <= 0 <= self.high:
+            return Direction.UNTOLD
+        return Direction.WORSE if self.low > 0 else Direction.BETTER
+
+
+class Rung(Record):
+    """What a server reads that is told the same facts about every batch.
+
+    Attributes:
+        granted: These facts.
+        attacks: By its name in the experiment, what the rows of each attack are called here. An
+            attack that uses none of the facts has the same rows on every rung.
+        worst_case: Over these attacks; None: none has answered.
+        worth: How much more is read than with nothing told, on updates for which the facts are
+            there; of each attack that uses one of them, and of the best of all attacks.
+    """
+
+    granted: tuple[str, ...]
+    attacks: dict[str, str]
+    worst_case: WorstCase | None
+    worth: tuple[Difference, ...]
+
+    @property
+    def told(self) -> str:
+        """The facts in words."""
+        return ", ".join(self.granted) or "nothing more"
+
+
+class Ladder(Record):
+    """What each fact is worth to the server.
+
+    Attributes:
+        rungs: Nothing told, each fact alone, and all of them where there are several.
+        left_out: Facts that are on no rung, each with the reason.
+        correction: How the p of all differences were corrected, together.
+    """
+
+    rungs: tuple[Rung, ...]
+    left_out: dict[str, str]
+    correction: str
+
+    @property
+    def top(self) -> Rung:
+        """All facts told."""
+        return self.rungs[-1]
+
+
 class Guarantee(Record):
     """What holds for every client after its last round; the fields are those of a `LedgerRow`."""
 
@@ -154,7 +246,9 @@ class RunSummary(Record):
         model_fingerprint: Of the weights that training started from.
         captures: That are here.
         attacks: By name.
-        worst_case: Over all attacks; None of a run that was scored before there was such a figure.
+        worst_case: Over all attacks, with a ladder those of its top; None of a run that was scored
+            before there was such a figure.
+        ladder: What each fact is worth; None: that was not asked for.
         defenses: What is in the way of attacks.
         defended: What each defense did.
         privacy: The guarantee; None before anybody has trained.
@@ -173,6 +267,7 @@ class RunSummary(Record):
     captures: int
     attacks: dict[str, AttackSummary]
     worst_case: WorstCase | None = None
+    ladder: Ladder | None = None
     defenses: Circumstances
     defended: tuple[DefenseMeans, ...]
     privacy: Guarantee | None

@@ -33,7 +33,7 @@ from fedleak.attacks import Attack, AttackSetting, Batched, OnProgress, Progress
 from fedleak.config.components import NamedAttack
 from fedleak.errors import CaptureError
 from fedleak.models import LanguageModel, ModelSpec, loading
-from fedleak.observation import Knowledge, Observation, ThreatModel
+from fedleak.observation import Knowledge, Observation
 from fedleak.processes import end_with_parent, holding_ctrl_c, start_tracker
 from fedleak.reconstruction import Reconstruction, Status
 from fedleak.rng import stream
@@ -58,8 +58,7 @@ class Job:
     Attributes:
         run: The run directory.
         key: Which capture.
-        attack: The attack and its name.
-        threat: What the attacker was granted.
+        attack: The attack, its name, and what the attacker was granted.
         knowledge: All that it knows, granted facts included.
         model: What `models.load` needs.
         seed: Of the experiment.
@@ -68,7 +67,6 @@ class Job:
     run: Path
     key: Key
     attack: NamedAttack
-    threat: ThreatModel
     knowledge: Knowledge
     model: ModelSpec
     seed: int
@@ -101,7 +99,7 @@ def answer_of(
         client=job.key.client,
         attack=job.attack.name,
         settings=settings(job.attack.attack),
-        granted=tuple(sorted(job.threat.knows)),
+        granted=tuple(sorted(job.attack.threat.knows)),
         knows=tuple(sorted(job.knowledge.granted())),
         seconds=seconds,
         device=device,
@@ -317,7 +315,9 @@ def _call(
 ) -> object:
     """Calls the attack of a job, and of those beside it; what it returns may be anything."""
     attack = job.attack.attack
-    rngs = [stream(job.seed, "attack", job.attack.name, each.round, each.client) for each in seen]
+    # The same on all rungs of the ladder: they differ by what is told, and not by luck.
+    name = job.attack.listed_as
+    rngs = [stream(job.seed, "attack", name, each.round, each.client) for each in seen]
     if isinstance(attack, Batched):
         return attack.many(
             seen, model, rngs=rngs, report=lambda which, at: report(seen[which].client, at)

@@ -5,14 +5,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tiny import DLG, Here, call, toml
 
-from fedleak.audit.comparison import Direction, compare
+from fedleak.audit import comparison
+from fedleak.audit.comparison import Comparison
+from fedleak.audit.pairing import corrected
 from fedleak.dispatch import dispatcher
 from fedleak.errors import FedleakError
 from fedleak.metrics import intervals
 from fedleak.store.records import LEAKAGE
 from fedleak.store.run import Run
+from fedleak.store.summaries import Difference, Direction
 
 CLIENTS = 8
 TABLES: dict[str, Any] = {
@@ -41,6 +46,11 @@ def runs(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tupl
     for name in ("a", "b"):
         shutil.copytree(trained, tmp_path / name)
     return Run(Path("a")), Run(Path("b"))
+
+
+def compare(before: Run, after: Run) -> Comparison:
+    (found,) = comparison.compare(before, [after])
+    return found
 
 
 def change(run: Run, attack: str, **scores: Any) -> None:
@@ -115,6 +125,10 @@ def test_the_command_prints_tables_or_json(runs: tuple[Run, Run]) -> None:
     status, text, _ = call("compare", "a", "b", "--json")
     (found,) = json.loads(text)
     assert found["differences"][0]["direction"] == "reads more"
+    assert (found["correction"], found["tests"]) == (
+        "Benjamini-Hochberg",
+        len(found["differences"]),
+    )
 
 
 @pytest.mark.parametrize(
@@ -134,3 +148,42 @@ def test_few_clients_that_agree_show_nothing() -> None:
     ends = intervals.bootstrapped([[0.0, 1.0], [1.0], [0.0]])
     assert ends.mean == 0.5
     assert ends.low < 0.5 < ends.high
+
+
+def slowly_corrected(ps: list[float]) -> list[float]:
+    """Benjamini and Hochberg's, word by word: the smallest level at which each one is rejected."""
+
+    def rejected(level: float) -> float:
+        ranked = sorted(ps)
+        within = [p for k, p in enumerate(ranked, 1) if p <= k / len(ps) * level + 1e-15]
+        return max(within, default=-1.0)
+
+    levels = sorted(p * len(ps) / k for p in ps for k in range(1, len(ps) + 1))
+    return [min(1.0, next(at for at in levels if p <= rejected(at))) for p in ps]
+
+
+@given(st.lists(st.sampled_from([0.001, 0.01, 0.03, 0.04, 0.2, 0.7, 1.0]), min_size=1, max_size=7))
+def test_p_are_corrected_for_how_many_they_are(ps: list[float]) -> None:
+    lines = [
+        Difference(
+            attack=None, figure="exact", texts=2, clients=2, before=0.0, after=1.0, mean=1.0,
+            low=0.5, high=1.0, p=p, p_adjusted=p,
+        )
+        for p in ps
+    ]  # fmt: skip
+    found = corrected(lines)
+    assert [one.p for one in found] == ps
+    assert [one.p_adjusted for one in found] == pytest.approx(slowly_corrected(ps))
+    told = [one.direction is Direction.WORSE for one in found]
+    assert told == [one.p_adjusted <= 0.05 for one in found]
+
+
+def test_all_runs_of_a_command_are_corrected_together(runs: tuple[Run, Run]) -> None:
+    change(runs[0], "dlg", exact=False, rougeL=10.0)
+    change(runs[1], "dlg", exact=True, rougeL=100.0)
+    (alone,) = comparison.compare(runs[0], [runs[1]])
+    beside, same = comparison.compare(runs[0], [runs[1], runs[0]])
+    assert beside.tests == same.tests == 2 * alone.tests
+    ps = [one.p_adjusted for one in alone.differences]
+    assert all(p <= q.p_adjusted for p, q in zip(ps, beside.differences, strict=True))
+    assert ps != [one.p_adjusted for one in beside.differences]

@@ -248,7 +248,7 @@ def test_only_what_is_granted_is_known(captured, facts, expected):
 
 def test_facts_that_are_not_there_cannot_be_granted(captured):
     assert knowledge(captured, Key(1, 1), ThreatModel()) == SERVER
-    with pytest.raises(FedleakError, match=r"threat\.knows grants labels, but the vault has no"):
+    with pytest.raises(FedleakError, match=r"\[threat\] grants labels, but the vault has no"):
         knowledge(captured, Key(1, 1), ThreatModel(frozenset({"labels"})))
 
 
@@ -545,7 +545,6 @@ def test_what_is_not_finite_is_null_on_disk():
         run=Path("run"),
         key=Key(1, 0),
         attack=NamedAttack("probes", Probes()),
-        threat=ThreatModel(),
         knowledge=SERVER,
         model=ModelSpec(name="builtin/bert-tiny", task=CLASSIFICATION, num_labels=2),
         seed=0,

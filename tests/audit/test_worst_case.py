@@ -1,34 +1,11 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scored import row
 
 from fedleak.audit.worst_case import worst_case
 from fedleak.reconstruction import Status
-from fedleak.store.records import LEAKAGE, LeakageRow, TextScore
-
-NOTHING = dict.fromkeys(
-    [name for name in LeakageRow.model_fields if name not in ("facts", "diagnostics", "knows")]
-)
-
-
-def row(attack, client, *texts, round=1, **more):
-    """A row of an attack; a text is (exact, ROUGE-L, token recall)."""
-    scores = tuple(TextScore(exact=e, rougeL=r, token_recall=t) for e, r, t in texts)
-    about = {
-        "round": round,
-        "client": client,
-        "attack": attack,
-        "status": Status.RECOVERED,
-        "reason": "",
-        "verified": False,
-        "batch_size": len(texts),
-        "num_tokens": 9,
-        "texts": scores,
-        "facts": {},
-        "diagnostics": {},
-        "knows": (),
-    }
-    return LeakageRow(**(NOTHING | about | more))
+from fedleak.store.records import LEAKAGE
 
 
 def abstained(attack, client, size, round=1):

@@ -65,6 +65,7 @@ BAD = [
         {"federation": {"clients": 2, "clients_per_round": 3}},
         ["federation", "clients_per_round = 3", "clients = 2", "lower it"],
     ),
+    ({"threat": {"knows": ["labels"], "ladder": True}}, ["threat", "ladder = true", "keep one"]),
     ({"threat": {"knows": ["label"]}}, ["threat", "'label'", "did you mean 'labels'?"]),
     ({"attack": [{"kind": "dagger"}]}, ["attack[0].kind", "'dagger'", "did you mean 'dager'?"]),
     (

@@ -338,7 +338,6 @@ def abstained(experiment):
         job = SimpleNamespace(
             key=key,
             attack=named,
-            threat=experiment.threat_model,
             knowledge=SimpleNamespace(granted=lambda: ()),
         )
         return answer_of(job, Reconstruction.none(Status.ABSTAINED, "nothing"))

@@ -94,6 +94,7 @@ def page_of(texts: list[PrivateText], word: str = "a word", **changes: Any) -> R
             "training_table": table,
             "attacks": [],
             "attack_table": table,
+            "ladder": table,
             "texts": texts,
             "texts_note": word,
             "defenses": [table],

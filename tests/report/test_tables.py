@@ -148,11 +148,11 @@ def test_the_worst_case_over_attacks_is_said_with_what_chance_gives():
         first={"dager": 11},
         warning=None,
     )
-    assert any_attack(SimpleNamespace(worst_case=worst)) == [
+    assert any_attack(SimpleNamespace(worst_case=worst, ladder=None)) == [
         "any attack: texts exact, % 50 [25, 100]; ROUGE-L 40 [20, 80] (other update: 10 [5, 20])",
         "  read exactly first, of 24 texts: dager 11",
         "  no attack names a sequence for 2 of 24 texts",
     ]
     alone = worst.model_copy(update={"attacks": ("dager",)})
-    assert any_attack(SimpleNamespace(worst_case=alone)) == []
+    assert any_attack(SimpleNamespace(worst_case=alone, ladder=None)) == []
     assert any_attack(SimpleNamespace(worst_case=None)) == []

@@ -22,7 +22,7 @@ from fedleak.errors import ConfigError, FedleakError
 from fedleak.federation import lookup, workload
 from fedleak.federation.schedule import expected_captures
 from fedleak.models import CAUSAL_LM, CLASSIFICATION, LanguageModel, ModelSpec, loading
-from fedleak.observation import Knowledge, ThreatModel, UpdateKind
+from fedleak.observation import Knowledge, UpdateKind
 from fedleak.reconstruction import Reconstruction, Status
 from fedleak.rng import stream_seed
 from fedleak.store.lines import Lines
@@ -422,7 +422,6 @@ def test_the_attacks_know_a_model_with_adapters(tmp_path):
             run=run.path,
             key=Key(2, 1),
             attack=named,
-            threat=ThreatModel(),
             knowledge=knowledge,
             model=spec,
             seed=0,

@@ -26,7 +26,7 @@ from fedleak.config.components import NamedAttack
 from fedleak.config.loading import parse
 from fedleak.dispatch import dispatcher
 from fedleak.dispatch.progress import RunProgress, UnderWay
-from fedleak.observation import Knowledge, ThreatModel
+from fedleak.observation import Knowledge
 from fedleak.reconstruction import Status
 from fedleak.store.lines import Lines
 from fedleak.store.run import Key, Run
@@ -101,7 +101,6 @@ def job_of(run, attack, client, round=1):
         run=run.path,
         key=Key(round, client),
         attack=named,
-        threat=ThreatModel(),
         knowledge=Knowledge(),
         model=spec,
         seed=4,

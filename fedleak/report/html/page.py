@@ -128,6 +128,7 @@ class RunPage:
         leakage: A picture of the share read, by round and client; and the figures.
         training: Pictures of utility and epsilon by round.
         attacks: Attacks side by side.
+        ladder: What each fact is worth; None: that was not asked for.
         texts: Private texts, the worst first; empty if they are left out or gone.
         texts_note: Why texts are not listed.
         defenses: Tables of what defenses do, did, and what their check found.
@@ -150,6 +151,7 @@ class RunPage:
     training_table: Table | None
     attacks: Sequence[Picture]
     attack_table: Table | None
+    ladder: Table | None
     texts: Sequence[PrivateText]
     texts_note: str
     defenses: Sequence[Table]

@@ -15,7 +15,8 @@ from fedleak.federation.lookup import stored
 from fedleak.federation.schedule import captures_made
 from fedleak.privacy import NONE
 from fedleak.reconstruction import Status
-from fedleak.report import tables
+from fedleak.report import ladder, tables
+from fedleak.report.comparison_table import SAYS, SCALE
 from fedleak.report.html import pictures
 from fedleak.report.html.page import (
     Entry,
@@ -27,8 +28,8 @@ from fedleak.report.html.page import (
 from fedleak.report.html.pictures import ReadShare, client_name
 from fedleak.report.html.verdict import Extent, run_verdict
 from fedleak.report.html.wording import counted, figure, interval, listed, percent
-from fedleak.report.tables import NOT_MEASURED, epsilon_of
-from fedleak.report.words import said
+from fedleak.report.tables import epsilon_of
+from fedleak.report.words import ANY_ATTACK, NOT_MEASURED, said
 from fedleak.store.records import (
     LEDGER,
     UTILITY,
@@ -59,13 +60,14 @@ def run_page(run: Run, scored: Sequence[Scored], *, redact: bool = False) -> Run
     experiment, info, summary = stored(run), run.info(), run.read(SUMMARY)
     rows = [one.row for one in scored]
     ledger, utility = run.rows(LEDGER), run.rows(UTILITY)
-    read = pictures.shares(rows)
+    most = _told_most(summary)
+    read = pictures.shares([row for row in rows if row.attack in most.attacks])
     texts = [] if redact else _texts(scored)
     of_rounds = sorted({key.round for key in read})
     return RunPage(
         name=summary.name,
         redacted=redact,
-        verdict=run_verdict(summary, _extent(experiment, read)),
+        verdict=run_verdict(most, _extent(experiment, most, read)),
         missing=_said_or_counted(summary.missing, redact),
         notes=_said_or_counted(summary.notes, redact),
         setting=_setting(experiment),
@@ -76,6 +78,7 @@ def run_page(run: Run, scored: Sequence[Scored], *, redact: bool = False) -> Run
         training_table=_training_table(utility, summary),
         attacks=pictures.attacks(summary.name, summary.attacks),
         attack_table=attack_table(summary.attacks, summary),
+        ladder=_ladder_table(summary),
         texts=texts,
         texts_note=_texts_note(rows, texts, redact),
         defenses=_defenses(run, experiment, summary),
@@ -99,11 +102,26 @@ def _said_or_counted(sentences: Sequence[str], redact: bool) -> Sequence[str]:
     return sentences
 
 
-def _extent(experiment: Experiment, read: Mapping[Key, ReadShare]) -> Extent:
+def _told_most(summary: RunSummary) -> RunSummary:
+    """Returns the figures of attacks that are told all facts, where there is a ladder."""
+    if summary.ladder is None:
+        return summary
+    names = summary.ladder.top.attacks.values()
+    return summary.model_copy(
+        update={"attacks": {name: of for name, of in summary.attacks.items() if name in names}}
+    )
+
+
+def _granted(experiment: Experiment, summary: RunSummary) -> Sequence[str]:
+    """Returns what an attacker is told that is told the most."""
+    return summary.ladder.top.granted if summary.ladder else sorted(experiment.threat.knows)
+
+
+def _extent(experiment: Experiment, summary: RunSummary, read: Mapping[Key, ReadShare]) -> Extent:
     return Extent(
         attacked=len(read),
         sent=len(captures_made(experiment)),
-        granted=sorted(experiment.threat.knows),
+        granted=_granted(experiment, summary),
         sums=experiment.aggregator is not None,
     )
 
@@ -135,12 +153,15 @@ def _threat(experiment: Experiment, summary: RunSummary) -> list[Entry]:
     """Returns who the attacker is, and what it sees and is told."""
     sees = "the sum of each round's updates" if experiment.aggregator else "each client's update"
     rounds = experiment.threat.rounds
-    granted = [fact.replace("_", " ") for fact in sorted(experiment.threat.knows)]
+    granted = [fact.replace("_", " ") for fact in _granted(experiment, summary)]
+    told = listed(granted) if granted else "nothing more"
+    if summary.ladder is not None:
+        told = f"{told} (and less: see what each fact is worth)"
     return [
         Entry("attacker", "the server; it follows the protocol and is curious"),
         Entry("sees", f"{sees}, and the model that it broadcast"),
         Entry("knows anyway", "learning rate, number of local steps, whether there is dropout"),
-        Entry("is granted", listed(granted) if granted else "nothing more"),
+        Entry("is granted", told),
         Entry(
             "attacked rounds", "all" if rounds is None else listed([f"{r:,}" for r in rounds[:12]])
         ),
@@ -235,7 +256,7 @@ def attack_table(attacks: Mapping[str, AttackSummary], summary: RunSummary) -> T
     if (worst := summary.worst_case) is not None and len(worst.attacks) > 1:
         lines.append(
             (
-                "any attack" + (" *" if worst.warning else ""),
+                ANY_ATTACK + (" *" if worst.warning else ""),
                 "",
                 interval(worst.exact_match, 100),
                 interval(worst.rougeL),
@@ -270,6 +291,24 @@ def attack_table(attacks: Mapping[str, AttackSummary], summary: RunSummary) -> T
         lines,
         " ".join(notes),
     )
+
+
+def _ladder_table(summary: RunSummary) -> Table | None:
+    """Returns a line per attack and rung."""
+    if summary.ladder is None:
+        return None
+    columns, rows = ["attack", "told"], []
+    for heading in SAYS.values():
+        columns += [heading, f"more {heading}"]
+    for line in ladder.lines(summary, summary.ladder):
+        row = [line.attack, line.told.replace("_", " ")]
+        for each in line.figures:
+            more = NOT_MEASURED if each.more is None else ladder.marked(each.more)
+            row += [interval(each.value, SCALE[each.name]), more]
+        rows.append(row)
+    left_out = "".join(f" {each}." for each in ladder.left_out(summary.ladder))
+    note = f"More: than told nothing more. {ladder.note(summary.ladder)}{left_out}"
+    return Table("What each fact is worth to the server", columns, rows, note)
 
 
 def _texts(scored: Sequence[Scored]) -> list[PrivateText]:

@@ -10,8 +10,8 @@ from fedleak.report import frontier, sweep_table, tradeoff
 from fedleak.report.html.page import Drawing, Entry, Link, Picture, SweepPage, Table
 from fedleak.report.html.verdict import figures, sweep_verdict
 from fedleak.report.html.wording import figure, interval
-from fedleak.report.tables import INTERVALS, NOT_MEASURED
-from fedleak.report.words import said
+from fedleak.report.tables import INTERVALS
+from fedleak.report.words import NOT_MEASURED, said
 from fedleak.store.summaries import CellSummary, SweepSummary
 
 

@@ -117,7 +117,7 @@ def run_verdict(summary: RunSummary, extent: Extent) -> Verdict:
     return Verdict(
         _level(found, attacks),
         (
-            _read(found, attacks, extent),
+            _read(found, attacks, extent) + _untold(summary),
             _sure(found, attacks, extent),
             _unmeasured(summary, extent),
         ),
@@ -155,6 +155,14 @@ def _read(found: Figures | None, attacks: Mapping[str, AttackSummary], extent: E
         )
     parts = f", but {tokens}" if tokens else ""
     return f"{who} could read none of {texts} word for word out of {updates}{parts}."
+
+
+def _untold(summary: RunSummary) -> str:
+    """Returns what is read without any fact, where there is a ladder that says it."""
+    rungs = summary.ladder.rungs if summary.ladder else ()
+    if len(rungs) < 2 or (found := figures(rungs[0].worst_case, {})) is None or not found.exact:
+        return ""
+    return f" Told nothing more than the protocol tells, it could read {found.exact_texts:,}."
 
 
 def _sure(found: Figures | None, attacks: Mapping[str, AttackSummary], extent: Extent) -> str:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from fedleak.report.tables import NOT_MEASURED, plain_interval
+from fedleak.report.words import NOT_MEASURED, plain_interval
 from fedleak.store.summaries import Estimate
 
 

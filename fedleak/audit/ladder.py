@@ -1,0 +1,116 @@
+"""What each fact is worth to the server that is told it: `[threat] ladder`.
+
+A rung is what an attacker reads who is told the same facts about every batch: nothing, one fact
+alone, or all of them. Each attack is on a rung once, told those of the facts that it uses, so a
+rung shows what a run with these facts in `threat.knows` shows. It does not take the best of several
+rungs: the best of two tries is better than one, even if what was told is worth nothing.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+
+from fedleak.audit.pairing import CORRECTION, FIGURES, best, corrected, difference
+from fedleak.audit.worst_case import worst_case
+from fedleak.config.components import RUNG, listed_as
+from fedleak.config.experiment import Experiment
+from fedleak.observation import GRANTABLE
+from fedleak.store.records import LeakageRow
+from fedleak.store.run import Key
+from fedleak.store.summaries import Difference, Ladder, Rung
+
+
+def ladder(
+    experiment: Experiment,
+    rows: Sequence[LeakageRow],
+    finished: Mapping[tuple[Key, str], int],
+) -> Ladder | None:
+    """Returns what each fact is worth; None where no rung was asked for and none was attacked.
+
+    Args:
+        experiment: What was prepared.
+        rows: Of leakage.jsonl.
+        finished: The place of each answer in the order in which they came.
+    """
+    climbed = [row for row in rows if RUNG in row.attack]
+    if not (experiment.threat.ladder or climbed):
+        return None
+    facts = {fact for row in climbed for fact in row.granted or ()}
+    if experiment.threat.ladder:
+        facts |= {fact for each in experiment.attacks for fact in each.threat.knows}
+    told: list[tuple[str, ...]] = [(), *((fact,) for fact in sorted(facts))]
+    if len(facts) > 1:
+        told.append(tuple(sorted(facts)))
+    named = [_attacks(rows, frozenset(granted)) for granted in told]
+    # All rungs together are looked at, so they are corrected together.
+    worth = [list(_worth(rows, named[0], of_rung, set(told[i]))) for i, of_rung in enumerate(named)]
+    family = iter(corrected([one for of_rung in worth for one in of_rung]))
+    return Ladder(
+        rungs=tuple(
+            Rung(
+                granted=granted,
+                attacks=dict(of_rung),
+                worst_case=worst_case(_of(rows, of_rung.values()), finished),
+                worth=tuple(next(family) for _ in found),
+            )
+            for granted, of_rung, found in zip(told, named, worth, strict=True)
+        ),
+        left_out=_left_out(experiment, rows, facts),
+        correction=CORRECTION,
+    )
+
+
+def _attacks(rows: Sequence[LeakageRow], granted: Set[str]) -> dict[str, str]:
+    """Returns what each attack's rows are called where these facts are granted."""
+    names: dict[str, dict[frozenset[str], str]] = defaultdict(dict)
+    for row in rows:
+        names[listed_as(row.attack)][frozenset(row.granted or ())] = row.attack
+    found = {}
+    for attack, of_attack in sorted(names.items()):
+        used = frozenset().union(*of_attack)
+        if (name := of_attack.get(used & granted)) is not None:
+            found[attack] = name
+    return found
+
+
+def _worth(
+    rows: Sequence[LeakageRow],
+    nothing: Mapping[str, str],
+    told: Mapping[str, str],
+    granted: Set[str],
+) -> Iterator[Difference]:
+    """Yields the differences of a rung to the one with nothing told."""
+    # A client without noise, for example, has no noise scale that could be told.
+    there = {row.key for row in _of(rows, told.values()) if granted & set(row.knows)}
+    both = [name for name in told if name in nothing]
+    changed = [name for name in both if told[name] != nothing[name]]
+    if not changed:
+        return
+    compared: list[tuple[str | None, list[str]]] = [
+        (None, both),
+        *((one, [one]) for one in changed),
+    ]
+    for attack, chosen in compared:
+        for figure in FIGURES:
+            old, new = (
+                best(_of(rows, [of_rung[name] for name in chosen]), figure)
+                for of_rung in (nothing, told)
+            )
+            if pairs := [text for text in old if text in new and text.key in there]:
+                yield difference(attack, figure, pairs, old, new)
+
+
+def _of(rows: Sequence[LeakageRow], names: Iterable[str]) -> list[LeakageRow]:
+    """Returns the rows of attacks with these names."""
+    wanted = set(names)
+    return [row for row in rows if row.attack in wanted]
+
+
+def _left_out(
+    experiment: Experiment, rows: Sequence[LeakageRow], facts: Set[str]
+) -> dict[str, str]:
+    """Returns why a fact is on no rung."""
+    attacks = ", ".join(sorted({listed_as(row.attack) for row in rows}))
+    return {
+        fact: experiment.absent_facts.get(fact, f"used by none of {attacks}")
+        for fact in sorted(GRANTABLE - facts)
+    }

@@ -1,0 +1,89 @@
+"""Differences between two sets of answers, over pairs of the same text.
+
+The difference of a pair does not depend on how hard the text is, so it shows less than two means
+do. Where many differences are shown together some are large by chance: `corrected` allows for that.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from fedleak.metrics import intervals
+from fedleak.store.records import LeakageRow, TextScore
+from fedleak.store.run import Key
+from fedleak.store.summaries import Difference
+
+FIGURES = ("exact", "rougeL", "token_recall")
+"""What is compared of each text."""
+
+CORRECTION = "Benjamini-Hochberg"
+"""How the p of differences that are shown together are corrected."""
+
+
+class Text(NamedTuple):
+    """A private text: the capture that it is of, and its place in the batch."""
+
+    key: Key
+    place: int
+
+
+def best(rows: Iterable[LeakageRow], figure: str) -> Mapping[Text, float]:
+    """Returns the best that rows have of each text, as far as one has an answer."""
+    found: dict[Text, float] = {}
+    for row in rows:
+        for place, one in enumerate(row.texts or ()):
+            if (score := _score(one, figure)) is not None:
+                text = Text(row.key, place)
+                found[text] = max(score, found.get(text, score))
+    return found
+
+
+def difference(
+    attack: str | None,
+    figure: str,
+    texts: Sequence[Text],
+    old: Mapping[Text, float],
+    new: Mapping[Text, float],
+) -> Difference:
+    """Returns the mean difference of `new` to `old` over texts that both have, at least one."""
+    of_client: dict[int, list[float]] = defaultdict(list)
+    for text in texts:
+        of_client[text.key.client].append(new[text] - old[text])
+    differences = list(of_client.values())
+    ends = intervals.bootstrapped(differences) if len(differences) > 1 else None
+    before, after = (sum(each[text] for text in texts) / len(texts) for each in (old, new))
+    p = intervals.sign_test([sum(each) for each in differences])
+    return Difference(
+        attack=attack,
+        figure=figure,
+        texts=len(texts),
+        clients=len(of_client),
+        before=before,
+        after=after,
+        mean=after - before,
+        low=None if ends is None else ends.low,
+        high=None if ends is None else ends.high,
+        p=p,
+        p_adjusted=p,
+    )
+
+
+def corrected(found: Sequence[Difference]) -> list[Difference]:
+    """Returns differences that are shown together, with their p corrected for how many they are.
+
+    By Benjamini and Hochberg (1995): of all differences whose corrected p is at most 0.05, at most
+    5 % are expected to be chance. That holds where tests are independent or depend on each other
+    positively, as figures and attacks on the same texts do.
+    """
+    from scipy.stats import false_discovery_control
+
+    adjusted = false_discovery_control([one.p for one in found]) if found else []
+    return [
+        one.model_copy(update={"p_adjusted": float(p)})
+        for one, p in zip(found, adjusted, strict=True)
+    ]
+
+
+def _score(text: TextScore, figure: str) -> float | None:
+    value = getattr(text, figure)
+    return None if value is None else float(value)

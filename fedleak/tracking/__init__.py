@@ -1,0 +1,1 @@
+"""A scored run in the trackers of others: MLflow and TensorBoard."""
