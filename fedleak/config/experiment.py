@@ -219,7 +219,7 @@ class Experiment(Table):
             absent["labels"] = f"a text has no class under {CAUSAL_LM}"
         if not any(each.defense.noisy for each in self.defenses):
             absent["noise_scale"] = "no defense adds noise"
-        elif any(table.get("relative") is not None for table in self.defense):
+        elif any(each.defense.scales_with_update for each in self.defenses):
             absent["noise_scale"] = "noise that is relative to an update has a scale in each"
         return absent
 

@@ -83,6 +83,11 @@ class Defense:
     noisy: ClassVar[bool] = False
     reports_training: ClassVar[bool] = False
 
+    @property
+    def scales_with_update(self) -> bool:
+        """Whether its noise has another scale in each update."""
+        return False
+
     def solved(self, local: LocalTraining, budget: Budget) -> "Defense":
         """Returns the defense with its noise worked out, where an epsilon was given instead.
 

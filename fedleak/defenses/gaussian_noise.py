@@ -35,6 +35,11 @@ class GaussianNoise(Defense):
         if (self.sigma is None) == (self.relative is None):
             raise ConfigError("give either sigma or relative")
 
+    @property
+    def scales_with_update(self) -> bool:
+        """Whether its noise is relative."""
+        return self.relative is not None
+
     def __call__(self, update: ClientUpdate, *, rng: torch.Generator) -> ClientUpdate:
         """Returns the update plus noise."""
         sigma = self.sigma or (self.relative or 0.0) * root_mean_square(update)

@@ -61,12 +61,11 @@ class Protection:
         """
         claims = (d.claims(self.local, self.num_examples) for d in self.defenses.values())
         scales = [claim.noise_scale for claim in claims if claim.noise_scale is not None]
-        return math.hypot(*scales) if scales and not self.has_relative_noise() else None
+        return math.hypot(*scales) if scales and not self.scales_with_update() else None
 
-    def has_relative_noise(self) -> bool:
-        """Returns whether the scale of some noise depends on the update."""
-        claims = (d.claims(self.local, self.num_examples) for d in self.defenses.values())
-        return any(claim.relative_noise is not None for claim in claims)
+    def scales_with_update(self) -> bool:
+        """Returns whether some noise has another scale in each update."""
+        return any(each.scales_with_update for each in self.defenses.values())
 
 
 def protection(experiment: Experiment, client: int, num_examples: int) -> Protection:
@@ -95,7 +94,7 @@ def protection(experiment: Experiment, client: int, num_examples: int) -> Protec
     for defense in solved.values():
         local = defense.training(local)
     found = Protection(local, solved, num_examples)
-    if "noise_scale" in experiment.threat_model.knows and found.has_relative_noise():
+    if "noise_scale" in experiment.threat_model.knows and found.scales_with_update():
         raise ConfigError(
             "threat.knows has noise_scale, and noise that is relative to an update has another "
             "scale in each: do not grant it, or give gaussian_noise a sigma"
