@@ -7,7 +7,7 @@ to strong, and the undefended cell left of them. Epsilon is below a strength tha
 
 import math
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -124,11 +124,11 @@ def frontier(collected: SweepSummary) -> "Figure | None":
     from matplotlib.figure import Figure
 
     cells = dict(_cells(collected))
-    undefended = cells.pop((UNDEFENDED, None), None)
-    families = list(_families(cells, collected.units))
+    undefended = cells.get((UNDEFENDED, None))
+    families = [f for f in _families(cells, collected.units) if f.name != UNDEFENDED]
     if not any(cell.worst_case for family in families for cell in family.cells):
         return None
-    measure = utility_measure(collected)
+    measure = utility_measure(collected.model_copy(update={"cells": tuple(cells.values())}))
     columns, bands = min(COLUMNS, len(families)), math.ceil(len(families) / COLUMNS)
     parts = 1 if measure is None else 2
     figure = Figure(
@@ -148,16 +148,14 @@ def frontier(collected: SweepSummary) -> "Figure | None":
             for axes in panels:
                 axes.set_axis_off()
             continue
-        family = families[number]
-        _draw_leaks(panels[0], family, undefended)
-        if measure is not None:
-            _draw_utility(panels[1], family, undefended, measure)
-            panels[0].tick_params(labelbottom=False)
-        _prepare_(panels, family, undefended is not None)
+        _draw_family(panels, families[number], undefended, measure)
         if column == 0:
-            panels[0].set_ylabel("worst case over attacks")
+            headings = ["worst case over attacks", "" if measure is None else UTILITIES[measure]]
+            for axes, heading in zip(panels, headings, strict=False):
+                axes.set_ylabel(heading)
     if measure is not None:
-        _share_utilities_(grid[1::2], measure)
+        found = [utility(cell, measure) for cell in cells.values()]
+        _share_scale_(grid[1::2].flat, [each for each in found if each is not None], measure)
     controls = [_control(leak) for leak in LEAKS]
     of_utility = [] if measure is None else [_trained(measure), _untouched(measure)]
     drawing.legend(figure, last=(SOME_UNATTACKED, NO_ANSWER, *controls, *of_utility))
@@ -169,7 +167,8 @@ def _control(leak: Leak) -> str:
 
 
 def _trained(measure: str) -> str:
-    return f"{UTILITIES[measure]} of the trained model"
+    better = " (lower is better)" if measure == "perplexity" else ""
+    return f"{UTILITIES[measure]} of the trained model{better}"
 
 
 def _untouched(measure: str) -> str:
@@ -195,6 +194,20 @@ def _families(
     for name in dict.fromkeys(name for name, _ in cells):
         mine = {strength: cell for (of, strength), cell in cells.items() if of == name}
         yield Family(name, units.get(name), list(mine), list(mine.values()))
+
+
+def _draw_family(
+    panels: "Sequence[Axes]",
+    family: Family,
+    undefended: CellSummary | None,
+    measure: str | None,
+) -> None:
+    """Draws the leaks of a family and, in the second panel if there is one, the utility."""
+    _draw_leaks(panels[0], family, undefended)
+    if measure is not None:
+        _draw_utility(panels[1], family, undefended, measure)
+        panels[0].tick_params(labelbottom=False)
+    _prepare_(panels, family, undefended is not None)
 
 
 def _draw_leaks(axes: "Axes", family: Family, undefended: CellSummary | None) -> None:
@@ -320,25 +333,20 @@ def _prepare_(panels: "Sequence[Axes]", family: Family, undefended: bool) -> Non
 
 
 def _epsilon(cell: CellSummary) -> list[str]:
-    """Returns the epsilon in two digits; nothing where nothing is guaranteed, or not finished."""
+    """Returns the epsilon in few digits; nothing where nothing is guaranteed, or not finished."""
     epsilon = None if cell.privacy is None else cell.privacy.epsilon
-    return [f"{epsilon:.2g}".replace("e+0", "e")] if isinstance(epsilon, int | float) else []
+    if not isinstance(epsilon, int | float):
+        return []
+    return [f"{epsilon:.0f}" if 10 <= epsilon < 1000 else f"{epsilon:.2g}".replace("e+0", "e")]
 
 
-def _share_utilities_(rows: "Sequence[Sequence[Axes]]", measure: str) -> None:
+def _share_scale_(panels: "Iterable[Axes]", values: Sequence[float], measure: str) -> None:
     """Gives all panels of the utility one scale."""
-    drawn = [axes for row in rows for axes in row if axes.axison]
-    values = [
-        float(y) for axes in drawn for line in axes.lines[:2] for y in line.get_ydata() if y == y
-    ]
     low, high = min(values), max(values)
-    log = measure == "perplexity" and low > 0 and high > LOG_FROM * low
-    for row in rows:
-        row[0].set_ylabel(UTILITIES[measure])
-    for axes in drawn:
-        if log:
+    margin = 0.1 * (high - low) or 0.1
+    for axes in panels:
+        if measure == "perplexity" and low > 0 and high > LOG_FROM * low:
             axes.set_yscale("log")
             axes.set_ylim(low / 1.5, high * 1.5)
         else:
-            margin = 0.1 * (high - low) or 0.1
             axes.set_ylim(low - margin, high + margin)

@@ -81,6 +81,7 @@ CELLS = (
     cell("noise", 30, 0.0, done=False),
     cell("dp", 1.0, 0.0, {"mcc": 0.2}, 8.25),
     cell("dp", 2.0, 0.0, {"mcc": 0.0}, 123456.0),
+    cell("dp", 3.0, 0.0, {"mcc": 0.0}, 486.2),
     cell("share", "q1", 0.25, {"mcc": 0.5}, unattacked=1),
     cell("share", "o1", 0.0, {"mcc": 0.5}),
     cell("sign", None, 0.0, {"mcc": 0.3}),
@@ -116,8 +117,8 @@ def test_each_family_has_its_strengths_in_the_files_order_beside_the_undefended_
     assert sorted(rouge) == [(-1.0, 100.0), (0.0, 50.0)]
     assert [y for _, y in sorted(points(by_name["share"], "ROUGE-L"))] == [100.0, 25.0, 0.0]
     exact = sorted(points(by_name["dp"], "texts exact, %"))
-    assert [round(x) for x, _ in exact] == [-1, 0, 1]
-    assert [y for _, y in exact] == [100.0, 0.0, 0.0]
+    assert [round(x) for x, _ in exact] == [-1, 0, 1, 2]
+    assert [y for _, y in exact] == [100.0, 0.0, 0.0, 0.0]
 
 
 def test_a_cell_without_an_answer_is_marked_and_one_that_was_not_run_is_not():
@@ -146,7 +147,7 @@ def test_utility_has_one_scale_and_epsilon_stands_below_its_strength(tmp_path):
     labels = [[text.get_text() for text in axes.get_xticklabels()] for axes in of_utility]
     assert labels == [
         ["none", "0.3", "3", "30"],
-        ["none", "1.0\n8.2", "2.0\n1.2e5"],
+        ["none", "1.0\n8.2", "2.0\n1.2e5", "3.0\n486"],
         ["none", "q1", "o1"],
         ["none", "on"],
     ]
