@@ -32,6 +32,7 @@ from transformers import (
 )
 
 from fedleak import models, sweep
+from fedleak.bench import running
 from fedleak.dispatch import dispatcher
 from fedleak.models import CAUSAL_LM, CLASSIFICATION, LanguageModel, ModelSpec, loading
 from fedleak.notes import notes
@@ -67,7 +68,7 @@ def workers_of() -> Callable[[int], list[psutil.Process]]:
 @pytest.fixture
 def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attacks in this process: a worker takes seconds to start."""
-    for module in (dispatcher, sweep):
+    for module in (dispatcher, sweep, running):
         monkeypatch.setattr(module, "workers", lambda *_: nullcontext([tiny.Here()]))
 
 

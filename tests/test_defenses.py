@@ -1,5 +1,6 @@
 import dataclasses
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -382,9 +383,10 @@ def test_relative_noise_is_that_of_the_root_mean_square_of_all_numbers():
     numbers = flat(update)
     rms = math.sqrt(sum(x * x for x in numbers.tolist()) / len(numbers))
     relative, absolute = GaussianNoise(relative=3.0), GaussianNoise(sigma=3.0 * rms)
-    torch.testing.assert_close(flat(done(relative, update)), flat(done(absolute, update)))
+    close = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-4)  # float32
+    close(flat(done(relative, update)), flat(done(absolute, update)))
     louder = dataclasses.replace(update, tensors={n: 7 * v for n, v in update.tensors.items()})
-    torch.testing.assert_close(flat(done(relative, louder)), 7 * flat(done(relative, update)))
+    close(flat(done(relative, louder)), 7 * flat(done(relative, update)))
 
 
 @pytest.mark.parametrize("sigma", [1e-3, 0.5, 20.0])

@@ -8,7 +8,8 @@ from the update and the granted facts. Nothing checks the imports of an attack t
 brings, so lists and reports name its package. `fedleak list` prints the docstring's first line.
 An attack that takes several observations at once is `Batched`. An attack that takes minutes, not
 seconds, has `slow = True`: the others go first. An attack that takes milliseconds and belongs to
-every run has `always = True`.
+every run has `always = True`. An attack that leaves the work to a program of others has
+`outside = True`: no import contract holds that program.
 """
 
 import sys
@@ -226,10 +227,18 @@ def kinds() -> Mapping[str, type[Attack]]:
 
 
 def unchecked(kinds: Iterable[str]) -> list[str]:
-    """Returns a sentence for each kind that another package brought: no import contract holds."""
+    """Returns a sentence for each kind that no import contract holds: it is the work of others."""
     foreign = discover(sys.modules[__name__]).foreign()
     return [
-        f"{kind} comes from {foreign[kind]}: fedleak's import contract does not cover it, so "
-        "nothing here rules out that it read the truth from the disk"
-        for kind in sorted(foreign.keys() & set(kinds))
+        f"{kind} {whose}: fedleak's import contract does not cover it, so nothing here rules out "
+        "that it read the truth from the disk"
+        for kind in sorted(set(kinds))
+        if (whose := _whose(kind, foreign)) is not None
     ]
+
+
+def _whose(kind: str, foreign: Mapping[str, str]) -> str | None:
+    """Returns who does the work of an attack that is not fedleak's own, or None."""
+    if kind in foreign:
+        return f"comes from {foreign[kind]}"
+    return "runs an outside program" if getattr(kinds().get(kind), "outside", False) else None

@@ -393,7 +393,7 @@ def test_variables_of_the_environment_are_filled_in(monkeypatch):
 )
 def test_the_experiments_of_this_repository_are_right(path, monkeypatch):
     monkeypatch.setenv("FEDLEAK_ASSETS", "/assets")
-    if "[sweep]" in path.read_text():
+    if "[sweep" in path.read_text():  # [[sweep.family]] as well
         assert all(cell.experiment.attacks for cell in sweep.load(path).cells)
     else:
         assert load(path).attacks

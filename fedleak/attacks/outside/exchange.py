@@ -1,0 +1,173 @@
+"""The files that pass between fedleak and an outside program, whose format has a version.
+
+An observation is a folder. It has nothing of the truth:
+
+    observation.json      what the attacker knows, as `observation_table` makes it
+    update.safetensors    the update's tensors, by parameter name
+    model/                config.json, model.safetensors and tokenizer, at the broadcast weights
+
+An answer is one JSON file, an `AnswerFile`. `docs/outside-attacks.md` describes both.
+"""
+
+import dataclasses
+import json
+import math
+import os
+import stat
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+from safetensors.torch import save_file
+
+from fedleak.models import CLASS_LOSSES, CLASSIFICATION, LanguageModel
+from fedleak.observation import Observation
+from fedleak.reconstruction import Reconstruction, Status
+
+VERSION = 1
+"""Of both formats."""
+
+OBSERVATION, ANSWER = "fedleak-observation", "fedleak-answer"
+"""What the key `format` says."""
+
+MOST_BYTES = 10_000_000
+"""Of an answer."""
+
+MOST_SEQUENCES, LONGEST_TEXT = 10_000, 100_000
+"""Sequences of an answer, and characters of one that is a text."""
+
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Text = Annotated[str, Field(max_length=LONGEST_TEXT)]
+
+
+class AnswerFileError(ValueError):
+    """An answer that is none; the text says why."""
+
+
+class AnswerFile(BaseModel):
+    """What a program answers; all but the first three keys may be left out.
+
+    Attributes:
+        sequences: Best first, each as token ids, special tokens included, or as a text.
+        evidence: For each sequence the program's own statistic, lower is better.
+        tokens: The distinct tokens that it says were in the batch.
+        facts, diagnostics, reason: As in a `Reconstruction`.
+    """
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    format: Literal["fedleak-answer"]
+    version: Literal[1]
+    status: Literal["recovered", "abstained", "inadmissible", "failed"]
+    sequences: Annotated[list[Text | list[TokenId]], Field(max_length=MOST_SEQUENCES)] | None = None
+    evidence: list[float | None] | None = None
+    tokens: list[TokenId] | None = None
+    facts: dict[str, JsonValue] = {}
+    diagnostics: dict[str, JsonValue] = {}
+    reason: Annotated[str, Field(max_length=LONGEST_TEXT)] = ""
+
+
+def write_observation(
+    folder: Path, seen: Observation, model: LanguageModel, *, seconds: float, seed: int
+) -> None:
+    """Writes all that an attacker sees into a new folder.
+
+    Args:
+        folder: Is made.
+        seen: The update, and what is known.
+        model: At the broadcast weights.
+        seconds: How long the program may take.
+        seed: For what it draws.
+    """
+    folder.mkdir()
+    tensors = {name: t.detach().cpu().contiguous() for name, t in seen.update.tensors.items()}
+    save_file(tensors, folder / "update.safetensors")
+    model.module.save_pretrained(folder / "model")  # type: ignore[operator]
+    model.tokenizer.save_pretrained(folder / "model")
+    table = observation_table(seen, model, seconds=seconds, seed=seed)
+    (folder / "observation.json").write_text(json.dumps(table, indent=1) + "\n")
+
+
+def observation_table(
+    seen: Observation, model: LanguageModel, *, seconds: float, seed: int
+) -> dict[str, Any]:
+    """Returns observation.json; a fact that was not granted is null."""
+    losses = [name for name, loss in CLASS_LOSSES.items() if loss is model.class_loss]
+    return {
+        "format": OBSERVATION,
+        "version": VERSION,
+        "round": seen.round,
+        "client": seen.client,
+        "update": {"kind": str(seen.update.kind), "num_examples": seen.update.num_examples},
+        "knowledge": dataclasses.asdict(seen.knowledge),
+        "model": {
+            "type": model.family.model_type,
+            "task": model.task,
+            "loss": losses[0] if model.task == CLASSIFICATION else "cross-entropy",
+            "num_labels": model.num_labels if model.task == CLASSIFICATION else None,
+            "max_length": model.max_length,
+            "word_embedding": model.family.word_embedding,
+        },
+        "device": str(model.device),
+        "seconds": seconds,
+        "seed": seed,
+    }
+
+
+def read_answer(path: Path, model: LanguageModel) -> Reconstruction:
+    """Reads what a program answered; a text becomes the tokens that a client feeds for it.
+
+    Raises:
+        AnswerFileError: There is no answer, or it is none.
+    """
+    content = _content(path)
+    try:
+        found = AnswerFile.model_validate_json(content)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise AnswerFileError(f"{where}: {first['msg']}" if where else first["msg"]) from None
+    sequences = None if found.sequences is None else tuple(_ids(s, model) for s in found.sequences)
+    something = bool(sequences) or found.tokens is not None or bool(found.facts)
+    if (found.status == "recovered") != something:
+        said = "holds nothing" if not something else "holds sequences, tokens or facts"
+        raise AnswerFileError(f"status is {found.status!r} and it {said}")
+    if found.evidence is not None and sequences is None:
+        raise AnswerFileError("evidence is given and sequences are not")
+    return Reconstruction(
+        status=Status(found.status),
+        sequences=sequences,
+        evidence=_evidence(found.evidence, len(sequences or ())),
+        tokens=None if found.tokens is None else tuple(sorted(set(found.tokens))),
+        facts=found.facts,
+        diagnostics=found.diagnostics,
+        reason=found.reason or ("" if something else "the program gave no reason"),
+    )
+
+
+def _evidence(found: list[float | None] | None, sequences: int) -> tuple[float, ...]:
+    """Returns the evidence, with null for what is unknown."""
+    known = [None] * sequences if found is None else found
+    return tuple(each if each is None or math.isfinite(each) else None for each in known)  # type: ignore[misc]
+
+
+def _ids(sequence: str | list[int], model: LanguageModel) -> tuple[int, ...]:
+    return tuple(model.encode([sequence])[0]) if isinstance(sequence, str) else tuple(sequence)
+
+
+def _content(path: Path) -> bytes:
+    """Reads a plain file that is not too large: a pipe would never end, a link leads anywhere."""
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        raise AnswerFileError("it wrote no answer") from None
+    except OSError as error:
+        raise AnswerFileError(f"its answer cannot be opened: {error.strerror}") from None
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise AnswerFileError("its answer is no plain file")
+    with open(handle, "rb") as file:
+        content = file.read(MOST_BYTES + 1)
+    if len(content) > MOST_BYTES:
+        raise AnswerFileError(f"its answer has more than {MOST_BYTES:,} bytes")
+    return content
