@@ -7,36 +7,40 @@ What a client finds out about its own defenses goes to a file beside the vault a
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
-from clients.client_context import client_of, model_and_data, protection_of, vault
+from clients.client_context import work_of
 from clients.mods import defend, encode, report_errors, select
 from clients.outgoing import Outgoing
 from fedleak import models
-from fedleak.federation.lookup import of_app
 from fedleak.rng import stream_seed
 from fedleak.store.run import Key
 from fedleak.training.batches import round_batch
 from fedleak.training.local import local_update_
 from fedleak.truth import GroundTruth
+from fedleak.versions import code
 
 app = ClientApp(mods=[report_errors, encode, select, defend])
 
 
 @app.query("identity")
 def identity(message: Message, context: Context) -> Message:
-    """Says which part of the data this node holds."""
-    config = ConfigRecord({"client": client_of(context)})
+    """Says whose data this node holds, how much it is if it is a file of its own, and by what."""
+    work = work_of(message, context)
+    config = ConfigRecord({"client": work.client, "fedleak": code()})
+    if work.own is not None:
+        _, workload = work.model_and_data
+        config["examples"] = len(workload.sequences)
     return Message(RecordDict({"identity": config}), reply_to=message)
 
 
 @app.train()
 def train(message: Message, context: Context) -> Message:
     """Trains on this round's examples and returns the update."""
-    experiment, run = of_app(context.run_config)
-    model, workload = model_and_data(experiment)
-    client = client_of(context)
+    work = work_of(message, context)
+    experiment, client = work.experiment, work.client
+    model, workload = work.model_and_data
     round = int(message.content.config_records["config"]["round"])  # type: ignore[arg-type]
     models.load_parameters_(model, message.content.array_records["arrays"].to_torch_state_dict())
-    protection = protection_of(experiment, client)
+    protection = work.protection
     seed, local, part = experiment.seed, protection.local, workload.parts[client]
     chosen = round_batch(len(part), local, seed=seed, client=client, round=round)
     sequences = [workload.sequences[part[i]] for i in chosen]
@@ -51,7 +55,7 @@ def train(message: Message, context: Context) -> Message:
         report=figures.update,
     )
     key = Key(round, client)
-    if (private := vault(context, run)) is not None:
+    if work.vault is not None:
         truth = GroundTruth(
             round=round,
             client=client,
@@ -60,5 +64,6 @@ def train(message: Message, context: Context) -> Message:
             batch_size=min(local.batch_size, len(part)),
             noise_scale=protection.noise_scale(),
         )
-        private.write_truth(key, {"fingerprint": experiment.fingerprint, **truth.to_json()})
+        marked = {"fingerprint": experiment.fingerprint, **truth.to_json()}
+        work.vault.write_truth(key, marked)
     return Outgoing(key, update, figures, reply_to=message)

@@ -8,11 +8,10 @@ from typing import Any
 
 from flwr.app import Context, Error, Message
 
-from clients.client_context import model_and_data, protection_of, vault
+from clients.client_context import work_of
 from clients.outgoing import Outgoing
 from fedleak.config.sent_parameters import selected_parameters
 from fedleak.errors import FedleakError
-from fedleak.federation.lookup import of_app
 from fedleak.rng import stream
 from fedleak.training.wire import partial_update
 
@@ -32,13 +31,13 @@ def defend(message: Message, context: Context, call_next: Next) -> Message:
     reply = call_next(message, context)
     if not isinstance(reply, Outgoing):
         return reply
-    experiment, run = of_app(context.run_config)
-    key, protection = reply.key, protection_of(experiment, reply.key.client)
+    work = work_of(message, context)
+    experiment, key, protection = work.experiment, reply.key, work.protection
     reply.update, told = protection.defend(
         reply.update,
         lambda number: stream(experiment.seed, "defense", number, key.client, key.round),
     )
-    if told and (private := vault(context, run)) is not None:
+    if told and work.vault is not None:
         events = [event.to_json() for event in protection.events(key.round)]
         note: dict[str, Any] = {
             "fingerprint": experiment.fingerprint,
@@ -46,17 +45,19 @@ def defend(message: Message, context: Context, call_next: Next) -> Message:
             "training": reply.trained,
             "events": events,
         }
-        private.write_defended(key, note)
+        work.vault.write_defended(key, note)
     return reply
 
 
 def select(message: Message, context: Context, call_next: Next) -> Message:
     """Keeps of the update only the parameters that clients send."""
     reply = call_next(message, context)
-    experiment, _ = of_app(context.run_config)
-    if isinstance(reply, Outgoing) and experiment.update.share != "all":
-        model, _ = model_and_data(experiment)  # loaded for training already
-        reply.update = partial_update(reply.update, selected_parameters(experiment, model))
+    if not isinstance(reply, Outgoing):
+        return reply
+    work = work_of(message, context)
+    if work.experiment.update.share != "all":
+        model, _ = work.model_and_data  # loaded for training already
+        reply.update = partial_update(reply.update, selected_parameters(work.experiment, model))
     return reply
 
 

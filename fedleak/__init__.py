@@ -1,8 +1,61 @@
-"""What can a federated-learning server read out of the updates that its clients send?"""
+"""What can a federated-learning server read out of the updates that its clients send?
 
+The public functions are `attack`, `score`, `run` and `read`; `docs/own-update.md` shows them. They
+are imported when they are first used, so that `import fedleak` takes no time.
+"""
+
+import importlib
 import logging
+from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from fedleak.versions import VERSION
+
+if TYPE_CHECKING:
+    from fedleak.api import (
+        AttackResult,
+        ConfigError,
+        Facts,
+        FedleakError,
+        LeakageRow,
+        Results,
+        RunSummary,
+        Scored,
+        attack,
+        builtin_model,
+        read,
+        run,
+        score,
+    )
+
+__all__ = [
+    "AttackResult",
+    "ConfigError",
+    "Facts",
+    "FedleakError",
+    "LeakageRow",
+    "Results",
+    "RunSummary",
+    "Scored",
+    "__version__",
+    "attack",
+    "builtin_model",
+    "read",
+    "run",
+    "score",
+]
+
+__version__ = VERSION
 
 # What is noted is shown by whoever wants it, by nobody else.
 logging.getLogger(__name__).addHandler(logging.NullHandler())
+
+
+def __getattr__(name: str) -> Any:
+    """Imports the public functions when one of them is first asked for."""
+    if name.startswith("__") or name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module("fedleak.api"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -18,10 +18,10 @@ from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType
 from typing import NamedTuple
 
-from fedleak import __version__
 from fedleak.sanitise import printable
+from fedleak.versions import VERSION
 
-OWN = f"fedleak {__version__}"
+OWN = f"fedleak {VERSION}"
 """The origin of what is in the tree."""
 
 

@@ -169,6 +169,7 @@ def prepare(sweep: Sweep, *, fresh: bool = False) -> dict[str, Plan]:
     for cell in sweep.cells:
         with _naming(cell.name):
             if fresh or not pipeline.finished(sweep.run(cell), cell.experiment):
+                preparation.refuse_data_on_nodes(cell.experiment)
                 plans[cell.name] = preparation.plan(cell.experiment)
     if fresh and sweep.path.exists():
         folder = Run(sweep.path)

@@ -26,12 +26,12 @@ class GroundTruth:
         """Returns all that is known of the facts that attacks may read, by their names.
 
         `longest_sequence` is in tokens, special ones included; `label_counts` has how often each
-        of the `num_labels` classes is in the batch.
+        of the `num_labels` classes is in the batch, where there are labels.
         """
-        return {
-            "longest_sequence": max(map(len, self.sequences)),
-            "label_counts": [self.labels.count(label) for label in range(num_labels)],
-        }
+        found: dict[str, Any] = {"longest_sequence": max(map(len, self.sequences))}
+        if self.labels:
+            found["label_counts"] = [self.labels.count(label) for label in range(num_labels)]
+        return found
 
     def to_json(self) -> dict[str, Any]:
         """Returns plain values for a JSON file."""

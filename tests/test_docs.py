@@ -51,6 +51,21 @@ ELSEWHERE = {
     "fedleak sweep experiments/frontier-gpt2.toml": (
         "takes half an hour; tests/test_sweep.py runs a sweep of families"
     ),
+    "experiments/deployment/run.sh": "tests/test_deployment.py runs it in a folder of its own",
+    "docker compose --profile federation up -d": "needs an engine; see tests/test_compose.py",
+    "docker compose run --rm operator": "needs an engine, too",
+    "docker compose run --rm handover": "needs an engine, too",
+    "flower-supernode --superlink server.example:8000 --root-certificates ca.crt "
+    "--auth-supernode-private-key key --node-config 'partition-id=0 num-partitions=4 "
+    'data="/private/notes.csv" vault="/private/vault"\'': (
+        "needs a SuperLink on another machine; tests/test_deployment.py starts such nodes"
+    ),
+    'flwr run . federation --run-config \'experiment="/srv/federation.toml" '
+    'run-dir="/srv/runs/federation"\'': "needs that federation",
+    "fedleak watch federation": "needs it, too; tests/test_flower_runs.py has its statuses",
+    "fedleak score /srv/runs/federation --vault /handed-over/node-0 --vault /handed-over/node-1": (
+        "needs its vaults; tests/audit/test_handover.py takes some"
+    ),
     "fedleak train-prior --text wikitext.txt --tokenizer bert-base-uncased --out prior": (
         "needs the hub; tests/models/test_prior.py runs it with a built-in tokenizer"
     ),
@@ -107,7 +122,7 @@ EXPERIMENTS = {
     f"{page.stem}-{number}": block.text
     for page in PAGES
     for number, block in enumerate(each for each in blocks(page) if each.language == "toml")
-    if "[project]" not in block.text
+    if "[project]" not in block.text and block.file != "about.toml"
 }
 
 
@@ -220,11 +235,10 @@ def test_a_page_can_be_followed(page: Path, reader: Reader) -> None:
 
 
 def test_the_reference_is_current() -> None:
-    page = ROOT / "docs" / "experiment-file.md"
     generate = runpy.run_path(str(ROOT / "docs" / "generate.py"))
-    assert page.read_text().endswith(generate["MARKER"] + generate["reference"]()), (
-        "run `python docs/generate.py`"
-    )
+    for page, reference in generate["PAGES"].items():
+        written = (ROOT / "docs" / page).read_text()
+        assert written.endswith(generate["MARKER"] + reference()), "run `python docs/generate.py`"
 
 
 @pytest.mark.slow
@@ -308,3 +322,24 @@ def test_the_model_of_a_quickstart_learns(
         assert intervals.wilson(right, summary["held_out"]).low > 0.5
     else:
         assert after["perplexity"] < before["perplexity"] / 2
+
+
+@pytest.mark.parametrize("name", ["my_update.py", "my_delta.py"])
+def test_the_code_of_ones_own_update_reads_the_texts(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And the example of the README goes on from where a loop has called loss.backward()."""
+    monkeypatch.chdir(tmp_path)
+    page = ROOT / "docs" / "own-update.md"
+    (code,) = (block.text for block in blocks(page) if block.file == name)
+    defined: dict[str, object] = {}
+    exec(compile(code, name, "exec"), defined)
+    printed = capsys.readouterr().out
+    for text in defined["texts"]:
+        assert text in printed
+    if name == "my_update.py":
+        assert "proved" in printed
+        assert "exact: 100%" in printed
+        (short,) = (block.text for block in blocks(PAGES[0]) if block.language == "python")
+        exec(compile(short, "README.md", "exec"), defined)
+        assert capsys.readouterr().out.endswith("1.0\n")

@@ -25,6 +25,7 @@ from fedleak.config.experiment import Experiment
 from fedleak.config.sent_parameters import selected_parameters
 from fedleak.defenses import Claims, Defense, TrustedAggregator, root_mean_square
 from fedleak.errors import FedleakError
+from fedleak.federation.lookup import node_sizes
 from fedleak.federation.protection import Protection, protection
 from fedleak.federation.workload import divide, read_data
 from fedleak.models import CLASSIFICATION, LanguageModel, loading, pad
@@ -144,7 +145,7 @@ def refuse_broken(run: Run, experiment: Experiment) -> None:
     """
     if not experiment.defense or run.captures():
         return
-    findings = check(experiment)
+    findings = check(experiment, node_sizes(run))
     run.write_json("checks.json", [asdict(finding) for finding in findings])
     broken = [f"{one.defense}: {one.claim}: {one.found}" for one in findings if not one.holds]
     if broken:
@@ -154,8 +155,13 @@ def refuse_broken(run: Run, experiment: Experiment) -> None:
         )
 
 
-def check(experiment: Experiment) -> list[Finding]:
+def check(experiment: Experiment, sizes: Sequence[int] | None = None) -> list[Finding]:
     """Puts every claim of every defense to the test, and the update of all together.
+
+    Args:
+        experiment: The experiment.
+        sizes: How many examples each client has, where that is for the nodes to say; None: not
+            known yet, a batch each.
 
     Raises:
         ConfigError: The experiment cannot work.
@@ -164,6 +170,10 @@ def check(experiment: Experiment) -> list[Finding]:
     model = loading.load(experiment.model_spec(len(split.train.label_names)))
     check_defenses(experiment, model)
     parts = divide(experiment, split, model).parts
+    if experiment.data.on_nodes:
+        table = experiment.federation
+        sizes = [table.batch_size] * table.clients if sizes is None else sizes
+        parts = [list(range(size)) for size in sizes]
     findings = []
     for number, placed in enumerate(experiment.defenses):
         client = placed.clients[0] if placed.clients else 0

@@ -173,6 +173,29 @@ def guess(
     )
 
 
+def score_one(
+    answer: Answer,
+    truth: GroundTruth,
+    model: LanguageModel,
+    *,
+    other: Answer | None = None,
+    held_out: Sequence[Sequence[int]] = (),
+    seed: int = 0,
+) -> Scored:
+    """Scores one answer, as `score_run` does those of a run.
+
+    Args:
+        answer: What an attack answered.
+        truth: What the client trained on.
+        model: For its tokenizer; its weights are not used.
+        other: The same attack's answer for the update of another client, for the first control.
+        held_out: Token ids of texts that the client did not have, for the second control.
+        seed: Decides which of them are drawn.
+    """
+    control = score_answer(other, truth, model) if other is not None else Scores()
+    return _row(answer, truth, control, guess(held_out, truth, model, seed), model)
+
+
 def score_run(run: Run, asked: Iterable[str] | None = None) -> list[Scored]:
     """Scores every reconstruction of a run and writes leakage.jsonl and summary.json.
 

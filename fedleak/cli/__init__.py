@@ -107,11 +107,13 @@ def run(
     from fedleak.audit.gaps import refuse_gaps
     from fedleak.config.loading import load
     from fedleak.federation.lookup import run_folder
-    from fedleak.preparation import prepare
+    from fedleak.preparation import prepare, refuse_data_on_nodes
     from fedleak.report import tables
 
     with mended():
         experiments = [load(path, changes or ()) for path in files or QUICKSTART]
+        for each in experiments:
+            refuse_data_on_nodes(each)
         runs = [prepare(each, run_folder(each.name), fresh=fresh) for each in experiments]
         from server.engines import train  # takes seconds, so after what may be refused
 
@@ -226,6 +228,102 @@ def attack(
         refuse_gaps(at)
 
 
+@app.command("attack-update")
+def attack_update(
+    file: Annotated[Path, typer.Argument(metavar="FILE", hidden=True)],
+    model: Annotated[
+        str, typer.Option(metavar="MODEL", help="A folder or hub id with all weights it had.")
+    ],
+    examples: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Texts that it is of; left out: as many as in --texts."),
+    ] = None,
+    kind: Annotated[
+        str, typer.Option(help="What FILE holds: gradient, delta or weights.")
+    ] = "gradient",
+    lr: Annotated[
+        float | None, typer.Option(help="Learning rate of the client, for delta and weights.")
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Local steps of the client.")] = 1,
+    dropout: Annotated[bool, typer.Option("--dropout", help="The client had dropout on.")] = False,
+    task: Annotated[
+        str | None,
+        typer.Option(help="sequence-classification or causal-lm; left out: as MODEL was saved."),
+    ] = None,
+    loss: Annotated[
+        str, typer.Option(help="Of a classifier: cross-entropy or squared.")
+    ] = "cross-entropy",
+    attack_: Annotated[str, typer.Option("--attack", help="One of `fedleak list`.")] = "auto",
+    changes: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="A setting of the attack, in TOML."),
+    ] = None,
+    knows: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FACT=VALUE",
+            help="A fact that the attacker is granted: batch_size, labels, lengths, noise_scale.",
+        ),
+    ] = None,
+    texts: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="The private texts, one a line: scores the answer."),
+    ] = None,
+    held_out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Texts like them, one a line: what chance scores."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Decides all that is random.")] = 0,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also write all of it as JSON.")
+    ] = None,
+) -> None:
+    """Attack one update of your own training, and print what could be read of its texts.
+
+    FILE holds the update, by parameter name: .safetensors, or what torch.save wrote (.pt, .pth,
+    .bin), of which nothing is run.
+
+    The texts that it reads are private, and they are printed to a pipe or file, too.
+    """
+    import torch
+
+    import fedleak
+    from fedleak.cli import own_update
+    from fedleak.update_files import read_update
+
+    with mended():
+        private = own_update.text_lines("--texts", texts)
+        others = own_update.text_lines("--held-out", held_out)
+        if examples is None and private is None:
+            raise ConfigError("--examples is missing: give the number of texts that FILE is of")
+        torch.set_num_threads(1)  # as in a worker: sums have one order, so results are repeatable
+        with own_update.working(console) as tell:
+            result = fedleak.attack(
+                read_update(file),
+                model,
+                num_examples=len(private or ()) if examples is None else examples,
+                kind=attack_,
+                settings=own_update.values("--set", changes or ()),
+                sent=kind,  # type: ignore[arg-type]  # what else it may be is refused there
+                task=task,
+                loss=loss,
+                learning_rate=lr,
+                local_steps=steps,
+                dropout=dropout,
+                knows=own_update.values("--knows", knows or ()),  # type: ignore[arg-type]
+                seed=seed,
+                on_progress=tell,
+            )
+        scored = None
+        if private is not None:
+            scored = fedleak.score(result, private, held_out=others, seed=seed)
+        own_update.show(result, scored, console, chance="builtin/notes" if others is None else "")
+        if out is not None:
+            own_update.write(result, scored, out)
+            console.print(f"results: {markup(out)}", soft_wrap=True)
+        own_update.refuse_failure(result)
+
+
 @app.command()
 def score(
     path: RunPath,
@@ -262,6 +360,34 @@ def score(
             scored = scoring.score_run(at)
         tables.print_run(at, scored, console, texts=texts)
         refuse_gaps(at)
+
+
+@app.command()
+def watch(
+    superlink: Annotated[str, typer.Argument(metavar="SUPERLINK", hidden=True)],
+    run_id: Annotated[
+        str | None, typer.Option(metavar="ID", help="Of the run; left out: the newest.")
+    ] = None,
+    patience: Annotated[
+        float, typer.Option(min=0, metavar="SECONDS", help="The SuperLink may be silent so long.")
+    ] = 60.0,
+) -> None:
+    """Follow a run of `flwr run` to its true end, which the exit status of `flwr run` hides.
+
+    SUPERLINK is a connection in Flower's configuration, by its name. The exit status is 0 if the
+    run was completed, and else 1, with the reason in the last line.
+    """
+    from fedleak import flower_runs
+
+    with mended():
+
+        def tell(at: flower_runs.FlowerRun) -> None:
+            console.print(f"run {markup(at.number)}: {markup(at.status)}", soft_wrap=True)
+
+        ended = flower_runs.follow(superlink, run_id, tell, patience)
+        if ended.status != flower_runs.COMPLETED:
+            reason = f": {ended.details}" if ended.details else ""
+            raise FedleakError(f"run {ended.number} ended as {ended.status}{reason}")
 
 
 @app.command()
@@ -454,6 +580,42 @@ def export(
             count = write(Run(path), Path(to), texts=texts)
             private = ", with private texts" if texts else ""
             console.print(f"{count} rows{private}: {markup(to)}", soft_wrap=True)
+
+
+@app.command("import")
+def import_(
+    tapped: Annotated[Path, typer.Argument(metavar="TAPPED", hidden=True)],
+    about: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Left out: about.toml in TAPPED."),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="RUN", help="The run to make; left out: TAPPED-run."),
+    ] = None,
+) -> None:
+    """Make a run of what a tap kept of your own Flower app.
+
+    TAPPED is the folder that the app's ServerApp gave to `tap(grid, "FOLDER")`. The file says what
+    the messages do not: model, learning rate, batch size. `fedleak attack RUN` attacks the run.
+
+    The same command again adds what is not there yet, such as the truth.
+    """
+    from fedleak.config.about import load_about
+    from fedleak.importing import import_run
+    from fedleak.store.tapped import Tapped
+
+    with mended():
+        said = load_about(about or tapped / "about.toml")
+        path = tapped.absolute()
+        found = import_run(Tapped(tapped), said, out or path.with_name(f"{path.name}-run"))
+        console.print(
+            f"{found.updates} updates of {found.clients} clients in {found.rounds} rounds, "
+            f"{found.truths} with the truth: {markup(found.run.path)}",
+            soft_wrap=True,
+        )
+        remark(found.remarks)
+        found.refuse_gaps()
 
 
 @app.command()

@@ -29,6 +29,7 @@ from fedleak.config.tables import (
     ModelTable,
     PrivacyTable,
     Table,
+    TappedTable,
     ThreatTable,
     UpdateTable,
     UtilityTable,
@@ -79,6 +80,8 @@ class Experiment(Table):
     """How answers are scored."""
     gate: GateTable = GateTable()
     """Limits that `fedleak gate` compares the run with."""
+    tapped: TappedTable | None = None
+    """What another app trained; left out: fedleak trains."""
 
     def __hash__(self) -> int:
         """Lets an experiment be the key of a cache; equal ones have equal names and seeds."""
@@ -186,6 +189,7 @@ class Experiment(Table):
             lora = Lora(adapters.rank, adapters.alpha, targets)
         return ModelSpec(
             name=table.name,
+            tokenizer=table.tokenizer,
             task=table.task,
             num_labels=num_labels,
             seed=self.seed,
@@ -226,4 +230,6 @@ class Experiment(Table):
     @property
     def server_facts(self) -> frozenset[str]:
         """Facts that the server set itself, so every observation of it has them."""
-        return frozenset({"learning_rate", "local_steps", "dropout"})
+        always = frozenset({"learning_rate", "local_steps", "dropout"})
+        plain = self.tapped is None or self.tapped.optimiser == "sgd"
+        return always if plain else always | {"optimiser"}

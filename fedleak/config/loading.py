@@ -67,7 +67,7 @@ def read(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
                 f"{named} is not the run.json of a run, which has an 'experiment': give a TOML file"
             )
     for override in overrides:
-        _override_(table, override)
+        override_(table, override)
     return table
 
 
@@ -86,11 +86,28 @@ def parse(table: Mapping[str, Any]) -> Experiment:
     _check_workers(experiment.workers)
     _check_rounds(experiment)
     _check_exclusive(experiment)
+    _check_nodes(experiment)
     if experiment.model.task == CAUSAL_LM and experiment.federation.partition == "dirichlet":
         raise ConfigError(
             "federation.partition = 'dirichlet' divides by class and causal-lm has none: use 'iid'"
         )
     return experiment
+
+
+def _check_nodes(experiment: Experiment) -> None:
+    """Refuses what makes no sense where each node has data of its own."""
+    if not experiment.data.on_nodes:
+        return
+    if experiment.federation.partition != "iid":
+        raise ConfigError(
+            "federation.partition divides one data set, and data.on_nodes says that each node has "
+            "its own: leave one of them out"
+        )
+    if experiment.utility.reference:
+        raise ConfigError(
+            "utility.reference trains on all data in one place, and data.on_nodes says that each "
+            "node keeps its own: leave one of them out"
+        )
 
 
 def limited(gate: GateTable, limits: Sequence[str], may_abstain: Sequence[str] = ()) -> GateTable:
@@ -175,17 +192,28 @@ def _expand(value: Any) -> Any:
     return value
 
 
-def _override_(table: dict[str, Any], override: str) -> None:
+def override_(table: dict[str, Any], override: str, option: str = "--set") -> None:
+    """Sets what an option of the command line says.
+
+    Args:
+        table: Of an experiment file, or any other.
+        override: `dotted.key=value` with the value in TOML; a bare word is a string.
+        option: Who says it, for the message.
+
+    Raises:
+        ConfigError: It says something else.
+    """
+    said = f"{option} {override!r}"
     key, equals, text = override.partition("=")
     if not equals or not key.strip():
-        raise ConfigError(f"--set {override!r}: write it as dotted.key=value")
+        raise ConfigError(f"{said}: write it as dotted.key=value")
     try:
         found = tomllib.loads(f"value = {text}")
     except (tomllib.TOMLDecodeError, RecursionError):
         found = {"value": text.strip()}
     if len(found) > 1:
-        raise ConfigError(f"--set {override!r}: it sets one key: give another --set for the next")
-    set_(table, key.strip(), found["value"], f"--set {override!r}")
+        raise ConfigError(f"{said}: it sets one key: give another {option} for the next")
+    set_(table, key.strip(), found["value"], said)
 
 
 def set_(table: dict[str, Any], key: str, value: Any, said: str) -> None:

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 
 from fedleak.errors import unknown
 from fedleak.models import CAUSAL_LM, absolute
-from fedleak.observation import GRANTABLE
+from fedleak.observation import GRANTABLE, Optimiser
 from fedleak.privacy import Accountant
 
 MOST_UPDATES = 1_000_000
@@ -48,6 +48,19 @@ class Table(BaseModel):
     )
 
 
+class TappedTable(Table):
+    """`[tapped]`: written by `fedleak import`; a run that has it was trained by another app."""
+
+    optimiser: Optimiser
+    """What its clients step with."""
+    labels: Positive
+    """Classes of its data."""
+    clients: list[list[Annotated[int, Field(ge=0)]]]
+    """The clients of each round whose updates are here."""
+    messages: str
+    """A mark of the messages that it is made of."""
+
+
 class LoraTable(Table):
     """`[model.lora]`: low-rank adapters, trained and sent in place of the model."""
 
@@ -64,6 +77,8 @@ class ModelTable(Table):
 
     name: Source
     """A built-in, a Hugging Face id, or the path of a model folder."""
+    tokenizer: Source | None = None
+    """Where the tokenizer is; left out: with the model."""
     task: Literal["sequence-classification", "causal-lm"] = "sequence-classification"
     """What the model learns: the class of a text, or the next token."""
     loss: Literal["cross-entropy", "squared"] = "cross-entropy"
@@ -102,6 +117,13 @@ class DataTable(Table):
     """
     max_length: Annotated[int, Field(ge=3)] | None = None
     """Tokens after which a text is cut off; left out: a text that is too long is refused."""
+    on_nodes: bool = False
+    """Each node of a federation trains on a file of its own, which its configuration names.
+
+    The file has the same columns. What `name` says is the server's: it gives the names of the
+    classes and the held-out texts, and nobody trains on it. Such an experiment runs under
+    `flwr run` only.
+    """
     drop_empty: bool = False
     """Leave out rows without text; otherwise they are refused."""
     encoding: Annotated[str, AfterValidator(_encoding)] | None = None

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fedleak.errors import ConfigError
+from fedleak.errors import ConfigError, unknown
 from fedleak.models import (
     CAUSAL_LM,
     CLASS_LOSSES,
@@ -20,6 +20,7 @@ from fedleak.models import (
     families,
     found_families,
 )
+from fedleak.models.family import ModelFamily
 from fedleak.models.lora import adapt_
 
 _log = logging.getLogger(__name__)
@@ -56,6 +57,29 @@ def _load_once(name: str, task: str, num_labels: int) -> None:
     load(ModelSpec(name=name, task=task, num_labels=num_labels))
 
 
+def load_checkpoint(
+    name: str, *, task: str | None = None, loss: str = "cross-entropy"
+) -> LanguageModel:
+    """Loads a whole checkpoint as it was saved, with the classes that it has.
+
+    Args:
+        name: A hub id, or a folder.
+        task: "sequence-classification" or "causal-lm"; None: what its config.json says.
+        loss: What a classifier is trained on, a key of `CLASS_LOSSES`.
+
+    Raises:
+        ConfigError: No such model, one that is not supported, or one whose classifier is not there.
+    """
+    if task not in (None, CLASSIFICATION, CAUSAL_LM):
+        raise ConfigError(unknown("task", str(task), (CLASSIFICATION, CAUSAL_LM)))
+    if loss not in CLASS_LOSSES:
+        raise ConfigError(unknown("loss", loss, CLASS_LOSSES))
+    config = _config(name)
+    task = task or _task(name, config)
+    spec = ModelSpec(name=name, task=task, num_labels=config.num_labels, loss=loss)
+    return _make(spec, checkpoint=True, whole=True)
+
+
 def outline(spec: ModelSpec) -> LanguageModel:
     """Returns a model with its tokenizer and its parameters' names, but without weights.
 
@@ -66,55 +90,35 @@ def outline(spec: ModelSpec) -> LanguageModel:
         return _make(spec, checkpoint=False)
 
 
-def _make(spec: ModelSpec, *, checkpoint: bool) -> LanguageModel:
-    """Makes a model, with the weights of its checkpoint or with any."""
+def _make(spec: ModelSpec, *, checkpoint: bool, whole: bool = False) -> LanguageModel:
+    """Makes a model, with the weights of its checkpoint or with any.
+
+    Args:
+        spec: Which one.
+        checkpoint: Whether to load weights.
+        whole: Whether a classifier must be among them.
+    """
     from transformers import (  # here, because it takes a second
-        AutoConfig,
         AutoModelForCausalLM,
         AutoModelForSequenceClassification,
         AutoTokenizer,
     )
 
     name, task = spec.name, spec.task
-    source = _source(name)
+    named, source, config = f"model.name = {name!r}", _source(name), _config(name)
+    family = family_of(named, config, task)
     try:
-        # Code that comes with a checkpoint is not run.
-        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-    except Exception as error:
-        raise ConfigError(
-            f"model.name = {name!r} cannot be loaded ({_said(error)}): give a hub id "
-            f"that can be reached from here, a folder with config.json, weights and tokenizer, or "
-            f"one of {', '.join('builtin/' + known for known in builtin.BUILTIN)}"
-        ) from error
-    family = families().get(config.model_type)
-    if family is None:
-        raise ConfigError(
-            f"model.name = {name!r} is of the family {config.model_type!r}: choose one of the "
-            f"families {', '.join(sorted(families()))}" + found_families().cannot_be_used()
+        tokenizer = AutoTokenizer.from_pretrained(
+            source if spec.tokenizer is None else _source(spec.tokenizer), trust_remote_code=False
         )
-    if task == CAUSAL_LM and not family.causal:
-        causal = " or ".join(sorted(known for known, one in families().items() if one.causal))
-        raise ConfigError(
-            f"model.task = {task!r} needs a causal model, but {name!r} is a {config.model_type} "
-            f"encoder: set model.task = {CLASSIFICATION!r} or choose a {causal} model"
-        )
-    if getattr(config, "is_decoder", False) and not family.causal:
-        raise ConfigError(
-            f"model.name = {name!r} is a {config.model_type} that reads one way only: set "
-            "is_decoder to false in its config.json, or choose another model"
-        )
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:
         raise ConfigError(
             f"model.name = {name!r} has no tokenizer that can be loaded ({_said(error)}): "
-            "save it beside config.json, as tokenizer.save_pretrained does"
+            "save it beside config.json, as tokenizer.save_pretrained does, or set model.tokenizer"
         ) from error
-    _check_tokenizer_(name, tokenizer, config.vocab_size, task)
-    config.pad_token_id = tokenizer.pad_token_id
+    check_tokenizer_(named, tokenizer, config.vocab_size, task)
+    set_up_(config, tokenizer)
     config.num_labels = spec.num_labels
-    # Fused attention has no second derivative, and gradient matching needs one.
-    config._attn_implementation = "eager"
     auto = AutoModelForCausalLM if task == CAUSAL_LM else AutoModelForSequenceClassification
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(spec.seed)  # torch.manual_seed would reseed GPUs too
@@ -135,7 +139,7 @@ def _make(spec: ModelSpec, *, checkpoint: bool) -> LanguageModel:
                 f"({_said(error)}): save it again, or download it again"
             ) from error
         if checkpoint:
-            _check_weights(name, task, module, found)
+            _check_weights(name, task, module, found, whole=whole)
         if spec.lora is not None:
             adapt_(module, spec.lora, family.classifier if task == CLASSIFICATION else ())
     module.eval()
@@ -148,11 +152,79 @@ def _make(spec: ModelSpec, *, checkpoint: bool) -> LanguageModel:
     )
 
 
-def _check_tokenizer_(name: str, tokenizer: Any, rows: int, task: str) -> None:
+def _config(name: str) -> Any:
+    """Returns the configuration of a checkpoint."""
+    from transformers import AutoConfig
+
+    source = _source(name)
+    try:
+        # Code that comes with a checkpoint is not run.
+        return AutoConfig.from_pretrained(source, trust_remote_code=False)
+    except Exception as error:
+        raise ConfigError(
+            f"model.name = {name!r} cannot be loaded ({_said(error)}): give a hub id "
+            f"that can be reached from here, a folder with config.json, weights and tokenizer, or "
+            f"one of {', '.join('builtin/' + known for known in builtin.BUILTIN)}"
+        ) from error
+
+
+def _task(name: str, config: Any) -> str:
+    """Returns what a checkpoint was trained for, as its configuration says."""
+    heads = {"ForSequenceClassification": CLASSIFICATION, "LMHeadModel": CAUSAL_LM}
+    heads["ForCausalLM"] = CAUSAL_LM
+    classes = config.architectures or ()
+    for ending, task in heads.items():
+        if any(each.endswith(ending) for each in classes):
+            return task
+    raise ConfigError(
+        f"model.name = {name!r} is of the class {', '.join(classes) or 'unknown'}, which has no "
+        f"head that says what it was trained for: set the task to {CLASSIFICATION} or {CAUSAL_LM}"
+    )
+
+
+def family_of(named: str, config: Any, task: str) -> ModelFamily:
+    """Returns the family of a model.
+
+    Args:
+        named: The model, as a message names it.
+        config: Its configuration.
+        task: "sequence-classification" or "causal-lm".
+
+    Raises:
+        ConfigError: None that is known, or one that cannot do this.
+    """
+    family = families().get(config.model_type)
+    if family is None:
+        raise ConfigError(
+            f"{named} is of the family {config.model_type!r}: choose one of the "
+            f"families {', '.join(sorted(families()))}" + found_families().cannot_be_used()
+        )
+    if task == CAUSAL_LM and not family.causal:
+        causal = " or ".join(sorted(known for known, one in families().items() if one.causal))
+        raise ConfigError(
+            f"model.task = {task!r} needs a causal model, but {named} is a {config.model_type} "
+            f"encoder: set model.task = {CLASSIFICATION!r} or choose a {causal} model"
+        )
+    if getattr(config, "is_decoder", False) and not family.causal:
+        raise ConfigError(
+            f"{named} is a {config.model_type} that reads one way only: set "
+            "is_decoder to false in its config.json, or choose another model"
+        )
+    return family
+
+
+def set_up_(config: Any, tokenizer: Any) -> None:
+    """Makes a configuration that of a model that can be attacked, with this tokenizer."""
+    config.pad_token_id = tokenizer.pad_token_id
+    # Fused attention has no second derivative, and gradient matching needs one.
+    config._attn_implementation = "eager"
+
+
+def check_tokenizer_(named: str, tokenizer: Any, rows: int, task: str) -> None:
     """Refuses a tokenizer that is not the model's, and gives it padding if it has none.
 
     Args:
-        name: Of the model.
+        named: The model, as a message names it.
         tokenizer: What was found beside it; transformers makes an empty one where there is none.
         rows: Tokens that the model has an embedding for.
         task: What is trained.
@@ -160,38 +232,49 @@ def _check_tokenizer_(name: str, tokenizer: Any, rows: int, task: str) -> None:
     vocabulary = tokenizer.get_vocab()
     if set(vocabulary) <= set(tokenizer.all_special_tokens):
         raise ConfigError(
-            f"model.name = {name!r} has no tokenizer: save it beside config.json, as "
+            f"{named} has no tokenizer: save it beside config.json, as "
             "tokenizer.save_pretrained does"
         )
     largest = max(vocabulary.values())
     # Tables are padded to a round number, by a few rows of many thousand.
     if largest >= rows or len(vocabulary) < rows / 2:
         raise ConfigError(
-            f"model.name = {name!r} has the tokenizer of another model: it has {len(vocabulary):,} "
+            f"{named} has the tokenizer of another model: it has {len(vocabulary):,} "
             f"tokens, up to number {largest:,}, and the model has embeddings of {rows:,}: save the "
             "tokenizer that the model was trained with beside it"
         )
     if task == CAUSAL_LM and tokenizer.eos_token_id is None:
         raise ConfigError(
-            f"model.name = {name!r} has a tokenizer without an end token, which closes each text "
+            f"{named} has a tokenizer without an end token, which closes each text "
             "of next-token training: set eos_token in its tokenizer_config.json"
         )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     if tokenizer.pad_token_id is None:
         raise ConfigError(
-            f"model.name = {name!r} has a tokenizer without a padding or an end token: set "
+            f"{named} has a tokenizer without a padding or an end token: set "
             "pad_token in its tokenizer_config.json"
         )
 
 
-def _check_weights(name: str, task: str, module: nn.Module, found: Mapping[str, Any]) -> None:
-    """Refuses a checkpoint that is not the model's, but for a classifier that is new."""
+def _check_weights(
+    name: str, task: str, module: nn.Module, found: Mapping[str, Any], *, whole: bool
+) -> None:
+    """Refuses a checkpoint that is not the model's, but for a classifier that is new.
+
+    Args:
+        name: Of the model.
+        task: What it is for.
+        module: As it was loaded.
+        found: What transformers says of the loading.
+        whole: Whether the classifier must be there, too.
+    """
     prefix = f"{module.base_model_prefix}."
 
     def of_head(key: str) -> bool:
         """Whether a classifier is trained with such a parameter from scratch."""
-        return task == CLASSIFICATION and (not key.startswith(prefix) or ".pooler." in key)
+        new = task == CLASSIFICATION and not whole
+        return new and (not key.startswith(prefix) or ".pooler." in key)
 
     names = [key for key, _ in module.named_parameters()]
     new = sorted(key for key in found["missing_keys"] if of_head(key))

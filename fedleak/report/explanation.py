@@ -35,7 +35,7 @@ def _show_plans(one: Applicability, console: Console) -> None:
         table = Table(show_header=False, box=None, pad_edge=False)
         for step in plan:
             mark = "[yellow]out[/]" if step.obstacle else "in"
-            table.add_row(f"  {markup(step.kind)}", mark, markup(step.obstacle or step.purpose))
+            table.add_row(f"    {markup(step.kind)}", mark, markup(step.obstacle or step.purpose))
         console.print(table)
 
 

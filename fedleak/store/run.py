@@ -175,6 +175,16 @@ class Run:
         finally:
             lock.release()
 
+    def in_use(self) -> bool:
+        """Returns whether somebody holds the directory now."""
+        lock = FileLock(self._place(".lock"), mode=0o600)
+        try:
+            lock.acquire(blocking=False)
+        except Timeout:
+            return True
+        lock.release()
+        return False
+
     # --- captures and models ----------------------------------------------------------------
 
     def write_capture(self, capture: Capture) -> None:

@@ -29,7 +29,7 @@ import psutil
 import torch
 
 from fedleak import models
-from fedleak.attacks import Attack, AttackSetting, Batched, OnProgress, Progress
+from fedleak.attacks import Attack, OnProgress, Progress
 from fedleak.config.components import NamedAttack
 from fedleak.errors import CaptureError
 from fedleak.models import LanguageModel, ModelSpec, loading
@@ -39,7 +39,8 @@ from fedleak.reconstruction import Reconstruction, Status
 from fedleak.rng import stream
 from fedleak.store.records import Answer
 from fedleak.store.run import Key, Run
-from fedleak.workers.answers import InvalidAnswerError, checked, one_line
+from fedleak.workers import attempt
+from fedleak.workers.answers import one_line
 from fedleak.workers.model_state import changed, state
 
 NOTE_SECONDS = 1.0
@@ -94,13 +95,43 @@ def answer_of(
         seconds, device: The attack alone, its share of the call; None if it did not get to that.
         together: How many observations shared the call.
     """
+    return answer_record(
+        job.key,
+        job.attack,
+        job.knowledge,
+        found,
+        seconds=seconds,
+        device=device,
+        together=together,
+    )
+
+
+def answer_record(
+    key: Key,
+    attack: NamedAttack,
+    knowledge: Knowledge,
+    found: Reconstruction,
+    *,
+    seconds: float | None,
+    device: str | None,
+    together: int | None,
+) -> Answer:
+    """Returns what is kept of an attack on one update.
+
+    Args:
+        key: Which update.
+        attack: The attack, its name, and what the attacker was granted.
+        knowledge: All that the attacker knew.
+        found: What came of it.
+        seconds, device, together: As in `answer_of`.
+    """
     return Answer(
-        round=job.key.round,
-        client=job.key.client,
-        attack=job.attack.name,
-        settings=settings(job.attack.attack),
-        granted=tuple(sorted(job.attack.threat.knows)),
-        knows=tuple(sorted(job.knowledge.granted())),
+        round=key.round,
+        client=key.client,
+        attack=attack.name,
+        settings=settings(attack.attack),
+        granted=tuple(sorted(attack.threat.knows)),
+        knows=tuple(sorted(knowledge.granted())),
         seconds=seconds,
         device=device,
         together=together,
@@ -280,8 +311,10 @@ def work_together(
             if spoiled:  # whoever comes next finds another
                 _model_at.cache_clear()
                 _model.cache_clear()
-        for (job, _), answer in zip(attacked, _answers(found, seen, model, spoiled), strict=True):
-            answers[job.key] = answer_of(job, answer, seconds, _name(device), len(attacked))
+        for (job, _), answer in zip(
+            attacked, attempt.answers(found, seen, model, spoiled), strict=True
+        ):
+            answers[job.key] = answer_of(job, answer, seconds, device_name(device), len(attacked))
     return [answers[job.key] for job in jobs]
 
 
@@ -301,13 +334,7 @@ def _look(job: Job, model: LanguageModel, device: str) -> Observation | Reconstr
     seen = Observation(
         round=job.key.round, client=job.key.client, update=update, knowledge=job.knowledge
     )
-    obstacle = job.attack.attack.obstacle(AttackSetting.of(seen, model))
-    if obstacle is not None:
-        return Reconstruction.none(Status.INADMISSIBLE, one_line(str(obstacle)))
-    if not all(bool(t.isfinite().all()) for t in tensors.values()):
-        reason = "not every number of the update is finite: training diverged, or a cast overflowed"
-        return Reconstruction.none(Status.ABSTAINED, reason)
-    return seen
+    return attempt.unfit(job.attack.attack, seen, model) or seen
 
 
 def _call(
@@ -318,42 +345,9 @@ def _call(
     # The same on all rungs of the ladder: they differ by what is told, and not by luck.
     name = job.attack.listed_as
     rngs = [stream(job.seed, "attack", name, each.round, each.client) for each in seen]
-    if isinstance(attack, Batched):
-        return attack.many(
-            seen, model, rngs=rngs, report=lambda which, at: report(seen[which].client, at)
-        )
-    return [attack(each, model, rng=rng) for each, rng in zip(seen, rngs, strict=True)]
-
-
-def _answers(
-    found: object, seen: Sequence[Observation], model: LanguageModel, spoiled: Sequence[str]
-) -> list[Reconstruction]:
-    """Returns an answer for each observation: the attack's, if that is one, else a failure."""
-    if spoiled:
-        reason = (
-            f"the attack changed the model ({', '.join(spoiled)}), so its answer does not count: "
-            "it has to work on a copy"
-        )
-        return [Reconstruction.none(Status.FAILED, reason)] * len(seen)
-    if not isinstance(found, list | tuple) or len(found) != len(seen):
-        what = f"{len(found)} answers" if isinstance(found, list | tuple) else "no list of answers"
-        reason = f"the attack returned {what} for {len(seen)} observations"
-        return [Reconstruction.none(Status.FAILED, reason)] * len(seen)
-    return [_answer(answer, each, model) for answer, each in zip(found, seen, strict=True)]
-
-
-def _answer(answer: object, seen: Observation, model: LanguageModel) -> Reconstruction:
-    """Returns an attack's answer, or the failure that it is."""
-    try:
-        return checked(
-            answer,
-            vocabulary=int(model.module.config.vocab_size),  # type: ignore[union-attr,arg-type]
-            longest=model.max_length,
-            examples=seen.update.num_examples,
-        )
-    except InvalidAnswerError as error:
-        reason = one_line(f"the attack's answer is invalid: {error}")
-        return Reconstruction.none(Status.FAILED, reason)
+    return attempt.call(
+        attack, seen, model, rngs=rngs, report=lambda which, at: report(seen[which].client, at)
+    )
 
 
 def _work_and_note(jobs: Sequence[Job], device: str, note: Path) -> list[Answer]:
@@ -401,7 +395,8 @@ def _model_at(
     return model, state(model)
 
 
-def _name(device: str) -> str:
+def device_name(device: str) -> str:
+    """Returns what a device is called."""
     return torch.cuda.get_device_name(device) if device.startswith("cuda") else device
 
 

@@ -437,7 +437,13 @@ def test_flwr_run_refuses_a_broken_defense_too(tmp_path, monkeypatch):
     file = tmp_path / "run.json"
     table = experiment_of(MASK, data=TABLE["data"] | {"samples": 4}).model_dump(mode="json")
     file.write_text(json.dumps({"experiment": table}))
-    config = {"experiment": str(file), "run-dir": str(tmp_path / "run"), "attack": True}
+    config = {
+        "experiment": str(file),
+        "run-dir": str(tmp_path / "run"),
+        "attack": True,
+        "nodes-within": 0,
+        "answers-within": 9,
+    }
     monkeypatch.setattr(dispatcher, "attacking", lambda run, experiment: nullcontext())
     monkeypatch.setattr(scoring, "score_run", lambda run: [])
     grid = InlineGrid(client_app, 2, config)

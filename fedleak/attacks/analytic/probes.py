@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 
 from fedleak.attacks import AttackSetting
-from fedleak.attacks.analytic.embedding_rows import used_rows
+from fedleak.attacks.analytic.embedding_rows import longest_sequence, used_rows
 from fedleak.attacks.analytic.label_counts import label_counts
 from fedleak.attacks.subspace.span import row_space
 from fedleak.models import CAUSAL_LM, LanguageModel
@@ -44,15 +44,15 @@ class Probes:
         if family.word_embedding in tensors:
             used = used_rows(tensors[family.word_embedding])
             if used is not None:
-                tokens = tuple(used[0])
-                diagnostics["token_gap"] = _json(used[1])
+                tokens = tuple(used.rows)
+                diagnostics["token_gap"] = _json(used.gap)
         position = family.position_embedding
         if position is not None and position in tensors:
-            used = used_rows(tensors[position])
-            if used is not None:
+            longest = longest_sequence(tensors[position])
+            if longest is not None:
                 # In next-token training the last token is only a target: its position has no row.
                 targets_only = 1 if model.task == CAUSAL_LM else 0
-                facts["longest_sequence"] = used[0][-1] + 1 + targets_only
+                facts["longest_sequence"] = longest + targets_only
         counts = label_counts(seen, model, rng)
         if counts is not None:
             facts["label_counts"] = counts

@@ -11,7 +11,7 @@ another attack's.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import torch
 from pydantic import AfterValidator, Field
@@ -20,6 +20,7 @@ from fedleak.attacks import AttackSetting, OneByOne, Progress, Step, certificate
 from fedleak.attacks.auto.evidence import choose, compare, nats
 from fedleak.attacks.auto.peeling import occurrences, peel
 from fedleak.attacks.auto.reading import Ids, Reading, read
+from fedleak.attacks.auto.sharpening import Labelled, sharpened
 from fedleak.attacks.clock import Clock
 from fedleak.attacks.matching.batch_structure import Clues
 from fedleak.attacks.matching.lamp import Lamp
@@ -39,8 +40,8 @@ ENSEMBLE: tuple[tuple[Single, str], ...] = (
 )
 """Cheapest first: the next is asked only where those before proved no whole batch."""
 
-_OF_THE_REST = 0.5
-"""Share of the time left that an attack may take if others come after it."""
+_SHARE = 0.5
+"""Share of the time left that an attack may take: something comes after each."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Findings:
     Attributes:
         read: For each sequence the attack that read it first, in the order of finding.
         members: Proved sequences, taken out of the update.
-        tokens: Tokens that any of them found.
+        tokens: Tokens beside which there are no others, as far as any of them knows.
         said: What each attack said, by its kind.
         whole: The rest of the batch, with repetitions, if the last attack proved it.
     """
@@ -66,16 +67,19 @@ class Findings:
         return Findings(
             read={ids: kind for ids in reading.sequences if ids} | self.read,
             members=(*self.members, *reading.members),
-            tokens=self.tokens.union(reading.answer.tokens or ()),
+            tokens=self.tokens.union(reading.tokens),
             said={**self.said, kind: reading.answer},
             whole=reading.sequences if reading.answer.verified else (),
         )
 
     def clues(self) -> Clues:
         """Returns what the next attack begins with."""
+        return Clues(tuple(sorted(self.tokens)) or None, self.unproved())
+
+    def unproved(self) -> tuple[Ids, ...]:
+        """Returns the sequences that are not proved."""
         proved = {one.ids for one in self.members}
-        guesses = tuple(ids for ids in self.read if ids not in proved)
-        return Clues(tuple(sorted(self.tokens)) or None, guesses)
+        return tuple(ids for ids in self.read if ids not in proved)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,17 +133,23 @@ class Auto(OneByOne):
         for number, attack in enumerate(able, 1):
             if rest is None or (found.said and clock.up()):
                 break
-            share = _OF_THE_REST if number < len(able) else 1.0
 
             def tell(how: Progress, of: str = f"{attack.kind} ({number} of {len(able)})") -> None:
                 on_progress(how._replace(phase=f"{of} {how.phase}".strip()))
 
-            timed = self._timed(attack, share * clock.left())
+            timed = self._timed(attack, _SHARE * clock.left())
             reading = read(timed, rest, model, found.clues(), rng, tell)
             found = found.and_(attack.kind, reading)
             if reading.answer.verified:
                 break
             rest = peel(seen, model, found.members) if found.members else seen
+        if rest is not None and not found.whole and not clock.up():
+
+            def mended(ids: Ids, fit: float) -> None:
+                on_progress(Progress(len(able), len(able), 1 - fit, model.decode(ids), "mending"))
+
+            better = _sharpened(found, rest, model, rng, clock, mended)
+            found = replace(found, read=dict.fromkeys(better, self.kind) | found.read)
         return self._answer(found, seen, rest, model, clock)
 
     def _timed(self, attack: Single, seconds: float) -> Single:
@@ -168,11 +178,15 @@ class Auto(OneByOne):
         )
         chosen: dict[Ids, float] = {}
         likely = bool(proved or found.whole)
-        if not found.whole and left is not None:
-            pool = [ids for ids in found.read if ids not in proved]
-            chosen, rest = _chosen(pool, left, model)
-            diagnostics |= rest
-            likely |= rest.get("nats", 0.0) > rest.get("nats_by_chance", 0.0)
+        if not found.whole and left is not None and (pool := found.unproved()):
+            choice = _choice(pool, left, model)
+            chosen = choice.evidence
+            likely |= choice.nats > choice.nats_by_chance
+            diagnostics |= {
+                "residual": choice.residual,
+                "nats": choice.nats,
+                "nats_by_chance": choice.nats_by_chance,
+            }
         stands = likely or any(one.status == Status.RECOVERED for one in found.said.values())
         batch = (*proved, *found.whole, *chosen)
         if not batch or not stands:
@@ -193,31 +207,68 @@ class Auto(OneByOne):
             tokens=tuple(sorted({token for ids in closed for token in ids})),
             diagnostics={**diagnostics, "from": [found.read.get(ids, "") for ids in batch]},
             verified=verified,
-            reason="" if verified or likely else "nothing proved: the likeliest sequences",
+            reason="" if verified or proved else "nothing proved: the likeliest sequences",
         )
 
 
-def _chosen(
-    pool: Sequence[Ids], left: Observation, model: LanguageModel
-) -> tuple[dict[Ids, float], dict[str, float]]:
-    """Returns the sequences of the pool that explain an update best, and how well they do.
+class Choice(NamedTuple):
+    """The sequences that explain an update best.
 
-    Each comes with its evidence, best first: the residual as a share of what it is without it.
+    Attributes:
+        batch: With labels and weights.
+        evidence: Of each, best first: the residual as a share of what it is without the sequence.
+        residual: What all of them leave, as a share of the gradient's square.
+        nats: How much likelier they make the update.
+        nats_by_chance: How much likelier the best of all texts of this length would make mere noise
+            (minimum description length). More than that proves no word: wrong texts explain what
+            all texts have in common.
     """
-    if not pool:
-        return {}, {}
-    pairs = compare(model, pool, certificate.as_gradient(left))
-    picks = choose(pairs, left.update.num_examples)
-    rest = pairs.residual(picks)
+
+    batch: list[Labelled]
+    evidence: dict[Ids, float]
+    residual: float
+    nats: float
+    nats_by_chance: float
+
+
+def _choice(pool: Sequence[Ids], rest: Observation, model: LanguageModel) -> Choice:
+    """Returns the sequences of a pool that explain an update best."""
+    pairs = compare(model, pool, certificate.as_gradient(rest))
+    picks = choose(pairs, rest.update.num_examples)
+    weights = pairs.weights(picks)
+    batch = [
+        Labelled(pool[pairs.sequence[k]], pairs.label[k], float(weight))
+        for k, weight in zip(picks, weights, strict=True)
+    ]
+    left = pairs.residual(picks)
     evidence: dict[Ids, float] = {}
-    for pick in picks:
-        ids = pool[pairs.sequence[pick]]
+    for pick, one in zip(picks, batch, strict=True):
         without = pairs.residual([k for k in picks if k != pick])
-        evidence[ids] = min(rest / without, evidence.get(ids, 1.0))
-    # As many texts of this length as there are could fit by chance (minimum description length).
-    chance = sum(map(len, evidence)) * math.log(len(model.tokenizer))
-    how = {"residual": rest, "nats": nats(pairs, rest), "nats_by_chance": chance}
-    return dict(sorted(evidence.items(), key=lambda one: one[1])), how
+        evidence[one.ids] = min(left / without, evidence.get(one.ids, 1.0))
+    return Choice(
+        batch=batch,
+        evidence=dict(sorted(evidence.items(), key=lambda one: one[1])),
+        residual=left,
+        nats=nats(pairs, left),
+        nats_by_chance=sum(map(len, evidence)) * math.log(len(model.tokenizer)),
+    )
+
+
+def _sharpened(
+    found: Findings,
+    rest: Observation,
+    model: LanguageModel,
+    rng: torch.Generator,
+    clock: Clock,
+    tell: Callable[[Ids, float], None],
+) -> tuple[Ids, ...]:
+    """Returns the sequences that explain an update best, with words that do so better."""
+    pool = found.unproved()
+    if not pool:
+        return ()
+    observed = certificate.as_gradient(rest)
+    batch = _choice(pool, rest, model).batch
+    return tuple(sharpened(model, batch, observed, rng, clock, tell))
 
 
 def _verdict(

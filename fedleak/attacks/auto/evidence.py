@@ -25,6 +25,7 @@ from torch.nn import functional as F
 from fedleak.attacks.certificate import close
 from fedleak.attacks.matching.factored_gradients import (
     BatchGradients,
+    LogitGrad,
     class_logit_grad,
     next_token_logit_grad,
 )
@@ -65,13 +66,18 @@ class Pairs:
         """
         if not chosen:
             return 1.0
-        picked = torch.tensor(list(chosen))
-        system = self.gram_KK[picked[:, None], picked]
-        weights = torch.linalg.lstsq(system, self.observed_K[picked, None]).solution[:, 0]
+        weights = self.weights(chosen)
         if not bool((weights > 0).all()):
             return math.inf
-        explained = float(weights @ self.observed_K[picked])
+        explained = float(weights @ self.observed_K[list(chosen)])
         return max(1 - explained / self.total, _ROUNDING)
+
+    def weights(self, chosen: Sequence[int]) -> Tensor:
+        """Returns the weights of pairs, by least squares."""
+        picked = torch.tensor(list(chosen), dtype=torch.long)
+        system = self.gram_KK[picked[:, None], picked]
+        found: Tensor = torch.linalg.lstsq(system, self.observed_K[picked, None]).solution[:, 0]
+        return found
 
 
 def choose(pairs: Pairs, most: int, begin: Sequence[int] = ()) -> list[int]:
@@ -111,22 +117,17 @@ def compare(
         sequences: As attacks on spans give them (`certificate.close` adds the last target).
         observed: The mean gradient by parameter name.
     """
-    weight = {name: _weight(value) for name, value in observed.items()}
-    names = [
-        name
-        for name in observed
-        if weight[name] and not (name == model.family.word_embedding and model.tied)
-    ]
+    weight = weights(model, observed)
     closed = [close(model, ids) for ids in sequences]
     words_M = torch.tensor(sorted({t for ids in closed for t in ids}), device=model.device)
-    own = BatchGradients(model, names)
+    own = BatchGradients(model, list(weight))
     with own.ready():
         gradients = _gradients(model, own, closed, words_M)
     labels = model.num_labels if model.task == CLASSIFICATION else 1
     size = len(closed) * labels
     gram_KK = torch.zeros(size, size, dtype=torch.float64)
     observed_K = torch.zeros(size, dtype=torch.float64)
-    for name in names:
+    for name in weight:
         target = observed[name]
         if name == model.family.word_embedding:
             target = target[words_M]
@@ -138,9 +139,18 @@ def compare(
         label=tuple(range(labels)) * len(closed),
         gram_KK=gram_KK,
         observed_K=observed_K,
-        total=sum(weight[n] * float(observed[n].double().square().sum()) for n in names),
-        numbers=sum(int(observed[n].count_nonzero()) for n in names),
+        total=sum(weight[n] * float(observed[n].double().square().sum()) for n in weight),
+        numbers=sum(int(observed[n].count_nonzero()) for n in weight),
     )
+
+
+def weights(model: LanguageModel, observed: Mapping[str, Tensor]) -> dict[str, float]:
+    """Returns what the square of a number counts, by the parameters that are compared."""
+    # The rows of a tied embedding also hold the output layer's gradient.
+    left_out = {model.family.word_embedding} if model.tied else set()
+    left_out |= model.family.null_parameters(observed)
+    each = {name: _weight(value) for name, value in observed.items() if name not in left_out}
+    return {name: weight for name, weight in each.items() if weight}
 
 
 def _weight(observed: Tensor) -> float:
@@ -153,26 +163,81 @@ def _gradients(
     model: LanguageModel, own: BatchGradients, closed: Sequence[tuple[int, ...]], words_M: Tensor
 ) -> dict[str, Gradient]:
     """Returns each pair's gradients: rows are sequences, and guesses of a row are its labels."""
-    ids_NT, mask_NT = pad(closed, model.tokenizer.pad_token_id, model.device)
     labels = model.num_labels if model.task == CLASSIFICATION else 1
+    each = torch.arange(labels, device=model.device).repeat(len(closed), 1)
+    return gradients_of(model, own, closed, each, words_M)
+
+
+def gradients_of(
+    model: LanguageModel,
+    own: BatchGradients,
+    closed: Sequence[tuple[int, ...]],
+    labels_NC: Tensor,
+    words_M: Tensor,
+) -> dict[str, Gradient]:
+    """Returns the gradients of each sequence's mean loss with each of its labels.
+
+    Args:
+        model: At the broadcast weights.
+        own: Of this model, ready.
+        closed: The sequences, as clients train on them.
+        labels_NC: Of each; of no meaning in next-token training.
+        words_M: The tokens whose rows of the word embedding's gradient are wanted.
+    """
+    ids_NT, mask_NT = pad(closed, model.tokenizer.pad_token_id, model.device)
+    labels = labels_NC.shape[1]
     table_VD = model.module.get_parameter(model.family.word_embedding).detach()
-    x_NKTD = table_VD[ids_NT][:, None].expand(-1, labels, -1, -1)
+    x_NCTD = table_VD[ids_NT][:, None].expand(-1, labels, -1, -1)
     share_NTM = (ids_NT[..., None] == words_M) & (mask_NT[..., None] > 0)
-    share_NKTM = share_NTM.to(table_VD.dtype)[:, None].expand(-1, labels, -1, -1)
-    if model.task == CLASSIFICATION:
-        each = torch.arange(labels, device=model.device).repeat(len(closed))
-        logit_grad = class_logit_grad(model, each, torch.ones_like(each, dtype=table_VD.dtype))
-    else:
-        targets_NTV = F.one_hot(ids_NT, len(table_VD)).to(table_VD.dtype)
-        weights_NT = mask_NT / (mask_NT.sum(1, keepdim=True) - 1).clamp_min(1)
-        logit_grad = next_token_logit_grad(targets_NTV, weights_NT.to(table_VD.dtype))
+    share_NCTM = share_NTM.to(table_VD.dtype)[:, None].expand(-1, labels, -1, -1)
     return own(
-        x_NKTD[:, :, None],
+        x_NCTD[:, :, None],
         mask_NT[:, None],
-        logit_grad,
+        _logit_grad(model, ids_NT, mask_NT, labels_NC),
         differentiable=False,
-        mixture_RKBTM=share_NKTM[:, :, None],
+        mixture_RKBTM=share_NCTM[:, :, None],
     )
+
+
+def _logit_grad(
+    model: LanguageModel, ids_NT: Tensor, mask_NT: Tensor, labels_NC: Tensor
+) -> LogitGrad:
+    """Returns the derivative of each sequence's mean loss in its logits."""
+    if model.task == CLASSIFICATION:
+        ones = torch.ones(labels_NC.numel(), device=model.device)
+        return class_logit_grad(model, labels_NC.flatten(), ones)
+    table_VD = model.module.get_parameter(model.family.word_embedding)
+    targets_NTV = F.one_hot(ids_NT, len(table_VD)).to(table_VD.dtype)
+    weights_NT = mask_NT / (mask_NT.sum(1, keepdim=True) - 1).clamp_min(1)
+    return next_token_logit_grad(targets_NTV, weights_NT.to(table_VD.dtype))
+
+
+def slopes(
+    model: LanguageModel,
+    ids: Sequence[int],
+    label: int,
+    observed: Mapping[str, Tensor],
+    weight: Mapping[str, float],
+) -> tuple[Tensor, Tensor]:
+    """Returns how the fit of a sequence changes with its embeddings [T, D], and its own deltas.
+
+    The deltas [T, D] are the gradient of its loss at its embeddings, which is what the rows of the
+    word embedding's gradient are sums of.
+    """
+    ids_1T, mask_1T = pad([ids], model.tokenizer.pad_token_id, model.device)
+    table_VD = model.module.get_parameter(model.family.word_embedding).detach()
+    labels_11 = torch.tensor([[label]], device=model.device)
+    logit_grad = _logit_grad(model, ids_1T, mask_1T, labels_11)
+    own = BatchGradients(model, [name for name in weight if name != model.family.word_embedding])
+    with own.ready(), torch.enable_grad():
+        x_TD = table_VD[list(ids)].clone().requires_grad_()
+        found = own(x_TD[None, None, None], mask_1T[None], logit_grad, differentiable=True)
+        fit = fits(found, observed, weight).sum()
+        (slope_TD,) = torch.autograd.grad(fit, x_TD)
+        loss_x = table_VD[list(ids)].clone().requires_grad_()
+        logits = model.family.logits(model.module, mask_1T, ids_BT=None, embeds_BTD=loss_x[None])
+        (delta_TD,) = torch.autograd.grad(logits, loss_x, logit_grad(logits).detach())
+    return slope_TD, delta_TD
 
 
 def _products(gradient: Gradient, observed: Tensor) -> tuple[Tensor, Tensor]:
@@ -191,6 +256,38 @@ def _products(gradient: Gradient, observed: Tensor) -> tuple[Tensor, Tensor]:
     left, right = left.flatten(0, 1), right.flatten(0, 1)
     both = (left @ left.T) * (right @ right.T)
     return both.view(pairs, tokens, pairs, tokens).sum((1, 3)), inner_K
+
+
+def fits(
+    gradients: Mapping[str, Gradient], observed: Mapping[str, Tensor], weight: Mapping[str, float]
+) -> Tensor:
+    """Returns the cosine [K] of each guess's gradient with the observed one, differentiable.
+
+    Args:
+        gradients: Of K rows of one guess each, or of a row of K guesses.
+        observed: By parameter name; of the word embedding only the rows in the guesses.
+        weight: What the square of a number counts, by parameter name (`weights`).
+    """
+    inner_K = square_K = torch.zeros(())
+    total = 0.0
+    for name, gradient in gradients.items():
+        square, inner = _own_products(gradient, observed[name])
+        inner_K = inner_K + weight[name] * inner
+        square_K = square_K + weight[name] * square
+        total += weight[name] * float(observed[name].square().sum())
+    return inner_K / (square_K.clamp_min(1e-30) * total).sqrt()
+
+
+def _own_products(gradient: Gradient, observed: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the square [K] of each gradient, and its inner product [K] with the observed one."""
+    if isinstance(gradient, Tensor):
+        value = gradient.flatten(0, 1)
+        target = observed[: value.shape[1]] if value.dim() == 3 else observed
+        return value.flatten(1).square().sum(1), value.flatten(1) @ target.flatten()
+    left = torch.cat([part.left_RKNX for part in gradient], 2).flatten(0, 1)
+    right = torch.cat([part.right_RKNY for part in gradient], 2).flatten(0, 1)
+    square_K = ((left @ left.mT) * (right @ right.mT)).flatten(1).sum(1)
+    return square_K, (left * (right @ observed.mT)).flatten(1).sum(1)
 
 
 def nats(pairs: Pairs, residual: float) -> float:

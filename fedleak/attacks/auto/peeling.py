@@ -33,7 +33,7 @@ def peel(seen: Observation, model: LanguageModel, members: Sequence[Member]) -> 
         for label, weight in _weights(one, seen.update.num_examples):
             rest = {
                 name: rest[name] - weight * gradient
-                for name, gradient in _gradient(model, one.ids, label, list(rest)).items()
+                for name, gradient in gradient_of(model, one.ids, label, list(rest)).items()
             }
     tensors = {name: value / share for name, value in rest.items()}
     return replace(
@@ -59,7 +59,7 @@ def _weights(one: Member, batch_size: int) -> list[tuple[int, float]]:
     return [(label, count / batch_size) for label, count in enumerate(one.counts) if count]
 
 
-def _gradient(
+def gradient_of(
     model: LanguageModel, ids: Sequence[int], label: int, names: Sequence[str]
 ) -> dict[str, torch.Tensor]:
     """Returns the gradient of a sequence's mean loss by parameter name."""
@@ -77,7 +77,7 @@ def _without(
 ) -> Knowledge:
     """Returns what is known of the other sequences: their labels and lengths are those left."""
     gone = [
-        (label, len(close(model, one.ids)))
+        (None if one.counts is None else label, len(close(model, one.ids)))
         for one, times in zip(members, repeats, strict=True)
         for label, count in enumerate(one.counts or (times,))
         for _ in range(count)
@@ -86,7 +86,11 @@ def _without(
     size = len(known.labels or known.lengths or ())
     every = list(zip(known.labels or [None] * size, known.lengths or [None] * size, strict=True))
     for label, length in gone:
-        fits = (one for one in every if one[0] in (None, label) and one[1] in (None, length))
+        fits = (
+            one
+            for one in every
+            if (label is None or one[0] in (None, label)) and one[1] in (None, length)
+        )
         match = next(fits, None)
         if match is not None:
             every.remove(match)

@@ -32,11 +32,13 @@ class Reading(NamedTuple):
         answer: What it says of the batch by itself.
         sequences: What it read, best first, even where it does not stand by it.
         members: Sequences that it proved, one by one.
+        tokens: Tokens beside which it says there are no others.
     """
 
     answer: Reconstruction
     sequences: tuple[Ids, ...]
     members: tuple[Member, ...] = ()
+    tokens: tuple[int, ...] = ()
 
 
 @singledispatch
@@ -71,7 +73,9 @@ def _(
     on_progress: OnProgress,
 ) -> Reading:
     answer, members = attack.read(seen, model, rng=rng, on_progress=on_progress)
-    return Reading(answer, answer.sequences or (), members)
+    # Noise blurs the bag; where a sentence stands out, so does it.
+    tokens = (answer.tokens or ()) if not answer.reason else ()
+    return Reading(answer, answer.sequences or (), members, tokens)
 
 
 @read.register

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fedleak.attacks.analytic.embedding_rows import used_rows
+from fedleak.attacks.analytic.embedding_rows import longest_sequence, used_rows
 from fedleak.attacks.analytic.label_counts import label_counts
 from fedleak.attacks.certificate import as_gradient
 from fedleak.attacks.subspace.span import row_space
@@ -127,8 +127,9 @@ def bag(seen: Observation, model: LanguageModel, rng: torch.Generator) -> Tensor
     family, tensors = model.family, seen.update.tensors
     if family.word_embedding in tensors:
         used = used_rows(tensors[family.word_embedding])
-        if used is not None:
-            return torch.tensor(used[0], device=model.device)
+        # Noise hides small rows, and those of the tokens that begin every text are among them.
+        if used is not None and used.complete and set(frame(model).first) <= set(used.rows):
+            return torch.tensor(used.rows, device=model.device)
     attention = family.attention_gradients(as_gradient(seen), 0)
     span = row_space(attention) if attention else None
     if span is None or not span.exact or family.position_embedding is None:
@@ -249,8 +250,8 @@ def _told(
     only_target = 1 if model.task == CAUSAL_LM else 0
     longest = None
     if family.position_embedding is not None and family.position_embedding in tensors:
-        used = used_rows(tensors[family.position_embedding])
-        longest = None if used is None else used[0][-1] + 1 + only_target
+        inputs = longest_sequence(tensors[family.position_embedding])
+        longest = None if inputs is None else inputs + only_target
     # In a classifier's last layer only one token asks.
     layers = model.num_layers if model.task == CAUSAL_LM else model.num_layers - 1
     inner = family.attention_gradients(as_gradient(seen), 1) if layers > 1 else []

@@ -19,7 +19,7 @@ from fedleak.attacks.matching.factored_gradients import (
     class_logit_grad,
     next_token_logit_grad,
 )
-from fedleak.attacks.matching.gradient_distance import Distance, Gradients, added
+from fedleak.attacks.matching.gradient_distance import Cosine, Distance, Gradients, added
 from fedleak.attacks.matching.parametrization import Guess, Space
 from fedleak.attacks.matching.target import Target
 from fedleak.models import LanguageModel
@@ -102,6 +102,17 @@ class Objective:
         with torch.no_grad():
             gradients = self.gradients(guess, self.rows, differentiable=False)
             return self._distance(gradients)
+
+    def equal(self, ids_RBT: Tensor) -> Tensor:
+        """Returns whether the gradients [R] of tokens are those observed, but for rounding.
+
+        By the cosine of each tensor: large tensors hide the small ones in a squared distance.
+        """
+        guess = self.space.exact(self.rows, ids_RBT[:, None])
+        with torch.no_grad():
+            gradients = self.gradients(guess, self.rows, differentiable=False)
+            equal_R: Tensor = Cosine()(gradients, self.target)[:, 0] < self.exact_R
+        return equal_R
 
     def other_sequences(self, guess: Guess, b: int) -> Gradients | None:
         """Returns the gradients of all sequences but b; None if there are no others.

@@ -86,6 +86,9 @@ def reconstruct(
             of_row = [rng[i] for i in alive_R.tolist()]
             moving = replace(config, sweeps=sweeps)
             ids_RBT, score_R = improved(objective, moving, descent.now(), of_row, watch)
+            if (score_R < objective.exact_R).any():
+                wrong_R = (score_R < objective.exact_R) & ~objective.equal(ids_RBT)
+                score_R = torch.where(wrong_R, objective.exact_R, score_R)
             better_R = score_R < best_R[alive_R]
             best_R[alive_R[better_R]] = score_R[better_R]
             best_ids_RBT[alive_R[better_R]] = ids_RBT[better_R]

@@ -13,11 +13,11 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from fedleak import __version__
 from fedleak.report.html.glossary import TERMS
 from fedleak.report.html.page import PrivateText, RunPage, SweepPage, TextAnswer
 from fedleak.report.html.wording import figure
 from fedleak.sanitise import printable
+from fedleak.versions import VERSION
 
 LONGEST_TEXT = 4_000
 """Characters of a private text or an answer; of a longer one the first are shown."""
@@ -34,7 +34,7 @@ def render(page: RunPage | SweepPage) -> bytes:
         page=page,
         texts=texts,
         terms=TERMS,
-        version=__version__,
+        version=VERSION,
         # They are of this package, and no value is in them.
         style=Markup(style),
         script=Markup(script),

@@ -8,10 +8,11 @@ import torch
 
 from fedleak.attacks.matching import gradient_matching, relaxed_tokens
 from fedleak.attacks.matching.dlg import Dlg
+from fedleak.attacks.matching.gradient_distance import squared
 from fedleak.attacks.matching.joint_objective import rounding
 from fedleak.attacks.matching.lamp import Lamp
 from fedleak.attacks.matching.objective import Objective
-from fedleak.attacks.matching.optimizer import Descent
+from fedleak.attacks.matching.optimizer import Descent, Watch
 from fedleak.attacks.matching.tag import Tag
 from fedleak.defenses.cast import Cast
 from fedleak.defenses.gaussian_noise import GaussianNoise
@@ -579,3 +580,33 @@ def test_the_last_fifth_of_the_steps_is_in_full_precision(small, observe, monkey
     assert len(dtypes) == 20
     assert set(dtypes[:15]) == {torch.bfloat16}
     assert set(dtypes[16:]) == {torch.float32}
+
+
+def test_a_distance_below_rounding_is_not_taken_for_equal_gradients(
+    small, observe, inside, true_ids
+):
+    model = small("bert")
+    truth = observe(model, BATCHES["two texts"], granted=GRANTED)
+
+    def check(objective, config, rng):
+        right = true_ids(truth, objective)
+        first, second = objective.rows.content(0, 0)[:2]
+        wrong = right.clone()
+        wrong[0, 0, [first, second]] = right[0, 0, [second, first]]
+        assert objective.equal(right).all()
+        assert not objective.equal(wrong).any()
+        # Whatever a distance hides, nothing ends before the gradients are equal.
+        blind = replace(
+            objective, distance=lambda gradients, target: 0 * squared(gradients, target)
+        )
+        steps = []
+        watch = Watch(None, lambda step, phase, found: steps.append(step))
+        never = replace(config, steps=3, every=1, discrete_at="never")
+        with pytest.MonkeyPatch.context() as patch:
+            variables = 3.0 * (wrong[..., None] == objective.space.ids_RM[:, None, None])
+            patch.setattr(relaxed_tokens, "initial", lambda *_: variables)
+            patch.setattr(Descent, "step", lambda *_: None)
+            relaxed_tokens.reconstruct(blind, never, rng, watch)
+        assert max(steps) == 3
+
+    inside(check, [truth.seen], model, Lamp(starts=1))

@@ -462,7 +462,7 @@ def test_an_empty_position_inside_does_not_end_the_search_but_patience_and_time_
 def test_rows_that_are_not_zero_are_the_used_ones(used, scale):
     rows = torch.zeros(30, 4)
     rows[sorted(used)] = scale * torch.randn(len(used), 4, generator=stream(0, "rows"))
-    assert used_rows(rows) == (sorted(used), math.inf)
+    assert used_rows(rows) == (sorted(used), math.inf, True)
 
 
 @given(st.sets(st.integers(0, 29), min_size=1, max_size=29), st.floats(1.1, 9.0))

@@ -1,0 +1,478 @@
+"""fedleak in Python: attack an update of your own, score the answer, run an experiment, read a run.
+
+Everything that is public stands in `fedleak` itself: `fedleak.attack`, not `fedleak.api.attack`.
+The example of a gradient goes from a plain transformers model to the text that it was computed on:
+
+>>> import fedleak, torch
+>>> from transformers import AutoModelForSequenceClassification, AutoTokenizer
+>>> folder = fedleak.builtin_model("bert-tiny")  # yours: a hub id, or a folder
+>>> model = AutoModelForSequenceClassification.from_pretrained(folder)
+>>> tokenizer = AutoTokenizer.from_pretrained(folder)
+>>> texts = ["the patient has a fever", "my sister lost her job"]
+>>> batch = tokenizer(texts, padding=True, return_tensors="pt")
+>>> model(**batch, labels=torch.tensor([1, 0])).loss.backward()
+>>> result = fedleak.attack(model, model, tokenizer, num_examples=2)
+>>> sorted(result.texts)
+['my sister lost her job', 'the patient has a fever']
+>>> result.verified
+True
+
+`score` compares the answer with the texts, and says what chance reads:
+
+>>> scored = fedleak.score(result, texts)
+>>> scored.row.exact_match, scored.row.guess_rougeL < 50
+(1.0, True)
+
+What can be wrong is a `fedleak.ConfigError`, with one line that says what to do:
+
+>>> fedleak.attack({"bert.pooler.dense.wieght": torch.ones(2)}, model, tokenizer, num_examples=2)
+Traceback (most recent call last):
+...
+fedleak.errors.ConfigError: the model has no parameter 'bert.pooler.dense.wieght': the nearest ...
+"""
+
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
+
+from torch import nn
+
+from fedleak.attacks import Equipped, Progress
+from fedleak.audit.scoring import Scored, score_one
+from fedleak.config.components import NamedAttack, build_attack
+from fedleak.config.experiment import Experiment
+from fedleak.config.loading import load, parse
+from fedleak.errors import ConfigError, FedleakError, unknown
+from fedleak.models import LanguageModel, builtin, loading
+from fedleak.models.adoption import adopt, inner, without_weights
+from fedleak.notes import notes
+from fedleak.observation import GRANTABLE, Knowledge, Observation, ThreatModel
+from fedleak.own_update import Sent, Tensors, observe
+from fedleak.reconstruction import Reconstruction, Status
+from fedleak.rng import stream
+from fedleak.sanitise import printable
+from fedleak.store.records import LEAKAGE, Answer, LeakageRow
+from fedleak.store.run import Key, Run
+from fedleak.store.summaries import SUMMARY, RunSummary
+from fedleak.truth import GroundTruth
+from fedleak.workers import attempt
+from fedleak.workers.model_state import changed, state
+from fedleak.workers.process import answer_record, device_name, failure
+
+if TYPE_CHECKING:
+    import pandas
+
+__all__ = [
+    "AttackResult",
+    "ConfigError",
+    "Facts",
+    "FedleakError",
+    "LeakageRow",
+    "Results",
+    "RunSummary",
+    "Scored",
+    "attack",
+    "builtin_model",
+    "read",
+    "run",
+    "score",
+]
+
+_log = logging.getLogger(__name__)
+
+_HELD_OUT, _HELD_OUT_SEED = 100, 20
+"""Built-in notes that stand for texts of others where nobody gives any; their own seed."""
+
+
+@dataclass(frozen=True)
+class AttackResult:
+    """What an attack answered to an update.
+
+    Attributes:
+        answer: The answer, as a run keeps it: token ids, evidence, diagnostics.
+        model: What was attacked, without its weights: scores need its tokenizer.
+    """
+
+    answer: Answer
+    model: LanguageModel = field(repr=False)
+
+    @property
+    def status(self) -> Status:
+        """Recovered, abstained, inadmissible or failed; `reason` says why it is not recovered."""
+        return self.answer.status
+
+    @property
+    def reason(self) -> str:
+        """Why there is no answer, or why it is not proved; may be empty."""
+        return self.answer.reason
+
+    @property
+    def verified(self) -> bool:
+        """Whether the whole answer is proved: its gradient, recomputed, equals the update."""
+        return self.answer.verified
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """The texts that were read, best evidence first, without special tokens."""
+        return tuple(self.model.decode(ids) for ids in self.answer.sequences or ())
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The tokens that the attack says were in the batch, without an order."""
+        special = self.model.special_ids()
+        return tuple(self.model.decode([t]) for t in self.answer.tokens or () if t not in special)
+
+    def __str__(self) -> str:
+        """Returns what was read, in lines that no terminal interprets."""
+        answer = self.answer
+        took = "" if answer.seconds is None else f" in {answer.seconds:.1f} s"
+        proof = "proved" if answer.verified else "not proved"
+        lines = [f"{answer.attack}: {answer.status}{took}, {proof}"]
+        if answer.reason:
+            lines.append(f"  {answer.reason}")
+        for text, evidence in zip(self.texts, answer.evidence, strict=True):
+            said = "" if evidence is None else f"  (evidence {evidence:.2g})"
+            lines.append(f"  {printable(text)}{said}")
+        if answer.sequences is None and self.words:
+            lines.append(f"  words: {printable(' '.join(self.words))}")
+        return "\n".join(lines)
+
+
+class Facts(TypedDict, total=False):
+    """What an attacker may be granted beyond the protocol, as in `threat.knows`.
+
+    Attributes:
+        batch_size: Texts in one local step.
+        labels: The class of each text.
+        lengths: The number of tokens of each text, special tokens included.
+        noise_scale: Standard deviation of noise that the client added to each number.
+    """
+
+    batch_size: int
+    labels: Sequence[int]
+    lengths: Sequence[int]
+    noise_scale: float
+
+
+def attack(
+    update: Tensors,
+    model: nn.Module | str | os.PathLike[str],
+    tokenizer: Any = None,
+    *,
+    num_examples: int,
+    kind: str = "auto",
+    settings: Mapping[str, Any] | None = None,
+    sent: Literal["gradient", "delta", "weights"] = "gradient",
+    task: str | None = None,
+    loss: str = "cross-entropy",
+    learning_rate: float | None = None,
+    local_steps: int = 1,
+    dropout: bool | None = None,
+    knows: Facts | None = None,
+    seed: int = 0,
+    on_progress: Callable[[Progress], None] = lambda progress: None,
+) -> AttackResult:
+    """Attacks an update of your own training.
+
+    The model, its gradients and the tokenizer stay as they are: a copy is attacked, in float32, in
+    this process, on the model's device.
+
+    Args:
+        update: Tensors by parameter name; or in the order of `model.parameters()`, as
+            `torch.autograd.grad` returns them; or the module that holds them, after
+            `loss.backward()`. Parameters that were not sent are absent, or None. Wrappers' words
+            in names (`module.`, `base_model.model.`, `_orig_mod.`) do not matter. Their type says
+            how exact they are: give half precision as it is.
+        model: The transformers model at the weights that training started from: a BERT, GPT-2 or
+            LLaMA for sequence classification or next-token prediction, in any wrapper. Or the
+            name of a folder or hub id with all of its weights.
+        tokenizer: Of the model; only for a module.
+        num_examples: Texts that the update is of. A federated client reports it to be averaged.
+        kind: The attack; `fedleak list` names them.
+        settings: Of the attack, by name, as in `[[attack]]` of an experiment file.
+        sent: "gradient", of the mean loss of the batch; "delta", weights after training minus the
+            weights before; "weights", those after training.
+        task: "sequence-classification" or "causal-lm", of a model that is given by its name; left
+            out: what it was saved as.
+        loss: What a classifier is trained on: "cross-entropy", or "squared" of logits and one-hot
+            classes. Next-token prediction has cross-entropy, a mean over all tokens, and an end
+            token behind each text.
+        learning_rate: Of the client's plain SGD steps; needed for "delta" and "weights".
+        local_steps: How many there were.
+        dropout: Whether it was on. Left out: whether the module is in training mode now.
+        knows: What else the attacker is granted; nothing, if it is left out.
+        seed: Decides what the attack draws.
+        on_progress: Is told how far a long attack is.
+
+    Returns:
+        The answer. An attack that crashes is an answer of the status "failed".
+
+    Raises:
+        ConfigError: The update does not fit the model, or something else that you can mend.
+    """
+    victim = _victim(model, tokenizer, task, loss)
+    named = build_attack(0, {"kind": kind, **(settings or {})})
+    if isinstance(named.attack, Equipped):
+        named.attack.check_equipment()
+    if sent not in list(Sent):
+        raise ConfigError(unknown("kind of update", str(sent), [each.value for each in Sent]))
+    granted = knows or {}
+    named = replace(named, threat=ThreatModel(frozenset(granted)))
+    knowledge = Knowledge(
+        learning_rate=learning_rate,
+        local_steps=local_steps,
+        dropout=_dropout(model) if dropout is None else dropout,
+        **_per_example(granted, num_examples, victim),
+    )
+    order = inner(model) if isinstance(model, nn.Module) else None
+    seen = observe(
+        update, victim, sent=Sent(sent), num_examples=num_examples, knowledge=knowledge, order=order
+    )
+    for name in seen.update.tensors:  # certificates recompute what was sent, frozen since or not
+        victim.module.get_parameter(name).requires_grad_(True)
+    start = time.perf_counter()
+    found = _attempt(named, seen, victim, seed, on_progress)
+    answer = answer_record(
+        Key(seen.round, seen.client),
+        named,
+        knowledge,
+        found,
+        seconds=round(time.perf_counter() - start, 4),
+        device=device_name(str(victim.device)),
+        together=1,
+    )
+    return AttackResult(answer, without_weights(victim))
+
+
+def score(
+    result: AttackResult,
+    texts: Sequence[str] | Sequence[Sequence[int]],
+    *,
+    labels: Sequence[int] = (),
+    other: AttackResult | None = None,
+    held_out: Sequence[str] | None = None,
+    seed: int = 0,
+) -> Scored:
+    """Scores an answer against the texts that the update was computed on.
+
+    Args:
+        result: What `attack` returned.
+        texts: The private texts; or their token ids, where they were cut or tokenised otherwise.
+        labels: The class of each text, for attacks that read how many there are of each.
+        other: The answer of the same attack for an update of other texts: the first control. What
+            both score alike is no leak.
+        held_out: Texts like these that were not in the batch: the second control is what they
+            score, drawn without the update. Left out: fedleak's built-in notes, in English.
+        seed: Decides which of them are drawn.
+
+    Returns:
+        `row`, with the figures of `leakage.jsonl`, and `pairs`, each text with what was read of it.
+
+    Raises:
+        ConfigError: There is no text, or one without a token.
+    """
+    model = result.model
+    sequences = _token_ids(texts, model)
+    if not sequences or not all(sequences):
+        raise ConfigError("texts: give the texts of the batch, each with a token")
+    if labels and len(labels) != len(sequences):
+        raise ConfigError(f"labels: {len(labels)} for {len(sequences)} texts: give one for each")
+    if held_out is None:
+        held_out = [note.text for note in notes(_HELD_OUT, _HELD_OUT_SEED)]
+    others = [ids for ids in _token_ids(held_out, model) if ids not in sequences]
+    truth = GroundTruth(
+        round=result.answer.round,
+        client=result.answer.client,
+        sequences=tuple(sequences),
+        labels=tuple(labels),
+        batch_size=len(sequences),
+    )
+    control = None if other is None else other.answer
+    return score_one(result.answer, truth, model, other=control, held_out=others, seed=seed)
+
+
+@dataclass(frozen=True)
+class Results:
+    """The results of a run, as its run directory has them.
+
+    Attributes:
+        path: The run directory.
+        rows: A row per update and attack, of leakage.jsonl.
+        summary: The figures of the run, with intervals.
+    """
+
+    path: Path
+    rows: tuple[LeakageRow, ...] = field(repr=False)
+    summary: RunSummary = field(repr=False)
+
+    def to_pandas(self) -> "pandas.DataFrame":
+        """Returns the rows as a table, a column per field; tables and lists stay what they are."""
+        import pandas  # it takes a second
+
+        return pandas.DataFrame([row.model_dump() for row in self.rows])
+
+    def write_report(
+        self, out: str | os.PathLike[str] | None = None, *, redact: bool = False
+    ) -> Path:
+        """Writes the report of the run for a browser, and returns the file.
+
+        Args:
+            out: The file; left out: report.html in the run directory.
+            redact: Leave private texts out.
+
+        Raises:
+            FedleakError: A file is missing or damaged, or the report cannot be written.
+        """
+        from fedleak import reports
+
+        return reports.report_run(Run(self.path), None if out is None else Path(out), redact=redact)
+
+
+def run(
+    experiment: str | os.PathLike[str] | Mapping[str, Any] | Experiment,
+    *,
+    folder: str | os.PathLike[str] | None = None,
+    fresh: bool = False,
+) -> Results:
+    """Runs an experiment, or what of it is left: trains, captures, attacks and scores.
+
+    Attacks run in processes of their own, so a script must call this below
+    `if __name__ == "__main__":`. A notebook or a REPL need not.
+
+    Args:
+        experiment: An experiment file, or its tables as a dict.
+        folder: The run directory; left out: runs/NAME.
+        fresh: Move earlier results of this name aside.
+
+    Raises:
+        ConfigError: The experiment cannot work.
+        FedleakError: It failed, or its results are not complete. What there is can be `read`.
+    """
+    from fedleak import pipeline
+    from fedleak.audit.gaps import refuse_gaps
+    from fedleak.federation.lookup import run_folder
+    from fedleak.preparation import prepare
+    from server.engines import train  # takes seconds, as all that trains
+
+    wanted = _experiment(experiment)
+    at = prepare(wanted, run_folder(wanted.name) if folder is None else Path(folder), fresh=fresh)
+    pipeline.carry_out(at, wanted, train)
+    refuse_gaps(at)
+    return read(at.path)
+
+
+def read(folder: str | os.PathLike[str]) -> Results:
+    """Reads the results of a run that was scored.
+
+    Args:
+        folder: The run directory, such as runs/NAME.
+
+    Raises:
+        ConfigError: There is no run.
+        FedleakError: It was not scored, or a file is damaged.
+    """
+    at = Run(Path(folder))
+    at.info()  # refuses a folder that is no run
+    return Results(at.path, tuple(at.rows(LEAKAGE)), at.read(SUMMARY))
+
+
+def builtin_model(name: str) -> str:
+    """Returns the folder of a built-in model, which transformers loads without a network.
+
+    Args:
+        name: "bert-tiny", "gpt2-tiny" or "llama-tiny": small, with random weights. It is made on
+            this machine when first asked for.
+
+    Raises:
+        ConfigError: There is no such model.
+    """
+    try:
+        return str(builtin.folder(name.removeprefix("builtin/")))
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _victim(
+    model: nn.Module | str | os.PathLike[str], tokenizer: Any, task: str | None, loss: str
+) -> LanguageModel:
+    """Returns a copy of the model, or the model of that name."""
+    if not isinstance(model, str | os.PathLike):
+        if tokenizer is None:
+            raise ConfigError("tokenizer is missing: give the one that the model is trained with")
+        if task is not None:
+            raise ConfigError("task is what the model's class says: leave it out")
+        return adopt(model, tokenizer, loss=loss)
+    if tokenizer is not None:
+        raise ConfigError("tokenizer: a model that is given by its name has its own: leave it out")
+    return loading.load_checkpoint(os.fspath(model), task=task, loss=loss)
+
+
+def _dropout(model: object) -> bool | None:
+    """Whether a module trains with dropout as it is now; None: a name does not tell."""
+    if not isinstance(model, nn.Module):
+        return None
+    layers = (each for each in model.modules() if isinstance(each, nn.Dropout))
+    return any(each.training and each.p > 0 for each in layers)
+
+
+def _per_example(granted: Facts, num_examples: int, model: LanguageModel) -> dict[str, Any]:
+    """Returns the granted facts, with what is per text in the order of an observation."""
+    if unheard := sorted(granted.keys() - GRANTABLE):
+        raise ConfigError(f"knows: {unknown('fact', unheard[0], GRANTABLE)}")
+    facts: dict[str, Any] = dict(granted)
+    for name in ("labels", "lengths"):
+        values = facts.get(name)
+        if values is not None and len(values) != num_examples:
+            raise ConfigError(
+                f"knows: {name} has {len(values)} numbers for num_examples = {num_examples}"
+            )
+    lengths = facts.get("lengths") or [0] * num_examples
+    order = sorted(range(num_examples), key=lambda i: lengths[i], reverse=True)
+    for name, least, most in (
+        ("labels", 0, model.num_labels - 1),
+        ("lengths", 1, model.max_length),
+    ):
+        if name in facts:
+            facts[name] = tuple(int(facts[name][i]) for i in order)
+            if not all(least <= value <= most for value in facts[name]):
+                raise ConfigError(f"knows: {name} has a number that is not from {least} to {most}")
+    return facts
+
+
+def _attempt(
+    named: NamedAttack,
+    seen: Observation,
+    model: LanguageModel,
+    seed: int,
+    on_progress: Callable[[Progress], None],
+) -> Reconstruction:
+    """Calls an attack as a worker does, and returns its checked answer."""
+    if (refused := attempt.unfit(named.attack, seen, model)) is not None:
+        return refused
+    before, rng = state(model), stream(seed, "attack", named.name, seen.round, seen.client)
+    try:
+        found = attempt.call(
+            named.attack, [seen], model, rngs=[rng], report=lambda _, at: on_progress(at)
+        )
+    except Exception as error:  # noqa: BLE001 - it may be anybody's attack
+        _log.info("the attack %s crashed", named.name, exc_info=error)
+        return Reconstruction.none(Status.FAILED, failure(error))
+    return attempt.answers(found, [seen], model, changed(model, before))[0]
+
+
+def _token_ids(
+    texts: Sequence[str] | Sequence[Sequence[int]], model: LanguageModel
+) -> list[tuple[int, ...]]:
+    """Returns the token ids that a client feeds for each text, cut as the model must have them."""
+    ids = [model.encode([each])[0] if isinstance(each, str) else each for each in texts]
+    return [tuple(one[: model.max_length]) for one in ids]
+
+
+def _experiment(given: str | os.PathLike[str] | Mapping[str, Any] | Experiment) -> Experiment:
+    if isinstance(given, Experiment):
+        return given
+    return parse(given) if isinstance(given, Mapping) else load(Path(given))

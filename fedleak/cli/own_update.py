@@ -1,0 +1,140 @@
+"""What `fedleak attack-update` reads, shows and writes."""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from fedleak.api import AttackResult
+from fedleak.attacks import Progress
+from fedleak.audit.scoring import Scored
+from fedleak.config.loading import override_
+from fedleak.errors import ConfigError, FedleakError
+from fedleak.reconstruction import Status
+from fedleak.sanitise import printable
+from fedleak.store.files import new_file
+
+_LARGEST = 10_000_000
+"""Bytes of a file of texts: one batch has no more."""
+
+
+def text_lines(option: str, path: Path | None) -> list[str] | None:
+    """Returns the texts of a file, one a line; None without a file.
+
+    Raises:
+        ConfigError: There is none, it is not UTF-8, or it has no text.
+    """
+    if path is None:
+        return None
+    named = f"{option} {str(path)!r}"
+    try:
+        if path.stat().st_size > _LARGEST:
+            raise ConfigError(
+                f"{named} has more than {_LARGEST:,} bytes: give the texts of a batch"
+            )
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except OSError as error:
+        raise ConfigError(f"{named}: {error.strerror}: give a file with one text a line") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{named} is not UTF-8: save it as UTF-8") from error
+    found = [line.strip() for line in lines if line.strip()]
+    if not found:
+        raise ConfigError(f"{named} has no text: give a file with one text a line")
+    return found
+
+
+def values(option: str, changes: Sequence[str]) -> dict[str, Any]:
+    """Returns what `key=value` options say, by key.
+
+    Raises:
+        ConfigError: One of them says something else.
+    """
+    table: dict[str, Any] = {}
+    for change in changes:
+        override_(table, change, option)
+    return table
+
+
+@contextmanager
+def working(console: Console) -> Iterator[Callable[[Progress], None]]:
+    """Shows on a terminal how far the attack is, and yields what is told of it."""
+    with console.status("attacking") as status:
+        yield lambda at: status.update(
+            printable(f"attacking: {at.step}/{at.steps} {at.phase}").rstrip()
+        )
+
+
+def show(result: AttackResult, scored: Scored | None, console: Console, *, chance: str) -> None:
+    """Prints an answer, and its scores beside what chance scores.
+
+    Args:
+        result: What was read.
+        scored: Its scores; None: there is nothing to compare it with.
+        console: Where to.
+        chance: Where the texts that chance draws from are from; empty: the user's.
+    """
+    lines = str(result).splitlines()
+    if scored is not None:
+        lines += _scores(scored, chance)
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def write(result: AttackResult, scored: Scored | None, path: Path) -> None:
+    """Writes an answer and its scores as JSON, for its owner alone.
+
+    Raises:
+        FedleakError: The file cannot be written.
+    """
+    pairs = () if scored is None else scored.pairs
+    table = {
+        "answer": result.answer.model_dump(mode="json"),
+        "texts": result.texts,
+        "words": result.words,
+        "score": None if scored is None else scored.row.model_dump(mode="json"),
+        "pairs": [{"text": each.truth, "read": each.answer} for each in pairs],
+    }
+    with new_file(path) as temporary:
+        temporary.write_text(json.dumps(table, indent=1, allow_nan=False) + "\n")
+
+
+def refuse_failure(result: AttackResult) -> None:
+    """Refuses to end well where an attack failed, or could not start.
+
+    Raises:
+        ConfigError: The attack cannot work on such an update.
+        FedleakError: It crashed.
+    """
+    if result.status == Status.INADMISSIBLE:
+        raise ConfigError(f"--attack {result.answer.attack}: {result.reason}")
+    if result.status == Status.FAILED:
+        raise FedleakError(f"the attack {result.answer.attack} failed: {result.reason}")
+
+
+def _scores(scored: Scored, chance: str) -> list[str]:
+    """Returns the figures in lines."""
+    row = scored.row
+    texts = row.texts or ()
+    drawn = f"texts of {chance}" if chance else "held-out texts"
+    lines = [f"compared with {len(scored.pairs) or row.batch_size} private texts"]
+    if row.exact_match is not None:
+        read = sum(text.exact is True for text in texts)
+        lines.append(f"  read word for word: {read} of {row.batch_size}")
+    figures = (
+        ("ROUGE-L", row.rougeL, row.guess_rougeL),
+        ("words found, %", _percent(row.token_recall), _percent(row.guess_token_recall)),
+    )
+    for name, value, guessed in figures:
+        if value is not None:
+            beside = "" if guessed is None else f", by chance {guessed:.0f}"
+            lines.append(f"  {name}: {value:.0f}{beside}")
+    if row.token_recall is not None:
+        lines.append(f"  chance: {drawn}, drawn without the update")
+    return lines
+
+
+def _percent(share: float | None) -> float | None:
+    return None if share is None else 100 * share

@@ -1,0 +1,176 @@
+"""From a transformers model of somebody's own training loop to a model that attacks can use.
+
+The model may be wrapped (DistributedDataParallel, torch.compile, peft, a module of its owner's) and
+in half precision. It stays as it is: attacks get a copy, in float32, with attention that has second
+derivatives.
+"""
+
+import copy
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from fedleak.errors import ConfigError, unknown
+from fedleak.models import CAUSAL_LM, CLASS_LOSSES, CLASSIFICATION, LanguageModel
+from fedleak.models.loading import check_tokenizer_, family_of, set_up_
+from fedleak.models.parameter_names import plain
+
+
+def adopt(module: nn.Module, tokenizer: Any, *, loss: str = "cross-entropy") -> LanguageModel:
+    """Returns a copy of a model, at the weights that it has, with its tokenizer.
+
+    What the original trains (`requires_grad`), the copy trains.
+
+    Args:
+        module: A sequence classifier or a causal language model of transformers, or what wraps one.
+        tokenizer: The one that it is trained with.
+        loss: A key of `CLASS_LOSSES`.
+
+    Raises:
+        ConfigError: A model, a tokenizer or a loss that fedleak cannot attack.
+    """
+    theirs = inner(module)
+    named, task = f"the model ({type(theirs).__name__})", _task(theirs)
+    _check_loss(named, task, loss, theirs.config)
+    family = family_of(named, theirs.config, task)
+    tokenizer, config = copy.deepcopy(tokenizer), copy.deepcopy(theirs.config)
+    check_tokenizer_(named, tokenizer, config.vocab_size, task)
+    set_up_(config, tokenizer)
+    with torch.random.fork_rng(devices=[]):  # weights are drawn, and overwritten below
+        own = _auto(task).from_config(config, dtype=torch.float32)
+    if (adapters := _adapters(module)) is not None:
+        from peft import inject_adapter_in_model
+
+        inject_adapter_in_model(adapters, own)
+    own.to(next(theirs.parameters()).device)
+    _copy_weights_(own, theirs, named)
+    return LanguageModel(
+        module=own.eval(),
+        tokenizer=tokenizer,
+        family=family,
+        task=task,
+        class_loss=CLASS_LOSSES[loss],
+    )
+
+
+def without_weights(model: LanguageModel) -> LanguageModel:
+    """Returns a model with its tokenizer and configuration, but with nothing that takes memory."""
+    with torch.device("meta"):
+        module = _auto(model.task).from_config(model.module.config)
+    return dataclasses.replace(model, module=module.eval())
+
+
+def inner(module: nn.Module) -> Any:
+    """Returns the transformers model in a module: itself, or what it wraps.
+
+    Raises:
+        ConfigError: There is none, or there are several.
+    """
+    from transformers import PreTrainedModel
+
+    if not isinstance(module, nn.Module):
+        raise ConfigError(
+            f"the model is {type(module).__name__}, not a torch module: give the transformers "
+            "model of your training loop, or the folder or hub id of a whole checkpoint"
+        )
+    found = [each for each in module.modules() if isinstance(each, PreTrainedModel)]
+    if not found:
+        raise ConfigError(
+            f"the model ({type(module).__name__}) holds no transformers model: give one of the "
+            "classes ...ForSequenceClassification or ...ForCausalLM"
+        )
+    within = {id(each) for each in found[0].modules()}
+    if any(id(each) not in within for each in found):
+        raise ConfigError(
+            f"the model ({type(module).__name__}) holds several transformers models: give the one "
+            "that the update is of"
+        )
+    return found[0]
+
+
+def _task(theirs: Any) -> str:
+    """Returns what a transformers model is made for."""
+    from transformers.models.auto import modeling_auto as auto
+
+    tasks = {
+        CLASSIFICATION: auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+        CAUSAL_LM: auto.MODEL_FOR_CAUSAL_LM_MAPPING,
+    }
+    for task, classes in tasks.items():
+        of = type(theirs.config)
+        if of in classes and isinstance(theirs, classes[of]):
+            return task
+    raise ConfigError(
+        f"the model ({type(theirs).__name__}) has no head that fedleak knows: give one of the "
+        "classes ...ForSequenceClassification or ...ForCausalLM of transformers"
+    )
+
+
+def _check_loss(named: str, task: str, loss: str, config: Any) -> None:
+    """Refuses a loss that fedleak does not compute."""
+    if loss not in CLASS_LOSSES:
+        raise ConfigError(unknown("loss", loss, CLASS_LOSSES))
+    if task == CAUSAL_LM and loss != "cross-entropy":
+        raise ConfigError(
+            f"loss = {loss!r} is of classifiers, and {named} predicts tokens: leave it out"
+        )
+    if task == CLASSIFICATION and (
+        config.num_labels < 2 or config.problem_type == "multi_label_classification"
+    ):
+        raise ConfigError(
+            f"{named} has {config.num_labels} labels and problem_type = {config.problem_type!r}: "
+            "fedleak attacks classifiers of two or more classes, one of which is right"
+        )
+
+
+def _auto(task: str) -> Any:
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    return AutoModelForCausalLM if task == CAUSAL_LM else AutoModelForSequenceClassification
+
+
+def _adapters(module: nn.Module) -> Any:
+    """Returns the settings of a model's LoRA adapters, as peft wants them; None if it has none.
+
+    Raises:
+        ConfigError: Adapters of another kind, or several.
+    """
+    adapted: Any = next((each for each in module.modules() if hasattr(each, "peft_config")), None)
+    found: Mapping[str, Any] = {} if adapted is None else adapted.peft_config
+    if not found:
+        return None
+    from peft import LoraConfig
+
+    if len(found) > 1 or not all(type(each) is LoraConfig for each in found.values()):
+        kinds = ", ".join(f"{name}: {type(each).__name__}" for name, each in found.items())
+        raise ConfigError(f"the model has the adapters {kinds}: fedleak attacks one LoRA adapter")
+    # A module that is trained whole is trained in its place.
+    return dataclasses.replace(copy.deepcopy(next(iter(found.values()))), modules_to_save=None)
+
+
+def _copy_weights_(own: nn.Module, theirs: nn.Module, named: str) -> None:
+    """Makes the weights of a copy those of the original, and trains what that trains."""
+    named_theirs = ((plain(name), parameter) for name, parameter in theirs.named_parameters())
+    source = {name: parameter for name, parameter in named_theirs if name is not None}
+    copies = dict(own.named_parameters())
+    if different := sorted(source.keys() ^ copies.keys()):
+        raise ConfigError(
+            f"{named} has other parameters than its class has, such as {different[0]}: give a "
+            "plain one, or one with LoRA adapters"
+        )
+    for name, parameter in copies.items():
+        value = source[name].detach()
+        if value.is_meta or value.shape != parameter.shape or not value.is_floating_point():
+            raise ConfigError(
+                f"{named} has {name} as {value.dtype} of shape {list(value.shape)} on "
+                f"{value.device.type}: load all of it, neither quantised nor sharded"
+            )
+        if not bool(value.isfinite().all()):
+            raise ConfigError(
+                f"{named} has weights that are not finite, such as {name}: its training diverged"
+            )
+        parameter.data.copy_(value)
+        parameter.requires_grad_(source[name].requires_grad)

@@ -1,0 +1,115 @@
+"""Which parameter of a model a name means that a wrapper of the model gave it.
+
+Wrappers put words before a parameter's name (`module.`, `base_model.model.`) or into it
+(`_orig_mod`), and peft names an adapter after itself. What is left over when they are taken away is
+the name that `fedleak.models` has for it.
+"""
+
+import difflib
+from collections.abc import Iterable, Mapping
+
+from torch import nn
+
+from fedleak.errors import ConfigError
+from fedleak.sanitise import printable
+
+_INSIDE = frozenset({"_orig_mod", "_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+"""Words that torch.compile, Opacus and FSDP put anywhere in a name."""
+
+_ADAPTER = "default"
+"""What fedleak calls an adapter, as peft does if nobody says otherwise."""
+
+_LONGEST = 200
+"""Characters of a name that are repeated in an error."""
+
+
+def plain(name: str) -> str | None:
+    """Returns a name without what wrappers put into it; None of what takes no part in training.
+
+    >>> plain("bert.encoder._orig_mod.layer.0.output.dense.weight")
+    'bert.encoder.layer.0.output.dense.weight'
+    >>> plain("layer.0.query.lora_A.weight"), plain("layer.0.query.lora_A.mine.weight")
+    ('layer.0.query.lora_A.default.weight', 'layer.0.query.lora_A.default.weight')
+    >>> plain("classifier.modules_to_save.mine.bias"), plain("classifier.original_module.bias")
+    ('classifier.bias', None)
+    """
+    parts = [part for part in name.split(".") if part not in _INSIDE]
+    if "original_module" in parts:  # peft trains a copy of it, which is in modules_to_save
+        return None
+    if "modules_to_save" in parts:
+        at = parts.index("modules_to_save")
+        del parts[at : at + 2]
+    for at, part in enumerate(parts):
+        if part.startswith("lora_"):
+            named = len(parts) > at + 1 and parts[at + 1] != "weight"
+            parts[at + 1 : at + 1 + named] = [_ADAPTER]
+            break
+    return ".".join(parts)
+
+
+def matched(given: Iterable[str], module: nn.Module) -> dict[str, str]:
+    """Returns the parameter of a model that each given name means.
+
+    A name means the parameter whose name it ends with. Names of buffers, and of copies that peft
+    does not train, mean none and are left out. A tied parameter has several names, and with or
+    without a wrapper's words any has more: two given names may mean one.
+
+    Args:
+        given: As a wrapper has them, or a file.
+        module: The model, without wrappers.
+
+    Raises:
+        ConfigError: A name that means nothing here.
+    """
+    names = _names(module)
+    buffers = {name for name, _ in module.named_buffers()}
+    found: dict[str, str] = {}
+    unmatched = []
+    for name in given:
+        short = plain(name)
+        if short is None or _ending(short, buffers) is not None:
+            continue
+        ending = _ending(short, names)
+        if ending is None:
+            unmatched.append(name)
+        else:
+            found[name] = names[ending]
+    if unmatched:
+        raise ConfigError(_no_parameter(unmatched, names))
+    return found
+
+
+def _names(module: nn.Module) -> dict[str, str]:
+    """Returns the names of all parameters, and for each the first name of the same parameter."""
+    first: dict[int, str] = {}
+    return {
+        name: first.setdefault(id(parameter), name)
+        for name, parameter in module.named_parameters(remove_duplicate=False)
+    }
+
+
+def _ending(name: str, known: Iterable[str] | Mapping[str, str]) -> str | None:
+    """Returns the longest known name that a name ends with, whole words only; None: there is none.
+
+    >>> _ending("module.bert.pooler.bias", {"bert.pooler.bias"})
+    'bert.pooler.bias'
+    """
+    while name not in known:
+        _, dot, name = name.partition(".")
+        if not dot:
+            return None
+    return name
+
+
+def _no_parameter(unmatched: list[str], names: Iterable[str]) -> str:
+    """Returns what is wrong with names that mean no parameter, and the nearest ones that do."""
+    name, known = unmatched[0], list(names)
+    nearest = difflib.get_close_matches(name[-_LONGEST:], known, n=3, cutoff=0.5)
+    hint = (
+        f"the nearest of its {len(known)} are {', '.join(nearest)}"
+        if nearest
+        else (f"its {len(known)} names are like {known[0]}")
+    )
+    more = f" and {len(unmatched) - 1} more" if len(unmatched) > 1 else ""
+    shown = printable(repr(name))[:_LONGEST]
+    return f"the model has no parameter {shown}{more}: {hint}: name them so, or give that model"

@@ -1,0 +1,190 @@
+"""An update of somebody's own training: from a gradient, a delta or weights to an observation.
+
+What comes here was made by others, maybe read from a file, so it is checked before it is believed:
+names, shapes, kinds of numbers, and then the numbers.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedleak.errors import ConfigError
+from fedleak.models import LanguageModel
+from fedleak.models.parameter_names import matched
+from fedleak.observation import ClientUpdate, Knowledge, Observation, UpdateKind
+from fedleak.sanitise import printable
+
+
+class Sent(StrEnum):
+    """What the tensors of an update are."""
+
+    GRADIENT = "gradient"
+    """The gradient of the mean loss of a batch."""
+    DELTA = "delta"
+    """Weights after local training minus the weights before."""
+    WEIGHTS = "weights"
+    """Weights after local training."""
+
+
+Tensors = nn.Module | Mapping[str, Any] | Sequence[Any]
+"""A module stands for the gradients or weights that it holds; else tensors or arrays by name, or in
+the order of `parameters()`; None where nothing was sent."""
+
+
+_LONGEST = 200
+"""Characters of a name that are repeated in an error."""
+
+
+def observe(
+    update: Tensors,
+    model: LanguageModel,
+    *,
+    sent: Sent,
+    num_examples: int,
+    knowledge: Knowledge,
+    order: nn.Module | None = None,
+) -> Observation:
+    """Returns what a server sees of a client that sends this update.
+
+    Args:
+        update: Tensors of any floating-point type, which they keep.
+        model: At the weights that training started from.
+        sent: What the tensors are.
+        num_examples: Texts that the update is of.
+        knowledge: What else the attacker knows.
+        order: The module whose parameters a sequence follows; None: the model's own.
+
+    Raises:
+        ConfigError: Anything about the update that is not right.
+    """
+    if type(num_examples) is not int or num_examples < 1:
+        raise ConfigError(
+            f"num_examples = {num_examples!r}: give the number of texts that the update is of"
+        )
+    named = _by_name(update, sent, order or model.module)
+    tensors = _checked(named, model, sent)
+    own = dict(model.module.named_parameters())
+    if sent == Sent.WEIGHTS:
+        tensors = {name: value.float() - own[name].detach() for name, value in tensors.items()}
+    if sent == Sent.GRADIENT:
+        kind = UpdateKind.GRADIENT
+    else:
+        kind = UpdateKind.DELTA
+        _check_step(sent, knowledge)
+        # What was not trained did not change, and says nothing.
+        tensors = {n: t for n, t in tensors.items() if own[n].requires_grad or bool(t.any())}
+    if not any(bool(tensor.any()) for tensor in tensors.values()):
+        raise ConfigError(f"the {sent} is zero everywhere: there is nothing to attack")
+    return Observation(
+        round=1,
+        client=0,
+        update=ClientUpdate(kind, tensors, num_examples),
+        knowledge=knowledge,
+    )
+
+
+def _check_step(sent: Sent, knowledge: Knowledge) -> None:
+    rate, steps = knowledge.learning_rate, knowledge.local_steps
+    if rate is None:
+        raise ConfigError(
+            f"learning_rate is missing: {sent} tells a gradient only with the rate of the steps"
+        )
+    if not (math.isfinite(rate) and rate > 0):
+        raise ConfigError(f"learning_rate = {rate!r}: give that of the client, more than 0")
+    if steps is not None and steps < 1:
+        raise ConfigError(f"local_steps = {steps!r}: give how many steps the client took")
+
+
+def _by_name(update: Tensors, sent: Sent, order: nn.Module) -> dict[str, Any]:
+    """Returns what was sent, under the names that it has; without what was not sent."""
+    if isinstance(update, nn.Module):
+        if sent == Sent.DELTA:
+            raise ConfigError(
+                "a module holds gradients or weights, not their difference: give sent='weights', "
+                "or the differences by name"
+            )
+        parameters = update.named_parameters()
+        found = {n: p.grad if sent == Sent.GRADIENT else p.detach() for n, p in parameters}
+        if all(value is None for value in found.values()):
+            raise ConfigError(
+                "no parameter of the module has a gradient: call loss.backward() first, and "
+                "attack before optimizer.zero_grad()"
+            )
+    elif isinstance(update, Mapping):
+        found = dict(update)
+    elif isinstance(update, Sequence) and not isinstance(update, str | bytes):
+        found = _in_order(update, order)
+    else:
+        raise ConfigError(
+            f"the update is {printable(type(update).__name__)}: give tensors by parameter name, "
+            "tensors in the order of model.parameters(), or the module that holds them"
+        )
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _in_order(update: Sequence[Any], module: nn.Module) -> dict[str, Any]:
+    """Names tensors that stand in the order of the parameters, or of the state_dict."""
+    parameters = dict(module.named_parameters())
+    orders = {
+        "parameters": list(parameters),
+        "trained parameters": [name for name, p in parameters.items() if p.requires_grad],
+        "entries of its state_dict": list(module.state_dict()),
+    }
+    for names in orders.values():
+        if len(names) == len(update):
+            return dict(zip(names, update, strict=True))
+    said = ", ".join(f"{len(names)} {what}" for what, names in orders.items())
+    raise ConfigError(f"the update has {len(update)} tensors, and the model has {said}: name them")
+
+
+def _checked(named: Mapping[str, Any], model: LanguageModel, sent: Sent) -> dict[str, Tensor]:
+    """Returns tensors on the model's device by the model's own names.
+
+    Shapes are checked before numbers are looked at: a file can claim any shape.
+    """
+    if strange := [name for name in named if not isinstance(name, str)]:
+        raise ConfigError(f"the {sent} has a name that is {type(strange[0]).__name__}, not a text")
+    own = dict(model.module.named_parameters())
+    found: dict[str, Tensor] = {}
+    for given, name in matched(named, model.module).items():
+        shown = printable(repr(given))[:_LONGEST]
+        tensor = _tensor(shown, named[given], own[name])
+        if name in found and not torch.equal(found[name], tensor):
+            raise ConfigError(
+                f"two names of the {sent} mean {name}, and {shown} is the second: give one"
+            )
+        found[name] = tensor
+    if not found:
+        raise ConfigError(f"the {sent} holds no parameter of the model: give some of its tensors")
+    return {name: found[name] for name in own if name in found}
+
+
+def _tensor(shown: str, value: Any, parameter: Tensor) -> Tensor:
+    """Returns a tensor that is like its parameter."""
+    tensor = torch.as_tensor(value) if _is_array(value) else value
+    if not isinstance(tensor, Tensor):
+        raise ConfigError(f"{shown} is {printable(type(value).__name__)}, not a tensor")
+    if tensor.shape != parameter.shape:
+        raise ConfigError(
+            f"{shown} has the shape {list(tensor.shape)}, and the model's parameter has "
+            f"{list(parameter.shape)}: give the model that it is of"
+        )
+    if not tensor.is_floating_point():
+        raise ConfigError(f"{shown} is of {tensor.dtype}: give floating-point numbers")
+    if tensor.is_meta:
+        raise ConfigError(f"{shown} has no numbers (it is a meta tensor): give the values")
+    dense = tensor.detach().to_dense() if tensor.layout != torch.strided else tensor.detach()
+    if not bool(dense.isfinite().all()):
+        raise ConfigError(
+            f"not every number of {shown} is finite: training diverged, or a cast overflowed"
+        )
+    return dense.to(parameter.device)
+
+
+def _is_array(value: object) -> bool:
+    """Whether a value is a NumPy array, as Flower clients send."""
+    return type(value).__module__ == "numpy" and hasattr(value, "dtype")

@@ -1,0 +1,110 @@
+"""The choice among sequences, by the observed gradient alone."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fedleak.attacks.auto.evidence import choose, compare
+from fedleak.attacks.certificate import as_gradient, close, units
+from fedleak.defenses.cast import Cast
+from fedleak.defenses.gaussian_noise import GaussianNoise
+from fedleak.defenses.mask import Mask
+from fedleak.defenses.prune import Prune
+from fedleak.defenses.sign import Sign
+from fedleak.models import CAUSAL_LM, CLASSIFICATION
+from fedleak.rng import stream
+
+TEXTS = ("she told us that", "nobody knows it", "he pays for all of his old friends")
+WRONG = ("she told them that", "it knows nobody", "he pays for all of her old friends", "that")
+KINDS = [
+    ("bert", CLASSIFICATION),
+    ("gpt2", CLASSIFICATION),
+    ("gpt2", CAUSAL_LM),
+    ("llama", CLASSIFICATION),
+    ("llama", CAUSAL_LM),
+]
+DEFENSES = {
+    "none": None,
+    "noise": GaussianNoise(sigma=0.02),
+    "mask": Mask(fraction=0.5),
+    "prune": Prune(fraction=0.9),
+    "sign": Sign(),
+    "bfloat16": Cast(dtype="bfloat16"),
+}
+
+
+def opened(model, sequences):
+    """Returns sequences as attacks on spans give them."""
+    return [ids if close(model, ids) == ids else tuple(ids[:-1]) for ids in sequences]
+
+
+def pool_of(model):
+    return opened(model, [tuple(ids) for ids in model.encode([*WRONG, *TEXTS])])
+
+
+@pytest.mark.parametrize("built", KINDS, ids="-".join)
+def test_inner_products_are_those_of_gradients_that_are_formed(small, observe, built):
+    model = small(*built)
+    truth = observe(model, TEXTS)
+    observed, pool = as_gradient(truth.seen), pool_of(model)
+    tied = {model.family.word_embedding} if model.tied else set()
+    for name in tied | model.family.null_parameters(observed):
+        del observed[name]  # says nothing, or more than these sequences do
+    pairs = compare(model, pool, observed)
+    weights = {n: int(g.count_nonzero()) / float(g.square().sum()) for n, g in observed.items()}
+    weights = {name: weights[name] for name, g in observed.items() if float(g.norm()) > 1e-15}
+    columns = []
+    for ids, unit in zip(pool, units(model, pool, list(weights)), strict=True):
+        if model.task == CAUSAL_LM:
+            share = 1 / (len(close(model, ids)) - 1)
+            columns.append({name: share * g for name, g in unit.gradients[0].items()})
+            continue
+        for label in range(model.num_labels):
+            logits = unit.logits_C[None].clone().requires_grad_()
+            model.class_loss(logits, torch.tensor([label])).backward()
+            columns.append(
+                {
+                    n: sum(k * g[n] for k, g in zip(logits.grad[0], unit.gradients, strict=True))
+                    for n in weights
+                }
+            )
+    for i, one in enumerate(columns):
+        inner = sum(weights[n] * float((g * observed[n]).sum()) for n, g in one.items())
+        assert float(pairs.observed_K[i]) == pytest.approx(inner, rel=1e-3, abs=1e-2)
+        for j, other in enumerate(columns):
+            inner = sum(weights[n] * float((g * other[n]).sum()) for n, g in one.items())
+            size = float((pairs.gram_KK[i, i] * pairs.gram_KK[j, j]).sqrt())
+            assert float(pairs.gram_KK[i, j]) == pytest.approx(inner, abs=1e-3 * size)
+
+
+@pytest.mark.parametrize("defense", DEFENSES.values(), ids=DEFENSES)
+@pytest.mark.parametrize("built", KINDS, ids="-".join)
+def test_the_true_batch_is_chosen_among_wrong_sentences(small, observe, built, defense):
+    model = small(*built)
+    truth = observe(model, TEXTS)
+    seen = truth.seen
+    if defense is not None:
+        seen = replace(seen, update=defense(seen.update, rng=stream(0, "defense")))
+    pool = pool_of(model)
+    pairs = compare(model, pool, as_gradient(seen))
+    picks = choose(pairs, 3)
+    assert sorted(pool[pairs.sequence[k]] for k in picks) == sorted(opened(model, truth.sequences))
+    if model.task == CLASSIFICATION:
+        labels = dict(zip(truth.sequences, truth.labels, strict=True))
+        assert all(labels[pool[pairs.sequence[k]]] == pairs.label[k] for k in picks)
+
+
+def test_an_exchange_mends_a_greedy_choice(small, observe):
+    model = small("bert")
+    truth = observe(model, TEXTS)
+    pool = pool_of(model)
+    pairs = compare(model, pool, as_gradient(truth.seen))
+    wrong = [k for k in range(len(pairs.sequence)) if pairs.sequence[k] < len(WRONG)]
+    begin = min(
+        ([a, b] for a in wrong for b in wrong if pairs.sequence[a] != pairs.sequence[b]),
+        key=pairs.residual,
+    )
+    picks = choose(pairs, 3, begin)
+    assert sorted(pool[pairs.sequence[k]] for k in picks) == sorted(truth.sequences)
+    assert pairs.residual(picks) == pytest.approx(0.0, abs=1e-5)

@@ -1,0 +1,470 @@
+"""The Python API: updates of one's own, in every form that a training loop has them."""
+
+import copy
+import doctest
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import peft
+import pytest
+import torch
+from tiny import DLG, tables, toml
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import fedleak
+from fedleak import api
+from fedleak.models import CAUSAL_LM, CLASSIFICATION, parameter_names
+from fedleak.models.adoption import adopt
+from fedleak.reconstruction import Reconstruction, Status
+from fedleak.store.records import LEAKAGE
+from fedleak.store.run import Run
+
+PEFT = pytest.mark.filterwarnings(
+    "ignore:.is_gradient_checkpointing. is deprecated:FutureWarning",
+    "ignore:fan_in_fan_out is set to False:UserWarning",
+)
+"""What peft says of the transformers models that it wraps."""
+
+LABELS = [1, 0]
+NOTES = ["the patient has a fever", "my sister lost her job"]
+
+
+@pytest.fixture(scope="module")
+def own(bert_tiny) -> SimpleNamespace:
+    """A plain model, its tokenizer and a batch, before loss.backward()."""
+    return plain(bert_tiny)
+
+
+def plain(model: Any, texts: list[str] = NOTES) -> SimpleNamespace:
+    """Returns what a user has of a model: a module and a tokenizer, and a loss of some texts."""
+    module, tokenizer = copy.deepcopy(model.module), copy.deepcopy(model.tokenizer)
+    end = tokenizer.eos_token if model.task == CAUSAL_LM else ""
+    tokenizer.padding_side = "right"
+    batch = tokenizer([text + end for text in texts], padding=True, return_tensors="pt")
+    batch.pop("token_type_ids", None)
+    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    labels = labels if model.task == CAUSAL_LM else torch.tensor(LABELS[: len(texts)])
+
+    def loss(of: nn.Module = module) -> torch.Tensor:
+        return of(**batch, labels=labels).loss
+
+    return SimpleNamespace(module=module, tokenizer=tokenizer, batch=batch, loss=loss)
+
+
+def gradients(own: SimpleNamespace, module: nn.Module | None = None) -> dict[str, torch.Tensor]:
+    module = module or own.module
+    module.zero_grad()
+    own.loss(module).backward()
+    found = {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
+    module.zero_grad()
+    return found
+
+
+def attack(own: SimpleNamespace, update: Any, **options: Any) -> fedleak.AttackResult:
+    given = {"model": own.module, "tokenizer": own.tokenizer, "num_examples": 2, "kind": "keyspan"}
+    return fedleak.attack(update, **given | options)
+
+
+class Wrapper(nn.Module):
+    """A module of somebody's own around a model."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.net = nn.ModuleDict({"backbone": module})
+
+
+def test_the_examples_in_the_docstrings_are_true():
+    flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    for module in (api, parameter_names):
+        assert doctest.testmod(module, optionflags=flags).failed == 0
+
+
+def test_importing_fedleak_imports_nothing_else():
+    code = "import sys, fedleak; dir(fedleak); print(*{n.split('.')[0] for n in sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not {"torch", "transformers", "numpy", "pydantic", "flwr"} & set(done.stdout.split())
+
+
+def test_the_public_names_are_those_of_the_api():
+    assert set(fedleak.__all__) == {*api.__all__, "__version__"}
+    assert set(fedleak.__all__) <= set(dir(fedleak))
+    assert all(getattr(fedleak, name) is getattr(api, name) for name in api.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'atack'"):
+        fedleak.atack  # noqa: B018
+
+
+def forms(own: SimpleNamespace) -> dict[str, Any]:
+    """The same gradient in the forms that training loops have it in."""
+    named = gradients(own)
+    whole = copy.deepcopy(own.module)
+    for name, parameter in whole.named_parameters():
+        parameter.grad = named[name]
+    wrappers = {
+        "DistributedDataParallel": "module.",
+        "torch.compile": "_orig_mod.",
+        "Opacus": "_module.",
+        "compiled, then distributed": "module._orig_mod.",
+        "peft": "base_model.model.",
+        "a module of one's own": "net.backbone.",
+    }
+    inside = {
+        n.replace(".layer.", "._checkpoint_wrapped_module.layer."): t for n, t in named.items()
+    }
+    return {
+        "by name": named,
+        "a module": whole,
+        "in order": torch.autograd.grad(own.loss(), list(own.module.parameters())),
+        "NumPy arrays": [tensor.numpy() for tensor in named.values()],
+        "None where nothing was sent": named | {"classifier.bias": None},
+        "names changed inside": inside,
+        "half of a name": {f"client.7.{name}": tensor for name, tensor in named.items()},
+        **{of: {word + n: t for n, t in named.items()} for of, word in wrappers.items()},
+    }
+
+
+def test_a_gradient_is_read_in_every_form(own):
+    found = {name: attack(own, update) for name, update in forms(own).items()}
+    for name, result in found.items():
+        assert sorted(result.texts) == sorted(NOTES), name
+        assert result.verified, name
+
+
+@pytest.fixture
+def distributed(tmp_path):
+    torch.distributed.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield DistributedDataParallel
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
+def test_a_wrapped_model_is_found(own, distributed):
+    update = gradients(own)
+    for wrap in (torch.compile, distributed, Wrapper):
+        result = attack(own, update, model=wrap(own.module))
+        assert (sorted(result.texts), result.verified) == (sorted(NOTES), True)
+
+
+def test_the_model_stays_as_it_is(own):
+    module, tokenizer = own.module.train(), own.tokenizer
+    module.bert.pooler.dense.bias.requires_grad_(False)
+    own.loss().backward()
+    handle = module.register_forward_hook(lambda *_: None)
+
+    def state() -> list[Any]:
+        parameters = [
+            (n, p.detach().clone(), p.grad, p.requires_grad) for n, p in module.named_parameters()
+        ]
+        modes = [(n, each.training) for n, each in module.named_modules()]
+        return [parameters, modes, copy.deepcopy(module.config.to_dict()), dict(vars(tokenizer))]
+
+    before, random = state(), torch.get_rng_state()
+    attack(own, module)
+    after = state()
+    for (name, value, grad, trained), (_, value2, grad2, trained2) in zip(
+        before[0], after[0], strict=True
+    ):
+        assert torch.equal(value, value2), name
+        assert grad is grad2, name
+        assert trained == trained2, name
+    assert before[1:3] == after[1:3]
+    assert str(before[3]) == str(after[3])
+    assert torch.equal(random, torch.get_rng_state())
+    handle.remove()
+    module.bert.pooler.dense.bias.requires_grad_(True)
+    module.eval().zero_grad()
+
+
+@PEFT
+@pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])
+@pytest.mark.parametrize("adapted", [False, True])
+def test_a_copy_computes_what_the_original_does(small, family, adapted):
+    """Also with adapters that are at work, under a name of somebody's own."""
+    model = small(family, layers=2)
+    user = plain(model)
+    module = user.module
+    if adapted:
+        settings = peft.LoraConfig(r=4, task_type="SEQ_CLS", init_lora_weights=False)
+        module = peft.get_peft_model(module, settings, adapter_name="mine").eval()
+    own = adopt(module, user.tokenizer)
+    ids, mask = user.batch["input_ids"], user.batch["attention_mask"]
+    logits = own.family.logits(own.module, mask, ids_BT=ids, embeds_BTD=None)
+    expected = module(**user.batch).logits
+    assert torch.allclose(logits, expected, atol=1e-5)
+    trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
+    assert sum(p.numel() for p in own.trained().values()) == trained
+
+
+@PEFT
+def test_adapters_are_matched_under_every_name_that_peft_gives_them(small):
+    user = plain(small("bert", layers=2))
+    settings = peft.LoraConfig(r=4, task_type="SEQ_CLS", init_lora_weights=False)
+    module = peft.get_peft_model(user.module, settings, adapter_name="mine").eval()
+    trained = gradients(user, module)
+    saved = peft.get_peft_model_state_dict(module, adapter_name="mine")
+    own = adopt(module, user.tokenizer)
+    for names in (trained, saved):
+        assert set(parameter_names.matched(names, own.module).values()) == set(own.trained())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_read_and_not_proved(own, dtype):
+    module = copy.deepcopy(own.module).to(dtype)
+    result = attack(own, gradients(own, module), model=module)
+    assert set(result.texts) & set(NOTES)
+    assert not result.verified
+
+
+@pytest.mark.parametrize("sent", ["delta", "weights"])
+def test_one_step_of_training_is_read(own, sent):
+    after = copy.deepcopy(own.module)
+    own.loss(after).backward()
+    torch.optim.SGD(after.parameters(), lr=0.1).step()
+    before = own.module.state_dict()
+    delta = {name: value - before[name] for name, value in after.state_dict().items()}
+    update = delta if sent == "delta" else after
+    result = attack(own, update, sent=sent, learning_rate=0.1)
+    assert sorted(result.texts) == sorted(NOTES)
+
+
+def test_the_squared_loss_is_one_of_fedleaks(own):
+    logits = own.module(**own.batch).logits
+    loss = nn.functional.mse_loss(logits, nn.functional.one_hot(torch.tensor(LABELS)).float())
+    update = torch.autograd.grad(loss, list(own.module.parameters()))
+    assert attack(own, update, loss="squared").verified
+    assert not attack(own, update).verified
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_next_token_training_is_read(family, gpt2_tiny, llama_tiny):
+    user = plain({"gpt2": gpt2_tiny, "llama": llama_tiny}[family])
+    update = gradients(user)
+    if family == "gpt2":  # a state_dict has the tied layer under both of its names
+        update["lm_head.weight"] = update["transformer.wte.weight"]
+    result = attack(user, update, kind="dager")
+    assert (sorted(result.texts), result.verified) == (sorted(NOTES), True)
+
+
+def test_what_was_frozen_since_can_be_recomputed(own):
+    update = gradients(own)
+    module = copy.deepcopy(own.module).requires_grad_(False)
+    assert attack(own, update, model=module).verified
+
+
+def test_dropout_is_what_the_module_does_now(own):
+    update = gradients(own)
+    assert attack(own, update).verified
+    module = copy.deepcopy(own.module).train()
+    assert not attack(own, update, model=module).verified
+    assert attack(own, update, model=module, dropout=False).verified
+
+
+def test_granted_facts_are_in_the_order_of_an_observation(own, monkeypatch):
+    seen: list[Any] = []
+
+    def look(self: object, observation: Any, *_: Any, **__: Any) -> Reconstruction:
+        seen.append(observation.knowledge)
+        return Reconstruction.none(Status.ABSTAINED, "looked only")
+
+    monkeypatch.setattr("fedleak.attacks.subspace.keyspan.Keyspan.__call__", look)
+    knows = {"lengths": [5, 9], "labels": [0, 1], "batch_size": 2}
+    result = attack(own, gradients(own), knows=knows)
+    assert (seen[0].lengths, seen[0].labels) == ((9, 5), (1, 0))
+    assert result.answer.granted == ("batch_size", "labels", "lengths")
+    assert str(result).splitlines()[1] == "  looked only"
+
+
+def test_a_crash_is_an_answer(own, monkeypatch):
+    def crash(*_: object, **__: object) -> None:
+        raise RuntimeError("no \x1b[31mluck")
+
+    monkeypatch.setattr("fedleak.attacks.subspace.keyspan.Keyspan.__call__", crash)
+    result = attack(own, gradients(own))
+    assert result.status == Status.FAILED
+    assert result.reason == "RuntimeError: no \\x1b[31mluck"
+    assert result.texts == ()
+
+
+WRONG = {
+    "a name": ({"bert.pooler.dense.wieght": torch.ones(1)}, {}, "bert.pooler.dense.weight, "),
+    "control characters": ({"a\x1b[31m\n": torch.ones(1)}, {}, r"no parameter 'a\x1b[31m\n'"),
+    "a name of 10,000 characters": ({"x" * 10**4: torch.ones(1)}, {}, "no parameter 'xxx"),
+    "a number for a name": ({5: torch.ones(1)}, {}, "a name that is int"),
+    "a shape": ({"classifier.bias": torch.ones(3)}, {}, "has the shape [3], and"),
+    "a huge shape": ({"classifier.bias": torch.ones(1).expand(10**9, 10**9)}, {}, "the shape ["),
+    "whole numbers": ({"classifier.bias": torch.ones(2, dtype=int)}, {}, "floating-point"),
+    "not a number": ({"classifier.bias": torch.tensor([0, torch.nan])}, {}, "is finite"),
+    "no numbers": ({"classifier.bias": torch.ones(2, device="meta")}, {}, "meta tensor"),
+    "a list in a dict": ({"classifier.bias": [1.0, 2.0]}, {}, "is list, not a tensor"),
+    "zeros": ({"classifier.bias": torch.zeros(2)}, {}, "zero everywhere"),
+    "nothing": ({}, {}, "holds no parameter"),
+    "a text": ("update", {}, "the update is str"),
+    "too few tensors": ([torch.ones(2)], {}, "has 1 tensors, and the model has 73 parameters"),
+    "a module before backward": (nn.Linear(2, 2), {}, "call loss.backward() first"),
+    "a module as delta": (nn.Linear(2, 2), {"sent": "delta"}, "give sent='weights'"),
+    "twice the same": (
+        {"classifier.bias": torch.ones(2), "module.classifier.bias": torch.zeros(2)},
+        {},
+        "two names",
+    ),
+    "a kind of update": ({}, {"sent": "dleta"}, "did you mean 'delta'?"),
+    "no rate": ({"classifier.bias": torch.ones(2)}, {"sent": "delta"}, "learning_rate is missing"),
+    "a rate": (
+        {"classifier.bias": torch.ones(2)},
+        {"sent": "delta", "learning_rate": -1.0},
+        "more than 0",
+    ),
+    "an attack": ({}, {"kind": "dagr"}, "did you mean 'dager'?"),
+    "a setting": ({}, {"settings": {"beem": 4}}, "did you mean 'beam'?"),
+    "no examples": ({}, {"num_examples": 0}, "num_examples = 0"),
+    "a fact": ({}, {"knows": {"label": [1]}}, "did you mean 'labels'?"),
+    "too few labels": ({}, {"knows": {"labels": [1]}}, "labels has 1 numbers"),
+    "labels that there are not": ({}, {"knows": {"labels": [1, 2]}}, "not from 0 to 1"),
+    "a loss": ({}, {"loss": "hinge"}, "unknown loss 'hinge'"),
+    "no tokenizer": ({}, {"tokenizer": None}, "tokenizer is missing"),
+    "no model": ({}, {"model": nn.Linear(2, 2)}, "holds no transformers model"),
+    "something for a model": ({}, {"model": 5}, "not a torch module"),
+    "a task beside a module": ({}, {"task": CAUSAL_LM}, "leave it out"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_is_said_in_one_line(own, name):
+    update, options, says = WRONG[name]
+    with pytest.raises(fedleak.ConfigError) as error:
+        attack(own, update, **options)
+    assert says in str(error.value)
+    assert str(error.value).isprintable()
+    assert len(str(error.value)) < 700
+
+
+@PEFT
+def test_models_that_cannot_be_attacked_are_refused(own, small, bert_tiny):
+    headless = own.module.bert
+    regression = small("bert", num_labels=1).module
+    multi = copy.deepcopy(own.module)
+    multi.config.problem_type = "multi_label_classification"
+    diverged = copy.deepcopy(own.module)
+    diverged.classifier.bias.data[0] = torch.inf
+    two = nn.ModuleList([own.module, copy.deepcopy(own.module)])
+    prompts = peft.get_peft_model(copy.deepcopy(own.module), peft.IA3Config(task_type="SEQ_CLS"))
+    other = copy.deepcopy(small("bert").module)
+    other.bert.pooler.dense.extra = nn.Parameter(torch.ones(1))
+    for module, says in (
+        (headless, "has no head"),
+        (regression, "two or more classes"),
+        (multi, "one of which is right"),
+        (diverged, "not finite"),
+        (two, "several transformers models"),
+        (prompts, "one LoRA adapter"),
+        (other, "such as bert.pooler.dense.extra"),
+    ):
+        with pytest.raises(fedleak.ConfigError, match=says):
+            adopt(module, own.tokenizer)
+
+
+def test_scores_stand_beside_chance_and_another_update(own):
+    result = attack(own, gradients(own))
+    like = SimpleNamespace(module=own.module, tokenizer=own.tokenizer, task=CLASSIFICATION)
+    strangers = plain(like, ["we sold the house", "a dog barked at night"])
+    other = attack(own, gradients(strangers, own.module))
+    scored = fedleak.score(result, NOTES, labels=LABELS, other=other)
+    row = scored.row
+    assert (row.exact_match, row.rougeL, row.token_recall) == (1.0, 100.0, 1.0)
+    assert row.control_rougeL < 50
+    assert 0 < row.guess_rougeL < 50
+    assert [(pair.truth, pair.answer) for pair in scored.pairs] == [(text, text) for text in NOTES]
+    alike = fedleak.score(result, NOTES, held_out=["the patient has a cough", *NOTES])
+    assert 25 < alike.row.guess_rougeL < 100, "the private texts themselves are not drawn"
+
+
+def test_facts_are_compared_where_they_are_known(own):
+    result = attack(own, gradients(own), kind="probes")
+    assert fedleak.score(result, NOTES, labels=LABELS).row.facts["label_counts"].right is True
+    assert fedleak.score(result, NOTES, labels=[1, 1]).row.facts["label_counts"].right is False
+    assert fedleak.score(result, NOTES).row.facts["label_counts"].right is None
+    assert set(result.words) == {word for text in NOTES for word in text.split()}
+    assert "words: " in str(result)
+
+
+def test_scores_can_be_of_token_ids(own):
+    result = attack(own, gradients(own))
+    ids = [own.tokenizer(text)["input_ids"] for text in NOTES]
+    assert fedleak.score(result, ids).row == fedleak.score(result, NOTES).row
+
+
+@pytest.mark.parametrize("texts", [[], [[]], [[1, 2], []]])
+def test_there_is_no_score_without_a_text(own, texts):
+    result = attack(own, gradients(own))
+    with pytest.raises(fedleak.ConfigError, match="texts"):
+        fedleak.score(result, texts)
+
+
+def test_a_run_is_run_and_read(tmp_path, monkeypatch, in_process):
+    monkeypatch.chdir(tmp_path)
+    Path("small.toml").write_text(toml({"attack": [DLG]}))
+    results = fedleak.run("small.toml")
+    at = Run(Path("runs/small"))
+    assert results.rows == tuple(at.rows(LEAKAGE))
+    assert results.summary.status == "finished"
+    table = fedleak.read("runs/small").to_pandas()
+    lines = [json.loads(line) for line in Path("runs/small/leakage.jsonl").read_text().splitlines()]
+    assert len(table) == len(lines) == 4
+    for name in ("round", "client", "attack", "status"):
+        assert list(table[name]) == [line[name] for line in lines]
+    expected = np.array([line["token_recall"] for line in lines], dtype=float)
+    assert np.array_equal(table["token_recall"].to_numpy(dtype=float), expected, equal_nan=True)
+    report = results.write_report(redact=True)
+    assert report.read_text().startswith("<!doctype html>")
+
+
+def test_an_update_of_a_run_is_scored_as_the_run_scores_it(tmp_path, in_process):
+    """The same model, update and texts through both doors."""
+    attacks = [{"kind": "keyspan"}]
+    results = fedleak.run(tables({"attack": attacks}), folder=tmp_path / "run")
+    assert results.path == tmp_path / "run"
+    run = Run(tmp_path / "run")
+    key = run.captures()[0]
+    model = adopt(*of_run(run))
+    result = fedleak.attack(
+        run.read_capture(key).update.tensors,
+        model.module,
+        model.tokenizer,
+        num_examples=1,
+        kind="keyspan",
+    )
+    truth = run.read_truth(key)
+    scored = fedleak.score(result, truth["sequences"], labels=truth["labels"]).row
+    (row,) = [row for row in results.rows if row.key == key and row.attack == "keyspan"]
+    same = (
+        "exact_match",
+        "rougeL",
+        "token_recall",
+        "token_precision",
+        "verified",
+        "margin",
+        "facts",
+    )
+    assert [getattr(scored, name) for name in same] == [getattr(row, name) for name in same]
+
+
+def of_run(run: Run) -> tuple[nn.Module, Any]:
+    """Returns the model that the first round of a run starts from, and its tokenizer."""
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    folder = fedleak.builtin_model("bert-tiny")
+    module = AutoModelForSequenceClassification.from_pretrained(folder)
+    module.load_state_dict(run.read_broadcast(1))
+    return module, AutoTokenizer.from_pretrained(folder)
+
+
+def test_reading_what_is_no_run_is_refused(tmp_path):
+    with pytest.raises(fedleak.ConfigError, match="not a run directory"):
+        fedleak.read(tmp_path)
+    with pytest.raises(fedleak.ConfigError, match="did you mean 'bert-tiny'"):
+        fedleak.builtin_model("bert-tinny")
