@@ -10,6 +10,9 @@ PACKAGES = ("flwr", "torch", "transformers", "peft", "datasets", "rouge-score")
 
 def versions() -> dict[str, str]:
     """Returns the versions of fedleak, Python and the packages, without importing any."""
+    import platform  # `import fedleak` comes here, and is to take no time
+    from importlib.metadata import PackageNotFoundError, version
+
     found = {"fedleak": VERSION, "python": platform.python_version()}
     for name in PACKAGES:
         try:
