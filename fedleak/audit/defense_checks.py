@@ -26,7 +26,7 @@ from fedleak.config.checks import check_defenses
 from fedleak.config.experiment import Experiment
 from fedleak.config.sent_parameters import selected_parameters
 from fedleak.config.tables import CanaryTable
-from fedleak.defenses import Claims, Defense, TrustedAggregator
+from fedleak.defenses import Claims, Defense, TrustedAggregator, root_mean_square
 from fedleak.errors import FedleakError
 from fedleak.federation.canaries import ClientCanaries, client_canaries, sent_sizes
 from fedleak.federation.lookup import node_sizes
@@ -295,6 +295,9 @@ def _keeps(bench: Bench) -> Iterator[Test]:
         )
     if claims.noise_scale is not None:
         yield _noise(bench, claims.noise_scale)
+    if claims.relative_noise is not None:
+        raw = bench.trained(bench.local, range(EXAMPLES), False, 0)
+        yield _noise(bench, claims.relative_noise * root_mean_square(raw))
     if claims.masked is not None:
         yield _masked(bench, claims.masked)
     if claims.zeros is not None:

@@ -142,12 +142,13 @@ def sweep(
     """Run an experiment for every combination of the values in its sweep table.
 
     FILE is an experiment file with a sweep table. Each combination is a run in runs/NAME. The
-    files sweep.json, sweep.svg and tradeoff.svg, in the same folder, compare the runs.
+    files sweep.json, sweep.svg and tradeoff.svg, in the same folder, compare the runs; if the
+    sweep has families of defenses, frontier.svg draws what leaks at each strength, and its cost.
 
     The same command again finishes what is left.
     """
     from fedleak import sweep as sweeps
-    from fedleak.report import figures, sweep_table, tradeoff
+    from fedleak.report import figures, frontier, sweep_table, tradeoff
 
     with mended():
         grid = sweeps.load(file, changes or ())
@@ -175,6 +176,7 @@ def sweep(
             collected = sweeps.collect(grid)
             figures.draw(collected, grid.path / "sweep.svg")
             tradeoff.draw_tradeoff(collected, grid.path / "tradeoff.svg")
+            frontier.draw_frontier(collected, grid.path / "frontier.svg")
         console.print(sweep_table.table(collected, console.width))
         console.print(f"results: {markup(grid.path)}")
         sweeps.refuse_gaps(collected, failures)

@@ -231,6 +231,8 @@ class Experiment(Table):
             absent["labels"] = f"a text has no class under {CAUSAL_LM}"
         if not any(each.defense.noisy for each in self.defenses):
             absent["noise_scale"] = "no defense adds noise"
+        elif any(each.defense.scales_with_update for each in self.defenses):
+            absent["noise_scale"] = "noise that is relative to an update has a scale in each"
         return absent
 
     @property

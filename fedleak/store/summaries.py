@@ -352,11 +352,19 @@ class CellSummary(Record):
 
 
 class SweepSummary(Record):
-    """A sweep's keys with their values, and its cells."""
+    """A sweep's keys with their values, and its cells.
+
+    Attributes:
+        name: Of its folder.
+        axes: By key its values; those of `family` are tables with a `kind` and a `strength`.
+        cells: Of every combination, or of some.
+        units: By the family what its strengths are numbers of.
+    """
 
     name: str
     axes: dict[str, list[JsonValue]]
     cells: tuple[CellSummary, ...]
+    units: dict[str, str] = {}
 
 
 SUMMARY = Document(

@@ -54,6 +54,7 @@ CLIP = {"kind": "clip", "max_norm": 0.5}
 DP_SGD = {"kind": "dp_sgd", "noise_multiplier": 1.0, "max_grad_norm": 0.5}
 FREEZE = {"kind": "freeze", "parameters": ["t2"]}
 GAUSS = {"kind": "gaussian_noise", "sigma": 1e-3}
+RELATIVE = {"kind": "gaussian_noise", "relative": 0.3}
 LAPLACE = {"kind": "laplace_noise", "scale": 1e-3}
 LOCAL_DP = {"kind": "local_dp", "max_norm": 0.5, "noise_multiplier": 0.01}
 MASK = {"kind": "mask", "fraction": 0.3}
@@ -63,7 +64,7 @@ SECURE_SUM = {"kind": "secure_sum"}
 SIGN = {"kind": "sign"}
 STOCHASTIC = {"kind": "quantize", "bits": 6, "stochastic": True}
 ALL = [
-    *(DP_SGD, FREEZE, GAUSS, LAPLACE, CLIP, LOCAL_DP, MASK, PRUNE),
+    *(DP_SGD, FREEZE, GAUSS, RELATIVE, LAPLACE, CLIP, LOCAL_DP, MASK, PRUNE),
     *(QUANTIZE, STOCHASTIC, SIGN, CAST, SECURE_SUM),
 ]
 DIFFERS = "the captured update differs from the raw one"
@@ -145,6 +146,17 @@ def half_the_noise(patch):
 
     def call(self, update, *, rng):
         return original(dataclasses.replace(self, sigma=self.sigma / 2), update, rng=rng)
+
+    patch.setattr(GaussianNoise, "__call__", call)
+
+
+def noise_relative_to_the_largest_tensor(patch):
+    original = GaussianNoise.__call__
+
+    def call(self, update, *, rng):
+        largest = max(update.tensors.values(), key=lambda value: value.numel())
+        sigma = self.relative * float(largest.square().mean().sqrt())
+        return original(GaussianNoise(sigma=sigma), update, rng=rng)
 
     patch.setattr(GaussianNoise, "__call__", call)
 
@@ -316,6 +328,7 @@ MASKED = "% of the numbers are set to zero"
 ZEROS = "% of the numbers are zero"
 STEP = "a step without sampling spends no more than"
 BROKEN = [
+    (RELATIVE, noise_relative_to_the_largest_tensor, [NOISE]),
     (GAUSS, half_the_noise, [NOISE]),
     (GAUSS, noise_that_is_not_sent, [DIFFERS, NOISE]),
     (GAUSS, noise_on_weights_alone, [NOISE]),

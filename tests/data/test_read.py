@@ -276,6 +276,8 @@ def test_a_header_is_not_read_as_an_example(tmp_path, first):
         read(tmp_path / "a.tsv", 0, 1, samples=20, held_out=0)
     (tmp_path / "a.tsv").write_text("\n".join(rows))
     assert len(read(tmp_path / "a.tsv", 0, 1, samples=20, held_out=0)[0]) == 20
+    # A causal language model has no labels, so nothing tells that line from the others.
+    assert len(read(tmp_path / "a.tsv", 0, None, samples=20, held_out=0)[0]) == 20
 
 
 def test_private_rows_stay_in_memory(tmp_path, monkeypatch):
