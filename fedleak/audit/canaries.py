@@ -21,7 +21,6 @@ from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
-from scipy.special import gammaln, logsumexp, ndtr
 
 from fedleak import privacy
 from fedleak.audit import privacy_bounds as bounds
@@ -236,6 +235,8 @@ class Tally:
         In n of S steps the mean is n / (sqrt(S) sigma), but no score is larger than the square root
         of a canary's numbers; n is binomial.
         """
+        from scipy.special import gammaln, logsumexp  # here, because it takes a while
+
         assert row.rate is not None
         n = np.arange(row.steps + 1)
         mean = n * self._mu_of_update / row.steps
@@ -392,6 +393,8 @@ def _reused_noise(found: Sequence[Tally], *, sums: bool) -> list[str]:
     The witnesses' scores in two updates are independent if the noise is: then their product, over
     the norm of one of them, is normal. With the same noise it is about that norm.
     """
+    from scipy.special import ndtr  # here, because it takes a while
+
     rows = [
         row
         for tally in found

@@ -13,7 +13,8 @@ What each bound assumes:
 The last two hold for any dependence between the scores of different canaries. All need coins that
 are fair and independent, and guesses that were settled before the coins were seen.
 
-Everything is a plain number: m canaries, r guesses, v of them right.
+Everything is a plain number: m canaries, r guesses, v of them right. SciPy is imported where it is
+used, because that takes a while.
 """
 
 import math
@@ -22,9 +23,6 @@ from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
-from scipy.optimize import brentq
-from scipy.special import expit, log_ndtr, ndtr, ndtri
-from scipy.stats import binom
 
 SHARES = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0)
 """Shares of the canaries that a guesser may commit itself on."""
@@ -36,6 +34,8 @@ the numbers that a canary is spread over. An epsilon of the second is nothing.""
 
 def gaussian_delta(epsilon: float, mu: float) -> float:
     """Returns the delta at an epsilon of a mu-GDP mechanism (Dong et al. 2022, corollary 1)."""
+    from scipy.special import log_ndtr, ndtr
+
     other = math.exp(epsilon + log_ndtr(-epsilon / mu - mu / 2))
     return float(ndtr(-epsilon / mu + mu / 2)) - other
 
@@ -56,6 +56,8 @@ def gaussian_mu(inside: Sequence[float], alpha: float, *, per_score: float = 1.0
         alpha: How often it may be wrong.
         per_score: 1; or 2 where a canary is plus or minus a direction, and scores have its sign.
     """
+    from scipy.special import ndtri
+
     if not inside:
         return 0.0
     mean = math.fsum(inside) / len(inside)
@@ -79,6 +81,9 @@ def epsilon_delta_bound(m: int, r: int, v: int, alpha: float, delta: float) -> f
 
 def _epsilon_delta_p(m: int, r: int, v: int, epsilon: float, delta: float) -> float:
     """Returns the largest probability of so many right guesses under (epsilon, delta)-DP."""
+    from scipy.special import expit
+    from scipy.stats import binom
+
     right = float(expit(epsilon))
     beta = float(binom.sf(v - 1, r, right))
     i = np.arange(1, v + 1)
@@ -102,6 +107,8 @@ def f_dp_mu(m: int, r: int, v: int, alpha: float) -> float:
 
 def _rejects(m: int, r: int, v: int, mu: float, alpha: float) -> bool:
     """Whether a mu-GDP mechanism gives so many right guesses less often than alpha."""
+    from scipy.special import ndtr, ndtri
+
     right, wrong = alpha * v / m, alpha * (r - v) / m
     for i in range(v - 1, -1, -1):
         raised = max(wrong, float(ndtr(ndtri(min(right, 1.0)) - mu)))
@@ -119,6 +126,8 @@ def f_dp_bound(m: int, r: int, v: int, alpha: float, delta: float) -> float:
 
 def _last_above(f: Callable[[float], float]) -> float:
     """Returns where a falling function that is above 0 at 0 crosses it, from below."""
+    from scipy.optimize import brentq
+
     high = 1.0
     while f(high) > 0 and high < 1e6:
         high *= 2
@@ -155,6 +164,8 @@ def settled_rule(m: int, mu: float, *, two_sided: bool) -> Rule:
     It may depend on anything but scores and coins: `mu` is what is announced. The wrong one costs
     power, never validity.
     """
+    from scipy.optimize import brentq
+    from scipy.special import ndtr
 
     def worth(share: float) -> float:
         count = max(1, round(share * m))

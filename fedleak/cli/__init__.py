@@ -253,7 +253,9 @@ def attack_update(
     loss: Annotated[
         str, typer.Option(help="Of a classifier: cross-entropy or squared.")
     ] = "cross-entropy",
-    attack_: Annotated[str, typer.Option("--attack", help="One of `fedleak list`.")] = "auto",
+    attack_: Annotated[
+        str, typer.Option("--attack", help="A kind of attack, as fedleak list names it.")
+    ] = "auto",
     changes: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="A setting of the attack, in TOML."),
@@ -280,8 +282,8 @@ def attack_update(
 ) -> None:
     """Attack one update of your own training, and print what could be read of its texts.
 
-    FILE holds the update, by parameter name: .safetensors, or what torch.save wrote (.pt, .pth,
-    .bin), of which nothing is run.
+    FILE is a file of the update, by parameter name: .safetensors, or what torch.save wrote (.pt,
+    .pth, .bin), of which nothing is run.
 
     The texts that it reads are private, and they are printed to a pipe or file, too.
     """
@@ -545,8 +547,8 @@ def export(
     to: Annotated[
         str,
         typer.Option(
-            metavar="FILE|mlflow[:PLACE]|tensorboard[:FOLDER]",
-            help="A csv or parquet file to write, or a tracker.",
+            metavar="TO",
+            help="A csv or parquet file, mlflow[:PLACE] or tensorboard[:FOLDER].",
         ),
     ],
     texts: Annotated[
@@ -600,7 +602,7 @@ def import_(
 ) -> None:
     """Make a run of what a tap kept of your own Flower app.
 
-    TAPPED is the folder that the app's ServerApp gave to `tap(grid, "FOLDER")`. The file says what
+    TAPPED is a folder that the app's ServerApp gave to `tap(grid, "FOLDER")`. The file says what
     the messages do not: model, learning rate, batch size. `fedleak attack RUN` attacks the run.
 
     The same command again adds what is not there yet, such as the truth.
@@ -660,8 +662,8 @@ def bench(
 ) -> None:
     """Compare attacks on a fixed suite of settings, all scored alike.
 
-    SUITE is quick (CPU minutes), full (GPU hours) or a file. To enter an attack, name its kind, or
-    give a command: `--command 'python mine.py {observation} {answer}'`
+    SUITE is a name, quick (CPU minutes) or full (GPU hours), or a file. To enter an attack, name
+    its kind, or give a command: `--command 'python mine.py {observation} {answer}'`
 
     Updates are made once and kept in runs/bench-SUITE-VERSION: another attack takes no more than
     its own time. The result is bench.json in there. The same command again finishes what is left.
@@ -713,7 +715,8 @@ def bench_table(
 ) -> None:
     """Make tables in Markdown of results of one suite and version.
 
-    RESULT is a bench.json, one or more. Results of other versions, weights or texts are refused.
+    RESULT is a bench.json; there may be several. Results of other versions, weights or texts are
+    refused.
     """
     from fedleak.bench import markdown
 
