@@ -99,6 +99,7 @@ def page_of(texts: list[PrivateText], word: str = "a word", **changes: Any) -> R
             "texts_note": word,
             "defenses": [table],
             "privacy": word,
+            "canary_alarms": [word],
             "ledger": table,
             "versions": entries,
             "repeat": word,
