@@ -52,6 +52,7 @@ TABLE = {
     "model": BERT,
     "data": {"name": "builtin/notes", "samples": 6, "held_out": 4},
     "federation": {"clients": 2, "rounds": 2, "batch_size": 2, "learning_rate": 0.1},
+    "attack": [],
     "utility": {"rounds": []},
     "workers": {"devices": ["cpu"]},
 }

@@ -28,6 +28,7 @@ TINY = {
     "model": {"name": "builtin/bert-tiny"},
     "data": {"name": "builtin/notes", "samples": 16, "held_out": 4},
     "federation": {"clients": 2, "rounds": 2, "batch_size": 2, "learning_rate": 0.5},
+    "attack": [],
 }
 
 
