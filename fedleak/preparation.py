@@ -22,6 +22,10 @@ from fedleak.store.run import Run
 from fedleak.versions import versions
 
 
+CHANGEABLE: dict[str, Any] = {"gate": True, "federation": {"at_once"}}
+"""What of an experiment may change while its run goes on, besides its workers: no result does."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """An experiment that can work, and what its run directory starts with."""
@@ -108,7 +112,7 @@ def open_run(plan: Plan, path: Path, *, fresh: bool = False) -> Run:
         refuse_another(run, plan.experiment)
         refuse_purged(run)
         refuse_other_data(run, plan)
-        _renew_limits(run, plan.experiment)
+        _renew(run, plan.experiment)
         _make_held_out(run, plan)
         return run
     if (path / "sweep.json").exists():
@@ -139,11 +143,13 @@ def open_run(plan: Plan, path: Path, *, fresh: bool = False) -> Run:
     return run
 
 
-def _renew_limits(run: Run, experiment: Experiment) -> None:
-    """Notes the limits of the experiment's file in run.json, where they were others."""
-    if stored(run).gate != experiment.gate:
-        gate = experiment.gate.model_dump(mode="json")
-        run.update_info(experiment=run.info()["experiment"] | {"gate": gate})
+def _renew(run: Run, experiment: Experiment) -> None:
+    """Notes in run.json what of the experiment's file may change, where it was other."""
+    said = run.info()["experiment"]
+    new = experiment.model_dump(mode="json", include=CHANGEABLE)
+    renewed = {name: said.get(name, {}) | table for name, table in new.items()}
+    if renewed != {name: said.get(name, {}) for name in new}:
+        run.update_info(experiment=said | renewed)
 
 
 def refuse_purged(run: Run) -> None:
@@ -177,9 +183,8 @@ def refuse_other_data(run: Run, plan: Plan) -> None:
 
 def refuse_another(run: Run, experiment: Experiment) -> None:
     """Refuses to go on with a run directory in which another experiment ran."""
-    # Workers and limits cannot change its results.
     old, new = (
-        each.model_dump(mode="json", exclude={"workers", "gate"})
+        each.model_dump(mode="json", exclude={"workers": True, **CHANGEABLE})
         for each in (stored(run), experiment)
     )
     changed = difference(old, new)

@@ -1,5 +1,6 @@
 """The ServerApp: resumes or starts a run, and, for `flwr run`, attacks it too."""
 
+import os
 import time
 from collections.abc import Callable
 
@@ -22,7 +23,7 @@ from fedleak.store.records import UTILITY, Utility
 from fedleak.store.run import Run
 from server.replies import RefusedError, claimed_client, told
 from server.strategy import CuriousServer
-from server.tap import TapGrid
+from server.tap import AT_ONCE, TapGrid
 
 NODES_WITHIN_SECONDS = 60.0
 ANSWER_WITHIN_SECONDS = 3600.0
@@ -71,13 +72,17 @@ def federate(
     if rounds < 1:
         return
     strategy = CuriousServer(experiment, run, model, first, find_nodes(grid, experiment))
-    strategy.start(
-        grid=TapGrid(grid, strategy.on_reply, stop),
-        initial_arrays=ArrayRecord(model.parameters()),
-        num_rounds=rounds,
-        timeout=ANSWER_WITHIN_SECONDS,
-        evaluate_fn=evaluation(experiment, run, model, first - 1),
-    )
+    at_once = experiment.federation.at_once or max(AT_ONCE, os.cpu_count() or 1)
+    try:
+        strategy.start(
+            grid=TapGrid(grid, strategy.on_reply, stop, at_once),
+            initial_arrays=ArrayRecord(model.parameters()),
+            num_rounds=rounds,
+            timeout=ANSWER_WITHIN_SECONDS,
+            evaluate_fn=evaluation(experiment, run, model, first - 1),
+        )
+    finally:
+        strategy.finish()
 
 
 def first_open_round(experiment: Experiment, run: Run) -> int:

@@ -117,13 +117,13 @@ class Experiment(Table):
 
         It depends on the seed and the tables model, data, federation, update, defense and privacy
         (whose delta decides how much noise an epsilon takes), and not on what is done with updates
-        afterwards, nor on the engine: every one gives the same. A setting left out and its default
+        afterwards, nor on the engine and how many clients it asks at once: all give the same. A setting left out and its default
         are the same. The sizes of the data are marked as they were when 400 and 100 were their
         defaults, so that runs of that time can go on.
         """
         after = ["attack", "threat", "utility", "audit", "gate", "workers"]
         others = dict.fromkeys(["name", *after], True)
-        exclude: dict[str, Any] = {**others, "federation": {"engine"}}
+        exclude: dict[str, Any] = {**others, "federation": {"engine", "at_once"}}
         table = self.model_dump(mode="json", exclude=exclude, exclude_defaults=True)
         data = table["data"]
         if self.data.samples is None:

@@ -134,6 +134,12 @@ class FederationTable(Table):
     """Clients in all."""
     clients_per_round: Positive | None = None
     """Clients that train in a round; left out: all."""
+    at_once: Positive | None = None
+    """Clients that are asked at a time: so many updates a SuperLink holds at most.
+
+    The next one is asked as an update is captured. Left out: 16, or one for each CPU core of the
+    server. Results do not depend on it.
+    """
     rounds: Positive = 3
     """Rounds of training."""
     batch_size: Positive = 2

@@ -17,7 +17,8 @@ Captures, models and answers carry the fingerprint of the experiment that they a
 read in a run of another one.
 Of rounds that are not attacked neither captures nor models stay, but for the first and last model.
 Under secure aggregation a capture is r0001-all: the round's sum. Until all have come, the updates
-that it is of are below `held`, which stands for the protocol and is read by no attack.
+that it is of are below `held`, which stands for the protocol and is read by no attack. Without it an
+update is there while the server waits for those that are summed before it.
 
 Work that is left is what the directory lacks, so there is no queue that a crash could corrupt.
 
@@ -25,6 +26,7 @@ The file is long because `Run` is the one place that knows where each file is.
 """
 
 import json
+import os
 import re
 import shutil
 import time
@@ -224,6 +226,20 @@ class Run:
             CaptureError: The file is damaged, or of another experiment.
         """
         return self._read_capture(_held(key), key)
+
+    def admit(self, key: Key) -> None:
+        """Makes a capture of an update that is held: it has two names then, and one place."""
+        held, name = self.path / _held(key), _captured(key)
+        with new_file(self._place(name)) as temporary:
+            temporary.unlink()
+            try:
+                os.link(held, temporary)
+            except OSError:  # not every file system can
+                shutil.copyfile(held, temporary)
+
+    def release(self, key: Key) -> None:
+        """Deletes an update that is held."""
+        (self.path / _held(key)).unlink(missing_ok=True)
 
     def drop_held(self) -> None:
         """Deletes what is held."""
