@@ -7,7 +7,7 @@ from pathlib import Path
 from fedleak.config.experiment import Experiment
 from fedleak.config.sent_parameters import selected_parameters
 from fedleak.errors import ConfigError
-from fedleak.federation.schedule import expected_captures
+from fedleak.federation.schedule import expected_captures, rounds_attacked
 from fedleak.models import LanguageModel
 from fedleak.models.parameter_selection import freezing
 from fedleak.store.run import EVERYONE
@@ -20,7 +20,9 @@ _FLOAT = 4
 
 
 def bytes_kept(experiment: Experiment, model: LanguageModel) -> int:
-    """Returns the size of the captures and models that a complete run has, at most.
+    """Returns the size of the captures and models that a run has at any time, at most.
+
+    What an attack failed on is not deleted, whatever `audit.keep` says, and does not count here.
 
     Args:
         experiment: The run.
@@ -43,10 +45,11 @@ def bytes_kept(experiment: Experiment, model: LanguageModel) -> int:
 
     captures = Counter(key.client for key in expected_captures(experiment))
     last = experiment.federation.rounds + 1
-    models = 2 + sum(experiment.attacked(round) for round in range(2, last))
-    return sum(count * sent(client) for client, count in captures.items()) + models * sum(
-        sizes.values()
-    )
+    models = 2 + len(rounds_attacked(experiment) - {1, last})
+    kept = [sent(client) for client in captures.elements()]
+    if experiment.audit.keep == "none" and experiment.audit.waiting is not None:
+        kept = sorted(kept)[-experiment.audit.waiting :]
+    return sum(kept) + models * sum(sizes.values())
 
 
 def refuse_full_disk(needed: int, path: Path, *, anew: bool = False) -> None:
@@ -65,8 +68,9 @@ def refuse_full_disk(needed: int, path: Path, *, anew: bool = False) -> None:
     if needed - there > free:
         raise ConfigError(
             f"{str(path)!r} needs {size(needed - there)} for captures and models, but only "
-            f"{size(free)} are free: keep fewer rounds (threat.rounds), share less "
-            "(update.share), or free some"
+            f"{size(free)} are free: keep fewer (threat.rounds, "
+            "threat.clients, audit.keep with audit.waiting), share less (update.share), or free "
+            "some"
         )
 
 

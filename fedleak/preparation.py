@@ -16,13 +16,13 @@ from fedleak.config.wording import difference
 from fedleak.errors import ConfigError, FedleakError
 from fedleak.federation.lookup import Examples, examples, stored
 from fedleak.federation.protection import protection
+from fedleak.federation.schedule import expected_captures
 from fedleak.federation.workload import Workload, divide, outline, read_data, unknown_fraction
 from fedleak.models import loading
 from fedleak.store.run import Run
 from fedleak.versions import versions
 
-
-CHANGEABLE: dict[str, Any] = {"gate": True, "federation": {"at_once"}}
+CHANGEABLE: dict[str, Any] = {"gate": True, "federation": {"at_once"}, "audit": {"keep", "waiting"}}
 """What of an experiment may change while its run goes on, besides its workers: no result does."""
 
 
@@ -63,6 +63,11 @@ def plan(experiment: Experiment) -> Plan:
     split = read_data(experiment)
     num_labels = len(split.train.label_names)
     model = outline(experiment, num_labels)
+    if not expected_captures(experiment):
+        raise ConfigError(
+            f"threat.clients = {experiment.threat.clients}, but none of them trains in a round "
+            "that is attacked: choose others, or other threat.rounds"
+        )
     checks.check_defenses(experiment, model)
     checks.check_attacks(experiment, model)
     workload = divide(experiment, split, model)

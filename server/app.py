@@ -42,20 +42,33 @@ def main(grid: Grid, context: Context) -> None:
     config = context.run_config
     experiment, run = of_app(config)
     if not config["attack"]:
-        federate(grid, experiment, run)
+        # By the command line, which does all but training; else by nobody.
+        federate(grid, experiment, run, attacked=run.exists() and run.in_use())
         return
     run = preparation.prepare(experiment, run.path)
     with run.lock():
         with pipeline.under_way(run, experiment) as stop:
-            federate(grid, experiment, run, stop)
+            federate(grid, experiment, run, stop, attacked=True)
         print_run(run, scoring.score_run(run))
     refuse_gaps(run)
 
 
 def federate(
-    grid: Grid, experiment: Experiment, run: Run, stop: Callable[[], bool] = lambda: False
+    grid: Grid,
+    experiment: Experiment,
+    run: Run,
+    stop: Callable[[], bool] = lambda: False,
+    *,
+    attacked: bool,
 ) -> None:
-    """Trains from the last complete round on, capturing every reply.
+    """Trains from the last complete round on, capturing what is attacked of the replies.
+
+    Args:
+        grid: Flower's.
+        experiment: What was prepared.
+        run: In this run directory.
+        stop: Is asked now and then whether to end early.
+        attacked: Whether captures are attacked meanwhile, so that it can wait for that.
 
     Raises:
         FedleakError: A client failed, there are fewer nodes than clients, or it is to `stop`.
@@ -73,9 +86,15 @@ def federate(
         return
     strategy = CuriousServer(experiment, run, model, first, find_nodes(grid, experiment))
     at_once = experiment.federation.at_once or max(AT_ONCE, os.cpu_count() or 1)
+    waiting = experiment.audit.waiting if attacked else None
+
+    def room(under_way: int) -> bool:
+        """Whether the disk bears another capture: if not, the attacks are waited for."""
+        return waiting is None or strategy.writing + run.waiting() + under_way < waiting
+
     try:
         strategy.start(
-            grid=TapGrid(grid, strategy.on_reply, stop, at_once),
+            grid=TapGrid(grid, strategy.on_reply, stop, at_once, room),
             initial_arrays=ArrayRecord(model.parameters()),
             num_rounds=rounds,
             timeout=ANSWER_WITHIN_SECONDS,

@@ -65,6 +65,11 @@ class Beside:
         self.finish()
         self._last = self._thread.submit(what)
 
+    @property
+    def busy(self) -> bool:
+        """Whether something is being done."""
+        return self._last is not None and not self._last.done()
+
     def finish(self) -> None:
         """Waits for the last one, and raises what went wrong with it."""
         last, self._last = self._last, None

@@ -11,7 +11,7 @@ from fedleak.config.sent_parameters import sent_by
 from fedleak.defenses import TrustedAggregator
 from fedleak.errors import FedleakError
 from fedleak.federation.lookup import examples
-from fedleak.federation.schedule import clients_of_round
+from fedleak.federation.schedule import clients_of_round, rounds_attacked
 from fedleak.models import LanguageModel
 from fedleak.observation import ClientUpdate, Knowledge, UpdateKind
 from fedleak.store.run import EVERYONE, Capture, Key, Run
@@ -28,7 +28,7 @@ class CuriousServer(Strategy):
 
     The sum over clients is taken in their order, as they come: it does not depend on who answered
     first. Memory does not grow with the number of clients: an update is in it while it is summed,
-    and while it is written, beside the training of the next one. Updates of rounds that are not
+    and while it is written, beside the training of the next one. Updates that are not
     attacked never reach the disk.
 
     Args:
@@ -93,7 +93,8 @@ class CuriousServer(Strategy):
     def _capture_and_add(self, capture: Capture, total: RoundSum) -> None:
         """Adds an update to the sum of its round, and captures it if it is attacked."""
         run, key = self._run, capture.key
-        kept, is_next = self._experiment.attacked(key.round), total.is_next(key.client)
+        is_next = total.is_next(key.client)
+        kept = self._experiment.attacked(*key) and not run.is_closed(key)
 
         def write() -> None:
             if not is_next:
@@ -108,6 +109,11 @@ class CuriousServer(Strategy):
             total.add_(capture)
         else:
             total.held(key.client)
+
+    @property
+    def writing(self) -> bool:
+        """Whether something that was received is not on disk yet."""
+        return self._beside.busy
 
     def finish(self) -> None:
         """Waits until all that was received is on disk."""
@@ -150,7 +156,7 @@ class CuriousServer(Strategy):
         rate = self._experiment.federation.learning_rate
         following = aggregate(broadcast, received.total, rate)
         self._run.write_broadcast(round + 1, following)
-        if not self._experiment.attacked(round):
+        if round not in rounds_attacked(self._experiment):
             self._run.forget(round)
         return ArrayRecord(following), None
 

@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 
 from flwr.app import Message, RecordDict
@@ -37,6 +38,7 @@ class TapGrid(Grid):
         on_reply: Takes what it wants of a reply, and returns what the strategy may keep.
         stop: Is asked before each pull whether to end.
         at_once: Messages that are under way at most.
+        room: Is asked before each message, with how many are under way, whether it may go out.
     """
 
     def __init__(
@@ -45,9 +47,10 @@ class TapGrid(Grid):
         on_reply: Callable[[Message], RecordDict],
         stop: Callable[[], bool] = lambda: False,
         at_once: int = AT_ONCE,
+        room: Callable[[int], bool] = lambda under_way: True,
     ) -> None:
         self._grid, self._on_reply, self._stop = grid, on_reply, stop
-        self._at_once = at_once
+        self._at_once, self._room = at_once, room
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
@@ -58,16 +61,17 @@ class TapGrid(Grid):
             messages: In this order they go out.
             timeout: Seconds that each is waited for, once it is sent; None: without end.
         """
-        left, wait = iter(messages), math.inf if timeout is None else timeout
+        left, wait = deque(messages), math.inf if timeout is None else timeout
         deadlines: dict[str, float] = {}  # of the messages that are under way
         replies: list[Message] = []
         while True:
-            while len(deadlines) < self._at_once and (message := next(left, None)):
+            while left and len(deadlines) < self._at_once and self._room(len(deadlines)):
                 # None stands for a message that could not be sent; nobody answers it.
-                sent = [name for name in self._grid.push_messages([message]) if name]
+                sent = [name for name in self._grid.push_messages([left.popleft()]) if name]
                 deadlines |= dict.fromkeys(sent, time.monotonic() + wait)
-            if not deadlines:
+            if not (left or deadlines):
                 return replies
+            refuse_to_go_on(stop=self._stop())
             before = len(replies)
             for name, deadline in tuple(deadlines.items()):
                 refuse_to_go_on(stop=self._stop())

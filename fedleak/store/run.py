@@ -3,6 +3,7 @@
     runs/<name>/
       run.json                         the resolved experiment, its fingerprint, versions, status
       captures/r0001-c03.safetensors   what the server received, with what it knows as metadata
+      captures/r0001-c03.json          that metadata, once the capture is answered and may go
       models/r0001.safetensors         the broadcast of a round; the last one is the trained model
       vault/r0001-c03.json             the private batch, written by the client
       defended/r0001-c03.json          what the client's defenses did, in its own figures
@@ -17,8 +18,8 @@ Captures, models and answers carry the fingerprint of the experiment that they a
 read in a run of another one.
 Of rounds that are not attacked neither captures nor models stay, but for the first and last model.
 Under secure aggregation a capture is r0001-all: the round's sum. Until all have come, the updates
-that it is of are below `held`, which stands for the protocol and is read by no attack. Without it an
-update is there while the server waits for those that are summed before it.
+that it is of are below `held`, which stands for the protocol and is read by no attack. Without it
+an update is there while the server waits for those that are summed before it.
 
 Work that is left is what the directory lacks, so there is no queue that a crash could corrupt.
 
@@ -208,12 +209,55 @@ class Run:
         return self._read_about(key)[1]
 
     def has_capture(self, key: Key) -> bool:
-        """Returns whether a capture is here."""
-        return (self.path / _captured(key)).is_file()
+        """Returns whether a capture is here, or was."""
+        return (self.path / _captured(key)).is_file() or self.is_closed(key)
 
     def captures(self) -> list[Key]:
-        """Returns the keys of the captures, in order."""
-        return _keys(self.path / "captures", ".safetensors")
+        """Returns the keys of the captures, in order; also of those that were deleted."""
+        folder = self.path / "captures"
+        return sorted({*_keys(folder, ".safetensors"), *_keys(folder, ".json")})
+
+    def close(self, key: Key, *, delete: bool) -> None:
+        """Notes that every attack has answered for a capture, and may delete its tensors.
+
+        What stood beside them stays.
+
+        Raises:
+            CaptureError: The file is damaged, or of another experiment.
+        """
+        if not self.is_closed(key):
+            path = self.path / _captured(key)
+            try:
+                about = _read_metadata(path)
+            except _DAMAGE as error:
+                raise _damaged(path, error) from error
+            self.write_json(_closed(key), about)
+        if delete:
+            (self.path / _captured(key)).unlink(missing_ok=True)
+
+    def is_closed(self, key: Key) -> bool:
+        """Returns whether every attack has answered for a capture, of those that may go then."""
+        return (self.path / _closed(key)).is_file()
+
+    def deleted(self) -> set[Key]:
+        """Returns the keys of the captures whose tensors were deleted."""
+        folder = self.path / "captures"
+        return {*_keys(folder, ".json")} - {*_keys(folder, ".safetensors")}
+
+    def waiting(self) -> int:
+        """Returns how many captures wait for their attacks."""
+        folder = self.path / "captures"
+        return len({*_keys(folder, ".safetensors")} - {*_keys(folder, ".json")})
+
+    def in_use(self) -> bool:
+        """Returns whether somebody holds the directory now."""
+        lock = FileLock(self._place(".lock"), mode=0o600)
+        try:
+            lock.acquire(blocking=False)
+        except Timeout:
+            return True
+        lock.release()
+        return False
 
     def hold(self, capture: Capture) -> None:
         """Keeps an update out of the server's sight, until all of the round are combined."""
@@ -273,6 +317,7 @@ class Run:
         for key in self.captures():
             if key.round == round:
                 (self.path / _captured(key)).unlink(missing_ok=True)
+                (self.path / _closed(key)).unlink(missing_ok=True)
         if round > 1:
             (self.path / "models" / f"r{round:04d}.safetensors").unlink(missing_ok=True)
 
@@ -296,24 +341,28 @@ class Run:
 
     def _read_capture(self, name: str, key: Key) -> Capture:
         path = self.path / name
+        if self.is_closed(key) and not path.is_file():
+            raise CaptureError(
+                f"capture {path} was deleted once every attack had answered (audit.keep): nothing "
+                "can attack it again; `fedleak run FILE --fresh` with audit.keep = 'all' keeps it"
+            )
         try:
             tensors, metadata = _read_tensors(path)
-            kind, num_examples, knowledge = self._about(metadata)
+            kind, num_examples, knowledge = self._about(json.loads(metadata["fedleak"]))
         except _DAMAGE as error:
             raise _damaged(path, error) from error
         return Capture(key, ClientUpdate(kind, tensors, num_examples), knowledge)
 
     def _read_about(self, key: Key) -> tuple[UpdateKind, int, Knowledge]:
-        path = self.path / _captured(key)
+        closed = self.is_closed(key)
+        path = self.path / (_closed(key) if closed else _captured(key))
         try:
-            with safetensors.safe_open(path, framework="pt") as file:
-                return self._about(file.metadata())
-        except _DAMAGE as error:
+            return self._about(self.read_json(_closed(key)) if closed else _read_metadata(path))
+        except (*_DAMAGE, FedleakError) as error:
             raise _damaged(path, error) from error
 
-    def _about(self, metadata: Mapping[str, str] | None) -> tuple[UpdateKind, int, Knowledge]:
+    def _about(self, about: Mapping[str, Any]) -> tuple[UpdateKind, int, Knowledge]:
         """Reads what stands beside the tensors of a capture."""
-        about = json.loads((metadata or {})["fedleak"])
         self._refuse_foreign(about)
         return UpdateKind(about["kind"]), about["num_examples"], Knowledge(**about["knowledge"])
 
@@ -520,6 +569,10 @@ def _captured(key: Key) -> str:
     return f"captures/{key}.safetensors"
 
 
+def _closed(key: Key) -> str:
+    return f"captures/{key}.json"
+
+
 def _held(key: Key) -> str:
     return f"held/{key}.safetensors"
 
@@ -527,6 +580,12 @@ def _held(key: Key) -> str:
 def _keys(folder: Path, suffix: str) -> list[Key]:
     found = (_KEY.fullmatch(p.name.removesuffix(suffix)) for p in folder.glob(f"*{suffix}"))
     return sorted(Key(int(m[1]), EVERYONE if m[2] is None else int(m[2])) for m in found if m)
+
+
+def _read_metadata(path: Path) -> Any:
+    """Reads the table beside the tensors of a file, whatever it says."""
+    with safetensors.safe_open(path, framework="pt") as file:
+        return json.loads((file.metadata() or {})["fedleak"])
 
 
 def _read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:

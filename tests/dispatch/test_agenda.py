@@ -185,7 +185,7 @@ def test_looking_costs_the_same_however_many_captures_there_are():
     run = Folder()
     run.files = set(keys[:10_000])
     run.models = set(range(1, 1002))
-    arrivals = Arrivals(run, keys, lambda round: True)
+    arrivals = Arrivals(run, keys)
     assert arrivals.new() == keys[:10_000]
     run.looks.clear()
     for _ in range(50):
@@ -200,7 +200,7 @@ def test_looking_costs_the_same_however_many_captures_there_are():
 def test_captures_come_in_any_order_and_at_the_end_all_are_looked_for():
     run = Folder()
     keys = [Key(1, client) for client in range(3 * LOOKS)]
-    arrivals = Arrivals(run, keys, lambda round: True)
+    arrivals = Arrivals(run, keys)
     run.files = {keys[5], keys[2], keys[-1], Key(7, 7)}
     assert arrivals.new() == [keys[2], keys[5]]
     assert arrivals.new(everywhere=True) == [keys[-1]]
