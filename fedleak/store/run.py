@@ -13,6 +13,7 @@
       damaged.jsonl                    lines of the others that could not be read, and why
       log.txt flower.log
 
+Of a matrix of a capture the rows of zeros are left out where that takes less room (`zero_rows`).
 Only the owner can open the folder (0700) and any file in it (0600), from the moment it is made.
 Captures, models and answers carry the fingerprint of the experiment that they are of, and are not
 read in a run of another one.
@@ -62,6 +63,7 @@ from fedleak.store.lines import (
     Record,
     other_version,
 )
+from fedleak.store.zero_rows import with_zero_rows, without_zero_rows
 
 T = TypeVar("T")
 
@@ -337,7 +339,8 @@ class Run:
             "num_examples": update.num_examples,
             "knowledge": {k: v for k, v in asdict(capture.knowledge).items() if v is not None},
         }
-        self._write_tensors(name, update.tensors, about)
+        stored, heights = without_zero_rows(_flat(update.tensors))
+        self._write_tensors(name, stored, about | ({"rows": heights} if heights else {}))
 
     def _read_capture(self, name: str, key: Key) -> Capture:
         path = self.path / name
@@ -347,8 +350,10 @@ class Run:
                 "can attack it again; `fedleak run FILE --fresh` with audit.keep = 'all' keeps it"
             )
         try:
-            tensors, metadata = _read_tensors(path)
-            kind, num_examples, knowledge = self._about(json.loads(metadata["fedleak"]))
+            stored, metadata = _read_tensors(path)
+            about = json.loads(metadata["fedleak"])
+            kind, num_examples, knowledge = self._about(about)
+            tensors = with_zero_rows(stored, about.get("rows", {}))
         except _DAMAGE as error:
             raise _damaged(path, error) from error
         return Capture(key, ClientUpdate(kind, tensors, num_examples), knowledge)
@@ -377,9 +382,8 @@ class Run:
     ) -> None:
         """Writes tensors, and beside them a table with this experiment's mark."""
         marked = json.dumps({"fingerprint": self.fingerprint(), **about})
-        flat = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         with new_file(self._place(name)) as temporary:
-            safetensors.torch.save_file(flat, temporary, {"fedleak": marked})
+            safetensors.torch.save_file(_flat(tensors), temporary, {"fedleak": marked})
 
     # --- the vault --------------------------------------------------------------------------
 
@@ -580,6 +584,11 @@ def _held(key: Key) -> str:
 def _keys(folder: Path, suffix: str) -> list[Key]:
     found = (_KEY.fullmatch(p.name.removesuffix(suffix)) for p in folder.glob(f"*{suffix}"))
     return sorted(Key(int(m[1]), EVERYONE if m[2] is None else int(m[2])) for m in found if m)
+
+
+def _flat(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns tensors as they can be written; those that can be already are not copied."""
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
 
 
 def _read_metadata(path: Path) -> Any:
