@@ -2,6 +2,7 @@
 
 import shutil
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 from fedleak.config.experiment import Experiment
@@ -10,7 +11,7 @@ from fedleak.errors import ConfigError
 from fedleak.federation.schedule import expected_captures, rounds_attacked
 from fedleak.models import LanguageModel
 from fedleak.models.parameter_selection import freezing
-from fedleak.store.run import EVERYONE
+from fedleak.store.run import EVERYONE, Run
 
 WORTH_SAYING_BYTES = 10**9
 WORTH_SAYING_SECONDS = 600.0
@@ -28,6 +29,26 @@ def bytes_kept(experiment: Experiment, model: LanguageModel) -> int:
         experiment: The run.
         model: With its parameters' names and shapes; no weights are needed.
     """
+    sent, of_model = _sizes(experiment, model)
+    captures = Counter(key.client for key in expected_captures(experiment))
+    last = experiment.federation.rounds + 1
+    models = 2 + len(rounds_attacked(experiment) - {1, last})
+    kept = [sent(client) for client in captures.elements()]
+    if experiment.audit.keep == "none" and experiment.audit.waiting is not None:
+        kept = sorted(kept)[-experiment.audit.waiting :]
+    return sum(kept) + models * of_model
+
+
+def bytes_there(experiment: Experiment, model: LanguageModel, run: Run) -> int:
+    """Returns how much of what `bytes_kept` counts a run has already, by the same measure."""
+    sent, of_model = _sizes(experiment, model)
+    here = set(run.captures()) - run.deleted()
+    captures = [key for key in expected_captures(experiment) if key in here]
+    return sum(sent(key.client) for key in captures) + len(run.broadcasts()) * of_model
+
+
+def _sizes(experiment: Experiment, model: LanguageModel) -> tuple[Callable[[int], int], int]:
+    """Returns what tells the bytes of a client's update, and the bytes of the model."""
     sizes = {name: _FLOAT * p.numel() for name, p in model.trained().items()}
     selected = selected_parameters(experiment, model)
     of_frozen: dict[frozenset[str], int] = {}
@@ -43,27 +64,20 @@ def bytes_kept(experiment: Experiment, model: LanguageModel) -> int:
             of_frozen[key] = sum(sizes[name] for name in selected if name in trained)
         return of_frozen[key]
 
-    captures = Counter(key.client for key in expected_captures(experiment))
-    last = experiment.federation.rounds + 1
-    models = 2 + len(rounds_attacked(experiment) - {1, last})
-    kept = [sent(client) for client in captures.elements()]
-    if experiment.audit.keep == "none" and experiment.audit.waiting is not None:
-        kept = sorted(kept)[-experiment.audit.waiting :]
-    return sum(kept) + models * sum(sizes.values())
+    return sent, sum(sizes.values())
 
 
-def refuse_full_disk(needed: int, path: Path, *, anew: bool = False) -> None:
+def refuse_full_disk(needed: int, path: Path, there: int = 0) -> None:
     """Refuses a run whose captures and models do not fit.
 
     Args:
         needed: Bytes of all of them.
-        path: The run directory, which may have some of them already.
-        anew: Those do not count.
+        path: The run directory.
+        there: Bytes of those that it has already.
 
     Raises:
         ConfigError: There is less free.
     """
-    there = 0 if anew else sum(file.stat().st_size for file in _files(path))
     free = _free(path)
     if needed - there > free:
         raise ConfigError(
@@ -95,10 +109,6 @@ def size(bytes: int) -> str:
         if bytes >= length:
             return f"{bytes / length:.1f} {unit}"
     return f"{bytes / 10**6:.0f} MB"
-
-
-def _files(path: Path) -> list[Path]:
-    return [file for folder in ("captures", "models") for file in (path / folder).glob("*.*")]
 
 
 def _free(path: Path) -> int:

@@ -109,7 +109,11 @@ def open_run(plan: Plan, path: Path, *, fresh: bool = False) -> Run:
             run keeps does not fit on the disk.
     """
     run = Run(path)
-    forecast.refuse_full_disk(plan.disk, path, anew=fresh)
+    there = 0
+    if run.exists() and not fresh:
+        model = outline(plan.experiment, plan.num_labels)
+        there = forecast.bytes_there(plan.experiment, model, run)
+    forecast.refuse_full_disk(plan.disk, path, there)
     if fresh and path.is_dir():
         with run.lock():
             run.move_aside()

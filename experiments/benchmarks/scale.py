@@ -27,6 +27,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -197,14 +198,14 @@ def whole_run(settings: dict[str, Any], path: Path, note: Path) -> None:
     note.write_text(json.dumps(found))
 
 
-def in_process(target: Callable[..., None], *arguments: Any) -> multiprocessing.Process:
+def in_process(target: Callable[..., None], *arguments: Any) -> BaseProcess:
     """Starts a process."""
     process = multiprocessing.get_context("spawn").Process(target=target, args=arguments)
     process.start()
     return process
 
 
-def kill(process: multiprocessing.Process) -> None:
+def kill(process: BaseProcess) -> None:
     """Kills a process and what it started, with -9."""
     family = psutil.Process(process.pid).children(recursive=True)
     process.kill()
