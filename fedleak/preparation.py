@@ -66,7 +66,7 @@ def plan(experiment: Experiment) -> Plan:
     classes = split.train.label_names
     num_labels = len(classes)
     model = outline(experiment, num_labels)
-    if not expected_captures(experiment):
+    if experiment.threat.clients is not None and not expected_captures(experiment):
         raise ConfigError(
             f"threat.clients = {experiment.threat.clients}, but none of them trains in a round "
             "that is attacked: choose others, or other threat.rounds"
