@@ -182,6 +182,10 @@ def sweep(
 def attack(
     path: RunPath,
     changes: Set = None,
+    shard: Annotated[
+        str | None,
+        typer.Option(metavar="I/N", help="Do one of N shares, such as 2/4, and do not score."),
+    ] = None,
     retry: Annotated[bool, typer.Option("--retry", help="Try failed attacks again.")] = False,
     texts: Texts = False,
 ) -> None:
@@ -191,18 +195,23 @@ def attack(
     `--set 'attack=[{kind="dlg", name="dlg-long", steps=2000}]'`
 
     Only attack, threat and workers can be set. The captures stay as they are.
+
+    With `--shard I/N` several machines share the work, each with another I. `fedleak score RUN`
+    scores all of it, and says what is missing.
     """
     from fedleak import pipeline
     from fedleak.audit import scoring
     from fedleak.audit.gaps import refuse_gaps
     from fedleak.config.loading import load
-    from fedleak.dispatch.dispatcher import attack_captures, drop_failures
+    from fedleak.dispatch.dispatcher import attack_captures
     from fedleak.federation.lookup import stored
     from fedleak.preparation import refuse_purged
     from fedleak.report import tables
     from fedleak.store.run import Run
+    from fedleak.store.shards import Shard, drop_failures
 
     with mended():
+        part = None if shard is None else Shard.parse(shard)
         at = Run(path)
         num_labels = at.info()["num_labels"]  # refuses a folder that is no run
         refuse_purged(at)
@@ -214,6 +223,11 @@ def attack(
                 )
         experiment = load(path / "run.json", changes or ())
         pipeline.check_attacks(experiment, num_labels)
+        if part is not None:
+            with progress(console) as show:
+                done = pipeline.attack_shard(at, experiment, part, retry=retry, report=show)
+            console.print(markup(done), soft_wrap=True)
+            return
         with at.lock():
             if retry:
                 drop_failures(at)

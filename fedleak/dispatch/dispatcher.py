@@ -12,16 +12,17 @@ from fedleak.attacks import is_slow
 from fedleak.audit.grants import knowledge
 from fedleak.config.experiment import Experiment
 from fedleak.config.wording import difference
-from fedleak.dispatch.agenda import Agenda, Arrivals, Work
+from fedleak.dispatch.agenda import Agenda, Arrivals, Work, groups, part_of
 from fedleak.dispatch.progress import Finished, Pace, RunProgress, UnderWay
 from fedleak.errors import CaptureError, ConfigError
 from fedleak.federation.schedule import captures_made, expected_captures
 from fedleak.observation import Knowledge
 from fedleak.preparation import refuse_purged
 from fedleak.reconstruction import Reconstruction, Status
-from fedleak.store import records
+from fedleak.store import records, shards
 from fedleak.store.records import ATTEMPTS, Answer, Attempt
 from fedleak.store.run import Key, Run
+from fedleak.store.shards import Shard
 from fedleak.workers.process import (
     Job,
     Worker,
@@ -51,6 +52,7 @@ def attack_captures(
     stop: Callable[[], bool] = lambda: False,
     report: Callable[[RunProgress], None] = lambda progress: None,
     on: Sequence[Worker] | None = None,
+    shard: Shard | None = None,
 ) -> None:
     """Attacks every capture that has no answer yet, until `no_more` come and all have one.
 
@@ -58,13 +60,13 @@ def attack_captures(
     An attack that takes captures together gets the same ones together however often that happens.
     Quick attacks go first: a slow one starts only while another worker is left for quick ones, or
     once all quick ones have answered. Workers that are lent (`on`) may still be busy if it was
-    stopped or failed.
+    stopped or failed. A shard does its part alone, and whoever calls holds no more than that.
 
     Raises:
         ConfigError: An attack of this name already ran here with other settings.
     """
     refuse_purged(run)
-    dispatcher = Dispatcher(run, experiment)
+    dispatcher = Dispatcher(run, experiment, shard)
     hired: AbstractContextManager[Sequence[Worker]] = (
         workers(devices(experiment.workers.devices), experiment.workers.time_limit)
         if on is None
@@ -88,31 +90,31 @@ class Dispatcher:
     Args:
         run: The run directory.
         experiment: What was prepared there.
+        shard: Whose part of the work is done; None: all of it is.
 
     Raises:
         ConfigError: An attack of this name already ran here with other settings.
     """
 
-    def __init__(self, run: Run, experiment: Experiment) -> None:
+    def __init__(self, run: Run, experiment: Experiment, shard: Shard | None = None) -> None:
         self._run, self._experiment = run, experiment
         self._model = experiment.model_spec(run.info()["num_labels"])
-        self._answers = records.answers(run.fingerprint())
-        self._answered = answered(run.salvage(self._answers), experiment)
-        self._tries = Counter(each.id for each in run.salvage(ATTEMPTS))
+        self._answers, self._attempts = records.answers(run.fingerprint()), ATTEMPTS
+        if shard is None:
+            given, tries = shards.salvage_answers(run), run.salvage(ATTEMPTS)
+        else:  # what others are writing is left as it is
+            given = shards.answers_for(run, shard)
+            self._answers, self._attempts = shard.lines(self._answers), shard.lines(ATTEMPTS)
+            tries = run.readable(self._attempts)
         expected = expected_captures(experiment)
-        self._made, self._wanted = (
-            captures_made(experiment),
-            len(expected) * len(experiment.attacks),
-        )
-        self._agenda = Agenda(
-            experiment.attacks,
-            expected,
-            self._answered,
-            set(self._tries),
-            experiment.workers.at_once,
-        )
+        work = part_of(groups(experiment.attacks, expected, experiment.workers.at_once), shard)
+        wanted = {(key, each.attack.name) for each in work for key in each.keys}
+        self._answered = answered(given, experiment) & wanted
+        self._tries = Counter(each.id for each in tries)
+        self._made, self._wanted = captures_made(experiment), len(wanted)
+        self._agenda = Agenda(work, self._answered, set(self._tries))
         self._arrivals = Arrivals(run, expected, experiment.attacked)
-        self._pace = Pace(experiment.attacks, len(expected), self._answered)
+        self._pace = Pace(experiment.attacks, wanted - self._answered)
         self._finished: list[Finished] = []
         self._round, self._closed = 1, False
 
@@ -213,7 +215,7 @@ class Dispatcher:
             )
             for key in keys
         ]
-        self._run.append(ATTEMPTS, *tries)
+        self._run.append(self._attempts, *tries)
         enough = 1 if isinstance(error, CaptureError) else TRIES
         for job in jobs:
             if self._tries[job.key, attack.name] < enough:
@@ -273,17 +275,6 @@ def attacking(
             thread.join()
     if errors:
         raise errors[0]
-
-
-def drop_failures(run: Run) -> int:
-    """Forgets failed answers, so that they are tried again; returns how many."""
-    lines = records.answers(run.fingerprint())
-    answers = run.salvage(lines)
-    failed = {each.id for each in answers if each.status == Status.FAILED}
-    tries = run.salvage(ATTEMPTS)
-    run.write_rows(ATTEMPTS, [each for each in tries if each.id not in failed])
-    run.write_rows(lines, [each for each in answers if each.status != Status.FAILED])
-    return len(failed)
 
 
 def _under_way(worker: Worker) -> UnderWay:
