@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny import DLG, Here, call, toml
 
-from fedleak import pipeline, preparation
+from fedleak import pipeline, preparation, sweep
 from fedleak.config.components import NamedAttack
 from fedleak.config.loading import load
 from fedleak.dispatch.agenda import groups, part_of
@@ -252,6 +252,35 @@ def test_answers_of_another_experiment_are_no_answers(run, tmp_path):
     Run(path).write_rows(lines, [row | {"fingerprint": "0" * 16} for row in Run(path).rows(lines)])
     assert salvage_answers(run) == []
     assert len(run.damaged()) == 9
+
+
+# --- the cells of a sweep -----------------------------------------------------------------------
+
+
+def test_shards_of_a_sweep_run_its_cells_and_the_sweep_compares_them(
+    tmp_path, monkeypatch, in_process
+):
+    monkeypatch.chdir(tmp_path)
+    axes = "[sweep]\nseed = [0, 1, 2]\n"
+    (tmp_path / "grid.toml").write_text(toml({"name": "grid"}) + axes)
+    folder = tmp_path / "runs" / "grid"
+    status, text, _ = call("sweep", "grid.toml", "--shard", "1/2", "--jobs", "1")
+    assert (status, "shard 1/2: 2 cells are complete" in text) == (0, True)
+    assert sorted(path.name for path in folder.glob("seed=*")) == ["seed=0", "seed=2"]
+    status, _, errors = call("sweep", "grid.toml", "--shard", "2/2", "--fresh")
+    assert (status, "before the first starts" in errors) == (2, True)
+    whole = sweep.load(tmp_path / "grid.toml")
+    with whole.part(Shard(2, 1)).lock():  # it goes on meanwhile
+        assert call("sweep", "grid.toml", "--shard", "2/2", "--jobs", "1")[0] == 0
+        assert "is in use" in call("sweep", "grid.toml", "--jobs", "1")[2]
+    assert not (folder / "sweep.json").exists()
+    before = {path: path.stat().st_mtime_ns for path in folder.glob("seed=*/leakage.jsonl")}
+    assert call("sweep", "grid.toml")[0] == 0
+    assert before == {path: path.stat().st_mtime_ns for path in folder.glob("seed=*/leakage.jsonl")}
+    cells = json.loads((folder / "sweep.json").read_text())["cells"]
+    assert [(cell["cell"], cell["status"]) for cell in cells] == [
+        (f"seed={seed}", "finished") for seed in range(3)
+    ]
 
 
 def test_shard_numbers_are_read_as_they_are_written():

@@ -44,7 +44,8 @@ from fedleak.store.run import Run
 from fedleak.store.shards import drop_failures
 from fedleak.store.summaries import CellSummary, SweepSummary
 from fedleak.versions import versions
-from fedleak.workers.process import Worker, devices, workers
+from fedleak.workers.hiring import hire
+from fedleak.workers.process import Worker
 
 _log = logging.getLogger(__name__)
 
@@ -193,7 +194,7 @@ def carry_out(
         for name, one in bench.ready.items():
             try:
                 if not hands:
-                    hands = hired.enter_context(workers(devices(table.devices), table.time_limit))
+                    hands = hired.enter_context(hire(table))
                 with watch(name) as report:
                     _carry_out(one, bench.run(name), train, report, hands, retry=retry)
             except Exception as error:  # noqa: BLE001 - the others can still be done

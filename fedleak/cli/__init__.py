@@ -135,6 +135,10 @@ def sweep(
             min=1, help="Runs at once; left out: one per GPU, else one per two cores.", metavar="N"
         ),
     ] = None,
+    shard: Annotated[
+        str | None,
+        typer.Option(metavar="I/N", help="Run one of N shares of the cells, such as 2/4."),
+    ] = None,
     fresh: Fresh = False,
 ) -> None:
     """Run an experiment for every combination of the values in its sweep table.
@@ -142,13 +146,18 @@ def sweep(
     FILE is an experiment file with a sweep table. Each combination is a run in runs/NAME. The
     files sweep.json, sweep.svg and tradeoff.svg, in the same folder, compare the runs.
 
-    The same command again finishes what is left.
+    The same command again finishes what is left. With `--shard I/N` several machines share the
+    cells, each with another I; the command without it compares them afterwards.
     """
     from fedleak import sweep as sweeps
     from fedleak.report import figures, sweep_table, tradeoff
+    from fedleak.store.shards import Shard
 
     with mended():
+        part = None if shard is None else Shard.parse(shard)
         grid = sweeps.load(file, changes or ())
+        if part is not None:
+            grid = grid.part(part)
         plans = sweeps.prepare(grid, fresh=fresh)
         from server.engines import train  # as for `run`
 
@@ -171,6 +180,10 @@ def sweep(
             else:
                 failures = sweeps.carry_out_at_once(grid, plans, train, at_once, tell)
             collected = sweeps.collect(grid)
+            if part is not None:
+                sweeps.refuse_gaps(collected, failures)
+                console.print(f"shard {part}: {total} cells are complete")
+                return
             figures.draw(collected, grid.path / "sweep.svg")
             tradeoff.draw_tradeoff(collected, grid.path / "tradeoff.svg")
         console.print(sweep_table.table(collected, console.width))

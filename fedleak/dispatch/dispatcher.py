@@ -23,16 +23,15 @@ from fedleak.store import records, shards
 from fedleak.store.records import ATTEMPTS, Answer, Attempt
 from fedleak.store.run import Key, Run
 from fedleak.store.shards import Shard
+from fedleak.workers.hiring import hire
 from fedleak.workers.process import (
     Job,
     Worker,
     answer_of,
-    devices,
     failure,
     settings,
     trace,
     wait_for_any,
-    workers,
 )
 
 _log = logging.getLogger(__name__)
@@ -68,9 +67,7 @@ def attack_captures(
     refuse_purged(run)
     dispatcher = Dispatcher(run, experiment, shard)
     hired: AbstractContextManager[Sequence[Worker]] = (
-        workers(devices(experiment.workers.devices), experiment.workers.time_limit)
-        if on is None
-        else nullcontext(on)
+        hire(experiment.workers) if on is None else nullcontext(on)
     )
     with hired as all_workers:
         while not stop():
@@ -132,7 +129,7 @@ class Dispatcher:
     def hand_out(self, all_workers: Sequence[Worker]) -> None:
         """Gives every free worker something to do, as far as there is something."""
         for worker in all_workers:
-            while not worker.jobs and (
+            while worker.free and (
                 work := self._agenda.take(slow=slow_may(all_workers, self._agenda))
             ):
                 if jobs := self._jobs(work):
