@@ -127,7 +127,7 @@ ALONE = ["unshare", "--map-root-user", "--net", "--pid", "--fork", "--mount-proc
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_two_raylets_on_loopback_give_the_local_answers(trained, tmp_path):
     probe = [*ALONE, "ip", "link", "set", "lo", "up"]
     if not shutil.which("unshare") or subprocess.run(probe, check=False).returncode:
@@ -143,7 +143,7 @@ def test_two_raylets_on_loopback_give_the_local_answers(trained, tmp_path):
         [*ALONE, "bash", "-c", 'ip link set lo up && exec "$@"', "_", sys.executable, str(script),
          str(tmp_path)],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
-        capture_output=True, text=True, timeout=800, check=False,
+        capture_output=True, text=True, timeout=1700, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
