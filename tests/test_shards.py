@@ -120,7 +120,7 @@ def test_shards_give_the_answers_and_the_scores_of_one_process(run, tmp_path):
     status, _, errors = call("score", "runs/small")
     assert status == 1
     assert "3 of 9 answers are missing" in errors
-    assert "1 shards are not complete (2/3)" in errors
+    assert "not complete: shard 2/3;" in errors
     assert attack(shard="2/3")[0] == 0
     assert not (run.path / MAIN).exists()
     assert call("score", "runs/small")[0] == 0
@@ -148,7 +148,7 @@ def test_a_killed_shard_repeats_its_own_work_alone(run, tmp_path):
     assert kept.count(b"\n") == 2
     with open(run.path / shard.folder / MAIN, "ab") as file:
         file.write(b'{"round": 1, "cli')  # the third was being written
-    assert "shards are not complete (1/2)" in call("score", "runs/small")[2]
+    assert "not complete: shard 1/2;" in call("score", "runs/small")[2]
     assert attack(shard="1/2")[0] == 0
     again = (run.path / shard.folder / MAIN).read_bytes()
     assert again.startswith(kept)
@@ -177,7 +177,7 @@ def test_other_attacks_are_expected_by_the_score_too(run):
     status, _, errors = call("score", "runs/small")
     assert status == 1
     assert "answers are missing" in errors
-    assert "(2/2)" in errors
+    assert "shard 2/2;" in errors
     assert attack(*other, shard="2/2")[0] == 0
     assert call("score", "runs/small")[0] == 0
 

@@ -161,9 +161,8 @@ def _remedy(run: Run, of_shards: Mapping[Shard, Share | None]) -> str:
         return f"`fedleak attack {run.path}` gives them"
     more = [f"and {len(open_) - MOST_SHARDS} more"] * (len(open_) > MOST_SHARDS)
     return (
-        f"{len(open_)} shards are not complete ({', '.join([*open_[:MOST_SHARDS], *more])}): the "
-        f"command that they were started with gives them, or `fedleak attack {run.path}` on one "
-        "machine"
+        f"not complete: shard {', '.join([*open_[:MOST_SHARDS], *more])}; the command that started "
+        f"it gives them, or `fedleak attack {run.path}` on one machine"
     )
 
 

@@ -9,6 +9,7 @@ it is told to end. Whatever a killed one has left, the next one on its node remo
 """
 
 import hashlib
+import logging
 import math
 import os
 import shutil
@@ -350,6 +351,9 @@ def _join(address: str) -> None:
             f"no Ray cluster answers at workers.ray.address = {address!r} "
             f"({error.strerror or error}): start one with `ray start --head`, or mend the address"
         ) from error
+    # Ray's own remarks: on a signal that is not taken in a thread, and on a change to come.
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     errors: list[BaseException] = []
 
     def attach() -> None:
