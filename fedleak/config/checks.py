@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from fedleak.attacks import AttackSetting, Equipped
 from fedleak.config.experiment import Experiment
-from fedleak.config.sent_parameters import captured_parameters
+from fedleak.config.sent_parameters import captured_parameters, sent_by
 from fedleak.errors import ConfigError
 from fedleak.models import LanguageModel
 from fedleak.models.parameter_selection import freezing
@@ -29,6 +29,11 @@ def check_defenses(experiment: Experiment, model: LanguageModel) -> None:
                 raise ConfigError(
                     f"defense: client {client} has nothing left to train: freeze less"
                 )
+    if (aggregator := experiment.aggregator) is not None:
+        sent = {sent_by(experiment, client, model) for client in experiment.unlike_clients}
+        obstacle = aggregator.round_obstacle(experiment.clients_per_round, sent)
+        if obstacle is not None:
+            raise ConfigError(f"defense ({aggregator.kind}): {obstacle}")
 
 
 def attack_settings(experiment: Experiment, model: LanguageModel) -> list[AttackSetting]:
