@@ -11,6 +11,7 @@ from clients.client_context import work_of
 from clients.mods import defend, encode, report_errors, select
 from clients.outgoing import Outgoing
 from fedleak import models
+from fedleak.federation.canaries import client_canaries
 from fedleak.rng import stream_seed
 from fedleak.store.run import Key
 from fedleak.training.batches import round_batch
@@ -46,6 +47,9 @@ def train(message: Message, context: Context) -> Message:
     sequences = [workload.sequences[part[i]] for i in chosen]
     labels = [workload.labels[part[i]] for i in chosen]
     figures: dict[str, float] = {}
+    canaries = None
+    if work.vault is not None:  # without one nobody could tell later which canaries were in
+        canaries = client_canaries(experiment, protection, client, round, model)
     update = local_update_(
         model,
         sequences,
@@ -53,6 +57,7 @@ def train(message: Message, context: Context) -> Message:
         local,
         seed=stream_seed(seed, "local", round, client),
         report=figures.update,
+        planted=canaries.planted if canaries else None,
     )
     key = Key(round, client)
     if work.vault is not None:
@@ -63,7 +68,8 @@ def train(message: Message, context: Context) -> Message:
             labels=tuple(labels) if experiment.model.task == models.CLASSIFICATION else (),
             batch_size=min(local.batch_size, len(part)),
             noise_scale=protection.noise_scale(),
+            canaries=canaries.coins if canaries else None,
         )
         marked = {"fingerprint": experiment.fingerprint, **truth.to_json()}
         work.vault.write_truth(key, marked)
-    return Outgoing(key, update, figures, reply_to=message)
+    return Outgoing(key, update, figures, canaries, reply_to=message)

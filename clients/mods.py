@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from flwr.app import Context, Error, Message
+from torch import Generator
 
 from clients.client_context import work_of
 from clients.outgoing import Outgoing
@@ -33,11 +34,16 @@ def defend(message: Message, context: Context, call_next: Next) -> Message:
         return reply
     work = work_of(message, context)
     experiment, key, protection = work.experiment, reply.key, work.protection
-    reply.update, told = protection.defend(
-        reply.update,
-        lambda number: stream(experiment.seed, "defense", number, key.client, key.round),
-    )
-    if told and work.vault is not None:
+
+    def rng(number: int) -> Generator:
+        return stream(experiment.seed, "defense", number, key.client, key.round)
+
+    raw, private = reply.update, work.vault
+    reply.update, told = protection.defend(raw, rng)
+    if private is not None and reply.canaries is not None and reply.canaries.coins.copy:
+        audited, _ = protection.defend(reply.canaries.copied(raw), rng)
+        private.write_audited(key, reply.canaries.difference(audited, reply.update))
+    if told and private is not None:
         events = [event.to_json() for event in protection.events(key.round)]
         note: dict[str, Any] = {
             "fingerprint": experiment.fingerprint,
@@ -45,7 +51,7 @@ def defend(message: Message, context: Context, call_next: Next) -> Message:
             "training": reply.trained,
             "events": events,
         }
-        work.vault.write_defended(key, note)
+        private.write_defended(key, note)
     return reply
 
 

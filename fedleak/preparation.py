@@ -63,6 +63,7 @@ def plan(experiment: Experiment) -> Plan:
     num_labels = len(classes)
     model = outline(experiment, num_labels)
     checks.check_defenses(experiment, model)
+    checks.check_canaries(experiment, model)
     checks.check_attacks(experiment, model)
     workload = divide(experiment, split, model)
     unknown = unknown_fraction(workload, model)

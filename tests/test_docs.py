@@ -44,6 +44,13 @@ ELSEWHERE = {
     "--federation-config 'num-supernodes=12 client-resources-num-cpus=1'": (
         "leaves a SuperLink behind; tests/server/test_simulation.py runs the same apps"
     ),
+    "python experiments/matrix.py": (
+        "takes an hour and needs models and data that are not in the repository; "
+        "tests/test_matrix.py runs a part of it"
+    ),
+    "fedleak sweep experiments/frontier-gpt2.toml": (
+        "takes half an hour; tests/test_sweep.py runs a sweep of families"
+    ),
     "experiments/deployment/run.sh": "tests/test_deployment.py runs it in a folder of its own",
     "docker compose --profile federation up -d": "needs an engine; see tests/test_compose.py",
     "docker compose run --rm operator": "needs an engine, too",
@@ -254,7 +261,7 @@ def test_an_experiment_on_a_page_is_valid(name: str, tmp_path: Path) -> None:
         rest = '[model]\nname = "builtin/bert-tiny"\n[data]\nname = "builtin/notes"\n'
         text = f'name = "example"\n{rest}{text}'
     path.write_text(text)
-    if "[sweep]" in text:
+    if "[sweep" in text:  # [[sweep.family]] as well
         assert len(sweep.load(path).cells) > 1
     else:
         assert load(path).attacks
@@ -265,7 +272,7 @@ def test_an_experiment_on_a_page_is_valid(name: str, tmp_path: Path) -> None:
 )
 def test_every_experiment_file_is_valid(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FEDLEAK_ASSETS", "assets")
-    swept = "[sweep]" in path.read_text()
+    swept = "[sweep" in path.read_text()  # [[sweep.family]] as well
     assert (sweep.load(path) if swept else load(path)).name == path.stem
 
 

@@ -33,13 +33,14 @@ class Gaps:
 
 
 def refuse_gaps(*runs: Run) -> None:
-    """Refuses to call runs that were just scored complete where they are not.
+    """Refuses to call runs that were just scored complete, or right, where they are not.
 
     Raises:
-        FedleakError: Answers failed, captures are damaged or could not be scored.
+        FedleakError: Answers failed, captures are damaged or could not be scored, or canaries
+            contradict the ledger.
     """
-    if missing := list(chain(*(run.read(SUMMARY).missing for run in runs))):
-        raise FedleakError("; ".join(missing))
+    if wrong := list(chain(*(run.read(SUMMARY).wrong for run in runs))):
+        raise FedleakError("; ".join(wrong))
 
 
 def find_gaps(

@@ -142,12 +142,13 @@ def sweep(
     """Run an experiment for every combination of the values in its sweep table.
 
     FILE is an experiment file with a sweep table. Each combination is a run in runs/NAME. The
-    files sweep.json, sweep.svg and tradeoff.svg, in the same folder, compare the runs.
+    files sweep.json, sweep.svg and tradeoff.svg, in the same folder, compare the runs; if the
+    sweep has families of defenses, frontier.svg draws what leaks at each strength, and its cost.
 
     The same command again finishes what is left.
     """
     from fedleak import sweep as sweeps
-    from fedleak.report import figures, sweep_table, tradeoff
+    from fedleak.report import figures, frontier, sweep_table, tradeoff
 
     with mended():
         grid = sweeps.load(file, changes or ())
@@ -175,6 +176,7 @@ def sweep(
             collected = sweeps.collect(grid)
             figures.draw(collected, grid.path / "sweep.svg")
             tradeoff.draw_tradeoff(collected, grid.path / "tradeoff.svg")
+            frontier.draw_frontier(collected, grid.path / "frontier.svg")
         console.print(sweep_table.table(collected, console.width))
         console.print(f"results: {markup(grid.path)}")
         sweeps.refuse_gaps(collected, failures)
@@ -457,6 +459,10 @@ def gate(
         list[str] | None,
         typer.Option(metavar="ATTACK", help="An attack that may abstain; it can be repeated."),
     ] = None,
+    require: Annotated[
+        list[str] | None,
+        typer.Option(metavar="WHAT", help="What has to be measured, too: canary."),
+    ] = None,
     junit: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Also write the checks as JUnit XML.")
     ] = None,
@@ -475,7 +481,7 @@ def gate(
 
     with mended():
         at = Run(path)
-        checks = judge(at, limited(stored(at).gate, most or (), may_abstain or ()))
+        checks = judge(at, limited(stored(at).gate, most or (), may_abstain or (), require or ()))
         marks = {"within": "[green]within[/]", "exceeded": "[red]EXCEEDED[/]"}
         for one in checks:
             mark = marks.get(one.outcome, "[yellow]NOT TOLD[/]")
@@ -764,8 +770,9 @@ def explain(file: File, changes: Set = None) -> None:
 def check_defense(file: File, changes: Set = None) -> None:
     """Test whether each defense of an experiment does what it says, and print the figures.
 
-    FILE is an experiment file. Nothing is trained and no private text is used. `fedleak run`
-    does the same test before it trains.
+    FILE is an experiment file. Nothing is trained and no private text is used. Where a defense
+    guarantees an epsilon, canaries in a few updates test that its noise and its clipping are what
+    the ledger counts. `fedleak run` does the same test before it trains.
     """
     from fedleak.audit.defense_checks import check
     from fedleak.config.loading import load

@@ -11,6 +11,7 @@ from fedleak.errors import ConfigError
 from fedleak.models import LanguageModel
 from fedleak.models.parameter_selection import freezing
 from fedleak.observation import ThreatModel
+from fedleak.training.canaries import FEWEST_NUMBERS, most_canaries
 
 
 def check_defenses(experiment: Experiment, model: LanguageModel) -> None:
@@ -34,6 +35,27 @@ def check_defenses(experiment: Experiment, model: LanguageModel) -> None:
         obstacle = aggregator.round_obstacle(experiment.clients_per_round, sent)
         if obstacle is not None:
             raise ConfigError(f"defense ({aggregator.kind}): {obstacle}")
+
+
+def check_canaries(experiment: Experiment, model: LanguageModel) -> None:
+    """Refuses canaries of clients that there are not, and more than an update has room for.
+
+    Raises:
+        ConfigError: What is wrong.
+    """
+    table, clients = experiment.canary, experiment.federation.clients
+    if table is None:
+        return
+    if beyond := [client for client in table.clients or () if client >= clients]:
+        raise ConfigError(f"canary.clients has {beyond[0]}: list clients from 0 to {clients - 1}")
+    sizes = {name: value.numel() for name, value in model.parameters().items()}
+    for client in experiment.unlike_clients:
+        numbers = sum(sizes[name] for name in sent_by(experiment, client, model))
+        if table.count > (most := most_canaries(numbers)):
+            raise ConfigError(
+                f"canary.count = {table.count}: client {client} sends {numbers:,} numbers, and a "
+                f"canary takes {FEWEST_NUMBERS}: at most {most}"
+            )
 
 
 def attack_settings(experiment: Experiment, model: LanguageModel) -> list[AttackSetting]:

@@ -23,6 +23,7 @@ from fedleak.config.tables import (
     HELD_OUT,
     SAMPLES,
     AuditTable,
+    CanaryTable,
     DataTable,
     FederationTable,
     GateTable,
@@ -72,6 +73,8 @@ class Experiment(Table):
     """
     privacy: PrivacyTable = PrivacyTable()
     """How the privacy ledger counts."""
+    canary: CanaryTable | None = None
+    """Canaries that measure privacy; left out: none."""
     utility: UtilityTable = UtilityTable()
     """When the global model is scored on held-out data."""
     workers: WorkersTable = WorkersTable()
@@ -118,11 +121,11 @@ class Experiment(Table):
     def fingerprint(self) -> str:
         """The mark of what these clients send, in 16 hex digits.
 
-        It depends on the seed and the tables model, data, federation, update, defense and privacy
-        (whose delta decides how much noise an epsilon takes), and not on what is done with updates
-        afterwards, nor on the engine: every one gives the same. A setting left out and its default
-        are the same. The sizes of the data are marked as they were when 400 and 100 were their
-        defaults, so that runs of that time can go on.
+        It depends on the seed and the tables model, data, federation, update, defense, canary and
+        privacy (whose delta decides how much noise an epsilon takes), and not on what is done with
+        updates afterwards, nor on the engine: every one gives the same. A setting left out and its
+        default are the same. The sizes of the data are marked as they were when 400 and 100 were
+        their defaults, so that runs of that time can go on.
         """
         after = ["attack", "threat", "utility", "audit", "gate", "workers"]
         others = dict.fromkeys(["name", *after], True)
@@ -153,6 +156,11 @@ class Experiment(Table):
         # What stands between clients and server comes after all that clients do.
         last = {n: one for n, one in used.items() if isinstance(one, TrustedAggregator)}
         return {n: one for n, one in used.items() if n not in last} | last
+
+    def carries_canaries(self, client: int) -> bool:
+        """Whether a client takes in canaries."""
+        table = self.canary
+        return table is not None and (table.clients is None or client in table.clients)
 
     @property
     def unlike_clients(self) -> list[int]:
@@ -226,6 +234,8 @@ class Experiment(Table):
             absent["labels"] = f"a text has no class under {CAUSAL_LM}"
         if not any(each.defense.noisy for each in self.defenses):
             absent["noise_scale"] = "no defense adds noise"
+        elif any(each.defense.scales_with_update for each in self.defenses):
+            absent["noise_scale"] = "noise that is relative to an update has a scale in each"
         return absent
 
     @property

@@ -17,7 +17,7 @@ import torch
 from pydantic import ValidationError
 
 from fedleak.config.experiment import Experiment
-from fedleak.config.tables import GateTable, WorkersTable
+from fedleak.config.tables import MEASUREMENTS, GateTable, WorkersTable
 from fedleak.config.wording import one_line
 from fedleak.errors import ConfigError, unknown
 from fedleak.models import CAUSAL_LM
@@ -110,19 +110,28 @@ def _check_nodes(experiment: Experiment) -> None:
         )
 
 
-def limited(gate: GateTable, limits: Sequence[str], may_abstain: Sequence[str] = ()) -> GateTable:
+def limited(
+    gate: GateTable,
+    limits: Sequence[str],
+    may_abstain: Sequence[str] = (),
+    require: Sequence[str] = (),
+) -> GateTable:
     """Returns the limits of a gate with others from the command line.
 
     Args:
         gate: Of the experiment.
         limits: `name=number` each; they take the place of the experiment's.
         may_abstain: Names of further attacks that may abstain.
+        require: What else has to be measured.
 
     Raises:
-        ConfigError: No such limit, or a number that it cannot be.
+        ConfigError: No such limit or measurement, or a number that it cannot be.
     """
+    for each in require:
+        if each not in MEASUREMENTS:
+            raise ConfigError(f"--require {each!r}: {unknown('measurement', each, MEASUREMENTS)}")
     table = gate.model_dump()
-    names = [name for name in table if name != "may_abstain"]
+    names = [name for name in table if name not in ("may_abstain", "require")]
     for limit in limits:
         name, equals, text = limit.partition("=")
         if not equals:
@@ -134,6 +143,7 @@ def limited(gate: GateTable, limits: Sequence[str], may_abstain: Sequence[str] =
         except ValueError as error:
             raise ConfigError(f"--max {limit!r}: {text!r} is not a number: give one") from error
     table["may_abstain"] = [*gate.may_abstain, *may_abstain]
+    table["require"] = [*gate.require, *require]
     try:
         return GateTable.model_validate(table)
     except ValidationError as error:

@@ -4,7 +4,7 @@ The line below a field says what the field means. The reference of the experimen
 from these lines.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
@@ -230,6 +230,19 @@ class PrivacyTable(Table):
     """How the noise of several steps is composed."""
 
 
+class CanaryTable(Table):
+    """`[canary]`: made-up gradients in clients' updates, by which the audit measures privacy."""
+
+    count: Positive = 64
+    """Canaries of an update; a client whose whole update is protected has one."""
+    clients: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] | None = None
+    """Clients that take them in; left out: all."""
+    seed: Annotated[int, Field(ge=0)] | None = None
+    """Of their places and directions, which the auditor knows; left out: the experiment's."""
+    norm: Annotated[float, Field(gt=0)] = 1.0
+    """L2 norm of a canary where no defense bounds what an example contributes."""
+
+
 class UtilityTable(Table):
     """`[utility]`: when the global model is scored on held-out data."""
 
@@ -260,6 +273,10 @@ class AuditTable(Table):
     """Also score the answer for another client and held-out texts against the same truth."""
 
 
+Measurement = Literal["canary"]
+MEASUREMENTS: tuple[str, ...] = get_args(Measurement)
+
+
 class GateTable(Table):
     """`[gate]`: limits that `fedleak gate` compares the run with."""
 
@@ -270,6 +287,8 @@ class GateTable(Table):
     token_recall: Annotated[float, Field(ge=0, le=1)] | None = None
     """The largest mean share of a text's tokens that the best attack finds."""
     epsilon: Annotated[float, Field(ge=0)] | None = None
-    """The largest epsilon of any client."""
+    """The largest epsilon of any client, accounted and, where canaries measured it, bounded."""
+    require: list[Measurement] = []
+    """What has to be measured: `canary`, a bound by canaries for every client."""
     may_abstain: list[str] = []
     """Attacks that may abstain, by name; an abstention of another one closes the gate."""

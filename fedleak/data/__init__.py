@@ -394,8 +394,9 @@ def _begins_with_header(rows: "Dataset", text: str, label: str | None) -> bool:
     """
     if str(rows[text][0]).strip().lower() in _TEXT_COLUMNS:
         return True
-    counts = Counter(rows[label][:]) if label is not None else Counter()
-    alone = [value for value, count in counts.items() if count == 1]
+    if label is None:
+        return False
+    alone = [value for value, count in Counter(rows[label][:]).items() if count == 1]
     return len(rows) >= _ENOUGH_ROWS and alone == [rows[label][0]]
 
 
