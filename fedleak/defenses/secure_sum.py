@@ -70,9 +70,7 @@ class SecureSum(TrustedAggregator):
             return self._overweight(local.batch_size)
         return None
 
-    def round_obstacle(
-        self, clients: int, parameters: Collection[frozenset[str]]
-    ) -> str | None:
+    def round_obstacle(self, clients: int, parameters: Collection[frozenset[str]]) -> str | None:
         """Returns why the protocol cannot sum the updates of a round, if it cannot."""
         if self.protocol is None:
             return None
@@ -141,9 +139,7 @@ class SecureSum(TrustedAggregator):
         if self.clipping is None:
             return Claims(mean_of_clients=True)
         largest = self.clipping / self._share(num_examples)
-        return Claims(
-            mean_of_clients=True, largest_number=largest, step=2 * largest / self.levels
-        )
+        return Claims(mean_of_clients=True, largest_number=largest, step=2 * largest / self.levels)
 
     def _overweight(self, examples: int) -> str | None:
         if self.max_weight is None or examples <= self.max_weight:
