@@ -104,13 +104,13 @@ def summarised(experiment: Experiment, rows: Sequence[MembershipRow]) -> Members
     if not by_score:
         return None
     no_bound = _no_bound(experiment)
-    alpha, delta = (1 - CONFIDENCE) / len(by_score), experiment.privacy.delta
+    cells, delta = len(by_score), experiment.privacy.delta
     return MembershipSummary(
         confidence=CONFIDENCE,
         delta=delta,
         no_bound=no_bound,
         figures=tuple(
-            _figures(attack, score, of, None if no_bound else alpha, delta)
+            _figures(attack, score, of, None if no_bound else cells, delta)
             for (attack, score), of in by_score.items()
         ),
     )
@@ -132,8 +132,16 @@ def _no_bound(experiment: Experiment) -> str | None:
 
 
 def _figures(
-    attack: str, score: str, rows: Sequence[MembershipRow], alpha: float | None, delta: float
+    attack: str, score: str, rows: Sequence[MembershipRow], cells: int | None, delta: float
 ) -> MembershipFigures:
+    """Returns the figures of one score.
+
+    Args:
+        attack, score: Whose, and its name.
+        rows: Of the attack.
+        cells: How many attacks and scores share the error; None: coins may not be fair.
+        delta: Of the bound.
+    """
     wins = [_wins(row, score) for row in rows]
     # Texts of one client are not independent; of one alone, or of sums, its updates must do.
     clients = [row.client for row in rows]
@@ -167,8 +175,17 @@ def _figures(
         found_at_1_percent=true_positives(members, controls, FALSE_POSITIVES[0]),
         found_at_01_percent=true_positives(members, controls, FALSE_POSITIVES[1]),
         pairs=len(coins),
-        epsilon=None if alpha is None else pair_bound(differences, coins, alpha, delta),
+        p=None if cells is None else min(1.0, cells * _by_chance(differences, coins)),
+        epsilon=None
+        if cells is None
+        else pair_bound(differences, coins, (1 - CONFIDENCE) / cells, delta),
     )
+
+
+def _by_chance(differences: Sequence[float], coins: Sequence[bool]) -> float:
+    """Returns the p of the texts that were in being as likely above as below those beside them."""
+    pairs = zip(differences, coins, strict=True)
+    return intervals.sign_test([each if first else -each for each, first in pairs])
 
 
 def _scores_of(row: MembershipRow, score: str, *, inside: bool) -> list[float]:

@@ -270,6 +270,8 @@ class MembershipFigures(Record):
         found_at_1_percent, found_at_01_percent: The share of the members above all but 1 %, or
             0.1 %, of the controls; None: there are fewer than 100, or 1,000, controls.
         pairs: Of a member and a control, both for the first time.
+        p: Of a sign test over these pairs, corrected for the number of attacks and scores; small:
+            chance would rarely tell them apart so well, or so wrongly. None: as for `epsilon`.
         epsilon: Lower bound for replacing a text by another; 0: nothing was seen with so many
             pairs; None: there is none.
     """
@@ -285,6 +287,7 @@ class MembershipFigures(Record):
     found_at_1_percent: float | None
     found_at_01_percent: float | None
     pairs: int
+    p: float | None
     epsilon: float | None
 
 
