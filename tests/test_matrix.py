@@ -197,6 +197,7 @@ def test_the_matrix_command_runs_its_own_file(tmp_path, monkeypatch):
         str(ROOT / "experiments" / "matrix-gpt2.toml"),
         *("--out", str(tmp_path / "page.md")),
         *("--set", "sweep.federation.batch_size=[1]"),
+        *("--set", 'attack=[{kind="auto", seconds=5.0}, {kind="dager", seconds=5.0}]'),
         *("--set", 'sweep.family=[{name="none"}, {name="sign", set={defense=[{kind="sign"}]}}]'),
     ]
     monkeypatch.setattr(sys, "argv", ["matrix.py", *arguments])
