@@ -103,10 +103,11 @@ def _content(model: LanguageModel, ids: Ids) -> list[int]:
 
 def placebo(model: LanguageModel, ids: Ids, rng: torch.Generator) -> Ids:
     """Returns a sequence with random tokens where no mark stands."""
-    usual = [t for t in range(len(model.tokenizer)) if t not in model.special_ids()]
-    changed = list(ids)
+    changed, special = list(ids), model.special_ids()
     for place in _content(model, ids):
-        changed[place] = usual[int(torch.randint(len(usual), (), generator=rng))]
+        while (token := int(torch.randint(len(model.tokenizer), (), generator=rng))) in special:
+            pass
+        changed[place] = token
     return tuple(changed)
 
 
