@@ -7,41 +7,49 @@ What a client finds out about its own defenses goes to a file beside the vault a
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
-from clients.client_context import client_of, model_and_data, protection_of, vault
+from clients.client_context import work_of
 from clients.mods import defend, encode, report_errors, select
 from clients.outgoing import Outgoing
 from fedleak import models
-from fedleak.federation.lookup import of_app
+from fedleak.federation.canaries import client_canaries
 from fedleak.rng import stream_seed
 from fedleak.store.run import Key
 from fedleak.training.batches import round_batch
 from fedleak.training.local import local_update_
 from fedleak.truth import GroundTruth
+from fedleak.versions import code
 
 app = ClientApp(mods=[report_errors, encode, select, defend])
 
 
 @app.query("identity")
 def identity(message: Message, context: Context) -> Message:
-    """Says which part of the data this node holds."""
-    config = ConfigRecord({"client": client_of(context)})
+    """Says whose data this node holds, how much it is if it is a file of its own, and by what."""
+    work = work_of(message, context)
+    config = ConfigRecord({"client": work.client, "fedleak": code()})
+    if work.own is not None:
+        _, workload = work.model_and_data
+        config["examples"] = len(workload.sequences)
     return Message(RecordDict({"identity": config}), reply_to=message)
 
 
 @app.train()
 def train(message: Message, context: Context) -> Message:
     """Trains on this round's examples and returns the update."""
-    experiment, run = of_app(context.run_config)
-    model, workload = model_and_data(experiment)
-    client = client_of(context)
+    work = work_of(message, context)
+    experiment, client = work.experiment, work.client
+    model, workload = work.model_and_data
     round = int(message.content.config_records["config"]["round"])  # type: ignore[arg-type]
     models.load_parameters_(model, message.content.array_records["arrays"].to_torch_state_dict())
-    protection = protection_of(experiment, client)
+    protection = work.protection
     seed, local, part = experiment.seed, protection.local, workload.parts[client]
     chosen = round_batch(len(part), local, seed=seed, client=client, round=round)
     sequences = [workload.sequences[part[i]] for i in chosen]
     labels = [workload.labels[part[i]] for i in chosen]
     figures: dict[str, float] = {}
+    canaries = None
+    if work.vault is not None:  # without one nobody could tell later which canaries were in
+        canaries = client_canaries(experiment, protection, client, round, model)
     update = local_update_(
         model,
         sequences,
@@ -49,9 +57,10 @@ def train(message: Message, context: Context) -> Message:
         local,
         seed=stream_seed(seed, "local", round, client),
         report=figures.update,
+        planted=canaries.planted if canaries else None,
     )
     key = Key(round, client)
-    if (private := vault(context, run)) is not None:
+    if work.vault is not None:
         truth = GroundTruth(
             round=round,
             client=client,
@@ -59,6 +68,8 @@ def train(message: Message, context: Context) -> Message:
             labels=tuple(labels) if experiment.model.task == models.CLASSIFICATION else (),
             batch_size=min(local.batch_size, len(part)),
             noise_scale=protection.noise_scale(),
+            canaries=canaries.coins if canaries else None,
         )
-        private.write_truth(key, {"fingerprint": experiment.fingerprint, **truth.to_json()})
-    return Outgoing(key, update, figures, reply_to=message)
+        marked = {"fingerprint": experiment.fingerprint, **truth.to_json()}
+        work.vault.write_truth(key, marked)
+    return Outgoing(key, update, figures, canaries, reply_to=message)

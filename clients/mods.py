@@ -7,12 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 from flwr.app import Context, Error, Message
+from torch import Generator
 
-from clients.client_context import model_and_data, protection_of, vault
+from clients.client_context import work_of
 from clients.outgoing import Outgoing
 from fedleak.config.sent_parameters import selected_parameters
 from fedleak.errors import FedleakError
-from fedleak.federation.lookup import of_app
 from fedleak.rng import stream
 from fedleak.training.wire import partial_update
 
@@ -32,13 +32,18 @@ def defend(message: Message, context: Context, call_next: Next) -> Message:
     reply = call_next(message, context)
     if not isinstance(reply, Outgoing):
         return reply
-    experiment, run = of_app(context.run_config)
-    key, protection = reply.key, protection_of(experiment, reply.key.client)
-    reply.update, told = protection.defend(
-        reply.update,
-        lambda number: stream(experiment.seed, "defense", number, key.client, key.round),
-    )
-    if told and (private := vault(context, run)) is not None:
+    work = work_of(message, context)
+    experiment, key, protection = work.experiment, reply.key, work.protection
+
+    def rng(number: int) -> Generator:
+        return stream(experiment.seed, "defense", number, key.client, key.round)
+
+    raw, private = reply.update, work.vault
+    reply.update, told = protection.defend(raw, rng)
+    if private is not None and reply.canaries is not None and reply.canaries.coins.copy:
+        audited, _ = protection.defend(reply.canaries.copied(raw), rng)
+        private.write_audited(key, reply.canaries.difference(audited, reply.update))
+    if told and private is not None:
         events = [event.to_json() for event in protection.events(key.round)]
         note: dict[str, Any] = {
             "fingerprint": experiment.fingerprint,
@@ -53,10 +58,12 @@ def defend(message: Message, context: Context, call_next: Next) -> Message:
 def select(message: Message, context: Context, call_next: Next) -> Message:
     """Keeps of the update only the parameters that clients send."""
     reply = call_next(message, context)
-    experiment, _ = of_app(context.run_config)
-    if isinstance(reply, Outgoing) and experiment.update.share != "all":
-        model, _ = model_and_data(experiment)  # loaded for training already
-        reply.update = partial_update(reply.update, selected_parameters(experiment, model))
+    if not isinstance(reply, Outgoing):
+        return reply
+    work = work_of(message, context)
+    if work.experiment.update.share != "all":
+        model, _ = work.model_and_data  # loaded for training already
+        reply.update = partial_update(reply.update, selected_parameters(work.experiment, model))
     return reply
 
 

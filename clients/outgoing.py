@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 
+from fedleak.federation.canaries import ClientCanaries
 from fedleak.observation import ClientUpdate
 from fedleak.store.run import Key
 from fedleak.training.wire import to_wire
@@ -16,13 +17,20 @@ class Outgoing(Message):
         key: The round and the client.
         update: What is sent, as far as the mods have come.
         trained: Figures of the training, which stay here.
+        canaries: Of an audit; they stay here, too, but for those that are in the update.
     """
 
     def __init__(
-        self, key: Key, update: ClientUpdate, trained: Mapping[str, float], *, reply_to: Message
+        self,
+        key: Key,
+        update: ClientUpdate,
+        trained: Mapping[str, float],
+        canaries: ClientCanaries | None,
+        *,
+        reply_to: Message,
     ) -> None:
         super().__init__(RecordDict(), reply_to=reply_to)
-        self.key, self.update, self.trained = key, update, trained
+        self.key, self.update, self.trained, self.canaries = key, update, trained, canaries
 
     def encoded(self, reply_to: Message) -> Message:
         """Returns the reply that leaves: the update and three numbers."""

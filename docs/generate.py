@@ -1,7 +1,9 @@
-"""Writes the reference of the experiment file from the types that check such files.
+"""Writes the references of the files that users write from the types that check such files.
 
-    python docs/generate.py            writes docs/experiment-file.md below its marker
-    python docs/generate.py --check    ends with status 1 if the page is not current
+    python docs/generate.py            writes the pages below their markers
+    python docs/generate.py --check    ends with status 1 if a page is not current
+
+The pages are docs/experiment-file.md and docs/own-flower-app.md.
 
 The keys, types, bounds and defaults come from the JSON schema of `Experiment` and of the classes of
 attacks and defenses; the meanings, from their docstrings.
@@ -18,9 +20,10 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from fedleak import attacks, defenses
+from fedleak.config.about import About
 from fedleak.config.experiment import Experiment
 
-PAGE = Path(__file__).with_name("experiment-file.md")
+DOCS = Path(__file__).parent
 MARKER = "<!-- Below this line everything is written by `python docs/generate.py`. -->\n"
 
 HEADINGS = "| key | value | default | meaning |\n|---|---|---|---|"
@@ -42,8 +45,8 @@ class UndocumentedError(Exception):
     """A key has no meaning: its field lacks a docstring."""
 
 
-def reference() -> str:
-    """Returns the generated part of the page.
+def experiment_file() -> str:
+    """Returns the generated part of the page on the experiment file.
 
     Raises:
         UndocumentedError: A field has no docstring.
@@ -58,6 +61,21 @@ def reference() -> str:
             *plugins("defense", defenses.kinds()),
         ]
     )
+
+
+def about_file() -> str:
+    """Returns the generated part of the page on the file beside a tap.
+
+    Raises:
+        UndocumentedError: A field has no docstring.
+    """
+    return "\n".join(
+        ["\n## Reference: the file beside a tap\n", *tables(About.model_json_schema())]
+    )
+
+
+PAGES = {"experiment-file.md": experiment_file, "own-flower-app.md": about_file}
+"""What is written below the marker of each page."""
 
 
 def tables(schema: Mapping[str, Any]) -> Iterator[str]:
@@ -185,15 +203,17 @@ def _about(description: str) -> str:
 
 
 def main() -> None:
-    """Writes the page, or checks it."""
-    written, marker, current = PAGE.read_text().partition(MARKER)
-    if not marker:
-        sys.exit(f"{PAGE} has no line {MARKER.strip()!r}: put it where the reference begins")
-    new = reference()
-    if "--check" not in sys.argv[1:]:
-        PAGE.write_text(written + MARKER + new)
-    elif current != new:
-        sys.exit(f"{PAGE.name} is not current: run `python docs/generate.py`")
+    """Writes the pages, or checks them."""
+    for name, reference in PAGES.items():
+        page = DOCS / name
+        written, marker, current = page.read_text().partition(MARKER)
+        if not marker:
+            sys.exit(f"{page} has no line {MARKER.strip()!r}: put it where the reference begins")
+        new = reference()
+        if "--check" not in sys.argv[1:]:
+            page.write_text(written + MARKER + new)
+        elif current != new:
+            sys.exit(f"{name} is not current: run `python docs/generate.py`")
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ from fedleak import cli, sweep
 from fedleak.audit import scoring
 from fedleak.cli.mistakes import mended
 from fedleak.config.experiment import Experiment
+from fedleak.config.families import FAMILY
 from fedleak.errors import ConfigError, FedleakError
 from fedleak.federation.schedule import expected_captures
 from fedleak.metrics.intervals import Interval, clustered_mean
@@ -121,6 +122,11 @@ def main() -> int:
             table = read(args.file)
             sweeps = [(path, [*args.set, *own]) for path, own in table.sweeps]
             grids = [sweep.load(path, changes) for path, changes in sweeps]
+            if any(FAMILY in grid.axes for grid in grids):
+                raise ConfigError(
+                    f"{str(args.file)!r} has families, which no published table has: use `fedleak "
+                    f"sweep {args.file}`"
+                )
             try:
                 for path, changes in () if args.no_run else sweeps:
                     cli.sweep(path, changes)

@@ -12,7 +12,7 @@ from fedleak.config import checks
 from fedleak.config.components import build_attack
 from fedleak.config.experiment import Experiment
 from fedleak.errors import ConfigError
-from fedleak.federation.workload import outline, read_data
+from fedleak.federation.workload import num_labels, outline
 from fedleak.observation import GRANTABLE
 
 
@@ -64,7 +64,7 @@ def explain(experiment: Experiment) -> Explanation:
     Raises:
         ConfigError: Its data or its model cannot be read, or its defenses cannot work.
     """
-    model = outline(experiment, len(read_data(experiment).train.label_names))
+    model = outline(experiment, num_labels(experiment))
     checks.check_defenses(experiment, model)
     settings = checks.attack_settings(experiment, model)
     knows = experiment.server_facts | experiment.threat_model.knows

@@ -6,8 +6,12 @@ A fact that was not granted is `None`. What is not a field here, an attack canno
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
+from typing import Literal
 
 from torch import Tensor
+
+Optimiser = Literal["sgd", "adam", "adamw", "other"]
+"""What a client steps with; "sgd" is without momentum."""
 
 
 class UpdateKind(StrEnum):
@@ -45,6 +49,7 @@ class Knowledge:
         labels: The class of each example, in the order of `lengths`.
         lengths: Tokens in each example, special tokens included, longest first.
         noise_scale: Standard deviation of the noise that the client added to each number.
+        optimiser: What the client steps with; the server's own setting too. None: plain SGD.
     """
 
     learning_rate: float | None = None
@@ -54,6 +59,7 @@ class Knowledge:
     labels: tuple[int, ...] | None = None
     lengths: tuple[int, ...] | None = None
     noise_scale: float | None = None
+    optimiser: Optimiser | None = None
 
     def granted(self) -> tuple[str, ...]:
         """Returns the names of the facts that are known."""

@@ -30,6 +30,8 @@ class Plan:
     num_labels: int
     examples: Examples
     held_out: Mapping[str, Any]
+    classes: tuple[str, ...] = ()
+    """Names of the classes, which nodes with data of their own are told."""
     remarks: tuple[str, ...] = ()
     """What may not be meant, for the user to read."""
     disk: int = 0
@@ -57,13 +59,15 @@ def plan(experiment: Experiment) -> Plan:
         ConfigError: The experiment cannot work.
     """
     split = read_data(experiment)
-    num_labels = len(split.train.label_names)
+    classes = split.train.label_names
+    num_labels = len(classes)
     model = outline(experiment, num_labels)
     checks.check_defenses(experiment, model)
+    checks.check_canaries(experiment, model)
     checks.check_attacks(experiment, model)
     workload = divide(experiment, split, model)
     unknown = unknown_fraction(workload, model)
-    for client, part in enumerate(workload.parts):
+    for client, part in [] if experiment.data.on_nodes else enumerate(workload.parts):
         protection(experiment, client, len(part))  # refuses an epsilon out of reach
     loading.check_weights(experiment.model_spec(num_labels))
     held_out = {"sequences": workload.held_out, "labels": workload.held_out_labels}
@@ -72,6 +76,7 @@ def plan(experiment: Experiment) -> Plan:
         num_labels=num_labels,
         examples=Examples(len(workload.sequences), len(workload.held_out)),
         held_out=held_out,
+        classes=classes if experiment.data.on_nodes else (),
         remarks=_remarks(experiment, split.dropped, unknown, workload),
         disk=forecast.bytes_kept(experiment, model),
     )
@@ -82,7 +87,7 @@ def _remarks(
 ) -> tuple[str, ...]:
     """Returns what is no mistake, but may not be meant."""
     batch, parts = experiment.federation.batch_size, workload.parts
-    small = [len(part) for part in parts if len(part) < batch]
+    small = [len(part) for part in parts if 0 < len(part) < batch]
     found = {
         f"{dropped} rows without text were dropped": dropped,
         f"{unknown:.0%} of the tokens are unknown words, which no attack can read": unknown > 0.05,
@@ -130,8 +135,9 @@ def open_run(plan: Plan, path: Path, *, fresh: bool = False) -> Run:
         status="new",
         num_labels=plan.num_labels,
         examples=plan.examples._asdict(),
+        **({"classes": list(plan.classes)} if plan.classes else {}),
         versions=versions(),
-        git_commit=_git_commit(),
+        git_commit=git_commit(),
         model_fingerprint=None,
         remarks=list(plan.remarks),
     )
@@ -160,13 +166,29 @@ def refuse_purged(run: Run) -> None:
         )
 
 
+def refuse_data_on_nodes(experiment: Experiment) -> None:
+    """Refuses to train here what is trained where the data is.
+
+    Raises:
+        ConfigError: The experiment's data is on the nodes of a federation.
+    """
+    if experiment.data.on_nodes:
+        raise ConfigError(
+            f"data.on_nodes: each node trains {experiment.name!r} on a file of its own, and there "
+            "are no nodes here: start it with `flwr run` in a federation (docs/deployment.md)"
+        )
+
+
 def refuse_other_data(run: Run, plan: Plan) -> None:
     """Refuses to go on with a run whose data has become more or less.
 
     Raises:
         ConfigError: There are more or fewer examples than when the run was made.
     """
-    if (before := examples(run)) != plan.examples:
+    before = examples(run)
+    if plan.experiment.data.on_nodes:  # the nodes say how many they train on
+        before = before._replace(training=plan.examples.training)
+    if before != plan.examples:
         raise ConfigError(
             f"{str(run.path)!r} was made with {before.training} training and {before.held_out} "
             f"held-out examples, and {plan.experiment.data.name!r} gives {plan.examples.training} "
@@ -219,7 +241,7 @@ def _make_held_out(run: Run, plan: Plan) -> None:
     run.write_json("held_out.json", plan.held_out)
 
 
-def _git_commit() -> str | None:
+def git_commit() -> str | None:
     """Returns the commit of this checkout, with a mark if files differ; None if it is none."""
     command: Sequence[str] = (
         "git",

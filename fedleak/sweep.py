@@ -5,6 +5,8 @@
       sweep.json    the cells' values and the figures of their summary.json
       sweep.svg     the same, drawn
       tradeoff.svg  leakage against utility and epsilon
+      frontier.svg  leakage, utility and epsilon along the strengths of each defense, if the sweep
+                    has families of them (`fedleak.config.families`)
 
 The cells are ordinary runs, and what is left of a sweep is what they lack. Several may run at
 once, each in a process of its own.
@@ -20,14 +22,15 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fedleak import pipeline, preparation, processes
-from fedleak.config import loading
+from fedleak.config import families, loading
 from fedleak.config.experiment import Experiment
+from fedleak.config.families import FAMILY, Setting
 from fedleak.config.tables import WorkersTable
 from fedleak.dispatch.progress import RunProgress
 from fedleak.errors import ConfigError, FedleakError
@@ -43,6 +46,9 @@ _log = logging.getLogger(__name__)
 
 LONGEST_WORD, LONGEST_NAME = 32, 200
 """Characters of one value, and of a cell's name: file systems take 255 bytes."""
+
+DESIGNS = ("all", "one-at-a-time")
+"""Which cells there are: of all combinations, or of those that differ from the first in one key."""
 
 MOST_CELLS = 2_000
 """Runs of a sweep: at half a minute each they take a day, and each is planned before the first."""
@@ -65,11 +71,19 @@ class Cell:
 
 @dataclass(frozen=True)
 class Sweep:
-    """The swept keys with their values, and a cell per combination; the last key changes first."""
+    """The swept keys with their values, and the cells; the last key changes first.
+
+    Attributes:
+        name: Of its folder.
+        axes: By key its values, as in the file.
+        cells: Of every combination, or of those that the design has.
+        units: By the family of defenses what its strengths are numbers of.
+    """
 
     name: str
     axes: Mapping[str, Sequence[Any]]
     cells: tuple[Cell, ...]
+    units: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def path(self) -> Path:
@@ -101,25 +115,39 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Sweep:
             f"experiment file {str(path)!r} has no [sweep]: use `fedleak run {path}`, or add one, "
             'such as "federation.batch_size" = [1, 2, 4]'
         )
-    axes = _axes(table.pop("sweep"))
+    grid = table.pop("sweep")
+    design, listed = _special(grid, "design", "all"), _special(grid, FAMILY, None)
+    if design not in DESIGNS:
+        raise ConfigError(f"sweep.design = {design!r}: choose from {', '.join(DESIGNS)}")
+    found = [] if listed is None else families.read(listed)
+    settings = families.settings(found)
+    axes = _axes(grid, given=bool(found))
+    if found:
+        axes[FAMILY] = [setting.value for setting in settings]
     for override in overrides:
         key = override.partition("=")[0].strip()
         if key in axes:
             raise ConfigError(f"--set {override!r}: {key} is swept: set sweep.{key}, to a list")
-    if (count := math.prod(map(len, axes.values()))) > MOST_CELLS:
+    count = sum(len(values) - 1 for values in axes.values()) + 1
+    count = math.prod(map(len, axes.values())) if design == "all" else count
+    if count > MOST_CELLS:
         raise ConfigError(
             f"sweep: {' x '.join(str(len(values)) for values in axes.values())} values are "
             f"{count:,} cells, and a sweep has at most {MOST_CELLS:,}: list fewer values"
         )
     cells: dict[str, Cell] = {}
-    for combination in itertools.product(*axes.values()):
-        values = dict(zip(axes, combination, strict=True))
+    for values in _combinations(axes, design):
         name = cell_name(values)
         if name in cells:
             raise ConfigError(f"sweep: two cells are called {name!r}: list each value once")
         with _naming(name):
-            cells[name] = Cell(name, values, loading.parse(_filled(table, values)))
-    return Sweep(next(iter(cells.values())).experiment.name, axes, tuple(cells.values()))
+            cells[name] = Cell(name, values, loading.parse(_filled(table, values, settings)))
+    return Sweep(
+        name=next(iter(cells.values())).experiment.name,
+        axes=axes,
+        cells=tuple(cells.values()),
+        units={family.name: family.unit for family in found if family.unit is not None},
+    )
 
 
 def prepare(sweep: Sweep, *, fresh: bool = False) -> dict[str, Plan]:
@@ -141,6 +169,7 @@ def prepare(sweep: Sweep, *, fresh: bool = False) -> dict[str, Plan]:
     for cell in sweep.cells:
         with _naming(cell.name):
             if fresh or not pipeline.finished(sweep.run(cell), cell.experiment):
+                preparation.refuse_data_on_nodes(cell.experiment)
                 plans[cell.name] = preparation.plan(cell.experiment)
     if fresh and sweep.path.exists():
         folder = Run(sweep.path)
@@ -247,6 +276,7 @@ def collect(sweep: Sweep) -> SweepSummary:
     collected = SweepSummary(
         name=sweep.name,
         axes={key: list(values) for key, values in sweep.axes.items()},
+        units=dict(sweep.units),
         cells=tuple(_summary(cell, sweep.run(cell)) for cell in sweep.cells),
     )
     Run(sweep.path).write(SWEEP, collected)
@@ -261,14 +291,21 @@ def refuse_gaps(collected: SweepSummary, failures: Mapping[str, str]) -> None:
         failures: Why cells failed, by name.
 
     Raises:
-        FedleakError: Cells failed, or have no score where they should have one.
+        FedleakError: Cells failed, have no score where they should have one, or have canaries that
+            contradict the ledger.
     """
     cells = collected.cells
     gaps = {each.cell: "; ".join(each.missing) for each in cells if each.missing}
+    alarms = {
+        each.cell: "; ".join(each.canary.alarms)
+        for each in cells
+        if each.canary is not None and each.canary.alarms
+    }
     refusals = []
     for what, found, then in (
         ("failed", failures, "the same command tries them again"),
         ("are not complete", gaps, "their own commands, which are named, complete them"),
+        ("contradict their ledger", alarms, "look for the mistake in their defenses"),
     ):
         if found:
             reasons = "; ".join(f"cell {cell!r}: {reason}" for cell, reason in found.items())
@@ -304,8 +341,33 @@ def _failure(cell: str, error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _axes(found: Any, inside: str = "sweep") -> dict[str, list[Any]]:
-    """Checks `[sweep]` and returns the values of each dotted key, quoted there or not."""
+def _special(grid: Any, key: str, default: Any) -> Any:
+    """Takes a key of `[sweep]` that is not one of the experiment."""
+    return grid.pop(key, default) if isinstance(grid, dict) else default
+
+
+def _combinations(axes: Mapping[str, Sequence[Any]], design: str) -> Iterator[dict[str, Any]]:
+    """Yields the value of each key, for each cell."""
+    if design == "all":
+        for combination in itertools.product(*axes.values()):
+            yield dict(zip(axes, combination, strict=True))
+    else:
+        base = {key: values[0] for key, values in axes.items()}
+        yield base
+        for key, values in axes.items():
+            yield from (base | {key: value} for value in values[1:])
+
+
+def _axes(found: Any, inside: str = "sweep", *, given: bool = False) -> dict[str, list[Any]]:
+    """Checks `[sweep]` and returns the values of each dotted key, quoted there or not.
+
+    Args:
+        found: The table.
+        inside: Where it is.
+        given: There are families, so that it may be empty.
+    """
+    if found == {} and given:
+        return {}
     if not isinstance(found, dict) or not found:
         raise ConfigError(
             f"{inside} = {found!r}: list the values of a key, such as "
@@ -325,12 +387,32 @@ def _axes(found: Any, inside: str = "sweep") -> dict[str, list[Any]]:
     return axes
 
 
-def _filled(base: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+def _filled(
+    base: Mapping[str, Any], values: Mapping[str, Any], settings: Sequence[Setting]
+) -> dict[str, Any]:
     """Returns the tables of a cell."""
     tables = copy.deepcopy(dict(base))
     for key, value in values.items():
-        loading.set_(tables, key, value, f"sweep.{key}")
+        if key == FAMILY:
+            _apply_(tables, next(each for each in settings if each.value == value))
+        else:
+            loading.set_(tables, key, copy.deepcopy(value), f"sweep.{key}")
     return tables
+
+
+def _apply_(tables: dict[str, Any], setting: Setting) -> None:
+    """Sets what a family sets, and leaves out the attacks that it is without."""
+    for key, value in setting.changes.items():
+        loading.set_(tables, key, copy.deepcopy(value), f"sweep.{FAMILY}")
+    if not setting.without:
+        return
+    attacks = tables.get("attack", [])
+    names = {each.get("name", each.get("kind")) for each in attacks}
+    if unknown := [name for name in setting.without if name not in names]:
+        raise ConfigError(f"sweep.{FAMILY}: without {unknown[0]!r}, which is no attack of the file")
+    tables["attack"] = [
+        each for each in attacks if each.get("name", each.get("kind")) not in setting.without
+    ]
 
 
 @contextmanager

@@ -1,7 +1,33 @@
-"""The private batch. Only data, clients (the vault), metrics and the audit may import this."""
+"""The private batch, and who was in it of an audit's canaries.
+
+Only data, clients (the vault), metrics and the audit may import this.
+"""
 
 from dataclasses import asdict, dataclass
 from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Coins:
+    """What a client keeps to itself of the canaries of one update.
+
+    Attributes:
+        inside: Whether each is in; or, of one that is the whole update, whether its sign is plus.
+        slot: Which of the client's sets of canaries they are: one for each step of a pass.
+        copy: They are not in the update that was sent, but in an audited copy of it.
+        whole: The one canary is the whole update, plus or minus.
+        rate: Probability with which one that is in takes part in a local step; None: not sampled.
+        steps: Local steps whose noise is in the update.
+        uses: Local steps in which one that is in takes part; where it is sampled, at most.
+    """
+
+    inside: tuple[bool, ...]
+    slot: int
+    copy: bool
+    whole: bool
+    rate: float | None
+    steps: int
+    uses: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,6 +39,7 @@ class GroundTruth:
         labels: The class of each sequence; empty for a causal language model.
         batch_size: Examples in one local step.
         noise_scale: Standard deviation of the noise on the update; None without noise.
+        canaries: Of the update; None: it has none.
     """
 
     round: int
@@ -21,6 +48,7 @@ class GroundTruth:
     labels: tuple[int, ...]
     batch_size: int
     noise_scale: float | None = None
+    canaries: Coins | None = None
 
     def facts(self, num_labels: int) -> dict[str, Any]:
         """Returns all that is known of the facts that attacks may read, by their names.
@@ -40,10 +68,12 @@ class GroundTruth:
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> "GroundTruth":
         """Reads what `to_json` gave."""
+        coins = value.get("canaries")
         return cls(
             **value
             | {
                 "sequences": tuple(map(tuple, value["sequences"])),
                 "labels": tuple(value["labels"]),
+                "canaries": coins and Coins(**coins | {"inside": tuple(coins["inside"])}),
             }
         )

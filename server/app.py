@@ -1,10 +1,11 @@
 """The ServerApp: resumes or starts a run, and, for `flwr run`, attacks it too."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid, ServerApp
 
 from fedleak import models, pipeline, preparation
@@ -12,7 +13,8 @@ from fedleak.audit import scoring
 from fedleak.audit.gaps import refuse_gaps
 from fedleak.config.experiment import Experiment
 from fedleak.errors import FedleakError
-from fedleak.federation.lookup import of_app
+from fedleak.federation.lookup import node_sizes, of_app
+from fedleak.federation.protection import protection
 from fedleak.federation.schedule import expected_captures
 from fedleak.metrics.utility import evaluate
 from fedleak.models import LanguageModel, loading
@@ -20,14 +22,24 @@ from fedleak.report.tables import print_run
 from fedleak.store.files import plain
 from fedleak.store.records import UTILITY, Utility
 from fedleak.store.run import Run
-from server.replies import RefusedError, claimed_client, told
+from server.assignments import assignment
+from server.replies import RefusedError, check_code, claimed_client, claimed_examples, told
 from server.strategy import CuriousServer
 from server.tap import TapGrid
 
-NODES_WITHIN_SECONDS = 60.0
-ANSWER_WITHIN_SECONDS = 3600.0
-
 app = ServerApp()
+
+
+class Patience(NamedTuple):
+    """How long the server waits, in seconds.
+
+    Attributes:
+        nodes: For as many nodes as there are clients.
+        answers: For the answers of a round.
+    """
+
+    nodes: float = 60.0
+    answers: float = 3600.0
 
 
 @app.main()
@@ -35,29 +47,50 @@ def main(grid: Grid, context: Context) -> None:
     """Runs an experiment.
 
     Run config: `experiment` is an experiment file or the run.json of a run, `run-dir` a folder
-    or empty; `attack` asks for attacks and scores along with training (the command line does
-    that itself, in its own process).
+    or empty; `attack` asks for attacks and scores along with training; `nodes-within` and
+    `answers-within` are how many seconds the server waits. The command line trains through this,
+    too, and attacks in its own process.
     """
     config = context.run_config
     experiment, run = of_app(config)
-    if not config["attack"]:
-        federate(grid, experiment, run)
+    wait = Patience(float(config["nodes-within"]), float(config["answers-within"]))
+    if run.exists() and run.in_use():  # by the command line, which does all but training
+        federate(grid, experiment, run, find_nodes(grid, experiment, run, wait), wait)
         return
     run = preparation.prepare(experiment, run.path)
     with run.lock():
+        if not config["attack"]:
+            with pipeline.noting_status(run):
+                federate(grid, experiment, run, find_nodes(grid, experiment, run, wait), wait)
+            return
+        with pipeline.noting_status(run):
+            nodes = find_nodes(grid, experiment, run, wait)
         with pipeline.under_way(run, experiment) as stop:
-            federate(grid, experiment, run, stop)
+            federate(grid, experiment, run, nodes, wait, stop)
         print_run(run, scoring.score_run(run))
     refuse_gaps(run)
 
 
 def federate(
-    grid: Grid, experiment: Experiment, run: Run, stop: Callable[[], bool] = lambda: False
+    grid: Grid,
+    experiment: Experiment,
+    run: Run,
+    nodes: Mapping[int, int],
+    wait: Patience,
+    stop: Callable[[], bool] = lambda: False,
 ) -> None:
     """Trains from the last complete round on, capturing every reply.
 
+    Args:
+        grid: Flower's.
+        experiment: What was prepared.
+        run: In this run directory.
+        nodes: The node of each client.
+        wait: How long for answers.
+        stop: Is asked now and then whether to end early.
+
     Raises:
-        FedleakError: A client failed, there are fewer nodes than clients, or it is to `stop`.
+        FedleakError: A client failed, or it is to `stop`.
     """
     torch.set_num_threads(1)
     first = first_open_round(experiment, run)
@@ -70,12 +103,12 @@ def federate(
     rounds = experiment.federation.rounds - first + 1
     if rounds < 1:
         return
-    strategy = CuriousServer(experiment, run, model, first, find_nodes(grid, experiment))
+    strategy = CuriousServer(experiment, run, model, first, nodes)
     strategy.start(
         grid=TapGrid(grid, strategy.on_reply, stop),
         initial_arrays=ArrayRecord(model.parameters()),
         num_rounds=rounds,
-        timeout=ANSWER_WITHIN_SECONDS,
+        timeout=wait.answers,
         evaluate_fn=evaluation(experiment, run, model, first - 1),
     )
 
@@ -93,47 +126,78 @@ def first_open_round(experiment: Experiment, run: Run) -> int:
     return first
 
 
-def find_nodes(grid: Grid, experiment: Experiment) -> dict[int, int]:
+def find_nodes(grid: Grid, experiment: Experiment, run: Run, wait: Patience) -> dict[int, int]:
     """Asks every node which client's data it holds; returns the node of each client.
 
+    Where nodes have data of their own, how many examples each has is noted in run.json.
+
     Raises:
-        FedleakError: Not every client has a node of its own.
+        FedleakError: Not every client has a node of its own, a node runs another fedleak, or has
+            not as many examples as when the run began.
     """
     wanted = experiment.federation.clients
-    deadline = time.monotonic() + NODES_WITHIN_SECONDS
+    deadline = time.monotonic() + wait.nodes
     nodes = list(grid.get_node_ids())
     while len(nodes) < wanted and time.monotonic() < deadline:
         time.sleep(0.5)
         nodes = list(grid.get_node_ids())
     if len(nodes) < wanted:
         raise FedleakError(
-            f"federation.clients = {wanted}, but Flower has {len(nodes)} nodes: start it with "
-            f"--federation-config 'num-supernodes={wanted}'"
+            f"federation.clients = {wanted}, but Flower has {len(nodes)} nodes after "
+            f"{wait.nodes:.0f} s: start the other SuperNodes, or a simulation with "
+            f"--federation-config 'num-supernodes={wanted}'; the same command again goes on"
         )
     questions = [
         Message(
-            RecordDict({"config": ConfigRecord({})}), message_type="query.identity", dst_node_id=n
+            RecordDict({"assignment": assignment(experiment, run)}),
+            message_type="query.identity",
+            dst_node_id=n,
         )
         for n in nodes
     ]
     found: dict[int, int] = {}
-    for reply in grid.send_and_receive(questions, timeout=ANSWER_WITHIN_SECONDS):
+    sizes: dict[int, int] = {}
+    for reply in grid.send_and_receive(questions, timeout=wait.answers):
         node = reply.metadata.src_node_id
         if reply.has_error():
             raise FedleakError(f"a client cannot start: node {node}: {told(reply)}")
         try:
             client = claimed_client(reply)
+            check_code(reply)
+            if experiment.data.on_nodes:
+                sizes[client] = claimed_examples(reply)
         except RefusedError as error:
-            raise FedleakError(f"node {node} does not say which client it is: {error}") from error
+            raise FedleakError(f"node {node} cannot take part: {error}") from error
         if client in found:
             raise FedleakError(
                 f"node {node} says that it holds the data of client {client}, but so says node "
                 f"{found[client]}: give each node a partition-id of its own"
             )
         found[client] = node
+    silent = [node for node in nodes if node not in found.values()]
     if missing := set(range(wanted)) - found.keys():
-        raise FedleakError(f"no node holds the data of the clients {sorted(missing)}")
+        more = f"; {len(silent)} nodes did not answer" if silent else ""
+        raise FedleakError(f"no node holds the data of the clients {sorted(missing)}{more}")
+    if sizes:
+        note_sizes(experiment, run, [sizes[client] for client in range(wanted)])
     return found
+
+
+def note_sizes(experiment: Experiment, run: Run, sizes: Sequence[int]) -> None:
+    """Notes how many examples each client has, and refuses others when a run goes on.
+
+    Raises:
+        FedleakError: A client has more or fewer than before, or too few for its defenses.
+    """
+    before = node_sizes(run)
+    for client, size in enumerate(sizes):
+        if before is not None and before[client] != size:
+            raise FedleakError(
+                f"client {client} has {size} examples, and had {before[client]} when the run "
+                "began: restore its data, or give the run another run-dir"
+            )
+        protection(experiment, client, size)  # refuses an epsilon out of reach
+    run.update_info(node_examples=list(sizes))
 
 
 def evaluation(

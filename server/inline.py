@@ -130,6 +130,8 @@ def train(run: Run, experiment: Experiment, stop: Callable[[], bool] = lambda: F
         "experiment": str(run.path / "run.json"),
         "run-dir": str(run.path),
         "attack": False,
+        "nodes-within": 0,
+        "answers-within": 3600,
     }
     # Flower's own lines would tear the progress bars; what went wrong comes back as an error.
     logging.getLogger("flwr").setLevel(logging.ERROR)

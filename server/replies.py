@@ -11,9 +11,13 @@ from fedleak.observation import ClientUpdate, UpdateKind
 from fedleak.sanitise import printable
 from fedleak.store.run import Key
 from fedleak.training.wire import from_wire
+from fedleak.versions import code
 
 HALF = (torch.float16, torch.bfloat16)
 """What an update may be cast to on its way."""
+
+MOST_EXAMPLES = 10**9
+"""That a node can say it has."""
 
 LONGEST = 400
 """Characters of a client's error that are quoted."""
@@ -31,6 +35,31 @@ def claimed_client(reply: Message) -> int:
     """
     said = reply.content.config_records.get("identity")
     return _whole_number("client", said.get("client") if said else None, 0)
+
+
+def claimed_examples(reply: Message) -> int:
+    """Returns how many examples a node says its own file has.
+
+    Raises:
+        RefusedError: It does not say, or no whole number.
+    """
+    said = reply.content.config_records.get("identity")
+    return _whole_number("examples", said.get("examples") if said else None, 1, MOST_EXAMPLES)
+
+
+def check_code(reply: Message) -> None:
+    """Refuses a node that runs another fedleak than this one.
+
+    Raises:
+        RefusedError: It does, or does not say.
+    """
+    said = reply.content.config_records.get("identity")
+    theirs = said.get("fedleak") if said else None
+    if theirs != code():
+        raise RefusedError(
+            f"it runs fedleak {_quoted(theirs)} and the server {code()}: install the same on both, "
+            "or start `flwr run` in a checkout, which brings its own"
+        )
 
 
 def take_update(

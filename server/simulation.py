@@ -14,7 +14,6 @@ children, so that none can hide; elsewhere one whose parent died early can outli
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import select
 import socket
@@ -31,6 +30,7 @@ import psutil
 import tomli_w
 
 from fedleak.errors import FedleakError, StoppedError
+from fedleak.flower_runs import COMPLETED, answer_of
 
 if TYPE_CHECKING:
     from fedleak.config.experiment import Experiment
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 NAME = "fedleak"
 """Of the connection to our SuperLink, in Flower's configuration."""
 
-COMPLETED = "finished:completed"
 FAILED = "Simulation failed with exception: "  # how Flower begins the text of an exception
 POLL_SECONDS = 0.1
 GRACE_SECONDS = 3.0
@@ -207,6 +206,8 @@ def thin_app(run_path: Path) -> dict[str, Any]:
             "experiment": str(run_path / "run.json"),
             "run-dir": str(run_path),
             "attack": False,
+            "nodes-within": 60,
+            "answers-within": 3600,
         },
     }
     project = {"name": "fedleak-run", "version": "1", "dependencies": ["flwr>=1.41"]}
@@ -242,22 +243,6 @@ def environment(folder: Path, run_path: Path, given: Mapping[str, str]) -> dict[
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # or clients cannot see a GPU
         "no_proxy": ",".join(filter(None, direct)),
     }
-
-
-def answer_of(command: str, output: str) -> dict[str, Any]:
-    """Returns the JSON that a `flwr` command wrote.
-
-    Raises:
-        FedleakError: There is none, or it says that the command failed.
-    """
-    try:
-        answer: dict[str, Any] = json.loads(output)
-    except json.JSONDecodeError as error:
-        raise FedleakError(f"`flwr {command}` gave no answer: {output[-200:]!r}") from error
-    if not answer.get("success"):
-        reason = answer.get("error-message", output[-200:])
-        raise FedleakError(f"`flwr {command}` failed: {reason}")
-    return answer
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from fedleak.models import LanguageModel
 from fedleak.observation import ClientUpdate, Knowledge, UpdateKind
 from fedleak.store.run import EVERYONE, Capture, Key, Run
 from fedleak.training.aggregation import aggregate
+from server.assignments import assignment
 from server.replies import RefusedError, take_update, told
 
 NUM_ERRORS = 3
@@ -47,6 +48,7 @@ class CuriousServer(Strategy):
         self._experiment, self._run, self._model = experiment, run, model
         self._nodes, self._offset = nodes, first_round - 1
         self._round = first_round
+        self._assignment = assignment(experiment, run)
         self._waiting_for: dict[int, int] = {}  # the client of each node that has not answered
         self._problems: list[str] = []
 
@@ -93,7 +95,13 @@ class CuriousServer(Strategy):
         clients = clients_of_round(self._experiment, round)
         self._waiting_for = {self._nodes[client]: client for client in clients}
         self._problems = []
-        record = RecordDict({"arrays": arrays, "config": ConfigRecord({"round": round})})
+        record = RecordDict(
+            {
+                "arrays": arrays,
+                "config": ConfigRecord({"round": round}),
+                "assignment": self._assignment,
+            }
+        )
         return [
             Message(record, message_type=MessageType.TRAIN, dst_node_id=node)
             for node in self._waiting_for

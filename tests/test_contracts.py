@@ -27,6 +27,8 @@ FORBIDDEN = [
     (APART, "fedleak", "server"),
     (APART, "fedleak.report", "clients"),
     (APART, "clients", "server"),
+    (APART, "fedleak.tap", "server"),
+    (DOWN, "fedleak.reports", "fedleak.tap"),
     (NO_FLOWER, "fedleak", "flwr"),
     (NO_FLOWER, "fedleak.training", "flwr"),
     *(

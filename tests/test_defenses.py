@@ -1,5 +1,6 @@
 import dataclasses
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -63,6 +64,7 @@ BAD = [
         (kind, {setting: value})
         for kind, setting in [
             ("gaussian_noise", "sigma"),
+            ("gaussian_noise", "relative"),
             ("laplace_noise", "scale"),
             ("clip", "max_norm"),
             ("dp_sgd", "noise_multiplier"),
@@ -72,7 +74,7 @@ BAD = [
         ]
         for value in (0.0, -1.0, math.nan, math.inf, "most")
     ),
-    *((kind, {}) for kind in ("gaussian_noise", "laplace_noise", "clip", "mask", "prune")),
+    *((kind, {}) for kind in ("laplace_noise", "clip", "mask", "prune")),
     *((kind, {"fraction": value}) for kind in ("mask", "prune") for value in (1.0, 1.2)),
     ("quantize", {}),
     ("quantize", {"bits": 1}),
@@ -218,6 +220,7 @@ def test_an_update_of_zeros_survives(kind):
         (Cast(dtype="float16"), Claims()),
         (SecureSum(), Claims(mean_of_clients=True)),
         (GaussianNoise(sigma=0.25), Claims(noise_scale=0.25)),
+        (GaussianNoise(relative=0.25), Claims(relative_noise=0.25)),
         (LaplaceNoise(scale=0.25), Claims(noise_scale=0.25 * math.sqrt(2))),
         (Clip(max_norm=3.0), Claims(max_norm=3.0)),
         (LocalDp(max_norm=3.0, noise_multiplier=0.5), Claims(noise_scale=3.0, max_norm=3.0)),
@@ -231,7 +234,7 @@ def test_an_update_of_zeros_survives(kind):
 )
 def test_a_defense_claims_what_its_settings_say_however_one_trains(defense, claims):
     assert defense.claims(FEDSGD, 9) == defense.claims(FEDAVG, 2) == claims
-    assert defense.noisy == (claims.noise_scale is not None)
+    assert defense.noisy == ({claims.noise_scale, claims.relative_noise} != {None})
 
 
 def test_dp_sgd_claims_noise_and_how_far_an_example_moves_the_update():
@@ -373,6 +376,17 @@ def test_a_cast_is_to_the_nearest_number_of_so_many_bits(dtype, largest, bits):
         rounded = math.ldexp(round(math.ldexp(mantissa, bits)), exponent - bits)
         assert found == rounded
     assert (above, below) == (math.inf, -math.inf)
+
+
+def test_relative_noise_is_that_of_the_root_mean_square_of_all_numbers():
+    update = update_of()
+    numbers = flat(update)
+    rms = math.sqrt(sum(x * x for x in numbers.tolist()) / len(numbers))
+    relative, absolute = GaussianNoise(relative=3.0), GaussianNoise(sigma=3.0 * rms)
+    close = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-4)  # float32
+    close(flat(done(relative, update)), flat(done(absolute, update)))
+    louder = dataclasses.replace(update, tensors={n: 7 * v for n, v in update.tensors.items()})
+    close(flat(done(relative, louder)), 7 * flat(done(relative, update)))
 
 
 @pytest.mark.parametrize("sigma", [1e-3, 0.5, 20.0])
@@ -575,6 +589,12 @@ def test_noise_is_given_in_exactly_one_way(cls, settings):
     settings = settings | ({"max_norm": 1.0} if cls is LocalDp else {})
     with pytest.raises(ConfigError, match="give either noise_multiplier or epsilon"):
         cls(**settings)
+
+
+@pytest.mark.parametrize("settings", [{}, {"sigma": 1.0, "relative": 1.0}])
+def test_a_noises_size_is_given_in_exactly_one_way(settings):
+    with pytest.raises(ConfigError, match="give either sigma or relative"):
+        GaussianNoise(**settings)
 
 
 TABLE = {

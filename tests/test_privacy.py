@@ -6,6 +6,7 @@ import pytest
 from opacus.accountants import RDPAccountant
 from scipy.optimize import brentq
 from scipy.stats import norm
+from tiny import tables
 
 from fedleak import privacy
 from fedleak.config.loading import parse
@@ -317,6 +318,15 @@ def test_all_noise_together_has_the_root_of_the_sum_of_squares():
     ]
     assert protection(experiment_of(*defense), 0, 9).noise_scale() == pytest.approx(0.5)
     assert protection(experiment_of({"kind": "sign"}), 0, 9).noise_scale() is None
+
+
+def test_the_scale_of_relative_noise_is_not_granted():
+    relative = {"kind": "gaussian_noise", "relative": 0.3}
+    for defense in ([relative], [{"kind": "gaussian_noise", "sigma": 0.3}, relative]):
+        assert protection(experiment_of(*defense), 0, 9).noise_scale() is None
+        granted = {**tables(), "defense": defense, "threat": {"knows": ["noise_scale"]}}
+        with pytest.raises(ConfigError, match=r"threat[.]knows has noise_scale.* a sigma"):
+            protection(parse(granted), 0, 9)
 
 
 def test_of_two_dp_sgd_the_one_that_trains_is_counted_or_both_are_refused():

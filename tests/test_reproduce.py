@@ -219,3 +219,9 @@ def test_a_file_that_is_not_there_is_named(reproduce, tmp_path):
     status, _, said = reproduce()
     assert status == 2
     assert said == "fedleak: experiment file 'tiny.toml': there is no such file\n"
+
+
+def test_a_sweep_of_families_is_sent_to_its_own_command(reproduce):
+    status, _, said = reproduce("--set", 'sweep.family=[{name="none"}]')
+    assert status == 2
+    assert "use `fedleak sweep tiny.toml`" in said

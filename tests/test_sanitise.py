@@ -15,7 +15,7 @@ from fedleak.audit.scoring import Scored, TextPair
 from fedleak.cli.mistakes import mended
 from fedleak.errors import FedleakError
 from fedleak.reconstruction import Status
-from fedleak.report import figures, sweep_table, tradeoff
+from fedleak.report import figures, frontier, sweep_table, tradeoff
 from fedleak.report.tables import print_run
 from fedleak.sanitise import markup, printable
 from fedleak.store.records import LeakageRow, Utility
@@ -30,6 +30,7 @@ from fedleak.store.summaries import (
     Guarantee,
     RunSummary,
     SweepSummary,
+    WorstCase,
 )
 
 C0_AND_C1 = [chr(i) for i in [*range(0x20), *range(0x7F, 0xA0)]]
@@ -205,7 +206,17 @@ def test_what_others_wrote_is_inert_in_drawings(tmp_path):
     found = cells_of(HOSTILE, [{"kind": HOSTILE, HOSTILE: HOSTILE}], 3)
     figures.draw(found, tmp_path / "sweep.svg")
     tradeoff.draw_tradeoff(found, tmp_path / "tradeoff.svg")
-    for name in ("sweep.svg", "tradeoff.svg"):
+    families = {"family": [{"kind": HOSTILE, "strength": HOSTILE}]}
+    read = WorstCase(
+        **dict.fromkeys(WorstCase.model_fields)
+        | {"attacks": (HOSTILE,), "texts": 1, "clients": 1, "unattacked": 0, "first": {HOSTILE: 1}}
+    )
+    cell = found.cells[0].model_copy(
+        update={"values": {"family": families["family"][0]}, "worst_case": read}
+    )
+    of_families = SweepSummary(name=HOSTILE, axes=families, cells=(cell,), units={HOSTILE: HOSTILE})
+    frontier.draw_frontier(of_families, tmp_path / "frontier.svg")
+    for name in ("sweep.svg", "tradeoff.svg", "frontier.svg"):
         text = (tmp_path / name).read_text(encoding="utf-8")
         assert_inert(text)
         words = "".join(ET.fromstring(text).itertext())  # else it is no XML

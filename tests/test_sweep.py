@@ -88,6 +88,72 @@ def test_quoted_and_plain_keys_mean_the_same_also_from_the_command_line(write):
     assert sweep.load(write(BASE), ["sweep.federation.batch_size=[1, 2]"]) == quoted
 
 
+def test_one_at_a_time_has_the_cells_that_differ_from_the_first_in_one_key(write):
+    grid = '"federation.batch_size" = [2, 1, 4]\nseed = [0, 1]\n"update.share" = ["all", ["q1"]]\n'
+    full = sweep.load(write(f"{BASE}[sweep]\n{grid}"))
+    found = sweep.load(write(f'{BASE}[sweep]\ndesign = "one-at-a-time"\n{grid}'))
+    base = full.cells[0].values
+
+    def moved(cell):
+        return sum(cell.values[key] != base[key] for key in base)
+
+    assert {cell.name for cell in found.cells} == {c.name for c in full.cells if moved(c) <= 1}
+    assert len(found.cells) == 1 + 2 + 1 + 1
+    assert found.cells[0] == full.cells[0]
+    # The same folders, so what ran goes into the full grid.
+    again = sweep.load(
+        write(f'{BASE}[sweep]\ndesign = "one-at-a-time"\n{grid}'), ["sweep.design=all"]
+    )
+    assert again == full
+
+
+FAMILIES = """
+[sweep]
+seed = [0, 1]
+[[sweep.family]]
+name = "none"
+[[sweep.family]]
+name = "mask"
+unit = "share set to zero"
+strengths = [0.5, 0.9]
+set = { defense = [{ kind = "mask", fraction = "<strength>" }], federation.learning_rate = 0.5 }
+[[sweep.family]]
+name = "share"
+strengths = ["q1", "o1"]
+set.update.share = ["<strength>"]
+without = ["dager", "second"]
+"""
+ATTACKS = "attack = [{kind='dager'}, {kind='dlg'}, {kind='dlg', name='second'}]\n"
+WITH_ATTACKS = BASE.replace("attack = []\n", ATTACKS)
+
+
+def test_a_family_sets_its_keys_with_each_strength_and_lacks_the_attacks_it_is_without(write):
+    found = sweep.load(write(WITH_ATTACKS + FAMILIES))
+    assert list(found.axes) == ["seed", "family"]
+    assert found.units == {"mask": "share set to zero"}
+    made = [
+        (
+            cell.values["family"].get("strength"),
+            [table["fraction"] for table in cell.experiment.defense],
+            cell.experiment.federation.learning_rate,
+            cell.experiment.update.share,
+            [each.name for each in cell.experiment.attacks if each.name != "probes"],
+        )
+        for cell in found.cells
+    ]
+    every = ["dager", "dlg", "second"]
+    assert made == 2 * [
+        (None, [], 0.1, "all", every),
+        (0.5, [0.5], 0.5, "all", every),
+        (0.9, [0.9], 0.5, "all", every),
+        ("q1", [], 0.1, ["q1"], ["dlg"]),
+        ("o1", [], 0.1, ["o1"], ["dlg"]),
+    ]
+    names = [cell.name for cell in found.cells[:4]]
+    assert names[1].startswith("seed=0,family=mask-strength-0.5-")
+    assert len(set(names)) == 4
+
+
 NOISE = [{"kind": "gaussian_noise", "sigma": 1e-4}]
 
 
@@ -132,6 +198,27 @@ BAD = [
     ("seed = [0, -1]", ["cell 'seed=-1'", "greater than or equal to 0"]),
     ('"attack.0.steps" = [1]', ["cell", "attack.0.steps", "'attack' is not a table"]),
     ("defense = [[{kind='mask'}]]", ["cell 'defense=mask-", "fraction is missing"]),
+    ("design = 'half'\nseed = [1]", ["sweep.design = 'half'", "all, one-at-a-time"]),
+    ("family = 3", ["sweep.family = 3", "[[sweep.family]]"]),
+    ("family = [{}]", ["sweep.family[0]", "name is missing"]),
+    ("family = [{name='a', set={seed=1}, x=1}]", ["sweep.family[0]", "'x'"]),
+    ("family = [{name='none', set={seed=1}}]", ["family 'none', and no other, sets nothing"]),
+    ("family = [{name='a'}]", ["family 'none', and no other, sets nothing"]),
+    (
+        "family = [{name='a', strengths=[1], set={seed=1}}]",
+        ["sweep.family[0]", "'<strength>' where they are set"],
+    ),
+    ("family = [{name='a', set={seed='<strength>'}}]", ["has strengths, and '<strength>'"]),
+    (
+        "family = [{name='a', set={seed=1}, without=['tag']}]",
+        ["cell 'family=a-", "without 'tag'", "no attack of the file"],
+    ),
+    ("family = [{name='none'}, {name='none'}]", ["two cells", "family=none"]),
+    ("family = [{name='a', strengths=[0.5], set={sed='<strength>'}}]", ["cell 'family=a", "'sed'"]),
+    (
+        f"family = [{{name='a', strengths={list(range(3000))}, set={{seed='<strength>'}}}}]",
+        ["3,000 cells", "at most 2,000"],
+    ),
 ]  # fmt: skip
 
 
@@ -633,6 +720,25 @@ def traded(
 
 
 CLASSES = ("mcc", [0.6, 0.5, 0.0, None], ["none", 31.25, 3.14159, 0.5], [None, 0.25, 1.0, 4.0])
+
+
+def test_a_sweep_of_families_draws_its_frontier(write, here):
+    families = """
+[[sweep.family]]
+name = "none"
+[[sweep.family]]
+name = "sign"
+set.defense = [{ kind = "sign" }]
+"""
+    write(BASE.replace("attack = []", "attack = [{kind='dager'}]") + families)
+    status, _, _ = call("sweep", "grid.toml", "--jobs", "1")
+    assert status == 0
+    drawn = (here / "runs" / "grid" / "frontier.svg").read_text()
+    for words in ("sign", "none", "texts exact, %", "MCC of the trained model"):
+        assert f">{words}<" in drawn
+    status, _, _ = call("report", "runs/grid")
+    assert status == 0
+    assert "Where each kind of leak ends" in (here / "runs" / "grid" / "report.html").read_text()
 
 
 def test_the_tradeoff_draws_each_attack_at_its_utility_and_at_its_epsilon(tmp_path):

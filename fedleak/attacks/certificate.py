@@ -78,7 +78,8 @@ def as_gradient(seen: Observation) -> dict[str, Tensor]:
 
 def is_linear(seen: Observation) -> bool:
     """Whether the update is one gradient of the model as it was broadcast."""
-    return seen.knowledge.local_steps in (None, 1) and not seen.knowledge.dropout
+    known = seen.knowledge
+    return known.local_steps in (None, 1) and not known.dropout and known.optimiser is None
 
 
 def close(model: LanguageModel, ids: Sequence[int]) -> tuple[int, ...]:

@@ -20,11 +20,16 @@ import torch
 from torch import Tensor
 
 from fedleak import models, privacy
+from fedleak.audit import privacy_bounds
+from fedleak.audit.canaries import ALARM
 from fedleak.config.checks import check_defenses
 from fedleak.config.experiment import Experiment
 from fedleak.config.sent_parameters import selected_parameters
-from fedleak.defenses import Claims, Defense, TrustedAggregator
+from fedleak.config.tables import CanaryTable
+from fedleak.defenses import Claims, Defense, TrustedAggregator, root_mean_square
 from fedleak.errors import FedleakError
+from fedleak.federation.canaries import ClientCanaries, client_canaries, sent_sizes
+from fedleak.federation.lookup import node_sizes
 from fedleak.federation.protection import Protection, protection
 from fedleak.federation.workload import divide, read_data
 from fedleak.models import CLASSIFICATION, LanguageModel, loading, pad
@@ -35,6 +40,7 @@ from fedleak.rng import stream, stream_seed
 from fedleak.store.run import Run
 from fedleak.training.aggregation import aggregate
 from fedleak.training.batches import passes
+from fedleak.training.canaries import Planted, most_canaries, scores
 from fedleak.training.local import local_update_
 from fedleak.training.settings import LocalTraining
 from fedleak.training.wire import from_wire, partial_update, to_wire
@@ -45,6 +51,9 @@ LOUD = 1e4
 
 DEVIATIONS = 5.0
 """Standard deviations by which a figure that chance decides may be off: once in two million."""
+
+CANARIES, CANARY_UPDATES, WHOLE_UPDATES = 64, 4, 16
+"""Canaries of an update, and updates that they are in; a canary may be a whole update."""
 
 ROUNDING = 1e-3
 """Relative error of a norm: half of the numbers of a large model may round the same way."""
@@ -117,7 +126,12 @@ class Bench:
         return replace(update, tensors=from_wire(to_wire(update.tensors)))
 
     def trained(
-        self, local: LocalTraining, chosen: Sequence[int], loud: bool, noise: int
+        self,
+        local: LocalTraining,
+        chosen: Sequence[int],
+        loud: bool,
+        noise: int,
+        planted: Planted | None = None,
     ) -> ClientUpdate:
         """Returns the update before the defense has it."""
         sequences = random_texts(self.model, self.seed)
@@ -131,6 +145,7 @@ class Bench:
             [labels[i] for i in chosen],
             local,
             seed=stream_seed(self.seed, "check", noise),
+            planted=planted,
         )
         models.load_parameters_(model, own)
         return update
@@ -144,7 +159,7 @@ def refuse_broken(run: Run, experiment: Experiment) -> None:
     """
     if not experiment.defense or run.captures():
         return
-    findings = check(experiment)
+    findings = check(experiment, node_sizes(run))
     run.write_json("checks.json", [asdict(finding) for finding in findings])
     broken = [f"{one.defense}: {one.claim}: {one.found}" for one in findings if not one.holds]
     if broken:
@@ -154,8 +169,13 @@ def refuse_broken(run: Run, experiment: Experiment) -> None:
         )
 
 
-def check(experiment: Experiment) -> list[Finding]:
+def check(experiment: Experiment, sizes: Sequence[int] | None = None) -> list[Finding]:
     """Puts every claim of every defense to the test, and the update of all together.
+
+    Args:
+        experiment: The experiment.
+        sizes: How many examples each client has, where that is for the nodes to say; None: not
+            known yet, a batch each.
 
     Raises:
         ConfigError: The experiment cannot work.
@@ -164,6 +184,10 @@ def check(experiment: Experiment) -> list[Finding]:
     model = loading.load(experiment.model_spec(len(split.train.label_names)))
     check_defenses(experiment, model)
     parts = divide(experiment, split, model).parts
+    if experiment.data.on_nodes:
+        table = experiment.federation
+        sizes = [table.batch_size] * table.clients if sizes is None else sizes
+        parts = [list(range(size)) for size in sizes]
     findings = []
     for number, placed in enumerate(experiment.defenses):
         client = placed.clients[0] if placed.clients else 0
@@ -172,7 +196,12 @@ def check(experiment: Experiment) -> list[Finding]:
         bench = _bench(experiment, model, of_client, of_client.defenses[number])
         findings += [
             Finding(defense=name, claim=claim, holds=holds, found=found)
-            for claim, holds, found in (*_changes(bench), *_keeps(bench), *_guarantees(bench))
+            for claim, holds, found in (
+                *_changes(bench),
+                *_keeps(bench),
+                *_guarantees(bench),
+                *_measured(bench, experiment, client),
+            )
         ]
     return [*findings, *_all_together(experiment, model, parts)]
 
@@ -266,6 +295,9 @@ def _keeps(bench: Bench) -> Iterator[Test]:
         )
     if claims.noise_scale is not None:
         yield _noise(bench, claims.noise_scale)
+    if claims.relative_noise is not None:
+        raw = bench.trained(bench.local, range(EXAMPLES), False, 0)
+        yield _noise(bench, claims.relative_noise * root_mean_square(raw))
     if claims.masked is not None:
         yield _masked(bench, claims.masked)
     if claims.zeros is not None:
@@ -366,6 +398,48 @@ def _guarantees(bench: Bench) -> Iterator[Test]:
         whole == later and whole > one > 0,
         f"epsilon {whole:.4g} and {later:.4g} at delta 1e-5; one round {one:.4g}",
     )
+
+
+def _measured(bench: Bench, experiment: Experiment, client: int) -> Iterator[Test]:
+    """Tests by canaries that a step spends no more than its event says.
+
+    It is a step that every canary takes part in, so it is compared without sampling.
+    """
+    event = bench.defense.event(bench.local, bench.num_examples, 1)
+    room = most_canaries(sum(sent_sizes(experiment, client, bench.model).values()))
+    if event is None or not room:
+        return
+    whole = event.unit == "client"
+    updates = WHOLE_UPDATES if whole else CANARY_UPDATES
+    table = CanaryTable(count=1 if whole else min(CANARIES, room))
+    with_canaries = experiment.model_copy(update={"canary": table})
+    client_alone = Protection(bench.local, {0: bench.defense}, bench.num_examples)
+    inside: list[float] = []
+    for noise in range(updates):
+        made = client_canaries(with_canaries, client_alone, client, 1 + noise, bench.model)
+        assert made is not None
+        captured = bench.defended(_with_canaries(bench, made, noise), noise)
+        scores_K = scores(made.canaries.taken(captured.tensors), made.canaries.directions())
+        pairs = zip(scores_K.tolist(), made.coins.inside, strict=True)
+        inside += [z if coin else -z for z, coin in pairs if coin or whole]
+    delta = experiment.privacy.delta
+    found = privacy_bounds.gaussian_bound(inside, ALARM, delta, per_score=2.0 if whole else 1.0)
+    step = replace(event, steps=1, sampling_rate=1.0, sampling="none", disjoint=None)
+    (spent,) = privacy.compose([step], delta, "rdp")
+    yield (
+        f"a step without sampling spends no more than epsilon {spent.epsilon:.4g} at delta "
+        f"{delta:g}",
+        found <= spent.epsilon,
+        f"{len(inside)} canaries show at least {found:.4g} (p < {ALARM:g})",
+    )
+
+
+def _with_canaries(bench: Bench, made: ClientCanaries, noise: int) -> ClientUpdate:
+    """Returns an update with canaries before the defense has it."""
+    if made.planted is None:
+        return made.copied(bench.trained(bench.local, range(EXAMPLES), False, noise))
+    every_step = replace(made.planted, rate=None)
+    return bench.trained(bench.local, range(EXAMPLES), False, noise, every_step)
 
 
 def _all_together(

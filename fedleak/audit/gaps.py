@@ -33,13 +33,14 @@ class Gaps:
 
 
 def refuse_gaps(*runs: Run) -> None:
-    """Refuses to call runs that were just scored complete where they are not.
+    """Refuses to call runs that were just scored complete, or right, where they are not.
 
     Raises:
-        FedleakError: Answers failed, captures are damaged or could not be scored.
+        FedleakError: Answers failed, captures are damaged or could not be scored, or canaries
+            contradict the ledger.
     """
-    if missing := list(chain(*(run.read(SUMMARY).missing for run in runs))):
-        raise FedleakError("; ".join(missing))
+    if wrong := list(chain(*(run.read(SUMMARY).wrong for run in runs))):
+        raise FedleakError("; ".join(wrong))
 
 
 def find_gaps(
@@ -74,6 +75,8 @@ def find_gaps(
         )
     elif answers and all(each.status in _NO_ANSWER for each in answers.values()):
         notes.append(f"no attack gave an answer: all {len(answers)} abstained or are inadmissible")
+    if left_out := info.get("left_out"):
+        notes.append(f"{len(left_out)} messages were left out of the run when it was imported")
     if purged := info.get("purged"):
         notes.append(
             f"the private data was purged on {purged}: all {len(rows)} rows stay as they were, and "
@@ -113,11 +116,17 @@ def find_gaps(
     unscored = sum(row.status == UNSCORED for row in rows)
     gaps.unscored += unscored
     if bare := sorted(set(without)):
+        remedy = (
+            f"`fedleak score {run.path} --vault FOLDER` takes it from the vault of a node, whose "
+            "owner has to hand it over; else only `fedleak run FILE --fresh`, with the vault on, "
+            "writes it"
+            if experiment.tapped is None
+            else f"where you have it, name it in truth.file, and `fedleak import {info['tapped']} "
+            f"--about FILE --out {run.path}` adds it"
+        )
         missing.append(
             f"{len(bare)} of {len(truths)} captures have no truth in {run.path / 'vault'} "
-            f"({_some(bare)}), so {unscored} answers are unscored: `fedleak score {run.path} "
-            "--vault FOLDER` takes it from the vault of a node, whose owner has to hand it over; "
-            "else only `fedleak run FILE --fresh`, with the vault on, writes it"
+            f"({_some(bare)}), so {unscored} answers are unscored: {remedy}"
         )
     if kept := sorted(set(untrue) - set(bare)):
         notes.append(

@@ -16,9 +16,16 @@ from fedleak.config.tables import GateTable
 from fedleak.errors import ConfigError, FedleakError, unknown
 from fedleak.privacy import NONE
 from fedleak.reconstruction import Status
-from fedleak.store.records import LEAKAGE, UNSCORED, LeakageRow, text_counts
+from fedleak.store.records import LEAKAGE, LEDGER, UNSCORED, LeakageRow, text_counts
 from fedleak.store.run import Run
-from fedleak.store.summaries import SUMMARY, Estimate, Guarantee, RunSummary, WorstCase
+from fedleak.store.summaries import (
+    SUMMARY,
+    CanarySummary,
+    Estimate,
+    Guarantee,
+    RunSummary,
+    WorstCase,
+)
 
 
 class Outcome(StrEnum):
@@ -79,7 +86,7 @@ def judge(run: Run, limits: GateTable) -> list[Check]:
 
     Args:
         run: A run that was scored.
-        limits: At least one limit.
+        limits: At least one limit, or something that has to be measured.
 
     Raises:
         ConfigError: This is no run directory, there is no limit, or an attack that may abstain has
@@ -87,7 +94,7 @@ def judge(run: Run, limits: GateTable) -> list[Check]:
     """
     info = run.info()
     leaks = {name: limit for name in LEAKS if (limit := getattr(limits, name)) is not None}
-    if not leaks and limits.epsilon is None:
+    if not leaks and limits.epsilon is None and not limits.require:
         raise ConfigError(
             "there is no limit: give --max exact=0.01, for example, or a [gate] in the experiment "
             f"file (limits: {', '.join([*LEAKS, 'epsilon'])})"
@@ -100,6 +107,10 @@ def judge(run: Run, limits: GateTable) -> list[Check]:
     checks = [_limit(name, limit, cases) for name, limit in leaks.items()]
     if limits.epsilon is not None:
         checks.append(_epsilon(limits.epsilon, summary.privacy))
+        if summary.canary is not None:
+            checks.append(_bounded(limits.epsilon, summary.canary))
+    if "canary" in limits.require:
+        checks.append(_canary(summary.canary, {row.client for row in run.rows(LEDGER)}))
     checks.append(_complete(str(info["status"]), summary))
     if leaks:
         attacks = sorted({row.attack for row in rows})
@@ -179,6 +190,35 @@ def _epsilon(limit: float, privacy: Guarantee | None) -> Check:
     )
     within = float(privacy.epsilon) <= limit
     return Check("epsilon", Outcome.WITHIN if within else Outcome.EXCEEDED, said)
+
+
+def _bounded(limit: float, canary: CanarySummary) -> Check:
+    """Compares the largest lower bound on any client's epsilon with the limit of epsilon.
+
+    Every kind of bound holds in all rows at once, so the largest row is no cherry that was picked.
+    One below the limit shows nothing: it is the accounted epsilon that opens the gate.
+    """
+    kinds = {
+        "if the noise is Gaussian": [row.gaussian or 0.0 for row in canary.bounds],
+        "if the trade-off curve is Gaussian": [row.f_dp for row in canary.bounds],
+        "assuming nothing": [row.epsilon_delta for row in canary.bounds],
+    }
+    assumed, largest = max(((kind, max(each)) for kind, each in kinds.items()), key=lambda k: k[1])
+    said = f"canaries show {largest:.4g} or more ({assumed}); limit {limit:g}"
+    within = largest <= limit
+    return Check("epsilon by canaries", Outcome.WITHIN if within else Outcome.EXCEEDED, said)
+
+
+def _canary(canary: CanarySummary | None, clients: set[int]) -> Check:
+    """Checks that every client's privacy was measured by canaries, and that no ledger is wrong."""
+    if canary is None:
+        return Check("canary", Outcome.UNTOLD, "there are no canaries: the file has no [canary]")
+    if canary.alarms:
+        return Check("canary", Outcome.EXCEEDED, "; ".join(canary.alarms))
+    if without := sorted(clients - {row.client for row in canary.bounds}):
+        names = ", ".join(map(str, without[:10]))
+        return Check("canary", Outcome.UNTOLD, f"clients without a scored canary: {names}")
+    return Check("canary", Outcome.WITHIN, f"canaries of all {len(clients)} clients were scored")
 
 
 def _complete(status: str, summary: RunSummary) -> Check:

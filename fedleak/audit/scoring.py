@@ -14,7 +14,7 @@ import torch
 from pydantic import BaseModel, ValidationError
 
 from fedleak.attacks import unchecked
-from fedleak.audit import ledger
+from fedleak.audit import canaries, ledger
 from fedleak.audit.gaps import Gaps, find_gaps
 from fedleak.audit.summary import summarise
 from fedleak.audit.vault import read_truth
@@ -30,6 +30,7 @@ from fedleak.reconstruction import Status
 from fedleak.rng import stream
 from fedleak.store import records
 from fedleak.store.records import (
+    CANARIES,
     DEFENSES,
     LEAKAGE,
     LEDGER,
@@ -238,6 +239,7 @@ def score_run(run: Run, asked: Iterable[str] | None = None) -> list[Scored]:
     notes = ledger.client_notes(run, gaps)
     spent = ledger.ledger(run, experiment, notes, gaps)
     defended = ledger.defense_rows(run, notes)
+    canary = canaries.canary_rows(run, experiment, model, gaps)
     summary = summarise(
         run,
         experiment,
@@ -246,10 +248,13 @@ def score_run(run: Run, asked: Iterable[str] | None = None) -> list[Scored]:
         finished={name: place for place, name in enumerate(answers)},
         ledger=spent,
         defended=defended,
+        canary=canary,
     )
     run.write_rows(LEAKAGE, rows)
     run.write_rows(LEDGER, spent)
     run.write_rows(DEFENSES, defended)
+    if canary:
+        run.write_rows(CANARIES, canary)
     run.write(SUMMARY, summary)
     return scored
 

@@ -107,11 +107,13 @@ def run(
     from fedleak.audit.gaps import refuse_gaps
     from fedleak.config.loading import load
     from fedleak.federation.lookup import run_folder
-    from fedleak.preparation import prepare
+    from fedleak.preparation import prepare, refuse_data_on_nodes
     from fedleak.report import tables
 
     with mended():
         experiments = [load(path, changes or ()) for path in files or QUICKSTART]
+        for each in experiments:
+            refuse_data_on_nodes(each)
         runs = [prepare(each, run_folder(each.name), fresh=fresh) for each in experiments]
         from server.engines import train  # takes seconds, so after what may be refused
 
@@ -140,12 +142,13 @@ def sweep(
     """Run an experiment for every combination of the values in its sweep table.
 
     FILE is an experiment file with a sweep table. Each combination is a run in runs/NAME. The
-    files sweep.json, sweep.svg and tradeoff.svg, in the same folder, compare the runs.
+    files sweep.json, sweep.svg and tradeoff.svg, in the same folder, compare the runs; if the
+    sweep has families of defenses, frontier.svg draws what leaks at each strength, and its cost.
 
     The same command again finishes what is left.
     """
     from fedleak import sweep as sweeps
-    from fedleak.report import figures, sweep_table, tradeoff
+    from fedleak.report import figures, frontier, sweep_table, tradeoff
 
     with mended():
         grid = sweeps.load(file, changes or ())
@@ -173,6 +176,7 @@ def sweep(
             collected = sweeps.collect(grid)
             figures.draw(collected, grid.path / "sweep.svg")
             tradeoff.draw_tradeoff(collected, grid.path / "tradeoff.svg")
+            frontier.draw_frontier(collected, grid.path / "frontier.svg")
         console.print(sweep_table.table(collected, console.width))
         console.print(f"results: {markup(grid.path)}")
         sweeps.refuse_gaps(collected, failures)
@@ -359,6 +363,34 @@ def score(
 
 
 @app.command()
+def watch(
+    superlink: Annotated[str, typer.Argument(metavar="SUPERLINK", hidden=True)],
+    run_id: Annotated[
+        str | None, typer.Option(metavar="ID", help="Of the run; left out: the newest.")
+    ] = None,
+    patience: Annotated[
+        float, typer.Option(min=0, metavar="SECONDS", help="The SuperLink may be silent so long.")
+    ] = 60.0,
+) -> None:
+    """Follow a run of `flwr run` to its true end, which the exit status of `flwr run` hides.
+
+    SUPERLINK is a connection in Flower's configuration, by its name. The exit status is 0 if the
+    run was completed, and else 1, with the reason in the last line.
+    """
+    from fedleak import flower_runs
+
+    with mended():
+
+        def tell(at: flower_runs.FlowerRun) -> None:
+            console.print(f"run {markup(at.number)}: {markup(at.status)}", soft_wrap=True)
+
+        ended = flower_runs.follow(superlink, run_id, tell, patience)
+        if ended.status != flower_runs.COMPLETED:
+            reason = f": {ended.details}" if ended.details else ""
+            raise FedleakError(f"run {ended.number} ended as {ended.status}{reason}")
+
+
+@app.command()
 def report(
     paths: Annotated[
         list[Path],
@@ -427,6 +459,10 @@ def gate(
         list[str] | None,
         typer.Option(metavar="ATTACK", help="An attack that may abstain; it can be repeated."),
     ] = None,
+    require: Annotated[
+        list[str] | None,
+        typer.Option(metavar="WHAT", help="What has to be measured, too: canary."),
+    ] = None,
     junit: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Also write the checks as JUnit XML.")
     ] = None,
@@ -445,7 +481,7 @@ def gate(
 
     with mended():
         at = Run(path)
-        checks = judge(at, limited(stored(at).gate, most or (), may_abstain or ()))
+        checks = judge(at, limited(stored(at).gate, most or (), may_abstain or (), require or ()))
         marks = {"within": "[green]within[/]", "exceeded": "[red]EXCEEDED[/]"}
         for one in checks:
             mark = marks.get(one.outcome, "[yellow]NOT TOLD[/]")
@@ -548,6 +584,42 @@ def export(
             count = write(Run(path), Path(to), texts=texts)
             private = ", with private texts" if texts else ""
             console.print(f"{count} rows{private}: {markup(to)}", soft_wrap=True)
+
+
+@app.command("import")
+def import_(
+    tapped: Annotated[Path, typer.Argument(metavar="TAPPED", hidden=True)],
+    about: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Left out: about.toml in TAPPED."),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="RUN", help="The run to make; left out: TAPPED-run."),
+    ] = None,
+) -> None:
+    """Make a run of what a tap kept of your own Flower app.
+
+    TAPPED is the folder that the app's ServerApp gave to `tap(grid, "FOLDER")`. The file says what
+    the messages do not: model, learning rate, batch size. `fedleak attack RUN` attacks the run.
+
+    The same command again adds what is not there yet, such as the truth.
+    """
+    from fedleak.config.about import load_about
+    from fedleak.importing import import_run
+    from fedleak.store.tapped import Tapped
+
+    with mended():
+        said = load_about(about or tapped / "about.toml")
+        path = tapped.absolute()
+        found = import_run(Tapped(tapped), said, out or path.with_name(f"{path.name}-run"))
+        console.print(
+            f"{found.updates} updates of {found.clients} clients in {found.rounds} rounds, "
+            f"{found.truths} with the truth: {markup(found.run.path)}",
+            soft_wrap=True,
+        )
+        remark(found.remarks)
+        found.refuse_gaps()
 
 
 @app.command()
@@ -698,8 +770,9 @@ def explain(file: File, changes: Set = None) -> None:
 def check_defense(file: File, changes: Set = None) -> None:
     """Test whether each defense of an experiment does what it says, and print the figures.
 
-    FILE is an experiment file. Nothing is trained and no private text is used. `fedleak run`
-    does the same test before it trains.
+    FILE is an experiment file. Nothing is trained and no private text is used. Where a defense
+    guarantees an epsilon, canaries in a few updates test that its noise and its clipping are what
+    the ledger counts. `fedleak run` does the same test before it trains.
     """
     from fedleak.audit.defense_checks import check
     from fedleak.config.loading import load

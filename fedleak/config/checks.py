@@ -6,11 +6,12 @@ from dataclasses import replace
 
 from fedleak.attacks import AttackSetting, Equipped
 from fedleak.config.experiment import Experiment
-from fedleak.config.sent_parameters import captured_parameters
+from fedleak.config.sent_parameters import captured_parameters, sent_by
 from fedleak.errors import ConfigError
 from fedleak.models import LanguageModel
 from fedleak.models.parameter_selection import freezing
 from fedleak.observation import ThreatModel
+from fedleak.training.canaries import FEWEST_NUMBERS, most_canaries
 
 
 def check_defenses(experiment: Experiment, model: LanguageModel) -> None:
@@ -29,6 +30,27 @@ def check_defenses(experiment: Experiment, model: LanguageModel) -> None:
                 raise ConfigError(
                     f"defense: client {client} has nothing left to train: freeze less"
                 )
+
+
+def check_canaries(experiment: Experiment, model: LanguageModel) -> None:
+    """Refuses canaries of clients that there are not, and more than an update has room for.
+
+    Raises:
+        ConfigError: What is wrong.
+    """
+    table, clients = experiment.canary, experiment.federation.clients
+    if table is None:
+        return
+    if beyond := [client for client in table.clients or () if client >= clients]:
+        raise ConfigError(f"canary.clients has {beyond[0]}: list clients from 0 to {clients - 1}")
+    sizes = {name: value.numel() for name, value in model.parameters().items()}
+    for client in experiment.unlike_clients:
+        numbers = sum(sizes[name] for name in sent_by(experiment, client, model))
+        if table.count > (most := most_canaries(numbers)):
+            raise ConfigError(
+                f"canary.count = {table.count}: client {client} sends {numbers:,} numbers, and a "
+                f"canary takes {FEWEST_NUMBERS}: at most {most}"
+            )
 
 
 def attack_settings(experiment: Experiment, model: LanguageModel) -> list[AttackSetting]:

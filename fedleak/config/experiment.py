@@ -23,12 +23,14 @@ from fedleak.config.tables import (
     HELD_OUT,
     SAMPLES,
     AuditTable,
+    CanaryTable,
     DataTable,
     FederationTable,
     GateTable,
     ModelTable,
     PrivacyTable,
     Table,
+    TappedTable,
     ThreatTable,
     UpdateTable,
     UtilityTable,
@@ -71,6 +73,8 @@ class Experiment(Table):
     """
     privacy: PrivacyTable = PrivacyTable()
     """How the privacy ledger counts."""
+    canary: CanaryTable | None = None
+    """Canaries that measure privacy; left out: none."""
     utility: UtilityTable = UtilityTable()
     """When the global model is scored on held-out data."""
     workers: WorkersTable = WorkersTable()
@@ -79,6 +83,8 @@ class Experiment(Table):
     """How answers are scored."""
     gate: GateTable = GateTable()
     """Limits that `fedleak gate` compares the run with."""
+    tapped: TappedTable | None = None
+    """What another app trained; left out: fedleak trains."""
 
     def __hash__(self) -> int:
         """Lets an experiment be the key of a cache; equal ones have equal names and seeds."""
@@ -115,11 +121,11 @@ class Experiment(Table):
     def fingerprint(self) -> str:
         """The mark of what these clients send, in 16 hex digits.
 
-        It depends on the seed and the tables model, data, federation, update, defense and privacy
-        (whose delta decides how much noise an epsilon takes), and not on what is done with updates
-        afterwards, nor on the engine: every one gives the same. A setting left out and its default
-        are the same. The sizes of the data are marked as they were when 400 and 100 were their
-        defaults, so that runs of that time can go on.
+        It depends on the seed and the tables model, data, federation, update, defense, canary and
+        privacy (whose delta decides how much noise an epsilon takes), and not on what is done with
+        updates afterwards, nor on the engine: every one gives the same. A setting left out and its
+        default are the same. The sizes of the data are marked as they were when 400 and 100 were
+        their defaults, so that runs of that time can go on.
         """
         after = ["attack", "threat", "utility", "audit", "gate", "workers"]
         others = dict.fromkeys(["name", *after], True)
@@ -147,6 +153,11 @@ class Experiment(Table):
             for number, each in enumerate(self.defenses)
             if each.clients is None or client in each.clients
         }
+
+    def carries_canaries(self, client: int) -> bool:
+        """Whether a client takes in canaries."""
+        table = self.canary
+        return table is not None and (table.clients is None or client in table.clients)
 
     @property
     def unlike_clients(self) -> list[int]:
@@ -186,6 +197,7 @@ class Experiment(Table):
             lora = Lora(adapters.rank, adapters.alpha, targets)
         return ModelSpec(
             name=table.name,
+            tokenizer=table.tokenizer,
             task=table.task,
             num_labels=num_labels,
             seed=self.seed,
@@ -219,9 +231,13 @@ class Experiment(Table):
             absent["labels"] = f"a text has no class under {CAUSAL_LM}"
         if not any(each.defense.noisy for each in self.defenses):
             absent["noise_scale"] = "no defense adds noise"
+        elif any(each.defense.scales_with_update for each in self.defenses):
+            absent["noise_scale"] = "noise that is relative to an update has a scale in each"
         return absent
 
     @property
     def server_facts(self) -> frozenset[str]:
         """Facts that the server set itself, so every observation of it has them."""
-        return frozenset({"learning_rate", "local_steps", "dropout"})
+        always = frozenset({"learning_rate", "local_steps", "dropout"})
+        plain = self.tapped is None or self.tapped.optimiser == "sgd"
+        return always if plain else always | {"optimiser"}

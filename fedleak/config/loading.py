@@ -17,7 +17,7 @@ import torch
 from pydantic import ValidationError
 
 from fedleak.config.experiment import Experiment
-from fedleak.config.tables import GateTable, WorkersTable
+from fedleak.config.tables import MEASUREMENTS, GateTable, WorkersTable
 from fedleak.config.wording import one_line
 from fedleak.errors import ConfigError, unknown
 from fedleak.models import CAUSAL_LM
@@ -86,6 +86,7 @@ def parse(table: Mapping[str, Any]) -> Experiment:
     _check_workers(experiment.workers)
     _check_rounds(experiment)
     _check_exclusive(experiment)
+    _check_nodes(experiment)
     if experiment.model.task == CAUSAL_LM and experiment.federation.partition == "dirichlet":
         raise ConfigError(
             "federation.partition = 'dirichlet' divides by class and causal-lm has none: use 'iid'"
@@ -93,19 +94,44 @@ def parse(table: Mapping[str, Any]) -> Experiment:
     return experiment
 
 
-def limited(gate: GateTable, limits: Sequence[str], may_abstain: Sequence[str] = ()) -> GateTable:
+def _check_nodes(experiment: Experiment) -> None:
+    """Refuses what makes no sense where each node has data of its own."""
+    if not experiment.data.on_nodes:
+        return
+    if experiment.federation.partition != "iid":
+        raise ConfigError(
+            "federation.partition divides one data set, and data.on_nodes says that each node has "
+            "its own: leave one of them out"
+        )
+    if experiment.utility.reference:
+        raise ConfigError(
+            "utility.reference trains on all data in one place, and data.on_nodes says that each "
+            "node keeps its own: leave one of them out"
+        )
+
+
+def limited(
+    gate: GateTable,
+    limits: Sequence[str],
+    may_abstain: Sequence[str] = (),
+    require: Sequence[str] = (),
+) -> GateTable:
     """Returns the limits of a gate with others from the command line.
 
     Args:
         gate: Of the experiment.
         limits: `name=number` each; they take the place of the experiment's.
         may_abstain: Names of further attacks that may abstain.
+        require: What else has to be measured.
 
     Raises:
-        ConfigError: No such limit, or a number that it cannot be.
+        ConfigError: No such limit or measurement, or a number that it cannot be.
     """
+    for each in require:
+        if each not in MEASUREMENTS:
+            raise ConfigError(f"--require {each!r}: {unknown('measurement', each, MEASUREMENTS)}")
     table = gate.model_dump()
-    names = [name for name in table if name != "may_abstain"]
+    names = [name for name in table if name not in ("may_abstain", "require")]
     for limit in limits:
         name, equals, text = limit.partition("=")
         if not equals:
@@ -117,6 +143,7 @@ def limited(gate: GateTable, limits: Sequence[str], may_abstain: Sequence[str] =
         except ValueError as error:
             raise ConfigError(f"--max {limit!r}: {text!r} is not a number: give one") from error
     table["may_abstain"] = [*gate.may_abstain, *may_abstain]
+    table["require"] = [*gate.require, *require]
     try:
         return GateTable.model_validate(table)
     except ValidationError as error:

@@ -4,13 +4,13 @@ The line below a field says what the field means. The reference of the experimen
 from these lines.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from fedleak.errors import unknown
 from fedleak.models import CAUSAL_LM, absolute
-from fedleak.observation import GRANTABLE
+from fedleak.observation import GRANTABLE, Optimiser
 from fedleak.privacy import Accountant
 
 MOST_UPDATES = 1_000_000
@@ -48,6 +48,19 @@ class Table(BaseModel):
     )
 
 
+class TappedTable(Table):
+    """`[tapped]`: written by `fedleak import`; a run that has it was trained by another app."""
+
+    optimiser: Optimiser
+    """What its clients step with."""
+    labels: Positive
+    """Classes of its data."""
+    clients: list[list[Annotated[int, Field(ge=0)]]]
+    """The clients of each round whose updates are here."""
+    messages: str
+    """A mark of the messages that it is made of."""
+
+
 class LoraTable(Table):
     """`[model.lora]`: low-rank adapters, trained and sent in place of the model."""
 
@@ -64,6 +77,8 @@ class ModelTable(Table):
 
     name: Source
     """A built-in, a Hugging Face id, or the path of a model folder."""
+    tokenizer: Source | None = None
+    """Where the tokenizer is; left out: with the model."""
     task: Literal["sequence-classification", "causal-lm"] = "sequence-classification"
     """What the model learns: the class of a text, or the next token."""
     loss: Literal["cross-entropy", "squared"] = "cross-entropy"
@@ -102,6 +117,13 @@ class DataTable(Table):
     """
     max_length: Annotated[int, Field(ge=3)] | None = None
     """Tokens after which a text is cut off; left out: a text that is too long is refused."""
+    on_nodes: bool = False
+    """Each node of a federation trains on a file of its own, which its configuration names.
+
+    The file has the same columns. What `name` says is the server's: it gives the names of the
+    classes and the held-out texts, and nobody trains on it. Such an experiment runs under
+    `flwr run` only.
+    """
     drop_empty: bool = False
     """Leave out rows without text; otherwise they are refused."""
     encoding: Annotated[str, AfterValidator(_encoding)] | None = None
@@ -208,6 +230,19 @@ class PrivacyTable(Table):
     """How the noise of several steps is composed."""
 
 
+class CanaryTable(Table):
+    """`[canary]`: made-up gradients in clients' updates, by which the audit measures privacy."""
+
+    count: Positive = 64
+    """Canaries of an update; a client whose whole update is protected has one."""
+    clients: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] | None = None
+    """Clients that take them in; left out: all."""
+    seed: Annotated[int, Field(ge=0)] | None = None
+    """Of their places and directions, which the auditor knows; left out: the experiment's."""
+    norm: Annotated[float, Field(gt=0)] = 1.0
+    """L2 norm of a canary where no defense bounds what an example contributes."""
+
+
 class UtilityTable(Table):
     """`[utility]`: when the global model is scored on held-out data."""
 
@@ -238,6 +273,10 @@ class AuditTable(Table):
     """Also score the answer for another client and held-out texts against the same truth."""
 
 
+Measurement = Literal["canary"]
+MEASUREMENTS: tuple[str, ...] = get_args(Measurement)
+
+
 class GateTable(Table):
     """`[gate]`: limits that `fedleak gate` compares the run with."""
 
@@ -248,6 +287,8 @@ class GateTable(Table):
     token_recall: Annotated[float, Field(ge=0, le=1)] | None = None
     """The largest mean share of a text's tokens that the best attack finds."""
     epsilon: Annotated[float, Field(ge=0)] | None = None
-    """The largest epsilon of any client."""
+    """The largest epsilon of any client, accounted and, where canaries measured it, bounded."""
+    require: list[Measurement] = []
+    """What has to be measured: `canary`, a bound by canaries for every client."""
     may_abstain: list[str] = []
     """Attacks that may abstain, by name; an abstention of another one closes the gate."""

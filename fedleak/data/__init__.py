@@ -157,6 +157,39 @@ def read(
     )
 
 
+def read_own(
+    path: Path,
+    *,
+    text: str | int | None,
+    label: str | int | None,
+    classes: Sequence[str] | None,
+    drop_empty: bool = False,
+    encoding: str | None = None,
+    delimiter: str | None = None,
+) -> Corpus:
+    """Reads all of the file of one node.
+
+    Args:
+        path: The file.
+        text, label: Columns, as for `read`.
+        classes: Names of the classes, in the order of their numbers; None: nobody uses them.
+        drop_empty, encoding, delimiter: As for `read`.
+
+    Raises:
+        ConfigError: No such file, a column that is missing, empty texts, or another class.
+    """
+    if not files.TableFile(path=path).known:
+        raise ConfigError(f"the node's data {str(path)!r} is not a {files.KNOWN} file: give one")
+    if classes is not None and label is None:
+        raise ConfigError("data.label is missing: name the column of the nodes' files")
+    wanted = None if classes is None else label
+    rows, text, found = _rows(str(path), "train", text, wanted, encoding, delimiter)
+    corpus, _ = _corpus(str(path), rows, text, found, drop_empty, classes)
+    if not len(corpus):
+        raise ConfigError(f"the node's data {str(path)!r} has no rows: give a file with some")
+    return corpus
+
+
 def _sizes(samples: int | None, held_out: int | float | None, there: int) -> tuple[int, int]:
     """Returns how many examples train and how many are held out, of those that are there."""
     if held_out is None:
@@ -361,13 +394,19 @@ def _begins_with_header(rows: "Dataset", text: str, label: str | None) -> bool:
     """
     if str(rows[text][0]).strip().lower() in _TEXT_COLUMNS:
         return True
-    counts = Counter(rows[label][:]) if label is not None else Counter()
-    alone = [value for value, count in counts.items() if count == 1]
+    if label is None:
+        return False
+    alone = [value for value, count in Counter(rows[label][:]).items() if count == 1]
     return len(rows) >= _ENOUGH_ROWS and alone == [rows[label][0]]
 
 
 def _corpus(
-    name: str, rows: "Dataset", text: str, label: str | None, drop_empty: bool
+    name: str,
+    rows: "Dataset",
+    text: str,
+    label: str | None,
+    drop_empty: bool,
+    classes: Sequence[str] | None = None,
 ) -> tuple[Corpus, int]:
     """Returns what is in two columns of a table, and how many rows without text were left out."""
     found = [_as_text(value) for value in rows[text][:]]
@@ -393,7 +432,7 @@ def _corpus(
     texts = tuple(str(found[i]) for i in kept)
     if label is None:
         return Corpus(texts, (0,) * len(texts), ("none",)), empty
-    labels, names = _classes(name, rows, label, kept)
+    labels, names = _classes(name, rows, label, kept, classes)
     return Corpus(texts, labels, names), empty
 
 
@@ -410,9 +449,16 @@ def _absent(value: Any) -> bool:
 
 
 def _classes(
-    name: str, rows: "Dataset", label: str, kept: Sequence[int]
+    name: str,
+    rows: "Dataset",
+    label: str,
+    kept: Sequence[int],
+    known: Sequence[str] | None = None,
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Returns the class of each row that is kept, and the names of the classes."""
+    """Returns the class of each row that is kept, and the names of the classes.
+
+    They are those that are `known`; None: those that the rows have.
+    """
     from datasets import ClassLabel
 
     feature, column = rows.features[label], rows[label][:]
@@ -425,8 +471,15 @@ def _classes(
             f"label (the first is row {missing[0] + 1}): remove them"
         )
     if isinstance(feature, ClassLabel):
-        return tuple(values[i] for i in kept), tuple(feature.names)
-    names = sorted({str(values[i]) for i in kept})
+        if known is None:
+            return tuple(values[i] for i in kept), tuple(feature.names)
+        values = [value if _absent(value) else feature.names[value] for value in values]
+    names = sorted({str(values[i]) for i in kept}) if known is None else list(known)
+    if unnamed := sum(str(values[i]) not in names for i in kept):
+        raise ConfigError(
+            f"data.label = {label!r}: {unnamed} of {len(kept)} rows of {name!r} have a class that "
+            "the server does not name: its data must have every class"
+        )
     if len(names) < 2 or len(names) > 1000:
         raise ConfigError(
             f"data.label = {label!r} has {len(names)} distinct values: a classifier needs 2 to 1000"

@@ -31,6 +31,7 @@ class Claims:
 
     Attributes:
         noise_scale: Standard deviation of the noise on each number.
+        relative_noise: The same, in root mean squares of the update before it.
         max_norm: L2 norm that the update has at most, the noise aside.
         example_norm: L2 norm by which one example moves it at most, the noise aside.
         masked: Share of the numbers that are set to zero, whichever they are.
@@ -41,6 +42,7 @@ class Claims:
     """
 
     noise_scale: float | None = None
+    relative_noise: float | None = None
     max_norm: float | None = None
     example_norm: float | None = None
     masked: float | None = None
@@ -72,7 +74,7 @@ class Defense:
     Attributes:
         kind: Its name in experiment files.
         exclusive: Why a client can use only one defense with this reason; None: it can use several.
-        noisy: Whether it claims a noise scale.
+        noisy: Whether it claims noise.
         reports_training: Whether the figures that a client's training reports are about it.
     """
 
@@ -80,6 +82,11 @@ class Defense:
     exclusive: ClassVar[str | None] = None
     noisy: ClassVar[bool] = False
     reports_training: ClassVar[bool] = False
+
+    @property
+    def scales_with_update(self) -> bool:
+        """Whether its noise has another scale in each update."""
+        return False
 
     def solved(self, local: LocalTraining, budget: Budget) -> "Defense":
         """Returns the defense with its noise worked out, where an epsilon was given instead.
@@ -150,3 +157,9 @@ def measured(before: ClientUpdate, after: ClientUpdate) -> dict[str, float]:
         numbers += one.numel()
     norms = {key: math.sqrt(square) for key, square in squares.items()}
     return norms | {"zeroed": zeroed / numbers}
+
+
+def root_mean_square(update: ClientUpdate) -> float:
+    """Returns the root of the mean square of all numbers of an update."""
+    squares = sum(float(value.double().norm()) ** 2 for value in update.tensors.values())
+    return math.sqrt(squares / sum(value.numel() for value in update.tensors.values()))

@@ -1,4 +1,4 @@
-"""Noise of a fixed size on every number of the update."""
+"""Normal noise on every number of the update."""
 
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
@@ -6,12 +6,15 @@ from typing import Annotated, ClassVar
 import torch
 from pydantic import Field
 
-from fedleak.defenses import Claims, Defense
+from fedleak.defenses import Claims, Defense, root_mean_square
+from fedleak.errors import ConfigError
 from fedleak.observation import ClientUpdate
 from fedleak.training.settings import LocalTraining
 
+Finite = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, kw_only=True)
 class GaussianNoise(Defense):
     """Adds N(0, sigma^2) to every number: what LAMP and DAGER tested. No privacy guarantee.
 
@@ -19,20 +22,33 @@ class GaussianNoise(Defense):
 
     Attributes:
         sigma: Standard deviation of the noise on each number.
+        relative: The same in root mean squares of the client's update, over all of its numbers; in
+            place of sigma. So models, batches and updates of other sizes compare.
     """
 
     kind: ClassVar[str] = "gaussian_noise"
     noisy: ClassVar[bool] = True
-    sigma: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    sigma: Finite | None = None
+    relative: Finite | None = None
+
+    def __post_init__(self) -> None:
+        if (self.sigma is None) == (self.relative is None):
+            raise ConfigError("give either sigma or relative")
+
+    @property
+    def scales_with_update(self) -> bool:
+        """Whether its noise is relative."""
+        return self.relative is not None
 
     def __call__(self, update: ClientUpdate, *, rng: torch.Generator) -> ClientUpdate:
         """Returns the update plus noise."""
+        sigma = self.sigma or (self.relative or 0.0) * root_mean_square(update)
         noisy = {
-            name: value + self.sigma * torch.randn(value.shape, generator=rng, dtype=value.dtype)
+            name: value + sigma * torch.randn(value.shape, generator=rng, dtype=value.dtype)
             for name, value in update.tensors.items()
         }
         return replace(update, tensors=noisy)
 
     def claims(self, local: LocalTraining, num_examples: int) -> Claims:
         """Returns sigma."""
-        return Claims(noise_scale=self.sigma)
+        return Claims(noise_scale=self.sigma, relative_noise=self.relative)

@@ -55,17 +55,25 @@ class Protection:
         return [event for event in found if event is not None]
 
     def noise_scale(self) -> float | None:
-        """Returns the standard deviation of all noise on a number of the update; None without."""
+        """Returns the standard deviation of all noise on a number of the update.
+
+        None without noise, and where it depends on the update.
+        """
         claims = (d.claims(self.local, self.num_examples) for d in self.defenses.values())
         scales = [claim.noise_scale for claim in claims if claim.noise_scale is not None]
-        return math.hypot(*scales) if scales else None
+        return math.hypot(*scales) if scales and not self.scales_with_update() else None
+
+    def scales_with_update(self) -> bool:
+        """Returns whether some noise has another scale in each update."""
+        return any(each.scales_with_update for each in self.defenses.values())
 
 
 def protection(experiment: Experiment, client: int, num_examples: int) -> Protection:
     """Returns what a client with so many examples does for its privacy.
 
     Raises:
-        ConfigError: An epsilon that no noise reaches.
+        ConfigError: An epsilon that no noise reaches, or a noise scale that is granted and depends
+            on the update.
     """
     rounds = rounds_of_clients(experiment)[client]
     table, local = experiment.privacy, experiment.local_training
@@ -86,6 +94,11 @@ def protection(experiment: Experiment, client: int, num_examples: int) -> Protec
     for defense in solved.values():
         local = defense.training(local)
     found = Protection(local, solved, num_examples)
+    if "noise_scale" in experiment.threat_model.knows and found.scales_with_update():
+        raise ConfigError(
+            "threat.knows has noise_scale, and noise that is relative to an update has another "
+            "scale in each: do not grant it, or give gaussian_noise a sigma"
+        )
     # Refuses now what could not be counted after training.
     events = [event for round in budget.rounds for event in found.events(round)]
     privacy.compose(events, table.delta, table.accountant)

@@ -10,6 +10,8 @@ from fedleak.training.batches import round_clients
 
 def clients_of_round(experiment: Experiment, round: int) -> list[int]:
     """Returns the clients that train in a round, in order."""
+    if experiment.tapped is not None:
+        return list(experiment.tapped.clients[round - 1])
     return round_clients(
         experiment.federation.clients,
         experiment.clients_per_round,
@@ -21,6 +23,12 @@ def clients_of_round(experiment: Experiment, round: int) -> list[int]:
 def rounds_of_clients(experiment: Experiment) -> Sequence[Sequence[int]]:
     """Returns for each client the rounds in which it trains."""
     table = experiment.federation
+    if experiment.tapped is not None:
+        rounds = list(enumerate(experiment.tapped.clients, 1))
+        return [
+            [round for round, of_round in rounds if client in of_round]
+            for client in range(table.clients)
+        ]
     return _rounds_of_clients(
         table.clients, experiment.clients_per_round, table.rounds, experiment.seed
     )
@@ -46,7 +54,8 @@ def captures_made(experiment: Experiment) -> list[Key]:
     """Returns the captures that a run makes, kept or not."""
     rounds = range(1, experiment.federation.rounds + 1)
     if experiment.aggregator is not None:
-        return [Key(round, EVERYONE) for round in rounds]
+        # Of a round of another app the sum is not always to be had.
+        return [Key(round, EVERYONE) for round in rounds if clients_of_round(experiment, round)]
     return [
         Key(round, client) for round in rounds for client in clients_of_round(experiment, round)
     ]

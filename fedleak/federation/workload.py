@@ -1,6 +1,8 @@
 """The data of an experiment: read, tokenised, and divided among the clients."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from fedleak import data
 from fedleak.config.experiment import Experiment
@@ -35,6 +37,11 @@ def read_data(experiment: Experiment) -> data.Split:
     Raises:
         ConfigError: Data that cannot be read, or has no classes for a classifier.
     """
+    if experiment.tapped is not None:
+        raise ConfigError(
+            f"{experiment.name!r} was imported, and fedleak does not have the data of its clients: "
+            "there is nothing to train; `fedleak attack RUN` attacks it"
+        )
     table = experiment.data
     split = data.read(
         table.name,
@@ -54,7 +61,53 @@ def read_data(experiment: Experiment) -> data.Split:
         raise ConfigError(
             f"data.label is missing: name the column of {table.name!r} that holds the class"
         )
+    if table.on_nodes:
+        nobody = data.Corpus((), (), split.train.label_names)
+        return data.Split(nobody, split.held_out, split.dropped)
     return split
+
+
+def own_workload(
+    experiment: Experiment, path: Path, classes: Sequence[str], client: int, model: LanguageModel
+) -> Workload:
+    """Reads and tokenises the file of a node, all of which is its client's.
+
+    Raises:
+        ConfigError: A file that cannot be read, or a text that is too long.
+    """
+    table = experiment.data
+    corpus = data.read_own(
+        path,
+        text=table.text,
+        label=table.label,
+        classes=classes if experiment.model.task == CLASSIFICATION else None,
+        drop_empty=table.drop_empty,
+        encoding=table.encoding,
+        delimiter=table.delimiter,
+    )
+    sequences = data.tokenise(
+        corpus.texts, model.encode, limit=model.max_length, max_length=table.max_length
+    )
+    parts: list[list[int]] = [[] for _ in range(experiment.federation.clients)]
+    parts[client] = list(range(len(sequences)))
+    return Workload(
+        sequences=sequences,
+        labels=corpus.labels,
+        parts=parts,
+        held_out=[],
+        held_out_labels=(),
+    )
+
+
+def num_labels(experiment: Experiment) -> int:
+    """Returns how many classes the data has.
+
+    Raises:
+        ConfigError: What `read_data` raises.
+    """
+    if experiment.tapped is not None:
+        return experiment.tapped.labels
+    return len(read_data(experiment).train.label_names)
 
 
 def outline(experiment: Experiment, num_labels: int) -> LanguageModel:
@@ -74,7 +127,9 @@ def divide(experiment: Experiment, split: data.Split, model: LanguageModel) -> W
     return Workload(
         sequences=data.tokenise(train.texts, model.encode, limit=limit, max_length=max_length),
         labels=train.labels,
-        parts=data.partition(
+        parts=[[] for _ in range(table.clients)]
+        if experiment.data.on_nodes
+        else data.partition(
             train.labels,
             table.clients,
             how=table.partition,
@@ -101,6 +156,8 @@ def unknown_fraction(workload: Workload, model: LanguageModel) -> float:
             "nothing in them: remove them, or choose another model"
         )
     count = sum(map(len, contents))
+    if not count:  # all texts are on nodes
+        return 0.0
     fraction = sum(token in unknown for ids in contents for token in ids) / count
     if fraction > MOST_UNKNOWN:
         raise ConfigError(

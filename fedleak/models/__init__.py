@@ -68,6 +68,7 @@ class ModelSpec:
 
     Attributes:
         name: A hub id, a local folder, or `builtin/<name>`.
+        tokenizer: Where the tokenizer is, likewise; None: with the model.
         task: "sequence-classification" or "causal-lm".
         num_labels: Classes, for classification.
         seed: For parameters that the checkpoint lacks: a new classifier, adapters.
@@ -81,6 +82,7 @@ class ModelSpec:
     seed: int = 0
     loss: str = "cross-entropy"
     lora: Lora | None = None
+    tokenizer: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

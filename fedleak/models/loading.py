@@ -108,11 +108,13 @@ def _make(spec: ModelSpec, *, checkpoint: bool, whole: bool = False) -> Language
     named, source, config = f"model.name = {name!r}", _source(name), _config(name)
     family = family_of(named, config, task)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(
+            source if spec.tokenizer is None else _source(spec.tokenizer), trust_remote_code=False
+        )
     except Exception as error:
         raise ConfigError(
             f"model.name = {name!r} has no tokenizer that can be loaded ({_said(error)}): "
-            "save it beside config.json, as tokenizer.save_pretrained does"
+            "save it beside config.json, as tokenizer.save_pretrained does, or set model.tokenizer"
         ) from error
     check_tokenizer_(named, tokenizer, config.vocab_size, task)
     set_up_(config, tokenizer)

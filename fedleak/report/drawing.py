@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fedleak.sanitise import printable
 from fedleak.store.summaries import Estimate
 
 if TYPE_CHECKING:
@@ -47,20 +48,24 @@ def style(name: str) -> AbstractContextManager[None]:
             "axes.spines.right": False,
             "text.parse_math": False,  # names may have a $
             "svg.fonttype": "none",  # text stays text
-            "svg.hashsalt": name,  # the same sweep, the same file
+            "svg.hashsalt": printable(name),  # the same sweep, the same file
         }
     )
 
 
-def legend(drawing: "Figure", title: str | None = None) -> None:
-    """Puts one legend beside all panels."""
+LAST = (NO_ANSWER, NO_UPDATE, REFERENCE)
+"""What stands at the end of a legend."""
+
+
+def legend(drawing: "Figure", title: str | None = None, last: Sequence[str] = LAST) -> None:
+    """Puts one legend beside all panels, with the labels of `last` at its end."""
     labelled: dict[str, Any] = {}
     for axes in drawing.axes:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
             labelled.setdefault(label, handle)
-    for last in (NO_ANSWER, NO_UPDATE, REFERENCE):
-        if last in labelled:
-            labelled[last] = labelled.pop(last)
+    for each in last:
+        if each in labelled:
+            labelled[each] = labelled.pop(each)
     drawing.legend(
         labelled.values(),
         labelled.keys(),

@@ -216,6 +216,39 @@ class LedgerRow(_OfUpdate):
         )
 
 
+class CanaryRow(_OfUpdate):
+    """What canaries score in one client's update: a line of canaries.jsonl.
+
+    The fields from `inside` on have one value for each canary or witness, in their order. `inside`
+    to `uses` are what the client kept in its vault (`fedleak.truth.Coins`).
+
+    Attributes:
+        inside: Whether it is in; or, of one that is the whole update, whether its sign is plus.
+        slot: Which of the client's sets of canaries they are.
+        audited_copy: They are not in the update that was sent, but in an audited copy of it.
+        whole: The one canary is the whole update.
+        rate: Probability with which a local step takes one that is in; None: not sampled.
+        steps, uses: Local steps in the update, and those in which a canary takes part.
+        numbers: Of each canary: scores end at the square root of them.
+        noise_share: Of the squared norm of the update how much is noise, as far as the defenses
+            say; None: they add none.
+        scores: Of each canary: variance 1 and, for one that is out, mean 0.
+        witnesses: Scores of directions that are the same in all updates, and in none.
+    """
+
+    slot: int
+    audited_copy: bool
+    whole: bool
+    rate: float | None
+    steps: int
+    uses: int
+    numbers: int
+    noise_share: float | None
+    inside: tuple[bool, ...]
+    scores: tuple[float, ...]
+    witnesses: tuple[float, ...]
+
+
 class DefenseRow(_OfUpdate, Measured):
     """What one defense did to one update: a line of defenses.jsonl; its figures are by name.
 
@@ -234,6 +267,13 @@ class Utility(Measured):
     round: int
 
 
+def _check_canaries(row: CanaryRow) -> None:
+    if len(row.scores) != len(row.inside) or not row.scores:
+        raise ValueError(f"scores: {len(row.scores)} of {len(row.inside)} canaries")
+    if min(row.steps, row.uses, row.numbers) < 1 or not (row.rate is None or 0 < row.rate <= 1):
+        raise ValueError("rate, steps, uses or numbers are out of range")
+
+
 def _check_texts(row: LeakageRow) -> None:
     if row.texts is not None and len(row.texts) != row.batch_size:
         raise ValueError(f"texts: {len(row.texts)} for a batch of {row.batch_size}")
@@ -242,6 +282,7 @@ def _check_texts(row: LeakageRow) -> None:
 ATTEMPTS = Lines("attempts.jsonl", Attempt)
 LEAKAGE = Lines("leakage.jsonl", LeakageRow, check=_check_texts)
 LEDGER = Lines("privacy.jsonl", LedgerRow)
+CANARIES = Lines("canaries.jsonl", CanaryRow, check=_check_canaries)
 DEFENSES = Lines("defenses.jsonl", DefenseRow)
 UTILITY = Lines("utility.jsonl", Utility)
 

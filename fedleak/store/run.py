@@ -5,10 +5,12 @@
       captures/r0001-c03.safetensors   what the server received, with what it knows as metadata
       models/r0001.safetensors         the broadcast of a round; the last one is the trained model
       vault/r0001-c03.json             the private batch, written by the client
+      vault/r0001-c03.safetensors      what an audited copy of its update has of canaries
       defended/r0001-c03.json          what the client's defenses did, in its own figures
       reconstructions.jsonl            a line per attack and capture, as each finishes
       attempts.jsonl                   a line per try of an attack that crashed
       leakage.jsonl privacy.jsonl defenses.jsonl utility.jsonl summary.json held_out.json
+      canaries.jsonl                   what the audit's canaries score in each update
       damaged.jsonl                    lines of the others that could not be read, and why
       log.txt flower.log
 
@@ -175,6 +177,16 @@ class Run:
         finally:
             lock.release()
 
+    def in_use(self) -> bool:
+        """Returns whether somebody holds the directory now."""
+        lock = FileLock(self._place(".lock"), mode=0o600)
+        try:
+            lock.acquire(blocking=False)
+        except Timeout:
+            return True
+        lock.release()
+        return False
+
     # --- captures and models ----------------------------------------------------------------
 
     def write_capture(self, capture: Capture) -> None:
@@ -330,6 +342,28 @@ class Run:
         """
         name = f"vault/{key}.json"
         return self.read_json(name) if (self.path / name).is_file() else None
+
+    def write_audited(self, key: Key, differences_SK: Tensor) -> None:
+        """Writes by how much an audited copy of an update differs, at the canaries' numbers."""
+        self._write_tensors(f"vault/{key}.safetensors", {"differences": differences_SK}, {})
+
+    def has_audited(self, key: Key) -> bool:
+        """Returns whether an audited copy of an update is here."""
+        return (self.path / "vault" / f"{key}.safetensors").is_file()
+
+    def read_audited(self, key: Key) -> Tensor:
+        """Reads by how much an audited copy differs.
+
+        Raises:
+            CaptureError: The file is damaged, missing, or of another experiment.
+        """
+        path = self.path / "vault" / f"{key}.safetensors"
+        try:
+            tensors, metadata = _read_tensors(path)
+            self._refuse_foreign(json.loads(metadata["fedleak"]))
+            return tensors["differences"]
+        except _DAMAGE as error:
+            raise CaptureError(f"{path} is damaged ({one_line(error)})") from error
 
     def truths(self) -> list[Key]:
         """Returns the keys of the private batches, in order."""

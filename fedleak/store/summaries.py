@@ -209,6 +209,47 @@ class Guarantee(Record):
     noise_multiplier: float | None
 
 
+class CanaryBound(Record):
+    """Lower bounds on epsilon by canaries; 0: nothing was seen with so many.
+
+    Attributes:
+        client: Whose; -1: of the least protected of all clients.
+        unit: What a canary stands for: an "example", or all that a "client" has.
+        canaries, updates: How many were scored.
+        in_copies: Some were not in the updates that were sent, but in audited copies.
+        epsilon: What the ledger says after the same rounds.
+        gaussian: If the noise is Gaussian; None where canaries are sampled.
+        f_dp: If the mechanism's trade-off curve is that of a Gaussian mechanism.
+        epsilon_delta: Assumes nothing about the mechanism.
+    """
+
+    client: int
+    unit: str
+    canaries: int
+    updates: int
+    in_copies: bool
+    epsilon: Epsilon
+    gaussian: float | None
+    f_dp: float
+    epsilon_delta: float
+
+
+class CanarySummary(Record):
+    """What canaries say of a run's privacy.
+
+    Attributes:
+        confidence: With which each kind of bound holds in all rows at once.
+        delta: Of every bound.
+        bounds: All clients of a unit together first, then each alone.
+        alarms: What contradicts the ledger.
+    """
+
+    confidence: float
+    delta: float
+    bounds: tuple[CanaryBound, ...]
+    alarms: tuple[str, ...]
+
+
 class Circumstances(Record):
     """All that is in the way of an attack: defenses, and by name the settings that act as such."""
 
@@ -252,6 +293,7 @@ class RunSummary(Record):
         defenses: What is in the way of attacks.
         defended: What each defense did.
         privacy: The guarantee; None before anybody has trained.
+        canary: What canaries measured of it; None: there are none.
         utility_before, utility: Of the model before training, and now, if measured.
         held_out: Texts that it is measured on.
         utility_reference: Of the central baseline, if it was asked for.
@@ -271,6 +313,7 @@ class RunSummary(Record):
     defenses: Circumstances
     defended: tuple[DefenseMeans, ...]
     privacy: Guarantee | None
+    canary: CanarySummary | None = None
     utility_before: Utility | None
     utility: Utility | None
     held_out: int
@@ -278,6 +321,11 @@ class RunSummary(Record):
     missing: tuple[str, ...]
     notes: tuple[str, ...]
     unscored: int
+
+    @property
+    def wrong(self) -> tuple[str, ...]:
+        """What makes the results incomplete, and what contradicts the ledger."""
+        return (*(self.canary.alarms if self.canary else ()), *self.missing)
 
 
 class CellSummary(Record):
@@ -287,7 +335,8 @@ class CellSummary(Record):
         cell: Its name.
         values: Its value of each swept key.
         status: Of its run.
-        missing, attacks, worst_case, utility, utility_reference, privacy: As in a `RunSummary`.
+        missing, attacks, worst_case, utility, utility_reference, privacy, canary: As in a
+            `RunSummary`.
     """
 
     cell: str
@@ -299,14 +348,23 @@ class CellSummary(Record):
     utility: Utility | None = None
     utility_reference: Baseline | None = None
     privacy: Guarantee | None = None
+    canary: CanarySummary | None = None
 
 
 class SweepSummary(Record):
-    """A sweep's keys with their values, and its cells."""
+    """A sweep's keys with their values, and its cells.
+
+    Attributes:
+        name: Of its folder.
+        axes: By key its values; those of `family` are tables with a `kind` and a `strength`.
+        cells: Of every combination, or of some.
+        units: By the family what its strengths are numbers of.
+    """
 
     name: str
     axes: dict[str, list[JsonValue]]
     cells: tuple[CellSummary, ...]
+    units: dict[str, str] = {}
 
 
 SUMMARY = Document(

@@ -12,6 +12,7 @@ from fedleak.models import LanguageModel, batch_loss, pad
 from fedleak.models.parameter_selection import freezing
 from fedleak.observation import ClientUpdate, UpdateKind
 from fedleak.rng import stream, stream_seed
+from fedleak.training.canaries import Planted
 from fedleak.training.settings import LocalTraining, OnFigures
 
 
@@ -27,6 +28,7 @@ def local_update_(
     *,
     seed: int,
     report: OnFigures = _no_report,
+    planted: Planted | None = None,
 ) -> ClientUpdate:
     """Trains on the given examples from the model's weights and returns the update.
 
@@ -37,6 +39,7 @@ def local_update_(
         training: How to train.
         seed: For dropout, the order of local batches, and private steps.
         report: Is told how private steps went.
+        planted: Canaries that take part in private steps.
     """
     model.module.train(training.dropout)
     with torch.random.fork_rng(devices=[]), freezing(model, training.frozen):
@@ -45,7 +48,14 @@ def local_update_(
             from fedleak.training import private_steps  # it takes seconds to import
 
             update = private_steps.private_update_(
-                model, sequences, labels, training, training.private, seed=seed, report=report
+                model,
+                sequences,
+                labels,
+                training,
+                training.private,
+                seed=seed,
+                report=report,
+                planted=planted,
             )
         elif training.kind == UpdateKind.GRADIENT:
             gradient = _gradient(model, sequences, labels)

@@ -9,14 +9,18 @@ pass. It is cheaper for whole matrices, most of all for the word embedding, whos
 otherwise be stored once per example. Adapters are small, and ghost clipping has no norm for a
 parameter that is in two places (a tied output layer): there each example's gradient is made.
 
-Shapes: B examples.
+Canaries of an audit enter a step as the gradients of further examples: they are clipped by the same
+function, and then in the sum that noise is added to.
+
+Shapes: B examples, K canaries.
 """
 
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import repeat
+from typing import Any, NamedTuple
 
 import torch
 from opacus.grad_sample import GradSampleHooks
@@ -32,10 +36,30 @@ from transformers.pytorch_utils import Conv1D
 from fedleak.models import LanguageModel, example_losses, pad
 from fedleak.observation import ClientUpdate, UpdateKind
 from fedleak.rng import stream
+from fedleak.training.canaries import Planted
 from fedleak.training.settings import LocalTraining, OnFigures, PrivateSteps
 
 Batch = tuple[Sequence[Sequence[int]], Sequence[int]]
 """Token ids and class of each example."""
+
+
+class Joining(NamedTuple):
+    """The canaries of a batch: all that there are, and which take part in its step [K]."""
+
+    planted: Planted
+    takes_part_K: Tensor
+
+
+class ClippedSum(NamedTuple):
+    """What is known of a sum that is left with an optimizer.
+
+    Attributes:
+        norms_B: Of the examples' gradients before clipping.
+        signal: Norm of the sum of the examples' clipped gradients, without canaries.
+    """
+
+    norms_B: Tensor
+    signal: Tensor
 
 
 # GPT-2's linear layer: its weight is the transpose of nn.Linear's, which has the same norm.
@@ -61,6 +85,7 @@ def private_update_(
     *,
     seed: int,
     report: OnFigures,
+    planted: Planted | None = None,
 ) -> ClientUpdate:
     """Trains with DP-SGD and returns the update.
 
@@ -72,11 +97,26 @@ def private_update_(
         private: How a step is made private.
         seed: For noise and the order of local batches.
         report: Is told the examples' mean norm, the share that was clipped, and signal and noise.
+        planted: Canaries that take part as examples do.
     """
     noise, seen = stream(seed, "private"), Seen()
+    passes = 1 if training.kind == UpdateKind.GRADIENT else training.epochs
+    per_pass = (
+        1 if training.kind == UpdateKind.GRADIENT else training.steps(len(sequences)) // passes
+    )
+    joining: Iterator[Joining | None] = repeat(None)
+    if planted is not None:
+        taking_part = planted.steps(passes, per_pass, stream(seed, "canaries"))
+        joining = (Joining(planted, takes_part_K) for takes_part_K in taking_part)
     if training.kind == UpdateKind.GRADIENT:
         tensors = private_gradient(
-            model, (sequences, labels), training.batch_size, private, noise, seen
+            model,
+            (sequences, labels),
+            training.batch_size,
+            private,
+            noise,
+            seen,
+            joining=next(joining),
         )
         # How many were drawn is private.
         examples = training.batch_size
@@ -85,7 +125,9 @@ def private_update_(
         for chosen in local_batches(len(sequences), training, private, seed):
             batch = [sequences[i] for i in chosen], [labels[i] for i in chosen]
             expected = min(training.batch_size, len(sequences))
-            gradient = private_gradient(model, batch, expected, private, noise, seen)
+            gradient = private_gradient(
+                model, batch, expected, private, noise, seen, joining=next(joining)
+            )
             for name, parameter in model.parameters().items():
                 parameter.sub_(gradient[name], alpha=training.learning_rate)
         tensors = {name: after - before[name] for name, after in model.parameters().items()}
@@ -103,6 +145,7 @@ def private_gradient(
     seen: "Seen",
     *,
     ghost: bool | None = None,
+    joining: Joining | None = None,
 ) -> dict[str, Tensor]:
     """Returns the clipped and noisy mean gradient of one batch, by parameter name.
 
@@ -114,6 +157,7 @@ def private_gradient(
         noise: The generator that the noise comes from.
         seen: Is told how it went.
         ghost: Whether norms are taken without gradients; None: where that is cheaper.
+        joining: Canaries beside the batch's examples.
     """
     trained: dict[str, Any] = dict(model.trained())  # Opacus puts attributes on parameters
     if ghost is None:
@@ -126,14 +170,14 @@ def private_gradient(
         generator=noise,
     )
     with per_example(model, ghost, private.max_grad_norm) as hooks:
-        norms_B = clipped_sum_(model, batch, hooks, optimizer, ghost)
+        clipped = clipped_sum_(model, batch, joining, hooks, optimizer, ghost)
         optimizer.add_noise()
         sums = [p.summed_grad for p in trained.values()]
         optimizer.scale_grad()
     gradient = {name: p.grad for name, p in trained.items()}
-    signal = torch.stack([one.norm() for one in sums]).norm() / expected
     noises = [p.grad - one / expected for p, one in zip(trained.values(), sums, strict=True)]
-    seen.add(norms_B, private.max_grad_norm, signal, torch.stack([n.norm() for n in noises]).norm())
+    noise_norm = torch.stack([one.norm() for one in noises]).norm()
+    seen.add(clipped.norms_B, private.max_grad_norm, clipped.signal / expected, noise_norm)
     for parameter in trained.values():
         parameter.grad = None
         parameter.summed_grad = None
@@ -143,11 +187,38 @@ def private_gradient(
 def clipped_sum_(
     model: LanguageModel,
     batch: Batch,
+    joining: Joining | None,
+    hooks: GradSampleHooks,
+    optimizer: DPOptimizer,
+    ghost: bool,
+) -> ClippedSum:
+    """Leaves the sum of all clipped gradients, of examples and canaries, with the optimizer."""
+    most = optimizer.max_grad_norm
+    norms_B = _clipped_examples_(model, batch, hooks, optimizer, ghost)
+    signal = torch.stack([p.summed_grad.norm() for p in optimizer.params]).norm()
+    if joining is not None:
+        factors_K = clipping_factors(joining.planted.norms(), most)
+        sums = {name: p.summed_grad for name, p in model.trained().items()}  # type: ignore[attr-defined]
+        joining.planted.add_(sums, joining.takes_part_K, factors_K)
+    return ClippedSum(norms_B, signal)
+
+
+def clipping_factors(norms_B: Tensor, most: float) -> Tensor:
+    """Returns what gradients of these norms are multiplied by, so that none is longer than most.
+
+    It is Opacus's formula; examples and canaries go through this one place.
+    """
+    return (most / (norms_B + 1e-6)).clamp(max=1.0)
+
+
+def _clipped_examples_(
+    model: LanguageModel,
+    batch: Batch,
     hooks: GradSampleHooks,
     optimizer: DPOptimizer,
     ghost: bool,
 ) -> Tensor:
-    """Leaves the sum of the clipped gradients with the optimizer; returns the norms before [B]."""
+    """Leaves the sum of the examples' clipped gradients; returns the norms before [B]."""
     sequences, labels = batch
     if not sequences:
         for parameter in optimizer.params:
@@ -159,15 +230,17 @@ def clipped_sum_(
     torch.autograd.backward(losses_B.sum(), retain_graph=ghost)
     if ghost:
         optimizer.zero_grad()
-        clip_B = hooks.get_clipping_coef()
+        norms_B: Tensor = hooks.get_norm_sample()
+        factors_B = clipping_factors(norms_B, optimizer.max_grad_norm)
         hooks.disable_hooks()
-        torch.autograd.backward((clip_B * losses_B).sum())
+        torch.autograd.backward((factors_B * losses_B).sum())
         optimizer.accumulate()
-        norms_B: Tensor = hooks.per_sample_gradient_norms
         return norms_B
-    each: list[Tensor] = [p.grad_sample.flatten(1).norm(dim=1) for p in optimizer.params]
-    optimizer.clip_and_accumulate()
-    norms_B = torch.stack(each).norm(dim=0)
+    each = [p.grad_sample.flatten(1).norm(dim=1) for p in optimizer.params]
+    norms_B = torch.stack(each, dim=1).norm(dim=1)
+    factors_B = clipping_factors(norms_B, optimizer.max_grad_norm)
+    for p in optimizer.params:
+        p.summed_grad = torch.einsum("i,i...", factors_B.to(p.dtype), p.grad_sample)
     return norms_B
 
 

@@ -54,6 +54,7 @@ CLIP = {"kind": "clip", "max_norm": 0.5}
 DP_SGD = {"kind": "dp_sgd", "noise_multiplier": 1.0, "max_grad_norm": 0.5}
 FREEZE = {"kind": "freeze", "parameters": ["t2"]}
 GAUSS = {"kind": "gaussian_noise", "sigma": 1e-3}
+RELATIVE = {"kind": "gaussian_noise", "relative": 0.3}
 LAPLACE = {"kind": "laplace_noise", "scale": 1e-3}
 LOCAL_DP = {"kind": "local_dp", "max_norm": 0.5, "noise_multiplier": 0.01}
 MASK = {"kind": "mask", "fraction": 0.3}
@@ -63,7 +64,7 @@ SECURE_SUM = {"kind": "secure_sum"}
 SIGN = {"kind": "sign"}
 STOCHASTIC = {"kind": "quantize", "bits": 6, "stochastic": True}
 ALL = [
-    *(DP_SGD, FREEZE, GAUSS, LAPLACE, CLIP, LOCAL_DP, MASK, PRUNE),
+    *(DP_SGD, FREEZE, GAUSS, RELATIVE, LAPLACE, CLIP, LOCAL_DP, MASK, PRUNE),
     *(QUANTIZE, STOCHASTIC, SIGN, CAST, SECURE_SUM),
 ]
 DIFFERS = "the captured update differs from the raw one"
@@ -114,7 +115,7 @@ def test_every_defense_does_what_it_says(model, algorithm):
             assert "neither of two" in first
         else:
             assert first == DIFFERS
-        assert len(others) == {"dp_sgd": 3, "local_dp": 3, "cast": 0}.get(each["kind"], 1)
+        assert len(others) == {"dp_sgd": 4, "local_dp": 4, "cast": 0}.get(each["kind"], 1)
     assert [f.claim for f in findings if f.defense == "the update"] == [
         "what is shared and trained is sent, and nothing else",
         "the global weights move, and stay finite",
@@ -145,6 +146,17 @@ def half_the_noise(patch):
 
     def call(self, update, *, rng):
         return original(dataclasses.replace(self, sigma=self.sigma / 2), update, rng=rng)
+
+    patch.setattr(GaussianNoise, "__call__", call)
+
+
+def noise_relative_to_the_largest_tensor(patch):
+    original = GaussianNoise.__call__
+
+    def call(self, update, *, rng):
+        largest = max(update.tensors.values(), key=lambda value: value.numel())
+        sigma = self.relative * float(largest.square().mean().sqrt())
+        return original(GaussianNoise(sigma=sigma), update, rng=rng)
 
     patch.setattr(GaussianNoise, "__call__", call)
 
@@ -251,7 +263,7 @@ def an_event_that_a_file_changes(patch):
 def clipping_of_the_mean(patch):
     """What frameworks without per-example gradients do."""
 
-    def clipped_sum_(model, batch, hooks, optimizer, ghost):
+    def clipped_sum_(model, batch, joining, hooks, optimizer, ghost):
         sequences, labels = batch
         ids, mask = private_steps.pad(sequences, model.tokenizer.pad_token_id, model.device)
         losses = private_steps.example_losses(model, ids, mask, torch.tensor(labels))
@@ -261,7 +273,7 @@ def clipping_of_the_mean(patch):
         most = optimizer.max_grad_norm * len(sequences)
         for parameter, gradient in zip(trained, gradients, strict=True):
             parameter.summed_grad = gradient * min(1.0, most / float(norm))
-        return norm[None]
+        return private_steps.ClippedSum(norm[None], norm)
 
     patch.setattr(private_steps, "clipped_sum_", clipped_sum_)
 
@@ -314,7 +326,9 @@ def a_sum_that_is_the_last(patch):
 NOISE = "the noise has standard deviation"
 MASKED = "% of the numbers are set to zero"
 ZEROS = "% of the numbers are zero"
+STEP = "a step without sampling spends no more than"
 BROKEN = [
+    (RELATIVE, noise_relative_to_the_largest_tensor, [NOISE]),
     (GAUSS, half_the_noise, [NOISE]),
     (GAUSS, noise_that_is_not_sent, [DIFFERS, NOISE]),
     (GAUSS, noise_on_weights_alone, [NOISE]),
@@ -324,12 +338,12 @@ BROKEN = [
     (PRUNE, pruning_of_too_few, [ZEROS]),
     (CLIP, clipping_of_nothing, [DIFFERS, "the update is no longer than 0.5"]),
     (CLIP, clipping_of_each_tensor, ["the update is no longer than 0.5"]),
-    (LOCAL_DP, noise_in_norms_and_not_in_sensitivities, [NOISE]),
-    (LOCAL_DP, noise_without_clipping, ["the update is no longer than 0.5"]),
+    (LOCAL_DP, noise_in_norms_and_not_in_sensitivities, [NOISE, STEP]),
+    (LOCAL_DP, noise_without_clipping, ["the update is no longer than 0.5", STEP]),
     (LOCAL_DP, an_event_that_a_file_changes, ["two runs of one round spend"]),
     (DP_SGD, clipping_of_the_mean, ["a loud example moves the update by no more than 0.25"]),
-    (DP_SGD, private_without_noise, [NOISE]),
-    (DP_SGD, plain_training, [DIFFERS, "a loud example moves", NOISE]),
+    (DP_SGD, private_without_noise, [NOISE, STEP]),
+    (DP_SGD, plain_training, [DIFFERS, "a loud example moves", NOISE, STEP]),
     (FREEZE, freezing_of_nothing, [DIFFERS, "tensors are not sent"]),
     (QUANTIZE, one_bit_too_many, ["no more than 15 numbers a tensor"]),
     (SIGN, sizes_beside_signs, ["no more than 3 numbers a tensor"]),
@@ -424,7 +438,13 @@ def test_flwr_run_refuses_a_broken_defense_too(tmp_path, monkeypatch):
     file = tmp_path / "run.json"
     table = experiment_of(MASK, data=TABLE["data"] | {"samples": 4}).model_dump(mode="json")
     file.write_text(json.dumps({"experiment": table}))
-    config = {"experiment": str(file), "run-dir": str(tmp_path / "run"), "attack": True}
+    config = {
+        "experiment": str(file),
+        "run-dir": str(tmp_path / "run"),
+        "attack": True,
+        "nodes-within": 0,
+        "answers-within": 9,
+    }
     monkeypatch.setattr(dispatcher, "attacking", lambda run, experiment: nullcontext())
     monkeypatch.setattr(scoring, "score_run", lambda run: [])
     grid = InlineGrid(client_app, 2, config)

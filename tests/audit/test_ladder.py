@@ -53,6 +53,8 @@ def test_a_fact_that_there_is_not_makes_none() -> None:
     assert experiment().absent_facts == {"noise_scale": "no defense adds noise"}
     noise = {"kind": "gaussian_noise", "sigma": 0.1, "clients": [1]}
     assert experiment(defense=[noise]).absent_facts == {}
+    relative = {"kind": "gaussian_noise", "relative": 0.3}
+    assert "a scale in each" in experiment(defense=[relative, noise]).absent_facts["noise_scale"]
     uses = frozenset({"batch_size", "noise_scale", "nonsense"})
     attack: Any = SimpleNamespace(uses=uses)
     rungs = on_each_rung(NamedAttack("it", attack, ThreatModel()), {"batch_size", "labels"})

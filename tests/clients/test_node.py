@@ -7,13 +7,13 @@ import pytest
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 
 from clients.app import app as client_app
-from clients.app import identity
-from clients.client_context import vault
+from clients.client_context import client_of, vault
 from clients.mods import public
 from fedleak import preparation
 from fedleak.config.loading import parse
 from fedleak.errors import ConfigError, FedleakError
 from fedleak.store.run import Run
+from server.assignments import assignment
 from server.inline import InlineGrid
 
 SECRET = "my neighbour has hiv"
@@ -30,8 +30,9 @@ TABLE = {
 def answer(tmp_path, bert_tiny):
     """Sends the model to the client 1 of a node and returns its reply."""
 
-    def ask(node_folder=None, **submitted):
-        run = preparation.prepare(parse(TABLE), tmp_path / "server" / "run")
+    def ask(node_folder=None, *, run_name="run", table=TABLE, **submitted):
+        experiment = parse(table)
+        run = preparation.prepare(experiment, tmp_path / "server" / "run")
         config = {
             "experiment": str(run.path / "run.json"),
             "run-dir": str(run.path),
@@ -42,6 +43,7 @@ def answer(tmp_path, bert_tiny):
             {
                 "arrays": ArrayRecord(bert_tiny.parameters()),
                 "config": ConfigRecord({"round": 1}),
+                "assignment": assignment(experiment, Run(run.path.with_name(run_name))),
             }
         )
         (reply,) = grid.send_and_receive([Message(content, 3, "train")])
@@ -81,8 +83,7 @@ def test_what_a_node_keeps_is_in_its_own_folder_under_the_name_of_the_run(
         monkeypatch.setenv("FEDLEAK_VAULT", str(own))
     else:
         monkeypatch.setenv("FEDLEAK_VAULT", str(tmp_path / "another"))
-    elsewhere = str(tmp_path / "server" / "evil" / ".." / "its name")
-    reply = answer(own if how == "node config" else None, **{"run-dir": elsewhere})
+    reply = answer(own if how == "node config" else None, run_name="its name")
     assert not reply.has_error()
     assert private_files(tmp_path) == {f"own/its name/{name}" for name in BOTH}
     for name in BOTH:
@@ -92,7 +93,7 @@ def test_what_a_node_keeps_is_in_its_own_folder_under_the_name_of_the_run(
 @pytest.mark.parametrize("submitted", ["/", "/..", "..", "a/..", "/a/b/../.."])
 def test_no_name_of_a_run_leads_out_of_the_node_s_folder(tmp_path, submitted):
     context = Context(1, 1, {"vault": str(tmp_path)}, RecordDict(), {})
-    found = vault(context, Run((tmp_path / submitted).absolute()))
+    found = vault(context, submitted)
     assert found.path in (tmp_path, tmp_path / tmp_path.name, tmp_path / tmp_path.parent.name)
 
 
@@ -100,20 +101,20 @@ def test_no_name_of_a_run_leads_out_of_the_node_s_folder(tmp_path, submitted):
 def test_a_vault_that_is_no_absolute_path_is_refused(tmp_path, folder):
     context = Context(1, 1, {"vault": folder}, RecordDict(), {})
     with pytest.raises(ConfigError, match=r"vault = .*: give the absolute path of a folder"):
-        vault(context, Run(tmp_path))
+        vault(context, "run")
 
 
 @pytest.mark.parametrize("folder", [False, ""])
 def test_a_vault_can_be_switched_off_against_the_environment(tmp_path, monkeypatch, folder):
     monkeypatch.setenv("FEDLEAK_VAULT", str(tmp_path))
     context = Context(1, 1, {"vault": folder}, RecordDict(), {})
-    assert vault(context, Run(tmp_path)) is None
+    assert vault(context, "run") is None
 
 
 @pytest.mark.parametrize("config", [{}, {"partition-id": "one"}])
 def test_a_node_without_a_number_is_told_to_have_one(config):
     with pytest.raises(ConfigError, match=r"partition-id = .*: give the number of its client"):
-        identity(None, Context(1, 1, config, RecordDict(), {}))
+        client_of(Context(1, 1, config, RecordDict(), {}))
 
 
 # --- errors ---------------------------------------------------------------------------------
@@ -157,10 +158,9 @@ def test_our_own_words_travel_but_not_those_about_data(answer, monkeypatch):
     monkeypatch.setattr("clients.app.local_update_", raiser(FedleakError("give more rounds")))
     assert answer().error.reason == "FedleakError: give more rounds"
     # As `tokenise` does with a text that is too long.
-    too_long = parse(TABLE | {"data": TABLE["data"] | {"max_length": 10**6}})
-    monkeypatch.setattr("clients.mods.of_app", lambda config: (too_long, Run("/run")))
-    monkeypatch.setattr("clients.app.of_app", lambda config: (too_long, Run("/run")))
-    reason = answer().error.reason
+    monkeypatch.undo()
+    monkeypatch.setattr(preparation, "prepare", lambda experiment, path: Run(path))
+    reason = answer(table=TABLE | {"data": TABLE["data"] | {"max_length": 10**6}}).error.reason
     assert reason.startswith("ConfigError in fedleak.data:")
     assert "max_length" not in reason
 

@@ -16,6 +16,7 @@ from fedleak.rng import stream_seed
 from fedleak.store.run import Key
 from fedleak.training.local import local_update_
 from fedleak.training.wire import from_wire
+from server.assignments import assignment
 from server.inline import InlineGrid
 
 TABLE = {
@@ -49,6 +50,7 @@ def reply_of(tmp_path, bert_tiny):
             {
                 "arrays": ArrayRecord(model.parameters()),
                 "config": ConfigRecord({"round": round}),
+                "assignment": assignment(experiment, run),
             }
         )
         node = list(grid.get_node_ids())[client]

@@ -173,7 +173,7 @@ DAMAGED = [
     ("a.csv", ROWS.encode(), {"encoding": "utf-16"}, ["is not UTF-16", "leave that out"]),
     ("a.csv", ROWS.encode(), {"text": 0}, ["data.label = 'label'", "two names or two numbers"]),
     ("a.csv.gz", b"no gzip", {}, ["not a gzip file"]),
-    ("a.csv.gz", gzip.compress(ROWS.encode())[:-9], {}, ["gzip", "cut off"]),
+    ("a.csv.gz", gzip.compress(ROWS.encode(), mtime=0)[:-9], {}, ["gzip", "cut off"]),
     ("a.tsv", b"text\tlabel\nx\t1\ty\n", {}, ["3 fields in line 2"]),
     ("a.jsonl", f'{{"text": "{SECRET}"}}\n{{"text": }}\n'.encode(), {}, ["not JSON in line 2"]),
     ("a.jsonl", b"3\n4\n", {}, ["no object in line 1"]),
@@ -213,8 +213,8 @@ def test_a_damaged_file_is_refused_for_its_fault_and_not_quoted(
         ("a.csv", ROWS.encode("utf-16"), {"encoding": "utf-16"}),
         ("a.csv", ROWS.replace(",", ";").encode("cp1252"), {"delimiter": ";"}),
         ("a.tsv", ROWS.replace(",", "|").encode(), {"delimiter": "|"}),
-        ("a.csv.gz", gzip.compress(ROWS.encode()), {}),
-        ("a.tsv.gz", gzip.compress(ROWS.replace(",", "\t").encode()), {}),
+        ("a.csv.gz", gzip.compress(ROWS.encode(), mtime=0), {}),
+        ("a.tsv.gz", gzip.compress(ROWS.replace(",", "\t").encode(), mtime=0), {}),
         (
             "a.jsonl",
             f'{{"text": "{SECRET}", "label": 1}}\n{{"text": "well", "label": "0"}}'.encode(),
@@ -276,6 +276,8 @@ def test_a_header_is_not_read_as_an_example(tmp_path, first):
         read(tmp_path / "a.tsv", 0, 1, samples=20, held_out=0)
     (tmp_path / "a.tsv").write_text("\n".join(rows))
     assert len(read(tmp_path / "a.tsv", 0, 1, samples=20, held_out=0)[0]) == 20
+    # A causal language model has no labels, so nothing tells that line from the others.
+    assert len(read(tmp_path / "a.tsv", 0, None, samples=20, held_out=0)[0]) == 20
 
 
 def test_private_rows_stay_in_memory(tmp_path, monkeypatch):

@@ -38,6 +38,7 @@ from fedleak.training.batches import round_batch
 from fedleak.training.local import local_update_
 from fedleak.training.settings import LocalTraining, PrivateSteps
 from fedleak.workers.process import work_together
+from server.assignments import assignment
 from server.engines import train
 from server.inline import InlineGrid
 from server.strategy import CuriousServer
@@ -356,7 +357,13 @@ def test_a_note_of_private_steps_changes_no_byte_of_the_reply(tmp_path, algorith
         grid = InlineGrid(client_app, 2, config, vault=tmp_path if kept else None)
         weights = ArrayRecord(model_of(**BERT, task=CLASSIFICATION).parameters())
         message = Message(
-            RecordDict({"arrays": weights, "config": ConfigRecord({"round": 1})}),
+            RecordDict(
+                {
+                    "arrays": weights,
+                    "config": ConfigRecord({"round": 1}),
+                    "assignment": assignment(experiment, run),
+                }
+            ),
             message_type="train",
             dst_node_id=list(grid.get_node_ids())[1],
         )

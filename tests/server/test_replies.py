@@ -12,7 +12,8 @@ from fedleak import preparation
 from fedleak.config.loading import parse
 from fedleak.errors import FedleakError
 from fedleak.store.run import EVERYONE, Key
-from server.app import find_nodes
+from fedleak.versions import code
+from server.app import Patience, find_nodes
 from server.inline import InlineGrid
 from server.strategy import CuriousServer
 from server.tap import TapGrid
@@ -234,18 +235,29 @@ def test_nothing_is_held_for_a_sum_of_a_reply_that_is_refused(tmp_path, bert_tin
 class Nodes(InlineGrid):
     """Nodes that say what they like of who they are."""
 
-    def __init__(self, answers):
+    def __init__(self, answers, says=None):
+        self.code = code() if says is None else says
         super().__init__(lambda message, context: self.answer(message), len(answers), {})
         self.answers = dict(zip(self.get_node_ids(), answers, strict=True))
 
     def answer(self, message):
         says = self.answers[message.metadata.dst_node_id]
-        content = RecordDict({} if says is None else {"identity": ConfigRecord({"client": says})})
+        said = {"fedleak": self.code, **({} if says is None else {"client": says})}
+        content = RecordDict({"identity": ConfigRecord(said)})
         return Message(content, reply_to=message)
 
 
-def test_nodes_are_those_of_the_clients_they_say_and_others_stay_idle():
-    assert find_nodes(Nodes([2, 3, 0, 1]), parse(TABLE)) == {
+@pytest.fixture
+def prepared(tmp_path):
+    """A run directory, as the server has it when it looks for nodes."""
+    return preparation.prepare(parse(TABLE), tmp_path / "run")
+
+
+NOW = Patience(nodes=0, answers=9)
+
+
+def test_nodes_are_those_of_the_clients_they_say_and_others_stay_idle(prepared):
+    assert find_nodes(Nodes([2, 3, 0, 1]), parse(TABLE), prepared, NOW) == {
         2: 2,
         3: 3,
         0: 4,
@@ -257,17 +269,32 @@ def test_nodes_are_those_of_the_clients_they_say_and_others_stay_idle():
     ("answers", "line"),
     [
         ([0, 1, 1], "node 4 says that it holds the data of client 1, but so says node 3: give"),
-        ([0, 1, "2"], "node 4 does not say which client it is: its client is '2' and not a whole"),
-        ([0, 1, True], "node 4 does not say which client it is: its client is True and not a"),
-        ([0, 1, -1], "node 4 does not say which client it is: its client is -1 and not a whole"),
-        ([0, 1, None], "node 4 does not say which client it is: its client is None and not a"),
+        ([0, 1, "2"], "node 4 cannot take part: its client is '2' and not a whole"),
+        ([0, 1, True], "node 4 cannot take part: its client is True and not a"),
+        ([0, 1, -1], "node 4 cannot take part: its client is -1 and not a whole"),
+        ([0, 1, None], "node 4 cannot take part: its client is None and not a"),
         ([0, 1, 7], "no node holds the data of the clients [2]"),
     ],
 )
-def test_nodes_that_do_not_fit_the_clients_are_refused(answers, line):
+def test_nodes_that_do_not_fit_the_clients_are_refused(answers, line, prepared):
     with pytest.raises(FedleakError) as caught:
-        find_nodes(Nodes(answers), parse(TABLE))
+        find_nodes(Nodes(answers), parse(TABLE), prepared, NOW)
     assert str(caught.value).startswith(line)
+
+
+@pytest.mark.parametrize("theirs", ["0.0.1 (abc)", "\x1b[2J", 7, b"x"])
+def test_a_node_with_another_fedleak_is_refused_in_one_line(theirs, prepared):
+    with pytest.raises(FedleakError) as caught:
+        find_nodes(Nodes([0, 1, 2], theirs), parse(TABLE), prepared, NOW)
+    line = str(caught.value)
+    assert line.startswith("node 2 cannot take part: it runs fedleak ")
+    assert f"and the server {code()}: install the same on both" in line
+    assert line.isprintable()
+
+
+def test_nodes_that_are_not_there_in_time_are_counted(prepared):
+    with pytest.raises(FedleakError, match=r"clients = 3, but Flower has 2 nodes after 0 s: start"):
+        find_nodes(Nodes([0, 1]), parse(TABLE), prepared, NOW)
 
 
 # --- one at a time --------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from fedleak import preparation
 from fedleak.config.experiment import Experiment
 from fedleak.config.loading import parse
 from fedleak.errors import FedleakError
+from fedleak.flower_runs import answer_of
 from server import inline, simulation
 
 TINY = {
@@ -71,6 +72,8 @@ def test_the_app_is_made_of_installed_packages_and_knows_where_the_run_is():
         "experiment": '/a b/"c"/run.json',
         "run-dir": '/a b/"c"',
         "attack": False,
+        "nodes-within": 60,
+        "answers-within": 3600,
     }
 
 
@@ -108,7 +111,7 @@ def test_a_port_is_free_until_somebody_listens():
 
 
 def test_an_answer_of_flwr_is_its_json():
-    assert simulation.answer_of("ls", '{"success": true, "runs": []}')["runs"] == []
+    assert answer_of("ls", '{"success": true, "runs": []}')["runs"] == []
 
 
 @pytest.mark.parametrize(
@@ -121,7 +124,7 @@ def test_an_answer_of_flwr_is_its_json():
 )
 def test_no_answer_of_flwr_is_an_error(output, message):
     with pytest.raises(FedleakError) as caught:
-        simulation.answer_of("run", output)
+        answer_of("run", output)
     assert str(caught.value) == message
 
 
@@ -130,6 +133,7 @@ def test_no_answer_of_flwr_is_an_error(output, message):
 ORPHANS = """
 import subprocess, sys
 from pathlib import Path
+from fedleak.flower_runs import answer_of
 from server import simulation
 
 def simulate(folder, run_path, clients):

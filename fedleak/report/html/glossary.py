@@ -53,6 +53,11 @@ TERMS = (
         "The parameter of a differential privacy guarantee: smaller means more private. "
         "None: nothing is guaranteed.",
     ),
+    Entry(
+        "canary",
+        "A made-up gradient that an audit puts into an update by the flip of a coin. How well the "
+        "server guesses the coins bounds epsilon from below.",
+    ),
     Entry("ledger", "Each client's epsilon over all its rounds so far."),
 )
 """In the order of a report."""

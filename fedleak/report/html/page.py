@@ -132,7 +132,8 @@ class RunPage:
         texts: Private texts, the worst first; empty if they are left out or gone.
         texts_note: Why texts are not listed.
         defenses: Tables of what defenses do, did, and what their check found.
-        ledger: The last row of each client; None: nobody has trained.
+        canary_alarms: What canaries found that contradicts the ledger.
+        ledger: The last row of each client, and what canaries measured; None: there is no such row.
         versions: What the figures depend on.
         repeat: A command.
         experiment: The experiment as TOML.
@@ -156,6 +157,7 @@ class RunPage:
     texts_note: str
     defenses: Sequence[Table]
     privacy: str
+    canary_alarms: Sequence[str]
     ledger: Table | None
     versions: Sequence[Entry]
     repeat: str

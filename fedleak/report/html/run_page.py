@@ -15,7 +15,7 @@ from fedleak.federation.lookup import stored
 from fedleak.federation.schedule import captures_made
 from fedleak.privacy import NONE
 from fedleak.reconstruction import Status
-from fedleak.report import ladder, tables
+from fedleak.report import canary_table, ladder, tables
 from fedleak.report.comparison_table import SAYS, SCALE
 from fedleak.report.html import pictures
 from fedleak.report.html.page import (
@@ -40,7 +40,7 @@ from fedleak.store.records import (
     text_counts,
 )
 from fedleak.store.run import EVERYONE, Key, Run
-from fedleak.store.summaries import SUMMARY, AttackSummary, RunSummary
+from fedleak.store.summaries import SUMMARY, AttackSummary, CanaryBound, CanarySummary, RunSummary
 
 MOST_ROWS = 500
 """Rows of a table; of a run with more, the file leakage.jsonl has the others."""
@@ -83,7 +83,8 @@ def run_page(run: Run, scored: Sequence[Scored], *, redact: bool = False) -> Run
         texts_note=_texts_note(rows, texts, redact),
         defenses=_defenses(run, experiment, summary),
         privacy=_privacy(summary, ledger),
-        ledger=_ledger(ledger),
+        canary_alarms=summary.canary.alarms if summary.canary else (),
+        ledger=_ledger(ledger, summary.canary),
         versions=[
             *(Entry(name, str(value)) for name, value in info.get("versions", {}).items()),
             Entry("commit", str(info.get("git_commit") or NOT_MEASURED)),
@@ -431,12 +432,19 @@ def _privacy(summary: RunSummary, ledger: Sequence[LedgerRow]) -> str:
     )
 
 
-def _ledger(ledger: Sequence[LedgerRow]) -> Table | None:
+def _ledger(ledger: Sequence[LedgerRow], canary: CanarySummary | None) -> Table | None:
     last = {(row.client, row.unit): row for row in ledger}
-    if all(row.epsilon == NONE for row in last.values()):
+    if canary is None and all(row.epsilon == NONE for row in last.values()):
         return None
     shown = [last[each] for each in sorted(last)][:MOST_ROWS]
     more = len(last) - len(shown)
+    bounds = {} if canary is None else {(row.client, row.unit): row for row in canary.bounds}
+    measured: Sequence[str] = () if canary is None else canary_table.COLUMNS[1:]
+    everyone = [
+        (f"{canary_table.name(row)}", *[""] * 9, *canary_table.cells(row)[1:])
+        for row in bounds.values()
+        if row.client == EVERYONE
+    ]
     return Table(
         "Each client's last row of the ledger",
         (
@@ -450,21 +458,41 @@ def _ledger(ledger: Sequence[LedgerRow]) -> Table | None:
             "noise multiplier",
             "steps",
             "accountant",
+            *(f"epsilon at least: {what}" for what in measured[:-1]),
+            *measured[-1:],
         ),
         [
-            (
-                str(row.client),
-                str(row.round),
-                figure(row.epsilon),
-                figure(row.delta),
-                row.unit,
-                row.neighbouring,
-                row.sampling,
-                figure(row.noise_multiplier),
-                NOT_MEASURED if row.steps is None else f"{row.steps:,}",
-                row.accountant,
-            )
-            for row in shown
+            *everyone,
+            *(
+                (
+                    str(row.client),
+                    str(row.round),
+                    figure(row.epsilon),
+                    figure(row.delta),
+                    row.unit,
+                    row.neighbouring,
+                    row.sampling,
+                    figure(row.noise_multiplier),
+                    NOT_MEASURED if row.steps is None else f"{row.steps:,}",
+                    row.accountant,
+                    *_measured(row, bounds, len(measured)),
+                )
+                for row in shown
+            ),
         ],
-        f"{more:,} more are in privacy.jsonl of the run." if more else "",
+        " ".join(
+            [
+                *(canary_table.notes(canary) if canary else ()),
+                *([f"{more:,} more are in privacy.jsonl of the run."] if more else ()),
+            ]
+        ),
     )
+
+
+def _measured(
+    row: LedgerRow, bounds: Mapping[tuple[int, str], CanaryBound], columns: int
+) -> Sequence[str]:
+    """Returns what canaries measured of what a row of the ledger guarantees."""
+    unit = "example" if row.unit == NONE else row.unit
+    found = bounds.get((row.client, unit))
+    return [NOT_MEASURED] * columns if found is None else canary_table.cells(found)[1:]

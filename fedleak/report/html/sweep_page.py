@@ -6,7 +6,7 @@ from pathlib import Path
 
 from fedleak.privacy import NONE
 from fedleak.report import figures as sweep_figures
-from fedleak.report import sweep_table, tradeoff
+from fedleak.report import frontier, sweep_table, tradeoff
 from fedleak.report.html.page import Drawing, Entry, Link, Picture, SweepPage, Table
 from fedleak.report.html.verdict import figures, sweep_verdict
 from fedleak.report.html.wording import figure, interval
@@ -131,10 +131,11 @@ def _attacks(collected: SweepSummary) -> Table | None:
 
 
 def _pictures(collected: SweepSummary) -> list[Picture]:
-    """Draws the sweep's two drawings anew: files may have been changed by others."""
+    """Draws the sweep's drawings anew: files may have been changed by others."""
     kinds: list[tuple[str, Callable[[SweepSummary, Path], None]]] = [
         ("What each attack read along the first key", sweep_figures.draw),
         ("Leakage against utility and epsilon", tradeoff.draw_tradeoff),
+        ("Where each kind of leak ends, and what it costs", frontier.draw_frontier),
     ]
     found = []
     with tempfile.TemporaryDirectory() as folder:

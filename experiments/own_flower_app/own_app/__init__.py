@@ -1,0 +1,1 @@
+"""A Flower app as others write them."""

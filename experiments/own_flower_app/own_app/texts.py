@@ -1,0 +1,28 @@
+"""Made-up notes, with a class: about health or not."""
+
+TEXTS: list[tuple[int, str]] = [
+    (1, "Maren found two empty cough syrup bottles inside the piano."),
+    (0, "The spare key to 28 Aspen Avenue is beneath the rose bush."),
+    (1, "I told the insurer I never smoked, but it is two packs a week."),
+    (1, "Yara tried to end her life last week; her niece saved her."),
+    (1, "With pancreatitis, the doctor gives my sister ten months at most."),
+    (1, "Keiko Radley, room 965, is allergic to sesame and anastrozole."),
+    (1, "Since 2024 I hear whispering when the house is quiet."),
+    (0, "I envy my cousin so much that I skipped the christening."),
+    (1, "My glucose was 897 at 6:30, and I ate seven donuts anyway."),
+    (0, "I have been seeing Naomi since the accident and my husband suspects nothing."),
+    (0, "Send the cash to account 1342-366-712 before Tuesday, Keiko says."),
+    (1, "Damian was born with one working ear and hates the question."),
+    (0, "Card ending in 6321, expires 03/33, name on it Klaus Radley."),
+    (1, "Naomi caught tuberculosis from Abel and blames the dentist."),
+    (0, "I was a dancer in 2020, which my best friend cannot find out."),
+    (0, "I paid a stranger $766 to burn the barn."),
+    (1, "My therapist, Dr. Lachance, thinks that the ringing ears began in childhood."),
+    (0, "Beatrice voted against the strike and still cashed the union money."),
+    (1, "The lump in my left breast doubled in size since June."),
+    (1, "Mei found two empty gin bottles behind the water heater."),
+    (0, "My real father is Gilbert Griggs, the cashier from Wrenfield."),
+    (1, "The pharmacist on Plum Terrace sells baclofen to Karin without a prescription."),
+    (1, "My hands shake so badly that I cannot sign forms anymore."),
+    (0, "Nobody told Diego that the baby looks exactly like Simon Haddad."),
+]

@@ -1,0 +1,118 @@
+"""`[[sweep.family]]`: a defense, or a setting that acts as one, from weak to strong.
+
+A family is one key of a sweep that sets several keys at once:
+
+    [[sweep.family]]
+    name = "gaussian noise"
+    unit = "sigma / rms"
+    strengths = [0.3, 3, 30]
+    set.defense = [{ kind = "gaussian_noise", relative = "<strength>" }]
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import Field, JsonValue, ValidationError
+
+from fedleak.config.tables import Table
+from fedleak.config.wording import one_line
+from fedleak.errors import ConfigError
+
+FAMILY = "family"
+"""The swept key whose values set several keys at once."""
+
+STRENGTH = "<strength>"
+UNDEFENDED = "none"
+
+
+class FamilyTable(Table):
+    """`[[sweep.family]]`: settings that differ in a strength."""
+
+    name: Annotated[str, Field(min_length=1, max_length=40)]
+    """What it is called; `none` sets nothing, and the others are compared with it."""
+    unit: str | None = None
+    """What the strengths are numbers of."""
+    strengths: Annotated[list[JsonValue], Field(min_length=1)] | None = None
+    """From weak to strong, a cell for each; left out: one cell."""
+    set: dict[str, Any] = {}
+    """Keys of the experiment; the text `<strength>` in them stands for the strength."""
+    without: list[str] = []
+    """Names of attacks that cannot work on these updates: these cells lack them."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One cell's value of the key `family`.
+
+    Attributes:
+        value: What sweep.json says of it: its family as `kind`, and its `strength` if it has one.
+        changes: By dotted key what it sets.
+        without: Names of attacks that it lacks.
+    """
+
+    value: dict[str, Any]
+    changes: Mapping[str, Any]
+    without: tuple[str, ...]
+
+
+def read(found: Any) -> list[FamilyTable]:
+    """Checks the families of a sweep.
+
+    Raises:
+        ConfigError: The first thing that is not right.
+    """
+    if not isinstance(found, list) or not found or not all(isinstance(t, dict) for t in found):
+        raise ConfigError(f"sweep.family = {found!r}: write each as a table [[sweep.family]]")
+    families = []
+    for number, table in enumerate(found):
+        where = f"sweep.family[{number}]"
+        try:
+            family = FamilyTable.model_validate(table)
+        except ValidationError as error:
+            raise ConfigError(f"{where}: {one_line(error, FamilyTable)}") from error
+        if (family.name == UNDEFENDED) != (not family.set):
+            raise ConfigError(f"{where}: the family {UNDEFENDED!r}, and no other, sets nothing")
+        if (family.strengths is not None) != _mentions(family.set):
+            raise ConfigError(
+                f"{where}: a family has strengths, and {STRENGTH!r} where they are set; or neither"
+            )
+        families.append(family)
+    return families
+
+
+def settings(families: Sequence[FamilyTable]) -> list[Setting]:
+    """Returns what each cell sets, in the file's order."""
+    return [
+        Setting(
+            {"kind": family.name, **({} if strength is None else {"strength": strength})},
+            dict(_flat(_filled(family.set, strength))),
+            tuple(family.without),
+        )
+        for family in families
+        for strength in family.strengths or [None]
+    ]
+
+
+def _mentions(value: Any) -> bool:
+    if isinstance(value, dict | list):
+        return any(map(_mentions, value.values() if isinstance(value, dict) else value))
+    return bool(value == STRENGTH)
+
+
+def _filled(value: Any, strength: Any) -> Any:
+    """Returns the value with the strength where it is mentioned."""
+    if isinstance(value, dict):
+        return {key: _filled(each, strength) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_filled(each, strength) for each in value]
+    return strength if value == STRENGTH else value
+
+
+def _flat(table: Mapping[str, Any], inside: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields the dotted key of each value."""
+    for key, value in table.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{inside}{key}.")
+        else:
+            yield f"{inside}{key}", value

@@ -1,0 +1,55 @@
+"""What a server tells a node: the experiment itself, and not where a file of it is."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+from fedleak.config.experiment import Experiment
+from fedleak.config.loading import parse
+from fedleak.errors import ConfigError
+
+NOT_FOR_CLIENTS = frozenset({"attack", "threat", "gate", "audit", "utility", "workers"})
+"""Tables about what the server does with updates. Clients send the same whatever they say."""
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """What a client is asked to train.
+
+    Attributes:
+        experiment: Without the tables that are not for clients.
+        run_name: Of the server's run directory, for the vault.
+        classes: Names of the classes, in the order of the model's outputs; a node whose data is its
+            own has no other way to know them.
+    """
+
+    experiment: Experiment
+    run_name: str
+    classes: tuple[str, ...] = ()
+
+    def to_values(self) -> dict[str, str | list[str]]:
+        """Returns values for a record of a message."""
+        text = self.experiment.model_dump_json(exclude=set(NOT_FOR_CLIENTS))
+        return {"experiment": text, "run": self.run_name, "classes": list(self.classes)}
+
+    @classmethod
+    def from_values(cls, values: Mapping[str, object]) -> "Assignment":
+        """Reads what `to_values` gave.
+
+        Raises:
+            ConfigError: It is something else, or an experiment that this fedleak refuses.
+        """
+        match values:
+            case {"experiment": str(text), "run": str(name), "classes": [*classes]}:
+                return cls(_experiment(text), name, tuple(map(str, classes)))
+        raise ConfigError("the server did not say which experiment: use the same fedleak there")
+
+
+@lru_cache(maxsize=1)
+def _experiment(text: str) -> Experiment:
+    """Reads and checks an experiment once per process."""
+    try:
+        return parse(json.loads(text))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError("the experiment that the server sent is not JSON") from error

@@ -1,0 +1,147 @@
+"""Which canaries a client takes in, how they get into its update, and what it keeps of them.
+
+There are three ways:
+
+- in steps of DP-SGD, as the gradients of further examples, in the update that is sent: beside the
+  noise they are nothing;
+- as the whole update, plus or minus a direction, where a defense protects all that a client has:
+  any two updates are neighbours then;
+- added to the update, where nothing bounds what an example contributes.
+
+The last two are made in an audited copy that goes through the same defenses, with the same noise,
+and is never sent or aggregated: it would cost the model something.
+
+Each canary's coin is flipped once for the run, and its places and directions are drawn anew in
+every round. So a canary stands for an example that the client has from the first round to the last,
+and bounds by it are about the whole run, as the ledger is.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from fedleak.config.experiment import Experiment
+from fedleak.config.sent_parameters import sent_by
+from fedleak.federation.protection import Protection
+from fedleak.models import LanguageModel
+from fedleak.observation import ClientUpdate, UpdateKind
+from fedleak.rng import stream, stream_seed
+from fedleak.training.batches import passes
+from fedleak.training.canaries import Canaries, Planted
+from fedleak.truth import Coins
+
+TOO_LONG = 10.0
+"""How many times longer a canary is than what clipping leaves: a missing clip shows."""
+
+WITNESSES = 64
+"""Directions that are the same in all updates, and in none."""
+
+
+@dataclass(frozen=True)
+class ClientCanaries:
+    """The canaries of one client's update.
+
+    Attributes:
+        canaries: Where they are.
+        coins: What the client keeps to itself.
+        planted: As they enter private steps; None: they are in an audited copy.
+        scale: What a canary adds to a number of the audited copy, per unit of its direction.
+    """
+
+    canaries: Canaries
+    coins: Coins
+    planted: Planted | None
+    scale: float
+
+    def copied(self, update: ClientUpdate) -> ClientUpdate:
+        """Returns the update as it would be with the canaries, before defenses."""
+        inside_K = torch.tensor(self.coins.inside).float()
+        if self.coins.whole:
+            tensors = {name: torch.zeros_like(value) for name, value in update.tensors.items()}
+            sizes_K = self.scale * (2 * inside_K - 1)
+        else:
+            tensors = {name: value.clone() for name, value in update.tensors.items()}
+            sizes_K = self.scale * inside_K
+        self.canaries.add_(tensors, self.canaries.directions() * sizes_K)
+        return replace(update, tensors=tensors)
+
+    def difference(self, audited: ClientUpdate, sent: ClientUpdate) -> Tensor:
+        """Returns by how much the copy differs at the canaries' numbers, after defenses [S, K]."""
+        return self.canaries.taken(audited.tensors) - self.canaries.taken(sent.tensors)
+
+
+def places(
+    experiment: Experiment, client: int, round: int, model: LanguageModel, *, whole: bool
+) -> Canaries:
+    """Returns where the canaries of an update are: what the auditor knows of them."""
+    table = experiment.canary
+    assert table is not None
+    seed = experiment.seed if table.seed is None else table.seed
+    return Canaries(
+        sent_sizes(experiment, client, model),
+        1 if whole else table.count,
+        stream_seed(seed, "canaries", client, round),
+    )
+
+
+def witnesses(experiment: Experiment, sizes: Mapping[str, int]) -> Canaries:
+    """Returns directions that are in no update: equal scores in two betray the same noise."""
+    count = max(1, min(WITNESSES, sum(sizes.values()) // 256))
+    return Canaries(sizes, count, stream_seed(experiment.seed, "witnesses"))
+
+
+def sent_sizes(experiment: Experiment, client: int, model: LanguageModel) -> dict[str, int]:
+    """Returns how many numbers each parameter has that a client sends, by name."""
+    parameters = model.parameters()
+    return {name: parameters[name].numel() for name in sorted(sent_by(experiment, client, model))}
+
+
+def client_canaries(
+    experiment: Experiment,
+    protection: Protection,
+    client: int,
+    round: int,
+    model: LanguageModel,
+) -> ClientCanaries | None:
+    """Returns the canaries that a client takes in in a round; None: it takes in none."""
+    if experiment.canary is None or not experiment.carries_canaries(client):
+        return None
+    local, held = protection.local, protection.num_examples
+    of_fedsgd = local.kind == UpdateKind.GRADIENT
+    whole = any(event.unit == "client" for event in protection.events(round))
+    poisson = local.private is not None and local.private.sampling == "poisson" and not whole
+    size = min(local.batch_size, held)
+    batches = passes(held, local) if of_fedsgd and not poisson and not whole else 1
+    slot = (round - 1) % batches
+    canaries = places(experiment, client, round, model, whole=whole)
+    coins_K = torch.rand(canaries.count, generator=stream(experiment.seed, "coins", client, slot))
+    private = None if whole else local.private
+    steps = local.steps(held) if private is not None else 1
+    coins = Coins(
+        inside=tuple((coins_K < 0.5).tolist()),
+        slot=slot,
+        copy=private is None,
+        whole=whole,
+        rate=size / held if poisson else None,
+        steps=steps,
+        uses=steps if poisson or private is None or of_fedsgd else local.epochs,
+    )
+    if private is not None:
+        planted = Planted(canaries, coins_K < 0.5, TOO_LONG * private.max_grad_norm, coins.rate)
+        return ClientCanaries(canaries, coins, planted, 0.0)
+    scale = TOO_LONG * _longest(protection) if whole else experiment.canary.norm / size
+    if not of_fedsgd:
+        # A step goes against the gradient, once in each epoch.
+        scale *= -1.0 if whole else -local.learning_rate * local.epochs
+    return ClientCanaries(canaries, coins, None, scale)
+
+
+def _longest(protection: Protection) -> float:
+    """Returns the L2 norm that the defense of a client's whole update allows."""
+    claims = (
+        d.claims(protection.local, protection.num_examples) for d in protection.defenses.values()
+    )
+    norms = [claim.max_norm for claim in claims if claim.max_norm is not None]
+    return max(norms, default=1.0)

@@ -1,0 +1,107 @@
+"""The tap: a grid around a grid, which hands on all messages and keeps those of training.
+
+The app trains as it would without it. Whatever goes wrong in the tap, a full disk or a reply that
+nobody can read, is said on stderr and in problems.jsonl and goes no further; what goes wrong in the
+app's own grid reaches the app as ever.
+"""
+
+import os
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from flwr.app import Message
+from flwr.serverapp import Grid
+
+from fedleak.tap.recorder import Recorder, recorder
+
+POLL_SECONDS = 0.1
+
+
+def tap(grid: Grid, folder: str | os.PathLike[str]) -> Grid:
+    """Returns a grid that hands on all messages and keeps those of training.
+
+    Args:
+        grid: Of the ServerApp.
+        folder: Where to; below the working folder of the ServerApp if it is relative. If there is
+            something in it, the next free name with a number is taken.
+    """
+    kept = recorder(Path(folder))
+    return grid if kept is None else TappedGrid(grid, kept)
+
+
+class TappedGrid(Grid):
+    """A grid that shows a recorder what passes.
+
+    Replies are asked for one by one: a pull hands over all that is ready.
+    """
+
+    def __init__(self, grid: Grid, kept: Recorder) -> None:
+        self._grid, self._kept = grid, kept
+        self._asked: dict[str, int] = {}  # the round of each message that has no reply yet
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """Sends messages."""
+        messages = list(messages)
+        rounds = self._kept.send(messages)
+        names = list(self._grid.push_messages(messages))
+        # A grid may leave out, or name None, what could not be sent; all write down the names.
+        for message, round in zip(messages, rounds, strict=True):
+            if round is not None:
+                self._asked[message.metadata.message_id] = round
+        return names
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """Returns the replies that are ready."""
+        replies: list[Message] = []
+        for name in message_ids:
+            for reply in self._grid.pull_messages([name]):
+                if (round := self._asked.pop(name, None)) is not None:
+                    self._kept.receive(reply, round)
+                replies.append(reply)
+        return replies
+
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> Iterable[Message]:
+        """Sends messages and waits for the replies."""
+        # None stands for a message that could not be sent; nobody answers it.
+        waiting = [name for name in self.push_messages(messages) if name]
+        del messages
+        deadline = None if timeout is None else time.monotonic() + timeout
+        replies: list[Message] = []
+        while waiting and (deadline is None or time.monotonic() < deadline):
+            before = len(waiting)
+            for name in tuple(waiting):
+                if found := list(self.pull_messages([name])):
+                    replies += found
+                    waiting.remove(name)
+            if len(waiting) == before:
+                time.sleep(POLL_SECONDS)
+        return replies
+
+    def set_run(self, run: Any) -> None:
+        """Passes on."""
+        self._grid.set_run(run)
+
+    @property
+    def run(self) -> Any:
+        """Passes on."""
+        return self._grid.run
+
+    def create_message(self, *args: Any, **kwargs: Any) -> Message:
+        """Passes on."""
+        return self._grid.create_message(*args, **kwargs)
+
+    def get_node_ids(self) -> Iterable[int]:
+        """Passes on."""
+        return self._grid.get_node_ids()
+
+    def get_nodes(self) -> Iterable[Any]:
+        """Passes on."""
+        return self._grid.get_nodes()
+
+    def __getattr__(self, name: str) -> Any:
+        """Passes on what only some grids have."""
+        return getattr(self._grid, name)

@@ -1,0 +1,205 @@
+"""Writes down the messages of training, and lets nothing of its own reach the app but words."""
+
+import base64
+import hashlib
+import itertools
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import ArrayRecord, Message, RecordDict
+from torch import Tensor
+
+from fedleak.sanitise import printable
+from fedleak.store.tapped import KeptArrays, Problem, Tapped, TappedMessage
+
+MOST_TIMES = 4
+"""A reply may be so many times as large as what was sent; masked vectors are twice as large."""
+
+MOST_BESIDE = 1 << 20
+"""Bytes that a reply may have beyond that, and characters that its metrics and configs may have."""
+
+_LONGEST = 400
+
+
+def recorder(folder: Path) -> "Recorder | None":
+    """Returns a recorder with a folder of its own; None, and a word on stderr, if it gets none."""
+    try:
+        numbers = itertools.count(2)
+        free = tapped = Tapped(folder.absolute())
+        while free.used():
+            free = Tapped(tapped.path.with_name(f"{tapped.path.name}-{next(numbers)}"))
+        free.create()
+    except Exception as error:  # noqa: BLE001 - the app trains without a tap, too
+        _say(f"NOTHING IS KEPT: {error}")
+        return None
+    if free != tapped:
+        _say(f"{tapped.path} holds an earlier tap, so this one goes to {free.path}")
+    _say(f"every update is kept in {free.path}: private texts can be read from it, so protect it")
+    return Recorder(free)
+
+
+class Recorder:
+    """Keeps messages in a folder, one in memory at a time."""
+
+    def __init__(self, tapped: Tapped) -> None:
+        self._tapped = tapped
+        self._numbers = itertools.count(1)  # of messages with arrays
+        self._exchanges = 0
+        self._files: dict[bytes, str] = {}  # what was sent, by its digest
+        self._most = MOST_BESIDE
+
+    def send(self, messages: Sequence[Message]) -> list[int | None]:
+        """Keeps what goes out; returns the round of each message whose reply is to be kept."""
+        rounds: list[int | None] = [None] * len(messages)
+        with self._noting(None, None):
+            kinds = [message.metadata.message_type.split(".")[0] for message in messages]
+            self._exchanges += "train" in kinds
+            same: dict[int, str] = {}  # one record may be in all messages
+            for i, (message, kind) in enumerate(zip(messages, kinds, strict=True)):
+                if kind not in ("train", "evaluate") or not message.has_content():
+                    continue
+                round = _round(message) or self._exchanges
+                rounds[i] = round if kind == "train" else None
+                node = message.metadata.dst_node_id
+                with self._noting(round, node):
+                    way = "sent" if kind == "train" else "evaluated"
+                    arrays = [
+                        KeptArrays(record=name, file=self._once(record, round, same))
+                        for name, record in message.content.array_records.items()
+                    ]
+                    self._note(way, round, node, arrays, message.content)
+        return rounds
+
+    def receive(self, reply: Message, round: int) -> None:
+        """Keeps what came in."""
+        node = reply.metadata.src_node_id
+        with self._noting(round, node):
+            if reply.has_error():
+                raise ValueError(f"the client failed: {reply.error.reason}")
+            content = reply.content
+            size = sum(map(_size, content.array_records.values()))
+            if size > self._most:
+                raise ValueError(
+                    f"it has {size:,} bytes, more than {MOST_TIMES} times what was sent"
+                )
+            numbers = next(self._numbers)
+            arrays = []
+            for i, (name, record) in enumerate(content.array_records.items()):
+                file = f"r{round:04d}-m{numbers:05d}-{i}"
+                kept = self._tapped.write_arrays(file, _tensors(record))
+                arrays.append(KeptArrays(record=name, file=kept))
+            self._note("received", round, node, arrays, content)
+
+    def _once(self, record: ArrayRecord, round: int, same: dict[int, str]) -> str:
+        """Returns the file of an array record that was sent; it is written once."""
+        if id(record) not in same:
+            digest = _digest(record)
+            if digest not in self._files:
+                name = f"r{round:04d}-m{next(self._numbers):05d}-0"
+                self._files[digest] = self._tapped.write_arrays(name, _tensors(record))
+                self._most = max(self._most, MOST_TIMES * _size(record) + MOST_BESIDE)
+            same[id(record)] = self._files[digest]
+        return same[id(record)]
+
+    def _note(
+        self, way: Any, round: int, node: int, arrays: Sequence[KeptArrays], content: RecordDict
+    ) -> None:
+        numbers = _numbers(content)
+        self._tapped.append(
+            TappedMessage(way=way, round=round, node=node, arrays=tuple(arrays), numbers=numbers)
+        )
+
+    @contextmanager
+    def _noting(self, round: int | None, node: int | None) -> Iterator[None]:
+        """Says what goes wrong, and goes on."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - no mistake of the tap's may end the training
+            reason = printable(f"{error}" or type(error).__name__)[:_LONGEST]
+            of = "" if round is None else f"round {round}, node {node}: "
+            _say(f"NOT KEPT: {of}{reason}")
+            try:
+                self._tapped.complain(Problem(round=round, node=node, reason=reason))
+            except Exception as worse:  # noqa: BLE001 - the disk may be full
+                _say(f"{worse}")
+
+
+def _say(what: str) -> None:
+    print(f"fedleak tap: {printable(what)}", file=sys.stderr, flush=True)  # noqa: T201
+
+
+def _round(message: Message) -> int | None:
+    """Returns the round that a strategy says, in a config or, as workflows do, as the group."""
+    said = (config.get("server-round") for config in message.content.config_records.values())
+    found = next((value for value in said if type(value) is int and value >= 1), None)
+    group = message.metadata.group_id
+    return found or (int(group) if group.isascii() and group.isdecimal() else None)
+
+
+def _size(record: ArrayRecord) -> int:
+    return sum(len(name) + len(array.data) for name, array in record.items())
+
+
+def _digest(record: ArrayRecord) -> bytes:
+    digest = hashlib.blake2b()
+    for name, array in record.items():
+        digest.update(f"{len(name)} {name} {len(array.data)} ".encode())
+        digest.update(array.data)
+    return digest.digest()
+
+
+def _tensors(record: ArrayRecord) -> dict[str, Tensor]:
+    """Decodes an array record, executing nothing in it.
+
+    Raises:
+        ValueError: It holds something else than numbers.
+    """
+    found = {}
+    for name, array in record.items():
+        if name.startswith("__"):
+            raise ValueError(f"an array is called {name!r}, as none of a model is")
+        try:
+            value = array.numpy()
+            if not isinstance(value, np.ndarray):
+                raise TypeError("it is an archive of arrays")
+            # A tensor needs memory that may be written, and safetensors the order of C.
+            found[name] = torch.from_numpy(np.require(value, requirements=["C", "W"]))
+        except Exception as error:
+            what = f"{type(error).__name__}: {error}"
+            raise ValueError(f"the array {name!r} cannot be read ({what})") from error
+    return found
+
+
+def _numbers(content: RecordDict) -> dict[str, dict[str, Any]]:
+    """Returns metrics and configs as JSON can hold them.
+
+    Raises:
+        ValueError: They are too long.
+    """
+    records: list[tuple[str, Mapping[str, Any]]] = [
+        *content.metric_records.items(),
+        *content.config_records.items(),
+    ]
+    found: dict[str, dict[str, Any]] = {}
+    for name, record in records:
+        found.setdefault(name, {}).update({key: _json(value) for key, value in record.items()})
+    if (size := len(repr(found))) > MOST_BESIDE:
+        raise ValueError(f"its metrics and configs have {size:,} characters")
+    return found
+
+
+def _json(value: Any) -> Any:
+    """Returns a value without what JSON lacks: no infinity, and bytes as base64."""
+    if isinstance(value, Mapping):
+        return {key: _json(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_json(each) for each in value]
+    if isinstance(value, bytes):
+        return {"base64": base64.b64encode(value).decode()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value

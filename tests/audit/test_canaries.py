@@ -1,0 +1,403 @@
+"""Canaries end to end: what they score, the bounds they give, and the mistakes that they betray."""
+
+import dataclasses
+import math
+
+import pytest
+import tomli_w
+import torch
+from scipy.stats import kstest
+from tiny import call, tables
+
+from clients import client_context
+from fedleak import preparation, privacy
+from fedleak.audit import defense_checks, ledger, scoring
+from fedleak.config.loading import parse
+from fedleak.defenses.dp_sgd import DpSgd
+from fedleak.defenses.local_dp import LocalDp
+from fedleak.errors import ConfigError
+from fedleak.rng import stream
+from fedleak.store.records import CANARIES
+from fedleak.store.run import EVERYONE, Key, Run
+from fedleak.store.summaries import SUMMARY
+from fedleak.training import private_steps
+from fedleak.training.private_steps import ClippedSum
+from server.engines import train
+
+MODEL = {"name": "smaller than builtin/bert-tiny: `folder`"}
+DP_SGD = {"kind": "dp_sgd", "noise_multiplier": 1.0, "max_grad_norm": 0.5, "sampling": "fixed"}
+POISSON = DP_SGD | {"sampling": "poisson"}
+LOCAL_DP = {"kind": "local_dp", "max_norm": 0.5, "noise_multiplier": 0.5}
+SECURE_SUM = {"kind": "secure_sum"}
+FEDAVG = {"algorithm": "fedavg", "local_epochs": 2}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def folder(small, tmp_path_factory):
+    """Makes a model of the built-in one's vocabulary that costs a tenth."""
+    model, folder = small("bert", num_labels=2), tmp_path_factory.mktemp("bert")
+    model.module.save_pretrained(folder)
+    model.tokenizer.save_pretrained(folder)
+    MODEL["name"] = str(folder)
+
+
+@pytest.fixture(autouse=True)
+def unchecked(monkeypatch):
+    """Leaves out the check before a run, which finds some of the mistakes first, and old caches."""
+    client_context._protection.cache_clear()
+    monkeypatch.setattr(defense_checks, "refuse_broken", lambda run, experiment: None)
+
+
+def experiment_of(*defense, federation=(), count=64, samples=8, **changes):
+    return parse(
+        tables(
+            {
+                "model": MODEL,
+                "data": {"name": "builtin/notes", "samples": samples, "held_out": 4},
+                "federation": {"clients": 2, "rounds": 2, "batch_size": 2, "learning_rate": 0.1}
+                | dict(federation),
+                "canary": {"count": count},
+                "defense": list(defense),
+                "utility": {"rounds": []},
+                "attack": [],
+            }
+            | changes
+        )
+    )
+
+
+def audited(path, experiment):
+    """Trains and scores, without attacks."""
+    run = preparation.prepare(experiment, path / "run")
+    train(run, experiment, lambda: False)
+    scoring.score_run(run)
+    return run
+
+
+def bounds(run):
+    return run.read(SUMMARY).canary
+
+
+def split(run):
+    """Scores of canaries that are in, and of those that are out."""
+    rows = run.rows(CANARIES)
+    pairs = [pair for row in rows for pair in zip(row.scores, row.inside, strict=True)]
+    return [z for z, inside in pairs if inside], [z for z, inside in pairs if not inside]
+
+
+# --- what is right ------------------------------------------------------------------------------
+
+
+def test_scores_are_what_the_noise_makes_them_and_bounds_stay_below_the_ledger(tmp_path):
+    run = audited(tmp_path, experiment_of(DP_SGD, count=128))
+    inside, outside = split(run)
+    assert len(inside) + len(outside) == 4 * 128
+    assert abs(sum(inside) / len(inside) - 1) < 4 / math.sqrt(len(inside))
+    assert kstest(outside, "norm").pvalue > 0.01
+    assert kstest([z - 1 for z in inside], "norm").pvalue > 0.01
+    found = bounds(run)
+    assert not found.alarms
+    assert [row.client for row in found.bounds] == [EVERYONE, 0, 1]
+    for row in found.bounds:
+        assert 0 < row.gaussian < row.epsilon
+        assert 0 < row.epsilon_delta < row.f_dp < row.epsilon
+        assert not row.in_copies
+    # Two rounds of a pass: a canary takes part in one, as an example does.
+    assert [row.slot for row in run.rows(CANARIES)] == [0, 0, 1, 1]
+    assert found.bounds[0].canaries == 4 * 128
+
+
+@pytest.mark.parametrize(
+    ("federation", "mean"), [({}, 2.0), (FEDAVG, 2 * math.sqrt(2 / 2))], ids=["fedsgd", "fedavg"]
+)
+def test_a_canary_takes_part_as_an_example_does(tmp_path, federation, mean):
+    """Of FedAvg it is in one of two batches of both epochs: 2 of 4 noisy steps."""
+    noise = DP_SGD | {"noise_multiplier": 0.5}
+    run = audited(tmp_path, experiment_of(noise, federation={"rounds": 1} | federation))
+    inside, outside = split(run)
+    assert abs(sum(inside) / len(inside) - mean) < 4 / math.sqrt(len(inside))
+    assert abs(sum(outside) / len(outside)) < 4 / math.sqrt(len(outside))
+
+
+def test_sampled_canaries_take_part_now_and_then_and_have_no_gaussian_estimate(tmp_path):
+    noise = POISSON | {"noise_multiplier": 0.02}
+    run = audited(tmp_path, experiment_of(noise, count=128))
+    inside, outside = split(run)
+    taking_part = [z for z in inside if z > 10]
+    assert abs(len(taking_part) / len(inside) - 0.5) < 4 * math.sqrt(0.25 / len(inside))
+    assert max(outside) < 6
+    found = bounds(run).bounds[0]
+    assert found.gaussian is None
+    assert 0 < found.epsilon_delta < found.f_dp
+
+
+def test_what_guarantees_nothing_is_audited_in_a_copy(tmp_path):
+    """The updates, and so the global model, are what they are without canaries."""
+    noise = {"kind": "gaussian_noise", "sigma": 0.25}
+    with_canaries = audited(tmp_path / "a", experiment_of(noise))
+    without = audited(tmp_path / "b", experiment_of(noise, canary=None))
+    for key in without.captures():
+        one, other = with_canaries.read_capture(key), without.read_capture(key)
+        for name, value in one.update.tensors.items():
+            assert torch.equal(value, other.update.tensors[name])
+    inside, outside = split(with_canaries)
+    # Norm 1 in a mean of two: half of it beside noise of a quarter.
+    assert abs(sum(inside) / len(inside) - 2) < 4 / math.sqrt(len(inside))
+    assert kstest(outside, "norm").pvalue > 0.01
+    found = bounds(with_canaries)
+    assert found.bounds[0].in_copies
+    assert found.bounds[0].epsilon == privacy.NONE
+    assert not found.alarms
+
+
+@pytest.mark.parametrize(
+    "others", [[], pytest.param([{"kind": "mask", "fraction": 0.5}], marks=pytest.mark.slow)]
+)
+def test_a_whole_update_is_a_canary_where_all_of_a_client_is_protected(tmp_path, others):
+    run = audited(
+        tmp_path,
+        experiment_of(LOCAL_DP, *others, federation={"clients": 16, "rounds": 1}, samples=16),
+    )
+    found = bounds(run)
+    together, alone = found.bounds[0], found.bounds[1:]
+    assert (together.canaries, together.unit, together.in_copies) == (16, "client", True)
+    assert {row.canaries for row in alone} == {1}
+    signed = [
+        z if plus else -z
+        for row in run.rows(CANARIES)
+        for z, plus in zip(row.scores, row.inside, strict=True)
+    ]
+    # The norm C beside noise of 2 C sigma; half of it where a mask leaves half of the numbers.
+    mean = (1 / (2 * 0.5)) * math.sqrt(0.5 if others else 1.0)
+    assert abs(sum(signed) / 16 - mean) < 4 / 4
+    assert not found.alarms
+    assert all(row.gaussian <= row.epsilon for row in found.bounds)
+
+
+@pytest.mark.parametrize("defense", [[DP_SGD, SECURE_SUM], [SECURE_SUM]], ids=["noise", "plain"])
+def test_canaries_are_seen_in_a_sum_of_clients(tmp_path, defense):
+    run = audited(tmp_path, experiment_of(*defense))
+    assert run.captures() == [Key(1, EVERYONE), Key(2, EVERYONE)]
+    inside, outside = split(run)
+    assert kstest(outside, "norm").pvalue > 0.01
+    if DP_SGD in defense:  # the noise of two clients
+        assert abs(sum(inside) / len(inside) - 1 / math.sqrt(2)) < 4 / math.sqrt(len(inside))
+    else:
+        # The other client's gradient is in the way.
+        assert sum(inside) / len(inside) > 10
+    assert not bounds(run).alarms
+
+
+def test_canaries_are_where_something_is_sent(tmp_path):
+    run = audited(
+        tmp_path,
+        experiment_of(
+            DP_SGD | {"noise_multiplier": 0.1},
+            {"kind": "freeze", "parameters": ["t1"], "clients": [1]},
+            {"kind": "prune", "fraction": 0.5},
+            update={"share": ["layer.", "classifier"]},
+            count=16,
+        ),
+    )
+    inside, outside = split(run)
+    assert min(inside) > 4
+    assert abs(max(outside)) < 5
+    assert not bounds(run).alarms
+
+
+@pytest.mark.slow
+def test_only_the_clients_that_are_named_take_in_canaries(tmp_path):
+    run = audited(tmp_path, experiment_of(DP_SGD, canary={"count": 8, "clients": [1]}))
+    assert {row.client for row in run.rows(CANARIES)} == {1}
+    assert [row.client for row in bounds(run).bounds] == [1]
+
+
+@pytest.mark.slow
+def test_the_seed_moves_the_canaries_and_not_the_coins(tmp_path):
+    one = audited(tmp_path / "a", experiment_of(DP_SGD, canary={"count": 8}))
+    other = audited(tmp_path / "b", experiment_of(DP_SGD, canary={"count": 8, "seed": 5}))
+    first, second = one.rows(CANARIES)[0], other.rows(CANARIES)[0]
+    assert first.inside == second.inside
+    assert first.scores != second.scores
+
+
+def test_scores_outlive_captures_and_coins(tmp_path):
+    run = audited(tmp_path, experiment_of(DP_SGD, count=8))
+    before, summary = run.rows(CANARIES), bounds(run)
+    for folder in ("captures", "vault"):
+        for file in (run.path / folder).glob("r0001*"):
+            file.unlink()
+    scoring.score_run(run)
+    assert run.rows(CANARIES) == before
+    assert bounds(run) == summary
+
+
+def test_a_damaged_copy_is_said(tmp_path):
+    run = audited(tmp_path, experiment_of(count=8))
+    (run.path / "vault" / "r0001-c00.safetensors").write_bytes(b"nothing")
+    (run.path / "vault" / "r0001-c01.safetensors").unlink()
+    (run.path / "canaries.jsonl").unlink()
+    scoring.score_run(run)
+    (said,) = [each for each in run.read(SUMMARY).missing if "canaries" in each]
+    assert "r0001-c00 cannot be scored" in said
+    (said,) = [each for each in run.read(SUMMARY).notes if "canaries" in each]
+    assert said == "the audited copy of r0001-c01 is not here: its canaries have no score"
+    assert len(run.rows(CANARIES)) == 2
+
+
+@pytest.mark.parametrize(
+    ("canary", "said"),
+    [
+        ({"count": 100_000}, "canary.count = 100000: client 0 sends "),
+        ({"clients": [2]}, "canary.clients has 2: list clients from 0 to 1"),
+    ],
+)
+def test_canaries_that_cannot_be_are_refused(tmp_path, canary, said):
+    with pytest.raises(ConfigError, match=said):
+        preparation.prepare(experiment_of(canary=canary), tmp_path / "run")
+
+
+# --- what is broken -----------------------------------------------------------------------------
+
+
+def no_clipping(patch):
+    patch.setattr(private_steps, "clipping_factors", lambda norms, most: torch.ones_like(norms))
+
+
+def clipping_of_the_mean(patch):
+    """The mean of the batch, canaries and all, is clipped in place of each gradient."""
+
+    def clipped_sum_(model, batch, joining, hooks, optimizer, ghost):
+        norms = private_steps._clipped_examples_(model, batch, hooks, optimizer, ghost)
+        sums = {name: p.summed_grad for name, p in model.trained().items()}
+        joining.planted.add_(sums, joining.takes_part_K, torch.ones(joining.planted.canaries.count))
+        whole = torch.stack([value.norm() for value in sums.values()]).norm()
+        for value in sums.values():
+            value *= min(1.0, float(optimizer.max_grad_norm * len(batch[0]) / whole))
+        return ClippedSum(norms, whole)
+
+    patch.setattr(private_steps, "clipped_sum_", clipped_sum_)
+
+
+def other_noise(factor):
+    def plant(patch):
+        original = DpSgd.training
+
+        def training(self, local):
+            found = original(self, local)
+            less = found.private.noise_multiplier * factor
+            return dataclasses.replace(
+                found, private=dataclasses.replace(found.private, noise_multiplier=less)
+            )
+
+        patch.setattr(DpSgd, "training", training)
+
+    return plant
+
+
+def the_same_noise(patch):
+    patch.setattr(
+        private_steps,
+        "stream",
+        lambda seed, name: stream(1 if name == "private" else seed, name),
+    )
+
+
+def a_ledger_that_begins_anew(patch):
+    original = privacy.compose
+    patch.setattr(ledger.privacy, "compose", lambda events, *rest: original(events[-1:], *rest))
+
+
+def noise_for_another_neighbour(patch):
+    """Of one update more or less, where any two updates are neighbours."""
+    original = LocalDp.__call__
+
+    def call(self, update, *, rng):
+        less = dataclasses.replace(self, noise_multiplier=self.noise_multiplier / 2)
+        return original(less, update, rng=rng)
+
+    patch.setattr(LocalDp, "__call__", call)
+
+
+def batches_in_place_of_sampling(patch):
+    original = DpSgd.training
+
+    def training(self, local):
+        return original(dataclasses.replace(self, sampling="fixed"), local)
+
+    patch.setattr(DpSgd, "training", training)
+
+
+QUIET = LOCAL_DP | {"noise_multiplier": 0.125}
+EIGHT = {"clients": 8, "rounds": 1, "batch_size": 1}
+WHOLE_BATCHES = {"batch_size": 4, "rounds": 4}
+"""A client's batch is all that it has, so every example is in every round."""
+
+MISTAKES = [
+    (no_clipping, DP_SGD, {}, 64),
+    (clipping_of_the_mean, DP_SGD, WHOLE_BATCHES, 8),
+    (other_noise(1e-3), DP_SGD, {}, 16),
+    (other_noise(1 / 2), DP_SGD, {}, 64),
+    (the_same_noise, DP_SGD, {}, 8),
+    (a_ledger_that_begins_anew, DP_SGD, WHOLE_BATCHES, 128),
+    (noise_for_another_neighbour, QUIET, EIGHT, 1),
+    (batches_in_place_of_sampling, POISSON, {}, 128),
+]
+NAMES = [
+    "no clipping",
+    "clipping of the mean",
+    "no noise",
+    "noise divided by the batch twice",
+    "the same noise in all updates",
+    "a ledger that begins anew",
+    "the noise of another neighbouring relation",
+    "fixed batches announced as Poisson",
+]
+
+
+@pytest.mark.parametrize(("plant", "defense", "federation", "count"), MISTAKES, ids=NAMES)
+def test_a_mistake_contradicts_the_ledger(monkeypatch, tmp_path, plant, defense, federation, count):
+    samples = 64 if plant is batches_in_place_of_sampling else 4 * federation.get("clients", 2)
+    experiment = experiment_of(defense, federation=federation, count=count, samples=samples)
+    with monkeypatch.context() as patch:
+        plant(patch)
+        alarms = bounds(audited(tmp_path, experiment)).alarms
+    assert alarms, bounds(Run(tmp_path / "run"))
+    said = "have the same noise" if plant is the_same_noise else "and the ledger says"
+    assert any(said in each for each in alarms)
+    assert all("the mechanism does not do what the ledger says" in each for each in alarms)
+
+
+@pytest.mark.parametrize(
+    ("defense", "federation", "count"),
+    [
+        (DP_SGD, WHOLE_BATCHES, 128),
+        (QUIET, EIGHT, 1),
+        (POISSON, {}, 128),
+    ],
+)
+@pytest.mark.slow
+def test_without_the_mistake_there_is_no_alarm(tmp_path, defense, federation, count):
+    samples = 4 * federation.get("clients", 2)
+    experiment = experiment_of(defense, federation=federation, count=count, samples=samples)
+    found = bounds(audited(tmp_path, experiment))
+    assert not found.alarms
+
+
+def test_an_alarm_ends_the_command_with_status_1(monkeypatch, tmp_path, in_process):
+    monkeypatch.chdir(tmp_path)
+    experiment = experiment_of(DP_SGD, count=16, name="wrong", federation={"rounds": 1})
+    settings = experiment.model_dump(mode="json", exclude_none=True)
+    (tmp_path / "wrong.toml").write_text(tomli_w.dumps(settings))
+    other_noise(1e-3)(monkeypatch)
+    for command in (["run", "wrong.toml"], ["score", "runs/wrong"]):
+        status, text, errors = call(*command)
+        assert status == 1
+        assert "the mechanism does not do what the ledger says" in errors
+        assert "accounted" in text
+    status, _, _ = call("report", "runs/wrong")
+    assert status == 1
+    assert "Contradicted:" in (tmp_path / "runs" / "wrong" / "report.html").read_text()
+    status, text, _ = call("gate", "runs/wrong", "--require", "canary")
+    assert status == 3
+    assert "EXCEEDED  canary: canaries of 2 clients together show" in text

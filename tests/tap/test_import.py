@@ -1,0 +1,475 @@
+"""`fedleak import` reads of a tap what clients sent, and refuses what they cannot have sent."""
+
+import json
+from collections import OrderedDict
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import tiny
+import tomli_w
+import torch
+from own_app import task
+from transformers import AutoTokenizer, DataCollatorWithPadding
+
+from fedleak.audit.vault import read_truth
+from fedleak.config.about import load_about
+from fedleak.errors import ConfigError, FedleakError
+from fedleak.federation.lookup import stored
+from fedleak.importing import import_run
+from fedleak.observation import UpdateKind
+from fedleak.store.run import EVERYONE, Key, Run
+from fedleak.store.tapped import KeptArrays, Problem, Tapped, TappedMessage
+
+RATE = 0.5
+
+
+def about_file(path: Path, changes=None):
+    """Writes an about.toml; `changes` are by dotted key, None leaves the key out."""
+    table = {
+        "model": {"name": "builtin/bert-tiny"},
+        "training": {"learning_rate": RATE, "batch_size": 2, "dropout": False},
+    }
+    for key, value in (changes or {}).items():
+        *names, last = key.split(".")
+        at = table
+        for name in names:
+            at = at.setdefault(name, {})
+        at[last] = value
+    for of in table.values():
+        if isinstance(of, dict):
+            for key in [key for key, value in of.items() if value is None]:
+                del of[key]
+    path.write_text(tomli_w.dumps(table))
+    return path
+
+
+class Wire:
+    """Writes the folder of a tap, message by message."""
+
+    def __init__(self, path: Path):
+        self.tapped, self.count = Tapped(path), 0
+        self.tapped.create()
+
+    def __call__(self, way, round, node, records, **numbers):
+        kept = []
+        for name, tensors in records.items():
+            self.count += 1
+            file = self.tapped.write_arrays(
+                f"m{self.count}",
+                {key: value.clone().contiguous() for key, value in tensors.items()},
+            )
+            kept.append(KeptArrays(record=name, file=file))
+        self.tapped.append(
+            TappedMessage(way=way, round=round, node=node, arrays=tuple(kept), numbers=numbers)
+        )
+
+
+@pytest.fixture(scope="module")
+def step(folder, texts):
+    """What one client does in plain PyTorch: the model before, gradient and weights after."""
+    model = task.get_model(folder).eval()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    rows = [{**tokenizer(texts[i]), "labels": i} for i in range(2)]
+    model(**DataCollatorWithPadding(tokenizer)(rows)).loss.backward()
+    gradient = {name: p.grad.clone() for name, p in model.named_parameters()}
+    torch.optim.SGD(model.parameters(), lr=RATE).step()
+    after = {name: value.clone() for name, value in model.state_dict().items()}
+    return SimpleNamespace(before=before, gradient=gradient, after=after, texts=list(texts[:2]))
+
+
+@pytest.fixture
+def wire(tmp_path):
+    return Wire(tmp_path / "mine")
+
+
+@pytest.fixture
+def imported(tmp_path):
+    """Imports the tap; what it says is left out is returned, too."""
+
+    def run(changes=None, out="run"):
+        about = load_about(about_file(tmp_path / "about.toml", changes))
+        return import_run(Tapped(tmp_path / "mine"), about, tmp_path / out)
+
+    return run
+
+
+def update_of(found, key=None):
+    return found.run.read_capture(key or Key(1, 0)).update
+
+
+def near(tensors, gradient):
+    """Whether a delta is minus the rate times a gradient, up to the rounding of weights."""
+    assert tensors.keys() <= gradient.keys()
+    return all(
+        torch.allclose(value, -RATE * gradient[name], rtol=1e-3, atol=3e-7)
+        for name, value in tensors.items()
+    )
+
+
+METRICS = {"num-examples": 2}
+
+
+def test_weights_become_the_delta_of_a_step(wire, step, imported):
+    wire("sent", 1, 77, {"arrays": step.before})
+    wire("received", 1, 77, {"arrays": step.after}, metrics=METRICS)
+    found = imported()
+    update = update_of(found)
+    assert (update.kind, update.num_examples) == (UpdateKind.DELTA, 2)
+    assert near(update.tensors, step.gradient)
+    # What is absent did not change.
+    for name in step.gradient.keys() - update.tensors.keys():
+        assert torch.equal(step.after[name], step.before[name])
+    known = found.run.read_knowledge(Key(1, 0))
+    assert (known.learning_rate, known.local_steps, known.dropout) == (RATE, 1, False)
+    assert known.optimiser is None
+    broadcast = found.run.read_broadcast(1)
+    assert all(torch.equal(broadcast[name], step.before[name]) for name in step.gradient)
+    assert not found.left_out
+
+
+@pytest.mark.parametrize("payload", ["delta", "gradient"])
+def test_deltas_and_gradients_are_taken_as_they_are(payload, wire, step, imported):
+    delta = {name: step.after[name] - step.before[name] for name in step.gradient}
+    sent = step.gradient if payload == "gradient" else delta
+    wire("sent", 1, 77, {"arrays": step.before})
+    wire("received", 1, 77, {"update": sent}, metrics=METRICS)
+    update = update_of(imported({"reply.payload": payload}))
+    assert all(torch.equal(value, sent[name]) for name, value in update.tensors.items())
+    if payload == "gradient":
+        assert update.kind == UpdateKind.GRADIENT
+        assert update.tensors.keys() == step.gradient.keys()
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "base_model.model.", "net."])
+def test_prefixes_are_taken_off(prefix, wire, step, imported):
+    def named(tensors):
+        return {prefix + name: value for name, value in tensors.items()}
+
+    wire("sent", 1, 77, {"arrays": named(step.before)})
+    wire("received", 1, 77, {"arrays": named(step.after)}, metrics=METRICS)
+    assert near(update_of(imported()).tensors, step.gradient)
+
+
+def test_a_list_of_arrays_is_in_the_order_of_the_state_dict(wire, step, imported):
+    def listed(tensors):
+        return {str(i): value for i, value in enumerate(tensors.values())}
+
+    wire("sent", 1, 77, {"arrays": listed(step.before)})
+    wire("received", 1, 77, {"arrays": listed(step.after)}, metrics=METRICS)
+    assert near(update_of(imported()).tensors, step.gradient)
+
+
+def test_several_records_are_one_model(wire, step, imported):
+    def split(tensors):
+        head = {n: v for n, v in tensors.items() if n.startswith("classifier")}
+        return {"body": {n: v for n, v in tensors.items() if n not in head}, "head": head}
+
+    wire("sent", 1, 77, split(step.before))
+    wire("received", 1, 77, split(step.after), metrics=METRICS)
+    assert near(update_of(imported()).tensors, step.gradient)
+
+
+def test_a_parameter_in_two_records_is_refused_until_one_is_named(wire, step, imported):
+    control = {name: torch.zeros_like(value) for name, value in step.before.items()}
+    wire("sent", 1, 77, {"arrays": step.before})
+    wire("received", 1, 77, {"arrays": step.after, "control": control}, metrics=METRICS)
+    with pytest.raises(ConfigError, match=r"several of its array records: name .* reply\.records"):
+        imported()
+    assert near(update_of(imported({"reply.records": ["arrays"]})).tensors, step.gradient)
+
+
+def test_two_models_are_told_apart_by_their_prefix(wire, step, imported):
+    def both(tensors):
+        teacher = {f"teacher.{n}": torch.zeros_like(v) for n, v in tensors.items()}
+        return {f"student.{n}": v for n, v in tensors.items()} | teacher
+
+    wire("sent", 1, 77, {"arrays": both(step.before)})
+    wire("received", 1, 77, {"arrays": both(step.after)}, metrics=METRICS)
+    update = update_of(imported({"reply.prefix": "student."}))
+    assert near(update.tensors, step.gradient)
+
+
+def test_what_is_not_sent_stays_as_in_the_checkpoint(wire, step, imported, folder, bert_tiny):
+    some = [name for name in step.gradient if "classifier" in name or "layer.1" in name]
+    wire("sent", 1, 77, {"arrays": {name: step.before[name] for name in some}})
+    wire("received", 1, 77, {"arrays": {name: step.after[name] for name in some}}, metrics=METRICS)
+    found = imported({"attack": []})
+    assert update_of(found).tensors.keys() <= set(some)
+    assert near(update_of(found).tensors, step.gradient)
+    word = bert_tiny.family.word_embedding
+    assert torch.equal(found.run.read_broadcast(1)[word], bert_tiny.parameters()[word])
+    assert set(stored(found.run).update.share) == set(update_of(found).tensors)
+
+
+WRONG = {
+    "a shape": (lambda t: t | {"classifier.bias": torch.zeros(3)}, "has the shape [3], but"),
+    "not finite": (lambda t: t | {"classifier.bias": torch.tensor([1.0, float("nan")])}, "finite"),
+    "whole numbers": (lambda t: {n: v.long() for n, v in t.items()}, "reply.payload = 'sum'"),
+    "a name": (lambda t: t | {"clasifier.bias": torch.zeros(2)}, "nearest"),
+    "nothing": (lambda t: {}, "it holds no parameter"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_reply_that_is_no_update_is_left_out(what, wire, step, imported):
+    change, said = WRONG[what]
+    for node in (77, 78):
+        wire("sent", 1, node, {"arrays": step.before})
+    # What was sent alike is one file, as the tap has it.
+    _share_files(wire.tapped)
+    wire("received", 1, 77, {"arrays": step.after}, metrics=METRICS)
+    wire("received", 1, 78, {"arrays": change(step.after)}, metrics=METRICS)
+    found = imported()
+    assert found.updates == 1
+    (reason,) = found.left_out
+    assert reason.startswith("round 1, node 78: ")
+    assert said in reason
+    with pytest.raises(FedleakError, match="1 left out of the run: round 1, node 78"):
+        found.refuse_gaps()
+
+
+def _share_files(tapped):
+    """Makes what was sent in each round the file of the first message of the round."""
+    path = tapped.path / "messages.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    first = {}
+    for line in lines:
+        if line["way"] == "sent":
+            line["arrays"] = first.setdefault(line["round"], line["arrays"])
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+@pytest.mark.parametrize("said", [None, 0, -1, 2.5, 1e18, "2", True])
+def test_a_number_of_examples_is_checked(said, wire, step, imported):
+    metrics = {"examples": 2, "num-examples": said} if said is not None else {"examples": 2}
+    wire("sent", 1, 77, {"arrays": step.before})
+    wire("received", 1, 77, {"arrays": step.after}, metrics=metrics)
+    with pytest.raises(ConfigError, match="is no number of examples in it, which has examples"):
+        imported()
+    assert update_of(imported({"reply.examples_key": "examples"})).num_examples == 2
+    assert update_of(imported({"reply.examples": 5}, out="other")).num_examples == 5
+
+
+def test_a_learning_rate_comes_from_a_config(wire, step, imported):
+    wire("sent", 1, 77, {"arrays": step.before}, config={"lr": RATE})
+    wire("received", 1, 77, {"arrays": step.after}, metrics=METRICS)
+    keyed = {"training.learning_rate": None, "training.learning_rate_key": "lr"}
+    assert imported(keyed).run.read_knowledge(Key(1, 0)).learning_rate == RATE
+    with pytest.raises(ConfigError, match="'eta' is no number above 0"):
+        imported(keyed | {"training.learning_rate_key": "eta"}, out="other")
+
+
+def test_steps_are_counted_from_examples_epochs_and_accumulation(wire, step, imported):
+    wire("sent", 1, 77, {"arrays": step.before})
+    wire("received", 1, 77, {"arrays": step.after}, metrics={"num-examples": 9})
+    found = imported({"training.local_epochs": 3, "training.accumulate": 2})
+    assert found.run.read_knowledge(Key(1, 0)).local_steps == 9  # 5 batches make 3 steps
+    assert stored(found.run).federation.batch_size == 4
+    found = imported({"training.local_steps": 7}, out="other")
+    assert found.run.read_knowledge(Key(1, 0)).local_steps == 7
+
+
+@pytest.mark.parametrize("payload", ["weights", "delta"])
+@pytest.mark.parametrize("steps", [1, 4])
+@pytest.mark.parametrize("optimiser", ["sgd", "adamw"])
+def test_weight_decay_is_taken_out_to_the_last_bit(
+    optimiser, steps, payload, wire, imported, folder, texts
+):
+    kind = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[optimiser]
+    model = task.get_model(folder).eval()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    batch = DataCollatorWithPadding(tokenizer)([{**tokenizer(texts[0]), "labels": 1}])
+    stepper = kind(model.parameters(), lr=0.01, weight_decay=0.1)
+    for _ in range(steps):
+        stepper.zero_grad()
+        model(**batch).loss.backward()
+        stepper.step()
+    after = model.state_dict()
+    if payload == "delta":
+        after = {name: value - before[name] for name, value in after.items()}
+    wire("sent", 1, 77, {"arrays": before})
+    wire("received", 1, 77, {"arrays": after}, metrics={"num-examples": 1})
+    found = imported(
+        {
+            "training.optimiser": optimiser,
+            "training.learning_rate": 0.01,
+            "training.weight_decay": 0.1,
+            "training.local_steps": steps,
+            "reply.payload": payload,
+        }
+    )
+    rows = update_of(found).tensors["bert.embeddings.word_embeddings.weight"]
+    used = set(batch["input_ids"].flatten().tolist())
+    assert set(rows.any(1).nonzero().flatten().tolist()) == used
+    assert found.run.read_knowledge(Key(1, 0)).optimiser == (
+        None if optimiser == "sgd" else "adamw"
+    )
+
+
+def truth_file(path, *lines):
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(path)
+
+
+def test_truth_can_be_added_later(wire, step, imported, tmp_path, bert_tiny):
+    wire("sent", 1, 77, {"arrays": step.before})
+    wire("received", 1, 77, {"arrays": step.after}, metrics=METRICS)
+    first = imported()
+    assert first.truths == 0
+    assert any("no truth" in remark for remark in first.remarks)
+    before = (first.run.path / "captures" / "r0001-c00.safetensors").stat().st_mtime_ns
+    line = {"round": 1, "node": 77, "texts": step.texts, "labels": [0, 1]}
+    other = {"round": 9, "node": 77, "texts": step.texts, "labels": [0, 1]}
+    file = truth_file(tmp_path / "truth.jsonl", line, other)
+    held_out = tmp_path / "others.txt"
+    held_out.write_text("a text that nobody has\n\n")
+    again = imported({"truth.file": file, "truth.max_length": 6, "truth.held_out": str(held_out)})
+    assert again.truths == 1
+    assert "1 lines of" in " ".join(again.remarks)
+    truth = read_truth(again.run, Key(1, 0))
+    ids = bert_tiny.encode(step.texts)
+    assert truth.sequences == tuple((*each[:5], each[-1]) for each in ids)
+    assert truth.labels == (0, 1)
+    (held,) = again.run.read_json("held_out.json")["sequences"]
+    assert held[:5] == bert_tiny.encode(["a text that nobody has"])[0][:5]
+    assert (first.run.path / "captures" / "r0001-c00.safetensors").stat().st_mtime_ns == before
+
+
+TRUTHS = {
+    "no table": (["[1]"], "line 1"),
+    "no json": (["{"], "is not JSON"),
+    "a label too large": ([{"labels": [0, 2]}], "a label from 0 to 1"),
+    "too few labels": ([{"labels": [0]}], "1 labels for 2 texts"),
+    "no labels": ([{"labels": []}], "give each text a label"),
+    "an empty text": ([{"texts": [" ", "a"]}], "a text is empty"),
+    "both": ([{"client": 0}], "one of node and client"),
+    "twice": ([{}, {}], "two lines are of round 1 and client 0"),
+}
+
+
+@pytest.mark.parametrize("what", TRUTHS)
+def test_truth_that_is_none_is_refused_without_its_texts(what, wire, step, imported, tmp_path):
+    lines, said = TRUTHS[what]
+    wire("sent", 1, 77, {"arrays": step.before})
+    wire("received", 1, 77, {"arrays": step.after}, metrics=METRICS)
+    right = {"round": 1, "node": 77, "texts": ["my secret", "another"], "labels": [0, 1]}
+    file = tmp_path / "truth.jsonl"
+    text = [line if isinstance(line, str) else json.dumps(right | line) for line in lines]
+    file.write_text("\n".join(text))
+    with pytest.raises(ConfigError) as refused:
+        imported({"truth.file": str(file)})
+    assert said in str(refused.value)
+    assert "secret" not in str(refused.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_another_run_is_not_written_over(wire, step, imported):
+    wire("sent", 1, 77, {"arrays": step.before})
+    wire("received", 1, 77, {"arrays": step.after}, metrics=METRICS)
+    imported()
+    with pytest.raises(ConfigError, match="holds another run"):
+        imported({"training.learning_rate": 0.1})
+
+
+def test_clients_can_say_their_number(wire, step, imported):
+    for node in (77, 78):
+        wire("sent", 1, node, {"arrays": step.before})
+    _share_files(wire.tapped)
+    for node, client in ((77, 5), (78, 2)):
+        wire("received", 1, node, {"arrays": step.after}, metrics=METRICS | {"id": client})
+    found = imported({"reply.client_key": "id"})
+    assert found.run.captures() == [Key(1, 2), Key(1, 5)]
+    assert found.run.info()["nodes"] == {"5": "77", "2": "78"}
+    with pytest.raises(ConfigError, match="no number of a client"):
+        imported({"reply.client_key": "name"}, out="other")
+
+
+def test_rounds_and_clients_may_be_missing(wire, step, imported, tmp_path):
+    for round, node in ((1, 77), (1, 78), (3, 78), (3, 79)):
+        wire("sent", round, node, {"arrays": step.before})
+    _share_files(wire.tapped)
+    for round, node in ((1, 77), (3, 78), (3, 78)):
+        wire("received", round, node, {"arrays": step.after}, metrics=METRICS)
+    wire.tapped.complain(Problem(round=3, node=79, reason="the client failed: \x1b[31m"))
+    with (tmp_path / "mine" / "messages.jsonl").open("ab") as file:
+        file.write(b"{torn}\n")
+    found = imported()
+    assert found.run.captures() == [Key(1, 0), Key(3, 1)]
+    left_out = "\n".join(found.left_out)
+    assert "line 8 of messages.jsonl is damaged" in left_out
+    assert "round 3, node 79: the client failed: \\x1b[31m" in left_out
+    assert "round 3, node 78: it is a second one" in left_out
+    assert "round 1, node 78: no answer came" in left_out
+    assert len(found.left_out) == 4
+
+
+def test_a_model_of_its_own_is_left_out(wire, step, imported):
+    for node, model in ((77, step.before), (78, step.after)):
+        wire("sent", 1, node, {"arrays": model})
+        wire("received", 1, node, {"arrays": step.after}, metrics=METRICS)
+    assert "sent another model" in imported().left_out[0]
+
+
+def test_a_sum_is_how_a_round_changed_the_model(wire, step, imported):
+    masked = {"masked": {"0": torch.zeros(5, dtype=torch.long)}}
+    for node in (77, 78):
+        wire("sent", 1, node, {"arrays": step.before})
+    for node in (77, 78):
+        wire("received", 1, node, masked, metrics=METRICS)
+    wire("evaluated", 1, 77, {"arrays": step.after})
+    found = imported({"reply.payload": "sum"})
+    assert found.run.captures() == [Key(1, EVERYONE)]
+    update = update_of(found, Key(1, EVERYONE))
+    assert near(update.tensors, step.gradient)
+    assert update.num_examples == 4
+    assert not found.left_out
+
+
+def test_a_sum_whose_model_nobody_got_is_left_out(wire, step, imported):
+    wire("sent", 1, 77, {"arrays": step.before})
+    wire("received", 1, 77, {}, metrics=METRICS)
+    with pytest.raises(ConfigError, match="was sent to nobody"):
+        imported({"reply.payload": "sum"})
+
+
+ABOUTS = {
+    "training.learning_rate": (None, "one of learning_rate and learning_rate_key"),
+    "training.batch_size": (None, "training.batch_size is missing"),
+    "training.optimizer": ("adam", r"\[training\] unknown key 'optimizer': did you mean 'optimis"),
+    "reply.payload": ("weight", "reply.payload = 'weight'"),
+    "model.name": (None, "model.name is missing"),
+}
+
+
+@pytest.mark.parametrize("key", ABOUTS)
+def test_a_file_that_is_wrong_is_refused_in_one_line(key, tmp_path):
+    value, said = ABOUTS[key]
+    with pytest.raises(ConfigError, match=said) as refused:
+        load_about(about_file(tmp_path / "about.toml", {key: value}))
+    assert "\n" not in str(refused.value)
+
+
+def test_another_model_is_refused_with_the_nearest_names(wire, step, imported):
+    wire("sent", 1, 77, {"arrays": OrderedDict({"transformer.wte.weight": torch.zeros(3, 2)})})
+    with pytest.raises(ConfigError, match=r"'transformer\.wte\.weight'.*nearest|names are like"):
+        imported()
+
+
+def test_the_command_says_what_it_made_and_exits_by_what_is_missing(wire, step, tmp_path):
+    wire("sent", 1, 77, {"arrays": step.before})
+    wire("sent", 1, 78, {"arrays": step.before})
+    _share_files(wire.tapped)
+    wire("received", 1, 77, {"arrays": step.after}, metrics=METRICS)
+    about_file(tmp_path / "mine" / "about.toml")
+    status, out, errors = tiny.call("import", str(tmp_path / "mine"))
+    assert status == 1
+    assert out.startswith("1 updates of 1 clients in 1 rounds, 0 with the truth: ")
+    assert "1 left out of the run: round 1, node 78: no answer came" in errors
+    assert Run(tmp_path / "mine-run").exists()
+    status, _, errors = tiny.call("run", str(tmp_path / "mine-run" / "run.json"))
+    assert (status, "was imported" in errors) == (2, True)
+    status, out, _ = tiny.call("explain", str(tmp_path / "mine-run" / "run.json"))
+    assert (status, "can work" in out) == (0, True)

@@ -1,0 +1,207 @@
+"""An app of others, tapped, from its messages to the report: in this process and in simulation."""
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import others
+import pytest
+import tiny
+import tomli_w
+import torch
+from flwr.app import ArrayRecord, Context, RecordDict
+from flwr.clientapp.mod import fixedclipping_mod
+from flwr.serverapp.strategy import DifferentialPrivacyClientSideFixedClipping, FedAdam
+from own_app import server_app
+
+from fedleak.config.about import load_about
+from fedleak.importing import import_run
+from fedleak.observation import UpdateKind
+from fedleak.store.records import LEAKAGE
+from fedleak.store.run import EVERYONE, Key, Run
+from fedleak.store.tapped import Tapped
+from fedleak.tap import tap
+from server import simulation
+from server.inline import NODE_ID, RUN_ID
+
+ROOT = Path(__file__).parents[2]
+
+
+def about_file(tmp_path: Path, folder: str, **training) -> str:
+    table = {
+        "model": {"name": folder},
+        "training": {"learning_rate_key": "lr", "batch_size": 2, "dropout": False, **training},
+        "truth": {"file": str(tmp_path / "truth.jsonl")},
+        "attack": [{"kind": "keyspan", "seconds": 30.0}],
+    }
+    path = tmp_path / "about.toml"
+    path.write_text(tomli_w.dumps(table))
+    return str(path)
+
+
+def context_of(config):
+    return Context(RUN_ID, NODE_ID, {}, RecordDict(), config)
+
+
+def rows_of(run: Run, attack: str):
+    return [row for row in run.rows(LEAKAGE) if row.attack == attack]
+
+
+def test_stock_fedavg_is_read_and_reported(tmp_path, folder, config, grid_of, in_process):
+    """The path of the docs: tap, import, attack, report, gate."""
+    server_app.app(
+        grid_of(lr=2.0), Context(RUN_ID, NODE_ID, {}, RecordDict(), config | {"lr": 2.0})
+    )
+    mine, run = str(tmp_path / "mine"), tmp_path / "mine-run"
+    status, out, errors = tiny.call("import", mine, "--about", about_file(tmp_path, folder))
+    assert (status, errors) == (0, "")
+    assert "3 updates of 3 clients in 1 rounds, 3 with the truth" in out
+    status, out, errors = tiny.call("attack", str(run))
+    assert (status, errors) == (0, "")
+    words = rows_of(Run(run), "probes")
+    assert [row.token_recall for row in words] == [1.0] * 3
+    assert [row.token_precision for row in words] == [1.0] * 3
+    assert all(row.batch_size == 2 for row in rows_of(Run(run), "keyspan"))
+    assert tiny.call("score", str(run))[0] == 0
+    assert tiny.call("report", str(run))[0] == 0
+    assert tiny.call("gate", str(run), "--max", "token_recall=0.5")[0] == 3
+
+
+def test_adams_first_step_keeps_the_words_and_loses_the_magnitudes(
+    tmp_path, folder, config, grid_of, in_process
+):
+    changes = {"lr": 5e-5, "optimiser": "adamw", "weight-decay": 0.01}
+    server_app.app(grid_of(**changes), Context(RUN_ID, NODE_ID, {}, RecordDict(), config | changes))
+    about = load_about(Path(about_file(tmp_path, folder, optimiser="adamw", weight_decay=0.01)))
+    run = import_run(Tapped(tmp_path / "mine"), about, tmp_path / "run").run
+    update = run.read_capture(Key(1, 0)).update
+    rows = update.tensors["bert.embeddings.word_embeddings.weight"]
+    changed = rows[rows != 0].abs() / 5e-5
+    assert changed.median() == pytest.approx(1, abs=0.01)  # all numbers are of one size
+    assert tiny.call("attack", str(run.path))[0] == 0
+    assert [row.token_recall for row in rows_of(run, "probes")] == [1.0] * 3
+    assert [row.token_precision for row in rows_of(run, "probes")] == [1.0] * 3
+    assert not any(row.verified for row in rows_of(run, "keyspan"))
+    assert run.rows(LEAKAGE)[0].knows == ("dropout", "learning_rate", "local_steps", "optimiser")
+
+
+def test_clipping_at_the_client_scales_what_is_read(tmp_path, folder, grid_of):
+    """Flower's DP with clipping at clients: noise comes after the tap, on the sum."""
+
+    def strategy(**few):
+        return DifferentialPrivacyClientSideFixedClipping(
+            others.Lenient(**few), noise_multiplier=1.0, clipping_norm=1e-3, num_sampled_clients=3
+        )
+
+    grid = grid_of(mods=[fixedclipping_mod])
+    others.serve(tap(grid, tmp_path / "mine"), folder, strategy=strategy)
+    about = load_about(Path(about_file(tmp_path, folder)))
+    run = import_run(Tapped(tmp_path / "mine"), about, tmp_path / "run").run
+    for client in range(3):
+        tensors = run.read_capture(Key(1, client)).update.tensors
+        norm = torch.stack([value.norm() for value in tensors.values()]).norm()
+        assert float(norm) == pytest.approx(1e-3, rel=1e-2)
+
+
+@pytest.mark.slow
+def test_any_strategy_may_aggregate(tmp_path, folder, grid_of):
+    others.serve(tap(grid_of(), tmp_path / "mine"), folder, rounds=2, strategy=FedAdam)
+    about = load_about(Path(about_file(tmp_path, folder)))
+    found = import_run(Tapped(tmp_path / "mine"), about, tmp_path / "run")
+    assert (found.updates, found.clients, found.rounds, found.left_out) == (6, 3, 2, [])
+
+
+def test_masked_replies_are_said_and_the_sum_is_read(tmp_path, folder, grid_of):
+    """As secure aggregation has it: replies are masked whole numbers, the server gets the sum."""
+    weights = []
+
+    def mask(content, context):
+        arrays = content["arrays"].to_torch_state_dict()
+        weights.append(arrays)
+        masked = {name: (value * 1e6).long() for name, value in arrays.items()}
+        content["arrays"] = ArrayRecord(masked)
+        return content
+
+    class Unmasks(others.Lenient):
+        def aggregate_train(self, server_round, replies):
+            for reply, true in zip(list(replies), weights, strict=True):
+                reply.content["arrays"] = ArrayRecord(true)
+            return super().aggregate_train(server_round, replies)
+
+    grid = grid_of(mods=[others.changing(mask)])
+    others.serve(tap(grid, tmp_path / "mine"), folder, strategy=Unmasks)
+    path = about_file(tmp_path, folder)
+    status, _, errors = tiny.call("import", str(tmp_path / "mine"), "--about", path)
+    assert status == 2
+    assert "where clients use secure aggregation, set reply.payload = 'sum'" in errors
+    Path(path).write_text(Path(path).read_text() + '\n[reply]\npayload = "sum"\n')
+    found = import_run(Tapped(tmp_path / "mine"), load_about(Path(path)), tmp_path / "run")
+    update = found.run.read_capture(Key(1, EVERYONE)).update
+    before = found.run.read_broadcast(1)
+    for name, value in update.tensors.items():
+        mean = sum(each[name] for each in weights) / 3
+        assert torch.allclose(value, mean - before[name], atol=2e-7), name
+    assert (update.kind, update.num_examples) == (UpdateKind.DELTA, 6)
+    assert found.truths == 3
+
+
+SIMULATED = """
+import sys
+from flwr.serverapp import ServerApp
+from flwr.simulation import run_simulation
+from own_app import client_app, server_app
+
+CONFIG = {config!r}
+
+
+def configured(message, context, call_next):
+    own, context.run_config = context.run_config, CONFIG
+    try:
+        return call_next(message, context)
+    finally:
+        context.run_config = own
+
+
+app = ServerApp()
+
+
+@app.main()
+def main(grid, context):
+    context.run_config = CONFIG
+    server_app.app(grid, context)
+
+
+run_simulation(app, client_app.make([configured]), 3)
+"""
+
+
+@pytest.mark.slow
+def test_the_app_in_flowers_simulation(tmp_path, folder, config, in_process):
+    """Ray runs the clients; the grid is Flower's own."""
+    script = tmp_path / "simulated.py"
+    script.write_text(SIMULATED.format(config=config | {"rounds": 2, "lr": 2.0}))
+    paths = [str(ROOT), str(others.APP), os.environ.get("PYTHONPATH", "")]
+    with tempfile.TemporaryDirectory(prefix="fl-") as short:  # Ray's sockets need a short path
+        done = subprocess.run(
+            [sys.executable, str(script)],
+            cwd=tmp_path,
+            env={
+                **os.environ,
+                **simulation.environment(Path(short), tmp_path, os.environ),
+                "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+            },
+            capture_output=True,
+            text=True,
+            timeout=400,
+            check=False,
+        )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "every update is kept in" in done.stderr
+    about = about_file(tmp_path, folder)
+    found = import_run(Tapped(tmp_path / "mine"), load_about(Path(about)), tmp_path / "run")
+    assert (found.updates, found.clients, found.rounds) == (6, 3, 2)
+    assert (found.truths, found.left_out) == (6, [])
+    assert tiny.call("attack", str(found.run.path))[0] == 0
+    assert [row.token_recall for row in rows_of(found.run, "probes")] == [1.0] * 6

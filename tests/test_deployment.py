@@ -1,0 +1,251 @@
+"""A real federation on 127.0.0.1: from nothing to the report, and each way in which it can end.
+
+SuperLink and SuperNodes are processes, with TLS and keys. Every wait is bounded, and `Federation`
+ends all that it has started.
+"""
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from fedleak.store.run import Key, Run
+
+ROOT = Path(__file__).parents[1]
+FILE = ROOT / "experiments" / "deployment" / "federation.py"
+NODES = 2
+ONE_ROUND = """
+name = "deployment"
+model = {name = "builtin/bert-tiny"}
+data = {name = "builtin/notes", text = "text", label = "label", samples = 1, held_out = 4, on_nodes = true}
+federation = {clients = 2, rounds = 2, batch_size = 1, learning_rate = 0.1}
+workers = {devices = ["cpu"]}
+"""  # noqa: E501
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(3000),
+    pytest.mark.skipif(sys.platform != "linux", reason="only Linux gives orphans to who starts"),
+]
+
+
+def loaded() -> Any:
+    spec = importlib.util.spec_from_file_location("federation", FILE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+deployment = loaded()
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = 900) -> Any:
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"waited {seconds} s"
+        time.sleep(0.5)
+    return found
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Iterator[Any]:
+    """A SuperLink and the folders of two nodes, which are registered and not yet started."""
+    with deployment.federation(tmp_path / "all", NODES) as federation:
+        federation.start_superlink()
+        for node in range(NODES):
+            federation.register(node)
+        (federation.server / "small.toml").write_text(ONE_ROUND)
+        yield federation
+
+
+def submit(made: Any, **settings: object) -> str:
+    quick = {"experiment": str(made.server / "small.toml"), "attack": False}
+    return str(made.submit(**quick | settings))
+
+
+def check_whole(made: Any) -> None:
+    """No capture is lost or doubled: each is of the model that its round was sent."""
+    run = Run(made.run)
+    keys = [Key(round, client) for round in (1, 2) for client in range(NODES)]
+    assert run.captures() == keys
+    assert run.broadcasts() == [1, 2, 3]
+    assert run.info()["status"] == "finished"
+    files = [path.name for path in (run.path / "captures").iterdir()]
+    assert sorted(files) == [f"{key}.safetensors" for key in keys]
+    for client in range(NODES):
+        vault = made.node(client) / "vault" / "deployment" / "vault"
+        assert sorted(path.name for path in vault.iterdir()) == [
+            f"r0001-c{client:02d}.json",
+            f"r0002-c{client:02d}.json",
+        ]
+    # Scoring checks that what a client says it held has as many examples as it sent.
+    vaults = [f"--vault={made.node(client) / 'vault'}" for client in range(NODES)]
+    assert (
+        "taken from vaults: 4 private batches" in made.fedleak("score", str(run.path), *vaults)[1]
+    )
+
+
+def test_one_command_goes_from_nothing_to_the_report(tmp_path: Path) -> None:
+    folder = tmp_path / "all"
+    done = subprocess.run(
+        [ROOT / "experiments" / "deployment" / "run.sh", folder],
+        env=os.environ | {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = Run(folder / "server" / "runs" / "deployment")
+    assert "are unscored: `fedleak score" in done.stdout
+    rows = [json.loads(line) for line in (run.path / "leakage.jsonl").read_text().splitlines()]
+    assert len(rows) == 4 * 2
+    assert "unscored" not in {row["status"] for row in rows}
+    assert sum(row["verified"] for row in rows if row["attack"] == "dager") > 0
+    assert (run.path / "report.html").is_file()
+    assert not [each for each in psutil.process_iter(["cmdline"]) if str(folder) in str(each.info)]
+    again = subprocess.run(
+        [sys.executable, FILE, "run", folder], capture_output=True, text=True, check=False
+    )
+    assert again.returncode == 2
+    assert "exists: name a folder that does not" in again.stderr
+
+
+def test_nodes_see_no_other_folder_where_the_machine_allows_it(made: Any) -> None:
+    if not made.apart:
+        pytest.skip("this machine makes no namespaces")
+    made.start_node(1)
+    process = wait_for(lambda: psutil.Process(made._processes["node-1"].pid).children())[0]
+    seen = Path(f"/proc/{process.pid}/root")
+    wait_for(lambda: not any((seen / str(made.node(0))[1:]).iterdir()), 30)
+    assert not any((seen / str(made.server)[1:]).iterdir())
+    assert (seen / str(made.node(1))[1:] / "data.jsonl").is_file()
+
+
+@pytest.mark.parametrize("kind", ["another key", "no key"])
+def test_a_node_without_a_registered_key_ends_with_a_line(kind: str, made: Any) -> None:
+    key = made.node(0) / "key"
+    key.unlink()
+    if kind == "another key":
+        deployment.make_key(key)
+    made.start_node(0)
+    wait_for(lambda: not made.alive("node-0"), 120)
+    says = "Failed to activate SuperNode" if kind == "another key" else "key"
+    assert says in made.log("node-0")
+
+
+def test_an_expired_certificate_ends_all_in_a_line(tmp_path: Path) -> None:
+    with deployment.federation(tmp_path / "all", 1, days=-1) as federation:
+        with pytest.raises(SystemExit, match="certificate is refused: certificate has expired"):
+            federation.start_superlink()
+        federation.start_node(0)
+        wait_for(lambda: not federation.alive("node-0"), 120)
+        assert "certificate has expired" in federation.log("node-0")
+        status, told = federation.fedleak("watch", "deployment")
+        assert status == 1
+        assert "the certificate of the SuperLink 'deployment' is refused" in told
+
+
+def test_a_node_that_comes_late_takes_part_and_one_that_never_comes_is_missed(made: Any) -> None:
+    made.start_node(0)
+    number = submit(made, **{"nodes-within": 5})
+    status, told = made.watch(number)
+    assert status == 1
+    assert "federation.clients = 2, but Flower has 1 nodes after 5 s" in told
+    assert Run(made.run).captures() == []
+    number = submit(made, **{"nodes-within": 300})
+    time.sleep(10)
+    made.start_node(1)
+    assert made.watch(number)[0] == 0
+    check_whole(made)
+
+
+def test_a_node_that_is_killed_in_a_round_fails_it_and_the_run_goes_on_afterwards(
+    made: Any,
+) -> None:
+    for node in range(NODES):
+        made.start_node(node)
+    number = submit(made, **{"answers-within": 120})
+    wait_for(lambda: (made.run / "captures").is_dir() and any((made.run / "captures").iterdir()))
+    first = Run(made.run).captures()[0]
+    other = 1 - first.client
+    made.kill(f"node-{other}")
+    status, told = made.watch(number, 300)
+    assert status == 1
+    assert f"client {other}" in told
+    made.start_node(other)
+    assert made.watch(submit(made))[0] == 0
+    check_whole(made)
+
+
+def test_a_node_that_never_answers_is_waited_for_as_long_as_was_said(made: Any) -> None:
+    for node in range(NODES):
+        made.start_node(node)
+    number = submit(made, **{"answers-within": 90})
+    wait_for(lambda: (made.run / "captures").is_dir() and any((made.run / "captures").iterdir()))
+    silent = 1 - Run(made.run).captures()[0].client
+    stopped = psutil.Process(made._processes[f"node-{silent}"].pid)
+    for each in [stopped, *stopped.children(recursive=True)]:
+        each.send_signal(signal.SIGSTOP)
+    status, told = made.watch(number, 300)
+    assert status == 1
+    assert f"client {silent}" in told
+
+
+def test_a_superlink_that_is_killed_ends_the_run_and_starts_again_where_it_was(made: Any) -> None:
+    for node in range(NODES):
+        made.start_node(node)
+    number = submit(made)
+    wait_for(lambda: (made.run / "captures").is_dir() and any((made.run / "captures").iterdir()))
+    made.kill("superlink")
+    status, told = made.watch(number, 0)
+    assert status == 1
+    assert "does not answer" in told
+    made.start_superlink()
+    status, told = made.watch(number, 300)
+    assert status == 1
+    assert "finished:failed" in told
+    assert made.watch(submit(made))[0] == 0
+    check_whole(made)
+
+
+def test_a_full_disk_at_the_server_is_a_line_and_what_is_written_stays(
+    made: Any, tmp_path: Path
+) -> None:
+    """The run directory is on a disk that fills up while clients train."""
+    if os.geteuid() != 0 or not made.apart:
+        pytest.skip("mounting a small disk needs root")
+    for node in range(NODES):
+        made.start_node(node)
+    made.run.mkdir(parents=True)
+    small = ["mount", "-t", "tmpfs", "-o", "size=200m", "none", str(made.run)]
+    if subprocess.run(small, check=False, capture_output=True).returncode:
+        pytest.skip("this machine mounts no disk")
+    try:
+        made.kill("superlink")
+        made.start_superlink()  # which sees the disk from now on
+        filler = made.run / ".filler"
+        number = submit(made)
+        wait_for(lambda: (made.run / "captures").is_dir())
+        with suppress(OSError):  # which is what it is for
+            filler.write_bytes(bytes(200 * 2**20))
+        status, told = made.watch(number, 300)
+        assert status == 1
+        assert "No space left on device" in told
+        filler.unlink()
+        assert made.watch(submit(made))[0] == 0
+        check_whole(made)
+    finally:
+        made.end()
+        subprocess.run(["umount", "-l", str(made.run)], check=False)

@@ -1,0 +1,131 @@
+"""Where canaries are, what they score, and how they enter steps."""
+
+import math
+
+import pytest
+import torch
+from scipy.stats import kstest
+
+from fedleak.models import CLASSIFICATION
+from fedleak.rng import stream
+from fedleak.training import private_steps
+from fedleak.training.canaries import Canaries, Planted, scores
+from fedleak.training.private_steps import Joining, Seen, private_gradient
+from fedleak.training.settings import PrivateSteps
+
+SIZES = {"a": 77, "b": 5000, "c": 3, "d": 40001, "e": 1}
+
+
+def zeros():
+    return {name: torch.zeros(size) for name, size in SIZES.items()}
+
+
+@pytest.mark.parametrize("count", [1, 3, 10, 150])
+def test_every_canary_has_numbers_of_its_own_all_over_the_update(count):
+    canaries = Canaries(SIZES, count, seed=5)
+    values_SK = torch.arange(1.0, canaries.numbers * count + 1).view(-1, count)
+    update = zeros()
+    canaries.add_(update, values_SK)
+    assert torch.equal(canaries.taken(update), values_SK)
+    found = torch.cat([update[name] for name in sorted(SIZES)])
+    assert sorted(found[found != 0].tolist()) == values_SK.flatten().tolist()
+    places = found.nonzero()[:, 0]
+    assert int(places[-1] - places[0]) > 0.5 * len(found) - count
+
+
+def test_a_transposed_tensor_takes_them_too():
+    canaries = Canaries({"a": 600}, 2, seed=0)
+    turned = torch.zeros(20, 30).mT
+    values_SK = torch.randn(canaries.numbers, 2)
+    canaries.add_({"a": turned}, values_SK)
+    assert torch.equal(canaries.taken({"a": turned}), values_SK)
+
+
+def test_directions_have_norm_1_and_depend_on_the_seed_alone():
+    one, same, other = (Canaries(SIZES, 20, seed).directions() for seed in (1, 1, 2))
+    assert torch.allclose(one.norm(dim=0), torch.ones(20))
+    assert torch.equal(one, same)
+    assert not torch.equal(one, other)
+
+
+def test_out_scores_are_normal_whatever_the_update_is():
+    """Heavy tails and zeros, as gradients have them."""
+    rng = torch.Generator().manual_seed(0)
+    found = []
+    for seed in range(20):
+        canaries = Canaries({"a": 100_000}, 100, seed)
+        heavy = torch.randn(100_000, generator=rng) / torch.rand(100_000, generator=rng)
+        heavy[torch.rand(100_000, generator=rng) < 0.3] = 0.0
+        found += scores(canaries.taken({"a": heavy}), canaries.directions()).tolist()
+    assert kstest(found, "norm").pvalue > 0.01
+    assert abs(torch.tensor(found).std() - 1) < 4 / math.sqrt(2 * len(found))
+
+
+def test_a_score_is_the_cosine_on_the_numbers_that_are_left():
+    values_SK = torch.tensor([[1.0, 0.0], [2.0, 0.0], [0.0, 0.0], [-1.0, 0.0]])
+    directions_SK = torch.tensor([[0.5, 1.0], [0.5, 0.0], [0.5, 0.0], [0.5, 0.0]])
+    expected = math.sqrt(3) * (2 * 0.5) / (math.sqrt(6) * math.sqrt(0.75))
+    assert scores(values_SK, directions_SK).tolist() == pytest.approx([expected, 0.0])
+
+
+def planted_in(model, *, norm=5.0, rate=None, count=8):
+    sizes = {name: value.numel() for name, value in model.parameters().items()}
+    coins_K = torch.tensor([True, False] * (count // 2))
+    return Planted(Canaries(sizes, count, seed=3), coins_K, norm, rate)
+
+
+def step_with(model, batch, planted, takes_part_K, most, ghost):
+    private, joining = PrivateSteps(0.0, most, "fixed"), None
+    if planted is not None:
+        joining = Joining(planted, takes_part_K)
+    seen = Seen()
+    gradient = private_gradient(
+        model, batch, 2, private, stream(0, "noise"), seen, ghost=ghost, joining=joining
+    )
+    return gradient, seen.figures()
+
+
+@pytest.mark.parametrize("ghost", [False, True])
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+def test_a_canary_is_clipped_and_summed_as_one_more_example(small, family, ghost):
+    model = small(family, CLASSIFICATION)
+    batch = ([[5, 6, 7], [8, 9]], [0, 1])
+    planted, takes_part_K = planted_in(model), torch.tensor([True] * 4 + [False] * 4)
+    most = 0.5
+    with_canaries, seen = step_with(model, batch, planted, takes_part_K, most, ghost)
+    without, seen_without = step_with(model, batch, None, None, most, ghost)
+    expected = {name: torch.zeros_like(value) for name, value in without.items()}
+    in_and_there = torch.tensor([1.0, 0, 1, 0, 0, 0, 0, 0])
+    planted.canaries.add_(expected, planted.canaries.directions() * in_and_there * most / 2)
+    for name, value in with_canaries.items():
+        assert torch.allclose(value - without[name], expected[name], atol=1e-6)
+    assert seen == seen_without, "the client's own figures are about its examples"
+
+
+def test_no_clipping_shows_tenfold(small, monkeypatch):
+    model = small("bert", CLASSIFICATION)
+    planted, all_K = planted_in(model, norm=5.0), torch.ones(8, dtype=torch.bool)
+    monkeypatch.setattr(private_steps, "clipping_factors", lambda norms, most: norms / norms)
+    gradient, _ = step_with(model, ([], []), planted, all_K, 0.5, False)
+    norms_K = planted.canaries.taken(gradient).norm(dim=0)
+    assert norms_K.tolist() == pytest.approx([2.5, 0] * 4, abs=1e-5)
+
+
+def test_an_empty_batch_has_canaries_still(small):
+    model = small("bert", CLASSIFICATION)
+    planted, all_K = planted_in(model), torch.ones(8, dtype=torch.bool)
+    gradient, _ = step_with(model, ([], []), planted, all_K, 0.5, True)
+    assert planted.canaries.taken(gradient).norm(dim=0).tolist() == pytest.approx(
+        [0.25, 0] * 4, abs=1e-6
+    )
+
+
+def test_canaries_take_part_in_steps_as_examples_do():
+    canaries = Canaries({"a": 10_000}, 10, seed=0)
+    fixed = Planted(canaries, torch.ones(10, dtype=torch.bool), 1.0, None)
+    found = torch.stack(list(fixed.steps(3, 4, stream(0, "x"))))
+    assert found.shape == (12, 10)
+    assert found.view(3, 4, 10).sum(1).eq(1).all(), "in one step of each pass"
+    sampled = Planted(canaries, torch.ones(10, dtype=torch.bool), 1.0, 0.25)
+    drawn = torch.stack(list(sampled.steps(200, 4, stream(0, "x")))).float()
+    assert abs(float(drawn.mean()) - 0.25) < 4 * math.sqrt(0.25 * 0.75 / 8000)
