@@ -89,7 +89,7 @@ def main() -> None:
         parser.error("say where models and data are: --assets, or FEDLEAK_ASSETS")
     torch.set_num_threads(1)
     args.device = "cpu"
-    clock.time = SimpleNamespace(monotonic=time.process_time)  # type: ignore[assignment]
+    clock.time = SimpleNamespace(monotonic=time.process_time)  # type: ignore[assignment, attr-defined]
     model, corpus = load(MINILM, args), read_corpus(args.assets, args.seed)
     answers: list[Answer] = []
     if not args.cost:
