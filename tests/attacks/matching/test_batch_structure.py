@@ -36,7 +36,7 @@ def without(seen, patterns):
 
 
 def noisy(seen, sigma):
-    return replace(seen, update=GaussianNoise(sigma)(seen.update, rng=stream(0, "noise")))
+    return replace(seen, update=GaussianNoise(sigma=sigma)(seen.update, rng=stream(0, "noise")))
 
 
 def lengths(truth):

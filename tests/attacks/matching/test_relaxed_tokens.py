@@ -70,7 +70,7 @@ def never_exact(seen):
     """An update that tells the tokens, but whose other tensors are noised."""
     seen = shared(seen, ["word_emb", "query", "LayerNorm"])
     tensors = dict(seen.update.tensors)
-    noised = changed(seen, GaussianNoise(0.01)).update.tensors
+    noised = changed(seen, GaussianNoise(sigma=0.01)).update.tensors
     tensors |= {name: value for name, value in noised.items() if "word_emb" not in name}
     return replace(seen, update=replace(seen.update, tensors=tensors))
 
@@ -175,7 +175,7 @@ def test_only_the_right_texts_are_proved(small, observe):
 
 DEFENSES = {
     "masked": Mask(0.9),
-    "noised": GaussianNoise(0.05),
+    "noised": GaussianNoise(sigma=0.05),
     "in bfloat16": Cast("bfloat16"),
     "in float16": Cast("float16"),
 }
@@ -362,7 +362,7 @@ def test_the_last_step_is_looked_at_however_many_there_are(small, observe, discr
 def test_out_of_time_the_best_so_far_is_the_answer(small, observe):
     model = small("bert")
     truth = observe(model, BATCHES["two texts"], granted=GRANTED)
-    seen = changed(truth.seen, GaussianNoise(0.05))
+    seen = changed(truth.seen, GaussianNoise(sigma=0.05))
     answer, reports = run(Lamp(seconds=1e-9, starts=1, guesses=1), seen, model)
     assert {one.step for one in reports} == {0}
     assert answer.status == Status.RECOVERED
@@ -540,7 +540,7 @@ def test_what_becomes_of_a_row_does_not_depend_on_the_others(small, observe, ins
 def test_evidence_is_in_full_precision_also_where_the_search_is_not(small, observe, inside):
     model = small("bert")
     truth = observe(model, BATCHES["two texts"], granted=GRANTED)
-    seen = changed(truth.seen, GaussianNoise(0.02))
+    seen = changed(truth.seen, GaussianNoise(sigma=0.02))
     rough, _ = run(Lamp(steps=4, starts=1, guesses=2, precision="mixed"), seen, model)
 
     def check(objective, config, rng):
