@@ -722,6 +722,7 @@ def traded(
 CLASSES = ("mcc", [0.6, 0.5, 0.0, None], ["none", 31.25, 3.14159, 0.5], [None, 0.25, 1.0, 4.0])
 
 
+@pytest.mark.slow
 def test_a_sweep_of_families_draws_its_frontier(write, here):
     families = """
 [[sweep.family]]

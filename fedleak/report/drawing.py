@@ -1,8 +1,9 @@
 """What all drawings have in common: colours, marks, one legend, axes to a log scale."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -51,6 +52,22 @@ def style(name: str) -> AbstractContextManager[None]:
             "svg.hashsalt": printable(name),  # the same sweep, the same file
         }
     )
+
+
+def save(name: str, figure_of: Callable[[], "Figure | None"], path: Path) -> None:
+    """Writes a drawing in this style; where there is nothing to draw, it removes an earlier one.
+
+    Args:
+        name: Of the sweep.
+        figure_of: Makes the drawing, or says that there is none.
+        path: The svg file.
+    """
+    with style(name):
+        figure = figure_of()
+        if figure is None:
+            path.unlink(missing_ok=True)
+        else:
+            figure.savefig(path, metadata={"Date": None})
 
 
 LAST = (NO_ANSWER, NO_UPDATE, REFERENCE)

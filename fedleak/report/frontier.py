@@ -111,12 +111,7 @@ def draw_frontier(collected: SweepSummary, path: Path) -> None:
         collected: The sweep.
         path: The svg file.
     """
-    with drawing.style(collected.name):
-        figure = frontier(collected)
-        if figure is None:
-            path.unlink(missing_ok=True)
-        else:
-            figure.savefig(path, metadata={"Date": None})
+    drawing.save(collected.name, lambda: frontier(collected), path)
 
 
 def frontier(collected: SweepSummary) -> "Figure | None":

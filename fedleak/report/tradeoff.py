@@ -73,12 +73,7 @@ def draw_tradeoff(collected: SweepSummary, path: Path) -> None:
         collected: The sweep.
         path: The svg file.
     """
-    with drawing.style(collected.name):
-        figure = tradeoff(collected)
-        if figure is None:
-            path.unlink(missing_ok=True)
-        else:
-            figure.savefig(path, metadata={"Date": None})
+    drawing.save(collected.name, lambda: tradeoff(collected), path)
 
 
 def tradeoff(collected: SweepSummary) -> "Figure | None":

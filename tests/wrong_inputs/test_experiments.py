@@ -256,6 +256,7 @@ NUMBERS = {
     "data.samples": (-4, 0, 1.5, "3", True),
     "data.held_out": (-1, 1.5, 1.0, 0.0, "3", True),
     "data.drop_empty": ("yes", 1, 0.5),
+    "data.on_nodes": ("yes", 1, 0.5),
     "data.max_length": (-1, 0, 4.5, "9", True),
     "federation.clients": (-1, 0, 1.5, "2", True),
     "federation.clients_per_round": (-1, 0, 1.5, "2", True),
@@ -270,6 +271,7 @@ NUMBERS = {
     "workers.time_limit": (-1, 0, math.nan, math.inf, "60", True),
     "audit.controls": ("no", 1),
     "utility.reference": ("no", 1),
+    "threat.ladder": ("yes", 1, 0.5),
     "threat.rounds": (1, "1", [1.5], [True], [-1]),
     "utility.rounds": (1, [1.5], [True], [-1]),
 }
