@@ -5,12 +5,12 @@ they only guess, and gradient matching is what reads. So they get much time in t
 in the other. What comes after gradient matching is reserved by the time that a step of it takes.
 """
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from fedleak.attacks import clock as timing
 from fedleak.attacks.auto.chance import PLACEBOS
 from fedleak.attacks.auto.sharpening import PROPOSED, trial
 from fedleak.attacks.certificate import as_gradient
@@ -84,9 +84,9 @@ class Reserve:
         known = seen.knowledge.lengths or [len(ids) + marks for ids in guesses[:size]]
         lengths = [*known, *[_CONTENT + marks] * size][:size]
         longest = min(max(lengths), model.max_length)
-        begin = time.monotonic()
+        begin = timing.now()
         trial(model, longest, as_gradient(seen))
-        step = time.monotonic() - begin
+        step = timing.now() - begin
         labels = model.num_labels if model.task == CLASSIFICATION else 1
         return cls(
             mending=_SWEEPS * step * sum(lengths),
