@@ -108,7 +108,8 @@ class Experiment(Table):
         if self.threat.ladder:
             facts = GRANTABLE - self.absent_facts.keys()
             return tuple(rung for each in built for rung in on_each_rung(each, facts))
-        return tuple(replace(each, threat=self.threat_model) for each in built)
+        told = self.threat_model.knows
+        return tuple(replace(each, threat=ThreatModel(told | each.threat.knows)) for each in built)
 
     @cached_property
     def defenses(self) -> tuple[PlacedDefense, ...]:
