@@ -161,6 +161,8 @@ class Auto(OneByOne):
 
             clues = found.clues(most)
             timed = self._timed(attack, rest, model, clues, clock, clear)
+            if timed is None:
+                break
             reading = read(timed, rest, model, clues, rng, tell)
             found = found.and_(attack.kind, reading)
             if reading.answer.verified and rest is seen:
@@ -188,12 +190,15 @@ class Auto(OneByOne):
         clues: Clues,
         clock: Clock,
         clear: bool,
-    ) -> Single:
-        """Returns an attack with its time, and with the settings of this one."""
+    ) -> Single | None:
+        """Returns an attack with its time and the settings of this one; None: there is no time."""
         if not isinstance(attack, Lamp):
             return replace(attack, seconds=budget.on_spans(clock, clear))
-        seconds = Reserve.measured(seen, model, clues.sequences).before(clock)
-        return replace(attack, seconds=seconds, prior=self.prior, steps=self.steps)
+        reserve = Reserve.measured(seen, model, clues.sequences)
+        if clues.sequences and reserve.answer > clock.left():
+            clock.rang = True  # the first step alone would make the answer late
+            return None
+        return replace(attack, seconds=reserve.before(clock), prior=self.prior, steps=self.steps)
 
     def _said(self, found: Findings, clock: Clock) -> dict[str, Any]:
         """Returns the diagnostics of every answer."""
