@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
+from fedleak.attacks import Batched
 from fedleak.config.experiment import Experiment
 from fedleak.config.tables import MEASUREMENTS, GateTable, WorkersTable
 from fedleak.config.wording import one_line
@@ -85,6 +86,8 @@ def parse(table: Mapping[str, Any]) -> Experiment:
     _ = experiment.attacks, experiment.defenses
     _check_workers(experiment.workers)
     _check_rounds(experiment)
+    _check_clients(experiment)
+    _check_waiting(experiment)
     _check_exclusive(experiment)
     _check_nodes(experiment)
     if experiment.model.task == CAUSAL_LM and experiment.federation.partition == "dirichlet":
@@ -170,6 +173,34 @@ def _check_rounds(experiment: Experiment) -> None:
         if beyond := [round for round in rounds if round > last]:
             raise ConfigError(
                 f"{key} has {beyond[0]}, but federation.rounds = {last}: choose from 1 to {last}"
+            )
+
+
+def _check_clients(experiment: Experiment) -> None:
+    clients, last = experiment.threat.clients, experiment.federation.clients - 1
+    if clients is None:
+        return
+    if beyond := [client for client in clients if client > last]:
+        raise ConfigError(
+            f"threat.clients has {beyond[0]}, but federation.clients = {last + 1}: choose from 0 "
+            f"to {last}"
+        )
+    if experiment.aggregator is not None:
+        raise ConfigError(
+            f"threat.clients = {clients}, but the server sees only the sum of a round, which is "
+            "of all its clients: leave threat.clients out"
+        )
+
+
+def _check_waiting(experiment: Experiment) -> None:
+    waiting, at_once = experiment.audit.waiting, experiment.workers.at_once
+    for each in experiment.attacks if waiting is not None else ():
+        size = each.attack.at_once if isinstance(each.attack, Batched) else 1
+        size = min(size, at_once or size, experiment.clients_per_round)
+        if waiting is not None and size > waiting:
+            raise ConfigError(
+                f"audit.waiting = {waiting}, but the attack {each.name!r} takes {size} captures "
+                f"at once: raise it, or set workers.at_once = {waiting}"
             )
 
 
