@@ -74,6 +74,7 @@ def plan(experiment: Experiment) -> Plan:
     checks.check_defenses(experiment, model)
     checks.check_canaries(experiment, model)
     checks.check_attacks(experiment, model)
+    checks.check_waiting(experiment)
     workload = divide(experiment, split, model)
     unknown = unknown_fraction(workload, model)
     for client, part in [] if experiment.data.on_nodes else enumerate(workload.parts):

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
-from fedleak.attacks import Batched
 from fedleak.config.experiment import Experiment
 from fedleak.config.tables import MEASUREMENTS, GateTable, WorkersTable
 from fedleak.config.wording import one_line
@@ -87,7 +86,6 @@ def parse(table: Mapping[str, Any]) -> Experiment:
     _check_workers(experiment.workers)
     _check_rounds(experiment)
     _check_clients(experiment)
-    _check_waiting(experiment)
     _check_exclusive(experiment)
     _check_nodes(experiment)
     if experiment.model.task == CAUSAL_LM and experiment.federation.partition == "dirichlet":
@@ -190,18 +188,6 @@ def _check_clients(experiment: Experiment) -> None:
             f"threat.clients = {clients}, but the server sees only the sum of a round, which is "
             "of all its clients: leave threat.clients out"
         )
-
-
-def _check_waiting(experiment: Experiment) -> None:
-    waiting, at_once = experiment.audit.waiting, experiment.workers.at_once
-    for each in experiment.attacks if waiting is not None else ():
-        size = each.attack.at_once if isinstance(each.attack, Batched) else 1
-        size = min(size, at_once or size, experiment.clients_per_round)
-        if waiting is not None and size > waiting:
-            raise ConfigError(
-                f"audit.waiting = {waiting}, but the attack {each.name!r} takes {size} captures "
-                f"at once: raise it, or set workers.at_once = {waiting}"
-            )
 
 
 def _check_workers(workers: WorkersTable) -> None:

@@ -3,9 +3,11 @@
 from collections import defaultdict
 from collections.abc import Iterable
 from contextlib import suppress
+from itertools import chain
 
 from fedleak.config.experiment import Experiment
 from fedleak.errors import CaptureError
+from fedleak.federation.lookup import stored
 from fedleak.reconstruction import Status
 from fedleak.store.records import Answer
 from fedleak.store.run import Key, Run
@@ -15,22 +17,25 @@ class Retention:
     """Deletes captures that nobody needs any more.
 
     The server needs none of them: it sums updates as they come. What an attack failed on stays, so
-    that it can be tried again.
+    that it can be tried again. A capture waits for the attacks that the run was prepared with, too,
+    so that none of them comes too late because another one was asked for first.
 
     Args:
         run: The run directory.
-        experiment: What was prepared there.
+        experiment: What attacks it now.
         answers: Those that there are. A process that was killed may have left captures behind that
             were answered.
     """
 
     def __init__(self, run: Run, experiment: Experiment, answers: Iterable[Answer]) -> None:
         self._run, self._keep = run, experiment.audit.keep
-        names = {each.name for each in experiment.attacks}
+        if self._keep == "all":
+            return
+        names = {each.name for each in chain(experiment.attacks, stored(run).attacks)}
         self._left: dict[Key, set[str]] = defaultdict(names.copy)
         self._failed: set[Key] = set()
         self._proved: set[Key] = set()
-        self.answered(each for each in answers if each.attack in names)
+        self.answered(answers)
 
     def answered(self, answers: Iterable[Answer]) -> None:
         """Notes answers, and deletes captures of which all have come."""

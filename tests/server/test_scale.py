@@ -104,20 +104,19 @@ def test_of_rounds_without_such_a_client_no_model_stays(tmp_path):
         ({"threat.clients": [-1]}, r"threat.clients"),
         ({"threat.clients": [0], "defense": [{"kind": "secure_sum"}]}, "only the sum of a round"),
         ({"audit.waiting": 2}, "waiting = 2 bounds the disk only where captures are deleted"),
-        (
-            {
-                "audit.waiting": 2,
-                "audit.keep": "none",
-                "attack": [{"kind": "dlg", "steps": 1}],
-                "workers.at_once": None,
-            },
-            r"the attack 'dlg' takes 3 captures at once: raise it, or set workers.at_once = 2",
-        ),
     ],
 )
 def test_what_cannot_be_is_refused(changes, line):
     with pytest.raises(ConfigError, match=line):
         parse(tables(SMALL | changes))
+
+
+def test_fewer_may_not_wait_than_an_attack_takes_at_once(tmp_path):
+    changes = {"audit__keep": "none", "audit__waiting": 2, "attack": [{"kind": "dlg", "steps": 1}]}
+    with pytest.raises(ConfigError, match=r"'dlg' takes 3 .*, or set workers.at_once = 2"):
+        preparation.prepare(experiment_of(workers__at_once=None, **changes), tmp_path / "run")
+    run = preparation.prepare(experiment_of(workers__at_once=2, **changes), tmp_path / "run")
+    assert stored(run).audit.waiting == 2
 
 
 def test_clients_that_never_train_where_it_is_attacked_are_refused(tmp_path):
@@ -187,6 +186,20 @@ def test_an_attack_that_comes_later_is_refused_with_a_line_or_attacks_what_is_le
         pipeline.scoring.score_run(run, ["probes", "dager"])
     with pytest.raises(FedleakError, match="dager came after 5 of 6 captures were deleted"):
         refuse_gaps(run)
+
+
+def test_a_capture_waits_for_the_attacks_of_its_run_whatever_is_asked_for_first(tmp_path):
+    dlg = {"kind": "dlg", "steps": 1}
+    experiment = experiment_of(audit__keep="none", attack=[dlg])
+    run = preparation.prepare(experiment, tmp_path / "run")
+    inline.train(run, experiment)
+    other = experiment_of(audit__keep="none", attack=[dlg | {"name": "other"}])
+    with run.lock():
+        dispatcher.attack_captures(run, other, no_more=lambda: True, on=[Here()])
+    assert len(tensors(run)) == 6
+    with run.lock():
+        dispatcher.attack_captures(run, experiment, no_more=lambda: True, on=[Here()])
+    assert tensors(run) == []
 
 
 @dataclass(frozen=True)
