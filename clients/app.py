@@ -1,13 +1,15 @@
 """The ClientApp. Training is the library's; this turns messages into calls and back.
 
-The order on the way out is train, defend, select, encode: `mods` wrap training from the inside out.
-What a client finds out about its own defenses goes to a file beside the vault and to nobody else.
+The order on the way out is train, defend, select, mask, encode: `mods` wrap training from the
+inside out. What a client finds out about its own defenses goes to a file beside the vault and to
+nobody else.
 """
 
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from clients.client_context import work_of
+from clients.masking import mask
 from clients.mods import defend, encode, report_errors, select
 from clients.outgoing import Outgoing
 from fedleak import models
@@ -19,7 +21,7 @@ from fedleak.training.local import local_update_
 from fedleak.truth import GroundTruth
 from fedleak.versions import code
 
-app = ClientApp(mods=[report_errors, encode, select, defend])
+app = ClientApp(mods=[report_errors, encode, mask, select, defend])
 
 
 @app.query("identity")

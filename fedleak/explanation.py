@@ -106,7 +106,9 @@ def _applicability(
 def _of_kind(kind: str, settings: Sequence[AttackSetting]) -> Applicability:
     """Returns whether an attack can work with its default settings."""
     try:
-        return _applicability(kind, build_attack(0, {"kind": kind}).attack, settings, listed=False)
+        named = build_attack(0, {"kind": kind})
+        asked = checks.told(settings, named.threat)
+        return _applicability(kind, named.attack, asked, listed=False)
     except ConfigError as error:
         return Applicability(
             name=kind, listed=False, obstacles=(), problem=f"has no defaults: {error}"

@@ -6,7 +6,7 @@ A fact that was not granted is `None`. What is not a field here, an attack canno
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
@@ -39,6 +39,31 @@ class ClientUpdate:
     num_examples: int
 
 
+class Example(NamedTuple):
+    """A text as clients feed it to the model.
+
+    Attributes:
+        ids: Its tokens, special ones included.
+        label: Its class; None in next-token training.
+    """
+
+    ids: tuple[int, ...]
+    label: int | None
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """The texts that a membership attack is asked about.
+
+    Attributes:
+        listed: Some were in the batch and some were not, in a random order.
+        public: Texts of the same kind that anybody has, and no client.
+    """
+
+    listed: tuple[Example, ...]
+    public: tuple[Example, ...]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Knowledge:
     """Facts that the attacker holds beside the update; `None` is a fact not granted.
@@ -50,6 +75,7 @@ class Knowledge:
         lengths: Tokens in each example, special tokens included, longest first.
         noise_scale: Standard deviation of the noise that the client added to each number.
         optimiser: What the client steps with; the server's own setting too. None: plain SGD.
+        candidates: What an attack on membership is asked about.
     """
 
     learning_rate: float | None = None
@@ -60,6 +86,7 @@ class Knowledge:
     lengths: tuple[int, ...] | None = None
     noise_scale: float | None = None
     optimiser: Optimiser | None = None
+    candidates: Candidates | None = None
 
     def granted(self) -> tuple[str, ...]:
         """Returns the names of the facts that are known."""
@@ -68,6 +95,9 @@ class Knowledge:
 
 GRANTABLE = frozenset({"batch_size", "labels", "lengths", "noise_scale"})
 """Facts that the server does not set itself: a threat model grants them or not."""
+
+QUESTIONS = frozenset({"candidates"})
+"""Facts that are the question which an attack is asked: it always has them, and no other attack."""
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,8 @@ class Reconstruction:
         margins: For each sequence, how many times worse the best rejected answer in its place is by
             that statistic; below 1 for a guess. Empty: not known.
         tokens: The distinct tokens it says were in the batch. None: does not look for them.
+        scores: By the name of a statistic one number for each of `Candidates.listed`, in its order;
+            the higher, the more likely it was in the batch.
         facts: Other facts it read, by name, as plain JSON values. Those that `GroundTruth.facts`
             has, such as `longest_sequence`, are compared with what is true.
         diagnostics: How it went, as plain JSON values. Two are summed up in reports: `budget`,
@@ -45,6 +47,7 @@ class Reconstruction:
     evidence: tuple[float, ...] = ()
     margins: tuple[float | None, ...] = ()
     tokens: tuple[int, ...] | None = None
+    scores: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
     diagnostics: Mapping[str, Any] = field(default_factory=dict)
     verified: bool = False

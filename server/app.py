@@ -15,7 +15,7 @@ from fedleak.audit.gaps import refuse_gaps
 from fedleak.config.experiment import Experiment
 from fedleak.errors import FedleakError
 from fedleak.federation.lookup import node_sizes, of_app
-from fedleak.federation.protection import protection
+from fedleak.federation.protection import protection, protocol_of
 from fedleak.federation.schedule import expected_captures
 from fedleak.metrics.utility import evaluate
 from fedleak.models import LanguageModel, loading
@@ -25,6 +25,7 @@ from fedleak.store.records import UTILITY, Utility
 from fedleak.store.run import Run
 from server.assignments import assignment
 from server.replies import RefusedError, check_code, claimed_client, claimed_examples, told
+from server.secure_aggregation import SummingServer
 from server.strategy import CuriousServer
 from server.tap import AT_ONCE, TapGrid
 
@@ -108,7 +109,12 @@ def federate(
     rounds = experiment.federation.rounds - first + 1
     if rounds < 1:
         return
-    strategy = CuriousServer(experiment, run, model, first, nodes)
+    settings, of_server = protocol_of(experiment), (experiment, run, model, first, nodes)
+    strategy = (
+        CuriousServer(*of_server)
+        if settings is None
+        else SummingServer(*of_server, settings=settings, patience=wait.answers)
+    )
     at_once = experiment.federation.at_once or max(AT_ONCE, os.cpu_count() or 1)
     waiting = experiment.audit.waiting if attacked else None
 

@@ -34,7 +34,7 @@ def claimed_client(reply: Message) -> int:
         RefusedError: It does not say, or no whole number.
     """
     said = reply.content.config_records.get("identity")
-    return _whole_number("client", said.get("client") if said else None, 0)
+    return whole_number("client", said.get("client") if said else None, 0)
 
 
 def claimed_examples(reply: Message) -> int:
@@ -44,7 +44,7 @@ def claimed_examples(reply: Message) -> int:
         RefusedError: It does not say, or no whole number.
     """
     said = reply.content.config_records.get("identity")
-    return _whole_number("examples", said.get("examples") if said else None, 1, MOST_EXAMPLES)
+    return whole_number("examples", said.get("examples") if said else None, 1, MOST_EXAMPLES)
 
 
 def check_code(reply: Message) -> None:
@@ -85,7 +85,7 @@ def take_update(
     for name, value in key._asdict().items():
         if said.get(name, value) != value:
             raise RefusedError(f"it says {name} {_quoted(said[name])}, but is of {name} {value}")
-    examples = _whole_number("num-examples", said.get("num-examples"), 1, most_examples)
+    examples = whole_number("num-examples", said.get("num-examples"), 1, most_examples)
     if unexpected := sorted(update.keys() ^ expected.keys()):
         what = "lacks" if unexpected[0] in expected else "holds a parameter"
         raise RefusedError(f"it {what} {_quoted(unexpected[0])}")
@@ -123,7 +123,12 @@ def _decoded(update: ArrayRecord) -> dict[str, Tensor]:
         raise RefusedError(f"its update cannot be read ({type(error).__name__})") from error
 
 
-def _whole_number(name: str, value: object, least: int, most: int | None = None) -> int:
+def whole_number(name: str, value: object, least: int, most: int | None = None) -> int:
+    """Returns a number that a client says.
+
+    Raises:
+        RefusedError: It is no whole number from `least` to `most`.
+    """
     if type(value) is not int or value < least or (most is not None and value > most):
         bounds = f"{least} or more" if most is None else f"{least} to {most}"
         raise RefusedError(f"its {name} is {_quoted(value)} and not a whole number, {bounds}")

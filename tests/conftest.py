@@ -36,7 +36,7 @@ from fedleak.bench import running
 from fedleak.dispatch import dispatcher
 from fedleak.models import CAUSAL_LM, CLASSIFICATION, LanguageModel, ModelSpec, loading
 from fedleak.notes import notes
-from fedleak.observation import Knowledge, Observation, UpdateKind
+from fedleak.observation import Candidates, Example, Knowledge, Observation, UpdateKind
 from fedleak.training.local import local_update_
 from fedleak.training.settings import LocalTraining
 
@@ -206,7 +206,16 @@ def observe() -> Callable[..., SimpleNamespace]:
         update = local_update_(model, sequences, labels, how, seed=0)
         models.load_parameters_(model, before)
         model.module.zero_grad()  # FedAvg leaves its last step's gradients behind
+        others = [text for text in TEXTS if text not in chosen]
+        apart = [tuple([*ids[: cut - 1], ids[-1]][:cut]) for ids in model.encode(others)]
+        asked = [
+            *((Example(ids, label), True) for ids, label in zip(sequences, labels, strict=True)),
+            *((Example(ids, labels[0]), False) for ids in apart[: len(sequences)]),
+        ]
+        asked = asked[1::2] + asked[::2]
+        public = [Example(ids, 0) for ids in apart[len(sequences) :]]
         private = {
+            "candidates": Candidates(tuple(one for one, _ in asked), tuple(public)),
             "batch_size": len(sequences),
             "labels": tuple(labels),
             "lengths": tuple(map(len, sequences)),
@@ -218,6 +227,12 @@ def observe() -> Callable[..., SimpleNamespace]:
             **{fact: private[fact] for fact in granted},
         )
         seen = Observation(round=1, client=0, update=update, knowledge=knowledge)
-        return SimpleNamespace(seen=seen, sequences=sequences, labels=labels)
+        return SimpleNamespace(
+            seen=seen,
+            sequences=sequences,
+            labels=labels,
+            candidates=private["candidates"],
+            inside=[inside for _, inside in asked],
+        )
 
     return make

@@ -25,11 +25,10 @@ import numpy.typing as npt
 from fedleak import privacy
 from fedleak.audit import privacy_bounds as bounds
 from fedleak.audit.gaps import Gaps
-from fedleak.audit.vault import read_truth, weight
+from fedleak.audit.vault import read_truth, summed_clients, weight
 from fedleak.config.experiment import Experiment
 from fedleak.errors import CaptureError
 from fedleak.federation import canaries
-from fedleak.federation.schedule import clients_of_round
 from fedleak.models import LanguageModel
 from fedleak.observation import ClientUpdate, UpdateKind
 from fedleak.store.records import CANARIES, CanaryRow, Epsilon, LedgerRow
@@ -80,7 +79,7 @@ def _scored(
     """Yields a row for each client whose canaries may be in a capture."""
     clients = [captured.client]
     if captured.client == EVERYONE:
-        clients = clients_of_round(experiment, captured.round)
+        clients = summed_clients(run, experiment, captured.round)
     capture: Capture | None = None
     noise_share: float | None = None
     for client in filter(experiment.carries_canaries, clients):

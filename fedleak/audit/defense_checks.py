@@ -254,7 +254,9 @@ def _combines(bench: Bench, aggregator: TrustedAggregator) -> Iterator[Test]:
     """Tests what is captured of two clients in place of their updates."""
     one, other = bench.sent(range(1)), bench.sent(range(1, EXAMPLES))
     total = aggregator.combined([one, other])
-    apart = min(_distance(total, each) / _norm(each) for each in (one, other))
+    if bench.claims.step is not None:
+        yield from _rounds(bench)
+    apart = min(_distance(total, each) / max(_norm(each), 1e-300) for each in (one, other))
     yield (
         "the capture is neither of two updates",
         apart > ROUNDING,
@@ -266,8 +268,35 @@ def _combines(bench: Bench, aggregator: TrustedAggregator) -> Iterator[Test]:
             / (one.num_examples + other.num_examples)
             for name, value in one.tensors.items()
         }
-        off = _distance(total, replace(one, tensors=mean)) / _norm(total)
+        off = _distance(total, replace(one, tensors=mean)) / max(_norm(total), 1e-300)
         yield "the capture is the weighted mean of two updates", off < ROUNDING, f"{off:.1g} off"
+
+
+def _rounds(bench: Bench) -> Iterator[Test]:
+    """Tests the rounding of one client's update, whose sum with others is another matter.
+
+    It says how large the error is beside the update: rounding that loses the update hides it too.
+    """
+    raw = bench.trained(bench.local, range(EXAMPLES), False, 0)
+    before = torch.cat([value.double().flatten() for value in raw.tensors.values()])
+    sent = bench.defended(raw)
+    after = torch.cat([sent.tensors[name].double().flatten() for name in raw.tensors])
+    claims = bench.defense.claims(bench.local, raw.num_examples)
+    assert claims.step is not None
+    assert claims.largest_number is not None
+    inside = before.clamp(-claims.largest_number, claims.largest_number)
+    moved = float((after - inside).abs().max())
+    float32 = torch.finfo(torch.float32).eps * float(after.abs().max())
+    size, error = (float(each.square().mean().sqrt()) for each in (before, after - before))
+    lost = (after == 0) & (before != 0)
+    yield (
+        f"each number is cut off at {claims.largest_number:.3g} and moves by less than a step of "
+        f"{claims.step:.3g}",
+        moved <= claims.step + float32,
+        f"by up to {moved:.3g}; the error is {error / size:.3g} of the update's root mean square, "
+        f"{100 * float(lost.double().mean()):.3g} % of the numbers become zero and "
+        f"{100 * float((before != inside).double().mean()):.3g} % are cut off",
+    )
 
 
 def _keeps(bench: Bench) -> Iterator[Test]:

@@ -75,6 +75,14 @@ def find_gaps(
         )
     elif answers and all(each.status in _NO_ANSWER for each in answers.values()):
         notes.append(f"no attack gave an answer: all {len(answers)} abstained or are inadmissible")
+    absent = {round: clients for round, clients in info.get("dropped_out", {}).items() if clients}
+    if absent:
+        listed = [f"{', '.join(map(str, each))} in round {round}" for round, each in absent.items()]
+        more = [f"and others in {len(listed) - NAMED} more rounds"] * (len(listed) > NAMED)
+        notes.append(
+            f"clients dropped out of the secure sum ({'; '.join([*listed[:NAMED], *more])}): their "
+            "texts are not in it, and nothing is scored against them"
+        )
     if left_out := info.get("left_out"):
         notes.append(f"{len(left_out)} messages were left out of the run when it was imported")
     if purged := info.get("purged"):

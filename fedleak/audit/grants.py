@@ -1,8 +1,11 @@
 """What an attacker is told of a client's batch, beyond the protocol."""
 
+from fedleak.audit.candidates import questions
+from fedleak.audit.held_out import read_held_out
 from fedleak.audit.vault import read_truth
 from fedleak.errors import FedleakError
-from fedleak.observation import Knowledge, ThreatModel
+from fedleak.federation.lookup import stored
+from fedleak.observation import QUESTIONS, Knowledge, ThreatModel
 from fedleak.store.run import Key, Run
 
 
@@ -10,7 +13,8 @@ def knowledge(run: Run, key: Key, threat: ThreatModel) -> Knowledge:
     """Returns what the attacker knows of a capture: the server's facts and the granted ones.
 
     Raises:
-        FedleakError: A private fact is granted but the client wrote no truth.
+        FedleakError: A private fact is granted but the client wrote no truth, or there are no
+            held-out texts for a question.
         CaptureError: The capture is damaged, or the truth is.
     """
     server = run.read_knowledge(key)
@@ -26,10 +30,14 @@ def knowledge(run: Run, key: Key, threat: ThreatModel) -> Knowledge:
     longest_first = sorted(
         range(len(truth.sequences)), key=lambda i: len(truth.sequences[i]), reverse=True
     )
+    asked = None
+    if threat.knows & QUESTIONS:
+        asked = questions(truth, read_held_out(run), stored(run).seed).asked
     private = Knowledge(
         batch_size=truth.batch_size,
         lengths=tuple(len(truth.sequences[i]) for i in longest_first),
         labels=tuple(truth.labels[i] for i in longest_first) if truth.labels else None,
         noise_scale=truth.noise_scale,
+        candidates=asked,
     )
     return threat.grant(server, private)

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ValidationError
 from fedleak import defenses, privacy
 from fedleak.audit.gaps import Gaps
 from fedleak.config.experiment import Experiment
+from fedleak.federation.lookup import dropped_out
 from fedleak.federation.schedule import clients_of_round
 from fedleak.privacy import Event, Spent
 from fedleak.store.lines import Measured
@@ -67,9 +68,11 @@ def ledger(
     lost: set[int] = set()
     rows: list[LedgerRow] = []
     for round in range(1, experiment.federation.rounds + 1):
+        summed = Key(round, EVERYONE) in captured
+        absent = dropped_out(run, round)
         for client in clients_of_round(experiment, round):
             key = Key(round, client)
-            trained = {key, Key(round, EVERYONE)} & captured or key in truths
+            trained = key in captured or (summed and client not in absent) or key in truths
             if not (trained or key in notes or key in earlier):
                 continue
             note = notes.get(key)

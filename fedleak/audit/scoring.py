@@ -11,15 +11,15 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 import torch
-from pydantic import BaseModel, ValidationError
 
 from fedleak.attacks import unchecked
-from fedleak.audit import canaries, ledger
+from fedleak.audit import canaries, ledger, membership
 from fedleak.audit.gaps import Gaps, find_gaps
+from fedleak.audit.held_out import read_held_out
 from fedleak.audit.summary import summarise
 from fedleak.audit.vault import read_truth
 from fedleak.config.experiment import Experiment
-from fedleak.errors import CaptureError, FedleakError
+from fedleak.errors import CaptureError
 from fedleak.federation.lookup import stored
 from fedleak.metrics import rouge
 from fedleak.metrics.matching import assign
@@ -34,6 +34,7 @@ from fedleak.store.records import (
     DEFENSES,
     LEAKAGE,
     LEDGER,
+    MEMBERSHIP,
     UNSCORED,
     Answer,
     Fact,
@@ -240,6 +241,14 @@ def score_run(run: Run, asked: Iterable[str] | None = None) -> list[Scored]:
     spent = ledger.ledger(run, experiment, notes, gaps)
     defended = ledger.defense_rows(run, notes)
     canary = canaries.canary_rows(run, experiment, model, gaps)
+    asked_about = any(answer.scores for answer in answers.values())
+    members = membership.membership_rows(
+        experiment,
+        read_held_out(run, vocabulary) if asked_about else None,
+        answers,
+        truths,
+        run.salvage(MEMBERSHIP),
+    )
     summary = summarise(
         run,
         experiment,
@@ -249,12 +258,15 @@ def score_run(run: Run, asked: Iterable[str] | None = None) -> list[Scored]:
         ledger=spent,
         defended=defended,
         canary=canary,
+        members=members,
     )
     run.write_rows(LEAKAGE, rows)
     run.write_rows(LEDGER, spent)
     run.write_rows(DEFENSES, defended)
     if canary:
         run.write_rows(CANARIES, canary)
+    if members:
+        run.write_rows(MEMBERSHIP, members)
     run.write(SUMMARY, summary)
     return scored
 
@@ -272,7 +284,7 @@ def _score(
     known = {key: truth for key, truth in truths.items() if truth is not None and truth.sequences}
     controls, guesses = experiment.audit.controls, {key: Scores() for key in known}
     if controls and known:
-        held_out = _held_out(run, vocabulary_of(model))
+        held_out = read_held_out(run, vocabulary_of(model)).sequences
         guesses = {
             key: guess(held_out, truth, model, experiment.seed) for key, truth in known.items()
         }
@@ -307,32 +319,6 @@ def _is_less(answer: Answer, before: LeakageRow | None) -> bool:
 def vocabulary_of(model: LanguageModel) -> int:
     """Returns how many token ids a text may have; a model may have more than its tokenizer."""
     return max(int(model.module.config.vocab_size), len(model.tokenizer))  # type: ignore[union-attr,arg-type]
-
-
-class _HeldOut(BaseModel):
-    sequences: list[list[int]]
-
-
-def _held_out(run: Run, vocabulary: int) -> list[list[int]]:
-    """Returns the held-out texts.
-
-    Raises:
-        FedleakError: The file is missing or damaged.
-    """
-    remedy = "`fedleak run` with the experiment's file makes it anew, and nothing else is lost"
-    try:
-        found = _HeldOut.model_validate(run.read_json("held_out.json")).sequences
-    except ValidationError as error:
-        raise FedleakError(
-            f"{run.path / 'held_out.json'} is damaged (it has no list of texts): {remedy}"
-        ) from error
-    except FedleakError as error:
-        raise FedleakError(f"{error}: {remedy}") from error
-    if not records.within(chain(*found), vocabulary):
-        raise FedleakError(
-            f"{run.path / 'held_out.json'} is damaged (token ids outside the vocabulary): {remedy}"
-        )
-    return found
 
 
 def _truths(

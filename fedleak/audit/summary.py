@@ -6,7 +6,7 @@ from itertools import chain
 
 from pydantic import JsonValue, ValidationError
 
-from fedleak.audit import canaries
+from fedleak.audit import canaries, membership
 from fedleak.audit.estimates import mean_over_clients, too_few
 from fedleak.audit.gaps import Gaps
 from fedleak.audit.ladder import ladder
@@ -16,7 +16,14 @@ from fedleak.config.experiment import Experiment
 from fedleak.errors import FedleakError
 from fedleak.federation.lookup import examples
 from fedleak.reconstruction import Status
-from fedleak.store.records import UTILITY, CanaryRow, DefenseRow, LeakageRow, LedgerRow
+from fedleak.store.records import (
+    UTILITY,
+    CanaryRow,
+    DefenseRow,
+    LeakageRow,
+    LedgerRow,
+    MembershipRow,
+)
 from fedleak.store.run import Key, Run
 from fedleak.store.summaries import (
     AttackSummary,
@@ -38,6 +45,7 @@ def summarise(
     ledger: Sequence[LedgerRow],
     defended: Sequence[DefenseRow],
     canary: Sequence[CanaryRow],
+    members: Sequence[MembershipRow],
 ) -> RunSummary:
     """Returns the figures of a run.
 
@@ -46,8 +54,8 @@ def summarise(
         experiment: What was prepared there.
         gaps: What is missing; lacks of the utility are added.
         finished: The place of each answer in the order in which they came.
-        leakage, ledger, defended, canary: The rows of leakage.jsonl, privacy.jsonl,
-            defenses.jsonl and canaries.jsonl.
+        leakage, ledger, defended, canary, members: The rows of leakage.jsonl, privacy.jsonl,
+            defenses.jsonl, canaries.jsonl and membership.jsonl.
     """
     attacks = {
         name: attack_summary([row for row in leakage if row.attack == name])
@@ -77,6 +85,7 @@ def summarise(
         defended=defense_means(defended),
         privacy=guarantee(ledger),
         canary=canaries.summarised(experiment, canary, ledger),
+        membership=membership.summarised(experiment, members),
         utility_before=utility[0] if utility and utility[0].round == 0 else None,
         utility=utility[-1] if utility else None,
         held_out=held_out,

@@ -9,7 +9,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from fedleak.config.experiment import Experiment
 from fedleak.errors import CaptureError, FedleakError
-from fedleak.federation.lookup import stored
+from fedleak.federation.lookup import dropped_out, stored
 from fedleak.federation.schedule import clients_of_round
 from fedleak.store.run import EVERYONE, Key, Run
 from fedleak.truth import GroundTruth
@@ -57,10 +57,16 @@ def weight(truth: GroundTruth, experiment: Experiment) -> int:
     return truth.batch_size if of_fedsgd else len(truth.sequences)
 
 
+def summed_clients(run: Run, experiment: Experiment, round: int) -> list[int]:
+    """Returns the clients whose updates are in the sum of a round: all but who dropped out."""
+    absent = dropped_out(run, round)
+    return [client for client in clients_of_round(experiment, round) if client not in absent]
+
+
 def _truth_of_all(run: Run, round: int) -> GroundTruth | None:
-    """Returns the batches of all clients of a round as one; None if any of them is missing."""
+    """Returns the batches of all in the sum of a round as one; None if any is missing."""
     experiment = stored(run)
-    clients = clients_of_round(experiment, round)
+    clients = summed_clients(run, experiment, round)
     found = [read_truth(run, Key(round, client)) for client in clients]
     truths = [truth for truth in found if truth is not None]
     if len(truths) < len(clients):

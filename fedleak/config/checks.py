@@ -30,6 +30,11 @@ def check_defenses(experiment: Experiment, model: LanguageModel) -> None:
                 raise ConfigError(
                     f"defense: client {client} has nothing left to train: freeze less"
                 )
+    if (aggregator := experiment.aggregator) is not None:
+        sent = {sent_by(experiment, client, model) for client in experiment.unlike_clients}
+        obstacle = aggregator.round_obstacle(experiment.clients_per_round, sent)
+        if obstacle is not None:
+            raise ConfigError(f"defense ({aggregator.kind}): {obstacle}")
 
 
 def check_canaries(experiment: Experiment, model: LanguageModel) -> None:

@@ -14,7 +14,7 @@ from fedleak.attacks import Attack
 from fedleak.config.wording import one_line
 from fedleak.defenses import Defense, TrustedAggregator
 from fedleak.errors import ConfigError, unknown
-from fedleak.observation import ThreatModel
+from fedleak.observation import QUESTIONS, ThreatModel
 from fedleak.plugins import discover
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
@@ -65,7 +65,8 @@ def build_attack(index: int, table: dict[str, Any]) -> NamedAttack:
             f"{where}.name = {name!r}: give it a word of letters, digits and . _ -, at most "
             f"{LONGEST_NAME} of them, a letter or digit first"
         )
-    return NamedAttack(name, _build(where, attacks.kinds()[kind], settings))
+    attack = _build(where, attacks.kinds()[kind], settings)
+    return NamedAttack(name, attack, ThreatModel(attack.uses & QUESTIONS))
 
 
 def listed_as(name: str) -> str:
@@ -88,11 +89,12 @@ def on_each_rung(named: NamedAttack, facts: Set[str]) -> list[NamedAttack]:
     told = {fact: frozenset({fact}) for fact in used}
     if len(used) > 1:
         told[ALL_FACTS] = frozenset(used)
-    nothing = replace(named, threat=ThreatModel())
+    asked = named.attack.uses & QUESTIONS
+    nothing = replace(named, threat=ThreatModel(asked))
     return [
         nothing,
         *(
-            replace(named, name=f"{named.name}{RUNG}{word}", threat=ThreatModel(knows))
+            replace(named, name=f"{named.name}{RUNG}{word}", threat=ThreatModel(asked | knows))
             for word, knows in told.items()
         ),
     ]

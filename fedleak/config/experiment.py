@@ -108,7 +108,8 @@ class Experiment(Table):
         if self.threat.ladder:
             facts = GRANTABLE - self.absent_facts.keys()
             return tuple(rung for each in built for rung in on_each_rung(each, facts))
-        return tuple(replace(each, threat=self.threat_model) for each in built)
+        told = self.threat_model.knows
+        return tuple(replace(each, threat=ThreatModel(told | each.threat.knows)) for each in built)
 
     @cached_property
     def defenses(self) -> tuple[PlacedDefense, ...]:
@@ -147,12 +148,15 @@ class Experiment(Table):
         return next((one for one in found if isinstance(one, TrustedAggregator)), None)
 
     def defenses_of(self, client: int) -> dict[int, Defense]:
-        """Returns the defenses that a client uses, by their place in the file."""
-        return {
+        """Returns the defenses that a client uses, in their order, by their place in the file."""
+        used = {
             number: each.defense
             for number, each in enumerate(self.defenses)
             if each.clients is None or client in each.clients
         }
+        # What stands between clients and server comes after all that clients do.
+        last = {n: one for n, one in used.items() if isinstance(one, TrustedAggregator)}
+        return {n: one for n, one in used.items() if n not in last} | last
 
     def carries_canaries(self, client: int) -> bool:
         """Whether a client takes in canaries."""

@@ -86,6 +86,7 @@ def parse(table: Mapping[str, Any]) -> Experiment:
     _check_workers(experiment.workers)
     _check_rounds(experiment)
     _check_clients(experiment)
+    _check_kept(experiment)
     _check_exclusive(experiment)
     _check_nodes(experiment)
     if experiment.model.task == CAUSAL_LM and experiment.federation.partition == "dirichlet":
@@ -187,6 +188,14 @@ def _check_clients(experiment: Experiment) -> None:
         raise ConfigError(
             f"threat.clients = {clients}, but the server sees only the sum of a round, which is "
             "of all its clients: leave threat.clients out"
+        )
+
+
+def _check_kept(experiment: Experiment) -> None:
+    if experiment.canary is not None and experiment.audit.keep != "all":
+        raise ConfigError(
+            f"audit.keep = {experiment.audit.keep!r} deletes captures, but canaries are scored in "
+            "them at the end of the run: leave keep or the table canary out"
         )
 
 

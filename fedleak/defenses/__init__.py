@@ -11,7 +11,7 @@ values and never change their arguments. Their fields carry bounds as
 import math
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import ClassVar
@@ -39,6 +39,8 @@ class Claims:
         levels: Different numbers in a tensor, at most.
         absent: Patterns of parameters that are not in it.
         mean_of_clients: What the server sees is the clients' mean, weighted by examples.
+        step: Distance of the numbers to one of which each number is rounded, up or down.
+        largest_number: Size to which a number is cut off before that.
     """
 
     noise_scale: float | None = None
@@ -50,6 +52,8 @@ class Claims:
     levels: int | None = None
     absent: tuple[str, ...] = ()
     mean_of_clients: bool = False
+    step: float | None = None
+    largest_number: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +125,8 @@ class TrustedAggregator(Defense, ABC):
     """A defense between the clients and the server, used by all clients.
 
     The updates of a round are held until all have come. The server then sees one update, which
-    `combined` makes of them, and no client's own.
+    `combined` makes of them, and no client's own. What it does to a client's update before, it does
+    after all other defenses, wherever it stands in the file.
     """
 
     exclusive: ClassVar[str | None] = "the server sees one update of a round"
@@ -133,6 +138,15 @@ class TrustedAggregator(Defense, ABC):
         Args:
             updates: Of a round's clients in order, as they were sent; one in memory at a time.
         """
+
+    def round_obstacle(self, clients: int, parameters: Collection[frozenset[str]]) -> str | None:
+        """Returns why it cannot combine the updates of a round, and what to do; None if it can.
+
+        Args:
+            clients: How many train in a round.
+            parameters: What clients send: each set of parameters once.
+        """
+        return None
 
 
 @cache

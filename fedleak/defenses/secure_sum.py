@@ -1,30 +1,171 @@
 """Secure aggregation: the server sees the sum over the round's clients, and nothing else."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
 
 from fedleak.defenses import Claims, TrustedAggregator
-from fedleak.observation import ClientUpdate
+from fedleak.errors import ConfigError
+from fedleak.models import LanguageModel
+from fedleak.observation import ClientUpdate, UpdateKind
 from fedleak.training.aggregation import mean_update
 from fedleak.training.settings import LocalTraining
+
+Finite = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+MODULUS = 2**32
+"""Of the masked sums, as Flower sets it."""
+
+FINEST = 1000
+"""Least levels of a weight: weights are whole levels, and so right to one in two thousand."""
 
 
 @dataclass(frozen=True)
 class SecureSum(TrustedAggregator):
     """Shows the server only the sum of a round's updates, not who sent what. For all clients.
 
-    What a protocol such as Bonawitz et al. 2017 reveals, without its cryptography: each client's
-    update is held apart until all have come, and only their mean, weighted by examples, is kept.
-    No privacy guarantee: the sum of few clients is one larger batch.
+    A protocol such as Bonawitz et al. 2017 sums whole numbers. As in Flower's SecAgg+, each number
+    times examples / max_weight is clipped, and rounded up or down at random to one of the levels.
+    What the rounding hides is not hidden by the sum: the check of the defense measures it apart.
+    Without `clipping` nothing is rounded, which no protocol can do. No privacy guarantee: the sum
+    of few clients is one larger batch.
+
+    Attributes:
+        clipping: Size to which a number times examples / max_weight is clipped. Flower's is 8.0,
+            for weights: a gradient is lost below the step that this gives. Left out: not rounded.
+        max_weight: Examples that a client may have in a round; Flower's is 1000. Goes with
+            `clipping`.
+        levels: Steps between both ends of the clipping; the default is Flower's.
+        protocol: "secagg+" runs Flower's SecAgg+; left out: the same sum without its cryptography.
+        threshold: Share of a round's clients that must answer each stage of the protocol.
     """
 
     kind: ClassVar[str] = "secure_sum"
+    clipping: Finite | None = None
+    max_weight: Finite | None = None
+    levels: Annotated[int, Field(ge=2, le=2**30, multiple_of=2)] = 2**22
+    protocol: Literal["secagg+"] | None = None
+    threshold: Annotated[float, Field(gt=0, le=1)] = 0.5
+
+    def __post_init__(self) -> None:
+        if (self.clipping is None) != (self.max_weight is None):
+            raise ConfigError("clipping and max_weight belong together: give both or neither")
+        if self.protocol is not None and self.clipping is None:
+            raise ConfigError(
+                f"protocol = {self.protocol!r} sums whole numbers: give clipping and max_weight"
+            )
+        if self.max_weight is not None and self.levels < FINEST * self.max_weight:
+            raise ConfigError(
+                f"levels = {self.levels:,} are fewer than {FINEST:,} for each of max_weight = "
+                f"{self.max_weight:g} examples: raise levels or lower max_weight"
+            )
+
+    def obstacle(self, local: LocalTraining, model: LanguageModel) -> str | None:
+        """Returns that batches weigh too much, if they do."""
+        if local.kind == UpdateKind.GRADIENT:
+            return self._overweight(local.batch_size)
+        return None
+
+    def round_obstacle(self, clients: int, parameters: Collection[frozenset[str]]) -> str | None:
+        """Returns why the protocol cannot sum the updates of a round, if it cannot."""
+        if self.protocol is None:
+            return None
+        if len(parameters) > 1:
+            return (
+                f"protocol = {self.protocol!r} sums updates of the same parameters, and clients "
+                "freeze different ones: freeze the same for all"
+            )
+        if clients < 2:
+            return (
+                f"protocol = {self.protocol!r} sums two updates or more: raise "
+                "federation.clients_per_round"
+            )
+        if clients * self.levels >= MODULUS:
+            return (
+                f"the sum of {clients:,} clients with levels = {self.levels:,} is beyond the "
+                f"2^32 of protocol = {self.protocol!r}: lower levels"
+            )
+        return None
+
+    def __call__(self, update: ClientUpdate, *, rng: torch.Generator) -> ClientUpdate:
+        """Returns the update in the numbers that a protocol sums.
+
+        Raises:
+            ConfigError: The client has more than `max_weight` examples.
+        """
+        if self.clipping is None:
+            return update
+        if (reason := self._overweight(update.num_examples)) is not None:
+            raise ConfigError(reason)
+        rounded = {}
+        for name, value in update.tensors.items():
+            exact = self._in_steps(value, update.num_examples)
+            # Down if the draw is below the distance to the step above: right on average.
+            draw = torch.rand(value.shape, generator=rng, dtype=torch.float64)
+            above = exact.ceil()
+            steps = torch.where(draw < above - exact, above - 1, above)
+            found = self._from_steps(steps, update.num_examples)
+            # 16 bits would round again, to other numbers.
+            rounded[name] = found if value.dtype == torch.float64 else found.float()
+        return replace(update, tensors=rounded)
+
+    def on_grid(self, update: ClientUpdate) -> dict[str, Tensor]:
+        """Returns a rounded update in float64, in which no number is off by a part of a step."""
+        count = update.num_examples
+        return {
+            name: self._from_steps(self._in_steps(value, count).round(), count)
+            for name, value in update.tensors.items()
+        }
 
     def combined(self, updates: Iterable[ClientUpdate]) -> ClientUpdate:
         """Returns the mean of the updates, weighted by examples: their sum, divided."""
-        return mean_update(updates)
+        if self.clipping is None:
+            return mean_update(updates)
+        examples: list[int] = []
+
+        def as_weighed() -> Iterator[ClientUpdate]:
+            for update in updates:
+                examples.append(update.num_examples)
+                yield replace(update, num_examples=self._weight(update.num_examples))
+
+        return replace(mean_update(as_weighed()), num_examples=sum(examples))
 
     def claims(self, local: LocalTraining, num_examples: int) -> Claims:
-        """Returns that the server sees a mean."""
-        return Claims(mean_of_clients=True)
+        """Returns that the server sees a mean, and to what numbers are rounded."""
+        if self.clipping is None:
+            return Claims(mean_of_clients=True)
+        largest = self.clipping / self._share(num_examples)
+        return Claims(mean_of_clients=True, largest_number=largest, step=2 * largest / self.levels)
+
+    def _overweight(self, examples: int) -> str | None:
+        if self.max_weight is None or examples <= self.max_weight:
+            return None
+        return (
+            f"a client has {examples} examples in a round, and max_weight = {self.max_weight:g}: "
+            "raise max_weight"
+        )
+
+    def _weight(self, examples: int) -> int:
+        """Returns the weight of an update in the sum: a whole number, at most `levels`."""
+        assert self.max_weight is not None
+        return round(examples / self.max_weight * self.levels)
+
+    def _share(self, examples: int) -> float:
+        """Returns by what an update is multiplied before it is clipped, at most 1."""
+        return self._weight(examples) / self.levels
+
+    def _in_steps(self, value: Tensor, examples: int) -> Tensor:
+        """Returns numbers as steps from the lower end of the clipping, in float64."""
+        assert self.clipping is not None
+        small = (value.double() * self._share(examples)).clamp(-self.clipping, self.clipping)
+        return (small + self.clipping) * (self.levels / (2 * self.clipping))
+
+    def _from_steps(self, steps: Tensor, examples: int) -> Tensor:
+        """Undoes `_in_steps`."""
+        assert self.clipping is not None
+        small = steps * (2 * self.clipping / self.levels) - self.clipping
+        return small / self._share(examples)

@@ -88,6 +88,18 @@ def node_sizes(run: Run) -> Sequence[int] | None:
     return None
 
 
+def note_dropped_out(run: Run, round: int, clients: Sequence[int]) -> None:
+    """Notes in run.json which of a round's clients are not in its sum."""
+    noted = run.info().get("dropped_out", {})
+    if clients or str(round) in noted:  # of a try that was cut short
+        run.update_info(dropped_out=noted | {str(round): sorted(clients)})
+
+
+def dropped_out(run: Run, round: int) -> frozenset[int]:
+    """Returns which of a round's clients are not in its sum."""
+    return frozenset(run.info().get("dropped_out", {}).get(str(round), ()))
+
+
 @lru_cache(maxsize=1)
 def _loaded(path: Path, version: object) -> Experiment:
     """Reads and checks an experiment once per process, and again if its file is another."""

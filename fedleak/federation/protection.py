@@ -10,6 +10,7 @@ import torch
 from fedleak import privacy
 from fedleak.config.experiment import Experiment
 from fedleak.defenses import Budget, Defense, measured
+from fedleak.defenses.secure_sum import SecureSum
 from fedleak.errors import ConfigError
 from fedleak.federation.schedule import rounds_of_clients
 from fedleak.observation import ClientUpdate
@@ -66,6 +67,13 @@ class Protection:
     def scales_with_update(self) -> bool:
         """Returns whether some noise has another scale in each update."""
         return any(each.scales_with_update for each in self.defenses.values())
+
+
+def protocol_of(experiment: Experiment) -> SecureSum | None:
+    """Returns the secure sum that a protocol makes; None: there is none, or it is modelled."""
+    aggregator = experiment.aggregator
+    runs = isinstance(aggregator, SecureSum) and aggregator.protocol is not None
+    return aggregator if runs else None  # type: ignore[return-value]
 
 
 def protection(experiment: Experiment, client: int, num_examples: int) -> Protection:

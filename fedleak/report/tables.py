@@ -16,7 +16,7 @@ from fedleak.metrics import intervals
 from fedleak.observation import GRANTABLE
 from fedleak.privacy import NONE
 from fedleak.reconstruction import Status
-from fedleak.report import canary_table, ladder
+from fedleak.report import canary_table, ladder, membership_table
 from fedleak.report.words import ANY_ATTACK, NOT_MEASURED, interval, plain_interval
 from fedleak.sanitise import markup, printable
 from fedleak.store.lines import Measured
@@ -44,7 +44,7 @@ def print_run(
     summary = run.read(SUMMARY)
     if not scored:
         console.print(f"nothing scored yet in {markup(run.path)}")
-        _print_canaries(summary, console)
+        _print_measured(summary, console)
         _print_notes(summary, console)
         return
     ledger, rows = run.rows(LEDGER), [one.row for one in scored]
@@ -59,7 +59,7 @@ def print_run(
             console.print(Text(printable(line)), soft_wrap=True)
     for line in [*any_attack(summary), *circumstances(summary)]:
         console.print(Text(printable(line)), soft_wrap=True)
-    _print_canaries(summary, console)
+    _print_measured(summary, console)
     examples = best_examples(scored)
     # Not `console.is_terminal`, which an environment can force: a log must not be taken for one.
     if examples and (texts or console.file.isatty()):
@@ -84,11 +84,15 @@ def print_run(
     console.print(f"results: {markup(run.path)}")
 
 
-def _print_canaries(summary: RunSummary, console: Console) -> None:
-    """Prints what canaries measured, if there are any."""
+def _print_measured(summary: RunSummary, console: Console) -> None:
+    """Prints what canaries and attacks on membership measured, if there are any."""
     if summary.canary is not None:
         console.print(canary_table.table(summary.canary))
         for line in canary_table.notes(summary.canary):
+            console.print(f"  [dim]{markup(line)}[/]", soft_wrap=True)
+    if summary.membership is not None:
+        console.print(membership_table.table(summary.membership))
+        for line in membership_table.notes(summary.membership):
             console.print(f"  [dim]{markup(line)}[/]", soft_wrap=True)
 
 

@@ -63,6 +63,7 @@ class Answer(_OfAttack):
     evidence: tuple[float | None, ...] = ()
     margins: tuple[float | None, ...]
     tokens: tuple[int, ...] | None
+    scores: dict[str, tuple[float, ...]] = {}
     facts: dict[str, JsonValue]
     diagnostics: dict[str, JsonValue]
     verified: bool
@@ -249,6 +250,24 @@ class CanaryRow(_OfUpdate):
     witnesses: tuple[float, ...]
 
 
+class MembershipRow(_OfAttack):
+    """How an attack scores texts that were in an update or not: a line of membership.jsonl.
+
+    No text is in it.
+
+    Attributes:
+        inside: Whether each text of the list was in the batch.
+        pairs: Places in the list of a text of the batch, and of the one that stands beside it.
+        first: Whether no text of the pair was in the list of an update before this one.
+        scores: By the name of a statistic, of each text of the list.
+    """
+
+    inside: tuple[bool, ...]
+    pairs: tuple[tuple[int, int], ...]
+    first: tuple[bool, ...]
+    scores: dict[str, tuple[float, ...]]
+
+
 class DefenseRow(_OfUpdate, Measured):
     """What one defense did to one update: a line of defenses.jsonl; its figures are by name.
 
@@ -274,6 +293,17 @@ def _check_canaries(row: CanaryRow) -> None:
         raise ValueError("rate, steps, uses or numbers are out of range")
 
 
+def _check_membership(row: MembershipRow) -> None:
+    if sorted(place for pair in row.pairs for place in pair) != list(range(len(row.inside))):
+        raise ValueError("pairs: not every text is in one")
+    if not row.pairs or len(row.first) != len(row.pairs):
+        raise ValueError(f"first: {len(row.first)} of {len(row.pairs)} pairs")
+    if not all(row.inside[member] and not row.inside[other] for member, other in row.pairs):
+        raise ValueError("pairs: one of each must be in")
+    if any(len(each) != len(row.inside) for each in row.scores.values()):
+        raise ValueError("scores: not of every text")
+
+
 def _check_texts(row: LeakageRow) -> None:
     if row.texts is not None and len(row.texts) != row.batch_size:
         raise ValueError(f"texts: {len(row.texts)} for a batch of {row.batch_size}")
@@ -283,6 +313,7 @@ ATTEMPTS = Lines("attempts.jsonl", Attempt)
 LEAKAGE = Lines("leakage.jsonl", LeakageRow, check=_check_texts)
 LEDGER = Lines("privacy.jsonl", LedgerRow)
 CANARIES = Lines("canaries.jsonl", CanaryRow, check=_check_canaries)
+MEMBERSHIP = Lines("membership.jsonl", MembershipRow, check=_check_membership)
 DEFENSES = Lines("defenses.jsonl", DefenseRow)
 UTILITY = Lines("utility.jsonl", Utility)
 

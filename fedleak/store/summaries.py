@@ -250,6 +250,63 @@ class CanarySummary(Record):
     alarms: tuple[str, ...]
 
 
+class RoundFigure(Record):
+    """The area under the ROC curve over the updates of one round."""
+
+    round: int
+    auc: float
+
+
+class MembershipFigures(Record):
+    """How well one score tells which texts were in the updates of a run.
+
+    Attributes:
+        attack, score: Whose, and the name of the score.
+        updates, clients: That the texts are of; no clients where updates are sums.
+        members, controls: Texts that were in, and texts that were not.
+        auc: The area under the ROC curve, with the interval over clients, or over updates where
+            there is one client or sums; 0.5 is chance.
+        rounds: The area in each round.
+        found_at_1_percent, found_at_01_percent: The share of the members above all but 1 %, or
+            0.1 %, of the controls; None: there are fewer than 100, or 1,000, controls.
+        pairs: Of a member and a control, both for the first time.
+        p: Of a sign test over these pairs, corrected for the number of attacks and scores; small:
+            chance would rarely tell them apart so well, or so wrongly. None: as for `epsilon`.
+        epsilon: Lower bound for replacing a text by another; 0: nothing was seen with so many
+            pairs; None: there is none.
+    """
+
+    attack: str
+    score: str
+    updates: int
+    clients: int | None
+    members: int
+    controls: int
+    auc: Estimate
+    rounds: tuple[RoundFigure, ...]
+    found_at_1_percent: float | None
+    found_at_01_percent: float | None
+    pairs: int
+    p: float | None
+    epsilon: float | None
+
+
+class MembershipSummary(Record):
+    """What attacks on membership say of a run.
+
+    Attributes:
+        confidence: With which the bounds of all attacks and scores hold at once.
+        delta: Of every bound.
+        no_bound: Why there is no bound; None: there are bounds.
+        figures: By attack and score.
+    """
+
+    confidence: float
+    delta: float
+    no_bound: str | None
+    figures: tuple[MembershipFigures, ...]
+
+
 class Circumstances(Record):
     """All that is in the way of an attack: defenses, and by name the settings that act as such."""
 
@@ -294,6 +351,7 @@ class RunSummary(Record):
         defended: What each defense did.
         privacy: The guarantee; None before anybody has trained.
         canary: What canaries measured of it; None: there are none.
+        membership: How well texts that were in updates are told from others; None: nobody asked.
         utility_before, utility: Of the model before training, and now, if measured.
         held_out: Texts that it is measured on.
         utility_reference: Of the central baseline, if it was asked for.
@@ -314,6 +372,7 @@ class RunSummary(Record):
     defended: tuple[DefenseMeans, ...]
     privacy: Guarantee | None
     canary: CanarySummary | None = None
+    membership: MembershipSummary | None = None
     utility_before: Utility | None
     utility: Utility | None
     held_out: int
@@ -335,8 +394,8 @@ class CellSummary(Record):
         cell: Its name.
         values: Its value of each swept key.
         status: Of its run.
-        missing, attacks, worst_case, utility, utility_reference, privacy, canary: As in a
-            `RunSummary`.
+        missing, attacks, worst_case, utility, utility_reference, privacy, canary, membership: As
+            in a `RunSummary`.
     """
 
     cell: str
@@ -349,6 +408,7 @@ class CellSummary(Record):
     utility_reference: Baseline | None = None
     privacy: Guarantee | None = None
     canary: CanarySummary | None = None
+    membership: MembershipSummary | None = None
 
 
 class SweepSummary(Record):

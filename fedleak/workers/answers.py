@@ -6,6 +6,7 @@ could not read is refused here, while it is still known whose fault it is.
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,8 @@ _MOST_SEQUENCES = 100
 _TIMES = 10
 _MOST_FACTS, _LONGEST_NAME = 100, 100
 """Facts of an answer, and characters of the name of one."""
+_MOST_SCORES, _SCORE = 20, re.compile("[A-Za-z0-9_]{1,40}")
+"""Statistics of an answer on membership, and the name of one."""
 _DEEPEST = 20
 _LARGEST = 2**63
 """Whole numbers below it; Python does not read back those of thousands of digits."""
@@ -32,7 +35,9 @@ class InvalidAnswerError(ValueError):
     """An attack's answer is not one; the text says what is wrong with it."""
 
 
-def checked(answer: object, *, vocabulary: int, longest: int, examples: int) -> Reconstruction:
+def checked(
+    answer: object, *, vocabulary: int, longest: int, examples: int, listed: int = 0
+) -> Reconstruction:
     """Returns an answer in plain values, with null for each number that is not finite.
 
     Args:
@@ -40,6 +45,7 @@ def checked(answer: object, *, vocabulary: int, longest: int, examples: int) -> 
         vocabulary: Token ids are below it.
         longest: Tokens that the model takes.
         examples: In the batch, as far as the attacker knows.
+        listed: Texts that the attack was asked about.
 
     Raises:
         InvalidAnswerError: It is not a `Reconstruction`, or one that cannot be scored.
@@ -77,6 +83,7 @@ def checked(answer: object, *, vocabulary: int, longest: int, examples: int) -> 
         raise InvalidAnswerError(f"{len(evidence)} numbers of evidence for {of} sequences")
     if len(margins) not in (0, of):
         raise InvalidAnswerError(f"{len(margins)} margins for {of} sequences")
+    scores = _scores(answer.scores, listed)
     facts, diagnostics = (
         _table(name, value)
         for name, value in (("facts", answer.facts), ("diagnostics", answer.diagnostics))
@@ -90,12 +97,13 @@ def checked(answer: object, *, vocabulary: int, longest: int, examples: int) -> 
         evidence=evidence,  # type: ignore[arg-type]  # null where there is no finite number
         margins=margins,
         tokens=tokens,
+        scores=scores,
         facts=facts,
         diagnostics=diagnostics,
         verified=answer.verified,
         reason=reason,
     )
-    size = len(json.dumps([sequences, tokens, evidence, margins, facts, diagnostics]))
+    size = len(json.dumps([sequences, tokens, evidence, margins, scores, facts, diagnostics]))
     if size > MOST_CHARACTERS:
         raise InvalidAnswerError(f"{size:,} characters as JSON: at most {MOST_CHARACTERS:,}")
     return plain
@@ -131,6 +139,30 @@ def _ids(name: str, values: object, vocabulary: int, most: int) -> tuple[int, ..
                 f"{name}[{i}] is no token id: the model has those from 0 to {vocabulary - 1}"
             )
     return ids
+
+
+def _scores(values: object, listed: int) -> dict[str, tuple[float, ...]]:
+    """Returns a finite number of each text that was asked about, by the name of a statistic."""
+    if not isinstance(values, Mapping):
+        raise InvalidAnswerError(f"scores is {_type(values)}, not a mapping")
+    if len(values) > _MOST_SCORES:
+        raise InvalidAnswerError(f"{len(values)} scores: at most {_MOST_SCORES} are taken")
+    found = {}
+    for name, each in values.items():
+        if type(name) is not str or not _SCORE.fullmatch(name):
+            raise InvalidAnswerError("the name of a score is no word of letters, digits and _")
+        numbers = tuple(
+            _number(f"scores[{name}][{i}]", one)
+            for i, one in enumerate(_listed(f"scores[{name}]", each))
+        )
+        if len(numbers) != listed:
+            raise InvalidAnswerError(
+                f"scores[{name}] has {len(numbers)} numbers for {listed} texts"
+            )
+        if None in numbers:
+            raise InvalidAnswerError(f"scores[{name}] has a number that is not finite")
+        found[name] = tuple(float(one) for one in numbers if one is not None)
+    return found
 
 
 def _number(name: str, value: object) -> float | int | None:

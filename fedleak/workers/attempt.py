@@ -73,12 +73,14 @@ def answers(
 
 def _answer(answer: object, seen: Observation, model: LanguageModel) -> Reconstruction:
     """Returns an attack's answer, or the failure that it is."""
+    asked = seen.knowledge.candidates
     try:
         return checked(
             answer,
             vocabulary=int(model.module.config.vocab_size),  # type: ignore[union-attr,arg-type]
             longest=model.max_length,
             examples=seen.update.num_examples,
+            listed=len(asked.listed) if asked else 0,
         )
     except InvalidAnswerError as error:
         reason = one_line(f"the attack's answer is invalid: {error}")

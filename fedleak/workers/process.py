@@ -140,6 +140,7 @@ def answer_record(
         evidence=found.evidence,
         margins=found.margins,
         tokens=found.tokens,
+        scores=dict(found.scores),
         facts=dict(found.facts),
         diagnostics=dict(found.diagnostics),
         verified=found.verified,

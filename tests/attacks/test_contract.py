@@ -48,7 +48,7 @@ MODELS = [
     ("llama", CAUSAL_LM),
 ]
 ONE_OF_EACH_FAMILY = [("bert", CLASSIFICATION), ("gpt2", CAUSAL_LM), ("llama", CAUSAL_LM)]
-GRANTED = ("batch_size", "labels", "lengths")
+GRANTED = ("batch_size", "labels", "lengths", "candidates")
 KEYS = r"algorithm = |task = |update\.share|threat\.knows|model\.name|kind = "
 PARTS = (
     ("embedding", "wte", "wpe"),
@@ -120,6 +120,7 @@ def granting(seen, truth, facts):
         "batch_size": len(truth.sequences),
         "labels": tuple(truth.labels),
         "lengths": tuple(map(len, truth.sequences)),
+        "candidates": truth.candidates,
     }
     granted = {fact: private[fact] for fact in facts}
     return replace(seen, knowledge=replace(seen.knowledge, **granted))
@@ -321,6 +322,11 @@ def score(answer, truth, model):
         "longest_sequence": max(map(len, truth.sequences)),
         "label_counts": [truth.labels.count(label) for label in range(model.num_labels)],
     }
+    if answer.scores:
+        scored = list(zip(answer.scores["residual"], truth.inside, strict=True))
+        lowest = min(value for value, inside in scored if inside)
+        outside = [value for value, inside in scored if not inside]
+        parts.append(sum(value < lowest for value in outside) / len(outside))
     parts += [float(value == facts[name]) for name, value in answer.facts.items()]
     return sum(parts) / len(parts) if parts else 0.0
 

@@ -95,6 +95,7 @@ def page_of(texts: list[PrivateText], word: str = "a word", **changes: Any) -> R
             "attacks": [],
             "attack_table": table,
             "ladder": table,
+            "membership": table,
             "texts": texts,
             "texts_note": word,
             "defenses": [table],

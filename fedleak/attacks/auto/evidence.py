@@ -117,14 +117,31 @@ def compare(
         sequences: As attacks on spans give them (`certificate.close` adds the last target).
         observed: The mean gradient by parameter name.
     """
+    labels = model.num_labels if model.task == CLASSIFICATION else 1
+    every_NC = torch.arange(labels, device=model.device).repeat(len(sequences), 1)
+    return compare_labelled(model, [close(model, ids) for ids in sequences], every_NC, observed)
+
+
+def compare_labelled(
+    model: LanguageModel,
+    closed: Sequence[tuple[int, ...]],
+    labels_NC: Tensor,
+    observed: Mapping[str, Tensor],
+) -> Pairs:
+    """Returns the inner products of the gradients of sequences with some labels.
+
+    Args:
+        model: At the broadcast weights.
+        closed: The sequences, as clients train on them.
+        labels_NC: Of each; of no meaning in next-token training.
+        observed: The mean gradient by parameter name.
+    """
     weight = weights(model, observed)
-    closed = [close(model, ids) for ids in sequences]
     words_M = torch.tensor(sorted({t for ids in closed for t in ids}), device=model.device)
     own = BatchGradients(model, list(weight))
     with own.ready():
-        gradients = _gradients(model, own, closed, words_M)
-    labels = model.num_labels if model.task == CLASSIFICATION else 1
-    size = len(closed) * labels
+        gradients = gradients_of(model, own, closed, labels_NC, words_M)
+    size = labels_NC.numel()
     gram_KK = torch.zeros(size, size, dtype=torch.float64)
     observed_K = torch.zeros(size, dtype=torch.float64)
     for name in weight:
@@ -135,8 +152,8 @@ def compare(
         gram_KK += weight[name] * gram.double().cpu()
         observed_K += weight[name] * inner.double().cpu()
     return Pairs(
-        sequence=tuple(i for i in range(len(closed)) for _ in range(labels)),
-        label=tuple(range(labels)) * len(closed),
+        sequence=tuple(i for i in range(len(closed)) for _ in range(labels_NC.shape[1])),
+        label=tuple(labels_NC.flatten().tolist()),
         gram_KK=gram_KK,
         observed_K=observed_K,
         total=sum(weight[n] * float(observed[n].double().square().sum()) for n in weight),
@@ -157,15 +174,6 @@ def _weight(observed: Tensor) -> float:
     """Returns one over the mean square of the numbers that are not zero; 0 if all are."""
     square = float(observed.double().square().sum())
     return int(observed.count_nonzero()) / square if square > 1e-30 else 0.0
-
-
-def _gradients(
-    model: LanguageModel, own: BatchGradients, closed: Sequence[tuple[int, ...]], words_M: Tensor
-) -> dict[str, Gradient]:
-    """Returns each pair's gradients: rows are sequences, and guesses of a row are its labels."""
-    labels = model.num_labels if model.task == CLASSIFICATION else 1
-    each = torch.arange(labels, device=model.device).repeat(len(closed), 1)
-    return gradients_of(model, own, closed, each, words_M)
 
 
 def gradients_of(

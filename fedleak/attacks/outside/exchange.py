@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 from safetensors.torch import save_file
 
 from fedleak.models import CLASS_LOSSES, CLASSIFICATION, LanguageModel
-from fedleak.observation import Observation
+from fedleak.observation import QUESTIONS, Observation
 from fedleak.reconstruction import Reconstruction, Status
 
 VERSION = 1
@@ -99,7 +99,11 @@ def observation_table(
         "round": seen.round,
         "client": seen.client,
         "update": {"kind": str(seen.update.kind), "num_examples": seen.update.num_examples},
-        "knowledge": dataclasses.asdict(seen.knowledge),
+        "knowledge": {
+            name: value
+            for name, value in dataclasses.asdict(seen.knowledge).items()
+            if name not in QUESTIONS
+        },
         "model": {
             "type": model.family.model_type,
             "task": model.task,

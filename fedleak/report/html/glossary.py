@@ -54,6 +54,11 @@ TERMS = (
         "None: nothing is guaranteed.",
     ),
     Entry(
+        "membership",
+        "Whether a text, which the attacker has already, was in the batch of an update. It can "
+        "often be told where no text can be read any more.",
+    ),
+    Entry(
         "canary",
         "A made-up gradient that an audit puts into an update by the flip of a coin. How well the "
         "server guesses the coins bounds epsilon from below.",

@@ -15,7 +15,7 @@ from fedleak.federation.lookup import stored
 from fedleak.federation.schedule import captures_made
 from fedleak.privacy import NONE
 from fedleak.reconstruction import Status
-from fedleak.report import canary_table, ladder, tables
+from fedleak.report import canary_table, ladder, membership_table, tables
 from fedleak.report.comparison_table import SAYS, SCALE
 from fedleak.report.html import pictures
 from fedleak.report.html.page import (
@@ -40,7 +40,14 @@ from fedleak.store.records import (
     text_counts,
 )
 from fedleak.store.run import EVERYONE, Key, Run
-from fedleak.store.summaries import SUMMARY, AttackSummary, CanaryBound, CanarySummary, RunSummary
+from fedleak.store.summaries import (
+    SUMMARY,
+    AttackSummary,
+    CanaryBound,
+    CanarySummary,
+    MembershipSummary,
+    RunSummary,
+)
 
 MOST_ROWS = 500
 """Rows of a table; of a run with more, the file leakage.jsonl has the others."""
@@ -79,6 +86,7 @@ def run_page(run: Run, scored: Sequence[Scored], *, redact: bool = False) -> Run
         attacks=pictures.attacks(summary.name, summary.attacks),
         attack_table=attack_table(summary.attacks, summary),
         ladder=_ladder_table(summary),
+        membership=_membership(summary.membership),
         texts=texts,
         texts_note=_texts_note(rows, texts, redact),
         defenses=_defenses(run, experiment, summary),
@@ -433,6 +441,17 @@ def _privacy(summary: RunSummary, ledger: Sequence[LedgerRow]) -> str:
         f"Every client has an epsilon of at most {figure(held.epsilon)} at delta "
         f"{figure(held.delta)} after {counted(max(row.round for row in ledger), 'round')} (unit: "
         f"{held.unit}; neighbouring: {held.neighbouring}; accountant: {held.accountant})."
+    )
+
+
+def _membership(summary: MembershipSummary | None) -> Table | None:
+    if summary is None:
+        return None
+    return Table(
+        membership_table.CAPTION.capitalize(),
+        membership_table.COLUMNS,
+        [membership_table.cells(row) for row in summary.figures],
+        " ".join(membership_table.notes(summary)),
     )
 
 

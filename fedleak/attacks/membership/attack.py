@@ -1,0 +1,82 @@
+"""Scores how likely each of some texts was in the batch of an update.
+
+Who was in, the attack is not told: it gets a shuffled list (`Knowledge.candidates`), and the audit
+compares the scores with the truth.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from fedleak.attacks import AttackSetting
+from fedleak.attacks.auto.evidence import weights
+from fedleak.attacks.certificate import as_gradient
+from fedleak.attacks.membership import scores
+from fedleak.models import LanguageModel
+from fedleak.observation import QUESTIONS, Observation
+from fedleak.reconstruction import Reconstruction, Status
+
+
+@dataclass(frozen=True, kw_only=True)
+class Membership:
+    """Tells which texts of a list were in the update, also where noise hides what they say.
+
+    Four scores of each text, the higher, the likelier: `residual`, the cosine of the update with
+    the part of the text's gradient that no public text explains; `cosine`, that of all of its
+    gradient; `loss`, how well the broadcast model fits it; `loss_drop`, how much better it is
+    fitted after the update.
+    """
+
+    kind: ClassVar[str] = "membership"
+    uses: ClassVar[frozenset[str]] = QUESTIONS
+
+    def obstacle(self, setting: AttackSetting) -> str | None:
+        """Needs texts to ask about, and a parameter whose gradient can be compared."""
+        if not setting.knows >= QUESTIONS:
+            return (
+                'needs a list of texts to ask about: kind = "membership" in an experiment file '
+                "gets one from the audit"
+            )
+        if not setting.shared - {setting.family.word_embedding}:
+            return "needs a parameter beside the word embedding: add one to update.share"
+        return None
+
+    def __call__(
+        self, seen: Observation, model: LanguageModel, *, rng: torch.Generator
+    ) -> Reconstruction:
+        """Returns the scores of all candidates."""
+        asked = seen.knowledge.candidates
+        assert asked is not None
+        if not asked.listed:
+            return Reconstruction.none(
+                Status.ABSTAINED,
+                "the list of candidates is empty: no held-out text can stand beside a text of the "
+                "batch: raise data.held_out",
+            )
+        gradient = as_gradient(seen)
+        if not weights(model, gradient):
+            return Reconstruction.none(
+                Status.ABSTAINED, "the update is zero wherever gradients can be compared"
+            )
+        count = len(asked.listed)
+        pairs = scores.products(model, [*asked.listed, *asked.public], gradient)
+        loss_K = scores.losses(model, asked.listed)
+        rate = seen.knowledge.learning_rate or 1.0
+        after_K = scores.losses(scores.stepped(model, gradient, rate), asked.listed)
+        found = {
+            "residual": scores.residual(pairs, count),
+            "cosine": scores.cosine(pairs, count),
+            "loss": -loss_K,
+            "loss_drop": loss_K - after_K,
+        }
+        finite = {name: value for name, value in found.items() if bool(value.isfinite().all())}
+        return Reconstruction(
+            status=Status.RECOVERED,
+            scores={name: tuple(value.tolist()) for name, value in finite.items()},
+            diagnostics={
+                "listed": count,
+                "public": len(asked.public),
+                "left_out": sorted(found.keys() - finite.keys()),
+            },
+        )

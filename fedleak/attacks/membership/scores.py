@@ -1,0 +1,95 @@
+"""Statistics of one text: how likely it was in the batch of an update.
+
+Gradients of texts of one class are much alike, so the product of a text's gradient with the update
+is large whoever was in. What tells texts apart is the part of a gradient g that lies outside the
+span of the gradients of public texts, `r = g - P g`: the residual score is the cosine of r with the
+update u. With `<u, r> = <u, g> - c^T u_P`, `|r|^2 = |g|^2 - c^T k` and `c = K^+ k`, where K is the
+Gram matrix of the public gradients, k their products with g, and u_P theirs with u, it takes inner
+products only, and no gradient is formed (`auto.evidence`).
+
+The losses are the older question (Yeom et al. 2018): is the text fitted well, and does one step
+along the update fit it better?
+
+Shapes: K candidates, P public texts, A = K + P of both.
+"""
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from fedleak.attacks.auto.evidence import Pairs, compare_labelled
+from fedleak.models import LanguageModel, example_losses, pad
+from fedleak.observation import Example
+
+RANK = 1e-6
+"""Directions of the public span below this share of the largest are rounding of float32."""
+
+AT_ONCE = 32
+"""Texts whose losses are computed together."""
+
+_TINY = 1e-300
+
+
+def products(
+    model: LanguageModel, examples: Sequence[Example], observed: Mapping[str, Tensor]
+) -> Pairs:
+    """Returns the inner products of examples' gradients with each other and the observed one [A].
+
+    Args:
+        model: At the broadcast weights.
+        examples: Candidates and public texts.
+        observed: The mean gradient by parameter name.
+    """
+    labels_A1 = torch.tensor([[one.label or 0] for one in examples], device=model.device)
+    return compare_labelled(model, [one.ids for one in examples], labels_A1, observed)
+
+
+def cosine(pairs: Pairs, count: int) -> Tensor:
+    """Returns the cosine [K] of each of the first `count` gradients with the observed one."""
+    square_K = pairs.gram_KK.diagonal()[:count]
+    return pairs.observed_K[:count] / (square_K * pairs.total).clamp_min(_TINY).sqrt()
+
+
+def residual(pairs: Pairs, count: int) -> Tensor:
+    """Returns the cosine [K] with the observed one of what is outside the span of all others.
+
+    Args:
+        pairs: Of the candidates, then the public texts.
+        count: How many are candidates.
+    """
+    gram_PP = pairs.gram_KK[count:, count:]
+    gram_PK = pairs.gram_KK[count:, :count]
+    c_PK = torch.linalg.pinv(gram_PP, rtol=RANK, hermitian=True) @ gram_PK
+    inner_K = pairs.observed_K[:count] - pairs.observed_K[count:] @ c_PK
+    own_K = pairs.gram_KK.diagonal()[:count]
+    # A candidate inside the span has nothing that could be told apart.
+    square_K = own_K - (gram_PK * c_PK).sum(0)
+    outside_K = square_K > RANK * own_K
+    return torch.where(outside_K, inner_K / (square_K * pairs.total).clamp_min(_TINY).sqrt(), 0.0)
+
+
+def losses(model: LanguageModel, examples: Sequence[Example]) -> Tensor:
+    """Returns each example's loss [K]."""
+    found = []
+    with torch.no_grad():
+        for start in range(0, len(examples), AT_ONCE):
+            some = examples[start : start + AT_ONCE]
+            ids_BT, mask_BT = pad(
+                [one.ids for one in some], model.tokenizer.pad_token_id, model.device
+            )
+            labels_B = torch.tensor([one.label or 0 for one in some], device=model.device)
+            found.append(example_losses(model, ids_BT, mask_BT, labels_B))
+    return torch.cat(found).double().cpu()
+
+
+def stepped(model: LanguageModel, gradient: Mapping[str, Tensor], rate: float) -> LanguageModel:
+    """Returns a copy of the model, one step along a gradient."""
+    after = replace(model, module=copy.deepcopy(model.module))
+    own = dict(after.module.named_parameters())
+    with torch.no_grad():
+        for name, value in gradient.items():
+            own[name].sub_(rate * value.to(own[name].dtype))
+    return after

@@ -1,0 +1,339 @@
+"""Who was in an update: the lists that are asked about, and what is said of the answers."""
+
+import math
+
+import numpy as np
+import pytest
+from tiny import Here, call, tables
+
+from fedleak import models, pipeline, preparation
+from fedleak.attacks.membership.attack import Membership
+from fedleak.audit import membership, scoring
+from fedleak.audit.candidates import PUBLIC, questions
+from fedleak.audit.grants import knowledge
+from fedleak.audit.held_out import HeldOut, read_held_out
+from fedleak.audit.privacy_bounds import gaussian_epsilon
+from fedleak.audit.vault import read_truth
+from fedleak.config.loading import parse
+from fedleak.models import loading
+from fedleak.observation import Observation, ThreatModel
+from fedleak.reconstruction import Status
+from fedleak.rng import stream
+from fedleak.store.records import LEAKAGE, MEMBERSHIP, Answer, MembershipRow
+from fedleak.store.run import EVERYONE, Key
+from fedleak.store.summaries import SUMMARY
+from fedleak.truth import GroundTruth
+from server.engines import train
+
+MODEL = {"name": "smaller than builtin/bert-tiny: `folder`"}
+ASKED = ThreatModel(frozenset({"candidates"}))
+SMALLER = {"federation.rounds": 1, "federation.clients": 4, "data.samples": 16}
+DP_SGD = {"kind": "dp_sgd", "noise_multiplier": 0.01, "max_grad_norm": 0.5, "sampling": "fixed"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def folder(small, tmp_path_factory):
+    """Makes a model of the built-in one's vocabulary that costs a tenth."""
+    model, folder = small("bert", num_labels=2), tmp_path_factory.mktemp("bert")
+    model.module.save_pretrained(folder)
+    model.tokenizer.save_pretrained(folder)
+    MODEL["name"] = str(folder)
+
+
+def experiment_of(**changes):
+    return parse(
+        tables(
+            {
+                "model": MODEL,
+                "data": {"name": "builtin/notes", "samples": 48, "held_out": 100},
+                "federation": {"clients": 6, "rounds": 2, "batch_size": 4, "learning_rate": 0.1},
+                "utility": {"rounds": []},
+                "attack": [{"kind": "membership"}],
+            }
+            | changes
+        )
+    )
+
+
+def carried_out(path, experiment):
+    run = preparation.prepare(experiment, path / "run")
+    pipeline.carry_out(run, experiment, train, on=[Here()])
+    return run
+
+
+@pytest.fixture(scope="module")
+def attacked(folder, tmp_path_factory):
+    return carried_out(tmp_path_factory.mktemp("attacked"), experiment_of())
+
+
+def figures(run):
+    summary = run.read(SUMMARY)
+    assert not summary.missing
+    return {each.score: each for each in summary.membership.figures}
+
+
+# --- the list -----------------------------------------------------------------------------------
+
+
+def ids(start, count):
+    return [(1, i, 2) for i in range(start, start + count)]
+
+
+def truth_of(sequences, labels=()):
+    return GroundTruth(
+        round=1, client=0, sequences=tuple(sequences), labels=tuple(labels), batch_size=4
+    )
+
+
+def test_each_text_of_a_batch_stands_beside_a_held_out_one_of_its_class():
+    truth = truth_of(ids(10, 6), [0, 1, 1, 0, 1, 1])
+    held_out = HeldOut(sequences=ids(100, 90), labels=[i % 2 for i in range(90)])
+    made = questions(truth, held_out, seed=0)
+    assert made == questions(truth, held_out, seed=0)
+    assert len(made.pairs) == 6
+    assert len(made.asked.public) == PUBLIC
+    texts = [one.ids for one in made.asked.listed]
+    assert len(set(texts)) == 12
+    assert not set(texts) & {one.ids for one in made.asked.public}
+    for member, other in made.pairs:
+        assert texts[member] in truth.sequences
+        assert texts[other] in held_out.sequences
+        assert made.asked.listed[member].label == made.asked.listed[other].label
+        assert made.inside[member]
+        assert not made.inside[other]
+
+
+def test_the_order_of_the_list_says_nothing():
+    """Of a pair, the text of the batch comes first as often as not."""
+    held_out = HeldOut(sequences=ids(100, 90))
+    first = []
+    for seed in range(200):
+        made = questions(truth_of(ids(10, 2)), held_out, seed)
+        first += [member < other for member, other in made.pairs]
+    assert abs(sum(first) - 200) < 4 * math.sqrt(400 * 0.25)
+
+
+def test_a_text_on_both_sides_or_without_a_partner_is_left_out():
+    known = [*ids(100, 9), (1, 10, 2)]
+    made = questions(truth_of([*ids(10, 3), (1, 11, 2)]), HeldOut(sequences=known), seed=0)
+    assert {one.ids for one, i in zip(made.asked.listed, made.inside, strict=True) if i} == {
+        (1, 11, 2),
+        (1, 12, 2),
+    }
+    few = questions(truth_of(ids(10, 9)), HeldOut(sequences=ids(100, 4)), seed=0)
+    assert len(few.pairs) == 2
+    one_class = HeldOut(sequences=ids(100, 20), labels=[1] * 20)
+    assert not questions(truth_of(ids(10, 3), [0, 0, 0]), one_class, seed=0).pairs
+
+
+def test_only_the_attack_that_is_asked_gets_the_list(attacked):
+    experiment = experiment_of(**{"threat.knows": ["labels"]})
+    threats = {each.name: each.threat.knows for each in experiment.attacks}
+    assert threats == {
+        "membership": frozenset({"labels", "candidates"}),
+        "probes": frozenset({"labels"}),
+    }
+    assert knowledge(attacked, Key(1, 0), ThreatModel()).candidates is None
+    for row in attacked.rows(LEAKAGE):
+        assert ("candidates" in row.knows) == (row.attack == "membership")
+
+
+# --- what is said of the answers ----------------------------------------------------------------
+
+
+def test_who_was_in_an_update_without_a_defense_is_told(attacked):
+    found = figures(attacked)
+    assert found["residual"].auc.mean > 0.95
+    assert found["residual"].p < 0.01
+    assert found["residual"].epsilon > 0.5
+    assert found["cosine"].auc.mean < found["residual"].auc.mean
+    assert found["residual"].members == found["residual"].controls == 48
+    assert found["residual"].found_at_1_percent is None  # fewer than 100 controls
+    assert [each.round for each in found["residual"].rounds] == [1, 2]
+
+
+def test_texts_that_are_not_in_the_update_are_told_apart_by_chance(attacked):
+    """The same attack is asked about the batch of another client: its update says nothing of it."""
+    experiment, held_out = experiment_of(), read_held_out(attacked)
+    model = loading.load(experiment.model_spec(2))
+    answers, truths = {}, {}
+    for key in attacked.captures():
+        models.load_parameters_(model, attacked.read_broadcast(key.round))
+        other = Key(key.round, (key.client + 1) % 6)
+        seen = Observation(
+            round=key.round,
+            client=key.client,
+            update=attacked.read_capture(key).update,
+            knowledge=knowledge(attacked, other, ASKED),
+        )
+        found = Membership()(seen, model, rng=stream(0))
+        truths[other] = read_truth(attacked, other)
+        answers[other, "membership"] = answer_of(other, found.scores)
+    rows = membership.membership_rows(experiment, held_out, answers, truths, [])
+    summary = membership.summarised(experiment, rows)
+    assert len(summary.figures) == 4
+    for each in summary.figures:
+        assert abs(each.auc.mean - 0.5) < 0.2
+        assert each.auc.low < 0.5 < each.auc.high
+        assert each.p > 0.05
+        assert each.epsilon == 0.0
+
+
+def answer_of(key, scores):
+    return Answer(
+        round=key.round,
+        client=key.client,
+        attack="membership",
+        settings={},
+        granted=(),
+        knows=(),
+        seconds=None,
+        device=None,
+        status=Status.RECOVERED,
+        sequences=None,
+        margins=(),
+        tokens=None,
+        scores=dict(scores),
+        facts={},
+        diagnostics={},
+        verified=False,
+        reason="",
+    )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"defense": [DP_SGD]},
+        {"defense": [DP_SGD, {"kind": "secure_sum"}]},
+        {"federation.algorithm": "fedavg", "update.share": ["attention", "classifier"]},
+    ],
+    ids=["noise", "sum", "fedavg"],
+)
+def test_it_works_under_noise_on_sums_and_after_local_training(tmp_path, changes):
+    run = carried_out(tmp_path, experiment_of(**SMALLER | changes))
+    found = figures(run)["residual"]
+    assert found.auc.mean > 0.75
+    sums = "secure_sum" in str(changes)
+    assert found.clients == (None if sums else 4)
+    assert {row.client for row in run.rows(MEMBERSHIP)} == ({EVERYONE} if sums else {*range(4)})
+
+
+def test_rows_stay_where_the_truth_is_gone(tmp_path):
+    changes = {"federation.rounds": 1, "federation.clients": 2, "data.samples": 8}
+    run = carried_out(tmp_path, experiment_of(**changes))
+    before = run.rows(MEMBERSHIP)
+    (run.path / "vault" / f"{Key(1, 0)}.json").unlink()
+    scoring.score_run(run)
+    assert run.rows(MEMBERSHIP) == before
+
+
+def test_score_and_report_show_it_and_say_what_it_assumes(attacked, tmp_path):
+    code, out, _ = call("score", str(attacked.path))
+    assert code == 0
+    said = " ".join(out.split())
+    for words in (
+        "membership: which texts were in an update",
+        "0.5 is chance",
+        "too few",
+        "decided before training",
+        "assumes nothing of the mechanism",
+    ):
+        assert words in said
+    page = tmp_path / "report.html"
+    code, _, _ = call("report", str(attacked.path), "--out", str(page))
+    assert code == 0
+    assert "Membership: which texts were in an update" in page.read_text()
+
+
+def row(client, inside, scores, round=1, first=None):
+    """A row whose pairs are neighbours in the list."""
+    pairs = tuple((i, i + 1) if inside[i] else (i + 1, i) for i in range(0, len(inside), 2))
+    return MembershipRow(
+        round=round,
+        client=client,
+        attack="membership",
+        inside=tuple(inside),
+        pairs=pairs,
+        first=first or (True,) * len(pairs),
+        scores={"s": tuple(scores)},
+    )
+
+
+def test_the_area_is_the_share_of_pairs_of_a_list_in_the_right_order():
+    rng = np.random.default_rng(0)
+    rows = []
+    for client in range(4):
+        inside = [
+            bool(coin) == second for coin in rng.integers(0, 2, 6) for second in (True, False)
+        ]
+        rows.append(row(client, inside, rng.integers(0, 5, 12).tolist()))
+    right = count = 0
+    for one in rows:
+        for i, was_in in enumerate(one.inside):
+            for j, other_in in enumerate(one.inside):
+                if was_in and not other_in:
+                    a, b = one.scores["s"][i], one.scores["s"][j]
+                    right, count = right + (a > b) + 0.5 * (a == b), count + 1
+    (found,) = membership.summarised(experiment_of(), rows).figures
+    assert found.auc.mean == pytest.approx(right / count)
+    assert found.auc.low < found.auc.mean < found.auc.high
+
+
+@pytest.mark.parametrize("accused", membership.FALSE_POSITIVES)
+def test_true_positives_are_those_above_all_but_a_share_of_the_others(accused):
+    rng = np.random.default_rng(1)
+    controls, members = rng.normal(size=2000), rng.normal(2, size=500)
+    allowed = [t for t in sorted([*controls, *members]) if (controls > t).mean() <= accused]
+    slow = (members > allowed[0]).mean()
+    assert membership.true_positives(members, controls, accused) == pytest.approx(slow, abs=0.003)
+    enough = round(1 / accused)
+    assert membership.true_positives(members, controls[:enough], accused) is not None
+    assert membership.true_positives(members, controls[: enough - 1], accused) is None
+
+
+def test_a_text_in_several_lists_counts_once():
+    truth = truth_of(ids(10, 4))
+    held_out = HeldOut(sequences=ids(100, 20))
+    keys = [Key(1, 0), Key(2, 0)]
+    answers = {(key, "membership"): answer_of(key, {"s": (0.0,) * 8}) for key in keys}
+    again = GroundTruth(**vars(truth) | {"round": 2})
+    rows = membership.membership_rows(
+        experiment_of(), held_out, answers, {keys[0]: truth, keys[1]: again}, []
+    )
+    assert [row.first for row in rows] == [(True,) * 4, (False,) * 4]
+    (found,) = membership.summarised(experiment_of(), rows).figures
+    assert (found.members, found.pairs) == (8, 4)
+
+
+@pytest.mark.parametrize("sigma", [0.5, 1.0, 3.0])
+def test_the_bound_is_above_the_true_epsilon_as_seldom_as_it_says(sigma):
+    """A mechanism of known epsilon: a text's own number is 1 where it is in, and has noise.
+
+    To replace one by the other changes two numbers by 1, so its mu is sqrt(2) / sigma.
+    """
+    rng, delta, audits = np.random.default_rng(2), 1e-5, 1000
+    true = gaussian_epsilon(math.sqrt(2) / sigma, delta)
+    bounds = []
+    for _ in range(audits):
+        coins = rng.integers(0, 2, 100).astype(bool)
+        differences = np.where(coins, 1.0, -1.0) + math.sqrt(2) * sigma * rng.normal(size=100)
+        bounds.append(membership.pair_bound(differences.tolist(), coins.tolist(), 0.05, delta))
+    assert sum(bound > true for bound in bounds) <= 0.05 * audits
+    assert sorted(bounds)[audits // 2] > 0, "a bound that is always 0 is never wrong"
+
+
+@pytest.mark.parametrize("unfair", ["nodes", "classes"])
+def test_there_is_no_bound_where_nobody_threw_a_coin(unfair):
+    experiment = experiment_of()
+    if unfair == "nodes":
+        changed = {"data": experiment.data.model_copy(update={"on_nodes": True})}
+    else:
+        changed = {
+            "model": experiment.model.model_copy(update={"task": "causal-lm"}),
+            "federation": experiment.federation.model_copy(update={"partition": "dirichlet"}),
+        }
+    rows = [row(client, [True, False], [1.0, 0.0]) for client in range(3)]
+    summary = membership.summarised(experiment.model_copy(update=changed), rows)
+    assert summary.no_bound
+    assert (summary.figures[0].p, summary.figures[0].epsilon) == (None, None)

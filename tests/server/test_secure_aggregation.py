@@ -1,0 +1,326 @@
+"""Flower's SecAgg+ through the engines: what the server sees, who may be lost, what is refused."""
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.client.mod import secaggplus_mod
+from flwr.common import ndarray_to_bytes
+from flwr.compat.common.parameter import bytes_to_ndarray
+from scipy.stats import kstest
+
+from clients import masking
+from clients.app import app as client_app
+from fedleak import preparation
+from fedleak.audit import scoring, vault
+from fedleak.config.loading import parse
+from fedleak.defenses.secure_sum import SecureSum
+from fedleak.errors import FedleakError
+from fedleak.federation.lookup import dropped_out
+from fedleak.store.lines import Lines
+from fedleak.store.run import EVERYONE, Key, Run
+from fedleak.store.summaries import SUMMARY
+from fedleak.training.local import local_update_
+from server.engines import train
+from server.inline import InlineGrid
+from server.replies import RefusedError
+from server.secure_aggregation import Stages, SummingServer
+
+SETTINGS = {"clipping": 0.5, "max_weight": 4.0}
+SUM = {"kind": "secure_sum", **SETTINGS}
+PROTOCOL = SUM | {"protocol": "secagg+"}
+CLIENTS = 4
+SMALL = {"name": "smaller than builtin/bert-tiny: `folder`"}
+TABLE = {
+    "name": "masked",
+    "seed": 5,
+    "model": SMALL,
+    "data": {"name": "builtin/notes", "samples": 10, "held_out": 2},
+    "federation": {"clients": CLIENTS, "rounds": 1, "batch_size": 2, "learning_rate": 0.1},
+    "utility": {"rounds": []},
+    "attack": [],
+    "workers": {"devices": ["cpu"]},
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def folder(small, tmp_path_factory):
+    """Makes a model of the built-in one's vocabulary that costs a tenth."""
+    model, folder = small("bert", num_labels=2), tmp_path_factory.mktemp("bert")
+    model.module.save_pretrained(folder)
+    model.tokenizer.save_pretrained(folder)
+    SMALL["name"] = str(folder)
+
+
+def experiment_of(*defense, **tables):
+    federation = TABLE["federation"] | tables.pop("federation", {})
+    return parse(TABLE | {"defense": list(defense), "federation": federation} | tables)
+
+
+def trained(folder, experiment):
+    run = preparation.prepare(experiment, folder)
+    train(run, experiment)
+    return run
+
+
+@pytest.fixture(scope="module")
+def modelled(folder, tmp_path_factory):
+    """A round without cryptography, and the updates that it summed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Run, "drop_held", lambda run: None)
+        return trained(tmp_path_factory.mktemp("modelled") / "run", experiment_of(SUM))
+
+
+def sum_of(modelled, *clients):
+    held = (modelled.held(Key(1, client)).update for client in clients)
+    return SecureSum(**SETTINGS).combined(held)
+
+
+def check_sum(run, expected):
+    """The protocol's sum is the model's: all but float rounding is whole numbers."""
+    found = run.read_capture(Key(1, EVERYONE)).update
+    assert found.num_examples == expected.num_examples
+    assert found.tensors.keys() == expected.tensors.keys()
+    for name, value in expected.tensors.items():
+        assert found.tensors[name].dtype == value.dtype
+        torch.testing.assert_close(found.tensors[name], value, rtol=1e-5, atol=1e-8)
+
+
+def lose(monkeypatch, *clients, stage=None, answer=None):
+    """Lets clients crash in a stage, or answer it with what `answer` makes of theirs."""
+
+    def mod(message, context, call_next):
+        of_stage = message.content.config_records["secaggplus_configs"]["stage"]
+        reply = secaggplus_mod(message, context, call_next)
+        if context.node_config["partition-id"] not in clients or of_stage != stage:
+            return reply
+        if answer is None:
+            raise RuntimeError("it is gone")
+        content = reply.content
+        answer(content, content.config_records["secaggplus_configs"])
+        return Message(content, reply_to=message)
+
+    monkeypatch.setattr(masking, "secaggplus_mod", mod)
+
+
+# --- what it gives --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("algorithm", ["fedsgd", "fedavg"])
+def test_the_sum_is_that_of_the_model(tmp_path, algorithm):
+    federation = {"algorithm": algorithm, "rounds": 2}
+    defenses = [{"kind": "gaussian_noise", "sigma": 1e-4}, {"kind": "freeze", "parameters": ["t2"]}]
+    pair = [
+        trained(tmp_path / name, experiment_of(*defenses, each, federation=federation))
+        for name, each in (("model", SUM), ("protocol", PROTOCOL))
+    ]
+    for round in (1, 2):
+        one, other = (run.read_capture(Key(round, EVERYONE)) for run in pair)
+        assert one.knowledge == other.knowledge
+        assert one.update.num_examples == other.update.num_examples
+        for name, value in one.update.tensors.items():
+            torch.testing.assert_close(value, other.update.tensors[name], rtol=1e-5, atol=1e-8)
+    assert pair[0].broadcasts() == pair[1].broadcasts() == [1, 2, 3]
+    assert pair[1].captures() == [Key(1, EVERYONE), Key(2, EVERYONE)]
+    assert not (pair[1].path / "held").exists()
+    assert "dropped_out" not in pair[1].info()
+
+
+@pytest.mark.slow
+def test_the_simulation_gives_the_same_sum(modelled, tmp_path):
+    run = trained(tmp_path / "run", experiment_of(PROTOCOL, federation={"engine": "simulation"}))
+    check_sum(run, sum_of(modelled, *range(CLIENTS)))
+
+
+def test_the_server_sees_keys_shares_and_masked_numbers_only(modelled, tmp_path, monkeypatch):
+    seen = {}
+
+    def keep(server, reply):
+        said = reply.content.config_records["secaggplus_configs"]
+        assert not any(reply.content.array_records.values())
+        for name in said:
+            seen.setdefault(name, []).append(said[name])
+        return reply.content
+
+    monkeypatch.setattr(SummingServer, "on_reply", keep)
+    trained(tmp_path / "run", experiment_of(PROTOCOL))
+    shares = {"dsts", "ctxts", "nids", "shares"}
+    assert seen.keys() == {"pk1", "pk2", "masked_params", *shares}
+    for masked in seen["masked_params"]:
+        numbers = np.concatenate([bytes_to_ndarray(each).flatten() for each in masked])
+        assert kstest(numbers / 2**32, "uniform").pvalue > 1e-6
+    assert len(seen["masked_params"]) == CLIENTS
+
+
+# --- who is lost ----------------------------------------------------------------------------
+
+
+def test_a_client_that_is_lost_in_training_is_not_in_the_sum(modelled, tmp_path, monkeypatch):
+    calls = []
+
+    def crash(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 2:
+            raise RuntimeError("out of memory")
+        return local_update_(*args, **kwargs)
+
+    monkeypatch.setattr("clients.app.local_update_", crash)
+    run = trained(tmp_path / "run", experiment_of(PROTOCOL))
+    (absent,) = dropped_out(run, 1)
+    others = [client for client in range(CLIENTS) if client != absent]
+    check_sum(run, sum_of(modelled, *others))
+    truth = vault.read_truth(run, Key(1, EVERYONE))
+    alone = [vault.read_truth(run, Key(1, client)) for client in others]
+    assert truth.sequences == tuple(text for one in alone for text in one.sequences)
+    scoring.score_run(run)
+    (note,) = [note for note in run.read(SUMMARY).notes if "dropped out" in note]
+    assert f"secure sum ({absent} in round 1)" in note
+    assert {row["client"] for row in run.rows(Lines("privacy.jsonl", dict))} == set(others)
+
+
+@pytest.mark.parametrize("stage", ["setup", "share_keys", "collect_masked_vectors"])
+def test_a_client_that_is_lost_in_a_stage_is_not_in_the_sum(modelled, tmp_path, monkeypatch, stage):
+    lose(monkeypatch, 1, stage=stage)
+    run = trained(tmp_path / "run", experiment_of(PROTOCOL))
+    assert dropped_out(run, 1) == {1}
+    check_sum(run, sum_of(modelled, 0, 2, 3))
+
+
+def test_who_is_lost_after_it_has_sent_is_in_the_sum(modelled, tmp_path, monkeypatch):
+    lose(monkeypatch, 1, stage="unmask")
+    run = trained(tmp_path / "run", experiment_of(PROTOCOL))
+    assert not dropped_out(run, 1)
+    check_sum(run, sum_of(modelled, *range(CLIENTS)))
+
+
+@pytest.mark.parametrize("stage", ["setup", "unmask"])
+def test_too_few_clients_give_an_error_and_no_sum(tmp_path, monkeypatch, stage):
+    lose(monkeypatch, 0, 2, 3, stage=stage)
+    experiment = experiment_of(PROTOCOL)
+    run = preparation.prepare(experiment, tmp_path / "run")
+    message = (
+        r"round 1: SecAgg\+ gave no sum: 3 of 4 clients were lost, and at least 2 must answer: "
+        r"client \d \(node \d\): RuntimeError in clients.masking:\d+: the client's log says more; "
+    )
+    with pytest.raises(FedleakError, match=message):
+        train(run, experiment)
+    assert run.captures() == []
+    assert run.broadcasts() == [1]
+    # The same command again goes on.
+    monkeypatch.undo()
+    train(run, experiment)
+    assert run.captures() == [Key(1, EVERYONE)]
+
+
+# --- what is refused ------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def answers(folder, tmp_path_factory):
+    """A right answer to each stage, and who checks it."""
+    found, check = {}, Stages._check
+
+    def keep(stages, stage, content):
+        found[stage] = stages, pickle.dumps(content)
+        check(stages, stage, content)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Stages, "_check", keep)
+        trained(tmp_path_factory.mktemp("answers") / "run", experiment_of(PROTOCOL))
+    return found
+
+
+def in_clear(content, said):
+    content["update"] = ArrayRecord([np.ones(3)])
+
+
+def too_many(content, said):
+    content.metric_records["fitres.num_examples"]["num_examples"] = 3
+
+
+def one_array(content, said):
+    said["masked_params"] = said["masked_params"][:1]
+
+
+def other_shape(content, said):
+    said["masked_params"] = [ndarray_to_bytes(np.zeros(3, int))] * len(said["masked_params"])
+
+
+def too_large(content, said):
+    arrays = [bytes_to_ndarray(each) for each in said["masked_params"]]
+    said["masked_params"] = [ndarray_to_bytes(array + 2**40) for array in arrays]
+
+
+def no_array(content, said):
+    said["masked_params"] = [b"pickle"] * len(said["masked_params"])
+
+
+def nothing(content, said):
+    said.clear()
+
+
+@pytest.mark.parametrize(
+    ("stage", "answer", "words"),
+    [
+        ("setup", nothing, r"it is no answer to the stage 'setup' of SecAgg\+"),
+        ("share_keys", lambda content, said: said.update(dsts=said["dsts"][:1]), "'share_keys'"),
+        ("collect_masked_vectors", nothing, "the stage 'collect_masked_vectors'"),
+        ("collect_masked_vectors", in_clear, "it holds numbers that nothing masks"),
+        ("collect_masked_vectors", too_many, "num-examples is 3"),
+        ("collect_masked_vectors", one_array, "it holds 1 arrays, and not"),
+        ("collect_masked_vectors", other_shape, "not of the shape and type"),
+        ("collect_masked_vectors", too_large, "beyond the modulus"),
+        ("collect_masked_vectors", no_array, "cannot be read"),
+        ("unmask", lambda content, said: said.update(shares=[1] * CLIENTS), "the stage 'unmask'"),
+    ],
+)
+def test_a_hostile_answer_is_refused(answers, stage, answer, words):
+    kept, content = answers[stage]
+    content = pickle.loads(content)
+    kept._check(stage, content)
+    answer(content, content.config_records["secaggplus_configs"])
+    with pytest.raises(RefusedError, match=words):
+        kept._check(stage, content)
+
+
+def test_who_gave_a_hostile_answer_is_lost(tmp_path, monkeypatch):
+    lose(monkeypatch, 0, 1, 2, stage="collect_masked_vectors", answer=in_clear)
+    refused = (
+        r"3 of 4 clients were lost.*its answer is refused: it holds numbers that nothing masks"
+    )
+    with pytest.raises(FedleakError, match=refused):
+        trained(tmp_path / "run", experiment_of(PROTOCOL))
+
+
+def test_a_wrong_share_gives_an_error_and_no_sum(tmp_path, monkeypatch):
+    def wrong(content, said):
+        said["shares"] = [share[:4] + bytes(len(share) - 4) for share in said["shares"]]
+
+    lose(monkeypatch, 1, stage="unmask", answer=wrong)
+    with pytest.raises(FedleakError, match="a client's share is wrong"):
+        trained(tmp_path / "run", experiment_of(PROTOCOL))
+
+
+def test_wrong_masks_give_an_error_and_no_sum(tmp_path, monkeypatch):
+    def shifted(content, said):
+        arrays = [bytes_to_ndarray(each) for each in said["masked_params"]]
+        arrays[1:] = [(array + 2**31) % 2**32 for array in arrays[1:]]
+        said["masked_params"] = [ndarray_to_bytes(array) for array in arrays]
+
+    lose(monkeypatch, 1, stage="collect_masked_vectors", answer=shifted)
+    with pytest.raises(FedleakError, match="a sum that no updates have"):
+        trained(tmp_path / "run", experiment_of(PROTOCOL))
+
+
+def test_a_client_sends_nothing_that_is_not_masked(answers):
+    stages, _ = answers["setup"]
+    grid = InlineGrid(client_app, CLIENTS, {})
+
+    def refusal(content):
+        (reply,) = grid.send_and_receive([Message(content, 2, "train")])
+        return reply.error.reason
+
+    assert "this client does not send it" in refusal(stages.task)
+    assert "did not say which experiment" in refusal(RecordDict({"config": ConfigRecord()}))
