@@ -42,6 +42,9 @@ _PRODUCTS = 2**22
 _ROUNDING = 1e-6
 """A residual below this share of the gradient is rounding: it cannot become smaller."""
 
+_DIGITS = 9
+"""Digits of a residual: later ones depend on where its numbers lie in memory."""
+
 
 @dataclass(frozen=True)
 class Pairs:
@@ -76,7 +79,7 @@ class Pairs:
         if not bool((weights > 0).all()):
             return math.inf
         explained = float(weights @ self.observed_K[list(chosen)])
-        return max(1 - explained / self.total, _ROUNDING)
+        return max(round(1 - explained / self.total, _DIGITS), _ROUNDING)
 
     def weights(self, chosen: Sequence[int]) -> Tensor:
         """Returns the weights of pairs, by least squares."""
