@@ -202,7 +202,7 @@ def attack(
     from fedleak.config.loading import load
     from fedleak.dispatch.dispatcher import attack_captures, drop_failures
     from fedleak.federation.lookup import stored
-    from fedleak.preparation import refuse_purged
+    from fedleak.preparation import refuse_other_sight, refuse_purged
     from fedleak.report import tables
     from fedleak.store.run import Run
 
@@ -217,6 +217,7 @@ def attack(
                     f"--set {change!r}: only attack, threat and workers can change here"
                 )
         experiment = load(path / "run.json", changes or ())
+        refuse_other_sight(at, experiment)
         pipeline.check_attacks(experiment, num_labels)
         with at.lock():
             if retry:
