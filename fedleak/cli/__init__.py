@@ -202,7 +202,7 @@ def attack(
     from fedleak.config.loading import load
     from fedleak.dispatch.dispatcher import attack_captures, drop_failures
     from fedleak.federation.lookup import stored
-    from fedleak.preparation import refuse_purged
+    from fedleak.preparation import ask_again, refuse_purged
     from fedleak.report import tables
     from fedleak.store.run import Run
 
@@ -219,6 +219,7 @@ def attack(
         experiment = load(path / "run.json", changes or ())
         pipeline.check_attacks(experiment, num_labels)
         with at.lock():
+            ask_again(at, experiment)
             if retry:
                 drop_failures(at)
             with progress(console) as show:

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from fedleak.attacks import is_slow
 from fedleak.audit.grants import knowledge
+from fedleak.audit.kept_texts import read_candidates
 from fedleak.config.experiment import Experiment
 from fedleak.config.wording import difference
 from fedleak.dispatch.agenda import Agenda, Arrivals, Work
@@ -98,6 +99,11 @@ class Dispatcher:
         self._model = experiment.model_spec(run.info()["num_labels"])
         self._answers = records.answers(run.fingerprint())
         self._answered = answered(run.salvage(self._answers), experiment)
+        self._candidates = {
+            each.name: read_candidates(run, each.name)
+            for each in experiment.attacks
+            if each.candidates is not None
+        }
         self._tries = Counter(each.id for each in run.salvage(ATTEMPTS))
         expected = expected_captures(experiment)
         self._made, self._wanted = (
@@ -181,7 +187,8 @@ class Dispatcher:
                 seed=experiment.seed,
             )
             try:
-                known = knowledge(self._run, key, work.attack.threat)
+                listed = self._candidates.get(work.attack.name)
+                known = knowledge(self._run, key, work.attack.threat, listed)
                 jobs.append(replace(job, knowledge=known))
             except CaptureError as error:
                 self._record([_failed(job, str(error))])
