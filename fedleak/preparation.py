@@ -17,6 +17,7 @@ from fedleak.config.wording import difference
 from fedleak.errors import ConfigError, FedleakError
 from fedleak.federation.lookup import Examples, examples, stored
 from fedleak.federation.protection import protection
+from fedleak.federation.schedule import expected_captures
 from fedleak.federation.workload import (
     Workload,
     candidates,
@@ -28,6 +29,9 @@ from fedleak.federation.workload import (
 from fedleak.models import CLASSIFICATION, LanguageModel, loading
 from fedleak.store.run import Run
 from fedleak.versions import versions
+
+CHANGEABLE: dict[str, Any] = {"gate": True, "federation": {"at_once"}, "audit": {"keep", "waiting"}}
+"""What of an experiment may change while its run goes on, besides its workers: no result does."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,9 +76,15 @@ def plan(experiment: Experiment) -> Plan:
     classes = split.train.label_names
     num_labels = len(classes)
     model = outline(experiment, num_labels)
+    if experiment.threat.clients is not None and not expected_captures(experiment):
+        raise ConfigError(
+            f"threat.clients = {experiment.threat.clients}, but none of them trains in a round "
+            "that is attacked: choose others, or other threat.rounds"
+        )
     checks.check_defenses(experiment, model)
     checks.check_canaries(experiment, model)
     checks.check_attacks(experiment, model)
+    checks.check_waiting(experiment)
     workload = divide(experiment, split, model)
     unknown = unknown_fraction(workload, model)
     for client, part in [] if experiment.data.on_nodes else enumerate(workload.parts):
@@ -169,7 +179,11 @@ def open_run(plan: Plan, path: Path, *, fresh: bool = False) -> Run:
             run keeps does not fit on the disk.
     """
     run = Run(path)
-    forecast.refuse_full_disk(plan.disk, path, anew=fresh)
+    captured = 0
+    if run.exists() and not fresh:
+        model = outline(plan.experiment, plan.num_labels)
+        captured = forecast.bytes_there(plan.experiment, model, run)
+    forecast.refuse_full_disk(plan.disk, path, captured)
     if fresh and path.is_dir():
         with run.lock():
             run.move_aside()
@@ -177,7 +191,7 @@ def open_run(plan: Plan, path: Path, *, fresh: bool = False) -> Run:
         refuse_another(run, plan.experiment)
         refuse_purged(run)
         refuse_other_data(run, plan)
-        _renew_limits(run, plan.experiment)
+        _renew(run, plan.experiment)
         _make_held_out(run, plan)
         keep_candidates(run, plan.candidates)
         return run
@@ -211,11 +225,13 @@ def open_run(plan: Plan, path: Path, *, fresh: bool = False) -> Run:
     return run
 
 
-def _renew_limits(run: Run, experiment: Experiment) -> None:
-    """Notes the limits of the experiment's file in run.json, where they were others."""
-    if stored(run).gate != experiment.gate:
-        gate = experiment.gate.model_dump(mode="json")
-        run.update_info(experiment=run.info()["experiment"] | {"gate": gate})
+def _renew(run: Run, experiment: Experiment) -> None:
+    """Notes in run.json what of the experiment's file may change, where it was other."""
+    said = run.info()["experiment"]
+    new = experiment.model_dump(mode="json", include=CHANGEABLE)
+    renewed = {name: said.get(name, {}) | table for name, table in new.items()}
+    if renewed != {name: said.get(name, {}) for name in new}:
+        run.update_info(experiment=said | renewed)
 
 
 def refuse_purged(run: Run) -> None:
@@ -265,9 +281,8 @@ def refuse_other_data(run: Run, plan: Plan) -> None:
 
 def refuse_another(run: Run, experiment: Experiment) -> None:
     """Refuses to go on with a run directory in which another experiment ran."""
-    # Workers and limits cannot change its results.
     old, new = (
-        each.model_dump(mode="json", exclude={"workers", "gate"})
+        each.model_dump(mode="json", exclude={"workers": True, **CHANGEABLE})
         for each in (stored(run), experiment)
     )
     changed = difference(old, new)

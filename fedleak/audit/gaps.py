@@ -107,7 +107,15 @@ def find_gaps(
                 f"{len(gone)} of {len(expected)} captures are missing ({_some(gone)}): `fedleak "
                 "run` with the experiment's file trains their rounds again"
             )
-        if left := [key for key, _ in unanswered if key in here]:
+        deleted = run.deleted()
+        if late := sorted({key for key, _ in unanswered} & deleted):
+            asked_late = sorted({name for key, name in unanswered if key in deleted})
+            missing.append(
+                f"{', '.join(asked_late)} came after {len(late)} of {len(expected)} captures were "
+                f"deleted ({_some(late)}; audit.keep): only `fedleak run FILE --fresh` with "
+                "audit.keep = 'all' captures them again"
+            )
+        if left := [key for key, _ in unanswered if key in here - deleted]:
             missing.append(
                 f"{len(left)} of {len(wanted)} answers are missing (for {_some(left)}): `fedleak "
                 f"attack {run.path}` gives them"

@@ -156,6 +156,12 @@ class FederationTable(Table):
     """Clients in all."""
     clients_per_round: Positive | None = None
     """Clients that train in a round; left out: all."""
+    at_once: Positive | None = None
+    """Clients that are asked at a time: so many updates a SuperLink holds at most.
+
+    The next one is asked as an update is captured. Left out: 16, or one for each CPU core of the
+    server. Results do not depend on it.
+    """
     rounds: Positive = 3
     """Rounds of training."""
     batch_size: Positive = 2
@@ -203,6 +209,8 @@ class ThreatTable(Table):
     """Run each attack told nothing, told each fact that it uses alone, and told all of them."""
     rounds: Annotated[list[Positive], Field(min_length=1)] | None = None
     """Rounds that are attacked; no other updates and models are kept. Left out: every round."""
+    clients: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] | None = None
+    """Clients that are attacked; the updates of others are summed and forgotten. Left out: all."""
 
     @model_validator(mode="after")
     def _known_facts(self) -> "ThreatTable":
@@ -267,10 +275,30 @@ class WorkersTable(Table):
 
 
 class AuditTable(Table):
-    """`[audit]`: how answers are scored."""
+    """`[audit]`: how answers are scored, and how long captures stay."""
 
     controls: bool = True
     """Also score the answer for another client and held-out texts against the same truth."""
+    keep: Literal["all", "unproved", "none"] = "all"
+    """Which captures stay once every attack has answered.
+
+    `unproved`: those whose texts no attack proved; `none`: none. What an attack failed on stays
+    for `fedleak attack --retry`. What was deleted cannot be attacked again.
+    """
+    waiting: Positive | None = None
+    """Captures that may wait for their attacks: then training waits, too. Left out: any number.
+
+    With `keep` it bounds the disk that a run takes, and no more clients are asked at a time.
+    """
+
+    @model_validator(mode="after")
+    def _waiting_of_deleted(self) -> "AuditTable":
+        if self.waiting is not None and self.keep == "all":
+            raise ValueError(
+                f"waiting = {self.waiting} bounds the disk only where captures are deleted: set "
+                "keep to 'none' or 'unproved', or leave waiting out"
+            )
+        return self
 
 
 Measurement = Literal["canary"]

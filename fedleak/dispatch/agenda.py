@@ -3,7 +3,7 @@
 import heapq
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -120,16 +120,15 @@ class Arrivals:
     Args:
         run: The run directory.
         expected: The captures that a complete run has, in order.
-        kept: Whether the captures of a round stay.
     """
 
-    def __init__(self, run: Run, expected: Sequence[Key], kept: Callable[[int], bool]) -> None:
-        self._run, self._kept = run, kept
+    def __init__(self, run: Run, expected: Sequence[Key]) -> None:
+        self._run, self._kept = run, {key.round for key in expected}
         found = set(run.captures())
         self.here = sum(key in found for key in expected)
         self._awaited = dict.fromkeys(key for key in expected if key not in found)
         self._first = [key for key in expected if key in found]
-        self._latest, self.rounds_forgotten = 1, 0
+        self._latest = 1
         self.round()
 
     def new(self, *, everywhere: bool = False) -> list[Key]:
@@ -156,9 +155,8 @@ class Arrivals:
         while self._run.has_broadcast(latest + 1):
             latest += 1
         # Of rounds that are not kept models go too, perhaps before they were looked for.
-        if not (self._kept(latest) and self._kept(latest + 1)):
+        if not {latest, latest + 1} <= self._kept:
             latest = max([latest, *self._run.broadcasts()])
-        self.rounds_forgotten += sum(not self._kept(each) for each in range(self._latest, latest))
         self._latest = latest
         return latest
 

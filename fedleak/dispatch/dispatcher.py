@@ -15,6 +15,7 @@ from fedleak.config.experiment import Experiment
 from fedleak.config.wording import difference
 from fedleak.dispatch.agenda import Agenda, Arrivals, Work
 from fedleak.dispatch.progress import Finished, Pace, RunProgress, UnderWay
+from fedleak.dispatch.retention import Retention
 from fedleak.errors import CaptureError, ConfigError
 from fedleak.federation.schedule import captures_made, expected_captures
 from fedleak.observation import Knowledge
@@ -98,7 +99,9 @@ class Dispatcher:
         self._run, self._experiment = run, experiment
         self._model = experiment.model_spec(run.info()["num_labels"])
         self._answers = records.answers(run.fingerprint())
-        self._answered = answered(run.salvage(self._answers), experiment)
+        answers = run.salvage(self._answers)
+        self._answered = answered(answers, experiment)
+        self._retention = Retention(run, experiment, answers)
         self._candidates = {
             each.name: read_candidates(run, each.name)
             for each in experiment.attacks
@@ -106,29 +109,51 @@ class Dispatcher:
         }
         self._tries = Counter(each.id for each in run.salvage(ATTEMPTS))
         expected = expected_captures(experiment)
-        self._made, self._wanted = (
-            captures_made(experiment),
-            len(expected) * len(experiment.attacks),
-        )
+        gone = self._refuse_deleted(expected)
+        self._made = captures_made(experiment)
+        self._wanted = len(expected) * len(experiment.attacks) - len(gone)
         self._agenda = Agenda(
             experiment.attacks,
             expected,
-            self._answered,
+            self._answered | gone,
             set(self._tries),
             experiment.workers.at_once,
         )
-        self._arrivals = Arrivals(run, expected, experiment.attacked)
-        self._pace = Pace(experiment.attacks, len(expected), self._answered)
+        self._arrivals = Arrivals(run, expected)
+        wanted = set(expected)
+        self._forgotten = Counter(key.round for key in self._made if key not in wanted)
+        self._pace = Pace(experiment.attacks, len(expected), self._answered | gone)
         self._finished: list[Finished] = []
-        self._round, self._closed = 1, False
+        self._round, self._summed, self._closed = 1, 0, False
+
+    def _refuse_deleted(self, expected: Sequence[Key]) -> set[tuple[Key, str]]:
+        """Returns what cannot be answered any more: an attack came after its capture was deleted.
+
+        Raises:
+            ConfigError: There is nothing else to attack.
+        """
+        deleted, names = self._run.deleted(), [each.name for each in self._experiment.attacks]
+        gone = {(k, name) for k in expected if k in deleted for name in names} - self._answered
+        wanted = {(key, name) for key in expected for name in names}
+        if gone and wanted <= self._answered | gone:
+            captures = len({key for key, _ in gone})
+            raise ConfigError(
+                f"{str(self._run.path)!r} has no update any more that "
+                f"{', '.join(sorted({name for _, name in gone}))} could attack: {captures} of "
+                f"{len(expected)} captures were deleted once the attacks of the run had answered "
+                "(audit.keep): `fedleak run FILE --fresh` with audit.keep = 'all' keeps them"
+            )
+        return gone
 
     def look_for_captures(self, *, last_look: bool) -> None:
         """Notes the captures that have come; after the last look no others are waited for."""
         last_look &= not self._closed
         # Before the captures, so that a round that is complete has all of them.
-        self._round = self._arrivals.round()
+        before, self._round = self._round, self._arrivals.round()
+        self._summed += sum(self._forgotten[round] for round in range(before, self._round))
         for key in self._arrivals.new(everywhere=last_look):
             self._agenda.arrived(key)
+            self._retention.arrived(key)
         if last_look:
             self._agenda.close()
             self._closed = True
@@ -136,9 +161,7 @@ class Dispatcher:
     def hand_out(self, all_workers: Sequence[Worker]) -> None:
         """Gives every free worker something to do, as far as there is something."""
         for worker in all_workers:
-            while not worker.jobs and (
-                work := self._agenda.take(slow=slow_may(all_workers, self._agenda))
-            ):
+            while not worker.jobs and (work := self._agenda.take(slow=self._slow_may(all_workers))):
                 if jobs := self._jobs(work):
                     worker.submit(jobs)
 
@@ -159,20 +182,24 @@ class Dispatcher:
     def progress(self, all_workers: Sequence[Worker]) -> RunProgress:
         """Returns how far the run is, with the answers since the last time."""
         finished, self._finished = tuple(self._finished), []
-        rounds = self._experiment.federation.rounds
-        per_round = len(self._made) // rounds
         return RunProgress(
-            captures=self._arrivals.here + self._arrivals.rounds_forgotten * per_round,
+            captures=self._arrivals.here + self._summed,
             captures_expected=len(self._made),
             answers=len(self._answered),
             answers_expected=self._wanted,
             under_way=tuple(_under_way(worker) for worker in all_workers if worker.jobs),
             finished=finished,
             rounds=self._round - 1,
-            rounds_expected=rounds,
+            rounds_expected=self._experiment.federation.rounds,
             seconds_left=self._pace.seconds_left(len(all_workers)),
             seconds_most=self._pace.seconds_most(len(all_workers)),
         )
+
+    def _slow_may(self, all_workers: Sequence[Worker]) -> bool:
+        """Returns whether a worker may take a slow attack, if no quick one is ready."""
+        # Where training waits for attacks, quick ones that are still to come wait for slow ones.
+        bounded = self._experiment.audit.waiting is not None
+        return bounded or slow_may(all_workers, self._agenda)
 
     def _jobs(self, work: Work) -> list[Job]:
         """Returns the jobs for captures; a damaged capture fails at once."""
@@ -203,6 +230,7 @@ class Dispatcher:
             self._finished.append(Finished(name, key, each.status, each.seconds))
             self._pace.answered(name, each.seconds or 0.0)
             _log.info("%s on %s: %s in %s s", name, key, each.status, each.seconds)
+        self._retention.answered(answers)
 
     def _record_failure(self, jobs: Sequence[Job], error: BaseException) -> None:
         """Records a try that failed; captures that were tried often enough fail for good."""

@@ -162,7 +162,7 @@ def _setting(experiment: Experiment) -> list[Entry]:
 def _threat(experiment: Experiment, summary: RunSummary) -> list[Entry]:
     """Returns who the attacker is, and what it sees and is told."""
     sees = "the sum of each round's updates" if experiment.aggregator else "each client's update"
-    rounds = experiment.threat.rounds
+    rounds, clients = experiment.threat.rounds, experiment.threat.clients
     granted = [fact.replace("_", " ") for fact in _granted(experiment, summary)]
     told = listed(granted) if granted else "nothing more"
     if summary.ladder is not None:
@@ -172,11 +172,15 @@ def _threat(experiment: Experiment, summary: RunSummary) -> list[Entry]:
         Entry("sees", f"{sees}, and the model that it broadcast"),
         Entry("knows anyway", "learning rate, number of local steps, whether there is dropout"),
         Entry("is granted", told),
-        Entry(
-            "attacked rounds", "all" if rounds is None else listed([f"{r:,}" for r in rounds[:12]])
-        ),
+        Entry("attacked rounds", "all" if rounds is None else listed(_first(rounds))),
+        Entry("attacked clients", "all" if clients is None else listed(_first(clients))),
         Entry("attacks", listed(sorted(summary.attacks)) if summary.attacks else "none"),
     ]
+
+
+def _first(numbers: Sequence[int]) -> list[str]:
+    """Returns the first numbers of many, in words."""
+    return [f"{number:,}" for number in numbers[:12]]
 
 
 def _leakage_table(
