@@ -133,12 +133,13 @@ def keep_candidates(run: Run, found: Mapping[str, Mapping[str, Any]]) -> None:
         wanted, before = json.loads(json.dumps(texts)), None
         with suppress(FedleakError):  # it is not there, or damaged
             before = run.read_json(place)
-        if before not in (None, wanted):
+        if before is None:
+            run.write_json(place, wanted)
+        elif before != wanted:
             raise ConfigError(
                 f"{str(run.path / place)!r}: the attack was asked about other texts before: "
                 "restore its file of candidates, or give the attack another name = ..."
             )
-        run.write_json(place, wanted)
 
 
 def ask_again(run: Run, experiment: Experiment) -> None:

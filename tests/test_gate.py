@@ -56,7 +56,7 @@ def trained_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        patch.setattr(dispatcher, "workers", lambda *_: nullcontext([Here()]))
+        patch.setattr(dispatcher, "hire", lambda *_: nullcontext([Here()]))
         trained()
     return folder
 

@@ -23,6 +23,7 @@ from tiny import call, toml
 
 from fedleak import processes, sweep
 from fedleak.config.loading import load
+from fedleak.config.tables import WorkersTable
 from fedleak.config.wording import difference
 from fedleak.errors import ConfigError
 from fedleak.reconstruction import Status
@@ -454,7 +455,8 @@ def test_jobs_divide_the_devices_and_share_them_only_if_there_are_too_few():
 def test_as_many_cells_at_once_as_gpus_and_cores_allow(monkeypatch, on, cores, wanted, jobs):
     monkeypatch.setattr(sweep, "devices", lambda wanted: on)
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
-    plan = SimpleNamespace(experiment=SimpleNamespace(workers=SimpleNamespace(devices=None)))
+    workers = WorkersTable()
+    plan = SimpleNamespace(experiment=SimpleNamespace(workers=workers))
     assert sweep.jobs(dict.fromkeys("abcde", plan), wanted) == jobs
     assert sweep.jobs({}, wanted) == 1
 

@@ -42,6 +42,7 @@ from fedleak.store.records import (
     TextScore,
 )
 from fedleak.store.run import EVERYONE, Key, Run
+from fedleak.store.shards import salvage_answers
 from fedleak.store.summaries import SUMMARY
 from fedleak.truth import GroundTruth
 
@@ -217,9 +218,7 @@ def score_run(run: Run, asked: Iterable[str] | None = None) -> list[Scored]:
     experiment, gaps = stored(run), Gaps()
     model = loading.outline(experiment.model_spec(run.info()["num_labels"]))
     vocabulary = vocabulary_of(model)
-    answers = {
-        each.id: each for each in run.salvage(records.answers(run.fingerprint(), vocabulary))
-    }
+    answers = {each.id: each for each in salvage_answers(run, vocabulary)}
     earlier = {row.id: row for row in run.salvage(LEAKAGE)}
     truths = _truths(run, sorted({key for key, _ in answers}), vocabulary, gaps)
     scored = _score(run, experiment, model, answers, earlier, truths)

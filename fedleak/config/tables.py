@@ -260,9 +260,35 @@ class UtilityTable(Table):
     """Also train one model centrally and without defenses, on as many examples."""
 
 
+def _address(text: str) -> str:
+    """Refuses what is not the address of a cluster's head."""
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536 or "/" in host:
+        raise ValueError(f"{text!r} is not host:port: write '10.0.0.1:6379', for example")
+    return text
+
+
+class RayTable(Table):
+    """`[workers.ray]`: the Ray cluster that attacks run on."""
+
+    address: Annotated[str, AfterValidator(_address)]
+    """`host:port` of the cluster's head. The command runs on a node of the cluster."""
+    slots: Positive | None = None
+    """Workers; left out: as many as the cluster has room for."""
+    gpus: Annotated[float, Field(ge=0)] | None = None
+    """GPUs, or the share of one, that each worker takes; 0: a CPU core each.
+
+    Left out: 1 where the cluster has GPUs, else 0.
+    """
+    shared: bool = True
+    """Whether all nodes see the run directory at its path; if not, it is sent to them."""
+
+
 class WorkersTable(Table):
     """`[workers]`: where attacks run."""
 
+    engine: Literal["local", "ray"] = "local"
+    """`local` attacks on this machine, `ray` on a Ray cluster. Answers are equal."""
     devices: Annotated[list[str], Field(min_length=1)] | None = None
     """Torch devices, one worker process each; left out: what this machine has."""
     time_limit: Annotated[float, Field(gt=0)] = 3600.0
@@ -272,6 +298,19 @@ class WorkersTable(Table):
 
     Left out: as many as the attack takes. Answers do not depend on it but in rounding.
     """
+    ray: RayTable | None = None
+    """The cluster of the engine `ray`."""
+
+    @model_validator(mode="after")
+    def _one_place(self) -> "WorkersTable":
+        if self.engine == "ray" and self.ray is None:
+            raise ValueError("engine = 'ray' needs the cluster's address: set workers.ray.address")
+        if self.engine == "ray" and self.devices is not None:
+            raise ValueError(
+                "devices are those of this machine, and engine = 'ray' uses the cluster's: leave "
+                "devices out"
+            )
+        return self
 
 
 class AuditTable(Table):

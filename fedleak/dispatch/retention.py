@@ -11,34 +11,39 @@ from fedleak.federation.lookup import stored
 from fedleak.reconstruction import Status
 from fedleak.store.records import Answer
 from fedleak.store.run import Key, Run
+from fedleak.store.shards import shares
 
 
 class Retention:
     """Deletes captures that nobody needs any more.
 
     The server needs none of them: it sums updates as they come. What an attack failed on stays, so
-    that it can be tried again. A capture waits for the attacks that the run was prepared with, too,
-    so that none of them comes too late because another one was asked for first.
+    that it can be tried again. The attacks that a capture waits for are those of this experiment,
+    those that the run was prepared with, and those that a shard was asked for, so that none comes
+    too late because another one was quicker.
 
     Args:
         run: The run directory.
         experiment: What attacks it now.
-        answers: Those that there are. A process that was killed may have left captures behind that
-            were answered.
     """
 
-    def __init__(self, run: Run, experiment: Experiment, answers: Iterable[Answer]) -> None:
+    def __init__(self, run: Run, experiment: Experiment) -> None:
         self._run, self._keep = run, experiment.audit.keep
         if self._keep == "all":
             return
-        names = {each.name for each in chain(experiment.attacks, stored(run).attacks)}
+        asked = (one.attacks for one in shares(run).values() if one is not None)
+        named = (each.name for each in chain(experiment.attacks, stored(run).attacks))
+        names = {*named, *chain.from_iterable(asked)}
         self._left: dict[Key, set[str]] = defaultdict(names.copy)
         self._failed: set[Key] = set()
         self._proved: set[Key] = set()
-        self.answered(answers)
 
     def answered(self, answers: Iterable[Answer]) -> None:
-        """Notes answers, and deletes captures of which all have come."""
+        """Notes answers, and deletes captures of which all have come.
+
+        A process that was killed may have left captures that were answered: they go with their
+        answers.
+        """
         if self._keep == "all":
             return
         for each in answers:

@@ -15,6 +15,7 @@
       membership.jsonl                 what these attacks say of each text of a list
       canaries.jsonl                   what the audit's canaries score in each update
       damaged.jsonl                    lines of the others that could not be read, and why
+      shard-2of4/                      answers of one of several machines: `store.shards`
       log.txt flower.log
 
 Of a matrix of a capture the rows of zeros are left out where that takes less room (`zero_rows`).
@@ -31,6 +32,7 @@ Work that is left is what the directory lacks, so there is no queue that a crash
 The file is long because `Run` is the one place that knows where each file is.
 """
 
+import fcntl
 import json
 import os
 import re
@@ -171,18 +173,41 @@ class Run:
         """
         path = self._place(".lock")
         lock = FileLock(path, mode=0o600)
-        try:
-            with naming(path):
-                lock.acquire(blocking=False)
-        except Timeout as error:
-            raise FedleakError(
-                f"{str(self.path)!r} is in use by another fedleak process"
-            ) from error
+        with naming(path), self._refusing_others():
+            lock.acquire(blocking=False)
         try:
             with logged(self.path):
                 yield
         finally:
             lock.release()
+
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        """Holds the directory together with others that share it; nobody has its `lock` meanwhile.
+
+        Raises:
+            FedleakError: Another process has the lock.
+        """
+        path = self._place(".lock")
+        with naming(path):
+            file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            with naming(path), self._refusing_others():
+                # What `FileLock` takes for one process alone, on the same file.
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            yield
+        finally:
+            os.close(file)
+
+    @contextmanager
+    def _refusing_others(self) -> Iterator[None]:
+        """Says that another process has the lock."""
+        try:
+            yield
+        except (Timeout, BlockingIOError) as error:
+            raise FedleakError(
+                f"{str(self.path)!r} is in use by another fedleak process"
+            ) from error
 
     def in_use(self) -> bool:
         """Returns whether somebody holds the directory now."""
@@ -467,6 +492,13 @@ class Run:
                 f"`fedleak score {self.path}` puts it into damaged.jsonl and keeps the others"
             )
         return [row for row, _ in rows]
+
+    def readable(self, lines: Lines[T]) -> list[T]:
+        """Returns the lines that can be read, as `rows` does, and leaves the others where they are.
+
+        Unlike `salvage` it needs no lock.
+        """
+        return [row for row, _ in self._parsed(lines)[0]]
 
     def salvage(self, lines: Lines[T]) -> list[T]:
         """Returns the lines that can be read, as `rows` does, and moves others to damaged.jsonl.

@@ -43,7 +43,7 @@ PAIRS = NamedAttack("pairs", Pairs())
 
 
 def agenda(*named, answered=(), failed=(), here=KEYS):
-    made = Agenda(named, KEYS, set(answered), set(failed))
+    made = Agenda(groups(named, KEYS), set(answered), set(failed))
     for key in here:
         made.arrived(key)
     return made
@@ -241,7 +241,8 @@ TIMES = [("a", None), ("b", 60)]
 
 def test_time_that_is_left_is_told_once_each_attack_that_is_left_was_measured():
     a, b = (NamedAttack(name, SimpleNamespace(seconds=limit)) for name, limit in TIMES)
-    pace = Pace([a, b], 10, {(Key(1, client), "b") for client in range(9)})
+    left = {(Key(1, client), "a") for client in range(10)} | {(Key(1, 9), "b")}
+    pace = Pace([a, b], left)
     assert pace.seconds_most(2) == 1 * 60 / 2
     assert pace.seconds_left(1) is None
     pace.answered("a", 2.0)
