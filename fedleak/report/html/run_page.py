@@ -86,7 +86,8 @@ def run_page(run: Run, scored: Sequence[Scored], *, redact: bool = False) -> Run
         attacks=pictures.attacks(summary.name, summary.attacks),
         attack_table=attack_table(summary.attacks, summary),
         ladder=_ladder_table(summary),
-        membership=_membership(summary.membership),
+        membership=pictures.membership(summary.name, summary.membership),
+        membership_table=_membership(summary.membership),
         texts=texts,
         texts_note=_texts_note(rows, texts, redact),
         defenses=_defenses(run, experiment, summary),
@@ -454,8 +455,11 @@ def _membership(summary: MembershipSummary | None) -> Table | None:
         return None
     return Table(
         membership_table.CAPTION.capitalize(),
-        membership_table.COLUMNS,
-        [membership_table.cells(row) for row in summary.figures],
+        ("attack", *membership_table.COLUMNS, membership_table.BY_ROUND),
+        [
+            (row.attack, *membership_table.cells(row), membership_table.by_round(row))
+            for row in summary.figures
+        ],
         " ".join(membership_table.notes(summary)),
     )
 
