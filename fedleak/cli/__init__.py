@@ -801,15 +801,18 @@ def explain(file: File, changes: Set = None) -> None:
 def check_defense(file: File, changes: Set = None) -> None:
     """Test whether each defense of an experiment does what it says, and print the figures.
 
-    FILE is an experiment file. Nothing is trained and no private text is used. Where a defense
-    guarantees an epsilon, canaries in a few updates test that its noise and its clipping are what
-    the ledger counts. `fedleak run` does the same test before it trains.
+    FILE is an experiment file; or the name of a defense, as `fedleak list` has it, which is then
+    tested on a small built-in model. Nothing is trained and no private text is used. Where a
+    defense guarantees an epsilon, canaries in a few updates test that its noise and its clipping
+    are what the ledger counts. `fedleak run` does the same test before it trains.
     """
+    from fedleak import defenses
     from fedleak.audit.defense_checks import check
-    from fedleak.config.loading import load
+    from fedleak.config.loading import load, of_defense
 
     with mended():
-        experiment = load(file, changes or ())
+        by_name = str(file) in defenses.kinds() and not file.exists()
+        experiment = of_defense(str(file), changes or ()) if by_name else load(file, changes or ())
         if not experiment.defense:
             raise ConfigError(f"{str(file)!r} has no [[defense]]: there is nothing to check")
         findings = check(experiment)
