@@ -809,11 +809,13 @@ def check_defense(file: File, changes: Set = None) -> None:
     """
     from fedleak import defenses
     from fedleak.audit.defense_checks import check
-    from fedleak.config.loading import load, of_defense
+    from fedleak.config.loading import load, with_defense
 
     with mended():
         by_name = str(file) in defenses.kinds() and not file.exists()
-        experiment = of_defense(str(file), changes or ()) if by_name else load(file, changes or ())
+        experiment = (
+            with_defense(str(file), changes or ()) if by_name else load(file, changes or ())
+        )
         if not experiment.defense:
             raise ConfigError(f"{str(file)!r} has no [[defense]]: there is nothing to check")
         findings = check(experiment)

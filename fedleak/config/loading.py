@@ -41,7 +41,7 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Experiment:
     return parse(table)
 
 
-def of_defense(kind: str, overrides: Sequence[str] = ()) -> Experiment:
+def with_defense(kind: str, overrides: Sequence[str] = ()) -> Experiment:
     """Returns a small experiment with one defense, as it is by default.
 
     Args:
