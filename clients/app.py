@@ -42,7 +42,9 @@ def train(message: Message, context: Context) -> Message:
     experiment, client = work.experiment, work.client
     model, workload = work.model_and_data
     round = int(message.content.config_records["config"]["round"])  # type: ignore[arg-type]
-    models.load_parameters_(model, message.content.array_records["arrays"].to_torch_state_dict())
+    models.load_parameters_(
+        model, message.content.array_records["arrays"].to_torch_state_dict(keep_input=False)
+    )
     protection = work.protection
     seed, local, part = experiment.seed, protection.local, workload.parts[client]
     chosen = round_batch(len(part), local, seed=seed, client=client, round=round)

@@ -11,10 +11,10 @@ from fedleak.errors import CaptureError, ConfigError, FedleakError
 from fedleak.federation.lookup import stored
 from fedleak.federation.workload import outline
 from fedleak.preparation import refuse_purged
-from fedleak.store import records
 from fedleak.store.files import new_file
 from fedleak.store.records import LEAKAGE, LeakageRow
 from fedleak.store.run import Key, Run
+from fedleak.store.shards import read_answers
 
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 """How a cell begins that a spreadsheet takes for a formula."""
@@ -66,7 +66,7 @@ def _texts(run: Run) -> Mapping[tuple[Key, str], str]:
     refuse_purged(run)
     model = outline(stored(run), run.info()["num_labels"])
     special, found = model.special_ids(), {}
-    for answer in run.rows(records.answers(run.fingerprint())):
+    for answer in read_answers(run):
         try:
             truth = read_truth(run, answer.key)
         except CaptureError as error:

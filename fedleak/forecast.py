@@ -2,15 +2,16 @@
 
 import shutil
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 from fedleak.config.experiment import Experiment
 from fedleak.config.sent_parameters import selected_parameters
 from fedleak.errors import ConfigError
-from fedleak.federation.schedule import expected_captures
+from fedleak.federation.schedule import expected_captures, rounds_attacked
 from fedleak.models import LanguageModel
 from fedleak.models.parameter_selection import freezing
-from fedleak.store.run import EVERYONE
+from fedleak.store.run import EVERYONE, Run
 
 WORTH_SAYING_BYTES = 10**9
 WORTH_SAYING_SECONDS = 600.0
@@ -20,12 +21,34 @@ _FLOAT = 4
 
 
 def bytes_kept(experiment: Experiment, model: LanguageModel) -> int:
-    """Returns the size of the captures and models that a complete run has, at most.
+    """Returns the size of the captures and models that a run has at any time, at most.
+
+    What an attack failed on is not deleted, whatever `audit.keep` says, and does not count here.
 
     Args:
         experiment: The run.
         model: With its parameters' names and shapes; no weights are needed.
     """
+    sent, of_model = _sizes(experiment, model)
+    captures = Counter(key.client for key in expected_captures(experiment))
+    last = experiment.federation.rounds + 1
+    models = 2 + len(rounds_attacked(experiment) - {1, last})
+    kept = [sent(client) for client in captures.elements()]
+    if experiment.audit.keep == "none" and experiment.audit.waiting is not None:
+        kept = sorted(kept)[-experiment.audit.waiting :]
+    return sum(kept) + models * of_model
+
+
+def bytes_there(experiment: Experiment, model: LanguageModel, run: Run) -> int:
+    """Returns how much of what `bytes_kept` counts a run has already, by the same measure."""
+    sent, of_model = _sizes(experiment, model)
+    here = set(run.captures()) - run.deleted()
+    captures = [key for key in expected_captures(experiment) if key in here]
+    return sum(sent(key.client) for key in captures) + len(run.broadcasts()) * of_model
+
+
+def _sizes(experiment: Experiment, model: LanguageModel) -> tuple[Callable[[int], int], int]:
+    """Returns what tells the bytes of a client's update, and the bytes of the model."""
     sizes = {name: _FLOAT * p.numel() for name, p in model.trained().items()}
     selected = selected_parameters(experiment, model)
     of_frozen: dict[frozenset[str], int] = {}
@@ -41,32 +64,27 @@ def bytes_kept(experiment: Experiment, model: LanguageModel) -> int:
             of_frozen[key] = sum(sizes[name] for name in selected if name in trained)
         return of_frozen[key]
 
-    captures = Counter(key.client for key in expected_captures(experiment))
-    last = experiment.federation.rounds + 1
-    models = 2 + sum(experiment.attacked(round) for round in range(2, last))
-    return sum(count * sent(client) for client, count in captures.items()) + models * sum(
-        sizes.values()
-    )
+    return sent, sum(sizes.values())
 
 
-def refuse_full_disk(needed: int, path: Path, *, anew: bool = False) -> None:
+def refuse_full_disk(needed: int, path: Path, there: int = 0) -> None:
     """Refuses a run whose captures and models do not fit.
 
     Args:
         needed: Bytes of all of them.
-        path: The run directory, which may have some of them already.
-        anew: Those do not count.
+        path: The run directory.
+        there: Bytes of those that it has already.
 
     Raises:
         ConfigError: There is less free.
     """
-    there = 0 if anew else sum(file.stat().st_size for file in _files(path))
     free = _free(path)
     if needed - there > free:
         raise ConfigError(
             f"{str(path)!r} needs {size(needed - there)} for captures and models, but only "
-            f"{size(free)} are free: keep fewer rounds (threat.rounds), share less "
-            "(update.share), or free some"
+            f"{size(free)} are free: keep fewer (threat.rounds, "
+            "threat.clients, audit.keep with audit.waiting), share less (update.share), or free "
+            "some"
         )
 
 
@@ -91,10 +109,6 @@ def size(bytes: int) -> str:
         if bytes >= length:
             return f"{bytes / length:.1f} {unit}"
     return f"{bytes / 10**6:.0f} MB"
-
-
-def _files(path: Path) -> list[Path]:
-    return [file for folder in ("captures", "models") for file in (path / folder).glob("*.*")]
 
 
 def _free(path: Path) -> int:

@@ -8,15 +8,27 @@ from fedleak.audit import central_baseline, defense_checks, scoring
 from fedleak.audit.scoring import Scored
 from fedleak.config import checks
 from fedleak.config.experiment import Experiment
-from fedleak.dispatch.dispatcher import answered, attacking
+from fedleak.dispatch.agenda import groups, part_of
+from fedleak.dispatch.dispatcher import answered, attack_captures, attacking
 from fedleak.dispatch.progress import RunProgress
+from fedleak.dispatch.retention import Retention
 from fedleak.errors import FedleakError
 from fedleak.federation.lookup import examples
 from fedleak.federation.schedule import expected_captures
 from fedleak.federation.workload import outline
 from fedleak.preparation import refuse_another
-from fedleak.store import records
+from fedleak.reconstruction import Status
 from fedleak.store.run import Run
+from fedleak.store.shards import (
+    Shard,
+    Share,
+    answers_for,
+    drop_failures,
+    locked,
+    read_answers,
+    readable_answers,
+    share,
+)
 from fedleak.store.summaries import SUMMARY
 from fedleak.workers.process import Worker, failure, trace
 
@@ -40,7 +52,7 @@ def finished(run: Run, experiment: Experiment) -> bool:
     }
     try:
         summary = run.read(SUMMARY)
-        answers = run.rows(records.answers(run.fingerprint()))
+        answers = read_answers(run)
     except FedleakError:  # missing or damaged: running mends what it can
         return False
     # Scores from before the end of the run, by `fedleak score`, are not those of all of it.
@@ -109,6 +121,59 @@ def noting_status(run: Run) -> Iterator[None]:
             run.update_info(status="failed", failure=why)
         raise
     run.update_info(status="finished")
+
+
+def attack_shard(
+    run: Run,
+    experiment: Experiment,
+    shard: Shard,
+    *,
+    retry: bool = False,
+    report: Callable[[RunProgress], None] = lambda progress: None,
+    on: Sequence[Worker] | None = None,
+) -> str:
+    """Does one share of a run's attacks, beside others on other machines; nothing is scored.
+
+    Args:
+        run: The run directory.
+        experiment: What was prepared there.
+        shard: Which share.
+        retry: Try again what failed.
+        report: Is told how far it is.
+        on: Workers for the attacks; None: as many as the experiment asks for.
+
+    Returns:
+        What is to be said of it when it is complete.
+
+    Raises:
+        FedleakError: Answers failed or captures are missing, so that it is not complete.
+    """
+    names = tuple(each.name for each in experiment.attacks)
+    document = share(shard)
+    with locked(run, shard):
+        run.write(document, Share(attacks=names, complete=False))
+        if retry:
+            drop_failures(run, shard)
+        attack_captures(run, experiment, no_more=lambda: True, report=report, on=on, shard=shard)
+        work = part_of(
+            groups(experiment.attacks, expected_captures(experiment), experiment.workers.at_once),
+            shard,
+        )
+        wanted = {(key, each.attack.name) for each in work for key in each.keys}
+        status = {each.id: each.status for each in answers_for(run, shard) if each.id in wanted}
+        failed = sum(each == Status.FAILED for each in status.values())
+        run.write(document, Share(attacks=names, complete=len(status) == len(wanted)))
+        # The last shard sees the answers of all.
+        Retention(run, experiment).answered(readable_answers(run))
+        deleted = {key for key, _ in wanted - status.keys()} & run.deleted()
+    said = f"shard {shard}: {len(status)} of {len(wanted)} answers are there"
+    if deleted:
+        raise FedleakError(f"{said}: {len(deleted)} captures were deleted (audit.keep)")
+    if len(status) < len(wanted):
+        raise FedleakError(f"{said}: the captures of the others are not: train them first")
+    if failed:
+        raise FedleakError(f"{said}, and {failed} of them failed: --retry tries them again")
+    return f"{said}; once all {shard.of} are complete: fedleak score {run.path}"
 
 
 def disk_note(run: Run, experiment: Experiment) -> str | None:

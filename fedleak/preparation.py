@@ -5,21 +5,33 @@ import shlex
 import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fedleak import forecast, logs
+from fedleak.audit.kept_texts import candidates_file
 from fedleak.config import checks
 from fedleak.config.experiment import Experiment
 from fedleak.config.wording import difference
 from fedleak.errors import ConfigError, FedleakError
 from fedleak.federation.lookup import Examples, examples, stored
 from fedleak.federation.protection import protection
-from fedleak.federation.workload import Workload, divide, outline, read_data, unknown_fraction
-from fedleak.models import loading
+from fedleak.federation.schedule import expected_captures
+from fedleak.federation.workload import (
+    Workload,
+    candidates,
+    divide,
+    outline,
+    read_data,
+    unknown_fraction,
+)
+from fedleak.models import CLASSIFICATION, LanguageModel, loading
 from fedleak.store.run import Run
 from fedleak.versions import versions
+
+CHANGEABLE: dict[str, Any] = {"gate": True, "federation": {"at_once"}, "audit": {"keep", "waiting"}}
+"""What of an experiment may change while its run goes on, besides its workers: no result does."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +42,8 @@ class Plan:
     num_labels: int
     examples: Examples
     held_out: Mapping[str, Any]
+    candidates: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """By their place in the run directory, lists that attacks on membership are asked about."""
     classes: tuple[str, ...] = ()
     """Names of the classes, which nodes with data of their own are told."""
     remarks: tuple[str, ...] = ()
@@ -62,9 +76,15 @@ def plan(experiment: Experiment) -> Plan:
     classes = split.train.label_names
     num_labels = len(classes)
     model = outline(experiment, num_labels)
+    if experiment.threat.clients is not None and not expected_captures(experiment):
+        raise ConfigError(
+            f"threat.clients = {experiment.threat.clients}, but none of them trains in a round "
+            "that is attacked: choose others, or other threat.rounds"
+        )
     checks.check_defenses(experiment, model)
     checks.check_canaries(experiment, model)
     checks.check_attacks(experiment, model)
+    checks.check_waiting(experiment)
     workload = divide(experiment, split, model)
     unknown = unknown_fraction(workload, model)
     for client, part in [] if experiment.data.on_nodes else enumerate(workload.parts):
@@ -76,10 +96,65 @@ def plan(experiment: Experiment) -> Plan:
         num_labels=num_labels,
         examples=Examples(len(workload.sequences), len(workload.held_out)),
         held_out=held_out,
+        candidates=read_candidates(experiment, classes, model),
         classes=classes if experiment.data.on_nodes else (),
         remarks=_remarks(experiment, split.dropped, unknown, workload),
         disk=forecast.bytes_kept(experiment, model),
     )
+
+
+def read_candidates(
+    experiment: Experiment, classes: Sequence[str], model: LanguageModel
+) -> dict[str, dict[str, Any]]:
+    """Reads the files of texts that attacks on membership are asked about.
+
+    Returns:
+        By their place in the run directory.
+
+    Raises:
+        ConfigError: A file that is not right.
+    """
+    found = {}
+    for attack in experiment.attacks:
+        if (texts := candidates(experiment, attack, classes, model)) is not None:
+            sequences, labels = texts
+            place = str(candidates_file(attack.name))
+            found[place] = {"sequences": sequences, "labels": labels}
+    return found
+
+
+def keep_candidates(run: Run, found: Mapping[str, Mapping[str, Any]]) -> None:
+    """Writes lists that attacks are asked about into the run directory.
+
+    Raises:
+        ConfigError: An attack was asked about other texts before.
+    """
+    for place, texts in found.items():
+        wanted, before = json.loads(json.dumps(texts)), None
+        with suppress(FedleakError):  # it is not there, or damaged
+            before = run.read_json(place)
+        if before is None:
+            run.write_json(place, wanted)
+        elif before != wanted:
+            raise ConfigError(
+                f"{str(run.path / place)!r}: the attack was asked about other texts before: "
+                "restore its file of candidates, or give the attack another name = ..."
+            )
+
+
+def ask_again(run: Run, experiment: Experiment) -> None:
+    """Reads files of candidates for attacks on a run that was trained, and keeps their texts.
+
+    Raises:
+        ConfigError: A file that is not right, or an attack was asked about other texts before.
+    """
+    if all(each.candidates is None for each in experiment.attacks):
+        return
+    count = run.info()["num_labels"]
+    classes: Sequence[str] = [str(number) for number in range(count)]
+    if experiment.tapped is None and experiment.model.task == CLASSIFICATION:
+        classes = read_data(experiment).train.label_names
+    keep_candidates(run, read_candidates(experiment, classes, outline(experiment, count)))
 
 
 def _remarks(
@@ -105,7 +180,11 @@ def open_run(plan: Plan, path: Path, *, fresh: bool = False) -> Run:
             run keeps does not fit on the disk.
     """
     run = Run(path)
-    forecast.refuse_full_disk(plan.disk, path, anew=fresh)
+    captured = 0
+    if run.exists() and not fresh:
+        model = outline(plan.experiment, plan.num_labels)
+        captured = forecast.bytes_there(plan.experiment, model, run)
+    forecast.refuse_full_disk(plan.disk, path, captured)
     if fresh and path.is_dir():
         with run.lock():
             run.move_aside()
@@ -113,8 +192,9 @@ def open_run(plan: Plan, path: Path, *, fresh: bool = False) -> Run:
         refuse_another(run, plan.experiment)
         refuse_purged(run)
         refuse_other_data(run, plan)
-        _renew_limits(run, plan.experiment)
+        _renew(run, plan.experiment)
         _make_held_out(run, plan)
+        keep_candidates(run, plan.candidates)
         return run
     if (path / "sweep.json").exists():
         raise ConfigError(
@@ -142,14 +222,17 @@ def open_run(plan: Plan, path: Path, *, fresh: bool = False) -> Run:
         remarks=list(plan.remarks),
     )
     _make_held_out(run, plan)
+    keep_candidates(run, plan.candidates)
     return run
 
 
-def _renew_limits(run: Run, experiment: Experiment) -> None:
-    """Notes the limits of the experiment's file in run.json, where they were others."""
-    if stored(run).gate != experiment.gate:
-        gate = experiment.gate.model_dump(mode="json")
-        run.update_info(experiment=run.info()["experiment"] | {"gate": gate})
+def _renew(run: Run, experiment: Experiment) -> None:
+    """Notes in run.json what of the experiment's file may change, where it was other."""
+    said = run.info()["experiment"]
+    new = experiment.model_dump(mode="json", include=CHANGEABLE)
+    renewed = {name: said.get(name, {}) | table for name, table in new.items()}
+    if renewed != {name: said.get(name, {}) for name in new}:
+        run.update_info(experiment=said | renewed)
 
 
 def refuse_purged(run: Run) -> None:
@@ -199,9 +282,8 @@ def refuse_other_data(run: Run, plan: Plan) -> None:
 
 def refuse_another(run: Run, experiment: Experiment) -> None:
     """Refuses to go on with a run directory in which another experiment ran."""
-    # Workers and limits cannot change its results.
     old, new = (
-        each.model_dump(mode="json", exclude={"workers", "gate"})
+        each.model_dump(mode="json", exclude={"workers": True, **CHANGEABLE})
         for each in (stored(run), experiment)
     )
     changed = difference(old, new)

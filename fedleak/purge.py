@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from fedleak.audit import scoring
 from fedleak.errors import FedleakError
 from fedleak.store.run import Run
+from fedleak.store.shards import begun
 from fedleak.store.summaries import SUMMARY
 
 PRIVATE = {
@@ -15,6 +16,7 @@ PRIVATE = {
     "held": "updates that were summed",
     "models": "models: two of a row differ by an update",
     "held_out.json": "held-out texts",
+    "candidates": "texts that attacks on membership were asked about",
     "reconstructions.jsonl": "what attacks read",
     "attempts.jsonl": "how tries of attacks failed",
     "damaged.jsonl": "damaged lines of these",
@@ -57,6 +59,9 @@ def purge(run: Run) -> Purged:
         elif path.exists():
             path.unlink()
             deleted.append(f"{path} ({what})")
+    for shard in begun(run):
+        shutil.rmtree(run.path / shard.folder)
+        deleted.append(f"{run.path / shard.folder} (what attacks read in shard {shard})")
     for path in run.path.glob(".*.[0-9]*"):  # what a killed process had not yet renamed
         path.unlink()
         deleted.append(f"{path} (half written)")

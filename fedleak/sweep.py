@@ -22,7 +22,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,8 +39,10 @@ from fedleak.pipeline import Engine
 from fedleak.preparation import Plan
 from fedleak.report.words import said
 from fedleak.store.run import Run
+from fedleak.store.shards import Shard, locked
 from fedleak.store.summaries import SUMMARY, SWEEP, CellSummary, SweepSummary
-from fedleak.workers.process import Worker, devices, workers
+from fedleak.workers.hiring import hire
+from fedleak.workers.process import Worker, devices
 
 _log = logging.getLogger(__name__)
 
@@ -78,12 +80,14 @@ class Sweep:
         axes: By key its values, as in the file.
         cells: Of every combination, or of those that the design has.
         units: By the family of defenses what its strengths are numbers of.
+        shard: Whose cells these are, of all; None: they are all.
     """
 
     name: str
     axes: Mapping[str, Sequence[Any]]
     cells: tuple[Cell, ...]
     units: Mapping[str, str] = field(default_factory=dict)
+    shard: Shard | None = None
 
     @property
     def path(self) -> Path:
@@ -91,8 +95,12 @@ class Sweep:
         return run_folder(self.name)
 
     def lock(self) -> AbstractContextManager[None]:
-        """Holds the folder, so that one process at a time runs the sweep."""
-        return Run(self.path).lock()
+        """Holds the folder, so that one process at a time runs the sweep, or one each shard."""
+        return Run(self.path).lock() if self.shard is None else locked(Run(self.path), self.shard)
+
+    def part(self, shard: Shard) -> "Sweep":
+        """Returns the sweep with the cells of one shard."""
+        return replace(self, cells=tuple(shard.part(self.cells)), shard=shard)
 
     def run(self, cell: Cell) -> Run:
         """Returns the run directory of a cell."""
@@ -160,6 +168,11 @@ def prepare(sweep: Sweep, *, fresh: bool = False) -> dict[str, Plan]:
     Raises:
         ConfigError: A cell cannot work, or differs from the one that ran here.
     """
+    if fresh and sweep.shard is not None:
+        raise ConfigError(
+            f"--fresh with --shard {sweep.shard} would move what other shards do: move the folder "
+            f"{str(sweep.path)!r} yourself, before the first starts"
+        )
     if not fresh and Run(sweep.path).exists():
         raise ConfigError(
             f"{str(sweep.path)!r} holds a single run: give the sweep another name, or --fresh to "
@@ -197,7 +210,7 @@ def carry_out(
     """
     failures = {}
     with ExitStack() as hired:
-        hands: list[Worker] = []
+        hands: Sequence[Worker] = ()
         hired_as: WorkersTable | None = None
         for cell in sweep.cells:
             if cell.name not in plans:
@@ -207,7 +220,7 @@ def carry_out(
             try:
                 if table != hired_as:  # else they go on with what they have loaded
                     hired.close()
-                    hands = hired.enter_context(workers(devices(table.devices), table.time_limit))
+                    hands = hired.enter_context(hire(table))
                     hired_as = table
                 run = preparation.open_run(plans[cell.name], sweep.run(cell).path)
                 with watch(cell.name) as report:
@@ -222,8 +235,18 @@ def jobs(plans: Mapping[str, Plan], wanted: int | None = None) -> int:
     """Returns how many cells to run at once: those wanted, else one per GPU, else per two cores.
 
     Only GPUs that the cells may use count. A cell on the CPU trains in one process and attacks in
-    another.
+    another. On a Ray cluster each cell has all workers to itself.
+
+    Raises:
+        ConfigError: Several at once on a Ray cluster.
     """
+    if any(plan.experiment.workers.engine == "ray" for plan in plans.values()):
+        if (wanted or 1) > 1:
+            raise ConfigError(
+                f"--jobs {wanted}: cells that attack on a Ray cluster run one after the other, "
+                "each with all of its workers: leave --jobs out"
+            )
+        return 1
     tables = {tuple(devices(plan.experiment.workers.devices)) for plan in plans.values()}
     gpus = {each for table in tables for each in table if each.startswith("cuda")}
     most = wanted or len(gpus) or (os.cpu_count() or 1) // 2
@@ -272,14 +295,18 @@ def devices_of_job(on: Sequence[str], jobs: int, place: int) -> list[str]:
 
 
 def collect(sweep: Sweep) -> SweepSummary:
-    """Writes sweep.json from the cells' own files, and returns its content."""
+    """Writes sweep.json from the cells' own files, and returns its content.
+
+    Of a shard's cells alone nothing is written.
+    """
     collected = SweepSummary(
         name=sweep.name,
         axes={key: list(values) for key, values in sweep.axes.items()},
         units=dict(sweep.units),
         cells=tuple(_summary(cell, sweep.run(cell)) for cell in sweep.cells),
     )
-    Run(sweep.path).write(SWEEP, collected)
+    if sweep.shard is None:
+        Run(sweep.path).write(SWEEP, collected)
     return collected
 
 
@@ -323,10 +350,10 @@ def cell_name(values: Mapping[str, Any]) -> str:
 def _carry_out_alone(plan: Plan, path: Path, train: Engine, jobs: int, place: int) -> str | None:
     """Runs a cell in this process, with workers of its own; returns why it failed, if it did."""
     table = plan.experiment.workers
-    own = devices_of_job(devices(table.devices), jobs, place)
+    own = table.model_copy(update={"devices": devices_of_job(devices(table.devices), jobs, place)})
     try:
         run = preparation.open_run(plan, path)
-        with workers(own, table.time_limit) as hands:
+        with hire(own) as hands:
             pipeline.carry_out(run, plan.experiment, train, on=hands)
     except Exception as error:  # noqa: BLE001 - the others can still be done
         return _failure(path.name, error)

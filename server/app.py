@@ -1,5 +1,6 @@
 """The ServerApp: resumes or starts a run, and, for `flwr run`, attacks it too."""
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -26,7 +27,7 @@ from server.assignments import assignment
 from server.replies import RefusedError, check_code, claimed_client, claimed_examples, told
 from server.secure_aggregation import SummingServer
 from server.strategy import CuriousServer
-from server.tap import TapGrid
+from server.tap import AT_ONCE, TapGrid
 
 app = ServerApp()
 
@@ -56,7 +57,8 @@ def main(grid: Grid, context: Context) -> None:
     experiment, run = of_app(config)
     wait = Patience(float(config["nodes-within"]), float(config["answers-within"]))
     if run.exists() and run.in_use():  # by the command line, which does all but training
-        federate(grid, experiment, run, find_nodes(grid, experiment, run, wait), wait)
+        nodes = find_nodes(grid, experiment, run, wait)
+        federate(grid, experiment, run, nodes, wait, attacked=True)
         return
     run = preparation.prepare(experiment, run.path)
     with run.lock():
@@ -67,7 +69,7 @@ def main(grid: Grid, context: Context) -> None:
         with pipeline.noting_status(run):
             nodes = find_nodes(grid, experiment, run, wait)
         with pipeline.under_way(run, experiment) as stop:
-            federate(grid, experiment, run, nodes, wait, stop)
+            federate(grid, experiment, run, nodes, wait, stop, attacked=True)
         print_run(run, scoring.score_run(run))
     refuse_gaps(run)
 
@@ -79,8 +81,10 @@ def federate(
     nodes: Mapping[int, int],
     wait: Patience,
     stop: Callable[[], bool] = lambda: False,
+    *,
+    attacked: bool = False,
 ) -> None:
-    """Trains from the last complete round on, capturing every reply.
+    """Trains from the last complete round on, capturing what is attacked of the replies.
 
     Args:
         grid: Flower's.
@@ -89,6 +93,7 @@ def federate(
         nodes: The node of each client.
         wait: How long for answers.
         stop: Is asked now and then whether to end early.
+        attacked: Whether captures are attacked meanwhile, so that it can wait for that.
 
     Raises:
         FedleakError: A client failed, or it is to `stop`.
@@ -110,13 +115,23 @@ def federate(
         if settings is None
         else SummingServer(*of_server, settings=settings, patience=wait.answers)
     )
-    strategy.start(
-        grid=TapGrid(grid, strategy.on_reply, stop),
-        initial_arrays=ArrayRecord(model.parameters()),
-        num_rounds=rounds,
-        timeout=wait.answers,
-        evaluate_fn=evaluation(experiment, run, model, first - 1),
-    )
+    at_once = experiment.federation.at_once or max(AT_ONCE, os.cpu_count() or 1)
+    waiting = experiment.audit.waiting if attacked else None
+
+    def room(under_way: int) -> bool:
+        """Whether the disk bears another capture: if not, the attacks are waited for."""
+        return waiting is None or strategy.writing + run.waiting() + under_way < waiting
+
+    try:
+        strategy.start(
+            grid=TapGrid(grid, strategy.on_reply, stop, at_once, room),
+            initial_arrays=ArrayRecord(model.parameters()),
+            num_rounds=rounds,
+            timeout=wait.answers,
+            evaluate_fn=evaluation(experiment, run, model, first - 1),
+        )
+    finally:
+        strategy.finish()
 
 
 def first_open_round(experiment: Experiment, run: Run) -> int:

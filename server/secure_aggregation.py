@@ -72,7 +72,7 @@ class SummingServer(CuriousServer):
             shapes=[tuple(parameters[name].shape) for name in self._names],
             most_examples=local.batch_size if of_fedsgd else examples(self._run).training,
         )
-        self._sum = self._summed(stages)
+        self._found = self._summed(stages)
         return []
 
     def _summed(self, stages: "Stages") -> "Sum":
@@ -98,11 +98,9 @@ class SummingServer(CuriousServer):
             f"{'; '.join(quoted) or 'see the log of Flower'}"
         )
 
-    def _capture_combined(
-        self, aggregator: TrustedAggregator, round: int, clients: Sequence[int]
-    ) -> None:
+    def _capture_combined(self, aggregator: TrustedAggregator, round: int) -> Capture:
         """Captures the sum that the protocol gave, and notes who is not in it."""
-        local, found = self._experiment.local_training, self._sum
+        local, found = self._experiment.local_training, self._found
         parameters = self._model.parameters()
         tensors = {
             name: torch.from_numpy(value).to(parameters[name].dtype)
@@ -117,7 +115,9 @@ class SummingServer(CuriousServer):
         update = ClientUpdate(local.kind, tensors, sum(found.examples.values()))
         absent = [c for node, c in self._clients.items() if node not in found.examples]
         note_dropped_out(self._run, round, absent)
-        self._run.write_capture(Capture(Key(round, EVERYONE), update, knowledge))
+        capture = Capture(Key(round, EVERYONE), update, knowledge)
+        self._run.write_capture(capture)
+        return capture
 
 
 class Sum(NamedTuple):

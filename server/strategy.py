@@ -1,6 +1,6 @@
 """The curious server: aggregates honestly, and keeps each update exactly as it arrived."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.serverapp import Grid
@@ -11,13 +11,14 @@ from fedleak.config.sent_parameters import sent_by
 from fedleak.defenses import TrustedAggregator
 from fedleak.errors import FedleakError
 from fedleak.federation.lookup import examples
-from fedleak.federation.schedule import clients_of_round
+from fedleak.federation.schedule import clients_of_round, rounds_attacked
 from fedleak.models import LanguageModel
 from fedleak.observation import ClientUpdate, Knowledge, UpdateKind
 from fedleak.store.run import EVERYONE, Capture, Key, Run
 from fedleak.training.aggregation import aggregate
 from server.assignments import assignment
 from server.replies import RefusedError, take_update, told
+from server.round_sum import Beside, RoundSum
 
 NUM_ERRORS = 3
 """Problems that a failed round quotes."""
@@ -26,8 +27,10 @@ NUM_ERRORS = 3
 class CuriousServer(Strategy):
     """FedSGD and FedAvg (McMahan et al. 2017) with a copy of every update on disk.
 
-    The sum over clients is taken from the captures in client order, one at a time: it does not
-    depend on who answered first, and memory does not grow with the number of clients.
+    The sum over clients is taken in their order, as they come: it does not depend on who answered
+    first. Memory does not grow with the number of clients: an update is in it while it is summed,
+    and while it is written, beside the training of the next one. Updates that are not
+    attacked never reach the disk.
 
     Args:
         experiment: What is run.
@@ -51,6 +54,8 @@ class CuriousServer(Strategy):
         self._assignment = assignment(experiment, run)
         self._waiting_for: dict[int, int] = {}  # the client of each node that has not answered
         self._problems: list[str] = []
+        self._sum: RoundSum | None = None
+        self._beside = Beside()
 
     def on_reply(self, reply: Message) -> RecordDict:
         """Captures a client's reply, if it is what was asked for; nothing is left of it."""
@@ -82,10 +87,39 @@ class CuriousServer(Strategy):
             dropout=local.dropout,
         )
         capture = Capture(key, update, knowledge)
-        if experiment.aggregator is None:
-            self._run.write_capture(capture)
-        else:
+        if self._sum is None:
             self._run.hold(capture)
+        else:
+            self._capture_and_add(capture, self._sum)
+
+    def _capture_and_add(self, capture: Capture, total: RoundSum) -> None:
+        """Adds an update to the sum of its round, and captures it if it is attacked."""
+        run, key = self._run, capture.key
+        is_next = total.is_next(key.client)
+        kept = self._experiment.attacked(*key) and not run.is_closed(key)
+
+        def write() -> None:
+            if not is_next:
+                run.hold(capture)
+                if kept:
+                    run.admit(key)
+            elif kept:
+                run.write_capture(capture)
+
+        self._beside.do(write)
+        if is_next:
+            total.add_(capture)
+        else:
+            total.held(key.client)
+
+    @property
+    def writing(self) -> bool:
+        """Whether something that was received is not on disk yet."""
+        return self._beside.busy
+
+    def finish(self) -> None:
+        """Waits until all that was received is on disk."""
+        self._beside.finish()
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -95,6 +129,9 @@ class CuriousServer(Strategy):
         clients = clients_of_round(self._experiment, round)
         self._waiting_for = {self._nodes[client]: client for client in clients}
         self._problems = []
+        self._run.drop_held()  # by a process that was killed in this round
+        if self._experiment.aggregator is None:
+            self._sum = RoundSum(self._run, round, clients, self._model.parameters())
         record = RecordDict(
             {
                 "arrays": arrays,
@@ -116,16 +153,18 @@ class CuriousServer(Strategy):
             FedleakError: A client failed, did not answer, or gave an answer that was refused.
         """
         round = server_round + self._offset
-        clients = clients_of_round(self._experiment, round)
+        self.finish()
         self._check_all_answered(reply for reply in replies if reply.has_error())
+        broadcast, received = self._run.read_broadcast(round), self._sum
         if self._experiment.aggregator is not None:
-            self._capture_combined(self._experiment.aggregator, round, clients)
-            clients = [EVERYONE]
-        updates = (self._run.read_capture(Key(round, client)).update for client in clients)
+            combined = self._capture_combined(self._experiment.aggregator, round)
+            received = RoundSum(self._run, round, [EVERYONE], broadcast)
+            received.add_(combined)
+        assert received is not None
         rate = self._experiment.federation.learning_rate
-        following = aggregate(self._run.read_broadcast(round), updates, rate)
+        following = aggregate(broadcast, received.total, rate)
         self._run.write_broadcast(round + 1, following)
-        if not self._experiment.attacked(round):
+        if round not in rounds_attacked(self._experiment):
             self._run.forget(round)
         return ArrayRecord(following), None
 
@@ -144,10 +183,9 @@ class CuriousServer(Strategy):
     def summary(self) -> None:
         """Logs nothing: the run directory says it all."""
 
-    def _capture_combined(
-        self, aggregator: TrustedAggregator, round: int, clients: Sequence[int]
-    ) -> None:
+    def _capture_combined(self, aggregator: TrustedAggregator, round: int) -> Capture:
         """Captures what the aggregator makes of the updates held, and deletes them."""
+        clients = clients_of_round(self._experiment, round)
         knowledge: list[Knowledge] = []
 
         def one_by_one() -> Iterator[ClientUpdate]:
@@ -159,8 +197,10 @@ class CuriousServer(Strategy):
         update = aggregator.combined(one_by_one())
         # Who has most examples made most steps.
         most = max(knowledge, key=lambda known: known.local_steps or 0)
-        self._run.write_capture(Capture(Key(round, EVERYONE), update, most))
+        capture = Capture(Key(round, EVERYONE), update, most)
+        self._run.write_capture(capture)
         self._run.drop_held()
+        return capture
 
     def _check_all_answered(self, failed: Iterable[Message]) -> None:
         """Fails the round unless each client's update is there and nothing else came."""

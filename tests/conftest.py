@@ -69,7 +69,7 @@ def workers_of() -> Callable[[int], list[psutil.Process]]:
 def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attacks in this process: a worker takes seconds to start."""
     for module in (dispatcher, sweep, running):
-        monkeypatch.setattr(module, "workers", lambda *_: nullcontext([tiny.Here()]))
+        monkeypatch.setattr(module, "hire", lambda *_: nullcontext([tiny.Here()]))
 
 
 @pytest.fixture(scope="session")

@@ -23,6 +23,7 @@ from tiny import call, toml
 
 from fedleak import processes, sweep
 from fedleak.config.loading import load
+from fedleak.config.tables import WorkersTable
 from fedleak.config.wording import difference
 from fedleak.errors import ConfigError
 from fedleak.reconstruction import Status
@@ -333,7 +334,7 @@ def test_a_sweep_is_collected_drawn_and_not_done_twice(write, here):
     assert len(list((here / "runs").iterdir())) == 2
 
 
-@pytest.mark.parametrize("jobs", ["1", "2"])
+@pytest.mark.parametrize("jobs", ["1", pytest.param("2", marks=pytest.mark.slow)])
 def test_a_cell_that_fails_is_named_and_the_others_are_done(write, here, jobs):
     write(SWEEP)
     folder = here / "runs" / "grid"
@@ -454,7 +455,8 @@ def test_jobs_divide_the_devices_and_share_them_only_if_there_are_too_few():
 def test_as_many_cells_at_once_as_gpus_and_cores_allow(monkeypatch, on, cores, wanted, jobs):
     monkeypatch.setattr(sweep, "devices", lambda wanted: on)
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
-    plan = SimpleNamespace(experiment=SimpleNamespace(workers=SimpleNamespace(devices=None)))
+    workers = WorkersTable()
+    plan = SimpleNamespace(experiment=SimpleNamespace(workers=workers))
     assert sweep.jobs(dict.fromkeys("abcde", plan), wanted) == jobs
     assert sweep.jobs({}, wanted) == 1
 
@@ -473,9 +475,8 @@ def test_a_process_that_dies_is_a_failure_of_its_own_call_only():
 COMMAND = [sys.executable, "-c", "from fedleak.cli import app; app()", "sweep", "grid.toml"]
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_a_killed_sweep_goes_on_where_it_stopped(write, here, number):
     rounds = 12  # long enough that the signal comes before the end
     write(SWEEP.replace("rounds = 1", f"rounds = {rounds}"))

@@ -26,7 +26,7 @@ def ran_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ran")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        patch.setattr(dispatcher, "workers", lambda *_: nullcontext([Here()]))
+        patch.setattr(dispatcher, "hire", lambda *_: nullcontext([Here()]))
         Path("small.toml").write_text(toml(CHANGES))
         assert call("run", "small.toml")[0] == 0
     return folder

@@ -38,7 +38,7 @@ from fedleak.observation import ClientUpdate, UpdateKind
 from fedleak.privacy import Event
 from fedleak.rng import stream, stream_seed
 from fedleak.store.run import Run
-from fedleak.training.aggregation import aggregate
+from fedleak.training.aggregation import WeightedSum, aggregate
 from fedleak.training.batches import passes
 from fedleak.training.canaries import Planted, most_canaries, scores
 from fedleak.training.local import local_update_
@@ -493,7 +493,9 @@ def _all_together(
         holds=sent.tensors.keys() == wanted,
         found=f"{len(sent.tensors)} of {len(before)} tensors",
     )
-    after = aggregate(before, [sent], experiment.federation.learning_rate)
+    total = WeightedSum(lambda name: before[name].dtype)
+    total.add_(sent)
+    after = aggregate(before, total, experiment.federation.learning_rate)
     moved = sum(not torch.equal(after[name], before[name]) for name in before)
     yield Finding(
         defense="the update",

@@ -10,11 +10,15 @@ from fedleak.federation.schedule import expected_captures
 from fedleak.reconstruction import Status
 from fedleak.store.records import UNSCORED, Answer, LeakageRow
 from fedleak.store.run import Key, Run
+from fedleak.store.shards import Shard, Share, damaged, shares
 from fedleak.store.summaries import SUMMARY
 from fedleak.truth import GroundTruth
 
 NAMED = 3
 """Of many captures or reasons so many are named."""
+
+MOST_SHARDS = 20
+"""Of many shards so many are named: a batch system is told which to start again."""
 
 
 @dataclass
@@ -92,6 +96,8 @@ def find_gaps(
         )
         return
     expected, here = expected_captures(experiment), set(run.captures())
+    of_shards = shares(run)
+    asked = list(dict.fromkeys(chain(asked, *(one.attacks for one in of_shards.values() if one))))
     wanted = [(key, name) for key in expected for name in asked]
     unanswered = [(key, name) for key, name in wanted if (key, name) not in answers]
     if info["status"] != "finished":
@@ -107,10 +113,18 @@ def find_gaps(
                 f"{len(gone)} of {len(expected)} captures are missing ({_some(gone)}): `fedleak "
                 "run` with the experiment's file trains their rounds again"
             )
-        if left := [key for key, _ in unanswered if key in here]:
+        deleted = run.deleted()
+        if late := sorted({key for key, _ in unanswered} & deleted):
+            asked_late = sorted({name for key, name in unanswered if key in deleted})
             missing.append(
-                f"{len(left)} of {len(wanted)} answers are missing (for {_some(left)}): `fedleak "
-                f"attack {run.path}` gives them"
+                f"{', '.join(asked_late)} came after {len(late)} of {len(expected)} captures were "
+                f"deleted ({_some(late)}; audit.keep): only `fedleak run FILE --fresh` with "
+                "audit.keep = 'all' captures them again"
+            )
+        if left := [key for key, _ in unanswered if key in here - deleted]:
+            missing.append(
+                f"{len(left)} of {len(wanted)} answers are missing (for {_some(left)}): "
+                f"{_remedy(run, of_shards)}"
             )
     others = sorted({row.attack for row in rows if row.id not in answers} - set(asked))
     if others:
@@ -141,13 +155,31 @@ def find_gaps(
             f"{len(kept)} of {len(truths)} captures have no truth: {_some(kept)}: their rows stay "
             "as they were"
         )
-    for at in run.damaged():
+    for at in damaged(run):
         notes.append(
             f"line {at.line} of {at.file} was damaged ({at.reason}): it is in damaged.jsonl now"
         )
 
 
 _NO_ANSWER = (Status.ABSTAINED, Status.INADMISSIBLE)
+
+
+def _remedy(run: Run, of_shards: Mapping[Shard, Share | None]) -> str:
+    """Returns which command gives the answers that are missing: shards that are not complete."""
+    complete = [shard for shard, said in of_shards.items() if said is not None and said.complete]
+    open_ = [
+        str(shard)
+        for of in dict.fromkeys(shard.of for shard in of_shards)
+        for shard in (Shard(of, number) for number in range(1, of + 1))
+        if shard not in complete
+    ]
+    if not open_:
+        return f"`fedleak attack {run.path}` gives them"
+    more = [f"and {len(open_) - MOST_SHARDS} more"] * (len(open_) > MOST_SHARDS)
+    return (
+        f"not complete: shard {', '.join([*open_[:MOST_SHARDS], *more])}; the command that started "
+        f"it gives them, or `fedleak attack {run.path}` on one machine"
+    )
 
 
 def _some(keys: Iterable[Key]) -> str:

@@ -29,7 +29,7 @@ from fedleak.config.checks import attack_settings
 from fedleak.config.components import NamedAttack, build_attack
 from fedleak.config.experiment import Experiment
 from fedleak.config.tables import WorkersTable
-from fedleak.dispatch.dispatcher import attack_captures, drop_failures
+from fedleak.dispatch.dispatcher import attack_captures
 from fedleak.dispatch.progress import RunProgress
 from fedleak.errors import ConfigError, FedleakError, unknown
 from fedleak.federation.lookup import run_folder
@@ -41,9 +41,11 @@ from fedleak.preparation import Plan
 from fedleak.reconstruction import Status
 from fedleak.store.records import LEAKAGE, LeakageRow, text_counts
 from fedleak.store.run import Run
+from fedleak.store.shards import drop_failures
 from fedleak.store.summaries import CellSummary, SweepSummary
 from fedleak.versions import versions
-from fedleak.workers.process import Worker, devices, workers
+from fedleak.workers.hiring import hire
+from fedleak.workers.process import Worker
 
 _log = logging.getLogger(__name__)
 
@@ -192,7 +194,7 @@ def carry_out(
         for name, one in bench.ready.items():
             try:
                 if not hands:
-                    hands = hired.enter_context(workers(devices(table.devices), table.time_limit))
+                    hands = hired.enter_context(hire(table))
                 with watch(name) as report:
                     _carry_out(one, bench.run(name), train, report, hands, retry=retry)
             except Exception as error:  # noqa: BLE001 - the others can still be done

@@ -137,6 +137,10 @@ def sweep(
             min=1, help="Runs at once; left out: one per GPU, else one per two cores.", metavar="N"
         ),
     ] = None,
+    shard: Annotated[
+        str | None,
+        typer.Option(metavar="I/N", help="Run one of N shares of the cells, such as 2/4."),
+    ] = None,
     fresh: Fresh = False,
 ) -> None:
     """Run an experiment for every combination of the values in its sweep table.
@@ -145,13 +149,18 @@ def sweep(
     files sweep.json, sweep.svg and tradeoff.svg, in the same folder, compare the runs; if the
     sweep has families of defenses, frontier.svg draws what leaks at each strength, and its cost.
 
-    The same command again finishes what is left.
+    The same command again finishes what is left. With `--shard I/N` several machines share the
+    cells, each with another I; the command without it compares them afterwards.
     """
     from fedleak import sweep as sweeps
     from fedleak.report import figures, frontier, sweep_table, tradeoff
+    from fedleak.store.shards import Shard
 
     with mended():
+        part = None if shard is None else Shard.parse(shard)
         grid = sweeps.load(file, changes or ())
+        if part is not None:
+            grid = grid.part(part)
         plans = sweeps.prepare(grid, fresh=fresh)
         from server.engines import train  # as for `run`
 
@@ -174,6 +183,10 @@ def sweep(
             else:
                 failures = sweeps.carry_out_at_once(grid, plans, train, at_once, tell)
             collected = sweeps.collect(grid)
+            if part is not None:
+                sweeps.refuse_gaps(collected, failures)
+                console.print(f"shard {part}: {total} cells are complete")
+                return
             figures.draw(collected, grid.path / "sweep.svg")
             tradeoff.draw_tradeoff(collected, grid.path / "tradeoff.svg")
             frontier.draw_frontier(collected, grid.path / "frontier.svg")
@@ -186,6 +199,10 @@ def sweep(
 def attack(
     path: RunPath,
     changes: Set = None,
+    shard: Annotated[
+        str | None,
+        typer.Option(metavar="I/N", help="Do one of N shares, such as 2/4, and do not score."),
+    ] = None,
     retry: Annotated[bool, typer.Option("--retry", help="Try failed attacks again.")] = False,
     texts: Texts = False,
 ) -> None:
@@ -195,18 +212,23 @@ def attack(
     `--set 'attack=[{kind="dlg", name="dlg-long", steps=2000}]'`
 
     Only attack, threat and workers can be set. The captures stay as they are.
+
+    With `--shard I/N` several machines share the work, each with another I. `fedleak score RUN`
+    scores all of it, and says what is missing.
     """
     from fedleak import pipeline
     from fedleak.audit import scoring
     from fedleak.audit.gaps import refuse_gaps
     from fedleak.config.loading import load
-    from fedleak.dispatch.dispatcher import attack_captures, drop_failures
+    from fedleak.dispatch.dispatcher import attack_captures
     from fedleak.federation.lookup import stored
-    from fedleak.preparation import refuse_purged
+    from fedleak.preparation import ask_again, refuse_purged
     from fedleak.report import tables
     from fedleak.store.run import Run
+    from fedleak.store.shards import Shard, drop_failures
 
     with mended():
+        part = None if shard is None else Shard.parse(shard)
         at = Run(path)
         num_labels = at.info()["num_labels"]  # refuses a folder that is no run
         refuse_purged(at)
@@ -218,6 +240,12 @@ def attack(
                 )
         experiment = load(path / "run.json", changes or ())
         pipeline.check_attacks(experiment, num_labels)
+        ask_again(at, experiment)
+        if part is not None:
+            with progress(console) as show:
+                done = pipeline.attack_shard(at, experiment, part, retry=retry, report=show)
+            console.print(markup(done), soft_wrap=True)
+            return
         with at.lock():
             if retry:
                 drop_failures(at)

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
-from fedleak.attacks import AttackSetting, Equipped
+from fedleak.attacks import AttackSetting, Batched, Equipped
 from fedleak.config.experiment import Experiment
 from fedleak.config.sent_parameters import captured_parameters, sent_by
 from fedleak.errors import ConfigError
@@ -106,3 +106,24 @@ def check_attacks(experiment: Experiment, model: LanguageModel) -> None:
         # Where it works on some clients, the others' updates are inadmissible.
         if all(of_attack):
             raise ConfigError(f"attack {name!r}: {of_attack[0]}")
+
+
+def check_waiting(experiment: Experiment) -> None:
+    """Refuses to let fewer captures wait than one call of an attack takes.
+
+    It would wait for captures that training does not make before it has answered.
+
+    Raises:
+        ConfigError: An attack takes more.
+    """
+    waiting, at_once = experiment.audit.waiting, experiment.workers.at_once
+    if waiting is None:
+        return
+    for each in experiment.attacks:
+        size = each.attack.at_once if isinstance(each.attack, Batched) else 1
+        size = min(size, at_once or size, experiment.clients_per_round)
+        if size > waiting:
+            raise ConfigError(
+                f"audit.waiting = {waiting}, but the attack {each.name!r} takes {size} captures "
+                f"at once: raise it, or set workers.at_once = {waiting}"
+            )

@@ -80,7 +80,7 @@ class Experiment(Table):
     workers: WorkersTable = WorkersTable()
     """Where attacks run."""
     audit: AuditTable = AuditTable()
-    """How answers are scored."""
+    """How answers are scored, and how long captures stay."""
     gate: GateTable = GateTable()
     """Limits that `fedleak gate` compares the run with."""
     tapped: TappedTable | None = None
@@ -124,13 +124,13 @@ class Experiment(Table):
 
         It depends on the seed and the tables model, data, federation, update, defense, canary and
         privacy (whose delta decides how much noise an epsilon takes), and not on what is done with
-        updates afterwards, nor on the engine: every one gives the same. A setting left out and its
-        default are the same. The sizes of the data are marked as they were when 400 and 100 were
-        their defaults, so that runs of that time can go on.
+        updates afterwards, nor on the engine and how many clients it asks at once: all give the
+        same. A setting left out and its default are the same. The sizes of the data are marked as
+        they were when 400 and 100 were their defaults, so that runs of that time can go on.
         """
         after = ["attack", "threat", "utility", "audit", "gate", "workers"]
         others = dict.fromkeys(["name", *after], True)
-        exclude: dict[str, Any] = {**others, "federation": {"engine"}}
+        exclude: dict[str, Any] = {**others, "federation": {"engine", "at_once"}}
         table = self.model_dump(mode="json", exclude=exclude, exclude_defaults=True)
         data = table["data"]
         if self.data.samples is None:
@@ -178,9 +178,10 @@ class Experiment(Table):
             local = defense.training(local)
         return local
 
-    def attacked(self, round: int) -> bool:
-        """Whether the updates of a round are kept and attacked."""
-        return self.threat.rounds is None or round in self.threat.rounds
+    def attacked(self, round: int, client: int) -> bool:
+        """Whether the update of a client in a round is kept and attacked."""
+        rounds, clients = self.threat.rounds, self.threat.clients
+        return (rounds is None or round in rounds) and (clients is None or client in clients)
 
     def evaluated(self, round: int) -> bool:
         """Whether the global model is scored after a round."""

@@ -85,6 +85,8 @@ def parse(table: Mapping[str, Any]) -> Experiment:
     _ = experiment.attacks, experiment.defenses
     _check_workers(experiment.workers)
     _check_rounds(experiment)
+    _check_clients(experiment)
+    _check_kept(experiment)
     _check_exclusive(experiment)
     _check_nodes(experiment)
     if experiment.model.task == CAUSAL_LM and experiment.federation.partition == "dirichlet":
@@ -171,6 +173,30 @@ def _check_rounds(experiment: Experiment) -> None:
             raise ConfigError(
                 f"{key} has {beyond[0]}, but federation.rounds = {last}: choose from 1 to {last}"
             )
+
+
+def _check_clients(experiment: Experiment) -> None:
+    clients, last = experiment.threat.clients, experiment.federation.clients - 1
+    if clients is None:
+        return
+    if beyond := [client for client in clients if client > last]:
+        raise ConfigError(
+            f"threat.clients has {beyond[0]}, but federation.clients = {last + 1}: choose from 0 "
+            f"to {last}"
+        )
+    if experiment.aggregator is not None:
+        raise ConfigError(
+            f"threat.clients = {clients}, but the server sees only the sum of a round, which is "
+            "of all its clients: leave threat.clients out"
+        )
+
+
+def _check_kept(experiment: Experiment) -> None:
+    if experiment.canary is not None and experiment.audit.keep != "all":
+        raise ConfigError(
+            f"audit.keep = {experiment.audit.keep!r} deletes captures, but canaries are scored in "
+            "them at the end of the run: leave keep or the table canary out"
+        )
 
 
 def _check_workers(workers: WorkersTable) -> None:

@@ -156,6 +156,12 @@ class FederationTable(Table):
     """Clients in all."""
     clients_per_round: Positive | None = None
     """Clients that train in a round; left out: all."""
+    at_once: Positive | None = None
+    """Clients that are asked at a time: so many updates a SuperLink holds at most.
+
+    The next one is asked as an update is captured. Left out: 16, or one for each CPU core of the
+    server. Results do not depend on it.
+    """
     rounds: Positive = 3
     """Rounds of training."""
     batch_size: Positive = 2
@@ -203,6 +209,8 @@ class ThreatTable(Table):
     """Run each attack told nothing, told each fact that it uses alone, and told all of them."""
     rounds: Annotated[list[Positive], Field(min_length=1)] | None = None
     """Rounds that are attacked; no other updates and models are kept. Left out: every round."""
+    clients: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] | None = None
+    """Clients that are attacked; the updates of others are summed and forgotten. Left out: all."""
 
     @model_validator(mode="after")
     def _known_facts(self) -> "ThreatTable":
@@ -252,9 +260,35 @@ class UtilityTable(Table):
     """Also train one model centrally and without defenses, on as many examples."""
 
 
+def _address(text: str) -> str:
+    """Refuses what is not the address of a cluster's head."""
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536 or "/" in host:
+        raise ValueError(f"{text!r} is not host:port: write '10.0.0.1:6379', for example")
+    return text
+
+
+class RayTable(Table):
+    """`[workers.ray]`: the Ray cluster that attacks run on."""
+
+    address: Annotated[str, AfterValidator(_address)]
+    """`host:port` of the cluster's head. The command runs on a node of the cluster."""
+    slots: Positive | None = None
+    """Workers; left out: as many as the cluster has room for."""
+    gpus: Annotated[float, Field(ge=0)] | None = None
+    """GPUs, or the share of one, that each worker takes; 0: a CPU core each.
+
+    Left out: 1 where the cluster has GPUs, else 0.
+    """
+    shared: bool = True
+    """Whether all nodes see the run directory at its path; if not, it is sent to them."""
+
+
 class WorkersTable(Table):
     """`[workers]`: where attacks run."""
 
+    engine: Literal["local", "ray"] = "local"
+    """`local` attacks on this machine, `ray` on a Ray cluster. Answers are equal."""
     devices: Annotated[list[str], Field(min_length=1)] | None = None
     """Torch devices, one worker process each; left out: what this machine has."""
     time_limit: Annotated[float, Field(gt=0)] = 3600.0
@@ -264,13 +298,46 @@ class WorkersTable(Table):
 
     Left out: as many as the attack takes. Answers do not depend on it but in rounding.
     """
+    ray: RayTable | None = None
+    """The cluster of the engine `ray`."""
+
+    @model_validator(mode="after")
+    def _one_place(self) -> "WorkersTable":
+        if self.engine == "ray" and self.ray is None:
+            raise ValueError("engine = 'ray' needs the cluster's address: set workers.ray.address")
+        if self.engine == "ray" and self.devices is not None:
+            raise ValueError(
+                "devices are those of this machine, and engine = 'ray' uses the cluster's: leave "
+                "devices out"
+            )
+        return self
 
 
 class AuditTable(Table):
-    """`[audit]`: how answers are scored."""
+    """`[audit]`: how answers are scored, and how long captures stay."""
 
     controls: bool = True
     """Also score the answer for another client and held-out texts against the same truth."""
+    keep: Literal["all", "unproved", "none"] = "all"
+    """Which captures stay once every attack has answered.
+
+    `unproved`: those whose texts no attack proved; `none`: none. What an attack failed on stays
+    for `fedleak attack --retry`. What was deleted cannot be attacked again.
+    """
+    waiting: Positive | None = None
+    """Captures that may wait for their attacks: then training waits, too. Left out: any number.
+
+    With `keep` it bounds the disk that a run takes, and no more clients are asked at a time.
+    """
+
+    @model_validator(mode="after")
+    def _waiting_of_deleted(self) -> "AuditTable":
+        if self.waiting is not None and self.keep == "all":
+            raise ValueError(
+                f"waiting = {self.waiting} bounds the disk only where captures are deleted: set "
+                "keep to 'none' or 'unproved', or leave waiting out"
+            )
+        return self
 
 
 Measurement = Literal["canary"]

@@ -3,13 +3,14 @@
 import heapq
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from fedleak.attacks import Batched, is_slow
 from fedleak.config.components import NamedAttack
 from fedleak.store.run import Key, Run
+from fedleak.store.shards import Shard
 
 LOOKS = 100
 """Captures that are looked for at a time. They come in the order of rounds, if not of clients."""
@@ -37,27 +38,23 @@ class Agenda:
     another one may have been the reason.
 
     Args:
-        named: The attacks.
-        expected: The captures that a complete run has, in order.
+        work: All that there is to do, as `groups` returns it.
         answered: What needs no work: captures and names of attacks.
         failed: Of what at least one try has failed.
-        at_once: Captures that an attack takes together at most; None: as many as it can.
     """
 
     def __init__(
         self,
-        named: Sequence[NamedAttack],
-        expected: Sequence[Key],
+        work: Sequence[Work],
         answered: Set[tuple[Key, str]],
         failed: Set[tuple[Key, str]],
-        at_once: int | None = None,
     ) -> None:
         self._quick: list[tuple[Key, int, Work]] = []
         self._slow: list[tuple[Key, int, Work]] = []
         self._awaited: dict[Key, list[_Awaited]] = defaultdict(list)
         self._quick_left: set[tuple[Key, str]] = set()
         self._places = itertools.count()
-        for attack, group in groups(named, expected, at_once):
+        for attack, group in work:
             left = [key for key in group if (key, attack.name) not in answered]
             if not is_slow(attack.attack):
                 self._quick_left |= {(key, attack.name) for key in left}
@@ -120,16 +117,15 @@ class Arrivals:
     Args:
         run: The run directory.
         expected: The captures that a complete run has, in order.
-        kept: Whether the captures of a round stay.
     """
 
-    def __init__(self, run: Run, expected: Sequence[Key], kept: Callable[[int], bool]) -> None:
-        self._run, self._kept = run, kept
+    def __init__(self, run: Run, expected: Sequence[Key]) -> None:
+        self._run, self._kept = run, {key.round for key in expected}
         found = set(run.captures())
         self.here = sum(key in found for key in expected)
         self._awaited = dict.fromkeys(key for key in expected if key not in found)
         self._first = [key for key in expected if key in found]
-        self._latest, self.rounds_forgotten = 1, 0
+        self._latest = 1
         self.round()
 
     def new(self, *, everywhere: bool = False) -> list[Key]:
@@ -156,9 +152,8 @@ class Arrivals:
         while self._run.has_broadcast(latest + 1):
             latest += 1
         # Of rounds that are not kept models go too, perhaps before they were looked for.
-        if not (self._kept(latest) and self._kept(latest + 1)):
+        if not {latest, latest + 1} <= self._kept:
             latest = max([latest, *self._run.broadcasts()])
-        self.rounds_forgotten += sum(not self._kept(each) for each in range(self._latest, latest))
         self._latest = latest
         return latest
 
@@ -180,3 +175,15 @@ def groups(
             size = size if at_once is None else min(size, at_once)
             found += [Work(each, keys[i : i + size]) for i in range(0, len(keys), size)]
     return sorted(found, key=lambda work: work.keys[0])
+
+
+def part_of(work: Sequence[Work], shard: Shard | None) -> list[Work]:
+    """Returns what of the work is a shard's, in its order; all of it for None.
+
+    Each attack is dealt out on its own, so that a slow one is not left to one shard.
+    """
+    if shard is None:
+        return list(work)
+    return sorted(
+        shard.part(sorted(work, key=lambda one: one.attack.name)), key=lambda one: one.keys[0]
+    )

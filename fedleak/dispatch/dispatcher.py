@@ -4,34 +4,36 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
 from fedleak.attacks import is_slow
 from fedleak.audit.grants import knowledge
+from fedleak.audit.kept_texts import read_candidates
 from fedleak.config.experiment import Experiment
 from fedleak.config.wording import difference
-from fedleak.dispatch.agenda import Agenda, Arrivals, Work
+from fedleak.dispatch.agenda import Agenda, Arrivals, Work, groups, part_of
 from fedleak.dispatch.progress import Finished, Pace, RunProgress, UnderWay
+from fedleak.dispatch.retention import Retention
 from fedleak.errors import CaptureError, ConfigError
 from fedleak.federation.schedule import captures_made, expected_captures
 from fedleak.observation import Knowledge
 from fedleak.preparation import refuse_purged
 from fedleak.reconstruction import Reconstruction, Status
-from fedleak.store import records
+from fedleak.store import records, shards
 from fedleak.store.records import ATTEMPTS, Answer, Attempt
 from fedleak.store.run import Key, Run
+from fedleak.store.shards import Shard
+from fedleak.workers.hiring import hire
 from fedleak.workers.process import (
     Job,
     Worker,
     answer_of,
-    devices,
     failure,
     settings,
     trace,
     wait_for_any,
-    workers,
 )
 
 _log = logging.getLogger(__name__)
@@ -51,6 +53,7 @@ def attack_captures(
     stop: Callable[[], bool] = lambda: False,
     report: Callable[[RunProgress], None] = lambda progress: None,
     on: Sequence[Worker] | None = None,
+    shard: Shard | None = None,
 ) -> None:
     """Attacks every capture that has no answer yet, until `no_more` come and all have one.
 
@@ -58,17 +61,15 @@ def attack_captures(
     An attack that takes captures together gets the same ones together however often that happens.
     Quick attacks go first: a slow one starts only while another worker is left for quick ones, or
     once all quick ones have answered. Workers that are lent (`on`) may still be busy if it was
-    stopped or failed.
+    stopped or failed. A shard does its part alone, and whoever calls holds no more than that.
 
     Raises:
         ConfigError: An attack of this name already ran here with other settings.
     """
     refuse_purged(run)
-    dispatcher = Dispatcher(run, experiment)
+    dispatcher = Dispatcher(run, experiment, shard)
     hired: AbstractContextManager[Sequence[Worker]] = (
-        workers(devices(experiment.workers.devices), experiment.workers.time_limit)
-        if on is None
-        else nullcontext(on)
+        hire(experiment.workers) if on is None else nullcontext(on)
     )
     with hired as all_workers:
         while not stop():
@@ -88,41 +89,71 @@ class Dispatcher:
     Args:
         run: The run directory.
         experiment: What was prepared there.
+        shard: Whose part of the work is done; None: all of it is.
 
     Raises:
         ConfigError: An attack of this name already ran here with other settings.
     """
 
-    def __init__(self, run: Run, experiment: Experiment) -> None:
+    def __init__(self, run: Run, experiment: Experiment, shard: Shard | None = None) -> None:
         self._run, self._experiment = run, experiment
         self._model = experiment.model_spec(run.info()["num_labels"])
-        self._answers = records.answers(run.fingerprint())
-        self._answered = answered(run.salvage(self._answers), experiment)
-        self._tries = Counter(each.id for each in run.salvage(ATTEMPTS))
+        self._answers, self._attempts = records.answers(run.fingerprint()), ATTEMPTS
+        if shard is None:
+            given, tries = shards.salvage_answers(run), run.salvage(ATTEMPTS)
+        else:  # what others are writing is left as it is
+            given = shards.answers_for(run, shard)
+            self._answers, self._attempts = shard.lines(self._answers), shard.lines(ATTEMPTS)
+            tries = run.readable(self._attempts)
+        self._tries = Counter(each.id for each in tries)
+        self._candidates = {
+            each.name: read_candidates(run, each.name)
+            for each in experiment.attacks
+            if each.candidates is not None
+        }
         expected = expected_captures(experiment)
-        self._made, self._wanted = (
-            captures_made(experiment),
-            len(expected) * len(experiment.attacks),
-        )
-        self._agenda = Agenda(
-            experiment.attacks,
-            expected,
-            self._answered,
-            set(self._tries),
-            experiment.workers.at_once,
-        )
-        self._arrivals = Arrivals(run, expected, experiment.attacked)
-        self._pace = Pace(experiment.attacks, len(expected), self._answered)
+        work = part_of(groups(experiment.attacks, expected, experiment.workers.at_once), shard)
+        wanted = {(key, each.attack.name) for each in work for key in each.keys}
+        self._answered = answered(given, experiment) & wanted
+        self._retention = Retention(run, experiment)
+        self._retention.answered(given)
+        gone = self._refuse_deleted(wanted)
+        self._made, self._wanted = captures_made(experiment), len(wanted - gone)
+        self._agenda = Agenda(work, self._answered | gone, set(self._tries))
+        self._arrivals = Arrivals(run, expected)
+        captured = set(expected)
+        self._forgotten = Counter(key.round for key in self._made if key not in captured)
+        self._pace = Pace(experiment.attacks, wanted - self._answered - gone)
         self._finished: list[Finished] = []
-        self._round, self._closed = 1, False
+        self._round, self._summed, self._closed = 1, 0, False
+
+    def _refuse_deleted(self, wanted: Set[tuple[Key, str]]) -> set[tuple[Key, str]]:
+        """Returns what cannot be answered any more: an attack came after its capture was deleted.
+
+        Raises:
+            ConfigError: There is nothing else to attack.
+        """
+        deleted = self._run.deleted()
+        gone = {(key, name) for key, name in wanted - self._answered if key in deleted}
+        if gone and wanted == self._answered | gone:
+            raise ConfigError(
+                f"{str(self._run.path)!r} has no update any more that "
+                f"{', '.join(sorted({name for _, name in gone}))} could attack: "
+                f"{len({key for key, _ in gone})} of {len({key for key, _ in wanted})} captures "
+                "were deleted once the attacks of the run had answered (audit.keep): `fedleak run "
+                "FILE --fresh` with audit.keep = 'all' keeps them"
+            )
+        return gone
 
     def look_for_captures(self, *, last_look: bool) -> None:
         """Notes the captures that have come; after the last look no others are waited for."""
         last_look &= not self._closed
         # Before the captures, so that a round that is complete has all of them.
-        self._round = self._arrivals.round()
+        before, self._round = self._round, self._arrivals.round()
+        self._summed += sum(self._forgotten[round] for round in range(before, self._round))
         for key in self._arrivals.new(everywhere=last_look):
             self._agenda.arrived(key)
+            self._retention.arrived(key)
         if last_look:
             self._agenda.close()
             self._closed = True
@@ -130,9 +161,7 @@ class Dispatcher:
     def hand_out(self, all_workers: Sequence[Worker]) -> None:
         """Gives every free worker something to do, as far as there is something."""
         for worker in all_workers:
-            while not worker.jobs and (
-                work := self._agenda.take(slow=slow_may(all_workers, self._agenda))
-            ):
+            while worker.free and (work := self._agenda.take(slow=self._slow_may(all_workers))):
                 if jobs := self._jobs(work):
                     worker.submit(jobs)
 
@@ -153,20 +182,24 @@ class Dispatcher:
     def progress(self, all_workers: Sequence[Worker]) -> RunProgress:
         """Returns how far the run is, with the answers since the last time."""
         finished, self._finished = tuple(self._finished), []
-        rounds = self._experiment.federation.rounds
-        per_round = len(self._made) // rounds
         return RunProgress(
-            captures=self._arrivals.here + self._arrivals.rounds_forgotten * per_round,
+            captures=self._arrivals.here + self._summed,
             captures_expected=len(self._made),
             answers=len(self._answered),
             answers_expected=self._wanted,
             under_way=tuple(_under_way(worker) for worker in all_workers if worker.jobs),
             finished=finished,
             rounds=self._round - 1,
-            rounds_expected=rounds,
+            rounds_expected=self._experiment.federation.rounds,
             seconds_left=self._pace.seconds_left(len(all_workers)),
             seconds_most=self._pace.seconds_most(len(all_workers)),
         )
+
+    def _slow_may(self, all_workers: Sequence[Worker]) -> bool:
+        """Returns whether a worker may take a slow attack, if no quick one is ready."""
+        # Where training waits for attacks, quick ones that are still to come wait for slow ones.
+        bounded = self._experiment.audit.waiting is not None
+        return bounded or slow_may(all_workers, self._agenda)
 
     def _jobs(self, work: Work) -> list[Job]:
         """Returns the jobs for captures; a damaged capture fails at once."""
@@ -181,7 +214,8 @@ class Dispatcher:
                 seed=experiment.seed,
             )
             try:
-                known = knowledge(self._run, key, work.attack.threat)
+                listed = self._candidates.get(work.attack.name)
+                known = knowledge(self._run, key, work.attack.threat, listed)
                 jobs.append(replace(job, knowledge=known))
             except CaptureError as error:
                 self._record([_failed(job, str(error))])
@@ -196,6 +230,7 @@ class Dispatcher:
             self._finished.append(Finished(name, key, each.status, each.seconds))
             self._pace.answered(name, each.seconds or 0.0)
             _log.info("%s on %s: %s in %s s", name, key, each.status, each.seconds)
+        self._retention.answered(answers)
 
     def _record_failure(self, jobs: Sequence[Job], error: BaseException) -> None:
         """Records a try that failed; captures that were tried often enough fail for good."""
@@ -213,7 +248,7 @@ class Dispatcher:
             )
             for key in keys
         ]
-        self._run.append(ATTEMPTS, *tries)
+        self._run.append(self._attempts, *tries)
         enough = 1 if isinstance(error, CaptureError) else TRIES
         for job in jobs:
             if self._tries[job.key, attack.name] < enough:
@@ -273,17 +308,6 @@ def attacking(
             thread.join()
     if errors:
         raise errors[0]
-
-
-def drop_failures(run: Run) -> int:
-    """Forgets failed answers, so that they are tried again; returns how many."""
-    lines = records.answers(run.fingerprint())
-    answers = run.salvage(lines)
-    failed = {each.id for each in answers if each.status == Status.FAILED}
-    tries = run.salvage(ATTEMPTS)
-    run.write_rows(ATTEMPTS, [each for each in tries if each.id not in failed])
-    run.write_rows(lines, [each for each in answers if each.status != Status.FAILED])
-    return len(failed)
 
 
 def _under_way(worker: Worker) -> UnderWay:

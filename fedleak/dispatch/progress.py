@@ -62,18 +62,14 @@ class Pace:
 
     Args:
         named: The attacks.
-        each: How many answers each is to give.
-        answered: Those that they have given before: captures and names.
+        left: What they have not answered: captures and names.
     """
 
-    def __init__(
-        self, named: Sequence[NamedAttack], each: int, answered: Set[tuple[Key, str]]
-    ) -> None:
+    def __init__(self, named: Sequence[NamedAttack], left: Set[tuple[Key, str]]) -> None:
         self._limits: dict[str, object] = {
             one.name: getattr(one.attack, "seconds", None) for one in named
         }
-        self._left = Counter({one.name: each for one in named})
-        self._left.subtract(name for _, name in answered)
+        self._left = Counter(name for _, name in left)
         self._took: Counter[str] = Counter()
         self._count: Counter[str] = Counter()
 

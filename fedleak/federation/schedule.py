@@ -46,8 +46,13 @@ def _rounds_of_clients(
 
 
 def expected_captures(experiment: Experiment) -> list[Key]:
-    """Returns the captures of a complete run: of every round that is attacked."""
-    return [key for key in captures_made(experiment) if experiment.attacked(key.round)]
+    """Returns the captures of a complete run: of all rounds and clients that are attacked."""
+    return [key for key in captures_made(experiment) if experiment.attacked(*key)]
+
+
+def rounds_attacked(experiment: Experiment) -> frozenset[int]:
+    """Returns the rounds of which something is captured, so their models stay."""
+    return frozenset(key.round for key in expected_captures(experiment))
 
 
 def captures_made(experiment: Experiment) -> list[Key]:

@@ -5,6 +5,7 @@ from rich.table import Table
 
 from fedleak.config.experiment import Experiment
 from fedleak.explanation import Applicability, Explanation
+from fedleak.federation.schedule import rounds_attacked
 from fedleak.sanitise import markup
 
 
@@ -45,10 +46,11 @@ def _sees(experiment: Experiment, found: Explanation) -> str:
     what = "gradient" if table.algorithm == "fedsgd" else "weight delta"
     counts = " or ".join(str(count) for count in sorted(set(found.captured)))
     whose = "each client" if experiment.aggregator is None else "all clients of a round together"
-    attacked = sum(map(experiment.attacked, range(1, table.rounds + 1)))
+    chosen = experiment.threat.clients
+    clients = "" if chosen is None else f", and {len(set(chosen))} of {table.clients} clients"
     return (
         f"the server sees: the {what} of {whose}, {counts} of {found.parameters} parameters; "
-        f"{attacked} of {table.rounds} rounds are attacked"
+        f"{len(rounds_attacked(experiment))} of {table.rounds} rounds{clients} are attacked"
     )
 
 

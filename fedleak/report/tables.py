@@ -91,7 +91,8 @@ def _print_measured(summary: RunSummary, console: Console) -> None:
         for line in canary_table.notes(summary.canary):
             console.print(f"  [dim]{markup(line)}[/]", soft_wrap=True)
     if summary.membership is not None:
-        console.print(membership_table.table(summary.membership))
+        for attack in dict.fromkeys(row.attack for row in summary.membership.figures):
+            console.print(membership_table.table(summary.membership, attack))
         for line in membership_table.notes(summary.membership):
             console.print(f"  [dim]{markup(line)}[/]", soft_wrap=True)
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import IO, Any, NoReturn
 
 import safetensors
-from filelock import Timeout
 
 from fedleak.errors import FedleakError
 
@@ -78,8 +77,6 @@ def naming(path: Path, what: str = "written") -> Iterator[None]:
     """Says of a failure of the disk which file it is about."""
     try:
         yield
-    except Timeout:
-        raise
     except (OSError, safetensors.SafetensorError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or one_line(error)
         raise FedleakError(

@@ -3,6 +3,7 @@
     runs/<name>/
       run.json                         the resolved experiment, its fingerprint, versions, status
       captures/r0001-c03.safetensors   what the server received, with what it knows as metadata
+      captures/r0001-c03.json          that metadata, once the capture is answered and may go
       models/r0001.safetensors         the broadcast of a round; the last one is the trained model
       vault/r0001-c03.json             the private batch, written by the client
       vault/r0001-c03.safetensors      what an audited copy of its update has of canaries
@@ -10,23 +11,30 @@
       reconstructions.jsonl            a line per attack and capture, as each finishes
       attempts.jsonl                   a line per try of an attack that crashed
       leakage.jsonl privacy.jsonl defenses.jsonl utility.jsonl summary.json held_out.json
+      candidates/                      texts of files that attacks on membership are asked about
+      membership.jsonl                 what these attacks say of each text of a list
       canaries.jsonl                   what the audit's canaries score in each update
       damaged.jsonl                    lines of the others that could not be read, and why
+      shard-2of4/                      answers of one of several machines: `store.shards`
       log.txt flower.log
 
+Of a matrix of a capture the rows of zeros are left out where that takes less room (`zero_rows`).
 Only the owner can open the folder (0700) and any file in it (0600), from the moment it is made.
 Captures, models and answers carry the fingerprint of the experiment that they are of, and are not
 read in a run of another one.
 Of rounds that are not attacked neither captures nor models stay, but for the first and last model.
 Under secure aggregation a capture is r0001-all: the round's sum. Until all have come, the updates
-that it is of are below `held`, which stands for the protocol and is read by no attack.
+that it is of are below `held`, which stands for the protocol and is read by no attack. Without it
+an update is there while the server waits for those that are summed before it.
 
 Work that is left is what the directory lacks, so there is no queue that a crash could corrupt.
 
 The file is long because `Run` is the one place that knows where each file is.
 """
 
+import fcntl
 import json
+import os
 import re
 import shutil
 import time
@@ -61,6 +69,7 @@ from fedleak.store.lines import (
     Record,
     other_version,
 )
+from fedleak.store.zero_rows import with_zero_rows, without_zero_rows
 
 T = TypeVar("T")
 
@@ -164,18 +173,41 @@ class Run:
         """
         path = self._place(".lock")
         lock = FileLock(path, mode=0o600)
-        try:
-            with naming(path):
-                lock.acquire(blocking=False)
-        except Timeout as error:
-            raise FedleakError(
-                f"{str(self.path)!r} is in use by another fedleak process"
-            ) from error
+        with naming(path), self._refusing_others():
+            lock.acquire(blocking=False)
         try:
             with logged(self.path):
                 yield
         finally:
             lock.release()
+
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        """Holds the directory together with others that share it; nobody has its `lock` meanwhile.
+
+        Raises:
+            FedleakError: Another process has the lock.
+        """
+        path = self._place(".lock")
+        with naming(path):
+            file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            with naming(path), self._refusing_others():
+                # What `FileLock` takes for one process alone, on the same file.
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            yield
+        finally:
+            os.close(file)
+
+    @contextmanager
+    def _refusing_others(self) -> Iterator[None]:
+        """Says that another process has the lock."""
+        try:
+            yield
+        except (Timeout, BlockingIOError) as error:
+            raise FedleakError(
+                f"{str(self.path)!r} is in use by another fedleak process"
+            ) from error
 
     def in_use(self) -> bool:
         """Returns whether somebody holds the directory now."""
@@ -218,12 +250,45 @@ class Run:
         return self._read_about(key)[1]
 
     def has_capture(self, key: Key) -> bool:
-        """Returns whether a capture is here."""
-        return (self.path / _captured(key)).is_file()
+        """Returns whether a capture is here, or was."""
+        return (self.path / _captured(key)).is_file() or self.is_closed(key)
 
     def captures(self) -> list[Key]:
-        """Returns the keys of the captures, in order."""
-        return _keys(self.path / "captures", ".safetensors")
+        """Returns the keys of the captures, in order; also of those that were deleted."""
+        folder = self.path / "captures"
+        return sorted({*_keys(folder, ".safetensors"), *_keys(folder, ".json")})
+
+    def close(self, key: Key, *, delete: bool) -> None:
+        """Notes that every attack has answered for a capture, and may delete its tensors.
+
+        What stood beside them stays.
+
+        Raises:
+            CaptureError: The file is damaged, or of another experiment.
+        """
+        if not self.is_closed(key):
+            path = self.path / _captured(key)
+            try:
+                about = _read_metadata(path)
+            except _DAMAGE as error:
+                raise _damaged(path, error) from error
+            self.write_json(_closed(key), about)
+        if delete:
+            (self.path / _captured(key)).unlink(missing_ok=True)
+
+    def is_closed(self, key: Key) -> bool:
+        """Returns whether every attack has answered for a capture, of those that may go then."""
+        return (self.path / _closed(key)).is_file()
+
+    def deleted(self) -> set[Key]:
+        """Returns the keys of the captures whose tensors were deleted."""
+        folder = self.path / "captures"
+        return {*_keys(folder, ".json")} - {*_keys(folder, ".safetensors")}
+
+    def waiting(self) -> int:
+        """Returns how many captures wait for their attacks."""
+        folder = self.path / "captures"
+        return len({*_keys(folder, ".safetensors")} - {*_keys(folder, ".json")})
 
     def hold(self, capture: Capture) -> None:
         """Keeps an update out of the server's sight, until all of the round are combined."""
@@ -236,6 +301,20 @@ class Run:
             CaptureError: The file is damaged, or of another experiment.
         """
         return self._read_capture(_held(key), key)
+
+    def admit(self, key: Key) -> None:
+        """Makes a capture of an update that is held: it has two names then, and one place."""
+        held, name = self.path / _held(key), _captured(key)
+        with new_file(self._place(name)) as temporary:
+            temporary.unlink()
+            try:
+                os.link(held, temporary)
+            except OSError:  # not every file system can
+                shutil.copyfile(held, temporary)
+
+    def release(self, key: Key) -> None:
+        """Deletes an update that is held."""
+        (self.path / _held(key)).unlink(missing_ok=True)
 
     def drop_held(self) -> None:
         """Deletes what is held."""
@@ -269,6 +348,7 @@ class Run:
         for key in self.captures():
             if key.round == round:
                 (self.path / _captured(key)).unlink(missing_ok=True)
+                (self.path / _closed(key)).unlink(missing_ok=True)
         if round > 1:
             (self.path / "models" / f"r{round:04d}.safetensors").unlink(missing_ok=True)
 
@@ -288,28 +368,35 @@ class Run:
             "num_examples": update.num_examples,
             "knowledge": {k: v for k, v in asdict(capture.knowledge).items() if v is not None},
         }
-        self._write_tensors(name, update.tensors, about)
+        stored, heights = without_zero_rows(_flat(update.tensors))
+        self._write_tensors(name, stored, about | ({"rows": heights} if heights else {}))
 
     def _read_capture(self, name: str, key: Key) -> Capture:
         path = self.path / name
+        if self.is_closed(key) and not path.is_file():
+            raise CaptureError(
+                f"capture {path} was deleted once every attack had answered (audit.keep): nothing "
+                "can attack it again; `fedleak run FILE --fresh` with audit.keep = 'all' keeps it"
+            )
         try:
-            tensors, metadata = _read_tensors(path)
-            kind, num_examples, knowledge = self._about(metadata)
+            stored, metadata = _read_tensors(path)
+            about = json.loads(metadata["fedleak"])
+            kind, num_examples, knowledge = self._about(about)
+            tensors = with_zero_rows(stored, about.get("rows", {}))
         except _DAMAGE as error:
             raise _damaged(path, error) from error
         return Capture(key, ClientUpdate(kind, tensors, num_examples), knowledge)
 
     def _read_about(self, key: Key) -> tuple[UpdateKind, int, Knowledge]:
-        path = self.path / _captured(key)
+        closed = self.is_closed(key)
+        path = self.path / (_closed(key) if closed else _captured(key))
         try:
-            with safetensors.safe_open(path, framework="pt") as file:
-                return self._about(file.metadata())
-        except _DAMAGE as error:
+            return self._about(self.read_json(_closed(key)) if closed else _read_metadata(path))
+        except (*_DAMAGE, FedleakError) as error:
             raise _damaged(path, error) from error
 
-    def _about(self, metadata: Mapping[str, str] | None) -> tuple[UpdateKind, int, Knowledge]:
+    def _about(self, about: Mapping[str, Any]) -> tuple[UpdateKind, int, Knowledge]:
         """Reads what stands beside the tensors of a capture."""
-        about = json.loads((metadata or {})["fedleak"])
         self._refuse_foreign(about)
         return UpdateKind(about["kind"]), about["num_examples"], Knowledge(**about["knowledge"])
 
@@ -324,9 +411,8 @@ class Run:
     ) -> None:
         """Writes tensors, and beside them a table with this experiment's mark."""
         marked = json.dumps({"fingerprint": self.fingerprint(), **about})
-        flat = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         with new_file(self._place(name)) as temporary:
-            safetensors.torch.save_file(flat, temporary, {"fedleak": marked})
+            safetensors.torch.save_file(_flat(tensors), temporary, {"fedleak": marked})
 
     # --- the vault --------------------------------------------------------------------------
 
@@ -406,6 +492,13 @@ class Run:
                 f"`fedleak score {self.path}` puts it into damaged.jsonl and keeps the others"
             )
         return [row for row, _ in rows]
+
+    def readable(self, lines: Lines[T]) -> list[T]:
+        """Returns the lines that can be read, as `rows` does, and leaves the others where they are.
+
+        Unlike `salvage` it needs no lock.
+        """
+        return [row for row, _ in self._parsed(lines)[0]]
 
     def salvage(self, lines: Lines[T]) -> list[T]:
         """Returns the lines that can be read, as `rows` does, and moves others to damaged.jsonl.
@@ -538,6 +631,10 @@ def _captured(key: Key) -> str:
     return f"captures/{key}.safetensors"
 
 
+def _closed(key: Key) -> str:
+    return f"captures/{key}.json"
+
+
 def _held(key: Key) -> str:
     return f"held/{key}.safetensors"
 
@@ -545,6 +642,17 @@ def _held(key: Key) -> str:
 def _keys(folder: Path, suffix: str) -> list[Key]:
     found = (_KEY.fullmatch(p.name.removesuffix(suffix)) for p in folder.glob(f"*{suffix}"))
     return sorted(Key(int(m[1]), EVERYONE if m[2] is None else int(m[2])) for m in found if m)
+
+
+def _flat(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns tensors as they can be written; those that can be already are not copied."""
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+
+
+def _read_metadata(path: Path) -> Any:
+    """Reads the table beside the tensors of a file, whatever it says."""
+    with safetensors.safe_open(path, framework="pt") as file:
+        return json.loads((file.metadata() or {})["fedleak"])
 
 
 def _read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:

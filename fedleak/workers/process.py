@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Protocol
 
 import psutil
 import torch
@@ -161,7 +161,38 @@ def trace(error: BaseException) -> str:
     return text.encode(errors="backslashreplace").decode()  # JSON is not read back with surrogates
 
 
-class Worker:
+def too_slow(time_limit: float, jobs: Sequence[Job]) -> TimeoutError:
+    """Returns what is said of a try that took too long."""
+    each = f" for each of {len(jobs)} captures" if len(jobs) > 1 else ""
+    return TimeoutError(f"took longer than workers.time_limit = {time_limit:g} s{each}")
+
+
+class Worker(Protocol):
+    """One try at a time, wherever that runs.
+
+    Attributes:
+        jobs: What it is trying: one, or several of one attack and round. Empty if it is not.
+        answer: What will come of it, to wait for.
+    """
+
+    jobs: tuple[Job, ...]
+    answer: Future[list[Answer]]
+
+    @property
+    def free(self) -> bool:
+        """Whether it can take jobs now."""
+
+    def submit(self, jobs: Sequence[Job]) -> None:
+        """Takes jobs of one attack and round."""
+
+    def result(self) -> list[Answer] | BaseException | None:
+        """Returns an answer per job, or why there is none; None while it works."""
+
+    def progress(self) -> Mapping[int, Progress]:
+        """Returns how far its attack is with each client, as far as the attack has said."""
+
+
+class LocalWorker:
     """A process on one device, with one try at a time.
 
     It has a pool to itself: whatever kills the process, at whatever moment, breaks nothing that
@@ -178,6 +209,11 @@ class Worker:
         self.jobs: tuple[Job, ...] = ()
         self.answer: Future[list[Answer]] = Future()
         self._start()
+
+    @property
+    def free(self) -> bool:
+        """Whether it can take jobs now."""
+        return not self.jobs
 
     def submit(self, jobs: Sequence[Job]) -> None:
         """Takes jobs of one attack and round."""
@@ -203,11 +239,10 @@ class Worker:
             # Counted from here, so that importing torch is not held against an attack.
             self._deadline = time.monotonic() + self._time_limit * len(self.jobs)
         if time.monotonic() > self._deadline:
-            each = f" for each of {len(self.jobs)} captures" if len(self.jobs) > 1 else ""
+            late = too_slow(self._time_limit, self.jobs)
             self._restart()
             self._finish()
-            limit = f"workers.time_limit = {self._time_limit:g} s{each}"
-            return TimeoutError(f"took longer than {limit}")
+            return late
         return None
 
     def progress(self) -> dict[int, Progress]:
@@ -246,16 +281,16 @@ class Worker:
         # that is only told to shut down first completes the attack, and Python waits for that.
         with holding_ctrl_c():  # the process starts here
             self._pid = self._pool.submit(os.getpid)
-        self._ready = self._pool.submit(_prepare, self._device)
+        self._ready = self._pool.submit(prepare, self._device)
 
 
 @contextmanager
-def workers(on: Sequence[str], time_limit: float) -> Iterator[list[Worker]]:
+def workers(on: Sequence[str], time_limit: float) -> Iterator[list[LocalWorker]]:
     """Starts a worker per device, and ends them."""
     start_tracker()
     # A killed process may still be writing its last note.
     with TemporaryDirectory(prefix="fedleak-", ignore_cleanup_errors=True) as notes:
-        started = [Worker(device, time_limit, Path(notes)) for device in on]
+        started = [LocalWorker(device, time_limit, Path(notes)) for device in on]
         try:
             yield started
         finally:
@@ -401,7 +436,7 @@ def device_name(device: str) -> str:
     return torch.cuda.get_device_name(device) if device.startswith("cuda") else device
 
 
-def _prepare(device: str) -> None:
+def prepare(device: str) -> None:
     """Prepares a worker for attacks."""
     # One thread each: results do not depend on what else the machine does.
     torch.set_num_threads(1)

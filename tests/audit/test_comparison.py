@@ -33,7 +33,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        patch.setattr(dispatcher, "workers", lambda *_: nullcontext([Here()]))
+        patch.setattr(dispatcher, "hire", lambda *_: nullcontext([Here()]))
         Path("a.toml").write_text(toml(TABLES | {"name": "a"}))
         assert call("run", "a.toml")[0] == 0
     return folder / "runs" / "a"

@@ -149,7 +149,7 @@ def ran_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        patch.setattr(dispatcher, "workers", lambda *_: nullcontext([Here()]))
+        patch.setattr(dispatcher, "hire", lambda *_: nullcontext([Here()]))
         for name, changes in runs.items():
             Path(f"{name}.toml").write_text(toml(CHANGES | {"name": name} | changes))
             assert call("run", f"{name}.toml")[0] == 0

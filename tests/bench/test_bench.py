@@ -149,7 +149,7 @@ def made(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("made"))
         patch.delenv("FEDLEAK_ASSETS", raising=False)
-        patch.setattr(running, "workers", lambda *_: nullcontext([Here()]))
+        patch.setattr(running, "hire", lambda *_: nullcontext([Here()]))
         assert call("bench", write(setting=TINY["setting"][:1]))[0] == 0
         return result()[0].read_text()
 

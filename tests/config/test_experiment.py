@@ -70,7 +70,7 @@ BAD = [
     ({"attack": [{"kind": "dagger"}]}, ["attack[0].kind", "'dagger'", "did you mean 'dager'?"]),
     (
         {"attack": [{"steps": 1}]},
-        ["attack[0].kind is missing", "dager, dlg, keyspan, lamp, probes, tag"],
+        ["attack[0].kind is missing", "dager, dlg, keyspan, lamp, membership, probes, tag"],
     ),
     ({"attack": "dager"}, ["attack = 'dager'", "list"]),
     ({"attack": [{"kind": "dlg", "step": 3}]}, ["attack", "'step'", "did you mean 'steps'?"]),
@@ -458,7 +458,7 @@ def test_defaults_are_those_of_the_design_and_probes_are_always_on():
     assert [each.attack for each in parse(table_of(attack=[])).attacks] == [Probes()]
     named = parse(table_of(attack=[{"kind": "dager"}, {"kind": "probes", "name": "p"}])).attacks
     assert [(each.name, each.attack) for each in named] == [("dager", Dager()), ("p", Probes())]
-    federation = tomllib.loads(DESIGN)["federation"] | {"clients_per_round": None}
+    federation = tomllib.loads(DESIGN)["federation"] | {"clients_per_round": None, "at_once": None}
     assert found.federation.model_dump() == federation
     assert (found.clients_per_round, found.update.share, found.defenses) == (4, "all", ())
     assert found.threat_model.knows == frozenset()

@@ -13,6 +13,7 @@ from fedleak.config.loading import parse
 from fedleak.dispatch import dispatcher
 from fedleak.dispatch.agenda import LOOKS, Agenda, Arrivals, groups
 from fedleak.dispatch.progress import Pace
+from fedleak.federation.lookup import stored
 from fedleak.reconstruction import Reconstruction, Status
 from fedleak.store import records
 from fedleak.store.run import Key, Run
@@ -42,7 +43,7 @@ PAIRS = NamedAttack("pairs", Pairs())
 
 
 def agenda(*named, answered=(), failed=(), here=KEYS):
-    made = Agenda(named, KEYS, set(answered), set(failed))
+    made = Agenda(groups(named, KEYS), set(answered), set(failed))
     for key in here:
         made.arrived(key)
     return made
@@ -185,7 +186,7 @@ def test_looking_costs_the_same_however_many_captures_there_are():
     run = Folder()
     run.files = set(keys[:10_000])
     run.models = set(range(1, 1002))
-    arrivals = Arrivals(run, keys, lambda round: True)
+    arrivals = Arrivals(run, keys)
     assert arrivals.new() == keys[:10_000]
     run.looks.clear()
     for _ in range(50):
@@ -200,7 +201,7 @@ def test_looking_costs_the_same_however_many_captures_there_are():
 def test_captures_come_in_any_order_and_at_the_end_all_are_looked_for():
     run = Folder()
     keys = [Key(1, client) for client in range(3 * LOOKS)]
-    arrivals = Arrivals(run, keys, lambda round: True)
+    arrivals = Arrivals(run, keys)
     run.files = {keys[5], keys[2], keys[-1], Key(7, 7)}
     assert arrivals.new() == [keys[2], keys[5]]
     assert arrivals.new(everywhere=True) == [keys[-1]]
@@ -209,12 +210,27 @@ def test_captures_come_in_any_order_and_at_the_end_all_are_looked_for():
 
 def test_rounds_that_are_not_kept_count_once_they_are_over():
     run = Folder()
-    arrivals = Arrivals(run, [Key(1, 0), Key(9, 0)], lambda round: round in (1, 9))
-    assert (arrivals.round(), arrivals.rounds_forgotten) == (1, 0)
+    arrivals = Arrivals(run, [Key(1, 0), Key(9, 0)])
+    assert arrivals.round() == 1
     run.models = {1, 4}  # 2 and 3 came and went
-    assert (arrivals.round(), arrivals.rounds_forgotten) == (4, 2)
+    assert arrivals.round() == 4
     run.models = {1, 9, 10}
-    assert (arrivals.round(), arrivals.rounds_forgotten) == (10, 7)
+    assert arrivals.round() == 10
+
+
+def test_updates_that_are_not_kept_count_once_their_round_is_over(many_rounds):
+    run, _ = many_rounds
+    table = stored(run).model_dump(exclude_none=True) | {
+        "threat": {"rounds": [1, 3], "clients": [0, 2]}
+    }
+    found = dispatcher.Dispatcher(run, parse(table))
+    counts = []
+    for round in (1, 2, 3, 5):
+        run.write_broadcast(round, {})
+        found.look_for_captures(last_look=False)
+        counts.append(found.progress([]).captures)
+    # One of the three clients of the rounds 1 and 3, and all of the rounds 2 and 4.
+    assert counts == [0, 1, 4, 8]
 
 
 # --- the time that is left ----------------------------------------------------------------------
@@ -225,7 +241,8 @@ TIMES = [("a", None), ("b", 60)]
 
 def test_time_that_is_left_is_told_once_each_attack_that_is_left_was_measured():
     a, b = (NamedAttack(name, SimpleNamespace(seconds=limit)) for name, limit in TIMES)
-    pace = Pace([a, b], 10, {(Key(1, client), "b") for client in range(9)})
+    left = {(Key(1, client), "a") for client in range(10)} | {(Key(1, 9), "b")}
+    pace = Pace([a, b], left)
     assert pace.seconds_most(2) == 1 * 60 / 2
     assert pace.seconds_left(1) is None
     pace.answered("a", 2.0)

@@ -61,6 +61,11 @@ class Here:
     def __init__(self) -> None:
         self.jobs: tuple[Any, ...] = ()
 
+    @property
+    def free(self) -> bool:
+        """Returns whether it has no jobs."""
+        return not self.jobs
+
     def submit(self, jobs: Iterable[Any]) -> None:
         """Takes jobs, which `result` does."""
         self.jobs = tuple(jobs)

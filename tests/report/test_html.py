@@ -95,7 +95,8 @@ def page_of(texts: list[PrivateText], word: str = "a word", **changes: Any) -> R
             "attacks": [],
             "attack_table": table,
             "ladder": table,
-            "membership": table,
+            "membership": [],
+            "membership_table": table,
             "texts": texts,
             "texts_note": word,
             "defenses": [table],
@@ -409,7 +410,7 @@ def ran_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "small.toml").write_text(toml(changes))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        patch.setattr(dispatcher, "workers", lambda *_: nullcontext([Here()]))
+        patch.setattr(dispatcher, "hire", lambda *_: nullcontext([Here()]))
         assert call("run", "small.toml")[0] == 0
     return folder / "runs" / "small"
 

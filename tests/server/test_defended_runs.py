@@ -93,6 +93,10 @@ class Here:
     def __init__(self):
         self.jobs = ()
 
+    @property
+    def free(self):
+        return not self.jobs
+
     def submit(self, jobs):
         self.jobs = tuple(jobs)
 

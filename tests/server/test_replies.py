@@ -1,5 +1,6 @@
 """A reply is filed under the node that sent it, and only if it is what that node was asked for."""
 
+import itertools
 import weakref
 
 import numpy as np
@@ -58,6 +59,7 @@ class Round:
         if reply.has_content():
             reply.content = self.server.on_reply(reply)
             assert not reply.content
+            self.server.finish()
         self.replies.append(reply)
 
     def end(self):
@@ -332,13 +334,89 @@ def test_replies_are_pulled_one_at_a_time_and_freed_before_the_next():
 def test_a_message_that_could_not_be_sent_is_not_waited_for():
     class Full(Ready):
         def push_messages(self, messages):
-            return [None, *super().push_messages(messages)[1:]]
+            names = super().push_messages(messages)
+            return [None] if names == ["m0"] else names
 
     grid = Full(3)
     messages = [Message(RecordDict(), node, "train") for node in grid.get_node_ids()]
     replies = TapGrid(grid, lambda reply: RecordDict()).send_and_receive(messages, timeout=9)
     assert [reply.metadata.src_node_id for reply in replies] == grid.get_node_ids()[1:]
     assert grid.pulls == [1, 1]
+
+
+class Slow(Ready):
+    """A grid whose nodes answer at the second pull, and counts who is asked at a time."""
+
+    def __init__(self, count):
+        super().__init__(count)
+        self.asked, self.most, self.sent = {}, 0, []
+
+    def push_messages(self, messages):
+        names = list(super().push_messages(messages))
+        self.asked |= dict.fromkeys(names, 0)
+        self.most = max(self.most, len(self.asked))
+        self.sent += [message.metadata.dst_node_id for message in messages]
+        return names
+
+    def pull_messages(self, message_ids):
+        (name,) = message_ids
+        self.asked[name] += 1
+        if self.asked[name] < 2:
+            return []
+        del self.asked[name]
+        return super().pull_messages(message_ids)
+
+
+@pytest.mark.parametrize("at_once", [1, 3, 9])
+def test_no_more_are_asked_at_a_time_than_may_be_and_all_in_their_order(at_once):
+    grid = Slow(7)
+    messages = [Message(RecordDict(), node, "train") for node in grid.get_node_ids()]
+    tap = TapGrid(grid, lambda reply: RecordDict(), at_once=at_once)
+    assert len(tap.send_and_receive(messages, timeout=9)) == 7
+    assert grid.sent == grid.get_node_ids()
+    assert grid.most == min(at_once, 7)
+
+
+def test_who_never_answers_is_not_waited_for_and_keeps_nobody_from_being_asked():
+    class Silent(Ready):
+        def pull_messages(self, message_ids):
+            return [] if message_ids == ["m1"] else super().pull_messages(message_ids)
+
+    grid = Silent(4)
+    messages = [Message(RecordDict(), node, "train") for node in grid.get_node_ids()]
+    tap = TapGrid(grid, lambda reply: RecordDict(), at_once=1)
+    answered = [r.metadata.src_node_id for r in tap.send_and_receive(messages, timeout=0.05)]
+    assert answered == [node for node in grid.get_node_ids() if node != grid.get_node_ids()[1]]
+
+
+def test_who_answers_early_is_held_until_it_is_its_turn_and_the_sum_is_that_of_the_order(
+    tmp_path, bert_tiny
+):
+    following = []
+    torch.manual_seed(0)
+    values = {client: torch.randn(2) for client in range(3)}
+    for number, order in enumerate(itertools.permutations(range(3))):
+        one = Round(tmp_path / str(number), bert_tiny, threat={"rounds": [1 + 3 * (number % 2)]})
+        waiting = []
+        for client in order:
+            one.reply(client, tensors={NAME: values[client]})
+            waiting.append(sorted(p.name for p in (one.run.path / "held").glob("*")))
+        arrays, _ = one.end()
+        following.append(arrays.to_torch_state_dict()[NAME])
+        assert waiting[-1] == []
+        assert one.run.captures() == [Key(4, client) for client in range(3) if number % 2]
+        if order == (2, 1, 0):
+            assert waiting[1] == ["r0004-c01.safetensors", "r0004-c02.safetensors"]
+    assert all(torch.equal(each, following[0]) for each in following)
+
+
+def test_a_capture_that_cannot_be_written_ends_the_round(round, monkeypatch):
+    def full(self, capture):
+        raise FedleakError("r0004-c00 cannot be written: No space left on device")
+
+    monkeypatch.setattr(type(round.run), "write_capture", full)
+    with pytest.raises(FedleakError, match="No space left"):
+        round.reply(0)
 
 
 def test_an_encoded_update_is_freed_while_it_is_decoded(round):

@@ -11,7 +11,7 @@ from fedleak.models import CAUSAL_LM, CLASS_LOSSES, CLASSIFICATION, batch_loss, 
 from fedleak.models.parameter_selection import matching
 from fedleak.observation import ClientUpdate, UpdateKind
 from fedleak.rng import stream
-from fedleak.training.aggregation import aggregate
+from fedleak.training.aggregation import WeightedSum, aggregate
 from fedleak.training.batches import round_batch, round_clients
 from fedleak.training.local import local_update_
 from fedleak.training.settings import LocalTraining
@@ -249,7 +249,10 @@ def rounds(draw):
 def test_the_sum_is_the_obvious_weighted_mean_over_who_shared(updates):
     broadcast = {name: torch.tensor([1.0, -2.0], dtype=torch.float64) for name in "abc"}
     held = copy.deepcopy((broadcast, updates))
-    following = aggregate(broadcast, iter(updates), 0.5)
+    total = WeightedSum(lambda name: torch.float64)
+    for update in updates:
+        total.add_(update)
+    following = aggregate(broadcast, total, 0.5)
     sign = -0.5 if updates[0].kind == UpdateKind.GRADIENT else 1.0
     for name, value in broadcast.items():
         shared = [(u.tensors[name].double(), u.num_examples) for u in updates if name in u.tensors]

@@ -483,7 +483,7 @@ def test_a_run_tells_what_is_under_way(run, patient):
 def test_a_worker_is_ready_when_what_is_slow_is_imported():
     """The time limit is counted from there."""
     code = (
-        "import sys; from fedleak.workers.process import _prepare; _prepare('cpu'); "
+        "import sys; from fedleak.workers.process import prepare; prepare('cpu'); "
         "from fedleak.models import ModelSpec; from fedleak.models.loading import outline; "
         "before = set(sys.modules); "
         "spec = {'name': 'builtin/bert-tiny', 'task': 'sequence-classification', 'num_labels': 2}; "

@@ -268,11 +268,15 @@ NUMBERS = {
     "federation.dropout": ("no", 1, 0.5),
     "privacy.delta": (-1e-5, 1.0, math.nan, "1e-5", True),
     "workers.at_once": (-1, 0, 1.5, math.inf, "8", True),
+    "federation.at_once": (-1, 0, 1.5, math.inf, "8", True),
+    "audit.waiting": (-1, 0, 1.5, math.inf, "8", True),
     "workers.time_limit": (-1, 0, math.nan, math.inf, "60", True),
     "audit.controls": ("no", 1),
     "utility.reference": ("no", 1),
     "threat.ladder": ("yes", 1, 0.5),
     "threat.rounds": (1, "1", [1.5], [True], [-1]),
+    "threat.clients": (1, "1", [1.5], [True], [-1], []),
+    "audit.keep": ("some", True, 1, []),
     "utility.rounds": (1, [1.5], [True], [-1]),
 }
 

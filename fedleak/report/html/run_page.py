@@ -86,7 +86,8 @@ def run_page(run: Run, scored: Sequence[Scored], *, redact: bool = False) -> Run
         attacks=pictures.attacks(summary.name, summary.attacks),
         attack_table=attack_table(summary.attacks, summary),
         ladder=_ladder_table(summary),
-        membership=_membership(summary.membership),
+        membership=pictures.membership(summary.name, summary.membership),
+        membership_table=_membership(summary.membership),
         texts=texts,
         texts_note=_texts_note(rows, texts, redact),
         defenses=_defenses(run, experiment, summary),
@@ -161,7 +162,7 @@ def _setting(experiment: Experiment) -> list[Entry]:
 def _threat(experiment: Experiment, summary: RunSummary) -> list[Entry]:
     """Returns who the attacker is, and what it sees and is told."""
     sees = "the sum of each round's updates" if experiment.aggregator else "each client's update"
-    rounds = experiment.threat.rounds
+    rounds, clients = experiment.threat.rounds, experiment.threat.clients
     granted = [fact.replace("_", " ") for fact in _granted(experiment, summary)]
     told = listed(granted) if granted else "nothing more"
     if summary.ladder is not None:
@@ -171,11 +172,15 @@ def _threat(experiment: Experiment, summary: RunSummary) -> list[Entry]:
         Entry("sees", f"{sees}, and the model that it broadcast"),
         Entry("knows anyway", "learning rate, number of local steps, whether there is dropout"),
         Entry("is granted", told),
-        Entry(
-            "attacked rounds", "all" if rounds is None else listed([f"{r:,}" for r in rounds[:12]])
-        ),
+        Entry("attacked rounds", "all" if rounds is None else listed(_first(rounds))),
+        Entry("attacked clients", "all" if clients is None else listed(_first(clients))),
         Entry("attacks", listed(sorted(summary.attacks)) if summary.attacks else "none"),
     ]
+
+
+def _first(numbers: Sequence[int]) -> list[str]:
+    """Returns the first numbers of many, in words."""
+    return [f"{number:,}" for number in numbers[:12]]
 
 
 def _leakage_table(
@@ -445,8 +450,11 @@ def _membership(summary: MembershipSummary | None) -> Table | None:
         return None
     return Table(
         membership_table.CAPTION.capitalize(),
-        membership_table.COLUMNS,
-        [membership_table.cells(row) for row in summary.figures],
+        ("attack", *membership_table.COLUMNS, membership_table.BY_ROUND),
+        [
+            (row.attack, *membership_table.cells(row), membership_table.by_round(row))
+            for row in summary.figures
+        ],
         " ".join(membership_table.notes(summary)),
     )
 

@@ -10,6 +10,7 @@ from fedleak.store.summaries import (
     AttackSummary,
     CellSummary,
     Estimate,
+    MembershipSummary,
     RunSummary,
     SweepSummary,
     WorstCase,
@@ -63,7 +64,7 @@ def figures(worst: WorstCase | None, attacks: Mapping[str, AttackSummary]) -> Fi
             control_recall=worst.control_token_recall,
             warning=worst.warning,
         )
-    answered = {name: of for name, of in attacks.items() if of.answers > of.unscored}
+    answered = {name: of for name, of in attacks.items() if max(_strength(of)) >= 0}
     if not answered:
         return None
     name, of = max(answered.items(), key=lambda each: _strength(each[1]))
@@ -113,11 +114,12 @@ class Extent:
 def run_verdict(summary: RunSummary, extent: Extent) -> Verdict:
     """Returns the verdict on a run."""
     found = figures(summary.worst_case, summary.attacks)
-    attacks = summary.attacks
+    attacks, told = summary.attacks, _told_apart(summary.membership)
+    level = _level(found, attacks)
     return Verdict(
-        _level(found, attacks),
+        Level.PARTLY if told and level == Level.UNKNOWN else level,
         (
-            _read(found, attacks, extent) + _untold(summary),
+            _read(found, attacks, extent) + _untold(summary) + told,
             _sure(found, attacks, extent),
             _unmeasured(summary, extent),
         ),
@@ -163,6 +165,24 @@ def _untold(summary: RunSummary) -> str:
     if len(rungs) < 2 or (found := figures(rungs[0].worst_case, {})) is None or not found.exact:
         return ""
     return f" Told nothing more than the protocol tells, it could read {found.exact_texts:,}."
+
+
+def _told_apart(membership: MembershipSummary | None) -> str:
+    """Returns how well it can be told which texts were in; no word where it cannot be told."""
+    figures = () if membership is None else membership.figures
+    clear = [
+        (row.p, -row.auc.mean, row)
+        for row in figures
+        if row.p is not None and row.p < 0.05 and row.auc is not None and row.auc.mean > 0.5
+    ]
+    if not clear:
+        return ""
+    p, area, surest = min(clear, key=lambda each: each[:2])
+    return (
+        f" It could tell which of the texts that it has already were in an update: by the score "
+        f"{surest.score} of {surest.attack} one that was in ranks above one that was not in "
+        f"{percent(-area)} of the pairs (p = {p:.1g} for chance, over all scores)."
+    )
 
 
 def _sure(found: Figures | None, attacks: Mapping[str, AttackSummary], extent: Extent) -> str:

@@ -1,0 +1,207 @@
+"""A share of a run's attacks, for a process that may be on another machine.
+
+    runs/<name>/
+      shard-2of4/                 what the second of four shards writes, and nobody else meanwhile
+        shard.json                its attacks, and whether all of its answers are there
+        reconstructions.jsonl     its answers, as in the run
+        attempts.jsonl            its tries that crashed, as in the run
+        damaged.jsonl log.txt     as in the run
+        .lock
+
+The run directory is the queue: shards share it, and each has a file of answers of its own, so that
+no two machines append to one file. Whoever reads answers reads those of the run and of all shards.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import TypeVar
+
+from fedleak.errors import ConfigError, FedleakError
+from fedleak.reconstruction import Status
+from fedleak.store.lines import Document, Lines, Record
+from fedleak.store.records import ATTEMPTS, Answer, answers
+from fedleak.store.run import Damaged, Key, Run
+
+T = TypeVar("T")
+
+MOST = 10_000
+"""Shards of a run."""
+
+_FOLDER = re.compile(r"shard-(\d{1,5})of(\d{1,5})")
+
+
+@dataclass(frozen=True, order=True)
+class Shard:
+    """One share of several.
+
+    Attributes:
+        of: How many shares there are.
+        number: Which one, from 1.
+    """
+
+    of: int
+    number: int
+
+    @classmethod
+    def parse(cls, text: str) -> "Shard":
+        """Reads `i/n`.
+
+        Raises:
+            ConfigError: It is not that, or there is no such share.
+        """
+        found = re.fullmatch(r"(\d{1,5})/(\d{1,5})", text, re.ASCII)
+        shard = cls(of=int(found[2]), number=int(found[1])) if found else None
+        if shard is None or not 1 <= shard.number <= shard.of <= MOST:
+            raise ConfigError(
+                f"--shard {text!r}: give a number and how many there are, from 1/n to n/n (n is at "
+                f"most {MOST:,}), such as 2/4"
+            )
+        return shard
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.of}"
+
+    @property
+    def folder(self) -> str:
+        """The name of its folder, in the run directory."""
+        return f"shard-{self.number}of{self.of}"
+
+    def part(self, values: Sequence[T]) -> list[T]:
+        """Returns every n-th value: those of all shards are all, and no two have one in common."""
+        return list(values[self.number - 1 :: self.of])
+
+    def lines(self, lines: Lines[T]) -> Lines[T]:
+        """Returns this shard's own file in place of the run's."""
+        return replace(lines, name=f"{self.folder}/{lines.name}")
+
+
+class Share(Record):
+    """What a shard was last asked for: its shard.json.
+
+    Attributes:
+        attacks: Names of the attacks.
+        complete: Whether it has all of its answers.
+    """
+
+    attacks: tuple[str, ...]
+    complete: bool
+
+
+def share(shard: Shard) -> Document[Share]:
+    """Returns the file in which a shard says how far it is."""
+    remedy = f"`fedleak attack RUN --shard {shard}` makes it anew"
+    return Document(f"{shard.folder}/shard.json", Share, remedy)
+
+
+@contextmanager
+def locked(run: Run, shard: Shard) -> Iterator[None]:
+    """Holds a shard: other shards go on meanwhile, and nothing else is done with the run.
+
+    What it does stands in its own log.
+
+    Raises:
+        FedleakError: Another process has the shard, or all of the run.
+    """
+    with run.shared(), Run(run.path / shard.folder).lock():
+        yield
+
+
+def begun(run: Run) -> list[Shard]:
+    """Returns the shards that have a folder, in order."""
+    names = (_FOLDER.fullmatch(path.name) for path in run.path.glob("shard-*of*"))
+    return sorted(Shard(of=int(m[2]), number=int(m[1])) for m in names if m)
+
+
+def shares(run: Run) -> dict[Shard, Share | None]:
+    """Returns what the shards that have begun say; None of one whose shard.json cannot be read."""
+    found: dict[Shard, Share | None] = {}
+    for shard in begun(run):
+        try:
+            found[shard] = run.read(share(shard))
+        except FedleakError:
+            found[shard] = None
+    return found
+
+
+def read_answers(run: Run, vocabulary: int | None = None) -> list[Answer]:
+    """Returns the answers of a run, those of its shards too, one for each update and attack.
+
+    Args:
+        run: The run directory.
+        vocabulary: Token ids that the model has; None: not known here.
+
+    Raises:
+        FedleakError: A line that cannot be read.
+    """
+    return _merged(run, run.rows, vocabulary)
+
+
+def salvage_answers(run: Run, vocabulary: int | None = None) -> list[Answer]:
+    """Returns what can be read, as `read_answers` does, and moves the rest to damaged.jsonl.
+
+    Whoever calls it holds the run's lock.
+    """
+    return _merged(run, run.salvage, vocabulary)
+
+
+def readable_answers(run: Run) -> list[Answer]:
+    """Returns what can be read, as `read_answers` does, while shards may be writing."""
+    return _merged(run, run.readable)
+
+
+def answers_for(run: Run, shard: Shard) -> list[Answer]:
+    """Returns the answers that a shard need not give again, and changes nothing.
+
+    A line that cannot be read is no answer. A failure counts if the shard itself failed: another
+    machine may do better.
+    """
+    own = run.readable(shard.lines(answers(run.fingerprint())))
+    return own + [each for each in readable_answers(run) if each.status != Status.FAILED]
+
+
+def damaged(run: Run) -> list[Damaged]:
+    """Returns the lines that were put aside, of the run and of its shards."""
+    of_shards = [
+        one.model_copy(update={"file": f"{shard.folder}/{one.file}"})
+        for shard in begun(run)
+        for one in Run(run.path / shard.folder).damaged()
+    ]
+    return run.damaged() + of_shards
+
+
+def drop_failures(run: Run, shard: Shard | None = None) -> int:
+    """Forgets failed answers, so that they are tried again; returns how many.
+
+    Args:
+        run: The run directory.
+        shard: Forget its own only; None: those of the run and of all shards.
+    """
+    folders = [run.path / one.folder for one in (begun(run) if shard is None else [shard])]
+    places = [Run(folder) for folder in folders] + ([run] if shard is None else [])
+    return sum(_drop_failures(run.fingerprint(), place) for place in places)
+
+
+def _drop_failures(fingerprint: str | None, place: Run) -> int:
+    lines = answers(fingerprint)
+    given, tries = place.salvage(lines), place.salvage(ATTEMPTS)
+    failed = {each.id for each in given if each.status == Status.FAILED}
+    if failed:
+        place.write_rows(ATTEMPTS, [each for each in tries if each.id not in failed])
+        place.write_rows(lines, [each for each in given if each.id not in failed])
+    return len(failed)
+
+
+def _merged(
+    run: Run, read: Callable[[Lines[Answer]], list[Answer]], vocabulary: int | None = None
+) -> list[Answer]:
+    """Returns one answer for each update and attack: of several, one that did not fail."""
+    lines = answers(run.fingerprint(), vocabulary)
+    given = chain(read(lines), *(read(shard.lines(lines)) for shard in begun(run)))
+    found: dict[tuple[Key, str], Answer] = {}
+    for each in given:
+        if each.id not in found or found[each.id].status == Status.FAILED:
+            found[each.id] = each
+    return list(found.values())

@@ -1,0 +1,67 @@
+"""Stores a matrix without its rows of zeros, and gives it back to the bit.
+
+A token that is in no text of a batch has a row of zeros in the gradient of the word embedding, and
+so most rows of the largest matrix are such.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_INDICES = ":rows"
+"""Ends the name of the indices of the rows that are stored; no parameter is called so."""
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def without_zero_rows(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, int]]:
+    """Returns tensors to store, and how many rows the matrices had of which some are left out.
+
+    A row is left out where all its bits are zero, so minus zero stays, and only from a matrix that
+    takes less room so.
+    """
+    stored: dict[str, Tensor] = {}
+    heights: dict[str, int] = {}
+    for name, tensor in tensors.items():
+        rows = _rows_that_count(tensor)
+        if rows is None:
+            stored[name] = tensor
+        else:
+            stored[name], stored[name + _INDICES] = tensor[rows], rows.int()
+            heights[name] = len(tensor)
+    return stored, heights
+
+
+def with_zero_rows(stored: Mapping[str, Tensor], heights: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Returns the tensors that `without_zero_rows` was given.
+
+    Raises:
+        ValueError: The indices do not fit.
+        KeyError: There are none.
+    """
+    indices = {name + _INDICES for name in heights}
+    tensors = {name: tensor for name, tensor in stored.items() if name not in indices}
+    for name, height in heights.items():
+        rows, values = stored[name + _INDICES].long(), stored[name]
+        inside = not rows.numel() or (int(rows.min()) >= 0 and int(rows.max()) < height)
+        if rows.shape != values.shape[:1] or not inside:
+            raise ValueError(f"the rows of {name} do not fit")
+        tensors[name] = values.new_zeros((height, *values.shape[1:]))
+        tensors[name][rows] = values
+    return tensors
+
+
+def _rows_that_count(tensor: Tensor) -> Tensor | None:
+    """Returns the indices of the rows to store; None: all."""
+    if tensor.dim() != 2 or not tensor.numel():
+        return None
+    bits = tensor.view(_BITS[tensor.element_size()])
+    room = tensor.shape[1] * tensor.element_size()
+    most = (len(tensor) * room - 1) // (room + torch.int32.itemsize)
+    # One column shows of most matrices that no row is to be left out.
+    if int(bits[:, 0].count_nonzero()) > most:
+        return None
+    rows = bits.any(1).nonzero()[:, 0]
+    return rows if len(rows) <= most else None

@@ -1,0 +1,77 @@
+"""What becomes of the updates of a round: some are captured, all are summed."""
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from torch import Tensor
+
+from fedleak.store.run import Capture, Key, Run
+from fedleak.training.aggregation import WeightedSum
+
+
+class RoundSum:
+    """The sum over a round's clients in their order, whoever answers first.
+
+    So it does not depend on who does, to the last bit. Who answers early is held on disk until it
+    is its turn. All is lost with the process: a round that was cut short is trained again.
+
+    Args:
+        run: The run directory.
+        round: The round.
+        clients: Who is summed, in this order.
+        broadcast: The model of the round; its types are what is summed in.
+    """
+
+    def __init__(
+        self, run: Run, round: int, clients: Sequence[int], broadcast: Mapping[str, Tensor]
+    ) -> None:
+        self._run, self._round = run, round
+        self._awaited = list(reversed(clients))
+        self._early: set[int] = set()
+        dtypes = {name: value.dtype for name, value in broadcast.items()}
+        self.total = WeightedSum(dtypes.__getitem__)
+
+    def is_next(self, client: int) -> bool:
+        """Returns whether it is a client's turn."""
+        return self._awaited[-1] == client
+
+    def held(self, client: int) -> None:
+        """Notes that the update of a client is held."""
+        self._early.add(client)
+
+    def add_(self, capture: Capture) -> None:
+        """Adds the update of the client whose turn it is, and those held that follow it."""
+        assert self.is_next(capture.key.client)
+        self.total.add_(capture.update)
+        self._awaited.pop()
+        while self._awaited and self._awaited[-1] in self._early:
+            key = Key(self._round, self._awaited.pop())
+            self.total.add_(self._run.held(key).update)
+            self._run.release(key)
+
+
+class Beside:
+    """Does one thing beside its caller: it waits for the last one before it begins the next.
+
+    Captures are written so while the next client trains, and two updates at most are in memory.
+    """
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "captures")
+        self._last: Future[None] | None = None
+
+    def do(self, what: Callable[[], None]) -> None:
+        """Begins something; raises what went wrong with the last one."""
+        self.finish()
+        self._last = self._thread.submit(what)
+
+    @property
+    def busy(self) -> bool:
+        """Whether something is being done."""
+        return self._last is not None and not self._last.done()
+
+    def finish(self) -> None:
+        """Waits for the last one, and raises what went wrong with it."""
+        last, self._last = self._last, None
+        if last is not None:
+            last.result()
