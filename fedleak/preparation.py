@@ -249,6 +249,20 @@ def refuse_purged(run: Run) -> None:
         )
 
 
+def refuse_other_sight(run: Run, experiment: Experiment) -> None:
+    """Refuses to attack captures as if they were of something else.
+
+    Raises:
+        ConfigError: The captures of the run are of what another attacker sees.
+    """
+    if (sees := stored(run).sees) != experiment.sees:
+        raise ConfigError(
+            f"threat.sees = {experiment.sees!r}, but {str(run.path)!r} captured what an attacker "
+            f"sees who sees {sees!r}: run the experiment under another name, which captures the "
+            "other"
+        )
+
+
 def refuse_data_on_nodes(experiment: Experiment) -> None:
     """Refuses to train here what is trained where the data is.
 

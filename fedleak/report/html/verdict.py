@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from fedleak.observation import GRANTABLE
+from fedleak.observation import GRANTABLE, Sight
 from fedleak.report.html.page import Level, Verdict
 from fedleak.report.html.wording import counted, listed, percent, share
 from fedleak.store.summaries import (
@@ -95,6 +95,14 @@ def _strength(of: AttackSummary) -> tuple[float, ...]:
     return tuple(-1.0 if each is None else each.mean for each in found)
 
 
+SEEN: Mapping[Sight, tuple[str, str]] = {
+    "updates": ("update", ""),
+    "sum": ("sum", " of clients' updates"),
+    "models": ("difference", " of successive models"),
+}
+"""What an attack is tried on, and of what it is one."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Extent:
     """How much of a run was attacked.
@@ -102,13 +110,13 @@ class Extent:
     Attributes:
         attacked, sent: Updates that attacks were tried on, and that clients sent in all.
         granted: Facts that the attacker was told beyond the protocol.
-        sums: Whether the server sees only sums of updates.
+        sees: What the attacker sees.
     """
 
     attacked: int
     sent: int
     granted: Sequence[str]
-    sums: bool
+    sees: Sight
 
 
 def run_verdict(summary: RunSummary, extent: Extent) -> Verdict:
@@ -134,9 +142,11 @@ def _level(found: Figures | None, attacks: Mapping[str, AttackSummary]) -> Level
 
 def _read(found: Figures | None, attacks: Mapping[str, AttackSummary], extent: Extent) -> str:
     who = "A server that follows the protocol"
+    if extent.sees == "models":
+        who = "An attacker who has the published models"
     who += f" and was told {listed(extent.granted).replace('_', ' ')}" if extent.granted else ""
-    updates = counted(extent.attacked, "sum" if extent.sums else "update")
-    updates += " of clients' updates" if extent.sums else ""
+    one, of = SEEN[extent.sees]
+    updates = counted(extent.attacked, one) + of
     if found is None:
         why = f"no attack gave an answer for any of {updates}"
         if any(of.unscored for of in attacks.values()):
@@ -197,8 +207,9 @@ def _sure(found: Figures | None, attacks: Mapping[str, AttackSummary], extent: E
             "Where an attack has no answer, nothing is known: another attack may read what this "
             "one did not."
         )
-    over = counted(found.clients, "group" if extent.sums else "client")
-    over += " of clients" if extent.sums else ""
+    sums = extent.sees != "updates"
+    over = counted(found.clients, "group" if sums else "client")
+    over += " of clients" if sums else ""
     if found.warning:
         sure = f"This is an example and not a rate ({found.warning.partition(':')[0]})"
     else:
@@ -236,6 +247,8 @@ def _unmeasured(summary: RunSummary, extent: Extent) -> str:
         gaps.append(f"{counted(worst.unattacked, 'text')} of which no attack named a sequence")
     if untold := sorted(GRANTABLE - set(extent.granted)):
         gaps.append(f"an attacker who is told {listed(untold, 'or').replace('_', ' ')}")
+    if extent.sees == "models":
+        gaps.append("the server itself, which has more than the models")
     gaps += ["a server that departs from the protocol", "attacks other than those below"]
     incomplete = "The results are incomplete (see below). " if summary.missing else ""
     return (
@@ -251,14 +264,14 @@ def sweep_verdict(collected: SweepSummary) -> Verdict:
     cells = counted(len(collected.cells), "cell")
     without = len(collected.cells) - len(answered)
     if not answered:
-        first = f"How much a server could read was not measured in any of {cells}."
+        first = f"How much an attacker could read was not measured in any of {cells}."
         second = "Where no attack has an answer, nothing is known."
         return Verdict(Level.UNKNOWN, (first, second, _of_sweep(without)))
     exact = [(cell, found) for cell, found in answered if found.exact_texts]
     if exact:
         cell, found = max(exact, key=lambda each: each[1].exact.mean if each[1].exact else 0.0)
         first = (
-            f"A server that follows the protocol could read private texts word for word in "
+            f"An attacker who follows the protocol could read private texts word for word in "
             f"{len(exact)} of {cells}, most in {_cell(cell)}: {found.exact_texts:,} of "
             f"{counted(found.texts, 'text')}."
         )
@@ -266,7 +279,7 @@ def sweep_verdict(collected: SweepSummary) -> Verdict:
         second = f"{sure} (95 % interval over {counted(found.clients, 'client')})."
     else:
         first = (
-            f"A server that follows the protocol could read no private text word for word in "
+            f"An attacker who follows the protocol could read no private text word for word in "
             f"{cells}, but attacks answered in {len(answered)} of them."
         )
         highest = max((f.exact.high for _, f in answered if f.exact), default=None)
