@@ -434,7 +434,7 @@ def test_clients_of_secure_aggregation_answer_each_stage(wire, step, imported):
     wire("received", 1, 77, {"fitres.parameters": {}}, **{"fitres.num_examples": said})
     wire("received", 1, 77, {}, secaggplus_configs=secret)
     wire("sent", 2, 77, {"arrays": step.after})
-    with pytest.raises(ConfigError, match=r"masked by secure aggregation .* payload = 'sum'"):
+    with pytest.raises(ConfigError, match=r"masked by secure aggregation .*payload = 'sum'"):
         imported()
     found = imported({"reply.payload": "sum", "reply.examples_key": "num_examples"})
     assert update_of(found, Key(1, EVERYONE)).num_examples == 2
