@@ -426,6 +426,21 @@ def test_a_model_of_its_own_is_left_out(wire, step, imported):
     assert "sent another model" in imported().left_out[0]
 
 
+def test_clients_of_secure_aggregation_answer_each_stage(wire, step, imported):
+    """Flower's SecAgg+ asks a client four times; one answer says how much it has."""
+    secret, said = {"pk1": {"base64": ""}}, {"num_examples": 2}
+    wire("sent", 1, 77, {"arrays": step.before})
+    wire("received", 1, 77, {}, secaggplus_configs=secret)
+    wire("received", 1, 77, {"fitres.parameters": {}}, **{"fitres.num_examples": said})
+    wire("received", 1, 77, {}, secaggplus_configs=secret)
+    wire("sent", 2, 77, {"arrays": step.after})
+    with pytest.raises(ConfigError, match=r"masked by secure aggregation .*payload = 'sum'"):
+        imported()
+    found = imported({"reply.payload": "sum", "reply.examples_key": "num_examples"})
+    assert update_of(found, Key(1, EVERYONE)).num_examples == 2
+    assert near(update_of(found, Key(1, EVERYONE)).tensors, step.gradient)
+
+
 def test_a_sum_is_how_a_round_changed_the_model(wire, step, imported):
     masked = {"masked": {"0": torch.zeros(5, dtype=torch.long)}}
     for node in (77, 78):
