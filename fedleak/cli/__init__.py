@@ -327,6 +327,11 @@ def attack_update(
         others = own_update.text_lines("--held-out", held_out)
         if examples is None and private is None:
             raise ConfigError("--examples is missing: give the number of texts that FILE is of")
+        if None not in (examples, private) and examples != len(private or ()):
+            raise ConfigError(
+                f"--examples {examples}, but --texts has {len(private or ())}: give all texts that "
+                "FILE is of, and leave --examples out"
+            )
         torch.set_num_threads(1)  # as in a worker: sums have one order, so results are repeatable
         with own_update.working(console) as tell:
             result = fedleak.attack(
