@@ -285,6 +285,23 @@ def test_a_secure_sum_between_machines_is_that_of_the_model(summing: Any) -> Non
     check_sum(summing, range(3))
 
 
+def test_a_secure_sum_does_without_a_node_that_leaves_within_the_round(summing: Any) -> None:
+    """It is killed while it trains, once another one has trained."""
+    number, nodes = submit(summing), range(3)
+
+    def trained() -> list[int]:
+        vaults = {node: summing.node(node) / "vault" / "deployment" / "vault" for node in nodes}
+        return [node for node in nodes if (vaults[node] / f"{Key(1, node)}.json").is_file()]
+
+    there = wait_for(trained, 1200)
+    lost = next(node for node in nodes if node not in there)
+    summing.kill(f"node-{lost}")
+    status, told = summing.watch(number, 600)
+    assert status == 0, told
+    assert dropped_out(Run(summing.run), 1) == {lost}
+    check_sum(summing, [node for node in nodes if node != lost])
+
+
 def check_sum(made: Any, nodes: Iterable[int]) -> None:
     """The server got the mean gradient of these nodes' texts, but for less than a step."""
     run = Run(made.run)
