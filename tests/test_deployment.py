@@ -11,15 +11,24 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import torch
 
-from fedleak.store.run import Key, Run
+from fedleak import models
+from fedleak.config.experiment import Experiment
+from fedleak.defenses.secure_sum import SecureSum
+from fedleak.federation.lookup import dropped_out, stored
+from fedleak.models import loading
+from fedleak.observation import ClientUpdate
+from fedleak.store.run import EVERYONE, Key, Run
+from fedleak.training.aggregation import mean_update
+from fedleak.training.local import local_update_
 
 ROOT = Path(__file__).parents[1]
 FILE = ROOT / "experiments" / "deployment" / "federation.py"
@@ -29,6 +38,16 @@ name = "deployment"
 model = {name = "builtin/bert-tiny"}
 data = {name = "builtin/notes", text = "text", label = "label", samples = 1, held_out = 4, on_nodes = true}
 federation = {clients = 2, rounds = 2, batch_size = 1, learning_rate = 0.1}
+workers = {devices = ["cpu"]}
+"""  # noqa: E501
+
+SUMMED = """
+name = "deployment"
+model = {name = "builtin/bert-tiny"}
+data = {name = "builtin/notes", text = "text", label = "label", samples = 1, held_out = 4, on_nodes = true}
+federation = {clients = 3, rounds = 1, batch_size = 2, learning_rate = 0.1}
+defense = [{kind = "secure_sum", protocol = "secagg+", clipping = 0.5, max_weight = 4.0}]
+attack = []
 workers = {devices = ["cpu"]}
 """  # noqa: E501
 
@@ -75,8 +94,36 @@ def submit(made: Any, **settings: object) -> str:
     return str(made.submit(**quick | settings))
 
 
+def start_again(made: Any, node: int) -> None:
+    """Starts a node that was killed, until Flower lets it: for a minute it takes it for alive."""
+
+    def stays() -> bool:
+        made.start_node(node)
+        deadline = time.monotonic() + 60
+        while made.alive(f"node-{node}") and time.monotonic() < deadline:
+            time.sleep(0.5)
+        return bool(made.alive(f"node-{node}"))
+
+    wait_for(stays, 600)
+
+
+def check_goes_on(made: Any) -> None:
+    """The same run, given again, ends well, and no capture is lost or doubled.
+
+    On a busy machine Flower can lose a reply. Then the run has to be given once more, as run.sh
+    does; whatever else fails, fails each time.
+    """
+    told = ""
+    for _ in range(deployment.TRIES):
+        quick = {"answers-within": deployment.ANSWER_SECONDS}
+        status, told = made.watch(submit(made, **quick), 300)
+        if status == 0:
+            return check_whole(made)
+    pytest.fail(f"{told}\n{made.log('superlink')}")
+
+
 def check_whole(made: Any) -> None:
-    """No capture is lost or doubled: each is of the model that its round was sent."""
+    """Each client's update of each round is there once, of the model that the round was sent."""
     run = Run(made.run)
     keys = [Key(round, client) for round in (1, 2) for client in range(NODES)]
     assert run.captures() == keys
@@ -153,7 +200,7 @@ def test_an_expired_certificate_ends_all_in_a_line(tmp_path: Path) -> None:
         wait_for(lambda: not federation.alive("node-0"), 120)
         assert "certificate has expired" in federation.log("node-0")
         status, told = federation.fedleak("watch", "deployment")
-        assert status == 1
+        assert status == 1, told
         assert "the certificate of the SuperLink 'deployment' is refused" in told
 
 
@@ -161,13 +208,14 @@ def test_a_node_that_comes_late_takes_part_and_one_that_never_comes_is_missed(ma
     made.start_node(0)
     number = submit(made, **{"nodes-within": 5})
     status, told = made.watch(number)
-    assert status == 1
+    assert status == 1, told
     assert "federation.clients = 2, but Flower has 1 nodes after 5 s" in told
     assert Run(made.run).captures() == []
     number = submit(made, **{"nodes-within": 300})
     time.sleep(10)
     made.start_node(1)
-    assert made.watch(number)[0] == 0
+    status, told = made.watch(number, 300)
+    assert status == 0, told
     check_whole(made)
 
 
@@ -182,11 +230,10 @@ def test_a_node_that_is_killed_in_a_round_fails_it_and_the_run_goes_on_afterward
     other = 1 - first.client
     made.kill(f"node-{other}")
     status, told = made.watch(number, 300)
-    assert status == 1
+    assert status == 1, told
     assert f"client {other}" in told
-    made.start_node(other)
-    assert made.watch(submit(made))[0] == 0
-    check_whole(made)
+    start_again(made, other)
+    check_goes_on(made)
 
 
 def test_a_node_that_never_answers_is_waited_for_as_long_as_was_said(made: Any) -> None:
@@ -199,7 +246,7 @@ def test_a_node_that_never_answers_is_waited_for_as_long_as_was_said(made: Any) 
     for each in [stopped, *stopped.children(recursive=True)]:
         each.send_signal(signal.SIGSTOP)
     status, told = made.watch(number, 300)
-    assert status == 1
+    assert status == 1, told
     assert f"client {silent}" in told
 
 
@@ -210,14 +257,75 @@ def test_a_superlink_that_is_killed_ends_the_run_and_starts_again_where_it_was(m
     wait_for(lambda: (made.run / "captures").is_dir() and any((made.run / "captures").iterdir()))
     made.kill("superlink")
     status, told = made.watch(number, 0)
-    assert status == 1
+    assert status == 1, told
     assert "does not answer" in told
     made.start_superlink()
     status, told = made.watch(number, 300)
-    assert status == 1
-    assert "finished:failed" in told
-    assert made.watch(submit(made))[0] == 0
-    check_whole(made)
+    assert status == 1, told
+    assert "finished:failed" in told, told
+    check_goes_on(made)
+
+
+@pytest.fixture
+def summing(tmp_path: Path) -> Iterator[Any]:
+    """A federation of three nodes that take part in Flower's SecAgg+."""
+    with deployment.federation(tmp_path / "all", 3) as made:
+        made.start_superlink()
+        for node in range(3):
+            made.register(node)
+            made.start_node(node)
+        (made.server / "small.toml").write_text(SUMMED)
+        yield made
+
+
+def test_a_secure_sum_between_machines_is_that_of_the_model(summing: Any) -> None:
+    status, told = summing.watch(submit(summing), 600)
+    assert status == 0, told
+    assert not dropped_out(Run(summing.run), 1)
+    check_sum(summing, range(3))
+
+
+def test_a_secure_sum_does_without_a_node_that_leaves_within_the_round(summing: Any) -> None:
+    """It is killed while it trains, once another one has trained."""
+    number, nodes = submit(summing), range(3)
+
+    def trained() -> list[int]:
+        vaults = {node: summing.node(node) / "vault" / "deployment" / "vault" for node in nodes}
+        return [node for node in nodes if (vaults[node] / f"{Key(1, node)}.json").is_file()]
+
+    there = wait_for(trained, 1200)
+    lost = next(node for node in nodes if node not in there)
+    summing.kill(f"node-{lost}")
+    status, told = summing.watch(number, 600)
+    assert status == 0, told
+    assert dropped_out(Run(summing.run), 1) == {lost}
+    check_sum(summing, [node for node in nodes if node != lost])
+
+
+def check_sum(made: Any, nodes: Iterable[int]) -> None:
+    """The server got the mean gradient of these nodes' texts, but for less than a step."""
+    run = Run(made.run)
+    experiment = stored(run)
+    assert run.captures() == [Key(1, EVERYONE)]
+    assert isinstance(experiment.aggregator, SecureSum)
+    step = experiment.aggregator.claims(experiment.local_training, 2).step
+    assert step is not None
+    expected = mean_update(gradient(made, experiment, Key(1, node)) for node in nodes)
+    found = run.read_capture(Key(1, EVERYONE)).update
+    assert found.num_examples == expected.num_examples
+    for name, value in expected.tensors.items():
+        torch.testing.assert_close(found.tensors[name], value, rtol=1e-4, atol=step)
+
+
+def gradient(made: Any, experiment: Experiment, key: Key) -> ClientUpdate:
+    """Returns the gradient of what a node says that it trained on."""
+    vault = Run(made.node(key.client) / "vault" / "deployment")
+    truth = vault.read_truth(key)
+    assert truth is not None
+    model = loading.load(experiment.model_spec(2))
+    models.load_parameters_(model, Run(made.run).read_broadcast(key.round))
+    local = experiment.local_training
+    return local_update_(model, truth["sequences"], truth["labels"], local, seed=0)
 
 
 def test_a_full_disk_at_the_server_is_a_line_and_what_is_written_stays(
@@ -241,11 +349,10 @@ def test_a_full_disk_at_the_server_is_a_line_and_what_is_written_stays(
         with suppress(OSError):  # which is what it is for
             filler.write_bytes(bytes(200 * 2**20))
         status, told = made.watch(number, 300)
-        assert status == 1
+        assert status == 1, told
         assert "No space left on device" in told
         filler.unlink()
-        assert made.watch(submit(made))[0] == 0
-        check_whole(made)
+        check_goes_on(made)
     finally:
         made.end()
         subprocess.run(["umount", "-l", str(made.run)], check=False)
