@@ -342,6 +342,9 @@ def _share_scale_(panels: "Iterable[Axes]", values: Sequence[float], measure: st
     for axes in panels:
         if measure == "perplexity" and low > 0 and high > LOG_FROM * low:
             axes.set_yscale("log")
+            ticks = drawing.log_ticks(low, high)
+            axes.set_yticks(ticks, [f"{tick:,g}" for tick in ticks])
+            axes.minorticks_off()
             axes.set_ylim(low / 1.5, high * 1.5)
         else:
             axes.set_ylim(low - margin, high + margin)

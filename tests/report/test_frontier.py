@@ -167,6 +167,9 @@ def test_perplexities_far_apart_have_a_log_scale():
     cells = [cell("mask", s, 1.0, {"perplexity": p}) for s, p in ((0.5, 10.0), (0.9, 9000.0))]
     _, drawn, _ = panels(swept(*cells))
     assert [axes.get_yscale() for axes in drawn] == ["linear", "log"]
+    # No formula, of which a picture would have the source.
+    marks = [mark.get_text() for mark in drawn[1].get_yticklabels()]
+    assert marks == ["10", "100", "1,000", "10,000"]
 
 
 def test_without_utility_there_is_no_panel_of_it():

@@ -151,7 +151,7 @@ class Auto(OneByOne):
         rest, most = seen, _READ * seen.update.num_examples
         setting = AttackSetting.of(seen, model)
         able = [attack for attack, _ in ENSEMBLE if attack.obstacle(setting) is None]
-        clear = budget.spans_are_clear(seen, model, rng)
+        clear = budget.spans_are_clear(seen, model)
         for number, attack in enumerate(able, 1):
             if found.said and clock.up():
                 break

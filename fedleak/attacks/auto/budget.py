@@ -1,15 +1,13 @@
 """Shares the time of an update among the attacks, so that none eats what another needs.
 
-Attacks on spans are cheap and sure where rounding is all that blurs an update, or local steps are.
-Where noise does, they only guess, and gradient matching is what reads. So they get much time in the
-one case, little in the other. What comes after gradient matching is reserved by the time that a
-step of it takes.
+Attacks on spans are cheap and sure where float32 rounding is all that blurs an update, or local
+steps are. Where noise does, or a coarser rounding, they often only guess, and gradient matching is
+what reads. So they get much time in the one case, little in the other. What comes after gradient
+matching is reserved by the time that a step of it takes.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import torch
 
 from fedleak.attacks import clock as timing
 from fedleak.attacks.auto.chance import PLACEBOS
@@ -17,12 +15,11 @@ from fedleak.attacks.auto.sharpening import PROPOSED, trial
 from fedleak.attacks.certificate import as_gradient, is_linear
 from fedleak.attacks.clock import MOMENT, Clock
 from fedleak.attacks.matching.batch_structure import frame
-from fedleak.attacks.subspace.span import ACCEPT, row_space
-from fedleak.attacks.subspace.token_bag import read_token_bag
+from fedleak.attacks.subspace.span import row_space
 from fedleak.models import CLASSIFICATION, LanguageModel
 from fedleak.observation import Observation
 
-_CLEAR, _BLURRED = 0.75, 0.1
+_CLEAR, _BLURRED = 0.75, 0.2
 """Shares of the time left that an attack on spans may take."""
 
 _MOST = 0.5
@@ -35,24 +32,18 @@ _CONTENT = 10
 """Tokens of a text, where nothing tells."""
 
 
-def spans_are_clear(seen: Observation, model: LanguageModel, rng: torch.Generator) -> bool:
-    """Whether the tokens of a batch stand out of the first layer's row space, as spans show them.
-
-    True also of an update that is not one gradient: attacks on spans measure what local steps blur.
+def spans_are_clear(seen: Observation, model: LanguageModel) -> bool:
+    """Whether the first layer's row space ends where rounding begins, or only local steps blur it.
 
     Args:
         seen: Of the attention parameters of the first layer, or of others.
         model: At the broadcast weights.
-        rng: For sketches.
     """
     if not is_linear(seen):
-        return True
+        return True  # attacks on spans measure what local steps blur
     gradients = model.family.attention_gradients(as_gradient(seen), 0)
     span = row_space(gradients) if gradients else None
-    if span is None or span.exact:
-        return span is not None
-    bag = read_token_bag(model.family.token_table(model.module).directions(), span, rng)
-    return bag is not None and bag.worst_accepted < ACCEPT < bag.best_rejected
+    return span is not None and span.exact
 
 
 def on_spans(clock: Clock, clear: bool) -> float:
