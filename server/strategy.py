@@ -2,7 +2,15 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
+from flwr.app import (
+    Array,
+    ArrayRecord,
+    ConfigRecord,
+    Message,
+    MessageType,
+    MetricRecord,
+    RecordDict,
+)
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
@@ -54,6 +62,7 @@ class CuriousServer(Strategy):
         self._assignment = assignment(experiment, run)
         self._waiting_for: dict[int, int] = {}  # the client of each node that has not answered
         self._problems: list[str] = []
+        self._arrays = ArrayRecord()
         self._sum: RoundSum | None = None
         self._beside = Beside()
 
@@ -129,6 +138,7 @@ class CuriousServer(Strategy):
         clients = clients_of_round(self._experiment, round)
         self._waiting_for = {self._nodes[client]: client for client in clients}
         self._problems = []
+        self._arrays = arrays
         self._run.drop_held()  # by a process that was killed in this round
         if self._experiment.aggregator is None:
             self._sum = RoundSum(self._run, round, clients, self._model.parameters())
@@ -156,6 +166,7 @@ class CuriousServer(Strategy):
         self.finish()
         self._check_all_answered(reply for reply in replies if reply.has_error())
         broadcast, received = self._run.read_broadcast(round), self._sum
+        self._sum = None
         if self._experiment.aggregator is not None:
             combined = self._capture_combined(self._experiment.aggregator, round)
             received = RoundSum(self._run, round, [EVERYONE], broadcast)
@@ -166,7 +177,10 @@ class CuriousServer(Strategy):
         self._run.write_broadcast(round + 1, following)
         if round not in rounds_attacked(self._experiment):
             self._run.forget(round)
-        return ArrayRecord(following), None
+        # In the same record: Flower holds the first one to the end, besides what it is given.
+        for name, value in following.items():
+            self._arrays[name] = Array(value)
+        return self._arrays, None
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
