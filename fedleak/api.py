@@ -55,7 +55,7 @@ from fedleak.own_update import Sent, Tensors, observe
 from fedleak.reconstruction import Reconstruction, Status
 from fedleak.rng import stream
 from fedleak.sanitise import printable
-from fedleak.store.records import LEAKAGE, Answer, LeakageRow
+from fedleak.store.records import LEAKAGE, MEMBERSHIP, Answer, LeakageRow, MembershipRow
 from fedleak.store.run import Key, Run
 from fedleak.store.summaries import SUMMARY, RunSummary
 from fedleak.truth import GroundTruth
@@ -72,6 +72,7 @@ __all__ = [
     "Facts",
     "FedleakError",
     "LeakageRow",
+    "MembershipRow",
     "Results",
     "RunSummary",
     "Scored",
@@ -302,11 +303,13 @@ class Results:
     Attributes:
         path: The run directory.
         rows: A row per update and attack, of leakage.jsonl.
+        membership: A row per update and attack on membership, of membership.jsonl.
         summary: The figures of the run, with intervals.
     """
 
     path: Path
     rows: tuple[LeakageRow, ...] = field(repr=False)
+    membership: tuple[MembershipRow, ...] = field(repr=False)
     summary: RunSummary = field(repr=False)
 
     def to_pandas(self) -> "pandas.DataFrame":
@@ -314,6 +317,24 @@ class Results:
         import pandas  # it takes a second
 
         return pandas.DataFrame([row.model_dump() for row in self.rows])
+
+    def membership_to_pandas(self) -> "pandas.DataFrame":
+        """Returns what attacks on membership say of each text of each update, as a table.
+
+        Its columns are round, client, attack, text (its number, see `MembershipRow`), inside, and
+        a column per score.
+        """
+        import pandas
+
+        return pandas.DataFrame(
+            [
+                {"round": row.round, "client": row.client, "attack": row.attack, "text": number}
+                | {"inside": inside}
+                | {score: values[place] for score, values in row.scores.items()}
+                for row in self.membership
+                for place, (number, inside) in enumerate(zip(row.texts, row.inside, strict=True))
+            ]
+        )
 
     def write_report(
         self, out: str | os.PathLike[str] | None = None, *, redact: bool = False
@@ -377,7 +398,7 @@ def read(folder: str | os.PathLike[str]) -> Results:
     """
     at = Run(Path(folder))
     at.info()  # refuses a folder that is no run
-    return Results(at.path, tuple(at.rows(LEAKAGE)), at.read(SUMMARY))
+    return Results(at.path, tuple(at.rows(LEAKAGE)), tuple(at.rows(MEMBERSHIP)), at.read(SUMMARY))
 
 
 def builtin_model(name: str) -> str:

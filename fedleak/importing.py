@@ -16,7 +16,7 @@ from fedleak.errors import ConfigError, FedleakError
 from fedleak.logs import LOG
 from fedleak.models import CLASSIFICATION
 from fedleak.observation import ClientUpdate, UpdateKind
-from fedleak.preparation import git_commit, refuse_purged
+from fedleak.preparation import ask_again, git_commit, refuse_purged
 from fedleak.store.run import EVERYONE, Capture, Key, Run
 from fedleak.store.tapped import MESSAGES, Tapped
 from fedleak.tapped_updates import Tap, Update, about_message, number, plain
@@ -99,6 +99,7 @@ def import_run(tapped: Tapped, about: About, out: Path) -> Imported:
         for truth in truths:
             run.write_truth(Key(truth.round, truth.client), truth.to_json())
         run.write_json("held_out.json", {"sequences": held_out, "labels": []})
+        ask_again(run, experiment)
         remarks = [*_remarks(about), *remarks]
         run.update_info(status="finished", left_out=left_out, remarks=remarks)
     return Imported(

@@ -14,6 +14,11 @@ Optimiser = Literal["sgd", "adam", "adamw", "other"]
 """What a client steps with; "sgd" is without momentum."""
 
 
+Sight = Literal["updates", "sum", "models"]
+"""What an attacker sees: each client's update, the sum of a round's, or the models alone that the
+server publishes."""
+
+
 class UpdateKind(StrEnum):
     """What the tensors of an update are."""
 

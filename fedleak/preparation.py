@@ -5,11 +5,12 @@ import shlex
 import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fedleak import forecast, logs
+from fedleak.audit.kept_texts import candidates_file
 from fedleak.config import checks
 from fedleak.config.experiment import Experiment
 from fedleak.config.wording import difference
@@ -17,8 +18,15 @@ from fedleak.errors import ConfigError, FedleakError
 from fedleak.federation.lookup import Examples, examples, stored
 from fedleak.federation.protection import protection
 from fedleak.federation.schedule import expected_captures
-from fedleak.federation.workload import Workload, divide, outline, read_data, unknown_fraction
-from fedleak.models import loading
+from fedleak.federation.workload import (
+    Workload,
+    candidates,
+    divide,
+    outline,
+    read_data,
+    unknown_fraction,
+)
+from fedleak.models import CLASSIFICATION, LanguageModel, loading
 from fedleak.store.run import Run
 from fedleak.versions import versions
 
@@ -34,6 +42,8 @@ class Plan:
     num_labels: int
     examples: Examples
     held_out: Mapping[str, Any]
+    candidates: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """By their place in the run directory, lists that attacks on membership are asked about."""
     classes: tuple[str, ...] = ()
     """Names of the classes, which nodes with data of their own are told."""
     remarks: tuple[str, ...] = ()
@@ -86,10 +96,65 @@ def plan(experiment: Experiment) -> Plan:
         num_labels=num_labels,
         examples=Examples(len(workload.sequences), len(workload.held_out)),
         held_out=held_out,
+        candidates=read_candidates(experiment, classes, model),
         classes=classes if experiment.data.on_nodes else (),
         remarks=_remarks(experiment, split.dropped, unknown, workload),
         disk=forecast.bytes_kept(experiment, model),
     )
+
+
+def read_candidates(
+    experiment: Experiment, classes: Sequence[str], model: LanguageModel
+) -> dict[str, dict[str, Any]]:
+    """Reads the files of texts that attacks on membership are asked about.
+
+    Returns:
+        By their place in the run directory.
+
+    Raises:
+        ConfigError: A file that is not right.
+    """
+    found = {}
+    for attack in experiment.attacks:
+        if (texts := candidates(experiment, attack, classes, model)) is not None:
+            sequences, labels = texts
+            place = str(candidates_file(attack.name))
+            found[place] = {"sequences": sequences, "labels": labels}
+    return found
+
+
+def keep_candidates(run: Run, found: Mapping[str, Mapping[str, Any]]) -> None:
+    """Writes lists that attacks are asked about into the run directory.
+
+    Raises:
+        ConfigError: An attack was asked about other texts before.
+    """
+    for place, texts in found.items():
+        wanted, before = json.loads(json.dumps(texts)), None
+        with suppress(FedleakError):  # it is not there, or damaged
+            before = run.read_json(place)
+        if before is None:
+            run.write_json(place, wanted)
+        elif before != wanted:
+            raise ConfigError(
+                f"{str(run.path / place)!r}: the attack was asked about other texts before: "
+                "restore its file of candidates, or give the attack another name = ..."
+            )
+
+
+def ask_again(run: Run, experiment: Experiment) -> None:
+    """Reads files of candidates for attacks on a run that was trained, and keeps their texts.
+
+    Raises:
+        ConfigError: A file that is not right, or an attack was asked about other texts before.
+    """
+    if all(each.candidates is None for each in experiment.attacks):
+        return
+    count = run.info()["num_labels"]
+    classes: Sequence[str] = [str(number) for number in range(count)]
+    if experiment.tapped is None and experiment.model.task == CLASSIFICATION:
+        classes = read_data(experiment).train.label_names
+    keep_candidates(run, read_candidates(experiment, classes, outline(experiment, count)))
 
 
 def _remarks(
@@ -129,6 +194,7 @@ def open_run(plan: Plan, path: Path, *, fresh: bool = False) -> Run:
         refuse_other_data(run, plan)
         _renew(run, plan.experiment)
         _make_held_out(run, plan)
+        keep_candidates(run, plan.candidates)
         return run
     if (path / "sweep.json").exists():
         raise ConfigError(
@@ -156,6 +222,7 @@ def open_run(plan: Plan, path: Path, *, fresh: bool = False) -> Run:
         remarks=list(plan.remarks),
     )
     _make_held_out(run, plan)
+    keep_candidates(run, plan.candidates)
     return run
 
 
@@ -179,6 +246,20 @@ def refuse_purged(run: Run) -> None:
             f"{str(run.path)!r} was purged on {date}: its captures, models and private texts are "
             f"deleted, so nothing can be trained or attacked there: `fedleak score {run.path}` "
             "shows its figures; --fresh, or another name, runs the experiment anew"
+        )
+
+
+def refuse_other_sight(run: Run, experiment: Experiment) -> None:
+    """Refuses to attack captures as if they were of something else.
+
+    Raises:
+        ConfigError: The captures of the run are of what another attacker sees.
+    """
+    if (sees := stored(run).sees) != experiment.sees:
+        raise ConfigError(
+            f"threat.sees = {experiment.sees!r}, but {str(run.path)!r} captured what an attacker "
+            f"sees who sees {sees!r}: run the experiment under another name, which captures the "
+            "other"
         )
 
 

@@ -86,10 +86,20 @@ class Spent:
 
 
 def compose(events: Sequence[Event], delta: float, accountant: Accountant) -> list[Spent]:
-    """Returns what events spend together, for each unit that they protect."""
+    """Returns what events spend together, for each unit that they protect.
+
+    Raises:
+        ConfigError: Events of one unit are under different neighbouring relations, or PRV cannot
+            count so large an epsilon.
+    """
     spent = []
     for unit in sorted({event.unit for event in events}):
         of_unit = tuple(event for event in events if event.unit == unit)
+        if len(relations := sorted({event.neighbouring for event in of_unit})) > 1:
+            raise ConfigError(
+                f"two defenses protect {unit}s, one under {relations[0]!r} and one under "
+                f"{relations[1]!r}: no epsilon is of both: keep one"
+            )
         history: dict[tuple[float, float], int] = {}
         for event in _distinct(of_unit):
             use = event.noise_multiplier, event.sampling_rate

@@ -16,6 +16,7 @@ PRIVATE = {
     "held": "updates that were summed",
     "models": "models: two of a row differ by an update",
     "held_out.json": "held-out texts",
+    "candidates": "texts that attacks on membership were asked about",
     "reconstructions.jsonl": "what attacks read",
     "attempts.jsonl": "how tries of attacks failed",
     "damaged.jsonl": "damaged lines of these",

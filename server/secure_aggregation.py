@@ -24,8 +24,7 @@ from fedleak.defenses import TrustedAggregator
 from fedleak.defenses.secure_sum import MODULUS, SecureSum
 from fedleak.errors import FedleakError
 from fedleak.federation.lookup import examples, note_dropped_out
-from fedleak.observation import ClientUpdate, Knowledge, UpdateKind
-from fedleak.store.run import EVERYONE, Capture, Key
+from fedleak.observation import ClientUpdate, UpdateKind
 from server.replies import RefusedError, told, whole_number
 from server.strategy import NUM_ERRORS, CuriousServer
 
@@ -98,26 +97,19 @@ class SummingServer(CuriousServer):
             f"{'; '.join(quoted) or 'see the log of Flower'}"
         )
 
-    def _capture_combined(self, aggregator: TrustedAggregator, round: int) -> Capture:
-        """Captures the sum that the protocol gave, and notes who is not in it."""
+    def _combined(self, aggregator: TrustedAggregator, round: int) -> ClientUpdate:
+        """Returns the sum that the protocol gave, and notes who is not in it."""
         local, found = self._experiment.local_training, self._found
         parameters = self._model.parameters()
         tensors = {
             name: torch.from_numpy(value).to(parameters[name].dtype)
             for name, value in zip(self._names, found.mean, strict=True)
         }
-        knowledge = Knowledge(
-            learning_rate=local.learning_rate,
-            # Who has most examples made most steps.
-            local_steps=max(map(local.steps, found.examples.values())),
-            dropout=local.dropout,
-        )
-        update = ClientUpdate(local.kind, tensors, sum(found.examples.values()))
+        # Who has most examples made most steps.
+        self._local_steps = max(map(local.steps, found.examples.values()))
         absent = [c for node, c in self._clients.items() if node not in found.examples]
         note_dropped_out(self._run, round, absent)
-        capture = Capture(Key(round, EVERYONE), update, knowledge)
-        self._run.write_capture(capture)
-        return capture
+        return ClientUpdate(local.kind, tensors, sum(found.examples.values()))
 
 
 class Sum(NamedTuple):

@@ -1,6 +1,6 @@
 """The curious server: aggregates honestly, and keeps each update exactly as it arrived."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 
 from flwr.app import (
     Array,
@@ -19,11 +19,13 @@ from fedleak.config.sent_parameters import sent_by
 from fedleak.defenses import TrustedAggregator
 from fedleak.errors import FedleakError
 from fedleak.federation.lookup import examples
+from fedleak.federation.protection import aggregator_of
 from fedleak.federation.schedule import clients_of_round, rounds_attacked
 from fedleak.models import LanguageModel
 from fedleak.observation import ClientUpdate, Knowledge, UpdateKind
+from fedleak.rng import stream
 from fedleak.store.run import EVERYONE, Capture, Key, Run
-from fedleak.training.aggregation import aggregate
+from fedleak.training.aggregation import WeightedSum, aggregate, difference
 from server.assignments import assignment
 from server.replies import RefusedError, take_update, told
 from server.round_sum import Beside, RoundSum
@@ -62,8 +64,10 @@ class CuriousServer(Strategy):
         self._assignment = assignment(experiment, run)
         self._waiting_for: dict[int, int] = {}  # the client of each node that has not answered
         self._problems: list[str] = []
+        self._aggregator = aggregator_of(experiment)
         self._arrays = ArrayRecord()
-        self._sum: RoundSum | None = None
+        self._sum: RoundSum | None = None  # None: an aggregator has the updates of a round
+        self._local_steps = 0  # the most that a client of the round made
         self._beside = Beside()
 
     def on_reply(self, reply: Message) -> RecordDict:
@@ -95,6 +99,7 @@ class CuriousServer(Strategy):
             local_steps=local.steps(update.num_examples),
             dropout=local.dropout,
         )
+        self._local_steps = max(self._local_steps, knowledge.local_steps or 0)
         capture = Capture(key, update, knowledge)
         if self._sum is None:
             self._run.hold(capture)
@@ -105,7 +110,8 @@ class CuriousServer(Strategy):
         """Adds an update to the sum of its round, and captures it if it is attacked."""
         run, key = self._run, capture.key
         is_next = total.is_next(key.client)
-        kept = self._experiment.attacked(*key) and not run.is_closed(key)
+        seen = self._experiment.sees == "updates" and self._experiment.attacked(*key)
+        kept = seen and not run.is_closed(key)
 
         def write() -> None:
             if not is_next:
@@ -137,10 +143,10 @@ class CuriousServer(Strategy):
         round = self._round = server_round + self._offset
         clients = clients_of_round(self._experiment, round)
         self._waiting_for = {self._nodes[client]: client for client in clients}
-        self._problems = []
+        self._problems, self._local_steps = [], 0
         self._arrays = arrays
         self._run.drop_held()  # by a process that was killed in this round
-        if self._experiment.aggregator is None:
+        if self._aggregator is None:
             self._sum = RoundSum(self._run, round, clients, self._model.parameters())
         record = RecordDict(
             {
@@ -165,15 +171,22 @@ class CuriousServer(Strategy):
         round = server_round + self._offset
         self.finish()
         self._check_all_answered(reply for reply in replies if reply.has_error())
-        broadcast, received = self._run.read_broadcast(round), self._sum
-        self._sum = None
-        if self._experiment.aggregator is not None:
-            combined = self._capture_combined(self._experiment.aggregator, round)
-            received = RoundSum(self._run, round, [EVERYONE], broadcast)
-            received.add_(combined)
-        assert received is not None
+        broadcast, combined = self._run.read_broadcast(round), None
+        if self._sum is not None:
+            total, self._sum = self._sum.total, None
+        else:
+            assert self._aggregator is not None
+            combined = self._combined(self._aggregator, round)
+            total = WeightedSum(lambda name: broadcast[name].dtype)
+            total.add_(combined)
         rate = self._experiment.federation.learning_rate
-        following = aggregate(broadcast, received.total, rate)
+        following = aggregate(broadcast, total, rate)
+        if self._experiment.sees == "models":
+            self._capture_of_all(round, difference(broadcast, following, total, rate))
+        elif combined is not None:
+            self._capture_of_all(round, combined)
+        if combined is not None:
+            self._run.drop_held()
         self._run.write_broadcast(round + 1, following)
         if round not in rounds_attacked(self._experiment):
             self._run.forget(round)
@@ -197,24 +210,23 @@ class CuriousServer(Strategy):
     def summary(self) -> None:
         """Logs nothing: the run directory says it all."""
 
-    def _capture_combined(self, aggregator: TrustedAggregator, round: int) -> Capture:
-        """Captures what the aggregator makes of the updates held, and deletes them."""
-        clients = clients_of_round(self._experiment, round)
-        knowledge: list[Knowledge] = []
+    def _combined(self, aggregator: TrustedAggregator, round: int) -> ClientUpdate:
+        """Returns what the aggregator makes of the updates held."""
+        held = (
+            self._run.held(Key(round, client)).update
+            for client in clients_of_round(self._experiment, round)
+        )
+        return aggregator.combined(held, rng=stream(self._experiment.seed, "combined", round))
 
-        def one_by_one() -> Iterator[ClientUpdate]:
-            for client in clients:
-                held = self._run.held(Key(round, client))
-                knowledge.append(held.knowledge)
-                yield held.update
-
-        update = aggregator.combined(one_by_one())
-        # Who has most examples made most steps.
-        most = max(knowledge, key=lambda known: known.local_steps or 0)
-        capture = Capture(Key(round, EVERYONE), update, most)
-        self._run.write_capture(capture)
-        self._run.drop_held()
-        return capture
+    def _capture_of_all(self, round: int, update: ClientUpdate) -> None:
+        """Captures what stands for all clients of a round."""
+        local = self._experiment.local_training
+        knowledge = Knowledge(
+            learning_rate=local.learning_rate,
+            local_steps=self._local_steps,
+            dropout=local.dropout,
+        )
+        self._run.write_capture(Capture(Key(round, EVERYONE), update, knowledge))
 
     def _check_all_answered(self, failed: Iterable[Message]) -> None:
         """Fails the round unless each client's update is there and nothing else came."""

@@ -14,6 +14,7 @@ from fedleak import defenses, preparation
 from fedleak.config.loading import parse
 from fedleak.defenses import Claims, measured
 from fedleak.defenses.cast import Cast
+from fedleak.defenses.central_dp import CentralDp
 from fedleak.defenses.clip import Clip
 from fedleak.defenses.dp_sgd import DpSgd
 from fedleak.defenses.freeze import Freeze
@@ -34,6 +35,7 @@ from fedleak.training.settings import LocalTraining, PrivateSteps
 
 MADE = {
     "cast": Cast(dtype="bfloat16"),
+    "central_dp": CentralDp(max_norm=3.0, noise_multiplier=0.5),
     "clip": Clip(max_norm=3.0),
     "dp_sgd": DpSgd(noise_multiplier=2.0, max_grad_norm=0.5),
     "freeze": Freeze(parameters=("embeddings", "layer.1.")),
@@ -46,7 +48,7 @@ MADE = {
     "secure_sum": SecureSum(),
     "sign": Sign(),
 }
-OF_TRAINING = {"dp_sgd", "freeze", "secure_sum"}
+OF_TRAINING = {"central_dp", "dp_sgd", "freeze", "secure_sum"}
 """What they do is done before there is an update, or after it was sent."""
 OF_UPDATE = sorted(MADE.keys() - OF_TRAINING)
 WITHOUT_CHANCE = {"cast", "clip", "prune", "sign"} | OF_TRAINING
@@ -327,7 +329,7 @@ def test_a_round_adds_its_event_to_the_ledger(defense, local, num_examples, roun
 
 
 def test_heuristics_guarantee_nothing():
-    for kind in MADE.keys() - {"dp_sgd", "local_dp"}:
+    for kind in MADE.keys() - {"central_dp", "dp_sgd", "local_dp"}:
         assert MADE[kind].event(FEDSGD, 9, 1) is None
 
 
@@ -583,10 +585,10 @@ def test_settings_out_of_bounds_are_refused(kind, settings):
         TypeAdapter(defenses.kinds()[kind]).validate_python(settings)
 
 
-@pytest.mark.parametrize("cls", [DpSgd, LocalDp])
+@pytest.mark.parametrize("cls", [CentralDp, DpSgd, LocalDp])
 @pytest.mark.parametrize("settings", [{}, {"noise_multiplier": 1.0, "epsilon": 1.0}])
 def test_noise_is_given_in_exactly_one_way(cls, settings):
-    settings = settings | ({"max_norm": 1.0} if cls is LocalDp else {})
+    settings = settings | ({"max_norm": 1.0} if cls is not DpSgd else {})
     with pytest.raises(ConfigError, match="give either noise_multiplier or epsilon"):
         cls(**settings)
 

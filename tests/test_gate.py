@@ -155,7 +155,7 @@ def test_few_texts_and_clients_close_it(folder: Path, in_process: None) -> None:
     assert "NOT TOLD  texts: fewer than 10 clients and fewer than 20 texts" in text
 
 
-@pytest.mark.parametrize("kind", ["dlg", "tag", "lamp", "dager", "keyspan"])
+@pytest.mark.parametrize("kind", ["dlg", "tag", "lamp", "dager", "keyspan", "auto"])
 def test_an_attack_without_time_closes_it(folder: Path, in_process: None, kind: str) -> None:
     """Also beside one that answers."""
     # The own search of dlg ends before it looks at its clock.
@@ -204,6 +204,19 @@ def test_an_abstention_closes_it_unless_it_may(small: Path) -> None:
     assert all(one.passed for one in found.values())
     # Its tokens were all there was for this limit, but for those of the sequences.
     assert judged("token_recall=1", may_abstain=("probes",))["texts"].passed
+
+
+def test_guesses_that_random_texts_equal_close_it_unless_it_may_abstain(small: Path) -> None:
+    def guessing(likely: list[bool]) -> None:
+        change_rows(small, lambda row: row.model_copy(update={"diagnostics": {"likely": likely}}))
+
+    guessing([False, True])
+    assert all(one.passed for one in judged("exact=1").values())
+    guessing([False, False])
+    found = judged("exact=1")["attack dlg"]
+    assert found.outcome is Outcome.UNTOLD
+    assert "it only guessed on" in found.said
+    assert judged("exact=1", may_abstain=("dlg",))["attack dlg"].passed
 
 
 def test_texts_without_an_answer_close_it(small: Path) -> None:

@@ -334,7 +334,7 @@ def test_a_sweep_is_collected_drawn_and_not_done_twice(write, here):
     assert len(list((here / "runs").iterdir())) == 2
 
 
-@pytest.mark.parametrize("jobs", ["1", "2"])
+@pytest.mark.parametrize("jobs", ["1", pytest.param("2", marks=pytest.mark.slow)])
 def test_a_cell_that_fails_is_named_and_the_others_are_done(write, here, jobs):
     write(SWEEP)
     folder = here / "runs" / "grid"
@@ -475,9 +475,8 @@ def test_a_process_that_dies_is_a_failure_of_its_own_call_only():
 COMMAND = [sys.executable, "-c", "from fedleak.cli import app; app()", "sweep", "grid.toml"]
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_a_killed_sweep_goes_on_where_it_stopped(write, here, number):
     rounds = 12  # long enough that the signal comes before the end
     write(SWEEP.replace("rounds = 1", f"rounds = {rounds}"))

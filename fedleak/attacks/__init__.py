@@ -117,6 +117,19 @@ class Equipped(Attack, Protocol):
         ...
 
 
+@runtime_checkable
+class Asked(Attack, Protocol):
+    """An attack that scores the texts of a list: `Knowledge.candidates`.
+
+    The audit makes the list, so that the attack sees no more of it than an attacker would.
+    """
+
+    @property
+    def candidates(self) -> str | None:
+        """The file that the audit reads the list from; None: it makes one for each update."""
+        ...
+
+
 class Step(NamedTuple):
     """An attack that another attack is made of, in a setting.
 

@@ -303,7 +303,7 @@ def summarised(
         for cell in cells
         if (said := _contradiction(cell, ALARM * share(cell) / TESTS, delta)) is not None
     ]
-    alarms += _reused_noise(found, sums=experiment.aggregator is not None)
+    alarms += _reused_noise(found, sums=experiment.sees != "updates")
     return CanarySummary(
         confidence=CONFIDENCE, delta=delta, bounds=tuple(shown), alarms=tuple(alarms)
     )

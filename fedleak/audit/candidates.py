@@ -1,18 +1,23 @@
 """The list of texts that an attack on membership is asked about: the auditor makes it.
 
-Each text of a batch stands in the list beside a held-out text of the same class. Which texts are
-held out was drawn with the experiment's seed before anybody trained, so each of two such texts was
-as likely to be the one in the batch: a fair coin, which the attack does not see. It gets the texts
-of all pairs in one random order.
+Without a file, each text of a batch stands in the list beside a held-out text of the same class.
+Which texts are held out was drawn with the experiment's seed before anybody trained, so each of two
+such texts was as likely to be the one in the batch: a fair coin, which the attack does not see. A
+text has its own order of preference among the held-out texts, so it has the same one beside it in
+every round, unless another text of the batch has that. Clients prefer different ones.
+
+From a file, the list is all of it, for every update.
+
+The attack gets the texts in a random order.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from fedleak.audit.held_out import HeldOut
+from fedleak.audit.kept_texts import KeptTexts
 from fedleak.observation import Candidates, Example
 from fedleak.rng import stream
 from fedleak.truth import GroundTruth
@@ -28,42 +33,55 @@ class Questions:
     Attributes:
         asked: What the attack gets.
         inside: Whether each text of the list was in the batch.
-        pairs: Places in the list of a text of the batch and of the text that stands beside it.
+        pairs: Places in the list of a text of the batch and of the text that stands beside it;
+            none where the list is from a file.
+        lines: Of a list from a file, the place there of each text, from 0; else None.
     """
 
     asked: Candidates
     inside: tuple[bool, ...]
     pairs: tuple[tuple[int, int], ...]
+    lines: tuple[int, ...] | None
 
 
-def questions(truth: GroundTruth, held_out: HeldOut, seed: int) -> Questions:
+def questions(
+    truth: GroundTruth,
+    held_out: KeptTexts,
+    seed: int,
+    clients: int,
+    from_file: KeptTexts | None = None,
+) -> Questions:
     """Returns the list for one update: the same whenever it is asked for.
-
-    A text that is twice in the batch is in the list once; one that is also held out is not in it,
-    nor is one beside which no held-out text of its class is left.
 
     Args:
         truth: The batch.
         held_out: What no client trains on.
         seed: Of the experiment.
+        clients: Of the federation.
+        from_file: The list that a file gives; None: it is made of the batch and held-out texts.
     """
-    known = _examples(held_out.sequences, held_out.labels if truth.labels else ())
+    labelled = bool(truth.labels)
+    known = held_out.examples(labelled=labelled)
     order = torch.randperm(len(known), generator=stream(seed, "public")).tolist()
     count = min(PUBLIC, len(known) // 2)
-    public = [known[i] for i in order[:count]]
+    public, others = ([known[i] for i in some] for some in (order[:count], order[count:]))
     rng = stream(seed, "candidates", truth.round, truth.client)
-    rest = [known[order[count + i]] for i in torch.randperm(len(known) - count, generator=rng)]
-    batch = {one.ids: one for one in _examples(truth.sequences, truth.labels)}
+    if from_file is not None:
+        return _of_file(truth, from_file.examples(labelled=labelled), public, rng)
+    own = {one.ids: one for one in _batch(truth)}
     # A text on both sides is neither: leaving it out on both does not tell them apart.
-    known_ids, shown = {one.ids for one in known}, {one.ids for one in public} | batch.keys()
-    free: dict[int | None, dict[tuple[int, ...], Example]] = defaultdict(dict)
-    for one in rest:
-        if one.ids not in shown:
-            free[one.label].setdefault(one.ids, one)
+    members = [one for ids, one in sorted(own.items()) if ids not in {one.ids for one in known}]
+    taken = own.keys() | {one.ids for one in public}
+    free: dict[int | None, list[Example]] = defaultdict(list)
+    for one in {one.ids: one for one in others if one.ids not in taken}.values():
+        free[one.label].append(one)
     drawn: list[tuple[Example, Example]] = []
-    for member in batch.values():
-        if member.ids not in known_ids and free[member.label]:
-            _, control = free[member.label].popitem()
+    used: set[tuple[int, ...]] = set()
+    for member in members:
+        preferred = _preferred(member, free[member.label], truth.client, clients, seed)
+        control = next((one for one in preferred if one.ids not in used), None)
+        if control is not None:
+            used.add(control.ids)
             drawn.append((member, control))
     texts = [one for pair in drawn for one in pair]
     shuffled = torch.randperm(len(texts), generator=rng).tolist()
@@ -72,10 +90,37 @@ def questions(truth: GroundTruth, held_out: HeldOut, seed: int) -> Questions:
         asked=Candidates(tuple(texts[which] for which in shuffled), tuple(public)),
         inside=tuple(which % 2 == 0 for which in shuffled),
         pairs=tuple((place[2 * i], place[2 * i + 1]) for i in range(len(drawn))),
+        lines=None,
     )
 
 
-def _examples(sequences: Sequence[Sequence[int]], labels: Sequence[int]) -> list[Example]:
-    """Returns texts with their classes, where they have any."""
-    classes: Sequence[int | None] = labels or [None] * len(sequences)
-    return [Example(tuple(ids), label) for ids, label in zip(sequences, classes, strict=True)]
+def _of_file(
+    truth: GroundTruth, listed: Sequence[Example], public: Sequence[Example], rng: torch.Generator
+) -> Questions:
+    """Returns the list of a file, whose texts are not public."""
+    lines = torch.randperm(len(listed), generator=rng).tolist()
+    ours, batch = {one.ids for one in listed}, set(truth.sequences)
+    return Questions(
+        asked=Candidates(
+            tuple(listed[line] for line in lines),
+            tuple(one for one in public if one.ids not in ours),
+        ),
+        inside=tuple(listed[line].ids in batch for line in lines),
+        pairs=(),
+        lines=tuple(lines),
+    )
+
+
+def _preferred(
+    member: Example, free: Sequence[Example], client: int, clients: int, seed: int
+) -> Iterator[Example]:
+    """Yields held-out texts in the order in which they come to stand beside a text."""
+    order = torch.randperm(len(free), generator=stream(seed, "beside", *member.ids)).tolist()
+    # First a share of them that is this client's, so that clients seldom want the same text.
+    yield from (free[i] for i in order if i % clients == client)
+    yield from (free[i] for i in order if i % clients != client)
+
+
+def _batch(truth: GroundTruth) -> list[Example]:
+    classes: Sequence[int | None] = truth.labels or [None] * len(truth.sequences)
+    return [Example(ids, label) for ids, label in zip(truth.sequences, classes, strict=True)]

@@ -125,6 +125,11 @@ class Bench:
         update, _ = client.defend(update, lambda _: stream(self.seed, "check", noise))
         return replace(update, tensors=from_wire(to_wire(update.tensors)))
 
+    def combined(self, updates: Sequence[ClientUpdate], noise: int = 0) -> ClientUpdate:
+        """Returns what is seen of the updates of several clients, where that is one update."""
+        assert isinstance(self.defense, TrustedAggregator)
+        return self.defense.combined(updates, rng=stream(self.seed, "check", "combined", noise))
+
     def trained(
         self,
         local: LocalTraining,
@@ -234,7 +239,7 @@ Test = tuple[str, bool, str]
 def _changes(bench: Bench) -> Iterator[Test]:
     """Tests that what is captured is not what was computed."""
     if isinstance(bench.defense, TrustedAggregator):
-        yield from _combines(bench, bench.defense)
+        yield from _combines(bench)
         return
     raw, sent = bench.raw(loud=True), bench.sent(loud=True)
     missing = raw.tensors.keys() - sent.tensors.keys()
@@ -250,10 +255,10 @@ def _changes(bench: Bench) -> Iterator[Test]:
     )
 
 
-def _combines(bench: Bench, aggregator: TrustedAggregator) -> Iterator[Test]:
+def _combines(bench: Bench) -> Iterator[Test]:
     """Tests what is captured of two clients in place of their updates."""
     one, other = bench.sent(range(1)), bench.sent(range(1, EXAMPLES))
-    total = aggregator.combined([one, other])
+    total = bench.combined([one, other])
     if bench.claims.step is not None:
         yield from _rounds(bench)
     apart = min(_distance(total, each) / max(_norm(each), 1e-300) for each in (one, other))
@@ -270,6 +275,26 @@ def _combines(bench: Bench, aggregator: TrustedAggregator) -> Iterator[Test]:
         }
         off = _distance(total, replace(one, tensors=mean)) / max(_norm(total), 1e-300)
         yield "the capture is the weighted mean of two updates", off < ROUNDING, f"{off:.1g} off"
+    if bench.claims.client_norm is not None:
+        yield _client_bounded(bench, bench.claims.client_norm, other)
+    assert isinstance(bench.defense, TrustedAggregator)
+    if scale := bench.defense.noise_on_mean(2):
+        again = bench.combined([one, other], noise=1)
+        yield _noise(total, again, scale)
+
+
+def _client_bounded(bench: Bench, norm: float, other: ClientUpdate) -> Test:
+    """Tests by how much a loud client moves the sum of two, against one that sends zeros."""
+    loud = bench.sent(loud=True)
+    zeros = {name: torch.zeros_like(value) for name, value in loud.tensors.items()}
+    there = bench.combined([other, loud])
+    gone = bench.combined([other, replace(loud, tensors=zeros)])
+    moved = 2 * _distance(there, gone)
+    return (
+        f"a loud client moves the sum of updates by no more than {norm:g}",
+        moved <= norm * (1 + ROUNDING) + 2 * _rounded(there, gone),
+        f"by {moved:.4g}, of {_norm(loud):.2g} before",
+    )
 
 
 def _rounds(bench: Bench) -> Iterator[Test]:
@@ -323,10 +348,11 @@ def _keeps(bench: Bench) -> Iterator[Test]:
             f"by {moved:.4g}; a raw one by {_distance_of_raw(bench):.2g}",
         )
     if claims.noise_scale is not None:
-        yield _noise(bench, claims.noise_scale)
+        yield _noise(bench.sent(), bench.sent(noise=1), claims.noise_scale)
     if claims.relative_noise is not None:
         raw = bench.trained(bench.local, range(EXAMPLES), False, 0)
-        yield _noise(bench, claims.relative_noise * root_mean_square(raw))
+        scale = claims.relative_noise * root_mean_square(raw)
+        yield _noise(bench.sent(), bench.sent(noise=1), scale)
     if claims.masked is not None:
         yield _masked(bench, claims.masked)
     if claims.zeros is not None:
@@ -345,14 +371,13 @@ def _distance_of_raw(bench: Bench) -> float:
     return _distance(bench.raw(loud=True), bench.raw())
 
 
-def _noise(bench: Bench, scale: float) -> Test:
+def _noise(one: ClientUpdate, other: ClientUpdate, scale: float) -> Test:
     """Tests the variance of the noise, by two updates that differ in nothing else.
 
     The sum of n squared differences over 2 scale^2 is chi-square with n degrees of freedom for a
     normal distribution; the deviation of their mean is taken from the numbers themselves, which is
     right for any.
     """
-    one, other = bench.sent(), bench.sent(noise=1)
     ratio_N = torch.cat(
         [
             (value.double() - other.tensors[name].double()).flatten().square()
@@ -448,11 +473,15 @@ def _measured(bench: Bench, experiment: Experiment, client: int) -> Iterator[Tes
         made = client_canaries(with_canaries, client_alone, client, 1 + noise, bench.model)
         assert made is not None
         captured = bench.defended(_with_canaries(bench, made, noise), noise)
+        if isinstance(bench.defense, TrustedAggregator):
+            captured = bench.combined([captured], noise)
         scores_K = scores(made.canaries.taken(captured.tensors), made.canaries.directions())
         pairs = zip(scores_K.tolist(), made.coins.inside, strict=True)
         inside += [z if coin else -z for z, coin in pairs if coin or whole]
     delta = experiment.privacy.delta
-    found = privacy_bounds.gaussian_bound(inside, ALARM, delta, per_score=2.0 if whole else 1.0)
+    # Plus and minus are as far apart as any two updates, and twice as far as one and nothing.
+    apart = 2.0 if event.neighbouring == "replace one" else 1.0
+    found = privacy_bounds.gaussian_bound(inside, ALARM, delta, per_score=apart)
     step = replace(event, steps=1, sampling_rate=1.0, sampling="none", disjoint=None)
     (spent,) = privacy.compose([step], delta, "rdp")
     yield (

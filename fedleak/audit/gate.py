@@ -280,15 +280,22 @@ def _attack(name: str, rows: Sequence[LeakageRow], *, may_abstain: bool) -> Chec
         lacks.append(f"its answers for {unscored} {of} are unscored: the truth is not here")
     if late:
         lacks.append(f"its time (`seconds`) was up on {late} {of}: give it more")
-    if (abstained := ended[Status.ABSTAINED]) and not may_abstain:
-        lacks.append(
-            f"it abstained on {abstained} {of}, which is no evidence that nothing can be read: "
-            "where the other attacks are enough for you, let it (--may-abstain, gate.may_abstain)"
-        )
+    for number, what in ((ended[Status.ABSTAINED], "abstained"), (_guesses(rows), "only guessed")):
+        if number and not may_abstain:
+            lacks.append(
+                f"it {what} on {number} {of}, which is no evidence that nothing can be read: where "
+                "the other attacks are enough for you, let it (--may-abstain, gate.may_abstain)"
+            )
     if old:
         lacks.append(f"{old} {of} have no scores of single texts: `fedleak score` adds them")
     answered = f"it answered {ended[Status.RECOVERED]} {of}"
     return _untold(f"attack {name}", lacks, answered)
+
+
+def _guesses(rows: Sequence[LeakageRow]) -> int:
+    """Returns how many answers are sequences that explain no more than random texts do."""
+    likely = (row.diagnostics.get("likely") for row in rows if row.status == Status.RECOVERED)
+    return sum(isinstance(each, list) and not any(each) for each in likely)
 
 
 def _untold(name: str, lacks: Sequence[str], said: str) -> Check:

@@ -1,7 +1,7 @@
 """What an attacker is told of a client's batch, beyond the protocol."""
 
 from fedleak.audit.candidates import questions
-from fedleak.audit.held_out import read_held_out
+from fedleak.audit.kept_texts import KeptTexts, read_held_out
 from fedleak.audit.vault import read_truth
 from fedleak.errors import FedleakError
 from fedleak.federation.lookup import stored
@@ -9,8 +9,16 @@ from fedleak.observation import QUESTIONS, Knowledge, ThreatModel
 from fedleak.store.run import Key, Run
 
 
-def knowledge(run: Run, key: Key, threat: ThreatModel) -> Knowledge:
+def knowledge(
+    run: Run, key: Key, threat: ThreatModel, from_file: KeptTexts | None = None
+) -> Knowledge:
     """Returns what the attacker knows of a capture: the server's facts and the granted ones.
+
+    Args:
+        run: The run directory.
+        key: Which capture.
+        threat: What is granted.
+        from_file: Texts that an attack on membership is asked about; None: the audit chooses them.
 
     Raises:
         FedleakError: A private fact is granted but the client wrote no truth, or there are no
@@ -32,7 +40,9 @@ def knowledge(run: Run, key: Key, threat: ThreatModel) -> Knowledge:
     )
     asked = None
     if threat.knows & QUESTIONS:
-        asked = questions(truth, read_held_out(run), stored(run).seed).asked
+        experiment = stored(run)
+        clients = experiment.federation.clients
+        asked = questions(truth, read_held_out(run), experiment.seed, clients, from_file).asked
     private = Knowledge(
         batch_size=truth.batch_size,
         lengths=tuple(len(truth.sequences[i]) for i in longest_first),

@@ -86,6 +86,8 @@ def ledger(
             rows += [_ledger_row(key, each, table.accountant) for each in spent] or [
                 LedgerRow.nothing_guaranteed(key)
             ]
+    if experiment.aggregator is not None and experiment.aggregator.trust is not None:
+        gaps.notes.append(experiment.aggregator.trust)
     if lost:
         clients = ", ".join(map(str, sorted(lost)))
         gaps.missing.append(

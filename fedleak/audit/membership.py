@@ -1,15 +1,17 @@
 """How well an attack tells which texts were in an update, and the epsilon that follows from it.
 
-A row has the scores of a list of texts and who of them was in. Over all updates of a run come from
-them, for each score:
+A row has the scores of a list of texts and who of them was in. A text that a client's updates are
+asked about in several rounds has in all of them the mean of its scores. From these come for each
+score:
 
-- the area under the ROC curve: the chance that a text of a batch scores higher than a text that was
-  not in, of the same list; 0.5 is chance, 1 is certainty;
-- how many texts of batches are found where at most 1 % or 0.1 % of the others are accused
-  (Carlini et al. 2022), if there are enough others to say so;
+- the ROC curve: the share of the texts that were in and score above a threshold, against the share
+  of the others that do. Its points at 1 % and 0.1 % (Carlini et al. 2022) are there if there are
+  enough others to say so;
+- the area under it (AUC), for texts of the same client: the chance that one that was in scores
+  higher than one that was not. 0.5 is chance, 1 is certainty;
 - a lower bound on epsilon (`privacy_bounds.epsilon_delta_bound`) for replacing one text by another.
-  Of each pair (`audit.candidates`) the auditor guesses which text was in. A text that is in the
-  lists of several updates counts once, because its coin was thrown once.
+  Of each pair (`audit.candidates`) the auditor guesses which text was in. A pair counts once,
+  because its coin was thrown once, and a text is in one pair only.
 
 The bounds of all attacks and scores hold at once with `CONFIDENCE`.
 """
@@ -17,19 +19,26 @@ The bounds of all attacks and scores hold at once with `CONFIDENCE`.
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from fedleak.audit import privacy_bounds as bounds
-from fedleak.audit.candidates import Questions, questions
-from fedleak.audit.held_out import HeldOut
+from fedleak.audit.candidates import questions
+from fedleak.audit.kept_texts import KeptTexts
 from fedleak.config.experiment import Experiment
 from fedleak.metrics import intervals
 from fedleak.models import CAUSAL_LM
 from fedleak.store.records import Answer, MembershipRow
 from fedleak.store.run import EVERYONE, Key
-from fedleak.store.summaries import Estimate, MembershipFigures, MembershipSummary, RoundFigure
+from fedleak.store.summaries import (
+    Estimate,
+    MembershipFigures,
+    MembershipSummary,
+    RocPoint,
+    RoundFigure,
+)
 from fedleak.truth import GroundTruth
 
 CONFIDENCE = 0.95
@@ -38,13 +47,15 @@ CONFIDENCE = 0.95
 ANNOUNCED_MU = 3.0
 """How far apart the two texts of a pair are expected to score: it decides how many are guessed."""
 
-FALSE_POSITIVES = (0.01, 0.001)
-"""Shares of the texts outside that may be accused."""
+ONE_PERCENT, A_TENTH_PERCENT = 0.01, 0.001
+ACCUSED = (A_TENTH_PERCENT, ONE_PERCENT, 0.02, *(step / 20 for step in range(1, 20)))
+"""Shares of the texts outside that may be accused: the points of a ROC curve."""
 
 
 def membership_rows(
     experiment: Experiment,
-    held_out: HeldOut | None,
+    held_out: KeptTexts | None,
+    from_file: Mapping[str, KeptTexts],
     answers: Mapping[tuple[Key, str], Answer],
     truths: Mapping[Key, GroundTruth | None],
     earlier: Sequence[MembershipRow],
@@ -54,45 +65,41 @@ def membership_rows(
     Args:
         experiment: What was prepared.
         held_out: What no client trains on; None: it is not needed.
+        from_file: By attack, if it has one, the list of its file.
         answers: By update and attack.
         truths: By update; None where it is missing.
         earlier: Rows of the last time: those without a truth now stay.
     """
     rows = {row.id: row for row in earlier}
     forgotten = any(truths.get(row.key) is None for row in earlier)
-    used: dict[str, set[tuple[int, ...]]] = defaultdict(set)
+    numbers: dict[str, dict[tuple[int, ...], int]] = defaultdict(dict)
     for (key, attack), answer in sorted(answers.items()):
         truth = truths.get(key)
         if truth is None or held_out is None or not answer.scores:
             continue
-        asked = questions(truth, held_out, experiment.seed)
-        if any(len(scores) != len(asked.inside) for scores in answer.scores.values()):
+        clients = experiment.federation.clients
+        made = questions(truth, held_out, experiment.seed, clients, from_file.get(attack))
+        if any(len(scores) != len(made.inside) for scores in answer.scores.values()):
             continue  # of another list: the held-out texts are others by now
-        before = rows.get((key, attack))
-        first = _first(asked, used[attack])
-        if forgotten:  # nobody knows any more which texts the others have
-            first = before.first if before else (False,) * len(first)
+        known = numbers[attack]
+        texts = made.lines or tuple(
+            known.setdefault(one.ids, len(known)) for one in made.asked.listed
+        )
+        if forgotten and made.lines is None:
+            # Nobody knows any more which texts the other rows have.
+            if (key, attack) not in rows:
+                continue
+            texts = rows[key, attack].texts
         rows[key, attack] = MembershipRow(
             round=key.round,
             client=key.client,
             attack=attack,
-            inside=asked.inside,
-            pairs=asked.pairs,
-            first=first,
+            texts=texts,
+            inside=made.inside,
+            pairs=made.pairs,
             scores=answer.scores,
         )
     return [rows[name] for name in sorted(rows)]
-
-
-def _first(asked: Questions, used: set[tuple[int, ...]]) -> tuple[bool, ...]:
-    """Returns of which pairs no text was in a list before, and notes the texts of those."""
-    found = []
-    for pair in asked.pairs:
-        texts = {asked.asked.listed[place].ids for place in pair}
-        found.append(not texts & used)
-        if found[-1]:
-            used |= texts
-    return tuple(found)
 
 
 def summarised(experiment: Experiment, rows: Sequence[MembershipRow]) -> MembershipSummary | None:
@@ -103,21 +110,22 @@ def summarised(experiment: Experiment, rows: Sequence[MembershipRow]) -> Members
             by_score[row.attack, score].append(row)
     if not by_score:
         return None
-    no_bound = _no_bound(experiment)
-    cells, delta = len(by_score), experiment.privacy.delta
+    unfair = {name: _unfair(experiment, of) for name, of in by_score.items()}
+    cells, delta = sum(why is None for why in unfair.values()), experiment.privacy.delta
     return MembershipSummary(
         confidence=CONFIDENCE,
         delta=delta,
-        no_bound=no_bound,
         figures=tuple(
-            _figures(attack, score, of, None if no_bound else cells, delta)
+            _figures(attack, score, of, unfair[attack, score], cells, delta)
             for (attack, score), of in by_score.items()
         ),
     )
 
 
-def _no_bound(experiment: Experiment) -> str | None:
+def _unfair(experiment: Experiment, rows: Sequence[MembershipRow]) -> str | None:
     """Returns why nobody can say that coins were fair; None: they were."""
+    if not all(row.pairs for row in rows):
+        return "the texts are those of a file, and nobody threw a coin for which of them was in"
     if experiment.data.on_nodes or experiment.tapped is not None:
         return (
             "which texts are held out was not drawn from the clients' data, so they may differ "
@@ -131,55 +139,149 @@ def _no_bound(experiment: Experiment) -> str | None:
     return None
 
 
+@dataclass(frozen=True)
+class _Text:
+    """A text that a client's updates were asked about.
+
+    Attributes:
+        cluster: What it is not independent of: its client; of one client, or of sums, the round
+            in which it was asked about first.
+        score: The mean over rounds.
+        inside: Whether it was in a batch.
+    """
+
+    cluster: int
+    score: float
+    inside: bool
+
+
+def _texts(rows: Sequence[MembershipRow], score: str) -> dict[tuple[int, int], _Text]:
+    """Returns the texts of all rows of an attack, by client and number."""
+    found: dict[tuple[int, int], list[tuple[float, bool, int]]] = defaultdict(list)
+    for row in rows:
+        of_row = zip(row.texts, row.scores[score], row.inside, strict=True)
+        for number, value, inside in of_row:
+            found[row.client, number].append((value, inside, row.round))
+    several = len({client for client, _ in found}) > 1
+    return {
+        (client, number): _Text(
+            cluster=client if several else min(round for *_, round in of),
+            score=math.fsum(value for value, *_ in of) / len(of),
+            inside=any(inside for _, inside, _ in of),
+        )
+        for (client, number), of in found.items()
+    }
+
+
 def _figures(
-    attack: str, score: str, rows: Sequence[MembershipRow], cells: int | None, delta: float
+    attack: str,
+    score: str,
+    rows: Sequence[MembershipRow],
+    unfair: str | None,
+    cells: int,
+    delta: float,
 ) -> MembershipFigures:
     """Returns the figures of one score.
 
     Args:
         attack, score: Whose, and its name.
         rows: Of the attack.
-        cells: How many attacks and scores share the error; None: coins may not be fair.
-        delta: Of the bound.
+        unfair: Why coins may not be fair; None: they are.
+        cells: How many attacks and scores share the error of the bounds.
+        delta: Of the bounds.
     """
-    wins = [_wins(row, score) for row in rows]
-    # Texts of one client are not independent; of one alone, or of sums, its updates must do.
-    clients = [row.client for row in rows]
-    alike = clients if len(set(clients)) > 1 else list(range(len(rows)))
-    members, controls = (
-        np.array([value for row in rows for value in _scores_of(row, score, inside=inside)])
-        for inside in (True, False)
-    )
-    by_round: dict[int, list[float]] = defaultdict(list)
-    for row, won in zip(rows, wins, strict=True):
-        by_round[row.round] += won
-    differences, coins = _pairs(rows, score)
+    texts = _texts(rows, score)
+    members = [one for one in texts.values() if one.inside]
+    controls = np.array([one.score for one in texts.values() if not one.inside])
+    clients = {client for client, _ in texts}
+    roc = {
+        accused: found
+        for accused in ACCUSED
+        if (found := found_where(members, controls, accused)) is not None
+    }
+    differences, coins = _pairs(rows, texts)
     return MembershipFigures(
         attack=attack,
         score=score,
         updates=len(rows),
-        clients=None if EVERYONE in clients else len(set(clients)),
+        clients=None if EVERYONE in clients else len(clients),
         members=len(members),
         controls=len(controls),
-        auc=Estimate(
-            **intervals.clustered_mean(
-                [value for won in wins for value in won],
-                [alike[i] for i, won in enumerate(wins) for _ in won],
-                most=1.0,
-            )._asdict()
-        ),
-        rounds=tuple(
-            RoundFigure(round=round, auc=sum(won) / len(won))
-            for round, won in sorted(by_round.items())
-        ),
-        found_at_1_percent=true_positives(members, controls, FALSE_POSITIVES[0]),
-        found_at_01_percent=true_positives(members, controls, FALSE_POSITIVES[1]),
+        auc=_area(texts),
+        rounds=_by_round(rows, score),
+        roc=tuple(RocPoint(accused=accused, found=found) for accused, found in roc.items()),
+        found_at_1_percent=roc.get(ONE_PERCENT),
+        found_at_01_percent=roc.get(A_TENTH_PERCENT),
         pairs=len(coins),
-        p=None if cells is None else min(1.0, cells * _by_chance(differences, coins)),
-        epsilon=None
-        if cells is None
-        else pair_bound(differences, coins, (1 - CONFIDENCE) / cells, delta),
+        no_bound=unfair,
+        p=None if unfair else min(1.0, cells * _by_chance(differences, coins)),
+        epsilon=None if unfair else pair_bound(differences, coins, (1 - CONFIDENCE) / cells, delta),
     )
+
+
+def _area(texts: Mapping[tuple[int, int], _Text]) -> Estimate | None:
+    """Returns the area under the ROC curve over texts of the same client, with its interval."""
+    by_client: dict[int, list[_Text]] = defaultdict(list)
+    for (client, _), one in texts.items():
+        by_client[client].append(one)
+    wins, clusters = [], []
+    for of in by_client.values():
+        members, controls = (
+            [one for one in of if one.inside == inside] for inside in (True, False)
+        )
+        if controls:
+            wins += _wins([one.score for one in members], [one.score for one in controls])
+            clusters += [one.cluster for one in members]
+    if not wins:
+        return None
+    return Estimate(**intervals.clustered_mean(wins, clusters, most=1.0)._asdict())
+
+
+def _by_round(rows: Sequence[MembershipRow], score: str) -> tuple[RoundFigure, ...]:
+    """Returns the area in each round, over texts of the same update."""
+    wins: dict[int, list[float]] = defaultdict(list)
+    for row in rows:
+        members, controls = (
+            [
+                value
+                for value, was_in in zip(row.scores[score], row.inside, strict=True)
+                if was_in == inside
+            ]
+            for inside in (True, False)
+        )
+        if members and controls:
+            wins[row.round] += _wins(members, controls)
+    return tuple(
+        RoundFigure(round=round, auc=math.fsum(won) / len(won))
+        for round, won in sorted(wins.items())
+    )
+
+
+def _wins(members: Sequence[float], controls: Sequence[float]) -> list[float]:
+    """Returns for each member the share of the controls that score lower; ties are half."""
+    above = np.array(members)[:, None] - np.array(controls)
+    found: list[float] = ((above > 0).mean(1) + 0.5 * (above == 0).mean(1)).tolist()
+    return found
+
+
+def found_where(
+    members: Sequence[_Text], controls: npt.NDArray[np.float64], accused: float
+) -> Estimate | None:
+    """Returns the share of members above all controls but a share; None: there are too few.
+
+    Args:
+        members: Texts that were in.
+        controls: Scores of the others.
+        accused: The largest share of the controls that may be above. The interval takes the
+            threshold that follows from it as given.
+    """
+    most = math.floor(accused * len(controls) + 1e-9)
+    if not most or not members:
+        return None
+    threshold = np.sort(controls)[-most - 1]
+    above = [float(one.score > threshold) for one in members]
+    clusters = [one.cluster for one in members]
+    return Estimate(**intervals.clustered_mean(above, clusters, most=1.0)._asdict())
 
 
 def _by_chance(differences: Sequence[float], coins: Sequence[bool]) -> float:
@@ -188,46 +290,20 @@ def _by_chance(differences: Sequence[float], coins: Sequence[bool]) -> float:
     return intervals.sign_test([each if first else -each for each, first in pairs])
 
 
-def _scores_of(row: MembershipRow, score: str, *, inside: bool) -> list[float]:
-    """Returns the scores of the texts that were in, or of the others."""
-    pairs = zip(row.scores[score], row.inside, strict=True)
-    return [value for value, was_in in pairs if was_in == inside]
-
-
-def _wins(row: MembershipRow, score: str) -> list[float]:
-    """Returns for each text of a batch the share of its list's others that score lower."""
-    members, controls = (
-        np.array(_scores_of(row, score, inside=inside)) for inside in (True, False)
-    )
-    above = (members[:, None] > controls).mean(1) + 0.5 * (members[:, None] == controls).mean(1)
-    found: list[float] = above.tolist()
-    return found
-
-
-def true_positives(
-    members: npt.NDArray[np.float64], controls: npt.NDArray[np.float64], accused: float
-) -> float | None:
-    """Returns the share of members above all controls but a share; None: there are too few.
-
-    Args:
-        members, controls: Scores.
-        accused: The largest share of the controls that may be above.
-    """
-    most = math.floor(accused * len(controls) + 1e-9)
-    if not most:
-        return None
-    return float((members > np.sort(controls)[-most - 1]).mean())
-
-
-def _pairs(rows: Sequence[MembershipRow], score: str) -> tuple[list[float], list[bool]]:
+def _pairs(
+    rows: Sequence[MembershipRow], texts: Mapping[tuple[int, int], _Text]
+) -> tuple[list[float], list[bool]]:
     """Returns of pairs how much higher the first in the list scores, and whether it was in."""
+    used: set[int] = set()
     differences, coins = [], []
     for row in rows:
-        for (member, control), counts in zip(row.pairs, row.first, strict=True):
-            if counts:
-                scores, was_in = row.scores[score], member < control
-                differences.append(scores[min(member, control)] - scores[max(member, control)])
-                coins.append(was_in)
+        for member, control in row.pairs:
+            first, second = row.texts[min(member, control)], row.texts[max(member, control)]
+            if not used & {first, second}:
+                used |= {first, second}
+                scores = [texts[row.client, number].score for number in (first, second)]
+                differences.append(scores[0] - scores[1])
+                coins.append(member < control)
     return differences, coins
 
 

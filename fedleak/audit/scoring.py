@@ -15,7 +15,7 @@ import torch
 from fedleak.attacks import unchecked
 from fedleak.audit import canaries, ledger, membership
 from fedleak.audit.gaps import Gaps, find_gaps
-from fedleak.audit.held_out import read_held_out
+from fedleak.audit.kept_texts import read_candidates, read_held_out
 from fedleak.audit.summary import summarise
 from fedleak.audit.vault import read_truth
 from fedleak.config.experiment import Experiment
@@ -212,7 +212,8 @@ def score_run(run: Run, asked: Iterable[str] | None = None) -> list[Scored]:
 
     Raises:
         ConfigError: There is no run here.
-        FedleakError: run.json or held_out.json is damaged; nothing was changed then.
+        FedleakError: run.json, held_out.json or a list of candidates is damaged; nothing was
+            changed then.
     """
     experiment, gaps = stored(run), Gaps()
     model = loading.outline(experiment.model_spec(run.info()["num_labels"]))
@@ -240,11 +241,13 @@ def score_run(run: Run, asked: Iterable[str] | None = None) -> list[Scored]:
     spent = ledger.ledger(run, experiment, notes, gaps)
     defended = ledger.defense_rows(run, notes)
     canary = canaries.canary_rows(run, experiment, model, gaps)
-    asked_about = any(answer.scores for answer in answers.values())
+    on_lists = {name: answer for name, answer in answers.items() if answer.scores}
+    files = {name for (_, name), each in on_lists.items() if each.settings.get("candidates")}
     members = membership.membership_rows(
         experiment,
-        read_held_out(run, vocabulary) if asked_about else None,
-        answers,
+        read_held_out(run, vocabulary) if on_lists else None,
+        {name: read_candidates(run, name, vocabulary) for name in files},
+        on_lists,
         truths,
         run.salvage(MEMBERSHIP),
     )

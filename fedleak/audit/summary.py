@@ -122,6 +122,7 @@ def circumstances(experiment: Experiment) -> Circumstances:
         "batch_size": table.batch_size,
         **({"local_epochs": table.local_epochs} if table.algorithm == "fedavg" else {}),
         "dropout": table.dropout,
+        **({"sees": experiment.sees} if experiment.sees == "models" else {}),
     }
     return Circumstances(defense=tuple(experiment.defense), **settings)
 

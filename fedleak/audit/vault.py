@@ -10,6 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 from fedleak.config.experiment import Experiment
 from fedleak.errors import CaptureError, FedleakError
 from fedleak.federation.lookup import dropped_out, stored
+from fedleak.federation.protection import aggregator_of
 from fedleak.federation.schedule import clients_of_round
 from fedleak.store.run import EVERYONE, Key, Run
 from fedleak.truth import GroundTruth
@@ -76,11 +77,16 @@ def _truth_of_all(run: Run, round: int) -> GroundTruth | None:
         w * (truth.noise_scale or 0.0) / sum(weights)
         for w, truth in zip(weights, truths, strict=True)
     ]
+    noise_scale = math.hypot(*scales) if any(scales) else None
+    aggregator = aggregator_of(experiment)
+    if aggregator is not None and (added := aggregator.noise_on_mean(len(clients))):
+        # The clients' own noise is clipped with their updates: nobody knows how loud it is then.
+        noise_scale = None if noise_scale else added
     return GroundTruth(
         round=round,
         client=EVERYONE,
         sequences=tuple(chain.from_iterable(truth.sequences for truth in truths)),
         labels=tuple(chain.from_iterable(truth.labels for truth in truths)),
         batch_size=sum(truth.batch_size for truth in truths),
-        noise_scale=math.hypot(*scales) if any(scales) else None,
+        noise_scale=noise_scale,
     )

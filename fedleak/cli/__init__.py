@@ -222,7 +222,7 @@ def attack(
     from fedleak.config.loading import load
     from fedleak.dispatch.dispatcher import attack_captures
     from fedleak.federation.lookup import stored
-    from fedleak.preparation import refuse_purged
+    from fedleak.preparation import ask_again, refuse_other_sight, refuse_purged
     from fedleak.report import tables
     from fedleak.store.run import Run
     from fedleak.store.shards import Shard, drop_failures
@@ -239,7 +239,9 @@ def attack(
                     f"--set {change!r}: only attack, threat and workers can change here"
                 )
         experiment = load(path / "run.json", changes or ())
+        refuse_other_sight(at, experiment)
         pipeline.check_attacks(experiment, num_labels)
+        ask_again(at, experiment)
         if part is not None:
             with progress(console) as show:
                 done = pipeline.attack_shard(at, experiment, part, retry=retry, report=show)

@@ -38,7 +38,7 @@ def check_defenses(experiment: Experiment, model: LanguageModel) -> None:
 
 
 def check_canaries(experiment: Experiment, model: LanguageModel) -> None:
-    """Refuses canaries of clients that there are not, and more than an update has room for.
+    """Refuses canaries that nobody could score, or more than an update has room for.
 
     Raises:
         ConfigError: What is wrong.
@@ -46,6 +46,12 @@ def check_canaries(experiment: Experiment, model: LanguageModel) -> None:
     table, clients = experiment.canary, experiment.federation.clients
     if table is None:
         return
+    if (aggregator := experiment.aggregator) is not None and aggregator.noisy:
+        raise ConfigError(
+            f"canary: {aggregator.kind} protects what leaves the server, and canaries enter what "
+            "leaves a client: leave [canary] out; `fedleak check-defense` tests this defense by "
+            "canaries of its own"
+        )
     if beyond := [client for client in table.clients or () if client >= clients]:
         raise ConfigError(f"canary.clients has {beyond[0]}: list clients from 0 to {clients - 1}")
     sizes = {name: value.numel() for name, value in model.parameters().items()}

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from fedleak import attacks, defenses
-from fedleak.attacks import Attack
+from fedleak.attacks import Asked, Attack
 from fedleak.config.wording import one_line
 from fedleak.defenses import Defense, TrustedAggregator
 from fedleak.errors import ConfigError, unknown
@@ -40,6 +40,11 @@ class NamedAttack:
     def listed_as(self) -> str:
         """Its name in the experiment: the same on all rungs of the ladder."""
         return listed_as(self.name)
+
+    @property
+    def candidates(self) -> str | None:
+        """The file with the texts that it is asked about; None: no such file."""
+        return self.attack.candidates if isinstance(self.attack, Asked) else None
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ from fedleak.defenses import Defense, TrustedAggregator
 from fedleak.errors import ConfigError
 from fedleak.models import CAUSAL_LM, ModelSpec
 from fedleak.models.lora import Lora
-from fedleak.observation import GRANTABLE, ThreatModel, UpdateKind
+from fedleak.observation import GRANTABLE, Sight, ThreatModel, UpdateKind
 from fedleak.training.settings import LocalTraining
 
 LARGEST_SEED = 2**63 - 1
@@ -65,7 +65,7 @@ class Experiment(Table):
     defense: list[dict[str, Any]] = []
     """`[[defense]]`: what clients do for their privacy, in this order."""
     threat: ThreatTable = ThreatTable()
-    """What the attacker is told, and which updates it keeps."""
+    """What the attacker sees and is told, and which updates it keeps."""
     attack: list[dict[str, Any]] = [{"kind": "auto"}]
     """`[[attack]]`: what the attacker does with each update, besides what is on in every run.
 
@@ -125,8 +125,10 @@ class Experiment(Table):
         It depends on the seed and the tables model, data, federation, update, defense, canary and
         privacy (whose delta decides how much noise an epsilon takes), and not on what is done with
         updates afterwards, nor on the engine and how many clients it asks at once: all give the
-        same. A setting left out and its default are the same. The sizes of the data are marked as
-        they were when 400 and 100 were their defaults, so that runs of that time can go on.
+        same. A setting left out and its default are the same; where another sight than the
+        defenses' own is asked for, captures are others, so it counts. The sizes of the data are
+        marked as they were when 400 and 100 were their defaults, so that runs of that time can go
+        on.
         """
         after = ["attack", "threat", "utility", "audit", "gate", "workers"]
         others = dict.fromkeys(["name", *after], True)
@@ -139,13 +141,25 @@ class Experiment(Table):
             once_left_out = {"samples": SAMPLES, "held_out": HELD_OUT}
             for key in [key for key, size in once_left_out.items() if data.get(key) == size]:
                 del data[key]
+        if self.sees != self.possible_sights[0]:
+            table["sees"] = self.sees
         return hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
     def aggregator(self) -> TrustedAggregator | None:
-        """What stands between clients and server; None: the server sees each client's update."""
+        """What stands between clients and attacker; None: each client's update may be seen."""
         found = (each.defense for each in self.defenses)
         return next((one for one in found if isinstance(one, TrustedAggregator)), None)
+
+    @property
+    def possible_sights(self) -> tuple[Sight, ...]:
+        """What an attacker may see under these defenses; the first is what it sees if unsaid."""
+        return ("updates", "models") if self.aggregator is None else self.aggregator.sights
+
+    @property
+    def sees(self) -> Sight:
+        """What the attacker sees."""
+        return self.threat.sees or self.possible_sights[0]
 
     def defenses_of(self, client: int) -> dict[int, Defense]:
         """Returns the defenses that a client uses, in their order, by their place in the file."""

@@ -88,6 +88,7 @@ def parse(table: Mapping[str, Any]) -> Experiment:
     _check_clients(experiment)
     _check_kept(experiment)
     _check_exclusive(experiment)
+    _check_sight(experiment)
     _check_nodes(experiment)
     if experiment.model.task == CAUSAL_LM and experiment.federation.partition == "dirichlet":
         raise ConfigError(
@@ -164,6 +165,18 @@ def _check_exclusive(experiment: Experiment) -> None:
                 )
 
 
+def _check_sight(experiment: Experiment) -> None:
+    aggregator, possible = experiment.aggregator, experiment.possible_sights
+    if experiment.sees not in possible:
+        under = "without a defense such as secure_sum"
+        if aggregator is not None:
+            under = f"with {aggregator.kind}"
+        raise ConfigError(
+            f"threat.sees = {experiment.sees!r}, but {under} an attacker sees "
+            f"{' or '.join(map(repr, possible))}: choose from these, or change the defenses"
+        )
+
+
 def _check_rounds(experiment: Experiment) -> None:
     last, utility = experiment.federation.rounds, experiment.utility.rounds
     chosen = {"threat.rounds": experiment.threat.rounds or []}
@@ -184,10 +197,10 @@ def _check_clients(experiment: Experiment) -> None:
             f"threat.clients has {beyond[0]}, but federation.clients = {last + 1}: choose from 0 "
             f"to {last}"
         )
-    if experiment.aggregator is not None:
+    if experiment.sees != "updates":
         raise ConfigError(
-            f"threat.clients = {clients}, but the server sees only the sum of a round, which is "
-            "of all its clients: leave threat.clients out"
+            f"threat.clients = {clients}, but what an attacker sees is of all clients of a round: "
+            "leave threat.clients out"
         )
 
 

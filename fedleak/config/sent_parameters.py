@@ -40,6 +40,6 @@ def captured_parameters(experiment: Experiment, model: LanguageModel) -> list[fr
                 f"update.share: all that client {client} shares is frozen: share or train "
                 "something else"
             )
-    if experiment.aggregator is not None:
+    if experiment.sees != "updates":
         return [frozenset().union(*found)]
     return list(dict.fromkeys(found))

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 
 from fedleak.errors import unknown
 from fedleak.models import CAUSAL_LM, absolute
-from fedleak.observation import GRANTABLE, Optimiser
+from fedleak.observation import GRANTABLE, Optimiser, Sight
 from fedleak.privacy import Accountant
 
 MOST_UPDATES = 1_000_000
@@ -203,6 +203,12 @@ class UpdateTable(Table):
 class ThreatTable(Table):
     """`[threat]`: what the attacker is told beyond the protocol, and which updates it keeps."""
 
+    sees: Sight | None = None
+    """What the attacker sees: the `updates` of clients, the `sum` of a round's, or `models` alone.
+
+    Left out: `sum` with `secure_sum`, `models` with `central_dp`, else `updates`. What is attacked
+    of `models` is the difference of two successive ones.
+    """
     knows: list[str] = []
     """Facts about the batch that the attacker is granted."""
     ladder: bool = False

@@ -166,27 +166,29 @@ def read_own(
     drop_empty: bool = False,
     encoding: str | None = None,
     delimiter: str | None = None,
+    what: str = "the node's data",
 ) -> Corpus:
-    """Reads all of the file of one node.
+    """Reads all of a file whose classes others name, such as that of one node.
 
     Args:
         path: The file.
         text, label: Columns, as for `read`.
         classes: Names of the classes, in the order of their numbers; None: nobody uses them.
         drop_empty, encoding, delimiter: As for `read`.
+        what: It is called in a refusal.
 
     Raises:
         ConfigError: No such file, a column that is missing, empty texts, or another class.
     """
     if not files.TableFile(path=path).known:
-        raise ConfigError(f"the node's data {str(path)!r} is not a {files.KNOWN} file: give one")
+        raise ConfigError(f"{what} {str(path)!r} is not a {files.KNOWN} file: give one")
     if classes is not None and label is None:
         raise ConfigError("data.label is missing: name the column of the nodes' files")
     wanted = None if classes is None else label
     rows, text, found = _rows(str(path), "train", text, wanted, encoding, delimiter)
     corpus, _ = _corpus(str(path), rows, text, found, drop_empty, classes)
     if not len(corpus):
-        raise ConfigError(f"the node's data {str(path)!r} has no rows: give a file with some")
+        raise ConfigError(f"{what} {str(path)!r} has no rows: give a file with some")
     return corpus
 
 

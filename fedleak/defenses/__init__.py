@@ -19,7 +19,7 @@ from typing import ClassVar
 import torch
 
 from fedleak.models import LanguageModel
-from fedleak.observation import ClientUpdate
+from fedleak.observation import ClientUpdate, Sight
 from fedleak.plugins import discover
 from fedleak.privacy import Accountant, Event
 from fedleak.training.settings import LocalTraining
@@ -41,6 +41,8 @@ class Claims:
         mean_of_clients: What the server sees is the clients' mean, weighted by examples.
         step: Distance of the numbers to one of which each number is rounded, up or down.
         largest_number: Size to which a number is cut off before that.
+        client_norm: L2 norm by which one client moves the sum over clients at most, the noise
+            aside, against a client that sends zeros.
     """
 
     noise_scale: float | None = None
@@ -54,6 +56,7 @@ class Claims:
     mean_of_clients: bool = False
     step: float | None = None
     largest_number: float | None = None
+    client_norm: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,22 +125,33 @@ class Defense:
 
 
 class TrustedAggregator(Defense, ABC):
-    """A defense between the clients and the server, used by all clients.
+    """A defense between the clients and the attacker, used by all clients.
 
-    The updates of a round are held until all have come. The server then sees one update, which
-    `combined` makes of them, and no client's own. What it does to a client's update before, it does
-    after all other defenses, wherever it stands in the file.
+    The updates of a round are held until all have come. What is seen and trained with then is one
+    update, which `combined` makes of them, and no client's own. What it does to a client's update
+    before, it does after all other defenses, wherever it stands in the file.
+
+    Attributes:
+        sights: What an attacker may see, `threat.sees`; the first is what it sees if nobody says.
+        trust: For whom its guarantee does not hold; None: it has none, or nobody has to be trusted.
     """
 
     exclusive: ClassVar[str | None] = "the server sees one update of a round"
+    sights: ClassVar[tuple[Sight, ...]] = ("sum", "models")
+    trust: ClassVar[str | None] = None
 
     @abstractmethod
-    def combined(self, updates: Iterable[ClientUpdate]) -> ClientUpdate:
-        """Returns the update that the server sees.
+    def combined(self, updates: Iterable[ClientUpdate], *, rng: torch.Generator) -> ClientUpdate:
+        """Returns the update that stands for the round.
 
         Args:
             updates: Of a round's clients in order, as they were sent; one in memory at a time.
+            rng: Of the round; all that is random is drawn from it.
         """
+
+    def noise_on_mean(self, clients: int) -> float:
+        """Returns the standard deviation of the noise that it adds to a number, for so many."""
+        return 0.0
 
     def round_obstacle(self, clients: int, parameters: Collection[frozenset[str]]) -> str | None:
         """Returns why it cannot combine the updates of a round, and what to do; None if it can.

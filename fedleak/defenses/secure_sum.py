@@ -121,7 +121,7 @@ class SecureSum(TrustedAggregator):
             for name, value in update.tensors.items()
         }
 
-    def combined(self, updates: Iterable[ClientUpdate]) -> ClientUpdate:
+    def combined(self, updates: Iterable[ClientUpdate], *, rng: torch.Generator) -> ClientUpdate:
         """Returns the mean of the updates, weighted by examples: their sum, divided."""
         if self.clipping is None:
             return mean_update(updates)

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from fedleak.attacks import is_slow
 from fedleak.audit.grants import knowledge
+from fedleak.audit.kept_texts import read_candidates
 from fedleak.config.experiment import Experiment
 from fedleak.config.wording import difference
 from fedleak.dispatch.agenda import Agenda, Arrivals, Work, groups, part_of
@@ -105,6 +106,11 @@ class Dispatcher:
             self._answers, self._attempts = shard.lines(self._answers), shard.lines(ATTEMPTS)
             tries = run.readable(self._attempts)
         self._tries = Counter(each.id for each in tries)
+        self._candidates = {
+            each.name: read_candidates(run, each.name)
+            for each in experiment.attacks
+            if each.candidates is not None
+        }
         expected = expected_captures(experiment)
         work = part_of(groups(experiment.attacks, expected, experiment.workers.at_once), shard)
         wanted = {(key, each.attack.name) for each in work for key in each.keys}
@@ -208,7 +214,8 @@ class Dispatcher:
                 seed=experiment.seed,
             )
             try:
-                known = knowledge(self._run, key, work.attack.threat)
+                listed = self._candidates.get(work.attack.name)
+                known = knowledge(self._run, key, work.attack.threat, listed)
                 jobs.append(replace(job, knowledge=known))
             except CaptureError as error:
                 self._record([_failed(job, str(error))])

@@ -143,5 +143,5 @@ def _longest(protection: Protection) -> float:
     claims = (
         d.claims(protection.local, protection.num_examples) for d in protection.defenses.values()
     )
-    norms = [claim.max_norm for claim in claims if claim.max_norm is not None]
+    norms = [norm for claim in claims for norm in (claim.max_norm, claim.client_norm) if norm]
     return max(norms, default=1.0)

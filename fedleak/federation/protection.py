@@ -9,7 +9,7 @@ import torch
 
 from fedleak import privacy
 from fedleak.config.experiment import Experiment
-from fedleak.defenses import Budget, Defense, measured
+from fedleak.defenses import Budget, Defense, TrustedAggregator, measured
 from fedleak.defenses.secure_sum import SecureSum
 from fedleak.errors import ConfigError
 from fedleak.federation.schedule import rounds_of_clients
@@ -76,6 +76,26 @@ def protocol_of(experiment: Experiment) -> SecureSum | None:
     return aggregator if runs else None  # type: ignore[return-value]
 
 
+def aggregator_of(experiment: Experiment) -> TrustedAggregator | None:
+    """Returns what stands between clients and attacker, with all noise worked out.
+
+    There is one for all clients, so its noise suffices for the client that takes part most often.
+
+    Raises:
+        ConfigError: An epsilon that no noise reaches.
+    """
+    if (aggregator := experiment.aggregator) is None:
+        return None
+    most = max(rounds_of_clients(experiment), key=len)
+    table = experiment.privacy
+    budget = Budget(
+        delta=table.delta, accountant=table.accountant, num_examples=1, rounds=most or [1]
+    )
+    solved = aggregator.solved(experiment.local_training, budget)
+    assert isinstance(solved, TrustedAggregator)
+    return solved
+
+
 def protection(experiment: Experiment, client: int, num_examples: int) -> Protection:
     """Returns what a client with so many examples does for its privacy.
 
@@ -96,7 +116,8 @@ def protection(experiment: Experiment, client: int, num_examples: int) -> Protec
     solved = {}
     for number, defense in experiment.defenses_of(client).items():
         try:
-            solved[number] = defense.solved(local, budget)
+            of_all = aggregator_of(experiment) if isinstance(defense, TrustedAggregator) else None
+            solved[number] = of_all or defense.solved(local, budget)
         except ConfigError as error:
             raise ConfigError(f"defense[{number}] ({defense.kind}): {error}") from error
     for defense in solved.values():

@@ -58,7 +58,7 @@ def rounds_attacked(experiment: Experiment) -> frozenset[int]:
 def captures_made(experiment: Experiment) -> list[Key]:
     """Returns the captures that a run makes, kept or not."""
     rounds = range(1, experiment.federation.rounds + 1)
-    if experiment.aggregator is not None:
+    if experiment.sees != "updates":
         # Of a round of another app the sum is not always to be had.
         return [Key(round, EVERYONE) for round in rounds if clients_of_round(experiment, round)]
     return [

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fedleak import data
+from fedleak.config.components import NamedAttack
 from fedleak.config.experiment import Experiment
 from fedleak.errors import ConfigError
 from fedleak.models import CLASSIFICATION, LanguageModel, loading
@@ -12,6 +13,9 @@ from fedleak.models import CLASSIFICATION, LanguageModel, loading
 MOST_UNKNOWN = 0.5
 """The largest fraction of unknown tokens. All unknown words are one token, so finding it finds
 nothing: above this fraction, scores would be about this token and not about words."""
+
+MOST_CANDIDATES = 10_000
+"""Texts that an attack on membership can be asked about: an answer has some numbers for each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +101,58 @@ def own_workload(
         held_out=[],
         held_out_labels=(),
     )
+
+
+def candidates(
+    experiment: Experiment, attack: NamedAttack, classes: Sequence[str], model: LanguageModel
+) -> tuple[list[tuple[int, ...]], tuple[int, ...]] | None:
+    """Reads and tokenises the texts that an attack on membership is asked about.
+
+    Args:
+        experiment: What is run.
+        attack: One of its attacks.
+        classes: Names of the classes, in the order of their numbers.
+        model: With its tokenizer.
+
+    Returns:
+        The texts and their classes; None: the attack has no file of them.
+
+    Raises:
+        ConfigError: A file that cannot be read, that has too many or equal texts, or one too long.
+    """
+    if attack.candidates is None:
+        return None
+    classifies, file = experiment.model.task == CLASSIFICATION, attack.candidates
+    try:
+        corpus = data.read_own(
+            Path(file),
+            text="text",
+            label="label" if classifies else None,
+            classes=classes if classifies else None,
+            what="the file",
+        )
+        sequences = data.tokenise(
+            corpus.texts,
+            model.encode,
+            limit=model.max_length,
+            max_length=experiment.data.max_length,
+        )
+    except ConfigError as error:
+        columns = "columns text and label" if classifies else "a column text"
+        raise ConfigError(f"attack {attack.name!r}: candidates ({columns}): {error}") from error
+    if len(sequences) > MOST_CANDIDATES:
+        raise ConfigError(
+            f"attack {attack.name!r}: candidates: {file!r} has {len(sequences):,} texts: give at "
+            f"most {MOST_CANDIDATES:,}"
+        )
+    row = {ids: number for number, ids in reversed([*enumerate(sequences, start=1)])}
+    for number, ids in enumerate(sequences, start=1):
+        if row[ids] != number:
+            raise ConfigError(
+                f"attack {attack.name!r}: candidates: rows {row[ids]} and {number} of {file!r} "
+                "have the same text to the model: remove one"
+            )
+    return sequences, corpus.labels if classifies else ()
 
 
 def num_labels(experiment: Experiment) -> int:

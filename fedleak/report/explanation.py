@@ -11,7 +11,11 @@ from fedleak.sanitise import markup
 
 def show(experiment: Experiment, found: Explanation, console: Console) -> None:
     """Prints what the server sees and knows, and a line for each attack."""
-    for line in (_sees(experiment, found), *_knows(experiment, found)):
+    for line in (
+        _sees(experiment, found),
+        *_trusts(experiment),
+        *_knows(experiment, found),
+    ):
         console.print(markup(line), soft_wrap=True)
     table = Table(show_header=False, box=None, pad_edge=False)
     for one in sorted(found.attacks, key=lambda one: (not one.listed, one.reason is not None)):
@@ -45,13 +49,24 @@ def _sees(experiment: Experiment, found: Explanation) -> str:
     table = experiment.federation
     what = "gradient" if table.algorithm == "fedsgd" else "weight delta"
     counts = " or ".join(str(count) for count in sorted(set(found.captured)))
-    whose = "each client" if experiment.aggregator is None else "all clients of a round together"
+    seen = {
+        "updates": f"the server sees: the {what} of each client",
+        "sum": f"the server sees: the {what} of all clients of a round together",
+        "models": f"who has the published models sees: in their differences the mean {what} of all "
+        "clients of a round",
+    }[experiment.sees]
     chosen = experiment.threat.clients
     clients = "" if chosen is None else f", and {len(set(chosen))} of {table.clients} clients"
     return (
-        f"the server sees: the {what} of {whose}, {counts} of {found.parameters} parameters; "
-        f"{len(rounds_attacked(experiment))} of {table.rounds} rounds{clients} are attacked"
+        f"{seen}, {counts} of {found.parameters} parameters; {len(rounds_attacked(experiment))} of "
+        f"{table.rounds} rounds{clients} are attacked"
     )
+
+
+def _trusts(experiment: Experiment) -> list[str]:
+    """Returns for whom a guarantee does not hold, if there is somebody."""
+    aggregator = experiment.aggregator
+    return [] if aggregator is None or aggregator.trust is None else [aggregator.trust]
 
 
 def _knows(experiment: Experiment, found: Explanation) -> list[str]:

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fedleak.privacy import NONE
+from fedleak.report.membership_table import area
 from fedleak.report.tables import INTERVALS, decimal, number, warnings
 from fedleak.report.words import NOT_MEASURED, interval, said, short_key
 from fedleak.sanitise import markup
@@ -68,7 +69,8 @@ def _table(collected: SweepSummary, *, stacked: bool) -> Table:
     _add_words(shown, "attack", names)
     for heading in ("texts\nexact, %", "ROUGE-L"):
         shown.add_column(heading, justify="right", no_wrap=not of_cells, min_width=8)
-    for heading in ("no\nupdate", "tokens\nfound,\n%", "seconds"):
+    asked = any(cell.membership is not None for cell in collected.cells)
+    for heading in ("no\nupdate", "tokens\nfound,\n%", *["who\nwas in,\nAUC"] * asked, "seconds"):
         shown.add_column(heading, justify="right", no_wrap=True)
     for cell, values in zip(collected.cells, lines, strict=True):
         if not cell.attacks:
@@ -81,6 +83,7 @@ def _table(collected: SweepSummary, *, stacked: bool) -> Table:
                 _unbroken(interval(of.rougeL)),
                 _mean(of.guess_rougeL),
                 _mean(of.token_recall, 100),
+                *[markup(membership(cell, name))] * asked,
                 f"{of.seconds:.1f}",
             )
         shown.add_section()
@@ -120,6 +123,15 @@ def utility_measure(collected: SweepSummary) -> str | None:
 def utility(cell: CellSummary, measure: str) -> float | None:
     """Returns the utility of a cell's model, if it was measured."""
     return None if cell.utility is None else cell.utility.figures.get(measure)
+
+
+def membership(cell: CellSummary, attack: str) -> str:
+    """Returns how well an attack tells in a cell which texts were in, by the score it names first.
+
+    It is text, not markup.
+    """
+    found = None if cell.membership is None else cell.membership.main(attack)
+    return NOT_MEASURED if found is None else area(found.auc)
 
 
 def _cell_columns(collected: SweepSummary) -> dict[str, Callable[[CellSummary], str]]:

@@ -49,7 +49,10 @@ def print_run(
         return
     ledger, rows = run.rows(LEDGER), [one.row for one in scored]
     names = sorted({row.attack for row in rows})
-    print_in_parts(console, names, lambda some: leakage_table(summary.name, rows, ledger, some))
+    of_models = summary.defenses.settings.get("sees") == "models"
+    print_in_parts(
+        console, names, lambda some: leakage_table(summary.name, rows, ledger, some, of_models)
+    )
     print_in_parts(
         console, list(summary.attacks), lambda some: summary_table(summary.attacks, some)
     )
@@ -91,7 +94,8 @@ def _print_measured(summary: RunSummary, console: Console) -> None:
         for line in canary_table.notes(summary.canary):
             console.print(f"  [dim]{markup(line)}[/]", soft_wrap=True)
     if summary.membership is not None:
-        console.print(membership_table.table(summary.membership))
+        for attack in dict.fromkeys(row.attack for row in summary.membership.figures):
+            console.print(membership_table.table(summary.membership, attack))
         for line in membership_table.notes(summary.membership):
             console.print(f"  [dim]{markup(line)}[/]", soft_wrap=True)
 
@@ -135,6 +139,7 @@ def leakage_table(
     rows: Sequence[LeakageRow],
     ledger: Sequence[LedgerRow] = (),
     attacks: Sequence[str] | None = None,
+    of_models: bool = False,
 ) -> Table:
     """Returns a line per round and client, with a column per attack.
 
@@ -143,9 +148,11 @@ def leakage_table(
         rows: Scored answers.
         ledger: Rows of privacy.jsonl.
         attacks: Those that get a column; None: all.
+        of_models: What was attacked are differences of the models that the server published.
     """
+    what = "what the published models tell" if of_models else "what the server read in each update"
     table = Table(
-        title=f"{markup(name)}: what the server read in each update",
+        title=f"{markup(name)}: {what}",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
         caption="attacks: texts recovered exactly and ROUGE-L, or the share of tokens found; "

@@ -1,7 +1,9 @@
 """Values of an experiment file, and figures, in few words, for people."""
 
+from collections.abc import Mapping
 from typing import Any
 
+from fedleak.observation import Sight
 from fedleak.sanitise import printable
 from fedleak.store.summaries import Estimate
 
@@ -9,6 +11,14 @@ NOT_MEASURED = "-"
 
 ANY_ATTACK = "any attack"
 """What all attacks together are called."""
+
+
+SEES: Mapping[Sight, str] = {
+    "updates": "each client's update",
+    "sum": "the sum of each round's updates",
+    "models": "the models that the server publishes, and so how each round changed them",
+}
+"""What an attacker sees."""
 
 
 def said(value: Any) -> str:

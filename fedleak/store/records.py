@@ -256,15 +256,17 @@ class MembershipRow(_OfAttack):
     No text is in it.
 
     Attributes:
-        inside: Whether each text of the list was in the batch.
-        pairs: Places in the list of a text of the batch, and of the one that stands beside it.
-        first: Whether no text of the pair was in the list of an update before this one.
+        texts: The number of each text of the list: in a file of candidates its row, from 0; else
+            any, but the same in all rows of the attack.
+        inside: Whether it was in the batch.
+        pairs: Places in the list of a text of the batch, and of the one that stands beside it;
+            none of a list from a file.
         scores: By the name of a statistic, of each text of the list.
     """
 
+    texts: tuple[int, ...]
     inside: tuple[bool, ...]
     pairs: tuple[tuple[int, int], ...]
-    first: tuple[bool, ...]
     scores: dict[str, tuple[float, ...]]
 
 
@@ -294,13 +296,15 @@ def _check_canaries(row: CanaryRow) -> None:
 
 
 def _check_membership(row: MembershipRow) -> None:
-    if sorted(place for pair in row.pairs for place in pair) != list(range(len(row.inside))):
+    count = len(row.texts)
+    if len(set(row.texts)) != count or len(row.inside) != count:
+        raise ValueError("texts: one is there twice, or nobody knows whether it was in")
+    paired = sorted(place for pair in row.pairs for place in pair)
+    if paired and paired != list(range(count)):
         raise ValueError("pairs: not every text is in one")
-    if not row.pairs or len(row.first) != len(row.pairs):
-        raise ValueError(f"first: {len(row.first)} of {len(row.pairs)} pairs")
     if not all(row.inside[member] and not row.inside[other] for member, other in row.pairs):
         raise ValueError("pairs: one of each must be in")
-    if any(len(each) != len(row.inside) for each in row.scores.values()):
+    if any(len(each) != count for each in row.scores.values()):
         raise ValueError("scores: not of every text")
 
 

@@ -11,6 +11,8 @@
       reconstructions.jsonl            a line per attack and capture, as each finishes
       attempts.jsonl                   a line per try of an attack that crashed
       leakage.jsonl privacy.jsonl defenses.jsonl utility.jsonl summary.json held_out.json
+      candidates/                      texts of files that attacks on membership are asked about
+      membership.jsonl                 what these attacks say of each text of a list
       canaries.jsonl                   what the audit's canaries score in each update
       damaged.jsonl                    lines of the others that could not be read, and why
       shard-2of4/                      answers of one of several machines: `store.shards`

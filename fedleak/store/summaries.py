@@ -250,6 +250,18 @@ class CanarySummary(Record):
     alarms: tuple[str, ...]
 
 
+class RocPoint(Record):
+    """A point of a ROC curve.
+
+    Attributes:
+        accused: The share of the texts outside that score above a threshold.
+        found: The share of the texts inside that do, with its interval at this threshold.
+    """
+
+    accused: float
+    found: Estimate
+
+
 class RoundFigure(Record):
     """The area under the ROC curve over the updates of one round."""
 
@@ -263,17 +275,20 @@ class MembershipFigures(Record):
     Attributes:
         attack, score: Whose, and the name of the score.
         updates, clients: That the texts are of; no clients where updates are sums.
-        members, controls: Texts that were in, and texts that were not.
-        auc: The area under the ROC curve, with the interval over clients, or over updates where
-            there is one client or sums; 0.5 is chance.
+        members, controls: Texts that were in, and texts that were not, over all rounds; a text
+            counts once for each client whose updates it is looked for in.
+        auc: The area under the ROC curve over all rounds, with the interval over clients, or over
+            rounds where there is one client or sums; 0.5 is chance. None: no list has both kinds.
         rounds: The area in each round.
+        roc: Points of the curve over all rounds.
         found_at_1_percent, found_at_01_percent: The share of the members above all but 1 %, or
             0.1 %, of the controls; None: there are fewer than 100, or 1,000, controls.
-        pairs: Of a member and a control, both for the first time.
+        pairs: Of a member and a control, no text in two of them.
+        no_bound: Why there is neither p nor epsilon; None: there are both.
         p: Of a sign test over these pairs, corrected for the number of attacks and scores; small:
-            chance would rarely tell them apart so well, or so wrongly. None: as for `epsilon`.
+            chance would rarely tell them apart so well, or so wrongly.
         epsilon: Lower bound for replacing a text by another; 0: nothing was seen with so many
-            pairs; None: there is none.
+            pairs.
     """
 
     attack: str
@@ -282,11 +297,13 @@ class MembershipFigures(Record):
     clients: int | None
     members: int
     controls: int
-    auc: Estimate
+    auc: Estimate | None
     rounds: tuple[RoundFigure, ...]
-    found_at_1_percent: float | None
-    found_at_01_percent: float | None
+    roc: tuple[RocPoint, ...]
+    found_at_1_percent: Estimate | None
+    found_at_01_percent: Estimate | None
     pairs: int
+    no_bound: str | None
     p: float | None
     epsilon: float | None
 
@@ -297,14 +314,16 @@ class MembershipSummary(Record):
     Attributes:
         confidence: With which the bounds of all attacks and scores hold at once.
         delta: Of every bound.
-        no_bound: Why there is no bound; None: there are bounds.
-        figures: By attack and score.
+        figures: By attack and score; of each attack the score that it names first comes first.
     """
 
     confidence: float
     delta: float
-    no_bound: str | None
     figures: tuple[MembershipFigures, ...]
+
+    def main(self, attack: str) -> MembershipFigures | None:
+        """Returns the figures of the score that an attack names first; None: it has none."""
+        return next((each for each in self.figures if each.attack == attack), None)
 
 
 class Circumstances(Record):

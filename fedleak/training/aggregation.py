@@ -68,3 +68,27 @@ def aggregate(
         else value
         for name, value in broadcast.items()
     }
+
+
+def difference(
+    before: Mapping[str, Tensor],
+    after: Mapping[str, Tensor],
+    total: WeightedSum,
+    learning_rate: float,
+) -> ClientUpdate:
+    """Returns what two successive global models tell of the updates between them: `aggregate` back.
+
+    It is the mean that moved the weights, as far as their rounding leaves it: of gradients the
+    difference is divided by minus the learning rate.
+
+    Args:
+        before, after: The models.
+        total: What was aggregated; of it come the kind, the names and the number of examples.
+        learning_rate: Of the server.
+    """
+    scale = -1 / learning_rate if total.kind == UpdateKind.GRADIENT else 1.0
+    mean = {
+        name: ((after[name].double() - before[name].double()) * scale).to(before[name].dtype)
+        for name in total.tensors
+    }
+    return ClientUpdate(total.kind, mean, total.all_examples)

@@ -303,6 +303,7 @@ EASY = {
     "dlg": Easy(settings={"steps": 60}),
     "lamp": Easy(settings={"steps": 60}),
     "tag": Easy(settings={"steps": 60}),
+    "auto": Easy(settings={"steps": 60}),
     "command": Easy(settings=QUICK["command"]),
 }
 """By kind, for attacks that cannot work in the setting that is easy for others, or take long."""

@@ -16,7 +16,8 @@ from fedleak.audit import defense_checks, scoring
 from fedleak.cli import app
 from fedleak.config.loading import parse
 from fedleak.defenses.cast import Cast
-from fedleak.defenses.clip import Clip
+from fedleak.defenses.central_dp import CentralDp
+from fedleak.defenses.clip import Clip, clipped
 from fedleak.defenses.dp_sgd import DpSgd
 from fedleak.defenses.freeze import Freeze
 from fedleak.defenses.gaussian_noise import GaussianNoise
@@ -33,6 +34,7 @@ from fedleak.federation.protection import Protection
 from fedleak.privacy import Event
 from fedleak.store.run import Run
 from fedleak.training import private_steps
+from fedleak.training.aggregation import mean_update
 from server.app import app as server_app
 from server.engines import train
 from server.inline import InlineGrid
@@ -61,6 +63,7 @@ MASK = {"kind": "mask", "fraction": 0.3}
 PRUNE = {"kind": "prune", "fraction": 0.9}
 QUANTIZE = {"kind": "quantize", "bits": 4}
 SECURE_SUM = {"kind": "secure_sum"}
+CENTRAL_DP = {"kind": "central_dp", "max_norm": 0.5, "noise_multiplier": 0.1}
 SIGN = {"kind": "sign"}
 STOCHASTIC = {"kind": "quantize", "bits": 6, "stochastic": True}
 ALL = [
@@ -101,7 +104,7 @@ def broken(findings):
     ],
 )
 def test_every_defense_does_what_it_says(model, algorithm):
-    assert {each["kind"] for each in ALL} == defenses.kinds().keys()
+    assert {each["kind"] for each in [*ALL, CENTRAL_DP]} == defenses.kinds().keys()
     federation = TABLE["federation"] | {"algorithm": algorithm, "local_epochs": 2}
     findings = defense_checks.check(experiment_of(*ALL, model=model, federation=federation))
     assert not broken(findings), [one for one in findings if not one.holds]
@@ -119,6 +122,21 @@ def test_every_defense_does_what_it_says(model, algorithm):
     assert [f.claim for f in findings if f.defense == "the update"] == [
         "what is shared and trained is sent, and nothing else",
         "the global weights move, and stay finite",
+    ]
+
+
+@pytest.mark.parametrize("algorithm", ["fedsgd", "fedavg"])
+def test_a_server_that_is_trusted_with_the_noise_is_checked(algorithm):
+    federation = TABLE["federation"] | {"algorithm": algorithm}
+    findings = defense_checks.check(experiment_of(CENTRAL_DP, federation=federation))
+    assert not broken(findings), [one for one in findings if not one.holds]
+    first, *others = [one.claim for one in findings if "central_dp" in one.defense]
+    assert "neither of two" in first
+    assert [claim.split(" by ")[0].split(" than ")[0] for claim in others] == [
+        "a loud client moves the sum of updates",
+        "the noise has standard deviation 0.025",  # 0.1 * 0.5 over two clients
+        "two runs of one round spend what one run of two does, and more",
+        "a step without sampling spends no more",
     ]
 
 
@@ -316,11 +334,33 @@ def no_cast(patch):
 
 
 def a_sum_that_is_the_last(patch):
-    def combined(self, updates):
+    def combined(self, updates, *, rng):
         *_, last = updates
         return last
 
     patch.setattr(SecureSum, "combined", combined)
+
+
+def a_mean_of_raw_updates(patch):
+    patch.setattr("fedleak.defenses.central_dp.clipped", lambda update, norm: update)
+
+
+def noise_that_the_server_leaves_out(patch):
+    def combined(self, updates, *, rng):
+        return original(dataclasses.replace(self, noise_multiplier=1e-9), updates, rng=rng)
+
+    original = CentralDp.combined
+    patch.setattr(CentralDp, "combined", combined)
+
+
+def clients_that_are_weighed_by_their_examples(patch):
+    original = CentralDp.combined
+
+    def combined(self, updates, *, rng):
+        short = [clipped(each, self.max_norm) for each in updates]
+        return original(self, [mean_update(short)] * len(short), rng=rng)
+
+    patch.setattr(CentralDp, "combined", combined)
 
 
 NOISE = "the noise has standard deviation"
@@ -349,6 +389,9 @@ BROKEN = [
     (SIGN, sizes_beside_signs, ["no more than 3 numbers a tensor"]),
     (CAST, no_cast, [DIFFERS]),
     (SECURE_SUM, a_sum_that_is_the_last, ["neither of two", "weighted mean"]),
+    (CENTRAL_DP, a_mean_of_raw_updates, ["a loud client moves the sum", STEP]),
+    (CENTRAL_DP, noise_that_the_server_leaves_out, [NOISE, STEP]),
+    (CENTRAL_DP, clients_that_are_weighed_by_their_examples, ["a loud client moves the sum"]),
 ]
 
 

@@ -18,6 +18,7 @@ import pytest
 from tiny import DLG, Here, call, toml
 
 from fedleak.dispatch import dispatcher
+from fedleak.observation import Sight
 from fedleak.reconstruction import Status
 from fedleak.report.html.glossary import TERMS
 from fedleak.report.html.page import (
@@ -95,7 +96,8 @@ def page_of(texts: list[PrivateText], word: str = "a word", **changes: Any) -> R
             "attacks": [],
             "attack_table": table,
             "ladder": table,
-            "membership": table,
+            "membership": [],
+            "membership_table": table,
             "texts": texts,
             "texts_note": word,
             "defenses": [table],
@@ -304,7 +306,7 @@ def worst(exact: Estimate | None, **changes: Any) -> WorstCase:
     )
 
 
-EXTENT = Extent(attacked=12, sent=720, granted=(), sums=False)
+EXTENT = Extent(attacked=12, sent=720, granted=(), sees="updates")
 
 
 def test_the_verdict_says_what_was_read_by_whom_how_sure_and_what_was_not_measured() -> None:
@@ -342,18 +344,20 @@ def test_a_verdict_without_the_worst_case_is_of_the_strongest_attack() -> None:
         (None, {}, Level.UNKNOWN),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("sums", [False, True])
+@pytest.mark.parametrize("sees", ["updates", "sum", "models"])
 def test_no_verdict_calls_a_setting_safe(
-    found: WorstCase | None, attacks: dict[str, AttackSummary], level: Level, sums: bool
+    found: WorstCase | None, attacks: dict[str, AttackSummary], level: Level, sees: Sight
 ) -> None:
-    extent = replace(EXTENT, sums=sums, granted=("lengths",))
+    extent = replace(EXTENT, sees=sees, granted=("lengths",))
     verdict = run_verdict(summary(found, attacks, missing=("something",)), extent)
     text = " ".join(verdict.sentences)
     assert verdict.level is level
     assert not re.search(r"\b(safe|secure|protected|private\.|no leak)\b", text.lower())
     assert "cannot show that they do not" in text
     assert "incomplete" in text
-    assert ("sums of clients' updates" in text) is sums
+    assert ("sums of clients' updates" in text) is (sees == "sum")
+    assert ("differences of successive models" in text) is (sees == "models")
+    assert ("an attacker who has the published models" in text.lower()) is (sees == "models")
     if level is Level.UNKNOWN:
         assert "was not measured" in text
     elif found is not None and found.unattacked:

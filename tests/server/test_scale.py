@@ -103,7 +103,10 @@ def test_of_rounds_without_such_a_client_no_model_stays(tmp_path):
         ({"threat.clients": [3]}, r"threat.clients has 3, but federation.clients = 3"),
         ({"threat.clients": []}, r"threat.clients"),
         ({"threat.clients": [-1]}, r"threat.clients"),
-        ({"threat.clients": [0], "defense": [{"kind": "secure_sum"}]}, "only the sum of a round"),
+        (
+            {"threat.clients": [0], "defense": [{"kind": "secure_sum"}]},
+            "sees is of all clients of a round",
+        ),
         ({"audit.keep": "none", "canary": {"count": 8}}, "canaries are scored in them at the end"),
         ({"audit.waiting": 2}, "waiting = 2 bounds the disk only where captures are deleted"),
     ],

@@ -155,6 +155,31 @@ WRONG: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         ("defense[0]", "freeze"),
     ),
     "freeze nothing": ({"defense": [{"kind": "freeze", "parameters": ["pooler2"]}]}, ("pooler2",)),
+    "central dp": ({"defense": [{"kind": "central_dp", "max_norm": 1.0}]}, ("give either",)),
+    "central dp without norm": (
+        {"defense": [{"kind": "central_dp", "epsilon": 8.0}]},
+        ("defense[0].max_norm is missing",),
+    ),
+    "central dp out of reach": (
+        {"defense": [{"kind": "central_dp", "max_norm": 1.0, "epsilon": 1e-9}]},
+        ("epsilon = 1e-09", "raise it"),
+    ),
+    "canaries of a noisy server": (
+        {
+            "defense": [{"kind": "central_dp", "max_norm": 1.0, "noise_multiplier": 1.0}],
+            "canary.count": 4,
+        },
+        ("canary: central_dp", "leave [canary] out"),
+    ),
+    "two that protect clients": (
+        {
+            "defense": [
+                {"kind": "central_dp", "max_norm": 1.0, "noise_multiplier": 1.0},
+                {"kind": "local_dp", "max_norm": 1.0, "noise_multiplier": 1.0},
+            ]
+        },
+        ("'replace one'", "'zero out one'", "keep one"),
+    ),
     "secure sum of some": (
         {"defense": [{"kind": "secure_sum", "clients": [0]}]},
         ("secure_sum", "leave the key out"),
@@ -173,6 +198,16 @@ WRONG: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     # Threat, privacy, utility.
     "fact": ({"threat.knows": ["label"]}, ("label", "did you mean 'labels'")),
     "fact word": ({"threat.knows": "labels"}, ("threat.knows = 'labels'",)),
+    "sees word": ({"threat.sees": "model"}, ("threat.sees = 'model'",)),
+    "sees a sum": ({"threat.sees": "sum"}, ("threat.sees = 'sum'", "secure_sum", "'models'")),
+    "sees updates": (
+        {"threat.sees": "updates", "defense": [{"kind": "secure_sum"}]},
+        ("threat.sees = 'updates'", "with secure_sum", "'sum' or 'models'"),
+    ),
+    "sees clients of models": (
+        {"threat.sees": "models", "threat.clients": [0]},
+        ("threat.clients = [0]", "leave threat.clients out"),
+    ),
     "threat round": ({"threat.rounds": [9]}, ("threat.rounds has 9", "from 1 to 1")),
     "threat round 0": ({"threat.rounds": [0]}, ("threat.rounds",)),
     "threat no round": ({"threat.rounds": []}, ("threat.rounds",)),

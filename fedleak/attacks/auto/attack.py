@@ -8,7 +8,6 @@ read, by the observed gradient alone (`evidence`), so that a sequence of one att
 another attack's.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, NamedTuple
@@ -17,7 +16,10 @@ import torch
 from pydantic import AfterValidator, Field
 
 from fedleak.attacks import AttackSetting, OneByOne, Progress, Step, certificate
-from fedleak.attacks.auto.evidence import choose, compare, nats
+from fedleak.attacks.auto import budget
+from fedleak.attacks.auto.budget import Reserve
+from fedleak.attacks.auto.chance import leaves_noise, noise_of, worth
+from fedleak.attacks.auto.evidence import choose, compare
 from fedleak.attacks.auto.peeling import occurrences, peel
 from fedleak.attacks.auto.reading import Ids, Reading, read
 from fedleak.attacks.auto.sharpening import Labelled, sharpened
@@ -40,8 +42,8 @@ ENSEMBLE: tuple[tuple[Single, str], ...] = (
 )
 """Cheapest first: the next is asked only where those before proved no whole batch."""
 
-_SHARE = 0.5
-"""Share of the time left that an attack may take: something comes after each."""
+_READ = 2
+"""Sequences of one attack that are compared with those of others, for each text of the batch."""
 
 
 @dataclass(frozen=True)
@@ -72,14 +74,33 @@ class Findings:
             whole=reading.sequences if reading.answer.verified else (),
         )
 
-    def clues(self) -> Clues:
-        """Returns what the next attack begins with."""
-        return Clues(tuple(sorted(self.tokens)) or None, self.unproved())
+    def clues(self, most: int) -> Clues:
+        """Returns what the next attack begins with, at most so many sequences of each attack."""
+        return Clues(tuple(sorted(self.tokens)) or None, self.unproved(most))
 
-    def unproved(self) -> tuple[Ids, ...]:
-        """Returns the sequences that are not proved."""
+    def unproved(self, most: int) -> tuple[Ids, ...]:
+        """Returns the sequences that are not proved, at most so many of each attack."""
         proved = {one.ids for one in self.members}
-        return tuple(ids for ids in self.read if ids not in proved)
+        left = [ids for ids in self.read if ids not in proved]
+        of_each = ([ids for ids in left if self.read[ids] == kind] for kind in reversed(self.said))
+        return tuple(ids for some in of_each for ids in some[:most])
+
+
+class Choice(NamedTuple):
+    """The sequences that explain an update best.
+
+    Attributes:
+        batch: With labels and weights.
+        evidence: Of each, best first: the residual as a share of what it is without the sequence.
+        residual: What all of them leave, as a share of the gradient's square.
+    """
+
+    batch: tuple[Labelled, ...]
+    evidence: dict[Ids, float]
+    residual: float
+
+
+NO_CHOICE = Choice((), {}, 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,9 +115,9 @@ class Auto(OneByOne):
     """
 
     kind: ClassVar[str] = "auto"
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
     slow: ClassVar[bool] = True
-    uses: ClassVar[frozenset[str]] = Lamp.uses
+    uses: ClassVar[frozenset[str]] = Lamp.uses | {"noise_scale"}
     seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 120.0
     prior: Annotated[str, AfterValidator(absolute)] | None = None
     steps: Annotated[int, Field(ge=1)] | None = None
@@ -127,68 +148,111 @@ class Auto(OneByOne):
     ) -> Reconstruction:
         """Returns the batch that explains the update best, of all that the attacks read."""
         clock, found = Clock(self.seconds), Findings()
-        rest: Observation | None = seen
+        rest, most = seen, _READ * seen.update.num_examples
         setting = AttackSetting.of(seen, model)
         able = [attack for attack, _ in ENSEMBLE if attack.obstacle(setting) is None]
+        clear = budget.spans_are_clear(seen, model, rng)
         for number, attack in enumerate(able, 1):
-            if rest is None or (found.said and clock.up()):
+            if found.said and clock.up():
                 break
 
             def tell(how: Progress, of: str = f"{attack.kind} ({number} of {len(able)})") -> None:
                 on_progress(how._replace(phase=f"{of} {how.phase}".strip()))
 
-            timed = self._timed(attack, _SHARE * clock.left())
-            reading = read(timed, rest, model, found.clues(), rng, tell)
-            found = found.and_(attack.kind, reading)
-            if reading.answer.verified:
+            clues = found.clues(most)
+            timed = self._timed(attack, rest, model, clues, clock, clear)
+            if timed is None:
                 break
-            rest = peel(seen, model, found.members) if found.members else seen
-        if rest is not None and not found.whole and not clock.up():
+            reading = read(timed, rest, model, clues, rng, tell)
+            found = found.and_(attack.kind, reading)
+            if reading.answer.verified and rest is seen:
+                return self._proved(found, model, clock)
+            left = peel(seen, model, found.members) if found.members else seen
+            if left is None or reading.answer.verified:
+                return self._answer(found, NO_CHOICE, seen, rest, model, rng, clock)
+            rest = left
+            if noise_of(rest) is not None:
+                choice = _choice(found.unproved(most), rest, model)
+                if leaves_noise(model, choice.batch, rest, rng):
+                    return self._answer(found, choice, seen, rest, model, rng, clock)
 
-            def mended(ids: Ids, fit: float) -> None:
-                on_progress(Progress(len(able), len(able), 1 - fit, model.decode(ids), "mending"))
+        def show(ids: Ids, fit: float) -> None:
+            on_progress(Progress(len(able), len(able), 1 - fit, model.decode(ids), "mending"))
 
-            better = _sharpened(found, rest, model, rng, clock, mended)
-            found = replace(found, read=dict.fromkeys(better, self.kind) | found.read)
-        return self._answer(found, seen, rest, model, clock)
+        choice = _mended(found.unproved(most), rest, model, rng, clock, show)
+        return self._answer(found, choice, seen, rest, model, rng, clock)
 
-    def _timed(self, attack: Single, seconds: float) -> Single:
-        """Returns an attack with its time, and with the settings of this one."""
-        if isinstance(attack, Lamp):
-            return replace(attack, seconds=seconds, prior=self.prior, steps=self.steps)
-        return replace(attack, seconds=seconds)
-
-    def _answer(
+    def _timed(
         self,
-        found: Findings,
+        attack: Single,
         seen: Observation,
-        left: Observation | None,
         model: LanguageModel,
+        clues: Clues,
         clock: Clock,
-    ) -> Reconstruction:
-        """Returns what is proved, and beside it the choice that explains the rest best."""
-        diagnostics: dict[str, Any] = {
+        clear: bool,
+    ) -> Single | None:
+        """Returns an attack with its time and the settings of this one; None: there is no time."""
+        if not isinstance(attack, Lamp):
+            return replace(attack, seconds=budget.on_spans(clock, clear))
+        reserve = Reserve.measured(seen, model, clues.sequences)
+        if clues.sequences and reserve.answer > clock.left():
+            clock.rang = True  # the first step alone would make the answer late
+            return None
+        return replace(attack, seconds=reserve.before(clock), prior=self.prior, steps=self.steps)
+
+    def _said(self, found: Findings, clock: Clock) -> dict[str, Any]:
+        """Returns the diagnostics of every answer."""
+        return {
             "version": self.version,
             "asked": {kind: str(one.status) for kind, one in found.said.items()},
             **({"time_up": True} if clock.rang else {}),
         }
+
+    def _proved(self, found: Findings, model: LanguageModel, clock: Clock) -> Reconstruction:
+        """Returns the answer of the last attack, which proved the whole batch by itself."""
+        *_, (kind, answer) = found.said.items()
+        sequences = tuple(certificate.close(model, ids) for ids in found.whole)
+        own = {"from": [kind] * len(sequences), "likely": [True] * len(sequences)}
+        return replace(
+            answer,
+            sequences=sequences,
+            tokens=tuple(sorted({token for ids in sequences for token in ids})),
+            diagnostics={**answer.diagnostics, **own, **self._said(found, clock)},
+        )
+
+    def _answer(
+        self,
+        found: Findings,
+        choice: Choice,
+        seen: Observation,
+        rest: Observation,
+        model: LanguageModel,
+        rng: torch.Generator,
+        clock: Clock,
+    ) -> Reconstruction:
+        """Returns what is proved, and beside it the choice that explains the rest best."""
+        diagnostics = self._said(found, clock)
         repeats = occurrences(model, found.members, seen.update.num_examples)
         proved = tuple(
             one.ids for one, n in zip(found.members, repeats, strict=True) for _ in range(n)
         )
-        chosen: dict[Ids, float] = {}
-        likely = bool(proved or found.whole)
-        if not found.whole and left is not None and (pool := found.unproved()):
-            choice = _choice(pool, left, model)
-            chosen = choice.evidence
-            likely |= choice.nats > choice.nats_by_chance
+        certain = {*proved, *found.whole}
+        likely: set[Ids] = set()
+        if choice.batch:
+            observed = certificate.as_gradient(rest)
+            worth_of = worth(model, choice.batch, observed, rng, noise_of(rest))
+            likely = {
+                one.ids for one, is_so in zip(choice.batch, worth_of.likely, strict=True) if is_so
+            }
             diagnostics |= {
                 "residual": choice.residual,
-                "nats": choice.nats,
-                "nats_by_chance": choice.nats_by_chance,
+                "nats": list(worth_of.nats),
+                "nats_by_chance": list(worth_of.by_chance),
             }
-        stands = likely or any(one.status == Status.RECOVERED for one in found.said.values())
-        batch = (*proved, *found.whole, *chosen)
+        stands = (
+            certain or likely or any(one.status == Status.RECOVERED for one in found.said.values())
+        )
+        batch = (*proved, *found.whole, *choice.evidence)
         if not batch or not stands:
             reasons = "; ".join(f"{kind}: {one.reason}" for kind, one in found.said.items())
             return Reconstruction.none(Status.ABSTAINED, reasons, **diagnostics)
@@ -198,42 +262,34 @@ class Auto(OneByOne):
             batch = tuple(ids for ids, times in verdict.repeats.items() for _ in range(times))
         if verdict.difference is not None:
             diagnostics["gradient_difference"] = verdict.difference
-        evidence = [0.0 if verified else chosen.get(ids, 0.0) for ids in batch]
         closed = [certificate.close(model, ids) for ids in batch]
         return Reconstruction(
             status=Status.RECOVERED,
             sequences=tuple(closed),
-            evidence=tuple(evidence),
+            evidence=tuple(0.0 if verified else choice.evidence.get(ids, 0.0) for ids in batch),
             tokens=tuple(sorted({token for ids in closed for token in ids})),
-            diagnostics={**diagnostics, "from": [found.read.get(ids, "") for ids in batch]},
+            diagnostics={
+                **diagnostics,
+                "from": [found.read.get(ids, self.kind) for ids in batch],
+                "likely": [verified or ids in certain | likely for ids in batch],
+            },
             verified=verified,
-            reason="" if verified or proved else "nothing proved: the likeliest sequences",
+            reason="" if verified or proved else _NOT_PROVED[bool(likely)],
         )
 
 
-class Choice(NamedTuple):
-    """The sequences that explain an update best.
-
-    Attributes:
-        batch: With labels and weights.
-        evidence: Of each, best first: the residual as a share of what it is without the sequence.
-        residual: What all of them leave, as a share of the gradient's square.
-        nats: How much likelier they make the update.
-        nats_by_chance: How much likelier the best of all texts of this length would make mere noise
-            (minimum description length). More than that proves no word: wrong texts explain what
-            all texts have in common.
-    """
-
-    batch: list[Labelled]
-    evidence: dict[Ids, float]
-    residual: float
-    nats: float
-    nats_by_chance: float
+_NOT_PROVED = {
+    True: "nothing proved: the likeliest sequences",
+    False: "nothing proved: guesses that explain no more than random texts do",
+}
 
 
 def _choice(pool: Sequence[Ids], rest: Observation, model: LanguageModel) -> Choice:
     """Returns the sequences of a pool that explain an update best."""
-    pairs = compare(model, pool, certificate.as_gradient(rest))
+    pool = [ids for ids in dict.fromkeys(pool) if not model.special_ids().issuperset(ids)]
+    if not pool:
+        return NO_CHOICE
+    pairs = compare(model, pool, certificate.as_gradient(rest), noise_of(rest))
     picks = choose(pairs, rest.update.num_examples)
     weights = pairs.weights(picks)
     batch = [
@@ -245,37 +301,41 @@ def _choice(pool: Sequence[Ids], rest: Observation, model: LanguageModel) -> Cho
     for pick, one in zip(picks, batch, strict=True):
         without = pairs.residual([k for k in picks if k != pick])
         evidence[one.ids] = min(left / without, evidence.get(one.ids, 1.0))
-    return Choice(
-        batch=batch,
-        evidence=dict(sorted(evidence.items(), key=lambda one: one[1])),
-        residual=left,
-        nats=nats(pairs, left),
-        nats_by_chance=sum(map(len, evidence)) * math.log(len(model.tokenizer)),
-    )
+    return Choice(tuple(batch), dict(sorted(evidence.items(), key=lambda one: one[1])), left)
 
 
-def _sharpened(
-    found: Findings,
+def _mended(
+    pool: Sequence[Ids],
     rest: Observation,
     model: LanguageModel,
     rng: torch.Generator,
     clock: Clock,
     tell: Callable[[Ids, float], None],
-) -> tuple[Ids, ...]:
+) -> Choice:
     """Returns the sequences that explain an update best, with words that do so better."""
-    pool = found.unproved()
-    if not pool:
-        return ()
-    observed = certificate.as_gradient(rest)
-    batch = _choice(pool, rest, model).batch
-    return tuple(sharpened(model, batch, observed, rng, clock, tell))
+    choice = _choice(pool, rest, model)
+    if not choice.batch or clock.up():
+        return choice
+    until = Reserve.measured(rest, model, pool).mending_clock(clock)
+    better = sharpened(
+        model,
+        choice.batch,
+        certificate.as_gradient(rest),
+        rng,
+        until,
+        tell,
+        noise_of(rest),
+        lambda batch: leaves_noise(model, batch, rest, rng),
+    )
+    clock.rang |= until.rang
+    return _choice([*better, *(one.ids for one in choice.batch)], rest, model)
 
 
 def _verdict(
     batch: Sequence[Ids], seen: Observation, model: LanguageModel, clock: Clock
 ) -> certificate.Verdict:
     """Returns what recomputing the gradient of a batch says, where that can be compared."""
-    if not certificate.is_linear(seen):
-        return certificate.Verdict({}, None, False)
+    if not certificate.is_linear(seen) or noise_of(seen) is not None:
+        return certificate.Verdict({}, None, False)  # not one gradient, or blurred
     members = certificate.explain(model, list(dict.fromkeys(batch)), seen, clock)
     return certificate.verify(model, members, seen)

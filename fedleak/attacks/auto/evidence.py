@@ -4,8 +4,9 @@ The gradient of a batch is a sum of its sequences' gradients, each of its own la
 weight. So the common currency of all attacks is the residual of the observed gradient after least
 squares on the gradients of a choice of (sequence, label) pairs, with no weight below zero. Weights
 are free, because clipping, masks, local steps and repeated texts change them. Every number counts
-in units of the root mean square of its tensor: with noise of one size on all of them this is the
-likelihood, and a tensor of small numbers counts as much as one of large ones.
+in units of the noise, where its scale is known. Else it counts in units of the root mean square of
+its tensor: with much noise of one size on all of them this is the same, and a tensor of small
+numbers counts as much as one of large ones.
 
 Least squares needs inner products only, and a weight's gradient `D^T A` has those of its factors
 (`matching.gradient_distance`), so no gradient is formed, however large the model.
@@ -35,8 +36,14 @@ from fedleak.models import CLASSIFICATION, LanguageModel, pad
 _LOWER = 1 - 1e-9
 """A residual counts as lower by more than rounding."""
 
+_PRODUCTS = 2**22
+"""Inner products of tokens that are in memory at a time."""
+
 _ROUNDING = 1e-6
 """A residual below this share of the gradient is rounding: it cannot become smaller."""
+
+_DIGITS = 9
+"""Digits of a residual: later ones depend on where its numbers lie in memory."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +57,7 @@ class Pairs:
         observed_K: Of the pairs with the observed gradient.
         total: Of the observed gradient with itself.
         numbers: How many numbers of the observed gradient are not zero.
+        in_noise: Numbers are in units of the noise, so that a square is known from its size.
     """
 
     sequence: tuple[int, ...]
@@ -58,6 +66,7 @@ class Pairs:
     observed_K: Tensor
     total: float
     numbers: int
+    in_noise: bool = False
 
     def residual(self, chosen: Sequence[int]) -> float:
         """Returns the square of what these pairs leave, as a share of the gradient's square.
@@ -70,7 +79,7 @@ class Pairs:
         if not bool((weights > 0).all()):
             return math.inf
         explained = float(weights @ self.observed_K[list(chosen)])
-        return max(1 - explained / self.total, _ROUNDING)
+        return max(round(1 - explained / self.total, _DIGITS), _ROUNDING)
 
     def weights(self, chosen: Sequence[int]) -> Tensor:
         """Returns the weights of pairs, by least squares."""
@@ -108,7 +117,10 @@ def choose(pairs: Pairs, most: int, begin: Sequence[int] = ()) -> list[int]:
 
 
 def compare(
-    model: LanguageModel, sequences: Sequence[tuple[int, ...]], observed: Mapping[str, Tensor]
+    model: LanguageModel,
+    sequences: Sequence[tuple[int, ...]],
+    observed: Mapping[str, Tensor],
+    noise: float | None = None,
 ) -> Pairs:
     """Returns the inner products of sequences' gradients with each other and the observed one.
 
@@ -116,10 +128,12 @@ def compare(
         model: At the broadcast weights.
         sequences: As attacks on spans give them (`certificate.close` adds the last target).
         observed: The mean gradient by parameter name.
+        noise: The standard deviation of the noise on each number; None: not known.
     """
     labels = model.num_labels if model.task == CLASSIFICATION else 1
     every_NC = torch.arange(labels, device=model.device).repeat(len(sequences), 1)
-    return compare_labelled(model, [close(model, ids) for ids in sequences], every_NC, observed)
+    closed = [close(model, ids) for ids in sequences]
+    return compare_labelled(model, closed, every_NC, observed, noise)
 
 
 def compare_labelled(
@@ -127,6 +141,7 @@ def compare_labelled(
     closed: Sequence[tuple[int, ...]],
     labels_NC: Tensor,
     observed: Mapping[str, Tensor],
+    noise: float | None = None,
 ) -> Pairs:
     """Returns the inner products of the gradients of sequences with some labels.
 
@@ -135,8 +150,9 @@ def compare_labelled(
         closed: The sequences, as clients train on them.
         labels_NC: Of each; of no meaning in next-token training.
         observed: The mean gradient by parameter name.
+        noise: The standard deviation of the noise on each number; None: not known.
     """
-    weight = weights(model, observed)
+    weight = weights(model, observed, noise)
     words_M = torch.tensor(sorted({t for ids in closed for t in ids}), device=model.device)
     own = BatchGradients(model, list(weight))
     with own.ready():
@@ -158,16 +174,19 @@ def compare_labelled(
         observed_K=observed_K,
         total=sum(weight[n] * float(observed[n].double().square().sum()) for n in weight),
         numbers=sum(int(observed[n].count_nonzero()) for n in weight),
+        in_noise=noise is not None,
     )
 
 
-def weights(model: LanguageModel, observed: Mapping[str, Tensor]) -> dict[str, float]:
+def weights(
+    model: LanguageModel, observed: Mapping[str, Tensor], noise: float | None = None
+) -> dict[str, float]:
     """Returns what the square of a number counts, by the parameters that are compared."""
     # The rows of a tied embedding also hold the output layer's gradient.
     left_out = {model.family.word_embedding} if model.tied else set()
     left_out |= model.family.null_parameters(observed)
     each = {name: _weight(value) for name, value in observed.items() if name not in left_out}
-    return {name: weight for name, weight in each.items() if weight}
+    return {name: weight if noise is None else noise**-2 for name, weight in each.items() if weight}
 
 
 def _weight(observed: Tensor) -> float:
@@ -262,8 +281,13 @@ def _products(gradient: Gradient, observed: Tensor) -> tuple[Tensor, Tensor]:
     tokens = left.shape[1]
     inner_K = (left * (right @ observed.mT)).flatten(1).sum(1)
     left, right = left.flatten(0, 1), right.flatten(0, 1)
-    both = (left @ left.T) * (right @ right.T)
-    return both.view(pairs, tokens, pairs, tokens).sum((1, 3)), inner_K
+    gram_KK = left.new_empty(pairs, pairs)
+    at_once = max(1, _PRODUCTS // (pairs * tokens**2))
+    for start in range(0, pairs, at_once):
+        some = slice(start * tokens, (start + at_once) * tokens)
+        both = (left[some] @ left.T) * (right[some] @ right.T)
+        gram_KK[start : start + at_once] = both.view(-1, tokens, pairs, tokens).sum((1, 3))
+    return gram_KK, inner_K
 
 
 def fits(
@@ -303,4 +327,6 @@ def nats(pairs: Pairs, residual: float) -> float:
 
     The natural logarithm of the ratio of likelihoods, if what is left is noise of one size.
     """
+    if pairs.in_noise:
+        return 0.5 * pairs.total * (1 - residual)
     return -0.5 * pairs.numbers * math.log(residual)

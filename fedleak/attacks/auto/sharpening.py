@@ -25,7 +25,7 @@ from fedleak.attacks.matching.batch_structure import frame
 from fedleak.attacks.matching.factored_gradients import BatchGradients
 from fedleak.models import CLASSIFICATION, LanguageModel
 
-_PROPOSED = 8
+PROPOSED = 8
 """Tokens that are tried at each place, by each of the two rules."""
 
 _ORDERS = 16
@@ -53,6 +53,8 @@ def sharpened(
     rng: torch.Generator,
     clock: Clock,
     tell: Tell,
+    noise: float | None = None,
+    done: Callable[[Sequence[Labelled]], bool] = lambda batch: False,
 ) -> list[Ids]:
     """Returns the sequences of a batch with the tokens that fit the observed gradient best.
 
@@ -63,8 +65,10 @@ def sharpened(
         rng: For the orders that are tried.
         clock: Looked at after some guesses.
         tell: Is told tokens, and how well they fit what the other sequences leave, from 0 to 1.
+        noise: The scale of the noise on the gradient, if it is known.
+        done: Whether a batch cannot become better; asked after each sequence that did.
     """
-    weight = weights(model, observed)
+    weight = weights(model, observed, noise)
     now, waiting = list(batch), list(range(len(batch)))
     while waiting and not clock.up():
         i = waiting.pop(0)
@@ -77,8 +81,16 @@ def sharpened(
         if better != now[i].ids:
             # The others were mended beside a worse one.
             now[i] = now[i]._replace(ids=better)
-            waiting = [*(j for j in range(len(now)) if j != i)]
+            waiting = [] if done(now) else [j for j in range(len(now)) if j != i]
     return [one.ids for one in now]
+
+
+def trial(model: LanguageModel, length: int, observed: Mapping[str, Tensor]) -> None:
+    """Does as much as trying other tokens at one place does, for its time to be measured."""
+    weight = weights(model, observed)
+    if weight:
+        some = [tuple(range(length))] * (2 * PROPOSED)
+        _fits(model, some, 0, {name: observed[name] for name in weight}, weight)
 
 
 def _mended(
@@ -134,7 +146,7 @@ def _proposals(
         likely = [score_TV[place].clone() for score_TV in scores_TV]
         for score_V in likely:
             score_V[[ids[place], *model.special_ids()]] = -torch.inf
-        best = [score_V.topk(_PROPOSED).indices.tolist() for score_V in likely]
+        best = [score_V.topk(PROPOSED).indices.tolist() for score_V in likely]
         proposed[place] = list(dict.fromkeys(token for some in best for token in some))
     return proposed
 

@@ -5,15 +5,16 @@ compares the scores with the truth.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
+from pydantic import AfterValidator
 
 from fedleak.attacks import AttackSetting
 from fedleak.attacks.auto.evidence import weights
 from fedleak.attacks.certificate import as_gradient
 from fedleak.attacks.membership import scores
-from fedleak.models import LanguageModel
+from fedleak.models import LanguageModel, absolute
 from fedleak.observation import QUESTIONS, Observation
 from fedleak.reconstruction import Reconstruction, Status
 
@@ -26,10 +27,16 @@ class Membership:
     the part of the text's gradient that no public text explains; `cosine`, that of all of its
     gradient; `loss`, how well the broadcast model fits it; `loss_drop`, how much better it is
     fitted after the update.
+
+    Attributes:
+        candidates: A csv, tsv, jsonl or parquet file with a column `text` and, for a classifier, a
+            column `label`: the texts that are asked about. Left out: the texts of each batch, and
+            as many held-out ones.
     """
 
     kind: ClassVar[str] = "membership"
     uses: ClassVar[frozenset[str]] = QUESTIONS
+    candidates: Annotated[str, AfterValidator(absolute)] | None = None
 
     def obstacle(self, setting: AttackSetting) -> str | None:
         """Needs texts to ask about, and a parameter whose gradient can be compared."""
@@ -51,22 +58,21 @@ class Membership:
         if not asked.listed:
             return Reconstruction.none(
                 Status.ABSTAINED,
-                "the list of candidates is empty: no held-out text can stand beside a text of the "
-                "batch: raise data.held_out",
+                "the list of candidates is empty: no held-out text of its class is left to stand "
+                "beside a text of the batch: raise data.held_out",
             )
         gradient = as_gradient(seen)
         if not weights(model, gradient):
             return Reconstruction.none(
                 Status.ABSTAINED, "the update is zero wherever gradients can be compared"
             )
-        count = len(asked.listed)
-        pairs = scores.products(model, [*asked.listed, *asked.public], gradient)
+        cosine_K, residual_K = scores.cosines(model, asked, gradient)
         loss_K = scores.losses(model, asked.listed)
         rate = seen.knowledge.learning_rate or 1.0
         after_K = scores.losses(scores.stepped(model, gradient, rate), asked.listed)
         found = {
-            "residual": scores.residual(pairs, count),
-            "cosine": scores.cosine(pairs, count),
+            "residual": residual_K,
+            "cosine": cosine_K,
             "loss": -loss_K,
             "loss_drop": loss_K - after_K,
         }
@@ -75,7 +81,7 @@ class Membership:
             status=Status.RECOVERED,
             scores={name: tuple(value.tolist()) for name, value in finite.items()},
             diagnostics={
-                "listed": count,
+                "listed": len(asked.listed),
                 "public": len(asked.public),
                 "left_out": sorted(found.keys() - finite.keys()),
             },

@@ -22,13 +22,13 @@ from torch import Tensor
 
 from fedleak.attacks.auto.evidence import Pairs, compare_labelled
 from fedleak.models import LanguageModel, example_losses, pad
-from fedleak.observation import Example
+from fedleak.observation import Candidates, Example
 
 RANK = 1e-6
 """Directions of the public span below this share of the largest are rounding of float32."""
 
 AT_ONCE = 32
-"""Texts whose losses are computed together."""
+"""Texts whose losses, or inner products, are computed together."""
 
 _TINY = 1e-300
 
@@ -45,6 +45,28 @@ def products(
     """
     labels_A1 = torch.tensor([[one.label or 0] for one in examples], device=model.device)
     return compare_labelled(model, [one.ids for one in examples], labels_A1, observed)
+
+
+def cosines(
+    model: LanguageModel, asked: Candidates, observed: Mapping[str, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Returns the cosine [K] of each candidate with the observed gradient, and the residual's [K].
+
+    Candidates are compared with public texts, not with each other, so a long list is taken in
+    parts.
+
+    Args:
+        model: At the broadcast weights.
+        asked: Candidates and public texts.
+        observed: The mean gradient by parameter name.
+    """
+    found = []
+    for start in range(0, len(asked.listed), AT_ONCE):
+        some = asked.listed[start : start + AT_ONCE]
+        pairs = products(model, [*some, *asked.public], observed)
+        found.append((cosine(pairs, len(some)), residual(pairs, len(some))))
+    whole, outside = zip(*found, strict=True)
+    return torch.cat(whole), torch.cat(outside)
 
 
 def cosine(pairs: Pairs, count: int) -> Tensor:

@@ -129,7 +129,9 @@ class RunPage:
         training: Pictures of utility and epsilon by round.
         attacks: Attacks side by side.
         ladder: What each fact is worth; None: that was not asked for.
-        membership: How well texts that were in updates are told from others; None: nobody asked.
+        membership: ROC curves of attacks on membership.
+        membership_table: How well texts that were in updates are told from others; None: nobody
+            asked.
         texts: Private texts, the worst first; empty if they are left out or gone.
         texts_note: Why texts are not listed.
         defenses: Tables of what defenses do, did, and what their check found.
@@ -154,7 +156,8 @@ class RunPage:
     attacks: Sequence[Picture]
     attack_table: Table | None
     ladder: Table | None
-    membership: Table | None
+    membership: Sequence[Picture]
+    membership_table: Table | None
     texts: Sequence[PrivateText]
     texts_note: str
     defenses: Sequence[Table]

@@ -15,7 +15,7 @@ from fedleak.report.html.wording import interval, listed
 from fedleak.sanitise import printable
 from fedleak.store.records import LeakageRow, LedgerRow, Utility, text_counts
 from fedleak.store.run import EVERYONE, Key
-from fedleak.store.summaries import AttackSummary, Estimate
+from fedleak.store.summaries import AttackSummary, Estimate, MembershipFigures, MembershipSummary
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -414,6 +414,60 @@ def attacks(name: str, summaries: Mapping[str, AttackSummary]) -> list[Picture]:
             _drawing(f"{name}-attacks", draw),
         )
     ]
+
+
+def membership(name: str, summary: MembershipSummary | None) -> list[Picture]:
+    """Returns the ROC curves of attacks on membership, a picture for each attack."""
+    found = []
+    figures = () if summary is None else summary.figures
+    for attack in dict.fromkeys(row.attack for row in figures):
+        curves = [row for row in figures if row.attack == attack and row.roc]
+        if not curves:
+            continue
+        words = "Areas under the curves: " + "; ".join(
+            f"{row.score} {'-' if row.auc is None else f'{row.auc.mean:.2f}'}" for row in curves
+        )
+        found.append(
+            Picture(
+                f"{printable(attack)}: the share of texts that were in and are found, against the "
+                "share of others that are accused, over all rounds; shaded: 95 % interval at each "
+                "threshold",
+                f"{words}. The table below has the intervals.",
+                _drawing(f"{name}-{attack}-roc", _roc(curves)),
+            )
+        )
+    return found
+
+
+def _roc(curves: Sequence[MembershipFigures]) -> Draw:
+    """Returns what draws a panel for each score."""
+
+    def draw(figure: "Figure", narrow: bool, dark: bool) -> float:
+        columns = 2 if narrow else 4
+        bands = math.ceil(len(curves) / columns)
+        grid = figure.subplots(bands, columns, squeeze=False, sharex=True, sharey=True)
+        colour = COLOURS[5] if dark else COLOURS[0]
+        for axes in grid.flat[len(curves) :]:
+            axes.set_axis_off()
+        for axes, row in zip(grid.flat, curves, strict=False):
+            accused = [100 * point.accused for point in row.roc]
+            mean, (below, above) = error_bars([point.found for point in row.roc], 100)
+            axes.plot([0, 100], [0, 100], color=GREY, linewidth=0.8, linestyle=":")
+            axes.fill_between(
+                accused, mean - below, mean + above, color=colour, alpha=0.25, linewidth=0
+            )
+            axes.plot(accused, mean, color=colour, linewidth=1.6)
+            axes.set_title(_short(row.score), fontsize=9, loc="left")
+            axes.set_xlim(0, 100)
+            axes.set_ylim(-2, 102)
+            axes.set_xticks([0, 50, 100])
+            axes.set_yticks([0, 50, 100])
+            axes.set_aspect("equal")
+        figure.supxlabel("accused of the others, %", fontsize=9)
+        figure.supylabel("found, %", fontsize=9)
+        return (2.3 if narrow else 2.6) * bands + 0.3
+
+    return draw
 
 
 def _short(name: str) -> str:

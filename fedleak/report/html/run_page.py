@@ -29,7 +29,7 @@ from fedleak.report.html.pictures import ReadShare, client_name
 from fedleak.report.html.verdict import Extent, run_verdict
 from fedleak.report.html.wording import counted, figure, interval, listed, percent
 from fedleak.report.tables import epsilon_of
-from fedleak.report.words import ANY_ATTACK, NOT_MEASURED, said
+from fedleak.report.words import ANY_ATTACK, NOT_MEASURED, SEES, said
 from fedleak.store.records import (
     LEDGER,
     UTILITY,
@@ -86,11 +86,12 @@ def run_page(run: Run, scored: Sequence[Scored], *, redact: bool = False) -> Run
         attacks=pictures.attacks(summary.name, summary.attacks),
         attack_table=attack_table(summary.attacks, summary),
         ladder=_ladder_table(summary),
-        membership=_membership(summary.membership),
+        membership=pictures.membership(summary.name, summary.membership),
+        membership_table=_membership(summary.membership),
         texts=texts,
         texts_note=_texts_note(rows, texts, redact),
         defenses=_defenses(run, experiment, summary),
-        privacy=_privacy(summary, ledger),
+        privacy=_privacy(experiment, summary, ledger),
         canary_alarms=summary.canary.alarms if summary.canary else (),
         ledger=_ledger(ledger, summary.canary),
         versions=[
@@ -131,7 +132,7 @@ def _extent(experiment: Experiment, summary: RunSummary, read: Mapping[Key, Read
         attacked=len(read),
         sent=len(captures_made(experiment)),
         granted=_granted(experiment, summary),
-        sums=experiment.aggregator is not None,
+        sees=experiment.sees,
     )
 
 
@@ -160,15 +161,17 @@ def _setting(experiment: Experiment) -> list[Entry]:
 
 def _threat(experiment: Experiment, summary: RunSummary) -> list[Entry]:
     """Returns who the attacker is, and what it sees and is told."""
-    sees = "the sum of each round's updates" if experiment.aggregator else "each client's update"
+    attacker = "the server; it follows the protocol and is curious"
+    if experiment.sees == "models":
+        attacker = "whoever has the models that the server publishes; not the server itself"
     rounds, clients = experiment.threat.rounds, experiment.threat.clients
     granted = [fact.replace("_", " ") for fact in _granted(experiment, summary)]
     told = listed(granted) if granted else "nothing more"
     if summary.ladder is not None:
         told = f"{told} (and less: see what each fact is worth)"
     return [
-        Entry("attacker", "the server; it follows the protocol and is curious"),
-        Entry("sees", f"{sees}, and the model that it broadcast"),
+        Entry("attacker", attacker),
+        Entry("sees", f"{SEES[experiment.sees]}, and the model that it broadcast"),
         Entry("knows anyway", "learning rate, number of local steps, whether there is dropout"),
         Entry("is granted", told),
         Entry("attacked rounds", "all" if rounds is None else listed(_first(rounds))),
@@ -198,7 +201,7 @@ def _leakage_table(
     shown = list(read.items())[:MOST_ROWS]
     more = len(read) - len(shown)
     return Table(
-        "What the server read in each update",
+        "What was read in each update",
         ("round", "client", "texts", "word for word", "tokens found", *names, "epsilon"),
         [
             (
@@ -428,8 +431,8 @@ def _checks(run: Run) -> list[Finding]:
         ) from None
 
 
-def _privacy(summary: RunSummary, ledger: Sequence[LedgerRow]) -> str:
-    held = summary.privacy
+def _privacy(experiment: Experiment, summary: RunSummary, ledger: Sequence[LedgerRow]) -> str:
+    held, aggregator = summary.privacy, experiment.aggregator
     if held is None:
         return "No client has trained, so there is no ledger."
     if held.epsilon == NONE:
@@ -437,10 +440,13 @@ def _privacy(summary: RunSummary, ledger: Sequence[LedgerRow]) -> str:
             f"Nothing is guaranteed to every client: there is no epsilon after "
             f"{counted(max(row.round for row in ledger), 'round')}."
         )
+    trust = ""
+    if aggregator is not None and aggregator.trust is not None:
+        trust = f" Mind that {aggregator.trust}."
     return (
         f"Every client has an epsilon of at most {figure(held.epsilon)} at delta "
         f"{figure(held.delta)} after {counted(max(row.round for row in ledger), 'round')} (unit: "
-        f"{held.unit}; neighbouring: {held.neighbouring}; accountant: {held.accountant})."
+        f"{held.unit}; neighbouring: {held.neighbouring}; accountant: {held.accountant}).{trust}"
     )
 
 
@@ -449,8 +455,11 @@ def _membership(summary: MembershipSummary | None) -> Table | None:
         return None
     return Table(
         membership_table.CAPTION.capitalize(),
-        membership_table.COLUMNS,
-        [membership_table.cells(row) for row in summary.figures],
+        ("attack", *membership_table.COLUMNS, membership_table.BY_ROUND),
+        [
+            (row.attack, *membership_table.cells(row), membership_table.by_round(row))
+            for row in summary.figures
+        ],
         " ".join(membership_table.notes(summary)),
     )
 

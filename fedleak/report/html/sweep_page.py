@@ -97,6 +97,7 @@ def _report(cell: CellSummary, reports: Mapping[str, str]) -> str | Link:
 
 
 def _attacks(collected: SweepSummary) -> Table | None:
+    asked = any(cell.membership is not None for cell in collected.cells)
     lines = [
         (
             ", ".join(said(cell.values[key]) for key in collected.axes),
@@ -106,6 +107,7 @@ def _attacks(collected: SweepSummary) -> Table | None:
             interval(of.rougeL),
             interval(of.guess_rougeL),
             interval(of.token_recall, 100),
+            *[sweep_table.membership(cell, name)] * asked,
             f"{of.seconds:,.1f}",
         )
         for cell in collected.cells
@@ -123,6 +125,7 @@ def _attacks(collected: SweepSummary) -> Table | None:
             "ROUGE-L",
             "no update: ROUGE-L",
             "tokens found, %",
+            *["who was in: AUC"] * asked,
             "seconds",
         ),
         lines,

@@ -3,13 +3,14 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from fedleak.observation import GRANTABLE
+from fedleak.observation import GRANTABLE, Sight
 from fedleak.report.html.page import Level, Verdict
 from fedleak.report.html.wording import counted, listed, percent, share
 from fedleak.store.summaries import (
     AttackSummary,
     CellSummary,
     Estimate,
+    MembershipSummary,
     RunSummary,
     SweepSummary,
     WorstCase,
@@ -63,7 +64,7 @@ def figures(worst: WorstCase | None, attacks: Mapping[str, AttackSummary]) -> Fi
             control_recall=worst.control_token_recall,
             warning=worst.warning,
         )
-    answered = {name: of for name, of in attacks.items() if of.answers > of.unscored}
+    answered = {name: of for name, of in attacks.items() if max(_strength(of)) >= 0}
     if not answered:
         return None
     name, of = max(answered.items(), key=lambda each: _strength(each[1]))
@@ -94,6 +95,14 @@ def _strength(of: AttackSummary) -> tuple[float, ...]:
     return tuple(-1.0 if each is None else each.mean for each in found)
 
 
+SEEN: Mapping[Sight, tuple[str, str]] = {
+    "updates": ("update", ""),
+    "sum": ("sum", " of clients' updates"),
+    "models": ("difference", " of successive models"),
+}
+"""What an attack is tried on, and of what it is one."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Extent:
     """How much of a run was attacked.
@@ -101,23 +110,24 @@ class Extent:
     Attributes:
         attacked, sent: Updates that attacks were tried on, and that clients sent in all.
         granted: Facts that the attacker was told beyond the protocol.
-        sums: Whether the server sees only sums of updates.
+        sees: What the attacker sees.
     """
 
     attacked: int
     sent: int
     granted: Sequence[str]
-    sums: bool
+    sees: Sight
 
 
 def run_verdict(summary: RunSummary, extent: Extent) -> Verdict:
     """Returns the verdict on a run."""
     found = figures(summary.worst_case, summary.attacks)
-    attacks = summary.attacks
+    attacks, told = summary.attacks, _told_apart(summary.membership)
+    level = _level(found, attacks)
     return Verdict(
-        _level(found, attacks),
+        Level.PARTLY if told and level == Level.UNKNOWN else level,
         (
-            _read(found, attacks, extent) + _untold(summary),
+            _read(found, attacks, extent) + _untold(summary) + told,
             _sure(found, attacks, extent),
             _unmeasured(summary, extent),
         ),
@@ -132,9 +142,11 @@ def _level(found: Figures | None, attacks: Mapping[str, AttackSummary]) -> Level
 
 def _read(found: Figures | None, attacks: Mapping[str, AttackSummary], extent: Extent) -> str:
     who = "A server that follows the protocol"
+    if extent.sees == "models":
+        who = "An attacker who has the published models"
     who += f" and was told {listed(extent.granted).replace('_', ' ')}" if extent.granted else ""
-    updates = counted(extent.attacked, "sum" if extent.sums else "update")
-    updates += " of clients' updates" if extent.sums else ""
+    one, of = SEEN[extent.sees]
+    updates = counted(extent.attacked, one) + of
     if found is None:
         why = f"no attack gave an answer for any of {updates}"
         if any(of.unscored for of in attacks.values()):
@@ -165,6 +177,24 @@ def _untold(summary: RunSummary) -> str:
     return f" Told nothing more than the protocol tells, it could read {found.exact_texts:,}."
 
 
+def _told_apart(membership: MembershipSummary | None) -> str:
+    """Returns how well it can be told which texts were in; no word where it cannot be told."""
+    figures = () if membership is None else membership.figures
+    clear = [
+        (row.p, -row.auc.mean, row)
+        for row in figures
+        if row.p is not None and row.p < 0.05 and row.auc is not None and row.auc.mean > 0.5
+    ]
+    if not clear:
+        return ""
+    p, area, surest = min(clear, key=lambda each: each[:2])
+    return (
+        f" It could tell which of the texts that it has already were in an update: by the score "
+        f"{surest.score} of {surest.attack} one that was in ranks above one that was not in "
+        f"{percent(-area)} of the pairs (p = {p:.1g} for chance, over all scores)."
+    )
+
+
 def _sure(found: Figures | None, attacks: Mapping[str, AttackSummary], extent: Extent) -> str:
     surest = max(attacks.values(), key=lambda of: of.verified, default=None)
     if found is None and surest is not None and surest.verified:
@@ -177,8 +207,9 @@ def _sure(found: Figures | None, attacks: Mapping[str, AttackSummary], extent: E
             "Where an attack has no answer, nothing is known: another attack may read what this "
             "one did not."
         )
-    over = counted(found.clients, "group" if extent.sums else "client")
-    over += " of clients" if extent.sums else ""
+    sums = extent.sees != "updates"
+    over = counted(found.clients, "group" if sums else "client")
+    over += " of clients" if sums else ""
     if found.warning:
         sure = f"This is an example and not a rate ({found.warning.partition(':')[0]})"
     else:
@@ -216,6 +247,8 @@ def _unmeasured(summary: RunSummary, extent: Extent) -> str:
         gaps.append(f"{counted(worst.unattacked, 'text')} of which no attack named a sequence")
     if untold := sorted(GRANTABLE - set(extent.granted)):
         gaps.append(f"an attacker who is told {listed(untold, 'or').replace('_', ' ')}")
+    if extent.sees == "models":
+        gaps.append("the server itself, which has more than the models")
     gaps += ["a server that departs from the protocol", "attacks other than those below"]
     incomplete = "The results are incomplete (see below). " if summary.missing else ""
     return (
@@ -231,14 +264,14 @@ def sweep_verdict(collected: SweepSummary) -> Verdict:
     cells = counted(len(collected.cells), "cell")
     without = len(collected.cells) - len(answered)
     if not answered:
-        first = f"How much a server could read was not measured in any of {cells}."
+        first = f"How much an attacker could read was not measured in any of {cells}."
         second = "Where no attack has an answer, nothing is known."
         return Verdict(Level.UNKNOWN, (first, second, _of_sweep(without)))
     exact = [(cell, found) for cell, found in answered if found.exact_texts]
     if exact:
         cell, found = max(exact, key=lambda each: each[1].exact.mean if each[1].exact else 0.0)
         first = (
-            f"A server that follows the protocol could read private texts word for word in "
+            f"An attacker who follows the protocol could read private texts word for word in "
             f"{len(exact)} of {cells}, most in {_cell(cell)}: {found.exact_texts:,} of "
             f"{counted(found.texts, 'text')}."
         )
@@ -246,7 +279,7 @@ def sweep_verdict(collected: SweepSummary) -> Verdict:
         second = f"{sure} (95 % interval over {counted(found.clients, 'client')})."
     else:
         first = (
-            f"A server that follows the protocol could read no private text word for word in "
+            f"An attacker who follows the protocol could read no private text word for word in "
             f"{cells}, but attacks answered in {len(answered)} of them."
         )
         highest = max((f.exact.high for _, f in answered if f.exact), default=None)

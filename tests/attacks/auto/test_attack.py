@@ -1,14 +1,16 @@
 """The ensemble: who is asked, what is handed over, and what the answer is made of."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from fedleak import attacks
-from fedleak.attacks import AttackSetting
+from fedleak.attacks import AttackSetting, clock
 from fedleak.attacks.auto import attack as auto
 from fedleak.attacks.auto.attack import Auto
+from fedleak.attacks.auto.chance import placebo
 from fedleak.attacks.auto.reading import Reading
 from fedleak.attacks.certificate import Member
 from fedleak.attacks.matching.batch_structure import NO_CLUES, Clues
@@ -125,14 +127,99 @@ def test_if_nobody_stands_by_anything_it_says_why(small, observe, asked):
     )
 
 
-def test_the_time_is_shared_and_what_is_unused_moves_on(small, observe, asked):
-    model = small("bert", layers=3)
+def shares_of(model, seen, asked):
+    """Returns the share of the time that each attack gets, if none takes any."""
     for kind in ("keyspan", "dager", "lamp"):
         asked[1][kind] = NOTHING
-    ask(Auto(seconds=80.0), observe(model, TEXTS).seen, model)
-    shares = [attack.seconds for attack, _, _ in asked[0]]
-    # The planted ones take no time: each gets half of all.
-    assert shares == pytest.approx([40.0, 40.0, 40.0], rel=0.1)
+    ask(Auto(seconds=1000.0), seen, model)
+    return [attack.seconds / 1000 for attack, _, _ in asked[0]]
+
+
+def test_spans_get_half_of_the_time_where_rounding_is_all(small, observe, asked):
+    model = small("bert", layers=3, width=48)
+    shares = shares_of(model, observe(model, TEXTS[:2]).seen, asked)
+    assert shares[:2] == pytest.approx([0.5, 0.5], abs=0.05)
+    assert 0.5 <= shares[2] < 1
+
+
+def test_noise_leaves_the_time_to_gradient_matching(small, observe, asked):
+    model = small("bert", layers=3, width=48)
+    truth = observe(model, TEXTS[:2])
+    noisy = GaussianNoise(sigma=0.01)(truth.seen.update, rng=stream(0, "noise"))
+    shares = shares_of(model, replace(truth.seen, update=noisy), asked)
+    assert shares[:2] == pytest.approx([0.1, 0.1], abs=0.05)
+    assert 0.5 <= shares[2] < 1
+
+
+def test_every_stage_ends_in_time(small, observe, monkeypatch):
+    model = small("bert", layers=3, width=48)
+    truth = observe(model, TEXTS[:2], granted=("labels", "lengths"))
+    noisy = GaussianNoise(sigma=0.01)(truth.seen.update, rng=stream(0, "noise"))
+    now = [0.0]
+    monkeypatch.setattr(clock, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    asked_after = []
+
+    def up(own):
+        now[0] += 0.5
+        asked_after.append(now[0])
+        return up_of(own)
+
+    up_of = clock.Clock.up
+    monkeypatch.setattr(clock.Clock, "up", up)
+    answer = ask(Auto(seconds=60.0), replace(truth.seen, update=noisy), model)
+    assert answer.diagnostics["time_up"]
+    # However slow the machine is: one part more of each stage.
+    assert asked_after[-1] < 65
+
+
+def noisy_of(truth, sigma, granted):
+    """Returns what the server sees under noise, with or without its scale."""
+    update = GaussianNoise(sigma=sigma)(truth.seen.update, rng=stream(0, "noise"))
+    known = replace(truth.seen.knowledge, noise_scale=sigma if granted else None)
+    return replace(truth.seen, update=update, knowledge=known)
+
+
+@pytest.mark.parametrize("granted", [True, False])
+def test_a_batch_that_leaves_the_known_noise_ends_the_search(small, observe, asked, granted):
+    model = small("bert", layers=3, width=48)
+    truth = observe(model, TEXTS)
+    asked[1]["keyspan"] = guess(*truth.sequences)
+    asked[1]["dager"] = asked[1]["lamp"] = NOTHING
+    answer = ask(Auto(), noisy_of(truth, 1e-3, granted), model)
+    assert len(asked[0]) == (1 if granted else 3)
+    assert sorted(answer.sequences) == sorted(truth.sequences)
+    assert not answer.verified
+    assert answer.reason.startswith("nothing proved")
+
+
+def test_each_text_says_whether_it_explains_more_than_random_texts(
+    small, observe, asked, monkeypatch
+):
+    model = small("bert", layers=3, width=48)
+    truth = observe(model, TEXTS)
+    first, *others = truth.sequences
+    draws = stream(0, "wrong")
+    wrong = [placebo(model, ids, draws) for ids in others]
+    seen = noisy_of(truth, 1e-2, granted=False)
+    for kind in ("keyspan", "dager"):
+        asked[1][kind] = NOTHING
+    asked[1]["lamp"] = guess(first, *wrong)
+    monkeypatch.setattr(auto, "sharpened", lambda model, batch, *_: [one.ids for one in batch])
+    answer = ask(Auto(), seen, model)
+    said = dict(zip(answer.sequences, answer.diagnostics["likely"], strict=True))
+    assert said[first]
+    assert [said[ids] for ids in wrong if ids in said] == [False] * (len(said) - 1)
+
+
+def test_marks_alone_are_no_text(small, observe, asked):
+    model = small("bert", layers=3, width=48)
+    truth = observe(model, TEXTS[:1])
+    (ids,) = truth.sequences
+    for kind in ("keyspan", "dager"):
+        asked[1][kind] = NOTHING
+    asked[1]["lamp"] = guess((ids[0], ids[-1]))
+    answer = ask(Auto(), noisy_of(truth, 1e-2, granted=True), model)
+    assert answer.status == Status.ABSTAINED
 
 
 def test_a_guess_is_where_gradient_matching_begins(small, observe):

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from fedleak.attacks.auto import evidence
 from fedleak.attacks.auto.evidence import choose, compare
 from fedleak.attacks.certificate import as_gradient, close, units
 from fedleak.defenses.cast import Cast
@@ -76,6 +77,15 @@ def test_inner_products_are_those_of_gradients_that_are_formed(small, observe, b
             inner = sum(weights[n] * float((g * other[n]).sum()) for n, g in one.items())
             size = float((pairs.gram_KK[i, i] * pairs.gram_KK[j, j]).sqrt())
             assert float(pairs.gram_KK[i, j]) == pytest.approx(inner, abs=1e-3 * size)
+
+
+def test_products_in_parts_are_those_at_once(small, observe, monkeypatch):
+    model = small("bert")
+    truth = observe(model, TEXTS)
+    at_once = compare(model, pool_of(model), as_gradient(truth.seen))
+    monkeypatch.setattr(evidence, "_PRODUCTS", 500)
+    in_parts = compare(model, pool_of(model), as_gradient(truth.seen))
+    assert torch.allclose(at_once.gram_KK, in_parts.gram_KK, rtol=1e-5)
 
 
 @pytest.mark.parametrize("defense", DEFENSES.values(), ids=DEFENSES)

@@ -34,7 +34,7 @@ class Passes:
 
     def __init__(self, monkeypatch):
         self.now = 0
-        monkeypatch.setattr(clock.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(clock, "now", lambda: self.now)
         # A guess at a time, and a candidate of the prior at a time.
         monkeypatch.setattr(objective, "TOKENS_AT_ONCE", {"cpu": 1})
         monkeypatch.setattr(priors, "_LOGITS", {"cpu": 1})

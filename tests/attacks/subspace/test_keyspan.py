@@ -241,7 +241,7 @@ def may_join(atoms, members, atom):
     return True
 
 
-@pytest.mark.parametrize("width", [1, 3, 8])
+@pytest.mark.parametrize("width", [1, 3, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("family", "task"), KINDS)
 def test_sets_grow_by_the_atoms_that_least_squares_from_scratch_would_choose(
     small, observe, family, task, width

@@ -1,0 +1,237 @@
+"""Whether `auto` reads as much as each of its attacks alone, in the same time.
+
+    python experiments/benchmarks/ensemble.py [--sizes 1 2] [--noise 0 0.3 3 30] [--seconds 20]
+
+MiniLM (6 x 384, pretrained) as a classifier, whole update, over batches of CoLA sentences in an
+order that the seed draws. The noise is Gaussian; its scale is given in root mean squares of the
+gradient. Attacks are told lengths and labels, as those that match gradients are in the papers.
+Every attack gets the same seconds for an update: CPU time of this process, so that others on the
+machine do not matter.
+
+Prints a line per batch size, noise and attack:
+
+  words    content tokens of the sentences that the answer has, in the best match of sentences
+  exact    sentences with equal token ids, special tokens aside, one to one
+  proved   batches that the attack proves whole
+  likely   batches that `auto` calls likely
+  seconds  CPU time, the mean and the longest
+
+The last table is what `auto` takes on proved batches beyond the attack that proved them, in units
+of the client's own training step.
+"""
+
+import argparse
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from clocks import in_turns
+from scipy.optimize import linear_sum_assignment
+from subspace_attacks import MINILM, load, read_corpus
+
+from fedleak import data
+from fedleak.attacks import Attack, clock
+from fedleak.attacks.auto.attack import Auto
+from fedleak.attacks.matching.lamp import Lamp
+from fedleak.attacks.subspace.dager import Dager
+from fedleak.attacks.subspace.keyspan import Keyspan
+from fedleak.data import Corpus
+from fedleak.models import LanguageModel
+from fedleak.observation import ClientUpdate, Knowledge, Observation, UpdateKind
+from fedleak.rng import stream
+from fedleak.training.local import local_update_
+from fedleak.training.settings import LocalTraining
+
+ATTACKS: tuple[type[Any], ...] = (Keyspan, Dager, Lamp, Auto)
+
+Ids = tuple[int, ...]
+
+
+class Answer(NamedTuple):
+    """How an attack did on a batch."""
+
+    size: int
+    noise: float
+    attack: str
+    batch: int
+    words: int
+    words_of: int
+    exact: int
+    proved: bool
+    likely: bool | None
+    seconds: float
+
+
+def main() -> None:
+    """Runs the benchmark."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--sizes", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--noise", type=float, nargs="+", default=[0.0, 0.3, 3.0, 30.0])
+    parser.add_argument("--attacks", nargs="+", default=[one.kind for one in ATTACKS])
+    parser.add_argument("--batches", type=int, default=4, help="of each line")
+    parser.add_argument("--seconds", type=float, default=20.0, help="for an update")
+    parser.add_argument("--told", nargs="*", default=["lengths", "labels"])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--assets", type=Path, default=os.environ.get("FEDLEAK_ASSETS"))
+    parser.add_argument("--json", type=Path, help="keep the answers in this file")
+    parser.add_argument("--cost", action="store_true", help="only the table of proved batches")
+    args = parser.parse_args()
+    if args.assets is None:
+        parser.error("say where models and data are: --assets, or FEDLEAK_ASSETS")
+    torch.set_num_threads(1)
+    args.device = "cpu"
+    clock.now = time.process_time
+    model, corpus = load(MINILM, args), read_corpus(args.assets, args.seed)
+    answers: list[Answer] = []
+    if not args.cost:
+        print(HEADING)
+    for size in [] if args.cost else args.sizes:
+        for noise in args.noise:
+            for batch in range(args.batches):
+                for attack in ATTACKS:
+                    if attack.kind in args.attacks:
+                        timed = attack(seconds=args.seconds)
+                        answers.append(ask(timed, model, corpus, size, noise, batch, args))
+                        if args.json:
+                            kept = [one._asdict() for one in answers]
+                            args.json.write_text(json.dumps(kept, indent=1) + "\n")
+            for attack in ATTACKS:
+                some = [one for one in answers if one[:3] == (size, noise, attack.kind)]
+                if some:
+                    print(line(some), flush=True)
+    print(f"\n{'batch':>5} {'attack':<8} {'its ms':>9} {'auto ms':>9} {'step ms':>9} {'ratio':>6}")
+    for size in args.sizes:
+        print(cost(model, corpus, size, args), flush=True)
+
+
+def observed(
+    model: LanguageModel, corpus: Corpus, size: int, noise: float, batch: int, args: Any
+) -> tuple[Observation, list[Ids]]:
+    """Returns what the server sees of a batch, and the truth."""
+    at = slice(batch * size, (batch + 1) * size)
+    ids = data.tokenise(corpus.texts[at], model.encode, limit=model.max_length, max_length=None)
+    update = local_update_(model, ids, corpus.labels[at], local(size), seed=args.seed)
+    numbers = sum(value.numel() for value in update.tensors.values())
+    square = sum(float(value.double().square().sum()) for value in update.tensors.values())
+    rng, scale = stream(args.seed, "noise", batch), noise * (square / numbers) ** 0.5
+    tensors = {
+        name: value + scale * torch.randn(value.shape, generator=rng) if noise else value
+        for name, value in update.tensors.items()
+    }
+    order = sorted(range(size), key=lambda i: -len(ids[i]))
+    facts = Knowledge(
+        lengths=tuple(len(ids[i]) for i in order),
+        labels=tuple(corpus.labels[at][i] for i in order),
+        noise_scale=scale,
+    )
+    told = replace(
+        Knowledge(local_steps=1, dropout=False),
+        **{name: getattr(facts, name) for name in args.told},
+    )
+    update = ClientUpdate(UpdateKind.GRADIENT, tensors, size)
+    return Observation(round=1, client=0, update=update, knowledge=told), [*map(tuple, ids)]
+
+
+def local(size: int) -> LocalTraining:
+    """Returns one step on the whole batch."""
+    return LocalTraining(
+        kind=UpdateKind.GRADIENT, batch_size=size, epochs=1, learning_rate=1e-4, dropout=False
+    )
+
+
+def ask(
+    attack: Attack,
+    model: LanguageModel,
+    corpus: Corpus,
+    size: int,
+    noise: float,
+    batch: int,
+    args: Any,
+) -> Answer:
+    """Attacks a batch and scores the answer."""
+    seen, ids = observed(model, corpus, size, noise, batch, args)
+    begin = time.process_time()
+    answer = attack(seen, model, rng=stream(args.seed, attack.kind, batch))
+    seconds = time.process_time() - begin
+    special = model.special_ids()
+    truth, found = (
+        [tuple(t for t in one if t not in special) for one in sequences]
+        for sequences in (ids, (answer.sequences or ())[:size])
+    )
+    return Answer(
+        size=size,
+        noise=noise,
+        attack=attack.kind,
+        batch=batch,
+        words=common(truth, found),
+        words_of=sum(map(len, truth)),
+        exact=(Counter(truth) & Counter(found)).total(),
+        proved=answer.verified,
+        likely=any(answer.diagnostics["likely"]) if "likely" in answer.diagnostics else None,
+        seconds=seconds,
+    )
+
+
+def common(truth: Sequence[Ids], found: Sequence[Ids]) -> int:
+    """Returns how many tokens two batches share, sentence by sentence in the best match."""
+    if not found:
+        return 0
+    shared = [[(Counter(a) & Counter(b)).total() for b in found] for a in truth]
+    rows, columns = linear_sum_assignment(shared, maximize=True)
+    return sum(shared[i][j] for i, j in zip(rows, columns, strict=True))
+
+
+def cost(model: LanguageModel, corpus: Corpus, size: int, args: Any) -> str:
+    """Returns what auto takes beyond the attack that proves a batch, as a line."""
+    seen, ids = observed(model, corpus, size, 0.0, 0, args)
+    labels = corpus.labels[:size]
+
+    def alone(attack: Attack) -> Any:
+        return attack(seen, model, rng=stream(args.seed, "cost"))
+
+    both = alone(Auto())
+    if not both.verified:
+        return f"{size:>5} nothing proved"
+    single = next(one for one in ATTACKS if one.kind == both.diagnostics["from"][0])()
+    step, its, auto = in_turns(
+        [
+            lambda: local_update_(model, ids, labels, local(size), seed=args.seed),
+            lambda: alone(single),
+            lambda: alone(Auto()),
+        ],
+        repeats=5,
+    )
+    figures = f"{1e3 * its:>9.0f} {1e3 * auto:>9.0f} {1e3 * step:>9.0f}"
+    return f"{size:>5} {single.kind:<8} {figures} {(auto - its) / step:>6.2f}"
+
+
+HEADING = (
+    f"{'batch':>5} {'noise':>6} {'attack':<8} {'words':>9} {'exact':>7} {'proved':>7} "
+    f"{'likely':>7} {'seconds':>8} {'longest':>8}"
+)
+
+
+def line(some: Sequence[Answer]) -> str:
+    """Returns the answers of an attack as text, below HEADING."""
+    one, seconds = some[0], [each.seconds for each in some]
+    words = f"{sum(each.words for each in some)}/{sum(each.words_of for each in some)}"
+    exact = f"{sum(each.exact for each in some)}/{one.size * len(some)}"
+    proved = f"{sum(each.proved for each in some)}/{len(some)}"
+    known = [each.likely for each in some if each.likely is not None]
+    likely = f"{sum(known)}/{len(known)}" if known else "-"
+    return (
+        f"{one.size:>5} {one.noise:>6g} {one.attack:<8} {words:>9} {exact:>7} {proved:>7} "
+        f"{likely:>7} {sum(seconds) / len(seconds):>8.1f} {max(seconds):>8.1f}"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""Central differential privacy: a trusted server clips updates and publishes their noisy mean."""
+
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar
+
+import torch
+from pydantic import Field
+
+from fedleak import privacy
+from fedleak.defenses import Budget, Claims, TrustedAggregator
+from fedleak.defenses.clip import clipped
+from fedleak.errors import ConfigError
+from fedleak.observation import ClientUpdate, Sight
+from fedleak.privacy import Epsilon, Event, Noise
+from fedleak.training.aggregation import mean_update
+from fedleak.training.settings import LocalTraining
+
+
+@dataclass(frozen=True)
+class CentralDp(TrustedAggregator):
+    """A trusted server clips each update and adds noise to their mean. For all clients.
+
+    DP-FedAvg (McMahan et al. 2018, algorithm 1) with as many clients in each round. Every client
+    counts once, however many examples it has, and the sum is divided by the number of clients,
+    which is public. So a client that sends zeros instead moves the sum by no more than the norm.
+    All that a client has is protected from those who see the models that the server publishes. The
+    server itself sees every update, and is trusted. A round's clients are not drawn each by its
+    own coin, so no amplification by sampling is counted.
+
+    Attributes:
+        max_norm: L2 norm that the server clips a client's update to.
+        noise_multiplier: Standard deviation of the noise on the sum of updates, in max_norm.
+        epsilon: What all rounds together may spend of a client; in place of a noise multiplier.
+    """
+
+    kind: ClassVar[str] = "central_dp"
+    noisy: ClassVar[bool] = True
+    sights: ClassVar[tuple[Sight, ...]] = ("models",)
+    trust: ClassVar[str | None] = (
+        "epsilon holds for those who see the models that the server publishes; the server itself "
+        "sees each client's update, and has to be trusted"
+    )
+    max_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    noise_multiplier: Noise | None = None
+    epsilon: Epsilon | None = None
+
+    def __post_init__(self) -> None:
+        if (self.noise_multiplier is None) == (self.epsilon is None):
+            raise ConfigError("give either noise_multiplier or epsilon")
+
+    def solved(self, local: LocalTraining, budget: Budget) -> "CentralDp":
+        """Returns the defense with the noise that its epsilon takes."""
+        if self.epsilon is None:
+            return self
+        planned = [_event(1.0) for _ in budget.rounds]
+        found = privacy.noise_multiplier(self.epsilon, planned, budget.delta, budget.accountant)
+        return replace(self, noise_multiplier=found, epsilon=None)
+
+    def combined(self, updates: Iterable[ClientUpdate], *, rng: torch.Generator) -> ClientUpdate:
+        """Returns the mean of the clipped updates plus noise."""
+        examples: list[int] = []
+
+        def short() -> Iterator[ClientUpdate]:
+            for update in updates:
+                examples.append(update.num_examples)
+                yield replace(clipped(update, self.max_norm), num_examples=1)
+
+        mean = mean_update(short())
+        sigma = self.noise_on_mean(len(examples))
+        noisy = {
+            name: value + sigma * torch.randn(value.shape, generator=rng)
+            for name, value in sorted(mean.tensors.items())
+        }
+        return replace(mean, tensors=noisy, num_examples=sum(examples))
+
+    def noise_on_mean(self, clients: int) -> float:
+        """Returns the standard deviation of the noise on a number of the mean."""
+        assert self.noise_multiplier is not None
+        return self.noise_multiplier * self.max_norm / clients
+
+    def round_obstacle(self, clients: int, parameters: Collection[frozenset[str]]) -> str | None:
+        """Returns that clients send different parameters, if they do."""
+        if len(parameters) < 2:
+            return None
+        return (
+            "each number of the sum is divided by the same number of clients, and clients freeze "
+            "different parameters: freeze the same for all"
+        )
+
+    def claims(self, local: LocalTraining, num_examples: int) -> Claims:
+        """Returns by how much a client moves the sum."""
+        return Claims(client_norm=self.max_norm)
+
+    def event(self, local: LocalTraining, num_examples: int, round: int) -> Event:
+        """Returns one use on all that the client has."""
+        return _event(self.noise_multiplier or 0.0)
+
+
+def _event(noise_multiplier: float) -> Event:
+    return Event(
+        noise_multiplier=noise_multiplier,
+        sampling_rate=1.0,
+        steps=1,
+        unit="client",
+        neighbouring="zero out one",
+    )
