@@ -32,17 +32,20 @@ fedleak.errors.ConfigError: the model has no parameter 'bert.pooler.dense.wieght
 """
 
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Real
+from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from torch import nn
 
 from fedleak.attacks import Equipped, Progress
-from fedleak.audit.scoring import Scored, score_one
+from fedleak.audit.scoring import Scored, score_one, vocabulary_of
 from fedleak.config.components import NamedAttack, build_attack
 from fedleak.config.experiment import Experiment
 from fedleak.config.loading import load, parse
@@ -96,10 +99,12 @@ class AttackResult:
     Attributes:
         answer: The answer, as a run keeps it: token ids, evidence, diagnostics.
         model: What was attacked, without its weights: scores need its tokenizer.
+        num_examples: Texts that the update is of, as the attack was told.
     """
 
     answer: Answer
     model: LanguageModel = field(repr=False)
+    num_examples: int
 
     @property
     def status(self) -> Status:
@@ -246,7 +251,7 @@ def attack(
         device=device_name(str(victim.device)),
         together=1,
     )
-    return AttackResult(answer, without_weights(victim))
+    return AttackResult(answer, without_weights(victim), num_examples)
 
 
 def score(
@@ -274,17 +279,21 @@ def score(
         `row`, with the figures of `leakage.jsonl`, and `pairs`, each text with what was read of it.
 
     Raises:
-        ConfigError: There is no text, or one without a token.
+        ConfigError: These cannot be the texts of the update.
     """
     model = result.model
-    sequences = _token_ids(texts, model)
-    if not sequences or not all(sequences):
-        raise ConfigError("texts: give the texts of the batch, each with a token")
+    sequences = _token_ids("texts", texts, model)
+    if len(sequences) != result.num_examples:
+        # An attack answers with as many texts as it was told, so that fewer or more match none.
+        raise ConfigError(
+            f"texts: there are {len(sequences)}, but the attack was told num_examples = "
+            f"{result.num_examples}: give all texts of the update"
+        )
     if labels and len(labels) != len(sequences):
         raise ConfigError(f"labels: {len(labels)} for {len(sequences)} texts: give one for each")
     if held_out is None:
         held_out = [note.text for note in notes(_HELD_OUT, _HELD_OUT_SEED)]
-    others = [ids for ids in _token_ids(held_out, model) if ids not in sequences]
+    others = [ids for ids in _token_ids("held_out", held_out, model) if ids not in sequences]
     truth = GroundTruth(
         round=result.answer.round,
         client=result.answer.client,
@@ -445,23 +454,41 @@ def _per_example(granted: Facts, num_examples: int, model: LanguageModel) -> dic
     if unheard := sorted(granted.keys() - GRANTABLE):
         raise ConfigError(f"knows: {unknown('fact', unheard[0], GRANTABLE)}")
     facts: dict[str, Any] = dict(granted)
-    for name in ("labels", "lengths"):
-        values = facts.get(name)
-        if values is not None and len(values) != num_examples:
-            raise ConfigError(
-                f"knows: {name} has {len(values)} numbers for num_examples = {num_examples}"
-            )
-    lengths = facts.get("lengths") or [0] * num_examples
-    order = sorted(range(num_examples), key=lambda i: lengths[i], reverse=True)
+    size, noise = facts.get("batch_size", 1), facts.get("noise_scale", 0.0)
+    if type(size) is not int or size < 1:
+        raise ConfigError(f"knows: batch_size = {size!r}: give a whole number from 1")
+    if not isinstance(noise, Real) or not 0 <= float(noise) < math.inf:
+        raise ConfigError(f"knows: noise_scale = {noise!r}: give a number from 0")
     for name, least, most in (
         ("labels", 0, model.num_labels - 1),
         ("lengths", 1, model.max_length),
     ):
         if name in facts:
-            facts[name] = tuple(int(facts[name][i]) for i in order)
-            if not all(least <= value <= most for value in facts[name]):
-                raise ConfigError(f"knows: {name} has a number that is not from {least} to {most}")
+            facts[name] = _whole_numbers(f"knows: {name}", facts[name], least, most)
+            if len(facts[name]) != num_examples:
+                raise ConfigError(
+                    f"knows: {name} has {len(facts[name])} numbers for num_examples = "
+                    f"{num_examples}"
+                )
+    if lengths := facts.get("lengths"):
+        order = sorted(range(num_examples), key=lambda i: lengths[i], reverse=True)
+        facts |= {n: tuple(facts[n][i] for i in order) for n in ("labels", "lengths") if n in facts}
     return facts
+
+
+def _whole_numbers(name: str, values: Any, least: int, most: int) -> tuple[int, ...]:
+    """Returns numbers of any library as plain ones.
+
+    Raises:
+        ConfigError: They are something else than whole numbers from `least` to `most`.
+    """
+    try:
+        found = tuple(index(each) for each in values)
+    except TypeError:
+        raise ConfigError(f"{name}: give a list of whole numbers") from None
+    if wrong := [each for each in found if not least <= each <= most]:
+        raise ConfigError(f"{name} has {wrong[0]}, a number that is not from {least} to {most}")
+    return found
 
 
 def _attempt(
@@ -486,11 +513,26 @@ def _attempt(
 
 
 def _token_ids(
-    texts: Sequence[str] | Sequence[Sequence[int]], model: LanguageModel
+    name: str, texts: Sequence[str] | Sequence[Sequence[int]], model: LanguageModel
 ) -> list[tuple[int, ...]]:
-    """Returns the token ids that a client feeds for each text, cut as the model must have them."""
-    ids = [model.encode([each])[0] if isinstance(each, str) else each for each in texts]
-    return [tuple(one[: model.max_length]) for one in ids]
+    """Returns the token ids that a client feeds for each text, cut as the model must have them.
+
+    Raises:
+        ConfigError: Something else than texts or token ids.
+    """
+    if isinstance(texts, str):
+        raise ConfigError(f"{name} is one text: give a list of texts")
+    most, found = vocabulary_of(model) - 1, []
+    for number, each in enumerate(texts):
+        at = f"{name}[{number}]"
+        if isinstance(each, str):
+            ids = tuple(model.encode([each])[0]) if each.strip() else ()
+        else:
+            ids = _whole_numbers(at, each, 0, most)
+        if not ids:
+            raise ConfigError(f"{at} is empty: give each text a token")
+        found.append(ids[: model.max_length])
+    return found
 
 
 def _experiment(given: str | os.PathLike[str] | Mapping[str, Any] | Experiment) -> Experiment:

@@ -232,7 +232,7 @@ def _truths(
     if file is None:
         return [], ["there is no truth, so answers cannot be scored"]
     training = tap.about.training
-    here = {(one.round, clients[node]) for one in updates for node in one.nodes}
+    here = {(one.round, clients[node]): one for one in updates for node in one.nodes}
     truths: dict[tuple[int, int], GroundTruth] = {}
     strangers = 0
     for line in load_truth(Path(file)):
@@ -243,6 +243,7 @@ def _truths(
             continue
         if key in truths:
             raise ConfigError(f"{file}: two lines are of round {key[0]} and client {key[1]}")
+        _check_count(line, here[key], tap.about, file)
         if tap.about.model.task == CLASSIFICATION:
             _check_labels(line, tap.labels, file)
         truths[key] = GroundTruth(
@@ -258,6 +259,18 @@ def _truths(
         f"{bare} of {len(here)} batches have no truth, so answers cannot be scored": bare,
     }
     return list(truths.values()), [remark for remark, holds in remarks.items() if holds]
+
+
+def _check_count(line: TruthLine, update: Update, about: About, file: str) -> None:
+    """Refuses more or fewer texts than a client reported: every score would be of others."""
+    texts, reported = len(line.texts), update.num_examples
+    if not update.summed and texts != reported:
+        said = "reply.examples" if about.reply.examples else f"its {about.reply.examples_key!r}"
+        raise ConfigError(
+            f"{file}: round {line.round}, node {update.nodes[0]}: there are {texts} texts, but "
+            f"{said} is {reported}: where that counts batches, as len(trainloader) does, set "
+            "reply.examples to the texts of a client"
+        )
 
 
 def _check_labels(line: TruthLine, classes: int, file: str) -> None:

@@ -7,6 +7,7 @@ names, shapes, kinds of numbers, and then the numbers.
 import math
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
+from numbers import Real
 from typing import Any
 
 import torch
@@ -93,9 +94,9 @@ def _check_step(sent: Sent, knowledge: Knowledge) -> None:
         raise ConfigError(
             f"learning_rate is missing: {sent} tells a gradient only with the rate of the steps"
         )
-    if not (math.isfinite(rate) and rate > 0):
+    if not (isinstance(rate, Real) and math.isfinite(rate) and rate > 0):
         raise ConfigError(f"learning_rate = {rate!r}: give that of the client, more than 0")
-    if steps is not None and steps < 1:
+    if steps is not None and (type(steps) is not int or steps < 1):
         raise ConfigError(f"local_steps = {steps!r}: give how many steps the client took")
 
 

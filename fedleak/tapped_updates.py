@@ -28,6 +28,9 @@ from fedleak.store.tapped import KeptArrays, Tapped, TappedMessage
 MOST_EXAMPLES = 10_000_000
 """Examples that a client may say it has."""
 
+_SECURE_AGGREGATION = "secaggplus_configs"
+"""The record by which messages of Flower's SecAgg+ are known."""
+
 _LONGEST = 300
 
 
@@ -170,9 +173,11 @@ class Tap:
     def sums(self, left_out: list[str]) -> Iterator[Update]:
         """Yields how each round changed the model, and notes what is left out."""
         for round, sent in self._sent.items():
-            replies = {m.node: m for m in self.messages if (m.way, m.round) == ("received", round)}
+            received = [m for m in self.messages if (m.way, m.round) == ("received", round)]
+            # A client answers each stage of SecAgg+, and says only once how much it has.
+            telling = [m for m in received if number(m, self.about.reply.examples_key) is not None]
             try:
-                yield self._sum(round, sent, replies)
+                yield self._sum(round, sent, {m.node: m for m in telling or received})
             except FedleakError as error:
                 left_out.append(about_message(round, None, str(error)))
 
@@ -187,6 +192,10 @@ class Tap:
             for name, place in self._places(message).items()
             if name in self.model.trained()
         }
+        if not places and _SECURE_AGGREGATION in message.numbers:
+            raise RefusedError(
+                "it is masked by secure aggregation and cannot be read: set reply.payload = 'sum'"
+            )
         if not places:
             raise RefusedError("it holds no parameter of the model")
         sent = self._sent_to(message)

@@ -321,9 +321,25 @@ WRONG = {
     ),
     "an attack": ({}, {"kind": "dagr"}, "did you mean 'dager'?"),
     "a setting": ({}, {"settings": {"beem": 4}}, "did you mean 'beam'?"),
+    "a rate in words": (
+        {"classifier.bias": torch.ones(2)},
+        {"sent": "delta", "learning_rate": "0.1"},
+        "learning_rate = '0.1'",
+    ),
+    "half a step": (
+        {"classifier.bias": torch.ones(2)},
+        {"sent": "delta", "learning_rate": 0.1, "local_steps": 1.5},
+        "local_steps = 1.5",
+    ),
     "no examples": ({}, {"num_examples": 0}, "num_examples = 0"),
+    "half an example": ({}, {"num_examples": 2.5}, "num_examples = 2.5"),
+    "examples in words": ({}, {"num_examples": "2"}, "num_examples = '2'"),
     "a fact": ({}, {"knows": {"label": [1]}}, "did you mean 'labels'?"),
     "too few labels": ({}, {"knows": {"labels": [1]}}, "labels has 1 numbers"),
+    "one label": ({}, {"knows": {"labels": 1}}, "labels: give a list of whole numbers"),
+    "labels in words": ({}, {"knows": {"labels": ["a", "b"]}}, "labels: give a list of whole"),
+    "half a batch": ({}, {"knows": {"batch_size": 0.5}}, "batch_size = 0.5"),
+    "noise below zero": ({}, {"knows": {"noise_scale": -1.0}}, "noise_scale = -1.0"),
     "labels that there are not": ({}, {"knows": {"labels": [1, 2]}}, "not from 0 to 1"),
     "a loss": ({}, {"loss": "hinge"}, "unknown loss 'hinge'"),
     "no tokenizer": ({}, {"tokenizer": None}, "tokenizer is missing"),
@@ -398,11 +414,24 @@ def test_scores_can_be_of_token_ids(own):
     assert fedleak.score(result, ids).row == fedleak.score(result, NOTES).row
 
 
-@pytest.mark.parametrize("texts", [[], [[]], [[1, 2], []]])
-def test_there_is_no_score_without_a_text(own, texts):
+NO_TEXTS = {
+    "nothing": ([], "there are 0, but the attack was told num_examples = 2"),
+    "some of them": (NOTES[:1], "there are 1, but"),
+    "one text": (NOTES[0], "is one text: give a list"),
+    "a blank": ([NOTES[0], " "], r"texts[1] is empty"),
+    "no tokens": ([[1, 2], []], r"texts[1] is empty"),
+    "a token that there is not": ([[1, 2], [10**9]], "texts[1] has 1000000000, a number"),
+    "numbers": ([1, 2], "texts[0]: give a list of whole numbers"),
+}
+
+
+@pytest.mark.parametrize("what", NO_TEXTS)
+def test_scores_are_of_all_texts_of_the_update(own, what):
+    texts, says = NO_TEXTS[what]
     result = attack(own, gradients(own))
-    with pytest.raises(fedleak.ConfigError, match="texts"):
+    with pytest.raises(fedleak.ConfigError) as error:
         fedleak.score(result, texts)
+    assert says in str(error.value)
 
 
 def test_a_run_is_run_and_read(tmp_path, monkeypatch, in_process):

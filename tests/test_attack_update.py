@@ -106,6 +106,7 @@ def test_what_was_granted_is_in_the_answer(here, tmp_path):
     ("arguments", "status", "says"),
     [
         (("gradient.pt",), 2, "--examples is missing"),
+        (("gradient.pt", "--examples", "3", "--texts", "truth.txt"), 2, "but --texts has 2"),
         (("none.pt", "--examples", "2"), 2, "there is no such file"),
         (("truth.txt", "--examples", "2"), 2, "end it in .safetensors, .pt"),
         (("gradient.pt", "--texts", "none.txt"), 2, "No such file"),

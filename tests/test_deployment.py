@@ -75,8 +75,36 @@ def submit(made: Any, **settings: object) -> str:
     return str(made.submit(**quick | settings))
 
 
+def start_again(made: Any, node: int) -> None:
+    """Starts a node that was killed, until Flower lets it: for a minute it takes it for alive."""
+
+    def stays() -> bool:
+        made.start_node(node)
+        deadline = time.monotonic() + 60
+        while made.alive(f"node-{node}") and time.monotonic() < deadline:
+            time.sleep(0.5)
+        return bool(made.alive(f"node-{node}"))
+
+    wait_for(stays, 600)
+
+
+def check_goes_on(made: Any) -> None:
+    """The same run, given again, ends well, and no capture is lost or doubled.
+
+    On a busy machine Flower can lose a reply. Then the run has to be given once more, as run.sh
+    does; whatever else fails, fails each time.
+    """
+    told = ""
+    for _ in range(deployment.TRIES):
+        quick = {"answers-within": deployment.ANSWER_SECONDS}
+        status, told = made.watch(submit(made, **quick), 300)
+        if status == 0:
+            return check_whole(made)
+    pytest.fail(f"{told}\n{made.log('superlink')}")
+
+
 def check_whole(made: Any) -> None:
-    """No capture is lost or doubled: each is of the model that its round was sent."""
+    """Each client's update of each round is there once, of the model that the round was sent."""
     run = Run(made.run)
     keys = [Key(round, client) for round in (1, 2) for client in range(NODES)]
     assert run.captures() == keys
@@ -153,7 +181,7 @@ def test_an_expired_certificate_ends_all_in_a_line(tmp_path: Path) -> None:
         wait_for(lambda: not federation.alive("node-0"), 120)
         assert "certificate has expired" in federation.log("node-0")
         status, told = federation.fedleak("watch", "deployment")
-        assert status == 1
+        assert status == 1, told
         assert "the certificate of the SuperLink 'deployment' is refused" in told
 
 
@@ -161,13 +189,14 @@ def test_a_node_that_comes_late_takes_part_and_one_that_never_comes_is_missed(ma
     made.start_node(0)
     number = submit(made, **{"nodes-within": 5})
     status, told = made.watch(number)
-    assert status == 1
+    assert status == 1, told
     assert "federation.clients = 2, but Flower has 1 nodes after 5 s" in told
     assert Run(made.run).captures() == []
     number = submit(made, **{"nodes-within": 300})
     time.sleep(10)
     made.start_node(1)
-    assert made.watch(number)[0] == 0
+    status, told = made.watch(number, 300)
+    assert status == 0, told
     check_whole(made)
 
 
@@ -182,11 +211,10 @@ def test_a_node_that_is_killed_in_a_round_fails_it_and_the_run_goes_on_afterward
     other = 1 - first.client
     made.kill(f"node-{other}")
     status, told = made.watch(number, 300)
-    assert status == 1
+    assert status == 1, told
     assert f"client {other}" in told
-    made.start_node(other)
-    assert made.watch(submit(made))[0] == 0
-    check_whole(made)
+    start_again(made, other)
+    check_goes_on(made)
 
 
 def test_a_node_that_never_answers_is_waited_for_as_long_as_was_said(made: Any) -> None:
@@ -199,7 +227,7 @@ def test_a_node_that_never_answers_is_waited_for_as_long_as_was_said(made: Any) 
     for each in [stopped, *stopped.children(recursive=True)]:
         each.send_signal(signal.SIGSTOP)
     status, told = made.watch(number, 300)
-    assert status == 1
+    assert status == 1, told
     assert f"client {silent}" in told
 
 
@@ -210,14 +238,13 @@ def test_a_superlink_that_is_killed_ends_the_run_and_starts_again_where_it_was(m
     wait_for(lambda: (made.run / "captures").is_dir() and any((made.run / "captures").iterdir()))
     made.kill("superlink")
     status, told = made.watch(number, 0)
-    assert status == 1
+    assert status == 1, told
     assert "does not answer" in told
     made.start_superlink()
     status, told = made.watch(number, 300)
-    assert status == 1
-    assert "finished:failed" in told
-    assert made.watch(submit(made))[0] == 0
-    check_whole(made)
+    assert status == 1, told
+    assert "finished:failed" in told, told
+    check_goes_on(made)
 
 
 def test_a_full_disk_at_the_server_is_a_line_and_what_is_written_stays(
@@ -241,11 +268,10 @@ def test_a_full_disk_at_the_server_is_a_line_and_what_is_written_stays(
         with suppress(OSError):  # which is what it is for
             filler.write_bytes(bytes(200 * 2**20))
         status, told = made.watch(number, 300)
-        assert status == 1
+        assert status == 1, told
         assert "No space left on device" in told
         filler.unlink()
-        assert made.watch(submit(made))[0] == 0
-        check_whole(made)
+        check_goes_on(made)
     finally:
         made.end()
         subprocess.run(["umount", "-l", str(made.run)], check=False)

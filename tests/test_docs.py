@@ -48,6 +48,9 @@ ELSEWHERE = {
         "takes an hour and needs models and data that are not in the repository; "
         "tests/test_matrix.py runs a part of it"
     ),
+    "python experiments/where_each_dies.py": (
+        "takes minutes; tests/test_where_each_dies.py runs a part of it"
+    ),
     "fedleak sweep experiments/frontier-gpt2.toml": (
         "takes half an hour; tests/test_sweep.py runs a sweep of families"
     ),

@@ -1,6 +1,6 @@
 """What can be read when the clients of somebody else's app train as such apps do?
 
-    python experiments/own_flower_app/measure.py MODEL [--attacks KIND...] [--only WORDS]
+    python experiments/own_flower_app/measure.py MODEL [--attacks KIND...] [--seconds S]
 
 Trains the app in this folder, tapped, in one process; imports each tap, attacks and scores it, and
 prints a row for each way of training: a table of docs/own-flower-app.md.
@@ -72,12 +72,10 @@ WAYS = [
         {**ADAMW, **FOUR, "dropout": True, "schedule": True},
     ),
 ]
-SECONDS = 10.0
-"""For one attack and update."""
 
 
 def rows_of(
-    way: Way, model: str, kinds: Sequence[str], clients: int, folder: Path
+    way: Way, model: str, kinds: Sequence[str], clients: int, seconds: float, folder: Path
 ) -> list[LeakageRow]:
     """Trains, imports, attacks and scores."""
     config = PLAIN | way.changes
@@ -97,7 +95,7 @@ def rows_of(
             "dropout": config["dropout"],
         },
         "truth": {"file": str(truth)},
-        "attack": [{"kind": kind, "seconds": SECONDS} for kind in kinds],
+        "attack": [{"kind": kind, "seconds": seconds} for kind in kinds],
     }
     (folder / "about.toml").write_text(tomli_w.dumps(about))
     run = import_run(Tapped(mine), load_about(folder / "about.toml"), folder / "run").run
@@ -130,7 +128,8 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--clients", type=int, default=3)
     parser.add_argument("--attacks", nargs="+", default=["dager", "keyspan"])
-    parser.add_argument("--only", default="")
+    parser.add_argument("--only", default="", help="a part of the names of ways of training")
+    parser.add_argument("--seconds", type=float, default=10.0, help="for one attack and update")
     wanted = parser.parse_args()
     logging.getLogger("flwr").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
@@ -142,7 +141,7 @@ def main() -> None:
             continue
         folder = Path(tempfile.mkdtemp())
         try:
-            rows = rows_of(way, wanted.model, names, wanted.clients, folder)
+            rows = rows_of(way, wanted.model, names, wanted.clients, wanted.seconds, folder)
         finally:
             shutil.rmtree(folder)
         cells = [cell([row for row in rows if row.attack == name]) for name in names]

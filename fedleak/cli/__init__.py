@@ -327,6 +327,11 @@ def attack_update(
         others = own_update.text_lines("--held-out", held_out)
         if examples is None and private is None:
             raise ConfigError("--examples is missing: give the number of texts that FILE is of")
+        if None not in (examples, private) and examples != len(private or ()):
+            raise ConfigError(
+                f"--examples {examples}, but --texts has {len(private or ())}: give all texts that "
+                "FILE is of, and leave --examples out"
+            )
         torch.set_num_threads(1)  # as in a worker: sums have one order, so results are repeatable
         with own_update.working(console) as tell:
             result = fedleak.attack(
@@ -802,15 +807,20 @@ def explain(file: File, changes: Set = None) -> None:
 def check_defense(file: File, changes: Set = None) -> None:
     """Test whether each defense of an experiment does what it says, and print the figures.
 
-    FILE is an experiment file. Nothing is trained and no private text is used. Where a defense
-    guarantees an epsilon, canaries in a few updates test that its noise and its clipping are what
-    the ledger counts. `fedleak run` does the same test before it trains.
+    FILE is an experiment file; or the name of a defense, as `fedleak list` has it, which is then
+    tested on a small built-in model. Nothing is trained and no private text is used. Where a
+    defense guarantees an epsilon, canaries in a few updates test that its noise and its clipping
+    are what the ledger counts. `fedleak run` does the same test before it trains.
     """
+    from fedleak import defenses
     from fedleak.audit.defense_checks import check
-    from fedleak.config.loading import load
+    from fedleak.config.loading import load, with_defense
 
     with mended():
-        experiment = load(file, changes or ())
+        by_name = str(file) in defenses.kinds() and not file.exists()
+        experiment = (
+            with_defense(str(file), changes or ()) if by_name else load(file, changes or ())
+        )
         if not experiment.defense:
             raise ConfigError(f"{str(file)!r} has no [[defense]]: there is nothing to check")
         findings = check(experiment)

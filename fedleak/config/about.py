@@ -64,7 +64,7 @@ class ReplyTable(Table):
     examples_key: str = "num-examples"
     """The metric that says how many examples a client trained on."""
     examples: Positive | None = None
-    """How many each client trained on, where no metric says it."""
+    """How many each client trained on, where no metric says it, or it counts batches."""
     client_key: str | None = None
     """The metric or config that says which client a node is; left out: nodes are numbered."""
 

@@ -41,6 +41,36 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Experiment:
     return parse(table)
 
 
+def with_defense(kind: str, overrides: Sequence[str] = ()) -> Experiment:
+    """Returns a small experiment with one defense, as it is by default.
+
+    Args:
+        kind: Of the defense.
+        overrides: As for `load`.
+
+    Raises:
+        ConfigError: The defense has a setting that must be given, or an override is not right.
+    """
+    table: dict[str, Any] = {
+        "name": f"check-{kind}",
+        "model": {"name": "builtin/bert-tiny"},
+        "data": {"name": "builtin/notes"},
+        "federation": {"clients": 4, "batch_size": 4},
+        "defense": [{"kind": kind}],
+    }
+    for override in overrides:
+        override_(table, override)
+    try:
+        return parse(table)
+    except ConfigError as error:
+        if overrides:
+            raise
+        raise ConfigError(
+            f"the defense {kind} needs settings ({error}): give them, such as --set "
+            f"'defense=[{{kind=\"{kind}\", ...}}]', or an experiment file"
+        ) from error
+
+
 def read(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Returns the tables of an experiment file, as `load` does, but as they are written there."""
     named, text = f"experiment file {str(path)!r}", ""

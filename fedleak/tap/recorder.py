@@ -24,6 +24,9 @@ MOST_TIMES = 4
 MOST_BESIDE = 1 << 20
 """Bytes that a reply may have beyond that, and characters that its metrics and configs may have."""
 
+LONGEST_BYTES = 4096
+"""Bytes in a config that are kept; of longer ones, such as masked vectors, only how many."""
+
 _LONGEST = 400
 
 
@@ -195,11 +198,16 @@ def _numbers(content: RecordDict) -> dict[str, dict[str, Any]]:
 
 
 def _json(value: Any) -> Any:
-    """Returns a value without what JSON lacks: no infinity, and bytes as base64."""
+    """Returns a value without what JSON lacks: no infinity, and bytes as base64 if they are few.
+
+    Secure aggregation sends vectors as bytes in a config. Under their masks they say nothing.
+    """
     if isinstance(value, Mapping):
         return {key: _json(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return [_json(each) for each in value]
+    if isinstance(value, bytes) and len(value) > LONGEST_BYTES:
+        return {"bytes": len(value)}
     if isinstance(value, bytes):
         return {"base64": base64.b64encode(value).decode()}
     return None if isinstance(value, float) and not math.isfinite(value) else value

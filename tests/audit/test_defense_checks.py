@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import tomllib
 from contextlib import nullcontext
 
 import pytest
@@ -527,6 +528,35 @@ def test_the_command_prints_figures_and_writes_nothing(here):
     assert text.count("holds") == 6
     assert "FAILS" not in text
     assert [path.name for path in here.iterdir()] == ["small.toml"]
+
+
+@pytest.mark.parametrize(
+    ("table", "says"),
+    [
+        ('{kind="dp_sgd", noise_multiplier=1.0, sampling="fixed"}', "canaries"),
+        pytest.param(
+            '{kind="local_dp", max_norm=1.0, noise_multiplier=1.0}',
+            "canaries",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(None, "the update", marks=pytest.mark.slow),
+    ],
+    ids=["dp_sgd", "local_dp", "sign"],
+)
+def test_a_defense_is_checked_by_its_name(here, table, says):
+    kind = "sign" if table is None else tomllib.loads(f"x = {table}")["x"]["kind"]
+    changes = [] if table is None else ["--set", f"defense=[{table}]"]
+    done = CliRunner().invoke(app, ["check-defense", kind, *changes])
+    assert (done.exit_code, done.stderr) == (0, "")
+    assert f"defense[0] ({kind})" in done.stdout
+    assert says in done.stdout
+
+
+def test_a_defense_by_name_says_which_setting_it_needs(here):
+    done = CliRunner().invoke(app, ["check-defense", "cast"])
+    assert done.exit_code == 2
+    assert "the defense cast needs settings (defense[0].dtype" in done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 def test_the_command_fails_on_a_broken_defense(here, monkeypatch):

@@ -343,6 +343,7 @@ TRUTHS = {
     "no json": (["{"], "is not JSON"),
     "a label too large": ([{"labels": [0, 2]}], "a label from 0 to 1"),
     "too few labels": ([{"labels": [0]}], "1 labels for 2 texts"),
+    "too few texts": ([{"texts": ["a"], "labels": [0]}], "1 texts, but its 'num-examples' is 2"),
     "no labels": ([{"labels": []}], "give each text a label"),
     "an empty text": ([{"texts": [" ", "a"]}], "a text is empty"),
     "both": ([{"client": 0}], "one of node and client"),
@@ -364,6 +365,18 @@ def test_truth_that_is_none_is_refused_without_its_texts(what, wire, step, impor
     assert said in str(refused.value)
     assert "secret" not in str(refused.value)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_count_of_batches_is_mended_with_the_number_of_texts(wire, step, imported, tmp_path):
+    """As in Flower's examples, whose `num-examples` is len(trainloader)."""
+    wire("sent", 1, 77, {"arrays": step.before})
+    wire("received", 1, 77, {"arrays": step.after}, metrics={"num-examples": 1})
+    line = {"round": 1, "node": 77, "texts": step.texts, "labels": [0, 1]}
+    file = truth_file(tmp_path / "truth.jsonl", line)
+    with pytest.raises(ConfigError, match=r"2 texts, but its 'num-examples' is 1: .* set reply"):
+        imported({"truth.file": file})
+    found = imported({"truth.file": file, "reply.examples": 2})
+    assert (found.truths, update_of(found).num_examples) == (1, 2)
 
 
 def test_another_run_is_not_written_over(wire, step, imported):
@@ -411,6 +424,21 @@ def test_a_model_of_its_own_is_left_out(wire, step, imported):
         wire("sent", 1, node, {"arrays": model})
         wire("received", 1, node, {"arrays": step.after}, metrics=METRICS)
     assert "sent another model" in imported().left_out[0]
+
+
+def test_clients_of_secure_aggregation_answer_each_stage(wire, step, imported):
+    """Flower's SecAgg+ asks a client four times; one answer says how much it has."""
+    secret, said = {"pk1": {"base64": ""}}, {"num_examples": 2}
+    wire("sent", 1, 77, {"arrays": step.before})
+    wire("received", 1, 77, {}, secaggplus_configs=secret)
+    wire("received", 1, 77, {"fitres.parameters": {}}, **{"fitres.num_examples": said})
+    wire("received", 1, 77, {}, secaggplus_configs=secret)
+    wire("sent", 2, 77, {"arrays": step.after})
+    with pytest.raises(ConfigError, match=r"masked by secure aggregation .*payload = 'sum'"):
+        imported()
+    found = imported({"reply.payload": "sum", "reply.examples_key": "num_examples"})
+    assert update_of(found, Key(1, EVERYONE)).num_examples == 2
+    assert near(update_of(found, Key(1, EVERYONE)).tensors, step.gradient)
 
 
 def test_a_sum_is_how_a_round_changed_the_model(wire, step, imported):

@@ -5,16 +5,34 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import others
 import pytest
 import tiny
 import tomli_w
 import torch
-from flwr.app import ArrayRecord, Context, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.client.mod import secaggplus_mod
 from flwr.clientapp.mod import fixedclipping_mod
+from flwr.common import (
+    Code,
+    FitIns,
+    FitRes,
+    Status,
+    ndarrays_to_parameters,
+    parameters_to_ndarrays,
+)
+from flwr.compat.common.recorddict_compat import (
+    fitres_to_recorddict,
+    parameters_to_arrayrecord,
+    recorddict_to_fitins,
+)
+from flwr.server import LegacyContext
+from flwr.server.workflow import SecAggPlusWorkflow
+from flwr.server.workflow.constant import MAIN_CONFIGS_RECORD, MAIN_PARAMS_RECORD
 from flwr.serverapp.strategy import DifferentialPrivacyClientSideFixedClipping, FedAdam
-from own_app import server_app
+from own_app import server_app, task
 
 from fedleak.config.about import load_about
 from fedleak.importing import import_run
@@ -145,6 +163,62 @@ def test_masked_replies_are_said_and_the_sum_is_read(tmp_path, folder, grid_of):
         assert torch.allclose(value, mean - before[name], atol=2e-7), name
     assert (update.kind, update.num_examples) == (UpdateKind.DELTA, 6)
     assert found.truths == 3
+
+
+class Hold:
+    """All of a strategy that Flower's workflow of SecAgg+ asks for."""
+
+    def configure_fit(self, _, parameters, manager):
+        return [(SimpleNamespace(node_id=n), FitIns(parameters, {"lr": 2.0})) for n in manager.all]
+
+    def aggregate_fit(self, _, results, failures):
+        self.sum = results[0][1].parameters
+        return self.sum, {}
+
+
+@pytest.mark.slow
+def test_flowers_own_secure_aggregation_is_tapped_and_its_sum_is_read(tmp_path, folder, grid_of):
+    """SecAgg+, mod and workflow, which send vectors as bytes in configs."""
+    names = list(task.get_model(folder).state_dict())
+
+    def as_legacy(message, context, call_next):
+        """Gives the app the records that it knows, and the outer mod those that it knows."""
+        arrays = parameters_to_ndarrays(recorddict_to_fitins(message.content, True).parameters)
+        tensors = dict(zip(names, map(torch.tensor, arrays), strict=True))
+        config = ConfigRecord({"lr": 2.0, "server-round": int(message.metadata.group_id)})
+        message.content = RecordDict({"arrays": ArrayRecord(tensors), "config": config})
+        reply = call_next(message, context).content
+        values = reply.array_records["arrays"].to_torch_state_dict().values()
+        parameters = ndarrays_to_parameters([value.numpy() for value in values])
+        held = int(reply.metric_records["metrics"]["num-examples"])
+        answer = FitRes(Status(Code.OK, ""), parameters, held, {})
+        return Message(fitres_to_recorddict(answer, False), reply_to=message)
+
+    grid = tap(grid_of(mods=[secaggplus_mod, as_legacy]), tmp_path / "mine")
+    nodes = list(grid.get_node_ids())
+    manager = SimpleNamespace(all=nodes, num_available=lambda: len(nodes))
+    hold = Hold()
+    hold.sum = ndarrays_to_parameters(
+        [v.numpy() for v in task.get_model(folder).state_dict().values()]
+    )
+    for round in (1, 2):
+        context = LegacyContext(context_of({}), strategy=hold, client_manager=manager)
+        context.state.config_records[MAIN_CONFIGS_RECORD] = ConfigRecord({"current_round": round})
+        context.state.array_records[MAIN_PARAMS_RECORD] = parameters_to_arrayrecord(hold.sum, True)
+        SecAggPlusWorkflow(num_shares=1.0, reconstruction_threshold=0.5, max_weight=8)(
+            grid, context
+        )
+    assert not Tapped(tmp_path / "mine").problems()
+    path = Path(about_file(tmp_path, folder, learning_rate_key="lr"))
+    path.write_text(
+        f'{path.read_text()}\n[reply]\npayload = "sum"\nexamples_key = "num_examples"\n'
+    )
+    found = import_run(Tapped(tmp_path / "mine"), load_about(path), tmp_path / "run")
+    assert (found.updates, found.clients, found.truths) == (1, 3, 3)
+    assert found.left_out == [
+        "round 2: its model was sent to nobody, so what changed it is not here"
+    ]
+    assert found.run.read_capture(Key(1, EVERYONE)).update.num_examples == 6
 
 
 SIMULATED = """

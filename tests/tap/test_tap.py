@@ -75,7 +75,9 @@ def test_it_keeps_what_was_sent_and_received(federate, tmp_path, folder):
     def change(content, context):
         content["extra"] = ArrayRecord({"c": Array(np.asfortranarray(np.eye(3, 2)))})
         content["more"] = MetricRecord({"loss": float("nan"), "list": [1.5, 2.0]})
-        content["said"] = ConfigRecord({"name": "n\x1b", "key": b"\x00\xff", "on": True})
+        content["said"] = ConfigRecord(
+            {"name": "n\x1b", "key": b"\x00\xff", "on": True, "vector": [bytes(5000)]}
+        )
         replies[context.node_id] = {**content.array_records}
         return content
 
@@ -104,7 +106,12 @@ def test_it_keeps_what_was_sent_and_received(federate, tmp_path, folder):
                     {name: array.numpy() for name, array in sent[kept.record].items()},
                 )
             assert each.numbers["more"] == {"loss": None, "list": [1.5, 2.0]}
-            assert each.numbers["said"] == {"name": "n\x1b", "key": {"base64": "AP8="}, "on": True}
+            assert each.numbers["said"] == {
+                "name": "n\x1b",
+                "key": {"base64": "AP8="},
+                "on": True,
+                "vector": [{"bytes": 5000}],
+            }
     # What all got alike is one file: a model per round and the last, and the replies' two each.
     assert len(list((tmp_path / "mine" / "arrays").iterdir())) == 3 + 2 * 3 * 2
     for path in (tmp_path / "mine").rglob("*"):

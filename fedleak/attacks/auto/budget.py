@@ -1,8 +1,9 @@
 """Shares the time of an update among the attacks, so that none eats what another needs.
 
-Attacks on spans are cheap and sure where rounding is all that blurs an update. Where noise does,
-they only guess, and gradient matching is what reads. So they get much time in the one case, little
-in the other. What comes after gradient matching is reserved by the time that a step of it takes.
+Attacks on spans are cheap and sure where rounding is all that blurs an update, or local steps are.
+Where noise does, they only guess, and gradient matching is what reads. So they get much time in the
+one case, little in the other. What comes after gradient matching is reserved by the time that a
+step of it takes.
 """
 
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ import torch
 from fedleak.attacks import clock as timing
 from fedleak.attacks.auto.chance import PLACEBOS
 from fedleak.attacks.auto.sharpening import PROPOSED, trial
-from fedleak.attacks.certificate import as_gradient
+from fedleak.attacks.certificate import as_gradient, is_linear
 from fedleak.attacks.clock import MOMENT, Clock
 from fedleak.attacks.matching.batch_structure import frame
 from fedleak.attacks.subspace.span import ACCEPT, row_space
@@ -21,7 +22,7 @@ from fedleak.attacks.subspace.token_bag import read_token_bag
 from fedleak.models import CLASSIFICATION, LanguageModel
 from fedleak.observation import Observation
 
-_CLEAR, _BLURRED = 0.5, 0.1
+_CLEAR, _BLURRED = 0.75, 0.1
 """Shares of the time left that an attack on spans may take."""
 
 _MOST = 0.5
@@ -37,11 +38,15 @@ _CONTENT = 10
 def spans_are_clear(seen: Observation, model: LanguageModel, rng: torch.Generator) -> bool:
     """Whether the tokens of a batch stand out of the first layer's row space, as spans show them.
 
+    True also of an update that is not one gradient: attacks on spans measure what local steps blur.
+
     Args:
         seen: Of the attention parameters of the first layer, or of others.
         model: At the broadcast weights.
         rng: For sketches.
     """
+    if not is_linear(seen):
+        return True
     gradients = model.family.attention_gradients(as_gradient(seen), 0)
     span = row_space(gradients) if gradients else None
     if span is None or span.exact:

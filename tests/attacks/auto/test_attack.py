@@ -135,10 +135,13 @@ def shares_of(model, seen, asked):
     return [attack.seconds / 1000 for attack, _, _ in asked[0]]
 
 
-def test_spans_get_half_of_the_time_where_rounding_is_all(small, observe, asked):
+@pytest.mark.parametrize("local_steps", [1, 4])
+def test_spans_get_most_of_the_time_where_no_noise_blurs(small, observe, asked, local_steps):
     model = small("bert", layers=3, width=48)
-    shares = shares_of(model, observe(model, TEXTS[:2]).seen, asked)
-    assert shares[:2] == pytest.approx([0.5, 0.5], abs=0.05)
+    seen = observe(model, TEXTS[:2]).seen
+    seen = replace(seen, knowledge=replace(seen.knowledge, local_steps=local_steps))
+    shares = shares_of(model, seen, asked)
+    assert shares[:2] == pytest.approx([0.75, 0.75], abs=0.05)
     assert 0.5 <= shares[2] < 1
 
 
