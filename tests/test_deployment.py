@@ -11,15 +11,24 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import torch
 
-from fedleak.store.run import Key, Run
+from fedleak import models
+from fedleak.config.experiment import Experiment
+from fedleak.defenses.secure_sum import SecureSum
+from fedleak.federation.lookup import dropped_out, stored
+from fedleak.models import loading
+from fedleak.observation import ClientUpdate
+from fedleak.store.run import EVERYONE, Key, Run
+from fedleak.training.aggregation import mean_update
+from fedleak.training.local import local_update_
 
 ROOT = Path(__file__).parents[1]
 FILE = ROOT / "experiments" / "deployment" / "federation.py"
@@ -29,6 +38,16 @@ name = "deployment"
 model = {name = "builtin/bert-tiny"}
 data = {name = "builtin/notes", text = "text", label = "label", samples = 1, held_out = 4, on_nodes = true}
 federation = {clients = 2, rounds = 2, batch_size = 1, learning_rate = 0.1}
+workers = {devices = ["cpu"]}
+"""  # noqa: E501
+
+SUMMED = """
+name = "deployment"
+model = {name = "builtin/bert-tiny"}
+data = {name = "builtin/notes", text = "text", label = "label", samples = 1, held_out = 4, on_nodes = true}
+federation = {clients = 3, rounds = 1, batch_size = 2, learning_rate = 0.1}
+defense = [{kind = "secure_sum", protocol = "secagg+", clipping = 0.5, max_weight = 4.0}]
+attack = []
 workers = {devices = ["cpu"]}
 """  # noqa: E501
 
@@ -245,6 +264,68 @@ def test_a_superlink_that_is_killed_ends_the_run_and_starts_again_where_it_was(m
     assert status == 1, told
     assert "finished:failed" in told, told
     check_goes_on(made)
+
+
+@pytest.fixture
+def summing(tmp_path: Path) -> Iterator[Any]:
+    """A federation of three nodes that take part in Flower's SecAgg+."""
+    with deployment.federation(tmp_path / "all", 3) as made:
+        made.start_superlink()
+        for node in range(3):
+            made.register(node)
+            made.start_node(node)
+        (made.server / "small.toml").write_text(SUMMED)
+        yield made
+
+
+def test_a_secure_sum_between_machines_is_that_of_the_model(summing: Any) -> None:
+    status, told = summing.watch(submit(summing), 600)
+    assert status == 0, told
+    assert not dropped_out(Run(summing.run), 1)
+    check_sum(summing, range(3))
+
+
+def test_a_secure_sum_does_without_a_node_that_leaves_within_the_round(summing: Any) -> None:
+    """It is killed while it trains, once another one has trained."""
+    number, nodes = submit(summing), range(3)
+
+    def trained() -> list[int]:
+        vaults = {node: summing.node(node) / "vault" / "deployment" / "vault" for node in nodes}
+        return [node for node in nodes if (vaults[node] / f"{Key(1, node)}.json").is_file()]
+
+    there = wait_for(trained, 1200)
+    lost = next(node for node in nodes if node not in there)
+    summing.kill(f"node-{lost}")
+    status, told = summing.watch(number, 600)
+    assert status == 0, told
+    assert dropped_out(Run(summing.run), 1) == {lost}
+    check_sum(summing, [node for node in nodes if node != lost])
+
+
+def check_sum(made: Any, nodes: Iterable[int]) -> None:
+    """The server got the mean gradient of these nodes' texts, but for less than a step."""
+    run = Run(made.run)
+    experiment = stored(run)
+    assert run.captures() == [Key(1, EVERYONE)]
+    assert isinstance(experiment.aggregator, SecureSum)
+    step = experiment.aggregator.claims(experiment.local_training, 2).step
+    assert step is not None
+    expected = mean_update(gradient(made, experiment, Key(1, node)) for node in nodes)
+    found = run.read_capture(Key(1, EVERYONE)).update
+    assert found.num_examples == expected.num_examples
+    for name, value in expected.tensors.items():
+        torch.testing.assert_close(found.tensors[name], value, rtol=1e-4, atol=step)
+
+
+def gradient(made: Any, experiment: Experiment, key: Key) -> ClientUpdate:
+    """Returns the gradient of what a node says that it trained on."""
+    vault = Run(made.node(key.client) / "vault" / "deployment")
+    truth = vault.read_truth(key)
+    assert truth is not None
+    model = loading.load(experiment.model_spec(2))
+    models.load_parameters_(model, Run(made.run).read_broadcast(key.round))
+    local = experiment.local_training
+    return local_update_(model, truth["sequences"], truth["labels"], local, seed=0)
 
 
 def test_a_full_disk_at_the_server_is_a_line_and_what_is_written_stays(

@@ -19,6 +19,8 @@ from fedleak.config.loading import parse
 from fedleak.defenses.secure_sum import SecureSum
 from fedleak.errors import FedleakError
 from fedleak.federation.lookup import dropped_out
+from fedleak.report import tables
+from fedleak.reports import report_run
 from fedleak.rng import stream
 from fedleak.store.lines import Lines
 from fedleak.store.run import EVERYONE, Key, Run
@@ -178,6 +180,11 @@ def test_a_client_that_is_lost_in_training_is_not_in_the_sum(modelled, tmp_path,
     scoring.score_run(run)
     (note,) = [note for note in run.read(SUMMARY).notes if "dropped out" in note]
     assert f"secure sum ({absent} in round 1)" in note
+    # What rounding did to a client's update is said apart from the sum.
+    (rounded,) = [line for line in tables.circumstances(run.read(SUMMARY)) if "mean of" in line]
+    assert rounded.startswith("  secure_sum, mean of an update: change norm")
+    assert "zeroed" in rounded
+    assert "what the sum itself hides is not" in report_run(run, None).read_text()
     assert {row["client"] for row in run.rows(Lines("privacy.jsonl", dict))} == set(others)
 
 

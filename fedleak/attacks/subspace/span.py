@@ -161,7 +161,7 @@ def row_space(gradients_OD: Sequence[Tensor], rounding: float = 0.0) -> Span | N
                 basis_DR=basis_DR[:, :rank].contiguous(), singular_R=s_R[:rank], floor=floor
             )
         if complete:
-            return _noisy(blocks)
+            return _noisy(blocks, rounding)
         columns *= 2
 
 
@@ -216,9 +216,9 @@ def _end(s_R: Tensor, rounding: float) -> int | None:
     return int(falls.argmax()) + 1 if falls.any() else None
 
 
-def _noisy(blocks_OD: Sequence[Tensor]) -> Span | None:
+def _noisy(blocks_OD: Sequence[Tensor], rounding: float) -> Span | None:
     """Returns the span of what stands above the noise, None if nothing or everything does."""
-    scaled_OD = torch.cat([_in_units_of_noise(g) for g in blocks_OD])
+    scaled_OD = torch.cat([_in_units_of_noise(g, rounding) for g in blocks_OD])
     rows, width = scaled_OD.shape
     _, s_R, vh_RD = torch.linalg.svd(torch.linalg.qr(scaled_OD)[1], full_matrices=False)
     edge = _EDGE * max(1.0, _noise(s_R, rows, width)) * (rows**0.5 + width**0.5)
@@ -237,7 +237,7 @@ def _noisy(blocks_OD: Sequence[Tensor]) -> Span | None:
     )
 
 
-def _in_units_of_noise(gradient_OD: Tensor) -> Tensor:
+def _in_units_of_noise(gradient_OD: Tensor, rounding: float) -> Tensor:
     """Scales rows so that the noise has unit variance: rounding if they were rounded, else any."""
     for dtype, digits, smallest in ((torch.bfloat16, 7, -133), (torch.float16, 10, -24)):
         if torch.equal(gradient_OD.to(dtype).to(gradient_OD.dtype), gradient_OD):
@@ -245,7 +245,9 @@ def _in_units_of_noise(gradient_OD: Tensor) -> Tensor:
             exponent_OD = torch.frexp(gradient_OD).exponent - 1.0
             spacing_OD = torch.exp2((exponent_OD - digits).clamp_min(smallest))
             return gradient_OD / (spacing_OD.square().mean(1, keepdim=True) / 12).sqrt()
-    return gradient_OD / _noise(torch.linalg.svdvals(gradient_OD), *gradient_OD.shape)
+    s_R = torch.linalg.svdvals(gradient_OD)
+    # A mask leaves rows without a number, and directions without any noise.
+    return gradient_OD / max(_noise(s_R, *gradient_OD.shape), _TINY * rounding * float(s_R[0]))
 
 
 def _noise(s_R: Tensor, rows: int, columns: int) -> float:

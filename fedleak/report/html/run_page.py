@@ -395,6 +395,8 @@ def _defenses(run: Run, experiment: Experiment, summary: RunSummary) -> list[Tab
                     )
                     for place, table in enumerate(experiment.defense)
                 ],
+                "An update is one client's: what rounding before a secure sum does is here, and "
+                "what the sum itself hides is not.",
             )
         )
     checks = _checks(run)

@@ -134,6 +134,16 @@ def test_the_scale_of_a_gradient_does_not_matter(what, scale):
     assert torch.equal(other.excess(x) < ACCEPT, one.excess(x) < ACCEPT)
 
 
+@pytest.mark.parametrize("seed", [2, 7, 11])
+def test_a_mask_that_leaves_directions_without_noise_leaves_finite_numbers(seed):
+    rng = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(20, 128, generator=rng)
+    gradient = torch.randn(3 * 128, 20, generator=rng) @ inputs
+    kept = torch.rand(gradient.shape, generator=rng) < 0.01
+    span = row_space(list((gradient * kept).split(128)))
+    assert span is None or bool(span.basis_DR.isfinite().all() and span.singular_R.isfinite().all())
+
+
 def test_a_gradient_beside_a_much_larger_one_counts_as_much():
     (one, _), (other, inputs) = made_gradient(7), made_gradient(3, seed=5)
     for scale in (1.0, 1e-9, 1e9):
