@@ -101,11 +101,11 @@ def federate(
     torch.set_num_threads(1)
     first = first_open_round(experiment, run)
     model = loading.load(experiment.model_spec(run.info()["num_labels"]), weights=first == 1)
-    if first > 1:
-        models.load_parameters_(model, run.read_broadcast(first))
-    else:
+    if first == 1:
         run.update_info(model_fingerprint=models.fingerprint(dict(model.module.named_parameters())))
         run.write_broadcast(1, model.parameters())
+    # Mapped from its file, it takes no memory beside the model that clients are sent.
+    models.lend_parameters_(model, run.read_broadcast(first))
     rounds = experiment.federation.rounds - first + 1
     if rounds < 1:
         return
@@ -235,7 +235,7 @@ def evaluation(
         round = server_round + offset
         if round in written or not held_out["sequences"] or not experiment.evaluated(round):
             return None
-        models.load_parameters_(model, arrays.to_torch_state_dict())
+        models.lend_parameters_(model, run.read_broadcast(round + 1))
         scores = evaluate(model, held_out["sequences"], held_out["labels"])
         run.append(UTILITY, Utility(round=round, **plain(scores)))
         return MetricRecord(dict(scores))

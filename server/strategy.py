@@ -2,7 +2,15 @@
 
 from collections.abc import Iterable, Mapping
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
+from flwr.app import (
+    Array,
+    ArrayRecord,
+    ConfigRecord,
+    Message,
+    MessageType,
+    MetricRecord,
+    RecordDict,
+)
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
@@ -57,6 +65,7 @@ class CuriousServer(Strategy):
         self._waiting_for: dict[int, int] = {}  # the client of each node that has not answered
         self._problems: list[str] = []
         self._aggregator = aggregator_of(experiment)
+        self._arrays = ArrayRecord()
         self._sum: RoundSum | None = None  # None: an aggregator has the updates of a round
         self._local_steps = 0  # the most that a client of the round made
         self._beside = Beside()
@@ -135,6 +144,7 @@ class CuriousServer(Strategy):
         clients = clients_of_round(self._experiment, round)
         self._waiting_for = {self._nodes[client]: client for client in clients}
         self._problems, self._local_steps = [], 0
+        self._arrays = arrays
         self._run.drop_held()  # by a process that was killed in this round
         if self._aggregator is None:
             self._sum = RoundSum(self._run, round, clients, self._model.parameters())
@@ -163,7 +173,7 @@ class CuriousServer(Strategy):
         self._check_all_answered(reply for reply in replies if reply.has_error())
         broadcast, combined = self._run.read_broadcast(round), None
         if self._sum is not None:
-            total = self._sum.total
+            total, self._sum = self._sum.total, None
         else:
             assert self._aggregator is not None
             combined = self._combined(self._aggregator, round)
@@ -180,7 +190,10 @@ class CuriousServer(Strategy):
         self._run.write_broadcast(round + 1, following)
         if round not in rounds_attacked(self._experiment):
             self._run.forget(round)
-        return ArrayRecord(following), None
+        # In the same record: Flower holds the first one to the end, besides what it is given.
+        for name, value in following.items():
+            self._arrays[name] = Array(value)
+        return self._arrays, None
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid

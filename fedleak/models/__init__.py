@@ -164,11 +164,27 @@ class LanguageModel:
 def load_parameters_(model: LanguageModel, tensors: Mapping[str, Tensor]) -> None:
     """Copies `tensors` into the model, which must train exactly these parameters."""
     own = model.parameters()
+    _refuse_others(own, tensors)
+    for name, value in tensors.items():
+        own[name].copy_(value)
+
+
+def lend_parameters_(model: LanguageModel, tensors: Mapping[str, Tensor]) -> None:
+    """Makes the model compute with `tensors` themselves, so that it takes no memory for them.
+
+    It must not be trained afterwards: that would change them.
+    """
+    own = model.trained()
+    _refuse_others(own, tensors)
+    for name, value in tensors.items():
+        own[name].data = value
+
+
+def _refuse_others(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+    """Refuses tensors that are not named as the model's own."""
     if own.keys() != tensors.keys():
         different = sorted(own.keys() ^ tensors.keys())
         raise ValueError(f"the weights are of another model: {different[:3]} differ")
-    for name, value in tensors.items():
-        own[name].copy_(value)
 
 
 def batch_loss(

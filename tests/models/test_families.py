@@ -340,16 +340,17 @@ def test_encoded_texts_have_the_marks_that_training_needs(plain):
 # --- loading --------------------------------------------------------------------------------
 
 
-def test_a_model_filled_from_parameters_is_the_model(bert_tiny):
+@pytest.mark.parametrize("fill", [models.load_parameters_, models.lend_parameters_])
+def test_a_model_filled_from_parameters_is_the_model(bert_tiny, fill):
     empty = loading.load(
         ModelSpec(name="builtin/bert-tiny", task=CLASSIFICATION, num_labels=2), weights=False
     )
     own = bert_tiny.parameters()
     assert models.fingerprint(empty.parameters()) != models.fingerprint(own)
-    models.load_parameters_(empty, own)
+    fill(empty, own)
     assert models.fingerprint(empty.parameters()) == models.fingerprint(own)
     with pytest.raises(ValueError, match=r"another model: \['classifier\.bias'\]"):
-        models.load_parameters_(empty, {n: v for n, v in own.items() if n != "classifier.bias"})
+        fill(empty, {n: v for n, v in own.items() if n != "classifier.bias"})
 
 
 def test_the_seed_decides_the_new_classifier(bert_tiny):

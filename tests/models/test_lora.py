@@ -180,16 +180,17 @@ def test_adapters_and_the_classifier_travel_and_nothing_else(name, task):
     assert {p.device.type for p in sketch.module.parameters()} == {"meta"}
 
 
-def test_a_broadcast_fills_what_is_trained_and_the_checkpoint_the_rest():
+@pytest.mark.parametrize("fill", [models.load_parameters_, models.lend_parameters_])
+def test_a_broadcast_fills_what_is_trained_and_the_checkpoint_the_rest(fill):
     spec = spec_of("bert-tiny", CLASSIFICATION, 3)
     model, filled = loading.load(spec), loading.load(spec, weights=False)
     for parameter in model.parameters().values():
         parameter.add_(1.0)
     assert not equal(named(model), named(filled))
-    models.load_parameters_(filled, model.parameters())
+    fill(filled, model.parameters())
     assert equal(named(model), named(filled))
     with pytest.raises(ValueError, match="another model"):
-        models.load_parameters_(filled, named(model))
+        fill(filled, named(model))
 
 
 def test_the_seed_decides_adapters_and_all_that_the_checkpoint_lacks(tmp_path, bert_tiny):

@@ -2,6 +2,7 @@
 
 import shutil
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -304,3 +305,39 @@ def test_a_capture_is_on_disk_before_the_next_but_one_is_received(tmp_path, monk
     inline.train(run, experiment)
     assert len(behind) == 6
     assert set(behind) <= {0, 1}
+
+
+def file_of(tensor):
+    """Returns the file that a tensor's memory is mapped from, if it is."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        start, end = (int(each, 16) for each in line.split()[0].split("-"))
+        if start <= tensor.data_ptr() < end:
+            return Path(line.split(maxsplit=5)[5]).name if "/" in line else None
+    return None
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="Linux tells what is mapped")
+def test_the_server_holds_the_model_once_in_memory_and_the_sum_for_a_round(tmp_path, monkeypatch):
+    sent, mapped, sums = [], [], []
+    configure, aggregate = CuriousServer.configure_train, CuriousServer.aggregate_train
+
+    def configured(self, server_round, arrays, *rest):
+        messages = list(configure(self, server_round, arrays, *rest))
+        sent.append(arrays)
+        mapped.append({file_of(each) for each in self._model.parameters().values()})
+        return messages
+
+    def aggregated(self, *rest):
+        following, metrics = aggregate(self, *rest)
+        assert following is sent[-1]
+        sums.append(self._sum)
+        return following, metrics
+
+    monkeypatch.setattr(CuriousServer, "configure_train", configured)
+    monkeypatch.setattr(CuriousServer, "aggregate_train", aggregated)
+    experiment = experiment_of(federation__rounds=3, utility__rounds=[1])
+    run = preparation.prepare(experiment, tmp_path / "run")
+    inline.train(run, experiment)
+    assert sums == [None] * 3
+    # The model is of the round that was scored last.
+    assert mapped == [{f"r{round:04d}.safetensors"} for round in (1, 2, 2)]
