@@ -143,7 +143,7 @@ class Settings:
     class privacy:  # noqa: N801
         delta = DELTA
 
-    aggregator = None
+    sees = "updates"
 
 
 def audits(mean, epsilon, seed):
