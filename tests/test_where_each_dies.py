@@ -36,7 +36,7 @@ def draw(tmp_path, monkeypatch, in_process):
             "data": {"name": "builtin/notes", "samples": 4, "held_out": 40},
             "federation": {"clients": 2, "batch_size": 2},
             "utility": {"rounds": []},
-            "attack": [{"kind": "dager"}, {"kind": "membership"}],
+            "attack": [{"kind": "auto", "seconds": 5.0}, {"kind": "membership"}],
         }
     )
     families = FILE.read_text().partition("[[sweep.family]]")[2]
