@@ -24,9 +24,9 @@ import typer
 from fedleak import cli, sweep
 from fedleak.cli.mistakes import mended
 from fedleak.config.families import FAMILY
-from fedleak.errors import ConfigError
 from fedleak.metrics.intervals import Interval, clustered_mean
 from fedleak.reconstruction import Status
+from fedleak.report.marked_pages import above
 from fedleak.report.words import said, short_key
 from fedleak.store.records import LEAKAGE, LeakageRow
 from fedleak.sweep import Cell, Sweep
@@ -116,7 +116,7 @@ def main() -> int:
         with mended():
             files = args.files or sorted(HERE.glob("matrix-*.toml"))
             grids = [sweep.load(path, changes) for path in files]
-            written_above = above(args.out)
+            written_above = above(args.out, MARKER)
             try:
                 for path in () if args.no_run else files:
                     cli.sweep(path, changes, jobs=1)  # attacks share no core: seconds compare
@@ -127,20 +127,6 @@ def main() -> int:
     except typer.Exit as stopped:
         return stopped.exit_code
     return 0
-
-
-def above(page: Path) -> str:
-    """Returns what a page says above its table, with the marker; of a new one, the marker.
-
-    Raises:
-        ConfigError: The page has no marker, so that it is not one of this command.
-    """
-    if not page.exists():
-        return MARKER
-    text = page.read_text(encoding="utf-8")
-    if MARKER not in text:
-        raise ConfigError(f"--out {str(page)!r} has no line {MARKER.strip()!r}: give a new file")
-    return text.partition(MARKER)[0] + MARKER
 
 
 def markdown(grids: Sequence[Sweep]) -> Iterator[str]:

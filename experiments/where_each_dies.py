@@ -20,9 +20,9 @@ import typer
 from fedleak import cli, sweep
 from fedleak.cli.mistakes import mended
 from fedleak.config.families import FAMILY, UNDEFENDED
-from fedleak.errors import ConfigError
 from fedleak.report import drawing
 from fedleak.report.drawing import COLOURS, GREY
+from fedleak.report.marked_pages import above
 from fedleak.report.membership_table import area
 from fedleak.report.words import plain_interval
 from fedleak.store.run import EVERYONE
@@ -75,7 +75,7 @@ def main() -> int:
     args = parser.parse_args()
     try:
         with mended():
-            grid, written_above = sweep.load(args.file), above(args.out)
+            grid, written_above = sweep.load(args.file), above(args.out, MARKER)
             if not args.no_run:
                 cli.sweep(args.file, [], jobs=1)
             collected = sweep.collect(grid)
@@ -93,20 +93,6 @@ def main() -> int:
     except typer.Exit as stopped:
         return stopped.exit_code
     return 0
-
-
-def above(page: Path) -> str:
-    """Returns what a page says above its figures, with the marker; of a new one, the marker.
-
-    Raises:
-        ConfigError: The page has no marker, so that it is not one of this command.
-    """
-    if not page.exists():
-        return MARKER
-    text = page.read_text(encoding="utf-8")
-    if MARKER not in text:
-        raise ConfigError(f"--out {str(page)!r} has no line {MARKER.strip()!r}: give a new file")
-    return text.partition(MARKER)[0] + MARKER
 
 
 def finished(collected: SweepSummary, family: str) -> Cells:
