@@ -33,12 +33,9 @@ FEDAVG = {"algorithm": "fedavg", "local_epochs": 2}
 
 
 @pytest.fixture(scope="module", autouse=True)
-def folder(small, tmp_path_factory):
+def folder(saved):
     """Makes a model of the built-in one's vocabulary that costs a tenth."""
-    model, folder = small("bert", num_labels=2), tmp_path_factory.mktemp("bert")
-    model.module.save_pretrained(folder)
-    model.tokenizer.save_pretrained(folder)
-    MODEL["name"] = str(folder)
+    MODEL["name"] = saved("bert")
 
 
 @pytest.fixture(autouse=True)

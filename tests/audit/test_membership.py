@@ -37,12 +37,9 @@ DP_SGD = {"kind": "dp_sgd", "noise_multiplier": 0.01, "max_grad_norm": 0.5, "sam
 
 
 @pytest.fixture(scope="module", autouse=True)
-def folder(small, tmp_path_factory):
+def folder(saved):
     """Makes a model of the built-in one's vocabulary that costs a tenth."""
-    model, folder = small("bert", num_labels=2), tmp_path_factory.mktemp("bert")
-    model.module.save_pretrained(folder)
-    model.tokenizer.save_pretrained(folder)
-    MODEL["name"] = str(folder)
+    MODEL["name"] = saved("bert")
 
 
 def experiment_of(**changes):

@@ -109,13 +109,10 @@ class Here:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def folders(small, tmp_path_factory):
+def folders(saved):
     """Makes models of the built-in ones' vocabularies that cost a tenth."""
     for table, family, task in [(BERT, "bert", CLASSIFICATION), (GPT2, "gpt2", CAUSAL_LM)]:
-        model, folder = small(family, task, num_labels=2), tmp_path_factory.mktemp(family)
-        model.module.save_pretrained(folder)
-        model.tokenizer.save_pretrained(folder)
-        table["name"] = str(folder)
+        table["name"] = saved(family, task)
 
 
 @pytest.fixture(autouse=True)
