@@ -6,11 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fedleak.config.experiment import Experiment
-from fedleak.config.sent_parameters import selected_parameters
+from fedleak.config.sent_parameters import selected_parameters, sent_by
+from fedleak.config.stored_parameters import stored_parameters
 from fedleak.errors import ConfigError
 from fedleak.federation.schedule import expected_captures, rounds_attacked
 from fedleak.models import LanguageModel
-from fedleak.models.parameter_selection import freezing
 from fedleak.store.run import EVERYONE, Run
 
 WORTH_SAYING_BYTES = 10**9
@@ -29,11 +29,11 @@ def bytes_kept(experiment: Experiment, model: LanguageModel) -> int:
         experiment: The run.
         model: With its parameters' names and shapes; no weights are needed.
     """
-    sent, of_model = _sizes(experiment, model)
+    stored, of_model = _sizes(experiment, model)
     captures = Counter(key.client for key in expected_captures(experiment))
     last = experiment.federation.rounds + 1
     models = 2 + len(rounds_attacked(experiment) - {1, last})
-    kept = [sent(client) for client in captures.elements()]
+    kept = [stored(client) for client in captures.elements()]
     if experiment.audit.keep == "none" and experiment.audit.waiting is not None:
         kept = sorted(kept)[-experiment.audit.waiting :]
     return sum(kept) + models * of_model
@@ -41,30 +41,30 @@ def bytes_kept(experiment: Experiment, model: LanguageModel) -> int:
 
 def bytes_there(experiment: Experiment, model: LanguageModel, run: Run) -> int:
     """Returns how much of what `bytes_kept` counts a run has already, by the same measure."""
-    sent, of_model = _sizes(experiment, model)
+    stored, of_model = _sizes(experiment, model)
     here = set(run.captures()) - run.deleted()
     captures = [key for key in expected_captures(experiment) if key in here]
-    return sum(sent(key.client) for key in captures) + len(run.broadcasts()) * of_model
+    return sum(stored(key.client) for key in captures) + len(run.broadcasts()) * of_model
 
 
 def _sizes(experiment: Experiment, model: LanguageModel) -> tuple[Callable[[int], int], int]:
-    """Returns what tells the bytes of a client's update, and the bytes of the model."""
+    """Returns what tells the bytes of a client's capture, and the bytes of the model."""
     sizes = {name: _FLOAT * p.numel() for name, p in model.trained().items()}
-    selected = selected_parameters(experiment, model)
-    of_frozen: dict[frozenset[str], int] = {}
+    of_frozen: dict[tuple[str, ...] | None, int] = {}
 
-    def sent(client: int) -> int:
-        if client == EVERYONE:
-            return sum(sizes[name] for name in selected)
-        frozen = experiment.local_training_of(client).frozen
-        key = frozenset(frozen)
-        if key not in of_frozen:
-            with freezing(model, frozen):
-                trained = model.trained()
-            of_frozen[key] = sum(sizes[name] for name in selected if name in trained)
-        return of_frozen[key]
+    def stored(client: int) -> int:
+        everyone = client == EVERYONE
+        frozen = None if everyone else tuple(experiment.local_training_of(client).frozen)
+        if frozen not in of_frozen:
+            if everyone:
+                sent = frozenset(selected_parameters(experiment, model))
+            else:
+                sent = sent_by(experiment, client, model)
+            names = stored_parameters(experiment, sent, model)
+            of_frozen[frozen] = sum(sizes[name] for name in names)
+        return of_frozen[frozen]
 
-    return sent, sum(sizes.values())
+    return stored, sum(sizes.values())
 
 
 def refuse_full_disk(needed: int, path: Path, there: int = 0) -> None:
@@ -83,8 +83,8 @@ def refuse_full_disk(needed: int, path: Path, there: int = 0) -> None:
         raise ConfigError(
             f"{str(path)!r} needs {size(needed - there)} for captures and models, but only "
             f"{size(free)} are free: keep fewer (threat.rounds, "
-            "threat.clients, audit.keep with audit.waiting), share less (update.share), or free "
-            "some"
+            "threat.clients, audit.keep with audit.waiting, audit.store), share less "
+            "(update.share), or free some"
         )
 
 

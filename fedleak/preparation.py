@@ -13,6 +13,7 @@ from fedleak import forecast, logs
 from fedleak.audit.kept_texts import candidates_file
 from fedleak.config import checks
 from fedleak.config.experiment import Experiment
+from fedleak.config.stored_parameters import check_stored, read_whole
 from fedleak.config.wording import difference
 from fedleak.errors import ConfigError, FedleakError
 from fedleak.federation.lookup import Examples, examples, stored
@@ -98,7 +99,7 @@ def plan(experiment: Experiment) -> Plan:
         held_out=held_out,
         candidates=read_candidates(experiment, classes, model),
         classes=classes if experiment.data.on_nodes else (),
-        remarks=_remarks(experiment, split.dropped, unknown, workload),
+        remarks=_remarks(experiment, model, split.dropped, unknown, workload),
         disk=forecast.bytes_kept(experiment, model),
     )
 
@@ -158,9 +159,14 @@ def ask_again(run: Run, experiment: Experiment) -> None:
 
 
 def _remarks(
-    experiment: Experiment, dropped: int, unknown: float, workload: Workload
+    experiment: Experiment,
+    model: LanguageModel,
+    dropped: int,
+    unknown: float,
+    workload: Workload,
 ) -> tuple[str, ...]:
     """Returns what is no mistake, but may not be meant."""
+    whole = [] if experiment.audit.store == "all" else read_whole(experiment, model)
     batch, parts = experiment.federation.batch_size, workload.parts
     small = [len(part) for part in parts if 0 < len(part) < batch]
     found = {
@@ -168,6 +174,7 @@ def _remarks(
         f"{unknown:.0%} of the tokens are unknown words, which no attack can read": unknown > 0.05,
         f"federation.batch_size = {batch} is more than {len(small)} of {len(parts)} clients have: "
         f"their batches are all that they have, {min(small, default=0)} examples or more": small,
+        f"audit.store = 'read' stores whole updates, because {', '.join(whole)} read them": whole,
     }
     return tuple(remark for remark, holds in found.items() if holds)
 
@@ -261,6 +268,15 @@ def refuse_other_sight(run: Run, experiment: Experiment) -> None:
             f"sees who sees {sees!r}: run the experiment under another name, which captures the "
             "other"
         )
+
+
+def refuse_unstored(run: Run, experiment: Experiment) -> None:
+    """Refuses attacks that read what the captures of a run do not hold.
+
+    Raises:
+        ConfigError: The first such attack.
+    """
+    check_stored(stored(run), experiment, outline(experiment, run.info()["num_labels"]))
 
 
 def refuse_data_on_nodes(experiment: Experiment) -> None:

@@ -1,6 +1,7 @@
-"""The curious server: aggregates honestly, and keeps each update exactly as it arrived."""
+"""The curious server: aggregates honestly, and keeps what it is to attack of each update."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from flwr.app import (
     Array,
@@ -16,6 +17,7 @@ from flwr.serverapp.strategy import Strategy
 
 from fedleak.config.experiment import Experiment
 from fedleak.config.sent_parameters import sent_by
+from fedleak.config.stored_parameters import stored_parameters
 from fedleak.defenses import TrustedAggregator
 from fedleak.errors import FedleakError
 from fedleak.federation.lookup import examples
@@ -116,16 +118,28 @@ class CuriousServer(Strategy):
         def write() -> None:
             if not is_next:
                 run.hold(capture)
-                if kept:
-                    run.admit(key)
-            elif kept:
-                run.write_capture(capture)
+            if not kept:
+                return
+            stored = self._stored(capture)
+            if stored is capture and not is_next:
+                run.admit(key)
+            else:
+                run.write_capture(stored)
 
         self._beside.do(write)
         if is_next:
             total.add_(capture)
         else:
             total.held(key.client)
+
+    def _stored(self, capture: Capture) -> Capture:
+        """Returns what of a capture is stored: all of it, or what the attacks of the run read."""
+        tensors = capture.update.tensors
+        names = stored_parameters(self._experiment, frozenset(tensors), self._model)
+        if len(names) == len(tensors):
+            return capture
+        read = {name: value for name, value in tensors.items() if name in names}
+        return replace(capture, update=replace(capture.update, tensors=read))
 
     @property
     def writing(self) -> bool:
@@ -226,7 +240,8 @@ class CuriousServer(Strategy):
             local_steps=self._local_steps,
             dropout=local.dropout,
         )
-        self._run.write_capture(Capture(Key(round, EVERYONE), update, knowledge))
+        capture = Capture(Key(round, EVERYONE), update, knowledge)
+        self._run.write_capture(self._stored(capture))
 
     def _check_all_answered(self, failed: Iterable[Message]) -> None:
         """Fails the round unless each client's update is there and nothing else came."""

@@ -8,8 +8,8 @@ from the update and the granted facts. Nothing checks the imports of an attack t
 brings, so lists and reports name its package. `fedleak list` prints the docstring's first line.
 An attack that takes several observations at once is `Batched`. An attack that takes minutes, not
 seconds, has `slow = True`: the others go first. An attack that takes milliseconds and belongs to
-every run has `always = True`. An attack that leaves the work to a program of others has
-`outside = True`: no import contract holds that program.
+every run has `always = True`. An attack that reads few tensors is `Selective`. An attack that
+leaves the work to a program of others has `outside = True`: no import contract holds that program.
 """
 
 import sys
@@ -118,6 +118,18 @@ class Equipped(Attack, Protocol):
 
 
 @runtime_checkable
+class Selective(Attack, Protocol):
+    """An attack that reads few tensors of an update, and says which."""
+
+    def reads(self, setting: AttackSetting) -> frozenset[str]:
+        """Returns the names of what it reads: without all else that is shared it works as well.
+
+        A proof recomputes all tensors that are there, and so it is of these.
+        """
+        ...
+
+
+@runtime_checkable
 class Asked(Attack, Protocol):
     """An attack that scores the texts of a list: `Knowledge.candidates`.
 
@@ -217,6 +229,13 @@ class OneByOne(ABC):
             self(each, model, rng=rng, on_progress=partial(report, which))
             for which, (each, rng) in enumerate(zip(seen, rngs, strict=True))
         ]
+
+
+def read_by(attack: Attack, setting: AttackSetting) -> frozenset[str]:
+    """Returns the names of the shared parameters that an attack reads: all, if it does not say."""
+    if isinstance(attack, Selective):
+        return setting.shared & attack.reads(setting)
+    return setting.shared
 
 
 def is_slow(attack: Attack) -> bool:

@@ -222,7 +222,12 @@ def attack(
     from fedleak.config.loading import load
     from fedleak.dispatch.dispatcher import attack_captures
     from fedleak.federation.lookup import stored
-    from fedleak.preparation import ask_again, refuse_other_sight, refuse_purged
+    from fedleak.preparation import (
+        ask_again,
+        refuse_other_sight,
+        refuse_purged,
+        refuse_unstored,
+    )
     from fedleak.report import tables
     from fedleak.store.run import Run
     from fedleak.store.shards import Shard, drop_failures
@@ -241,6 +246,7 @@ def attack(
         experiment = load(path / "run.json", changes or ())
         refuse_other_sight(at, experiment)
         pipeline.check_attacks(experiment, num_labels)
+        refuse_unstored(at, experiment)
         ask_again(at, experiment)
         if part is not None:
             with progress(console) as show:

@@ -72,17 +72,19 @@ def attack_settings(experiment: Experiment, model: LanguageModel) -> list[Attack
     Raises:
         ConfigError: A client sends nothing.
     """
-    return [
-        AttackSetting(
-            update=experiment.local_training.kind,
-            shared=sent,
-            knows=experiment.server_facts,
-            family=model.family,
-            num_layers=model.num_layers,
-            task=model.task,
-        )
-        for sent in captured_parameters(experiment, model)
-    ]
+    return [setting_of(experiment, sent, model) for sent in captured_parameters(experiment, model)]
+
+
+def setting_of(experiment: Experiment, sent: frozenset[str], model: LanguageModel) -> AttackSetting:
+    """Returns the setting of an attack on what was sent, as far as the server set it."""
+    return AttackSetting(
+        update=experiment.local_training.kind,
+        shared=sent,
+        knows=experiment.server_facts,
+        family=model.family,
+        num_layers=model.num_layers,
+        task=model.task,
+    )
 
 
 def told(settings: Sequence[AttackSetting], threat: ThreatModel) -> list[AttackSetting]:

@@ -240,6 +240,11 @@ def _check_kept(experiment: Experiment) -> None:
             f"audit.keep = {experiment.audit.keep!r} deletes captures, but canaries are scored in "
             "them at the end of the run: leave keep or the table canary out"
         )
+    if experiment.canary is not None and experiment.audit.store != "all":
+        raise ConfigError(
+            f"audit.store = {experiment.audit.store!r} stores parts of updates, but canaries are "
+            "scored in whole ones: leave store or the table canary out"
+        )
 
 
 def _check_workers(workers: WorkersTable) -> None:

@@ -330,6 +330,12 @@ class AuditTable(Table):
     `unproved`: those whose texts no attack proved; `none`: none. What an attack failed on stays
     for `fedleak attack --retry`. What was deleted cannot be attacked again.
     """
+    store: Literal["all", "read"] = "all"
+    """What a capture holds of what the server received.
+
+    `read`: only the tensors that the attacks of the run say they read, so that it takes less disk.
+    A proof is then of these tensors. An attack that reads others needs a run of its own.
+    """
     waiting: Positive | None = None
     """Captures that may wait for their attacks: then training waits, too. Left out: any number.
 

@@ -6,6 +6,7 @@ T tokens of a sequence, O outputs and I inputs of a linear layer, R rank of an a
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -200,6 +201,11 @@ def frozen_rows(module: nn.Module, *names: str) -> tuple[Tensor, ...]:
 def lora_a(name: str) -> str:
     """Returns the name, as peft has it, of the first matrix A [R, I] of a weight's adapter."""
     return f"{name.removesuffix('.weight')}.lora_A.default.weight"
+
+
+def with_adapters(names: Iterable[str]) -> frozenset[str]:
+    """Returns names of weights, and those of the first matrices of their adapters."""
+    return frozenset(chain.from_iterable((name, lora_a(name)) for name in names))
 
 
 def lora_b(name: str) -> str:

@@ -23,7 +23,7 @@ import pytest
 import torch
 
 from fedleak import attacks
-from fedleak.attacks import AttackSetting, Batched, Progress
+from fedleak.attacks import AttackSetting, Batched, Progress, Selective, read_by
 from fedleak.models import CAUSAL_LM, CLASSIFICATION
 from fedleak.observation import ClientUpdate, Knowledge, Observation, UpdateKind
 from fedleak.reconstruction import Reconstruction, Status
@@ -220,6 +220,34 @@ def test_a_part_of_an_update_is_refused_by_its_key_or_answered(small, observe, k
     attack, model = quick(kind), small(*built, width=32)
     seen = observe(model, 2, max_length=6).seen
     run(attack, replace(seen, update=partial_update(seen.update, part)), model)
+
+
+SELECTIVE = [kind for kind in ALL if isinstance(quick(kind), Selective)]
+
+
+@over(("kind", "built", "update"), meeting(SELECTIVE, MODELS, list(UpdateKind)))
+def test_without_what_it_does_not_read_its_answer_is_the_same(small, observe, kind, built, update):
+    attack, model = quick(kind), small(*built, width=32, layers=3)
+    seen = observe(model, 2, kind=update, max_length=6).seen
+    if (obstacle := attack.obstacle(AttackSetting.of(seen, model))) is not None:
+        pytest.skip(obstacle)
+    names = read_by(attack, AttackSetting.of(seen, model))
+    assert names < seen.update.tensors.keys()
+    part = {name: seen.update.tensors[name] for name in names}
+    answer = run(attack, seen, model)
+    of_part = run(attack, replace(seen, update=replace(seen.update, tensors=part)), model)
+    assert of_part.status == answer.status
+    assert sorted(of_part.sequences or ()) == sorted(answer.sequences or ())
+    assert (of_part.tokens, of_part.facts) == (answer.tokens, answer.facts)
+    assert of_part.verified == answer.verified
+
+
+def test_an_attack_that_does_not_say_what_it_reads_reads_all(small, observe):
+    model = small("bert")
+    setting = AttackSetting.of(observe(model, 1).seen, model)
+    assert SELECTIVE == ["dager", "keyspan", "probes"]
+    for kind in set(ALL) - set(SELECTIVE):
+        assert read_by(quick(kind), setting) == setting.shared
 
 
 @over(

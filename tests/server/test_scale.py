@@ -108,6 +108,8 @@ def test_of_rounds_without_such_a_client_no_model_stays(tmp_path):
             "sees is of all clients of a round",
         ),
         ({"audit.keep": "none", "canary": {"count": 8}}, "canaries are scored in them at the end"),
+        ({"audit.store": "read", "canary": {"count": 8}}, "canaries are scored in whole ones"),
+        ({"audit.store": "some"}, r"audit\.store"),
         ({"audit.waiting": 2}, "waiting = 2 bounds the disk only where captures are deleted"),
     ],
 )
@@ -274,6 +276,64 @@ def test_without_attacks_beside_it_training_waits_for_nobody(tmp_path):
     run = preparation.prepare(experiment, tmp_path / "run")
     inline.train(run, experiment)
     assert len(tensors(run)) == 6
+
+
+# --- audit.store --------------------------------------------------------------------------------
+
+READ = {"audit__store": "read", "attack": [{"kind": "keyspan"}]}
+
+
+@pytest.mark.parametrize("more", [{}, {"federation__at_once": 1}])
+def test_captures_hold_what_is_read_and_answers_and_models_are_the_same(tmp_path, more):
+    whole = carried_out(tmp_path / "whole", experiment_of(attack=READ["attack"]))
+    experiment = experiment_of(**READ, **more)
+    run = carried_out(tmp_path / "run", experiment)
+    assert experiment.fingerprint == stored(whole).fingerprint
+    for key in whole.captures():
+        ours, all_of_it = run.read_capture(key), whole.read_capture(key)
+        names = ours.update.tensors.keys()
+        assert "classifier.bias" in names
+        assert "bert.encoder.layer.0.attention.self.query.weight" in names
+        assert "bert.encoder.layer.1.attention.self.query.weight" not in names
+        assert names < all_of_it.update.tensors.keys()
+        assert all(torch.equal(ours.update.tensors[n], all_of_it.update.tensors[n]) for n in names)
+    assert_same_models(run, whole, (1, 2, 3))
+    assert rows(run) == rows(whole)
+    sizes = [sum(t.numel() * 4 for t in run.read_broadcast(1).values())]
+    sizes += [
+        sum(t.numel() * 4 for t in run.read_capture(key).update.tensors.values())
+        for key in run.captures()
+    ]
+    model = outline(experiment, 2)
+    assert forecast.bytes_kept(experiment, model) == sum(sizes) + 2 * sizes[0]
+    assert forecast.bytes_there(experiment, model, run) == sum(sizes) + 2 * sizes[0]
+
+
+def test_of_a_sum_what_is_read_is_stored(tmp_path):
+    experiment = experiment_of(**READ, defense=[{"kind": "secure_sum"}])
+    run = carried_out(tmp_path / "run", experiment)
+    (first, _) = run.captures()
+    assert len(run.read_capture(first).update.tensors) < len(run.read_broadcast(1)) / 2
+
+
+def test_an_attack_that_reads_more_is_refused_afterwards(tmp_path):
+    run = carried_out(tmp_path / "run", experiment_of(**READ))
+    preparation.refuse_unstored(run, experiment_of(**READ))
+    preparation.refuse_unstored(run, experiment_of(attack=[]))
+    for kind, line in {"dager": "'dager' reads 4 tensors", "dlg": "'dlg' reads .* tensors"}.items():
+        for store in ("read", "all"):
+            late = experiment_of(audit__store=store, attack=[{"kind": kind}])
+            with pytest.raises(ConfigError, match=f"{line} that the captures do not hold"):
+                preparation.refuse_unstored(run, late)
+    with pytest.raises(ConfigError, match=r"holds another experiment \(audit\.store: "):
+        preparation.prepare(experiment_of(attack=READ["attack"]), run.path)
+
+
+def test_what_reads_all_is_named(tmp_path):
+    attacks = [*READ["attack"], {"kind": "dlg", "steps": 1}]
+    plan = preparation.plan(experiment_of(**READ | {"attack": attacks}))
+    assert "audit.store = 'read' stores whole updates, because dlg read them" in plan.remarks
+    assert not [line for line in preparation.plan(experiment_of(**READ)).remarks if "audit" in line]
 
 
 # --- memory -------------------------------------------------------------------------------------

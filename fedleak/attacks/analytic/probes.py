@@ -16,6 +16,7 @@ from fedleak.attacks.analytic.embedding_rows import longest_sequence, used_rows
 from fedleak.attacks.analytic.label_counts import label_counts
 from fedleak.attacks.subspace.span import row_space
 from fedleak.models import CAUSAL_LM, LanguageModel
+from fedleak.models.family import with_adapters
 from fedleak.observation import Observation
 from fedleak.reconstruction import Reconstruction, Status
 
@@ -31,6 +32,14 @@ class Probes:
     def obstacle(self, setting: AttackSetting) -> str | None:
         """Works on any update; a fact that is not in it is not reported."""
         return None
+
+    def reads(self, setting: AttackSetting) -> frozenset[str]:
+        """Reads the embeddings, the first attention layer and the classifier."""
+        family = setting.family
+        tables = {family.word_embedding, *family.classifier}
+        if family.position_embedding is not None:
+            tables.add(family.position_embedding)
+        return with_adapters(family.attention_parameters(0)) | tables
 
     @torch.no_grad()
     def __call__(

@@ -41,7 +41,7 @@ from fedleak.attacks.subspace.span import (
 )
 from fedleak.attacks.subspace.token_bag import pairs, read_token_bag
 from fedleak.models import CLASSIFICATION, LanguageModel
-from fedleak.models.family import FirstBlock, lora_a
+from fedleak.models.family import FirstBlock, with_adapters
 from fedleak.observation import Observation
 from fedleak.reconstruction import Reconstruction, Status
 
@@ -80,9 +80,15 @@ class Dager(OneByOne):
             )
         for layer in (0, 1):
             names = setting.family.attention_parameters(layer)
-            if not setting.shared.intersection((*names, *map(lora_a, names))):
+            if not setting.shared & with_adapters(names):
                 return f"needs one of {', '.join(names)}: add it to update.share"
         return None
+
+    def reads(self, setting: AttackSetting) -> frozenset[str]:
+        """Reads what the spans are of, and the classifier, which gives labels."""
+        family = setting.family
+        inputs = (*family.attention_parameters(0), *family.attention_parameters(1))
+        return with_adapters((*inputs, *family.modules(0)["o"])) | {*family.classifier}
 
     @torch.no_grad()
     def __call__(

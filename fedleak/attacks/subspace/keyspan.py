@@ -81,6 +81,11 @@ class Keyspan(OneByOne):
             return f"needs one of {', '.join(names)}: add it to update.share"
         return None
 
+    def reads(self, setting: AttackSetting) -> frozenset[str]:
+        """Reads the first attention layer, and the classifier, which gives labels."""
+        family = setting.family
+        return frozenset((*family.attention_parameters(0), *family.classifier))
+
     def __call__(
         self,
         seen: Observation,
