@@ -18,20 +18,23 @@ from typing import Any
 
 import psutil
 import pytest
+import tomli_w
 import torch
 
 from fedleak import models
 from fedleak.config.experiment import Experiment
 from fedleak.defenses.secure_sum import SecureSum
 from fedleak.federation.lookup import dropped_out, stored
-from fedleak.models import loading
+from fedleak.models import builtin, loading
 from fedleak.observation import ClientUpdate
+from fedleak.store.records import LEAKAGE
 from fedleak.store.run import EVERYONE, Key, Run
 from fedleak.training.aggregation import mean_update
 from fedleak.training.local import local_update_
 
 ROOT = Path(__file__).parents[1]
 FILE = ROOT / "experiments" / "deployment" / "federation.py"
+OWN_APP = ROOT / "experiments" / "own_flower_app"
 NODES = 2
 ONE_ROUND = """
 name = "deployment"
@@ -167,6 +170,38 @@ def test_one_command_goes_from_nothing_to_the_report(tmp_path: Path) -> None:
     )
     assert again.returncode == 2
     assert "exists: name a folder that does not" in again.stderr
+
+
+def test_an_app_of_others_is_tapped_and_attacked(made: Any) -> None:
+    """A Hugging Face classifier with stock FedAvg, whose ServerApp has one line of ours."""
+    for node in range(NODES):
+        made.start_node(node)
+
+    def online() -> int:
+        listed = made.flwr("supernode", "list", deployment.NAME, "--format", "json")
+        return sum(each["status"] == "online" for each in json.loads(listed)["nodes"])
+
+    wait_for(lambda: online() == NODES)
+    model, truth = str(builtin.folder("bert-tiny")), made.folder / "truth.jsonl"
+    tapped = made.server / "mine"
+    config = {"model": model, "tapped": str(tapped), "truth": str(truth), "lr": 2.0, "rounds": 2}
+    chosen = " ".join(f"{key}={json.dumps(value)}" for key, value in config.items())
+    submitted = made.flwr(
+        "run", str(OWN_APP), deployment.NAME, "--run-config", chosen, "--format", "json"
+    )
+    status, told = made.watch(str(json.loads(submitted)["run-id"]), 300)
+    assert status == 0, told
+    about = made.folder / "about.toml"
+    training = {"learning_rate_key": "lr", "batch_size": 2, "dropout": False}
+    table = {"model": {"name": model}, "training": training, "truth": {"file": str(truth)}}
+    about.write_text(tomli_w.dumps(table | {"attack": [{"kind": "keyspan", "seconds": 60.0}]}))
+    status, told = made.fedleak("import", str(tapped), "--about", str(about))
+    assert status == 0, told
+    assert f"{2 * NODES} updates of {NODES} clients in 2 rounds, {2 * NODES} with the truth" in told
+    run = str(tapped.with_name("mine-run"))
+    assert made.fedleak("attack", run)[0] == 0
+    rows = [row for row in Run(Path(run)).rows(LEAKAGE) if row.attack == "probes"]
+    assert [row.token_recall for row in rows] == [1.0] * 2 * NODES
 
 
 def test_nodes_see_no_other_folder_where_the_machine_allows_it(made: Any) -> None:

@@ -94,11 +94,10 @@ def _delta_(
         order = torch.randperm(len(sequences), generator=shuffle)
         for start in range(0, len(order), training.batch_size):
             chosen = order[start : start + training.batch_size].tolist()
-            gradients = _gradient(
-                model, [sequences[i] for i in chosen], [labels[i] for i in chosen]
-            )
-            for name, parameter in trained.items():
-                parameter.grad = gradients[name]
+            gradient = _gradient(model, [sequences[i] for i in chosen], [labels[i] for i in chosen])
+            while gradient:  # nothing else may hold them, or `zero_grad` frees no memory
+                name, value = gradient.popitem()
+                trained[name].grad = value
             optimiser.step()
-    optimiser.zero_grad()  # frees a model's worth of memory
+            optimiser.zero_grad()
     return {name: after - before[name] for name, after in model.parameters().items()}
