@@ -40,7 +40,7 @@ from dataclasses import dataclass, field, replace
 from numbers import Real
 from operator import index
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args
 
 from torch import nn
 
@@ -53,7 +53,7 @@ from fedleak.errors import ConfigError, FedleakError, unknown
 from fedleak.models import LanguageModel, builtin, loading
 from fedleak.models.adoption import adopt, inner, without_weights
 from fedleak.notes import notes
-from fedleak.observation import GRANTABLE, Knowledge, Observation, ThreatModel
+from fedleak.observation import GRANTABLE, Knowledge, Observation, Optimiser, ThreatModel
 from fedleak.own_update import Sent, Tensors, observe
 from fedleak.reconstruction import Reconstruction, Status
 from fedleak.rng import stream
@@ -177,6 +177,8 @@ def attack(
     loss: str = "cross-entropy",
     learning_rate: float | None = None,
     local_steps: int = 1,
+    optimiser: Optimiser = "sgd",
+    weight_decay: float = 0.0,
     dropout: bool | None = None,
     knows: Facts | None = None,
     seed: int = 0,
@@ -207,8 +209,12 @@ def attack(
         loss: What a classifier is trained on: "cross-entropy", or "squared" of logits and one-hot
             classes. Next-token prediction has cross-entropy, a mean over all tokens, and an end
             token behind each text.
-        learning_rate: Of the client's plain SGD steps; needed for "delta" and "weights".
+        learning_rate: Of the client's steps; needed for "delta" and "weights".
         local_steps: How many there were.
+        optimiser: What the client stepped with: "sgd" (without momentum), "adam", "adamw" or
+            "other". After any but plain SGD an update is no gradient, and nothing is proved.
+        weight_decay: Of that optimiser. It is taken out of a delta, but for that of "adam", which
+            is in the gradient.
         dropout: Whether it was on. Left out: whether the module is in training mode now.
         knows: What else the attacker is granted; nothing, if it is left out.
         seed: Decides what the attack draws.
@@ -228,15 +234,24 @@ def attack(
         raise ConfigError(unknown("kind of update", str(sent), [each.value for each in Sent]))
     granted = knows or {}
     named = replace(named, threat=ThreatModel(frozenset(granted)))
+    if optimiser not in (known := get_args(Optimiser)):
+        raise ConfigError(unknown("optimiser", str(optimiser), known))
     knowledge = Knowledge(
         learning_rate=learning_rate,
         local_steps=local_steps,
+        optimiser=None if optimiser == "sgd" else optimiser,
         dropout=_dropout(model) if dropout is None else dropout,
         **_per_example(granted, num_examples, victim),
     )
     order = inner(model) if isinstance(model, nn.Module) else None
     seen = observe(
-        update, victim, sent=Sent(sent), num_examples=num_examples, knowledge=knowledge, order=order
+        update,
+        victim,
+        sent=Sent(sent),
+        num_examples=num_examples,
+        knowledge=knowledge,
+        weight_decay=weight_decay,
+        order=order,
     )
     for name in seen.update.tensors:  # certificates recompute what was sent, frozen since or not
         victim.module.get_parameter(name).requires_grad_(True)

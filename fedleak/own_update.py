@@ -18,6 +18,7 @@ from fedleak.models import LanguageModel
 from fedleak.models.parameter_names import matched
 from fedleak.observation import ClientUpdate, Knowledge, Observation, UpdateKind
 from fedleak.sanitise import printable
+from fedleak.weight_decay import by_decay
 
 
 class Sent(StrEnum):
@@ -47,6 +48,7 @@ def observe(
     sent: Sent,
     num_examples: int,
     knowledge: Knowledge,
+    weight_decay: float = 0.0,
     order: nn.Module | None = None,
 ) -> Observation:
     """Returns what a server sees of a client that sends this update.
@@ -57,6 +59,7 @@ def observe(
         sent: What the tensors are.
         num_examples: Texts that the update is of.
         knowledge: What else the attacker knows.
+        weight_decay: Of the client's steps; it is taken out of a delta.
         order: The module whose parameters a sequence follows; None: the model's own.
 
     Raises:
@@ -73,9 +76,18 @@ def observe(
         tensors = {name: value.float() - own[name].detach() for name, value in tensors.items()}
     if sent == Sent.GRADIENT:
         kind = UpdateKind.GRADIENT
+        if knowledge.optimiser is not None or weight_decay:
+            raise ConfigError(
+                "a gradient is what the optimiser gets: leave optimiser and weight_decay out, or "
+                "give what it made of the weights (sent='delta' or 'weights')"
+            )
     else:
         kind = UpdateKind.DELTA
-        _check_step(sent, knowledge)
+        _check_step(sent, knowledge, weight_decay)
+        if weight_decay:
+            tensors = {
+                n: t - _decay(own[n], knowledge, weight_decay, t) for n, t in tensors.items()
+            }
         # What was not trained did not change, and says nothing.
         tensors = {n: t for n, t in tensors.items() if own[n].requires_grad or bool(t.any())}
     if not any(bool(tensor.any()) for tensor in tensors.values()):
@@ -88,8 +100,22 @@ def observe(
     )
 
 
-def _check_step(sent: Sent, knowledge: Knowledge) -> None:
+def _decay(before: Tensor, knowledge: Knowledge, weight_decay: float, delta: Tensor) -> Tensor:
+    """Returns what weight decay alone makes of a parameter, rounded as the delta is."""
+    found = by_decay(
+        before.detach(),
+        optimiser=knowledge.optimiser or "sgd",
+        decay=weight_decay,
+        rate=knowledge.learning_rate or 0.0,
+        steps=knowledge.local_steps or 1,
+    )
+    return found.to(delta.dtype)
+
+
+def _check_step(sent: Sent, knowledge: Knowledge, weight_decay: float) -> None:
     rate, steps = knowledge.learning_rate, knowledge.local_steps
+    if not (isinstance(weight_decay, Real) and math.isfinite(weight_decay) and weight_decay >= 0):
+        raise ConfigError(f"weight_decay = {weight_decay!r}: give that of the client, 0 or more")
     if rate is None:
         raise ConfigError(
             f"learning_rate is missing: {sent} tells a gradient only with the rate of the steps"

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from fedleak import data
-from fedleak.config.about import About, TrainingTable
+from fedleak.config.about import About
 from fedleak.config.loading import parse
 from fedleak.config.tables import Table
 from fedleak.errors import ConfigError, FedleakError
@@ -24,6 +24,7 @@ from fedleak.observation import Knowledge, UpdateKind
 from fedleak.sanitise import printable
 from fedleak.store.files import naming
 from fedleak.store.tapped import KeptArrays, Tapped, TappedMessage
+from fedleak.weight_decay import by_decay
 
 MOST_EXAMPLES = 10_000_000
 """Examples that a client may say it has."""
@@ -271,7 +272,7 @@ class Tap:
         """
         if self.kind == UpdateKind.GRADIENT:
             return sent
-        absolute = self.about.reply.payload != "delta"
+        absolute, training = self.about.reply.payload != "delta", self.about.training
         found = {}
         for name in list(sent):
             value = sent.pop(name)  # one of them at a time is there twice
@@ -279,7 +280,13 @@ class Tap:
                 continue
             if absolute:
                 value = value - before[name]
-            value -= _decay(before[name], self.about.training, knowledge)
+            value -= by_decay(
+                before[name],
+                optimiser=training.optimiser,
+                decay=training.weight_decay,
+                rate=knowledge.learning_rate or 0.0,
+                steps=knowledge.local_steps or 1,
+            )
             if value.any():
                 found[name] = value
         return found
@@ -391,23 +398,6 @@ class _Place(NamedTuple):
 
     kept: KeptArrays
     name: str
-
-
-def _decay(before: Tensor, training: TrainingTable, knowledge: Knowledge) -> Tensor:
-    """Returns what weight decay alone makes of a parameter in a round, less the parameter.
-
-    It is computed as PyTorch does, step by step, so that a row of an embedding that was not used is
-    zero to the last bit without it. Adam's is not apart from the gradient.
-    """
-    after, decay = before.clone(), training.weight_decay
-    rate = knowledge.learning_rate or 0.0
-    if decay and training.optimiser in ("sgd", "adamw"):
-        for _ in range(knowledge.local_steps or 1):
-            if training.optimiser == "adamw":
-                after.mul_(1 - rate * decay)
-            else:
-                after.add_(after * decay, alpha=-rate)
-    return after - before
 
 
 def number(message: TappedMessage, key: str) -> int | float | None:

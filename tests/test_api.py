@@ -232,6 +232,40 @@ def test_one_step_of_training_is_read(own, sent):
     assert sorted(result.texts) == sorted(NOTES)
 
 
+@pytest.mark.parametrize("optimiser", ["sgd", "adamw"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weight_decay_is_taken_out_of_a_delta(own, optimiser, dtype):
+    kinds = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
+    after = copy.deepcopy(own.module)
+    step = kinds[optimiser](after.parameters(), lr=1e-3, weight_decay=0.1)
+    for _ in range(2):
+        step.zero_grad()
+        own.loss(after).backward()
+        step.step()
+    before = own.module.state_dict()
+    delta = {n: (value - before[n]).to(dtype) for n, value in after.state_dict().items()}
+    options = {"sent": "delta", "learning_rate": 1e-3, "local_steps": 2, "kind": "probes"}
+    used = {word for text in NOTES for word in text.split()}
+    told = attack(own, delta, optimiser=optimiser, weight_decay=0.1, **options)
+    assert used <= set(told.words)
+    assert len(told.words) < 2 * len(used)
+    untold = attack(own, delta, optimiser=optimiser, **options)
+    assert len(untold.words) > 10 * len(used), "every row has moved"
+    if optimiser == "adamw":
+        assert told.answer.knows == ("dropout", "learning_rate", "local_steps", "optimiser")
+
+
+def test_after_adam_nothing_is_proved(own):
+    after = copy.deepcopy(own.module)
+    own.loss(after).backward()
+    torch.optim.Adam(after.parameters(), lr=1e5, eps=1e6).step()  # nearly plain SGD
+    before = own.module.state_dict()
+    delta = {name: value - before[name] for name, value in after.state_dict().items()}
+    options = {"sent": "delta", "learning_rate": 0.1}
+    assert sorted(attack(own, delta, **options).texts) == sorted(NOTES)
+    assert not attack(own, delta, optimiser="adam", **options).verified
+
+
 def test_the_squared_loss_is_one_of_fedleaks(own):
     logits = own.module(**own.batch).logits
     loss = nn.functional.mse_loss(logits, nn.functional.one_hot(torch.tensor(LABELS)).float())
@@ -325,6 +359,17 @@ WRONG = {
         {"classifier.bias": torch.ones(2)},
         {"sent": "delta", "learning_rate": "0.1"},
         "learning_rate = '0.1'",
+    ),
+    "an optimiser": ({}, {"optimiser": "adamm"}, "unknown optimiser 'adamm': did you mean 'adam"),
+    "an optimiser before it steps": (
+        {"classifier.bias": torch.ones(2)},
+        {"optimiser": "adam"},
+        "a gradient is what the optimiser gets",
+    ),
+    "a weight decay": (
+        {"classifier.bias": torch.ones(2)},
+        {"sent": "delta", "learning_rate": 0.1, "weight_decay": -0.1},
+        "weight_decay = -0.1",
     ),
     "half a step": (
         {"classifier.bias": torch.ones(2)},

@@ -111,6 +111,8 @@ def test_what_was_granted_is_in_the_answer(here, tmp_path):
         (("truth.txt", "--examples", "2"), 2, "end it in .safetensors, .pt"),
         (("gradient.pt", "--texts", "none.txt"), 2, "No such file"),
         (("gradient.pt", "--examples", "2", "--kind", "delta"), 2, "learning_rate is missing"),
+        (("gradient.pt", "--examples", "2", "--optimiser", "adm"), 2, "unknown optimiser 'adm'"),
+        (("gradient.pt", "--examples", "2", "--weight-decay", "0.1"), 2, "leave optimiser and"),
         (("gradient.pt", "--examples", "2", "--kind", "dleta"), 2, "did you mean 'delta'?"),
         (("gradient.pt", "--examples", "2", "--attack", "dagr"), 2, "did you mean 'dager'?"),
         (("gradient.pt", "--examples", "2", "--task", "causal-lm"), 2, "needs a causal model"),

@@ -280,6 +280,10 @@ def attack_update(
         float | None, typer.Option(help="Learning rate of the client, for delta and weights.")
     ] = None,
     steps: Annotated[int, typer.Option(help="Local steps of the client.")] = 1,
+    optimiser: Annotated[
+        str, typer.Option(help="Of the client: sgd, adam, adamw or other.")
+    ] = "sgd",
+    weight_decay: Annotated[float, typer.Option(help="Of the client's optimiser.")] = 0.0,
     dropout: Annotated[bool, typer.Option("--dropout", help="The client had dropout on.")] = False,
     task: Annotated[
         str | None,
@@ -351,6 +355,8 @@ def attack_update(
                 loss=loss,
                 learning_rate=lr,
                 local_steps=steps,
+                optimiser=optimiser,  # type: ignore[arg-type]
+                weight_decay=weight_decay,
                 dropout=dropout,
                 knows=own_update.values("--knows", knows or ()),  # type: ignore[arg-type]
                 seed=seed,
