@@ -1,8 +1,9 @@
 """An update on its way out of a client, before it is encoded for the wire."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
-from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
 
 from fedleak.federation.canaries import ClientCanaries
 from fedleak.observation import ClientUpdate
@@ -33,9 +34,14 @@ class Outgoing(Message):
         self.key, self.update, self.trained, self.canaries = key, update, trained, canaries
 
     def encoded(self, reply_to: Message) -> Message:
-        """Returns the reply that leaves: the update and three numbers."""
+        """Returns the reply that leaves: the update and three numbers.
+
+        Of the update nothing is left here: it would be in memory twice.
+        """
         said = {"num-examples": self.update.num_examples, **self.key._asdict()}
-        content = RecordDict(
-            {"update": ArrayRecord(to_wire(self.update.tensors)), "metrics": MetricRecord(said)}
-        )
+        tensors, arrays = to_wire(self.update.tensors), ArrayRecord()
+        self.update = replace(self.update, tensors={})
+        for name in list(tensors):
+            arrays[name] = Array(tensors.pop(name))
+        content = RecordDict({"update": arrays, "metrics": MetricRecord(said)})
         return Message(content, reply_to=reply_to)

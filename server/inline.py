@@ -1,12 +1,13 @@
 """The `inline` engine: ServerApp and ClientApp in this process, over a small grid.
 
-Messages are pickled on their way to a client, so nobody can change what another still holds,
-and a client runs when its reply is pulled, so one update is in memory at a time.
+Messages are copied on their way to a client, so nobody can change what another still holds, and a
+client runs when its reply is pulled, so one update is in memory at a time. The bytes of arrays are
+not copied: nobody can change them.
 """
 
+import copy
 import itertools
 import logging
-import pickle
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
@@ -111,8 +112,7 @@ class InlineGrid(Grid):
         return self.pull_messages(self.push_messages(messages))
 
     def _answer(self, message: Message) -> Message:
-        received = pickle.loads(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
-        return self._app(received, self._contexts[message.metadata.dst_node_id])
+        return self._app(copy.deepcopy(message), self._contexts[message.metadata.dst_node_id])
 
 
 def train(run: Run, experiment: Experiment, stop: Callable[[], bool] = lambda: False) -> None:
