@@ -328,8 +328,9 @@ def test_without_the_vault_alone_nothing_is_missing(run):
 def test_what_was_never_scored_and_has_no_truth_is_missing(run):
     gone("vault")(run.path)
     gone("leakage.jsonl")(run.path)
-    status, _, errors = call_on(run, "score")
+    status, out, errors = call_on(run, "score")
     assert status == 1
+    assert "probes unscored: what the client trained on is not here" in out
     assert "2 of 2 captures have no truth" in errors
     assert "answers are unscored: `fedleak score" in errors
     found = scores(run).values()

@@ -82,7 +82,8 @@ def print_run(
     failures = {(one.row.attack, one.row.status, one.row.reason) for one in scored}
     for attack, status, reason in sorted(failures):
         if status != Status.RECOVERED:
-            console.print(f"  [yellow]{markup(f'{attack} {status}')}[/]: {markup(reason)}")
+            why = reason or "what the client trained on is not here"
+            console.print(f"  [yellow]{markup(f'{attack} {status}')}[/]: {markup(why)}")
     _print_notes(summary, console)
     console.print(f"results: {markup(run.path)}")
 
