@@ -61,9 +61,10 @@ def test_each_command_is_in_the_log_which_only_its_owner_can_read(here):
     assert log.read_text().count("done") == 2
 
 
-def test_an_unexpected_error_is_one_line_and_its_traceback_is_kept(here, monkeypatch):
-    monkeypatch.setattr(dispatcher, "knowledge", no_space)
-    status, _, errors = call("run", "small.toml")
+def test_an_unexpected_error_is_one_line_and_its_traceback_is_kept(here, in_process, monkeypatch):
+    with monkeypatch.context() as full:
+        full.setattr(dispatcher, "knowledge", no_space)
+        status, _, errors = call("run", "small.toml")
     assert status == 1
     assert errors.count("\n") == 1
     assert errors.startswith("fedleak: unexpected error: OSError: [Errno 28] No space left on dev")
@@ -76,8 +77,6 @@ def test_an_unexpected_error_is_one_line_and_its_traceback_is_kept(here, monkeyp
         assert "in no_space" in kept
         assert "in attack_captures" in kept
         assert "the patient" not in kept, "the values of variables are private"
-    monkeypatch.undo()
-    monkeypatch.chdir(here)
     assert call("run", "small.toml")[0] == 0
     info = json.loads((RUN / "run.json").read_text())
     assert (info["status"], info["failure"]) == ("finished", None)

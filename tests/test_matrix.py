@@ -74,8 +74,8 @@ def test_nothing_is_said_where_auto_or_the_others_were_not_measured():
 
 
 ATTACKS = [
-    {"kind": "auto", "seconds": 1.0},
-    {"kind": "keyspan", "seconds": 1.0},
+    {"kind": "auto", "seconds": 0.2},
+    {"kind": "keyspan", "seconds": 0.2},
     {"kind": "dlg", "steps": 2, "starts": 1, "shapes": 1},
 ]
 GRID = (

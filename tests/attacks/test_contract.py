@@ -23,7 +23,7 @@ import pytest
 import torch
 
 from fedleak import attacks
-from fedleak.attacks import AttackSetting, Batched, Progress, Selective, read_by
+from fedleak.attacks import AttackSetting, Batched, OneByOne, Progress, Selective, read_by
 from fedleak.models import CAUSAL_LM, CLASSIFICATION
 from fedleak.observation import ClientUpdate, Knowledge, Observation, UpdateKind
 from fedleak.reconstruction import Reconstruction, Status
@@ -99,7 +99,17 @@ def over(names, cases):
         return str(value)
 
     cases = list(dict.fromkeys(cases))
-    return pytest.mark.parametrize(names, cases, ids=["-".join(map(word, c)) for c in cases])
+    return pytest.mark.parametrize(
+        names,
+        [pytest.param(*c, marks=pytest.mark.slow) if takes_long(c) else c for c in cases],
+        ids=["-".join(map(word, c)) for c in cases],
+    )
+
+
+def takes_long(case):
+    """`auto` asks all others: where nothing proves the batch, all of them search."""
+    who = case[0] if isinstance(case[0], str) else case[0][0]
+    return who == "auto" and MODELS[0] not in case
 
 
 def quick(kind):
@@ -108,6 +118,7 @@ def quick(kind):
 
 ALL = sorted(attacks.kinds())
 BATCHED = [kind for kind in ALL if isinstance(quick(kind), Batched)]
+TOGETHER = [kind for kind in BATCHED if not isinstance(quick(kind), OneByOne)]
 
 
 def with_facts(kinds):
@@ -177,7 +188,11 @@ def test_an_honest_update_is_answered_well_twice_and_left_alone(small, observe, 
     assert seen.update.tensors.keys() == tensors.keys()
 
 
-@over(("who", "built"), product(with_facts(BATCHED), MODELS))
+@over(
+    ("who", "built"),
+    # An attack that takes one after the other is not another one with another model.
+    [*product(with_facts(TOGETHER), MODELS), *product(with_facts(BATCHED), MODELS[:1])],
+)
 def test_together_each_is_answered_as_alone(small, observe, texts, who, built):
     (kind, facts), model = who, small(*built, width=32)
     attack = quick(kind)

@@ -169,6 +169,10 @@ FAITHFUL = {"preset": "faithful", "steps": 3, "precision": "mixed"}
 NOISE = 1e-3
 
 
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     ("attack", "family", "task", "noise"),
     [
@@ -179,8 +183,8 @@ NOISE = 1e-3
         (Keyspan(), "bert", CLASSIFICATION, 0.0),
         (Keyspan(), "gpt2", CAUSAL_LM, NOISE),
         (Lamp(steps=2, starts=1, orders=4, prior=PRIOR), "bert", CLASSIFICATION, 0.0),
-        (Lamp(steps=2, starts=1, orders=4), "gpt2", CAUSAL_LM, 0.0),
-        (Lamp(**FAITHFUL, guesses=2, orders=4, prior=PRIOR), "bert", CLASSIFICATION, NOISE),
+        slow(Lamp(steps=2, starts=1, orders=4), "gpt2", CAUSAL_LM, 0.0),
+        slow(Lamp(**FAITHFUL, guesses=2, orders=4, prior=PRIOR), "bert", CLASSIFICATION, NOISE),
         (Dlg(steps=2, starts=1), "llama", CLASSIFICATION, 0.0),
         (Tag(**FAITHFUL), "gpt2", CLASSIFICATION, 0.0),
     ],

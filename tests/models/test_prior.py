@@ -327,6 +327,7 @@ def test_a_prior_is_checked_once_and_one_that_was_refused_again(folder, tmp_path
     prior.check(str(late))
 
 
+@pytest.mark.slow
 def test_the_true_order_ranks_first_of_twenty_shuffles(assets):
     victim = loading.load(
         ModelSpec(name=str(assets / "models/minilm-l6-h384"), task=CLASSIFICATION, num_labels=2)

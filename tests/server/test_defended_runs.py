@@ -9,10 +9,12 @@ import shutil
 import stat
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from typing import ClassVar
 
 import pytest
 import torch
+from cases import some
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.common.serde import recorddict_to_proto
 from rich.console import Console
@@ -200,9 +202,10 @@ def test_every_kind_is_in_one_of_the_runs():
     assert found | {"central_dp"} == set(defenses.kinds())
 
 
-@pytest.mark.parametrize("algorithm", ["fedsgd", "fedavg"])
-@pytest.mark.parametrize("model", [BERT, GPT2], ids=["bert", "gpt2"])
-@pytest.mark.parametrize("group", TOGETHER)
+@pytest.mark.parametrize(
+    ("group", "model", "algorithm"),
+    some(product(TOGETHER, [BERT, GPT2], ["fedsgd", "fedavg"]), every=3),
+)
 def test_what_arrives_is_what_the_defenses_left_and_no_word_beside_it(
     tmp_path, monkeypatch, group, model, algorithm
 ):

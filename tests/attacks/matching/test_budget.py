@@ -4,10 +4,11 @@ Time is counted, not measured: each pass over the model or the prior takes a sec
 """
 
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 import torch
+from cases import some
 
 from fedleak.attacks import clock
 from fedleak.attacks.matching import bucketing, objective, relaxed_tokens
@@ -104,9 +105,10 @@ CHANGES = {"guesses": 1, "steps": 20, "orders": 500}
 AT_END = {"guesses": 1, "steps": 4, "orders": 500, "discrete": "at-end"}
 
 
-@pytest.mark.parametrize("prior", [None, "builtin/gpt2-tiny"], ids=["alone", "prior"])
-@pytest.mark.parametrize("tokens", ["known", "unknown"])
-@pytest.mark.parametrize("preset", ["best", "faithful"])
+@pytest.mark.parametrize(
+    ("preset", "tokens", "prior"),
+    some(product(["best", "faithful"], ["known", "unknown"], [None, "builtin/gpt2-tiny"]), every=3),
+)
 @pytest.mark.parametrize(
     ("setting", "seconds", "phase"),
     [

@@ -2,9 +2,11 @@ import itertools
 import json
 import math
 from dataclasses import asdict, replace
+from itertools import product
 
 import pytest
 import torch
+from cases import some
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -467,19 +469,19 @@ def unmarked(small):
     return make
 
 
+UNMARKED = [
+    ["nobody knows that we pay"],
+    ["nobody knows that we pay", "he pays"],
+    ["we pay for it", "they pay", "they know it", "nobody knows"],
+    ["pay pay pay pay for it", "they pay"],
+    ["pay pay pay pay for it", "pay pay for it"],
+    ["they pay", "they pay for it"],
+]
+
+
 @pytest.mark.parametrize(
-    "texts",
-    [
-        ["nobody knows that we pay"],
-        ["nobody knows that we pay", "he pays"],
-        ["we pay for it", "they pay", "they know it", "nobody knows"],
-        ["pay pay pay pay for it", "they pay"],
-        ["pay pay pay pay for it", "pay pay for it"],
-        ["they pay", "they pay for it"],
-    ],
-    ids="; ".join,
+    ("task", "texts"), some(product([CLASSIFICATION, CAUSAL_LM], UNMARKED), every=3)
 )
-@pytest.mark.parametrize("task", [CLASSIFICATION, CAUSAL_LM])
 def test_without_a_first_mark_the_search_ends_and_finds_the_texts(
     unmarked, observe, monkeypatch, task, texts
 ):

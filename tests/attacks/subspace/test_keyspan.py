@@ -5,6 +5,7 @@ from dataclasses import asdict, fields, replace
 
 import pytest
 import torch
+from cases import some
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -241,8 +242,10 @@ def may_join(atoms, members, atom):
     return True
 
 
-@pytest.mark.parametrize("width", [1, 3, pytest.param(8, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("family", "task"), KINDS)
+@pytest.mark.parametrize(
+    ("family", "task", "width"),
+    some([(*kind, width) for width in (1, 3, 8) for kind in KINDS], every=5),
+)
 def test_sets_grow_by_the_atoms_that_least_squares_from_scratch_would_choose(
     small, observe, family, task, width
 ):

@@ -2,6 +2,7 @@ import math
 
 import pytest
 import torch
+from cases import some
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -98,8 +99,10 @@ SIZES = [
 ]
 
 
-@pytest.mark.parametrize("decades", [0.0, 2.0, 4.0])
-@pytest.mark.parametrize(("width", "outputs", "rank"), SIZES)
+@pytest.mark.parametrize(
+    ("width", "outputs", "rank", "decades"),
+    some([(*size, decades) for size in SIZES for decades in (0.0, 2.0, 4.0)], every=4),
+)
 def test_of_a_large_gradient_a_random_sketch_tells_what_the_whole_spectrum_does(
     width, outputs, rank, decades
 ):
