@@ -86,9 +86,10 @@ def observe(
         _check_step(sent, knowledge, weight_decay)
         if weight_decay:
             tensors = {
-                n: t - _decay(own[n], knowledge, weight_decay, t) for n, t in tensors.items()
+                n: t - _decay(own[n], knowledge, weight_decay, t) if bool(t.any()) else t
+                for n, t in tensors.items()
             }
-        # What was not trained did not change, and says nothing.
+        # What was not trained did not change, not even by decay, and says nothing.
         tensors = {n: t for n, t in tensors.items() if own[n].requires_grad or bool(t.any())}
     if not any(bool(tensor.any()) for tensor in tensors.values()):
         raise ConfigError(f"the {sent} is zero everywhere: there is nothing to attack")

@@ -280,6 +280,8 @@ class Tap:
                 continue
             if absolute:
                 value = value - before[name]
+            if not value.any():
+                continue  # it was not trained, so that nothing decayed either
             value -= by_decay(
                 before[name],
                 optimiser=training.optimiser,

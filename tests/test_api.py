@@ -18,9 +18,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fedleak
-from fedleak import api
+from fedleak import api, own_update
 from fedleak.models import CAUSAL_LM, CLASSIFICATION, parameter_names
 from fedleak.models.adoption import adopt
+from fedleak.observation import Knowledge
 from fedleak.reconstruction import Reconstruction, Status
 from fedleak.store.records import LEAKAGE
 from fedleak.store.run import Run
@@ -253,6 +254,23 @@ def test_weight_decay_is_taken_out_of_a_delta(own, optimiser, dtype):
     assert len(untold.words) > 10 * len(used), "every row has moved"
     if optimiser == "adamw":
         assert told.answer.knows == ("dropout", "learning_rate", "local_steps", "optimiser")
+
+
+def test_what_was_not_trained_did_not_decay(own):
+    parameters = dict(own.module.named_parameters())
+    delta = {
+        "bert.pooler.dense.weight": torch.zeros_like(parameters["bert.pooler.dense.weight"]),
+        "classifier.bias": torch.ones_like(parameters["classifier.bias"]),
+    }
+    seen = own_update.observe(
+        delta,
+        adopt(own.module, own.tokenizer),
+        sent=own_update.Sent.DELTA,
+        num_examples=1,
+        knowledge=Knowledge(learning_rate=0.1, local_steps=1, optimiser="adamw"),
+        weight_decay=0.1,
+    )
+    assert not seen.update.tensors["bert.pooler.dense.weight"].any()
 
 
 def test_after_adam_nothing_is_proved(own):

@@ -7,6 +7,7 @@ ends all that it has started.
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -172,8 +173,8 @@ def test_one_command_goes_from_nothing_to_the_report(tmp_path: Path) -> None:
     assert "exists: name a folder that does not" in again.stderr
 
 
-def test_an_app_of_others_is_tapped_and_attacked(made: Any) -> None:
-    """A Hugging Face classifier with stock FedAvg, whose ServerApp has one line of ours."""
+def test_an_app_of_others_is_tapped_and_attacked(made: Any, tmp_path: Path) -> None:
+    """A Hugging Face classifier: stock FedAvg, and Flower's DP with clipping at the clients."""
     for node in range(NODES):
         made.start_node(node)
 
@@ -182,23 +183,37 @@ def test_an_app_of_others_is_tapped_and_attacked(made: Any) -> None:
         return sum(each["status"] == "online" for each in json.loads(listed)["nodes"])
 
     wait_for(lambda: online() == NODES)
-    model, truth = str(builtin.folder("bert-tiny")), made.folder / "truth.jsonl"
-    tapped = made.server / "mine"
+    clipped = tmp_path / "clipped"
+    shutil.copytree(OWN_APP, clipped, ignore=shutil.ignore_patterns("__pycache__"))
+    file = clipped / "pyproject.toml"
+    file.write_text(
+        file.read_text()
+        .replace("own_app.server_app:app", "own_app.clipped:server")
+        .replace("own_app.client_app:app", "own_app.clipped:client")
+    )
+    for app in (OWN_APP, clipped):
+        check_is_tapped_and_attacked(made, app)
+
+
+def check_is_tapped_and_attacked(made: Any, app: Path) -> None:
+    """Runs an app, imports what its tap kept, attacks it, and finds every word."""
+    model, truth = str(builtin.folder("bert-tiny")), made.folder / f"{app.name}.jsonl"
+    tapped = made.server / app.name
     config = {"model": model, "tapped": str(tapped), "truth": str(truth), "lr": 2.0, "rounds": 2}
     chosen = " ".join(f"{key}={json.dumps(value)}" for key, value in config.items())
     submitted = made.flwr(
-        "run", str(OWN_APP), deployment.NAME, "--run-config", chosen, "--format", "json"
+        "run", str(app), deployment.NAME, "--run-config", chosen, "--format", "json"
     )
     status, told = made.watch(str(json.loads(submitted)["run-id"]), 300)
     assert status == 0, told
-    about = made.folder / "about.toml"
+    about = made.folder / f"{app.name}.toml"
     training = {"learning_rate_key": "lr", "batch_size": 2, "dropout": False}
     table = {"model": {"name": model}, "training": training, "truth": {"file": str(truth)}}
     about.write_text(tomli_w.dumps(table | {"attack": [{"kind": "keyspan", "seconds": 60.0}]}))
     status, told = made.fedleak("import", str(tapped), "--about", str(about))
     assert status == 0, told
     assert f"{2 * NODES} updates of {NODES} clients in 2 rounds, {2 * NODES} with the truth" in told
-    run = str(tapped.with_name("mine-run"))
+    run = str(tapped.with_name(f"{app.name}-run"))
     assert made.fedleak("attack", run)[0] == 0
     rows = [row for row in Run(Path(run)).rows(LEAKAGE) if row.attack == "probes"]
     assert [row.token_recall for row in rows] == [1.0] * 2 * NODES

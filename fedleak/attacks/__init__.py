@@ -234,7 +234,7 @@ class OneByOne(ABC):
 def read_by(attack: Attack, setting: AttackSetting) -> frozenset[str]:
     """Returns the names of the shared parameters that an attack reads: all, if it does not say."""
     if isinstance(attack, Selective):
-        return setting.shared & attack.reads(setting)
+        return setting.shared & frozenset(attack.reads(setting))
     return setting.shared
 
 

@@ -14,7 +14,6 @@ import tomli_w
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.client.mod import secaggplus_mod
-from flwr.clientapp.mod import fixedclipping_mod
 from flwr.common import (
     Code,
     FitIns,
@@ -31,8 +30,8 @@ from flwr.compat.common.recorddict_compat import (
 from flwr.server import LegacyContext
 from flwr.server.workflow import SecAggPlusWorkflow
 from flwr.server.workflow.constant import MAIN_CONFIGS_RECORD, MAIN_PARAMS_RECORD
-from flwr.serverapp.strategy import DifferentialPrivacyClientSideFixedClipping, FedAdam
-from own_app import server_app, task
+from flwr.serverapp.strategy import FedAdam
+from own_app import clipped, server_app, task
 
 from fedleak.config.about import load_about
 from fedleak.importing import import_run
@@ -42,7 +41,7 @@ from fedleak.store.run import EVERYONE, Key, Run
 from fedleak.store.tapped import Tapped
 from fedleak.tap import tap
 from server import simulation
-from server.inline import NODE_ID, RUN_ID
+from server.inline import NODE_ID, RUN_ID, InlineGrid
 
 ROOT = Path(__file__).parents[2]
 
@@ -105,22 +104,15 @@ def test_adams_first_step_keeps_the_words_and_loses_the_magnitudes(
     assert run.rows(LEAKAGE)[0].knows == ("dropout", "learning_rate", "local_steps", "optimiser")
 
 
-def test_clipping_at_the_client_scales_what_is_read(tmp_path, folder, grid_of):
+def test_clipping_at_the_client_scales_what_is_read(tmp_path, folder, config):
     """Flower's DP with clipping at clients: noise comes after the tap, on the sum."""
-
-    def strategy(**few):
-        return DifferentialPrivacyClientSideFixedClipping(
-            others.Lenient(**few), noise_multiplier=1.0, clipping_norm=1e-3, num_sampled_clients=3
-        )
-
-    grid = grid_of(mods=[fixedclipping_mod])
-    others.serve(tap(grid, tmp_path / "mine"), folder, strategy=strategy)
+    clipped.server(InlineGrid(clipped.client, 3, config), context_of(config))
     about = load_about(Path(about_file(tmp_path, folder)))
     run = import_run(Tapped(tmp_path / "mine"), about, tmp_path / "run").run
     for client in range(3):
         tensors = run.read_capture(Key(1, client)).update.tensors
         norm = torch.stack([value.norm() for value in tensors.values()]).norm()
-        assert float(norm) == pytest.approx(1e-3, rel=1e-2)
+        assert float(norm) == pytest.approx(clipped.CLIPPING_NORM, rel=1e-2)
 
 
 @pytest.mark.slow

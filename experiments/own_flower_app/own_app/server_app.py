@@ -2,7 +2,7 @@
 
 from flwr.app import ArrayRecord, ConfigRecord, Context
 from flwr.serverapp import Grid, ServerApp
-from flwr.serverapp.strategy import FedAvg
+from flwr.serverapp.strategy import FedAvg, Strategy
 
 from fedleak.tap import tap
 
@@ -14,9 +14,23 @@ app = ServerApp()
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     """Trains."""
+    serve(grid, context, stock())
+
+
+def stock(fraction_evaluate: float = 1.0) -> FedAvg:
+    """Returns Flower's strategy."""
+    return FedAvg(
+        fraction_evaluate=fraction_evaluate,
+        min_train_nodes=1,
+        min_evaluate_nodes=1,
+        min_available_nodes=1,
+    )
+
+
+def serve(grid: Grid, context: Context, strategy: Strategy) -> None:
+    """Trains with a strategy."""
     config = context.run_config
     model = get_model(str(config["model"]))
-    strategy = FedAvg(min_train_nodes=1, min_evaluate_nodes=1, min_available_nodes=1)
     strategy.start(
         grid=tap(grid, str(config["tapped"])),  # the one line
         initial_arrays=ArrayRecord(model.state_dict()),
