@@ -3,9 +3,11 @@
 import dataclasses
 import io
 import math
+from itertools import product
 
 import pytest
 import torch
+from cases import some
 from opacus.accountants import RDPAccountant
 from rich.console import Console
 from tiny import Here, call, toml
@@ -236,8 +238,9 @@ def test_noise_of_clients_that_is_clipped_has_no_known_scale(tmp_path):
 # --- published models without noise ---------------------------------------------------------
 
 
-@pytest.mark.parametrize("algorithm", ["fedsgd", "fedavg"])
-@pytest.mark.parametrize("defense", [(), (SECURE_SUM,)])
+@pytest.mark.parametrize(
+    ("defense", "algorithm"), some(product([(), (SECURE_SUM,)], ["fedsgd", "fedavg"]), every=3)
+)
 def test_a_difference_of_models_is_the_mean_of_updates(tmp_path, algorithm, defense):
     federation = {"algorithm": algorithm, "rounds": 2}
     apart = carried_out(tmp_path / "apart", experiment_of(SECURE_SUM, federation=federation))

@@ -33,7 +33,7 @@ TABLE = {
     [
         {},
         {"threat": {"rounds": [2]}},
-        {"threat": {"rounds": [3]}},
+        pytest.param({"threat": {"rounds": [3]}}, marks=pytest.mark.slow),
         {"update": {"share": ["query", "embedding"]}},
         {"defense": [{"kind": "freeze", "parameters": ["embedding"], "clients": [1]}]},
         {"defense": [{"kind": "secure_sum"}]},

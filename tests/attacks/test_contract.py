@@ -191,7 +191,7 @@ def test_an_honest_update_is_answered_well_twice_and_left_alone(small, observe, 
 @over(
     ("who", "built"),
     # An attack that takes one after the other is not another one with another model.
-    [*product(with_facts(TOGETHER), MODELS), *product(with_facts(BATCHED), MODELS[:1])],
+    [*product(with_facts(TOGETHER), ONE_OF_EACH_FAMILY), *product(with_facts(BATCHED), MODELS[:1])],
 )
 def test_together_each_is_answered_as_alone(small, observe, texts, who, built):
     (kind, facts), model = who, small(*built, width=32)

@@ -1,10 +1,12 @@
 import itertools
 import math
 from collections import Counter
+from itertools import product
 
 import numpy as np
 import pytest
 import torch
+from cases import some
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import beta
@@ -211,9 +213,13 @@ def leaked_texts(rate, alike, shape, rng):
     return rng.random(shape) < np.broadcast_to(of_batch, shape)
 
 
-@pytest.mark.parametrize("alike", [0.3, 0.9, 1])
-@pytest.mark.parametrize("shape", [(4, 3, 2), (12, 1, 4), (20, 1, 1)], ids=str)
-@pytest.mark.parametrize("rate", [0, 0.5, 0.98, 1])
+@pytest.mark.parametrize(
+    ("rate", "shape", "alike"),
+    some(
+        product([0, 0.5, 0.98, 1], [(4, 3, 2), (12, 1, 4), (20, 1, 1)], [0.3, 0.9, 1]),
+        every=5,
+    ),
+)
 def test_intervals_cover_the_rate_of_correlated_batches(monkeypatch, rate, shape, alike):
     """Nominal 95 %; of shares of texts, and of scores from 0 to 100 that a leak makes 100."""
     monkeypatch.setattr(intervals, "MOST_DRAWS", 1000)

@@ -135,9 +135,10 @@ def test_every_phase_ends_within_a_few_passes_of_its_time_and_shows_that_it_move
     assert shown.longest_silence() <= 3
 
 
-@pytest.mark.parametrize("tokens", ["known", "unknown"])
-@pytest.mark.parametrize("preset", ["best", "faithful"])
-@pytest.mark.parametrize("attack", [Dlg, Tag])
+@pytest.mark.parametrize(
+    ("attack", "preset", "tokens"),
+    some(product([Dlg, Tag], ["best", "faithful"], ["known", "unknown"]), every=3),
+)
 def test_a_descent_without_words_that_move_keeps_its_time_too(seen, passes, attack, preset, tokens):
     model, updates = seen
     attack = attack(preset=preset, starts=1, seconds=90, steps=200)

@@ -7,6 +7,7 @@ from itertools import product
 
 import pytest
 import torch
+from cases import some
 from torch.nn import functional as F
 
 from fedleak.attacks.matching.factored_gradients import (
@@ -213,9 +214,9 @@ def assert_alike(batch, observed, target, exact, tolerance, losses=tuple(DISTANC
 # --- against gradients that are formed --------------------------------------------------------
 
 
-@pytest.mark.parametrize("noise", [0.0, 0.5])
-@pytest.mark.parametrize("size", [1, 3])
-@pytest.mark.parametrize("kind", KINDS, ids=name_of)
+@pytest.mark.parametrize(
+    ("kind", "size", "noise"), some(product(KINDS, [1, 3], [0.0, 0.5]), every=3)
+)
 def test_distances_and_their_derivatives_are_those_of_formed_gradients(small, kind, size, noise):
     model = in_double(made(small, *kind))
     batch = Batch(model, 2, 2, size)

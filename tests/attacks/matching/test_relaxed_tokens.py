@@ -2,9 +2,11 @@
 
 import json
 from dataclasses import asdict, replace
+from itertools import product
 
 import pytest
 import torch
+from cases import some
 
 from fedleak.attacks.matching import gradient_matching, relaxed_tokens
 from fedleak.attacks.matching.dlg import Dlg
@@ -181,9 +183,10 @@ DEFENSES = {
 }
 
 
-@pytest.mark.parametrize("preset", ["best", "faithful"])
-@pytest.mark.parametrize("attack", ["lamp", "dlg", "tag"])
-@pytest.mark.parametrize("defense", DEFENSES)
+@pytest.mark.parametrize(
+    ("defense", "attack", "preset"),
+    some(product(DEFENSES, ["lamp", "dlg", "tag"], ["best", "faithful"]), every=5),
+)
 def test_a_changed_update_is_answered_with_numbers(small, observe, defense, attack, preset):
     model = small("bert", num_labels=2)
     truth = observe(model, BATCHES["two texts"], granted=GRANTED)

@@ -2,6 +2,7 @@ import itertools
 import json
 import math
 from dataclasses import asdict, fields, replace
+from itertools import product
 
 import pytest
 import torch
@@ -368,15 +369,13 @@ def test_a_sentence_is_whole_when_it_has_every_position_up_to_its_end():
 # --- whole attacks ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("first", [20, 30, 50])
-@pytest.mark.parametrize("batch", [1, 2, 4])
+@pytest.mark.parametrize(("batch", "first"), some(product([1, 2, 4], [20, 30, 50]), every=2))
 def test_bert_is_read_exactly_and_proved(bert_tiny, observe, texts, batch, first):
     truth = observe(bert_tiny, texts[first : first + batch])
     assert_exact(answer_of(bert_tiny, truth.seen), bert_tiny, truth)
 
 
-@pytest.mark.parametrize("first", [0, 10, 20])
-@pytest.mark.parametrize("batch", [1, 2, 4])
+@pytest.mark.parametrize(("batch", "first"), some(product([1, 2, 4], [0, 10, 20]), every=2))
 def test_gpt2_is_read_exactly_and_proved(gpt2_tiny, observe, texts, batch, first):
     truth = observe(gpt2_tiny, texts[first : first + batch])
     assert_exact(answer_of(gpt2_tiny, truth.seen), gpt2_tiny, truth)
