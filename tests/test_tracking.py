@@ -122,6 +122,7 @@ def test_mlflow_has_settings_figures_by_round_and_a_report_without_texts(run: Ru
     assert all(word in report.read_text() for word in words)
 
 
+@pytest.mark.slow
 def test_what_mlflow_does_not_take_is_one_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("mlflow.tracking", reason="MLflow is not installed")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")

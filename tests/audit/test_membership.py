@@ -404,6 +404,7 @@ def test_a_file_asks_about_its_texts(tmp_path, suspects):
     assert table[table.inside].residual.mean() > table[~table.inside].residual.mean()
 
 
+@pytest.mark.slow
 def test_another_file_needs_another_name(attacked, tmp_path, suspects, in_process):
     """On a run that is trained, with the command."""
     change = f'attack=[{{kind="membership", name="suspects", candidates="{suspects}"}}]'

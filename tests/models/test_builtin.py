@@ -110,6 +110,7 @@ def test_processes_at_the_same_time_make_one_good_folder(made, tmp_path):
     assert contents(tmp_path / made.path.name) == contents(made.path)
 
 
+@pytest.mark.slow
 def test_a_killed_process_leaves_nothing_half_made(folders, monkeypatch, tmp_path):
     # It dies with the tokenizer written and the weights not.
     killed = start(

@@ -221,6 +221,7 @@ def test_a_capture_that_vanishes_after_it_was_handed_out_fails_alone(run, patien
     assert (lost.together, found.together) == (None, 1)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_while_it_writes_gives_the_same_rows(run, patient, tmp_path):
     expected = attack(run, patient(at_once=3))
     path = run.path / "reconstructions.jsonl"
