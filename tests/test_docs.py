@@ -34,7 +34,7 @@ ELSEWHERE = {
     "python3 -m venv .venv && .venv/bin/pip install -q -c constraints.txt -e . "
     "&& .venv/bin/fedleak run": "installs; test_the_picture_is_current runs the quickstart",
     "python3 -m venv .venv && .venv/bin/pip install -q -c constraints.txt -e '.[dev]' "
-    "&& .venv/bin/pytest -n 2": "is what runs this; CI calls it",
+    "&& .venv/bin/pytest -n 3": "is what runs this; CI calls it",
     "pip install ./loud-words": "installs, as tests/test_plugins.py does; here it is done by hand",
     ". .venv/bin/activate": "the tests run in an environment already",
     "export FLWR_TELEMETRY_ENABLED=0 FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION=1": (
