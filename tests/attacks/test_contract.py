@@ -86,8 +86,8 @@ def meeting(rows, columns, layers):
     ]
 
 
-def over(names, cases):
-    """Parametrises a test over cases, each once."""
+def over(names, cases, *, rarely=()):
+    """Parametrises a test over cases, each once; with `-m slow` over those of `rarely`, too."""
 
     def word(value):
         if value in MODELS:
@@ -98,11 +98,13 @@ def over(names, cases):
             return f"{value[0]}-{'granted' if value[1] else 'alone'}"
         return str(value)
 
-    cases = list(dict.fromkeys(cases))
+    often = dict.fromkeys(cases)
+    every = list(often | dict.fromkeys(rarely))
+    slow = {case for case in every if takes_long(case) or case not in often}
     return pytest.mark.parametrize(
         names,
-        [pytest.param(*c, marks=pytest.mark.slow) if takes_long(c) else c for c in cases],
-        ids=["-".join(map(word, c)) for c in cases],
+        [pytest.param(*c, marks=pytest.mark.slow) if c in slow else c for c in every],
+        ids=["-".join(map(word, c)) for c in every],
     )
 
 
@@ -192,6 +194,7 @@ def test_an_honest_update_is_answered_well_twice_and_left_alone(small, observe, 
     ("who", "built"),
     # An attack that takes one after the other is not another one with another model.
     [*product(with_facts(TOGETHER), ONE_OF_EACH_FAMILY), *product(with_facts(BATCHED), MODELS[:1])],
+    rarely=product(with_facts(BATCHED), MODELS),
 )
 def test_together_each_is_answered_as_alone(small, observe, texts, who, built):
     (kind, facts), model = who, small(*built, width=32)

@@ -270,6 +270,9 @@ def test_a_worker_says_how_far_it_is_and_has_its_time_for_each_capture(run, pati
         error = wait(worker)
         assert isinstance(error, TimeoutError)
         assert str(error) == "took longer than workers.time_limit = 3 s"
+        worker._time_limit = 0.1
+        worker.submit(jobs)
+        assert str(wait(worker)).endswith("= 0.1 s for each of 3 captures")
         assert folder.is_dir()
     assert not folder.exists()
 
