@@ -19,6 +19,9 @@ WORTH_SAYING_SECONDS = 600.0
 _FLOAT = 4
 """Bytes of a number; a defense that casts sends fewer."""
 
+_MOMENTS = 2
+"""Of Adam, each as large as the model."""
+
 
 def bytes_kept(experiment: Experiment, model: LanguageModel) -> int:
     """Returns the size of the captures and models that a run has at any time, at most.
@@ -31,8 +34,10 @@ def bytes_kept(experiment: Experiment, model: LanguageModel) -> int:
     """
     stored, of_model = _sizes(experiment, model)
     captures = Counter(key.client for key in expected_captures(experiment))
-    last = experiment.federation.rounds + 1
-    models = 2 + len(rounds_attacked(experiment) - {1, last})
+    attacked, last = rounds_attacked(experiment), experiment.federation.rounds + 1
+    models = 2 + len(attacked - {1, last})
+    if experiment.server_optimiser.kind == "adam":
+        models += _MOMENTS * len(attacked - {1})
     kept = [stored(client) for client in captures.elements()]
     if experiment.audit.keep == "none" and experiment.audit.waiting is not None:
         kept = sorted(kept)[-experiment.audit.waiting :]
@@ -44,7 +49,8 @@ def bytes_there(experiment: Experiment, model: LanguageModel, run: Run) -> int:
     stored, of_model = _sizes(experiment, model)
     here = set(run.captures()) - run.deleted()
     captures = [key for key in expected_captures(experiment) if key in here]
-    return sum(stored(key.client) for key in captures) + len(run.broadcasts()) * of_model
+    models = len(run.broadcasts()) + _MOMENTS * len(run.moments())
+    return sum(stored(key.client) for key in captures) + models * of_model
 
 
 def _sizes(experiment: Experiment, model: LanguageModel) -> tuple[Callable[[int], int], int]:

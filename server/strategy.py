@@ -193,14 +193,18 @@ class CuriousServer(Strategy):
             combined = self._combined(self._aggregator, round)
             total = WeightedSum(lambda name: broadcast[name].dtype)
             total.add_(combined)
-        rate = self._experiment.federation.learning_rate
-        following = aggregate(broadcast, total, rate)
+        optimiser = self._experiment.server_optimiser
+        moments = self._run.read_moments(round) if optimiser.kind == "adam" else {}
+        following, moments = aggregate(broadcast, total, optimiser, moments)
         if self._experiment.sees == "models":
+            rate = optimiser.learning_rate
             self._capture_of_all(round, difference(broadcast, following, total, rate))
         elif combined is not None:
             self._capture_of_all(round, combined)
         if combined is not None:
             self._run.drop_held()
+        if moments and round < self._experiment.federation.rounds:
+            self._run.write_moments(round + 1, moments)
         self._run.write_broadcast(round + 1, following)
         if round not in rounds_attacked(self._experiment):
             self._run.forget(round)

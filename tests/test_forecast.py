@@ -38,6 +38,7 @@ TABLE = {
         {"defense": [{"kind": "freeze", "parameters": ["embedding"], "clients": [1]}]},
         {"defense": [{"kind": "secure_sum"}]},
         {"model": TABLE["model"] | {"lora": {"rank": 2}}},
+        {"federation": TABLE["federation"] | {"server_optimiser": "adam"}},
     ],
     ids=lambda changes: "-".join(changes) or "plain",
 )
@@ -48,7 +49,10 @@ def test_bytes_are_those_of_the_tensors_of_a_run(tmp_path, changes):
     inline.train(run, experiment)
     kept = [run.read_capture(key).update.tensors for key in run.captures()]
     kept += [run.read_broadcast(round) for round in run.broadcasts()]
+    moments = [run.read_moments(round) for round in run.moments()]
+    kept += [{n: v for n, v in each.items() if not n.startswith("steps.")} for each in moments]
     assert needed == sum(t.numel() * 4 for tensors in kept for t in tensors.values())
+    assert forecast.bytes_there(experiment, outline(experiment, 2), run) == needed
 
 
 def test_a_run_that_does_not_fit_is_refused_before_anything_is_written(tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from fedleak import models
 from fedleak.config.experiment import Experiment
@@ -15,14 +16,16 @@ from fedleak.rng import stream, stream_seed
 from fedleak.store.files import plain
 from fedleak.store.run import Run
 from fedleak.store.summaries import Baseline
+from fedleak.training.aggregation import WeightedSum, aggregate
 from fedleak.training.local import local_update_
 
 
 def central(experiment: Experiment, run: Run) -> Baseline:
     """Returns the utility of a model that one party trained on all clients' data.
 
-    It starts from the weights of round 1 and takes as many steps of SGD, of the same batch size and
-    learning rate, as all clients together.
+    It starts from the weights of round 1 and takes as many steps of the same batch size as all
+    clients together: under FedSGD by the server's optimiser, under FedAvg by the clients' SGD, both
+    with their learning rate.
     """
     model = loading.load(experiment.model_spec(run.info()["num_labels"]), weights=False)
     models.load_parameters_(model, run.read_broadcast(1))
@@ -33,16 +36,22 @@ def central(experiment: Experiment, run: Run) -> Baseline:
         for round in range(1, experiment.federation.rounds + 1)
         for client in clients_of_round(experiment, round)
     )
-    one_step = replace(local, kind=UpdateKind.DELTA, epochs=1)
-    rng = stream(experiment.seed, "reference")
+    one_step = replace(local, epochs=1)
+    rng, moments = stream(experiment.seed, "reference"), dict[str, Tensor]()
     for step in range(steps):
         chosen = torch.randperm(len(workload.sequences), generator=rng)[: local.batch_size].tolist()
-        local_update_(
+        update = local_update_(
             model,
             [workload.sequences[i] for i in chosen],
             [workload.labels[i] for i in chosen],
             one_step,
             seed=stream_seed(experiment.seed, "reference", step),
         )
+        if update.kind == UpdateKind.GRADIENT:  # else the model has made the step
+            before = model.parameters()
+            total = WeightedSum({name: value.dtype for name, value in before.items()}.__getitem__)
+            total.add_(update)
+            after, moments = aggregate(before, total, experiment.server_optimiser, moments)
+            models.load_parameters_(model, after)
     scores = evaluate(model, workload.held_out, workload.held_out_labels)
     return Baseline(steps=steps, **plain(scores))

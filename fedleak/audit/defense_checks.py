@@ -524,7 +524,7 @@ def _all_together(
     )
     total = WeightedSum(lambda name: before[name].dtype)
     total.add_(sent)
-    after = aggregate(before, total, experiment.federation.learning_rate)
+    after, _ = aggregate(before, total, experiment.server_optimiser, {})
     moved = sum(not torch.equal(after[name], before[name]) for name in before)
     yield Finding(
         defense="the update",

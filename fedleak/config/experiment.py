@@ -41,7 +41,7 @@ from fedleak.errors import ConfigError
 from fedleak.models import CAUSAL_LM, ModelSpec
 from fedleak.models.lora import Lora
 from fedleak.observation import GRANTABLE, Sight, ThreatModel, UpdateKind
-from fedleak.training.settings import LocalTraining
+from fedleak.training.settings import LocalTraining, ServerOptimiser
 
 LARGEST_SEED = 2**63 - 1
 """The largest seed that random generators take."""
@@ -236,6 +236,13 @@ class Experiment(Table):
             learning_rate=table.learning_rate,
             dropout=table.dropout,
         )
+
+    @property
+    def server_optimiser(self) -> ServerOptimiser:
+        """How the server moves the global model."""
+        table = self.federation
+        rate = table.server_learning_rate or table.learning_rate
+        return ServerOptimiser(table.server_optimiser, rate)
 
     @property
     def threat_model(self) -> ThreatModel:

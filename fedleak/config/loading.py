@@ -205,6 +205,11 @@ def _check_sight(experiment: Experiment) -> None:
             f"threat.sees = {experiment.sees!r}, but {under} an attacker sees "
             f"{' or '.join(map(repr, possible))}: choose from these, or change the defenses"
         )
+    if experiment.sees == "models" and experiment.server_optimiser.kind == "adam":
+        raise ConfigError(
+            "federation.server_optimiser = 'adam', but an attacker who sees models alone cannot "
+            "tell the update from Adam's step: use 'sgd', or another threat.sees or defense"
+        )
 
 
 def _check_rounds(experiment: Experiment) -> None:

@@ -169,7 +169,15 @@ class FederationTable(Table):
     local_epochs: Annotated[int, Field(ge=1, le=10_000)] = 1
     """Passes over a client's data in a round of `fedavg`."""
     learning_rate: Annotated[float, Field(gt=0)] = 5e-5
-    """Learning rate of plain SGD: of the server under `fedsgd`, of the clients under `fedavg`."""
+    """Learning rate: of the server under `fedsgd`, of the clients' plain SGD under `fedavg`."""
+    server_optimiser: Literal["sgd", "adam"] = "sgd"
+    """How the server steps along the mean update: plainly, or by `adam`.
+
+    That is FedAdam (Reddi et al. 2021). Clients send the same either way. A pretrained model hardly
+    learns by plain SGD.
+    """
+    server_learning_rate: Annotated[float, Field(gt=0)] | None = None
+    """Learning rate of the server's `adam` under `fedavg`; under `fedsgd` it is `learning_rate`."""
     dropout: bool = False
     """Train with the model's dropout."""
     partition: Literal["iid", "dirichlet"] = "iid"
@@ -184,6 +192,26 @@ class FederationTable(Table):
                 f"clients_per_round = {self.clients_per_round} is more than "
                 f"clients = {self.clients}: lower it"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _one_server_learning_rate(self) -> "FederationTable":
+        needed = self.server_optimiser == "adam" and self.algorithm == "fedavg"
+        if needed and self.server_learning_rate is None:
+            raise ValueError(
+                "server_learning_rate is missing: under fedavg learning_rate is the clients', and "
+                "the server's adam needs its own: set it, such as 1e-3"
+            )
+        if not needed and self.server_learning_rate is not None:
+            raise ValueError(
+                f"server_learning_rate = {self.server_learning_rate:g} is for fedavg with "
+                f"server_optimiser = 'adam', and here are {self.algorithm} and "
+                f"{self.server_optimiser!r}: leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _not_too_many_updates(self) -> "FederationTable":
         a_round = self.clients_per_round or self.clients
         if self.rounds * a_round > MOST_UPDATES:
             raise ValueError(

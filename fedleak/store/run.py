@@ -5,6 +5,7 @@
       captures/r0001-c03.safetensors   what the server received, with what it knows as metadata
       captures/r0001-c03.json          that metadata, once the capture is answered and may go
       models/r0001.safetensors         the broadcast of a round; the last one is the trained model
+      models/moments-r0002.safetensors what the server's Adam goes on from in that round
       vault/r0001-c03.json             the private batch, written by the client
       vault/r0001-c03.safetensors      what an audited copy of its update has of canaries
       defended/r0001-c03.json          what the client's defenses did, in its own figures
@@ -330,7 +331,22 @@ class Run:
         Raises:
             CaptureError: The file is damaged, missing, or of another experiment.
         """
-        path = self.path / "models" / f"r{round:04d}.safetensors"
+        return self._read_of_model(f"models/r{round:04d}.safetensors")
+
+    def write_moments(self, round: int, tensors: Mapping[str, Tensor]) -> None:
+        """Writes what the server's optimiser goes on from in a round, beside the model."""
+        self._write_tensors(_moments(round), tensors, {})
+
+    def read_moments(self, round: int) -> dict[str, Tensor]:
+        """Reads what the server's optimiser goes on from in a round; nothing in the first.
+
+        Raises:
+            CaptureError: The file is damaged, missing, or of another experiment.
+        """
+        return {} if round == 1 else self._read_of_model(_moments(round))
+
+    def _read_of_model(self, name: str) -> dict[str, Tensor]:
+        path = self.path / name
         try:
             tensors, metadata = _read_tensors(path)
             self._refuse_foreign(json.loads(metadata["fedleak"]))
@@ -351,6 +367,7 @@ class Run:
                 (self.path / _closed(key)).unlink(missing_ok=True)
         if round > 1:
             (self.path / "models" / f"r{round:04d}.safetensors").unlink(missing_ok=True)
+            (self.path / _moments(round)).unlink(missing_ok=True)
 
     def has_broadcast(self, round: int) -> bool:
         """Returns whether the model that a round starts from is here."""
@@ -358,8 +375,17 @@ class Run:
 
     def broadcasts(self) -> list[int]:
         """Returns the rounds whose starting model is here, in order."""
-        stems = (p.stem for p in (self.path / "models").glob("r*.safetensors"))
-        return sorted(int(stem[1:]) for stem in stems if stem[1:].isdecimal())
+        return self._rounds("models/r")
+
+    def moments(self) -> list[int]:
+        """Returns the rounds whose moments are here, in order."""
+        return self._rounds("models/moments-r")
+
+    def _rounds(self, before: str) -> list[int]:
+        """Returns the rounds in the names of files that begin so."""
+        start = len(Path(before).name)
+        found = (path.stem[start:] for path in self.path.glob(f"{before}*.safetensors"))
+        return sorted(int(number) for number in found if number.isdecimal())
 
     def _write_capture(self, name: str, capture: Capture) -> None:
         update = capture.update
@@ -625,6 +651,10 @@ def _damaged(path: Path, error: Exception) -> CaptureError:
         f"capture {path} is damaged ({one_line(error)}): delete it, run the experiment again, then "
         "`fedleak attack --retry`"
     )
+
+
+def _moments(round: int) -> str:
+    return f"models/moments-r{round:04d}.safetensors"
 
 
 def _captured(key: Key) -> str:

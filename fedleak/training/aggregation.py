@@ -4,8 +4,10 @@ from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
+from torch.optim.adam import adam
 
 from fedleak.observation import ClientUpdate, UpdateKind
+from fedleak.training.settings import ServerOptimiser
 
 
 class WeightedSum:
@@ -55,12 +57,70 @@ def mean_update(updates: Iterable[ClientUpdate]) -> ClientUpdate:
 
 
 def aggregate(
-    broadcast: Mapping[str, Tensor], total: WeightedSum, learning_rate: float
-) -> dict[str, Tensor]:
+    broadcast: Mapping[str, Tensor],
+    total: WeightedSum,
+    optimiser: ServerOptimiser,
+    moments: Mapping[str, Tensor],
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Returns the next global weights: the honest server's step, weighted by examples.
 
     A parameter that nobody shared stays as it is.
+
+    Args:
+        broadcast: The weights before.
+        total: The updates.
+        optimiser: How to step.
+        moments: What this function returned beside the weights the last time; at first nothing.
+
+    Returns:
+        The weights, and what the next step needs besides: nothing for SGD.
     """
+    if optimiser.kind == "adam":
+        return _adam_step(broadcast, total, optimiser.learning_rate, moments)
+    return _plain_step(broadcast, total, optimiser.learning_rate), {}
+
+
+def _adam_step(
+    broadcast: Mapping[str, Tensor],
+    total: WeightedSum,
+    learning_rate: float,
+    moments: Mapping[str, Tensor],
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Returns the weights after a step of FedAdam (Reddi et al. 2021, algorithm 2), and moments.
+
+    Minus the mean difference of weights, or the mean gradient, is what Adam takes for a gradient.
+    It is Adam of Kingma and Ba (2015) with PyTorch's defaults. Steps are counted by parameter.
+    """
+    weights, following = dict(broadcast), dict(moments)
+    sign = 1.0 if total.kind == UpdateKind.GRADIENT else -1.0
+    for name, summed in total.tensors.items():
+        gradient = sign * summed.float() / total.examples[name]
+        weight = broadcast[name].to(torch.float32, copy=True)
+        keys = [f"{moment}.{name}" for moment in ("first", "second", "steps")]
+        if keys[0] in moments:
+            first, second, steps = (moments[key].clone() for key in keys)
+        else:
+            first, second = torch.zeros_like(gradient), torch.zeros_like(gradient)
+            steps = torch.tensor(0.0)
+        adam(
+            *([weight], [gradient], [first], [second], [], [steps]),
+            foreach=False,
+            amsgrad=False,
+            beta1=0.9,
+            beta2=0.999,
+            lr=learning_rate,
+            weight_decay=0.0,
+            eps=1e-8,
+            maximize=False,
+        )
+        weights[name] = weight.to(broadcast[name].dtype)
+        following.update(zip(keys, (first, second, steps), strict=True))
+    return weights, following
+
+
+def _plain_step(
+    broadcast: Mapping[str, Tensor], total: WeightedSum, learning_rate: float
+) -> dict[str, Tensor]:
     scale = -learning_rate if total.kind == UpdateKind.GRADIENT else 1.0
     return {
         name: value + scale * total.tensors[name] / total.examples[name]
@@ -76,10 +136,10 @@ def difference(
     total: WeightedSum,
     learning_rate: float,
 ) -> ClientUpdate:
-    """Returns what two successive global models tell of the updates between them: `aggregate` back.
+    """Returns what two successive global models tell of the updates between them.
 
-    It is the mean that moved the weights, as far as their rounding leaves it: of gradients the
-    difference is divided by minus the learning rate.
+    It is a plain step of `aggregate` back: the mean that moved the weights, as far as their
+    rounding leaves it. Of gradients the difference is divided by minus the learning rate.
 
     Args:
         before, after: The models.

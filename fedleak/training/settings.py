@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from fedleak.observation import UpdateKind
 
@@ -23,6 +23,19 @@ class PrivateSteps:
     noise_multiplier: float
     max_grad_norm: float
     sampling: Literal["poisson", "fixed"]
+
+
+class ServerOptimiser(NamedTuple):
+    """How the server moves the global model along the mean of its clients' updates.
+
+    Attributes:
+        kind: "sgd" steps against a mean gradient, or takes a mean difference as it is; "adam" is
+            FedAdam (Reddi et al. 2021).
+        learning_rate: Of the step; a mean difference taken as it is needs none.
+    """
+
+    kind: Literal["sgd", "adam"]
+    learning_rate: float
 
 
 @dataclass(frozen=True, kw_only=True)

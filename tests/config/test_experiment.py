@@ -65,6 +65,23 @@ BAD = [
         {"federation": {"clients": 2, "clients_per_round": 3}},
         ["federation", "clients_per_round = 3", "clients = 2", "lower it"],
     ),
+    ({"federation": {"server_optimiser": "adagrad"}}, ["federation.server_optimiser", "'adam'"]),
+    (
+        {"federation": {"server_optimiser": "adam", "algorithm": "fedavg"}},
+        ["federation", "server_learning_rate is missing", "set it"],
+    ),
+    (
+        {"federation": {"server_optimiser": "adam", "server_learning_rate": 0.5}},
+        ["federation", "server_learning_rate = 0.5", "fedsgd", "leave it out"],
+    ),
+    (
+        {"federation": {"algorithm": "fedavg", "server_learning_rate": 0.5}},
+        ["federation", "server_learning_rate = 0.5", "'sgd'", "leave it out"],
+    ),
+    (
+        {"federation": {"server_optimiser": "adam"}, "threat": {"sees": "models"}},
+        ["federation.server_optimiser = 'adam'", "models alone", "use 'sgd'"],
+    ),
     ({"threat": {"knows": ["labels"], "ladder": True}}, ["threat", "ladder = true", "keep one"]),
     ({"threat": {"knows": ["label"]}}, ["threat", "'label'", "did you mean 'labels'?"]),
     ({"attack": [{"kind": "dagger"}]}, ["attack[0].kind", "'dagger'", "did you mean 'dager'?"]),
@@ -458,8 +475,9 @@ def test_defaults_are_those_of_the_design_and_probes_are_always_on():
     assert [each.attack for each in parse(table_of(attack=[])).attacks] == [Probes()]
     named = parse(table_of(attack=[{"kind": "dager"}, {"kind": "probes", "name": "p"}])).attacks
     assert [(each.name, each.attack) for each in named] == [("dager", Dager()), ("p", Probes())]
-    federation = tomllib.loads(DESIGN)["federation"] | {"clients_per_round": None, "at_once": None}
-    assert found.federation.model_dump() == federation
+    said = tomllib.loads(DESIGN)["federation"] | {"clients_per_round": None, "at_once": None}
+    said |= {"server_optimiser": "sgd", "server_learning_rate": None}
+    assert found.federation.model_dump() == said
     assert (found.clients_per_round, found.update.share, found.defenses) == (4, "all", ())
     assert found.threat_model.knows == frozenset()
     assert found.audit.controls

@@ -789,16 +789,23 @@ def test_utility_is_taken_after_the_rounds_that_were_chosen_and_the_last(tmp_pat
     assert content(run) == before
 
 
-def test_the_reference_is_plain_sgd_on_everybody_s_texts(tmp_path):
-    federation = {"algorithm": "fedavg", "local_epochs": 2}
+@pytest.mark.parametrize(
+    ("federation", "steps", "optimiser"),
+    [
+        # Two epochs of two steps on three texts, of two clients, in two rounds.
+        ({"algorithm": "fedavg", "local_epochs": 2}, 2 * 2 * 2 * 2, torch.optim.SGD),
+        ({"algorithm": "fedsgd"}, 2 * 2, torch.optim.SGD),
+        ({"algorithm": "fedsgd", "server_optimiser": "adam"}, 2 * 2, torch.optim.Adam),
+    ],
+)
+def test_the_reference_trains_on_everybody_s_texts(tmp_path, federation, steps, optimiser):
     defended = experiment_of(MASK, federation=federation)
     run = preparation.prepare(defended, tmp_path / "run")
     start = model_of(**BERT, task=CLASSIFICATION)
     fresh = loading.load(defended.model_spec(2)).parameters()
     run.write_broadcast(1, fresh)
     found = central_baseline.central(defended, run)
-    # Two epochs of two steps on three texts, of two clients, in two rounds.
-    assert found.steps == 2 * 2 * 2 * 2
+    assert found.steps == steps
     assert central_baseline.central(defended, run) == found
     assert central_baseline.central(experiment_of(DP_SGD, federation=federation), run) == found
     held_out = preparation.plan(defended).held_out
@@ -808,16 +815,18 @@ def test_the_reference_is_plain_sgd_on_everybody_s_texts(tmp_path):
     split = read_data(defended)
     texts = start.encode(split.train.texts)
     order = stream(SEED, "reference")
-    for _ in range(16):
+    trained = list(start.trained().values())
+    by_hand = optimiser(trained, lr=0.1)
+    for _ in range(steps):
         chosen = torch.randperm(6, generator=order)[:2].tolist()
         ids, mask = models.pad(
             [texts[i] for i in chosen], start.tokenizer.pad_token_id, start.device
         )
         labels = torch.tensor([split.train.labels[i] for i in chosen])
         loss = models.batch_loss(start, ids, mask, labels)
-        trained = list(start.trained().values())
         for p, gradient in zip(trained, torch.autograd.grad(loss, trained), strict=True):
-            p.data -= 0.1 * gradient
+            p.grad = gradient
+        by_hand.step()
     assert found.figures["loss"] == pytest.approx(loss_of(start, held_out), rel=1e-4)
 
 

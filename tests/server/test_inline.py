@@ -19,7 +19,7 @@ from fedleak.config.components import NamedAttack
 from fedleak.config.loading import parse
 from fedleak.config.sent_parameters import selected_parameters
 from fedleak.dispatch import dispatcher
-from fedleak.errors import ConfigError, FedleakError
+from fedleak.errors import CaptureError, ConfigError, FedleakError
 from fedleak.federation import lookup, workload
 from fedleak.federation.schedule import expected_captures
 from fedleak.models import CAUSAL_LM, CLASSIFICATION, LanguageModel, ModelSpec, loading
@@ -178,6 +178,44 @@ def test_a_lost_capture_is_made_again_bit_for_bit(copied, lost):
         (copied.path / "captures" / f"{name}.safetensors").unlink()
     trained(copied.path, experiment_of())
     assert content(copied) == before
+
+
+@pytest.mark.parametrize("federation", [{}, {"algorithm": "fedavg", "server_learning_rate": 0.01}])
+def test_adam_of_the_server_goes_on_where_it_was(tmp_path, federation):
+    adam = {"server_optimiser": "adam", "rounds": 3, "learning_rate": 0.01} | federation
+    experiment = experiment_of(attacks=[], **adam)
+    run = trained(tmp_path / "run", experiment)
+    before = content(run)
+    for name in ("captures/r0003-c01", "models/r0004"):
+        (run.path / f"{name}.safetensors").unlink()
+    trained(run.path, experiment)
+    assert content(run) == before
+    (run.path / "models" / "r0004.safetensors").unlink()
+    (run.path / "models" / "moments-r0003.safetensors").unlink()
+    with pytest.raises(CaptureError, match=r"moments-r0003\.safetensors"):
+        trained(run.path, experiment)
+
+
+def test_adam_of_the_server_is_stepped_along_the_mean_of_what_was_captured(tmp_path):
+    experiment = experiment_of(attacks=[], server_optimiser="adam", learning_rate=0.01, rounds=3)
+    run = trained(tmp_path / "run", experiment)
+    weights = {n: torch.nn.Parameter(v) for n, v in run.read_broadcast(1).items()}
+    optimiser = torch.optim.Adam(weights.values(), lr=0.01)
+    for round in (1, 2, 3):
+        sent = [run.read_capture(Key(round, client)).update.tensors for client in (0, 1)]
+        for name, value in weights.items():
+            value.grad = (sent[0][name] + sent[1][name]) / 2
+        optimiser.step()
+        for name, value in run.read_broadcast(round + 1).items():
+            torch.testing.assert_close(value, weights[name].detach(), atol=1e-5, rtol=1e-5)
+
+
+def test_moments_stay_no_longer_than_the_model_beside_them(tmp_path):
+    tables = TABLE | {"attack": [], "threat": {"rounds": [2]}}
+    federation = TABLE["federation"] | {"server_optimiser": "adam", "rounds": 4}
+    run = trained(tmp_path / "run", parse(tables | {"federation": federation}))
+    there = sorted(path.stem for path in (run.path / "models").iterdir())
+    assert there == ["moments-r0002", "r0001", "r0002", "r0005"]
 
 
 def test_a_lost_model_is_made_again_bit_for_bit(copied):

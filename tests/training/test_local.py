@@ -14,7 +14,7 @@ from fedleak.rng import stream
 from fedleak.training.aggregation import WeightedSum, aggregate
 from fedleak.training.batches import round_batch, round_clients
 from fedleak.training.local import local_update_
-from fedleak.training.settings import LocalTraining
+from fedleak.training.settings import LocalTraining, ServerOptimiser
 from fedleak.training.wire import from_wire, partial_update, to_wire
 
 KINDS = [("bert", CLASSIFICATION), ("gpt2", CLASSIFICATION), ("gpt2", CAUSAL_LM)]
@@ -252,7 +252,8 @@ def test_the_sum_is_the_obvious_weighted_mean_over_who_shared(updates):
     total = WeightedSum(lambda name: torch.float64)
     for update in updates:
         total.add_(update)
-    following = aggregate(broadcast, total, 0.5)
+    following, moments = aggregate(broadcast, total, ServerOptimiser("sgd", 0.5), {})
+    assert moments == {}
     sign = -0.5 if updates[0].kind == UpdateKind.GRADIENT else 1.0
     for name, value in broadcast.items():
         shared = [(u.tensors[name].double(), u.num_examples) for u in updates if name in u.tensors]
@@ -265,6 +266,49 @@ def test_the_sum_is_the_obvious_weighted_mean_over_who_shared(updates):
         (a.tensors, b.tensors) for a, b in zip(held[1], updates, strict=True)
     ]:
         assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize("kind", UpdateKind)
+def test_adam_of_the_server_is_the_optimiser_of_torch_on_the_mean(kind):
+    """A parameter that nobody shares in a round neither moves nor counts a step."""
+    rng = stream(3, "adam")
+    weights = {name: torch.randn(4, 3, generator=rng) for name in "abc"}
+    expected = {name: torch.nn.Parameter(value.clone()) for name, value in weights.items()}
+    optimisers = {name: torch.optim.Adam([p], lr=0.03) for name, p in expected.items()}
+    moments = {}
+    for shared in ("ab", "a", "ab"):
+        sent = [{n: torch.randn(4, 3, generator=rng) for n in shared} for _ in range(2)]
+        total = WeightedSum(lambda name: torch.float32)
+        for count, tensors in zip((1, 3), sent, strict=True):
+            total.add_(ClientUpdate(kind, tensors, count))
+        held = copy.deepcopy((weights, moments))
+        following, next_moments = aggregate(weights, total, ServerOptimiser("adam", 0.03), moments)
+        assert_same(held, (weights, moments))
+        weights, moments = following, next_moments
+        for name in shared:
+            mean = (sent[0][name] + 3 * sent[1][name]) / 4
+            expected[name].grad = mean if kind == UpdateKind.GRADIENT else -mean
+            optimisers[name].step()
+        for name, value in weights.items():
+            torch.testing.assert_close(value, expected[name].detach(), atol=1e-6, rtol=1e-6)
+    assert moments.keys() == {f"{part}.{n}" for part in ("first", "second", "steps") for n in "ab"}
+
+
+def test_adam_of_the_server_keeps_the_precision_of_the_weights():
+    """In half precision its epsilon, and the squares of small numbers, would be zero."""
+    total = WeightedSum(lambda name: torch.bfloat16)
+    small = torch.full((3,), 1e-6, dtype=torch.bfloat16)
+    total.add_(ClientUpdate(UpdateKind.GRADIENT, {"a": small}, 2))
+    before = {"a": torch.zeros(3, dtype=torch.bfloat16)}
+    after, _ = aggregate(before, total, ServerOptimiser("adam", 0.5), {})
+    assert after["a"].dtype == torch.bfloat16
+    torch.testing.assert_close(after["a"].float(), torch.full((3,), -0.5), atol=0.02, rtol=0)
+
+
+def assert_same(before, after):
+    for old, new in zip(before, after, strict=True):
+        assert old.keys() == new.keys()
+        assert all(torch.equal(old[name], new[name]) for name in old)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])

@@ -154,9 +154,20 @@ def _setting(experiment: Experiment) -> list[Entry]:
         Entry("parameters sent", "all that are trained" if shares == "all" else ", ".join(shares)),
         Entry("batch size", str(table.batch_size)),
         Entry("learning rate", f"{table.learning_rate:g}"),
+        Entry("server's step", _server_step(experiment)),
         Entry("dropout", "on" if table.dropout else "off"),
         Entry("defenses", "; ".join(map(said, experiment.defense)) or "none"),
     ]
+
+
+def _server_step(experiment: Experiment) -> str:
+    """Returns how the server moves the global model."""
+    optimiser = experiment.server_optimiser
+    if optimiser.kind == "adam":
+        return f"Adam along the mean (FedAdam), learning rate {optimiser.learning_rate:g}"
+    if experiment.federation.algorithm == "fedavg":
+        return "the mean of the clients' weights"
+    return "plain SGD along the mean gradient"
 
 
 def _threat(experiment: Experiment, summary: RunSummary) -> list[Entry]:
