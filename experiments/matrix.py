@@ -21,8 +21,9 @@ from typing import Any
 
 import typer
 
-from fedleak import cli, sweep
+from fedleak import sweep
 from fedleak.cli.mistakes import mended
+from fedleak.cli.sweeps import sweep as run_sweep
 from fedleak.config.families import FAMILY
 from fedleak.metrics.intervals import Interval, clustered_mean
 from fedleak.reconstruction import Status
@@ -119,7 +120,7 @@ def main() -> int:
             written_above = above(args.out, MARKER)
             try:
                 for path in () if args.no_run else files:
-                    cli.sweep(path, changes, jobs=1)  # attacks share no core: seconds compare
+                    run_sweep(path, changes, jobs=1)  # attacks share no core: seconds compare
             finally:
                 table = "\n".join([written_above, *markdown(grids), ""])
                 args.out.write_text(table, encoding="utf-8")

@@ -29,9 +29,10 @@ from typing import Any
 
 import typer
 
-from fedleak import cli, sweep
+from fedleak import sweep
 from fedleak.audit import scoring
 from fedleak.cli.mistakes import mended
+from fedleak.cli.sweeps import sweep as run_sweep
 from fedleak.config.experiment import Experiment
 from fedleak.config.families import FAMILY
 from fedleak.errors import ConfigError, FedleakError
@@ -129,7 +130,7 @@ def main() -> int:
                 )
             try:
                 for path, changes in () if args.no_run else sweeps:
-                    cli.sweep(path, changes)
+                    run_sweep(path, changes)
             finally:
                 print("\n".join(markdown(table, grids)))
     except typer.Exit as stopped:

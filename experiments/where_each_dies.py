@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from fedleak import cli, sweep
+from fedleak import sweep
 from fedleak.cli.mistakes import mended
+from fedleak.cli.sweeps import sweep as run_sweep
 from fedleak.config.families import FAMILY, UNDEFENDED
 from fedleak.report import drawing
 from fedleak.report.drawing import COLOURS, GREY
@@ -77,7 +78,7 @@ def main() -> int:
         with mended():
             grid, written_above = sweep.load(args.file), above(args.out, MARKER)
             if not args.no_run:
-                cli.sweep(args.file, [], jobs=1)
+                run_sweep(args.file, [], jobs=1)
             collected = sweep.collect(grid)
             attacks, canaries = (finished(collected, name) for name in (ATTACKS, CANARIES))
             missing = sum(cell.status != "finished" for cell in collected.cells)

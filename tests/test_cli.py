@@ -17,8 +17,7 @@ from tiny import DLG, call, toml
 from typer.testing import CliRunner
 
 import fedleak
-from fedleak import cli
-from fedleak.cli import app
+from fedleak.cli import app, planning, runs
 
 
 @pytest.fixture
@@ -229,7 +228,8 @@ def test_nothing_is_cut_at_60_columns(here: Path, monkeypatch: pytest.MonkeyPatc
     other = 'attack=[{kind="dlg", name="dlg-with-a-name-of-its-own", steps=2}]'
     assert call("attack", "runs/small", "--set", other)[0] == 0
     narrow = Console(file=io.StringIO(), width=60, force_terminal=False, emoji=False)
-    monkeypatch.setattr(cli, "console", narrow)
+    for commands in (planning, runs):
+        monkeypatch.setattr(commands, "console", narrow)
     assert call("list")[0] == 0
     assert call("score", "runs/small")[0] == 0
     text = narrow.file.getvalue()

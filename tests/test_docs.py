@@ -18,7 +18,8 @@ import pytest
 from typer.testing import CliRunner
 
 from fedleak import sweep
-from fedleak.cli import QUICKSTART, app
+from fedleak.cli import app
+from fedleak.cli.runs import QUICKSTART
 from fedleak.config.loading import load
 from fedleak.metrics import intervals
 

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -11,13 +11,21 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as RichProgress
 from rich.text import Text
 
-from fedleak.sanitise import printable
+from fedleak.sanitise import markup, printable
 
 if TYPE_CHECKING:
     from fedleak.dispatch.progress import RunProgress, UnderWay
 
+console = Console(emoji=False)  # a text has what it has
+
 TURN_SECONDS = 3
 """How long one client's text is shown, of several that are attacked together."""
+
+
+def remark(found: Iterable[str]) -> None:
+    """Prints what may not be meant, each once."""
+    for each in dict.fromkeys(found):
+        console.print(f"[yellow]note:[/] {markup(each)}")
 
 
 class Bars(RichProgress):

@@ -1,0 +1,119 @@
+"""The commands of the benchmark."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fedleak.cli.display import console, progress, remark
+from fedleak.cli.mistakes import mended
+from fedleak.cli.options import Fresh
+from fedleak.errors import ConfigError, FedleakError
+from fedleak.sanitise import markup
+
+
+def bench(
+    suite: Annotated[str, typer.Argument(metavar="[SUITE]", hidden=True)] = "quick",
+    attacks: Annotated[
+        list[str] | None,
+        typer.Option("--attack", metavar="KIND", help="Run this attack, too; repeatable."),
+    ] = None,
+    file: Annotated[
+        Path | None,
+        typer.Option("--attacks", metavar="FILE", help="Run the attacks of a TOML file, too."),
+    ] = None,
+    command: Annotated[
+        str | None,
+        typer.Option(metavar="COMMAND", help="Run an outside program as an attack, too."),
+    ] = None,
+    only: Annotated[
+        bool, typer.Option("--only", help="Leave out the attacks of the suite.")
+    ] = False,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--setting", metavar="NAME", help="Run this setting alone; repeatable."),
+    ] = None,
+    assets: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            envvar="FEDLEAK_ASSETS",
+            help="Models and data that are not part of fedleak.",
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also write the result there.")
+    ] = None,
+    retry: Annotated[bool, typer.Option("--retry", help="Try failed attacks again.")] = False,
+    fresh: Fresh = False,
+) -> None:
+    """Compare attacks on a fixed suite of settings, all scored alike.
+
+    SUITE is a name, quick (CPU minutes) or full (GPU hours), or a file. To enter an attack, name
+    its kind, or give a command: `--command 'python mine.py {observation} {answer}'`
+
+    Updates are made once and kept in runs/bench-SUITE-VERSION: another attack takes no more than
+    its own time. The result is bench.json in there. The same command again finishes what is left.
+    """
+    from fedleak.bench import results, running, suites
+    from fedleak.report import sweep_table
+
+    with mended():
+        what = suites.load(suite)
+        tables = suites.entered(what, attacks or (), file, command, only=only)
+        if out is not None and not out.parent.is_dir():
+            raise ConfigError(f"--out {str(out)!r}: there is no such folder: make it")
+        entered = running.prepare(what, tables, assets, chosen=settings or (), fresh=fresh)
+        from server.engines import train  # as for `run`
+
+        remark(
+            f"setting {name} is left out: {why}"
+            for name, why in entered.left_out.items()
+            if why != running.NOT_CHOSEN
+        )
+        numbers = {name: i for i, name in enumerate(entered.ready, 1)}
+
+        @contextmanager
+        def watch(name: str) -> Iterator[Callable[..., None]]:
+            console.print(f"{numbers[name]} of {len(numbers)}: {markup(name)}")
+            with progress(console) as show:
+                yield show
+
+        result = running.carry_out(entered, train, watch, retry=retry)
+        console.print(sweep_table.table(running.as_sweep(result), console.width))
+        for (name, why), where in running.obstacles(result).items():
+            console.print(f"{markup(name)} cannot work in {', '.join(where)}: {markup(why)}")
+        if out is not None:
+            out.write_bytes(results.RESULT.written(result))
+        console.print(f"result: {markup(out or entered.path / results.RESULT.name)}")
+        if result.missing:
+            raise FedleakError("; ".join(result.missing))
+
+
+def bench_table(
+    paths: Annotated[list[Path], typer.Argument(metavar="RESULT...", hidden=True)],
+    page: Annotated[
+        Path | None,
+        typer.Option(
+            "--into", metavar="FILE", help="Write the tables below the marker of a Markdown file."
+        ),
+    ] = None,
+) -> None:
+    """Make tables in Markdown of results of one suite and version.
+
+    RESULT is a bench.json; there may be several. Results of other versions, weights or texts are
+    refused.
+    """
+    from fedleak.bench import markdown
+
+    with mended():
+        tables = markdown.markdown(markdown.read(paths))
+        if page is None:
+            print(tables)  # noqa: T201 - Markdown as it is, however wide
+            return
+        if not page.is_file():
+            raise ConfigError(f"--into {str(page)!r}: there is no such file: make it")
+        page.write_text(markdown.into(page.read_text(encoding="utf-8"), tables), encoding="utf-8")
+        console.print(f"tables: {markup(page)}", soft_wrap=True)

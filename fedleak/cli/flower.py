@@ -1,0 +1,73 @@
+"""The commands about your own Flower app, and about `flwr run`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fedleak.cli.display import console, remark
+from fedleak.cli.mistakes import mended
+from fedleak.errors import FedleakError
+from fedleak.sanitise import markup
+
+
+def watch(
+    superlink: Annotated[str, typer.Argument(metavar="SUPERLINK", hidden=True)],
+    run_id: Annotated[
+        str | None, typer.Option(metavar="ID", help="Of the run; left out: the newest.")
+    ] = None,
+    patience: Annotated[
+        float, typer.Option(min=0, metavar="SECONDS", help="The SuperLink may be silent so long.")
+    ] = 60.0,
+) -> None:
+    """Follow a run of `flwr run` to its true end, which the exit status of `flwr run` hides.
+
+    SUPERLINK is a connection in Flower's configuration, by its name. The exit status is 0 if the
+    run was completed, and else 1, with the reason in the last line.
+    """
+    from fedleak import flower_runs
+
+    with mended():
+
+        def tell(at: flower_runs.FlowerRun) -> None:
+            console.print(f"run {markup(at.number)}: {markup(at.status)}", soft_wrap=True)
+
+        ended = flower_runs.follow(superlink, run_id, tell, patience)
+        if ended.status != flower_runs.COMPLETED:
+            reason = f": {ended.details}" if ended.details else ""
+            raise FedleakError(f"run {ended.number} ended as {ended.status}{reason}")
+
+
+def import_(
+    tapped: Annotated[Path, typer.Argument(metavar="TAPPED", hidden=True)],
+    about: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Left out: about.toml in TAPPED."),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="RUN", help="The run to make; left out: TAPPED-run."),
+    ] = None,
+) -> None:
+    """Make a run of what a tap kept of your own Flower app.
+
+    TAPPED is a folder that the app's ServerApp gave to `tap(grid, "FOLDER")`. The file says what
+    the messages do not: model, learning rate, batch size. `fedleak attack RUN` attacks the run.
+
+    The same command again adds what is not there yet, such as the truth.
+    """
+    from fedleak.config.about import load_about
+    from fedleak.importing import import_run
+    from fedleak.store.tapped import Tapped
+
+    with mended():
+        said = load_about(about or tapped / "about.toml")
+        path = tapped.absolute()
+        found = import_run(Tapped(tapped), said, out or path.with_name(f"{path.name}-run"))
+        console.print(
+            f"{found.updates} updates of {found.clients} clients in {found.rounds} rounds, "
+            f"{found.truths} with the truth: {markup(found.run.path)}",
+            soft_wrap=True,
+        )
+        remark(found.remarks)
+        found.refuse_gaps()

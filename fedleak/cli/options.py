@@ -1,0 +1,22 @@
+"""Options and arguments that several commands have."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fedleak.cli.completion import experiment_files, run_directories
+
+Set = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Change a setting; the value is TOML."),
+]
+Fresh = Annotated[bool, typer.Option("--fresh", help="Move earlier results of this name aside.")]
+Texts = Annotated[bool, typer.Option("--texts", help="Print private texts to a pipe or file, too.")]
+
+# The text of a command describes its arguments: Typer 0.20 with Click 8.5 shows no help of them,
+# and Flower does not allow a later Typer.
+RunPath = Annotated[
+    Path, typer.Argument(metavar="RUN", autocompletion=run_directories, hidden=True)
+]
+File = Annotated[Path, typer.Argument(metavar="FILE", autocompletion=experiment_files, hidden=True)]

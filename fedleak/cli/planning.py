@@ -1,0 +1,61 @@
+"""The commands that look at an experiment, and train nothing."""
+
+import itertools
+
+from fedleak.cli.display import console
+from fedleak.cli.mistakes import mended
+from fedleak.cli.options import File, Set
+from fedleak.errors import ConfigError, FedleakError
+from fedleak.sanitise import markup
+
+
+def explain(file: File, changes: Set = None) -> None:
+    """Show what an experiment lets the server see, and which attacks can read it.
+
+    FILE is an experiment file. Nothing is trained and nothing is written.
+    """
+    from fedleak.config.loading import load
+    from fedleak.explanation import explain as explained
+    from fedleak.report import explanation
+
+    with mended():
+        experiment = load(file, changes or ())
+        explanation.show(experiment, explained(experiment), console)
+
+
+def check_defense(file: File, changes: Set = None) -> None:
+    """Test whether each defense of an experiment does what it says, and print the figures.
+
+    FILE is an experiment file; or the name of a defense, as `fedleak list` has it, which is then
+    tested on a small built-in model. Nothing is trained and no private text is used. Where a
+    defense guarantees an epsilon, canaries in a few updates test that its noise and its clipping
+    are what the ledger counts. `fedleak run` does the same test before it trains.
+    """
+    from fedleak import defenses
+    from fedleak.audit.defense_checks import check
+    from fedleak.config.loading import load, with_defense
+
+    with mended():
+        by_name = str(file) in defenses.kinds() and not file.exists()
+        experiment = (
+            with_defense(str(file), changes or ()) if by_name else load(file, changes or ())
+        )
+        if not experiment.defense:
+            raise ConfigError(f"{str(file)!r} has no [[defense]]: there is nothing to check")
+        findings = check(experiment)
+        for defense, of_defense in itertools.groupby(findings, lambda one: one.defense):
+            console.print(f"[bold]{markup(defense)}[/]")
+            for one in of_defense:
+                mark = "[green]holds[/]" if one.holds else "[red]FAILS[/]"
+                console.print(f"  {mark}  {markup(one.claim)}: [dim]{markup(one.found)}[/]")
+        broken = {one.defense for one in findings if not one.holds}
+        if broken:
+            raise FedleakError(f"{', '.join(sorted(broken))}: does not do what it says")
+
+
+def list_() -> None:
+    """Name the attacks, defenses, models and data sets, and where each comes from."""
+    from fedleak.cli import catalogue
+
+    with mended():
+        catalogue.show(console)

@@ -1,0 +1,210 @@
+"""The commands that show, judge and pass on what a run has found."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fedleak.cli.completion import run_directories
+from fedleak.cli.display import console
+from fedleak.cli.mistakes import mended
+from fedleak.cli.options import RunPath
+from fedleak.errors import ConfigError
+from fedleak.sanitise import markup, printable
+
+GATE_CLOSED = 3
+"""Exit status of a gate: a limit is exceeded, or too little was measured to tell."""
+
+
+def report(
+    paths: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN...", autocompletion=run_directories, hidden=True),
+    ],
+    open_: Annotated[bool, typer.Option("--open", help="Open the report in a browser.")] = False,
+    redact: Annotated[
+        bool, typer.Option("--redact", help="Leave private texts out: rates and shapes only.")
+    ] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="The file to write; left out: report.html in the folder.", metavar="FILE"
+        ),
+    ] = None,
+) -> None:
+    """Write one self-contained HTML file about a run or a sweep, for a browser.
+
+    RUN is a run directory or the folder of a sweep; each gets a file of its own. Runs are scored
+    again. The report of a sweep links to the reports of its cells, which are written too.
+
+    A report holds private texts: only its owner can open it. `--redact` leaves them out.
+    """
+    import webbrowser
+
+    from fedleak import reports
+    from fedleak.audit.gaps import refuse_gaps
+    from fedleak.store.run import Run
+
+    with mended():
+        if out is not None and len(paths) > 1:
+            raise ConfigError(
+                f"--out {str(out)!r} is one file, and {len(paths)} folders are named: give one"
+            )
+        if out is not None and out.is_dir():
+            raise ConfigError(f"--out {str(out)!r} is a folder: name a file, such as report.html")
+
+        def tell(written: Path) -> None:
+            console.print(f"report: {markup(written)}", soft_wrap=True)
+
+        single = []
+        for path in paths:
+            if reports.is_sweep(path):
+                written = reports.report_sweep(path, out, redact=redact, tell=tell)
+            else:
+                single.append(Run(path))
+                written = reports.report_run(single[-1], out, redact=redact)
+            tell(written)
+            if open_ and not webbrowser.open(written.absolute().as_uri()):
+                console.print("[yellow]note:[/] no browser was found: open the file yourself")
+        refuse_gaps(*single)
+
+
+def gate(
+    path: RunPath,
+    most: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--max",
+            metavar="NAME=NUMBER",
+            help="A limit: exact, rougeL, token_recall or epsilon; over that of [gate].",
+        ),
+    ] = None,
+    may_abstain: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ATTACK", help="An attack that may abstain; it can be repeated."),
+    ] = None,
+    require: Annotated[
+        list[str] | None,
+        typer.Option(metavar="WHAT", help="What has to be measured, too: canary."),
+    ] = None,
+    junit: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also write the checks as JUnit XML.")
+    ] = None,
+) -> None:
+    """Compare the worst case of a scored run with limits, and exit with status 3 if one is broken.
+
+    RUN is a run directory. Limits are those of [gate] in its experiment, and of --max. The upper
+    end of the interval is what is compared. The status is 3, too, if too little was measured to
+    tell: few texts or clients, or attacks that failed, abstained or ran out of time.
+    """
+    from fedleak.audit.gate import judge
+    from fedleak.config.loading import limited
+    from fedleak.federation.lookup import stored
+    from fedleak.report import ci
+    from fedleak.store.run import Run
+
+    with mended():
+        at = Run(path)
+        checks = judge(at, limited(stored(at).gate, most or (), may_abstain or (), require or ()))
+        marks = {"within": "[green]within[/]", "exceeded": "[red]EXCEEDED[/]"}
+        for one in checks:
+            mark = marks.get(one.outcome, "[yellow]NOT TOLD[/]")
+            console.print(f"{mark}  {markup(one.name)}: {markup(one.said)}", soft_wrap=True)
+        if junit is not None:
+            ci.write_junit(path.name, checks, junit)
+        if os.environ.get("GITHUB_ACTIONS") == "true":
+            for line in ci.annotations(path.name, checks):
+                console.print(line, markup=False, highlight=False, soft_wrap=True)
+        closed = [one.name for one in checks if not one.passed]
+        if closed:
+            names = printable(", ".join(closed))
+            print(f"fedleak: the gate is closed, because of: {names}", file=sys.stderr)  # noqa: T201
+            raise typer.Exit(GATE_CLOSED)
+        console.print("the gate is open: these attacks read no more than the limits allow")
+
+
+def compare(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN...", autocompletion=run_directories, hidden=True),
+    ],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON in place of tables.")] = False,
+) -> None:
+    """Compare runs with the first one, text by text: does the server read more after a change?
+
+    RUN is a run directory, two or more. Only the same texts of the same client and round are
+    compared, and what has no partner is said.
+    """
+    from fedleak.audit.comparison import compare as pair
+    from fedleak.report import comparison_table
+    from fedleak.store.run import Run
+
+    with mended():
+        if len(runs) < 2:
+            raise ConfigError("one run has nothing to be compared with: name two or more")
+        found = pair(Run(runs[0]), [Run(each) for each in runs[1:]])
+        if as_json:
+            shown = [
+                one.model_dump(mode="json")
+                | {
+                    "differences": [
+                        {**each.model_dump(mode="json"), "direction": each.direction}
+                        for each in one.differences
+                    ]
+                }
+                for one in found
+            ]
+            console.print_json(data=shown)
+            return
+        for one in found:
+            console.print(comparison_table.table(one))
+            for reason, count in one.unpaired.items():
+                console.print(f"not compared: {count} texts: {markup(reason)}", soft_wrap=True)
+
+
+def export(
+    path: RunPath,
+    to: Annotated[
+        str,
+        typer.Option(
+            metavar="TO",
+            help="A csv or parquet file, mlflow[:PLACE] or tensorboard[:FOLDER].",
+        ),
+    ],
+    texts: Annotated[
+        bool, typer.Option("--texts", help="Also write the private texts, and what was read.")
+    ] = False,
+) -> None:
+    """Write the scores of a run for other programs.
+
+    RUN is a run directory. A csv or parquet file has a row per update and attack, and only the
+    owner can open it.
+
+    MLflow gets settings, figures by round and the report, without private texts. PLACE is a
+    tracking server, a database or a folder; left out, what MLflow is set to. TensorBoard gets
+    figures and settings.
+    """
+    from fedleak.store.run import Run
+
+    tracker, _, place = to.partition(":")
+    with mended():
+        if tracker == "mlflow":
+            from fedleak.tracking.to_mlflow import export_to_mlflow
+
+            found = export_to_mlflow(Run(path), place or None, texts=texts)
+            console.print(f"MLflow has it as run {markup(found)}", soft_wrap=True)
+        elif tracker == "tensorboard":
+            from fedleak.tracking.to_tensorboard import export_to_tensorboard
+
+            if texts:
+                raise ConfigError("TensorBoard gets figures and no texts: leave out --texts")
+            folder = export_to_tensorboard(Run(path), place or None)
+            console.print(f"for TensorBoard: {markup(folder)}", soft_wrap=True)
+        else:
+            from fedleak.export import export as write
+
+            count = write(Run(path), Path(to), texts=texts)
+            private = ", with private texts" if texts else ""
+            console.print(f"{count} rows{private}: {markup(to)}", soft_wrap=True)

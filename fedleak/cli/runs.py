@@ -1,0 +1,183 @@
+"""The commands that make a run, attack and score it, and end it."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fedleak.cli.completion import experiment_files
+from fedleak.cli.display import console, progress, remark
+from fedleak.cli.mistakes import mended
+from fedleak.cli.options import Fresh, RunPath, Set, Texts
+from fedleak.errors import ConfigError
+from fedleak.sanitise import markup
+
+QUICKSTART = [
+    Path(__file__).parents[2] / "experiments" / f"quickstart-{name}.toml"
+    for name in ("llama", "gpt2")
+]
+
+
+def run(
+    files: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="[FILE]...", autocompletion=experiment_files, hidden=True),
+    ] = None,
+    changes: Set = None,
+    fresh: Fresh = False,
+    texts: Texts = False,
+) -> None:
+    """Train with Flower clients, capture what the server receives, attack it and score it.
+
+    FILE is an experiment file. Without one, the two experiments of the quickstart run.
+
+    Results go to runs/NAME. The same command again finishes what is left.
+    """
+    from fedleak import pipeline
+    from fedleak.audit.gaps import refuse_gaps
+    from fedleak.config.loading import load
+    from fedleak.federation.lookup import run_folder
+    from fedleak.preparation import prepare, refuse_data_on_nodes
+    from fedleak.report import tables
+
+    with mended():
+        experiments = [load(path, changes or ()) for path in files or QUICKSTART]
+        for each in experiments:
+            refuse_data_on_nodes(each)
+        runs = [prepare(each, run_folder(each.name), fresh=fresh) for each in experiments]
+        from server.engines import train  # takes seconds, so after what may be refused
+
+        for experiment, at in zip(experiments, runs, strict=True):
+            remark(at.info().get("remarks", ()))
+            if (note := pipeline.disk_note(at, experiment)) is not None:
+                console.print(note, markup=False, highlight=False, soft_wrap=True)
+            with progress(console) as show:
+                scored = pipeline.carry_out(at, experiment, train, show)
+            tables.print_run(at, scored, console, texts=texts)
+        refuse_gaps(*runs)
+
+
+def attack(
+    path: RunPath,
+    changes: Set = None,
+    shard: Annotated[
+        str | None,
+        typer.Option(metavar="I/N", help="Do one of N shares, such as 2/4, and do not score."),
+    ] = None,
+    retry: Annotated[bool, typer.Option("--retry", help="Try failed attacks again.")] = False,
+    texts: Texts = False,
+) -> None:
+    """Attack the captures of a finished or interrupted run, also with other attacks.
+
+    RUN is a run directory. To try another attack, for example:
+    `--set 'attack=[{kind="dlg", name="dlg-long", steps=2000}]'`
+
+    Only attack, threat and workers can be set. The captures stay as they are.
+
+    With `--shard I/N` several machines share the work, each with another I. `fedleak score RUN`
+    scores all of it, and says what is missing.
+    """
+    from fedleak import pipeline
+    from fedleak.audit import scoring
+    from fedleak.audit.gaps import refuse_gaps
+    from fedleak.config.loading import load
+    from fedleak.dispatch.dispatcher import attack_captures
+    from fedleak.federation.lookup import stored
+    from fedleak.preparation import (
+        ask_again,
+        refuse_other_sight,
+        refuse_purged,
+        refuse_unstored,
+    )
+    from fedleak.report import tables
+    from fedleak.store.run import Run
+    from fedleak.store.shards import Shard, drop_failures
+
+    with mended():
+        part = None if shard is None else Shard.parse(shard)
+        at = Run(path)
+        num_labels = at.info()["num_labels"]  # refuses a folder that is no run
+        refuse_purged(at)
+        stored(at)  # refuses one whose experiment is not what was run
+        for change in changes or ():
+            if change.split(".")[0].split("=")[0].strip() not in ("attack", "threat", "workers"):
+                raise ConfigError(
+                    f"--set {change!r}: only attack, threat and workers can change here"
+                )
+        experiment = load(path / "run.json", changes or ())
+        refuse_other_sight(at, experiment)
+        pipeline.check_attacks(experiment, num_labels)
+        refuse_unstored(at, experiment)
+        ask_again(at, experiment)
+        if part is not None:
+            with progress(console) as show:
+                done = pipeline.attack_shard(at, experiment, part, retry=retry, report=show)
+            console.print(markup(done), soft_wrap=True)
+            return
+        with at.lock():
+            if retry:
+                drop_failures(at)
+            with progress(console) as show:
+                attack_captures(at, experiment, no_more=lambda: True, report=show)
+            scored = scoring.score_run(at, [each.name for each in experiment.attacks])
+        tables.print_run(at, scored, console, texts=texts)
+        refuse_gaps(at)
+
+
+def score(
+    path: RunPath,
+    vault: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Take the private batches from the vault of a node; it can be repeated.",
+        ),
+    ] = None,
+    texts: Texts = False,
+) -> None:
+    """Score the answers of a run again, and rebuild leakage.jsonl and summary.json.
+
+    RUN is a run directory. Where each node of a federation keeps what it trained on, answers are
+    unscored until the owners of nodes hand their vaults over: `--vault node-0 --vault node-1`.
+    """
+    from fedleak.audit import scoring
+    from fedleak.audit.gaps import refuse_gaps
+    from fedleak.audit.handover import take_vaults
+    from fedleak.preparation import refuse_purged
+    from fedleak.report import tables
+    from fedleak.store.run import Run
+
+    with mended():
+        at = Run(path)
+        at.info()  # refuses a folder that is no run
+        with at.lock():
+            if vault:
+                refuse_purged(at)
+                taken = take_vaults(at, vault)
+                notes = f" and {len(taken.notes)} notes on defenses" if taken.notes else ""
+                console.print(f"taken from vaults: {len(taken.truths)} private batches{notes}")
+            scored = scoring.score_run(at)
+        tables.print_run(at, scored, console, texts=texts)
+        refuse_gaps(at)
+
+
+def purge(path: RunPath) -> None:
+    """Delete the private data of a finished and scored run, and keep its scores.
+
+    RUN is a run directory. Everything that a private text can be read from is deleted: the
+    clients' batches, the texts that attacks read, the held-out texts, the captured updates, and
+    the models, because the difference of two models is an update. The scores, the ledger and the
+    summary stay. Nothing can be attacked afterwards.
+    """
+    from fedleak import purge as purging
+    from fedleak.store.run import Run
+
+    with mended():
+        at = Run(path)
+        at.info()  # refuses a folder that is no run
+        with at.lock():
+            done = purging.purge(at)
+        for what in done.deleted:
+            console.print(f"deleted: {markup(what)}", soft_wrap=True)
+        for what in done.kept:
+            console.print(f"kept:    {markup(what)}", soft_wrap=True)

@@ -1,0 +1,80 @@
+"""The command that runs an experiment many times."""
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Annotated
+
+import typer
+
+from fedleak.cli.display import console, progress, remark
+from fedleak.cli.mistakes import mended
+from fedleak.cli.options import File, Fresh, Set
+from fedleak.sanitise import markup
+
+
+def sweep(
+    file: File,
+    changes: Set = None,
+    jobs: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Runs at once; left out: one per GPU, else one per two cores.", metavar="N"
+        ),
+    ] = None,
+    shard: Annotated[
+        str | None,
+        typer.Option(metavar="I/N", help="Run one of N shares of the cells, such as 2/4."),
+    ] = None,
+    fresh: Fresh = False,
+) -> None:
+    """Run an experiment for every combination of the values in its sweep table.
+
+    FILE is an experiment file with a sweep table. Each combination is a run in runs/NAME. The
+    files sweep.json, sweep.svg and tradeoff.svg, in the same folder, compare the runs; if the
+    sweep has families of defenses, frontier.svg draws what leaks at each strength, and its cost.
+
+    The same command again finishes what is left. With `--shard I/N` several machines share the
+    cells, each with another I; the command without it compares them afterwards.
+    """
+    from fedleak import sweep as sweeps
+    from fedleak.report import figures, frontier, sweep_table, tradeoff
+    from fedleak.store.shards import Shard
+
+    with mended():
+        part = None if shard is None else Shard.parse(shard)
+        grid = sweeps.load(file, changes or ())
+        if part is not None:
+            grid = grid.part(part)
+        plans = sweeps.prepare(grid, fresh=fresh)
+        from server.engines import train  # as for `run`
+
+        total, at_once = len(grid.cells), sweeps.jobs(plans, jobs)
+        numbers = dict(zip(plans, itertools.count(total - len(plans) + 1), strict=False))
+
+        def tell(cell: str, what: str) -> None:
+            console.print(f"{numbers[cell]} of {total} {what}: {markup(cell)}")
+
+        @contextmanager
+        def watch(cell: str) -> Iterator[Callable[..., None]]:
+            console.print(f"{numbers[cell]} of {total}: {markup(cell)}")
+            with progress(console) as show:
+                yield show
+
+        remark(each for plan in plans.values() for each in plan.remarks)
+        with grid.lock():
+            if at_once == 1:
+                failures = sweeps.carry_out(grid, plans, train, watch)
+            else:
+                failures = sweeps.carry_out_at_once(grid, plans, train, at_once, tell)
+            collected = sweeps.collect(grid)
+            if part is not None:
+                sweeps.refuse_gaps(collected, failures)
+                console.print(f"shard {part}: {total} cells are complete")
+                return
+            figures.draw(collected, grid.path / "sweep.svg")
+            tradeoff.draw_tradeoff(collected, grid.path / "tradeoff.svg")
+            frontier.draw_frontier(collected, grid.path / "frontier.svg")
+        console.print(sweep_table.table(collected, console.width))
+        console.print(f"results: {markup(grid.path)}")
+        sweeps.refuse_gaps(collected, failures)
