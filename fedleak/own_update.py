@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fedleak.errors import ConfigError
+from fedleak.finite import all_finite
 from fedleak.models import LanguageModel
 from fedleak.models.parameter_names import matched
 from fedleak.observation import ClientUpdate, Knowledge, Observation, UpdateKind
@@ -206,7 +207,7 @@ def _tensor(shown: str, value: Any, parameter: Tensor) -> Tensor:
     if tensor.is_meta:
         raise ConfigError(f"{shown} has no numbers (it is a meta tensor): give the values")
     dense = tensor.detach().to_dense() if tensor.layout != torch.strided else tensor.detach()
-    if not bool(dense.isfinite().all()):
+    if not all_finite(dense):
         raise ConfigError(
             f"not every number of {shown} is finite: training diverged, or a cast overflowed"
         )

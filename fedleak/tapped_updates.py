@@ -18,6 +18,7 @@ from fedleak.config.about import About
 from fedleak.config.loading import parse
 from fedleak.config.tables import Table
 from fedleak.errors import ConfigError, FedleakError
+from fedleak.finite import all_finite
 from fedleak.models import CLASSIFICATION, LanguageModel, ModelSpec, loading
 from fedleak.models.parameter_names import matched
 from fedleak.observation import Knowledge, UpdateKind
@@ -389,7 +390,7 @@ class Tap:
                     f"{name} holds whole numbers: what is masked or quantised cannot be read; "
                     "where clients use secure aggregation, set reply.payload = 'sum'"
                 )
-            if not bool(value.isfinite().all()):
+            if not all_finite(value):
                 raise RefusedError(f"not every number of {name} is finite")
             found[name] = value.float()
         return found

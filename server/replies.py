@@ -7,6 +7,7 @@ from flwr.app import ArrayRecord, Message
 from torch import Tensor
 
 from fedleak.errors import FedleakError
+from fedleak.finite import all_finite
 from fedleak.observation import ClientUpdate, UpdateKind
 from fedleak.sanitise import printable
 from fedleak.store.run import Key
@@ -109,7 +110,7 @@ def _check(name: str, tensor: Tensor, like: Tensor) -> None:
         raise RefusedError(f"{name!r} has the shape {shapes}")
     if tensor.dtype not in (like.dtype, *HALF):
         raise RefusedError(f"{name!r} is of {tensor.dtype}, but the parameter of {like.dtype}")
-    if not bool(tensor.isfinite().all()):
+    if not all_finite(tensor):
         raise RefusedError(
             f"not every number of {name!r} is finite: training diverged, or a cast overflowed; "
             "lower federation.learning_rate, or cast to bfloat16"

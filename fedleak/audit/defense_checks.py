@@ -32,6 +32,7 @@ from fedleak.federation.canaries import ClientCanaries, client_canaries, sent_si
 from fedleak.federation.lookup import node_sizes
 from fedleak.federation.protection import Protection, protection
 from fedleak.federation.workload import divide, read_data
+from fedleak.finite import all_finite
 from fedleak.models import CLASSIFICATION, LanguageModel, loading, pad
 from fedleak.models.parameter_selection import select
 from fedleak.observation import ClientUpdate, UpdateKind
@@ -529,7 +530,7 @@ def _all_together(
     yield Finding(
         defense="the update",
         claim="the global weights move, and stay finite",
-        holds=moved > 0 and all(bool(value.isfinite().all()) for value in after.values()),
+        holds=moved > 0 and all(map(all_finite, after.values())),
         found=f"{moved} of {len(before)} tensors move",
     )
 

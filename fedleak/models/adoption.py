@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from fedleak.errors import ConfigError, unknown
+from fedleak.finite import all_finite
 from fedleak.models import CAUSAL_LM, CLASS_LOSSES, CLASSIFICATION, LanguageModel
 from fedleak.models.loading import check_tokenizer_, family_of, set_up_
 from fedleak.models.parameter_names import plain
@@ -168,7 +169,7 @@ def _copy_weights_(own: nn.Module, theirs: nn.Module, named: str) -> None:
                 f"{named} has {name} as {value.dtype} of shape {list(value.shape)} on "
                 f"{value.device.type}: load all of it, neither quantised nor sharded"
             )
-        if not bool(value.isfinite().all()):
+        if not all_finite(value):
             raise ConfigError(
                 f"{named} has weights that are not finite, such as {name}: its training diverged"
             )

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fedleak.errors import ConfigError, unknown
+from fedleak.finite import all_finite
 from fedleak.models import (
     CAUSAL_LM,
     CLASS_LOSSES,
@@ -293,7 +294,7 @@ def _check_weights(
             f"model.name = {name!r} has the weight {key} of shape {list(there)}, and its "
             f"config.json asks for {list(wanted)}: give the config.json that it was saved with"
         )
-    if broken := [key for key, p in module.named_parameters() if not p.isfinite().all()]:
+    if broken := [key for key, p in module.named_parameters() if not all_finite(p)]:
         raise ConfigError(
             f"model.name = {name!r} has {len(broken)} weights that are not finite, such as "
             f"{broken[0]}: give a checkpoint whose training did not diverge"

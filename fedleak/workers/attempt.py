@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from fedleak.attacks import Attack, AttackSetting, Batched, OnProgress
+from fedleak.finite import all_finite
 from fedleak.models import LanguageModel
 from fedleak.observation import Observation
 from fedleak.reconstruction import Reconstruction, Status
@@ -19,7 +20,7 @@ def unfit(attack: Attack, seen: Observation, model: LanguageModel) -> Reconstruc
     obstacle = attack.obstacle(AttackSetting.of(seen, model))
     if obstacle is not None:
         return Reconstruction.none(Status.INADMISSIBLE, one_line(str(obstacle)))
-    if not all(bool(tensor.isfinite().all()) for tensor in seen.update.tensors.values()):
+    if not all(map(all_finite, seen.update.tensors.values())):
         reason = "not every number of the update is finite: training diverged, or a cast overflowed"
         return Reconstruction.none(Status.ABSTAINED, reason)
     return None
