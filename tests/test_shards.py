@@ -188,7 +188,7 @@ def test_more_shards_than_work_leave_some_with_nothing_to_do(run):
     assert "0 of 0 answers" in text
 
 
-@pytest.mark.parametrize("order", [(1, 2, 3), (3, 1, 2)])
+@pytest.mark.parametrize("order", [pytest.param((1, 2, 3), marks=pytest.mark.slow), (3, 1, 2)])
 def test_a_capture_goes_once_all_shards_have_answered_for_it(run, tmp_path, order):
     changes = {"attack": [DLG, OTHER], "federation.clients": 3, "data.samples": 12}
     experiment = parse(tables(changes | {"audit.keep": "none"}))

@@ -5,10 +5,12 @@ import json
 import math
 import shutil
 from dataclasses import dataclass
+from itertools import product
 from typing import ClassVar
 
 import pytest
 import torch
+from cases import some
 from hostile import ANSWERS, CHANGES, Few, Forecaster, Hostile
 from rich.console import Console
 from tiny import tables
@@ -169,8 +171,7 @@ def test_a_run_with_hostile_attacks_is_attacked_scored_and_shown(run, monkeypatc
 # --- the model and the update -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("crash", [False, True])
+@pytest.mark.parametrize(("change", "crash"), some(product(CHANGES, [False, True]), every=3))
 def test_a_changed_model_is_noted_and_the_next_attack_answers_as_if_alone(trained, change, crash):
     honest = job_of(trained, Probes())
     expected = timeless(work(honest, "cpu"))

@@ -95,7 +95,7 @@ def broken(findings):
     ("model", "algorithm"),
     [
         (BERT, "fedsgd"),
-        (GPT2, "fedavg"),
+        pytest.param(GPT2, "fedavg", marks=pytest.mark.slow),
         pytest.param(BERT, "fedavg", marks=pytest.mark.slow),
         pytest.param(GPT2, "fedsgd", marks=pytest.mark.slow),
         pytest.param({"name": "builtin/llama-tiny"}, "fedsgd", marks=pytest.mark.slow),

@@ -210,7 +210,7 @@ def answer_of(key, scores):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"defense": [DP_SGD]},
+        pytest.param({"defense": [DP_SGD]}, marks=pytest.mark.slow),
         {"defense": [DP_SGD, {"kind": "secure_sum"}]},
         {"federation.algorithm": "fedavg", "update.share": ["attention", "classifier"]},
     ],

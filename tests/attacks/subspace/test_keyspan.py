@@ -381,10 +381,10 @@ def test_gpt2_is_read_exactly_and_proved(gpt2_tiny, observe, texts, batch, first
     assert_exact(answer_of(gpt2_tiny, truth.seen), gpt2_tiny, truth)
 
 
-@pytest.mark.parametrize("loss", sorted(CLASS_LOSSES))
-@pytest.mark.parametrize("batch", [1, 2, 4])
-@pytest.mark.parametrize("num_labels", [2, 3])
-@pytest.mark.parametrize("family", ["bert", "gpt2"])
+@pytest.mark.parametrize(
+    ("family", "num_labels", "batch", "loss"),
+    some(product(["bert", "gpt2"], [2, 3], [1, 2, 4], sorted(CLASS_LOSSES)), every=5),
+)
 def test_classifiers_of_any_loss_and_number_of_classes_are_read(
     small, observe, family, num_labels, batch, loss
 ):
@@ -594,9 +594,18 @@ WORK = (
 )
 
 
-@pytest.mark.parametrize(("family", "task"), KINDS)
-@pytest.mark.parametrize("change", ["none", "noise"])
-@pytest.mark.parametrize("ticks", [0, 1, 3, 6, 10, 20, 40, 80, math.inf])
+@pytest.mark.parametrize(
+    ("family", "task", "change", "ticks"),
+    some(
+        [
+            (*kind, change, ticks)
+            for change in ("none", "noise")
+            for ticks in (0, 1, 3, 6, 10, 20, 40, 80, math.inf)
+            for kind in KINDS
+        ],
+        every=4,
+    ),
+)
 def test_when_time_is_up_what_was_read_counts(small, observe, ticking, family, task, change, ticks):
     model = small(family, task, **WIDE)
     truth = observe(model, 2, max_length=8)
