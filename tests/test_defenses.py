@@ -347,7 +347,7 @@ def test_what_was_done_is_measured_as_on_whole_copies():
     generator = torch.Generator().manual_seed(2)
     before = ClientUpdate(
         UpdateKind.GRADIENT,
-        {str(i): torch.randn(50, i, generator=generator) * 10.0**-i for i in range(1, 6)},
+        {str(i): torch.randn(30_000, i, generator=generator) * 10.0**-i for i in range(1, 6)},
         1,
     )
     after = done(Prune(fraction=0.4), before)
