@@ -46,6 +46,9 @@ _LEAST = 0.1
 _TINY = 2e-3
 """Singular values below this fraction of the rounding are rounding themselves: no gap counts."""
 
+_VANISHING = 1e-30
+"""Singular values below this fraction of the largest count as this: their squares could be zero."""
+
 _EDGE = 1.05
 """Singular values of noise pass the edge of its spectrum by a few per cent at these sizes."""
 
@@ -256,6 +259,7 @@ def _noise(s_R: Tensor, rows: int, columns: int) -> float:
     The rank is the smallest at which noise alone explains the remaining values: none of them
     exceeds the edge that their own mean square implies.
     """
+    s_R = s_R.clamp_min(_VANISHING * float(s_R[0]))
     tail_R = s_R.square().flip(0).cumsum(0).flip(0)
     left_R = torch.arange(len(s_R), 0, -1, device=s_R.device)
     # Beside a signal of rank r there is room for noise in r fewer rows and columns.

@@ -147,6 +147,13 @@ def test_a_mask_that_leaves_directions_without_noise_leaves_finite_numbers(seed)
     assert span is None or bool(span.basis_DR.isfinite().all() and span.singular_R.isfinite().all())
 
 
+def test_singular_values_whose_squares_vanish_are_no_noise():
+    """Of coarsely quantised gradients a decomposition gives values such as 1e-269."""
+    lengths = torch.tensor([10.0 ** (-12 * i) for i in range(24)], dtype=torch.float64)
+    noise = torch.randn(48, 24, generator=stream(0, "noise"))
+    assert row_space([torch.diag(lengths), noise]).rank == 1
+
+
 def test_a_gradient_beside_a_much_larger_one_counts_as_much():
     (one, _), (other, inputs) = made_gradient(7), made_gradient(3, seed=5)
     for scale in (1.0, 1e-9, 1e9):
