@@ -132,6 +132,7 @@ def test_an_attack_that_fails_leaves_the_rest_and_is_said(here):
     assert call("bench", suite, "--command", command, "--retry")[0] == 0
 
 
+@pytest.mark.slow
 def test_a_changed_suite_is_another_one(here):
     suite = write(setting=TINY["setting"][:1])
     assert call("bench", suite)[0] == 0

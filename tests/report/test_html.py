@@ -461,6 +461,7 @@ def test_a_run_is_reported_for_its_owner_alone_and_redacted_for_others(ran: Path
         assert all(not a["text"] or a["text"] not in redacted for a in each["answers"])
 
 
+@pytest.mark.slow
 def test_open_says_where_there_is_no_browser(ran: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr(webbrowser, "open", asked.append)
@@ -470,6 +471,7 @@ def test_open_says_where_there_is_no_browser(ran: Path, monkeypatch: pytest.Monk
     assert "no browser was found" in printed
 
 
+@pytest.mark.slow
 def test_a_report_of_a_purged_run_says_that_its_texts_are_gone(ran: Path) -> None:
     assert call("report", str(ran))[0] == 0
     assert call("purge", str(ran))[0] == 0

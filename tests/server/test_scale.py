@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+from cases import some
 from tiny import Here, tables
 
 from fedleak import forecast, pipeline, preparation
@@ -283,7 +284,7 @@ def test_without_attacks_beside_it_training_waits_for_nobody(tmp_path):
 READ = {"audit__store": "read", "attack": [{"kind": "keyspan"}]}
 
 
-@pytest.mark.parametrize("more", [{}, {"federation__at_once": 1}])
+@pytest.mark.parametrize("more", some([{}, {"federation__at_once": 1}], every=2))
 def test_captures_hold_what_is_read_and_answers_and_models_are_the_same(tmp_path, more):
     whole = carried_out(tmp_path / "whole", experiment_of(attack=READ["attack"]))
     experiment = experiment_of(**READ, **more)

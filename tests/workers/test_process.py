@@ -250,26 +250,26 @@ def wait(worker, watch=lambda: None):
 
 
 def test_a_worker_says_how_far_it_is_and_has_its_time_for_each_capture(run, patient, tmp_path):
-    slow = patient(at_once=3, steps=20, pause=0.2)
+    slow = patient(at_once=3, steps=14, pause=0.2)
     jobs = [job_of(run, slow, client) for client in (1, 0, 4)]
-    with workers.workers(["cpu"], time_limit=3) as (worker,):
+    with workers.workers(["cpu"], time_limit=2) as (worker,):
         folder = worker._notes
         seen = []
         worker.submit(jobs)
         answers = wait(worker, lambda: seen.append(worker.progress()))
         assert [(each.client, each.together) for each in answers] == [(1, 3), (0, 3), (4, 3)]
-        assert all(4 / 3 <= each.seconds < 3 for each in answers)
+        assert all(2.8 / 3 <= each.seconds < 2 for each in answers)
         assert worker.jobs == ()
         assert seen[0] == {}
         assert set(seen[-1]) == {0, 1, 4}
-        assert seen[-1][4] == Progress(seen[-1][4].step, 20, 0.5, "text 4")
+        assert seen[-1][4] == Progress(seen[-1][4].step, 14, 0.5, "text 4")
         steps = {one[4].step for one in seen if 4 in one}
         assert 2 <= len(steps) <= 6, "about once a second"
         worker.submit(jobs[:1])
         assert worker.progress() == {}, "of an earlier try"
         error = wait(worker)
         assert isinstance(error, TimeoutError)
-        assert str(error) == "took longer than workers.time_limit = 3 s"
+        assert str(error) == "took longer than workers.time_limit = 2 s"
         worker._time_limit = 0.1
         worker.submit(jobs)
         assert str(wait(worker)).endswith("= 0.1 s for each of 3 captures")
@@ -337,6 +337,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_notes_do_not_outlive_a_killed_command(tmp_path):
     (tmp_path / "orphan.py").write_text(ORPHAN)
     notes = tmp_path / "notes"
