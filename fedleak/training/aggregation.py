@@ -77,7 +77,14 @@ def aggregate(
     """
     if optimiser.kind == "adam":
         return _adam_step(broadcast, total, optimiser.learning_rate, moments)
-    return _plain_step(broadcast, total, optimiser.learning_rate), {}
+    scale = -optimiser.learning_rate if total.kind == UpdateKind.GRADIENT else 1.0
+    weights = {
+        name: value + scale * total.tensors[name] / total.examples[name]
+        if name in total.tensors
+        else value
+        for name, value in broadcast.items()
+    }
+    return weights, {}
 
 
 def _adam_step(
@@ -116,18 +123,6 @@ def _adam_step(
         weights[name] = weight.to(broadcast[name].dtype)
         following.update(zip(keys, (first, second, steps), strict=True))
     return weights, following
-
-
-def _plain_step(
-    broadcast: Mapping[str, Tensor], total: WeightedSum, learning_rate: float
-) -> dict[str, Tensor]:
-    scale = -learning_rate if total.kind == UpdateKind.GRADIENT else 1.0
-    return {
-        name: value + scale * total.tensors[name] / total.examples[name]
-        if name in total.tensors
-        else value
-        for name, value in broadcast.items()
-    }
 
 
 def difference(
