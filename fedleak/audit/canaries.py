@@ -31,7 +31,7 @@ from fedleak.errors import CaptureError
 from fedleak.federation import canaries
 from fedleak.models import LanguageModel
 from fedleak.observation import ClientUpdate, UpdateKind
-from fedleak.store.records import CANARIES, CanaryRow, Epsilon, LedgerRow
+from fedleak.store.records import CanaryRow, Epsilon, LedgerRow
 from fedleak.store.run import EVERYONE, Capture, Key, Run
 from fedleak.store.summaries import CanaryBound, CanarySummary
 from fedleak.training.canaries import scores
@@ -56,13 +56,17 @@ UNBOUNDED_MU = 10.0
 
 
 def canary_rows(
-    run: Run, experiment: Experiment, model: LanguageModel, gaps: Gaps
+    run: Run,
+    experiment: Experiment,
+    model: LanguageModel,
+    gaps: Gaps,
+    earlier: Iterable[CanaryRow],
 ) -> list[CanaryRow]:
     """Returns the rows of canaries.jsonl: the scores in each update whose capture is here.
 
     What was scored earlier stays where the capture or the coins are gone.
     """
-    rows = {row.key: row for row in run.salvage(CANARIES)}
+    rows = {row.key: row for row in earlier}
     if experiment.canary is None:
         return []
     for captured in run.captures():

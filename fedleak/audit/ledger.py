@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from pydantic import BaseModel, ValidationError
 
@@ -13,7 +13,7 @@ from fedleak.federation.lookup import dropped_out
 from fedleak.federation.schedule import clients_of_round
 from fedleak.privacy import Event, Spent
 from fedleak.store.lines import Measured
-from fedleak.store.records import DEFENSES, LEDGER, DefenseRow, LedgerRow
+from fedleak.store.records import DefenseRow, LedgerRow
 from fedleak.store.run import EVERYONE, Key, Run
 from fedleak.store.summaries import DefenseMeans, Guarantee
 
@@ -53,6 +53,7 @@ def ledger(
     experiment: Experiment,
     notes: Mapping[Key, ClientNote | None],
     gaps: Gaps,
+    before: Iterable[LedgerRow],
 ) -> list[LedgerRow]:
     """Returns the rows of privacy.jsonl: what each client has spent by each of its rounds.
 
@@ -62,7 +63,7 @@ def ledger(
     """
     table, truths, captured = experiment.privacy, set(run.truths()), set(run.captures())
     earlier: dict[Key, list[LedgerRow]] = defaultdict(list)
-    for row in run.salvage(LEDGER):
+    for row in before:
         earlier[row.key].append(row)
     events: dict[int, list[Event]] = defaultdict(list)
     lost: set[int] = set()
@@ -134,8 +135,13 @@ def guarantee(rows: Sequence[LedgerRow]) -> Guarantee | None:
     return Guarantee.model_validate(max(of_client, key=size), from_attributes=True)
 
 
-def defense_rows(run: Run, notes: Mapping[Key, ClientNote | None]) -> list[DefenseRow]:
-    """Returns the rows of defenses.jsonl: what each defense did to each update."""
+def defense_rows(
+    notes: Mapping[Key, ClientNote | None], before: Iterable[DefenseRow]
+) -> list[DefenseRow]:
+    """Returns the rows of defenses.jsonl: what each defense did to each update.
+
+    Of an update whose note is gone the rows of the last time stay.
+    """
     rows = [
         DefenseRow(
             round=key.round,
@@ -149,7 +155,7 @@ def defense_rows(run: Run, notes: Mapping[Key, ClientNote | None]) -> list[Defen
         if note is not None
         for did in note.defenses
     ]
-    kept = [row for row in run.salvage(DEFENSES) if notes.get(row.key) is None]
+    kept = [row for row in before if notes.get(row.key) is None]
     return sorted(rows + kept, key=lambda row: (row.key, row.defense))
 
 

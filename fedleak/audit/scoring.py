@@ -36,14 +36,17 @@ from fedleak.store.records import (
     LEDGER,
     MEMBERSHIP,
     UNSCORED,
+    UTILITY,
     Answer,
     Fact,
     LeakageRow,
+    ScoredRows,
     TextScore,
+    Utility,
 )
 from fedleak.store.run import EVERYONE, Key, Run
-from fedleak.store.shards import salvage_answers
-from fedleak.store.summaries import SUMMARY
+from fedleak.store.shards import read_answers, salvage_answers
+from fedleak.store.summaries import SUMMARY, RunSummary
 from fedleak.truth import GroundTruth
 
 GUESSES = 10
@@ -215,11 +218,101 @@ def score_run(run: Run, asked: Iterable[str] | None = None) -> list[Scored]:
         FedleakError: run.json, held_out.json or a list of candidates is damaged; nothing was
             changed then.
     """
+    scores = score(run, salvaged(run), asked)
+    write(run, scores)
+    return scores.scored
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What the files of rows in a run directory say; the vault and the captures say the rest.
+
+    Attributes:
+        answers: Of attacks, in the order in which they came.
+        utility: Of the model, after each round in which it was measured.
+        earlier: Rows of the last time. They stay where what they were made of is gone.
+    """
+
+    answers: Sequence[Answer]
+    utility: Sequence[Utility]
+    earlier: ScoredRows
+
+
+def salvaged(run: Run) -> Recorded:
+    """Reads what can be read, and moves damaged lines to damaged.jsonl.
+
+    Whoever calls this holds the lock.
+    """
+    return Recorded(
+        salvage_answers(run, _vocabulary_of(run)),
+        run.salvage(UTILITY),
+        ScoredRows(
+            leakage=run.salvage(LEAKAGE),
+            ledger=run.salvage(LEDGER),
+            defended=run.salvage(DEFENSES),
+            canary=run.salvage(CANARIES),
+            members=run.salvage(MEMBERSHIP),
+        ),
+    )
+
+
+def primary(run: Run) -> Recorded:
+    """Reads what attacks answered and training measured, and nothing that scoring made of it.
+
+    Raises:
+        ConfigError: There is no run here.
+        FedleakError: A line cannot be read.
+    """
+    return Recorded(read_answers(run, _vocabulary_of(run)), run.rows(UTILITY), ScoredRows())
+
+
+def scored_rows(run: Run) -> ScoredRows:
+    """Reads what scoring wrote the last time.
+
+    Raises:
+        FedleakError: A line cannot be read.
+    """
+    return ScoredRows(
+        leakage=run.rows(LEAKAGE),
+        ledger=run.rows(LEDGER),
+        defended=run.rows(DEFENSES),
+        canary=run.rows(CANARIES),
+        members=run.rows(MEMBERSHIP),
+    )
+
+
+@dataclass(frozen=True)
+class RunScores:
+    """What the answers of a run are worth.
+
+    Attributes:
+        scored: The rows of leakage.jsonl, and the texts behind them.
+        rows: Of all files that scoring writes.
+        summary: The figures.
+    """
+
+    scored: list[Scored]
+    rows: ScoredRows
+    summary: RunSummary
+
+
+def score(run: Run, recorded: Recorded, asked: Iterable[str] | None = None) -> RunScores:
+    """Scores the answers of a run, and writes nothing.
+
+    Args:
+        run: The run directory.
+        recorded: What its files of rows say.
+        asked: Names of the attacks that should have answered; None: those of its experiment.
+
+    Raises:
+        ConfigError: There is no run here.
+        FedleakError: run.json, held_out.json or a list of candidates is damaged.
+    """
     experiment, gaps = stored(run), Gaps()
-    model = loading.outline(experiment.model_spec(run.info()["num_labels"]))
+    model = _outline(run, experiment)
     vocabulary = vocabulary_of(model)
-    answers = {each.id: each for each in salvage_answers(run, vocabulary)}
-    earlier = {row.id: row for row in run.salvage(LEAKAGE)}
+    answers = {answer.id: answer for answer in recorded.answers}
+    earlier = {row.id: row for row in recorded.earlier.leakage}
     truths = _truths(run, sorted({key for key, _ in answers}), vocabulary, gaps)
     scored = _score(run, experiment, model, answers, earlier, truths)
     fresh = {one.row.id for one in scored}
@@ -233,44 +326,52 @@ def score_run(run: Run, asked: Iterable[str] | None = None) -> list[Scored]:
         if name not in fresh and (name in answers or row.status != Status.FAILED):
             scored.append(Scored(row, ()))
     scored.sort(key=lambda one: one.row.id)
-    rows = [one.row for one in scored]
-    names = [each.name for each in experiment.attacks] if asked is None else list(asked)
-    find_gaps(run, experiment, names, answers, rows, truths, gaps)
-    gaps.notes += unchecked(str(each.settings.get("kind")) for each in answers.values())
+    leakage = [one.row for one in scored]
+    names = [attack.name for attack in experiment.attacks] if asked is None else list(asked)
+    find_gaps(run, experiment, names, answers, leakage, truths, gaps)
+    gaps.notes += unchecked(str(answer.settings.get("kind")) for answer in answers.values())
     notes = ledger.client_notes(run, gaps)
-    spent = ledger.ledger(run, experiment, notes, gaps)
-    defended = ledger.defense_rows(run, notes)
-    canary = canaries.canary_rows(run, experiment, model, gaps)
     on_lists = {name: answer for name, answer in answers.items() if answer.scores}
-    files = {name for (_, name), each in on_lists.items() if each.settings.get("candidates")}
-    members = membership.membership_rows(
-        experiment,
-        read_held_out(run, vocabulary) if on_lists else None,
-        {name: read_candidates(run, name, vocabulary) for name in files},
-        on_lists,
-        truths,
-        run.salvage(MEMBERSHIP),
+    files = {name for (_, name), answer in on_lists.items() if answer.settings.get("candidates")}
+    rows = ScoredRows(
+        leakage=leakage,
+        ledger=ledger.ledger(run, experiment, notes, gaps, recorded.earlier.ledger),
+        defended=ledger.defense_rows(notes, recorded.earlier.defended),
+        canary=canaries.canary_rows(run, experiment, model, gaps, recorded.earlier.canary),
+        members=membership.membership_rows(
+            experiment,
+            read_held_out(run, vocabulary) if on_lists else None,
+            {name: read_candidates(run, name, vocabulary) for name in files},
+            on_lists,
+            truths,
+            recorded.earlier.members,
+        ),
     )
-    summary = summarise(
-        run,
-        experiment,
-        gaps,
-        leakage=rows,
-        finished={name: place for place, name in enumerate(answers)},
-        ledger=spent,
-        defended=defended,
-        canary=canary,
-        members=members,
-    )
-    run.write_rows(LEAKAGE, rows)
-    run.write_rows(LEDGER, spent)
-    run.write_rows(DEFENSES, defended)
-    if canary:
-        run.write_rows(CANARIES, canary)
-    if members:
-        run.write_rows(MEMBERSHIP, members)
-    run.write(SUMMARY, summary)
-    return scored
+    finished = {name: place for place, name in enumerate(answers)}
+    summary = summarise(run, experiment, gaps, rows, finished, recorded.utility)
+    return RunScores(scored, rows, summary)
+
+
+def write(run: Run, scores: RunScores) -> None:
+    """Writes scores into the run directory; whoever calls this holds the lock."""
+    rows = scores.rows
+    run.write_rows(LEAKAGE, rows.leakage)
+    run.write_rows(LEDGER, rows.ledger)
+    run.write_rows(DEFENSES, rows.defended)
+    if rows.canary:
+        run.write_rows(CANARIES, rows.canary)
+    if rows.members:
+        run.write_rows(MEMBERSHIP, rows.members)
+    run.write(SUMMARY, scores.summary)
+
+
+def _outline(run: Run, experiment: Experiment) -> LanguageModel:
+    """Returns the model of a run, for its tokenizer."""
+    return loading.outline(experiment.model_spec(run.info()["num_labels"]))
+
+
+def _vocabulary_of(run: Run) -> int:
+    return vocabulary_of(_outline(run, stored(run)))
 
 
 def _score(

@@ -16,14 +16,7 @@ from fedleak.config.experiment import Experiment
 from fedleak.errors import FedleakError
 from fedleak.federation.lookup import examples
 from fedleak.reconstruction import Status
-from fedleak.store.records import (
-    UTILITY,
-    CanaryRow,
-    DefenseRow,
-    LeakageRow,
-    LedgerRow,
-    MembershipRow,
-)
+from fedleak.store.records import LeakageRow, ScoredRows, Utility
 from fedleak.store.run import Key, Run
 from fedleak.store.summaries import (
     AttackSummary,
@@ -39,13 +32,9 @@ def summarise(
     run: Run,
     experiment: Experiment,
     gaps: Gaps,
-    *,
-    leakage: Sequence[LeakageRow],
+    rows: ScoredRows,
     finished: Mapping[tuple[Key, str], int],
-    ledger: Sequence[LedgerRow],
-    defended: Sequence[DefenseRow],
-    canary: Sequence[CanaryRow],
-    members: Sequence[MembershipRow],
+    utility: Sequence[Utility],
 ) -> RunSummary:
     """Returns the figures of a run.
 
@@ -53,15 +42,16 @@ def summarise(
         run: The run directory.
         experiment: What was prepared there.
         gaps: What is missing; lacks of the utility are added.
+        rows: Of all files that scoring writes.
         finished: The place of each answer in the order in which they came.
-        leakage, ledger, defended, canary, members: The rows of leakage.jsonl, privacy.jsonl,
-            defenses.jsonl, canaries.jsonl and membership.jsonl.
+        utility: Of the model, round by round.
     """
+    leakage = rows.leakage
     attacks = {
         name: attack_summary([row for row in leakage if row.attack == name])
         for name in sorted({row.attack for row in leakage})
     }
-    info, utility = run.info(), run.salvage(UTILITY)
+    info = run.info()
     held_out = examples(run).held_out
     if info["status"] == "finished" and held_out:
         rounds = filter(experiment.evaluated, range(experiment.federation.rounds + 1))
@@ -82,10 +72,10 @@ def summarise(
         worst_case=rungs.top.worst_case if rungs else worst_case(leakage, finished),
         ladder=rungs,
         defenses=circumstances(experiment),
-        defended=defense_means(defended),
-        privacy=guarantee(ledger),
-        canary=canaries.summarised(experiment, canary, ledger),
-        membership=membership.summarised(experiment, members),
+        defended=defense_means(rows.defended),
+        privacy=guarantee(rows.ledger),
+        canary=canaries.summarised(experiment, rows.canary, rows.ledger),
+        membership=membership.summarised(experiment, rows.members),
         utility_before=utility[0] if utility and utility[0].round == 0 else None,
         utility=utility[-1] if utility else None,
         held_out=held_out,

@@ -1,6 +1,7 @@
 """What a run's files hold: answers of attacks and what became of them, a value a line."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Final, Literal
 
@@ -286,6 +287,25 @@ class Utility(Measured):
     """How good the model is after a round: a line of utility.jsonl; its figures are by name."""
 
     round: int
+
+
+@dataclass(frozen=True)
+class ScoredRows:
+    """The rows of all files that scoring writes.
+
+    Attributes:
+        leakage: Answers and their scores.
+        ledger: What each client has spent of its privacy.
+        defended: What each defense did.
+        canary: What canaries score.
+        members: What attacks on membership say.
+    """
+
+    leakage: Sequence[LeakageRow] = ()
+    ledger: Sequence[LedgerRow] = ()
+    defended: Sequence[DefenseRow] = ()
+    canary: Sequence[CanaryRow] = ()
+    members: Sequence[MembershipRow] = ()
 
 
 def _check_canaries(row: CanaryRow) -> None:
