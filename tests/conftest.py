@@ -14,6 +14,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 os.environ.setdefault("FLWR_DISABLE_UPDATE_CHECK", "1")
 os.environ.setdefault("FLWR_LOG_LEVEL", "ERROR")
+# A key of the tests' own: none is made in the home of whoever runs them.
+os.environ["FEDLEAK_SEAL_KEY"] = str(Path(__file__).with_name("helpers") / "seal.key")
 
 import psutil
 import pytest

@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from fedleak.store.files import parse_json
+from fedleak.store.seal import sealed, without
 
 SCHEMA_VERSION = 2
 """Of run.json and the files beside it: 2 has the experiment's fingerprint."""
@@ -47,12 +48,14 @@ class Lines(Generic[T]):
         of: What a line holds.
         mark: Fields that every line has beside the value. Lines with another mark are refused.
         check: Raises ValueError of a value that cannot belong here.
+        sealed: Whether each line carries a seal.
     """
 
     name: str
     of: type[T]
     mark: Mapping[str, str | None] = field(default_factory=dict)
     check: Callable[[T], None] = lambda value: None
+    sealed: bool = False
 
     def read(self, line: bytes) -> T:
         """Reads a line.
@@ -63,19 +66,26 @@ class Lines(Generic[T]):
         table = parse_json(line)
         if not isinstance(table, dict):
             raise ValueError(f"a table was expected, not a {type(table).__name__}")
+        if self.sealed:
+            line = json.dumps(without(table)).encode()
         value = validated(self.of, line)
         if any(table.get(key) != mark for key, mark in self.mark.items()):
             raise ValueError("it is of another experiment")
         self.check(value)
         return value
 
-    def written(self, value: T) -> str:
+    def written(self, value: T, place: str | None = None) -> str:
         """Returns a value as a line, without the newline.
+
+        Args:
+            value: What the line holds.
+            place: What its seal is of; None: it gets none.
 
         Raises:
             ValueError: JSON cannot hold it.
         """
-        return json.dumps({**_plain(self.of, value), **self.mark}, allow_nan=False)
+        table = {**_plain(self.of, value), **self.mark}
+        return json.dumps(table if place is None else sealed(place, table), allow_nan=False)
 
 
 @dataclass(frozen=True)

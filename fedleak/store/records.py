@@ -339,7 +339,7 @@ LEDGER = Lines("privacy.jsonl", LedgerRow)
 CANARIES = Lines("canaries.jsonl", CanaryRow, check=_check_canaries)
 MEMBERSHIP = Lines("membership.jsonl", MembershipRow, check=_check_membership)
 DEFENSES = Lines("defenses.jsonl", DefenseRow)
-UTILITY = Lines("utility.jsonl", Utility)
+UTILITY = Lines("utility.jsonl", Utility, sealed=True)
 
 
 def answers(fingerprint: str | None, vocabulary: int | None = None) -> Lines[Answer]:
@@ -350,7 +350,7 @@ def answers(fingerprint: str | None, vocabulary: int | None = None) -> Lines[Ans
         vocabulary: Token ids that the model has; None: not known here.
     """
     mark = {"fingerprint": fingerprint}
-    return Lines("reconstructions.jsonl", Answer, mark, _with_ids_below(vocabulary))
+    return Lines("reconstructions.jsonl", Answer, mark, _with_ids_below(vocabulary), sealed=True)
 
 
 def _with_ids_below(vocabulary: int | None) -> Callable[[Answer], None]:

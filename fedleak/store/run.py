@@ -22,7 +22,7 @@
 Of a matrix of a capture the rows of zeros are left out where that takes less room (`zero_rows`).
 Only the owner can open the folder (0700) and any file in it (0600), from the moment it is made.
 Captures, models and answers carry the fingerprint of the experiment that they are of, and are not
-read in a run of another one.
+read in a run of another one. What figures rest on carries a seal, too (`seal`, `provenance`).
 Of rounds that are not attacked neither captures nor models stay, but for the first and last model.
 Under secure aggregation a capture is r0001-all: the round's sum. Until all have come, the updates
 that it is of are below `held`, which stands for the protocol and is read by no attack. Without it
@@ -39,7 +39,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -53,6 +53,7 @@ from torch import Tensor
 from fedleak.errors import CaptureError, ConfigError, FedleakError
 from fedleak.logs import logged
 from fedleak.observation import ClientUpdate, Knowledge, UpdateKind
+from fedleak.store import seal
 from fedleak.store.files import (
     append_together,
     complete_lines,
@@ -160,8 +161,18 @@ class Run:
         self.write_json("run.json", {"schema_version": SCHEMA_VERSION, **values})
 
     def update_info(self, **values: Any) -> None:
-        """Writes these keys of run.json and keeps the others."""
-        self.write_json("run.json", self.info() | values)
+        """Writes these keys of run.json and keeps the others.
+
+        The run.json of somebody else, or one that was changed, gets no seal by that.
+        """
+        if self.made_here():
+            self.write_json("run.json", self.info() | values)
+        else:
+            self._write_plain_json("run.json", self.info() | values)
+
+    def made_here(self) -> bool:
+        """Returns whether fedleak wrote run.json on this machine, and it is as it was."""
+        return self.is_genuine("run.json")
 
     @contextmanager
     def lock(self) -> Iterator[None]:
@@ -436,9 +447,46 @@ class Run:
         self, name: str, tensors: Mapping[str, Tensor], about: Mapping[str, Any]
     ) -> None:
         """Writes tensors, and beside them a table with this experiment's mark."""
-        marked = json.dumps({"fingerprint": self.fingerprint(), **about})
+        metadata = {"fedleak": json.dumps({"fingerprint": self.fingerprint(), **about})}
+        flat = _flat(tensors)
+        parts = seal.tensor_parts(flat, metadata["fedleak"])
+        if (mark := seal.seal(self._sealed_place(name), parts)) is not None:
+            metadata[seal.FIELD] = mark
         with new_file(self._place(name)) as temporary:
-            safetensors.torch.save_file(_flat(tensors), temporary, {"fedleak": marked})
+            safetensors.torch.save_file(flat, temporary, metadata)
+
+    def _sealed_place(self, name: str) -> str:
+        """Returns what a file is of, for its seal: what is held becomes a capture as it is."""
+        if name == "run.json":
+            return name
+        return f"{self.fingerprint()}/{name.replace('held/', 'captures/')}"
+
+    def is_genuine(self, name: str) -> bool:
+        """Returns whether fedleak wrote a file on this machine, and it is as it was.
+
+        Args:
+            name: Of a JSON object or a file of tensors.
+        """
+        path = self.path / name
+        try:
+            place = self._sealed_place(name)
+            if path.suffix == ".json":
+                table = parse_json(path.read_bytes())
+                return isinstance(table, dict) and seal.is_genuine(place, table)
+            tensors, metadata = _read_tensors(path)
+            mark = seal.seal(place, seal.tensor_parts(tensors, metadata.get("fedleak", "")))
+        except (*_DAMAGE, FedleakError):
+            return False
+        return mark is not None and mark == metadata.get(seal.FIELD)
+
+    def changed_lines(self, lines: Lines[T]) -> list[int]:
+        """Returns the numbers of the lines that fedleak did not write here as they stand."""
+        place = self._sealed_place(Path(lines.name).name)
+        return [
+            number
+            for number, line in enumerate(complete_lines(self.path / lines.name), 1)
+            if not _is_genuine_line(place, line)
+        ]
 
     # --- the vault --------------------------------------------------------------------------
 
@@ -502,7 +550,9 @@ class Run:
     def append(self, lines: Lines[T], *values: T) -> None:
         """Appends values to a JSONL file and syncs it: whatever happens, all of them or none."""
         if values:
-            append_together(self._place(lines.name), [lines.written(value) for value in values])
+            place = self._sealed_place(Path(lines.name).name) if lines.sealed else None
+            written = [lines.written(value, place) for value in values]
+            append_together(self._place(lines.name), written)
 
     def rows(self, lines: Lines[T]) -> list[T]:
         """Returns the values of a JSONL file; none if there is no file.
@@ -538,9 +588,16 @@ class Run:
                 for n, line, reason in damaged
             ]
             self.append(DAMAGED, *found)
-            kept = b"".join(line.rstrip() + b"\n" for _, line in rows)
-            replace(self._place(lines.name), kept)
+            self._write_lines(lines, [line for _, line in rows])
         return [row for row, _ in rows]
+
+    def keep(self, lines: Lines[T], is_kept: Callable[[T], bool]) -> None:
+        """Deletes lines of a JSONL file; those that are kept stay as they stand."""
+        self._write_lines(lines, [line for row, line in self._parsed(lines)[0] if is_kept(row)])
+
+    def _write_lines(self, lines: Lines[T], kept: Iterable[bytes]) -> None:
+        content = b"".join(line.rstrip() + b"\n" for line in kept)
+        replace(self._place(lines.name), content)
 
     def damaged(self) -> list[Damaged]:
         """Returns the lines that were put aside; of one that is itself damaged, what is wrong."""
@@ -587,12 +644,18 @@ class Run:
             raise FedleakError(f"{path} cannot be read ({reason}): {document.remedy}") from error
 
     def write_json(self, name: str, value: Any) -> None:
-        """Writes a JSON file at once."""
+        """Writes a JSON file at once; a table gets a seal."""
+        table = isinstance(value, Mapping)
+        self._write_plain_json(
+            name, seal.sealed(self._sealed_place(name), value) if table else value
+        )
+
+    def _write_plain_json(self, name: str, value: Any) -> None:
         content = json.dumps(value, indent=1, allow_nan=False) + "\n"
         replace(self._place(name), content.encode())
 
     def read_json(self, name: str) -> Any:
-        """Reads a JSON file.
+        """Reads a JSON file, without its seal.
 
         Raises:
             FedleakError: It is missing or damaged.
@@ -601,7 +664,7 @@ class Run:
         with naming(path, "read"):
             content = path.read_bytes()
         try:
-            return parse_json(content)
+            return seal.without(parse_json(content))
         except ValueError as error:  # not UTF-8, or not JSON
             raise FedleakError(f"{path} is damaged ({one_line(error)})") from error
 
@@ -677,6 +740,14 @@ def _keys(folder: Path, suffix: str) -> list[Key]:
 def _flat(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns tensors as they can be written; those that can be already are not copied."""
     return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+
+
+def _is_genuine_line(place: str, line: bytes) -> bool:
+    try:
+        table = parse_json(line)
+    except ValueError:
+        return False
+    return isinstance(table, dict) and seal.is_genuine(place, table)
 
 
 def _read_metadata(path: Path) -> Any:

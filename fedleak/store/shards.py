@@ -186,11 +186,11 @@ def drop_failures(run: Run, shard: Shard | None = None) -> int:
 
 def _drop_failures(fingerprint: str | None, place: Run) -> int:
     lines = answers(fingerprint)
-    given, tries = place.salvage(lines), place.salvage(ATTEMPTS)
-    failed = {each.id for each in given if each.status == Status.FAILED}
+    place.salvage(ATTEMPTS)
+    failed = {answer.id for answer in place.salvage(lines) if answer.status == Status.FAILED}
     if failed:
-        place.write_rows(ATTEMPTS, [each for each in tries if each.id not in failed])
-        place.write_rows(lines, [each for each in given if each.id not in failed])
+        place.keep(ATTEMPTS, lambda attempt: attempt.id not in failed)
+        place.keep(lines, lambda answer: answer.id not in failed)
     return len(failed)
 
 

@@ -1,0 +1,38 @@
+"""Names what fedleak did not write on this machine, or somebody changed since."""
+
+from collections.abc import Iterator
+
+from fedleak.store.records import UTILITY, answers
+from fedleak.store.run import Run
+from fedleak.store.shards import begun
+
+FILES = ("run.json", "held_out.json", "reference.json")
+FOLDERS = ("captures", "candidates", "defended", "models", "vault")
+"""What figures rest on, beside answers and utilities."""
+
+
+def unsealed(run: Run) -> list[str]:
+    """Returns the names of files and lines that carry no seal of this machine, or a wrong one.
+
+    What can be computed from these, such as scores and the summary, has no seal and is not named.
+    """
+    return [*_unsealed_files(run), *_unsealed_lines(run)]
+
+
+def _unsealed_files(run: Run) -> Iterator[str]:
+    names = [name for name in FILES if (run.path / name).exists()]
+    for folder in FOLDERS:
+        paths = sorted((run.path / folder).glob("[!.]*"))
+        names += [f"{folder}/{path.name}" for path in paths]
+    for name in names:
+        if not run.is_genuine(name):
+            yield name
+
+
+def _unsealed_lines(run: Run) -> Iterator[str]:
+    given = answers(run.fingerprint())
+    changed = {UTILITY.name: run.changed_lines(UTILITY)}
+    for lines in (given, *(shard.lines(given) for shard in begun(run))):
+        changed[lines.name] = run.changed_lines(lines)
+    for name, numbers in changed.items():
+        yield from (f"{name}, line {number}" for number in numbers)
