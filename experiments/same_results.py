@@ -6,8 +6,8 @@
 `record` runs both quickstarts, a defended run and, where FEDLEAK_ASSETS is set (see README.md), a
 sweep and a LAMP run on MiniLM with the fedleak that this Python imports. `compare` holds
 reconstructions.jsonl and leakage.jsonl of all runs of two such folders against each other, but for
-seconds, devices and fingerprints; a field that was changed on purpose is ignored or renamed. It
-prints each difference and ends with status 1 if there is one.
+seconds, devices, fingerprints and seals; a field that was changed on purpose is ignored or renamed.
+It prints each difference and ends with status 1 if there is one.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 HERE = Path(__file__).parent
 FILES = ("reconstructions.jsonl", "leakage.jsonl")
-NEVER_THE_SAME = frozenset({"seconds", "device", "fingerprint"})
+NEVER_THE_SAME = frozenset({"seconds", "device", "fingerprint", "seal"})
 MOST_SHOWN = 20
 
 
