@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Generator
 
 from clients.client_context import work_of
 from clients.outgoing import Outgoing
+from fedleak.config.experiment import Experiment
 from fedleak.config.sent_parameters import selected_parameters
 from fedleak.errors import FedleakError
 from fedleak.rng import stream
@@ -21,8 +23,17 @@ Next = Callable[[Message, Context], Message]
 CLIENT_FAILED = 2
 """Flower's code of an error in a client's app."""
 
-QUOTES = ("fedleak.data", "fedleak.store")
-"""Modules whose errors may quote private texts, or name files of this client."""
+TRAVELS = ("clients.", "fedleak.federation.assignment")
+"""Modules whose errors the server may read: they quote neither a text nor what the server sent."""
+
+OPENS = {"fedleak.data": "data", "fedleak.models.loading": "model"}
+"""Modules that open what the server may have named, with the table that names it. An error tells no
+more than the table: its line or its kind would tell which files and folders are here."""
+
+_KEY = re.compile(rf"\[?((?:{'|'.join(Experiment.model_fields)})\b(?:\[\d+\])?(?:\.[a-z_]+)*)")
+"""The key that the line of a wrong experiment begins with."""
+
+_MORE = "the client's log says more"
 
 _log = logging.getLogger(__name__)
 
@@ -83,14 +94,24 @@ def report_errors(message: Message, context: Context, call_next: Next) -> Messag
 
 
 def public(error: Exception) -> str:
-    """Returns what the server may read of an error: its place, and words that quote no text."""
+    """Returns what the server may read of an error: its key or its place, and no value.
+
+    The server chose the values of the experiment, so what one of them does here would tell it what
+    is on this machine; other words may quote a text.
+    """
     kind, place = type(error).__name__, _place(error)
-    if isinstance(error, FedleakError) and not place.startswith(QUOTES):
-        return f"{kind}: {error}"
+    for module, table in OPENS.items():
+        if place.startswith(module):
+            return f"ConfigError: {table} is refused: {_MORE}"
+    if isinstance(error, FedleakError):
+        if place.startswith(TRAVELS):
+            return f"{kind}: {error}"
+        if key := _KEY.match(str(error)):
+            return f"{kind}: {key[1]} is refused: {_MORE}"
     system = error if isinstance(error, OSError) else error.__cause__
     if isinstance(system, OSError) and system.errno is not None:
         kind += f" ({os.strerror(system.errno)})"
-    return f"{kind} in {place}: the client's log says more"
+    return f"{kind} in {place}: {_MORE}"
 
 
 def _place(error: Exception) -> str:

@@ -118,7 +118,7 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Sweep:
         ConfigError: Anything about the file that is not right, with the cell that it is in.
     """
     table = loading.read(path, overrides)
-    if "sweep" not in table:
+    if "sweep" not in table or path.suffix == loading.RUN_JSON:
         raise ConfigError(
             f"experiment file {str(path)!r} has no [sweep]: use `fedleak run {path}`, or add one, "
             'such as "federation.batch_size" = [1, 2, 4]'
@@ -149,7 +149,8 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Sweep:
         if name in cells:
             raise ConfigError(f"sweep: two cells are called {name!r}: list each value once")
         with _naming(name):
-            cells[name] = Cell(name, values, loading.parse(_filled(table, values, settings)))
+            tables = loading.expanded(_filled(table, values, settings))
+            cells[name] = Cell(name, values, loading.parse(tables))
     return Sweep(
         name=next(iter(cells.values())).experiment.name,
         axes=axes,

@@ -90,7 +90,7 @@ class Setting:
         """
         tables = {**self.tables, "name": self.name, "attack": list(attacks)}
         try:
-            return loading.parse(_filled(tables, assets))
+            return loading.parse(loading.expanded(_filled(tables, assets)))
         except ConfigError as error:
             raise ConfigError(f"setting {self.name!r}: {error}") from error
 

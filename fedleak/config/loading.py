@@ -22,6 +22,9 @@ from fedleak.config.wording import one_line
 from fedleak.errors import ConfigError, unknown
 from fedleak.models import CAUSAL_LM
 
+RUN_JSON = ".json"
+"""The ending of the run.json of a run, which may be a stranger's: nothing in it is expanded."""
+
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Experiment:
     """Reads an experiment file, or the `run.json` of a run.
@@ -38,7 +41,7 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Experiment:
         raise ConfigError(
             f"experiment file {str(path)!r} has a [sweep]: use `fedleak sweep {path}`"
         )
-    return parse(table)
+    return parse(table if path.suffix == RUN_JSON else expanded(table))
 
 
 def with_defense(kind: str, overrides: Sequence[str] = ()) -> Experiment:
@@ -76,7 +79,7 @@ def read(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     named, text = f"experiment file {str(path)!r}", ""
     try:
         text = path.read_text(encoding="utf-8-sig")
-        table = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+        table = json.loads(text) if path.suffix == RUN_JSON else tomllib.loads(text)
     except OSError as error:
         raise ConfigError(f"{named}: {error.strerror}: give a TOML file") from error
     except UnicodeDecodeError as error:
@@ -87,10 +90,10 @@ def read(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     except RecursionError as error:
         raise ConfigError(f"{named} is nested too deep: give a TOML file") from error
     except ValueError as error:
-        json_in_toml = path.suffix != ".json" and text.lstrip().startswith("{")
+        json_in_toml = path.suffix != RUN_JSON and text.lstrip().startswith("{")
         said = "is JSON: write it as TOML" if json_in_toml else f"cannot be read: {error}"
         raise ConfigError(f"{named} {said}") from error
-    if path.suffix == ".json":
+    if path.suffix == RUN_JSON:
         table = table.get("experiment") if isinstance(table, dict) else None
         if not isinstance(table, dict):
             raise ConfigError(
@@ -104,11 +107,14 @@ def read(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
 def parse(table: Mapping[str, Any]) -> Experiment:
     """Validates the tables of an experiment file.
 
+    `${NAME}` is what it says here, because tables may come from anybody: a server, or a stranger's
+    run.json.
+
     Raises:
         ConfigError: The first thing that is not right.
     """
     try:
-        experiment = Experiment.model_validate(_expand(copy.deepcopy(dict(table))))
+        experiment = Experiment.model_validate(copy.deepcopy(dict(table)))
     except ValidationError as error:
         raise ConfigError(one_line(error, Experiment)) from error
     # Building them is what checks their settings.
@@ -267,17 +273,21 @@ def _check_workers(workers: WorkersTable) -> None:
             )
 
 
-def _expand(value: Any) -> Any:
-    """Replaces ${NAME} by the environment's value in every string."""
+def expanded(value: Any) -> Any:
+    """Returns what a user's file says, with the environment's value for every `${NAME}`.
+
+    Raises:
+        ConfigError: A variable is not set.
+    """
     if isinstance(value, dict):
-        return {key: _expand(each) for key, each in value.items()}
+        return {key: expanded(entry) for key, entry in value.items()}
     if isinstance(value, list):
-        return [_expand(each) for each in value]
+        return [expanded(entry) for entry in value]
     if isinstance(value, str) and "${" in value:
-        expanded = os.path.expandvars(value)
-        if "${" in expanded:
+        text = os.path.expandvars(value)
+        if "${" in text:
             raise ConfigError(f"{value!r} names an environment variable that is not set: set it")
-        return expanded
+        return text
     return value
 
 

@@ -16,6 +16,9 @@ from fedleak.privacy import Accountant
 MOST_UPDATES = 1_000_000
 """Updates that a run may have: at a tenth of a second each they take a day."""
 
+MOST_EXAMPLES = 10_000_000
+"""Examples that a run may ask for: a node makes or reads as many as a server says."""
+
 SAMPLES, HELD_OUT = 400, 100
 """Examples of a built-in data set, which has as many as are asked for, where nobody asks."""
 
@@ -107,9 +110,11 @@ class DataTable(Table):
     """The column of the text, by name or by number from 0; well-known data sets need none."""
     label: str | int | None = None
     """The column of the class, by name or by number from 0; well-known data sets need none."""
-    samples: Positive | None = None
+    samples: Annotated[int, Field(ge=1, le=MOST_EXAMPLES)] | None = None
     """Training examples of all clients; left out: all that is there, or 400 of a built-in."""
-    held_out: Annotated[int, Field(ge=0)] | Annotated[float, Field(gt=0, lt=1)] | None = None
+    held_out: (
+        Annotated[int, Field(ge=0, le=MOST_EXAMPLES)] | Annotated[float, Field(gt=0, lt=1)] | None
+    ) = None
     """Examples that no client has: they score the global model, and serve as a control.
 
     A number, or a share of all examples below 1. Left out: 100, or a fifth of what is there where
@@ -152,7 +157,7 @@ class FederationTable(Table):
     """`inline` trains in one process, `simulation` in Flower's simulation. Results are equal."""
     algorithm: Literal["fedsgd", "fedavg"] = "fedsgd"
     """What clients send: `fedsgd` a gradient, `fedavg` the difference of the weights."""
-    clients: Positive = 4
+    clients: Annotated[int, Field(ge=1, le=MOST_UPDATES)] = 4
     """Clients in all."""
     clients_per_round: Positive | None = None
     """Clients that train in a round; left out: all."""
@@ -275,7 +280,7 @@ class PrivacyTable(Table):
 class CanaryTable(Table):
     """`[canary]`: made-up gradients in clients' updates, by which the audit measures privacy."""
 
-    count: Positive = 64
+    count: Annotated[int, Field(ge=1, le=1_000_000)] = 64
     """Canaries of an update; a client whose whole update is protected has one."""
     clients: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] | None = None
     """Clients that take them in; left out: all."""

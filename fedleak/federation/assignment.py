@@ -50,6 +50,11 @@ class Assignment:
 def _experiment(text: str) -> Experiment:
     """Reads and checks an experiment once per process."""
     try:
-        return parse(json.loads(text))
+        table = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError("the experiment that the server sent is not JSON") from error
+    if not isinstance(table, dict):
+        raise ConfigError("the experiment that the server sent is no table")
+    if tables := sorted(NOT_FOR_CLIENTS & table.keys()):
+        raise ConfigError(f"the server sent what is not for clients: {', '.join(tables)}")
+    return parse(table)

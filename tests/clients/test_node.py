@@ -1,5 +1,6 @@
 """What is the node's own to decide, and what it says when something goes wrong."""
 
+import json
 import logging
 import stat
 
@@ -120,6 +121,16 @@ def test_a_node_without_a_number_is_told_to_have_one(config):
 # --- errors ---------------------------------------------------------------------------------
 
 
+def refusal_of(table):
+    """Returns what a node answers to a message with these tables."""
+    grid = InlineGrid(client_app, 2, {})
+    asked = ConfigRecord({"experiment": json.dumps(table), "run": "run", "classes": ["a", "b"]})
+    message = Message(RecordDict({"assignment": asked}), 3, "train")
+    message.content["config"] = ConfigRecord({"round": 1})
+    (reply,) = grid.send_and_receive([message])
+    return reply.error.reason
+
+
 def raiser(error):
     def fail(*args, **kwargs):
         raise error
@@ -142,6 +153,36 @@ def test_an_error_goes_to_the_server_without_its_words_and_to_the_client_s_log_w
     assert "local_update_" in caplog.text
 
 
+SENT = [
+    ({"federation": {"algorithm": "${NODE_SECRET}"}}, "ConfigError: federation.algorithm is"),
+    ({"name": "${NODE_SECRET}"}, "ConfigError: name is"),
+    ({"defense": [{"kind": "${NODE_SECRET}"}]}, "ConfigError: defense[0].kind is"),
+    ({"model": {"name": "${NODE_SECRET}"}}, "ConfigError: model is"),
+    ({"model": {"name": "FOLDER"}}, "ConfigError: model is"),
+    ({"data": {"name": "${NODE_SECRET}"}}, "ConfigError: data is"),
+    ({"data": {"name": "FOLDER", "text": "text"}}, "ConfigError: data is"),
+    ({"data": {"name": "builtin/notes", "samples": 10**9}}, "ConfigError: data.samples is"),
+    ({"federation": {"clients": 10**9, "rounds": 1}}, "ConfigError: federation.clients is"),
+]
+
+
+@pytest.mark.parametrize(("change", "key"), SENT)
+def test_a_node_expands_nothing_and_tells_the_key_alone(change, key, tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("NODE_SECRET", SECRET)
+    change = json.loads(json.dumps(change).replace("FOLDER", str(tmp_path)))
+    reason = refusal_of(TABLE | change)
+    assert reason == f"{key} refused: the client's log says more"
+    assert SECRET not in caplog.text
+
+
+def test_a_node_takes_no_tables_about_what_the_server_does():
+    table = TABLE | {"attack": [{"kind": "command", "command": "true"}], "workers": {}}
+    assert refusal_of(table) == (
+        "ConfigError: the server sent what is not for clients: attack, workers"
+    )
+    assert refusal_of([]) == "ConfigError: the experiment that the server sent is no table"
+
+
 def test_an_error_in_what_it_came_from_is_not_told_either(answer, monkeypatch):
     error = RuntimeError("outside")
     error.__cause__ = ValueError(SECRET)
@@ -161,7 +202,7 @@ def test_our_own_words_travel_but_not_those_about_data(answer, monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(preparation, "prepare", lambda experiment, path: Run(path))
     reason = answer(table=TABLE | {"data": TABLE["data"] | {"max_length": 10**6}}).error.reason
-    assert reason.startswith("ConfigError in fedleak.data:")
+    assert reason.startswith("ConfigError: data is refused: ")
     assert "max_length" not in reason
 
 

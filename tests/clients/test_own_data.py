@@ -126,9 +126,9 @@ def test_a_node_without_a_file_is_told_to_have_one(federation: Federation) -> No
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"label": "secret class"}, "ConfigError in fedleak.data:"),
-        ({"text": ""}, "ConfigError in fedleak.data:"),
-        ({"text": "word " * 600}, "ConfigError in fedleak.data:"),
+        ({"label": "secret class"}, "ConfigError: data is refused: "),
+        ({"text": ""}, "ConfigError: data is refused: "),
+        ({"text": "word " * 600}, "ConfigError: data is refused: "),
     ],
 )
 def test_what_is_wrong_with_a_file_stays_on_its_node(

@@ -17,10 +17,12 @@ from fedleak.config.sent_parameters import captured_parameters
 from fedleak.config.wording import difference
 from fedleak.defenses.gaussian_noise import GaussianNoise
 from fedleak.errors import ConfigError, FedleakError, unknown
+from fedleak.federation.lookup import stored
 from fedleak.federation.workload import outline
 from fedleak.models import CLASSIFICATION, ModelSpec
 from fedleak.models.lora import Lora
 from fedleak.observation import ThreatModel, UpdateKind
+from fedleak.store.run import Run
 
 GOOD = {"name": "good", "model": {"name": "builtin/bert-tiny"}, "data": {"name": "builtin/notes"}}
 
@@ -117,7 +119,7 @@ BAD = [
     ),
     (
         {"federation": {"clients": 10**9, "rounds": 1}},
-        ["federation", "1,000,000,000 clients", "lower one"],
+        ["federation.clients = 1000000000", "less than or equal to 1000000"],
     ),
     ({"data": {"encoding": "latin-x"}}, ["data.encoding", "'latin-x'", "'latin-1'"]),
     ({"data": {"encoding": "base64"}}, ["data.encoding", "'base64'", "encoding of text"]),
@@ -164,7 +166,6 @@ BAD = [
         {"model": {"task": "causal-lm"}, "federation": {"partition": "dirichlet"}},
         ["federation.partition = 'dirichlet'", "causal-lm", "'iid'"],
     ),
-    ({"data": {"name": "${FEDLEAK_NOT_SET}/a.csv"}}, ["${FEDLEAK_NOT_SET}/a.csv", "not set"]),
     ({"update": {"share": []}}, ["update.share", "[]"]),
     pytest.param(
         {"attack": [{"kind": "dlg", "steps": "50"}]},
@@ -397,12 +398,22 @@ def test_overrides_are_toml_or_bare_words_and_make_tables(file):
     )
 
 
-def test_variables_of_the_environment_are_filled_in(monkeypatch):
+def test_variables_of_the_environment_are_filled_in_in_files_of_the_user_alone(
+    monkeypatch, tmp_path
+):
     monkeypatch.setenv("FEDLEAK_HERE", "/some/where")
     table = table_of(data={"name": "${FEDLEAK_HERE}/a.csv"}, model={"name": "a$b"})
-    found = parse(table)
+    (tmp_path / "e.toml").write_text(tomli_w.dumps(table))
+    found = load(tmp_path / "e.toml")
     assert (found.data.name, found.model.name) == ("/some/where/a.csv", "a$b")
-    assert table["data"]["name"] == "${FEDLEAK_HERE}/a.csv"
+    run = Run(tmp_path)
+    fingerprint = parse(table).fingerprint
+    run.create(experiment=table, fingerprint=fingerprint, status="finished", num_labels=2)
+    for of_anybody in (parse(table), load(tmp_path / "run.json"), stored(run)):
+        assert of_anybody.data.name == "${FEDLEAK_HERE}/a.csv"
+    monkeypatch.delenv("FEDLEAK_HERE")
+    with pytest.raises(ConfigError, match=r"'\$\{FEDLEAK_HERE\}/a.csv' names .* not set: set it"):
+        load(tmp_path / "e.toml")
 
 
 @pytest.mark.parametrize(

@@ -210,7 +210,7 @@ def test_a_client_that_fails_fails_the_run_with_its_reason(tmp_path):
     log = run.path / "flower.log"
     with pytest.raises(FedleakError, match=r"^round 1: client . \(node \d+\): ") as caught:
         simulation.train(run, experiment)
-    assert "ConfigError in fedleak.data:" in str(caught.value)
+    assert "ConfigError: data is refused: " in str(caught.value)
     assert str(log) in str(caught.value)
     assert "\n" not in str(caught.value)
     # What is about data does not leave the client, whose log this is.
