@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from fedleak import forecast
-from fedleak.audit import central_baseline, defense_checks, scoring
+from fedleak.audit import central_baseline, defense_checks, positive_control, scoring
 from fedleak.audit.scoring import Scored
 from fedleak.config import checks
 from fedleak.config.experiment import Experiment
@@ -57,6 +57,8 @@ def finished(run: Run, experiment: Experiment) -> bool:
         return False
     # Scores from before the end of the run, by `fedleak score`, are not those of all of it.
     done = summary.status == run.info()["status"] == "finished"
+    if wants_control(experiment) and summary.control is None:
+        return False
     return done and wanted <= answered(answers, experiment)
 
 
@@ -101,9 +103,40 @@ def under_way(
         defense_checks.refuse_broken(run, experiment)
         with attacking(run, experiment, report, on) as stop:
             yield stop
+        if wants_control(experiment):
+            attack_copies(run, experiment, report, on)
         if _wants_reference(run, experiment):
             baseline = central_baseline.central(experiment, run)
             run.write_json("reference.json", baseline.model_dump())
+
+
+def wants_control(experiment: Experiment) -> bool:
+    """Whether a run has a positive control: where its `[gate]` limits what attacks read."""
+    return experiment.gate.limits_leaks and not positive_control.is_undefended(experiment)
+
+
+def attack_copies(
+    run: Run,
+    experiment: Experiment,
+    report: Callable[[RunProgress], None] = lambda progress: None,
+    on: Sequence[Worker] | None = None,
+) -> None:
+    """Makes the undefended copies of a run and attacks them, or what of that there is not yet.
+
+    Nothing is done where no batch is here, as on a server whose nodes keep their vaults. Whoever
+    calls this holds the lock of the run.
+
+    Args:
+        run: The run directory.
+        experiment: What was prepared there, with the attacks to be tried.
+        report: Is told how far it is.
+        on: Workers for the attacks; None: as many as the experiment asks for.
+    """
+    if (copies := positive_control.make_copies(run, experiment)) is not None:
+        control = positive_control.control_of(run)
+        with control.lock():
+            attack_captures(control, copies, no_more=lambda: True, report=report, on=on)
+        control.update_info(status="finished")
 
 
 @contextmanager

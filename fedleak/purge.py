@@ -15,6 +15,7 @@ PRIVATE = {
     "captures": "updates, from which they can be read",
     "held": "updates that were summed",
     "models": "models: two of a row differ by an update",
+    "positive-control": "undefended copies of batches, and what attacks read of them",
     "held_out.json": "held-out texts",
     "candidates": "texts that attacks on membership were asked about",
     "reconstructions.jsonl": "what attacks read",

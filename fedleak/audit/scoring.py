@@ -13,13 +13,13 @@ from itertools import chain
 import torch
 
 from fedleak.attacks import unchecked
-from fedleak.audit import canaries, ledger, membership
+from fedleak.audit import canaries, ledger, membership, positive_control
 from fedleak.audit.gaps import Gaps, find_gaps
 from fedleak.audit.kept_texts import read_candidates, read_held_out
 from fedleak.audit.summary import summarise
 from fedleak.audit.vault import read_truth
 from fedleak.config.experiment import Experiment
-from fedleak.errors import CaptureError
+from fedleak.errors import CaptureError, FedleakError
 from fedleak.federation.lookup import stored
 from fedleak.metrics import rouge
 from fedleak.metrics.matching import assign
@@ -46,7 +46,7 @@ from fedleak.store.records import (
 )
 from fedleak.store.run import EVERYONE, Key, Run
 from fedleak.store.shards import read_answers, salvage_answers
-from fedleak.store.summaries import SUMMARY, RunSummary
+from fedleak.store.summaries import SUMMARY, ControlSummary, RunSummary
 from fedleak.truth import GroundTruth
 
 GUESSES = 10
@@ -348,8 +348,28 @@ def score(run: Run, recorded: Recorded, asked: Iterable[str] | None = None) -> R
         ),
     )
     finished = {name: place for place, name in enumerate(answers)}
-    summary = summarise(run, experiment, gaps, rows, finished, recorded.utility)
+    control = _control(run, experiment, recorded.answers, gaps)
+    summary = summarise(run, experiment, gaps, rows, finished, recorded.utility, control)
     return RunScores(scored, rows, summary)
+
+
+def _control(
+    run: Run, experiment: Experiment, answers: Iterable[Answer], gaps: Gaps
+) -> ControlSummary | None:
+    """Scores the positive control; None where there is none, or one that is not finished."""
+    control = positive_control.control_of(run)
+    if run.info().get("purged"):
+        return run.read(SUMMARY).control
+    try:
+        if not control.exists() or control.info()["status"] != "finished":
+            return None
+        positive_control.check_copies(run, experiment)
+        recorded = primary(control)
+        rows = score(control, recorded).rows.leakage
+    except FedleakError as error:
+        gaps.missing.append(f"positive control: {error}")
+        return None
+    return positive_control.summarised(rows, recorded.answers, answers)
 
 
 def write(run: Run, scores: RunScores) -> None:

@@ -404,3 +404,8 @@ class GateTable(Table):
     """What has to be measured: `canary`, a bound by canaries for every client."""
     may_abstain: list[str] = []
     """Attacks that may abstain, by name; an abstention of another one closes the gate."""
+
+    @property
+    def limits_leaks(self) -> bool:
+        """Whether it limits what attacks read of texts."""
+        return any(limit is not None for limit in (self.exact, self.rougeL, self.token_recall))

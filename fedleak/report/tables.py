@@ -60,7 +60,7 @@ def print_run(
         console.print(ladder.table(summary, summary.ladder))
         for line in ladder.left_out(summary.ladder):
             console.print(Text(printable(line)), soft_wrap=True)
-    for line in [*any_attack(summary), *circumstances(summary)]:
+    for line in [*any_attack(summary), *positive_control(summary), *circumstances(summary)]:
         console.print(Text(printable(line)), soft_wrap=True)
     _print_measured(summary, console)
     examples = best_examples(scored)
@@ -231,6 +231,24 @@ def any_attack(summary: RunSummary) -> list[str]:
     if worst.unattacked:
         lines.append(f"  no attack names a sequence for {worst.unattacked} of {worst.texts} texts")
     return lines
+
+
+def positive_control(summary: RunSummary) -> list[str]:
+    """Returns lines about what attacks read of undefended copies; none if there are none.
+
+    They are text, not markup, as others wrote it.
+    """
+    if (control := summary.control) is None:
+        return []
+    return [
+        f"positive control: {control.copies} batches without any defense ({control.texts} texts)",
+        *(
+            f"  {name} read a text of {reading.read} of {control.copies} word for word; "
+            f"texts exact {percent(reading.exact)}, ROUGE-L {reading.rougeL:.0f}, "
+            f"tokens found {percent(reading.token_recall)}"
+            for name, reading in control.attacks.items()
+        ),
+    ]
 
 
 def circumstances(summary: RunSummary) -> list[str]:

@@ -326,6 +326,36 @@ class MembershipSummary(Record):
         return next((each for each in self.figures if each.attack == attack), None)
 
 
+class ControlReading(Record):
+    """What was read of undefended copies: of each text the best, and 0 where there is no answer.
+
+    Attributes:
+        read: Copies of which a text was read word for word.
+        exact, token_recall: Means over all texts, from 0 to 1.
+        rougeL: From 0 to 100.
+    """
+
+    read: int
+    exact: float
+    rougeL: float
+    token_recall: float
+
+
+class ControlSummary(Record):
+    """The positive control: what the attacks of a run read of undefended copies of its batches.
+
+    Attributes:
+        copies, texts: That were attacked.
+        together: All attacks: of each text the best.
+        attacks: Each by itself, by name.
+    """
+
+    copies: int
+    texts: int
+    together: ControlReading
+    attacks: dict[str, ControlReading]
+
+
 class Circumstances(Record):
     """All that is in the way of an attack: defenses, and by name the settings that act as such."""
 
@@ -371,6 +401,7 @@ class RunSummary(Record):
         privacy: The guarantee; None before anybody has trained.
         canary: What canaries measured of it; None: there are none.
         membership: How well texts that were in updates are told from others; None: nobody asked.
+        control: The positive control; None: there is none.
         utility_before, utility: Of the model before training, and now, if measured.
         held_out: Texts that it is measured on.
         utility_reference: Of the central baseline, if it was asked for.
@@ -392,6 +423,7 @@ class RunSummary(Record):
     privacy: Guarantee | None
     canary: CanarySummary | None = None
     membership: MembershipSummary | None = None
+    control: ControlSummary | None = None
     utility_before: Utility | None
     utility: Utility | None
     held_out: int

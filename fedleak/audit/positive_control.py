@@ -1,0 +1,228 @@
+"""The positive control: what the same attacks read of undefended copies of the same batches.
+
+That attacks read little shows something only if they can read. A copy is the plain gradient, of all
+that is trained, at the model that a round starts from, of texts that a client trained on in that
+round: no defense, no local steps, no dropout. The audit makes it from the vault; the attack gets
+an observation of it as of any update, and no more facts than it is granted in the run.
+
+The copies are captures of a run of their own below the run.
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+
+import torch
+
+from fedleak import attacks, models
+from fedleak.audit.pairing import FIGURES, best
+from fedleak.audit.vault import read_truth
+from fedleak.config.experiment import Experiment
+from fedleak.config.loading import parse
+from fedleak.errors import CaptureError, FedleakError
+from fedleak.federation.lookup import stored
+from fedleak.federation.schedule import clients_of_round
+from fedleak.models import loading
+from fedleak.observation import QUESTIONS, Knowledge
+from fedleak.rng import stream
+from fedleak.store.records import Answer, LeakageRow, text_counts
+from fedleak.store.run import Capture, Key, Run
+from fedleak.store.summaries import ControlReading, ControlSummary
+from fedleak.training.local import local_update_
+from fedleak.truth import GroundTruth
+from fedleak.versions import versions
+
+FOLDER = "positive-control"
+
+COPIES = 3
+"""Clients of whose batches there are copies: an attack that proves what it reads needs no more."""
+
+
+def control_of(run: Run) -> Run:
+    """Returns where the copies of a run's batches are, whether there are any or not."""
+    return Run(run.path / FOLDER)
+
+
+def is_undefended(experiment: Experiment) -> bool:
+    """Whether a copy would be what was sent, so that the run is its own positive control."""
+    return undefended(experiment, []).fingerprint == experiment.fingerprint
+
+
+def undefended(experiment: Experiment, keys: Sequence[Key]) -> Experiment:
+    """Returns the experiment whose captures copies are.
+
+    Attacks on membership are not in it: they read no text.
+
+    Args:
+        experiment: Of the run, with the attacks to be tried.
+        keys: The captures, all of one round; of none it has all.
+    """
+    table = experiment.model_dump(mode="json")
+    kinds = attacks.kinds()
+    table |= {
+        "update": {"share": "all"},
+        "defense": [],
+        "canary": None,
+        "attack": [one for one in experiment.attack if not kinds[one["kind"]].uses & QUESTIONS],
+        "audit": {"controls": False},
+        "utility": {},
+        "gate": {},
+    }
+    # Under FedSGD the server's rate is the clients', and another one is refused.
+    plain = {"algorithm": "fedsgd", "dropout": False, "server_learning_rate": None}
+    table["federation"] |= plain
+    table["threat"] |= {
+        "sees": None,
+        "rounds": sorted({key.round for key in keys}) or None,
+        "clients": [key.client for key in keys] or None,
+    }
+    if experiment.tapped is not None:
+        table["tapped"] |= {"optimiser": "sgd"}
+    return parse(table)
+
+
+def copied(truth: GroundTruth, experiment: Experiment) -> GroundTruth:
+    """Returns the batch of a copy: as many of a client's texts as one step takes."""
+    size = experiment.federation.batch_size
+    sequences = truth.sequences[:size]
+    return GroundTruth(
+        round=truth.round,
+        client=truth.client,
+        sequences=sequences,
+        labels=truth.labels[:size],
+        batch_size=len(sequences),
+    )
+
+
+def make_copies(run: Run, experiment: Experiment) -> Experiment | None:
+    """Makes the copies that are not there yet; whoever calls this holds the lock of the run.
+
+    Args:
+        run: The run directory.
+        experiment: What was prepared there, with the attacks to be tried.
+
+    Returns:
+        The experiment that the copies are captures of; None: there is no batch to copy.
+
+    Raises:
+        FedleakError: Something else is in the place of the copies.
+        CaptureError: The model of the round is damaged.
+    """
+    keys = _chosen(run, experiment)
+    if not keys:
+        return None
+    control, plain, info = control_of(run), undefended(experiment, keys), run.info()
+    content, mark = plain.model_dump(mode="json"), plain.fingerprint
+    if not control.exists():
+        control.create(
+            experiment=content,
+            fingerprint=mark,
+            status="new",
+            num_labels=info["num_labels"],
+            examples={"training": len(keys), "held_out": 0},  # nothing is trained here
+            versions=versions(),
+            remarks=[],
+        )
+    check_copies(run, experiment)
+    control.update_info(experiment=content, status="running")
+    if missing := [key for key in keys if not control.has_capture(key)]:
+        _make(run, control, plain, missing)
+    return plain
+
+
+def _make(run: Run, control: Run, plain: Experiment, keys: Sequence[Key]) -> None:
+    round = keys[0].round
+    broadcast, local = run.read_broadcast(round), plain.local_training
+    control.write_broadcast(round, broadcast)
+    model = loading.load(plain.model_spec(run.info()["num_labels"]), weights=False)
+    models.load_parameters_(model, broadcast)
+    for key in keys:
+        truth = read_truth(run, key)
+        assert truth is not None  # it was chosen
+        batch = copied(truth, plain)
+        update = local_update_(model, batch.sequences, batch.labels, local, seed=plain.seed)
+        control.write_truth(key, batch.to_json())
+        known = Knowledge(
+            learning_rate=local.learning_rate,
+            local_steps=local.steps(batch.batch_size),
+            dropout=local.dropout,
+        )
+        control.write_capture(Capture(key, update, known))
+
+
+def _chosen(run: Run, experiment: Experiment) -> list[Key]:
+    """Returns clients, drawn by the seed, of the first round that is attacked and has batches."""
+    for round in range(1, experiment.federation.rounds + 1):
+        clients = clients_of_round(experiment, round)
+        keys = [Key(round, client) for client in clients if experiment.attacked(round, client)]
+        there = [key for key in keys if _texts(run, key)]
+        if there:
+            order = torch.randperm(len(there), generator=stream(experiment.seed, FOLDER))
+            return sorted(there[i] for i in order[:COPIES].tolist())
+    return []
+
+
+def _texts(run: Run, key: Key) -> int:
+    """Returns how many texts a batch has; 0 where the vault has none that can be read."""
+    with suppress(CaptureError):  # scoring says so
+        if (truth := read_truth(run, key)) is not None:
+            return len(truth.sequences)
+    return 0
+
+
+def check_copies(run: Run, experiment: Experiment) -> None:
+    """Refuses copies that are not of this run's batches.
+
+    Raises:
+        FedleakError: They are of others, or it cannot be told.
+    """
+    control = control_of(run)
+    truths = {key: (read_truth(run, key), read_truth(control, key)) for key in control.captures()}
+    same = all(of_run and copied(of_run, experiment) == copy for of_run, copy in truths.values())
+    if stored(control).fingerprint != undefended(experiment, []).fingerprint or not same:
+        raise FedleakError(
+            f"{str(control.path)!r} holds no copies of this run's batches: delete it, and "
+            f"`fedleak attack {run.path} --control` makes them"
+        )
+
+
+def summarised(
+    rows: Iterable[LeakageRow], answers: Iterable[Answer], of_run: Iterable[Answer]
+) -> ControlSummary | None:
+    """Sums up what attacks read of undefended copies; None where none was attacked.
+
+    What speaks for a run is an attack with answers for the run's own updates, too: with the same
+    settings, told as much.
+
+    Args:
+        rows: Scored answers for copies.
+        answers: These answers.
+        of_run: The answers for the run's own updates.
+    """
+    tried = {_try(answer) for answer in of_run}
+    same = {answer.id for answer in answers if _try(answer) in tried}
+    rows = [row for row in rows if row.id in same]
+    by_attack: dict[str, list[LeakageRow]] = defaultdict(list)
+    for row in rows:
+        by_attack[row.attack].append(row)
+    texts = sum(text_counts(rows).values())
+    if not texts:
+        return None
+    return ControlSummary(
+        copies=len({row.key for row in rows}),
+        texts=texts,
+        together=_reading(rows, texts),
+        attacks={name: _reading(some, texts) for name, some in sorted(by_attack.items())},
+    )
+
+
+def _try(answer: Answer) -> tuple[str, str, tuple[str, ...]]:
+    """Returns what an answer is of, whatever the update."""
+    return answer.attack, json.dumps(answer.settings, sort_keys=True), tuple(sorted(answer.granted))
+
+
+def _reading(rows: Sequence[LeakageRow], texts: int) -> ControlReading:
+    """Returns the best that rows have of each of so many texts; what they do not have is 0."""
+    means = {name: sum(best(rows, name).values()) / texts for name in FIGURES}
+    return ControlReading(read=len({row.key for row in rows if row.exact_match}), **means)

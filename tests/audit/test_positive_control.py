@@ -1,0 +1,169 @@
+"""The positive control: undefended copies of a run's batches, and what attacks read of them."""
+
+import shutil
+from collections.abc import Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import DLG, Here, call, toml
+
+from fedleak import models
+from fedleak.audit.positive_control import COPIES, control_of, make_copies, undefended
+from fedleak.audit.vault import read_truth
+from fedleak.dispatch import dispatcher
+from fedleak.federation.lookup import stored
+from fedleak.federation.schedule import expected_captures
+from fedleak.models import loading
+from fedleak.observation import UpdateKind
+from fedleak.store.run import Run
+from fedleak.store.summaries import SUMMARY
+from fedleak.training.local import local_update_
+
+NOISE = {"kind": "gaussian_noise", "sigma": 1.0}
+
+DEFENDED = {
+    "data": {"name": "builtin/notes", "samples": 12, "held_out": 4},
+    "federation": {"clients": 4, "rounds": 2, "batch_size": 2, "learning_rate": 1e-4},
+    "threat": {"knows": ["labels", "lengths", "noise_scale"], "rounds": [2]},
+    "defense": [NOISE],
+    "attack": [{"kind": "keyspan"}, DLG],
+    "gate": {"exact": 0.5},
+}
+"""Noise hides all; without it keyspan reads all, and the short search of dlg nothing."""
+
+
+def trained(changes: Mapping[str, Any] | None = None) -> Run:
+    """Runs the experiment with these changes, in the current folder."""
+    Path("small.toml").write_text(toml(DEFENDED | dict(changes or {})))
+    status, _, errors = call("run", "small.toml")
+    assert (status, errors) == (0, "")
+    return Run(Path("runs/small").absolute())
+
+
+@pytest.fixture(scope="module")
+def trained_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("controlled")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(dispatcher, "hire", lambda *_: nullcontext([Here()]))
+        trained()
+    return folder
+
+
+@pytest.fixture
+def run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_process: None, trained_once: Path
+) -> Run:
+    """A run that has a positive control."""
+    shutil.copytree(trained_once, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    return Run(tmp_path / "runs" / "small")
+
+
+def rescored(run: Run) -> Any:
+    status, _, errors = call("score", str(run.path))
+    return run.read(SUMMARY).control, status, errors
+
+
+def test_it_tells_attacks_that_can_read_from_those_that_cannot(run: Run) -> None:
+    control = run.read(SUMMARY).control
+    assert (control.copies, control.texts) == (COPIES, 2 * COPIES)
+    assert (control.attacks["keyspan"].read, control.attacks["keyspan"].exact) == (COPIES, 1.0)
+    assert control.attacks["dlg"].read == 0
+    assert control.attacks["probes"].token_recall == 1.0
+    assert control.together.rougeL == 100.0
+    assert run.read(SUMMARY).attacks["keyspan"].answers == 0
+    _, shown, _ = call("score", str(run.path))
+    assert "positive control: 3 batches without any defense (6 texts)" in shown
+    assert "keyspan read a text of 3 of 3 word for word; texts exact 100 %" in shown
+
+
+def test_a_copy_is_the_plain_gradient_of_the_clients_first_texts(run: Run) -> None:
+    experiment, control = stored(run), control_of(run)
+    fedavg = {"algorithm": "fedavg", "dropout": True}
+    other = experiment.model_dump(mode="json")
+    plain = undefended(
+        type(experiment).model_validate(
+            other
+            | {
+                "federation": other["federation"] | fedavg,
+                "update": {"share": ["bert.encoder.*"]},
+                "threat": other["threat"] | {"sees": "models"},
+            }
+        ),
+        control.captures(),
+    )
+    assert expected_captures(plain) == control.captures()
+    assert plain.local_training == stored(control).local_training
+    model = loading.load(plain.model_spec(run.info()["num_labels"]))
+    models.load_parameters_(model, run.read_broadcast(2))
+    for key in control.captures():
+        truth, capture = read_truth(run, key), control.read_capture(key)
+        assert read_truth(control, key).sequences == truth.sequences[:2]
+        assert read_truth(control, key).noise_scale is None
+        expected = local_update_(
+            model, truth.sequences[:2], truth.labels[:2], plain.local_training, seed=0
+        )
+        assert capture.update.kind is UpdateKind.GRADIENT
+        assert capture.update.tensors.keys() == model.parameters().keys()
+        for name, value in expected.tensors.items():
+            assert torch.equal(value, capture.update.tensors[name])
+
+
+def test_it_is_made_where_the_gate_limits_what_is_read_or_somebody_asks(run: Run) -> None:
+    made = run.read(SUMMARY).control
+    shutil.rmtree(control_of(run).path)
+    run.update_info(experiment=run.info()["experiment"] | {"gate": {"epsilon": 8.0}})
+    assert rescored(run)[0] is None
+    assert call("attack", str(run.path))[0] == 0
+    assert run.read(SUMMARY).control is None
+    assert call("attack", str(run.path), "--control")[0] == 0
+    assert run.read(SUMMARY).control == made
+
+
+def test_a_run_without_defenses_is_its_own(run: Run) -> None:
+    plain = trained({"name": "plain", "defense": []})
+    assert not control_of(Run(plain.path.with_name("plain"))).exists()
+
+
+def test_what_is_missing_is_made_again(run: Run) -> None:
+    control, before = control_of(run), run.read(SUMMARY).control
+    lost = control.captures()[1]
+    (control.path / "captures" / f"{lost}.safetensors").unlink()
+    (control.path / "reconstructions.jsonl").unlink()
+    control.update_info(status="running")
+    assert rescored(run)[0] is None
+    assert call("run", "small.toml")[0] == 0
+    assert run.read(SUMMARY).control == before
+
+
+def test_an_attack_on_copies_alone_does_not_count(run: Run) -> None:
+    control = control_of(run).path
+    attacks = '[{kind="keyspan", name="other"}, {kind="dlg", steps=3, name="longer"}]'
+    assert call("attack", str(control), "--set", f"attack={attacks}")[0] == 0
+    found, _, _ = rescored(run)
+    assert set(found.attacks) == {"probes", "keyspan", "dlg"}
+
+
+def test_copies_of_other_batches_do_not_count(run: Run) -> None:
+    vault = run.path / "vault"
+    first, second = (vault / f"{key}.json" for key in control_of(run).captures()[:2])
+    first.write_text(second.read_text().replace('"client": 1', '"client": 0'))
+    found, status, errors = rescored(run)
+    assert (found, status) == (None, 1)
+    assert "holds no copies of this run's batches" in errors
+
+
+def test_purge_deletes_the_copies_and_keeps_the_figures(run: Run) -> None:
+    before = run.read(SUMMARY).control
+    assert call("purge", str(run.path))[0] == 0
+    assert not control_of(run).path.exists()
+    assert run.read(SUMMARY).control == before
+
+
+def test_without_a_vault_there_is_none(run: Run) -> None:
+    shutil.rmtree(run.path / "vault")
+    assert make_copies(run, stored(run)) is None
