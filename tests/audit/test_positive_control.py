@@ -8,16 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import DLG, Here, call, toml
+from tiny import DLG, Here, call, tables, toml
 
 from fedleak import models
 from fedleak.audit.positive_control import COPIES, control_of, make_copies, undefended
 from fedleak.audit.vault import read_truth
+from fedleak.config.loading import parse
 from fedleak.dispatch import dispatcher
 from fedleak.federation.lookup import stored
 from fedleak.federation.schedule import expected_captures
 from fedleak.models import loading
 from fedleak.observation import UpdateKind
+from fedleak.pipeline import wants_control
 from fedleak.store.run import Run
 from fedleak.store.summaries import SUMMARY
 from fedleak.training.local import local_update_
@@ -25,7 +27,7 @@ from fedleak.training.local import local_update_
 NOISE = {"kind": "gaussian_noise", "sigma": 1.0}
 
 DEFENDED = {
-    "data": {"name": "builtin/notes", "samples": 12, "held_out": 4},
+    "data": {"name": "builtin/notes", "samples": 12, "held_out": 4, "max_length": 6},
     "federation": {"clients": 4, "rounds": 2, "batch_size": 2, "learning_rate": 1e-4},
     "threat": {"knows": ["labels", "lengths", "noise_scale"], "rounds": [2]},
     "defense": [NOISE],
@@ -44,12 +46,12 @@ def trained(changes: Mapping[str, Any] | None = None) -> Run:
 
 
 @pytest.fixture(scope="module")
-def trained_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained_once(tmp_path_factory: pytest.TempPathFactory, saved: Any) -> Path:
     folder = tmp_path_factory.mktemp("controlled")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setattr(dispatcher, "hire", lambda *_: nullcontext([Here()]))
-        trained()
+        trained({"model": {"name": saved("bert")}})
     return folder
 
 
@@ -124,9 +126,21 @@ def test_it_is_made_where_the_gate_limits_what_is_read_or_somebody_asks(run: Run
     assert run.read(SUMMARY).control == made
 
 
-def test_a_run_without_defenses_is_its_own(run: Run) -> None:
-    plain = trained({"name": "plain", "defense": []})
-    assert not control_of(Run(plain.path.with_name("plain"))).exists()
+@pytest.mark.parametrize(
+    "protected",
+    [
+        {"defense": [NOISE]},
+        {"update.share": ["bert.encoder.*"]},
+        {"federation.dropout": True},
+        {"federation.algorithm": "fedavg"},
+        {"threat.sees": "models"},
+    ],
+)
+def test_a_run_is_its_own_where_nothing_protects_updates(protected: dict[str, Any]) -> None:
+    plain = {"gate.exact": 0.5, "federation.server_optimiser": "adam"}
+    assert not wants_control(parse(tables(plain)))
+    assert wants_control(parse(tables({"gate.exact": 0.5, **protected})))
+    assert not wants_control(parse(tables({"gate.epsilon": 8.0, **protected})))
 
 
 def test_what_is_missing_is_made_again(run: Run) -> None:
