@@ -17,6 +17,7 @@ from fedleak.logs import LOG
 from fedleak.models import CLASSIFICATION
 from fedleak.observation import ClientUpdate, UpdateKind
 from fedleak.preparation import ask_again, git_commit, refuse_purged
+from fedleak.store.files import read
 from fedleak.store.run import EVERYONE, Capture, Key, Run
 from fedleak.store.tapped import MESSAGES, Tapped
 from fedleak.tapped_updates import Tap, Update, about_message, number, plain
@@ -154,7 +155,7 @@ def _experiment(
     names = frozenset[str]().union(*(one.names for one in updates))
     share = [name for name in tap.model.trained() if name in names]
     rounds = max(of_round)
-    content = (tap.tapped.path / MESSAGES.name).read_bytes()
+    content = read(tap.tapped.path / MESSAGES.name)
     table = {
         "name": _name(out),
         "model": about.model,

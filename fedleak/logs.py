@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from io import TextIOWrapper
 from pathlib import Path
 
+from fedleak.plain_files import opened
 from fedleak.sanitise import printable
 
 LOG = "log.txt"
@@ -32,21 +33,34 @@ class _Printable(logging.Formatter):
 
 
 class _File(logging.FileHandler):
-    """Appends to a file that its owner alone can read, from the first line on."""
+    """Appends to a file that its owner alone can read, from the first line on.
+
+    What cannot be written is left out: a full disk is reported by what needs it.
+
+    Attributes:
+        complete: Whether all of it was written.
+    """
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, encoding="utf-8", delay=True)
+        self.complete = True
 
     def emit(self, record: logging.LogRecord) -> None:
-        with suppress(OSError):  # a full disk is reported by what needs it
+        try:
             super().emit(record)
+        except OSError:  # it cannot be opened
+            self.complete = False
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - the name is given
-        pass
+        self.complete = False
+
+    def close(self) -> None:
+        with suppress(OSError):  # what is left of a line that did not fit
+            super().close()
 
     def _open(self) -> TextIOWrapper:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-        return os.fdopen(os.open(self.baseFilename, flags, 0o600), "a", encoding="utf-8")
+        handle = opened(self.baseFilename, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        return os.fdopen(handle, "a", encoding="utf-8")
 
 
 @contextmanager
@@ -55,15 +69,15 @@ def logged(folder: Path) -> Iterator[None]:
 
     The error says in a note where its traceback is.
     """
-    path = folder / LOG
-    with handled(_File(path)):
+    file = _File(folder / LOG)
+    with handled(file):
         _log.info("fedleak %s", shlex.join(sys.argv[1:]))
         try:
             yield
         except Exception as error:
             _log.error("ended by an error", exc_info=error)
-            if not noted(error):
-                error.add_note(f"the traceback is in {path}")
+            if file.complete and not noted(error):
+                error.add_note(f"the traceback is in {folder / LOG}")
             raise
         except BaseException as error:
             _log.info("ended by %s", type(error).__name__)

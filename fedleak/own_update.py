@@ -197,6 +197,8 @@ def _tensor(shown: str, value: Any, parameter: Tensor) -> Tensor:
     tensor = torch.as_tensor(value) if _is_array(value) else value
     if not isinstance(tensor, Tensor):
         raise ConfigError(f"{shown} is {printable(type(value).__name__)}, not a tensor")
+    if (kind := _no_plain_tensor(tensor)) is not None:
+        raise ConfigError(f"{shown} is {kind}: give a tensor of all of its numbers")
     if tensor.shape != parameter.shape:
         raise ConfigError(
             f"{shown} has the shape {list(tensor.shape)}, and the model's parameter has "
@@ -204,14 +206,27 @@ def _tensor(shown: str, value: Any, parameter: Tensor) -> Tensor:
         )
     if not tensor.is_floating_point():
         raise ConfigError(f"{shown} is of {tensor.dtype}: give floating-point numbers")
-    if tensor.is_meta:
-        raise ConfigError(f"{shown} has no numbers (it is a meta tensor): give the values")
-    dense = tensor.detach().to_dense() if tensor.layout != torch.strided else tensor.detach()
-    if not all_finite(dense):
+    found = tensor.detach()
+    if not all_finite(found):
         raise ConfigError(
             f"not every number of {shown} is finite: training diverged, or a cast overflowed"
         )
-    return dense.to(parameter.device)
+    return found.to(parameter.device).contiguous()  # it may be one number in all places
+
+
+def _no_plain_tensor(tensor: Tensor) -> str | None:
+    """Returns what a tensor is that does not hold each of its numbers once; else None.
+
+    Indices of a sparse tensor may lead out of its memory, and what has no numbers has no shape
+    that can be believed. To ask for any of this looks at no number.
+    """
+    kinds = {
+        "a nested tensor": tensor.is_nested,
+        "a sparse tensor": tensor.layout != torch.strided,
+        "a meta tensor": tensor.is_meta,
+        "quantised": tensor.is_quantized,
+    }
+    return next((kind for kind, holds in kinds.items() if holds), None)
 
 
 def _is_array(value: object) -> bool:

@@ -74,7 +74,7 @@ def report_sweep(
                 f"{path / SWEEP.name} is damaged: {cell.cell!r} is not the name of a folder: "
                 "`fedleak sweep` with the experiment's file writes it anew"
             )
-        run = Run(path / cell.cell)
+        run = Run(path).inside(cell.cell)
         if cell.status == "finished" and run.exists():
             of_cell = report_run(run, redact=redact)
             tell(of_cell)

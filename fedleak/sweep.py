@@ -104,7 +104,7 @@ class Sweep:
 
     def run(self, cell: Cell) -> Run:
         """Returns the run directory of a cell."""
-        return Run(self.path / cell.name)
+        return Run(self.path).inside(cell.name)
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Sweep:

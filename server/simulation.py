@@ -56,14 +56,14 @@ def train(run: Run, experiment: Experiment, stop: Callable[[], bool] = lambda: F
     Raises:
         FedleakError: A client failed, or Flower did, or training was to stop.
     """
-    from fedleak.store.files import private
+    from fedleak.plain_files import opened
 
     path = run.path.absolute()
     log = path / "flower.log"
     # -P: a `server` package in the current folder must not stand in for this one.
     command = [sys.executable, "-P", "-m", "server.simulation"]
     with (
-        open(log, "wb", opener=private) as output,
+        open(log, "wb", opener=opened) as output,
         subprocess.Popen(
             [*command, str(path), str(experiment.federation.clients)],
             stdin=subprocess.PIPE,

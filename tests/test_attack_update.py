@@ -6,6 +6,7 @@ import pickle
 import struct
 import subprocess
 import sys
+import warnings
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -192,6 +193,15 @@ def cut(path: Path) -> None:
 
 
 NAN = struct.pack("<2f", float("nan"), 0.0)
+
+
+def nested(path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a prototype
+        tensor = torch.nested.nested_tensor([torch.ones(2)])
+    torch.save({"classifier.bias": tensor}, path)
+
+
 HOSTILE: dict[str, tuple[str, bytes | Callable[[Path], None], str]] = {
     "not a number": (
         ".safetensors",
@@ -243,16 +253,27 @@ HOSTILE: dict[str, tuple[str, bytes | Callable[[Path], None], str]] = {
         "the model has no parameter 'classifier' and 1 more",
     ),
     "a number for a tensor": (".pt", torch_file({"classifier.bias": 3}), "is int, not a tensor"),
-    "sparse beyond memory": (
+    "sparse, with an index beyond its shape": (
         ".pt",
         torch_file(
             {
                 "classifier.bias": torch.sparse_coo_tensor(
-                    torch.tensor([[0]]), torch.tensor([1.0]), (10**15,), check_invariants=True
+                    torch.tensor([[10**9]]), torch.tensor([1.0]), (2,), check_invariants=False
                 )
             }
         ),
-        "has the shape [1000000000000000]",
+        "is a sparse tensor",
+    ),
+    "nested": (".pt", nested, "is a nested tensor"),
+    "without numbers": (
+        ".pt",
+        torch_file({"classifier.bias": torch.ones(2, device="meta")}),
+        "is a meta tensor",
+    ),
+    "complex": (
+        ".pt",
+        torch_file({"classifier.bias": torch.ones(2, dtype=torch.complex64)}),
+        "give floating-point numbers",
     ),
 }
 

@@ -21,9 +21,10 @@ from fedleak.errors import CaptureError, ConfigError, FedleakError
 from fedleak.federation.lookup import examples, stored
 from fedleak.federation.schedule import clients_of_round
 from fedleak.models import CLASSIFICATION, loading
+from fedleak.plain_files import content
 from fedleak.sanitise import printable
 from fedleak.store import records
-from fedleak.store.files import naming, parse_json
+from fedleak.store.files import naming, parse_json, real_folder
 from fedleak.store.run import Key, Run
 from fedleak.store.seal import without
 from fedleak.truth import GroundTruth
@@ -136,6 +137,7 @@ class _Check:
 
     def files(self, folder: Path) -> Iterator[tuple[Key, Path]]:
         """Yields the files of a folder, each with its round and client."""
+        real_folder(folder)
         with naming(folder, "read"):
             paths = sorted(folder.glob("*.json"))
         for path in paths:
@@ -171,13 +173,11 @@ class _Check:
 
     def _read(self, path: Path) -> Any:
         """Reads a file that carries this experiment's mark."""
-        with naming(path, "read"):
-            # A link or a pipe may lead anywhere.
-            if path.is_symlink() or not path.is_file() or path.stat().st_size > MOST_BYTES:
-                raise _refused(f"{path} is no file of {MOST_BYTES >> 20} MiB or less")
-            content = path.read_bytes()
         try:
-            value = without(parse_json(content))  # the seal of a node's machine says nothing here
+            # The seal of a node's machine says nothing here.
+            value = without(parse_json(content(path, MOST_BYTES)))
+        except OSError as error:
+            raise _refused(f"{path} cannot be read: {error.strerror}") from error
         except ValueError as error:
             raise _refused(f"{path} is damaged (it is not JSON)") from error
         own = self._experiment.fingerprint

@@ -100,7 +100,7 @@ class Bench:
 
     def run(self, setting: str) -> Run:
         """Returns the run directory of a setting."""
-        return Run(self.path / setting)
+        return Run(self.path).inside(setting)
 
     @property
     def missing(self) -> list[str]:

@@ -59,6 +59,7 @@ def bench(
     """
     from fedleak.bench import results, running, suites
     from fedleak.report import sweep_table
+    from fedleak.store.files import publish
 
     with mended():
         what = suites.load(suite)
@@ -86,7 +87,7 @@ def bench(
         for (name, why), where in running.obstacles(result).items():
             console.print(f"{markup(name)} cannot work in {', '.join(where)}: {markup(why)}")
         if out is not None:
-            out.write_bytes(results.RESULT.written(result))
+            publish(out, results.RESULT.written(result))
         console.print(f"result: {markup(out or entered.path / results.RESULT.name)}")
         if result.missing:
             raise FedleakError("; ".join(result.missing))

@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 
 from fedleak.audit.gate import Check, Outcome
 from fedleak.sanitise import printable
-from fedleak.store.files import naming
+from fedleak.store.files import publish
 
 
 def write_junit(run: str, checks: Sequence[Check], path: Path) -> None:
@@ -34,8 +34,7 @@ def write_junit(run: str, checks: Sequence[Check], path: Path) -> None:
             said = {"type": one.outcome.value, "message": printable(one.said)}
             ElementTree.SubElement(case, kind, said)
     ElementTree.indent(suites)
-    with naming(path):
-        ElementTree.ElementTree(suites).write(path, encoding="utf-8", xml_declaration=True)
+    publish(path, ElementTree.tostring(suites, encoding="utf-8", xml_declaration=True))
 
 
 def annotations(run: str, checks: Sequence[Check]) -> list[str]:

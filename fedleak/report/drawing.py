@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedleak.sanitise import printable
+from fedleak.store.files import new_file
 from fedleak.store.summaries import Estimate
 
 if TYPE_CHECKING:
@@ -67,7 +68,8 @@ def save(name: str, figure_of: Callable[[], "Figure | None"], path: Path) -> Non
         if figure is None:
             path.unlink(missing_ok=True)
         else:
-            figure.savefig(path, metadata={"Date": None})
+            with new_file(path) as temporary:
+                figure.savefig(temporary, format="svg", metadata={"Date": None})
 
 
 LAST = (NO_ANSWER, NO_UPDATE, REFERENCE)

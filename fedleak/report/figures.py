@@ -35,6 +35,7 @@ from fedleak.store.summaries import AttackSummary, Estimate, SweepSummary
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 APART = 0.5
 """The share of the room between two words that the points of all lines take, side by side."""
@@ -148,6 +149,11 @@ def draw(collected: SweepSummary, path: Path) -> None:
         collected: The sweep.
         path: The svg file.
     """
+    drawing.save(collected.name, lambda: _of_all(collected), path)
+
+
+def _of_all(collected: SweepSummary) -> "Figure | None":
+    """Returns the drawing of a sweep; None if nothing was measured."""
     # Here, because it takes half a second and only a sweep needs it. No pyplot, so no display.
     from matplotlib.figure import Figure
 
@@ -159,24 +165,20 @@ def draw(collected: SweepSummary, path: Path) -> None:
         if any(panel.figure(s) for line in lines for s in line.summaries.values())
     ]
     if not panels:
-        path.unlink(missing_ok=True)
-        return
+        return None
     across = across_of(values)
     labels = [line.label for line in lines]
     # The legend stands beside the panels, and needs room for its longest line.
     width = across.inches * len(panels) + 0.6 + 0.07 * max(map(len, labels))
-    with drawing.style(collected.name):
-        figure = Figure(figsize=(width, 4.2 if across.upright else 2.9), layout="constrained")
-        for axes, panel in zip(
-            figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True
-        ):
-            _draw_panel(axes, panel, lines, across)
-            across.prepare_(axes)
-            axes.set_xlabel(printable(key))
-            axes.set_ylabel(panel.heading)
-            axes.set_ylim(-7, 104)
-        drawing.legend(figure)
-        figure.savefig(path, metadata={"Date": None})
+    figure = Figure(figsize=(width, 4.2 if across.upright else 2.9), layout="constrained")
+    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        _draw_panel(axes, panel, lines, across)
+        across.prepare_(axes)
+        axes.set_xlabel(printable(key))
+        axes.set_ylabel(panel.heading)
+        axes.set_ylim(-7, 104)
+    drawing.legend(figure)
+    return figure
 
 
 def _lines(collected: SweepSummary) -> Iterator[Line]:

@@ -1,5 +1,6 @@
 """How files of a run are written and read: whole or not at all, and for their owner alone.
 
+A run may be somebody else's, so what is in its folder is opened only where it is a plain file.
 Files are written under a temporary name, synced and renamed. A line counts once its newline is on
 disk. Lines that belong together are one write, in which all but the last end in a space: a torn
 line or group does not count, and the next write cuts it.
@@ -8,6 +9,8 @@ line or group does not count, and the next write cuts it.
 import json
 import math
 import os
+import stat
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,32 +19,77 @@ from typing import IO, Any, NoReturn
 import safetensors
 
 from fedleak.errors import FedleakError
+from fedleak.plain_files import content, opened, refuse_other
 
 _MORE = " \n"
 """Ends a line that is followed by others of the same write; to JSON the space is nothing."""
 
 
-def private(path: str, flags: int) -> int:
-    """Opens a file that only its owner can open: the `opener` of `open`, for all of a run."""
-    return os.open(path, flags, 0o600)
+HALF_WRITTEN = ".part"
+"""Ends the hidden name of a file until all of it is there."""
+
+
+def inside(folder: Path, name: str) -> Path:
+    """Returns where a file of a folder is.
+
+    Args:
+        folder: Named by the user: it may be a link.
+        name: In the folder, or in a folder that is in there: none of which may be a link.
+
+    Raises:
+        FedleakError: A folder in there is a link, or no folder.
+    """
+    at = folder
+    for part in Path(name).parts[:-1]:
+        real_folder(at := at / part)
+    return folder / name
+
+
+def real_folder(path: Path) -> None:
+    """Refuses a link, or a file, where a folder is or will be.
+
+    Raises:
+        FedleakError: There is one.
+    """
+    with naming(path, "used"):
+        refuse_other(path, stat.S_IFDIR)
 
 
 def replace(path: Path, content: bytes) -> None:
-    """Writes a whole file; after a failure the old one is there as it was."""
+    """Writes a whole file; after a failure the old one is there as it was.
+
+    Raises:
+        FedleakError: It cannot be written, or something else than a plain file has its name.
+    """
     with new_file(path) as temporary:
         temporary.write_bytes(content)
+
+
+def publish(path: Path, content: bytes) -> None:
+    """Writes a file without private texts, which whoever the umask says may read.
+
+    Raises:
+        FedleakError: It cannot be written, or something else than a plain file has its name.
+    """
+    with naming(path):
+        refuse_other(path)
+        path.write_bytes(content)
 
 
 @contextmanager
 def new_file(path: Path) -> Iterator[Path]:
     """Yields a temporary name that becomes the file's: whatever happens, all of it or nothing.
 
-    The folder is synced too, so that the new name survives a power cut.
+    A link, a pipe or a device is not replaced. The folder is synced too, so that the new name
+    survives a power cut.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with naming(path):
+        refuse_other(path)
+        # A name that nobody could know before, so that nothing is there.
+        handle, name = tempfile.mkstemp(HALF_WRITTEN, f".{path.name}.", path.parent)
+        os.close(handle)
+        temporary = Path(name)
         try:
-            os.close(private(str(temporary), os.O_WRONLY | os.O_CREAT | os.O_TRUNC))
             yield temporary
             _sync(temporary)
             temporary.replace(path)
@@ -53,21 +101,46 @@ def new_file(path: Path) -> Iterator[Path]:
 
 def append_together(path: Path, lines: Sequence[str]) -> None:
     """Appends lines and syncs the file: whatever happens, all of them or none."""
-    with naming(path), open(path, "ab+", opener=private) as file:
+    with naming(path), open(path, "ab+", opener=opened) as file:
         _drop_torn_(file)
         file.write((_MORE.join(lines) + "\n").encode())
         file.flush()
         os.fsync(file.fileno())
 
 
+def read(path: Path, most: int = -1) -> bytes:
+    """Returns what a plain file holds, of at most so many bytes.
+
+    Raises:
+        FedleakError: It cannot be read, is no plain file, or is larger.
+    """
+    with naming(path, "read"):
+        return content(path, most)
+
+
+@contextmanager
+def tensor_file(path: Path) -> Iterator[Any]:
+    """Opens a plain file of tensors, as `safetensors.safe_open` does.
+
+    Raises:
+        OSError, SafetensorError: It cannot be opened, is no plain file, or holds no tensors.
+    """
+    handle = opened(path)
+    try:
+        # The file that was opened and looked at, whatever has its name by now.
+        with safetensors.safe_open(f"/dev/fd/{handle}", framework="pt") as file:
+            yield file
+    finally:
+        os.close(handle)
+
+
 def complete_lines(path: Path) -> list[bytes]:
     """Returns the lines of a file that count; none if there is no file."""
-    if not path.is_file():
+    if not os.path.lexists(path):
         return []
-    with naming(path, "read"):
-        content = path.read_bytes()
-    complete = _complete(content)
-    lines, rest = content[:complete].split(b"\n")[:-1], content[complete:]
+    found = read(path)
+    complete = _complete(found)
+    lines, rest = found[:complete].split(b"\n")[:-1], found[complete:]
     # What a killed process wrote last does not count, but it begins as a line does.
     return [*lines, rest] if rest and not rest.startswith(b"{") else lines
 

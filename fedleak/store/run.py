@@ -47,22 +47,26 @@ from typing import Any, NamedTuple, TypeVar
 
 import safetensors
 import safetensors.torch
-from filelock import FileLock, Timeout
 from torch import Tensor
 
 from fedleak.errors import CaptureError, ConfigError, FedleakError
 from fedleak.logs import logged
 from fedleak.observation import ClientUpdate, Knowledge, UpdateKind
+from fedleak.plain_files import opened
 from fedleak.store import seal
 from fedleak.store.files import (
     append_together,
     complete_lines,
+    inside,
     naming,
     new_file,
     one_line,
     parse_json,
     plain,
+    read,
+    real_folder,
     replace,
+    tensor_file,
 )
 from fedleak.store.lines import (
     SCHEMA_VERSION,
@@ -113,11 +117,27 @@ class Damaged(Record):
 DAMAGED = Lines("damaged.jsonl", Damaged)
 
 
+class _InUseError(FedleakError):
+    """Another process has a run directory."""
+
+
 @dataclass(frozen=True)
 class Run:
-    """A run directory."""
+    """A run directory.
+
+    It may be somebody else's: below it no link is followed, and only plain files are opened.
+    """
 
     path: Path
+
+    def inside(self, name: str) -> "Run":
+        """Returns a run directory in this one.
+
+        Raises:
+            FedleakError: It is a link.
+        """
+        real_folder(self.path / name)
+        return Run(self.path / name)
 
     # --- run.json ---------------------------------------------------------------------------
 
@@ -183,15 +203,8 @@ class Run:
         Raises:
             FedleakError: Another process has it.
         """
-        path = self._place(".lock")
-        lock = FileLock(path, mode=0o600)
-        with naming(path), self._refusing_others():
-            lock.acquire(blocking=False)
-        try:
-            with logged(self.path):
-                yield
-        finally:
-            lock.release()
+        with self._held(fcntl.LOCK_EX), logged(self.path):
+            yield
 
     @contextmanager
     def shared(self) -> Iterator[None]:
@@ -200,14 +213,29 @@ class Run:
         Raises:
             FedleakError: Another process has the lock.
         """
+        with self._held(fcntl.LOCK_SH):
+            yield
+
+    def in_use(self) -> bool:
+        """Returns whether somebody holds the directory now."""
+        try:
+            with self._held(fcntl.LOCK_EX):
+                return False
+        except _InUseError:
+            return True
+
+    @contextmanager
+    def _held(self, operation: int) -> Iterator[None]:
         path = self._place(".lock")
         with naming(path):
-            file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+            file = opened(path, os.O_RDWR | os.O_CREAT)
         try:
             with naming(path), self._refusing_others():
-                # What `FileLock` takes for one process alone, on the same file.
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            yield
+                fcntl.flock(file, operation | fcntl.LOCK_NB)
+            try:
+                yield
+            finally:  # a process that was forked may have it open, too
+                fcntl.flock(file, fcntl.LOCK_UN)
         finally:
             os.close(file)
 
@@ -216,20 +244,8 @@ class Run:
         """Says that another process has the lock."""
         try:
             yield
-        except (Timeout, BlockingIOError) as error:
-            raise FedleakError(
-                f"{str(self.path)!r} is in use by another fedleak process"
-            ) from error
-
-    def in_use(self) -> bool:
-        """Returns whether somebody holds the directory now."""
-        lock = FileLock(self._place(".lock"), mode=0o600)
-        try:
-            lock.acquire(blocking=False)
-        except Timeout:
-            return True
-        lock.release()
-        return False
+        except BlockingIOError as error:
+            raise _InUseError(f"{str(self.path)!r} is in use by another fedleak process") from error
 
     # --- captures and models ----------------------------------------------------------------
 
@@ -279,14 +295,14 @@ class Run:
             CaptureError: The file is damaged, or of another experiment.
         """
         if not self.is_closed(key):
-            path = self.path / _captured(key)
+            path = self._file(_captured(key))
             try:
                 about = _read_metadata(path)
             except _DAMAGE as error:
                 raise _damaged(path, error) from error
             self.write_json(_closed(key), about)
         if delete:
-            (self.path / _captured(key)).unlink(missing_ok=True)
+            self._delete(_captured(key))
 
     def is_closed(self, key: Key) -> bool:
         """Returns whether every attack has answered for a capture, of those that may go then."""
@@ -316,17 +332,17 @@ class Run:
 
     def admit(self, key: Key) -> None:
         """Makes a capture of an update that is held: it has two names then, and one place."""
-        held, name = self.path / _held(key), _captured(key)
+        held, name = self._file(_held(key)), _captured(key)
         with new_file(self._place(name)) as temporary:
             temporary.unlink()
             try:
-                os.link(held, temporary)
+                os.link(held, temporary, follow_symlinks=False)
             except OSError:  # not every file system can
-                shutil.copyfile(held, temporary)
+                shutil.copyfile(held, temporary, follow_symlinks=False)
 
     def release(self, key: Key) -> None:
         """Deletes an update that is held."""
-        (self.path / _held(key)).unlink(missing_ok=True)
+        self._delete(_held(key))
 
     def drop_held(self) -> None:
         """Deletes what is held."""
@@ -334,7 +350,7 @@ class Run:
 
     def write_broadcast(self, round: int, tensors: Mapping[str, Tensor]) -> None:
         """Writes the model that a round starts from."""
-        self._write_tensors(f"models/r{round:04d}.safetensors", tensors, {})
+        self._write_tensors(_model(round), tensors, {})
 
     def read_broadcast(self, round: int) -> dict[str, Tensor]:
         """Reads the model that a round starts from.
@@ -342,7 +358,7 @@ class Run:
         Raises:
             CaptureError: The file is damaged, missing, or of another experiment.
         """
-        return self._read_of_model(f"models/r{round:04d}.safetensors")
+        return self._read_of_model(_model(round))
 
     def write_moments(self, round: int, tensors: Mapping[str, Tensor]) -> None:
         """Writes what the server's optimiser goes on from in a round, beside the model."""
@@ -357,15 +373,15 @@ class Run:
         return {} if round == 1 else self._read_of_model(_moments(round))
 
     def _read_of_model(self, name: str) -> dict[str, Tensor]:
-        path = self.path / name
+        path = self._file(name)
         try:
-            tensors, metadata = _read_tensors(path)
+            found, metadata = _read_tensors(path)
             self._refuse_foreign(json.loads(metadata["fedleak"]))
         except _DAMAGE as error:
             raise CaptureError(
                 f"model {path} is damaged ({one_line(error)}): {_RESTORE}"
             ) from error
-        return tensors
+        return found
 
     def forget(self, round: int) -> None:
         """Deletes the captures of a round, and the model that it started from, but for the first.
@@ -374,15 +390,18 @@ class Run:
         """
         for key in self.captures():
             if key.round == round:
-                (self.path / _captured(key)).unlink(missing_ok=True)
-                (self.path / _closed(key)).unlink(missing_ok=True)
+                self._delete(_captured(key))
+                self._delete(_closed(key))
         if round > 1:
-            (self.path / "models" / f"r{round:04d}.safetensors").unlink(missing_ok=True)
-            (self.path / _moments(round)).unlink(missing_ok=True)
+            self._delete(_model(round))
+            self._delete(_moments(round))
+
+    def _delete(self, name: str) -> None:
+        self._file(name).unlink(missing_ok=True)
 
     def has_broadcast(self, round: int) -> bool:
         """Returns whether the model that a round starts from is here."""
-        return (self.path / "models" / f"r{round:04d}.safetensors").is_file()
+        return (self.path / _model(round)).is_file()
 
     def broadcasts(self) -> list[int]:
         """Returns the rounds whose starting model is here, in order."""
@@ -409,7 +428,7 @@ class Run:
         self._write_tensors(name, stored, about | ({"rows": heights} if heights else {}))
 
     def _read_capture(self, name: str, key: Key) -> Capture:
-        path = self.path / name
+        path = self._file(name)
         if self.is_closed(key) and not path.is_file():
             raise CaptureError(
                 f"capture {path} was deleted once every attack had answered (audit.keep): nothing "
@@ -419,14 +438,14 @@ class Run:
             stored, metadata = _read_tensors(path)
             about = json.loads(metadata["fedleak"])
             kind, num_examples, knowledge = self._about(about)
-            tensors = with_zero_rows(stored, about.get("rows", {}))
+            update = with_zero_rows(stored, about.get("rows", {}))
         except _DAMAGE as error:
             raise _damaged(path, error) from error
-        return Capture(key, ClientUpdate(kind, tensors, num_examples), knowledge)
+        return Capture(key, ClientUpdate(kind, update, num_examples), knowledge)
 
     def _read_about(self, key: Key) -> tuple[UpdateKind, int, Knowledge]:
         closed = self.is_closed(key)
-        path = self.path / (_closed(key) if closed else _captured(key))
+        path = self._file(_closed(key) if closed else _captured(key))
         try:
             return self._about(self.read_json(_closed(key)) if closed else _read_metadata(path))
         except (*_DAMAGE, FedleakError) as error:
@@ -467,11 +486,10 @@ class Run:
         Args:
             name: Of a JSON object or a file of tensors.
         """
-        path = self.path / name
         try:
-            place = self._sealed_place(name)
+            path, place = self._file(name), self._sealed_place(name)
             if path.suffix == ".json":
-                table = parse_json(path.read_bytes())
+                table = parse_json(read(path))
                 return isinstance(table, dict) and seal.is_genuine(place, table)
             tensors, metadata = _read_tensors(path)
             mark = seal.seal(place, seal.tensor_parts(tensors, metadata.get("fedleak", "")))
@@ -484,7 +502,7 @@ class Run:
         place = self._sealed_place(Path(lines.name).name)
         return [
             number
-            for number, line in enumerate(complete_lines(self.path / lines.name), 1)
+            for number, line in enumerate(complete_lines(self._file(lines.name)), 1)
             if not _is_genuine_line(place, line)
         ]
 
@@ -517,11 +535,11 @@ class Run:
         Raises:
             CaptureError: The file is damaged, missing, or of another experiment.
         """
-        path = self.path / "vault" / f"{key}.safetensors"
+        path = self._file(f"vault/{key}.safetensors")
         try:
-            tensors, metadata = _read_tensors(path)
+            found, metadata = _read_tensors(path)
             self._refuse_foreign(json.loads(metadata["fedleak"]))
-            return tensors["differences"]
+            return found["differences"]
         except _DAMAGE as error:
             raise CaptureError(f"{path} is damaged ({one_line(error)})") from error
 
@@ -612,7 +630,7 @@ class Run:
         """Returns values with their lines, and damaged lines with number and what is wrong."""
         rows: list[tuple[T, bytes]] = []
         damaged: list[tuple[int, bytes, str]] = []
-        for number, line in enumerate(complete_lines(self.path / lines.name), 1):
+        for number, line in enumerate(complete_lines(self._file(lines.name)), 1):
             try:
                 rows.append((lines.read(line), line))
             except ValueError as error:
@@ -634,9 +652,8 @@ class Run:
         Raises:
             FedleakError: It is missing, damaged, or of another version of fedleak.
         """
-        path = self.path / document.name
-        with naming(path, "read"):
-            content = path.read_bytes()
+        path = self._file(document.name)
+        content = read(path)
         try:
             return document.read(content)
         except ValueError as error:
@@ -660,17 +677,20 @@ class Run:
         Raises:
             FedleakError: It is missing or damaged.
         """
-        path = self.path / name
-        with naming(path, "read"):
-            content = path.read_bytes()
+        path = self._file(name)
+        content = read(path)
         try:
             return seal.without(parse_json(content))
         except ValueError as error:  # not UTF-8, or not JSON
             raise FedleakError(f"{path} is damaged ({one_line(error)})") from error
 
+    def _file(self, name: str) -> Path:
+        """Returns where a file is, in folders that are no links."""
+        return inside(self.path, name)
+
     def _place(self, name: str) -> Path:
         """Returns where a file is to be written, in folders that only their owner can open."""
-        path = self.path / name
+        path = self._file(name)
         with naming(path):
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             path.parent.mkdir(mode=0o700, exist_ok=True)
@@ -716,6 +736,10 @@ def _damaged(path: Path, error: Exception) -> CaptureError:
     )
 
 
+def _model(round: int) -> str:
+    return f"models/r{round:04d}.safetensors"
+
+
 def _moments(round: int) -> str:
     return f"models/moments-r{round:04d}.safetensors"
 
@@ -752,10 +776,10 @@ def _is_genuine_line(place: str, line: bytes) -> bool:
 
 def _read_metadata(path: Path) -> Any:
     """Reads the table beside the tensors of a file, whatever it says."""
-    with safetensors.safe_open(path, framework="pt") as file:
+    with tensor_file(path) as file:
         return json.loads((file.metadata() or {})["fedleak"])
 
 
 def _read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    with safetensors.safe_open(path, framework="pt") as file:
+    with tensor_file(path) as file:
         return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118

@@ -105,7 +105,7 @@ def locked(run: Run, shard: Shard) -> Iterator[None]:
     Raises:
         FedleakError: Another process has the shard, or all of the run.
     """
-    with run.shared(), Run(run.path / shard.folder).lock():
+    with run.shared(), run.inside(shard.folder).lock():
         yield
 
 
@@ -167,7 +167,7 @@ def damaged(run: Run) -> list[Damaged]:
     of_shards = [
         one.model_copy(update={"file": f"{shard.folder}/{one.file}"})
         for shard in begun(run)
-        for one in Run(run.path / shard.folder).damaged()
+        for one in run.inside(shard.folder).damaged()
     ]
     return run.damaged() + of_shards
 
@@ -179,8 +179,8 @@ def drop_failures(run: Run, shard: Shard | None = None) -> int:
         run: The run directory.
         shard: Forget its own only; None: those of the run and of all shards.
     """
-    folders = [run.path / one.folder for one in (begun(run) if shard is None else [shard])]
-    places = [Run(folder) for folder in folders] + ([run] if shard is None else [])
+    places = [run.inside(one.folder) for one in (begun(run) if shard is None else [shard])]
+    places += [run] if shard is None else []
     return sum(_drop_failures(run.fingerprint(), place) for place in places)
 
 

@@ -9,10 +9,11 @@ Arrays that several messages hold alike are one file. Whatever a client sent is 
 came, so nothing in them is to be believed: `fedleak.importing` checks it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import safetensors
 import safetensors.torch
@@ -20,7 +21,15 @@ from pydantic import JsonValue
 from torch import Tensor
 
 from fedleak.errors import ConfigError, FedleakError
-from fedleak.store.files import append_together, complete_lines, naming, new_file, one_line
+from fedleak.store.files import (
+    append_together,
+    complete_lines,
+    inside,
+    naming,
+    new_file,
+    one_line,
+    tensor_file,
+)
 from fedleak.store.lines import Lines, Record
 
 
@@ -157,9 +166,11 @@ class Tapped:
         with self._opened(kept) as file:
             return {name: file.get_tensor(name) for name in names}
 
-    def _opened(self, kept: KeptArrays) -> safetensors.safe_open:
-        path = self.path / "arrays" / Path(kept.file).name
+    @contextmanager
+    def _opened(self, kept: KeptArrays) -> Iterator[Any]:
+        path = inside(self.path, f"arrays/{Path(kept.file).name}")
         try:
-            return safetensors.safe_open(path, framework="pt")
+            with tensor_file(path) as file:
+                yield file
         except (OSError, safetensors.SafetensorError) as error:
             raise FedleakError(f"{path} cannot be read ({one_line(error)})") from error

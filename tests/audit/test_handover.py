@@ -149,8 +149,8 @@ HOSTILE: dict[str, tuple[Callable[[], None], str]] = {
     "no noise": (changed(OF_1, noise_scale=-1.0), "its noise_scale is -1.0"),
     "no step": (changed(OF_1, batch_size=0), "its batch_size is 0"),
     "another batch": (changed(OF_1, batch_size=3), "it has 3 examples, but client 1 sent an"),
-    "a link": (linked, "is no file of 64 MiB or less"),
-    "a pipe": (piped, "is no file of 64 MiB or less"),
+    "a link": (linked, "it is a link"),
+    "a pipe": (piped, "it is a pipe"),
     "other defenses": (
         changed(NOTE, defenses=[{"defense": 5, "kind": "clip"}]),
         "client 1 has other defenses",
@@ -185,7 +185,7 @@ def test_a_note_whose_events_cannot_be_composed_is_refused(apart: Run) -> None:
 
 def test_a_file_that_is_too_large_is_not_read(apart: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handover, "MOST_BYTES", 10)
-    assert "is no file of" in call("score", str(apart.path), "--vault", "node-1")[2]
+    assert "more than 10 bytes" in call("score", str(apart.path), "--vault", "node-1")[2]
 
 
 def test_a_vault_without_the_run_is_refused_with_what_it_has(apart: Run) -> None:

@@ -12,8 +12,6 @@ An answer is one JSON file, an `AnswerFile`. `docs/outside-attacks.md` describes
 import dataclasses
 import json
 import math
-import os
-import stat
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -22,6 +20,7 @@ from safetensors.torch import save_file
 
 from fedleak.models import CLASS_LOSSES, CLASSIFICATION, LanguageModel
 from fedleak.observation import QUESTIONS, Observation
+from fedleak.plain_files import content
 from fedleak.reconstruction import Reconstruction, Status
 
 VERSION = 1
@@ -162,16 +161,8 @@ def _ids(sequence: str | list[int], model: LanguageModel) -> tuple[int, ...]:
 def _content(path: Path) -> bytes:
     """Reads a plain file that is not too large: a pipe would never end, a link leads anywhere."""
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        return content(path, MOST_BYTES)
     except FileNotFoundError:
         raise AnswerFileError("it wrote no answer") from None
     except OSError as error:
-        raise AnswerFileError(f"its answer cannot be opened: {error.strerror}") from None
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
-        os.close(handle)
-        raise AnswerFileError("its answer is no plain file")
-    with open(handle, "rb") as file:
-        content = file.read(MOST_BYTES + 1)
-    if len(content) > MOST_BYTES:
-        raise AnswerFileError(f"its answer has more than {MOST_BYTES:,} bytes")
-    return content
+        raise AnswerFileError(f"its answer cannot be read: {error.strerror}") from None

@@ -204,9 +204,9 @@ WRONG = {
         f"answer.write_bytes(b' ' * {exchange.MOST_BYTES + 1})",
         "more than 10,000,000 bytes",
     ),
-    "link": ("answer.symlink_to('/dev/zero')", "cannot be opened"),
-    "pipe": ("os.mkfifo(answer)", "no plain file"),
-    "folder": ("answer.mkdir()", "no plain file"),
+    "link": ("answer.symlink_to('/dev/zero')", "it is a link"),
+    "pipe": ("os.mkfifo(answer)", "it is a pipe"),
+    "folder": ("answer.mkdir()", "it is a folder"),
 }
 
 

@@ -1,0 +1,77 @@
+"""Opens plain files in real folders, and nothing that leads elsewhere or never ends.
+
+A folder that somebody else made may hold a link to any file of the user's, a pipe that nobody
+writes to, or a device. What the user names on the command line may be a link; what lies in a folder
+that is named may not.
+"""
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+_KINDS = {
+    stat.S_IFLNK: "a link",
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def opened(path: str | Path, flags: int = os.O_RDONLY) -> int:
+    """Opens a plain file, a new one for its owner alone: also an `opener` of `open`.
+
+    Raises:
+        OSError: It cannot be opened, or something else than a plain file has this name.
+    """
+    refuse_other(path)  # to open a pipe or a device may have an effect, or wait
+    handle = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+    try:
+        _check(os.fstat(handle), stat.S_IFREG, path)
+    except OSError:
+        os.close(handle)
+        raise
+    return handle
+
+
+def content(path: Path, most: int = -1) -> bytes:
+    """Returns what a plain file holds.
+
+    Args:
+        path: The file.
+        most: Bytes that it may have; -1: any number.
+
+    Raises:
+        OSError: It cannot be read, is no plain file, or is larger.
+    """
+    with open(path, "rb", opener=opened) as file:
+        found = file.read(most + 1 if most >= 0 else -1)
+    if 0 <= most < len(found):
+        raise OSError(errno.EFBIG, f"it has more than {most:,} bytes", str(path))
+    return found
+
+
+def refuse_other(path: str | Path, kind: int = stat.S_IFREG) -> None:
+    """Refuses what is there under a name and is no plain file; that nothing is there is fine.
+
+    Args:
+        path: The name.
+        kind: What may be there, as in `stat`: a file, or `stat.S_IFDIR`.
+
+    Raises:
+        OSError: Something else is there.
+    """
+    try:
+        there = os.lstat(path)
+    except FileNotFoundError:
+        return
+    _check(there, kind, path)
+
+
+def _check(there: os.stat_result, kind: int, path: str | Path) -> None:
+    if (found := stat.S_IFMT(there.st_mode)) != kind:
+        wanted = "real folder" if kind == stat.S_IFDIR else "plain file"
+        is_a = _KINDS.get(found, "a file" if found == stat.S_IFREG else "something else")
+        raise OSError(errno.EINVAL, f"it is {is_a}, and no {wanted}", str(path))

@@ -1,0 +1,137 @@
+"""A run directory that a stranger made: what lies in it leads nowhere and runs nothing."""
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tiny import DLG, Here, toml
+from tiny import call as call_tiny
+
+from fedleak import pipeline, preparation
+from fedleak.config.loading import load
+from fedleak.store.run import Run
+from server.engines import train
+
+FOLDERS = ("captures", "models", "vault", "defended", "candidates", "held", "shard-1of2")
+WRITTEN = (
+    ".lock", "log.txt", "flower.log", "run.json", "reconstructions.jsonl", "attempts.jsonl",
+    "leakage.jsonl", "privacy.jsonl", "defenses.jsonl", "utility.jsonl", "membership.jsonl",
+    "canaries.jsonl", "damaged.jsonl", "summary.json", "held_out.json", "checks.json",
+    "reference.json", "report.html", "report-redacted.html",
+)  # fmt: skip
+COMMANDS = (
+    "score RUN", "report RUN", "report RUN --redact", "attack RUN", "attack RUN --retry",
+    "attack RUN --shard 1/2", "gate RUN", "compare RUN RUN", "export RUN --to out.csv",
+    "run small.toml", "purge RUN",
+)  # fmt: skip
+SECRET = b'{"a line of the": "user"}\n'
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A folder with an experiment and its finished run."""
+    folder = tmp_path_factory.mktemp("finished")
+    (folder / "small.toml").write_text(toml({"attack": [DLG]}))
+    run = preparation.prepare(load(folder / "small.toml"), folder / "runs" / "small")
+    pipeline.carry_out(run, load(folder / "small.toml"), train, on=[Here()])
+    return folder
+
+
+@pytest.fixture
+def run(finished, tmp_path, monkeypatch, in_process):
+    """A copy of the finished run, below the current folder; attacks run in this process."""
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    return Run(tmp_path / "runs" / "small")
+
+
+def call(command: str) -> tuple[int, str]:
+    """Gives a command on the run, which ends in one line if it refuses; returns what it says."""
+    status, _, errors = call_tiny(*command.replace("RUN", "runs/small").split())
+    assert "Traceback" not in errors
+    assert "unexpected" not in errors
+    return status, errors
+
+
+def link_files(run: Run, home: Path) -> None:
+    for name in WRITTEN:
+        shutil.copy(run.path / name, home) if (run.path / name).exists() else None
+        (home / name).touch()
+        (run.path / name).unlink(missing_ok=True)
+        (run.path / name).symlink_to(home / name)
+
+
+def link_folders(run: Run, home: Path) -> None:
+    for name in FOLDERS:
+        if (run.path / name).exists():
+            (run.path / name).rename(home / name)
+        (home / name).mkdir(exist_ok=True)
+        (run.path / name).symlink_to(home / name)
+
+
+def link_content(run: Run, home: Path) -> None:
+    for path in [path for path in run.path.rglob("*/*") if path.is_file()]:
+        path.rename(home / path.name)
+        path.symlink_to(home / path.name)
+
+
+def pipes(run: Run, home: Path) -> None:
+    paths = [path for path in run.path.rglob("*") if path.is_file() and path.name != "run.json"]
+    for path in paths:
+        path.unlink()
+        os.mkfifo(path)
+
+
+PLANTED: dict[str, Callable[[Run, Path], None]] = {
+    "linked files": link_files,
+    "linked folders": link_folders,
+    "links in folders": link_content,
+    "pipes": pipes,
+}
+
+
+def state(folder: Path) -> dict[Path, bytes | None]:
+    return {
+        path: path.read_bytes() if path.is_file() else None for path in sorted(folder.rglob("*"))
+    }
+
+
+@pytest.mark.parametrize("kind", PLANTED)
+def test_no_command_writes_through_what_a_stranger_has_planted(run, tmp_path_factory, kind):
+    home = tmp_path_factory.mktemp("home")
+    PLANTED[kind](run, home)
+    before = state(home)
+    for command in COMMANDS:
+        call(command)
+        assert state(home) == before, command
+
+
+@pytest.mark.parametrize("name", ["damaged.jsonl", "log.txt"])
+def test_a_damaged_line_is_not_appended_through_a_link(run, tmp_path_factory, name):
+    profile = tmp_path_factory.mktemp("home") / ".profile"
+    profile.write_bytes(SECRET)
+    (run.path / name).unlink(missing_ok=True)
+    (run.path / name).symlink_to(profile)
+    with open(run.path / "reconstructions.jsonl", "a") as file:
+        file.write('{"a $(touch ran)": \n')
+    status, errors = call("score RUN")
+    assert profile.read_bytes() == SECRET
+    assert name == "log.txt" or (status == 1 and "it is a link, and no plain file" in errors)
+
+
+@pytest.mark.parametrize(
+    "command", ["report RUN --out", "export RUN --to", "gate RUN --max exact=1 --junit"]
+)
+def test_a_link_or_a_pipe_is_not_replaced(run, command):
+    Path("target.csv").write_bytes(SECRET)
+    Path("link.csv").symlink_to("target.csv")
+    os.mkfifo("pipe.csv")
+    for name in ("link.csv", "pipe.csv"):
+        status, errors = call(f"{command} {name}")
+        assert status == 1
+        assert "and no plain file" in errors
+    assert Path("link.csv").is_symlink()
+    assert Path("pipe.csv").is_fifo()
+    assert Path("target.csv").read_bytes() == SECRET
