@@ -22,7 +22,7 @@ from fedleak.store.run import EVERYONE, Capture, Key, Run
 from fedleak.store.tapped import MESSAGES, Tapped
 from fedleak.tapped_updates import Tap, Update, about_message, number, plain
 from fedleak.truth import GroundTruth
-from fedleak.versions import versions
+from fedleak.versions import made_by, versions
 
 MOST_CLIENT = 1_000_000
 """The largest number of a client."""
@@ -213,6 +213,7 @@ def _open(out: Path, experiment: Experiment, tap: Tap, clients: Mapping[int, int
         examples={"training": 0, "held_out": 0},  # nothing is trained or measured here
         versions=versions(),
         git_commit=git_commit(),
+        **made_by(),
         model_fingerprint=None,
         tapped=str(tap.tapped.path.absolute()),
         nodes={str(client): str(node) for node, client in clients.items()},

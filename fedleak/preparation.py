@@ -29,7 +29,7 @@ from fedleak.federation.workload import (
 )
 from fedleak.models import CLASSIFICATION, LanguageModel, loading
 from fedleak.store.run import Run
-from fedleak.versions import versions
+from fedleak.versions import made_by, versions
 
 CHANGEABLE: dict[str, Any] = {"gate": True, "federation": {"at_once"}, "audit": {"keep", "waiting"}}
 """What of an experiment may change while its run goes on, besides its workers: no result does."""
@@ -225,6 +225,7 @@ def open_run(plan: Plan, path: Path, *, fresh: bool = False) -> Run:
         **({"classes": list(plan.classes)} if plan.classes else {}),
         versions=versions(),
         git_commit=git_commit(),
+        **made_by(),
         model_fingerprint=None,
         remarks=list(plan.remarks),
     )

@@ -1,4 +1,4 @@
-"""Versions of what results depend on: `fedleak --version` shows them, and run.json keeps them."""
+"""What results depend on: `fedleak --version` shows the versions, and run.json keeps all."""
 
 from functools import cache
 
@@ -20,6 +20,47 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:  # installed under another name, as vendors of torch do
             found[name] = "unknown"
     return found
+
+
+def now() -> str:
+    """Returns the date and the time of day in UTC, to the minute."""
+    from datetime import UTC, datetime
+
+    return f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
+
+
+def made_by() -> dict[str, str | None]:
+    """Returns when, by whom and on what machine something is made now, for run.json.
+
+    The machine has no name here. LOGNAME names another user than the one of the system.
+    """
+    import getpass
+    import os
+    import platform
+
+    import psutil
+
+    try:
+        user = getpass.getuser()
+    except (OSError, KeyError):  # in a container a user may have a number alone
+        user = None
+    memory = psutil.virtual_memory().total / 2**30
+    machine = (
+        f"{platform.system()} {platform.release()}, {_processor()}, {os.cpu_count()} cores, "
+        f"{memory:.1f} GiB"
+    )
+    return {"begun": now(), "user": user, "machine": machine}
+
+
+def _processor() -> str:
+    """Returns what a processor is called; Python itself knows its architecture alone."""
+    import platform
+    from pathlib import Path
+
+    file = Path("/proc/cpuinfo")
+    lines = file.read_text().splitlines() if file.is_file() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
 
 
 @cache

@@ -12,7 +12,7 @@ from itertools import chain
 from fedleak.audit.estimates import mean_over_clients, too_few
 from fedleak.store.records import LeakageRow, TextScore, text_counts
 from fedleak.store.run import Key
-from fedleak.store.summaries import WorstCase
+from fedleak.store.summaries import NEARLY, WorstCase
 
 
 def worst_case(
@@ -33,12 +33,14 @@ def worst_case(
     exact: list[tuple[LeakageRow, float]] = []
     rouge: list[tuple[LeakageRow, float]] = []
     recall: list[tuple[LeakageRow, float]] = []
-    first: Counter[str] = Counter()
+    nearly, first = 0, Counter[str]()
     for several in of_capture.values():
         for scores in zip(*(row.texts or () for row in several), strict=True):
             some = several[0]
             exact += _best(some, (one.exact for one in scores))
             rouge += _best(some, (one.rougeL for one in scores))
+            alike = any((score.rougeL or 0.0) >= NEARLY for score in scores)
+            nearly += alike and not any(score.exact for score in scores)
             recall += _best(some, (one.token_recall for one in scores))
             first.update(_first(several, scores))
     texts = text_counts(rows)
@@ -52,6 +54,7 @@ def worst_case(
         texts=sum(texts.values()),
         clients=len({key.client for key in texts}),
         unattacked=sum(texts.values()) - len(exact),
+        nearly=nearly,
         exact_match=mean_over_clients(exact, 1.0),
         rougeL=mean_over_clients(rouge, 100.0),
         token_recall=mean_over_clients(recall, 1.0),

@@ -8,6 +8,9 @@ from fedleak.reconstruction import Status
 from fedleak.store.lines import Document, Measured, Record
 from fedleak.store.records import UNSCORED, Epsilon, RowStatus, Utility
 
+NEARLY = 90.0
+"""The smallest ROUGE-L of a text that is called nearly read."""
+
 SURE = 0.05
 """The largest corrected p of a difference that is called one."""
 
@@ -91,6 +94,7 @@ class WorstCase(Record):
         attacks: That gave an answer.
         texts, clients: Private texts with a score, and their clients.
         unattacked: Private texts of which no attack named a sequence: they are in no `exact_match`.
+        nearly: Texts that no attack read exactly, and one with a ROUGE-L of at least `NEARLY`.
         exact_match, token_recall: Shares, from 0 to 1; None: no attack says.
         rougeL: From 0 to 100.
         control_rougeL, control_token_recall: The best attack's answer for another client's update.
@@ -102,6 +106,7 @@ class WorstCase(Record):
     texts: int
     clients: int
     unattacked: int
+    nearly: int = 0
     exact_match: Estimate | None
     rougeL: Estimate | None
     token_recall: Estimate | None

@@ -27,7 +27,16 @@ def test_a_text_is_read_if_any_attack_read_it():
     assert found.control_rougeL.mean == 9.0
     assert found.control_token_recall is None
     assert found.unattacked == 0
+    assert found.nearly == 0
     assert "fewer than 10 clients" in found.warning
+
+
+def test_a_text_is_nearly_read_if_its_best_answer_is_and_none_is_exact():
+    rows = [
+        row("a", 0, (False, 90.0, 1.0), (False, 89.9, 1.0), (False, 95.0, 1.0), (None, None, 1.0)),
+        row("b", 0, (False, 10.0, 0.1), (False, 10.0, 0.1), (True, 100.0, 1.0), (None, None, 1.0)),
+    ]
+    assert worst_case(rows, {}).nearly == 1
 
 
 def test_who_answered_first_read_it_first():

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from scored import row as scored_row
 from tiny import DLG, Here, call, toml
 
 from fedleak.dispatch import dispatcher
@@ -32,12 +33,18 @@ from fedleak.report.html.page import (
     TextAnswer,
     Verdict,
 )
+from fedleak.report.html.pictures import shares
 from fedleak.report.html.render import LONGEST_TEXT, bounded, render
+from fedleak.report.html.run_page import unordered
 from fedleak.report.html.sweep_page import sweep_page
-from fedleak.report.html.verdict import Extent, run_verdict, sweep_verdict
+from fedleak.report.html.verdict import Extent, Guaranteed, run_verdict, sweep_verdict
 from fedleak.report.html.wording import counted, figure, listed, percent
+from fedleak.store.records import TextScore
+from fedleak.store.run import Run
 from fedleak.store.summaries import (
+    SUMMARY,
     AttackSummary,
+    CanarySummary,
     CellSummary,
     Circumstances,
     Estimate,
@@ -45,6 +52,13 @@ from fedleak.store.summaries import (
     SweepSummary,
     WorstCase,
 )
+from fedleak.versions import VERSION, made_by
+
+NOTES = [
+    f"{who} hid {what} beneath the rose bush"
+    for who in ("Anna", "Boris", "Clara")
+    for what in ("a key", "a ring", "the will", "the map")
+]
 
 HOSTILE = [
     "<script>window.ran = 1</script>",
@@ -84,7 +98,7 @@ def page_of(texts: list[PrivateText], word: str = "a word", **changes: Any) -> R
         **{
             "name": word,
             "redacted": False,
-            "verdict": Verdict(Level.READ, (word, word, word)),
+            "verdict": Verdict(Level.READ, word, (word, word, word)),
             "missing": [word],
             "notes": [word],
             "setting": entries,
@@ -198,7 +212,7 @@ def test_a_link_to_a_cell_is_an_address_beside_the_file() -> None:
     page = SweepPage(
         name="s",
         redacted=False,
-        verdict=Verdict(Level.UNKNOWN, ("a", "b", "c")),
+        verdict=Verdict(Level.UNKNOWN, "?", ("a", "b", "c")),
         missing=[],
         axes=[],
         grid=table,
@@ -306,13 +320,16 @@ def worst(exact: Estimate | None, **changes: Any) -> WorstCase:
     )
 
 
-EXTENT = Extent(attacked=12, sent=720, granted=(), sees="updates")
+EXTENT = Extent(attacked=12, sent=720, unordered=0, granted=(), sees="updates")
+NOTHING = Guaranteed(None, "Nothing is guaranteed.")
 
 
 def test_the_verdict_says_what_was_read_by_whom_how_sure_and_what_was_not_measured() -> None:
     found = worst(estimate(23 / 24, 0.69, 0.999), first={"dager": 20, "lamp": 3})
-    verdict = run_verdict(summary(found, {"dager": attack(verified=11), "lamp": attack()}), EXTENT)
-    read, sure, unmeasured = verdict.sentences
+    attacks = {"dager": attack(verified=11), "lamp": attack()}
+    verdict = run_verdict(summary(found, attacks), EXTENT, NOTHING)
+    read, guaranteed, sure, unmeasured = verdict.sentences
+    assert guaranteed == NOTHING.sentence
     assert verdict.level is Level.READ
     assert "23 of 24 private texts word for word out of 12 updates" in read
     assert "2 attacks together (dager 20 and lamp 3)" in read
@@ -325,7 +342,7 @@ def test_the_verdict_says_what_was_read_by_whom_how_sure_and_what_was_not_measur
 def test_a_verdict_without_the_worst_case_is_of_the_strongest_attack() -> None:
     strong = attack(exact_match=estimate(0.5, 0.3, 0.7), token_recall=estimate(0.9, 0.8, 1))
     weak = attack(exact_match=estimate(0.0, 0.0, 0.2))
-    verdict = run_verdict(summary(None, {"weak": weak, "strong": strong}), EXTENT)
+    verdict = run_verdict(summary(None, {"weak": weak, "strong": strong}), EXTENT, NOTHING)
     assert (
         "12 of 24 private texts word for word out of 12 updates, by the attack strong"
         in (verdict.sentences[0])
@@ -349,7 +366,7 @@ def test_no_verdict_calls_a_setting_safe(
     found: WorstCase | None, attacks: dict[str, AttackSummary], level: Level, sees: Sight
 ) -> None:
     extent = replace(EXTENT, sees=sees, granted=("lengths",))
-    verdict = run_verdict(summary(found, attacks, missing=("something",)), extent)
+    verdict = run_verdict(summary(found, attacks, missing=("something",)), extent, NOTHING)
     text = " ".join(verdict.sentences)
     assert verdict.level is level
     assert not re.search(r"\b(safe|secure|protected|private\.|no leak)\b", text.lower())
@@ -362,6 +379,55 @@ def test_no_verdict_calls_a_setting_safe(
         assert "was not measured" in text
     elif found is not None and found.unattacked:
         assert "24 texts of which no attack named a sequence" in text
+
+
+def test_three_sentences_say_what_is_read_nearly_read_and_found_and_which_epsilon_holds() -> None:
+    found = worst(estimate(4 / 24, 0.1, 0.3), nearly=6, token_recall=estimate(1.0, 0.9, 1.0))
+    held = Guaranteed(7.996, "Every client has an epsilon of at most 7.996.")
+    verdict = run_verdict(summary(found, {"dager": attack()}), EXTENT, held)
+    assert " ".join(verdict.sentences).startswith(
+        "A server that follows the protocol could read 4 of 24 private texts word for word, and 6 "
+        "nearly (ROUGE-L of 90 or more) out of 12 updates, by 2 attacks together (dager and lamp). "
+        "It could find all of the distinct words and word parts of the private texts (an answer "
+        "for another client has 15 %). Every client has an epsilon of at most 7.996."
+    )
+
+
+def test_the_headline_has_the_epsilon_that_holds_where_no_attack_answered() -> None:
+    held = Guaranteed(7.996, "Every client has an epsilon of at most 7.996.")
+    silent = {"auto": attack(answers=0)}
+    verdict = run_verdict(summary(None, silent), EXTENT, held)
+    assert verdict.headline == "What can be read was not measured; an epsilon of 7.996 holds"
+    wrong = CanarySummary(confidence=0.95, delta=1e-5, bounds=(), alarms=("it is above",))
+    contradicted = run_verdict(summary(None, silent, canary=wrong), EXTENT, held)
+    assert contradicted.headline.endswith("; canaries contradict the epsilon of 7.996")
+
+
+def test_where_words_are_known_and_time_was_up_more_time_may_read_their_order() -> None:
+    texts = [(False, 20.0, 1.0), (False, 30.0, 0.9)]
+    late = scored_row("auto", 0, *texts, diagnostics={"time_up": True})
+    known = [
+        late,
+        scored_row("auto", 1, *texts),
+        late.model_copy(update={"client": 2, "verified": True}),
+        late.model_copy(
+            update={
+                "client": 3,
+                "texts": (TextScore(exact=True, rougeL=100.0, token_recall=1.0),) * 2,
+            }
+        ),
+        late.model_copy(
+            update={
+                "client": 4,
+                "texts": (TextScore(exact=False, rougeL=9.0, token_recall=0.5),) * 2,
+            }
+        ),
+    ]
+    assert unordered(known, shares(known)) == 1
+    extent = replace(EXTENT, unordered=1)
+    sentences = run_verdict(summary(None, {"auto": attack()}), extent, NOTHING).sentences
+    assert "Of 1 update the words are known" in sentences[2]
+    assert "more time may read it" in sentences[2]
 
 
 def sweep_of(**values: Any) -> SweepSummary:
@@ -410,6 +476,10 @@ def ran_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "utility.reference": True,
     }
     folder = tmp_path_factory.mktemp("ran")
+    data = folder / "alice" / "notes.csv"
+    data.parent.mkdir()
+    data.write_text("text,label\n" + "".join(f"{note},{i % 2}\n" for i, note in enumerate(NOTES)))
+    changes["data"] = {"name": str(data), "text": "text", "label": "label", "held_out": 4}
     (folder / "small.toml").write_text(toml(changes))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -426,7 +496,12 @@ def ran(ran_once: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     return tmp_path / "runs" / "small"
 
 
-def test_a_run_is_reported_for_its_owner_alone_and_redacted_for_others(ran: Path) -> None:
+def test_a_run_is_reported_for_its_owner_alone_and_redacted_for_others(
+    ran: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOGNAME", "alice")
+    made = made_by()
+    Run(ran).update_info(**made)
     status, printed, _ = call("report", str(ran))
     assert status == 0
     assert "report.html" in printed.replace("\n", "")
@@ -444,6 +519,10 @@ def test_a_run_is_reported_for_its_owner_alone_and_redacted_for_others(ran: Path
         "central, undefended",
         "Nothing is guaranteed to every client",
         "fedleak run small.toml",
+        *made.values(),
+        "alice/notes.csv: all texts",
+        '😀!" would be "zoe pays 5 at the cafe,!".',
+        f"Written by fedleak {VERSION} on 2",
     ):
         assert part in text
     order = re.findall(r'<section id="(\w+)"', private.read_text())
@@ -452,13 +531,35 @@ def test_a_run_is_reported_for_its_owner_alone_and_redacted_for_others(ran: Path
         "glossary",
     ]  # fmt: skip
 
-    assert call("report", str(ran), "--redact", "--out", "open.html")[0] == 0
+    private = "the key is beneath the rose bush"
+    lines = (ran / "reconstructions.jsonl").read_text().splitlines()
+    answers = [json.loads(line) for line in lines]
+    answers[0] |= {"status": "failed", "reason": private, "diagnostics": {private: private}}
+    (ran / "reconstructions.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in answers))
+    (ran / "leakage.jsonl").unlink()
+    Run(ran).update_info(dropped_out={private: [1]})
+    assert call("report", str(ran), "--redact", "--out", "open.html")[0] == 1  # an answer failed
+    summary = Run(ran).read(SUMMARY)
+    assert private in summary.missing[0]
+    assert private in summary.notes[0]
     redacted = Path("open.html").read_text()
-    assert "Redacted" in redacted
+    for part in ("Redacted", "1 remark, left out here", ".../notes.csv"):
+        assert part in redacted
     assert 'id="data"' not in redacted
-    for each in texts:
-        assert each["truth"] not in redacted
-        assert all(not a["text"] or a["text"] not in redacted for a in each["answers"])
+    read = [answer["text"] for text in texts for answer in text["answers"] if answer["text"]]
+    secrets = [private, "alice", *read, *(text["truth"] for text in texts)]
+    assert [secret for secret in secrets if secret in redacted] == []
+
+
+def test_a_redacted_sweep_says_which_cells_are_incomplete_and_not_why() -> None:
+    private = "the key is beneath the rose bush"
+    made = sweep_of(missing=(f"1 of 2 answers failed (dlg: {private})",))
+    shown, redacted = (
+        render(sweep_page(made, {}, redact=redact)).decode() for redact in (False, True)
+    )
+    assert private in shown
+    assert private not in redacted
+    assert "federation.batch_size=1,seed=0: incomplete" in redacted
 
 
 @pytest.mark.slow
@@ -607,6 +708,9 @@ def test_a_browser_shows_a_real_report_and_asks_nobody(
                 "return [innerWidth, document.documentElement.scrollWidth]"
             )
             assert wide <= inner
+            cut = "return [...document.querySelectorAll('.scroll')].filter("
+            cut += "e => e.scrollWidth > e.clientWidth).map(e => e.ariaLabel)"
+            assert width < 1280 or driver.execute_script(cut) == []
             loaded = "return [...document.images].every(i => i.complete && i.naturalWidth > 0)"
             assert driver.execute_script(loaded)
 

@@ -18,10 +18,18 @@ class Level(StrEnum):
 
 @dataclass(frozen=True)
 class Verdict:
-    """A level and three sentences: what could be read by whom, how sure, what was not measured."""
+    """What a reader must know.
+
+    Attributes:
+        level: What the test has shown.
+        headline: The same in words, with the epsilon that holds.
+        sentences: Paragraphs: what could be read by whom, what is guaranteed, how sure that is, and
+            what was not measured.
+    """
 
     level: Level
-    sentences: tuple[str, str, str]
+    headline: str
+    sentences: tuple[str, ...]
 
 
 @dataclass(frozen=True)

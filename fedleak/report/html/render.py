@@ -17,7 +17,7 @@ from fedleak.report.html.glossary import TERMS
 from fedleak.report.html.page import PrivateText, RunPage, SweepPage, TextAnswer
 from fedleak.report.html.wording import figure
 from fedleak.sanitise import printable
-from fedleak.versions import VERSION
+from fedleak.versions import VERSION, now
 
 LONGEST_TEXT = 4_000
 """Characters of a private text or an answer; of a longer one the first are shown."""
@@ -35,6 +35,7 @@ def render(page: RunPage | SweepPage) -> bytes:
         texts=texts,
         terms=TERMS,
         version=VERSION,
+        now=now(),
         # They are of this package, and no value is in them.
         style=Markup(style),
         script=Markup(script),

@@ -1,11 +1,12 @@
 """Makes the report of a run from its files and from what scoring returned."""
 
+import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, zip_longest
 
 import tomli_w
-from pydantic import TypeAdapter, ValidationError
+from pydantic import JsonValue, TypeAdapter, ValidationError
 
 from fedleak.audit.defense_checks import Finding
 from fedleak.audit.scoring import Scored, TextPair
@@ -13,6 +14,8 @@ from fedleak.config.experiment import Experiment
 from fedleak.errors import FedleakError
 from fedleak.federation.lookup import stored
 from fedleak.federation.schedule import captures_made
+from fedleak.models import LanguageModel
+from fedleak.models.loading import outline
 from fedleak.privacy import NONE
 from fedleak.reconstruction import Status
 from fedleak.report import canary_table, ladder, membership_table, tables
@@ -26,7 +29,7 @@ from fedleak.report.html.page import (
     TextAnswer,
 )
 from fedleak.report.html.pictures import ReadShare, client_name
-from fedleak.report.html.verdict import Extent, run_verdict
+from fedleak.report.html.verdict import Extent, Guaranteed, run_verdict
 from fedleak.report.html.wording import counted, figure, interval, listed, percent
 from fedleak.report.tables import epsilon_of
 from fedleak.report.words import ANY_ATTACK, NOT_MEASURED, SEES, said
@@ -52,6 +55,13 @@ from fedleak.store.summaries import (
 MOST_ROWS = 500
 """Rows of a table; of a run with more, the file leakage.jsonl has the others."""
 
+WORDS_KNOWN, ORDER_UNKNOWN = 0.9, 0.5
+"""Of an update whose words are known and whose order is not: the share of tokens found at least,
+and the share of texts read exactly below."""
+
+WRITTEN = "Zoë pays 5 € at the Café, \U0001f600!"
+"""What a tokenizer may not keep as it is: capitals, accents, signs."""
+
 
 def run_page(run: Run, scored: Sequence[Scored], *, redact: bool = False) -> RunPage:
     """Returns the report of a run that was just scored.
@@ -65,16 +75,20 @@ def run_page(run: Run, scored: Sequence[Scored], *, redact: bool = False) -> Run
         FedleakError: A file is missing or damaged.
     """
     experiment, info, summary = stored(run), run.info(), run.read(SUMMARY)
+    model = outline(experiment.model_spec(info["num_labels"]))
+    if redact:
+        experiment = _without_folders(experiment)
     rows = [one.row for one in scored]
     ledger, utility = run.rows(LEDGER), run.rows(UTILITY)
     most = _told_most(summary)
     read = pictures.shares([row for row in rows if row.attack in most.attacks])
     texts = [] if redact else _texts(scored)
     of_rounds = sorted({key.round for key in read})
+    guaranteed = _guaranteed(experiment, summary, ledger)
     return RunPage(
         name=summary.name,
         redacted=redact,
-        verdict=run_verdict(most, _extent(experiment, most, read)),
+        verdict=run_verdict(most, _extent(experiment, most, rows, read), guaranteed),
         missing=_said_or_counted(summary.missing, redact),
         notes=_said_or_counted(summary.notes, redact),
         setting=_setting(experiment),
@@ -89,12 +103,16 @@ def run_page(run: Run, scored: Sequence[Scored], *, redact: bool = False) -> Run
         membership=pictures.membership(summary.name, summary.membership),
         membership_table=_membership(summary.membership),
         texts=texts,
-        texts_note=_texts_note(rows, texts, redact),
+        texts_note=_texts_note(rows, texts, model, redact),
         defenses=_defenses(run, experiment, summary),
-        privacy=_privacy(experiment, summary, ledger),
+        privacy=guaranteed.sentence,
         canary_alarms=summary.canary.alarms if summary.canary else (),
         ledger=_ledger(ledger, summary.canary),
         versions=[
+            Entry("begun", str(info.get("begun") or NOT_MEASURED)),
+            *([] if redact else [Entry("run by", str(info.get("user") or NOT_MEASURED))]),
+            Entry("machine", str(info.get("machine") or NOT_MEASURED)),
+            Entry("attacks ran on", ", ".join(_devices(rows)) or NOT_MEASURED),
             *(Entry(name, str(value)) for name, value in info.get("versions", {}).items()),
             Entry("commit", str(info.get("git_commit") or NOT_MEASURED)),
             Entry("experiment", str(info["fingerprint"])),
@@ -127,12 +145,49 @@ def _granted(experiment: Experiment, summary: RunSummary) -> Sequence[str]:
     return summary.ladder.top.granted if summary.ladder else sorted(experiment.threat.knows)
 
 
-def _extent(experiment: Experiment, summary: RunSummary, read: Mapping[Key, ReadShare]) -> Extent:
+def _without_folders(experiment: Experiment) -> Experiment:
+    """Returns an experiment whose paths are their last parts, as folders may name their owner."""
+
+    def shortened(value: JsonValue) -> JsonValue:
+        match value:
+            case str():
+                return re.sub(r"(^|[\s=:,\"'])[/~].*/", r"\1.../", value)
+            case list():
+                return [shortened(item) for item in value]
+            case dict():
+                return {key: shortened(item) for key, item in value.items()}
+        return value
+
+    return Experiment.model_validate(shortened(experiment.model_dump(mode="json")))
+
+
+def _devices(rows: Sequence[LeakageRow]) -> list[str]:
+    return sorted({row.device for row in rows if row.device is not None})
+
+
+def _extent(
+    experiment: Experiment,
+    summary: RunSummary,
+    rows: Sequence[LeakageRow],
+    read: Mapping[Key, ReadShare],
+) -> Extent:
     return Extent(
         attacked=len(read),
         sent=len(captures_made(experiment)),
+        unordered=unordered(rows, read),
         granted=_granted(experiment, summary),
         sees=experiment.sees,
+    )
+
+
+def unordered(rows: Iterable[LeakageRow], read: Mapping[Key, ReadShare]) -> int:
+    """Returns of how many updates more time may read the order of words that are known."""
+    late = {row.key for row in rows if row.diagnostics.get("time_up")}
+    proved = {row.key for row in rows if row.verified}
+    return sum(
+        (share.tokens or 0.0) >= WORDS_KNOWN and (share.exact or 0.0) < ORDER_UNKNOWN
+        for key, share in read.items()
+        if key in late - proved
     )
 
 
@@ -378,16 +433,24 @@ def _goodness(answer: TextAnswer) -> tuple[bool, bool, float, float]:
     return not answer.exact, not answer.proved, -silent, -(answer.tokens or 0.0)
 
 
-def _texts_note(rows: Sequence[LeakageRow], texts: Sequence[PrivateText], redact: bool) -> str:
+def _texts_note(
+    rows: Sequence[LeakageRow], texts: Sequence[PrivateText], model: LanguageModel, redact: bool
+) -> str:
     if redact:
         return "Private texts, and what was read of them, are left out of this report."
-    unlisted = sum(text_counts(rows).values()) - len(texts)
-    if not unlisted:
-        return ""
-    return (
-        f"{counted(unlisted, 'text')} not listed: no attack named a sequence for the update, or "
-        "the private data is gone."
-    )
+    notes = []
+    kept = model.decode(model.encode([WRITTEN])[0])
+    if texts and kept != WRITTEN:
+        notes.append(
+            "A private text is shown as the tokenizer gives its tokens back, and word for word "
+            f'means these: "{WRITTEN}" would be "{kept}".'
+        )
+    if unlisted := sum(text_counts(rows).values()) - len(texts):
+        notes.append(
+            f"{counted(unlisted, 'text')} not listed: no attack named a sequence for the update, "
+            "or the private data is gone."
+        )
+    return " ".join(notes)
 
 
 def _defenses(run: Run, experiment: Experiment, summary: RunSummary) -> list[Table]:
@@ -444,23 +507,26 @@ def _checks(run: Run) -> list[Finding]:
         ) from None
 
 
-def _privacy(experiment: Experiment, summary: RunSummary, ledger: Sequence[LedgerRow]) -> str:
+def _guaranteed(
+    experiment: Experiment, summary: RunSummary, ledger: Sequence[LedgerRow]
+) -> Guaranteed:
     held, aggregator = summary.privacy, experiment.aggregator
     if held is None:
-        return "No client has trained, so there is no ledger."
+        return Guaranteed(None, "No client has trained, so there is no ledger.")
+    rounds = counted(max(row.round for row in ledger), "round")
     if held.epsilon == NONE:
-        return (
-            f"Nothing is guaranteed to every client: there is no epsilon after "
-            f"{counted(max(row.round for row in ledger), 'round')}."
+        return Guaranteed(
+            None, f"Nothing is guaranteed to every client: there is no epsilon after {rounds}."
         )
-    trust = ""
-    if aggregator is not None and aggregator.trust is not None:
-        trust = f" Mind that {aggregator.trust}."
-    return (
+    sentence = (
         f"Every client has an epsilon of at most {figure(held.epsilon)} at delta "
-        f"{figure(held.delta)} after {counted(max(row.round for row in ledger), 'round')} (unit: "
-        f"{held.unit}; neighbouring: {held.neighbouring}; accountant: {held.accountant}).{trust}"
+        f"{figure(held.delta)} after {rounds} (unit: {held.unit}; neighbouring: "
+        f"{held.neighbouring}; accountant: {held.accountant})."
     )
+    if aggregator is None or aggregator.trust is None:
+        return Guaranteed(float(held.epsilon), sentence)
+    against = float(held.epsilon) if experiment.sees == "models" else None
+    return Guaranteed(against, f"{sentence} Mind that {aggregator.trust}.")
 
 
 def _membership(summary: MembershipSummary | None) -> Table | None:

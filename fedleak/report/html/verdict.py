@@ -1,13 +1,15 @@
-"""The verdict: three sentences that stand on figures. None of them calls a setting safe."""
+"""The verdict: sentences that stand on figures. None of them calls a setting safe."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fedleak.observation import GRANTABLE, Sight
 from fedleak.report.html.page import Level, Verdict
-from fedleak.report.html.wording import counted, listed, percent, share
+from fedleak.report.html.wording import counted, figure, listed, percent, share
 from fedleak.store.summaries import (
+    NEARLY,
     AttackSummary,
+    CanarySummary,
     CellSummary,
     Estimate,
     MembershipSummary,
@@ -26,6 +28,7 @@ class Figures:
         texts: Texts that `exact` is the mean of.
         clients: Of these texts.
         exact, recall: Shares, from 0 to 1.
+        nearly: Texts that were not read word for word, but nearly.
         rougeL: From 0 to 100.
         control_rougeL, control_recall: What the same answers score for other clients.
         warning: Why these are examples and no rates; None if they are rates.
@@ -35,6 +38,7 @@ class Figures:
     texts: int
     clients: int
     exact: Estimate | None
+    nearly: int
     rougeL: Estimate | None
     recall: Estimate | None
     control_rougeL: Estimate | None
@@ -58,6 +62,7 @@ def figures(worst: WorstCase | None, attacks: Mapping[str, AttackSummary]) -> Fi
             texts=worst.texts - worst.unattacked,
             clients=worst.clients,
             exact=worst.exact_match,
+            nearly=worst.nearly,
             rougeL=worst.rougeL,
             recall=worst.token_recall,
             control_rougeL=worst.control_rougeL,
@@ -73,6 +78,7 @@ def figures(worst: WorstCase | None, attacks: Mapping[str, AttackSummary]) -> Fi
         texts=of.sequences,
         clients=of.clients,
         exact=of.exact_match,
+        nearly=0,
         rougeL=of.rougeL,
         recall=of.token_recall,
         control_rougeL=of.control_rougeL,
@@ -109,29 +115,63 @@ class Extent:
 
     Attributes:
         attacked, sent: Updates that attacks were tried on, and that clients sent in all.
+        unordered: Updates whose words are known and whose order is not, where the time of an
+            attack was up and nothing is proved.
         granted: Facts that the attacker was told beyond the protocol.
         sees: What the attacker sees.
     """
 
     attacked: int
     sent: int
+    unordered: int
     granted: Sequence[str]
     sees: Sight
 
 
-def run_verdict(summary: RunSummary, extent: Extent) -> Verdict:
+@dataclass(frozen=True)
+class Guaranteed:
+    """What holds against every attack, also those that nobody has tried.
+
+    Attributes:
+        epsilon: That holds against the attacker of this run; None: none does.
+        sentence: What holds for whom.
+    """
+
+    epsilon: float | None
+    sentence: str
+
+
+HEADLINES: Mapping[Level, str] = {
+    Level.READ: "Private texts were read",
+    Level.PARTLY: "No text was read word for word in this test",
+    Level.UNKNOWN: "What can be read was not measured",
+}
+
+
+def run_verdict(summary: RunSummary, extent: Extent, guaranteed: Guaranteed) -> Verdict:
     """Returns the verdict on a run."""
     found = figures(summary.worst_case, summary.attacks)
     attacks, told = summary.attacks, _told_apart(summary.membership)
     level = _level(found, attacks)
+    level = Level.PARTLY if told and level == Level.UNKNOWN else level
     return Verdict(
-        Level.PARTLY if told and level == Level.UNKNOWN else level,
+        level,
+        HEADLINES[level] + _held(guaranteed.epsilon, summary.canary),
         (
-            _read(found, attacks, extent) + _untold(summary) + told,
-            _sure(found, attacks, extent),
+            _read(found, attacks, extent),
+            guaranteed.sentence,
+            f"{_unordered(extent)}{_untold(summary)}{told}{_sure(found, attacks, extent)}",
             _unmeasured(summary, extent),
         ),
     )
+
+
+def _held(epsilon: float | None, canary: CanarySummary | None) -> str:
+    if epsilon is None:
+        return ""
+    if canary is not None and canary.alarms:
+        return f"; canaries contradict the epsilon of {figure(epsilon)}"
+    return f"; an epsilon of {figure(epsilon)} holds"
 
 
 def _level(found: Figures | None, attacks: Mapping[str, AttackSummary]) -> Level:
@@ -152,21 +192,31 @@ def _read(found: Figures | None, attacks: Mapping[str, AttackSummary], extent: E
         if any(of.unscored for of in attacks.values()):
             why = f"attacks gave answers for {updates}, but what clients trained on is not here"
         return f"How much {who[0].lower()}{who[1:]} could read was not measured: {why}."
-    tokens = ""
+    tokens = "parts of the private texts"
     if found.recall is not None:
-        tokens = f"{percent(found.recall.mean)} of their distinct words and word parts"
+        amount = "all" if found.recall.mean == 1 else percent(found.recall.mean)
+        tokens = f"{amount} of the distinct words and word parts of the private texts"
         if found.control_recall is not None:
             tokens += f" (an answer for another client has {percent(found.control_recall.mean)})"
     if found.exact is None:
-        return f"{who} could read {tokens or 'parts'} of the private texts out of {updates}."
-    texts = counted(found.texts, "private text")
-    if found.exact_texts:
-        return (
-            f"{who} could read {found.exact_texts:,} of {texts} word for word out of {updates}, "
-            f"by {found.by}."
-        )
-    parts = f", but {tokens}" if tokens else ""
-    return f"{who} could read none of {texts} word for word out of {updates}{parts}."
+        return f"{who} could read {tokens} out of {updates}."
+    exact = f"{found.exact_texts:,}" if found.exact_texts else "none"
+    nearly = f", and {found.nearly:,} nearly (ROUGE-L of {NEARLY:g} or more)" * bool(found.nearly)
+    by = f", by {found.by}" if found.exact_texts else ""
+    return (
+        f"{who} could read {exact} of {counted(found.texts, 'private text')} word for word{nearly} "
+        f"out of {updates}{by}. It could find {tokens}."
+    )
+
+
+def _unordered(extent: Extent) -> str:
+    """Returns where more time may tell more, with a space after it; or nothing."""
+    if not extent.unordered:
+        return ""
+    return (
+        f"Of {counted(extent.unordered, SEEN[extent.sees][0])} the words are known, their order is "
+        "not, and an attack's time was up: more time may read it. "
+    )
 
 
 def _untold(summary: RunSummary) -> str:
@@ -174,7 +224,10 @@ def _untold(summary: RunSummary) -> str:
     rungs = summary.ladder.rungs if summary.ladder else ()
     if len(rungs) < 2 or (found := figures(rungs[0].worst_case, {})) is None or not found.exact:
         return ""
-    return f" Told nothing more than the protocol tells, it could read {found.exact_texts:,}."
+    return (
+        f"Told nothing more than the protocol tells, it could read {found.exact_texts:,} word for "
+        "word. "
+    )
 
 
 def _told_apart(membership: MembershipSummary | None) -> str:
@@ -189,9 +242,9 @@ def _told_apart(membership: MembershipSummary | None) -> str:
         return ""
     p, area, surest = min(clear, key=lambda each: each[:2])
     return (
-        f" It could tell which of the texts that it has already were in an update: by the score "
+        f"It could tell which of the texts that it has already were in an update: by the score "
         f"{surest.score} of {surest.attack} one that was in ranks above one that was not in "
-        f"{percent(-area)} of the pairs (p = {p:.1g} for chance, over all scores)."
+        f"{percent(-area)} of the pairs (p = {p:.1g} for chance, over all scores). "
     )
 
 
@@ -266,7 +319,7 @@ def sweep_verdict(collected: SweepSummary) -> Verdict:
     if not answered:
         first = f"How much an attacker could read was not measured in any of {cells}."
         second = "Where no attack has an answer, nothing is known."
-        return Verdict(Level.UNKNOWN, (first, second, _of_sweep(without)))
+        return Verdict(Level.UNKNOWN, HEADLINES[Level.UNKNOWN], (first, second, _of_sweep(without)))
     exact = [(cell, found) for cell, found in answered if found.exact_texts]
     if exact:
         cell, found = max(exact, key=lambda each: each[1].exact.mean if each[1].exact else 0.0)
@@ -291,7 +344,8 @@ def sweep_verdict(collected: SweepSummary) -> Verdict:
             )
     if any(found.warning for _, found in answered):
         second = f"{second[:-1]}; cells with few texts or clients are examples and not rates."
-    return Verdict(Level.READ if exact else Level.PARTLY, (first, second, _of_sweep(without)))
+    level = Level.READ if exact else Level.PARTLY
+    return Verdict(level, HEADLINES[level], (first, second, _of_sweep(without)))
 
 
 def _of_sweep(without: int) -> str:
