@@ -11,17 +11,19 @@ from tiny import call, tables
 
 from clients import client_context
 from fedleak import preparation, privacy
-from fedleak.audit import defense_checks, ledger, scoring
+from fedleak.audit import canaries, defense_checks, ledger, scoring
 from fedleak.config.loading import parse
 from fedleak.defenses.dp_sgd import DpSgd
 from fedleak.defenses.local_dp import LocalDp
 from fedleak.errors import ConfigError
+from fedleak.observation import ClientUpdate, UpdateKind
 from fedleak.rng import stream
-from fedleak.store.records import CANARIES
+from fedleak.store.records import CANARIES, CanaryRow, LedgerRow
 from fedleak.store.run import EVERYONE, Key, Run
 from fedleak.store.summaries import SUMMARY
 from fedleak.training import private_steps
 from fedleak.training.private_steps import ClippedSum
+from fedleak.truth import GroundTruth
 from server.engines import train
 
 MODEL = {"name": "smaller than builtin/bert-tiny: `folder`"}
@@ -83,6 +85,54 @@ def split(run):
 
 
 # --- what is right ------------------------------------------------------------------------------
+
+
+def scored_row(client, round=1, witnesses=()):
+    return CanaryRow(
+        round=round,
+        client=client,
+        slot=0,
+        audited_copy=False,
+        whole=False,
+        rate=None,
+        steps=1,
+        uses=1,
+        numbers=100,
+        noise_share=1.0,
+        inside=(True, False),
+        scores=(1.0, 0.0),
+        witnesses=tuple(witnesses),
+    )
+
+
+def test_all_alarms_together_are_as_seldom_as_they_say(monkeypatch):
+    shares = []
+    monkeypatch.setattr(canaries, "_contradiction", lambda cell, alpha, delta: shares.append(alpha))
+    canaries.summarised(experiment_of(DP_SGD), [scored_row(client) for client in range(3)], [])
+    kinds = 3  # of bounds, each of which may be wrong in each cell
+    assert len(shares) == 4  # three clients, and all together
+    assert kinds * sum(shares) == pytest.approx(canaries.ALARM * kinds / (kinds + 1))
+
+
+def test_witnesses_that_agree_by_chance_are_no_alarm():
+    spent = LedgerRow.nothing_guaranteed(Key(1, 0)).model_copy(update={"epsilon": 1.0})
+    first = torch.zeros(16)
+    first[0] = 4.0
+
+    def alarms(deviations):
+        second = torch.zeros(16)
+        second[0] = deviations
+        rows = [scored_row(0, 1, first.tolist()), scored_row(0, 2, second.tolist())]
+        return canaries._reused_noise([canaries.Tally(0, tuple(rows), spent)], sums=False)
+
+    assert not alarms(3.4)  # p = 0.0007: between the alarms of all tests, and the share of this one
+    assert alarms(3.8)  # p = 0.00014
+
+
+def test_the_share_of_noise_is_that_of_squares():
+    update = ClientUpdate(UpdateKind.GRADIENT, {"a": torch.full((4,), 2.0)}, 1)
+    truth = GroundTruth(round=1, client=0, sequences=(), labels=(), batch_size=1, noise_scale=0.5)
+    assert canaries._noise_share(update, truth) == pytest.approx(4 * 0.5**2 / (4 * 2.0**2))
 
 
 def test_scores_are_what_the_noise_makes_them_and_bounds_stay_below_the_ledger(tmp_path):

@@ -302,6 +302,18 @@ def test_those_found_are_above_all_but_a_share_of_the_others(accused):
     assert membership.found_where(members, controls[: enough - 1], accused) is None
 
 
+def test_several_scores_share_the_error_of_p_and_of_the_bounds():
+    rng = np.random.default_rng(5)
+    inside = [True, False] * 8
+    rows = [row(c, inside, rng.normal(size=16) + 3.0 * np.array(inside)) for c in range(8)]
+    (alone,) = membership.summarised(experiment_of(), rows).figures
+    twice = [one.model_copy(update={"scores": one.scores | {"t": one.scores["s"]}}) for one in rows]
+    for shared in membership.summarised(experiment_of(), twice).figures:
+        assert 0 < alone.p < 0.5
+        assert shared.p == pytest.approx(2 * alone.p)
+        assert 0 < shared.epsilon < alone.epsilon
+
+
 def test_a_text_has_the_same_number_and_partner_in_every_round():
     held_out = KeptTexts(sequences=ids(100, 40))
     truths = {Key(round, 0): replace(truth_of(ids(10, 4)), round=round) for round in (1, 2)}

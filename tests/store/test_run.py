@@ -245,6 +245,15 @@ def test_lines_that_belong_together_are_all_there_or_none(rows, sizes, where):
     assert len(path.read_bytes().splitlines()) == len(kept) + 1
 
 
+def test_a_group_that_was_cut_after_a_whole_line_does_not_count(rows):
+    path = rows.path / "some.jsonl"
+    path.unlink(missing_ok=True)
+    rows.append(SOME, {"a": 1}, {"b": 2})
+    path.write_bytes(path.read_bytes().splitlines(keepends=True)[0])
+    rows.append(SOME, {"after": 1})
+    assert rows.rows(SOME) == [{"after": 1}]
+
+
 def test_lines_that_belong_together_are_one_write(rows, monkeypatch):
     sizes, sync = [], os.fsync
     path = rows.path / "some.jsonl"

@@ -294,6 +294,18 @@ def test_adam_of_the_server_is_the_optimiser_of_torch_on_the_mean(kind):
     assert moments.keys() == {f"{part}.{n}" for part in ("first", "second", "steps") for n in "ab"}
 
 
+def test_adam_of_the_server_takes_the_mean_over_those_that_sent_a_parameter():
+    """Both gradients are of the size of Adam's epsilon, so that the first step shows their size."""
+    total = WeightedSum(lambda name: torch.float32)
+    small = torch.full((3,), 1e-8)
+    total.add_(ClientUpdate(UpdateKind.GRADIENT, {"all": small}, 3))
+    total.add_(ClientUpdate(UpdateKind.GRADIENT, {"all": small, "last": small}, 1))
+    before = {name: torch.zeros(3) for name in ("all", "last")}
+    after, _ = aggregate(before, total, ServerOptimiser("adam", 1.0), {})
+    torch.testing.assert_close(after["last"], torch.full((3,), -0.5))
+    assert_same((after,), ({"all": after["last"], "last": after["last"]},))
+
+
 def test_adam_of_the_server_keeps_the_precision_of_the_weights():
     """In half precision its epsilon, and the squares of small numbers, would be zero."""
     total = WeightedSum(lambda name: torch.bfloat16)
