@@ -57,7 +57,7 @@ def finished(run: Run, experiment: Experiment) -> bool:
         return False
     # Scores from before the end of the run, by `fedleak score`, are not those of all of it.
     done = summary.status == run.info()["status"] == "finished"
-    if wants_control(experiment) and summary.control is None:
+    if wants_control(experiment) and summary.positive_control is None:
         return False
     return done and wanted <= answered(answers, experiment)
 
@@ -135,8 +135,24 @@ def attack_copies(
     if (copies := positive_control.make_copies(run, experiment)) is not None:
         control = positive_control.control_of(run)
         with control.lock():
-            attack_captures(control, copies, no_more=lambda: True, report=report, on=on)
+            attack_captures(
+                control,
+                copies,
+                no_more=lambda: True,
+                report=lambda progress: report(_of_copies(progress)),
+                on=on,
+            )
         control.update_info(status="finished")
+
+
+def _of_copies(progress: RunProgress) -> RunProgress:
+    """Says of each attack that it is on a copy: the update itself has the same round and client."""
+    return progress._replace(
+        under_way=tuple(
+            doing._replace(attack=f"copy: {doing.attack}") for doing in progress.under_way
+        ),
+        finished=tuple(done._replace(attack=f"copy: {done.attack}") for done in progress.finished),
+    )
 
 
 @contextmanager

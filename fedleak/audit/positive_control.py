@@ -28,7 +28,7 @@ from fedleak.observation import QUESTIONS, Knowledge
 from fedleak.rng import stream
 from fedleak.store.records import Answer, LeakageRow, text_counts
 from fedleak.store.run import Capture, Key, Run
-from fedleak.store.summaries import ControlReading, ControlSummary
+from fedleak.store.summaries import CopiesRead, PositiveControl
 from fedleak.training.local import local_update_
 from fedleak.truth import GroundTruth
 from fedleak.versions import versions
@@ -183,13 +183,13 @@ def check_copies(run: Run, experiment: Experiment) -> None:
     if stored(control).fingerprint != undefended(experiment, []).fingerprint or not same:
         raise FedleakError(
             f"{str(control.path)!r} holds no copies of this run's batches: delete it, and "
-            f"`fedleak attack {run.path} --control` makes them"
+            f"`fedleak attack {run.path} --positive-control` makes them"
         )
 
 
 def summarised(
     rows: Iterable[LeakageRow], answers: Iterable[Answer], of_run: Iterable[Answer]
-) -> ControlSummary | None:
+) -> PositiveControl | None:
     """Sums up what attacks read of undefended copies; None where none was attacked.
 
     What speaks for a run is an attack with answers for the run's own updates, too: with the same
@@ -209,7 +209,7 @@ def summarised(
     texts = sum(text_counts(rows).values())
     if not texts:
         return None
-    return ControlSummary(
+    return PositiveControl(
         copies=len({row.key for row in rows}),
         texts=texts,
         together=_reading(rows, texts),
@@ -222,7 +222,7 @@ def _try(answer: Answer) -> tuple[str, str, tuple[str, ...]]:
     return answer.attack, json.dumps(answer.settings, sort_keys=True), tuple(sorted(answer.granted))
 
 
-def _reading(rows: Sequence[LeakageRow], texts: int) -> ControlReading:
+def _reading(rows: Sequence[LeakageRow], texts: int) -> CopiesRead:
     """Returns the best that rows have of each of so many texts; what they do not have is 0."""
     means = {name: sum(best(rows, name).values()) / texts for name in FIGURES}
-    return ControlReading(read=len({row.key for row in rows if row.exact_match}), **means)
+    return CopiesRead(read=len({row.key for row in rows if row.exact_match}), **means)

@@ -46,7 +46,7 @@ from fedleak.store.records import (
 )
 from fedleak.store.run import EVERYONE, Key, Run
 from fedleak.store.shards import read_answers, salvage_answers
-from fedleak.store.summaries import SUMMARY, ControlSummary, RunSummary
+from fedleak.store.summaries import SUMMARY, PositiveControl, RunSummary
 from fedleak.truth import GroundTruth
 
 GUESSES = 10
@@ -348,18 +348,18 @@ def score(run: Run, recorded: Recorded, asked: Iterable[str] | None = None) -> R
         ),
     )
     finished = {name: place for place, name in enumerate(answers)}
-    control = _control(run, experiment, recorded.answers, gaps)
-    summary = summarise(run, experiment, gaps, rows, finished, recorded.utility, control)
+    copies = _copies(run, experiment, recorded.answers, gaps)
+    summary = summarise(run, experiment, gaps, rows, finished, recorded.utility, copies)
     return RunScores(scored, rows, summary)
 
 
-def _control(
+def _copies(
     run: Run, experiment: Experiment, answers: Iterable[Answer], gaps: Gaps
-) -> ControlSummary | None:
+) -> PositiveControl | None:
     """Scores the positive control; None where there is none, or one that is not finished."""
     control = positive_control.control_of(run)
     if run.info().get("purged"):
-        return run.read(SUMMARY).control
+        return run.read(SUMMARY).positive_control
     try:
         if not control.exists() or control.info()["status"] != "finished":
             return None

@@ -22,8 +22,8 @@ from fedleak.store.summaries import (
     AttackSummary,
     Baseline,
     Circumstances,
-    ControlSummary,
     Estimate,
+    PositiveControl,
     RankBudget,
     RunSummary,
 )
@@ -36,7 +36,7 @@ def summarise(
     rows: ScoredRows,
     finished: Mapping[tuple[Key, str], int],
     utility: Sequence[Utility],
-    control: ControlSummary | None,
+    positive_control: PositiveControl | None,
 ) -> RunSummary:
     """Returns the figures of a run.
 
@@ -47,7 +47,7 @@ def summarise(
         rows: Of all files that scoring writes.
         finished: The place of each answer in the order in which they came.
         utility: Of the model, round by round.
-        control: The positive control; None: there is none.
+        positive_control: What attacks read of undefended copies; None: there are none.
     """
     leakage = rows.leakage
     attacks = {
@@ -79,7 +79,7 @@ def summarise(
         privacy=guarantee(rows.ledger),
         canary=canaries.summarised(experiment, rows.canary, rows.ledger),
         membership=membership.summarised(experiment, rows.members),
-        control=control,
+        positive_control=positive_control,
         utility_before=utility[0] if utility and utility[0].round == 0 else None,
         utility=utility[-1] if utility else None,
         held_out=held_out,

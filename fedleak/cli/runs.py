@@ -65,8 +65,9 @@ def attack(
         typer.Option(metavar="I/N", help="Do one of N shares, such as 2/4, and do not score."),
     ] = None,
     retry: Annotated[bool, typer.Option("--retry", help="Try failed attacks again.")] = False,
-    control: Annotated[
-        bool, typer.Option("--control", help="Also attack undefended copies of some batches.")
+    positive_control: Annotated[
+        bool,
+        typer.Option("--positive-control", help="Also attack undefended copies of some batches."),
     ] = False,
     texts: Texts = False,
 ) -> None:
@@ -80,8 +81,8 @@ def attack(
     With `--shard I/N` several machines share the work, each with another I. `fedleak score RUN`
     scores all of it, and says what is missing.
 
-    With `--control`, or a [gate] that limits what is read, undefended copies of some batches are
-    attacked, too: an attack that cannot read them shows nothing by reading little.
+    With `--positive-control`, or a [gate] that limits what is read, undefended copies of some
+    batches are attacked, too: an attack that cannot read them shows nothing by reading little.
     """
     from fedleak import pipeline
     from fedleak.audit import scoring
@@ -127,7 +128,7 @@ def attack(
                 drop_failures(control_of(at))
             with progress(console) as show:
                 attack_captures(at, experiment, no_more=lambda: True, report=show)
-                if control or pipeline.wants_control(experiment):
+                if positive_control or pipeline.wants_control(experiment):
                     pipeline.attack_copies(at, experiment, show)
             scored = scoring.score_run(at, [each.name for each in experiment.attacks])
         tables.print_run(at, scored, console, texts=texts)

@@ -238,7 +238,7 @@ def positive_control(summary: RunSummary) -> list[str]:
 
     They are text, not markup, as others wrote it.
     """
-    if (control := summary.control) is None:
+    if (control := summary.positive_control) is None:
         return []
     return [
         f"positive control: {control.copies} batches without any defense ({control.texts} texts)",

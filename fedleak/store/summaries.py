@@ -331,7 +331,7 @@ class MembershipSummary(Record):
         return next((each for each in self.figures if each.attack == attack), None)
 
 
-class ControlReading(Record):
+class CopiesRead(Record):
     """What was read of undefended copies: of each text the best, and 0 where there is no answer.
 
     Attributes:
@@ -346,8 +346,8 @@ class ControlReading(Record):
     token_recall: float
 
 
-class ControlSummary(Record):
-    """The positive control: what the attacks of a run read of undefended copies of its batches.
+class PositiveControl(Record):
+    """What the attacks of a run read of undefended copies of some of its batches.
 
     Attributes:
         copies, texts: That were attacked.
@@ -357,8 +357,8 @@ class ControlSummary(Record):
 
     copies: int
     texts: int
-    together: ControlReading
-    attacks: dict[str, ControlReading]
+    together: CopiesRead
+    attacks: dict[str, CopiesRead]
 
 
 class Circumstances(Record):
@@ -406,7 +406,7 @@ class RunSummary(Record):
         privacy: The guarantee; None before anybody has trained.
         canary: What canaries measured of it; None: there are none.
         membership: How well texts that were in updates are told from others; None: nobody asked.
-        control: The positive control; None: there is none.
+        positive_control: What attacks read of undefended copies; None: there are none.
         utility_before, utility: Of the model before training, and now, if measured.
         held_out: Texts that it is measured on.
         utility_reference: Of the central baseline, if it was asked for.
@@ -428,7 +428,7 @@ class RunSummary(Record):
     privacy: Guarantee | None
     canary: CanarySummary | None = None
     membership: MembershipSummary | None = None
-    control: ControlSummary | None = None
+    positive_control: PositiveControl | None = None
     utility_before: Utility | None
     utility: Utility | None
     held_out: int

@@ -67,11 +67,11 @@ def run(
 
 def rescored(run: Run) -> Any:
     status, _, errors = call("score", str(run.path))
-    return run.read(SUMMARY).control, status, errors
+    return run.read(SUMMARY).positive_control, status, errors
 
 
 def test_it_tells_attacks_that_can_read_from_those_that_cannot(run: Run) -> None:
-    control = run.read(SUMMARY).control
+    control = run.read(SUMMARY).positive_control
     assert (control.copies, control.texts) == (COPIES, 2 * COPIES)
     assert (control.attacks["keyspan"].read, control.attacks["keyspan"].exact) == (COPIES, 1.0)
     assert control.attacks["dlg"].read == 0
@@ -116,14 +116,14 @@ def test_a_copy_is_the_plain_gradient_of_the_clients_first_texts(run: Run) -> No
 
 
 def test_it_is_made_where_the_gate_limits_what_is_read_or_somebody_asks(run: Run) -> None:
-    made = run.read(SUMMARY).control
+    made = run.read(SUMMARY).positive_control
     shutil.rmtree(control_of(run).path)
     run.update_info(experiment=run.info()["experiment"] | {"gate": {"epsilon": 8.0}})
     assert rescored(run)[0] is None
     assert call("attack", str(run.path))[0] == 0
-    assert run.read(SUMMARY).control is None
-    assert call("attack", str(run.path), "--control")[0] == 0
-    assert run.read(SUMMARY).control == made
+    assert run.read(SUMMARY).positive_control is None
+    assert call("attack", str(run.path), "--positive-control")[0] == 0
+    assert run.read(SUMMARY).positive_control == made
 
 
 @pytest.mark.parametrize(
@@ -144,14 +144,14 @@ def test_a_run_is_its_own_where_nothing_protects_updates(protected: dict[str, An
 
 
 def test_what_is_missing_is_made_again(run: Run) -> None:
-    control, before = control_of(run), run.read(SUMMARY).control
+    control, before = control_of(run), run.read(SUMMARY).positive_control
     lost = control.captures()[1]
     (control.path / "captures" / f"{lost}.safetensors").unlink()
     (control.path / "reconstructions.jsonl").unlink()
     control.update_info(status="running")
     assert rescored(run)[0] is None
     assert call("run", "small.toml")[0] == 0
-    assert run.read(SUMMARY).control == before
+    assert run.read(SUMMARY).positive_control == before
 
 
 def test_an_attack_on_copies_alone_does_not_count(run: Run) -> None:
@@ -172,10 +172,10 @@ def test_copies_of_other_batches_do_not_count(run: Run) -> None:
 
 
 def test_purge_deletes_the_copies_and_keeps_the_figures(run: Run) -> None:
-    before = run.read(SUMMARY).control
+    before = run.read(SUMMARY).positive_control
     assert call("purge", str(run.path))[0] == 0
     assert not control_of(run).path.exists()
-    assert run.read(SUMMARY).control == before
+    assert run.read(SUMMARY).positive_control == before
 
 
 def test_without_a_vault_there_is_none(run: Run) -> None:
