@@ -254,6 +254,7 @@ def test_score_and_report_show_it_and_say_what_it_assumes(attacked, tmp_path):
 
 def row(client, inside, scores, round=1, texts=None):
     """A row whose pairs are neighbours in the list, and whose texts no other row has."""
+    inside = tuple(inside)
     pairs = tuple((i, i + 1) if inside[i] else (i + 1, i) for i in range(0, len(inside), 2))
     own = range(1000 * client + 100 * round, 1000 * client + 100 * round + len(inside))
     return MembershipRow(
@@ -261,7 +262,7 @@ def row(client, inside, scores, round=1, texts=None):
         client=client,
         attack="membership",
         texts=tuple(own if texts is None else texts),
-        inside=tuple(inside),
+        inside=inside,
         pairs=pairs,
         scores={"s": tuple(scores)},
     )
@@ -304,8 +305,11 @@ def test_those_found_are_above_all_but_a_share_of_the_others(accused):
 
 def test_several_scores_share_the_error_of_p_and_of_the_bounds():
     rng = np.random.default_rng(5)
-    inside = [True, False] * 8
-    rows = [row(c, inside, rng.normal(size=16) + 3.0 * np.array(inside)) for c in range(8)]
+    insides = [[x for coin in rng.integers(0, 2, 8) for x in (coin, not coin)] for _ in range(8)]
+    rows = [
+        row(client, map(bool, inside), rng.normal(size=16) + 2.0 * np.array(inside))
+        for client, inside in enumerate(insides)
+    ]
     (alone,) = membership.summarised(experiment_of(), rows).figures
     twice = [one.model_copy(update={"scores": one.scores | {"t": one.scores["s"]}}) for one in rows]
     for shared in membership.summarised(experiment_of(), twice).figures:
