@@ -11,6 +11,7 @@ Shapes: B sequences, T tokens, C classes, U logits of all sequences; X: all numb
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -159,37 +160,47 @@ def explain(
     beginnings are tried too: in a causal model one sequence may begin another. If time is up before
     all of them are tried, nothing is known.
     """
-    observed = as_gradient(seen)
-    groups = [list(sequences)]
-    if model.family.causal:
-        begun = {ids[:length] for ids in sequences for length in range(1, len(ids))}
-        # Of runs of one token that count alike, the shortest stands for all.
-        begun = {ids for ids in begun if len(ids) == 1 or not is_run(model, ids)}
-        groups.append([*sequences, *sorted(begun.difference(sequences))])
-    for group in groups:
-        names = _last_parameters(model, observed, 4 * len(group) * max(model.num_labels, 1))
-        found: list[Units] = []
-        for part in _parts(group):
-            if clock.up():
-                return []
-            found += units(model, part, names)
-        columns = [_flat(gradient) for unit in found for gradient in unit.gradients]
-        system_XU, target_X = torch.stack(columns, 1), _flat({n: observed[n] for n in names})
-        if len(columns) > len(target_X):
+    if members := _explained(model, sequences, (), seen, clock):
+        return members
+    if not model.family.causal:
+        return []
+    begun = {ids[:length] for ids in sequences for length in range(1, len(ids))}
+    # Of runs of one token that count alike, the shortest stands for all.
+    begun = {ids for ids in begun if len(ids) == 1 or not is_run(model, ids)}
+    return _explained(model, sequences, sorted(begun.difference(sequences)), seen, clock)
+
+
+def _explained(
+    model: LanguageModel,
+    sequences: Sequence[tuple[int, ...]],
+    begun: Sequence[tuple[int, ...]],
+    seen: Observation,
+    clock: Clock,
+) -> list[Member]:
+    """Returns the members among sequences, and beginnings of them, that explain the update."""
+    observed, every = as_gradient(seen), [*sequences, *begun]
+    names = _last_parameters(model, observed, 4 * len(every) * max(model.num_labels, 1))
+    found: list[Units] = []
+    for part in _parts(every):
+        if clock.up():
             return []
-        kappa_U = torch.linalg.lstsq(system_XU, target_X[:, None]).solution[:, 0]
-        rest = (target_X - system_XU @ kappa_U).norm() / target_X.norm()
-        if rest < precision(seen):
-            each = kappa_U.split(len(columns) // len(found))
-            batch_size = seen.update.num_examples
-            members = [
-                member(model, unit, kappa_C, batch_size)
-                for unit, kappa_C in zip(found, each, strict=True)
-                # A beginning need not be in the batch.
-                if unit.ids in sequences or kappa_C.abs().max() * batch_size > WHOLE
-            ]
-            return [one for one in members if one is not None]
-    return []
+        found += units(model, part, names)
+    columns = [_flat(gradient) for unit in found for gradient in unit.gradients]
+    system_XU, target_X = torch.stack(columns, 1), _flat({n: observed[n] for n in names})
+    if len(columns) > len(target_X):
+        return []
+    kappa_U = torch.linalg.lstsq(system_XU, target_X[:, None]).solution[:, 0]
+    if not (target_X - system_XU @ kappa_U).norm() < precision(seen) * target_X.norm():
+        return []
+    each = kappa_U.split(len(columns) // len(found))
+    batch_size = seen.update.num_examples
+    members = [
+        member(model, unit, kappa_C, batch_size)
+        for unit, kappa_C in zip(found, each, strict=True)
+        # A beginning need not be in the batch.
+        if unit.ids in sequences or kappa_C.abs().max() * batch_size > WHOLE
+    ]
+    return [one for one in members if one is not None]
 
 
 def is_run(model: LanguageModel, ids: Sequence[int]) -> bool:
@@ -214,8 +225,9 @@ def _last_parameters(
 ) -> list[str]:
     """Returns shared parameters, from the end of the network, with at least so many numbers."""
     names: list[str] = []
+    null = model.family.null_parameters(observed)
     for name in reversed([name for name, _ in model.module.named_parameters()]):
-        if name in observed:
+        if name in observed and name not in null:
             names.append(name)
             numbers -= observed[name].numel()
             if numbers <= 0:
@@ -269,6 +281,38 @@ def verify(model: LanguageModel, members: Sequence[Member], seen: Observation) -
     # Of another number of repetitions a classifier's gradient would be the same.
     alike = model.task == CLASSIFICATION and any(is_run(model, one.ids) for one in members)
     return Verdict(by_ids, apart, apart < precision(seen) and not alike)
+
+
+def proves(model: LanguageModel, sequences: Sequence[tuple[int, ...]], seen: Observation) -> bool:
+    """Whether the recomputed gradient of exactly these sequences is the update.
+
+    Every claim of a proof is held against this, whoever makes it. Nothing is taken from the attack
+    but its tokens: labels follow from the update.
+
+    Args:
+        model: At the broadcast weights.
+        sequences: The batch, each sequence as often as it occurs, with or without the last target
+            of next-token training.
+        seen: The update.
+    """
+    if not is_linear(seen) or not 0 < len(sequences) == seen.update.num_examples:
+        return False
+    end = close(model, ())
+    inputs = [ids[: len(ids) - len(end)] if ids[-1:] == end else ids for ids in sequences]
+    # Where the inputs themselves end with what ends a text, the first reading takes too much.
+    return any(
+        _is_batch(model, batch, seen) for batch in dict.fromkeys((tuple(inputs), tuple(sequences)))
+    )
+
+
+def _is_batch(
+    model: LanguageModel, sequences: Sequence[tuple[int, ...]], seen: Observation
+) -> bool:
+    if not all(sequences):
+        return False
+    members = _explained(model, list(dict.fromkeys(sequences)), (), seen, Clock(None))
+    verdict = verify(model, members, seen)
+    return verdict.verified and verdict.repeats == Counter(sequences)
 
 
 def can_tell(model: LanguageModel, seen: Observation, tokens: int) -> bool:

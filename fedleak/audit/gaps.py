@@ -77,7 +77,20 @@ def find_gaps(
             f"({'; '.join([*reasons[:NAMED], *more])}): `fedleak attack {run.path} --retry` "
             "tries them again"
         )
-    elif answers and all(each.status in _NO_ANSWER for each in answers.values()):
+    rowed = {row.id: row for row in rows}
+    refuted = [
+        name
+        for name, answer in answers.items()
+        if answer.verified and name in rowed and not rowed[name].verified
+    ]
+    if refuted:
+        attacks = ", ".join(sorted({attack for _, attack in refuted}))
+        missing.append(
+            f"{len(refuted)} of {len(answers)} answers claim a proof of what the client did not "
+            f"train on (of {attacks}; for {_some(key for key, _ in refuted)}): they count as not "
+            "proved, and no other proof of the attack can be trusted"
+        )
+    if not failed and answers and all(each.status in _NO_ANSWER for each in answers.values()):
         notes.append(f"no attack gave an answer: all {len(answers)} abstained or are inadmissible")
     absent = {round: clients for round, clients in info.get("dropped_out", {}).items() if clients}
     if absent:

@@ -49,6 +49,9 @@ from fedleak.store.shards import read_answers, salvage_answers
 from fedleak.store.summaries import SUMMARY, PositiveControl, RunSummary
 from fedleak.truth import GroundTruth
 
+REFUTED = "it claims a proof of these texts, and they are not what the client trained on"
+"""The reason of a row whose answer is proved and not exact."""
+
 GUESSES = 10
 """Draws of held-out texts that the guess control is the mean of."""
 
@@ -515,7 +518,11 @@ def _row(
             name: Fact(found=value, true=true.get(name)) for name, value in answer.facts.items()
         },
     }
-    row = _unscored(answer).model_copy(update={"status": answer.status, **measured})
+    claimed = _unscored(answer)
+    # A proof is of all texts. Whatever it was worth, the truth is worth more.
+    if answer.verified and scores.exact_match != 1:
+        claimed = claimed.model_copy(update={"verified": False, "reason": REFUTED})
+    row = claimed.model_copy(update={"status": answer.status, **measured})
     return Scored(row, scores.pairs)
 
 

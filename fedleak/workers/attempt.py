@@ -1,13 +1,14 @@
 """One call of an attack, wherever the observations come from: what goes in, and what comes out.
 
-An attack may be anybody's, so what it returns is checked before it is believed.
+An attack may be anybody's, so what it returns is checked before it is believed: a claim of a proof
+is recomputed here.
 """
 
 from collections.abc import Sequence
 
 import torch
 
-from fedleak.attacks import Attack, AttackSetting, Batched, OnProgress
+from fedleak.attacks import Attack, AttackSetting, Batched, OnProgress, certificate
 from fedleak.finite import all_finite
 from fedleak.models import LanguageModel
 from fedleak.observation import Observation
@@ -76,13 +77,22 @@ def _answer(answer: object, seen: Observation, model: LanguageModel) -> Reconstr
     """Returns an attack's answer, or the failure that it is."""
     asked = seen.knowledge.candidates
     try:
-        return checked(
+        plain = checked(
             answer,
             vocabulary=int(model.module.config.vocab_size),  # type: ignore[union-attr,arg-type]
             longest=model.max_length,
             examples=seen.update.num_examples,
             listed=len(asked.listed) if asked else 0,
         )
+        if plain.verified and not certificate.proves(model, plain.sequences or (), seen):
+            raise InvalidAnswerError(
+                "it claims a proof, and the gradient of its sequences, recomputed, is not the "
+                "update"
+                if certificate.is_linear(seen)
+                else "it claims a proof, and nothing proves an update of several local steps, "
+                "dropout or another optimiser than plain SGD"
+            )
+        return plain
     except InvalidAnswerError as error:
         reason = one_line(f"the attack's answer is invalid: {error}")
         return Reconstruction.none(Status.FAILED, reason)

@@ -334,6 +334,32 @@ def test_only_the_right_batch_of_next_token_training_is_verified(small, observe,
         assert not certificate.verify(model, spoil(right), truth.seen).verified, spoil.__name__
 
 
+@pytest.mark.parametrize(("family", "task"), [*KINDS, ("gpt2", CAUSAL_LM), ("llama", CAUSAL_LM)])
+def test_a_claim_of_a_proof_stands_on_the_tokens_of_the_whole_batch_alone(
+    small, observe, family, task
+):
+    model = small(family, task, width=48)
+    truth = observe(model, (*TEXTS, TEXTS[0]))
+    right = [tuple(ids) for ids in truth.sequences]
+    assert certificate.proves(model, right[::-1], truth.seen)
+    if task == CAUSAL_LM:  # attacks on spans do not see the last target
+        assert certificate.proves(model, [ids[:-1] for ids in right], truth.seen)
+    first, *rest = right
+    wrong = {
+        "another token": [(first[0], first[1] + 1, *first[2:]), *rest],
+        "too few": rest,
+        "another one twice": [right[1], *rest],
+        "too many": [*right, first],
+        "none": [],
+        "an empty one": [(), *rest],
+    }
+    for what, sequences in wrong.items():
+        assert not certificate.proves(model, sequences, truth.seen), what
+    for blurred in ({"local_steps": 2}, {"dropout": True}, {"optimiser": "adam"}):
+        seen = replace(truth.seen, knowledge=Knowledge(learning_rate=0.1, **blurred))
+        assert not certificate.proves(model, right, seen), blurred
+
+
 @pytest.mark.parametrize(("family", "task"), KINDS)
 def test_a_part_of_an_update_is_verified_by_what_it_holds(small, observe, family, task):
     model = small(family, task, width=48)

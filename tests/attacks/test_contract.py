@@ -23,7 +23,15 @@ import pytest
 import torch
 
 from fedleak import attacks
-from fedleak.attacks import AttackSetting, Batched, OneByOne, Progress, Selective, read_by
+from fedleak.attacks import (
+    AttackSetting,
+    Batched,
+    OneByOne,
+    Progress,
+    Selective,
+    certificate,
+    read_by,
+)
 from fedleak.models import CAUSAL_LM, CLASSIFICATION
 from fedleak.observation import ClientUpdate, Knowledge, Observation, UpdateKind
 from fedleak.reconstruction import Reconstruction, Status
@@ -162,6 +170,7 @@ def run(attack, seen, model):
     assert all(margin is None or margin >= 0 for margin in answer.margins)
     if answer.verified:
         assert len(answer.sequences) == seen.update.num_examples
+        assert certificate.proves(model, answer.sequences, seen), "a worker would not believe it"
     assert all(1 <= len(one) <= model.max_length for one in answer.sequences or ())
     assert sorted(answer.evidence) == list(answer.evidence)
     assert list(answer.tokens or ()) == sorted(set(answer.tokens or ()))

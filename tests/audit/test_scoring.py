@@ -13,6 +13,7 @@ from rouge_score.rouge_scorer import RougeScorer
 
 from fedleak.attacks.analytic.probes import Probes
 from fedleak.audit import scoring
+from fedleak.audit.gaps import refuse_gaps
 from fedleak.audit.grants import knowledge
 from fedleak.audit.scoring import guess, score_run, score_sequences
 from fedleak.config.components import NamedAttack
@@ -590,6 +591,37 @@ def test_an_answer_without_truth_says_what_the_attack_says_and_no_score(make, se
     (missing,) = (each for each in summary.missing if "no truth" in each)
     assert missing.startswith("2 of 2 captures have no truth")
     assert "1 answers are unscored: `fedleak score" in missing
+
+
+def test_a_proof_of_what_the_client_did_not_train_on_is_none_and_the_results_are_wrong(
+    make, sequences
+):
+    truths = [truth_of(r, 0, sequences[:2]) for r in (1, 2, 3)]
+    answers = [
+        answer_of(1, 0, sequences[:2], verified=True),
+        answer_of(2, 0, sequences[1:3], verified=True),
+        answer_of(3, 0, tokens=sequences[0], verified=True),
+    ]
+    run = make(truths, answers)
+    rows = [one.row for one in score_run(run)]
+    assert [(row.verified, row.exact_match) for row in rows] == [
+        (True, 1.0),
+        (False, 0.5),
+        (False, None),
+    ]
+    assert [row.reason for row in rows] == ["", scoring.REFUTED, scoring.REFUTED]
+    summary = run.read(SUMMARY)
+    assert summary.attacks["dager"].verified == 1
+    assert shown(run)["batches proved"] == ["1 of 3"]
+    (wrong,) = (each for each in summary.wrong if "claim a proof" in each)
+    assert "2 of 3 answers claim a proof of what the client did not train on" in wrong
+    assert "of dager; for r0002-c00, r0003-c00" in wrong
+    with pytest.raises(FedleakError, match="claim a proof"):
+        refuse_gaps(run)
+    # Without the truth what was seen with it stays.
+    (run.path / "vault" / "r0002-c00.json").unlink()
+    assert [one.row.verified for one in score_run(run)] == [True, False, False]
+    assert any("2 of 3 answers claim a proof" in each for each in run.read(SUMMARY).wrong)
 
 
 def test_a_truth_that_comes_later_scores_what_was_unscored(make, sequences):

@@ -80,6 +80,10 @@ ANSWERS = {
     ),
     "a library": lambda: Reconstruction(status=RECOVERED, diagnostics={"text": "x" * 10_000_001}),
     "a reason of bytes": lambda: Reconstruction(status=Status.ABSTAINED, reason=b"why"),
+    "a proof of made-up tokens": lambda: Reconstruction(
+        status=RECOVERED, sequences=((2, 40, 41, 3),) * 2, evidence=(0.0,) * 2, verified=True
+    ),
+    "a proof of no sequence": lambda: Reconstruction(status=RECOVERED, tokens=(5,), verified=True),
     "a proof of text": lambda: Reconstruction(status=RECOVERED, tokens=(5,), verified="yes"),
 }
 

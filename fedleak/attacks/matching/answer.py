@@ -8,20 +8,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fedleak.attacks.certificate import (
-    Member,
-    as_gradient,
-    can_tell,
-    difference,
-    is_linear,
-    precision,
-)
-from fedleak.attacks.matching.batch_structure import Shape, frame
+from fedleak.attacks.certificate import proves
 from fedleak.attacks.matching.objective import Objective
 from fedleak.attacks.matching.optimizer import Found
 from fedleak.attacks.matching.victims import Victim
-from fedleak.models import CLASSIFICATION, LanguageModel
-from fedleak.observation import Observation
+from fedleak.models import LanguageModel
 from fedleak.reconstruction import Reconstruction, Status
 
 _CHANCE = 0.5
@@ -50,7 +41,6 @@ def by_chance(objective: Objective, victims: int) -> list[Found]:
 def answer(
     victim: Victim,
     model: LanguageModel,
-    shape: Shape,
     sequences: Sequence[tuple[int, ...]],
     *,
     apart: float,
@@ -61,8 +51,7 @@ def answer(
     Args:
         victim: The victim.
         model: The model that it trained.
-        shape: The shape of the batch found.
-        sequences: Its tokens.
+        sequences: The tokens found.
         apart: The distance of their gradient to the observed one.
         chance: The distance that random tokens have.
     """
@@ -82,23 +71,5 @@ def answer(
             "candidates": {"shapes": len(victim.shapes.each)}
             | ({} if victim.bag_M is None else {"tokens": len(victim.bag_M)}),
         },
-        verified=is_linear(seen) and _proved(model, shape, sequences, seen),
+        verified=proves(model, sequences, seen),
     )
-
-
-def _proved(
-    model: LanguageModel, shape: Shape, sequences: Sequence[tuple[int, ...]], seen: Observation
-) -> bool:
-    """Whether the gradient of these sequences is the observed one."""
-    members = []
-    for b, ids in enumerate(sequences):
-        if model.task == CLASSIFICATION:
-            counts = tuple(int(label == shape.labels[b]) for label in range(model.num_labels))
-            members.append(Member(ids, 1 / len(sequences), counts))
-        else:
-            # `difference` puts the end back.
-            members.append(Member(ids[: len(ids) - len(frame(model).last)], 0.0, None))
-    observed = as_gradient(seen)
-    if not can_tell(model, seen, sum(map(len, sequences))):
-        return False
-    return difference(model, members, [1] * len(members), observed) < precision(seen)

@@ -233,7 +233,6 @@ class GradientMatching(ABC):
             said = answer(
                 victim,
                 model,
-                of_row[best.row_index][1],
                 sequences,
                 apart=float(apart),
                 chance=float(chance),

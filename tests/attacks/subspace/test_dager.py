@@ -60,6 +60,7 @@ def answer_of(model, seen, attack=None):
         assert answer.tokens == tuple(sorted({t for one in answer.sequences for t in one}))
     if answer.verified:
         assert len(answer.sequences) == seen.update.num_examples
+        assert certificate.proves(model, answer.sequences, seen), "a worker would not believe it"
     return answer
 
 

@@ -54,6 +54,7 @@ def answer_of(model, seen, attack=None):
     assert len(answer.evidence) == len(answer.margins) == len(answer.sequences or ())
     if answer.verified:
         assert len(answer.sequences) == seen.update.num_examples
+        assert certificate.proves(model, answer.sequences, seen), "a worker would not believe it"
     return answer
 
 
