@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fedleak.errors import FedleakError
+from fedleak.errors import ConfigError, FedleakError, unknown
 
 COMPLETED = "finished:completed"
 POLL_SECONDS = 5.0
@@ -56,14 +56,25 @@ def follow(
         patience: Seconds in which the SuperLink may be out of reach, as when it starts again.
 
     Raises:
-        FedleakError: There is no such run, or the SuperLink does not answer.
+        ConfigError: The patience is no number of seconds, or there is no such connection or run.
+        FedleakError: There is no run, or the SuperLink does not answer.
     """
+    if not patience >= 0:
+        raise ConfigError(f"--patience {patience}: give seconds, 0 or more")
     told: FlowerRun | None = None
     heard = time.monotonic()
     while True:
         try:
             found = newest(superlink, number)
         except SilentError as error:
+            if (connections := _connections()) and superlink not in connections:
+                name = unknown("connection", superlink, connections)
+                raise ConfigError(f"{name}: Flower's configuration names them") from error
+            if told is None and number is not None and _answers(superlink):
+                raise ConfigError(
+                    f"the SuperLink {superlink!r} has no run {number!r}: `flwr ls {superlink}` "
+                    "lists its runs"
+                ) from error
             if (problem := certificate_problem(superlink)) is not None:
                 raise FedleakError(
                     f"the certificate of the SuperLink {superlink!r} is refused ({problem}): give "
@@ -104,14 +115,32 @@ class SilentError(FedleakError):
     """A `flwr` command that failed, or gave no answer."""
 
 
+def _answers(superlink: str) -> bool:
+    """Returns whether a SuperLink lists its runs."""
+    try:
+        flwr("ls", superlink)
+    except SilentError:
+        return False
+    return True
+
+
+def _connections() -> dict[str, Any]:
+    """Returns the connections in Flower's configuration by name; none if it cannot be read."""
+    home = Path(os.environ.get("FLWR_HOME", "~/.flwr")).expanduser()
+    try:
+        tables = tomllib.loads((home / "config.toml").read_text())["superlink"]
+    except (OSError, ValueError, KeyError):
+        return {}
+    return {name: table for name, table in tables.items() if isinstance(table, dict)}
+
+
 def certificate_problem(superlink: str) -> str | None:
     """Returns why the certificate of a SuperLink is refused, which `flwr` does not say.
 
     None: it is not refused, or nobody answers.
     """
-    home = Path(os.environ.get("FLWR_HOME", "~/.flwr")).expanduser()
     try:
-        connection = tomllib.loads((home / "config.toml").read_text())["superlink"][superlink]
+        connection = _connections()[superlink]
         return tls_problem(connection["address"], Path(connection["root-certificates"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -12,6 +12,7 @@ from fedleak.config.about import About, TruthLine, load_truth
 from fedleak.config.components import LONGEST_NAME
 from fedleak.config.experiment import Experiment
 from fedleak.config.loading import parse
+from fedleak.config.tables import MOST_UPDATES
 from fedleak.errors import ConfigError, FedleakError
 from fedleak.logs import LOG
 from fedleak.models import CLASSIFICATION
@@ -23,9 +24,6 @@ from fedleak.store.tapped import MESSAGES, Tapped
 from fedleak.tapped_updates import Tap, Update, about_message, number, plain
 from fedleak.truth import GroundTruth
 from fedleak.versions import made_by, versions
-
-MOST_CLIENT = 1_000_000
-"""The largest number of a client."""
 
 NAMED = 3
 """Of many replies that were left out so many are named."""
@@ -80,13 +78,15 @@ def import_run(tapped: Tapped, about: About, out: Path) -> Imported:
     tap = Tap(tapped, messages, about)
     # Without tensors, which are read one update at a time.
     updates = list(tap.sums(left_out) if about.reply.payload == "sum" else tap.updates(left_out))
+    updates, clients = _clients(updates, about, left_out)
+    lines = [] if about.truth.file is None else load_truth(Path(about.truth.file))
+    updates = _counted_right(updates, clients, lines, about, left_out)
     if not updates:
         why = "; ".join(left_out[:NAMED]) or "no client has answered"
-        raise ConfigError(f"{str(tapped.path)!r} has no update that fits the model: {why}")
-    clients = _clients(updates, about)
+        raise ConfigError(f"{str(tapped.path)!r} has no update that can be attacked: {why}")
     experiment = _experiment(tap, out, updates, clients)
     checks.check_attacks(experiment, tap.model)
-    truths, remarks = _truths(tap, updates, clients)
+    truths, remarks = _truths(tap, updates, clients, lines)
     held_out = tap.held_out()
     run = _open(out, experiment, tap, clients)
     with run.lock():
@@ -106,7 +106,7 @@ def import_run(tapped: Tapped, about: About, out: Path) -> Imported:
     return Imported(
         run=run,
         updates=len(updates),
-        clients=len(clients),
+        clients=len({clients[node] for update in updates for node in update.nodes}),
         rounds=len({one.round for one in updates}),
         truths=len(truths),
         left_out=left_out,
@@ -114,34 +114,43 @@ def import_run(tapped: Tapped, about: About, out: Path) -> Imported:
     )
 
 
-def _clients(updates: Sequence[Update], about: About) -> dict[int, int]:
-    """Returns the client of each node.
+def _clients(
+    updates: Sequence[Update], about: About, left_out: list[str]
+) -> tuple[list[Update], dict[int, int]]:
+    """Returns the client of each node, and the updates whose node says it; notes the others.
 
     Raises:
-        ConfigError: Nodes do not say which client they are.
+        ConfigError: A sum is said to be of a client.
     """
-    nodes = sorted({node for one in updates for node in one.nodes})
     key = about.reply.client_key
     if key is None:
-        return {node: client for client, node in enumerate(nodes)}
+        nodes = sorted({node for update in updates for node in update.nodes})
+        return list(updates), {node: client for client, node in enumerate(nodes)}
     if about.reply.payload == "sum":
         raise ConfigError("reply.client_key: a sum is of no client: leave the key out")
-    found: dict[int, int] = {}
-    for one in updates:
-        said, node = number(one.message, key), one.nodes[0]
-        if not isinstance(said, int) or not 0 <= said <= MOST_CLIENT:
-            raise ConfigError(
-                f"reply.client_key = {key!r} is no number of a client in the reply of node {node}"
+    most = MOST_UPDATES // max((update.round for update in updates), default=1)
+    clients: dict[int, int] = {}
+    reasons: dict[int, str] = {}
+    for place, update in enumerate(updates):
+        client, (node,) = number(update.message, key), update.nodes
+        if not isinstance(client, int) or not 0 <= client < most:
+            reasons[place] = f"is no number of a client, from 0 to {most - 1:,}, in it"
+        elif clients.setdefault(node, client) != client:
+            reasons[place] = f"is {client} in it, and was {clients[node]} before"
+    numbers = Counter(clients.values())
+    for place, update in enumerate(updates):
+        client = clients.get(update.nodes[0], -1)
+        if numbers[client] > 1:  # who of them lies cannot be told
+            others = ", ".join(str(node) for node in clients if clients[node] == client)
+            reasons[place] = (
+                f"makes each of the nodes {others} client {client}: leave the key out, and nodes "
+                "are numbered"
             )
-        if found.setdefault(node, said) != said:
-            raise ConfigError(f"reply.client_key = {key!r}: node {node} is several clients")
-    if twice := [client for client, count in Counter(found.values()).items() if count > 1]:
-        both = [node for node, client in found.items() if client == twice[0]]
-        raise ConfigError(
-            f"reply.client_key = {key!r}: the nodes {both} are all client {twice[0]}: leave the "
-            "key out, and nodes are numbered"
-        )
-    return found
+    for place, reason in reasons.items():
+        update, words = updates[place], f"reply.client_key = {key!r} {reason}"
+        left_out.append(about_message(update.round, update.nodes[0], words))
+    kept = [update for place, update in enumerate(updates) if place not in reasons]
+    return kept, {node: client for node, client in clients.items() if numbers[client] == 1}
 
 
 def _experiment(
@@ -222,8 +231,44 @@ def _open(out: Path, experiment: Experiment, tap: Tap, clients: Mapping[int, int
     return run
 
 
+def _whose(line: TruthLine, clients: Mapping[int, int]) -> tuple[int, int]:
+    """Returns the round and the client of a line of the truth; -1: of none that is here."""
+    client = clients.get(line.node, -1) if line.node is not None else line.client
+    assert client is not None
+    return line.round, client
+
+
+def _counted_right(
+    updates: Sequence[Update],
+    clients: Mapping[int, int],
+    lines: Sequence[TruthLine],
+    about: About,
+    left_out: list[str],
+) -> list[Update]:
+    """Returns the updates that report as many texts as the truth has, and notes the others.
+
+    Every score of another would be of other texts.
+    """
+    texts = {_whose(line, clients): len(line.texts) for line in lines}
+    said = "reply.examples" if about.reply.examples else f"its {about.reply.examples_key!r}"
+    kept = []
+    for update in updates:
+        node = update.nodes[0]
+        count = texts.get((update.round, clients[node]), update.num_examples)
+        if update.summed or count == update.num_examples:
+            kept.append(update)
+            continue
+        reason = (
+            f"in {about.truth.file} there are {count} texts, but {said} is {update.num_examples}: "
+            "where that counts batches, as len(trainloader) does, set reply.examples to the texts "
+            "of a client"
+        )
+        left_out.append(about_message(update.round, node, reason))
+    return kept
+
+
 def _truths(
-    tap: Tap, updates: Sequence[Update], clients: Mapping[int, int]
+    tap: Tap, updates: Sequence[Update], clients: Mapping[int, int], lines: Sequence[TruthLine]
 ) -> tuple[list[GroundTruth], list[str]]:
     """Returns what clients trained on, as far as the user has it, and what is to be said of it.
 
@@ -234,18 +279,16 @@ def _truths(
     if file is None:
         return [], ["there is no truth, so answers cannot be scored"]
     training = tap.about.training
-    here = {(one.round, clients[node]): one for one in updates for node in one.nodes}
+    here = {(update.round, clients[node]) for update in updates for node in update.nodes}
     truths: dict[tuple[int, int], GroundTruth] = {}
     strangers = 0
-    for line in load_truth(Path(file)):
-        client = clients.get(line.node) if line.node is not None else line.client
-        key = (line.round, -1 if client is None else client)
+    for line in lines:
+        key = _whose(line, clients)
         if key not in here:
             strangers += 1
             continue
         if key in truths:
             raise ConfigError(f"{file}: two lines are of round {key[0]} and client {key[1]}")
-        _check_count(line, here[key], tap.about, file)
         if tap.about.model.task == CLASSIFICATION:
             _check_labels(line, tap.labels, file)
         truths[key] = GroundTruth(
@@ -261,18 +304,6 @@ def _truths(
         f"{bare} of {len(here)} batches have no truth, so answers cannot be scored": bare,
     }
     return list(truths.values()), [remark for remark, holds in remarks.items() if holds]
-
-
-def _check_count(line: TruthLine, update: Update, about: About, file: str) -> None:
-    """Refuses more or fewer texts than a client reported: every score would be of others."""
-    texts, reported = len(line.texts), update.num_examples
-    if not update.summed and texts != reported:
-        said = "reply.examples" if about.reply.examples else f"its {about.reply.examples_key!r}"
-        raise ConfigError(
-            f"{file}: round {line.round}, node {update.nodes[0]}: there are {texts} texts, but "
-            f"{said} is {reported}: where that counts batches, as len(trainloader) does, set "
-            "reply.examples to the texts of a client"
-        )
 
 
 def _check_labels(line: TruthLine, classes: int, file: str) -> None:

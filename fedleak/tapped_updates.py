@@ -11,12 +11,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from fedleak import data
 from fedleak.config.about import About
 from fedleak.config.loading import parse
-from fedleak.config.tables import Table
+from fedleak.config.tables import MOST_EXAMPLES, Table
 from fedleak.errors import ConfigError, FedleakError
 from fedleak.finite import all_finite
 from fedleak.models import CLASSIFICATION, LanguageModel, ModelSpec, loading
@@ -26,9 +27,6 @@ from fedleak.sanitise import printable
 from fedleak.store.files import naming
 from fedleak.store.tapped import KeptArrays, Tapped, TappedMessage
 from fedleak.weight_decay import by_decay
-
-MOST_EXAMPLES = 10_000_000
-"""Examples that a client may say it has."""
 
 _SECURE_AGGREGATION = "secaggplus_configs"
 """The record by which messages of Flower's SecAgg+ are known."""
@@ -124,8 +122,13 @@ class Tap:
         """Returns the texts that no client has."""
         if (file := self.about.truth.held_out) is None:
             return []
-        with naming(Path(file), "read"):
-            text = Path(file).read_text(encoding="utf-8")
+        try:
+            with naming(Path(file), "read"):
+                text = Path(file).read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ConfigError(
+                f"truth.held_out = {file!r} is not UTF-8: save it as UTF-8"
+            ) from error
         return [list(ids) for ids in self.tokenised([t for t in text.splitlines() if t.strip()])]
 
     def tokenised(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
@@ -146,7 +149,7 @@ class Tap:
         place = places.get(self.model.family.classifier[0])
         if place is None:
             return None
-        (weight_CD,) = self.tapped.read(place.kept, [place.name]).values()
+        weight_CD, *_ = self.tapped.read(place.kept, place.names).values()
         return len(weight_CD)
 
     # --- replies ----------------------------------------------------------------------------
@@ -319,16 +322,27 @@ class Tap:
         return float(value)
 
     def _examples(self, message: TappedMessage) -> int:
-        table = self.about.reply
-        if table.examples is not None:
-            return table.examples
-        value = number(message, table.examples_key)
-        if value is None or int(value) != value or not 1 <= value <= MOST_EXAMPLES:
-            keys = sorted({key for of_one in message.numbers.values() for key in of_one})
+        """Returns how many examples a client trained on, as far as it can have.
+
+        Raises:
+            RefusedError: It says no number, or more than its steps have room for.
+        """
+        reply, training = self.about.reply, self.about.training
+        value = number(message, reply.examples_key) if reply.examples is None else reply.examples
+        if value is None or not 1 <= value <= MOST_EXAMPLES or int(value) != value:
+            keys = sorted({key for record in message.numbers.values() for key in record})
             raise RefusedError(
-                f"reply.examples_key = {table.examples_key!r} is no number of examples in it, "
+                f"reply.examples_key = {reply.examples_key!r} is no number of examples in it, "
                 f"which has {printable(', '.join(keys))[:_LONGEST] or 'no metric'}: name another "
                 "key, or set reply.examples"
+            )
+        steps = 1 if self.kind == UpdateKind.GRADIENT else training.local_steps
+        step = training.batch_size * training.accumulate
+        if steps is not None and value > steps * step:
+            raise RefusedError(
+                f"its number of examples is {value:,.0f}, but {steps:,} steps of {step:,} have "
+                f"{steps * step:,} at most: set reply.examples to what a client trains on in a "
+                "round, or mend the steps in [training]"
             )
         return int(value)
 
@@ -339,20 +353,21 @@ class Tap:
 
         Raises:
             ConfigError: A name that is none of the model's.
-            RefusedError: A parameter is there twice.
+            RefusedError: A parameter is in two records.
         """
-        wanted, found = self.about.reply.records, dict[str, _Place]()
+        wanted, places = self.about.reply.records, dict[str, _Place]()
         for kept in message.arrays:
             if wanted is not None and kept.record not in wanted:
                 continue
             for sent, own in self._matched(tuple(sorted(self.tapped.names(kept)))).items():
-                if own in found and found[own].kept != kept:
+                place = places.setdefault(own, _Place(kept, []))
+                if place.kept != kept:
                     raise RefusedError(
                         f"{own} is in several of its array records: name those that count in "
                         "reply.records"
                     )
-                found.setdefault(own, _Place(kept, sent))  # a tied one has several names
-        return found
+                place.names.append(sent)
+        return places
 
     def _matched(self, names: tuple[str, ...]) -> dict[str, str]:
         """Returns the model's name of each name that was sent."""
@@ -376,12 +391,12 @@ class Tap:
         """Returns parameters in float32.
 
         Raises:
-            RefusedError: Not of the shape of the model's, or not finite numbers.
+            RefusedError: Not of the shape of the model's, not finite numbers, or two values.
         """
         found = {}
         for name, place in places.items():
             like = self._known[name]
-            (value,) = self.tapped.read(place.kept, [place.name]).values()
+            value, *others = self.tapped.read(place.kept, place.names).values()
             if value.shape != like.shape:
                 shapes = f"{list(value.shape)}, but the model's {list(like.shape)}"
                 raise RefusedError(f"{name} has the shape {shapes}")
@@ -392,15 +407,18 @@ class Tap:
                 )
             if not all_finite(value):
                 raise RefusedError(f"not every number of {name} is finite")
+            if not all(torch.equal(value.float(), other.float()) for other in others):
+                spellings = printable(" and ".join(map(repr, place.names)))[:_LONGEST]
+                raise RefusedError(f"{spellings} both mean {name}, and differ")
             found[name] = value.float()
         return found
 
 
 class _Place(NamedTuple):
-    """Where a parameter is: an array record, and its name there."""
+    """Where a parameter is: an array record, and its names there; a tied one has several."""
 
     kept: KeptArrays
-    name: str
+    names: list[str]
 
 
 def number(message: TappedMessage, key: str) -> int | float | None:

@@ -6,6 +6,7 @@ import torch
 from flwr.app import ArrayRecord, Message
 from torch import Tensor
 
+from fedleak.config.tables import MOST_EXAMPLES
 from fedleak.errors import FedleakError
 from fedleak.finite import all_finite
 from fedleak.observation import ClientUpdate, UpdateKind
@@ -16,9 +17,6 @@ from fedleak.versions import code
 
 HALF = (torch.float16, torch.bfloat16)
 """What an update may be cast to on its way."""
-
-MOST_EXAMPLES = 10**9
-"""That a node can say it has."""
 
 LONGEST = 400
 """Characters of a client's error that are quoted."""

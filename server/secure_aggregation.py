@@ -23,8 +23,8 @@ from fedleak.config.sent_parameters import sent_by
 from fedleak.defenses import TrustedAggregator
 from fedleak.defenses.secure_sum import MODULUS, SecureSum
 from fedleak.errors import FedleakError
-from fedleak.federation.lookup import examples, note_dropped_out
-from fedleak.observation import ClientUpdate, UpdateKind
+from fedleak.federation.lookup import most_examples, note_dropped_out
+from fedleak.observation import ClientUpdate
 from server.replies import RefusedError, told, whole_number
 from server.strategy import NUM_ERRORS, CuriousServer
 
@@ -61,15 +61,17 @@ class SummingServer(CuriousServer):
         """
         asked = list(super().configure_train(server_round, arrays, config, grid))
         self._clients, self._waiting_for = self._waiting_for, {}
-        parameters, local = self._model.parameters(), self._experiment.local_training
+        parameters = self._model.parameters()
         [client, *_] = self._clients.values()  # all send the same parameters
         self._names = sorted(sent_by(self._experiment, client, self._model))
-        of_fedsgd = local.kind == UpdateKind.GRADIENT
         stages = Stages(
             grid=grid,
             task=asked[0].content,
             shapes=[tuple(parameters[name].shape) for name in self._names],
-            most_examples=local.batch_size if of_fedsgd else examples(self._run).training,
+            most_examples=max(
+                most_examples(self._experiment, self._run, client)
+                for client in self._clients.values()
+            ),
         )
         self._found = self._summed(stages)
         return []

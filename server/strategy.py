@@ -20,11 +20,11 @@ from fedleak.config.sent_parameters import sent_by
 from fedleak.config.stored_parameters import stored_parameters
 from fedleak.defenses import TrustedAggregator
 from fedleak.errors import FedleakError
-from fedleak.federation.lookup import examples
+from fedleak.federation.lookup import most_examples
 from fedleak.federation.protection import aggregator_of
 from fedleak.federation.schedule import clients_of_round, rounds_attacked
 from fedleak.models import LanguageModel
-from fedleak.observation import ClientUpdate, Knowledge, UpdateKind
+from fedleak.observation import ClientUpdate, Knowledge
 from fedleak.rng import stream
 from fedleak.store.run import EVERYONE, Capture, Key, Run
 from fedleak.training.aggregation import WeightedSum, aggregate, difference
@@ -93,8 +93,7 @@ class CuriousServer(Strategy):
         local = experiment.local_training
         parameters = self._model.parameters()
         expected = {name: parameters[name] for name in sent_by(experiment, client, self._model)}
-        of_fedsgd = local.kind == UpdateKind.GRADIENT
-        most = local.batch_size if of_fedsgd else examples(self._run).training
+        most = most_examples(experiment, self._run, client)
         update = take_update(reply, key, local.kind, expected, most)
         knowledge = Knowledge(
             learning_rate=local.learning_rate,

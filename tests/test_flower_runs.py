@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,8 +22,10 @@ def run(
 
 
 @pytest.fixture
-def tells(monkeypatch: pytest.MonkeyPatch) -> Tells:
+def tells(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Tells:
     """Lets `flwr ls` give these answers, the last one for ever; None: it is silent."""
+
+    monkeypatch.setenv("FLWR_HOME", str(tmp_path))
 
     def tell(*answers: Iterable[dict[str, Any]] | None) -> None:
         left = itertools.chain(answers, itertools.repeat(answers[-1]))
@@ -84,6 +87,28 @@ def test_a_superlink_that_does_not_come_back_is_an_error(tells: Tells) -> None:
 def test_without_a_run_there_is_nothing_to_watch(tells: Tells) -> None:
     tells([])
     assert call("watch", "tls")[0] == 1
+
+
+def test_a_patience_that_is_no_time_is_refused(tells: Tells) -> None:
+    tells(None)
+    status, _, errors = call("watch", "tls", "--patience", "nan")
+    assert (status, errors) == (2, "fedleak: --patience nan: give seconds, 0 or more\n")
+
+
+def test_a_connection_that_flower_does_not_know_is_named_at_once(
+    tells: Tells, tmp_path: Path
+) -> None:
+    (tmp_path / "config.toml").write_text('[superlink.tsl]\naddress = "127.0.0.1:1"\n')
+    tells(None)
+    status, _, errors = call("watch", "tls")
+    assert status == 2
+    assert errors.startswith("fedleak: unknown connection 'tls': did you mean 'tsl'?")
+
+
+def test_a_run_that_a_superlink_does_not_have_is_named_at_once(tells: Tells) -> None:
+    tells(None, [run("running")])
+    status, _, errors = call("watch", "tls", "--run-id", "8")
+    assert (status, "has no run '8': `flwr ls tls` lists its runs" in errors) == (2, True)
 
 
 def test_a_machine_without_flwr_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """Finds the experiment and the run directory that belong together."""
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
@@ -9,6 +10,7 @@ from typing import NamedTuple
 from fedleak.config.experiment import Experiment
 from fedleak.config.loading import load, parse
 from fedleak.errors import ConfigError, FedleakError
+from fedleak.observation import UpdateKind
 from fedleak.store.run import Run
 
 
@@ -86,6 +88,24 @@ def node_sizes(run: Run) -> Sequence[int] | None:
         case [*sizes] if all(type(size) is int and size > 0 for size in sizes):
             return sizes
     return None
+
+
+def most_examples(experiment: Experiment, run: Run, client: int) -> int:
+    """Returns the most examples that a client can have used in a round, whatever it says.
+
+    Raises:
+        ConfigError: There is no run here.
+        FedleakError: The run.json is damaged.
+    """
+    table, sizes, training = experiment.federation, node_sizes(run), examples(run).training
+    if sizes is not None:
+        most = sizes[client]
+    elif table.partition == "iid":  # parts of equal sizes, up to one
+        most = math.ceil(training / table.clients)
+    else:
+        most = training - table.clients + 1  # another client has one at least
+    local = experiment.local_training
+    return min(local.batch_size, most) if local.kind == UpdateKind.GRADIENT else most
 
 
 def note_dropped_out(run: Run, round: int, clients: Sequence[int]) -> None:

@@ -13,11 +13,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import safetensors
 import safetensors.torch
-from pydantic import JsonValue
+from pydantic import Field, JsonValue
 from torch import Tensor
 
 from fedleak.errors import ConfigError, FedleakError
@@ -31,6 +31,9 @@ from fedleak.store.files import (
     tensor_file,
 )
 from fedleak.store.lines import Lines, Record
+
+MOST_ROUNDS = 1_000_000
+"""Rounds of a tap; a message of a later one is damaged."""
 
 
 class KeptArrays(Record):
@@ -58,7 +61,7 @@ class TappedMessage(Record):
     """
 
     way: Literal["sent", "received", "evaluated"]
-    round: int
+    round: Annotated[int, Field(ge=0, le=MOST_ROUNDS)]
     node: int
     arrays: tuple[KeptArrays, ...]
     numbers: dict[str, dict[str, JsonValue]]

@@ -185,6 +185,17 @@ def test_a_client_of_another_round_was_not_asked_either(tmp_path, bert_tiny):
     assert len(round.run.captures()) == 2
 
 
+def test_a_client_of_fedavg_has_its_part_of_the_data_and_no_more(tmp_path, bert_tiny):
+    round = Round(tmp_path, bert_tiny, federation=TABLE["federation"] | {"algorithm": "fedavg"})
+    round.reply(0, num_examples=3)
+    round.reply(1, num_examples=4)
+    round.reply(2, num_examples=9)
+    refused = round.refusal()
+    assert "(node 71): its answer is refused: its num-examples is 4 and not a whole" in refused
+    assert "(node 72): its answer is refused: its num-examples is 9 and not a whole" in refused
+    assert round.run.captures() == [Key(4, 0)]
+
+
 def test_a_failed_round_names_who_failed_and_who_was_silent(round):
     round.reply(0)
     round.send(Error(2, "boom\x1b]0;owned\x07\nand more"), NODES[1])

@@ -1,13 +1,14 @@
 """Flower's SecAgg+ through the engines: what the server sees, who may be lost, what is refused."""
 
 import pickle
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.client.mod import secaggplus_mod
-from flwr.common import ndarray_to_bytes
+from flwr.common import Code, FitRes, Status, ndarray_to_bytes, ndarrays_to_parameters
 from flwr.compat.common.parameter import bytes_to_ndarray
 from scipy.stats import kstest
 
@@ -29,7 +30,7 @@ from fedleak.training.local import local_update_
 from server.engines import train
 from server.inline import InlineGrid
 from server.replies import RefusedError
-from server.secure_aggregation import Stages, SummingServer
+from server.secure_aggregation import Stages, SummingServer, run_protocol
 
 SETTINGS = {"clipping": 0.5, "max_weight": 4.0}
 SUM = {"kind": "secure_sum", **SETTINGS}
@@ -219,7 +220,36 @@ def test_too_few_clients_give_an_error_and_no_sum(tmp_path, monkeypatch, stage):
     assert run.captures() == [Key(1, EVERYONE)]
 
 
+def test_one_client_alone_is_never_summed_whatever_the_threshold(tmp_path, monkeypatch):
+    lose(monkeypatch, 0, 2, 3, stage="setup")
+    experiment = experiment_of(PROTOCOL | {"threshold": 0.3})
+    run = preparation.prepare(experiment, tmp_path / "run")
+    with pytest.raises(FedleakError, match="3 of 4 clients were lost, and at least 2 must answer"):
+        train(run, experiment)
+    assert run.captures() == []
+
+
 # --- what is refused ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("numbers", [(1.0, -1.0), (1.0, 1.05), (-1.05, 0.0)])
+def test_a_mean_is_as_large_as_clipping_and_weights_allow(numbers, monkeypatch):
+    """Two examples of four at most weigh a half: a number clipped to 0.5 is 1 in the mean."""
+
+    class Workflow:
+        def __init__(self, **settings):
+            self.timeout = settings["timeout"]
+
+        def __call__(self, grid, context):
+            result = FitRes(Status(Code.OK, ""), ndarrays_to_parameters([np.array(numbers)]), 2, {})
+            context.strategy.aggregate_fit(1, [(SimpleNamespace(node_id=7), result)], [])
+
+    monkeypatch.setattr("server.secure_aggregation.SecAggPlusWorkflow", Workflow)
+    if max(map(abs, numbers)) == 1.0:
+        assert run_protocol(None, [7], SecureSum(**SETTINGS), 1.0).examples == {7: 2}
+    else:
+        with pytest.raises(FedleakError, match="a sum that no updates have"):
+            run_protocol(None, [7], SecureSum(**SETTINGS), 1.0)
 
 
 @pytest.fixture(scope="module")

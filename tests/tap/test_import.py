@@ -403,6 +403,102 @@ def test_clients_can_say_their_number(wire, step, imported):
         imported({"reply.client_key": "name"}, out="other")
 
 
+BAD_CLIENTS = {
+    "a fraction": (1.5, "is no number of a client, from 0 to 999,999, in it", 3),
+    "negative": (-1, "is no number of a client, from 0 to", 3),
+    "too large": (10**6, "is no number of a client, from 0 to", 3),
+    "no number": ("x", "is no number of a client, from 0 to", 3),
+    "another's": (0, "makes each of the nodes 70, 73 client 0: leave the key out", 2),
+}
+
+
+@pytest.mark.parametrize("what", BAD_CLIENTS)
+def test_a_node_that_says_a_wrong_client_is_left_out_and_the_others_stay(
+    what, wire, step, imported
+):
+    said, reason, updates = BAD_CLIENTS[what]
+    for node in range(70, 74):
+        wire("sent", 1, node, {"arrays": step.before})
+    _share_files(wire.tapped)
+    for node, client in ((70, 0), (71, 1), (72, 2), (73, said)):
+        wire("received", 1, node, {"arrays": step.after}, metrics=METRICS | {"id": client})
+    found = imported({"reply.client_key": "id"})
+    assert found.updates == updates
+    assert f"round 1, node 73: reply.client_key = 'id' {reason}" in found.left_out[-1]
+    assert len(found.left_out) == 4 - updates
+
+
+def test_a_reply_counted_otherwise_than_its_truth_is_left_out_and_the_others_stay(
+    wire, step, imported, tmp_path
+):
+    for node in (77, 78):
+        wire("sent", 1, node, {"arrays": step.before})
+    _share_files(wire.tapped)
+    for node, count in ((77, 2), (78, 10_000)):
+        wire("received", 1, node, {"arrays": step.after}, metrics={"num-examples": count})
+    lines = [{"round": 1, "node": n, "texts": step.texts, "labels": [0, 1]} for n in (77, 78)]
+    found = imported({"truth.file": truth_file(tmp_path / "truth.jsonl", *lines)})
+    assert (found.updates, found.truths) == (1, 1)
+    (reason,) = found.left_out
+    assert reason.startswith("round 1, node 78: in ")
+    assert "there are 2 texts, but its 'num-examples' is 10000" in reason
+
+
+@pytest.mark.parametrize(
+    "changes", [{"training.local_steps": 8}, {"reply.payload": "gradient"}], ids=str
+)
+def test_no_client_trains_on_more_than_its_steps_have_room_for(changes, wire, step, imported):
+    most = 2 * changes.get("training.local_steps", 1)
+    for node in (77, 78):
+        wire("sent", 1, node, {"arrays": step.before})
+    _share_files(wire.tapped)
+    for node, count in ((77, most), (78, most + 1)):
+        wire("received", 1, node, {"arrays": step.gradient}, metrics={"num-examples": count})
+    found = imported({"attack": [], **changes})
+    assert update_of(found).num_examples == most
+    assert f"steps of 2 have {most} at most: set reply.examples" in found.left_out[0]
+
+
+def test_two_spellings_of_a_parameter_have_one_value(wire, step, imported):
+    other = {"module.classifier.bias": torch.ones(2)}
+    for node in (77, 78):
+        wire("sent", 1, node, {"arrays": step.before})
+    _share_files(wire.tapped)
+    same = {"module.classifier.bias": step.after["classifier.bias"]}
+    wire("received", 1, 77, {"arrays": {**step.after, **same}}, metrics=METRICS)
+    wire("received", 1, 78, {"arrays": {**step.after, **other}}, metrics=METRICS)
+    found = imported()
+    assert near(update_of(found).tensors, step.gradient)
+    assert found.left_out == [
+        "round 1, node 78: 'classifier.bias' and 'module.classifier.bias' both mean "
+        "classifier.bias, and differ"
+    ]
+
+
+def test_a_round_beyond_all_rounds_is_a_damaged_line(wire, step, imported):
+    wire("sent", 1, 77, {"arrays": step.before})
+    wire("received", 1, 77, {"arrays": step.after}, metrics=METRICS)
+    path = wire.tapped.path / "messages.jsonl"
+    lines = path.read_text().splitlines()
+    late = [line.replace('"round": 1', f'"round": {10**7}') for line in lines]
+    assert late != lines
+    path.write_text("".join(line + "\n" for line in [*lines, *late]))
+    found = imported()
+    assert found.run.captures() == [Key(1, 0)]
+    assert [line.partition(" (")[0] for line in found.left_out] == [
+        "line 3 of messages.jsonl is damaged",
+        "line 4 of messages.jsonl is damaged",
+    ]
+
+
+def test_held_out_texts_that_are_not_utf_8_are_refused_in_a_line(wire, step, imported, tmp_path):
+    wire("sent", 1, 77, {"arrays": step.before})
+    wire("received", 1, 77, {"arrays": step.after}, metrics=METRICS)
+    (tmp_path / "others.txt").write_bytes("é".encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"truth\.held_out = '.*' is not UTF-8: save it as UTF-8"):
+        imported({"truth.held_out": str(tmp_path / "others.txt")})
+
+
 def test_rounds_and_clients_may_be_missing(wire, step, imported, tmp_path):
     for round, node in ((1, 77), (1, 78), (3, 78), (3, 79)):
         wire("sent", round, node, {"arrays": step.before})

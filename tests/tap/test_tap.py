@@ -15,6 +15,7 @@ from own_app import task
 from fedleak.errors import ConfigError
 from fedleak.store.tapped import Tapped
 from fedleak.tap import tap
+from fedleak.tap.recorder import _tensors
 from server.inline import InlineGrid
 
 
@@ -141,6 +142,12 @@ def test_a_reply_that_cannot_be_read_is_noted(what, federate, tmp_path, capsys):
     said = capsys.readouterr().err
     assert "NOT KEPT: round 1, node 3: the array " in said
     assert "\x1b" not in said
+
+
+@pytest.mark.parametrize("name", ["__metadata__", "__x"])
+def test_a_name_that_safetensors_keeps_for_itself_is_refused(name):
+    with pytest.raises(ValueError, match=f"an array is called '{name}', as none of a model is"):
+        _tensors(ArrayRecord({name: Array(np.zeros(2))}))
 
 
 def test_a_reply_that_is_too_large_is_noted(federate, tmp_path):
