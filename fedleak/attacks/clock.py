@@ -1,7 +1,15 @@
-"""The time that an attack may take."""
+"""The time that an attack may take.
+
+`seconds` is a promise. So an attack looks at its clock wherever a part of its work is long, says
+how long the next part will take as far as it knows, and does not begin what would end too late.
+"""
 
 import math
 import time
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
+
+Part = TypeVar("Part")
 
 MOMENT = 1e-3
 """Seconds that are left of a time that is up: there is no search of no time."""
@@ -23,9 +31,12 @@ class Clock:
         self._end = None if seconds is None else now() + seconds
         self.rang = False
 
-    def up(self) -> bool:
-        """Whether time is up; never, without a number of seconds."""
-        up = self._end is not None and now() > self._end
+    def up(self, step: float = 0.0) -> bool:
+        """Whether time is up, or would be before the end of a step of so many seconds.
+
+        It never is without a number of seconds.
+        """
+        up = self._end is not None and now() + step > self._end
         self.rang |= up
         return up
 
@@ -33,6 +44,25 @@ class Clock:
         """Returns the seconds left, infinite without a limit, and a moment if time is up."""
         return math.inf if self._end is None else max(self._end - now(), MOMENT)
 
-    def part(self, parts: int) -> "Clock":
+    def part(self, parts: float) -> "Clock":
         """Returns a clock for one of so many equal parts of the time that is left."""
         return Clock(None if self._end is None else (self._end - now()) / parts)
+
+    def before(self, seconds: float) -> "Clock":
+        """Returns a clock that rings so many seconds earlier."""
+        return Clock(None if self._end is None else self._end - now() - seconds)
+
+    def paced(self, parts: Iterable[Part], least: int = 0) -> Iterator[Part]:
+        """Yields parts of a work while one more, as long as the longest so far, ends in time.
+
+        Args:
+            parts: What is done with one until the next is asked for counts as its time.
+            least: So many parts are done in any case.
+        """
+        longest = 0.0
+        for number, part in enumerate(parts):
+            if number >= least and self.up(longest):
+                return
+            begin = now()
+            yield part
+            longest = max(longest, now() - begin)

@@ -42,6 +42,8 @@ def match_gradients(
     descent = Descent(initial(objective, config, rng, watch), config)
     best_RBTF, best_R = descent.now().clone(), torch.full_like(objective.normalizer_R, torch.inf)
     for step in range(1, config.steps + 1):
+        if watch.up(descent.seconds):
+            break
         before_RBTF = descent.now().clone()
         loss_R = descent.step(config.loss(objective, step))
         better_R = loss_R <= best_R
@@ -53,8 +55,6 @@ def match_gradients(
             watch.at(step, best_of_each(objective.victim_R, objective.read(best_RBTF), best_R))
         else:
             watch.at(step)
-        if watch.up():
-            break
     for _ in range(config.rounds if config.discrete_at == "at-end" else 0):
         if discrete_step is None or watch.up():
             break

@@ -9,19 +9,26 @@ Shapes: R rows, U victims, B sequences, T tokens.
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import torch
 from pydantic import Field
 
 from fedleak.attacks import AttackSetting, OnProgress, Progress
+from fedleak.attacks.clock import Clock
 from fedleak.attacks.matching.answer import answer, by_chance, distances
 from fedleak.attacks.matching.batch_structure import NO_CLUES, Clues
 from fedleak.attacks.matching.joint_objective import joint_objective
 from fedleak.attacks.matching.objective import Objective
 from fedleak.attacks.matching.optimizer import Found, Loss, MatchingConfig, Watch
+from fedleak.attacks.matching.rows_in_time import (
+    ANSWER,
+    rows_in_time,
+    seconds_of_step,
+    starts_in_time,
+)
 from fedleak.attacks.matching.victims import Victim, alike, victim_of
 from fedleak.models import LanguageModel
 from fedleak.models import prior as priors
@@ -80,7 +87,8 @@ class GradientMatching(ABC):
             CPUs with units for it, and slower on others. It may change the answer.
         starts: Random starts that are optimised side by side; "faithful" has one.
         shapes: Lengths and labels that are tried at most, where they are not known.
-        seconds: Time for one update, after which the best so far is the answer; None: no limit.
+        seconds: Time for one update, after which the best so far is the answer; None: no limit. If
+            it is short, fewer starts and shapes are tried.
     """
 
     uses: ClassVar[frozenset[str]] = frozenset({"labels", "lengths"})
@@ -154,6 +162,7 @@ class GradientMatching(ABC):
             seen, model, rngs, report: As in `many`.
             clues: What other searches found out of each.
         """
+        clock = Clock(None if self.seconds is None else self.seconds * len(seen))
         answers: dict[int, Match] = {}
         victims: dict[int, Victim] = {}
         steps = self.method().config.steps
@@ -167,9 +176,12 @@ class GradientMatching(ABC):
             else:
                 reason = "every tensor of the update is zero: nothing to match"
                 answers[i] = Match(Reconstruction.none(Status.ABSTAINED, reason))
+        waiting = len(victims)
         for group in alike(victims, self.starts_of_each, model.device):
             chosen = {i: victims[i] for i in group}
-            answers |= self._together(chosen, model, [rngs[i] for i in group], report)
+            own = clock.part(waiting / len(group))
+            answers |= self._together(chosen, model, [rngs[i] for i in group], report, own)
+            waiting -= len(group)
         return [answers[i] for i in range(len(seen))]
 
     def _together(
@@ -178,6 +190,7 @@ class GradientMatching(ABC):
         model: LanguageModel,
         rngs: Sequence[torch.Generator],
         report: OnProgress,
+        clock: Clock,
     ) -> dict[int, Match]:
         """Returns what is found for victims that are alike, by their number."""
         each = list(victims.values())
@@ -195,7 +208,6 @@ class GradientMatching(ABC):
             for number, so_far in latest.items():
                 report(number, so_far._replace(step=step, phase=phase))
 
-        watch = Watch(None if self.seconds is None else self.seconds * len(each), look)
         of_row = [
             # Only one start of several begins with a guess.
             (u, shape if start == 0 else replace(shape, begin=()))
@@ -208,20 +220,26 @@ class GradientMatching(ABC):
             torch.Generator().manual_seed(int(torch.randint(2**62, (), generator=rngs[u])))
             for u, _ in of_row
         ]
-        objective = joint_objective(
-            each,
-            model,
-            of_row,
+        make = partial(
+            joint_objective,
+            model=model,
             loss=method.loss,
             scaled=method.scaled,
             faithful=self.faithful,
             mixed=self.precision == "mixed",
-            prior=None if method.prior is None else priors.load(method.prior, model),
         )
-        with ExitStack() as listening:
-            for one in (objective, objective.rough):
-                if one is not None:
-                    listening.enter_context(one.batch_gradients.ready())
+        step = 0.0 if math.isinf(clock.left()) else seconds_of_step(each[0], make, config)
+        rows = rows_in_time(each, self.starts_of_each, step, clock)
+        if not rows:
+            reason = f"no step of the search ends in seconds = {self.seconds:g}: give it more"
+            late = Reconstruction.none(Status.ABSTAINED, reason, time_up=True)
+            return dict.fromkeys(victims, Match(late))
+        of_row, rng_R = [of_row[r] for r in rows], [rng_R[r] for r in rows]
+        prior = None if method.prior is None else priors.load(method.prior, model)
+        config = starts_in_time(config, step * len(rows), clock)
+        watch = Watch(clock.before(ANSWER * step), look)
+        objective = make(each, of_row=of_row, prior=prior)
+        with objective.ready():
             found = method.algorithm(objective, config, rng_R, watch)
             apart_U = distances(objective, found)
             chance_U = distances(objective, by_chance(objective, len(each)))

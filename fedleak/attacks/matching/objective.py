@@ -7,6 +7,7 @@ vocabulary.
 
 import copy
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -58,6 +59,15 @@ class Objective:
     exact_R: Tensor
     prior: Prior | None = None
     rough: "Objective | None" = None
+
+    @contextmanager
+    def ready(self) -> Iterator[None]:
+        """Freezes the parameters and listens; afterwards the model is as it was before."""
+        with ExitStack() as listening:
+            for judge in (self, self.rough):
+                if judge is not None:
+                    listening.enter_context(judge.batch_gradients.ready())
+            yield
 
     def take(self, chosen_S: Tensor) -> "Objective":
         """Returns the objective of some of the rows."""

@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from fedleak.attacks import clock as timing
 from fedleak.attacks.clock import Clock
 from fedleak.attacks.matching.gradient_distance import Cosine, Distance, SquaredAndAbsolute, squared
 from fedleak.attacks.matching.objective import Objective
@@ -140,10 +141,15 @@ class MatchingConfig:
 
 
 class Descent:
-    """The variables [R, B, T, F], and Adam's memory of them."""
+    """The variables [R, B, T, F], and Adam's memory of them.
+
+    Attributes:
+        steps_done: Steps so far.
+        seconds: What the last one took.
+    """
 
     def __init__(self, variables_RBTF: Tensor, config: MatchingConfig) -> None:
-        self._config, self.steps_done = config, 0
+        self._config, self.steps_done, self.seconds = config, 0, 0.0
         self._start(variables_RBTF)
 
     def _start(self, variables_RBTF: Tensor) -> None:
@@ -158,7 +164,7 @@ class Descent:
 
     def step(self, loss: Callable[[Tensor], Tensor]) -> Tensor:
         """Makes a step and returns the losses [R] before it."""
-        config = self._config
+        begin, config = timing.now(), self._config
         for group in self._adam.param_groups:
             group["lr"] = config.step_size * config.schedule(self.steps_done, config.steps)
         with torch.enable_grad():
@@ -171,6 +177,7 @@ class Descent:
         self.variables_RBTF.grad = grad_RBTF.nan_to_num_(0.0, 0.0, 0.0)
         self._adam.step()
         self.steps_done += 1
+        self.seconds = timing.now() - begin
         return loss_R.detach()
 
     def now(self) -> Tensor:
@@ -230,19 +237,17 @@ class Watch:
     search ends within a few steps of its time, with the best so far.
 
     Args:
-        seconds: Time from now on; None: no limit.
+        clock: The time of the search.
         look: Called with every part of every phase.
     """
 
-    def __init__(
-        self, seconds: float | None = None, look: Look = lambda step, phase, found: None
-    ) -> None:
-        self._clock = Clock(seconds)
+    def __init__(self, clock: Clock, look: Look = lambda step, phase, found: None) -> None:
+        self._clock = clock
         self._look, self._step = look, 0
 
-    def up(self) -> bool:
-        """Whether time is up. Once it is, it stays so."""
-        return self._clock.up()
+    def up(self, step: float = 0.0) -> bool:
+        """Whether time is up, or would be before the end of a step of so many seconds."""
+        return self._clock.up(step)
 
     @property
     def rang(self) -> bool:
@@ -257,9 +262,7 @@ class Watch:
     def within(self, parts: Iterable[Part], phase: str) -> Iterator[Part]:
         """Yields the first part, and the others while there is time; shows each."""
         every = list(parts)
-        for number, part in enumerate(every, 1):
-            if number > 1 and self.up():
-                return
+        for number, part in enumerate(self._clock.paced(every, least=1), 1):
             yield part
             self._look(self._step, f"{phase} {number}/{len(every)}", ())
 
@@ -274,5 +277,5 @@ class Watch:
         return asked
 
 
-UNWATCHED = Watch()
+UNWATCHED = Watch(Clock(None))
 """Has no limit and shows nothing."""

@@ -103,11 +103,11 @@ def reconstruct(
             if len(going_S) < len(alive_R):
                 alive_R, objective = alive_R[going_S], objective.take(going_S)
                 descent.take_(going_S)
-        for each in range(step, min(step + config.every, config.steps)):
-            descent.step(config.loss(objective, each))
-            watch.at(each + 1)
-            if watch.up():
+        for number in range(step, min(step + config.every, config.steps)):
+            if watch.up(descent.seconds):
                 break
+            descent.step(config.loss(objective, number))
+            watch.at(number + 1)
     return best_of_each(everyone.victim_R, best_ids_RBT, best_R)
 
 

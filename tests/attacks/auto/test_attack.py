@@ -162,10 +162,10 @@ def test_every_stage_ends_in_time(small, observe, monkeypatch):
     monkeypatch.setattr(clock, "time", SimpleNamespace(monotonic=lambda: now[0]))
     asked_after = []
 
-    def up(own):
+    def up(own, step=0.0):
         now[0] += 0.5
         asked_after.append(now[0])
-        return up_of(own)
+        return up_of(own, step)
 
     up_of = clock.Clock.up
     monkeypatch.setattr(clock.Clock, "up", up)

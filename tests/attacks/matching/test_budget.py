@@ -11,7 +11,8 @@ import torch
 from cases import some
 
 from fedleak.attacks import clock
-from fedleak.attacks.matching import bucketing, objective, relaxed_tokens
+from fedleak.attacks.clock import Clock
+from fedleak.attacks.matching import bucketing, gradient_matching, objective, relaxed_tokens
 from fedleak.attacks.matching.dlg import Dlg
 from fedleak.attacks.matching.factored_gradients import BatchGradients
 from fedleak.attacks.matching.gradient_matching import GradientMatching
@@ -36,6 +37,8 @@ class Passes:
     def __init__(self, monkeypatch):
         self.now = 0
         monkeypatch.setattr(clock, "now", lambda: self.now)
+        # All rows and starts, however long they take.
+        monkeypatch.setattr(gradient_matching, "seconds_of_step", lambda *_: 0.0)
         # A guess at a time, and a candidate of the prior at a time.
         monkeypatch.setattr(objective, "TOKENS_AT_ONCE", {"cpu": 1})
         monkeypatch.setattr(priors, "_LOGITS", {"cpu": 1})
@@ -178,7 +181,7 @@ def test_without_any_time_there_is_an_answer(seen, passes, attack, preset, token
 def test_out_of_time_two_sentences_exchange_nothing_more(small, observe, passes):
     model = small("bert", width=16)
     truth = observe(model, ["she told us that", "he pays for it now"], granted=GRANTED)
-    frozen = Watch(seconds=1)
+    frozen = Watch(Clock(1))
     tried = []
 
     def algorithm(objective, config, rng, watch):

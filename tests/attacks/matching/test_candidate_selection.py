@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from fedleak.attacks.clock import Clock
 from fedleak.attacks.matching.candidate_selection import best_of_batch
 from fedleak.attacks.matching.optimizer import UNWATCHED, Watch
 
@@ -57,8 +58,9 @@ def test_what_there_is_now_is_kept_if_only_a_rough_judge_finds_others_better():
 def test_out_of_time_the_best_of_what_was_looked_at_is_chosen(rough):
     exact_RK = torch.arange(40.0, 0, -1)[None]
     looked = []
-    watch = Watch(look=lambda *shown: looked.append(shown))
-    watch.up = lambda: len(looked) >= 2
+    clock = Clock(None)
+    clock.up = lambda step=0.0: len(looked) >= 2
+    watch = Watch(clock, lambda *shown: looked.append(shown))
     found = best(exact_RK, exact_RK if rough else None, torch.zeros(1, 40), watch)
     # Two chunks of seven by the first judge; by an exact one after it, its first, as always.
     assert found.chosen_RX.item() == 13
@@ -68,8 +70,7 @@ def test_out_of_time_the_best_of_what_was_looked_at_is_chosen(rough):
 
 
 def test_what_there_is_now_is_kept_if_time_is_up_at_once():
-    watch = Watch()
-    watch.up = lambda: True
+    watch = Watch(Clock(-1.0))
     exact_RK = torch.arange(14.0, 0, -1)[None]
     exact_RK[0, 0] = 0.0
     assert best(exact_RK, exact_RK, torch.zeros(1, 14), watch).chosen_RX.item() == 0

@@ -8,6 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from fedleak.attacks import AttackSetting, Equipped
+from fedleak.attacks.clock import Clock
 from fedleak.attacks.matching import descent_loop, lamp
 from fedleak.attacks.matching import objective as objectives
 from fedleak.attacks.matching.candidate_selection import (
@@ -236,7 +237,7 @@ def test_what_is_returned_had_the_lowest_loss_on_the_way(small, observe, monkeyp
 
     def check(objective, config, rng):
         wild = replace(config, steps=12, step_size=3.0, guesses=1)
-        (found,) = lamp.reconstruct(objective, wild, rng, Watch())
+        (found,) = lamp.reconstruct(objective, wild, rng, Watch(Clock(None)))
         least, before = min(way, key=lambda one: one[0])
         assert way[-1][0] > least
         assert found.loss == pytest.approx(least)
@@ -443,15 +444,13 @@ def test_the_published_attack_finds_a_short_text(small, observe):
     assert losses == sorted(losses, reverse=True)
 
 
-def test_a_descent_out_of_time_answers_with_its_best(small, observe):
+def test_a_search_that_has_no_time_for_a_step_says_so(small, observe):
     model = small("bert")
     truth = observe(model, TEXTS, granted=GRANTED)
     answer, _ = run(Lamp(preset="faithful", guesses=2, seconds=1e-9), truth.seen, model)
-    assert answer.status == Status.RECOVERED
-    assert [len(one) for one in answer.sequences] == [len(one) for one in truth.sequences]
-    assert Watch(1e-9).up()
-    assert not Watch(None).up()
-    assert not Watch(1e9).up()
+    assert answer.status == Status.ABSTAINED
+    assert answer.reason == "no step of the search ends in seconds = 1e-09: give it more"
+    assert answer.diagnostics["time_up"]
 
 
 def test_a_prior_is_asked_for_by_name_and_given_to_the_algorithm(

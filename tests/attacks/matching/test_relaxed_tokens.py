@@ -8,6 +8,7 @@ import pytest
 import torch
 from cases import some
 
+from fedleak.attacks.clock import Clock
 from fedleak.attacks.matching import gradient_matching, relaxed_tokens
 from fedleak.attacks.matching.dlg import Dlg
 from fedleak.attacks.matching.gradient_distance import squared
@@ -361,7 +362,8 @@ def test_the_last_step_is_looked_at_however_many_there_are(small, observe, discr
     assert reports[-1].step == 7
 
 
-def test_out_of_time_the_best_so_far_is_the_answer(small, observe):
+def test_out_of_time_the_best_so_far_is_the_answer(small, observe, monkeypatch):
+    monkeypatch.setattr(gradient_matching, "seconds_of_step", lambda *_: 0.0)
     model = small("bert")
     truth = observe(model, BATCHES["two texts"], granted=GRANTED)
     seen = changed(truth.seen, GaussianNoise(sigma=0.05))
@@ -378,7 +380,7 @@ def test_time_may_run_out_within_a_round(small, observe, monkeypatch):
     asked, stepped, step = [], [], Descent.step
 
     class Runs(gradient_matching.Watch):
-        def up(self):
+        def up(self, step=0.0):
             asked.append(1)
             return bool(stepped)
 
@@ -602,7 +604,7 @@ def test_a_distance_below_rounding_is_not_taken_for_equal_gradients(
             objective, distance=lambda gradients, target: 0 * squared(gradients, target)
         )
         steps = []
-        watch = Watch(None, lambda step, phase, found: steps.append(step))
+        watch = Watch(Clock(None), lambda step, phase, found: steps.append(step))
         never = replace(config, steps=3, every=1, discrete_at="never")
         with pytest.MonkeyPatch.context() as patch:
             variables = 3.0 * (wrong[..., None] == objective.space.ids_RM[:, None, None])
