@@ -40,8 +40,12 @@ COPIES = 3
 
 
 def control_of(run: Run) -> Run:
-    """Returns where the copies of a run's batches are, whether there are any or not."""
-    return Run(run.path / FOLDER)
+    """Returns where the copies of a run's batches are, whether there are any or not.
+
+    Raises:
+        FedleakError: A link is there.
+    """
+    return run.inside(FOLDER)
 
 
 def is_undefended(experiment: Experiment) -> bool:

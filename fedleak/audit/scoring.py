@@ -360,10 +360,10 @@ def _copies(
     run: Run, experiment: Experiment, answers: Iterable[Answer], gaps: Gaps
 ) -> PositiveControl | None:
     """Scores the positive control; None where there is none, or one that is not finished."""
-    control = positive_control.control_of(run)
     if run.info().get("purged"):
         return run.read(SUMMARY).positive_control
     try:
+        control = positive_control.control_of(run)
         if not control.exists() or control.info()["status"] != "finished":
             return None
         positive_control.check_copies(run, experiment)

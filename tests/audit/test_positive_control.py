@@ -19,7 +19,7 @@ from fedleak.federation.lookup import stored
 from fedleak.federation.schedule import expected_captures
 from fedleak.models import loading
 from fedleak.observation import UpdateKind
-from fedleak.pipeline import wants_control
+from fedleak.pipeline import finished, wants_control
 from fedleak.store.run import Run
 from fedleak.store.summaries import SUMMARY
 from fedleak.training.local import local_update_
@@ -150,7 +150,11 @@ def test_what_is_missing_is_made_again(run: Run) -> None:
     (control.path / "reconstructions.jsonl").unlink()
     control.update_info(status="running")
     assert rescored(run)[0] is None
-    assert call("run", "small.toml")[0] == 0
+    assert not finished(run, stored(run))
+    status, shown, _ = call("run", "small.toml")
+    assert status == 0
+    assert f"copy: keyspan round 2 client {lost.client}: recovered" in shown
+    assert finished(run, stored(run))
     assert run.read(SUMMARY).positive_control == before
 
 
@@ -176,6 +180,15 @@ def test_purge_deletes_the_copies_and_keeps_the_figures(run: Run) -> None:
     assert call("purge", str(run.path))[0] == 0
     assert not control_of(run).path.exists()
     assert run.read(SUMMARY).positive_control == before
+
+
+def test_a_link_in_its_place_is_not_followed(run: Run, tmp_path: Path) -> None:
+    shutil.move(control_of(run).path, tmp_path / "elsewhere")
+    control_of(run).path.symlink_to(tmp_path / "elsewhere")
+    found, status, errors = rescored(run)
+    assert (found, status) == (None, 1)
+    assert "positive-control" in errors
+    assert call("attack", str(run.path))[0] == 1
 
 
 def test_without_a_vault_there_is_none(run: Run) -> None:
