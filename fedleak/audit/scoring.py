@@ -7,6 +7,7 @@ at any update.
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -361,18 +362,21 @@ def _copies(
 ) -> PositiveControl | None:
     """Scores the positive control; None where there is none, or one that is not finished."""
     if run.info().get("purged"):
-        return run.read(SUMMARY).positive_control
+        with suppress(FedleakError):  # without a summary nobody knows
+            return run.read(SUMMARY).positive_control
+        return None
     try:
         control = positive_control.control_of(run)
         if not control.exists() or control.info()["status"] != "finished":
             return None
         positive_control.check_copies(run, experiment)
         recorded = primary(control)
-        rows = score(control, recorded).rows.leakage
+        scores = score(control, recorded)
     except FedleakError as error:
         gaps.missing.append(f"positive control: {error}")
         return None
-    return positive_control.summarised(rows, recorded.answers, answers)
+    gaps.missing += [f"positive control: {wrong}" for wrong in scores.summary.wrong]
+    return positive_control.summarised(scores.rows.leakage, recorded.answers, answers)
 
 
 def write(run: Run, scores: RunScores) -> None:

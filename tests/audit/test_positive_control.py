@@ -20,6 +20,8 @@ from fedleak.federation.schedule import expected_captures
 from fedleak.models import loading
 from fedleak.observation import UpdateKind
 from fedleak.pipeline import finished, wants_control
+from fedleak.reconstruction import Status
+from fedleak.store.records import answers
 from fedleak.store.run import Run
 from fedleak.store.summaries import SUMMARY
 from fedleak.training.local import local_update_
@@ -164,6 +166,23 @@ def test_an_attack_on_copies_alone_does_not_count(run: Run) -> None:
     assert call("attack", str(control), "--set", f"attack={attacks}")[0] == 0
     found, _, _ = rescored(run)
     assert set(found.attacks) == {"probes", "keyspan", "dlg"}
+
+
+def test_an_attack_that_failed_on_copies_is_tried_again(run: Run) -> None:
+    control = control_of(run)
+    lines = answers(control.fingerprint())
+    failed = [
+        answer.model_copy(update={"status": Status.FAILED, "reason": "crashed"})
+        if answer.attack == "keyspan"
+        else answer
+        for answer in control.rows(lines)
+    ]
+    control.write_rows(lines, failed)
+    found, status, errors = rescored(run)
+    assert (found.attacks["keyspan"].read, status) == (0, 1)
+    assert "positive control: 3 of 9 answers failed (keyspan: crashed)" in errors
+    assert call("attack", str(run.path), "--retry")[0] == 0
+    assert run.read(SUMMARY).positive_control.attacks["keyspan"].read == COPIES
 
 
 def test_copies_of_other_batches_do_not_count(run: Run) -> None:

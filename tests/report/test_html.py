@@ -47,7 +47,9 @@ from fedleak.store.summaries import (
     CanarySummary,
     CellSummary,
     Circumstances,
+    CopiesRead,
     Estimate,
+    PositiveControl,
     RunSummary,
     SweepSummary,
     WorstCase,
@@ -337,6 +339,23 @@ def test_the_verdict_says_what_was_read_by_whom_how_sure_and_what_was_not_measur
     assert "11 of 12 updates" in sure
     assert "708 of 720 updates" in unmeasured
     assert "told batch size, labels, lengths or noise scale" in unmeasured
+
+
+@pytest.mark.parametrize(
+    ("exact", "says"),
+    [(0.5, "read 50 % of the texts word for word"), (0.0, "that they read none here shows little")],
+)
+def test_the_verdict_says_what_the_same_attacks_read_without_defenses(
+    exact: float, says: str
+) -> None:
+    read = CopiesRead(read=3, exact=exact, rougeL=70.0, token_recall=1.0)
+    control = PositiveControl(copies=3, texts=6, together=read, attacks={"dager": read})
+    of_run = summary(worst(estimate(0.0, 0.0, 0.2)), {"dager": attack()})
+    assert "without any" not in run_verdict(of_run, EXTENT, NOTHING).sentences[2]
+    controlled = of_run.model_copy(update={"positive_control": control})
+    sure = run_verdict(controlled, EXTENT, NOTHING).sentences[2]
+    assert sure.startswith("Of 3 plain gradients of these batches, without any defense,")
+    assert says in sure
 
 
 def test_a_verdict_without_the_worst_case_is_of_the_strongest_attack() -> None:

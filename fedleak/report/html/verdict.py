@@ -160,7 +160,8 @@ def run_verdict(summary: RunSummary, extent: Extent, guaranteed: Guaranteed) -> 
         (
             _read(found, attacks, extent),
             guaranteed.sentence,
-            f"{_unordered(extent)}{_untold(summary)}{told}{_sure(found, attacks, extent)}",
+            f"{_unordered(extent)}{_untold(summary)}{_undefended(summary)}{told}"
+            f"{_sure(found, attacks, extent)}",
             _unmeasured(summary, extent),
         ),
     )
@@ -228,6 +229,20 @@ def _untold(summary: RunSummary) -> str:
         f"Told nothing more than the protocol tells, it could read {found.exact_texts:,} word for "
         "word. "
     )
+
+
+def _undefended(summary: RunSummary) -> str:
+    """Returns what the same attacks read of undefended copies, where there are any."""
+    if (control := summary.positive_control) is None:
+        return ""
+    copies = f"{counted(control.copies, 'plain gradient')} of these batches, without any defense,"
+    if not control.together.exact:
+        return (
+            f"Of {copies} the same attacks read no text word for word, so that they read none here "
+            "shows little. "
+        )
+    exact = percent(control.together.exact)
+    return f"Of {copies} the same attacks read {exact} of the texts word for word. "
 
 
 def _told_apart(membership: MembershipSummary | None) -> str:
