@@ -12,6 +12,10 @@ class ConfigError(FedleakError):
     """An experiment that cannot be run as it is written (exit status 2)."""
 
 
+class UnknownKindError(ConfigError):
+    """An attack or a defense that is not installed, or whose kind is misspelt."""
+
+
 class StoppedError(FedleakError):
     """Training that was told to stop, because what goes on beside it has failed."""
 

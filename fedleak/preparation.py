@@ -18,7 +18,7 @@ from fedleak.config.wording import difference
 from fedleak.errors import ConfigError, FedleakError
 from fedleak.federation.lookup import Examples, examples, stored
 from fedleak.federation.protection import protection
-from fedleak.federation.schedule import expected_captures
+from fedleak.federation.schedule import expected_captures, first_of_adapters
 from fedleak.federation.workload import (
     Workload,
     candidates,
@@ -176,7 +176,9 @@ def _remarks(
         f"their batches are all that they have, {min(small, default=0)} examples or more": small,
         f"audit.store = 'read' stores whole updates, because {', '.join(whole)} read them": whole,
     }
-    return tuple(remark for remark, holds in found.items() if holds)
+    adapters = first_of_adapters(experiment)
+    remarks = [remark for remark, holds in found.items() if holds]
+    return (*remarks, *([adapters] if adapters else []))
 
 
 def open_run(plan: Plan, path: Path, *, fresh: bool = False) -> Run:

@@ -45,6 +45,18 @@ def test_an_attack_that_cannot_work_says_why_whether_it_is_listed_or_not():
     assert "needs" in by_name(explained(update=embedding))["dager"].reason
 
 
+def test_adapters_are_no_matter_of_what_is_shared_and_are_silent_in_round_1():
+    lora = {"model": {"name": "builtin/bert-tiny", "lora": {"rank": 2}}}
+    reason = by_name(explained(**lora))["keyspan"].reason
+    assert "with model.lora they train adapters in their place" in reason
+    assert "add it" not in reason
+    silent = "in round 1 one factor of each LoRA adapter is zero"
+    assert silent in shown(**lora)
+    assert silent not in shown(**lora, federation__rounds=2, threat__rounds=[2])
+    assert silent not in shown(**lora, federation__algorithm="fedavg")
+    assert silent not in shown()
+
+
 def test_a_prior_that_is_not_there_is_a_reason():
     found = by_name(explained(attack=[{"kind": "lamp", "prior": "/no/such/folder"}]))
     assert "/no/such/folder" in found["lamp"].reason

@@ -60,7 +60,9 @@ def test_dropped_rows_and_batches_that_are_no_batches_are_said(plan):
     assert found.remarks == ("2 rows without text were dropped",)
     table = found.experiment.model_dump(mode="json")
     table["federation"]["batch_size"] = 500
-    (_, remark) = preparation.plan(parse(table)).remarks
+    table["model"]["lora"] = {"rank": 2}
+    (_, remark, adapters) = preparation.plan(parse(table)).remarks
+    assert adapters.startswith("in round 1 one factor of each LoRA adapter is zero")
     assert "batch_size = 500" in remark
     assert "2 of 2 clients" in remark
     assert "4 examples" in remark

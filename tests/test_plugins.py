@@ -18,8 +18,10 @@ from typer.testing import CliRunner
 
 from fedleak import attacks, cli, defenses, models
 from fedleak.config.loading import parse
-from fedleak.errors import ConfigError
+from fedleak.errors import ConfigError, FedleakError
+from fedleak.federation.lookup import stored
 from fedleak.plugins import OWN, discover
+from fedleak.store.run import Run
 
 ROOT = Path(__file__).parents[1]
 LITTLE = Path(__file__).parent / "little_package"
@@ -99,6 +101,16 @@ def test_a_broken_file_is_named_and_takes_nothing_down(package, text, file):
     (line,) = [one for one in text.splitlines() if "fedleak.attacks.my_attack" in one]
     assert reason.split(":")[0] in line
     assert "keyspan" in text
+
+
+def test_a_run_of_a_package_that_is_not_here_asks_for_it(tmp_path):
+    run = Run(tmp_path / "run")
+    experiment = TABLE | {"attack": [{"kind": "gone"}]}
+    run.create(experiment=experiment, fingerprint="", status="finished", num_labels=2)
+    with pytest.raises(FedleakError) as caught:
+        stored(run)
+    assert "attack[0].kind: unknown kind 'gone'" in str(caught.value)
+    assert str(caught.value).endswith("): install the package that this kind comes from")
 
 
 def test_two_files_of_one_kind_are_both_named(package):

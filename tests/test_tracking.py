@@ -122,6 +122,15 @@ def test_mlflow_has_settings_figures_by_round_and_a_report_without_texts(run: Ru
     assert all(word in report.read_text() for word in words)
 
 
+def test_mlflow_that_is_set_to_nothing_does_not_fill_the_current_folder(run: Run) -> None:
+    pytest.importorskip("mlflow.tracking", reason="MLflow is not installed")
+    before = set(Path().iterdir())
+    status, _, errors = call("export", str(run.path), "--to", "mlflow")
+    assert status == 2
+    assert "--to mlflow:mlruns" in errors
+    assert set(Path().iterdir()) == before
+
+
 @pytest.mark.slow
 def test_what_mlflow_does_not_take_is_one_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("mlflow.tracking", reason="MLflow is not installed")

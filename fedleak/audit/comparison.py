@@ -5,14 +5,14 @@ difference of a pair does not depend on how hard the text is, so it shows less t
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from fedleak.audit.pairing import CORRECTION, FIGURES, Text, best, corrected, difference
 from fedleak.audit.vault import read_truth
 from fedleak.config.components import listed_as
 from fedleak.errors import CaptureError, FedleakError
 from fedleak.store.lines import Record
-from fedleak.store.records import LEAKAGE, LeakageRow, text_counts
+from fedleak.store.records import LEAKAGE, LEDGER, LeakageRow, text_counts
 from fedleak.store.run import Run
 from fedleak.store.summaries import Difference
 
@@ -120,6 +120,16 @@ def _rows(run: Run) -> list[LeakageRow]:
     return rows
 
 
+_OTHER_TEXTS = "the batch has other texts or other tokens"
+
+
+def _drawn_otherwise(runs: Iterable[Run]) -> str:
+    """Returns why a run has other batches than its twin without a defense; or nothing."""
+    if not any(row.sampling == "Poisson" for run in runs for row in run.rows(LEDGER)):
+        return ""
+    return ' (Poisson sampling drew others: dp_sgd with sampling = "fixed" keeps the batches)'
+
+
 def _same(
     runs: tuple[Run, Run], rows: Sequence[Sequence[LeakageRow]], unpaired: Counter[str]
 ) -> Iterator[Text]:
@@ -138,6 +148,6 @@ def _same(
         if None in truths:
             unpaired["the private batch is not in the vault of both runs"] += sizes[0][key]
         elif len({tuple(map(tuple, truth.sequences)) for truth in truths if truth}) > 1:
-            unpaired["the batch has other texts or other tokens"] += sizes[0][key]
+            unpaired[_OTHER_TEXTS + _drawn_otherwise(runs)] += sizes[0][key]
         else:
             yield from (Text(key, place) for place in range(sizes[0][key]))

@@ -13,7 +13,7 @@ from fedleak import attacks, defenses
 from fedleak.attacks import Asked, Attack
 from fedleak.config.wording import one_line
 from fedleak.defenses import Defense, TrustedAggregator
-from fedleak.errors import ConfigError, unknown
+from fedleak.errors import ConfigError, UnknownKindError, unknown
 from fedleak.observation import QUESTIONS, ThreatModel
 from fedleak.plugins import discover
 
@@ -136,7 +136,7 @@ def _kind(where: str, settings: dict[str, Any], package: ModuleType) -> str:
     if kind is None:
         raise ConfigError(f"{where}.kind is missing: one of {', '.join(sorted(known))}")
     if not isinstance(kind, str) or kind not in known:
-        raise ConfigError(
+        raise UnknownKindError(
             f"{where}.kind: {unknown('kind', str(kind), known)}"
             + discover(package).cannot_be_used()
         )

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from fedleak.config.experiment import Experiment
 from fedleak.config.loading import load, parse
-from fedleak.errors import ConfigError, FedleakError
+from fedleak.errors import ConfigError, FedleakError, UnknownKindError
 from fedleak.observation import UpdateKind
 from fedleak.store.run import Run
 
@@ -42,6 +42,10 @@ def stored(run: Run) -> Experiment:
         experiment = parse(
             {key: info["experiment"][key] for key in info["experiment"].keys() - {"workers"}}
         )
+    except UnknownKindError as error:
+        raise FedleakError(
+            f"{file}: {error}: install the package that this kind comes from"
+        ) from error
     except ConfigError as error:
         raise FedleakError(f"{file}: {error}: restore it from a copy") from error
     if experiment.fingerprint != info["fingerprint"]:

@@ -55,6 +55,17 @@ def rounds_attacked(experiment: Experiment) -> frozenset[int]:
     return frozenset(key.round for key in expected_captures(experiment))
 
 
+def first_of_adapters(experiment: Experiment) -> str | None:
+    """Returns what is special about the first gradients of LoRA; None: they are not attacked."""
+    gradients = experiment.federation.algorithm == "fedsgd" and experiment.tapped is None
+    if experiment.model.lora is None or not gradients or 1 not in rounds_attacked(experiment):
+        return None
+    return (
+        "in round 1 one factor of each LoRA adapter is zero, so that the other has no gradient: "
+        "what is not read of round 1 is no evidence of later rounds (threat.rounds)"
+    )
+
+
 def captures_made(experiment: Experiment) -> list[Key]:
     """Returns the captures that a run makes, kept or not."""
     rounds = range(1, experiment.federation.rounds + 1)

@@ -1,5 +1,7 @@
 """A comparison of two runs for the terminal."""
 
+from itertools import groupby
+
 from rich import box
 from rich.table import Table
 
@@ -16,7 +18,7 @@ SAYS = {"exact": "exact, %", "rougeL": "ROUGE-L", "token_recall": "tokens, %"}
 
 
 def table(found: Comparison) -> Table:
-    """Returns a line for each attack and figure."""
+    """Returns the name of each attack, and below it a line for each figure."""
     shown = Table(
         title=f"{markup(found.after)} against {markup(found.before)}: {found.texts} texts",
         box=box.SIMPLE_HEAD,
@@ -27,22 +29,22 @@ def table(found: Comparison) -> Table:
         caption_justify="left",
     )
     shown.add_column("attack", overflow="fold")
-    shown.add_column("figure", no_wrap=True)
     for heading in ("texts", "before", "after", "difference", "p"):
         shown.add_column(heading, justify="right", no_wrap=True)
     shown.add_column("server", no_wrap=True)
-    for one in found.differences:
-        scale = SCALE[one.figure]
-        shown.add_row(
-            markup(one.attack or ANY_ATTACK),
-            SAYS[one.figure],
-            str(one.texts),
-            f"{one.before * scale:.1f}",
-            f"{one.after * scale:.1f}",
-            difference(one).replace("[", r"\["),
-            f"{one.p_adjusted:.2g}",
-            one.direction,
-        )
+    for attack, lines in groupby(found.differences, key=lambda line: line.attack):
+        shown.add_row(markup(attack or ANY_ATTACK))
+        for line in lines:
+            scale = SCALE[line.figure]
+            shown.add_row(
+                f"  {SAYS[line.figure]}",
+                str(line.texts),
+                f"{line.before * scale:.1f}",
+                f"{line.after * scale:.1f}",
+                difference(line).replace("[", r"\["),
+                f"{line.p_adjusted:.2g}",
+                line.direction,
+            )
     return shown
 
 

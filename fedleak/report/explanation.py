@@ -5,7 +5,7 @@ from rich.table import Table
 
 from fedleak.config.experiment import Experiment
 from fedleak.explanation import Applicability, Explanation
-from fedleak.federation.schedule import rounds_attacked
+from fedleak.federation.schedule import first_of_adapters, rounds_attacked
 from fedleak.sanitise import markup
 
 
@@ -14,6 +14,7 @@ def show(experiment: Experiment, found: Explanation, console: Console) -> None:
     for line in (
         _sees(experiment, found),
         *_trusts(experiment),
+        *filter(None, [first_of_adapters(experiment)]),
         *_knows(experiment, found),
     ):
         console.print(markup(line), soft_wrap=True)

@@ -30,14 +30,15 @@ def export_to_mlflow(run: Run, place: str | None, *, texts: bool = False) -> str
 
     Args:
         run: A run that was scored.
-        place: A tracking server, database or folder; None: what MLflow is set to.
+        place: A tracking server, database or folder; None: what MLflow is set to, and not where
+            it writes if it is set to nothing.
         texts: The report with private texts, in place of the one without.
 
     Returns:
         The id of MLflow's run.
 
     Raises:
-        ConfigError: MLflow is not installed, or this is no run directory.
+        ConfigError: MLflow is not installed or needs a place, or this is no run directory.
         FedleakError: The run cannot be read, or MLflow does not take it.
     """
     # It would tell its makers of each call.
@@ -46,12 +47,18 @@ def export_to_mlflow(run: Run, place: str | None, *, texts: bool = False) -> str
         # MLflow keeps folders as they are and wants to be told that they are meant.
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
     try:
+        from mlflow import is_tracking_uri_set
         from mlflow.exceptions import MlflowException
         from mlflow.tracking import MlflowClient
     except ImportError as error:
         raise ConfigError(
             "MLflow is not installed: pip install 'fedleak[mlflow]', or write a csv file"
         ) from error
+    if place is None and not is_tracking_uri_set():
+        raise ConfigError(
+            "MLflow is not set to any place and would write to the current folder: name one, such "
+            "as --to mlflow:mlruns, or set MLFLOW_TRACKING_URI"
+        )
     found = tracked(run)
     with TemporaryDirectory(prefix="fedleak-") as folder:
         report = Path(folder) / (reports.NAME if texts else reports.REDACTED)

@@ -15,7 +15,7 @@ from fedleak.audit.pairing import corrected
 from fedleak.dispatch import dispatcher
 from fedleak.errors import FedleakError
 from fedleak.metrics import intervals
-from fedleak.store.records import LEAKAGE
+from fedleak.store.records import LEAKAGE, LEDGER
 from fedleak.store.run import Run
 from fedleak.store.summaries import Difference, Direction
 
@@ -109,6 +109,12 @@ def test_what_is_not_the_same_is_not_paired_and_said(runs: tuple[Run, Run]) -> N
     assert found.unpaired["the round and client are in one run only"] == 2
     assert found.unpaired["the batch has other texts or other tokens"] == 2
     assert found.unpaired["dlg: one run has no answer (rougeL)"] == 2
+    drawn = [row.model_copy(update={"sampling": "Poisson"}) for row in runs[1].rows(LEDGER)]
+    runs[1].write_rows(LEDGER, drawn)
+    assert (
+        "the batch has other texts or other tokens (Poisson sampling drew others: dp_sgd with "
+        'sampling = "fixed" keeps the batches)'
+    ) in compare(*runs).unpaired
     shutil.rmtree(vault)
     with pytest.raises(FedleakError, match="not in the vault of both runs"):
         compare(*runs)
@@ -120,8 +126,15 @@ def test_the_command_prints_tables_or_json(runs: tuple[Run, Run]) -> None:
     status, text, errors = call("compare", "a", "b", "a")
     assert (status, errors) == (0, "")
     assert text.count("against a: 16 texts") == 2
-    assert "reads more" in " ".join(text.split())
-    assert max(map(len, text.splitlines())) <= 80
+    lines = [line.rstrip() for line in text.splitlines()]
+    assert max(map(len, lines)) <= 80
+    (first,) = [i for i, line in enumerate(lines) if line.lstrip() == "any attack"][:1]
+    assert [line.split("  ")[1].strip() for line in lines[first + 1 : first + 4]] == [
+        "exact, %",
+        "ROUGE-L",
+        "tokens, %",
+    ]
+    assert lines[first + 2].endswith("reads more")
     status, text, _ = call("compare", "a", "b", "--json")
     (found,) = json.loads(text)
     assert found["differences"][0]["direction"] == "reads more"

@@ -81,7 +81,10 @@ class Dager(OneByOne):
         for layer in (0, 1):
             names = setting.family.attention_parameters(layer)
             if not setting.shared & with_adapters(names):
-                return f"needs one of {', '.join(names)}: add it to update.share"
+                return (
+                    f"needs one of {', '.join(names)}, or adapters of one, and clients send none: "
+                    "see update.share and model.lora.targets"
+                )
         return None
 
     def reads(self, setting: AttackSetting) -> frozenset[str]:

@@ -78,7 +78,10 @@ class Keyspan(OneByOne):
             return "reads learned positions, and the model's are rotary: use kind = 'dager'"
         names = setting.family.attention_parameters(0)[:2]
         if not setting.shared.intersection(names):
-            return f"needs one of {', '.join(names)}: add it to update.share"
+            return (
+                f"needs one of {', '.join(names)} itself, and clients send none: see update.share; "
+                "with model.lora they train adapters in their place"
+            )
         return None
 
     def reads(self, setting: AttackSetting) -> frozenset[str]:
