@@ -3,7 +3,7 @@
 import json
 import shlex
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,8 +12,10 @@ from typing import Any
 from fedleak import forecast, logs
 from fedleak.audit.kept_texts import candidates_file
 from fedleak.config import checks
+from fedleak.config.components import NamedAttack
 from fedleak.config.experiment import Experiment
 from fedleak.config.stored_parameters import check_stored, read_whole
+from fedleak.config.tables import WorkersTable
 from fedleak.config.wording import difference
 from fedleak.errors import ConfigError, FedleakError
 from fedleak.federation.lookup import Examples, examples, stored
@@ -28,11 +30,16 @@ from fedleak.federation.workload import (
     unknown_fraction,
 )
 from fedleak.models import CLASSIFICATION, LanguageModel, loading
+from fedleak.sanitise import printable
 from fedleak.store.run import Run
 from fedleak.versions import made_by, versions
 
 CHANGEABLE: dict[str, Any] = {"gate": True, "federation": {"at_once"}, "audit": {"keep", "waiting"}}
 """What of an experiment may change while its run goes on, besides its workers: no result does."""
+
+
+_LONGEST = 300
+"""Characters of a command of somebody else that are shown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,6 +277,33 @@ def refuse_other_sight(run: Run, experiment: Experiment) -> None:
             f"threat.sees = {experiment.sees!r}, but {str(run.path)!r} captured what an attacker "
             f"sees who sees {sees!r}: run the experiment under another name, which captures the "
             "other"
+        )
+
+
+def refuse_programs_of_others(
+    at: Path, attacks: Iterable[NamedAttack], workers: WorkersTable | None = None
+) -> None:
+    """Refuses what an experiment that may be somebody else's would start, or let in.
+
+    Args:
+        at: Where it is from.
+        attacks: That it names.
+        workers: Where it has them run.
+
+    Raises:
+        ConfigError: One is a command that runs here, or a Ray cluster gets the updates: what it
+            answers are pickles, which run, too.
+    """
+    outside = [named.attack for named in attacks if getattr(named.attack, "outside", False)]
+    named = [f"the command {getattr(attack, 'command', attack.kind)!r}" for attack in outside]
+    if workers is not None and workers.engine == "ray" and workers.ray is not None:
+        named.append(f"the Ray cluster at {workers.ray.address!r}")
+    if named:
+        more = f" and {len(named) - 1} more" if len(named) > 1 else ""
+        raise ConfigError(
+            f"{str(at)!r} may be the work of somebody else, and would use "
+            f"{printable(named[0])[:_LONGEST]}{more}: read it, and give --allow-commands if you "
+            "want that"
         )
 
 

@@ -1,11 +1,13 @@
 """A run directory that a stranger made: what lies in it leads nowhere and runs nothing."""
 
+import json
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import tomli_w
 from tiny import DLG, Here, toml
 from tiny import call as call_tiny
 
@@ -135,3 +137,75 @@ def test_a_link_or_a_pipe_is_not_replaced(run, command):
     assert Path("link.csv").is_symlink()
     assert Path("pipe.csv").is_fifo()
     assert Path("target.csv").read_bytes() == SECRET
+
+
+# --- programs -------------------------------------------------------------------------------------
+
+PROGRAM = "touch ran {observation} {answer}"
+OF_RAY = {"engine": "ray", "ray": {"address": "127.0.0.1:9"}}
+
+
+def changed(run: Run, **tables) -> None:
+    """Changes the experiment in run.json, as somebody does who has not this machine's key."""
+    path = run.path / "run.json"
+    info = json.loads(path.read_text())
+    info["experiment"] |= tables
+    path.write_text(json.dumps(info))
+
+
+def test_a_command_in_a_run_of_somebody_else_does_not_run(run):
+    changed(run, attack=[{"kind": "command", "command": f"{PROGRAM} \x1b[2J{'x' * 900}"}])
+    for command in ("score RUN", "report RUN", "gate RUN", "attack RUN", "attack RUN --shard 1/2"):
+        status, errors = call(command)
+        assert not Path("ran").exists(), command
+        if command.startswith("attack"):
+            assert status == 2
+            assert "would use the command 'touch ran" in errors
+            assert "give --allow-commands" in errors
+            assert len(errors) < 600
+            assert errors[:-1].isprintable()
+
+
+def test_a_command_that_the_user_allows_runs(run):
+    program = PROGRAM.replace("ran", str(run.path / "ran"))
+    changed(run, attack=[{"kind": "command", "command": program}])
+    call("attack RUN --allow-commands")
+    assert (run.path / "ran").exists()
+    (run.path / "ran").unlink()
+    attack = f'attack=[{{kind="command", name="mine", command="{program}"}}]'
+    call_tiny("attack", str(run.path), "--set", attack)
+    assert (run.path / "ran").exists()
+    assert not run.made_here()
+
+
+def test_a_command_of_a_run_that_was_made_here_runs(run):
+    run.update_info(
+        experiment=run.info()["experiment"]
+        | {"attack": [{"kind": "command", "command": PROGRAM.replace("ran", f"{run.path}/ran")}]}
+    )
+    assert run.made_here()
+    call("attack RUN")
+    assert (run.path / "ran").exists()
+
+
+def test_nothing_is_sent_to_a_cluster_that_somebody_else_names(run):
+    changed(run, workers=OF_RAY)
+    assert "would use the Ray cluster at '127.0.0.1:9'" in call("attack RUN")[1]
+    assert "would use" not in call("attack RUN --set workers.engine=local")[1]
+    changed(run, workers={})
+    assert call("attack RUN")[0] == 0
+
+
+def test_a_command_in_the_file_beside_a_tap_is_not_taken_into_a_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("tap").mkdir()
+    about = {
+        "model": {"name": "builtin/bert-tiny"},
+        "training": {"batch_size": 1, "learning_rate": 0.1, "dropout": False},
+        "attack": [{"kind": "command", "command": PROGRAM}],
+    }
+    Path("own.toml").write_text(tomli_w.dumps(about))
+    shutil.copy("own.toml", "tap/about.toml")
+    assert "would use the command" in call("import tap")[1]
+    for own in ("--about own.toml", "--allow-commands"):
+        assert "is not the folder of a tap" in call(f"import tap {own}")[1]

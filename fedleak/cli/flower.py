@@ -1,5 +1,6 @@
 """The commands about your own Flower app, and about `flwr run`."""
 
+from itertools import count
 from pathlib import Path
 from typing import Annotated
 
@@ -7,6 +8,7 @@ import typer
 
 from fedleak.cli.display import console, remark
 from fedleak.cli.mistakes import mended
+from fedleak.cli.options import AllowCommands
 from fedleak.errors import FedleakError
 from fedleak.sanitise import markup
 
@@ -48,20 +50,30 @@ def import_(
         Path | None,
         typer.Option(metavar="RUN", help="The run to make; left out: TAPPED-run."),
     ] = None,
+    allow_commands: AllowCommands = False,
 ) -> None:
     """Make a run of what a tap kept of your own Flower app.
 
     TAPPED is a folder that the app's ServerApp gave to `tap(grid, "FOLDER")`. The file says what
     the messages do not: model, learning rate, batch size. `fedleak attack RUN` attacks the run.
 
+    Programs that about.toml in TAPPED names as attacks need `--allow-commands`; `--about FILE` is
+    your own file, and does not.
+
     The same command again adds what is not there yet, such as the truth.
     """
     from fedleak.config.about import load_about
+    from fedleak.config.components import build_attack
     from fedleak.importing import import_run
+    from fedleak.preparation import refuse_programs_of_others
     from fedleak.store.tapped import Tapped
 
     with mended():
         said = load_about(about or tapped / "about.toml")
+        if about is None and not allow_commands:
+            refuse_programs_of_others(
+                tapped / "about.toml", map(build_attack, count(), said.attack)
+            )
         path = tapped.absolute()
         found = import_run(Tapped(tapped), said, out or path.with_name(f"{path.name}-run"))
         console.print(

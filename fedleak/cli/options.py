@@ -14,6 +14,14 @@ Set = Annotated[
 Fresh = Annotated[bool, typer.Option("--fresh", help="Move earlier results of this name aside.")]
 Texts = Annotated[bool, typer.Option("--texts", help="Print private texts to a pipe or file, too.")]
 
+AllowCommands = Annotated[
+    bool,
+    typer.Option(
+        "--allow-commands",
+        help="Let programs run, and a Ray cluster be used, that somebody else has named in there.",
+    ),
+]
+
 # The text of a command describes its arguments: Typer 0.20 with Click 8.5 shows no help of them,
 # and Flower does not allow a later Typer.
 RunPath = Annotated[

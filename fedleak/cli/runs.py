@@ -8,7 +8,7 @@ import typer
 from fedleak.cli.completion import experiment_files
 from fedleak.cli.display import console, progress, remark
 from fedleak.cli.mistakes import mended
-from fedleak.cli.options import Fresh, RunPath, Set, Texts
+from fedleak.cli.options import AllowCommands, Fresh, RunPath, Set, Texts
 from fedleak.errors import ConfigError
 from fedleak.sanitise import markup
 
@@ -69,6 +69,7 @@ def attack(
         bool,
         typer.Option("--positive-control", help="Also attack undefended copies of some batches."),
     ] = False,
+    allow_commands: AllowCommands = False,
     texts: Texts = False,
 ) -> None:
     """Attack the captures of a finished or interrupted run, also with other attacks.
@@ -80,6 +81,9 @@ def attack(
 
     With `--shard I/N` several machines share the work, each with another I. `fedleak score RUN`
     scores all of it, and says what is missing.
+
+    A run of another machine, or one whose run.json was changed, may name programs: without
+    `--allow-commands` they do not run. Those of `--set` do.
 
     With `--positive-control`, or a [gate] that limits what is read, undefended copies of some
     batches are attacked, too: an attack that cannot read them shows nothing by reading little.
@@ -94,6 +98,7 @@ def attack(
     from fedleak.preparation import (
         ask_again,
         refuse_other_sight,
+        refuse_programs_of_others,
         refuse_purged,
         refuse_unstored,
     )
@@ -107,12 +112,20 @@ def attack(
         num_labels = at.info()["num_labels"]  # refuses a folder that is no run
         refuse_purged(at)
         stored(at)  # refuses one whose experiment is not what was run
-        for change in changes or ():
-            if change.split(".")[0].split("=")[0].strip() not in ("attack", "threat", "workers"):
+        own = {change.partition("=")[0].strip(): change for change in changes or ()}
+        for key, change in own.items():
+            if key.split(".")[0] not in ("attack", "threat", "workers"):
                 raise ConfigError(
                     f"--set {change!r}: only attack, threat and workers can change here"
                 )
         experiment = load(path / "run.json", changes or ())
+        if not (allow_commands or at.made_here()):
+            address = own.keys() & {"workers", "workers.ray", "workers.ray.address"}
+            refuse_programs_of_others(
+                path,
+                () if "attack" in own else experiment.attacks,
+                None if address else experiment.workers,
+            )
         refuse_other_sight(at, experiment)
         pipeline.check_attacks(experiment, num_labels)
         refuse_unstored(at, experiment)
