@@ -9,7 +9,8 @@ from fedleak.audit.scoring import Scored
 from fedleak.config import checks
 from fedleak.config.experiment import Experiment
 from fedleak.dispatch.agenda import groups, part_of
-from fedleak.dispatch.dispatcher import answered, attack_captures, attacking
+from fedleak.dispatch.answered import answered
+from fedleak.dispatch.dispatcher import attack_captures, attacking
 from fedleak.dispatch.progress import RunProgress
 from fedleak.dispatch.retention import Retention
 from fedleak.errors import FedleakError

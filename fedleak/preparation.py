@@ -93,6 +93,8 @@ def plan(experiment: Experiment) -> Plan:
     checks.check_canaries(experiment, model)
     checks.check_attacks(experiment, model)
     checks.check_waiting(experiment)
+    names = [each.name for each in experiment.attacks]
+    checks.check_gate(experiment.gate, names, [each.attack.kind for each in experiment.attacks])
     workload = divide(experiment, split, model)
     unknown = unknown_fraction(workload, model)
     for client, part in [] if experiment.data.on_nodes else enumerate(workload.parts):

@@ -1,9 +1,11 @@
-"""The gate: what opens it, what closes it, and that it cannot be opened by breaking the attacks."""
+"""The gate: what opens it, what closes it, and that nobody can cheat it."""
 
+import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -12,24 +14,37 @@ import pytest
 from cases import some
 from tiny import DLG, Here, call, toml
 
-from fedleak.audit import gate
-from fedleak.audit.gate import Outcome
-from fedleak.config.loading import limited
+from fedleak.audit import scoring
+from fedleak.audit.gate.check import Check, Outcome
+from fedleak.audit.gate.evidence import Evidence, gather
+from fedleak.audit.gate.judge import Verdict, judge
+from fedleak.audit.gate.limits import limit_checks
+from fedleak.audit.gate.measured import measured_checks, required_checks
+from fedleak.config.loading import limited, parse
 from fedleak.config.tables import GateTable
 from fedleak.dispatch import dispatcher
+from fedleak.federation.lookup import stored
 from fedleak.reconstruction import Status
 from fedleak.report import ci
-from fedleak.store.records import LEAKAGE
+from fedleak.store.records import Answer, LeakageRow, answers
 from fedleak.store.run import Run
-from fedleak.store.summaries import SUMMARY
+from fedleak.store.summaries import (
+    SUMMARY,
+    CanaryBound,
+    CanarySummary,
+    Estimate,
+    MembershipFigures,
+    MembershipSummary,
+)
 
 ENOUGH = {
     "data": {"name": "builtin/notes", "samples": 20, "held_out": 4},
     "federation": {"clients": 10, "rounds": 1, "batch_size": 2},
     "threat": {"knows": ["labels", "lengths"]},
     "attack": [DLG],
+    "defense": [{"kind": "gaussian_noise", "sigma": 1.0}],
 }
-"""Ten clients with two texts each, whom a weak attack reads nothing of."""
+"""Ten clients with two texts each, of whose noisy updates nobody reads anything."""
 
 TWO = {
     "data": {"name": "builtin/notes", "samples": 4, "held_out": 4},
@@ -68,18 +83,37 @@ def small(folder: Path, in_process: None, trained_once: Path) -> Path:
     return folder / "runs" / "small"
 
 
-def judged(*limits: str, may_abstain: tuple[str, ...] = ()) -> dict[str, gate.Check]:
-    table = limited(GateTable(), limits, may_abstain)
-    return {one.name: one for one in gate.judge(Run(Path("runs/small")), table)}
+@pytest.fixture(scope="module")
+def scored(trained_once: Path) -> Evidence:
+    """The same run, scored anew."""
+    return gather(Run(trained_once / "runs" / "small"))
 
 
-def change_summary(run: Path, **changes: Any) -> None:
-    summary = Run(run).read(SUMMARY)
-    Run(run).write(SUMMARY, summary.model_copy(update=changes))
+def verdict(*most: str, least: Sequence[str] = (), **options: Any) -> Verdict:
+    run = Run(Path("runs/small"))
+    accept_purged = options.pop("accept_purged", False)
+    table = limited(stored(run).gate, most, least, **options)
+    return judge(run, table, accept_purged=accept_purged)
 
 
-def change_rows(run: Path, change: Any) -> None:
-    Run(run).write_rows(LEAKAGE, [change(row) for row in Run(run).rows(LEAKAGE)])
+def judged(*most: str, **options: Any) -> dict[str, Check]:
+    return {check.name: check for check in verdict(*most, **options).checks}
+
+
+def change_answers(run: Path, change: Callable[[Answer], Answer | None]) -> None:
+    """Changes answers as somebody would who has the key of this machine."""
+    at = Run(run)
+    lines = answers(at.fingerprint())
+    changed = [change(answer) for answer in at.rows(lines)]
+    (run / lines.name).unlink()
+    at.append(lines, *(answer for answer in changed if answer is not None))
+
+
+def of(attack: str, **changes: Any) -> Callable[[Answer], Answer]:
+    return lambda answer: answer.model_copy(update=changes if answer.attack == attack else {})
+
+
+ABSTAINED = {"status": Status.ABSTAINED, "sequences": None, "tokens": None}
 
 
 def test_the_upper_end_of_the_interval_decides(small: Path) -> None:
@@ -96,11 +130,12 @@ def test_the_upper_end_of_the_interval_decides(small: Path) -> None:
 
 
 def test_every_limit_is_compared(small: Path) -> None:
-    found = judged("exact=0", "rougeL=0", "token_recall=0", "epsilon=8")
+    found = judged("exact=0", "rougeL=0", "token_recall=0", "epsilon=8", "auc=1", "canary=1")
     assert {name: found[name].outcome for name in ("exact", "rougeL", "token_recall")} == {
         "exact": Outcome.EXCEEDED, "rougeL": Outcome.EXCEEDED, "token_recall": Outcome.EXCEEDED
     }  # fmt: skip
-    assert found["epsilon"].outcome is Outcome.UNTOLD
+    for name in ("epsilon", "auc", "canary"):
+        assert found[name].outcome is Outcome.UNTOLD
     assert "nothing is guaranteed" in found["epsilon"].said
     assert found["complete"].passed
     assert found["texts"].passed
@@ -166,7 +201,32 @@ def test_an_attack_without_time_closes_it(folder: Path, in_process: None, kind: 
     allowed = ["--may-abstain", kind] if kind in ("dager", "keyspan") else []
     status, text, _ = call("gate", "runs/small", "--max", "exact=1", *allowed)
     assert status == 3
-    assert f"NOT TOLD  attack {kind}: its time (`seconds`) was up on 2 of 2 updates" in text, text
+    late = "its time (`seconds`) was up after 0.001 s on 2 of 2 updates: the gate asks for 120 s"
+    assert f"NOT TOLD  attack {kind}: {late}" in text, text
+
+
+def test_less_than_a_second_cannot_be_agreed(small: Path) -> None:
+    status, _, errors = call("gate", str(small), "--max", "exact=1", "--min", "seconds=0.001")
+    assert status == 2
+    assert "greater than or equal to 1" in errors
+
+
+def test_a_search_that_used_what_was_agreed_has_answered(scored: Evidence) -> None:
+    rows = [
+        row.model_copy(update={"diagnostics": {"time_up": True, "likely": [False, False]}})
+        for row in scored.rows.leakage
+        if row.attack == "dlg"
+    ]
+    agreed = [of("dlg", settings={"seconds": 30.0})(answer) for answer in scored.answers]
+    late = replace(scored, answers=agreed, rows=replace(scored.rows, leakage=rows))
+
+    def check(seconds: float) -> Check:
+        checks = measured_checks(GateTable(seconds=seconds), late, {"exact"})
+        return next(check for check in checks if check.name == "attack dlg")
+
+    assert check(30).passed
+    assert "10 of them with all of the 30 s that were agreed" in check(30).said
+    assert check(31).outcome is Outcome.UNTOLD
 
 
 def test_attacks_whose_workers_are_killed_close_it(
@@ -195,69 +255,393 @@ def test_a_time_limit_that_nobody_can_keep_closes_it(folder: Path) -> None:
 
 
 def test_an_abstention_closes_it_unless_it_may(small: Path) -> None:
-    def abstaining(row: Any) -> Any:
-        nothing = {"status": Status.ABSTAINED, "texts": None, "rougeL": None}
-        return row.model_copy(update=nothing if row.attack == "probes" else {})
-
-    change_rows(small, abstaining)
+    change_answers(small, of("probes", **ABSTAINED))
     assert judged("exact=1")["attack probes"].outcome is Outcome.UNTOLD
-    found = judged("exact=1", may_abstain=("probes",))
-    assert all(one.passed for one in found.values())
-    # Its tokens were all there was for this limit, but for those of the sequences.
-    assert judged("token_recall=1", may_abstain=("probes",))["texts"].passed
+    checks = judged("exact=1", "token_recall=1", may_abstain=["probes"])
+    assert checks["attack probes"].passed
+    # Its tokens were all there was for one limit, but for those of the sequences.
+    assert checks["texts"].passed
 
 
-def test_guesses_that_random_texts_equal_close_it_unless_it_may_abstain(small: Path) -> None:
-    def guessing(likely: list[bool]) -> None:
-        change_rows(small, lambda row: row.model_copy(update={"diagnostics": {"likely": likely}}))
-
-    guessing([False, True])
-    assert all(one.passed for one in judged("exact=1").values())
-    guessing([False, False])
-    found = judged("exact=1")["attack dlg"]
-    assert found.outcome is Outcome.UNTOLD
-    assert "it only guessed on" in found.said
-    assert judged("exact=1", may_abstain=("dlg",))["attack dlg"].passed
+@pytest.mark.parametrize("limit", ["exact", "rougeL"])
+def test_texts_without_a_sequence_close_it(small: Path, limit: str) -> None:
+    change_answers(
+        small,
+        lambda answer: of("dlg", **ABSTAINED)(answer) if answer.client == 3 else answer,
+    )
+    checks = judged(f"{limit}=1", may_abstain=["dlg"])
+    assert "2 of 20 texts: no attack named sequences" in checks["texts"].said
+    assert not checks["texts"].passed
 
 
-def test_texts_without_an_answer_close_it(small: Path) -> None:
-    worst = Run(small).read(SUMMARY).worst_case
-    change_summary(small, worst_case=worst.model_copy(update={"unattacked": 2}))
-    assert judged("exact=1")["texts"].said == "2 of 20 texts: no attack named sequences"
-    assert judged("token_recall=1")["texts"].passed
-    change_rows(small, lambda row: row.model_copy(update={"texts": None}))
-    found = judged("token_recall=1")
-    assert found["texts"].said == "20 of 20 texts: no attack named tokens"
-    assert "`fedleak score` adds them" in found["attack dlg"].said
-
-
-def test_a_run_that_is_not_complete_closes_it(small: Path) -> None:
-    Run(small).update_info(status="interrupted")
-    assert "the run is interrupted" in judged("exact=1")["complete"].said
-    Run(small).update_info(status="finished")
-    change_summary(small, unscored=3, missing=("a capture is missing",))
-    found = judged("exact=1")["complete"]
-    assert found.said == "a capture is missing; 3 answers have no score"
-    change_summary(small, unscored=0, missing=(), worst_case=None)
-    assert judged("exact=1")["exact"].outcome is Outcome.UNTOLD
-    (small / "summary.json").unlink()
-    status, text, _ = call("gate", str(small), "--max", "exact=1")
-    assert status == 3
-    assert "NOT TOLD  figures: " in text
-
-
-def test_label_counts_are_an_answer_without_scores_of_texts(small: Path) -> None:
-    nothing = {"texts": None, "token_recall": None, "rougeL": None}
-    change_rows(small, lambda row: row.model_copy(update=nothing if row.attack == "probes" else {}))
-    assert judged("exact=1")["attack probes"].passed
+def test_texts_without_tokens_close_it(scored: Evidence) -> None:
+    rows = [row.model_copy(update={"texts": None}) for row in scored.rows.leakage]
+    bare = replace(scored, rows=replace(scored.rows, leakage=rows))
+    checks = {check.name: check for check in measured_checks(GateTable(), bare, {"token_recall"})}
+    assert checks["texts"].said == "20 of 20 texts: no attack named tokens"
+    assert "`fedleak score` adds them" in checks["attack dlg"].said
 
 
 def test_probes_alone_say_nothing_of_whole_texts(folder: Path, in_process: None) -> None:
-    trained({"attack": []})
-    found = judged("exact=1", "token_recall=1")
-    assert found["exact"].outcome is Outcome.UNTOLD
-    assert found["token_recall"].outcome is Outcome.WITHIN
-    assert found["texts"].outcome is Outcome.UNTOLD
+    trained({"attack": [], "defense": []})
+    checks = judged("exact=1", "token_recall=1")
+    assert checks["exact"].outcome is Outcome.UNTOLD
+    assert checks["token_recall"].outcome is Outcome.WITHIN
+    assert checks["texts"].outcome is Outcome.UNTOLD
+
+
+def test_clients_unlike_those_attacked_are_named_and_close_it(scored: Evidence) -> None:
+    def check(defended: list[int] | None, attacked: list[int] | None) -> Check:
+        noise = {"kind": "gaussian_noise", "sigma": 1.0, "clients": defended}
+        table = scored.experiment.model_dump(mode="json")
+        table["defense"] = [{key: value for key, value in noise.items() if value is not None}]
+        table["threat"]["clients"] = attacked
+        checks = measured_checks(GateTable(), replace(scored, experiment=parse(table)), ())
+        return next(check for check in checks if check.name == "clients")
+
+    defended = list(range(8))
+    assert check(defended, defended).said == (
+        "clients 8, 9 use no defense and were never attacked, and no client like them was: add one "
+        "to threat.clients"
+    )
+    assert check(defended, [0, 9]).passed
+    assert check(None, [0]).passed
+
+
+def test_alarms_of_other_rows_close_it(scored: Evidence) -> None:
+    def check(change: Callable[[LeakageRow], Mapping[str, Any]], limit: str = "exact") -> Check:
+        rows = [row.model_copy(update=change(row)) for row in scored.rows.leakage]
+        changed = replace(scored, rows=replace(scored.rows, leakage=rows))
+        checks = measured_checks(GateTable(), changed, {limit})
+        return next(check for check in checks if check.name == "alarms")
+
+    def swapped(row: LeakageRow) -> Mapping[str, Any]:
+        return {"rougeL": 1.0, "control_rougeL": 60.0} if row.attack == "dlg" else {}
+
+    def chance(row: LeakageRow) -> Mapping[str, Any]:
+        return swapped(row) if row.client % 2 else {"control_rougeL": 0.0}
+
+    def words_known(row: LeakageRow) -> Mapping[str, Any]:
+        if row.attack == "dlg":
+            return {"token_recall": 0.2}
+        return {"token_recall": 1.0, "token_precision": 0.9}
+
+    def all_words(row: LeakageRow) -> Mapping[str, Any]:
+        return {**words_known(row), "token_precision": 0.01}
+
+    assert check(lambda row: {}).passed
+    assert "dlg reads less of an update than its answer for another client" in check(swapped).said
+    assert check(chance).passed
+    assert "probes found every token of 10 of 10 updates" in check(words_known).said
+    assert check(all_words).passed  # whoever names every word finds every word
+    assert check(words_known, "token_recall").passed
+
+
+# --- limits besides leakage -----------------------------------------------------------------------
+
+
+def compare(evidence: Evidence, **limits: Any) -> dict[str, Check]:
+    table = GateTable(**limits)
+    checks = [*limit_checks(table, evidence), *required_checks(table, evidence)]
+    return {check.name: check for check in checks if not check.passed}
+
+
+def test_membership_is_limited_by_its_best_score(scored: Evidence) -> None:
+    sure, unsure = (Estimate(mean=mean, low=0.1, high=mean + 0.2) for mean in (0.7, 0.5))
+    few = MembershipFigures(
+        attack="membership", score="loss", updates=10, clients=10, members=20, controls=20,
+        auc=unsure, rounds=(), roc=(), found_at_1_percent=None, found_at_01_percent=None,
+        pairs=20, no_bound=None, p=1.0, epsilon=0.0,
+    )  # fmt: skip
+    best = few.model_copy(update={"score": "residual", "auc": sure, "found_at_1_percent": sure})
+    figures = MembershipSummary(confidence=0.95, delta=1e-5, figures=(few, best))
+    summary = scored.summary.model_copy(update={"membership": figures})
+    asked = replace(scored, summary=summary)
+    assert compare(asked, auc=0.9) == {}
+    check = compare(asked, auc=0.89)["auc"]
+    assert check.outcome is Outcome.EXCEEDED
+    assert "membership by residual: area under the ROC curve" in check.said
+    assert compare(asked, tpr=0.9)["tpr"].said == (
+        "membership by loss: 20 members and 20 others are too few"
+    )
+    # What is not known does not hide what is exceeded.
+    assert compare(asked, tpr=0.5)["tpr"].outcome is Outcome.EXCEEDED
+    assert compare(scored, auc=1.0)["auc"].outcome is Outcome.UNTOLD
+
+
+def test_a_canary_bound_is_limited_and_of_every_client(scored: Evidence) -> None:
+    bound = CanaryBound(
+        client=-1, unit="example", canaries=64, updates=10, in_copies=False, epsilon=8.0,
+        gaussian=None, f_dp=1.5, epsilon_delta=0.5,
+    )  # fmt: skip
+    everyone = (bound, *(bound.model_copy(update={"client": client}) for client in range(10)))
+
+    def check(limit: float, bounds: tuple[CanaryBound, ...]) -> dict[str, Check]:
+        canary = CanarySummary(confidence=0.95, delta=1e-5, bounds=bounds, alarms=())
+        summary = scored.summary.model_copy(update={"canary": canary})
+        return compare(replace(scored, summary=summary), canary=limit)
+
+    assert check(1.5, everyone) == {}
+    assert "canaries show 1.5 or more" in check(1.4, everyone)["canary"].said
+    assert check(1.5, everyone[:-1])["canaries of clients"].said == (
+        "clients without a scored canary: 9"
+    )
+
+
+def test_the_trained_model_is_measured_anew(small: Path) -> None:
+    told = Run(small).read(SUMMARY).utility.figures["accuracy"]
+    assert judged(least=[f"accuracy={told}", "mcc=-1"])["accuracy"].passed
+    assert judged(least=[f"accuracy={told + 0.01}"])["accuracy"].outcome is Outcome.EXCEEDED
+    # Of a classifier there is no perplexity.
+    assert judged("perplexity=100")["perplexity"].outcome is Outcome.UNTOLD
+    (small / "models" / "r0002.safetensors").unlink()
+    assert judged(least=["accuracy=0"])["accuracy"].outcome is Outcome.UNTOLD
+
+
+def test_coverage_counts_the_texts_of_all_rounds_and_clients(scored: Evidence) -> None:
+    def check(least: float, evidence: Evidence) -> Check:
+        checks = measured_checks(GateTable(coverage=least), evidence, ())
+        return next(check for check in checks if check.name == "coverage")
+
+    assert check(1, scored).passed
+    rows = [row for row in scored.rows.leakage if row.client]
+    without = replace(scored, rows=replace(scored.rows, leakage=rows))
+    assert check(0.9, without).passed
+    assert check(0.91, without).outcome is Outcome.EXCEEDED
+    assert "an attack answered for 18 of 20 private texts" in check(0.91, without).said
+
+
+def test_attacks_are_required_by_their_kind(scored: Evidence) -> None:
+    assert compare(scored, require=["dlg"]) == {}
+    said = compare(scored, require=["auto"])["required auto"].said
+    assert said == "no attack of this kind answered for 10 of 10 updates"
+    named = [of("dlg", attack="auto")(answer) for answer in scored.answers]
+    assert "required auto" in compare(replace(scored, answers=named), require=["auto"])
+
+
+@pytest.mark.parametrize(
+    ("gate", "says"),
+    [
+        ({"may_abstain": ["dagger"]}, "gate.may_abstain: unknown attack 'dagger'"),
+        ({"require": ["lamp"]}, "gate.require: unknown kind of attack 'lamp'"),
+        ({"exact": 20}, "less than or equal to 1"),
+        ({"auc": -0.1}, "greater than or equal to 0"),
+        ({"seconds": 0.5}, "greater than or equal to 1"),
+    ],
+)
+def test_a_wrong_gate_is_refused_before_training(
+    folder: Path, gate: Mapping[str, Any], says: str
+) -> None:
+    Path("small.toml").write_text(toml(ENOUGH | {"gate": gate}))
+    status, _, errors = call("run", "small.toml")
+    assert status == 2
+    assert says in errors
+    assert not (folder / "runs").exists()
+
+
+# --- what nobody cheats ---------------------------------------------------------------------------
+
+
+def test_an_honest_run_opens_it_and_nothing_is_written(small: Path) -> None:
+    def files() -> dict[str, tuple[int, bytes]]:
+        return {
+            str(path): (path.stat().st_mtime_ns, path.read_bytes())
+            for path in sorted(small.rglob("*"))
+            if path.is_file()
+        }
+
+    before = files()
+    checks = judged("exact=0.9")
+    assert all(check.passed for check in checks.values()), checks
+    assert files() == before
+
+
+def edit(path: Path, change: Callable[[Any], Any]) -> None:
+    path.write_text(json.dumps(change(json.loads(path.read_text()))))
+
+
+def edit_lines(path: Path, change: Callable[[Any], Any]) -> None:
+    changed = (change(json.loads(line)) for line in path.read_text().splitlines())
+    path.write_text("".join(json.dumps(line) + "\n" for line in changed if line is not None))
+
+
+def stale_figures(run: Path) -> str:
+    """An attack is killed after it has read, before anybody scores it."""
+    at = Run(run)
+    lines = answers(at.fingerprint())
+    given = [answer for answer in at.rows(lines) if answer.attack == "dlg"]
+    at.append(
+        lines,
+        *(
+            answer.model_copy(
+                update={"attack": "late", "sequences": true_texts(at, answer), "verified": True}
+            )
+            for answer in given[:4]
+        ),
+    )
+    return "exact"
+
+
+def true_texts(run: Run, answer: Answer) -> Any:
+    return tuple(map(tuple, run.read_truth(answer.key)["sequences"]))
+
+
+def late_attack_is_not_complete(run: Path) -> str:
+    stale_figures(run)
+    return "complete"
+
+
+def edited_summary(run: Path) -> str:
+    def harmless(table: Any) -> Any:
+        table["worst_case"]["rougeL"]["high"] = 0.0
+        return table
+
+    edit(run / "summary.json", harmless)
+    return "figures"
+
+
+def edited_rows(run: Path) -> str:
+    edit_lines(run / "leakage.jsonl", lambda row: row | {"rougeL": 0.0})
+    return "figures"
+
+
+def deleted_rows(run: Path) -> str:
+    edit_lines(run / "leakage.jsonl", lambda row: None if row["client"] == 3 else row)
+    return "figures"
+
+
+def deleted_figures(run: Path) -> str:
+    (run / "summary.json").unlink()
+    return "figures"
+
+
+def files_of_another_experiment(run: Path) -> str:
+    edit_lines(run / "reconstructions.jsonl", lambda row: row | {"fingerprint": "0" * 16})
+    return "figures"
+
+
+def captures_of_another_experiment(run: Path) -> str:
+    for path in (run / "captures").iterdir():
+        content = path.read_bytes()
+        mark = Run(run).fingerprint().encode()
+        path.write_bytes(content.replace(mark, b"0" * len(mark)))
+    return "own"
+
+
+def deleted_captures(run: Path) -> str:
+    shutil.rmtree(run / "captures")
+    return "complete"
+
+
+def deleted_vault(run: Path) -> str:
+    shutil.rmtree(run / "vault")
+    return "complete"
+
+
+def deleted_answers(run: Path) -> str:
+    (run / "reconstructions.jsonl").unlink()
+    return "complete"
+
+
+def deleted_answers_of_an_attack(run: Path) -> str:
+    change_answers(run, lambda answer: None if answer.attack == "dlg" else answer)
+    scoring.score_run(Run(run))
+    return "attack dlg"
+
+
+def deleted_clients(run: Path) -> str:
+    """Every trace of two clients, and whoever did it scores again."""
+    for client in (3, 4):
+        for path in run.rglob(f"r0001-c{client:02d}.*"):
+            path.unlink()
+    change_answers(run, lambda answer: None if answer.client in (3, 4) else answer)
+    (run / "leakage.jsonl").unlink()
+    scoring.score_run(Run(run))
+    return "complete"
+
+
+def edited_gate(run: Path) -> str:
+    def loose(table: Any) -> Any:
+        table["experiment"]["gate"] = {"exact": 1.0}
+        return table
+
+    edit(run / "run.json", loose)
+    return "written here"
+
+
+def edited_attacks(run: Path) -> str:
+    """The attack that read is forgotten, with its answers."""
+
+    def forgotten(table: Any) -> Any:
+        table["experiment"]["attack"] = []
+        return table
+
+    edit(run / "run.json", forgotten)
+    return "written here"
+
+
+def edited_answers(run: Path) -> str:
+    edit_lines(
+        run / "reconstructions.jsonl", lambda row: row | {"verified": False, "sequences": []}
+    )
+    scoring.score_run(Run(run))
+    return "written here"
+
+
+def edited_truth(run: Path) -> str:
+    for path in (run / "vault").glob("*.json"):
+        edit(path, lambda table: table | {"sequences": [[1, 2] for _ in table["sequences"]]})
+    scoring.score_run(Run(run))
+    return "written here"
+
+
+def weaker_settings(run: Path) -> str:
+    change_answers(run, of("dlg", settings=DLG | {"steps": 1}))
+    return "own"
+
+
+def unfinished(run: Path) -> str:
+    Run(run).update_info(status="interrupted")
+    return "complete"
+
+
+@pytest.mark.parametrize(
+    "cheat",
+    [
+        stale_figures, late_attack_is_not_complete, edited_summary, edited_rows, deleted_rows,
+        deleted_figures, files_of_another_experiment, captures_of_another_experiment,
+        deleted_captures, deleted_vault, deleted_answers, deleted_answers_of_an_attack,
+        deleted_clients, edited_gate, edited_attacks, edited_answers, edited_truth,
+        weaker_settings, unfinished,
+    ],
+)  # fmt: skip
+def test_nobody_cheats_it(small: Path, cheat: Callable[[Path], str]) -> None:
+    closing = cheat(small)
+    checks = judged("exact=0.31")
+    assert not checks[closing].passed, checks
+
+
+def test_an_experiment_that_was_changed_is_refused(small: Path) -> None:
+    def weaker(table: Any) -> Any:
+        table["experiment"]["defense"] = []
+        return table
+
+    edit(small / "run.json", weaker)
+    status, _, errors = call("gate", str(small), "--max", "exact=1")
+    assert status == 1
+    assert "its experiment was changed after its updates were captured" in errors
+
+
+def test_a_purged_run_opens_it_only_where_that_is_accepted(small: Path) -> None:
+    assert call("purge", str(small))[0] == 0
+    check = judged("exact=0.9")["figures"]
+    assert check.outcome is Outcome.UNTOLD
+    assert "not checked again: the private data was purged on" in check.said
+    checks = judged("exact=0.9", accept_purged=True)
+    assert all(check.passed for check in checks.values()), checks
+    assert not judged("exact=0.1", accept_purged=True)["exact"].passed
+    edited_rows(small)
+    assert not judged("exact=0.9", accept_purged=True)["figures"].passed
 
 
 # --- for continuous integration -------------------------------------------------------------------
@@ -276,8 +660,8 @@ def test_junit_has_a_case_for_every_check(small: Path) -> None:
 
 def test_what_others_wrote_is_inert_in_reports(tmp_path: Path) -> None:
     hostile = "x\x1b[31m\n::stop-commands::t\r %0A <b a='1'>&]]>\ud800\ufffe\u202e"
-    checks = [gate.Check(hostile, Outcome.UNTOLD, hostile)]
-    ci.write_junit(hostile, checks, tmp_path / "gate.xml")
+    checks = [Check(hostile, Outcome.UNTOLD, hostile)]
+    ci.write_junit(hostile, checks, {hostile: hostile}, tmp_path / "gate.xml")
     (suite,) = ElementTree.parse(tmp_path / "gate.xml").getroot()
     ((error,),) = suite
     assert "::stop-commands::" in error.get("message")

@@ -1,8 +1,9 @@
 """What is not there that should be, in sentences that name the command that mends it."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import Any
 
 from fedleak.config.experiment import Experiment
 from fedleak.errors import FedleakError
@@ -61,116 +62,217 @@ def find_gaps(
     Args:
         run: The run directory.
         experiment: What was prepared there.
-        asked: Names of the attacks that should have answered.
+        asked: Names of the attacks that should have answered, besides those that have.
         answers: All that there are.
         rows: All that leakage.jsonl will hold.
         truths: By capture; None where it is missing or damaged.
         gaps: What is extended.
     """
-    info, missing, notes = run.info(), gaps.missing, gaps.notes
-    failed = [each for each in answers.values() if each.status == Status.FAILED]
-    if failed:
-        reasons = list(dict.fromkeys(f"{each.attack}: {each.reason}" for each in failed))
-        more = [f"and {len(reasons) - NAMED} more reasons"] * (len(reasons) > NAMED)
-        missing.append(
-            f"{len(failed)} of {len(answers)} answers failed "
-            f"({'; '.join([*reasons[:NAMED], *more])}): `fedleak attack {run.path} --retry` "
-            "tries them again"
+    info = run.info()
+    gaps.missing += _failed(run, answers.values())
+    gaps.missing += _refuted(answers, rows)
+    gaps.notes += [*_no_answers(answers.values()), *_dropped_out(info), *_left_out(info)]
+    if purged := info.get("purged"):
+        gaps.notes.append(
+            f"the private data was purged on {purged}: all {len(rows)} rows stay as they were, and "
+            "nothing can be attacked or scored again"
         )
+        return
+    of_shards = shares(run)
+    in_shards = chain.from_iterable(share.attacks for share in of_shards.values() if share)
+    names = dict.fromkeys(chain(asked, in_shards, sorted({name for _, name in answers})))
+    expected = expected_captures(experiment)
+    wanted = [(key, name) for key in expected for name in names]
+    unanswered = [answer_id for answer_id in wanted if answer_id not in answers]
+    finished = info["status"] == "finished"
+    if not finished:
+        gaps.missing.append(_unfinished(run, info["status"], expected))
+    else:
+        gaps.unscored += len(unanswered)
+        gaps.missing += _gone_captures(run, expected)
+        gaps.missing += _too_late(run, expected, unanswered)
+        gaps.missing += _unanswered(run, of_shards, unanswered, len(wanted))
+    gaps.missing += _unreadable_shards(run, of_shards)
+    gaps.missing += _gone_answers(run, rows, answers, names)
+    gaps.unscored += sum(row.status == UNSCORED for row in rows)
+    _find_untrue(run, experiment, answers, rows, truths, gaps)
+    gaps.notes += [
+        f"line {at.line} of {at.file} was damaged ({at.reason}): it is in damaged.jsonl now"
+        for at in damaged(run)
+    ]
+
+
+def _failed(run: Run, answers: Collection[Answer]) -> list[str]:
+    """Returns which answers failed, and why."""
+    failed = [answer for answer in answers if answer.status == Status.FAILED]
+    if not failed:
+        return []
+    reasons = list(dict.fromkeys(f"{answer.attack}: {answer.reason}" for answer in failed))
+    more = [f"and {len(reasons) - NAMED} more reasons"] * (len(reasons) > NAMED)
+    return [
+        f"{len(failed)} of {len(answers)} answers failed "
+        f"({'; '.join([*reasons[:NAMED], *more])}): `fedleak attack {run.path} --retry` "
+        "tries them again"
+    ]
+
+
+def _refuted(
+    answers: Mapping[tuple[Key, str], Answer], rows: Sequence[LeakageRow]
+) -> list[str]:
+    """Returns which answers claim a proof that the truth refutes."""
     rowed = {row.id: row for row in rows}
     refuted = [
         name
         for name, answer in answers.items()
         if answer.verified and name in rowed and not rowed[name].verified
     ]
-    if refuted:
-        attacks = ", ".join(sorted({attack for _, attack in refuted}))
-        missing.append(
-            f"{len(refuted)} of {len(answers)} answers claim a proof of what the client did not "
-            f"train on (of {attacks}; for {_some(key for key, _ in refuted)}): they count as not "
-            "proved, and no other proof of the attack can be trusted"
-        )
-    if not failed and answers and all(each.status in _NO_ANSWER for each in answers.values()):
-        notes.append(f"no attack gave an answer: all {len(answers)} abstained or are inadmissible")
+    if not refuted:
+        return []
+    attacks = ", ".join(sorted({attack for _, attack in refuted}))
+    return [
+        f"{len(refuted)} of {len(answers)} answers claim a proof of what the client did not "
+        f"train on (of {attacks}; for {_some(key for key, _ in refuted)}): they count as not "
+        "proved, and no other proof of the attack can be trusted"
+    ]
+
+
+def _no_answers(answers: Collection[Answer]) -> list[str]:
+    """Returns that no attack stands by anything, if so."""
+    if not answers or not all(answer.status in _NO_ANSWER for answer in answers):
+        return []
+    return [f"no attack gave an answer: all {len(answers)} abstained or are inadmissible"]
+
+
+def _dropped_out(info: Mapping[str, Any]) -> list[str]:
+    """Returns which clients are not in a secure sum."""
     absent = {round: clients for round, clients in info.get("dropped_out", {}).items() if clients}
-    if absent:
-        listed = [f"{', '.join(map(str, each))} in round {round}" for round, each in absent.items()]
-        more = [f"and others in {len(listed) - NAMED} more rounds"] * (len(listed) > NAMED)
-        notes.append(
-            f"clients dropped out of the secure sum ({'; '.join([*listed[:NAMED], *more])}): their "
-            "texts are not in it, and nothing is scored against them"
-        )
-    if left_out := info.get("left_out"):
-        notes.append(f"{len(left_out)} messages were left out of the run when it was imported")
-    if purged := info.get("purged"):
-        notes.append(
-            f"the private data was purged on {purged}: all {len(rows)} rows stay as they were, and "
-            "nothing can be attacked or scored again"
-        )
-        return
-    expected, here = expected_captures(experiment), set(run.captures())
-    of_shards = shares(run)
-    asked = list(dict.fromkeys(chain(asked, *(one.attacks for one in of_shards.values() if one))))
-    wanted = [(key, name) for key in expected for name in asked]
-    unanswered = [(key, name) for key, name in wanted if (key, name) not in answers]
-    if info["status"] != "finished":
-        notes.append(
-            f"the run is not finished ({info['status']}): {len(here & set(expected))} of "
-            f"{len(expected)} captures are here; `fedleak run` with the experiment's file goes on"
-        )
-    elif unanswered:
-        gaps.unscored += len(unanswered)
-        gone = sorted({key for key, _ in unanswered} - here)
-        if gone:
-            missing.append(
-                f"{len(gone)} of {len(expected)} captures are missing ({_some(gone)}): `fedleak "
-                "run` with the experiment's file trains their rounds again"
-            )
-        deleted = run.deleted()
-        if late := sorted({key for key, _ in unanswered} & deleted):
-            asked_late = sorted({name for key, name in unanswered if key in deleted})
-            missing.append(
-                f"{', '.join(asked_late)} came after {len(late)} of {len(expected)} captures were "
-                f"deleted ({_some(late)}; audit.keep): only `fedleak run FILE --fresh` with "
-                "audit.keep = 'all' captures them again"
-            )
-        if left := [key for key, _ in unanswered if key in here - deleted]:
-            missing.append(
-                f"{len(left)} of {len(wanted)} answers are missing (for {_some(left)}): "
-                f"{_remedy(run, of_shards)}"
-            )
-    others = sorted({row.attack for row in rows if row.id not in answers} - set(asked))
-    if others:
-        missing.append(
-            f"answers of {', '.join(others)} are gone: their rows stay as they were, and `fedleak "
-            f"attack {run.path} --set 'attack=[...]'` gives them again"
-        )
-    untrue = [key for key, truth in truths.items() if truth is None]
+    if not absent:
+        return []
+    listed = [f"{', '.join(map(str, who))} in round {round}" for round, who in absent.items()]
+    more = [f"and others in {len(listed) - NAMED} more rounds"] * (len(listed) > NAMED)
+    return [
+        f"clients dropped out of the secure sum ({'; '.join([*listed[:NAMED], *more])}): their "
+        "texts are not in it, and nothing is scored against them"
+    ]
+
+
+def _left_out(info: Mapping[str, Any]) -> list[str]:
+    """Returns how many messages an import could not read."""
+    if not (left_out := info.get("left_out")):
+        return []
+    return [f"{len(left_out)} messages were left out of the run when it was imported"]
+
+
+def _unfinished(run: Run, status: str, expected: Sequence[Key]) -> str:
+    """Returns how far a run is that has not ended."""
+    return (
+        f"the run is not finished ({status}): {len({*run.captures()} & {*expected})} of "
+        f"{len(expected)} captures are here; `fedleak run` with the experiment's file goes on"
+    )
+
+
+def _gone_captures(run: Run, expected: Sequence[Key]) -> list[str]:
+    """Returns which captures are not here, of those that nobody was to delete."""
+    gone = sorted({*expected} - {*run.captures()})
+    if not gone:
+        return []
+    return [
+        f"{len(gone)} of {len(expected)} captures are missing ({_some(gone)}): `fedleak run` with "
+        "the experiment's file trains their rounds again"
+    ]
+
+
+def _too_late(
+    run: Run, expected: Sequence[Key], unanswered: Sequence[tuple[Key, str]]
+) -> list[str]:
+    """Returns which attacks came after captures were deleted."""
+    deleted = run.deleted()
+    late = [(key, name) for key, name in unanswered if key in deleted]
+    if not late:
+        return []
+    keys = sorted({key for key, _ in late})
+    return [
+        f"{', '.join(sorted({name for _, name in late}))} came after {len(keys)} of "
+        f"{len(expected)} captures were deleted ({_some(keys)}; audit.keep): only `fedleak run "
+        "FILE --fresh` with audit.keep = 'all' captures them again"
+    ]
+
+
+def _unanswered(
+    run: Run,
+    of_shards: Mapping[Shard, Share | None],
+    unanswered: Sequence[tuple[Key, str]],
+    wanted: int,
+) -> list[str]:
+    """Returns how many answers are missing to captures that are here."""
+    here = {*run.captures()} - run.deleted()
+    left = [key for key, _ in unanswered if key in here]
+    if not left:
+        return []
+    return [
+        f"{len(left)} of {wanted} answers are missing (for {_some(left)}): "
+        f"{_remedy(run, of_shards)}"
+    ]
+
+
+def _unreadable_shards(run: Run, of_shards: Mapping[Shard, Share | None]) -> list[str]:
+    """Returns which shards do not say what they were asked for."""
+    lost = [shard for shard, share in of_shards.items() if share is None]
+    if not lost:
+        return []
+    names = ", ".join(map(str, lost[:MOST_SHARDS]))
+    return [
+        f"shard.json of shard {names} is missing or damaged, so nobody knows what it was asked "
+        "for: the command that started the shard writes it anew, and gives no answer twice"
+    ]
+
+
+def _gone_answers(
+    run: Run,
+    rows: Sequence[LeakageRow],
+    answers: Container[tuple[Key, str]],
+    names: Collection[str],
+) -> list[str]:
+    """Returns which attacks have rows alone."""
+    others = sorted({row.attack for row in rows if row.id not in answers} - {*names})
+    if not others:
+        return []
+    return [
+        f"answers of {', '.join(others)} are gone: their rows stay as they were, and `fedleak "
+        f"attack {run.path} --set 'attack=[...]'` gives them again"
+    ]
+
+
+def _find_untrue(
+    run: Run,
+    experiment: Experiment,
+    answers: Collection[tuple[Key, str]],
+    rows: Sequence[LeakageRow],
+    truths: Mapping[Key, GroundTruth | None],
+    gaps: Gaps,
+) -> None:
+    """Notes which captures nobody here knows the truth of."""
+    untrue = {key for key, truth in truths.items() if truth is None}
     scored = {row.id for row in rows if row.batch_size is not None}
-    without = [key for key, name in answers if key in untrue and (key, name) not in scored]
-    unscored = sum(row.status == UNSCORED for row in rows)
-    gaps.unscored += unscored
-    if bare := sorted(set(without)):
+    bare = {key for key, name in answers if key in untrue and (key, name) not in scored}
+    if bare:
         remedy = (
             f"`fedleak score {run.path} --vault FOLDER` takes it from the vault of a node, whose "
             "owner has to hand it over; else only `fedleak run FILE --fresh`, with the vault on, "
             "writes it"
             if experiment.tapped is None
-            else f"where you have it, name it in truth.file, and `fedleak import {info['tapped']} "
-            f"--about FILE --out {run.path}` adds it"
+            else "where you have it, name it in truth.file, and `fedleak import "
+            f"{run.info()['tapped']} --about FILE --out {run.path}` adds it"
         )
-        missing.append(
+        unscored = sum(row.status == UNSCORED for row in rows)
+        gaps.missing.append(
             f"{len(bare)} of {len(truths)} captures have no truth in {run.path / 'vault'} "
-            f"({_some(bare)}), so {unscored} answers are unscored: {remedy}"
+            f"({_some(sorted(bare))}), so {unscored} answers are unscored: {remedy}"
         )
-    if kept := sorted(set(untrue) - set(bare)):
-        notes.append(
+    if kept := sorted(untrue - bare):
+        gaps.notes.append(
             f"{len(kept)} of {len(truths)} captures have no truth: {_some(kept)}: their rows stay "
             "as they were"
-        )
-    for at in damaged(run):
-        notes.append(
-            f"line {at.line} of {at.file} was damaged ({at.reason}): it is in damaged.jsonl now"
         )
 
 

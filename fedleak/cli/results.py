@@ -78,7 +78,15 @@ def gate(
         typer.Option(
             "--max",
             metavar="NAME=NUMBER",
-            help="A limit: exact, rougeL, token_recall or epsilon; over that of [gate].",
+            help="A largest value, such as exact=0.01; it counts over that of [gate].",
+        ),
+    ] = None,
+    least: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--min",
+            metavar="NAME=NUMBER",
+            help="A least value, such as coverage=1; it counts over that of [gate].",
         ),
     ] = None,
     may_abstain: Annotated[
@@ -87,19 +95,22 @@ def gate(
     ] = None,
     require: Annotated[
         list[str] | None,
-        typer.Option(metavar="WHAT", help="What has to be measured, too: canary."),
+        typer.Option(metavar="WHAT", help="What has to be measured: a kind of attack, or canary."),
     ] = None,
+    purged: Annotated[
+        bool, typer.Option("--purged", help="Take the figures of a purged run as they are.")
+    ] = False,
     junit: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Also write the checks as JUnit XML.")
     ] = None,
 ) -> None:
-    """Compare the worst case of a scored run with limits, and exit with status 3 if one is broken.
+    """Score a run anew, compare it with limits, and exit with status 3 if one is broken.
 
-    RUN is a run directory. Limits are those of [gate] in its experiment, and of --max. The upper
-    end of the interval is what is compared. The status is 3, too, if too little was measured to
-    tell: few texts or clients, or attacks that failed, abstained or ran out of time.
+    RUN is a run directory; nothing is written there. Limits are those of [gate] in its experiment,
+    and of --max and --min. The upper end of the interval is what is compared. The status is 3, too,
+    if too little was measured to tell, or if files of the run are gone or were changed.
     """
-    from fedleak.audit.gate import judge
+    from fedleak.audit.gate.judge import described, judge
     from fedleak.config.loading import limited
     from fedleak.federation.lookup import stored
     from fedleak.report import ci
@@ -107,17 +118,24 @@ def gate(
 
     with mended():
         at = Run(path)
-        checks = judge(at, limited(stored(at).gate, most or (), may_abstain or (), require or ()))
+        of_run = stored(at).gate
+        limits = limited(of_run, most or (), least or (), may_abstain or (), require or ())
+        verdict = judge(at, limits, accept_purged=purged)
+        rests_on = {"limits": described(limits, of_run)}
+        if verdict.digest is not None:
+            rests_on["digest"] = f"{verdict.digest} (SHA-256 of limits and figures)"
         marks = {"within": "[green]within[/]", "exceeded": "[red]EXCEEDED[/]"}
-        for one in checks:
-            mark = marks.get(one.outcome, "[yellow]NOT TOLD[/]")
-            console.print(f"{mark}  {markup(one.name)}: {markup(one.said)}", soft_wrap=True)
+        for check in verdict.checks:
+            mark = marks.get(check.outcome, "[yellow]NOT TOLD[/]")
+            console.print(f"{mark}  {markup(check.name)}: {markup(check.said)}", soft_wrap=True)
+        for name, value in rests_on.items():
+            console.print(f"{name}: {markup(value)}", soft_wrap=True)
         if junit is not None:
-            ci.write_junit(path.name, checks, junit)
+            ci.write_junit(path.name, verdict.checks, rests_on, junit)
         if os.environ.get("GITHUB_ACTIONS") == "true":
-            for line in ci.annotations(path.name, checks):
+            for line in ci.annotations(path.name, verdict.checks):
                 console.print(line, markup=False, highlight=False, soft_wrap=True)
-        closed = [one.name for one in checks if not one.passed]
+        closed = [check.name for check in verdict.checks if not check.passed]
         if closed:
             names = printable(", ".join(closed))
             print(f"fedleak: the gate is closed, because of: {names}", file=sys.stderr)  # noqa: T201

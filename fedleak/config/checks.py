@@ -1,13 +1,15 @@
 """Refuses an experiment whose attacks or defenses cannot work on its model."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from fedleak.attacks import AttackSetting, Batched, Equipped
+from fedleak.config.components import listed_as
 from fedleak.config.experiment import Experiment
 from fedleak.config.sent_parameters import captured_parameters, sent_by
-from fedleak.errors import ConfigError
+from fedleak.config.tables import CANARY_OF_EVERY_CLIENT, GateTable
+from fedleak.errors import ConfigError, unknown
 from fedleak.models import LanguageModel
 from fedleak.models.parameter_selection import freezing
 from fedleak.observation import ThreatModel
@@ -35,6 +37,27 @@ def check_defenses(experiment: Experiment, model: LanguageModel) -> None:
         obstacle = aggregator.round_obstacle(experiment.clients_per_round, sent)
         if obstacle is not None:
             raise ConfigError(f"defense ({aggregator.kind}): {obstacle}")
+
+
+def check_gate(gate: GateTable, names: Collection[str], kinds: Collection[str]) -> None:
+    """Refuses names in a gate that no attack has.
+
+    Args:
+        gate: Of an experiment, or of the command line.
+        names: Of the attacks that there are.
+        kinds: Of these attacks.
+
+    Raises:
+        ConfigError: The first such name.
+    """
+    listed = {*names, *map(listed_as, names)}
+    for name in gate.may_abstain:
+        if name not in listed:
+            raise ConfigError(f"gate.may_abstain: {unknown('attack', name, listed)}")
+    measured = {*kinds, CANARY_OF_EVERY_CLIENT}
+    for what in gate.require:
+        if what not in measured:
+            raise ConfigError(f"gate.require: {unknown('kind of attack', what, measured)}")
 
 
 def check_canaries(experiment: Experiment, model: LanguageModel) -> None:

@@ -17,7 +17,7 @@ import torch
 from pydantic import ValidationError
 
 from fedleak.config.experiment import Experiment
-from fedleak.config.tables import MEASUREMENTS, GateTable, WorkersTable
+from fedleak.config.tables import LEAST, MOST, GateTable, WorkersTable
 from fedleak.config.wording import one_line
 from fedleak.errors import ConfigError, unknown
 from fedleak.models import CAUSAL_LM
@@ -151,7 +151,8 @@ def _check_nodes(experiment: Experiment) -> None:
 
 def limited(
     gate: GateTable,
-    limits: Sequence[str],
+    most: Sequence[str] = (),
+    least: Sequence[str] = (),
     may_abstain: Sequence[str] = (),
     require: Sequence[str] = (),
 ) -> GateTable:
@@ -159,34 +160,43 @@ def limited(
 
     Args:
         gate: Of the experiment.
-        limits: `name=number` each; they take the place of the experiment's.
+        most, least: `name=number` each; they take the place of the experiment's.
         may_abstain: Names of further attacks that may abstain.
         require: What else has to be measured.
 
     Raises:
-        ConfigError: No such limit or measurement, or a number that it cannot be.
+        ConfigError: No such limit, or a number that it cannot be.
     """
-    for each in require:
-        if each not in MEASUREMENTS:
-            raise ConfigError(f"--require {each!r}: {unknown('measurement', each, MEASUREMENTS)}")
     table = gate.model_dump()
-    names = [name for name in table if name not in ("may_abstain", "require")]
-    for limit in limits:
-        name, equals, text = limit.partition("=")
-        if not equals:
-            raise ConfigError(f"--max {limit!r}: write it as NAME=NUMBER, such as exact=0.01")
-        if name not in names:
-            raise ConfigError(f"--max {limit!r}: {unknown('limit', name, names)}")
-        try:
-            table[name] = float(text)
-        except ValueError as error:
-            raise ConfigError(f"--max {limit!r}: {text!r} is not a number: give one") from error
+    for option, names, others, limits in (
+        ("--max", MOST, LEAST, most),
+        ("--min", LEAST, MOST, least),
+    ):
+        for limit in limits:
+            name, equals, text = limit.partition("=")
+            if not equals:
+                raise ConfigError(
+                    f"{option} {limit!r}: write it as NAME=NUMBER, such as {names[0]}=0.5"
+                )
+            if name in others:
+                other = "--min" if option == "--max" else "--max"
+                raise ConfigError(
+                    f"{option} {limit!r}: {name} has a limit on the other side: {other}"
+                )
+            if name not in names:
+                raise ConfigError(f"{option} {limit!r}: {unknown('limit', name, names)}")
+            try:
+                table[name] = float(text)
+            except ValueError as error:
+                raise ConfigError(
+                    f"{option} {limit!r}: {text!r} is not a number: give one"
+                ) from error
     table["may_abstain"] = [*gate.may_abstain, *may_abstain]
     table["require"] = [*gate.require, *require]
     try:
         return GateTable.model_validate(table)
     except ValidationError as error:
-        raise ConfigError(f"--max {one_line(error, GateTable)}") from error
+        raise ConfigError(f"[gate] {one_line(error, GateTable)}") from error
 
 
 def _check_exclusive(experiment: Experiment) -> None:

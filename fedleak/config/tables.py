@@ -4,7 +4,7 @@ The line below a field says what the field means. The reference of the experimen
 from these lines.
 """
 
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
@@ -385,23 +385,40 @@ class AuditTable(Table):
         return self
 
 
-Measurement = Literal["canary"]
-MEASUREMENTS: tuple[str, ...] = get_args(Measurement)
+Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class GateTable(Table):
     """`[gate]`: limits that `fedleak gate` compares the run with."""
 
-    exact: Annotated[float, Field(ge=0, le=1)] | None = None
+    exact: Share | None = None
     """The largest share of texts that all attacks together may read word for word."""
     rougeL: Annotated[float, Field(ge=0, le=100)] | None = None
     """The largest mean ROUGE-L of what the best attack reads of each text."""
-    token_recall: Annotated[float, Field(ge=0, le=1)] | None = None
+    token_recall: Share | None = None
     """The largest mean share of a text's tokens that the best attack finds."""
     epsilon: Annotated[float, Field(ge=0)] | None = None
     """The largest epsilon of any client, accounted and, where canaries measured it, bounded."""
-    require: list[Measurement] = []
-    """What has to be measured: `canary`, a bound by canaries for every client."""
+    canary: Annotated[float, Field(ge=0)] | None = None
+    """The largest lower bound on any client's epsilon by canaries."""
+    auc: Share | None = None
+    """The largest area under the ROC curve of any score of an attack on membership."""
+    tpr: Share | None = None
+    """The largest share of members that such a score finds where it accuses 1 % of the others."""
+    perplexity: Annotated[float, Field(ge=1)] | None = None
+    """The largest perplexity of the trained model on held-out texts."""
+    accuracy: Share | None = None
+    """The least accuracy of the trained model on held-out texts."""
+    f1: Share | None = None
+    """The least F1 of the trained model on held-out texts."""
+    mcc: Annotated[float, Field(ge=-1, le=1)] | None = None
+    """The least Matthews correlation of the trained model on held-out texts."""
+    coverage: Share | None = None
+    """The least share of all private texts of the run that an attack has to have answered for."""
+    seconds: Annotated[float, Field(ge=1)] = 120.0
+    """The least `seconds` of an attack that used up its time; with less it was cut short."""
+    require: list[str] = []
+    """What has to be measured: kinds of attacks, and `canary`, canaries of every client."""
     may_abstain: list[str] = []
     """Attacks that may abstain, by name; an abstention of another one closes the gate."""
 
@@ -409,3 +426,15 @@ class GateTable(Table):
     def limits_leaks(self) -> bool:
         """Whether it limits what attacks read of texts."""
         return any(limit is not None for limit in (self.exact, self.rougeL, self.token_recall))
+
+
+CANARY_OF_EVERY_CLIENT = "canary"
+"""What can be required of a run besides attacks."""
+
+LEAST = ("accuracy", "f1", "mcc", "coverage", "seconds")
+"""Limits of the gate that are the least allowed."""
+
+MOST = tuple(
+    name for name in GateTable.model_fields if name not in (*LEAST, "require", "may_abstain")
+)
+"""Limits of the gate that are the most allowed."""

@@ -4,7 +4,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
@@ -12,8 +12,8 @@ from fedleak.attacks import is_slow
 from fedleak.audit.grants import knowledge
 from fedleak.audit.kept_texts import read_candidates
 from fedleak.config.experiment import Experiment
-from fedleak.config.wording import difference
 from fedleak.dispatch.agenda import Agenda, Arrivals, Work, groups, part_of
+from fedleak.dispatch.answered import answered
 from fedleak.dispatch.progress import Finished, Pace, RunProgress, UnderWay
 from fedleak.dispatch.retention import Retention
 from fedleak.errors import CaptureError, ConfigError
@@ -31,7 +31,6 @@ from fedleak.workers.process import (
     Worker,
     answer_of,
     failure,
-    settings,
     trace,
     wait_for_any,
 )
@@ -320,24 +319,3 @@ def _under_way(worker: Worker) -> UnderWay:
 def _failed(job: Job, reason: str) -> Answer:
     """Returns the answer of an attack that failed for good."""
     return answer_of(job, Reconstruction.none(Status.FAILED, reason))
-
-
-def answered(answers: Iterable[Answer], experiment: Experiment) -> set[tuple[Key, str]]:
-    """Returns what this experiment's attacks have answered already."""
-    known = {each.name: each for each in experiment.attacks}
-    found = set()
-    for answer in answers:
-        each = known.get(answer.attack)
-        if each is None:
-            continue
-        changed = difference(answer.settings, settings(each.attack))
-        # An attack that uses none of the facts answers alike, whatever is granted.
-        before, now = (each.attack.uses & set(g) for g in (answer.granted, each.threat.knows))
-        changed += difference(sorted(before), sorted(now), "threat.knows.")
-        if changed:
-            raise ConfigError(
-                f"attack {each.name!r} already ran here with other settings "
-                f"({'; '.join(changed)}): give this one another name = ..."
-            )
-        found.add(answer.id)
-    return found

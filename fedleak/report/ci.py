@@ -1,18 +1,26 @@
 """What a gate found, as continuous integration reads it: JUnit XML, and GitHub's annotations."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from xml.etree import ElementTree
 
-from fedleak.audit.gate import Check, Outcome
+from fedleak.audit.gate.check import Check, Outcome
 from fedleak.sanitise import printable
 from fedleak.store.files import publish
 
 
-def write_junit(run: str, checks: Sequence[Check], path: Path) -> None:
+def write_junit(
+    run: str, checks: Sequence[Check], properties: Mapping[str, str], path: Path
+) -> None:
     """Writes checks as one test suite of JUnit XML.
 
     A limit that is exceeded is a failure; what was not measured well enough is an error.
+
+    Args:
+        run: The name of the run.
+        checks: Of the gate.
+        properties: What they rest on, by name.
+        path: The file.
 
     Raises:
         FedleakError: The file cannot be written.
@@ -24,6 +32,10 @@ def write_junit(run: str, checks: Sequence[Check], path: Path) -> None:
     about = {"tests": str(len(checks)), **{name: str(count) for name, count in counts.items()}}
     suites = ElementTree.Element("testsuites", about)
     suite = ElementTree.SubElement(suites, "testsuite", {"name": printable(run), **about})
+    rests_on = ElementTree.SubElement(suite, "properties")
+    for name, value in properties.items():
+        both = {"name": printable(name), "value": printable(value)}
+        ElementTree.SubElement(rests_on, "property", both)
     for one in checks:
         names = {"classname": f"fedleak.gate.{printable(run)}", "name": printable(one.name)}
         case = ElementTree.SubElement(suite, "testcase", names)

@@ -1,0 +1,191 @@
+"""What the gate judges: the answers of a run, scored anew, and whether that is all of the run.
+
+Only what training and attacks wrote is read: captures, answers, the vault, what defenses noted and
+the experiment. What scoring wrote is compared with the new scores, and nothing is written.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fedleak.audit import scoring
+from fedleak.audit.gaps import NAMED
+from fedleak.audit.gate.check import Check, Outcome, untold
+from fedleak.config.experiment import Experiment
+from fedleak.dispatch.answered import answered
+from fedleak.errors import CaptureError, ConfigError, FedleakError
+from fedleak.federation.lookup import stored
+from fedleak.federation.schedule import expected_captures
+from fedleak.store.lines import Record
+from fedleak.store.provenance import unsealed
+from fedleak.store.records import (
+    CANARIES,
+    DEFENSES,
+    LEAKAGE,
+    LEDGER,
+    MEMBERSHIP,
+    Answer,
+    ScoredRows,
+)
+from fedleak.store.run import Run
+from fedleak.store.summaries import SUMMARY, RunSummary
+
+AGREEMENT = 1e-9
+"""Relative difference that the order of additions makes on another machine."""
+
+SENTENCES = {"status", "fedleak", "missing", "notes", "unscored"}
+"""What of a summary depends on when and with what command a run was scored."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """A run, scored anew.
+
+    Attributes:
+        run: The run directory.
+        experiment: What was prepared there.
+        purged: When its private data was deleted, so that its rows are as they were; None: not.
+        answers: Of its attacks; none of a run that was purged.
+        rows, summary: What they are worth.
+    """
+
+    run: Run
+    experiment: Experiment
+    purged: str | None
+    answers: Sequence[Answer]
+    rows: ScoredRows
+    summary: RunSummary
+
+    @property
+    def kinds(self) -> dict[str, str]:
+        """The kind of each attack, by its name."""
+        kinds = {answer.attack: str(answer.settings.get("kind")) for answer in self.answers}
+        return kinds | {named.name: named.attack.kind for named in self.experiment.attacks}
+
+    def digest(self, limits: Any) -> str:
+        """Returns a mark of the experiment, the limits and all figures, in 16 hex digits."""
+        value = [
+            self.experiment.fingerprint,
+            limits,
+            _plain(self.rows.leakage),
+            _figures(self.summary),
+        ]
+        return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def gather(run: Run) -> Evidence:
+    """Scores a run anew, and writes nothing.
+
+    Raises:
+        ConfigError: There is no run here.
+        FedleakError: A file that figures are made of cannot be read.
+    """
+    experiment = stored(run)
+    purged = run.info().get("purged")
+    recorded = scoring.primary(run)
+    if purged:
+        kept = scoring.scored_rows(run)
+        recorded = scoring.Recorded(recorded.answers, recorded.utility, kept)
+    scores = scoring.score(run, recorded)
+    return Evidence(run, experiment, purged, recorded.answers, scores.rows, scores.summary)
+
+
+def complete(evidence: Evidence) -> Check:
+    """Checks that the run is finished and that nothing of it is missing."""
+    summary = evidence.summary
+    lacks = [*summary.missing]
+    if summary.unscored:
+        lacks.append(f"{summary.unscored} answers have no score")
+    return untold("complete", lacks, "the run is finished and nothing is missing")
+
+
+def own(evidence: Evidence) -> Check:
+    """Checks that captures and answers are of this experiment and of its attacks' settings."""
+    run, lacks = evidence.run, list[str]()
+    if not evidence.purged:
+        for key in expected_captures(evidence.experiment):
+            try:
+                if run.has_capture(key):  # what is gone is a gap, which is said once
+                    run.read_knowledge(key)
+            except CaptureError as error:
+                lacks.append(str(error))
+    try:
+        answered(evidence.answers, evidence.experiment)
+    except ConfigError as error:
+        lacks.append(str(error))
+    return untold("own", lacks, "captures and answers are of this experiment and its settings")
+
+
+def genuine(evidence: Evidence) -> Check:
+    """Checks that fedleak wrote on this machine what figures rest on, and nobody changed it."""
+    changed = unsealed(evidence.run)
+    more = f" and {len(changed) - NAMED} more" if len(changed) > NAMED else ""
+    lacks = [
+        f"{', '.join(changed[:NAMED])}{more}: fedleak did not write that on this machine, or "
+        "somebody changed it since: run the experiment here, or share the key of the machine that "
+        "did (FEDLEAK_SEAL_KEY)"
+    ]
+    said = "fedleak wrote on this machine all that figures rest on, and nobody changed it"
+    return untold("written here", lacks if changed else (), said)
+
+
+def figures(evidence: Evidence, *, accept_purged: bool) -> Check:
+    """Checks that what scoring wrote is what the answers give.
+
+    Args:
+        evidence: The run.
+        accept_purged: Take the rows of a run whose answers are deleted as they are.
+    """
+    run, name = evidence.run, "figures"
+    if evidence.purged:
+        said = (
+            f"not checked again: the private data was purged on {evidence.purged}, and the figures "
+            "rest on the rows that were written before"
+        )
+        if accept_purged:
+            return Check(name, Outcome.WITHIN, f"{said}; --purged takes them as they are")
+        return Check(name, Outcome.UNTOLD, f"{said}: --purged takes them as they are")
+    try:
+        rows, summary = scoring.scored_rows(run), run.read(SUMMARY)
+    except FedleakError as error:
+        return Check(name, Outcome.UNTOLD, str(error))
+    changed = [
+        file
+        for file, written, scored in (
+            (LEAKAGE.name, rows.leakage, evidence.rows.leakage),
+            (LEDGER.name, rows.ledger, evidence.rows.ledger),
+            (DEFENSES.name, rows.defended, evidence.rows.defended),
+            (CANARIES.name, rows.canary, evidence.rows.canary),
+            (MEMBERSHIP.name, rows.members, evidence.rows.members),
+        )
+        if not _agree(_plain(written), _plain(scored))
+    ]
+    if not _agree(_figures(summary), _figures(evidence.summary)):
+        changed.append(SUMMARY.name)
+    lacks = [
+        f"{', '.join(changed)}: not what the answers, the captures and the vault give: "
+        f"`fedleak score {run.path}` writes it anew, once you know who changed what"
+    ]
+    return untold(name, lacks if changed else (), "scored anew, and the files say the same")
+
+
+def _plain(rows: Sequence[Record]) -> Any:
+    return [row.model_dump(mode="json") for row in rows]
+
+
+def _figures(summary: RunSummary) -> Any:
+    return summary.model_dump(mode="json", exclude=SENTENCES)
+
+
+def _agree(one: Any, other: Any) -> bool:
+    """Returns whether two values of JSON are the same but for rounding."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_agree(one[key], other[key]) for key in one)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_agree, one, other))
+    if isinstance(one, float) and isinstance(other, float):
+        return math.isclose(one, other, rel_tol=AGREEMENT, abs_tol=AGREEMENT)
+    return bool(one == other)

@@ -1,0 +1,89 @@
+"""Puts the checks of the gate together."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from fedleak import attacks
+from fedleak.audit.gate.check import Check, Outcome
+from fedleak.audit.gate.evidence import complete, figures, gather, genuine, own
+from fedleak.audit.gate.limits import LEAKS, MEMBERSHIP, limit_checks
+from fedleak.audit.gate.measured import measured_checks, required_checks
+from fedleak.config import checks
+from fedleak.config.tables import LEAST, MOST, GateTable
+from fedleak.errors import ConfigError, FedleakError
+from fedleak.store.run import Run
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the gate found.
+
+    Attributes:
+        checks: Of limits, and of what has to be measured before limits say anything.
+        digest: A mark of the limits and of the figures that they were compared with; None: there
+            are no figures.
+    """
+
+    checks: Sequence[Check]
+    digest: str | None
+
+
+def judge(run: Run, limits: GateTable, *, accept_purged: bool = False) -> Verdict:
+    """Scores a run anew, writes nothing, and compares it with limits.
+
+    Args:
+        run: The run directory.
+        limits: At least one limit, or something that has to be measured.
+        accept_purged: Take the figures of a run whose private data was deleted as they are.
+
+    Raises:
+        ConfigError: This is no run directory, there is no limit, or a name is no attack's.
+    """
+    run.info()  # refuses a folder that is no run
+    wanted = chosen(limits)
+    if not wanted:
+        raise ConfigError(
+            "there is no limit: give --max exact=0.01, for example, or a [gate] in the experiment "
+            f"file (limits: {', '.join([*MOST, *LEAST])})"
+        )
+    try:
+        evidence = gather(run)
+    except ConfigError:
+        raise
+    except FedleakError as error:
+        return Verdict([Check("figures", Outcome.UNTOLD, str(error))], None)
+    names = {*evidence.kinds, *(row.attack for row in evidence.rows.leakage)}
+    checks.check_gate(limits, names, {*evidence.kinds.values(), *attacks.kinds()})
+    found = limit_checks(limits, evidence)
+    found += required_checks(limits, evidence)
+    found += [
+        figures(evidence, accept_purged=accept_purged),
+        genuine(evidence),
+        own(evidence),
+        complete(evidence),
+    ]
+    if wanted.keys() & {*LEAKS, *MEMBERSHIP, "coverage"}:
+        found += measured_checks(limits, evidence, wanted.keys() & LEAKS.keys())
+    return Verdict(found, evidence.digest(limits.model_dump(mode="json")))
+
+
+def chosen(limits: GateTable) -> Mapping[str, object]:
+    """Returns what is limited or required; the time of attacks alone limits nothing."""
+    names = [*MOST, *LEAST, "require"]
+    table = {name: getattr(limits, name) for name in names if name != "seconds"}
+    return {name: value for name, value in table.items() if value not in (None, [])}
+
+
+def described(limits: GateTable, of_run: GateTable) -> str:
+    """Returns all that decides, and where it comes from, in one line.
+
+    Args:
+        limits: What the run is compared with.
+        of_run: The gate of its experiment.
+    """
+    named = {**chosen(limits), "seconds": limits.seconds, "may_abstain": limits.may_abstain}
+    return "; ".join(
+        f"{name} {', '.join(value) or 'none' if isinstance(value, list) else value} "
+        f"({'[gate] of run.json' if value == getattr(of_run, name) else 'command line'})"
+        for name, value in named.items()
+    )

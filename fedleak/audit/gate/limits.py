@@ -1,0 +1,241 @@
+"""Compares what was measured with the limits."""
+
+from collections.abc import Container, Mapping, Sequence
+from typing import NamedTuple
+
+from fedleak import models
+from fedleak.audit.gate.check import Check, Outcome, compared, untold
+from fedleak.audit.gate.evidence import Evidence
+from fedleak.audit.kept_texts import read_held_out
+from fedleak.config.tables import GateTable
+from fedleak.errors import FedleakError
+from fedleak.federation.schedule import clients_of_round
+from fedleak.metrics.utility import evaluate
+from fedleak.models import loading
+from fedleak.privacy import NONE
+from fedleak.reconstruction import Status
+from fedleak.store.summaries import CanarySummary, Estimate, RunSummary, WorstCase
+
+
+class Leak(NamedTuple):
+    """A figure of the worst case that can be limited.
+
+    Attributes:
+        figure: Its name in the worst case.
+        says: What it counts, for a sentence.
+    """
+
+    figure: str
+    says: str
+
+
+LEAKS: Mapping[str, Leak] = {
+    "exact": Leak("exact_match", "share of texts read word for word"),
+    "rougeL": Leak("rougeL", "mean ROUGE-L of the texts"),
+    "token_recall": Leak("token_recall", "share of a text's tokens found"),
+}
+"""Limits on the worst case over attacks, by their names."""
+
+MEMBERSHIP: Mapping[str, Leak] = {
+    "auc": Leak("auc", "area under the ROC curve of membership"),
+    "tpr": Leak("found_at_1_percent", "share of members found at 1 % false accusations"),
+}
+"""Limits on each score of attacks on membership, by their names."""
+
+UTILITY: Mapping[str, int] = {"accuracy": 1, "f1": 1, "mcc": 1, "perplexity": -1}
+"""Limits on the trained model, by their names: 1 where more is better."""
+
+
+def limit_checks(limits: GateTable, evidence: Evidence) -> list[Check]:
+    """Returns a check for each limit on what was measured."""
+    summary = evidence.summary
+    cases = worst_cases(summary)
+    checks = [_leak(name, limit, cases) for name, limit in _named(limits, LEAKS).items()]
+    checks += [
+        _membership(name, limit, evidence) for name, limit in _named(limits, MEMBERSHIP).items()
+    ]
+    if limits.epsilon is not None:
+        checks.append(_epsilon(limits.epsilon, evidence))
+        if summary.canary is not None and limits.canary is None:
+            checks.append(_bounded("epsilon by canaries", limits.epsilon, summary.canary))
+    if limits.canary is not None:
+        checks.append(
+            Check("canary", Outcome.UNTOLD, f"there are no canaries; limit {limits.canary:g}")
+            if summary.canary is None
+            else _bounded("canary", limits.canary, summary.canary)
+        )
+    if useful := _named(limits, UTILITY):
+        checks += _utility(useful, evidence)
+    return checks
+
+
+def _named(limits: GateTable, names: Mapping[str, object]) -> dict[str, float]:
+    return {name: limit for name in names if (limit := getattr(limits, name)) is not None}
+
+
+class Case(NamedTuple):
+    """A worst case that the limits hold for.
+
+    Attributes:
+        told: Stands before what is said of it: what the attacker is told; empty without a ladder.
+        attacks: Names of its rows; None: of all rows.
+        worst: The figures; None: no attack gave an answer.
+    """
+
+    told: str
+    attacks: Container[str] | None
+    worst: WorstCase | None
+
+
+def worst_cases(summary: RunSummary) -> list[Case]:
+    """Returns the worst case, or that of every rung of the ladder.
+
+    Who is told a fact need not use it, so the rung with all facts is not always the highest.
+    """
+    if summary.ladder is None:
+        return [Case("", None, summary.worst_case)]
+    return [
+        Case(f"told {rung.told}: ", set(rung.attacks.values()), rung.worst_case)
+        for rung in summary.ladder.rungs
+    ]
+
+
+def _leak(name: str, limit: float, cases: Sequence[Case]) -> Check:
+    """Compares the figure of the highest case with a limit."""
+    leak = LEAKS[name]
+    figures: list[tuple[str, Estimate]] = []
+    lacks = []
+    for case in cases:
+        figure = None if case.worst is None else getattr(case.worst, leak.figure)
+        if figure is None:
+            lacks.append(f"{case.told}no attack gave an answer that has a {leak.says}")
+        else:
+            figures.append((case.told, figure))
+    return _highest(name, leak.says, limit, figures, lacks)
+
+
+def _highest(
+    name: str,
+    says: str,
+    limit: float,
+    figures: Sequence[tuple[str, Estimate]],
+    lacks: Sequence[str],
+) -> Check:
+    """Compares the highest upper end of an interval with a limit.
+
+    A figure that is not known does not hide that another one exceeds the limit.
+    """
+    whose, highest = max(figures, key=lambda figure: figure[1].high, default=("", None))
+    if highest is None or (lacks and highest.high <= limit):
+        return untold(name, lacks, "")
+    said = (
+        f"{whose}{says}: {highest.mean:.3g}, with its interval up to {highest.high:.3g}; "
+        f"limit {limit:g}"
+    )
+    return compared(name, said, holds=highest.high <= limit)
+
+
+def _membership(name: str, limit: float, evidence: Evidence) -> Check:
+    """Compares the figure of the score that tells members best with a limit."""
+    leak, summary = MEMBERSHIP[name], evidence.summary.membership
+    if summary is None:
+        return untold(name, ["no attack on membership gave an answer"], "")
+    figures, lacks = [], []
+    for scored in summary.figures:
+        whose = f"{scored.attack} by {scored.score}: "
+        answers = sum(
+            row.attack == scored.attack and row.status == Status.RECOVERED
+            for row in evidence.rows.leakage
+        )
+        if scored.updates < answers:
+            lacks.append(f"{whose}{answers - scored.updates} of {answers} answers have no score")
+        figure: Estimate | None = getattr(scored, leak.figure)
+        if figure is None:
+            lacks.append(
+                f"{whose}{scored.members} members and {scored.controls} others are too few"
+            )
+        else:
+            figures.append((whose, figure))
+    return _highest(name, leak.says, limit, figures, lacks)
+
+
+def _epsilon(limit: float, evidence: Evidence) -> Check:
+    """Compares the weakest client's epsilon with its limit; where nothing is guaranteed, none is.
+
+    An epsilon is computed, not estimated, so it has no interval.
+    """
+    privacy, experiment = evidence.summary.privacy, evidence.experiment
+    trained = {
+        client
+        for round in range(1, experiment.federation.rounds + 1)
+        for client in clients_of_round(experiment, round)
+    }
+    if without := sorted(trained - {row.client for row in evidence.rows.ledger}):
+        return untold("epsilon", [f"the ledger has no clients {listed(without)}"], "")
+    if privacy is None or privacy.epsilon == NONE:
+        return Check("epsilon", Outcome.UNTOLD, f"nothing is guaranteed; limit {limit:g}")
+    said = (
+        f"epsilon {privacy.epsilon:.4g} at delta {privacy.delta:g}, of one {privacy.unit} by the "
+        f"accountant {privacy.accountant}; limit {limit:g}"
+    )
+    return compared("epsilon", said, holds=float(privacy.epsilon) <= limit)
+
+
+def _bounded(name: str, limit: float, canary: CanarySummary) -> Check:
+    """Compares the largest lower bound on any client's epsilon with a limit.
+
+    Every kind of bound holds in all rows at once, so the largest row is no cherry that was picked.
+    One below the limit shows nothing: it is the accounted epsilon that opens the gate.
+    """
+    kinds = {
+        "if the noise is Gaussian": [row.gaussian or 0.0 for row in canary.bounds],
+        "if the trade-off curve is Gaussian": [row.f_dp for row in canary.bounds],
+        "assuming nothing": [row.epsilon_delta for row in canary.bounds],
+    }
+    assumed, largest = max(
+        ((kind, max(bounds)) for kind, bounds in kinds.items()), key=lambda bound: bound[1]
+    )
+    said = f"canaries show {largest:.4g} or more ({assumed}); limit {limit:g}"
+    return compared(name, said, holds=largest <= limit)
+
+
+def _utility(limits: Mapping[str, float], evidence: Evidence) -> list[Check]:
+    """Measures the trained model anew and compares it with limits.
+
+    Held-out texts are what they are, so the figures have no interval.
+    """
+    try:
+        measured = _evaluated(evidence)
+    except FedleakError as error:
+        return [untold(name, [str(error)], "") for name in limits]
+    checks = []
+    for name, limit in limits.items():
+        if (figure := measured.get(name)) is None:
+            says = f"no {name} was measured on held-out texts"
+            checks.append(untold(name, [says], ""))
+            continue
+        said = f"{figure:.3g} on {evidence.summary.held_out} held-out texts; limit {limit:g}"
+        checks.append(compared(name, said, holds=(figure - limit) * UTILITY[name] >= 0))
+    return checks
+
+
+def _evaluated(evidence: Evidence) -> Mapping[str, float | None]:
+    """Returns the figures of the trained model on held-out texts.
+
+    Raises:
+        FedleakError: The model or the texts cannot be read.
+    """
+    run, experiment = evidence.run, evidence.experiment
+    if evidence.summary.utility is None or evidence.purged:
+        return {} if evidence.summary.utility is None else evidence.summary.utility.figures
+    held_out = read_held_out(run)
+    model = loading.load(experiment.model_spec(run.info()["num_labels"]), weights=False)
+    models.lend_parameters_(model, run.read_broadcast(experiment.federation.rounds + 1))
+    return evaluate(model, held_out.sequences, held_out.labels)
+
+
+def listed(clients: Sequence[int]) -> str:
+    """Returns the first few clients, and how many more there are."""
+    named = 10
+    more = f" and {len(clients) - named} more" if len(clients) > named else ""
+    return ", ".join(map(str, clients[:named])) + more

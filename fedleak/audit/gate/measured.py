@@ -1,0 +1,267 @@
+"""Asks whether enough was measured for the limits to say anything."""
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Sequence
+
+from fedleak.audit.gate.check import Check, compared, untold
+from fedleak.audit.gate.evidence import Evidence
+from fedleak.audit.gate.limits import Case, listed, worst_cases
+from fedleak.audit.vault import read_truth
+from fedleak.config.components import listed_as
+from fedleak.config.tables import CANARY_OF_EVERY_CLIENT, GateTable
+from fedleak.errors import CaptureError
+from fedleak.federation.schedule import captures_made, expected_captures
+from fedleak.metrics import intervals
+from fedleak.reconstruction import Status
+from fedleak.store.records import UNSCORED, LeakageRow, text_counts
+from fedleak.store.run import EVERYONE, Key
+from fedleak.store.summaries import SURE
+
+FOUND_ALL, MOST_WRONG = 1.0, 0.5
+"""Tokens are found if all are, and at most half of those that are named are wrong."""
+
+READ_FEW = 0.5
+"""Sequences that hold less than this share of the tokens that were found leave much unread."""
+
+
+def measured_checks(limits: GateTable, evidence: Evidence, leaks: Collection[str]) -> list[Check]:
+    """Returns the checks of what limits on attacks need.
+
+    Args:
+        limits: Of the gate.
+        evidence: The run.
+        leaks: Names of the limits on the worst case.
+    """
+    cases, rows = worst_cases(evidence.summary), evidence.rows.leakage
+    checks = [_clients(evidence)]
+    if limits.coverage is not None:
+        checks.append(_coverage(limits.coverage, evidence))
+    if leaks:
+        checks.append(_texts(cases, rows, leaks))
+        checks.append(_alarms(rows, leaks))
+    names = {*(row.attack for row in rows), *(each.name for each in evidence.experiment.attacks)}
+    for name in sorted(names):
+        may = not {name, listed_as(name)}.isdisjoint(limits.may_abstain)
+        checks.append(_attack(name, evidence, limits.seconds, may_abstain=may))
+    return checks
+
+
+def required_checks(limits: GateTable, evidence: Evidence) -> list[Check]:
+    """Returns a check for each thing that has to be measured."""
+    wanted = list(dict.fromkeys(limits.require))
+    if limits.canary is not None and CANARY_OF_EVERY_CLIENT not in wanted:
+        wanted.append(CANARY_OF_EVERY_CLIENT)
+    return [
+        _canary(evidence) if what == CANARY_OF_EVERY_CLIENT else _required(what, evidence)
+        for what in wanted
+    ]
+
+
+def _clients(evidence: Evidence) -> Check:
+    """Checks that no client was left out whose defenses are not those of one that was attacked."""
+    experiment = evidence.experiment
+    attacked = {key.client for key in expected_captures(experiment)}
+    trained = {key.client for key in captures_made(experiment)}
+
+    def defenses(client: int) -> tuple[int, ...]:
+        return tuple(experiment.defenses_of(client))
+
+    known = set(map(defenses, attacked))
+    groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for client in sorted(trained - attacked):
+        if defenses(client) not in known:
+            groups[defenses(client)].append(client)
+    lacks = []
+    for places, clients in groups.items():
+        kinds = [experiment.defenses_of(clients[0])[place].kind for place in places]
+        used = " and ".join(kinds) or "no defense"
+        lacks.append(
+            f"clients {listed(clients)} use {used} and were never attacked, and no client like "
+            "them was: add one to threat.clients"
+        )
+    said = f"every client was attacked, or one with the same defenses: {len(attacked)} of them"
+    if EVERYONE in attacked:
+        said = "what was attacked is of all clients of a round"
+    return untold("clients", lacks, said)
+
+
+def _coverage(limit: float, evidence: Evidence) -> Check:
+    """Compares the share of all private texts for whose updates there is an answer with a limit."""
+    rows = evidence.rows.leakage
+    answered = {row.key for row in rows if row.status == Status.RECOVERED}
+    here, everywhere, unknown = 0, 0, 0
+    for key in captures_made(evidence.experiment):
+        size = _texts_of(evidence, key)
+        if size is None:
+            unknown += 1
+            continue
+        everywhere += size
+        here += size if key in answered else 0
+    if unknown or not everywhere:
+        return untold("coverage", [f"{unknown} updates have no truth in the vault"], "")
+    said = f"an attack answered for {here} of {everywhere} private texts; limit {limit:g}"
+    return compared("coverage", said, holds=here >= limit * everywhere)
+
+
+def _texts_of(evidence: Evidence, key: Key) -> int | None:
+    """Returns how many private texts an update is of; None: nobody here knows."""
+    try:
+        truth = read_truth(evidence.run, key)
+    except CaptureError:
+        return None
+    return None if truth is None else len(truth.sequences)
+
+
+def _texts(cases: Sequence[Case], rows: Sequence[LeakageRow], leaks: Collection[str]) -> Check:
+    """Checks that each worst case is about enough clients and texts, and about all of them."""
+    lacks = [f"{case.told}{lack}" for case in cases for lack in _lacks(case, rows, leaks)]
+    worst = cases[-1].worst
+    if worst is None:
+        return untold("texts", lacks, "")
+    said = f"{worst.texts} texts of {worst.clients} clients, by {', '.join(worst.attacks)}"
+    return untold("texts", lacks, said)
+
+
+def _lacks(case: Case, rows: Sequence[LeakageRow], leaks: Collection[str]) -> list[str]:
+    """Returns what a worst case lacks."""
+    if (worst := case.worst) is None:
+        return ["no attack gave an answer with scores of single texts"]
+    rows = [row for row in rows if case.attacks is None or row.attack in case.attacks]
+    lacks = [worst.warning] if worst.warning is not None else []
+    if worst.unattacked and {"exact", "rougeL"} & {*leaks}:
+        lacks.append(f"{worst.unattacked} of {worst.texts} texts: no attack named sequences")
+    searched = {
+        row.key for row in rows if any(text.token_recall is not None for text in row.texts or ())
+    }
+    unsearched = sum(size for key, size in text_counts(rows).items() if key not in searched)
+    if unsearched and "token_recall" in leaks:
+        lacks.append(f"{unsearched} of {worst.texts} texts: no attack named tokens")
+    return lacks
+
+
+def _alarms(rows: Sequence[LeakageRow], leaks: Collection[str]) -> Check:
+    """Checks that no row of the run says that the figures are too low."""
+    alarms = [*_below_control(rows)]
+    if {"exact", "rougeL"} & {*leaks}:
+        alarms += _tokens_unread(rows)
+    return untold("alarms", alarms, "no other row of the run says that more was to be read")
+
+
+def _below_control(rows: Sequence[LeakageRow]) -> Iterator[str]:
+    """Yields the attacks whose answers fit the updates of other clients better than their own."""
+    apart: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for row in rows:
+        if row.rougeL is not None and row.control_rougeL is not None:
+            apart[row.attack][row.client].append(row.rougeL - row.control_rougeL)
+    for attack, by_client in sorted(apart.items()):
+        differences = [sum(values) / len(values) for values in by_client.values()]
+        below = sum(difference < 0 for difference in differences)
+        above = sum(difference > 0 for difference in differences)
+        if below > above and len(apart) * intervals.sign_test(differences) <= SURE:
+            yield (
+                f"{attack} reads less of an update than its answer for another client's update "
+                f"holds, for {below} of {len(differences)} clients: its answers are not of the "
+                "updates that they are said to be of"
+            )
+
+
+def _tokens_unread(rows: Sequence[LeakageRow]) -> Iterator[str]:
+    """Yields that tokens were found on updates of which sequences hold few of them."""
+    by_update: dict[Key, list[LeakageRow]] = defaultdict(list)
+    for row in rows:
+        if row.token_recall is not None:
+            by_update[row.key].append(row)
+    finders: Counter[str] = Counter()
+    for of_update in by_update.values():
+        sequences = [row.token_recall or 0.0 for row in of_update if row.rougeL is not None]
+        for row in of_update:
+            found = (row.token_recall or 0.0) >= FOUND_ALL
+            if row.rougeL is None and found and (row.token_precision or 0.0) >= MOST_WRONG:
+                finders[row.attack] += bool(sequences) and max(sequences) < READ_FEW
+    for attack, count in sorted(finders.items()):
+        if count:
+            yield (
+                f"{attack} found every token of {count} of {len(by_update)} updates, and the "
+                "attacks that name sequences found less than half of them: they left unread what "
+                "was there"
+            )
+
+
+def _attack(name: str, evidence: Evidence, least_seconds: float, *, may_abstain: bool) -> Check:
+    """Checks that an attack was free to work on every update that it was for."""
+    rows = [row for row in evidence.rows.leakage if row.attack == name]
+    expected = expected_captures(evidence.experiment)
+    ended = Counter(row.status for row in rows)
+    # Label counts alone, for example, are an answer without a score of any text.
+    old = sum(
+        row.status == Status.RECOVERED
+        and row.texts is None
+        and (row.rougeL is not None or row.token_recall is not None)
+        for row in rows
+    )
+    of_all = f"of {len(expected)} updates"
+    lacks = []
+    if without := len({*expected} - {row.key for row in rows}):
+        lacks.append(f"it has no answer for {without} {of_all}")
+    if failed := ended[Status.FAILED]:
+        lacks.append(f"it failed on {failed} {of_all}")
+    if unscored := ended[UNSCORED]:
+        lacks.append(f"its answers for {unscored} {of_all} are unscored: the truth is not here")
+    late = sum(bool(row.diagnostics.get("time_up")) for row in rows)
+    agreed = _seconds(name, evidence)
+    if late and (agreed is None or agreed < least_seconds):
+        had = "" if agreed is None else f"after {agreed:g} s "
+        lacks.append(
+            f"its time (`seconds`) was up {had}on {late} {of_all}: the gate asks for "
+            f"{least_seconds:g} s (--min, gate.seconds)"
+        )
+    if (abstained := ended[Status.ABSTAINED]) and not may_abstain:
+        lacks.append(
+            f"it abstained on {abstained} {of_all}, which is no evidence that nothing can be read: "
+            "where the other attacks are enough for you, let it (--may-abstain, gate.may_abstain)"
+        )
+    if old:
+        lacks.append(f"{old} {of_all} have no scores of single texts: `fedleak score` adds them")
+    answered = f"it answered {ended[Status.RECOVERED]} {of_all}"
+    if late:
+        answered += f", {late} of them with all of the {agreed:g} s that were agreed"
+    return untold(f"attack {name}", lacks, answered)
+
+
+def _seconds(name: str, evidence: Evidence) -> float | None:
+    """Returns the least time for one update that any answer of an attack was given; None: none."""
+    settings = [answer.settings for answer in evidence.answers if answer.attack == name]
+    given = [table.get("seconds") for table in settings] or [
+        getattr(attack.attack, "seconds", None)
+        for attack in evidence.experiment.attacks
+        if attack.name == name
+    ]
+    return min((float(each) for each in given if isinstance(each, int | float)), default=None)
+
+
+def _required(kind: str, evidence: Evidence) -> Check:
+    """Checks that an attack of a kind has answered for every update that is attacked."""
+    expected = {*expected_captures(evidence.experiment)}
+    kinds = evidence.kinds
+    answered = {
+        row.key
+        for row in evidence.rows.leakage
+        if kinds.get(row.attack) == kind and row.status == Status.RECOVERED
+    }
+    lacks = []
+    if without := len(expected - answered):
+        lacks.append(f"no attack of this kind answered for {without} of {len(expected)} updates")
+    return untold(f"required {kind}", lacks, f"it answered for all {len(expected)} updates")
+
+
+def _canary(evidence: Evidence) -> Check:
+    """Checks that every client's privacy was measured by canaries, and that no ledger is wrong."""
+    canary, clients = evidence.summary.canary, {row.client for row in evidence.rows.ledger}
+    name = "canaries of clients"
+    if canary is None:
+        return untold(name, ["there are no canaries: the file has no [canary]"], "")
+    if canary.alarms:
+        return compared(name, "; ".join(canary.alarms), holds=False)
+    without = sorted(clients - {row.client for row in canary.bounds})
+    lacks = [f"clients without a scored canary: {listed(without)}"] if without else []
+    return untold(name, lacks, f"canaries of all {len(clients)} clients were scored")
