@@ -66,7 +66,10 @@ def purge(run: Run) -> Purged:
     for path in run.path.glob(".*.[0-9]*"):  # what a killed process had not yet renamed
         path.unlink()
         deleted.append(f"{path} (half written)")
-    scoring.score_run(run)  # so that the summary says it too
+    scores = scoring.score(run, scoring.salvaged(run))
+    scoring.write(run, scores)  # so that the summary says it too
+    if "figures" not in run.info():  # run.json has a seal, and rows have none
+        run.update_info(figures=scoring.mark(scores.rows, scores.summary.positive_control))
     kept = sorted(each.name for each in run.path.iterdir() if not each.name.startswith("."))
     return Purged(tuple(deleted), (f"{run.path}: {', '.join(kept)}",))
 

@@ -415,8 +415,9 @@ def test_attacks_are_required_by_their_kind(scored: Evidence) -> None:
     assert compare(scored, require=["dlg"]) == {}
     said = compare(scored, require=["auto"])["required auto"].said
     assert said == "no attack of this kind answered for 10 of 10 updates"
-    named = [of("dlg", attack="auto")(answer) for answer in scored.answers]
-    assert "required auto" in compare(replace(scored, answers=named), require=["auto"])
+    rows = [row.model_copy(update={"attack": "auto"}) for row in scored.rows.leakage]
+    called = replace(scored, rows=replace(scored.rows, leakage=rows))
+    assert "required auto" in compare(called, require=["auto"])
 
 
 @pytest.mark.parametrize(
@@ -652,8 +653,11 @@ def test_junit_has_a_case_for_every_check(small: Path) -> None:
     suites = ElementTree.parse("gate.xml").getroot()
     (suite,) = suites
     assert (suites.tag, suite.tag, suite.get("name")) == ("testsuites", "testsuite", "small")
-    assert (suite.get("tests"), suite.get("failures"), suite.get("errors")) == ("5", "1", "0")
-    cases = {case.get("name"): [child.tag for child in case] for case in suite}
+    assert (suite.get("tests"), suite.get("failures"), suite.get("errors")) == ("10", "1", "0")
+    rests_on, *cases_of_suite = suite
+    assert [entry.get("name") for entry in rests_on] == ["limits", "digest"]
+    assert "exact 0.0 (command line)" in rests_on[0].get("value")
+    cases = {case.get("name"): [child.tag for child in case] for case in cases_of_suite}
     assert cases["exact"] == ["failure"]
     assert cases["attack dlg"] == ["system-out"]
 
@@ -663,7 +667,7 @@ def test_what_others_wrote_is_inert_in_reports(tmp_path: Path) -> None:
     checks = [Check(hostile, Outcome.UNTOLD, hostile)]
     ci.write_junit(hostile, checks, {hostile: hostile}, tmp_path / "gate.xml")
     (suite,) = ElementTree.parse(tmp_path / "gate.xml").getroot()
-    ((error,),) = suite
+    _, (error,) = suite
     assert "::stop-commands::" in error.get("message")
     assert "\n" not in error.get("message")
     (line,) = ci.annotations(hostile, checks)

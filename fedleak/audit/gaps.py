@@ -116,9 +116,7 @@ def _failed(run: Run, answers: Collection[Answer]) -> list[str]:
     ]
 
 
-def _refuted(
-    answers: Mapping[tuple[Key, str], Answer], rows: Sequence[LeakageRow]
-) -> list[str]:
+def _refuted(answers: Mapping[tuple[Key, str], Answer], rows: Sequence[LeakageRow]) -> list[str]:
     """Returns which answers claim a proof that the truth refutes."""
     rowed = {row.id: row for row in rows}
     refuted = [

@@ -5,6 +5,8 @@ attack's answer for another client's update, and held-out texts that were drawn 
 at any update.
 """
 
+import hashlib
+import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -377,6 +379,14 @@ def _copies(
         return None
     gaps.missing += [f"positive control: {wrong}" for wrong in scores.summary.wrong]
     return positive_control.summarised(scores.rows.leakage, recorded.answers, answers)
+
+
+def mark(rows: ScoredRows, copies: PositiveControl | None) -> str:
+    """Returns a SHA-256 of rows and positive control, which tells later whether they changed."""
+    files = (rows.leakage, rows.ledger, rows.defended, rows.canary, rows.members)
+    plain: list[object] = [[row.model_dump(mode="json") for row in file] for file in files]
+    plain.append(copies and copies.model_dump(mode="json"))
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 
 
 def write(run: Run, scores: RunScores) -> None:

@@ -65,14 +65,14 @@ class Evidence:
         kinds = {answer.attack: str(answer.settings.get("kind")) for answer in self.answers}
         return kinds | {named.name: named.attack.kind for named in self.experiment.attacks}
 
+    @property
+    def mark(self) -> str:
+        """A mark of all rows."""
+        return scoring.mark(self.rows, self.summary.positive_control)
+
     def digest(self, limits: Any) -> str:
         """Returns a mark of the experiment, the limits and all figures, in 16 hex digits."""
-        value = [
-            self.experiment.fingerprint,
-            limits,
-            _plain(self.rows.leakage),
-            _figures(self.summary),
-        ]
+        value = [self.experiment.fingerprint, limits, self.mark, _figures(self.summary)]
         return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -145,9 +145,10 @@ def figures(evidence: Evidence, *, accept_purged: bool) -> Check:
             f"not checked again: the private data was purged on {evidence.purged}, and the figures "
             "rest on the rows that were written before"
         )
-        if accept_purged:
-            return Check(name, Outcome.WITHIN, f"{said}; --purged takes them as they are")
-        return Check(name, Outcome.UNTOLD, f"{said}: --purged takes them as they are")
+        lacks = [] if accept_purged else [f"{said}: --purged takes them as they are"]
+        if run.info().get("figures") != evidence.mark:
+            lacks.append("rows are not those that were there when the run was purged")
+        return untold(name, lacks, f"{said}; --purged takes them as they are")
     try:
         rows, summary = scoring.scored_rows(run), run.read(SUMMARY)
     except FedleakError as error:
