@@ -4,6 +4,7 @@ import itertools
 import shutil
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,9 @@ from scored import row
 from tiny import DLG, Here, call, tables, toml
 
 from fedleak.audit.comparison import compare
-from fedleak.audit.gate import Outcome, judge
+from fedleak.audit.gate.check import Check, Outcome
+from fedleak.audit.gate.evidence import Evidence, gather
+from fedleak.audit.gate.limits import limit_checks
 from fedleak.audit.ladder import ladder
 from fedleak.config.components import NamedAttack, on_each_rung
 from fedleak.config.experiment import Experiment
@@ -221,18 +224,23 @@ def test_the_gate_takes_the_rung_that_reads_most(ran: Path) -> None:
     run = Run(ran / "rungs")
     summary = run.read(SUMMARY)
     most = max(rung.worst_case.rougeL.high for rung in summary.ladder.rungs)
-    limits = GateTable(rougeL=most - 0.01, may_abstain=["dlg"])
-    found = {one.name: one for one in judge(run, limits)}
-    assert found["rougeL"].outcome is Outcome.EXCEEDED
-    assert found["rougeL"].said.startswith("told ")
-    assert judge(run, GateTable(rougeL=most))[0].outcome is Outcome.WITHIN
+    evidence = gather(run)
+
+    def check(limit: float, evidence: Evidence) -> Check:
+        (found,) = limit_checks(GateTable(rougeL=limit), evidence)
+        return found
+
+    exceeded = check(most - 0.01, evidence)
+    assert exceeded.outcome is Outcome.EXCEEDED
+    assert exceeded.said.startswith("told ")
+    assert check(most, evidence).outcome is Outcome.WITHIN
     first, *others = summary.ladder.rungs
     silent = summary.ladder.model_copy(
         update={"rungs": (first.model_copy(update={"worst_case": None}), *others)}
     )
-    run.write(SUMMARY, summary.model_copy(update={"ladder": silent}))
-    assert judge(run, GateTable(rougeL=most))[0].outcome is Outcome.UNTOLD
-    assert judge(run, GateTable(rougeL=0.0))[0].outcome is Outcome.EXCEEDED
+    without = replace(evidence, summary=summary.model_copy(update={"ladder": silent}))
+    assert check(most, without).outcome is Outcome.UNTOLD
+    assert check(0.0, without).outcome is Outcome.EXCEEDED
 
 
 def test_runs_with_ladders_are_compared_rung_by_rung(ran: Path) -> None:
