@@ -1,5 +1,6 @@
 """The ServerApp: resumes or starts a run, and, for `flwr run`, attacks it too."""
 
+import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +24,7 @@ from fedleak.report.tables import print_run
 from fedleak.store.files import plain
 from fedleak.store.records import UTILITY, Utility
 from fedleak.store.run import Run
+from fedleak.store.summaries import SUMMARY
 from server.assignments import assignment
 from server.replies import RefusedError, check_code, claimed_client, claimed_examples, told
 from server.secure_aggregation import SummingServer
@@ -30,6 +32,8 @@ from server.strategy import CuriousServer
 from server.tap import AT_ONCE, TapGrid
 
 app = ServerApp()
+logger = logging.getLogger("flwr")
+"""Flower's, which `flwr log` shows."""
 
 
 class Patience(NamedTuple):
@@ -71,7 +75,10 @@ def main(grid: Grid, context: Context) -> None:
         with pipeline.under_way(run, experiment) as stop:
             federate(grid, experiment, run, nodes, wait, stop, attacked=True)
         print_run(run, scoring.score_run(run))
-    refuse_gaps(run)
+    awaited = run.read(SUMMARY).awaited
+    refuse_gaps(run, besides=awaited)
+    for sentence in awaited:  # a good end, as nodes keep their vaults
+        logger.info("the run is complete, and its scores wait for the nodes' vaults: %s", sentence)
 
 
 def federate(

@@ -4,11 +4,11 @@ SuperLink and SuperNodes are processes, with TLS and keys. Every wait is bounded
 ends all that it has started.
 """
 
-import importlib.util
 import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,6 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import credentials
+import federation as deployment
 import psutil
 import pytest
 import tomli_w
@@ -34,7 +36,6 @@ from fedleak.training.aggregation import mean_update
 from fedleak.training.local import local_update_
 
 ROOT = Path(__file__).parents[1]
-FILE = ROOT / "experiments" / "deployment" / "federation.py"
 OWN_APP = ROOT / "experiments" / "own_flower_app"
 NODES = 2
 ONE_ROUND = """
@@ -62,18 +63,6 @@ pytestmark = [
 ]
 
 
-def loaded() -> Any:
-    spec = importlib.util.spec_from_file_location("federation", FILE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-deployment = loaded()
-
-
 def wait_for(condition: Callable[[], Any], seconds: float = 900) -> Any:
     deadline = time.monotonic() + seconds
     while not (found := condition()):
@@ -95,7 +84,7 @@ def made(tmp_path: Path) -> Iterator[Any]:
 
 def submit(made: Any, **settings: object) -> str:
     quick = {"experiment": str(made.server / "small.toml"), "attack": False}
-    return str(made.submit(**quick | settings))
+    return str(made.submit(deployment.APP, **quick | settings))
 
 
 def start_again(made: Any, node: int) -> None:
@@ -159,7 +148,7 @@ def test_one_command_goes_from_nothing_to_the_report(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     run = Run(folder / "server" / "runs" / "deployment")
-    assert "are unscored: `fedleak score" in done.stdout
+    assert "finished:completed" in done.stdout
     rows = [json.loads(line) for line in (run.path / "leakage.jsonl").read_text().splitlines()]
     assert len(rows) == 4 * 2
     assert "unscored" not in {row["status"] for row in rows}
@@ -167,7 +156,7 @@ def test_one_command_goes_from_nothing_to_the_report(tmp_path: Path) -> None:
     assert (run.path / "report.html").is_file()
     assert not [each for each in psutil.process_iter(["cmdline"]) if str(folder) in str(each.info)]
     again = subprocess.run(
-        [sys.executable, FILE, "run", folder], capture_output=True, text=True, check=False
+        [sys.executable, deployment.__file__, folder], capture_output=True, text=True, check=False
     )
     assert again.returncode == 2
     assert "exists: name a folder that does not" in again.stderr
@@ -200,11 +189,7 @@ def check_is_tapped_and_attacked(made: Any, app: Path) -> None:
     model, truth = str(builtin.folder("bert-tiny")), made.folder / f"{app.name}.jsonl"
     tapped = made.server / app.name
     config = {"model": model, "tapped": str(tapped), "truth": str(truth), "lr": 2.0, "rounds": 2}
-    chosen = " ".join(f"{key}={json.dumps(value)}" for key, value in config.items())
-    submitted = made.flwr(
-        "run", str(app), deployment.NAME, "--run-config", chosen, "--format", "json"
-    )
-    status, told = made.watch(str(json.loads(submitted)["run-id"]), 300)
+    status, told = made.watch(made.submit(app, **config), 300)
     assert status == 0, told
     about = made.folder / f"{app.name}.toml"
     training = {"learning_rate_key": "lr", "batch_size": 2, "dropout": False}
@@ -226,8 +211,91 @@ def test_nodes_see_no_other_folder_where_the_machine_allows_it(made: Any) -> Non
     process = wait_for(lambda: psutil.Process(made._processes["node-1"].pid).children())[0]
     seen = Path(f"/proc/{process.pid}/root")
     wait_for(lambda: not any((seen / str(made.node(0))[1:]).iterdir()), 30)
-    assert not any((seen / str(made.server)[1:]).iterdir())
+    for name in ("server", "superlink", "gateway", "operator", "ca"):
+        assert not any((seen / str(made.folder / name)[1:]).iterdir())
     assert (seen / str(made.node(1))[1:] / "data.jsonl").is_file()
+
+
+THIEF = """
+import pathlib
+from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid, ServerApp
+
+client = ClientApp()
+server = ServerApp()
+
+
+@client.query()
+def read(message: Message, context: Context) -> Message:
+    text = pathlib.Path(context.node_config["data"]).read_text()
+    return Message(RecordDict({"read": ConfigRecord({"text": text})}), reply_to=message)
+
+
+@server.main()
+def main(grid: Grid, context: Context) -> None:
+    asked = [
+        Message(RecordDict(), message_type="query", dst_node_id=node)
+        for node in grid.get_node_ids()
+    ]
+    for reply in grid.send_and_receive(asked, timeout=120):
+        print(reply.error if reply.has_error() else reply.content["read"]["text"], flush=True)
+"""
+
+THIEFS_PROJECT = """
+project = {name = "thief", version = "1.0.0"}
+tool.flwr.app = {publisher = "stranger", components = {serverapp = "thief:server", clientapp = "thief:client"}, config = {x = 0}}
+"""  # noqa: E501
+
+
+def test_a_stranger_with_the_files_of_a_node_gets_nothing(made: Any, tmp_path: Path) -> None:
+    """It has what node 0 has, and Flower's commands; node 1 has a file that it is after."""
+    made.start_node(1)
+    secret = (made.node(1) / "data.jsonl").read_text().splitlines()[0]
+    home, app = tmp_path / "stranger", tmp_path / "thief"
+    shutil.copytree(made.node(0), home)
+    address = {"address": made.address, "root-certificates": str(home / "ca.crt")}
+    (home / "config.toml").write_text(tomli_w.dumps({"superlink": {"to": address}}))
+    credentials.make_node_key(home / "rogue")
+    app.mkdir()
+    (app / "thief.py").write_text(THIEF)
+    (app / "pyproject.toml").write_text(THIEFS_PROJECT)
+
+    for command in (
+        ["supernode", "list", "to"],
+        ["supernode", "register", str(home / "rogue.pub"), "to"],
+        ["run", str(app), "to"],
+        ["ls", "to"],
+    ):
+        done = subprocess.run(
+            ["flwr", *command],
+            env={**deployment._environment(home), "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode, (command, done.stdout)
+        assert "404" in done.stderr, (command, done.stderr)
+    if made.apart:  # nor is the SuperLink itself within reach
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", made._superlink))
+    nodes = json.loads(made.flwr("supernode", "list", deployment.NAME, "--format", "json"))
+    assert len(nodes["nodes"]) == NODES
+    assert json.loads(made.flwr("ls", deployment.NAME, "--format", "json"))["runs"] == []
+
+    # Even by the operator's way the node runs nothing that the operator has not signed.
+    wait_for(lambda: "SuperNode ID" in made.log("node-1"))
+    assert secret not in printed(made, made.submit_unsigned(app, x=1))
+    assert "FAB verification failed" in made.log("node-1")
+    # The thief works: once it is signed, it reads what the operator can read.
+    assert secret in printed(made, made.submit(app, x=2))
+
+
+def printed(made: Any, number: str) -> str:
+    """Returns what the ServerApp of a run printed, which ended well."""
+    status, output = made.watch(number, 300)
+    assert status == 0, output
+    return str(made.flwr("log", number, deployment.NAME, "--show"))
 
 
 @pytest.mark.parametrize("kind", ["another key", "no key"])
@@ -235,7 +303,7 @@ def test_a_node_without_a_registered_key_ends_with_a_line(kind: str, made: Any) 
     key = made.node(0) / "key"
     key.unlink()
     if kind == "another key":
-        deployment.make_key(key)
+        credentials.make_node_key(key)
     made.start_node(0)
     wait_for(lambda: not made.alive("node-0"), 120)
     says = "Failed to activate SuperNode" if kind == "another key" else "key"

@@ -56,11 +56,30 @@ ELSEWHERE = {
         "takes half an hour; tests/test_sweep.py runs a sweep of families"
     ),
     "experiments/deployment/run.sh": "tests/test_deployment.py runs it in a folder of its own",
-    "docker compose --profile federation up -d": "needs an engine; see tests/test_compose.py",
-    "docker compose run --rm operator": "needs an engine, too",
-    "docker compose run --rm handover": "needs an engine, too",
-    "flower-supernode --superlink server.example:8000 --root-certificates ca.crt "
-    "--auth-supernode-private-key key --node-config 'partition-id=0 num-partitions=4 "
+    "mkdir -p /srv/fedleak/nodes /srv/fedleak/keys /srv/fedleak/runs": "is for what follows",
+    "export FEDLEAK_FOLDER=/srv/fedleak FEDLEAK_HOST=server.example FEDLEAK_UID=$(id -u) "
+    "FEDLEAK_GID=$(id -g)": "is for what follows, too",
+    "export FEDLEAK_NODE=/srv/node FEDLEAK_SERVER=server.example:8443 FEDLEAK_CLIENT=0 "
+    "FEDLEAK_CLIENTS=4": "is for what follows, too",
+    "export FEDLEAK_UID=$(id -u) FEDLEAK_GID=$(id -g)": "is for what follows, too",
+    **{
+        f"docker compose -f experiments/deployment/{command}": "needs an engine"
+        for command in (
+            "server.yml up -d",
+            "node.yml run --rm key",
+            "server.yml run --rm register",
+            "node.yml up -d",
+            "server.yml run --rm operator",
+            "node.yml run --rm handover",
+            "server.yml run --rm score",
+        )
+    },
+    "python experiments/deployment/credentials.py sign . signing signatures": (
+        "needs the key of that federation; tests/test_gateway.py signs an app"
+    ),
+    "flower-supernode --superlink server.example:8443 --root-certificates ca.crt "
+    "--auth-supernode-private-key key --trusted-entities trusted.yaml "
+    "--node-config 'partition-id=0 num-partitions=4 "
     'data="/private/notes.csv" vault="/private/vault"\'': (
         "needs a SuperLink on another machine; tests/test_deployment.py starts such nodes"
     ),

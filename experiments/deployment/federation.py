@@ -1,18 +1,15 @@
-"""A federation in deployment: a SuperLink with TLS, and SuperNodes that have to show a key.
+"""A federation in deployment on 127.0.0.1, without containers.
 
-    python experiments/deployment/federation.py run FOLDER            # all of it, on 127.0.0.1
-    python experiments/deployment/federation.py secrets FOLDER NODES  # for docker-compose.yml
-    python experiments/deployment/federation.py register SUPERLINK KEY.pub...
+    python experiments/deployment/federation.py FOLDER
 
-`run` starts the processes that docker-compose.yml puts in containers: each node has a folder with
-its key, its data and its vault, and sees no other's. Where the machine allows it, a mount
-namespace hides the others, and a process namespace ends all that a node has started.
+It starts a SuperLink, a gateway and SuperNodes: what server.yml and node.yml put in containers.
+Each has a folder with its own files. Nodes reach the gateway alone, and run only what the operator
+has signed. Where the machine allows it, a mount namespace hides the other folders, a network
+namespace hides the SuperLink, and a process namespace ends all that a process has started.
 """
 
 import argparse
 import ctypes
-import datetime
-import ipaddress
 import json
 import os
 import shlex
@@ -30,13 +27,9 @@ from pathlib import Path
 
 import psutil
 import tomli_w
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import ExtendedKeyUsageOID
+from credentials import VALID_DAYS, make_data, make_node_key, make_server, sign, write
 
 from fedleak.flower_runs import tls_problem
-from fedleak.notes import notes
 
 APP = Path(__file__).parents[2]
 EXPERIMENT = Path(__file__).with_name("federation.toml")
@@ -44,162 +37,26 @@ NODES = 4
 NAME = "deployment"
 """Of the connection in Flower's configuration, and of the run."""
 
-CLASSES = ("other", "health")
-TEXTS = 40
-"""Private texts of a node."""
-
 TRIES, ANSWER_SECONDS = 3, 300
 """On a busy machine a reply can be lost: Flower gives up a reply that its database is too busy for.
 
 Then the round fails once the time for answers is up, and another run goes on from there.
 """
 
-VALID_DAYS = 30
 START_SECONDS = 60.0
 SET_CHILD_SUBREAPER = 36  # from <linux/prctl.h>
 
 
-# --- secrets --------------------------------------------------------------------------------
-
-
-def make_certificates(folder: Path, hosts: Sequence[str], days: float = VALID_DAYS) -> None:
-    """Writes ca.crt, server.pem and server.key for a SuperLink, if there are none.
-
-    Args:
-        folder: Where.
-        hosts: Names and addresses by which it is reached.
-        days: After which they expire; negative: they have expired.
-    """
-    if (folder / "server.pem").exists():
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    of_ca, of_server = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
-    now = datetime.datetime.now(datetime.UTC)
-    begin = now + datetime.timedelta(days=min(0.0, days) - 1)
-
-    def certificate(
-        subject: str, key: ec.EllipticCurvePublicKey, extensions: Sequence[x509.ExtensionType]
-    ) -> bytes:
-        issuer = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "fedleak CA")])
-        made = (
-            x509.CertificateBuilder()
-            .subject_name(x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, subject)]))
-            .issuer_name(issuer)
-            .public_key(key)
-            .serial_number(x509.random_serial_number())
-            .not_valid_before(begin)
-            .not_valid_after(now + datetime.timedelta(days=days))
-            .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
-            .add_extension(
-                x509.AuthorityKeyIdentifier.from_issuer_public_key(of_ca.public_key()),
-                critical=False,
-            )
-        )
-        for each in extensions:
-            made = made.add_extension(each, critical=isinstance(each, x509.BasicConstraints))
-        return made.sign(of_ca, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
-
-    names = [x509.DNSName(host) if not _is_address(host) else _address(host) for host in hosts]
-    ca = [x509.BasicConstraints(ca=True, path_length=None), _usage(signs=True)]
-    server: list[x509.ExtensionType] = [
-        x509.BasicConstraints(ca=False, path_length=None),
-        x509.SubjectAlternativeName(names),
-        x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]),
-        _usage(signs=False),
-    ]
-    _write(folder / "ca.crt", certificate("fedleak CA", of_ca.public_key(), ca), 0o644)
-    _write(
-        folder / "server.key",
-        of_server.private_bytes(
-            serialization.Encoding.PEM,
-            serialization.PrivateFormat.TraditionalOpenSSL,
-            serialization.NoEncryption(),
-        ),
-    )
-    # Last: what is there is whole.
-    _write(folder / "server.pem", certificate("superlink", of_server.public_key(), server), 0o644)
-
-
-def make_key(path: Path) -> None:
-    """Writes the key of a SuperNode and, beside it, its public half, if there is none."""
-    if path.exists():
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    key = ec.generate_private_key(ec.SECP384R1())
-    public = key.public_key().public_bytes(
-        serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
-    )
-    _write(path.with_suffix(".pub"), public + b"\n", 0o644)
-    private = key.private_bytes(
-        serialization.Encoding.PEM,
-        serialization.PrivateFormat.OpenSSH,
-        serialization.NoEncryption(),
-    )
-    _write(path, private)
-
-
-def make_secrets(folder: Path, nodes: int) -> None:
-    """Writes a folder of secrets for the SuperLink and one for each node; what is there stays."""
-    make_certificates(folder / "superlink", ["superlink", "localhost", "127.0.0.1"])
-    authority = (folder / "superlink" / "ca.crt").read_bytes()
-    for node in range(nodes):
-        make_key(folder / f"node-{node}" / "key")
-        _write(folder / f"node-{node}" / "ca.crt", authority, 0o644)
-        public = (folder / f"node-{node}" / "key.pub").read_bytes()
-        _write(folder / "superlink" / f"node-{node}.pub", public, 0o644)
-
-
-def make_data(path: Path, client: int) -> None:
-    """Writes the private texts of a client, which no other has."""
-    if path.exists():
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # The server holds out the first of all notes.
-    own = notes(1000)[200 + client * TEXTS :][:TEXTS]
-    rows = [json.dumps({"text": note.text, "label": CLASSES[note.label]}) for note in own]
-    _write(path, ("\n".join(rows) + "\n").encode())
-
-
-def _usage(*, signs: bool) -> x509.KeyUsage:
-    return x509.KeyUsage(
-        digital_signature=not signs,
-        key_cert_sign=signs,
-        crl_sign=signs,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
-        encipher_only=False,
-        decipher_only=False,
-    )
-
-
-def _is_address(host: str) -> bool:
-    with suppress(ValueError):
-        return bool(ipaddress.ip_address(host))
-    return False
-
-
-def _address(host: str) -> x509.IPAddress:
-    return x509.IPAddress(ipaddress.ip_address(host))
-
-
-def _write(path: Path, content: bytes, mode: int = 0o600) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
-        file.write(content)
-
-
-# --- processes ------------------------------------------------------------------------------
-
-
 class Federation:
-    """A SuperLink and SuperNodes on 127.0.0.1, each with a folder of its own.
+    """A SuperLink, a gateway and SuperNodes on 127.0.0.1, each with a folder of its own.
 
     Attributes:
-        folder: Of all: `server`, `operator` and `node-0` and so on.
+        folder: Of all: those of `credentials.make_server`, `server`, `node-0` and so on.
         nodes: How many nodes.
+        server: The SuperLink's files.
         run: The run directory, which is the server's.
+        apart: Whether namespaces keep the processes from each other's files, and strangers on this
+            machine from the SuperLink.
     """
 
     def __init__(self, folder: Path, nodes: int = NODES, *, days: float = VALID_DAYS) -> None:
@@ -207,43 +64,53 @@ class Federation:
         self.server = self.folder / "server"
         self.run = self.server / "runs" / NAME
         self.apart = _can_be_apart()
-        self._ports = _free_ports(nodes + 1)
+        self._superlink, self._gateway, *self._ports = _free_ports(nodes + 2)
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
-        make_certificates(self.server / "secrets", ["localhost", "127.0.0.1"], days)
-        authority = (self.server / "secrets" / "ca.crt").read_bytes()
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_server(self.folder, ["localhost"], days)
         for node in range(nodes):
-            make_key(self.node(node) / "key")
+            make_node_key(self.node(node) / "key")
             make_data(self.node(node) / "data.jsonl", node)
             (self.node(node) / "vault").mkdir(mode=0o700, exist_ok=True)
-            _write(self.node(node) / "ca.crt", authority, 0o644)
-        home = self.folder / "operator"
+            for file in (self.folder / "nodes").iterdir():
+                write(self.node(node) / file.name, file.read_bytes(), 0o644)
         connection = {
-            "address": f"127.0.0.1:{self._ports[0]}",
-            "root-certificates": str(self.server / "secrets" / "ca.crt"),
+            "address": f"127.0.0.1:{self._superlink}",
+            "root-certificates": str(self.operator / "ca.crt"),
         }
-        _write(
-            home / "config.toml",
-            tomli_w.dumps({"superlink": {"default": NAME, NAME: connection}}).encode(),
-        )
+        config = tomli_w.dumps({"superlink": {"default": NAME, NAME: connection}})
+        write(self.operator / "config.toml", config.encode())
+
+    @property
+    def operator(self) -> Path:
+        """The operator's folder, with the key that signs apps."""
+        return self.folder / "operator"
+
+    @property
+    def address(self) -> str:
+        """Where nodes reach the gateway."""
+        return f"127.0.0.1:{self._gateway}"
 
     def node(self, number: int) -> Path:
         """Returns the folder of a node."""
         return self.folder / f"node-{number}"
 
     def start_superlink(self, seconds: float = START_SECONDS) -> None:
-        """Starts the SuperLink, and waits until it is healthy, for so many seconds.
+        """Starts the SuperLink and the gateway, and waits until both answer, for so many seconds.
 
         Raises:
-            SystemExit: It is not.
+            SystemExit: They do not.
         """
-        secrets = self.server / "secrets"
+        if not self.alive("gateway"):
+            self._start_gateway()
+        secrets = self.folder / "superlink"
         self._start(
             "superlink",
-            self.server,
+            [self.server, secrets],
             [
                 "flower-superlink",
                 "--host=127.0.0.1",
-                f"--port={self._ports[0]}",
+                f"--port={self._superlink}",
                 f"--ssl-ca-certfile={secrets / 'ca.crt'}",
                 f"--ssl-certfile={secrets / 'server.pem'}",
                 f"--ssl-keyfile={secrets / 'server.key'}",
@@ -251,29 +118,64 @@ class Federation:
                 "--disable-runtime-dependency-installation",
                 f"--database={self.server / 'state.db'}",
             ],
+            self._server_network(),
         )
         deadline = time.monotonic() + seconds
         while not self.healthy():
             if (problem := self._certificate_problem()) is not None:
-                raise SystemExit(f"the SuperLink's certificate is refused: {problem}")
-            if self._processes["superlink"].poll() is not None or time.monotonic() > deadline:
+                raise SystemExit(f"the gateway's certificate is refused: {problem}")
+            if not self.alive("superlink") or time.monotonic() > deadline:
                 raise SystemExit(f"the SuperLink did not start: {self.log('superlink')}")
             time.sleep(0.2)
 
+    def _start_gateway(self) -> None:
+        """Starts the gateway, whose network namespace the SuperLink and the operator share.
+
+        It listens outside of it, on a socket made here: only so can nodes reach anything inside.
+        """
+        secrets = self.folder / "gateway"
+        with socket.create_server(("127.0.0.1", self._gateway)) as listener:
+            self._start(
+                "gateway",
+                [secrets],
+                [
+                    sys.executable,
+                    str(Path(__file__).with_name("gateway.py")),
+                    f"--superlink=127.0.0.1:{self._superlink}",
+                    f"--secrets={secrets}",
+                    f"--signatures={secrets / 'signatures'}",
+                    f"--fd={listener.fileno()}",
+                ],
+                ["unshare", "--net"] if self.apart else [],
+                listener.fileno(),
+            )
+        if self.apart:
+            while os.readlink(self._network()) == os.readlink("/proc/self/ns/net"):
+                time.sleep(0.01)
+            subprocess.run([*self._server_network(), *_LOOPBACK_UP], check=True)
+
+    def _network(self) -> str:
+        return f"/proc/{self._processes['gateway'].pid}/ns/net"
+
+    def _server_network(self) -> list[str]:
+        """Returns what puts a command where it can reach the SuperLink."""
+        return (
+            ["nsenter", f"--net={self._network()}"] if self.alive("gateway") and self.apart else []
+        )
+
     def healthy(self) -> bool:
         """Returns whether the SuperLink answers, and shows a certificate that holds."""
-        context = ssl.create_default_context(cafile=str(self.server / "secrets" / "ca.crt"))
+        context = ssl.create_default_context(cafile=str(self.operator / "ca.crt"))
         opener = urllib.request.build_opener(
             urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context)
         )
         with suppress(OSError):
-            address = f"https://127.0.0.1:{self._ports[0]}/health"
-            return bool(opener.open(address, timeout=5).status == 200)
+            return bool(opener.open(f"https://{self.address}/health", timeout=5).status == 200)
         return False
 
     def _certificate_problem(self) -> str | None:
         with suppress(OSError):
-            return tls_problem(f"127.0.0.1:{self._ports[0]}", self.server / "secrets" / "ca.crt")
+            return tls_problem(self.address, self.operator / "ca.crt")
         return None
 
     def register(self, node: int) -> None:
@@ -291,13 +193,14 @@ class Federation:
         }
         self._start(
             f"node-{node}",
-            own,
+            [own],
             [
                 "flower-supernode",
-                f"--superlink=127.0.0.1:{self._ports[0]}",
+                f"--superlink={self.address}",
                 f"--root-certificates={own / 'ca.crt'}",
                 f"--auth-supernode-private-key={own / 'key'}",
-                f"--port={self._ports[1 + node]}",
+                f"--trusted-entities={own / 'trusted.yaml'}",
+                f"--port={self._ports[node]}",
                 "--node-config=" + " ".join(f"{key}={value}" for key, value in config.items()),
             ],
         )
@@ -312,12 +215,17 @@ class Federation:
         _end([psutil.Process(process.pid)] if process.poll() is None else [], signal.SIGKILL)
         process.wait()
 
-    def submit(self, **settings: object) -> str:
-        """Starts a run, and returns its id."""
-        config = {"experiment": str(EXPERIMENT), "run-dir": str(self.run)} | settings
-        chosen = " ".join(f"{key}={json.dumps(value)}" for key, value in config.items())
-        done = self.flwr("run", str(APP), NAME, "--run-config", chosen, "--format", "json")
-        return str(json.loads(done)["run-id"])
+    def submit(self, app: Path = APP, **settings: object) -> str:
+        """Signs an app and starts a run of it; returns the run's id."""
+        ours = {"experiment": str(EXPERIMENT), "run-dir": str(self.run)} if app == APP else {}
+        sign(app, self.operator / "signing", self.folder / "gateway" / "signatures")
+        return self.submit_unsigned(app, **(ours | settings))
+
+    def submit_unsigned(self, app: Path, **settings: object) -> str:
+        """Starts a run of an app as it is; returns the run's id."""
+        chosen = " ".join(f"{key}={json.dumps(value)}" for key, value in settings.items())
+        answer = self.flwr("run", str(app), NAME, "--run-config", chosen, "--format", "json")
+        return str(json.loads(answer)["run-id"])
 
     def watch(self, number: str, patience: float = 60.0) -> tuple[int, str]:
         """Waits for the end of a run; returns the exit status, and the last line."""
@@ -344,8 +252,8 @@ class Federation:
         return (self.folder / f"{name}.log").read_text(errors="replace")[-2000:]
 
     def end(self) -> None:
-        """Ends all: nodes before the SuperLink, and what each has started."""
-        for name in sorted(self._processes, key=lambda name: name == "superlink"):
+        """Ends all, nodes first, and what each has started."""
+        for name in sorted(self._processes, reverse=True, key=lambda name: name.startswith("node")):
             process = self._processes[name]
             with suppress(psutil.NoSuchProcess):
                 _end([psutil.Process(process.pid)], signal.SIGTERM)
@@ -353,37 +261,46 @@ class Federation:
         self._processes.clear()
         _end(psutil.Process().children(), signal.SIGKILL)  # orphans, on Linux
 
-    def _start(self, name: str, own: Path, command: Sequence[str]) -> None:
-        empty, log = own / "empty", self.folder / f"{name}.log"
-        empty.mkdir(parents=True, exist_ok=True)  # what lies there would shadow the app
-        hidden = [path for path in self._folders() if path != own]
-        started = _alone(command, hidden) if self.apart else list(command)
-        with open(log, "ab") as output:
+    def _start(
+        self,
+        name: str,
+        own: Sequence[Path],
+        command: Sequence[str],
+        network: Sequence[str] = (),
+        *descriptors: int,
+    ) -> None:
+        """Starts a process that sees its own folders, and works in the first of them."""
+        empty = own[0] / "empty"  # what lies in the current folder would shadow the app
+        empty.mkdir(mode=0o700, parents=True, exist_ok=True)
+        hidden = [path for path in self.folder.iterdir() if path.is_dir() and path not in own]
+        with open(self.folder / f"{name}.log", "ab", opener=_private) as output:
             self._processes[name] = subprocess.Popen(
-                started,
+                [*network, *(_alone(command, hidden) if self.apart else command)],
                 cwd=empty,
-                env=_environment(own / "home"),
+                env=_environment(own[0] / "home"),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                pass_fds=descriptors,
+                umask=0o077,
             )
-
-    def _folders(self) -> Iterator[Path]:
-        yield self.server
-        yield self.folder / "operator"
-        yield from (self.node(node) for node in range(self.nodes))
 
     def _call(self, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            command,
+            [*self._server_network(), *command],
             cwd=self.folder,
-            env={**_environment(self.folder / "operator"), "PYTHONPATH": str(APP)},
+            env={**_environment(self.operator), "PYTHONPATH": str(APP)},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
             check=False,
+            umask=0o077,
         )
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def _environment(home: Path) -> Mapping[str, str]:
@@ -391,6 +308,7 @@ def _environment(home: Path) -> Mapping[str, str]:
     return os.environ | {
         "PATH": os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")]),
         "FLWR_HOME": str(home),
+        "FLWR_LOG_LEVEL": "INFO",
         "FLWR_TELEMETRY_ENABLED": "0",
         "FLWR_DISABLE_UPDATE_CHECK": "1",
         "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
@@ -403,11 +321,14 @@ def _environment(home: Path) -> Mapping[str, str]:
 _ALONE = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
 """Puts a command into namespaces of its own; all that it starts ends with it."""
 
+_LOOPBACK_UP = ["ip", "link", "set", "lo", "up"]
+
 
 def _can_be_apart() -> bool:
     """Returns whether this machine lets us make namespaces."""
     with suppress(OSError):
-        return subprocess.run([*_ALONE, "true"], capture_output=True, check=False).returncode == 0
+        command = [*_ALONE, "--net", *_LOOPBACK_UP]
+        return subprocess.run(command, capture_output=True, check=False).returncode == 0
     return False
 
 
@@ -416,33 +337,32 @@ def _alone(command: Sequence[str], hidden: Sequence[Path]) -> list[str]:
     cover = [
         shlex.join(["mount", "-t", "tmpfs", "-o", "ro,size=4k", "none", str(path)])
         for path in hidden
-        if path.exists()
     ]
     return [*_ALONE, "sh", "-c", " && ".join([*cover, f"exec {shlex.join(command)}"])]
 
 
 def _free_ports(count: int) -> list[int]:
     """Returns ports of the loopback interface that nobody listens on."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
+    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [listener.getsockname()[1] for listener in listeners]
+    for listener in listeners:
+        listener.close()
     return ports
 
 
 def _end(processes: Sequence[psutil.Process], how: signal.Signals, grace: float = 5.0) -> None:
     """Ends processes with all that descends from them."""
-    all_of_them = list(processes)
-    for each in processes:
+    family = list(processes)
+    for process in processes:
         with suppress(psutil.NoSuchProcess):
-            all_of_them += each.children(recursive=True)
-    for each in all_of_them:
+            family += process.children(recursive=True)
+    for process in family:
         with suppress(psutil.NoSuchProcess):
-            each.send_signal(how)
-    _, left = psutil.wait_procs(all_of_them, grace)
-    for each in left:
+            process.send_signal(how)
+    _, left = psutil.wait_procs(family, grace)
+    for process in left:
         with suppress(psutil.NoSuchProcess):
-            each.kill()
+            process.kill()
     psutil.wait_procs(left, grace)
 
 
@@ -453,20 +373,18 @@ def federation(
     """Yields a federation of which nothing runs yet; ends all of it afterwards."""
     if sys.platform == "linux":  # orphans become our children, so that we can end them
         ctypes.CDLL(None).prctl(SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    made = Federation(folder, nodes, days=days)
+    parties = Federation(folder, nodes, days=days)
     try:
-        yield made
+        yield parties
     finally:
         # Whoever asks once more must not cut this short.
-        asked = {
-            each: signal.signal(each, signal.SIG_IGN) for each in (signal.SIGINT, signal.SIGTERM)
+        handlers = {
+            number: signal.signal(number, signal.SIG_IGN)
+            for number in (signal.SIGINT, signal.SIGTERM)
         }
-        made.end()
-        for each, handler in asked.items():
-            signal.signal(each, handler)
-
-
-# --- commands -------------------------------------------------------------------------------
+        parties.end()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def run(folder: Path) -> int:
@@ -476,38 +394,38 @@ def run(folder: Path) -> int:
         return 2
     began = time.monotonic()
 
-    def say(what: str) -> None:
-        print(f"[{time.monotonic() - began:5.0f} s] {what}", flush=True)
+    def say(sentence: str) -> None:
+        print(f"[{time.monotonic() - began:5.0f} s] {sentence}", flush=True)
 
-    with federation(folder) as made:
-        kept = "mount and process namespaces" if made.apart else "separate folders only"
-        say(f"certificates, {made.nodes} keys and {made.nodes} data files: {made.folder} ({kept})")
-        made.start_superlink()
-        say("the SuperLink listens on 127.0.0.1 with TLS")
-        for node in range(made.nodes):
-            made.register(node)
-            made.start_node(node)
-        say(f"{made.nodes} SuperNodes with registered keys")
+    with federation(folder) as parties:
+        say(f"certificates, {parties.nodes} keys and {parties.nodes} data files: {parties.folder}")
+        if not parties.apart:
+            say("no namespaces here: whoever has an account on this machine reaches the SuperLink")
+        parties.start_superlink()
+        say(f"the SuperLink is up; nodes reach it at {parties.address}, with TLS")
+        for node in range(parties.nodes):
+            parties.register(node)
+            parties.start_node(node)
+        say(f"{parties.nodes} SuperNodes with registered keys")
         for _ in range(TRIES):
-            number = made.submit(**{"answers-within": ANSWER_SECONDS})
+            number = parties.submit(APP, **{"answers-within": ANSWER_SECONDS})
             say(f"run {number}: training and attacks")
-            _, told = made.watch(number)
-            print(told, end="")
-            if finished := _finished(made.run):
+            _, output = parties.watch(number)
+            print(output, end="")
+            if finished := _finished(parties.run):
                 break
             say("that failed; the same again goes on where it stopped")
         if not finished:
             return 1
         say("the run is finished, and the truth is in the nodes' vaults: their owners hand it over")
-        vaults = [f"--vault={made.node(node) / 'vault'}" for node in range(made.nodes)]
-        status, told = made.fedleak("score", str(made.run), *vaults)
-        print(told, end="")
-        if status:
-            return status
-        status, told = made.fedleak("report", str(made.run))
-        print(told, end="")
+        vaults = [f"--vault={parties.node(node) / 'vault'}" for node in range(parties.nodes)]
+        for command in (["score", str(parties.run), *vaults], ["report", str(parties.run)]):
+            status, output = parties.fedleak(*command)
+            print(output, end="")
+            if status:
+                return status
         say("done")
-        return status
+        return 0
 
 
 def _finished(run: Path) -> bool:
@@ -515,45 +433,12 @@ def _finished(run: Path) -> bool:
     return file.exists() and bool(json.loads(file.read_text())["status"] == "finished")
 
 
-def register(superlink: str, keys: Sequence[Path]) -> int:
-    """Registers public keys with a SuperLink; those that are registered stay so."""
-    for key in keys:
-        done = subprocess.run(
-            ["flwr", "supernode", "register", str(key), superlink],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        told = done.stdout + done.stderr
-        if done.returncode and "already" not in told:
-            print(f"{key}: {told}", file=sys.stderr)
-            return 1
-        print(f"{key}: registered")
-    return 0
-
-
 def main() -> int:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    commands = parser.add_subparsers(required=True, dest="command")
-    whole = commands.add_parser("run")
-    whole.add_argument("folder", type=Path)
-    secrets = commands.add_parser("secrets")
-    secrets.add_argument("folder", type=Path)
-    secrets.add_argument("nodes", type=int)
-    registering = commands.add_parser("register")
-    registering.add_argument("superlink")
-    registering.add_argument("keys", type=Path, nargs="+")
-    given = parser.parse_args()
-    if given.command == "secrets":
-        make_secrets(given.folder, given.nodes)
-        for node in range(given.nodes):
-            make_data(given.folder / f"node-{node}" / "data.jsonl", node)
-        return 0
-    if given.command == "register":
-        return register(given.superlink, given.keys)
+    parser.add_argument("folder", type=Path)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    return run(given.folder)
+    return run(parser.parse_args().folder)
 
 
 if __name__ == "__main__":

@@ -6,4 +6,4 @@
 # federation.py says what is started, and ends it all however this ends.
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
-exec "${PYTHON:-python}" "$here/federation.py" run "${1:-runs/deployment}"
+exec "${PYTHON:-python}" "$here/federation.py" "${1:-runs/deployment}"

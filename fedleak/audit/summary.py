@@ -85,6 +85,7 @@ def summarise(
         held_out=held_out,
         utility_reference=baseline,
         missing=tuple(gaps.missing),
+        awaited=tuple(gaps.awaited),
         notes=tuple(gaps.notes),
         unscored=gaps.unscored,
     )

@@ -411,6 +411,7 @@ class RunSummary(Record):
         held_out: Texts that it is measured on.
         utility_reference: Of the central baseline, if it was asked for.
         missing: What makes the results incomplete, and the command that mends it.
+        awaited: What of it nodes keep by design, until their owners hand it over.
         notes: What else should be known.
         unscored: Answers that should have a score and have none.
     """
@@ -434,6 +435,7 @@ class RunSummary(Record):
     held_out: int
     utility_reference: Baseline | None
     missing: tuple[str, ...]
+    awaited: tuple[str, ...] = ()
     notes: tuple[str, ...]
     unscored: int
 

@@ -47,14 +47,14 @@ class Federation:
             for client in (0, 1)
         ]
 
-    def train(self, changes: dict[str, Any] = CHANGES) -> Run:
+    def train(self, changes: dict[str, Any] = CHANGES, *, attack: bool = False) -> Run:
         path = self.folder / "small.json"
         experiment = parse(tables(changes)).model_dump(mode="json")
         path.write_text(json.dumps({"experiment": experiment}))
         config: dict[str, bool | float | int | str] = {
             "experiment": str(path),
             "run-dir": str(self.folder / "runs" / "small"),
-            "attack": False,
+            "attack": attack,
             "nodes-within": 0,
             "answers-within": 60,
         }
@@ -95,6 +95,23 @@ def test_each_node_trains_on_its_file_keeps_it_and_can_hand_it_over(federation: 
     }
     assert [len(each) for each in trained.values()] == [2, 2]
     assert not trained[0] & trained[1]
+
+
+def test_a_server_that_waits_for_vaults_ends_well_and_says_so(
+    federation: Federation, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "flwr")
+    run = federation.train(CHANGES | {"federation.rounds": 1, "attack": []}, attack=True)
+    assert "its scores wait for the nodes' vaults: 2 of 2 captures have no truth" in caplog.text
+    status, _, errors = call("score", str(run.path))  # which is asked for scores
+    assert status == 1
+    assert "answers are unscored" in errors
+
+
+def test_a_server_that_waits_for_vaults_still_says_what_failed(federation: Federation) -> None:
+    failing = {"kind": "command", "command": "false {observation} {answer}"}
+    with pytest.raises(FedleakError, match="2 of 4 answers failed"):
+        federation.train(CHANGES | {"federation.rounds": 1, "attack": [failing]}, attack=True)
 
 
 def test_a_run_goes_on_with_the_same_files_only(federation: Federation) -> None:
