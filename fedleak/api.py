@@ -32,23 +32,24 @@ fedleak.errors.ConfigError: the model has no parameter 'bert.pooler.dense.wieght
 """
 
 import logging
-import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from numbers import Real
 from operator import index
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, TypeVar, get_args
 
+from pydantic import Field, InstanceOf, ValidationError
 from torch import nn
 
 from fedleak.attacks import Equipped, Progress
 from fedleak.audit.scoring import Scored, score_one, vocabulary_of
 from fedleak.config.components import NamedAttack, build_attack
-from fedleak.config.experiment import Experiment
+from fedleak.config.experiment import LARGEST_SEED, Experiment
 from fedleak.config.loading import load, parse
+from fedleak.config.tables import Positive, Table
+from fedleak.config.wording import one_line
 from fedleak.errors import ConfigError, FedleakError, unknown
 from fedleak.models import LanguageModel, builtin, loading
 from fedleak.models.adoption import adopt, inner, without_weights
@@ -57,7 +58,7 @@ from fedleak.observation import GRANTABLE, Knowledge, Observation, Optimiser, Th
 from fedleak.own_update import Sent, Tensors, observe
 from fedleak.reconstruction import Reconstruction, Status
 from fedleak.rng import stream
-from fedleak.sanitise import printable
+from fedleak.sanitise import is_whole, printable
 from fedleak.store.records import LEAKAGE, MEMBERSHIP, Answer, LeakageRow, MembershipRow
 from fedleak.store.run import Key, Run
 from fedleak.store.summaries import SUMMARY, RunSummary
@@ -164,6 +165,67 @@ class Facts(TypedDict, total=False):
     noise_scale: float
 
 
+_Seed = Annotated[int, Field(ge=0, le=LARGEST_SEED)]
+
+_LONGEST = 400
+"""Characters of an error about an argument, which may be anything."""
+
+
+class _AttackArguments(Table):
+    """The arguments of `attack` besides the update and the model."""
+
+    num_examples: Positive
+    kind: str
+    settings: Mapping[str, Any]
+    sent: str
+    task: str | None
+    loss: str
+    learning_rate: Annotated[float, Field(gt=0)] | None
+    local_steps: Positive
+    optimiser: str
+    weight_decay: Annotated[float, Field(ge=0)]
+    dropout: bool | None
+    knows: Mapping[str, Any]
+    seed: _Seed
+    on_progress: Callable[..., Any]
+
+
+class _GrantedNumbers(Table):
+    """The granted facts that are of no single text."""
+
+    batch_size: Positive = 1
+    noise_scale: Annotated[float, Field(ge=0)] = 0.0
+
+
+class _ScoreArguments(Table):
+    """The arguments of `score` besides the texts."""
+
+    result: InstanceOf[AttackResult]
+    other: InstanceOf[AttackResult] | None
+    seed: _Seed
+
+
+_Arguments = TypeVar("_Arguments", bound=Table)
+
+
+def _checked(
+    arguments: type[_Arguments], values: Mapping[str, Any], prefix: str = ""
+) -> _Arguments:
+    """Returns arguments of the right types; a number of NumPy or torch becomes a plain one.
+
+    Raises:
+        ConfigError: The first that is not right.
+    """
+    plain = {
+        name: value.item() if getattr(value, "ndim", None) == 0 else value
+        for name, value in values.items()
+    }
+    try:
+        return arguments.model_validate(plain)
+    except ValidationError as error:
+        raise ConfigError(prefix + printable(one_line(error, arguments))[:_LONGEST]) from error
+
+
 def attack(
     update: Tensors,
     model: nn.Module | str | os.PathLike[str],
@@ -226,37 +288,60 @@ def attack(
     Raises:
         ConfigError: The update does not fit the model, or something else that you can mend.
     """
-    victim = _victim(model, tokenizer, task, loss)
-    named = build_attack(0, {"kind": kind, **(settings or {})})
+    told = _checked(
+        _AttackArguments,
+        {
+            "num_examples": num_examples,
+            "kind": kind,
+            "settings": {} if settings is None else settings,
+            "sent": sent,
+            "task": task,
+            "loss": loss,
+            "learning_rate": learning_rate,
+            "local_steps": local_steps,
+            "optimiser": optimiser,
+            "weight_decay": weight_decay,
+            "dropout": dropout,
+            "knows": {} if knows is None else knows,
+            "seed": seed,
+            "on_progress": on_progress,
+        },
+    )
+    victim = _victim(model, tokenizer, told.task, told.loss)
+    if "kind" in told.settings:
+        raise ConfigError(
+            f"settings: kind = {told.settings['kind']!r} is the attack itself, and that is "
+            f"{told.kind!r}: leave it out"
+        )
+    named = build_attack(0, {"kind": told.kind, **told.settings})
     if isinstance(named.attack, Equipped):
         named.attack.check_equipment()
-    if sent not in list(Sent):
-        raise ConfigError(unknown("kind of update", str(sent), [each.value for each in Sent]))
-    granted = knows or {}
-    named = replace(named, threat=ThreatModel(frozenset(granted)))
-    if optimiser not in (known := get_args(Optimiser)):
-        raise ConfigError(unknown("optimiser", str(optimiser), known))
+    if told.sent not in list(Sent):
+        raise ConfigError(unknown("kind of update", told.sent, [each.value for each in Sent]))
+    named = replace(named, threat=ThreatModel(frozenset(told.knows)))
+    if told.optimiser not in (known := get_args(Optimiser)):
+        raise ConfigError(unknown("optimiser", told.optimiser, known))
     knowledge = Knowledge(
-        learning_rate=learning_rate,
-        local_steps=local_steps,
-        optimiser=None if optimiser == "sgd" else optimiser,
-        dropout=_dropout(model) if dropout is None else dropout,
-        **_per_example(granted, num_examples, victim),
+        learning_rate=told.learning_rate,
+        local_steps=told.local_steps,
+        optimiser=None if told.optimiser == "sgd" else told.optimiser,  # type: ignore[arg-type]
+        dropout=_dropout(model) if told.dropout is None else told.dropout,
+        **_per_example(told.knows, told.num_examples, victim),
     )
     order = inner(model) if isinstance(model, nn.Module) else None
     seen = observe(
         update,
         victim,
-        sent=Sent(sent),
-        num_examples=num_examples,
+        sent=Sent(told.sent),
+        num_examples=told.num_examples,
         knowledge=knowledge,
-        weight_decay=weight_decay,
+        weight_decay=told.weight_decay,
         order=order,
     )
     for name in seen.update.tensors:  # certificates recompute what was sent, frozen since or not
         victim.module.get_parameter(name).requires_grad_(True)
     start = time.perf_counter()
-    found = _attempt(named, seen, victim, seed, on_progress)
+    found = _attempt(named, seen, victim, told.seed, on_progress)
     answer = answer_record(
         Key(seen.round, seen.client),
         named,
@@ -266,7 +351,7 @@ def attack(
         device=device_name(str(victim.device)),
         together=1,
     )
-    return AttackResult(answer, without_weights(victim), num_examples)
+    return AttackResult(answer, without_weights(victim), told.num_examples)
 
 
 def score(
@@ -283,7 +368,8 @@ def score(
     Args:
         result: What `attack` returned.
         texts: The private texts; or their token ids, where they were cut or tokenised otherwise.
-        labels: The class of each text, for attacks that read how many there are of each.
+        labels: The class of each text, for attacks that read how many there are of each; whole
+            numbers, in a list, an array or a tensor.
         other: The answer of the same attack for an update of other texts: the first control. What
             both score alike is no leak.
         held_out: Texts like these that were not in the batch: the second control is what they
@@ -296,6 +382,7 @@ def score(
     Raises:
         ConfigError: These cannot be the texts of the update.
     """
+    told = _checked(_ScoreArguments, {"result": result, "other": other, "seed": seed})
     model = result.model
     sequences = _token_ids("texts", texts, model)
     if len(sequences) != result.num_examples:
@@ -304,8 +391,9 @@ def score(
             f"texts: there are {len(sequences)}, but the attack was told num_examples = "
             f"{result.num_examples}: give all texts of the update"
         )
-    if labels and len(labels) != len(sequences):
-        raise ConfigError(f"labels: {len(labels)} for {len(sequences)} texts: give one for each")
+    classes = _whole_numbers("labels", labels, 0, model.num_labels - 1)
+    if classes and len(classes) != len(sequences):
+        raise ConfigError(f"labels: {len(classes)} for {len(sequences)} texts: give one for each")
     if held_out is None:
         held_out = [note.text for note in notes(_HELD_OUT, _HELD_OUT_SEED)]
     others = [ids for ids in _token_ids("held_out", held_out, model) if ids not in sequences]
@@ -313,11 +401,11 @@ def score(
         round=result.answer.round,
         client=result.answer.client,
         sequences=tuple(sequences),
-        labels=tuple(labels),
+        labels=classes,
         batch_size=len(sequences),
     )
     control = None if other is None else other.answer
-    return score_one(result.answer, truth, model, other=control, held_out=others, seed=seed)
+    return score_one(result.answer, truth, model, other=control, held_out=others, seed=told.seed)
 
 
 @dataclass(frozen=True)
@@ -374,7 +462,8 @@ class Results:
         """
         from fedleak import reports
 
-        return reports.report_run(Run(self.path), None if out is None else Path(out), redact=redact)
+        file = None if out is None else _path("out", out)
+        return reports.report_run(Run(self.path), file, redact=redact)
 
 
 def run(
@@ -389,7 +478,7 @@ def run(
     `if __name__ == "__main__":`. A notebook or a REPL need not.
 
     Args:
-        experiment: An experiment file, or its tables as a dict.
+        experiment: An experiment file, or its tables as a dict, in which no `${NAME}` is filled in.
         folder: The run directory; left out: runs/NAME.
         fresh: Move earlier results of this name aside.
 
@@ -404,7 +493,8 @@ def run(
     from server.engines import train  # takes seconds, as all that trains
 
     wanted = _experiment(experiment)
-    at = prepare(wanted, run_folder(wanted.name) if folder is None else Path(folder), fresh=fresh)
+    path = run_folder(wanted.name) if folder is None else _path("folder", folder)
+    at = prepare(wanted, path, fresh=fresh)
     pipeline.carry_out(at, wanted, train)
     refuse_gaps(at)
     return read(at.path)
@@ -420,7 +510,7 @@ def read(folder: str | os.PathLike[str]) -> Results:
         ConfigError: There is no run.
         FedleakError: It was not scored, or a file is damaged.
     """
-    at = Run(Path(folder))
+    at = Run(_path("folder", folder))
     at.info()  # refuses a folder that is no run
     return Results(at.path, tuple(at.rows(LEAKAGE)), tuple(at.rows(MEMBERSHIP)), at.read(SUMMARY))
 
@@ -436,7 +526,7 @@ def builtin_model(name: str) -> str:
         ConfigError: There is no such model.
     """
     try:
-        return str(builtin.folder(name.removeprefix("builtin/")))
+        return str(builtin.folder(str(name).removeprefix("builtin/")))
     except ValueError as error:
         raise ConfigError(str(error)) from error
 
@@ -464,16 +554,15 @@ def _dropout(model: object) -> bool | None:
     return any(each.training and each.p > 0 for each in layers)
 
 
-def _per_example(granted: Facts, num_examples: int, model: LanguageModel) -> dict[str, Any]:
+def _per_example(
+    granted: Mapping[str, Any], num_examples: int, model: LanguageModel
+) -> dict[str, Any]:
     """Returns the granted facts, with what is per text in the order of an observation."""
     if unheard := sorted(granted.keys() - GRANTABLE):
         raise ConfigError(f"knows: {unknown('fact', unheard[0], GRANTABLE)}")
-    facts: dict[str, Any] = dict(granted)
-    size, noise = facts.get("batch_size", 1), facts.get("noise_scale", 0.0)
-    if type(size) is not int or size < 1:
-        raise ConfigError(f"knows: batch_size = {size!r}: give a whole number from 1")
-    if not isinstance(noise, Real) or not 0 <= float(noise) < math.inf:
-        raise ConfigError(f"knows: noise_scale = {noise!r}: give a number from 0")
+    numbers = {n: granted[n] for n in granted.keys() & _GrantedNumbers.model_fields.keys()}
+    plain = _checked(_GrantedNumbers, numbers, "knows: ").model_dump(exclude_unset=True)
+    facts = {**granted, **plain}
     for name, least, most in (
         ("labels", 0, model.num_labels - 1),
         ("lengths", 1, model.max_length),
@@ -537,10 +626,14 @@ def _token_ids(
     """
     if isinstance(texts, str):
         raise ConfigError(f"{name} is one text: give a list of texts")
+    if not isinstance(texts, Iterable):
+        raise ConfigError(f"{name} is {type(texts).__name__}: give a list of texts")
     most, found = vocabulary_of(model) - 1, []
     for number, each in enumerate(texts):
         at = f"{name}[{number}]"
         if isinstance(each, str):
+            if not is_whole(each):
+                raise ConfigError(f"{at} is damaged: it has half of a character: write it again")
             ids = tuple(model.encode([each])[0]) if each.strip() else ()
         else:
             ids = _whole_numbers(at, each, 0, most)
@@ -553,4 +646,11 @@ def _token_ids(
 def _experiment(given: str | os.PathLike[str] | Mapping[str, Any] | Experiment) -> Experiment:
     if isinstance(given, Experiment):
         return given
-    return parse(given) if isinstance(given, Mapping) else load(Path(given))
+    return parse(given) if isinstance(given, Mapping) else load(_path("experiment", given))
+
+
+def _path(name: str, value: str | os.PathLike[str]) -> Path:
+    try:
+        return Path(value)
+    except TypeError as error:
+        raise ConfigError(f"{name} is {type(value).__name__}: give a path") from error

@@ -85,10 +85,10 @@ def refuse_full_disk(needed: int, path: Path, there: int = 0) -> None:
         ConfigError: There is less free.
     """
     free = _free(path)
-    if needed - there > free:
+    if (missing := needed - there - free) > 0:
         raise ConfigError(
             f"{str(path)!r} needs {size(needed - there)} for captures and models, but only "
-            f"{size(free)} are free: keep fewer (threat.rounds, "
+            f"{size(free)} are free, {missing:,} bytes too few: keep fewer (threat.rounds, "
             "threat.clients, audit.keep with audit.waiting, audit.store), share less "
             "(update.share), or free some"
         )

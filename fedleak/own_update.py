@@ -4,10 +4,8 @@ What comes here was made by others, maybe read from a file, so it is checked bef
 names, shapes, kinds of numbers, and then the numbers.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from numbers import Real
 from typing import Any
 
 import torch
@@ -38,6 +36,10 @@ Tensors = nn.Module | Mapping[str, Any] | Sequence[Any]
 the order of `parameters()`; None where nothing was sent."""
 
 
+NEAR = 0.1
+"""Local training moves weights by less than this share of their norm, and no gradient is so near to
+them."""
+
 _LONGEST = 200
 """Characters of a name that are repeated in an error."""
 
@@ -66,13 +68,14 @@ def observe(
     Raises:
         ConfigError: Anything about the update that is not right.
     """
-    if type(num_examples) is not int or num_examples < 1:
-        raise ConfigError(
-            f"num_examples = {num_examples!r}: give the number of texts that the update is of"
-        )
     named = _by_name(update, sent, order or model.module)
     tensors = _checked(named, model, sent)
     own = dict(model.module.named_parameters())
+    if sent != Sent.WEIGHTS and _near(tensors, own):
+        raise ConfigError(
+            f"the {sent} is nearly the weights of the model themselves: where it is the weights "
+            f"after training, call it weights; else give the {sent}"
+        )
     if sent == Sent.WEIGHTS:
         tensors = {name: value.float() - own[name].detach() for name, value in tensors.items()}
     if sent == Sent.GRADIENT:
@@ -84,7 +87,10 @@ def observe(
             )
     else:
         kind = UpdateKind.DELTA
-        _check_step(sent, knowledge, weight_decay)
+        if knowledge.learning_rate is None:
+            raise ConfigError(
+                f"learning_rate is missing: {sent} tells a gradient only with the rate of the steps"
+            )
         if weight_decay:
             tensors = {
                 n: t - _decay(own[n], knowledge, weight_decay, t) if bool(t.any()) else t
@@ -102,6 +108,16 @@ def observe(
     )
 
 
+def _near(tensors: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> bool:
+    """Whether tensors differ from the weights of the same names by less than a tenth of these."""
+    difference, size = 0.0, 0.0
+    for name, tensor in tensors.items():
+        weight = weights[name].detach()
+        difference += float((tensor.float() - weight).norm() ** 2)
+        size += float(weight.norm() ** 2)
+    return difference < NEAR**2 * size
+
+
 def _decay(before: Tensor, knowledge: Knowledge, weight_decay: float, delta: Tensor) -> Tensor:
     """Returns what weight decay alone makes of a parameter, rounded as the delta is."""
     found = by_decay(
@@ -112,20 +128,6 @@ def _decay(before: Tensor, knowledge: Knowledge, weight_decay: float, delta: Ten
         steps=knowledge.local_steps or 1,
     )
     return found.to(delta.dtype)
-
-
-def _check_step(sent: Sent, knowledge: Knowledge, weight_decay: float) -> None:
-    rate, steps = knowledge.learning_rate, knowledge.local_steps
-    if not (isinstance(weight_decay, Real) and math.isfinite(weight_decay) and weight_decay >= 0):
-        raise ConfigError(f"weight_decay = {weight_decay!r}: give that of the client, 0 or more")
-    if rate is None:
-        raise ConfigError(
-            f"learning_rate is missing: {sent} tells a gradient only with the rate of the steps"
-        )
-    if not (isinstance(rate, Real) and math.isfinite(rate) and rate > 0):
-        raise ConfigError(f"learning_rate = {rate!r}: give that of the client, more than 0")
-    if steps is not None and (type(steps) is not int or steps < 1):
-        raise ConfigError(f"local_steps = {steps!r}: give how many steps the client took")
 
 
 def _by_name(update: Tensors, sent: Sent, order: nn.Module) -> dict[str, Any]:
@@ -194,16 +196,12 @@ def _checked(named: Mapping[str, Any], model: LanguageModel, sent: Sent) -> dict
 
 def _tensor(shown: str, value: Any, parameter: Tensor) -> Tensor:
     """Returns a tensor that is like its parameter."""
-    tensor = torch.as_tensor(value) if _is_array(value) else value
+    tensor = _of_array(shown, value, parameter) if _is_array(value) else value
     if not isinstance(tensor, Tensor):
         raise ConfigError(f"{shown} is {printable(type(value).__name__)}, not a tensor")
     if (kind := _no_plain_tensor(tensor)) is not None:
         raise ConfigError(f"{shown} is {kind}: give a tensor of all of its numbers")
-    if tensor.shape != parameter.shape:
-        raise ConfigError(
-            f"{shown} has the shape {list(tensor.shape)}, and the model's parameter has "
-            f"{list(parameter.shape)}: give the model that it is of"
-        )
+    _check_shape(shown, tensor.shape, parameter)
     if not tensor.is_floating_point():
         raise ConfigError(f"{shown} is of {tensor.dtype}: give floating-point numbers")
     found = tensor.detach()
@@ -212,6 +210,25 @@ def _tensor(shown: str, value: Any, parameter: Tensor) -> Tensor:
             f"not every number of {shown} is finite: training diverged, or a cast overflowed"
         )
     return found.to(parameter.device).contiguous()  # it may be one number in all places
+
+
+def _of_array(shown: str, value: Any, parameter: Tensor) -> Tensor:
+    """Returns a NumPy array as a tensor, whatever the order of its bytes and numbers."""
+    _check_shape(shown, value.shape, parameter)
+    try:
+        native = value.astype(value.dtype.newbyteorder("="), order="C", copy=False)
+        return torch.as_tensor(native)
+    except TypeError as error:  # texts, objects, and what torch has no numbers like
+        words = f"{shown} is of {printable(str(value.dtype))}: give floating-point numbers"
+        raise ConfigError(words) from error
+
+
+def _check_shape(shown: str, shape: Sequence[int], parameter: Tensor) -> None:
+    if tuple(shape) != tuple(parameter.shape):
+        raise ConfigError(
+            f"{shown} has the shape {list(shape)}, and the model's parameter has "
+            f"{list(parameter.shape)}: give the model that it is of"
+        )
 
 
 def _no_plain_tensor(tensor: Tensor) -> str | None:

@@ -29,6 +29,19 @@ def markup(text: object) -> str:
     return escape(printable(str(text)))
 
 
+def is_whole(text: str) -> bool:
+    r"""Returns whether a text has no half of a character, as JSON can have it.
+
+    >>> is_whole("a \ud83d"), is_whole("a")
+    (False, True)
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _shown(character: str) -> str:
     if character.isprintable() or character in _JOINERS:
         return character

@@ -369,7 +369,7 @@ WRONG = {
     "a rate": (
         {"classifier.bias": torch.ones(2)},
         {"sent": "delta", "learning_rate": -1.0},
-        "more than 0",
+        "learning_rate = -1.0: input should be greater than 0",
     ),
     "an attack": ({}, {"kind": "dagr"}, "did you mean 'dager'?"),
     "a setting": ({}, {"settings": {"beem": 4}}, "did you mean 'beam'?"),
@@ -405,6 +405,28 @@ WRONG = {
     "noise below zero": ({}, {"knows": {"noise_scale": -1.0}}, "noise_scale = -1.0"),
     "labels that there are not": ({}, {"knows": {"labels": [1, 2]}}, "not from 0 to 1"),
     "a loss": ({}, {"loss": "hinge"}, "unknown loss 'hinge'"),
+    "a rate that is no number": ({}, {"learning_rate": float("nan")}, "learning_rate = nan"),
+    "steps below zero": ({}, {"local_steps": -1}, "local_steps = -1"),
+    "dropout in words": ({}, {"dropout": "no"}, "dropout = 'no'"),
+    "a seed in words": ({}, {"seed": "x"}, "seed = 'x'"),
+    "settings in a list": ({}, {"settings": [1]}, "settings = [1]"),
+    "settings in a tensor": ({}, {"settings": torch.ones(2, 2)}, "settings = tensor("),
+    "another attack in the settings": ({}, {"settings": {"kind": "dlg"}}, "is the attack itself"),
+    "facts in a list": ({}, {"knows": ["labels"]}, "knows = ['labels']"),
+    "a kind in a list": ({}, {"kind": ["dager"]}, "kind = ['dager']"),
+    "a loss in a list": ({}, {"loss": []}, "loss = []"),
+    "nobody to tell": ({}, {"on_progress": 5}, "on_progress = 5"),
+    "a text for a tokenizer": ({}, {"tokenizer": "bert"}, "the tokenizer is str: give the"),
+    "an array of texts": (
+        {"classifier.bias": np.array(["a", "b"])},
+        {},
+        "is of <U1: give",
+    ),
+    "an array of things": (
+        {"classifier.bias": np.array([None, 1])},
+        {},
+        "is of object: give",
+    ),
     "no tokenizer": ({}, {"tokenizer": None}, "tokenizer is missing"),
     "no model": ({}, {"model": nn.Linear(2, 2)}, "holds no transformers model"),
     "something for a model": ({}, {"model": 5}, "not a torch module"),
@@ -475,6 +497,54 @@ def test_scores_can_be_of_token_ids(own):
     result = attack(own, gradients(own))
     ids = [own.tokenizer(text)["input_ids"] for text in NOTES]
     assert fedleak.score(result, ids).row == fedleak.score(result, NOTES).row
+
+
+def test_weights_are_no_gradient_and_no_delta(own):
+    weights = {name: 1.01 * p.detach() for name, p in own.module.named_parameters()}
+    for options in ({}, {"sent": "delta", "learning_rate": 0.1}):
+        with pytest.raises(fedleak.ConfigError, match="is nearly the weights of the model"):
+            attack(own, weights, **options)
+
+
+def test_numbers_may_be_of_any_library_and_order(own, monkeypatch):
+    def same(update, **options):
+        result = attack(own, update, kind="probes", **options)
+        return result.answer.model_copy(update={"seconds": None})
+
+    kept = gradients(own)
+    right = same(kept)
+    big_endian = {name: value.numpy().astype(">f4") for name, value in kept.items()}
+    reversed_ = {name: value.numpy()[::-1].copy()[::-1] for name, value in kept.items()}
+    assert same(big_endian) == same(reversed_) == right
+    counts = {"num_examples": np.int64(2), "seed": torch.tensor(0), "local_steps": np.int32(1)}
+    assert same(kept, **counts) == right
+    result = attack(own, kept, kind="probes")
+    rows = [
+        fedleak.score(result, NOTES, labels=labels).row
+        for labels in (LABELS, torch.tensor(LABELS), np.array(LABELS))
+    ]
+    assert rows[0] == rows[1] == rows[2]
+
+
+NO_SCORES = {
+    "no texts": ({"texts": 5}, "texts is int: give a list of texts"),
+    "half of a character": ({"texts": [NOTES[0], "a \ud83d"]}, "texts[1] is damaged"),
+    "labels in words": ({"labels": ["a", "b"]}, "labels: give a list of whole numbers"),
+    "labels that there are not": ({"labels": [0, 2]}, "labels has 2, a number that is not from"),
+    "a row for an answer": ({"result": "x"}, "result = 'x'"),
+    "texts for an answer": ({"other": NOTES}, "other = ["),
+    "a seed": ({"seed": -1}, "seed = -1"),
+}
+
+
+@pytest.mark.parametrize("what", NO_SCORES)
+def test_what_cannot_be_scored_is_said_in_one_line(own, what, monkeypatch):
+    changes, says = NO_SCORES[what]
+    given = {"result": attack(own, gradients(own), kind="probes"), "texts": NOTES} | changes
+    with pytest.raises(fedleak.ConfigError) as error:
+        fedleak.score(given.pop("result"), given.pop("texts"), **given)
+    assert says in str(error.value)
+    assert str(error.value).isprintable()
 
 
 NO_TEXTS = {
@@ -553,6 +623,20 @@ def of_run(run: Run) -> tuple[nn.Module, Any]:
     module = AutoModelForSequenceClassification.from_pretrained(folder)
     module.load_state_dict(run.read_broadcast(1))
     return module, AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: fedleak.read(5),
+        lambda: fedleak.run(None),
+        lambda: fedleak.run([]),
+        lambda: fedleak.builtin_model(None),
+    ],
+)
+def test_what_is_no_path_is_refused(call):
+    with pytest.raises(fedleak.ConfigError, match=r"give a path|unknown built-in model"):
+        call()
 
 
 def test_reading_what_is_no_run_is_refused(tmp_path):

@@ -121,6 +121,13 @@ def test_what_was_granted_is_in_the_answer(here, tmp_path):
         (("gradient.pt", "--examples", "2", "--loss", "hinge"), 2, "unknown loss 'hinge'"),
         (("gradient.pt", "--examples", "2", "--knows", "labels"), 2, "--knows 'labels': write it"),
         (("classifier.pt", "--examples", "2", "--attack", "dager"), 2, "needs one of"),
+        (("gradient.pt", "--examples", "2", "--out", "."), 2, "--out '.' is a folder: give a file"),
+        (("gradient.pt", "--examples", "2", "--out", ""), 2, "--out '.' is a folder: give a file"),
+        (
+            ("gradient.pt", "--examples", "2", "--attack", "lamp", "--set", "kind=dager"),
+            2,
+            "settings: kind = 'dager' is the attack itself, and that is 'lamp'",
+        ),
     ],
 )
 def test_a_mistake_is_one_line(here, arguments, status, says):

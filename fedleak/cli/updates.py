@@ -89,6 +89,8 @@ def attack_update(
                 f"--examples {examples}, but --texts has {len(private or ())}: give all texts that "
                 "FILE is of, and leave --examples out"
             )
+        if out is not None and out.is_dir():
+            raise ConfigError(f"--out {str(out)!r} is a folder: give a file")
         torch.set_num_threads(1)  # as in a worker: sums have one order, so results are repeatable
         with own_update.working(console) as tell:
             result = fedleak.attack(

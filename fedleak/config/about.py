@@ -11,6 +11,7 @@ from fedleak.config.tables import ModelTable, Positive, Source, Table
 from fedleak.config.wording import one_line
 from fedleak.errors import ConfigError
 from fedleak.observation import Optimiser
+from fedleak.sanitise import is_whole
 
 
 class TrainingTable(Table):
@@ -130,6 +131,8 @@ class TruthLine(Table):
             raise ValueError("give one of node and client")
         if not all(text.strip() for text in self.texts):
             raise ValueError("a text is empty")
+        if not all(is_whole(text) for text in self.texts):
+            raise ValueError("a text is damaged: it has half of a character (a lone surrogate)")
         if self.labels and len(self.labels) != len(self.texts):
             raise ValueError(f"{len(self.labels)} labels for {len(self.texts)} texts")
         return self

@@ -19,6 +19,7 @@ from fedleak.data import files
 from fedleak.errors import ConfigError
 from fedleak.notes import notes
 from fedleak.rng import stream, stream_seed
+from fedleak.sanitise import is_whole
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -248,6 +249,10 @@ def partition(
         ) from error
 
 
+_NAMED = 10
+"""Classes that an error names."""
+
+
 def tokenise(
     texts: Sequence[str],
     encode: Callable[[Sequence[str]], list[list[int]]],
@@ -273,6 +278,11 @@ def tokenise(
     try:
         sequences = [tuple(ids) for ids in encode(texts)] if texts else []
     except Exception as error:  # whatever a tokenizer of others raises
+        if damaged := [number for number, text in enumerate(texts, 1) if not is_whole(text)]:
+            raise ConfigError(
+                f"text {damaged[0]} of {len(texts)} is damaged: it has half of a character (a lone "
+                "surrogate): write it again"
+            ) from error
         raise ConfigError(
             f"the tokenizer of model.name fails on the data ({type(error).__name__}): save the one "
             "that the model was trained with beside it"
@@ -477,10 +487,11 @@ def _classes(
             return tuple(values[i] for i in kept), tuple(feature.names)
         values = [value if _absent(value) else feature.names[value] for value in values]
     names = sorted({str(values[i]) for i in kept}) if known is None else list(known)
-    if unnamed := sum(str(values[i]) not in names for i in kept):
+    if unnamed := [str(values[i]) for i in kept if str(values[i]) not in names]:
+        known_ones = ", ".join(map(repr, names[:_NAMED])) + ", ..." * (len(names) > _NAMED)
         raise ConfigError(
-            f"data.label = {label!r}: {unnamed} of {len(kept)} rows of {name!r} have a class that "
-            "the server does not name: its data must have every class"
+            f"column {label!r} of {name!r} has a class in {len(unnamed)} of {len(kept)} rows that "
+            f"the experiment does not know, such as {unnamed[0]!r}: its classes are {known_ones}"
         )
     if len(names) < 2 or len(names) > 1000:
         raise ConfigError(

@@ -33,7 +33,14 @@ def adopt(module: nn.Module, tokenizer: Any, *, loss: str = "cross-entropy") -> 
     Raises:
         ConfigError: A model, a tokenizer or a loss that fedleak cannot attack.
     """
+    from transformers import PreTrainedTokenizerBase
+
     theirs = inner(module)
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise ConfigError(
+            f"the tokenizer is {type(tokenizer).__name__}: give the tokenizer itself, as "
+            "AutoTokenizer.from_pretrained returns it"
+        )
     named, task = f"the model ({type(theirs).__name__})", _task(theirs)
     _check_loss(named, task, loss, theirs.config)
     family = family_of(named, theirs.config, task)

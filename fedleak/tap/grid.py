@@ -8,7 +8,6 @@ app's own grid reaches the app as ever.
 import os
 import time
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from flwr.app import Message
@@ -27,7 +26,7 @@ def tap(grid: Grid, folder: str | os.PathLike[str]) -> Grid:
         folder: Where to; below the working folder of the ServerApp if it is relative. If there is
             something in it, the next free name with a number is taken.
     """
-    kept = recorder(Path(folder))
+    kept = recorder(folder)
     return grid if kept is None else TappedGrid(grid, kept)
 
 

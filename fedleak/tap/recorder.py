@@ -4,6 +4,7 @@ import base64
 import hashlib
 import itertools
 import math
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,11 +31,11 @@ LONGEST_BYTES = 4096
 _LONGEST = 400
 
 
-def recorder(folder: Path) -> "Recorder | None":
+def recorder(folder: str | os.PathLike[str]) -> "Recorder | None":
     """Returns a recorder with a folder of its own; None, and a word on stderr, if it gets none."""
     try:
         numbers = itertools.count(2)
-        free = tapped = Tapped(folder.absolute())
+        free = tapped = Tapped(Path(folder).absolute())
         while free.used():
             free = Tapped(tapped.path.with_name(f"{tapped.path.name}-{next(numbers)}"))
         free.create()

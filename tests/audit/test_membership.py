@@ -440,7 +440,7 @@ def test_another_file_needs_another_name(attacked, tmp_path, suspects, in_proces
     [
         ("", "empty"),
         ('{"text": "a note"}\n', "label"),
-        ('{"text": "a note", "label": "surgery"}\n', "class"),
+        ('{"text": "a note", "label": "surgery"}\n', "'surgery': its classes are 'other', "),
         ('{"text": "a note", "label": "other"}\n' * 2, "same text"),
         (None, "no such file"),
     ],

@@ -349,6 +349,7 @@ TRUTHS = {
     "too few texts": ([{"texts": ["a"], "labels": [0]}], "1 texts, but its 'num-examples' is 2"),
     "no labels": ([{"labels": []}], "give each text a label"),
     "an empty text": ([{"texts": [" ", "a"]}], "a text is empty"),
+    "half of a character": ([{"texts": ["a \ud83d", "b"]}], "line 1: "),
     "both": ([{"client": 0}], "one of node and client"),
     "twice": ([{}, {}], "two lines are of round 1 and client 0"),
 }

@@ -192,8 +192,9 @@ def test_a_disk_that_is_full_breaks_nothing(broken, federate, tmp_path, monkeypa
 def test_a_folder_that_cannot_be_made_is_said(tmp_path, grid_of, capsys):
     (tmp_path / "file").write_text("")
     grid = grid_of()
-    assert tap(grid, tmp_path / "file" / "mine") is grid
-    assert "NOTHING IS KEPT" in capsys.readouterr().err
+    for folder in (tmp_path / "file" / "mine", None):
+        assert tap(grid, folder) is grid
+        assert "NOTHING IS KEPT" in capsys.readouterr().err
 
 
 def test_an_earlier_tap_stays_as_it_is(tmp_path, federate, capsys):
