@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fedleak.attacks.clock import Clock
+from fedleak.attacks.clock import UNLIMITED, Clock
 from fedleak.models import CLASSIFICATION, LanguageModel, batch_loss, pad
 from fedleak.observation import Observation, UpdateKind
 
@@ -28,7 +28,7 @@ WHOLE = 0.01
 PRECISION = 1e-4
 """Relative difference of two float32 computations of one gradient, with room."""
 
-TOKENS_AT_ONCE = 4096
+TOKENS_AT_ONCE = 1024
 """Tokens, padding included, whose gradients are computed before the clock is looked at."""
 
 _SMALL = 1e-3
@@ -181,10 +181,10 @@ def _explained(
     observed, every = as_gradient(seen), [*sequences, *begun]
     names = _last_parameters(model, observed, 4 * len(every) * max(model.num_labels, 1))
     found: list[Units] = []
-    for part in _parts(every):
-        if clock.up():
-            return []
+    for part in clock.paced(_parts(every)):
         found += units(model, part, names)
+    if len(found) < len(every):
+        return []
     columns = [_flat(gradient) for unit in found for gradient in unit.gradients]
     system_XU, target_X = torch.stack(columns, 1), _flat({n: observed[n] for n in names})
     if len(columns) > len(target_X):
@@ -266,8 +266,16 @@ class Verdict(NamedTuple):
     verified: bool
 
 
-def verify(model: LanguageModel, members: Sequence[Member], seen: Observation) -> Verdict:
-    """Recomputes the gradient of a batch of these members, if they make up the whole batch."""
+def verify(
+    model: LanguageModel,
+    members: Sequence[Member],
+    seen: Observation,
+    clock: Clock = UNLIMITED,
+) -> Verdict:
+    """Recomputes the gradient of a batch of these members, if they make up the whole batch.
+
+    If time is up before all of it is recomputed, nothing is proved.
+    """
     tokens = sum(len(one.ids) for one in members)
     if not members or not can_tell(model, seen, tokens):
         return Verdict({}, None, False)
@@ -277,13 +285,20 @@ def verify(model: LanguageModel, members: Sequence[Member], seen: Observation) -
     weight = sum(one.weight for one in members)
     if sum(repeats) != seen.update.num_examples if counted else abs(weight - 1) > WHOLE:
         return Verdict(by_ids, None, False)
-    apart = difference(model, members, repeats, as_gradient(seen))
+    apart = difference(model, members, repeats, as_gradient(seen), clock)
+    if apart is None:
+        return Verdict(by_ids, None, False)
     # Of another number of repetitions a classifier's gradient would be the same.
     alike = model.task == CLASSIFICATION and any(is_run(model, one.ids) for one in members)
     return Verdict(by_ids, apart, apart < precision(seen) and not alike)
 
 
-def proves(model: LanguageModel, sequences: Sequence[tuple[int, ...]], seen: Observation) -> bool:
+def proves(
+    model: LanguageModel,
+    sequences: Sequence[tuple[int, ...]],
+    seen: Observation,
+    clock: Clock = UNLIMITED,
+) -> bool:
     """Whether the recomputed gradient of exactly these sequences is the update.
 
     Every claim of a proof is held against this, whoever makes it. Nothing is taken from the attack
@@ -294,6 +309,7 @@ def proves(model: LanguageModel, sequences: Sequence[tuple[int, ...]], seen: Obs
         sequences: The batch, each sequence as often as it occurs, with or without the last target
             of next-token training.
         seen: The update.
+        clock: When time is up, nothing is proved.
     """
     if not is_linear(seen) or not 0 < len(sequences) == seen.update.num_examples:
         return False
@@ -301,17 +317,18 @@ def proves(model: LanguageModel, sequences: Sequence[tuple[int, ...]], seen: Obs
     inputs = [ids[: len(ids) - len(end)] if ids[-1:] == end else ids for ids in sequences]
     # Where the inputs themselves end with what ends a text, the first reading takes too much.
     return any(
-        _is_batch(model, batch, seen) for batch in dict.fromkeys((tuple(inputs), tuple(sequences)))
+        _is_batch(model, batch, seen, clock)
+        for batch in dict.fromkeys((tuple(inputs), tuple(sequences)))
     )
 
 
 def _is_batch(
-    model: LanguageModel, sequences: Sequence[tuple[int, ...]], seen: Observation
+    model: LanguageModel, sequences: Sequence[tuple[int, ...]], seen: Observation, clock: Clock
 ) -> bool:
     if not all(sequences):
         return False
-    members = _explained(model, list(dict.fromkeys(sequences)), (), seen, Clock(None))
-    verdict = verify(model, members, seen)
+    members = _explained(model, list(dict.fromkeys(sequences)), (), seen, clock)
+    verdict = verify(model, members, seen, clock)
     return verdict.verified and verdict.repeats == Counter(sequences)
 
 
@@ -336,26 +353,43 @@ def difference(
     members: Sequence[Member],
     repeats: Sequence[int],
     observed: Mapping[str, Tensor],
-) -> float:
+    clock: Clock = UNLIMITED,
+) -> float | None:
     """Returns the largest relative difference between a batch's gradient and the observed one.
+
+    None if time is up before the whole gradient is there.
 
     Args:
         model: At the broadcast weights.
         members: The whole batch.
         repeats: How often each occurs, where its counts do not say.
         observed: Gradients by parameter name.
+        clock: Looked at after some sequences.
     """
-    sequences, labels = [], []
+    batch: list[tuple[tuple[int, ...], int]] = []
     for one, times in zip(members, repeats, strict=True):
         for label, count in enumerate(one.counts or (times,)):
-            sequences += [close(model, one.ids)] * count
-            labels += [label] * count
+            batch += [(close(model, one.ids), label)] * count
+    counts = [1 if model.task == CLASSIFICATION else len(ids) - 1 for ids, _ in batch]
     own = dict(model.module.named_parameters())
-    with torch.enable_grad():
-        ids_BT, mask_BT = pad(sequences, model.tokenizer.pad_token_id, model.device)
-        loss = batch_loss(model, ids_BT, mask_BT, torch.tensor(labels, device=model.device))
-        parameters = [own[name] for name in observed]
-        gradients = torch.autograd.grad(loss, parameters, materialize_grads=True)
+    parameters = [own[name] for name in observed]
+    size = max(1, TOKENS_AT_ONCE // max(len(ids) for ids, _ in batch))
+    gradients: list[Tensor] = []
+    done = 0
+    for start in clock.paced(range(0, len(batch), size)):
+        some = batch[start : start + size]
+        with torch.enable_grad():
+            ids_BT, mask_BT = pad(
+                [ids for ids, _ in some], model.tokenizer.pad_token_id, model.device
+            )
+            labels_B = torch.tensor([label for _, label in some], device=model.device)
+            loss = batch_loss(model, ids_BT, mask_BT, labels_B)
+            loss = loss * (sum(counts[start : start + size]) / sum(counts))
+            found = torch.autograd.grad(loss, parameters, materialize_grads=True)
+        gradients = [a.add_(b) for a, b in zip(gradients, found, strict=False)] or [*found]
+        done += len(some)
+    if done < len(batch):
+        return None
     sizes = torch.stack([tensor.norm() for tensor in observed.values()])
     apart = [a.sub_(b).norm() for a, b in zip(gradients, observed.values(), strict=True)]
     return float((torch.stack(apart) / sizes.clamp_min(_SMALL * float(sizes.norm()))).max())

@@ -16,7 +16,7 @@ class Ticking(Clock):
         super().__init__(None)
         self.left = ticks
 
-    def up(self) -> bool:
+    def up(self, step: float = 0.0) -> bool:
         self.left -= 1
         self.rang |= self.left < 0
         return self.rang

@@ -18,7 +18,7 @@ from pydantic import AfterValidator, Field
 from fedleak.attacks import AttackSetting, OneByOne, Progress, Step, certificate
 from fedleak.attacks.auto import budget
 from fedleak.attacks.auto.budget import Reserve
-from fedleak.attacks.auto.chance import leaves_noise, noise_of, worth
+from fedleak.attacks.auto.chance import FEWEST, PLACEBOS, leaves_noise, noise_of, worth
 from fedleak.attacks.auto.evidence import choose, compare
 from fedleak.attacks.auto.peeling import occurrences, peel
 from fedleak.attacks.auto.reading import Ids, Reading, read
@@ -41,6 +41,9 @@ ENSEMBLE: tuple[tuple[Single, str], ...] = (
     (Lamp(), "matches the gradient of what is left, beginning with what the others found"),
 )
 """Cheapest first: the next is asked only where those before proved no whole batch."""
+
+_CHOOSING, _COMPARING = 0.5, 0.5
+"""Shares of the time left that the choice among guesses and the comparison with chance may take."""
 
 _READ = 2
 """Sequences of one attack that are compared with those of others, for each text of the batch."""
@@ -115,7 +118,7 @@ class Auto(OneByOne):
     """
 
     kind: ClassVar[str] = "auto"
-    version: ClassVar[int] = 2
+    version: ClassVar[int] = 3
     slow: ClassVar[bool] = True
     uses: ClassVar[frozenset[str]] = Lamp.uses | {"noise_scale"}
     seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 120.0
@@ -172,8 +175,8 @@ class Auto(OneByOne):
                 return self._answer(found, NO_CHOICE, seen, rest, model, rng, clock)
             rest = left
             if noise_of(rest) is not None:
-                choice = _choice(found.unproved(most), rest, model)
-                if leaves_noise(model, choice.batch, rest, rng):
+                choice = _choice(found.unproved(most), rest, model, clock)
+                if leaves_noise(model, choice.batch, rest, rng, clock):
                     return self._answer(found, choice, seen, rest, model, rng, clock)
 
         def show(ids: Ids, fit: float) -> None:
@@ -202,10 +205,12 @@ class Auto(OneByOne):
 
     def _said(self, found: Findings, clock: Clock) -> dict[str, Any]:
         """Returns the diagnostics of every answer."""
+        # Who was asked last had all the time that was left.
+        late = any(one.diagnostics.get("time_up") for one in [*found.said.values()][-1:])
         return {
             "version": self.version,
             "asked": {kind: str(one.status) for kind, one in found.said.items()},
-            **({"time_up": True} if clock.rang else {}),
+            **({"time_up": True} if clock.rang or late else {}),
         }
 
     def _proved(self, found: Findings, model: LanguageModel, clock: Clock) -> Reconstruction:
@@ -231,7 +236,7 @@ class Auto(OneByOne):
         clock: Clock,
     ) -> Reconstruction:
         """Returns what is proved, and beside it the choice that explains the rest best."""
-        diagnostics = self._said(found, clock)
+        diagnostics: dict[str, Any] = {}
         repeats = occurrences(model, found.members, seen.update.num_examples)
         proved = tuple(
             one.ids for one, n in zip(found.members, repeats, strict=True) for _ in range(n)
@@ -240,22 +245,30 @@ class Auto(OneByOne):
         likely: set[Ids] = set()
         if choice.batch:
             observed = certificate.as_gradient(rest)
-            worth_of = worth(model, choice.batch, observed, rng, noise_of(rest))
-            likely = {
-                one.ids for one, is_so in zip(choice.batch, worth_of.likely, strict=True) if is_so
-            }
-            diagnostics |= {
-                "residual": choice.residual,
-                "nats": list(worth_of.nats),
-                "nats_by_chance": list(worth_of.by_chance),
-            }
+            diagnostics["residual"] = choice.residual
+            reserve = Reserve.measured(rest, model, [one.ids for one in choice.batch])
+            spare = reserve.gradients_in(_COMPARING * clock.left()) - len(choice.batch)
+            if spare < FEWEST:
+                clock.rang, diagnostics["not_compared"] = True, True
+            else:
+                compared = worth(
+                    model, choice.batch, observed, rng, noise_of(rest), min(spare, PLACEBOS)
+                )
+                likely = {
+                    one.ids
+                    for one, is_likely in zip(choice.batch, compared.likely, strict=True)
+                    if is_likely
+                }
+                diagnostics["nats"] = list(compared.nats)
+                diagnostics["nats_by_chance"] = list(compared.by_chance)
         stands = (
             certain or likely or any(one.status == Status.RECOVERED for one in found.said.values())
         )
         batch = (*proved, *found.whole, *choice.evidence)
         if not batch or not stands:
             reasons = "; ".join(f"{kind}: {one.reason}" for kind, one in found.said.items())
-            return Reconstruction.none(Status.ABSTAINED, reasons, **diagnostics)
+            said = self._said(found, clock)
+            return Reconstruction.none(Status.ABSTAINED, reasons, **diagnostics, **said)
         verdict = _verdict(batch, seen, model, clock)
         verified = verdict.verified or (bool(found.whole) and not found.members)
         if verdict.verified:
@@ -270,6 +283,7 @@ class Auto(OneByOne):
             tokens=tuple(sorted({token for ids in closed for token in ids})),
             diagnostics={
                 **diagnostics,
+                **self._said(found, clock),
                 "from": [found.read.get(ids, self.kind) for ids in batch],
                 "likely": [verified or ids in certain | likely for ids in batch],
             },
@@ -284,11 +298,20 @@ _NOT_PROVED = {
 }
 
 
-def _choice(pool: Sequence[Ids], rest: Observation, model: LanguageModel) -> Choice:
-    """Returns the sequences of a pool that explain an update best."""
+def _choice(pool: Sequence[Ids], rest: Observation, model: LanguageModel, clock: Clock) -> Choice:
+    """Returns the sequences of a pool that explain an update best; out of time, the first ones.
+
+    A long pool is cut to what can be compared in a part of the time that is left.
+    """
     pool = [ids for ids in dict.fromkeys(pool) if not model.special_ids().issuperset(ids)]
     if not pool:
         return NO_CHOICE
+    reserve, size = Reserve.measured(rest, model, pool), rest.update.num_examples
+    most = reserve.gradients_in(_CHOOSING * clock.left()) // reserve.labels
+    if most < min(size, len(pool)):
+        clock.rang = True
+        return Choice((), dict.fromkeys(pool[:size], 1.0), 1.0)
+    pool = pool[:most]
     pairs = compare(model, pool, certificate.as_gradient(rest), noise_of(rest))
     picks = choose(pairs, rest.update.num_examples)
     weights = pairs.weights(picks)
@@ -313,10 +336,11 @@ def _mended(
     tell: Callable[[Ids, float], None],
 ) -> Choice:
     """Returns the sequences that explain an update best, with words that do so better."""
-    choice = _choice(pool, rest, model)
+    choice = _choice(pool, rest, model, clock)
     if not choice.batch or clock.up():
         return choice
-    until = Reserve.measured(rest, model, pool).mending_clock(clock)
+    reserve = Reserve.measured(rest, model, pool)
+    until = reserve.mending_clock(clock)
     better = sharpened(
         model,
         choice.batch,
@@ -325,10 +349,11 @@ def _mended(
         until,
         tell,
         noise_of(rest),
-        lambda batch: leaves_noise(model, batch, rest, rng),
+        lambda batch: leaves_noise(model, batch, rest, rng, until),
+        reserve.gradient,
     )
     clock.rang |= until.rang
-    return _choice([*better, *(one.ids for one in choice.batch)], rest, model)
+    return _choice([*better, *(one.ids for one in choice.batch)], rest, model, clock)
 
 
 def _verdict(
@@ -338,4 +363,4 @@ def _verdict(
     if not certificate.is_linear(seen) or noise_of(seen) is not None:
         return certificate.Verdict({}, None, False)  # not one gradient, or blurred
     members = certificate.explain(model, list(dict.fromkeys(batch)), seen, clock)
-    return certificate.verify(model, members, seen)
+    return certificate.verify(model, members, seen, clock)

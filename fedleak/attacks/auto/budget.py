@@ -6,6 +6,7 @@ what reads. So they get much time in the one case, little in the other. What com
 matching is reserved by the time that a step of it takes.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,6 +25,12 @@ _CLEAR, _BLURRED = 0.75, 0.2
 
 _MOST = 0.5
 """Share of the time left that is reserved at most."""
+
+_PROOF = 3
+"""Gradients of a text that its proof takes as long as."""
+
+_TRIED = 128
+"""Tokens of the longest text of the small step; all of its texts have twice as many at most."""
 
 _SWEEPS = 3
 """Times that each word of a batch is looked at, before no other word fits better."""
@@ -53,21 +60,25 @@ def on_spans(clock: Clock, clear: bool) -> float:
 
 @dataclass(frozen=True)
 class Reserve:
-    """Seconds that are kept for what comes after gradient matching.
+    """Seconds that are kept for what comes after gradient matching, by the time of a small step.
 
     Attributes:
-        mending: For words that fit better.
-        answer: For the choice among all that was read, and its comparison with chance.
+        gradient: Seconds of one guess's gradient, with one label.
+        share: What an inner product with another guess's takes, as a share of that.
+        lengths: Tokens of the batch, as far as they are known.
+        labels: Of each guess.
     """
 
-    mending: float
-    answer: float
+    gradient: float
+    share: float
+    lengths: tuple[int, ...]
+    labels: int
 
     @classmethod
     def measured(
         cls, seen: Observation, model: LanguageModel, guesses: Sequence[tuple[int, ...]]
     ) -> "Reserve":
-        """Returns what a batch takes, from the time that one step takes now.
+        """Returns what a batch takes, from the time that a small step takes now.
 
         Args:
             seen: The update.
@@ -79,14 +90,31 @@ class Reserve:
         marks = len(around.first) + len(around.last)
         known = seen.knowledge.lengths or [len(ids) + marks for ids in guesses[:size]]
         lengths = [*known, *[_CONTENT + marks] * size][:size]
-        longest = min(max(lengths), model.max_length)
+        longest = min(max([*lengths, *map(len, guesses)]), model.max_length)
+        short = min(longest, _TRIED)
+        tried = max(1, min(2 * PROPOSED, 2 * _TRIED // short))
         begin = timing.now()
-        trial(model, longest, as_gradient(seen))
-        step = timing.now() - begin
-        labels = model.num_labels if model.task == CLASSIFICATION else 1
+        trial(model, short, as_gradient(seen), tried)
         return cls(
-            mending=_SWEEPS * step * sum(lengths),
-            answer=2 * step * labels * (2 * size + PLACEBOS) / (2 * PROPOSED),
+            gradient=(timing.now() - begin) / tried * longest / short,
+            share=longest / (2 * model.hidden_size),
+            lengths=tuple(lengths),
+            labels=model.num_labels if model.task == CLASSIFICATION else 1,
+        )
+
+    @property
+    def mending(self) -> float:
+        """Seconds for words that fit better."""
+        return _SWEEPS * 2 * PROPOSED * self.gradient * sum(self.lengths)
+
+    @property
+    def answer(self) -> float:
+        """Seconds for the choice among guesses, the comparison with chance, and the proof."""
+        size = len(self.lengths)
+        return (
+            self._products(self.labels * 2 * size)
+            + self._products(size + PLACEBOS)
+            + _PROOF * size * self.gradient
         )
 
     def before(self, clock: Clock) -> float:
@@ -96,3 +124,12 @@ class Reserve:
     def mending_clock(self, clock: Clock) -> Clock:
         """Returns the clock of mending: it leaves time for the answer."""
         return Clock(max(clock.left() - min(self.answer, _MOST * clock.left()), MOMENT))
+
+    def gradients_in(self, seconds: float) -> int:
+        """Returns how many gradients can be compared with each other in some seconds."""
+        most = seconds / max(self.gradient, MOMENT * MOMENT)
+        return int((math.sqrt(1 + 4 * self.share * most) - 1) / (2 * self.share))
+
+    def _products(self, gradients: int) -> float:
+        """Returns the seconds that so many gradients and their inner products take."""
+        return self.gradient * gradients * (1 + self.share * gradients)

@@ -1,13 +1,18 @@
-"""What an answer without a proof is worth: more than random texts explain, or all but the noise.
+"""What an answer without a proof is worth: more than any text explains by chance, or all but noise.
 
 Any text explains something of any update, because gradients of all texts have much in common. So
-the yardstick of a guess is what placebos explain: random texts of the same lengths, with their best
-labels, in the guess's place. A guess is likely if it makes the update likelier than the best
-placebo does by more than chance could. Chance has two parts. Placebos differ among each other, and
-a search goes further than a few of them: so the guess has to be as far from the best as that is
-from the worst. And a search among all texts of T tokens from a vocabulary of V finds one that makes
-mere noise likelier by up to T ln V nats (minimum description length; Rissanen 1978). No threshold
-is learned from texts. A likely text need not be right in every word.
+guesses stand beside placebos: random texts of the same lengths. One regression of the update on the
+gradients of all of them gives each text the t statistic of its coefficient, up to scale: what it
+explains that none of the others do. A placebo's is chance, so their spread is the unit.
+
+Tables with a row for each token are left out: what random texts have there says nothing of the rows
+of other tokens, and one row may be larger than all that 32 texts ever saw.
+
+A guess was sought among many texts, and placebos were not. The largest of n normal numbers exceeds
+`sqrt(2 ln(n / p))` with probability p at most. A search among all texts of T tokens from a
+vocabulary of V, with each of C labels, looks at no more than n = C V^T. So a guess is likely if its
+statistic is larger than that, in units of the placebos' spread, whoever sought it and however long.
+No threshold is learned from texts. A likely text need not be right in every word.
 
 Where the noise's scale is known, a batch may leave exactly the noise: the squares of what is left
 follow a chi-square distribution with as many degrees of freedom as there are numbers. That is
@@ -21,16 +26,26 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fedleak.attacks.auto.evidence import compare, nats
+from fedleak.attacks.auto.evidence import Pairs, compare_labelled, weights
 from fedleak.attacks.auto.peeling import gradient_of
 from fedleak.attacks.auto.sharpening import Labelled
-from fedleak.attacks.certificate import as_gradient, is_linear
+from fedleak.attacks.certificate import as_gradient, close, is_linear
+from fedleak.attacks.clock import UNLIMITED, Clock
 from fedleak.attacks.matching.batch_structure import frame
 from fedleak.models import CLASSIFICATION, LanguageModel
 from fedleak.observation import Observation, UpdateKind
 
 PLACEBOS = 32
 """Random texts, shared by the guesses of a batch."""
+
+FEWEST = 16
+"""Random texts below which nothing is said: their spread would be a guess itself."""
+
+_RISK = 0.05
+"""Probability that the best of all texts of a length is called likely by chance, at most."""
+
+_RIDGE = 1e-6
+"""Added to the square of each gradient, of unit size: the rounding of float32."""
 
 _SIGMAS = 3.0
 """Standard deviations by which a sum of squares of noise may miss what is expected."""
@@ -42,8 +57,9 @@ class Worth(NamedTuple):
     """What guesses explain of an update.
 
     Attributes:
-        nats: How much likelier each guess makes the update than the best placebo in its place.
-        by_chance: By how much a search for a text of its length may do so by chance.
+        nats: Half the square of each guess's statistic, in units of the placebos' spread: how much
+            likelier it makes the update. 0 if it explains less than they do.
+        by_chance: What the best of all texts of its length may reach by chance.
     """
 
     nats: tuple[float, ...]
@@ -61,8 +77,9 @@ def worth(
     observed: Mapping[str, Tensor],
     rng: torch.Generator,
     noise: float | None = None,
+    placebos: int = PLACEBOS,
 ) -> Worth:
-    """Returns what each guess of a batch explains beyond what a random text does in its place.
+    """Returns what each guess of a batch explains, and what any text does by chance.
 
     Args:
         model: At the broadcast weights.
@@ -70,28 +87,38 @@ def worth(
         observed: The mean gradient by parameter name.
         rng: For placebos.
         noise: Its scale, if it is known.
+        placebos: How many random texts there are.
     """
-    sequences = [one.ids for one in batch]
-    random = [placebo(model, sequences[i % len(batch)], rng) for i in range(PLACEBOS)]
-    pairs = compare(model, [*sequences, *random], observed, noise)
-    at = {pair: k for k, pair in enumerate(zip(pairs.sequence, pairs.label, strict=True))}
-    picks = [at[i, one.label] for i, one in enumerate(batch)]
-    gains, by_chance = [], []
-    for i, ids in enumerate(sequences):
-        rest = [*picks[:i], *picks[i + 1 :]]
-        without = min(1.0, pairs.residual(rest))
-        instead = dict.fromkeys(range(len(batch), len(batch) + len(random)), without)
-        for k, sequence in enumerate(pairs.sequence):
-            if sequence in instead:
-                instead[sequence] = min(instead[sequence], pairs.residual([*rest, k]))
-        found, best, worst = (
-            nats(pairs, residual)
-            for residual in (pairs.residual(picks), min(instead.values()), max(instead.values()))
-        )
-        gains.append(found - best)
-        by_noise = len(_content(model, ids)) * math.log(len(model.tokenizer))
-        by_chance.append(by_noise + best - worst)
-    return Worth(tuple(gains), tuple(by_chance))
+    instead = [batch[i % len(batch)] for i in range(placebos)]
+    random = [one._replace(ids=placebo(model, one.ids, rng)) for one in instead]
+    every = [*batch, *random]
+    labels_N1 = torch.tensor([[one.label] for one in every], device=model.device)
+    closed = [close(model, one.ids) for one in every]
+    above_B = torch.zeros(len(batch))
+    vocabulary = len(model.module.get_parameter(model.family.word_embedding))
+    dense = {name: value for name, value in observed.items() if len(value) != vocabulary}
+    if weights(model, dense):
+        t_N = statistics(compare_labelled(model, closed, labels_N1, dense, noise))
+        chance_P = t_N[len(batch) :]
+        above_B = ((t_N[: len(batch)] - chance_P.mean()) / chance_P.std()).clamp_min(0)
+    labels = model.num_labels if model.task == CLASSIFICATION else 1
+    by_chance = [
+        len(_content(model, one.ids)) * math.log(len(model.tokenizer)) + math.log(labels / _RISK)
+        for one in batch
+    ]
+    return Worth(tuple((above_B.square() / 2).tolist()), tuple(by_chance))
+
+
+def statistics(pairs: Pairs) -> Tensor:
+    """Returns the t statistic [K] of each pair's coefficient in a regression on all, up to scale.
+
+    A gradient that others make up has one of about 0.
+    """
+    size_K = pairs.gram_KK.diagonal().sqrt().clamp_min(1e-150)
+    unit_KK = pairs.gram_KK / (size_K[:, None] * size_K)
+    inverse_KK = torch.linalg.inv(unit_KK + _RIDGE * torch.eye(len(size_K), dtype=torch.float64))
+    t_K: Tensor = inverse_KK @ (pairs.observed_K / size_K) / inverse_KK.diagonal().sqrt()
+    return t_K
 
 
 def _content(model: LanguageModel, ids: Ids) -> list[int]:
@@ -122,18 +149,24 @@ def noise_of(seen: Observation) -> float | None:
 
 
 def leaves_noise(
-    model: LanguageModel, batch: Sequence[Labelled], seen: Observation, rng: torch.Generator
+    model: LanguageModel,
+    batch: Sequence[Labelled],
+    seen: Observation,
+    rng: torch.Generator,
+    clock: Clock = UNLIMITED,
 ) -> bool:
     """Whether a batch leaves nothing of an update but noise of the known scale.
 
-    False where the scale is not known, and where the noise would hide another word: of each word
-    in turn, a random one is put in its place, and what that changes has to show.
+    False where the scale is not known, where the noise would hide another word, and where time is
+    up before that is known: of each word in turn, a random one is put in its place, and what that
+    changes has to show.
 
     Args:
         model: At the broadcast weights.
         batch: All sequences, with labels and weights.
         seen: The update.
         rng: For other words.
+        clock: Looked at before each word.
     """
     noise = noise_of(seen)
     if noise is None or len(batch) < seen.update.num_examples:
@@ -148,18 +181,25 @@ def leaves_noise(
     def squares(gradients: Mapping[str, Tensor]) -> float:
         return sum(float(g.double().square().sum()) for g in gradients.values()) / noise**2
 
-    own = [gradient(one, one.ids) for one in batch]
+    own = [gradient(one, one.ids) for one in clock.paced(batch)]
+    if len(own) < len(batch):
+        return False
     left = {name: value - sum(each[name] for each in own) for name, value in observed.items()}
     numbers = sum(int(mask.sum()) for mask in shared.values())
     margin = _SIGMAS * math.sqrt(2 * numbers)
     if abs(squares(left) - numbers) > margin:
         return False
-    for one, mine in zip(batch, own, strict=True):
-        other = placebo(model, one.ids, rng)
-        for place in _content(model, one.ids):
-            ids = (*one.ids[:place], other[place], *one.ids[place + 1 :])
-            changed = gradient(one, ids)
-            # Twice: what is left may be as far below what is expected as it may be above.
-            if squares({n: changed[n] - mine[n] for n in changed}) < 2 * margin:
-                return False
-    return True
+    changes = [
+        (one, mine, place, other[place])
+        for one, mine in zip(batch, own, strict=True)
+        for other in [placebo(model, one.ids, rng)]
+        for place in _content(model, one.ids)
+    ]
+    tried = 0
+    for one, mine, place, word in clock.paced(changes):
+        changed = gradient(one, (*one.ids[:place], word, *one.ids[place + 1 :]))
+        # Twice: what is left may be as far below what is expected as it may be above.
+        if squares({n: changed[n] - mine[n] for n in changed}) < 2 * margin:
+            return False
+        tried += 1
+    return tried == len(changes)

@@ -56,8 +56,6 @@ class Pairs:
         gram_KK: Of the pairs with each other.
         observed_K: Of the pairs with the observed gradient.
         total: Of the observed gradient with itself.
-        numbers: How many numbers of the observed gradient are not zero.
-        in_noise: Numbers are in units of the noise, so that a square is known from its size.
     """
 
     sequence: tuple[int, ...]
@@ -65,8 +63,6 @@ class Pairs:
     gram_KK: Tensor
     observed_K: Tensor
     total: float
-    numbers: int
-    in_noise: bool = False
 
     def residual(self, chosen: Sequence[int]) -> float:
         """Returns the square of what these pairs leave, as a share of the gradient's square.
@@ -89,7 +85,7 @@ class Pairs:
         return found
 
 
-def choose(pairs: Pairs, most: int, begin: Sequence[int] = ()) -> list[int]:
+def choose(pairs: Pairs, most: int) -> list[int]:
     """Returns at most so many pairs of a small residual.
 
     First each next pair is the one that lowers the residual most (orthogonal matching pursuit),
@@ -98,9 +94,8 @@ def choose(pairs: Pairs, most: int, begin: Sequence[int] = ()) -> list[int]:
     Args:
         pairs: To choose from.
         most: The size of the batch.
-        begin: Pairs that are chosen first.
     """
-    chosen = list(begin)[:most]
+    chosen: list[int] = []
     while len(chosen) < most:
         others = [k for k in range(len(pairs.sequence)) if k not in chosen]
         longer = min(([*chosen, k] for k in others), key=pairs.residual, default=chosen)
@@ -173,8 +168,6 @@ def compare_labelled(
         gram_KK=gram_KK,
         observed_K=observed_K,
         total=sum(weight[n] * float(observed[n].double().square().sum()) for n in weight),
-        numbers=sum(int(observed[n].count_nonzero()) for n in weight),
-        in_noise=noise is not None,
     )
 
 
@@ -320,13 +313,3 @@ def _own_products(gradient: Gradient, observed: Tensor) -> tuple[Tensor, Tensor]
     right = torch.cat([part.right_RKNY for part in gradient], 2).flatten(0, 1)
     square_K = ((left @ left.mT) * (right @ right.mT)).flatten(1).sum(1)
     return square_K, (left * (right @ observed.mT)).flatten(1).sum(1)
-
-
-def nats(pairs: Pairs, residual: float) -> float:
-    """Returns how much likelier an observed gradient is with this residual than without a batch.
-
-    The natural logarithm of the ratio of likelihoods, if what is left is noise of one size.
-    """
-    if pairs.in_noise:
-        return 0.5 * pairs.total * (1 - residual)
-    return -0.5 * pairs.numbers * math.log(residual)

@@ -28,6 +28,9 @@ from fedleak.models import CLASSIFICATION, LanguageModel
 PROPOSED = 8
 """Tokens that are tried at each place, by each of the two rules."""
 
+_PROPOSING = 4
+"""Gradients that take as long as finding the tokens that are worth a try."""
+
 _ORDERS = 16
 """Other orders that are tried."""
 
@@ -55,6 +58,7 @@ def sharpened(
     tell: Tell,
     noise: float | None = None,
     done: Callable[[Sequence[Labelled]], bool] = lambda batch: False,
+    seconds: float = 0.0,
 ) -> list[Ids]:
     """Returns the sequences of a batch with the tokens that fit the observed gradient best.
 
@@ -63,21 +67,22 @@ def sharpened(
         batch: The guesses.
         observed: The mean gradient by parameter name.
         rng: For the orders that are tried.
-        clock: Looked at after some guesses.
+        clock: Looked at before some guesses are tried.
         tell: Is told tokens, and how well they fit what the other sequences leave, from 0 to 1.
         noise: The scale of the noise on the gradient, if it is known.
         done: Whether a batch cannot become better; asked after each sequence that did.
+        seconds: What the gradient of a guess takes, as far as is known.
     """
     weight = weights(model, observed, noise)
     now, waiting = list(batch), list(range(len(batch)))
-    while waiting and not clock.up():
+    while waiting and not clock.up((len(now) + _PROPOSING) * seconds):
         i = waiting.pop(0)
         others = [one for j, one in enumerate(now) if j != i]
         rest = {name: observed[name] for name in weight}
         for one in others:
             for name, gradient in gradient_of(model, one.ids, one.label, list(weight)).items():
                 rest[name] = rest[name] - one.weight * gradient
-        better = _mended(model, now[i], rest, weight, rng, clock, tell)
+        better = _mended(model, now[i], rest, weight, rng, clock, tell, seconds)
         if better != now[i].ids:
             # The others were mended beside a worse one.
             now[i] = now[i]._replace(ids=better)
@@ -85,11 +90,11 @@ def sharpened(
     return [one.ids for one in now]
 
 
-def trial(model: LanguageModel, length: int, observed: Mapping[str, Tensor]) -> None:
-    """Does as much as trying other tokens at one place does, for its time to be measured."""
+def trial(model: LanguageModel, length: int, observed: Mapping[str, Tensor], guesses: int) -> None:
+    """Does as much as trying so many guesses of a length does, for its time to be measured."""
     weight = weights(model, observed)
     if weight:
-        some = [tuple(range(length))] * (2 * PROPOSED)
+        some = [tuple(range(length))] * guesses
         _fits(model, some, 0, {name: observed[name] for name in weight}, weight)
 
 
@@ -101,16 +106,17 @@ def _mended(
     rng: torch.Generator,
     clock: Clock,
     tell: Tell,
+    seconds: float,
 ) -> Ids:
     """Returns a sequence that no change tried makes fit better."""
     ids: Ids = one.ids
     before: Ids = ()
     fit = float(_fits(model, [ids], one.label, rest, weight)[0])
-    while ids != before and not clock.up():
+    while ids != before and not clock.up(_PROPOSING * seconds):
         before = ids
         proposed = _proposals(model, ids, one.label, rest, weight)
         for tried in (*proposed.items(), None):
-            if clock.up():
+            if clock.up(2 * PROPOSED * seconds):
                 break
             if tried is None:
                 some = _orders(ids, proposed.keys(), rng)

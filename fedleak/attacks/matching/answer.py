@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fedleak.attacks.certificate import proves
+from fedleak.attacks.clock import Clock
 from fedleak.attacks.matching.objective import Objective
 from fedleak.attacks.matching.optimizer import Found
 from fedleak.attacks.matching.victims import Victim
@@ -45,6 +46,7 @@ def answer(
     *,
     apart: float,
     chance: float,
+    clock: Clock,
 ) -> Reconstruction:
     """Returns the answer for a victim.
 
@@ -54,6 +56,7 @@ def answer(
         sequences: The tokens found.
         apart: The distance of their gradient to the observed one.
         chance: The distance that random tokens have.
+        clock: Of the proof.
     """
     if not victim.shapes.told and not apart < _CHANCE * chance:
         reason = "lengths are not known, and none of those tried comes near the update"
@@ -71,5 +74,5 @@ def answer(
             "candidates": {"shapes": len(victim.shapes.each)}
             | ({} if victim.bag_M is None else {"tokens": len(victim.bag_M)}),
         },
-        verified=proves(model, sequences, seen),
+        verified=proves(model, sequences, seen, clock),
     )

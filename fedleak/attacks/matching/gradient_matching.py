@@ -254,8 +254,9 @@ class GradientMatching(ABC):
                 sequences,
                 apart=float(apart),
                 chance=float(chance),
+                clock=clock,
             )
-            if watch.rang:
+            if watch.rang or clock.rang:
                 said = replace(said, diagnostics={**said.diagnostics, "time_up": True})
             matches[number] = Match(said, sequences)
         return matches

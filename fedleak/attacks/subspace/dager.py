@@ -152,9 +152,9 @@ class Dager(OneByOne):
         explained = self.certify and passed and certificate.is_linear(seen)
         ids = [one.ids for one in passed]
         members = certificate.explain(model, ids, seen, clock) if explained else []
+        verdict = certificate.verify(model, members, seen, clock)
         if clock.rang:
             diagnostics["time_up"] = True
-        verdict = certificate.verify(model, members, seen)
         # Only the gradient tells a sequence that begins another, or that occurs twice.
         known = {one.ids for one in found}
         begun = [

@@ -136,7 +136,7 @@ class Keyspan(OneByOne):
             width = self.beam if new else _WIDER * self.beam
             among_N = atoms.bag.tokens_N
         members = [one.member for one in proofs]
-        answer = _answer(passes, list(passed.values()), nearest, members, seen, model)
+        answer = _answer(passes, list(passed.values()), nearest, members, seen, model, clock)
         # Noise lets a wrong sentence explain a gradient, too.
         certain = members if passes and passes[0].span.exact else []
         return Reading(self._late(answer) if clock.rang else answer, tuple(certain))
@@ -276,6 +276,7 @@ def _answer(
     members: Sequence[certificate.Member],
     seen: Observation,
     model: LanguageModel,
+    clock: Clock,
 ) -> Reconstruction:
     """Returns the sentences that passed, then the nearest of the other seeds.
 
@@ -289,7 +290,7 @@ def _answer(
             f"{model.hidden_size})",
         )
     first = passes[0]
-    verdict = certificate.verify(model, members, seen)
+    verdict = certificate.verify(model, members, seen, clock)
     sequences = ranked(passed, verdict)
     if not verdict.verified:
         sequences += _distinct(nearest, passed)

@@ -6,9 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fedleak.attacks.auto.chance import leaves_noise, noise_of, placebo, worth
-from fedleak.attacks.auto.sharpening import Labelled
+from fedleak.attacks.auto.chance import leaves_noise, noise_of, placebo, statistics, worth
+from fedleak.attacks.auto.evidence import Pairs
+from fedleak.attacks.auto.sharpening import Labelled, sharpened
 from fedleak.attacks.certificate import as_gradient, close
+from fedleak.attacks.clock import UNLIMITED, Clock
 from fedleak.defenses.gaussian_noise import GaussianNoise
 from fedleak.models import CAUSAL_LM, CLASSIFICATION
 from fedleak.observation import ClientUpdate, UpdateKind
@@ -76,13 +78,51 @@ def test_nothing_is_likely_in_mere_noise(small, observe, built):
     assert not any(worth(model, batch_of(model, truth), observed, rng()).likely)
 
 
-def test_chance_in_noise_is_that_of_the_best_of_all_texts_of_a_length(small, observe):
+def test_chance_is_that_of_the_best_of_all_texts_of_a_length_with_any_label(small, observe):
     model = small("bert", width=48)
     truth = observe(model, TEXTS)
-    found = worth(model, batch_of(model, truth), as_gradient(truth.seen), rng())
-    content = [len(ids) - 2 for ids in truth.sequences]
-    least = [n * math.log(len(model.tokenizer)) for n in content]
-    assert all(a > b for a, b in zip(found.by_chance, least, strict=True))
+    compared = worth(model, batch_of(model, truth), as_gradient(truth.seen), rng())
+    texts = [(len(ids) - 2) * math.log(len(model.tokenizer)) for ids in truth.sequences]
+    labels, risk = math.log(model.num_labels), math.log(0.05)
+    assert compared.by_chance == pytest.approx([nats + labels - risk for nats in texts])
+
+
+@pytest.mark.parametrize("built", KINDS, ids="-".join)
+@pytest.mark.parametrize("null", ["noise", "shuffled"])
+def test_a_text_that_was_sought_in_nothing_is_not_likely(small, observe, built, null):
+    """The search raises what a text explains far above random texts: that is its work."""
+    model = small(*built, width=48)
+    truth = observe(model, TEXTS[:1])
+    draws = stream(0, "null")
+    observed = {
+        name: torch.randn(value.shape, generator=draws)
+        if null == "noise"
+        else value.flatten()[torch.randperm(value.numel(), generator=draws)].view(value.shape)
+        for name, value in as_gradient(truth.seen).items()
+    }
+    (guess,) = batch_of(model, truth, lambda ids: placebo(model, ids, draws))
+    found = sharpened(model, [guess], observed, rng(), UNLIMITED, lambda *_: None)
+    assert found != [guess.ids]
+    compared = worth(model, [guess._replace(ids=found[0])], observed, rng())
+    assert compared.likely == (False,)
+
+
+def test_a_statistic_is_that_of_a_regression():
+    draws = stream(0, "regression")
+    gradients_KX = torch.randn(6, 400, generator=draws, dtype=torch.float64)
+    noise_X = torch.randn(400, generator=draws, dtype=torch.float64)
+    observed_X = 0.5 * gradients_KX[2] + noise_X
+    pairs = Pairs(
+        sequence=tuple(range(6)),
+        label=(0,) * 6,
+        gram_KK=gradients_KX @ gradients_KX.T,
+        observed_K=gradients_KX @ observed_X,
+        total=float(observed_X @ observed_X),
+    )
+    inverse_KK = torch.linalg.inv(gradients_KX @ gradients_KX.T)
+    coefficient_K = torch.linalg.lstsq(gradients_KX.T, observed_X[:, None]).solution[:, 0]
+    expected_K = coefficient_K / inverse_KK.diagonal().sqrt()
+    torch.testing.assert_close(statistics(pairs), expected_K, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("built", KINDS, ids="-".join)
@@ -135,3 +175,11 @@ def test_the_noise_on_a_gradient_is_that_on_the_delta_over_the_learning_rate(sma
     assert noise_of(replace(seen, update=update)) == pytest.approx(0.2)
     steps = replace(known, local_steps=3)
     assert noise_of(replace(seen, knowledge=steps)) is None
+
+
+def test_out_of_time_nothing_is_said_to_be_noise_alone(small, observe):
+    model = small("bert", width=48)
+    truth = observe(model, TEXTS)
+    clock = Clock(-1.0)
+    assert not leaves_noise(model, batch_of(model, truth), noisy(truth, 1e-3), rng(), clock)
+    assert clock.rang

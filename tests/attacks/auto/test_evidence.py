@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fedleak.attacks.auto import evidence
-from fedleak.attacks.auto.evidence import choose, compare
+from fedleak.attacks.auto.evidence import Pairs, choose, compare, weights
 from fedleak.attacks.certificate import as_gradient, close, units
 from fedleak.defenses.cast import Cast
 from fedleak.defenses.gaussian_noise import GaussianNoise
@@ -105,16 +105,23 @@ def test_the_true_batch_is_chosen_among_wrong_sentences(small, observe, built, d
         assert all(labels[pool[pairs.sequence[k]]] == pairs.label[k] for k in picks)
 
 
-def test_an_exchange_mends_a_greedy_choice(small, observe):
-    model = small("bert")
-    truth = observe(model, TEXTS)
-    pool = pool_of(model)
-    pairs = compare(model, pool, as_gradient(truth.seen))
-    wrong = [k for k in range(len(pairs.sequence)) if pairs.sequence[k] < len(WRONG)]
-    begin = min(
-        ([a, b] for a in wrong for b in wrong if pairs.sequence[a] != pairs.sequence[b]),
-        key=pairs.residual,
+def test_an_exchange_mends_a_greedy_choice():
+    """Two gradients make up the observed one, and a third alone is nearest to it."""
+    gradients_KX = torch.tensor([[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [1.0, 1.0, 0.3]]).double()
+    observed_X = torch.tensor([1.0, 1.0, 0.0]).double()
+    pairs = Pairs(
+        sequence=(0, 1, 2),
+        label=(0, 0, 0),
+        gram_KK=gradients_KX @ gradients_KX.T,
+        observed_K=gradients_KX @ observed_X,
+        total=2.0,
     )
-    picks = choose(pairs, 3, begin)
-    assert sorted(pool[pairs.sequence[k]] for k in picks) == sorted(truth.sequences)
-    assert pairs.residual(picks) == pytest.approx(0.0, abs=1e-5)
+    assert choose(pairs, 1) == [2]
+    assert sorted(choose(pairs, 2)) == [0, 1]
+
+
+def test_a_number_counts_in_units_of_the_noise_where_its_scale_is_known(small, observe):
+    model = small("bert")
+    observed = as_gradient(observe(model, TEXTS[:1]).seen)
+    known = weights(model, observed, noise=0.1)
+    assert known == pytest.approx(dict.fromkeys(weights(model, observed), 100.0))

@@ -1,0 +1,231 @@
+"""How often `auto` calls a text likely that is not in the update, and one that is.
+
+    python experiments/benchmarks/likely.py [--kinds noise other] [--models bert-tiny] [--updates 8]
+
+`likely` says that a guess explains more of an update than any text does by chance. Updates that
+hold nothing of the guessed kind:
+
+  noise     Gaussian noise alone, as large as a gradient
+  shuffled  a real gradient, the numbers of each tensor in a random order
+  other     the gradient of a model with other weights, on real texts
+  lora      adapters of rank 4 in round 1, when half of them are zero, under noise as in `hidden`
+  hidden    a real gradient under noise of 300 root mean squares of it
+
+Updates that hold their texts, under noise of so many root mean squares: `noise-0.3`, `noise-1`, ...
+Those say with what power a text is called likely that was read, or nearly: ROUGE-L of 90 and more.
+
+Texts are notes (built-in models) and CoLA sentences (MiniLM), one, two and four in a batch; lengths
+and labels are granted, so that the attack has guesses where it else would abstain. It has
+`--seconds` of CPU time. Prints a line per kind: how many guesses there were, and the share that is
+called likely, of all, of those that were read, and of the others, with Wilson's 95 % interval. An
+answer without a guess says nothing of any text, and counts as so many texts that are not likely.
+"""
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import torch
+from ensemble import local
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
+
+from fedleak import data
+from fedleak.attacks import clock
+from fedleak.attacks.auto.attack import Auto
+from fedleak.metrics.intervals import wilson
+from fedleak.metrics.rouge import rouge
+from fedleak.models import CAUSAL_LM, CLASSIFICATION, LanguageModel, ModelSpec, builtin, loading
+from fedleak.models.lora import Lora
+from fedleak.notes import notes
+from fedleak.observation import ClientUpdate, Knowledge, Observation, UpdateKind
+from fedleak.rng import stream
+from fedleak.training.local import local_update_
+
+NULL = ("noise", "shuffled", "other", "lora", "hidden")
+POWER = ("noise-0.1", "noise-0.3", "noise-1", "noise-3", "noise-10")
+MODELS = {
+    "bert-tiny": CLASSIFICATION,
+    "gpt2-tiny": CAUSAL_LM,
+    "llama-tiny": CAUSAL_LM,
+    "minilm": CLASSIFICATION,
+}
+SIZES = (1, 2, 4)
+HIDDEN = 300.0
+READ = 90.0
+TEXTS = 400
+
+
+class Text(NamedTuple):
+    """A text of an answer.
+
+    Attributes:
+        kind, model, number: Of the update.
+        likely: What is said of it.
+        rougeL: Its best with a text of the batch, in per cent; None: there was no guess.
+        seconds: CPU time of the attack on the update.
+    """
+
+    kind: str
+    model: str
+    number: int
+    likely: bool
+    rougeL: float | None
+    seconds: float
+
+
+def main() -> None:
+    """Runs the benchmark."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--kinds", nargs="+", default=[*NULL, *POWER])
+    parser.add_argument("--models", nargs="+", default=[*MODELS], choices=[*MODELS])
+    parser.add_argument("--updates", type=int, default=10, help="of each kind and model")
+    parser.add_argument("--first", type=int, default=0, help="number of the first update")
+    parser.add_argument("--seconds", type=float, default=3.0, help="for an update")
+    parser.add_argument("--assets", type=Path, default=os.environ.get("FEDLEAK_ASSETS"))
+    parser.add_argument("--json", type=Path, help="keep the texts in this file")
+    args = parser.parse_args()
+    if args.assets is None:
+        parser.error("say where models and data are: --assets, or FEDLEAK_ASSETS")
+    torch.set_num_threads(1)
+    clock.now = time.process_time
+    texts: list[Text] = []
+    for name in args.models:
+        for kind in args.kinds:
+            client = load(name, kind == "other", kind == "lora", args)
+            server = load(name, False, kind == "lora", args) if kind == "other" else client
+            for number in range(args.first, args.first + args.updates):
+                texts += ask(kind, name, number, client, server, args)
+                if args.json:
+                    kept = [one._asdict() for one in texts]
+                    args.json.write_text(json.dumps(kept, indent=1) + "\n")
+            print(
+                line(kind, name, [t for t in texts if (t.kind, t.model) == (kind, name)]),
+                flush=True,
+            )
+    for kinds, what in ((NULL, "nothing"), (POWER, "its texts")):
+        some = [one for one in texts if one.kind in kinds]
+        if some:
+            print(line(f"holds {what}", "all", some))
+
+
+def load(name: str, other: bool, lora: bool, args: Any) -> LanguageModel:
+    """Returns a model, with other weights or with adapters if they are wanted."""
+    source = (
+        builtin.folder(name) if name in builtin.BUILTIN else args.assets / "models/minilm-l6-h384"
+    )
+    with TemporaryDirectory() as folder:
+        if other:
+            torch.manual_seed(12345)
+            kind = AutoModelForCausalLM if MODELS[name] == CAUSAL_LM else AutoModel
+            kind.from_config(AutoConfig.from_pretrained(source)).save_pretrained(folder)
+            AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+        spec = ModelSpec(
+            name=folder if other else str(source),
+            task=MODELS[name],
+            num_labels=2,
+            seed=int(other),
+            lora=Lora(rank=4, alpha=8.0) if lora else None,
+        )
+        return loading.load(spec)
+
+
+def corpus(name: str, args: Any) -> Sequence[str]:
+    """Returns texts."""
+    if name in builtin.BUILTIN:
+        return [note.text for note in notes(TEXTS, seed=3)]
+    path = args.assets / "data/cola/out_of_domain_dev.tsv"
+    drawn = data.read(str(path), split="train", text=3, label=1, samples=TEXTS, held_out=0, seed=3)
+    return drawn.train.texts
+
+
+def observed(
+    kind: str, name: str, number: int, model: LanguageModel, args: Any
+) -> tuple[Observation, list[str]]:
+    """Returns what the server sees of a batch, and its texts."""
+    size = SIZES[number % len(SIZES)]
+    drawn, rng = corpus(name, args), stream(number, kind, name)
+    batch = [drawn[(4 * number + i) % len(drawn)] for i in range(size)]
+    ids = data.tokenise(batch, model.encode, limit=model.max_length, max_length=24)
+    sent = local_update_(model, ids, [i % 2 for i in range(size)], local(size), seed=number)
+    tensors = dict(sent.tensors)
+    numbers = sum(value.numel() for value in tensors.values())
+    rms = (sum(float(v.double().square().sum()) for v in tensors.values()) / numbers) ** 0.5
+
+    def noise(value: torch.Tensor) -> torch.Tensor:
+        drawn: torch.Tensor = rms * torch.randn(value.shape, generator=rng)
+        return drawn
+
+    if kind == "noise":
+        tensors = {n: noise(value) for n, value in tensors.items()}
+    elif kind == "shuffled":
+        tensors = {
+            n: value.flatten()[torch.randperm(value.numel(), generator=rng)].view(value.shape)
+            for n, value in tensors.items()
+        }
+    elif kind in ("hidden", "lora"):
+        tensors = {n: value + HIDDEN * noise(value) for n, value in tensors.items()}
+    elif kind.startswith("noise-"):
+        scale = float(kind.removeprefix("noise-"))
+        tensors = {n: value + scale * noise(value) for n, value in tensors.items()}
+    update = ClientUpdate(UpdateKind.GRADIENT, tensors, size)
+    order = sorted(range(size), key=lambda i: -len(ids[i]))
+    known = Knowledge(
+        local_steps=1,
+        dropout=False,
+        lengths=tuple(len(ids[i]) for i in order),
+        labels=tuple(i % 2 for i in order) if model.task == CLASSIFICATION else None,
+    )
+    return Observation(round=1, client=number, update=update, knowledge=known), batch
+
+
+def ask(
+    kind: str, name: str, number: int, client: LanguageModel, server: LanguageModel, args: Any
+) -> list[Text]:
+    """Attacks an update, and returns the texts of the answer."""
+    seen, batch = observed(kind, name, number, client, args)
+    begin = time.process_time()
+    answer = Auto(seconds=args.seconds)(seen, server, rng=stream(number, "auto"))
+    seconds = time.process_time() - begin
+    likely = answer.diagnostics.get("likely", [False] * seen.update.num_examples)
+    guesses = (answer.sequences or ((),) * seen.update.num_examples)[: len(likely)]
+    return [
+        Text(
+            kind,
+            name,
+            number,
+            is_likely,
+            max(rouge(server.decode(ids), text).rougeL for text in batch) if ids else None,
+            seconds,
+        )
+        for ids, is_likely in zip(guesses, likely, strict=True)
+    ]
+
+
+def line(kind: str, name: str, texts: Sequence[Text]) -> str:
+    """Returns how many texts are called likely, of all and of those that were read."""
+
+    def share(some: Sequence[Text]) -> str:
+        if not some:
+            return "-"
+        count = sum(one.likely for one in some)
+        rate = wilson(count, len(some))
+        return f"{count}/{len(some)} [{100 * rate.low:.0f}, {100 * rate.high:.0f}]"
+
+    guesses = [one for one in texts if one.rougeL is not None]
+    read = [one for one in guesses if one.rougeL is not None and one.rougeL >= READ]
+    others = [one for one in texts if one not in read]
+    return (
+        f"{kind:<16} {name:<10} {len(guesses):>4} guesses  likely {share(texts):<20} "
+        f"of those read {share(read):<20} of the others {share(others)}"
+    )
+
+
+if __name__ == "__main__":
+    main()
