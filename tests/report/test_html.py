@@ -556,17 +556,20 @@ def test_a_run_is_reported_for_its_owner_alone_and_redacted_for_others(
     answers[0] |= {"status": "failed", "reason": private, "diagnostics": {private: private}}
     (ran / "reconstructions.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in answers))
     (ran / "leakage.jsonl").unlink()
-    Run(ran).update_info(dropped_out={private: [1]})
+    experiment = Run(ran).info()["experiment"]
+    experiment["gate"]["may_abstain"] = ["${A_SECRET}"]
+    monkeypatch.setenv("A_SECRET", "swordfish")
+    Run(ran).update_info(dropped_out={private: [1]}, experiment=experiment)
     assert call("report", str(ran), "--redact", "--out", "open.html")[0] == 1  # an answer failed
     summary = Run(ran).read(SUMMARY)
     assert private in summary.missing[0]
     assert private in summary.notes[0]
     redacted = Path("open.html").read_text()
-    for part in ("Redacted", "1 remark, left out here", ".../notes.csv"):
+    for part in ("Redacted", "1 remark, left out here", ".../notes.csv", "${A_SECRET}"):
         assert part in redacted
     assert 'id="data"' not in redacted
     read = [answer["text"] for text in texts for answer in text["answers"] if answer["text"]]
-    secrets = [private, "alice", *read, *(text["truth"] for text in texts)]
+    secrets = [private, "alice", "swordfish", *read, *(text["truth"] for text in texts)]
     assert [secret for secret in secrets if secret in redacted] == []
 
 
