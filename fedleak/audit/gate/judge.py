@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from fedleak import attacks
 from fedleak.audit.gate.check import Check, Outcome
+from fedleak.audit.gate.control import control_checks
 from fedleak.audit.gate.evidence import complete, figures, gather, genuine, own
 from fedleak.audit.gate.limits import LEAKS, MEMBERSHIP, limit_checks
 from fedleak.audit.gate.measured import measured_checks, required_checks
@@ -64,6 +65,8 @@ def judge(run: Run, limits: GateTable, *, accept_purged: bool = False) -> Verdic
     ]
     if wanted.keys() & {*LEAKS, *MEMBERSHIP, "coverage"}:
         found += measured_checks(limits, evidence, wanted.keys() & LEAKS.keys())
+    if leaks := {name: getattr(limits, name) for name in LEAKS if name in wanted}:
+        found += control_checks(leaks, evidence)
     return Verdict(found, evidence.digest(limits.model_dump(mode="json")))
 
 

@@ -1,0 +1,75 @@
+"""Asks whether the attacks of a run can read at all: the positive control."""
+
+from collections.abc import Mapping
+
+from fedleak.audit import positive_control
+from fedleak.audit.gate.check import Check, Outcome, untold
+from fedleak.audit.gate.evidence import Evidence
+from fedleak.audit.gate.limits import LEAKS
+
+STRONGEST = "auto"
+"""The kind of the strongest attack here."""
+
+
+def control_checks(leaks: Mapping[str, float], evidence: Evidence) -> list[Check]:
+    """Returns whether the attacks can read, and a remark on which attacks the limits hold for.
+
+    Args:
+        leaks: The limits on the worst case, by their names.
+        evidence: The run.
+    """
+    return [_control(leaks, evidence), _attackers(evidence)]
+
+
+def _control(leaks: Mapping[str, float], evidence: Evidence) -> Check:
+    """Checks that each limit would have been exceeded if there had been no defense.
+
+    What is compared is what all attacks together read of undefended copies, as of the run itself.
+    """
+    name, copies, rows = "positive control", "undefended copies", evidence.rows.leakage
+    control = evidence.summary.positive_control
+    if positive_control.is_undefended(evidence.experiment):
+        copies, control = "updates, none of them defended", positive_control.of_rows(rows)
+    if control is None:
+        return untold(name, [_why_none(evidence)], "")
+    said = "; ".join(
+        f"{attack} read a text of {reading.read} of {control.copies} {copies}"
+        for attack, reading in control.attacks.items()
+    )
+    lacks = []
+    for figure, limit in leaks.items():
+        read = getattr(control.together, figure)
+        said += f"; {LEAKS[figure].says}: {read:.3g}, limit {limit:g}"
+        if read <= limit:
+            lacks.append(f"where nothing is in their way the attacks stay within {figure}, too")
+        able = {each for each, of in control.attacks.items() if getattr(of, figure) > limit}
+        answered = {
+            row.attack
+            for row in rows
+            if any(getattr(text, figure) is not None for text in row.texts or ())
+        }
+        if able and not able & answered:
+            able_, rest = (", ".join(sorted(names)) for names in (able, answered))
+            said += f" ({able_} exceeds it there, and here it rests on {rest or 'no attack'})"
+    return untold(name, [said, *lacks] if lacks else [], said)
+
+
+def _why_none(evidence: Evidence) -> str:
+    """Returns why there are no undefended copies, and what makes them."""
+    if evidence.purged:
+        return "no undefended copies were attacked before the private data was deleted"
+    if not positive_control.chosen(evidence.run, evidence.experiment):
+        return "no private batch is in the vault, so there is nothing to make undefended copies of"
+    return (
+        "no undefended copies were attacked, so these attacks may be unable to read anything: "
+        f"`fedleak attack {evidence.run.path} --positive-control` tells"
+    )
+
+
+def _attackers(evidence: Evidence) -> Check:
+    """Returns a remark on which attacks the limits hold for; it closes nothing."""
+    tried = ", ".join(sorted({row.attack for row in evidence.rows.leakage})) or "no attack"
+    said = f"the limits hold for {tried}"
+    if STRONGEST not in evidence.kinds.values():
+        said += f" alone: {STRONGEST}, the strongest attacker here, is not among them"
+    return Check("attackers", Outcome.WITHIN, said)
