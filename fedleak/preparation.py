@@ -260,7 +260,13 @@ def refuse_purged(run: Run) -> None:
     Raises:
         ConfigError: `fedleak purge` was here.
     """
-    if date := run.info().get("purged"):
+    info = run.info()
+    if (date := info.get("purged")) and not info.get("purge_complete", True):
+        raise ConfigError(
+            f"{str(run.path)!r}: a purge began on {date} and is not complete: `fedleak purge "
+            f"{run.path}` goes on"
+        )
+    if date:
         raise ConfigError(
             f"{str(run.path)!r} was purged on {date}: its captures, models and private texts are "
             f"deleted, so nothing can be trained or attacked there: `fedleak score {run.path}` "

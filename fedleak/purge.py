@@ -1,8 +1,11 @@
 """Deletes what a private text can be read from, once a run is scored."""
 
-import shutil
+import os
 import time
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from fedleak.audit import scoring
 from fedleak.errors import FedleakError
@@ -32,9 +35,16 @@ All other files hold settings and figures, and beside these what attacks say of 
 
 @dataclass(frozen=True)
 class Purged:
-    """What a purge did, a line for each file or folder."""
+    """What a purge did, a line for each file or folder.
+
+    Attributes:
+        deleted: What is gone.
+        left: What could not be deleted, and why: a file, or a folder that cannot be read.
+        kept: What holds nothing private.
+    """
 
     deleted: tuple[str, ...]
+    left: tuple[str, ...]
     kept: tuple[str, ...]
 
 
@@ -44,48 +54,89 @@ def purge(run: Run) -> Purged:
     One that was cut short is finished by the next. Whoever calls this holds the lock.
 
     Raises:
-        FedleakError: The run is not finished, or not all of it is scored.
+        FedleakError: The run is not finished, or not all of it is scored; or the disk is so full
+            that scores, or what was done, cannot be written.
     """
-    if not run.info().get("purged"):
-        _refuse_unscored(run)
-        # Noted first: if this is cut short, what is left is not taken for a run.
-        run.update_info(purged=time.strftime("%Y-%m-%d %H:%M:%S"))
-    deleted = []
-    for name, what in PRIVATE.items():
-        path = run.path / name
-        if path.is_dir():
-            files = sum(each.is_file() for each in path.rglob("*"))
-            shutil.rmtree(path)
-            deleted.append(f"{path} ({files} files: {what})")
-        elif path.exists():
-            path.unlink()
-            deleted.append(f"{path} ({what})")
-    for shard in begun(run):
-        shutil.rmtree(run.path / shard.folder)
-        deleted.append(f"{run.path / shard.folder} (what attacks read in shard {shard})")
-    for path in run.path.glob(".*.[0-9]*"):  # what a killed process had not yet renamed
-        path.unlink()
-        deleted.append(f"{path} (half written)")
+    date = run.info().get("purged")
+    if date is None:
+        _score(run)
+        date = time.strftime("%Y-%m-%d %H:%M:%S")
+    # Noted first: if this is cut short, what is left is not taken for a run. A full disk has room
+    # for the note once something is deleted.
+    with suppress(FedleakError):
+        run.update_info(purged=date, purge_complete=False)
+    deleted: list[str] = []
+    left: list[str] = []
+    for path, what in filter(lambda entry: os.path.lexists(entry[0]), _private(run)):
+        link = f"a link to {path.readlink()}, which stays" if path.is_symlink() else None
+        before, folder = len(left), path.is_dir()
+        files = _delete(path, left)
+        if len(left) == before:
+            deleted.append(f"{path} ({link or (f'{files} files: {what}' if folder else what)})")
+    run.update_info(purged=date, purge_complete=not left)
     scores = scoring.score(run, scoring.salvaged(run))
     scoring.write(run, scores)  # so that the summary says it too
     if "figures" not in run.info():  # run.json has a seal, and rows have none
         run.update_info(figures=scoring.mark(scores.rows, scores.summary.positive_control))
-    kept = sorted(each.name for each in run.path.iterdir() if not each.name.startswith("."))
-    return Purged(tuple(deleted), (f"{run.path}: {', '.join(kept)}",))
+    kept = sorted(path.name for path in run.path.iterdir() if not path.name.startswith("."))
+    return Purged(tuple(deleted), tuple(left), (f"{run.path}: {', '.join(kept)}",))
 
 
-def _refuse_unscored(run: Run) -> None:
-    """Refuses to delete what figures are still to be made of."""
+def _private(run: Run) -> Iterator[tuple[Path, str]]:
+    """Yields what is to be deleted, and what it is."""
+    for name, what in PRIVATE.items():
+        yield run.path / name, what
+    for shard in begun(run):
+        yield run.path / shard.folder, f"what attacks read in shard {shard}"
+    for path in sorted(run.path.glob(".*")):
+        if path.name != ".lock":
+            yield path, "half written"  # by a process that was killed
+
+
+def _delete(path: Path, left: list[str]) -> int:
+    """Deletes a file, a link, or a folder and all that is in it; follows no link.
+
+    Args:
+        path: What to delete.
+        left: Gets what cannot be deleted.
+
+    Returns:
+        How many files are gone.
+    """
+    before = len(left)
+    try:
+        if path.is_symlink() or not path.is_dir():
+            path.unlink()
+            return 1
+        files = sum(_delete(inner, left) for inner in path.iterdir())
+        if len(left) == before:
+            path.rmdir()
+    except OSError as error:
+        left.append(f"{path} ({error.strerror})")
+        return 0
+    return files
+
+
+def _score(run: Run) -> None:
+    """Scores a run a last time, and refuses to delete what figures are still to be made of.
+
+    Writes nothing where all of it is written: a full disk has to be purged, too.
+    """
     info = run.info()
     if info["status"] != "finished":
         raise FedleakError(
             f"{str(run.path)!r} is not finished ({info['status']}), so nothing was deleted: "
             "`fedleak run` with the experiment's file finishes it; or delete the folder"
         )
-    scoring.score_run(run)
-    unscored = run.read(SUMMARY).unscored
-    if unscored:
+    scores = scoring.score(run, scoring.salvaged(run))
+    if scores.summary.unscored:
         raise FedleakError(
-            f"{unscored} answers of {str(run.path)!r} are not scored, so nothing was deleted: "
-            f"`fedleak score {run.path}` says why; or delete the folder"
+            f"{scores.summary.unscored} answers of {str(run.path)!r} are not scored, so nothing "
+            f"was deleted: `fedleak score {run.path}` says why; or delete the folder"
         )
+    try:
+        written = run.read(SUMMARY) == scores.summary and scoring.scored_rows(run) == scores.rows
+    except FedleakError:  # damaged, or not there
+        written = False
+    if not written:
+        scoring.write(run, scores)

@@ -18,7 +18,10 @@ from tiny import DLG, Here, toml
 from tiny import call as call_tiny
 
 from fedleak import pipeline, preparation
+from fedleak import purge as purging
+from fedleak.audit import scoring
 from fedleak.config.loading import load
+from fedleak.errors import FedleakError
 from fedleak.models import loading
 from fedleak.store.lines import Lines
 from fedleak.store.run import Key, Run
@@ -212,7 +215,29 @@ def test_an_answer_that_is_gone_takes_no_control_of_another_along(run):
     assert scores(run) == before
 
 
+def said(**values: object) -> Callable[[Path], None]:
+    """Changes what run.json says."""
+
+    def damage(path: Path) -> None:
+        info = json.loads((path / "run.json").read_text())
+        (path / "run.json").write_text(json.dumps(info | values))
+
+    return damage
+
+
+def labelled_twice(path: Path) -> None:
+    file = path / "vault/r0001-c00.json"
+    truth = json.loads(file.read_text())
+    file.write_text(json.dumps(truth | {"labels": truth["labels"] * 2}))
+
+
 OTHER = {
+    "vault-labels": (labelled_twice, 1, "vault/r0001-c00.json is damaged (not every text has one"),
+    "run-versions": (said(versions="1.0"), 1, "run.json cannot be read (versions: "),
+    "run-left-out": (said(left_out=5), 1, "run.json cannot be read (left_out: "),
+    "run-dropped-out": (said(dropped_out=[1]), 1, "run.json cannot be read (dropped_out: "),
+    "run-sizes": (said(examples={"training": -8, "held_out": 4}), 1, "(examples.training: "),
+    "run-classes": (said(num_labels=10**9), 1, "run.json cannot be read (num_labels: "),
     "vault-cut": (cut("vault/r0001-c00.json"), 1, r"vault/r0001-c00.json is damaged (Expecting"),
     "vault-empty-object": (put("vault/r0001-c00.json", "{}"), 1, "it is no private batch"),
     "vault-list": (put("vault/r0001-c00.json", "[]"), 1, "it is no private batch"),
@@ -225,12 +250,12 @@ OTHER = {
     "held-out-cut": (cut("held_out.json"), 1, "held_out.json is damaged (Expecting"),
     "held-out-list": (put("held_out.json", "[]"), 1, "it has no list of texts"),
     "held-out-ids": (put("held_out.json", '{"sequences": [[999999999]]}'), 1, "the vocabulary"),
-    "run-cut": (cut("run.json"), 1, "run.json is damaged ("),
-    "run-empty-object": (put("run.json", "{}"), 1, "run.json has schema_version None"),
+    "run-cut": (cut("run.json"), 1, "run.json cannot be read ("),
+    "run-empty-object": (put("run.json", "{}"), 1, "it has schema_version None"),
     "run-list": (put("run.json", "[]"), 1, "it holds a list, not a table"),
     "run-old": (put("run.json", '{"schema_version": 1}'), 1, "has schema_version 1, and this"),
-    "run-bare": (put("run.json", '{"schema_version": 2}'), 1, "experiment, fingerprint, status"),
-    "run-binary": (put("run.json", b"\xff\xfe\x00"), 1, "run.json is damaged ("),
+    "run-bare": (put("run.json", '{"schema_version": 2}'), 1, "experiment: Field required"),
+    "run-binary": (put("run.json", b"\xff\xfe\x00"), 1, "run.json cannot be read ("),
     "utility-torn": (line("utility.jsonl", 1, '{"round": 0, "lo'), 1, "lacks the rounds [0]"),
     "utility-type": (line("utility.jsonl", 1, '{"round": "0"}'), 1, "lacks the rounds [0]"),
     "defended-cut": (cut("defended/r0001-c01.json"), 1, "defended/r0001-c01.json is damaged"),
@@ -563,15 +588,70 @@ def test_a_purge_deletes_what_texts_can_be_read_from_and_keeps_the_figures(run):
 
 
 def test_a_purge_that_was_cut_short_is_finished_by_the_next(run, monkeypatch):
-    def stop(path):
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
+    stuck, unlink = run.path / "captures/r0001-c00.safetensors", Path.unlink
+
+    def stop(path, **options):
+        if path == stuck:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        unlink(path, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(shutil, "rmtree", stop)
-        assert call_on(run, "purge")[0] == 1
-    assert call_on(run, "attack")[0] == 2
+        patch.setattr(Path, "unlink", stop)
+        status, text, errors = call_on(run, "purge")
+        assert status == 1
+        assert f"1 files could not be deleted, such as {stuck} (Input/output error)" in errors
+    assert f"deleted: {run.path / 'vault'} (2 files" in text
+    assert f"deleted: {run.path / 'captures'}" not in text
+    assert [path for path in run.path.rglob("*") if path.name in PURGED] == [stuck.parent]
+    status, _, errors = call_on(run, "score")
+    assert status == 1
+    assert "the purge that began on" in errors
+    for command in ("attack", "run"):
+        status, _, errors = call_on(run, command)
+        assert status == 2
+        assert f"is not complete: `fedleak purge {run.path}` goes on" in errors
     assert call_on(run, "purge")[0] == 0
-    assert not PURGED & {each.name for each in run.path.iterdir()}
+    assert not PURGED & {path.name for path in run.path.iterdir()}
+    assert call_on(run, "score")[0] == 0
+
+
+def test_a_purge_deletes_links_and_not_what_they_lead_to(run, tmp_path_factory):
+    home = tmp_path_factory.mktemp("home")
+    for name in ("captures", "models", "vault"):
+        (run.path / name).rename(home / name)
+        (run.path / name).symlink_to(home / name)
+    before = everything(home)
+    (run.path / "shard-1of2").mkdir()
+    (run.path / "shard-1of2" / "captures").symlink_to(home / "captures")
+    (run.path / f".{REC}.x.part").write_text("half written")
+    status, text, errors = call_on(run, "purge")
+    assert status == 0, errors
+    assert f"{run.path / 'vault'} (a link to {home / 'vault'}, which stays)" in text
+    assert everything(home) == before
+    assert not {*PURGED, "shard-1of2"} & {path.name for path in run.path.iterdir()}
+    assert {path.name for path in run.path.glob(".*")} == {".lock"}
+
+
+def test_a_full_disk_is_purged(run, monkeypatch):
+    assert call_on(run, "score")[0] == 0
+    write = Run._write_plain_json
+
+    def full(self, name, value):
+        if (run.path / "captures").exists():
+            raise FedleakError(f"{name} cannot be written: No space left on device")
+        write(self, name, value)
+
+    monkeypatch.setattr(Run, "_write_plain_json", full)
+    keep = scoring.write
+
+    def write_scores(run, scores):
+        assert "purged" in run.info(), "what was scored is written already"
+        keep(run, scores)
+
+    monkeypatch.setattr(scoring, "write", write_scores)
+    done = purging.purge(run)
+    assert not done.left
+    assert not PURGED & {path.name for path in run.path.iterdir()}
 
 
 @pytest.mark.parametrize("kind", ["interrupted", "unscored", "unanswered"])
@@ -605,7 +685,7 @@ def test_a_damaged_cell_is_run_again_or_named(run, kind):
     status, _, errors = call_tiny("sweep", "grid.toml", "--jobs", "1")
     if kind == "run-cut":
         assert status == 1
-        assert "seed=0/run.json is damaged" in errors
+        assert "seed=0/run.json cannot be read" in errors
     else:
         assert status == 0, errors
         (row,) = json.loads(Path("runs/grid/sweep.json").read_text())["cells"]

@@ -29,6 +29,7 @@ from fedleak.audit.vault import read_truth, summed_clients, weight
 from fedleak.config.experiment import Experiment
 from fedleak.errors import CaptureError
 from fedleak.federation import canaries
+from fedleak.finite import all_finite
 from fedleak.models import LanguageModel
 from fedleak.observation import ClientUpdate, UpdateKind
 from fedleak.store.records import CanaryRow, Epsilon, LedgerRow
@@ -95,7 +96,9 @@ def _scored(
             gaps.notes.append(f"the audited copy of {key} is not here: its canaries have no score")
             continue
         if capture is None:
-            capture = run.read_capture(captured)
+            capture = run.read_capture(captured, dict(model.module.named_parameters()))
+            if not all(map(all_finite, capture.update.tensors.values())):
+                raise CaptureError(f"not every number of {captured} is finite")
             noise_share = _noise_share(capture.update, read_truth(run, captured))
         yield _row(run, experiment, model, capture, truth, noise_share)
 

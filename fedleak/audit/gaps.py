@@ -3,12 +3,12 @@
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
 
 from fedleak.config.experiment import Experiment
 from fedleak.errors import FedleakError
 from fedleak.federation.schedule import expected_captures
 from fedleak.reconstruction import Status
+from fedleak.store.info import Info
 from fedleak.store.records import UNSCORED, Answer, LeakageRow
 from fedleak.store.run import Key, Run
 from fedleak.store.shards import Shard, Share, damaged, shares
@@ -80,6 +80,11 @@ def find_gaps(
     gaps.missing += _refuted(answers, rows)
     gaps.notes += [*_no_answers(answers.values()), *_dropped_out(info), *_left_out(info)]
     if purged := info.get("purged"):
+        if not info.get("purge_complete", True):
+            gaps.missing.append(
+                f"the purge that began on {purged} is not complete: `fedleak purge {run.path}` "
+                "goes on"
+            )
         gaps.notes.append(
             f"the private data was purged on {purged}: all {len(rows)} rows stay as they were, and "
             "nothing can be attacked or scored again"
@@ -148,7 +153,7 @@ def _no_answers(answers: Collection[Answer]) -> list[str]:
     return [f"no attack gave an answer: all {len(answers)} abstained or are inadmissible"]
 
 
-def _dropped_out(info: Mapping[str, Any]) -> list[str]:
+def _dropped_out(info: Info) -> list[str]:
     """Returns which clients are not in a secure sum."""
     absent = {round: clients for round, clients in info.get("dropped_out", {}).items() if clients}
     if not absent:
@@ -161,7 +166,7 @@ def _dropped_out(info: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _left_out(info: Mapping[str, Any]) -> list[str]:
+def _left_out(info: Info) -> list[str]:
     """Returns how many messages an import could not read."""
     if not (left_out := info.get("left_out")):
         return []

@@ -41,6 +41,8 @@ def check_truth(value: Any, key: Key, file: Path) -> GroundTruth:
         truth = _TRUTH.validate_python(value)
     except ValidationError as error:
         raise CaptureError(f"{file} is damaged (it is no private batch)") from error
+    if len(truth.labels) not in (0, len(truth.sequences)):
+        raise CaptureError(f"{file} is damaged (not every text has one class)")
     if key != (truth.round, truth.client):
         raise CaptureError(f"{file} is damaged (it is of another round or client)")
     return truth
@@ -82,11 +84,14 @@ def _truth_of_all(run: Run, round: int) -> GroundTruth | None:
     if aggregator is not None and (added := aggregator.noise_on_mean(len(clients))):
         # The clients' own noise is clipped with their updates: nobody knows how loud it is then.
         noise_scale = None if noise_scale else added
+    labels = tuple(chain.from_iterable(truth.labels for truth in truths))
+    if labels and not all(truth.labels for truth in truths):
+        raise CaptureError(f"{run.path / 'vault'}: not every text of round {round} has a class")
     return GroundTruth(
         round=round,
         client=EVERYONE,
         sequences=tuple(chain.from_iterable(truth.sequences for truth in truths)),
-        labels=tuple(chain.from_iterable(truth.labels for truth in truths)),
+        labels=labels,
         batch_size=sum(truth.batch_size for truth in truths),
         noise_scale=noise_scale,
     )

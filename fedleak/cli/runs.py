@@ -9,7 +9,7 @@ from fedleak.cli.completion import experiment_files
 from fedleak.cli.display import console, progress, remark
 from fedleak.cli.mistakes import mended
 from fedleak.cli.options import AllowCommands, Fresh, RunPath, Set, Texts
-from fedleak.errors import ConfigError
+from fedleak.errors import ConfigError, FedleakError
 from fedleak.sanitise import markup
 
 QUICKSTART = [
@@ -205,3 +205,8 @@ def purge(path: RunPath) -> None:
             console.print(f"deleted: {markup(what)}", soft_wrap=True)
         for what in done.kept:
             console.print(f"kept:    {markup(what)}", soft_wrap=True)
+        if done.left:
+            raise FedleakError(
+                f"{len(done.left)} files could not be deleted, such as {done.left[0]}: mend that, "
+                f"and `fedleak purge {path}` goes on"
+            )

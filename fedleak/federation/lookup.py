@@ -72,13 +72,11 @@ def examples(run: Run) -> Examples:
         FedleakError: The run.json is damaged.
     """
     info = run.info()
-    if (sizes := node_sizes(run)) is not None:
-        return Examples(sum(sizes), info["examples"]["held_out"])
     # A run of an older version says both in its experiment.
     said = info.get("examples") or info["experiment"]["data"]
     match said:
         case {"training": int(training), "held_out": int(held_out)}:
-            return Examples(training, held_out)
+            return Examples(sum(info.get("node_examples", [training])), held_out)
         case {"samples": int(training), "held_out": int(held_out)}:
             return Examples(training, held_out)
     raise FedleakError(
@@ -88,10 +86,7 @@ def examples(run: Run) -> Examples:
 
 def node_sizes(run: Run) -> Sequence[int] | None:
     """Returns how many examples each client has by the word of its node; None: nobody said."""
-    match run.info().get("node_examples"):
-        case [*sizes] if all(type(size) is int and size > 0 for size in sizes):
-            return sizes
-    return None
+    return run.info().get("node_examples")
 
 
 def most_examples(experiment: Experiment, run: Run, client: int) -> int:

@@ -39,20 +39,23 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar, cast
 
 import safetensors
 import safetensors.torch
+from pydantic import Field
 from torch import Tensor
 
 from fedleak.errors import CaptureError, ConfigError, FedleakError
+from fedleak.finite import all_finite
 from fedleak.logs import logged
 from fedleak.observation import ClientUpdate, Knowledge, UpdateKind
 from fedleak.plain_files import opened
+from fedleak.sanitise import printable
 from fedleak.store import seal
 from fedleak.store.files import (
     append_together,
@@ -68,18 +71,22 @@ from fedleak.store.files import (
     replace,
     tensor_file,
 )
+from fedleak.store.info import INFO, REMEDY, Info
 from fedleak.store.lines import (
     SCHEMA_VERSION,
     Document,
     Lines,
     Record,
-    other_version,
+    validated,
 )
-from fedleak.store.zero_rows import with_zero_rows, without_zero_rows
+from fedleak.store.zero_rows import shapes, with_zero_rows, without_zero_rows
 
 T = TypeVar("T")
 
 _KEY = re.compile(r"r(\d+)-(?:c(\d+)|all)")
+
+_LONGEST = 100
+"""Characters of a name that are repeated in an error."""
 
 EVERYONE = -1
 """The client of a capture that is the sum over all of its round."""
@@ -94,6 +101,16 @@ class Key(NamedTuple):
     def __str__(self) -> str:
         of = "all" if self.client == EVERYONE else f"c{self.client:02d}"
         return f"r{self.round:04d}-{of}"
+
+
+class _Beside(Record):
+    """What stands beside the tensors of a capture."""
+
+    fingerprint: str | None
+    kind: UpdateKind
+    num_examples: Annotated[int, Field(ge=0)]
+    knowledge: Knowledge
+    rows: dict[str, Annotated[int, Field(ge=0)]] = {}
 
 
 @dataclass(frozen=True)
@@ -145,7 +162,7 @@ class Run:
         """Returns whether something was run here."""
         return (self.path / "run.json").is_file()
 
-    def info(self) -> dict[str, Any]:
+    def info(self) -> Info:
         """Returns the content of run.json.
 
         Raises:
@@ -157,13 +174,8 @@ class Run:
                 f"{str(self.path)!r} is not a run directory: it has no run.json: name the folder "
                 "of a run, such as runs/NAME"
             )
-        try:
-            value = self.read_json("run.json")
-        except FedleakError as error:
-            raise FedleakError(f"{error}: {_RESTORE}") from error
-        if reason := _not_info(value):
-            raise FedleakError(f"{self.path / 'run.json'} {reason}: {_RESTORE}")
-        return dict(value)
+        # Without its seal, which is of what it says.
+        return cast(Info, seal.without(self.read(INFO)))
 
     def fingerprint(self) -> str | None:
         """Returns the mark of what belongs to this run; None before it has a run.json."""
@@ -186,9 +198,9 @@ class Run:
         The run.json of somebody else, or one that was changed, gets no seal by that.
         """
         if self.made_here():
-            self.write_json("run.json", self.info() | values)
+            self.write_json("run.json", {**self.info(), **values})
         else:
-            self._write_plain_json("run.json", self.info() | values)
+            self._write_plain_json("run.json", {**self.info(), **values})
 
     def made_here(self) -> bool:
         """Returns whether fedleak wrote run.json on this machine, and it is as it was."""
@@ -253,13 +265,18 @@ class Run:
         """Writes what the server received."""
         self._write_capture(_captured(capture.key), capture)
 
-    def read_capture(self, key: Key) -> Capture:
+    def read_capture(self, key: Key, parameters: Mapping[str, Tensor] | None = None) -> Capture:
         """Reads a capture.
 
+        Args:
+            key: Which.
+            parameters: Of the model, with or without values: an update has no others. None: they
+                are not known here.
+
         Raises:
-            CaptureError: The file is damaged, or of another experiment.
+            CaptureError: The file is damaged, of another experiment or of another model.
         """
-        return self._read_capture(_captured(key), key)
+        return self._read_capture(_captured(key), key, parameters)
 
     def read_knowledge(self, key: Key) -> Knowledge:
         """Reads what the server knows of a capture, without its tensors.
@@ -267,7 +284,7 @@ class Run:
         Raises:
             CaptureError: The file is damaged, or of another experiment.
         """
-        return self._read_about(key)[2]
+        return self._read_beside(key).knowledge
 
     def num_examples(self, key: Key) -> int:
         """Reads how many examples a capture is of, without its tensors.
@@ -275,7 +292,7 @@ class Run:
         Raises:
             CaptureError: The file is damaged, or of another experiment.
         """
-        return self._read_about(key)[1]
+        return self._read_beside(key).num_examples
 
     def has_capture(self, key: Key) -> bool:
         """Returns whether a capture is here, or was."""
@@ -297,7 +314,7 @@ class Run:
         if not self.is_closed(key):
             path = self._file(_captured(key))
             try:
-                about = _read_metadata(path)
+                about = parse_json(_read_metadata(path))
             except _DAMAGE as error:
                 raise _damaged(path, error) from error
             self.write_json(_closed(key), about)
@@ -376,11 +393,9 @@ class Run:
         path = self._file(name)
         try:
             found, metadata = _read_tensors(path)
-            self._refuse_foreign(json.loads(metadata["fedleak"]))
+            self._refuse_foreign(json.loads(metadata["fedleak"])["fingerprint"])
         except _DAMAGE as error:
-            raise CaptureError(
-                f"model {path} is damaged ({one_line(error)}): {_RESTORE}"
-            ) from error
+            raise CaptureError(f"model {path} is damaged ({one_line(error)}): {REMEDY}") from error
         return found
 
     def forget(self, round: int) -> None:
@@ -427,7 +442,9 @@ class Run:
         stored, heights = without_zero_rows(_flat(update.tensors))
         self._write_tensors(name, stored, about | ({"rows": heights} if heights else {}))
 
-    def _read_capture(self, name: str, key: Key) -> Capture:
+    def _read_capture(
+        self, name: str, key: Key, parameters: Mapping[str, Tensor] | None = None
+    ) -> Capture:
         path = self._file(name)
         if self.is_closed(key) and not path.is_file():
             raise CaptureError(
@@ -436,31 +453,35 @@ class Run:
             )
         try:
             stored, metadata = _read_tensors(path)
-            about = json.loads(metadata["fedleak"])
-            kind, num_examples, knowledge = self._about(about)
-            update = with_zero_rows(stored, about.get("rows", {}))
+            beside = self._beside(metadata["fedleak"].encode())
+            if parameters is not None:
+                _refuse_other_parameters(stored, shapes(stored, beside.rows), parameters)
+            update = with_zero_rows(stored, beside.rows)
         except _DAMAGE as error:
             raise _damaged(path, error) from error
-        return Capture(key, ClientUpdate(kind, update, num_examples), knowledge)
+        return Capture(
+            key, ClientUpdate(beside.kind, update, beside.num_examples), beside.knowledge
+        )
 
-    def _read_about(self, key: Key) -> tuple[UpdateKind, int, Knowledge]:
+    def _read_beside(self, key: Key) -> _Beside:
         closed = self.is_closed(key)
         path = self._file(_closed(key) if closed else _captured(key))
         try:
-            return self._about(self.read_json(_closed(key)) if closed else _read_metadata(path))
+            return self._beside(read(path) if closed else _read_metadata(path))
         except (*_DAMAGE, FedleakError) as error:
             raise _damaged(path, error) from error
 
-    def _about(self, about: Mapping[str, Any]) -> tuple[UpdateKind, int, Knowledge]:
+    def _beside(self, content: bytes) -> _Beside:
         """Reads what stands beside the tensors of a capture."""
-        self._refuse_foreign(about)
-        return UpdateKind(about["kind"]), about["num_examples"], Knowledge(**about["knowledge"])
+        parse_json(content)  # refuses numbers that are not finite
+        beside = validated(_Beside, content)
+        self._refuse_foreign(beside.fingerprint)
+        return beside
 
-    def _refuse_foreign(self, about: Mapping[str, Any]) -> None:
+    def _refuse_foreign(self, fingerprint: str | None) -> None:
         """Refuses what carries another experiment's mark."""
-        found, own = about["fingerprint"], self.fingerprint()
-        if found != own:
-            raise ValueError(f"it is of another experiment, {found}; this one is {own}")
+        if fingerprint != (own := self.fingerprint()):
+            raise ValueError(f"it is of another experiment, {fingerprint}; this one is {own}")
 
     def _write_tensors(
         self, name: str, tensors: Mapping[str, Tensor], about: Mapping[str, Any]
@@ -538,8 +559,11 @@ class Run:
         path = self._file(f"vault/{key}.safetensors")
         try:
             found, metadata = _read_tensors(path)
-            self._refuse_foreign(json.loads(metadata["fedleak"]))
-            return found["differences"]
+            self._refuse_foreign(json.loads(metadata["fedleak"])["fingerprint"])
+            differences_SK = found["differences"]
+            if not (differences_SK.is_floating_point() and all_finite(differences_SK)):
+                raise ValueError("not all of it are finite numbers")
+            return differences_SK
         except _DAMAGE as error:
             raise CaptureError(f"{path} is damaged ({one_line(error)})") from error
 
@@ -706,27 +730,8 @@ class Run:
         return aside
 
 
-_DAMAGE = (OSError, KeyError, ValueError, TypeError, safetensors.SafetensorError)
+_DAMAGE = (OSError, KeyError, ValueError, TypeError, RuntimeError, safetensors.SafetensorError)
 """What reading a damaged file raises."""
-
-
-_RESTORE = (
-    "restore it from a copy, or start anew with `fedleak run FILE --fresh`, which keeps this "
-    "folder under another name"
-)
-
-_INFO = {"experiment": dict, "fingerprint": str, "status": str, "num_labels": int}
-"""What run.json must hold."""
-
-
-def _not_info(value: Any) -> str | None:
-    """Returns why a value cannot be that of a run.json; None if it can."""
-    if not isinstance(value, dict):
-        return f"is damaged (it holds a {type(value).__name__}, not a table)"
-    if reason := other_version(value):
-        return f"{reason}: it is damaged, or another version wrote it"
-    wrong = [key for key, of in _INFO.items() if not isinstance(value.get(key), of)]
-    return f"is damaged ({', '.join(wrong)} missing or not right)" if wrong else None
 
 
 def _damaged(path: Path, error: Exception) -> CaptureError:
@@ -774,10 +779,26 @@ def _is_genuine_line(place: str, line: bytes) -> bool:
     return isinstance(table, dict) and seal.is_genuine(place, table)
 
 
-def _read_metadata(path: Path) -> Any:
+def _refuse_other_parameters(
+    stored: Mapping[str, Tensor],
+    shapes: Mapping[str, Sequence[int]],
+    parameters: Mapping[str, Tensor],
+) -> None:
+    """Refuses tensors that are none of a model."""
+    for name, shape in shapes.items():
+        if name not in parameters:
+            raise ValueError(f"{printable(name)[:_LONGEST]!r} is no parameter of the model")
+        if tuple(shape) != (wanted := tuple(parameters[name].shape)):
+            raise ValueError(f"{name} has the shape {tuple(shape)}, and the model's {wanted}")
+        if not stored[name].is_floating_point():
+            raise ValueError(f"{name} is of {stored[name].dtype}")
+
+
+def _read_metadata(path: Path) -> bytes:
     """Reads the table beside the tensors of a file, whatever it says."""
     with tensor_file(path) as file:
-        return json.loads((file.metadata() or {})["fedleak"])
+        text: str = (file.metadata() or {})["fedleak"]
+    return text.encode()
 
 
 def _read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:

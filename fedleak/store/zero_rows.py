@@ -5,7 +5,6 @@ so most rows of the largest matrix are such.
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +33,23 @@ def without_zero_rows(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor],
     return stored, heights
 
 
-def with_zero_rows(stored: Mapping[str, Tensor], heights: Mapping[str, Any]) -> dict[str, Tensor]:
+def shapes(stored: Mapping[str, Tensor], heights: Mapping[str, int]) -> dict[str, list[int]]:
+    """Returns the shapes of the tensors that `with_zero_rows` would make, and makes none.
+
+    Raises:
+        ValueError: A matrix is not there.
+    """
+    if gone := [name for name in heights if name not in stored]:
+        raise ValueError(f"there are no rows of {gone[0]!r}")
+    indices = {name + _INDICES for name in heights}
+    return {
+        name: [heights.get(name, length) if i == 0 else length for i, length in enumerate(t.shape)]
+        for name, t in stored.items()
+        if name not in indices
+    }
+
+
+def with_zero_rows(stored: Mapping[str, Tensor], heights: Mapping[str, int]) -> dict[str, Tensor]:
     """Returns the tensors that `without_zero_rows` was given.
 
     Raises:

@@ -357,7 +357,8 @@ def work_together(
 def _look(job: Job, model: LanguageModel, device: str) -> Observation | Reconstruction:
     """Returns what there is to attack, or the answer if it cannot be attacked."""
     try:
-        update = Run(job.run).read_capture(job.key).update
+        parameters = dict(model.module.named_parameters())
+        update = Run(job.run).read_capture(job.key, parameters).update
     except CaptureError as error:
         return Reconstruction.none(Status.FAILED, str(error))
     tensors = {name: value.to(device) for name, value in update.tensors.items()}

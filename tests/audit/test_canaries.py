@@ -6,6 +6,8 @@ import math
 import pytest
 import tomli_w
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from scipy.stats import kstest
 from tiny import call, tables
 
@@ -290,6 +292,21 @@ def test_a_damaged_copy_is_said(tmp_path):
     (said,) = [each for each in run.read(SUMMARY).notes if "canaries" in each]
     assert said == "the audited copy of r0001-c01 is not here: its canaries have no score"
     assert len(run.rows(CANARIES)) == 2
+
+
+def test_a_capture_of_no_number_is_named_and_the_others_are_scored(tmp_path):
+    run = audited(tmp_path, experiment_of(count=8))
+    file = run.path / "captures" / "r0001-c00.safetensors"
+    with safe_open(file, framework="pt") as opened:
+        metadata = opened.metadata()
+    tensors = load_file(file)
+    next(iter(tensors.values())).fill_(torch.nan)
+    save_file(tensors, file, metadata)
+    (run.path / "canaries.jsonl").unlink()
+    scoring.score_run(run)
+    (missing,) = [line for line in run.read(SUMMARY).missing if "canaries" in line]
+    assert missing.endswith("not every number of r0001-c00 is finite")
+    assert len(run.rows(CANARIES)) == 3
 
 
 @pytest.mark.parametrize(

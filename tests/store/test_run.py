@@ -9,6 +9,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from fedleak.errors import CaptureError, FedleakError
 from fedleak.observation import ClientUpdate, Knowledge, UpdateKind
@@ -106,6 +108,46 @@ def test_garbage_is_a_damaged_capture_and_a_damaged_model(run, garbage):
     (run.path / "models" / "r0003.safetensors").write_bytes(garbage[:8])
     with pytest.raises(CaptureError, match=r"r0003\.safetensors is damaged"):
         run.read_broadcast(3)
+
+
+BESIDE = {
+    "rows that are text": ({"rows": {"b": "5"}}, "rows.b: Input should be a valid integer"),
+    "rows without end": ({"rows": {"b": 10**15}}, "b has the shape"),
+    "no rows": ({"rows": None}, "rows: Input should be an object"),
+    "rows left out": ({"rows": {}}, "b has the shape"),
+    "examples that are text": ({"num_examples": "5"}, "num_examples: Input should be a valid int"),
+    "a rate that is text": ({"knowledge": {"learning_rate": "x"}}, "knowledge.learning_rate: "),
+    "another kind": ({"kind": "pickle"}, "kind: Input should be"),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_what_stands_beside_a_capture_is_checked_before_it_is_used(run, name):
+    changes, says = BESIDE[name]
+    rows, parameters = torch.zeros(9, 4), {"b": torch.empty(9, 4, device="meta")}
+    rows[3] = 1
+    run.write_capture(Capture(KEY, ClientUpdate(UpdateKind.DELTA, {"b": rows}, 5), SERVER))
+    assert torch.equal(run.read_capture(KEY, parameters).update.tensors["b"], rows)
+    file = run.path / "captures" / "r0003-c07.safetensors"
+    with safe_open(file, framework="pt") as opened:
+        table = json.loads(opened.metadata()["fedleak"])
+    save_file(load_file(file), file, {"fedleak": json.dumps(table | changes)})
+    with pytest.raises(CaptureError, match=rf"r0003-c07\.safetensors is damaged \(.*{says}"):
+        run.read_capture(KEY, parameters)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "says"),
+    [
+        ({"other": torch.ones(2)}, "'other' is no parameter of the model"),
+        ({"b": torch.ones(3)}, r"b has the shape \(3,\), and the model's \(2,\)"),
+        ({"b": torch.ones(2, dtype=torch.int64)}, "b is of torch.int64"),
+    ],
+)
+def test_a_capture_of_another_model_is_damaged(run, tensor, says):
+    run.write_capture(Capture(KEY, ClientUpdate(UpdateKind.DELTA, tensor, 5), SERVER))
+    with pytest.raises(CaptureError, match=says):
+        run.read_capture(KEY, {"b": torch.empty(2, device="meta")})
 
 
 def test_what_is_not_there_is_named(run):

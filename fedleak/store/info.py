@@ -1,0 +1,75 @@
+"""What run.json holds: every command reads it first, and it may come from anybody."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field
+from typing_extensions import TypedDict
+
+from fedleak.store.lines import Document
+
+MOST_CLASSES = 1_000_000
+"""Classes of a model: each has a name in its configuration, and a count in each batch."""
+
+REMEDY = (
+    "restore it from a copy, or start anew with `fedleak run FILE --fresh`, which keeps this "
+    "folder under another name"
+)
+
+Count = Annotated[int, Field(ge=0)]
+
+
+class Sizes(TypedDict):
+    """Examples of the data: those of all clients, and those that nobody trains on."""
+
+    training: Count
+    held_out: Count
+
+
+class Begun(TypedDict):
+    """What is there from the first moment."""
+
+    experiment: dict[str, Any]
+    fingerprint: str
+    status: Literal["new", "running", "interrupted", "failed", "finished"]
+    num_labels: Annotated[int, Field(ge=0, le=MOST_CLASSES)]
+
+
+class Info(Begun, total=False):
+    """All of it, and maybe fields of another version.
+
+    Attributes:
+        begun, user, machine: When, by whom and where the run was made.
+        classes: Names of the classes, which nodes with data of their own are told.
+        node_examples: How many examples each client has by the word of its node.
+        dropped_out: By round, the clients whose updates are not in its sum.
+        failure: Why the run failed.
+        tapped, nodes: The folder of a tap, and its node of each client.
+        left_out: Messages of the tap that are not in the run.
+        purged: When the private data was deleted.
+        purge_complete: Whether nothing was left then.
+        figures: The mark of the rows that a purge has left.
+    """
+
+    __pydantic_config__ = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)  # type: ignore[misc]
+
+    examples: Sizes
+    classes: list[str]
+    versions: dict[str, str]
+    git_commit: str | None
+    begun: str
+    user: str | None
+    machine: str
+    model_fingerprint: str | None
+    remarks: list[str]
+    node_examples: list[Annotated[int, Field(gt=0)]]
+    dropped_out: dict[str, list[Count]]
+    failure: dict[str, str] | None
+    tapped: str
+    nodes: dict[str, str]
+    left_out: list[str]
+    purged: str
+    purge_complete: bool
+    figures: str
+
+
+INFO = Document("run.json", Info, REMEDY)
