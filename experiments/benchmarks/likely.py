@@ -8,8 +8,9 @@ hold nothing of the guessed kind:
   noise     Gaussian noise alone, as large as a gradient
   shuffled  a real gradient, the numbers of each tensor in a random order
   other     the gradient of a model with other weights, on real texts
-  lora      adapters of rank 4 in round 1, when half of them are zero, under noise as in `hidden`
   hidden    a real gradient under noise of 300 root mean squares of it
+  lora      adapters of rank 4 in round 1, when half of the matrices are zero, as they are sent:
+            they hold something of their texts, but what `auto` reads is not the texts
 
 Updates that hold their texts, under noise of so many root mean squares: `noise-0.3`, `noise-1`, ...
 Those say with what power a text is called likely that was read, or nearly: ROUGE-L of 90 and more.
@@ -67,6 +68,7 @@ class Text(NamedTuple):
         kind, model, number: Of the update.
         likely: What is said of it.
         rougeL: Its best with a text of the batch, in per cent; None: there was no guess.
+        compared: It was compared with random texts: there was time for it.
         seconds: CPU time of the attack on the update.
     """
 
@@ -75,6 +77,7 @@ class Text(NamedTuple):
     number: int
     likely: bool
     rougeL: float | None
+    compared: bool
     seconds: float
 
 
@@ -169,7 +172,7 @@ def observed(
             n: value.flatten()[torch.randperm(value.numel(), generator=rng)].view(value.shape)
             for n, value in tensors.items()
         }
-    elif kind in ("hidden", "lora"):
+    elif kind == "hidden":
         tensors = {n: value + HIDDEN * noise(value) for n, value in tensors.items()}
     elif kind.startswith("noise-"):
         scale = float(kind.removeprefix("noise-"))
@@ -202,6 +205,7 @@ def ask(
             number,
             is_likely,
             max(rouge(server.decode(ids), text).rougeL for text in batch) if ids else None,
+            "nats" in answer.diagnostics,
             seconds,
         )
         for ids, is_likely in zip(guesses, likely, strict=True)
@@ -222,7 +226,8 @@ def line(kind: str, name: str, texts: Sequence[Text]) -> str:
     read = [one for one in guesses if one.rougeL is not None and one.rougeL >= READ]
     others = [one for one in texts if one not in read]
     return (
-        f"{kind:<16} {name:<10} {len(guesses):>4} guesses  likely {share(texts):<20} "
+        f"{kind:<16} {name:<10} {len(guesses):>4} guesses, "
+        f"{sum(one.compared for one in guesses):>4} compared  likely {share(texts):<20} "
         f"of those read {share(read):<20} of the others {share(others)}"
     )
 

@@ -43,3 +43,30 @@ def test_a_share_is_of_what_is_left(time):
     assert third.up()
     assert not one.up()
     assert not one.rang
+
+
+def test_a_step_that_would_end_too_late_is_not_begun(time):
+    one = Clock(10)
+    assert not one.up(10)
+    assert one.up(10.1)
+    assert one.rang
+    assert one.before(4).left() == 6
+
+
+@pytest.mark.parametrize(("least", "done"), [(0, 2), (3, 3)])
+def test_parts_are_done_while_one_as_long_as_the_longest_ends_in_time(time, least, done):
+    one, parts = Clock(10), []
+    for seconds in one.paced([3, 4, 2, 1], least):
+        parts.append(seconds)
+        time.seconds += seconds
+    assert len(parts) == done  # after seven of ten seconds another four would end too late
+    assert one.rang
+
+
+def test_no_part_is_missing_if_the_last_one_ends_late(time):
+    one, parts = Clock(10), []
+    for seconds in one.paced([4, 7]):
+        parts.append(seconds)
+        time.seconds += seconds
+    assert parts == [4, 7]
+    assert not one.rang

@@ -17,7 +17,7 @@ from pydantic import AfterValidator, Field
 
 from fedleak.attacks import AttackSetting, OneByOne, Progress, Step, certificate
 from fedleak.attacks.auto import budget
-from fedleak.attacks.auto.budget import Reserve
+from fedleak.attacks.auto.budget import Pace, Reserve
 from fedleak.attacks.auto.chance import FEWEST, PLACEBOS, leaves_noise, noise_of, worth
 from fedleak.attacks.auto.evidence import choose, compare
 from fedleak.attacks.auto.peeling import occurrences, peel
@@ -42,7 +42,7 @@ ENSEMBLE: tuple[tuple[Single, str], ...] = (
 )
 """Cheapest first: the next is asked only where those before proved no whole batch."""
 
-_CHOOSING, _COMPARING = 0.5, 0.5
+_CHOOSING, _COMPARING = 0.5, 0.75
 """Shares of the time left that the choice among guesses and the comparison with chance may take."""
 
 _READ = 2
@@ -150,7 +150,7 @@ class Auto(OneByOne):
         on_progress: Callable[[Progress], None] = lambda progress: None,
     ) -> Reconstruction:
         """Returns the batch that explains the update best, of all that the attacks read."""
-        clock, found = Clock(self.seconds), Findings()
+        clock, found, pace = Clock(self.seconds), Findings(), Pace(seen, model)
         rest, most = seen, _READ * seen.update.num_examples
         setting = AttackSetting.of(seen, model)
         able = [attack for attack, _ in ENSEMBLE if attack.obstacle(setting) is None]
@@ -163,7 +163,7 @@ class Auto(OneByOne):
                 on_progress(how._replace(phase=f"{of} {how.phase}".strip()))
 
             clues = found.clues(most)
-            timed = self._timed(attack, rest, model, clues, clock, clear)
+            timed = self._timed(attack, rest, clues, clock, pace, clear)
             if timed is None:
                 break
             reading = read(timed, rest, model, clues, rng, tell)
@@ -172,32 +172,32 @@ class Auto(OneByOne):
                 return self._proved(found, model, clock)
             left = peel(seen, model, found.members) if found.members else seen
             if left is None or reading.answer.verified:
-                return self._answer(found, NO_CHOICE, seen, rest, model, rng, clock)
+                return self._answer(found, NO_CHOICE, seen, rest, model, rng, clock, pace)
             rest = left
             if noise_of(rest) is not None:
-                choice = _choice(found.unproved(most), rest, model, clock)
+                choice = _choice(found.unproved(most), rest, model, clock, pace)
                 if leaves_noise(model, choice.batch, rest, rng, clock):
-                    return self._answer(found, choice, seen, rest, model, rng, clock)
+                    return self._answer(found, choice, seen, rest, model, rng, clock, pace)
 
         def show(ids: Ids, fit: float) -> None:
             on_progress(Progress(len(able), len(able), 1 - fit, model.decode(ids), "mending"))
 
-        choice = _mended(found.unproved(most), rest, model, rng, clock, show)
-        return self._answer(found, choice, seen, rest, model, rng, clock)
+        choice = _mended(found.unproved(most), rest, model, rng, clock, pace, show)
+        return self._answer(found, choice, seen, rest, model, rng, clock, pace)
 
     def _timed(
         self,
         attack: Single,
         seen: Observation,
-        model: LanguageModel,
         clues: Clues,
         clock: Clock,
+        pace: Pace,
         clear: bool,
     ) -> Single | None:
         """Returns an attack with its time and the settings of this one; None: there is no time."""
         if not isinstance(attack, Lamp):
             return replace(attack, seconds=budget.on_spans(clock, clear))
-        reserve = Reserve.measured(seen, model, clues.sequences)
+        reserve = Reserve.of(pace, seen, clues.sequences)
         if clues.sequences and reserve.answer > clock.left():
             clock.rang = True  # the first step alone would make the answer late
             return None
@@ -234,6 +234,7 @@ class Auto(OneByOne):
         model: LanguageModel,
         rng: torch.Generator,
         clock: Clock,
+        pace: Pace,
     ) -> Reconstruction:
         """Returns what is proved, and beside it the choice that explains the rest best."""
         diagnostics: dict[str, Any] = {}
@@ -246,7 +247,7 @@ class Auto(OneByOne):
         if choice.batch:
             observed = certificate.as_gradient(rest)
             diagnostics["residual"] = choice.residual
-            reserve = Reserve.measured(rest, model, [one.ids for one in choice.batch])
+            reserve = Reserve.of(pace, rest, [one.ids for one in choice.batch])
             spare = reserve.gradients_in(_COMPARING * clock.left()) - len(choice.batch)
             if spare < FEWEST:
                 clock.rang, diagnostics["not_compared"] = True, True
@@ -298,7 +299,9 @@ _NOT_PROVED = {
 }
 
 
-def _choice(pool: Sequence[Ids], rest: Observation, model: LanguageModel, clock: Clock) -> Choice:
+def _choice(
+    pool: Sequence[Ids], rest: Observation, model: LanguageModel, clock: Clock, pace: Pace
+) -> Choice:
     """Returns the sequences of a pool that explain an update best; out of time, the first ones.
 
     A long pool is cut to what can be compared in a part of the time that is left.
@@ -306,7 +309,7 @@ def _choice(pool: Sequence[Ids], rest: Observation, model: LanguageModel, clock:
     pool = [ids for ids in dict.fromkeys(pool) if not model.special_ids().issuperset(ids)]
     if not pool:
         return NO_CHOICE
-    reserve, size = Reserve.measured(rest, model, pool), rest.update.num_examples
+    reserve, size = Reserve.of(pace, rest, pool), rest.update.num_examples
     most = reserve.gradients_in(_CHOOSING * clock.left()) // reserve.labels
     if most < min(size, len(pool)):
         clock.rang = True
@@ -333,13 +336,14 @@ def _mended(
     model: LanguageModel,
     rng: torch.Generator,
     clock: Clock,
+    pace: Pace,
     tell: Callable[[Ids, float], None],
 ) -> Choice:
     """Returns the sequences that explain an update best, with words that do so better."""
-    choice = _choice(pool, rest, model, clock)
+    choice = _choice(pool, rest, model, clock, pace)
     if not choice.batch or clock.up():
         return choice
-    reserve = Reserve.measured(rest, model, pool)
+    reserve = Reserve.of(pace, rest, pool)
     until = reserve.mending_clock(clock)
     better = sharpened(
         model,
@@ -353,7 +357,10 @@ def _mended(
         reserve.gradient,
     )
     clock.rang |= until.rang
-    return _choice([*better, *(one.ids for one in choice.batch)], rest, model, clock)
+    if {*better} == {one.ids for one in choice.batch}:
+        return choice
+    again = _choice([*better, *(one.ids for one in choice.batch)], rest, model, clock, pace)
+    return again if again.batch else choice
 
 
 def _verdict(

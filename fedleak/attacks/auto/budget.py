@@ -6,15 +6,16 @@ what reads. So they get much time in the one case, little in the other. What com
 matching is reserved by the time that a step of it takes.
 """
 
-import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from fedleak.attacks import clock as timing
 from fedleak.attacks.auto.chance import PLACEBOS
 from fedleak.attacks.auto.sharpening import PROPOSED, trial
 from fedleak.attacks.certificate import as_gradient, is_linear
-from fedleak.attacks.clock import MOMENT, Clock
+from fedleak.attacks.clock import Clock
 from fedleak.attacks.matching.batch_structure import frame
 from fedleak.attacks.subspace.span import row_space
 from fedleak.models import CLASSIFICATION, LanguageModel
@@ -29,8 +30,14 @@ _MOST = 0.5
 _PROOF = 3
 """Gradients of a text that its proof takes as long as."""
 
-_TRIED = 128
-"""Tokens of the longest text of the small step; all of its texts have twice as many at most."""
+_ROOM = 1.5
+"""How much longer than expected the choice and the comparison with chance may take."""
+
+_GRADIENTS = 10_000
+"""Gradients that are compared with each other, at most."""
+
+_TRIED = 32
+"""Tokens of each text of the small step."""
 
 _SWEEPS = 3
 """Times that each word of a batch is looked at, before no other word fits better."""
@@ -59,45 +66,70 @@ def on_spans(clock: Clock, clear: bool) -> float:
 
 
 @dataclass(frozen=True)
+class Pace:
+    """How long gradients of guesses take now, measured when it is asked for first.
+
+    Attributes:
+        seen: The update.
+        model: At the broadcast weights.
+    """
+
+    seen: Observation
+    model: LanguageModel
+
+    @cached_property
+    def seconds(self) -> tuple[float, float]:
+        """What a pass over the model takes, however short, and what each token adds."""
+        observed, moments = as_gradient(self.seen), [timing.now()]
+        length = min(_TRIED, self.model.max_length)
+        for guesses in (1, PROPOSED):
+            trial(self.model, length, observed, guesses)
+            moments.append(timing.now())
+        alone, together = moments[1] - moments[0], moments[2] - moments[1]
+        return alone, max(together - alone, 0.0) / ((PROPOSED - 1) * length)
+
+
+@dataclass(frozen=True)
 class Reserve:
     """Seconds that are kept for what comes after gradient matching, by the time of a small step.
 
     Attributes:
-        gradient: Seconds of one guess's gradient, with one label.
-        share: What an inner product with another guess's takes, as a share of that.
+        fixed: Seconds of a pass over the model, however short.
+        gradient: Seconds of one more guess's gradient, with one label.
+        longest: Tokens of a guess at most.
+        width: The hidden size.
         lengths: Tokens of the batch, as far as they are known.
         labels: Of each guess.
     """
 
+    fixed: float
     gradient: float
-    share: float
+    longest: int
+    width: int
     lengths: tuple[int, ...]
     labels: int
 
     @classmethod
-    def measured(
-        cls, seen: Observation, model: LanguageModel, guesses: Sequence[tuple[int, ...]]
-    ) -> "Reserve":
-        """Returns what a batch takes, from the time that a small step takes now.
+    def of(cls, pace: Pace, seen: Observation, guesses: Sequence[tuple[int, ...]]) -> "Reserve":
+        """Returns what a batch takes.
 
         Args:
-            seen: The update.
-            model: At the broadcast weights.
+            pace: How long gradients take.
+            seen: What is left of the update.
             guesses: Sequences that were read, which tell lengths where these are not granted.
         """
-        size = seen.update.num_examples
+        model, size = pace.model, seen.update.num_examples
         around = frame(model)
         marks = len(around.first) + len(around.last)
         known = seen.knowledge.lengths or [len(ids) + marks for ids in guesses[:size]]
         lengths = [*known, *[_CONTENT + marks] * size][:size]
         longest = min(max([*lengths, *map(len, guesses)]), model.max_length)
-        short = min(longest, _TRIED)
-        tried = max(1, min(2 * PROPOSED, 2 * _TRIED // short))
-        begin = timing.now()
-        trial(model, short, as_gradient(seen), tried)
+        fixed, token = pace.seconds
         return cls(
-            gradient=(timing.now() - begin) / tried * longest / short,
-            share=longest / (2 * model.hidden_size),
+            fixed=fixed,
+            gradient=token * longest,
+            longest=longest,
+            width=model.hidden_size,
             lengths=tuple(lengths),
             labels=model.num_labels if model.task == CLASSIFICATION else 1,
         )
@@ -112,8 +144,8 @@ class Reserve:
         """Seconds for the choice among guesses, the comparison with chance, and the proof."""
         size = len(self.lengths)
         return (
-            self._products(self.labels * 2 * size)
-            + self._products(size + PLACEBOS)
+            _ROOM * self._products(self.labels * 2 * size)
+            + _ROOM * self._products(size + PLACEBOS)
             + _PROOF * size * self.gradient
         )
 
@@ -123,13 +155,15 @@ class Reserve:
 
     def mending_clock(self, clock: Clock) -> Clock:
         """Returns the clock of mending: it leaves time for the answer."""
-        return Clock(max(clock.left() - min(self.answer, _MOST * clock.left()), MOMENT))
+        return clock.before(self.answer)
 
     def gradients_in(self, seconds: float) -> int:
         """Returns how many gradients can be compared with each other in some seconds."""
-        most = seconds / max(self.gradient, MOMENT * MOMENT)
-        return int((math.sqrt(1 + 4 * self.share * most) - 1) / (2 * self.share))
+        return bisect_right(range(_GRADIENTS), seconds, key=self._products) - 1
 
     def _products(self, gradients: int) -> float:
         """Returns the seconds that so many gradients and their inner products take."""
-        return self.gradient * gradients * (1 + self.share * gradients)
+        # By factors, or by the gradients themselves: whichever is less (`evidence`).
+        factors = gradients * self.longest / (2 * self.width)
+        formed = (self.longest + gradients) / (3 * self.longest)
+        return self.fixed + self.gradient * gradients * (1 + min(factors, formed))

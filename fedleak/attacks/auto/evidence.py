@@ -9,7 +9,8 @@ its tensor: with much noise of one size on all of them this is the same, and a t
 numbers counts as much as one of large ones.
 
 Least squares needs inner products only, and a weight's gradient `D^T A` has those of its factors
-(`matching.gradient_distance`), so no gradient is formed, however large the model.
+(`matching.gradient_distance`). So gradients are formed only where that takes less than the products
+of all tokens with each other: one weight at a time.
 
 Shapes: N sequences, C labels, K = N C pairs, T tokens, D hidden size, X and Y the sides of a
 weight, M distinct tokens.
@@ -271,7 +272,10 @@ def _products(gradient: Gradient, observed: Tensor) -> tuple[Tensor, Tensor]:
     pairs = gradient[0].left_RKNX.shape[0] * gradient[0].left_RKNX.shape[1]
     left = torch.cat([part.left_RKNX for part in gradient], 2).flatten(0, 1)
     right = torch.cat([part.right_RKNY for part in gradient], 2).flatten(0, 1)
-    tokens = left.shape[1]
+    tokens, sides = left.shape[1], (left.shape[2], right.shape[2])
+    if pairs * tokens**2 * sum(sides) > (pairs + tokens) * math.prod(sides):
+        value_KX = (left.mT @ right).flatten(1)  # long texts: the gradients themselves are smaller
+        return value_KX @ value_KX.T, value_KX @ observed.flatten()
     inner_K = (left * (right @ observed.mT)).flatten(1).sum(1)
     left, right = left.flatten(0, 1), right.flatten(0, 1)
     gram_KK = left.new_empty(pairs, pairs)

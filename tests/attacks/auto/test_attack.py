@@ -9,7 +9,9 @@ import torch
 from fedleak import attacks
 from fedleak.attacks import AttackSetting, clock
 from fedleak.attacks.auto import attack as auto
+from fedleak.attacks.auto import budget
 from fedleak.attacks.auto.attack import Auto
+from fedleak.attacks.auto.budget import Pace, Reserve
 from fedleak.attacks.auto.chance import placebo
 from fedleak.attacks.auto.reading import Reading
 from fedleak.attacks.certificate import Member
@@ -274,3 +276,51 @@ def test_zeros_are_no_batch(small, observe):
     zeros = {name: torch.zeros_like(value) for name, value in seen.update.tensors.items()}
     answer = ask(Auto(), replace(seen, update=replace(seen.update, tensors=zeros)), model)
     assert answer.status == Status.ABSTAINED
+
+
+def test_out_of_time_for_the_choice_the_first_guesses_are_the_answer_and_it_says_so(
+    small, observe, asked, monkeypatch
+):
+    model = small("bert", layers=3, width=48)
+    truth = observe(model, TEXTS[:2])
+    asked[1]["keyspan"] = guess(*truth.sequences)
+    asked[1]["dager"] = asked[1]["lamp"] = NOTHING
+    monkeypatch.setattr(Pace, "seconds", (0.0, 1e9))
+    answer = ask(Auto(), noisy_of(truth, 1e-2, granted=False), model)
+    assert [*answer.sequences] == truth.sequences
+    assert answer.diagnostics["likely"] == [False, False]
+    assert answer.diagnostics["time_up"]
+
+
+def test_out_of_time_for_a_comparison_nothing_is_likely_and_it_says_so(
+    small, observe, asked, monkeypatch
+):
+    model = small("bert", layers=3, width=48)
+    truth = observe(model, TEXTS[:2])
+    asked[1]["keyspan"] = guess(*truth.sequences)
+    asked[1]["dager"] = asked[1]["lamp"] = NOTHING
+    asked_for = []
+
+    def few(own, seconds):
+        asked_for.append(seconds)
+        return 2 * model.num_labels
+
+    monkeypatch.setattr(Reserve, "gradients_in", few)
+    answer = ask(Auto(), noisy_of(truth, 1e-2, granted=False), model)
+    assert sorted(answer.sequences) == sorted(truth.sequences)
+    assert answer.diagnostics["not_compared"]
+    assert not any(answer.diagnostics["likely"])
+    assert answer.diagnostics["time_up"]
+
+
+def test_what_gradients_take_is_measured_once_and_only_where_it_is_asked_for(
+    small, observe, monkeypatch
+):
+    model = small("bert", layers=3, width=48)
+    truth = observe(model, TEXTS[:2], granted=("labels", "lengths"))
+    tried = []
+    monkeypatch.setattr(budget, "trial", lambda *_: tried.append(1))
+    assert ask(Auto(), truth.seen, model).verified
+    assert not tried
+    ask(Auto(seconds=1.0), noisy_of(truth, 1e-2, granted=False), model)
+    assert len(tried) == 2
