@@ -3,6 +3,7 @@
 import shutil
 from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -226,15 +227,22 @@ def checked(run: Run, **limits: float) -> dict[str, Check]:
 
 
 def test_the_gate_wants_each_limit_exceeded_where_nothing_is_defended(run: Run) -> None:
-    checks = checked(run, exact=0.99, rougeL=99.0, token_recall=0.99)
-    control = checks["positive control"]
+    limits = {"exact": 0.99, "rougeL": 99.0, "token_recall": 0.99}
+    # As if keyspan had answered for the noisy updates, too.
+    answered = replace(gather(run), rows=gather(control_of(run)).rows)
+    control, attackers = control_checks(limits, answered)
     assert control.outcome is Outcome.WITHIN
     assert "keyspan read a text of 3 of 3 undefended copies" in control.said
     assert "dlg read a text of 0 of 3 undefended copies" in control.said
-    assert "(keyspan exceeds it there, and here it rests on dlg)" in control.said
-    assert "for dlg, keyspan, probes alone: auto, the strongest" in checks["attackers"].said
+    assert "for dlg, keyspan, probes alone: auto, the strongest" in attackers.said
     # Nothing can exceed such a limit, so no attack can show that it means something.
-    assert checked(run, exact=1.0)["positive control"].outcome is Outcome.UNTOLD
+    assert control_checks({"exact": 1.0}, answered)[0].outcome is Outcome.UNTOLD
+
+
+def test_an_attack_that_abstained_does_not_vouch_for_one_that_cannot_read(run: Run) -> None:
+    control = checked(run, exact=0.5)["positive control"]
+    assert control.outcome is Outcome.UNTOLD
+    assert "exact rests on dlg here, and keyspan exceeds it there" in control.said
 
 
 def test_attacks_that_read_no_copy_close_the_gate(run: Run) -> None:
@@ -246,7 +254,6 @@ def test_attacks_that_read_no_copy_close_the_gate(run: Run) -> None:
     assert control.outcome is Outcome.UNTOLD
     assert "dlg read a text of 0 of 3 undefended copies" in control.said
     assert "the attacks stay within exact, too" in control.said
-    assert checked(run, token_recall=0.9)["positive control"].passed
 
 
 def test_without_copies_the_gate_is_closed_and_says_why(run: Run) -> None:

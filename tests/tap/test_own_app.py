@@ -38,6 +38,7 @@ from fedleak.importing import import_run
 from fedleak.observation import UpdateKind
 from fedleak.store.records import LEAKAGE
 from fedleak.store.run import EVERYONE, Key, Run
+from fedleak.store.summaries import SUMMARY
 from fedleak.store.tapped import Tapped
 from fedleak.tap import tap
 from server import simulation
@@ -84,6 +85,9 @@ def test_stock_fedavg_is_read_and_reported(tmp_path, folder, config, grid_of, in
     assert tiny.call("score", str(run))[0] == 0
     assert tiny.call("report", str(run))[0] == 0
     assert tiny.call("gate", str(run), "--max", "token_recall=0.5")[0] == 3
+    assert tiny.call("attack", str(run), "--positive-control")[0] == 0
+    control = Run(run).read(SUMMARY).positive_control
+    assert (control.copies, control.attacks["probes"].token_recall) == (3, 1.0)
 
 
 def test_adams_first_step_keeps_the_words_and_loses_the_magnitudes(

@@ -25,6 +25,8 @@ def _control(leaks: Mapping[str, float], evidence: Evidence) -> Check:
     """Checks that each limit would have been exceeded if there had been no defense.
 
     What is compared is what all attacks together read of undefended copies, as of the run itself.
+    One of those that exceed it by themselves must have answered here: where they only abstained,
+    the figure is of attacks that cannot read.
     """
     name, copies, rows = "positive control", "undefended copies", evidence.rows.leakage
     control = evidence.summary.positive_control
@@ -42,15 +44,17 @@ def _control(leaks: Mapping[str, float], evidence: Evidence) -> Check:
         said += f"; {LEAKS[figure].says}: {read:.3g}, limit {limit:g}"
         if read <= limit:
             lacks.append(f"where nothing is in their way the attacks stay within {figure}, too")
+            continue
         able = {each for each, of in control.attacks.items() if getattr(of, figure) > limit}
         answered = {
             row.attack
             for row in rows
             if any(getattr(text, figure) is not None for text in row.texts or ())
         }
-        if able and not able & answered:
+        if not able & answered:
             able_, rest = (", ".join(sorted(names)) for names in (able, answered))
-            said += f" ({able_} exceeds it there, and here it rests on {rest or 'no attack'})"
+            who = f"{able_ or 'no single attack'} exceeds it there"
+            lacks.append(f"{figure} rests on {rest or 'no answer'} here, and {who}")
     return untold(name, [said, *lacks] if lacks else [], said)
 
 
