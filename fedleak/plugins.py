@@ -12,7 +12,7 @@ import importlib
 import pkgutil
 import traceback
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType
@@ -54,12 +54,14 @@ def discover(package: ModuleType, key: str = "kind") -> Discovered:
 
     A module that cannot be imported is broken, and the others are found nevertheless. A kind that
     two classes have is nobody's. Only a kind of fedleak's own stays what it is if another package
-    has one of the same name: what runs under it must not depend on what else is installed.
+    has one of the same name: what runs under it must not depend on what else is installed. A class
+    is broken, too, if the package has a function `flaw` that says what is wrong with it.
 
     Args:
         package: The package; its name is also the group of the entry points.
         key: The attribute of a class that names its kind.
     """
+    flaw: Callable[[type], str | None] = getattr(package, "flaw", lambda cls: None)
     broken: dict[str, str] = {}
     walked: set[str] = set()
     defined: dict[str, list[tuple[type, str]]] = defaultdict(list)
@@ -69,8 +71,11 @@ def discover(package: ModuleType, key: str = "kind") -> Discovered:
         count = 0
         for module in _modules(name, origin, walked, broken):
             for cls in _classes(module, key):
-                defined[vars(cls)[key]].append((cls, origin))
                 count += 1
+                if reason := flaw(cls):
+                    broken[_named(f"{cls.__module__}.{cls.__qualname__}", origin)] = reason
+                else:
+                    defined[vars(cls)[key]].append((cls, origin))
         return count
 
     walk(package.__name__, OWN)

@@ -26,7 +26,8 @@ from fedleak.defenses.prune import Prune
 from fedleak.defenses.quantize import Quantize
 from fedleak.defenses.secure_sum import SecureSum
 from fedleak.defenses.sign import Sign
-from fedleak.errors import ConfigError
+from fedleak.errors import ConfigError, FedleakError
+from fedleak.federation.protection import Protection
 from fedleak.models.lora import Lora, adapt_
 from fedleak.observation import ClientUpdate, UpdateKind
 from fedleak.privacy import Event
@@ -326,6 +327,21 @@ POISSON = {"unit": "example", "neighbouring": "add or remove one", "sampling": "
 )
 def test_a_round_adds_its_event_to_the_ledger(defense, local, num_examples, round, event):
     assert defense.event(local, num_examples, round) == event
+
+
+def test_a_defense_that_fails_is_named_with_what_it_raised():
+    class Oops(defenses.Defense):
+        kind = "oops"
+
+        def __call__(self, update, *, rng):
+            raise KeyError("oops")
+
+    local = LocalTraining(kind=UpdateKind.GRADIENT, batch_size=1, epochs=1, learning_rate=0.1)
+    client = Protection(local, {2: Oops()}, num_examples=1)
+    with pytest.raises(
+        FedleakError, match=r"^defense\[2\] \(oops\) failed on .*: KeyError: 'oops'$"
+    ):
+        client.defend(ClientUpdate(UpdateKind.GRADIENT, {}, 1), lambda number: None)
 
 
 def test_heuristics_guarantee_nothing():

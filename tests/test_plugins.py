@@ -58,6 +58,16 @@ def forget():
     forget()
 
 
+ATTACK = "    uses = frozenset()\n    obstacle = __call__ = lambda *_, **__: None\n"
+
+
+def kind(name, *, key="kind", base="", words="Mine."):
+    return (
+        "from dataclasses import dataclass\n@dataclass(frozen=True)\n"
+        f'class Mine({base}):\n    """{words}"""\n    {key} = "{name}"\n' + ("" if base else ATTACK)
+    )
+
+
 # --- files in the tree --------------------------------------------------------------------------
 
 
@@ -114,7 +124,7 @@ def test_a_run_of_a_package_that_is_not_here_asks_for_it(tmp_path):
 
 
 def test_two_files_of_one_kind_are_both_named(package):
-    package("aaa", "class Mine:\n    kind = 'probes'\n")
+    package("aaa", kind("probes"))
     with pytest.raises(ConfigError) as caught:
         parse(TABLE | {"attack": [{"kind": "probes"}]})
     for module in ("fedleak.attacks.aaa", "fedleak.attacks.analytic.probes"):
@@ -124,7 +134,7 @@ def test_two_files_of_one_kind_are_both_named(package):
 
 
 def test_a_kind_without_a_word_about_itself_is_listed(package):
-    package("mute", "class Mute:\n    kind = 'mute'\n")
+    package("mute", kind("mute", words=""))
     assert "mute" in listed()
 
 
@@ -161,10 +171,6 @@ def install(tmp_path, monkeypatch, forget):
         forget()
 
     return put
-
-
-def kind(name, *, key="kind", base="", words="Mine."):
-    return f'class Mine({base}):\n    """{words}"""\n    {key} = "{name}"\n'
 
 
 FAMILY = "from fedleak.models.bert import Bert\n" + kind("acme-bert", key="model_type", base="Bert")
@@ -237,6 +243,36 @@ def test_a_broken_package_is_named_and_the_others_are_found(install, case):
     assert f"cannot be used {value} (acme 1.2): {reason.split()[0]}" in text
     with pytest.raises(ConfigError, match=r"cannot be used: .*\(acme 1\.2\)"):
         parse(TABLE | {"attack": [{"kind": "acme"}]})
+
+
+FLAWED = {
+    "no dataclass": (attacks, kind("mine").replace("@dataclass(frozen=True)", ""), "@dataclass"),
+    "no facts": (attacks, kind("mine").replace("uses", "used"), "which facts it uses"),
+    "no call": (attacks, kind("mine").replace("= __call__ ", ""), "no method __call__"),
+    "a function": (defenses, kind("mine"), "let it inherit"),
+    "a bare defense": (
+        defenses,
+        "from fedleak.defenses import Defense\n"
+        + kind("mine", base="Defense").replace("@dataclass(frozen=True)", ""),
+        "@dataclass",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FLAWED)
+def test_a_class_that_lacks_something_is_named_with_it_and_not_listed(install, case):
+    group, source, lack = FLAWED[case]
+    what = group.__name__.rpartition(".")[2]
+    install("acme", {what: ["acme"]}, {"acme.py": source})
+    assert "mine" not in group.kinds()
+    assert list(discover(group).broken) == ["acme.Mine (acme 1.2)"]
+    assert lack in discover(group).broken["acme.Mine (acme 1.2)"]
+    key = what.removesuffix("s")
+    with pytest.raises(
+        ConfigError, match=r"cannot be used: acme\.Mine \(acme 1\.2\): it "
+    ) as caught:
+        parse(TABLE | {key: [{"kind": "mine"}]})
+    assert lack in str(caught.value)
 
 
 def test_entry_points_that_cannot_be_read_leave_fedleaks_own(install):

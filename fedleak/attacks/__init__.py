@@ -14,8 +14,8 @@ leaves the work to a program of others has `outside = True`: no import contract 
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, is_dataclass
 from functools import cache, partial
 from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
@@ -229,6 +229,18 @@ class OneByOne(ABC):
             self(each, model, rng=rng, on_progress=partial(report, which))
             for which, (each, rng) in enumerate(zip(seen, rngs, strict=True))
         ]
+
+
+def flaw(cls: type) -> str | None:
+    """Returns why a class is no attack, and what it lacks; None if it is one."""
+    if not is_dataclass(cls):
+        return "it is no dataclass: put @dataclass(frozen=True) above it"
+    if not isinstance(getattr(cls, "uses", None), Set):
+        return "it does not say which facts it uses: give it `uses: ClassVar = frozenset()`"
+    # Each class has the `__call__` that makes an instance.
+    methods = {name for base in cls.__mro__ for name in vars(base)}
+    missing = sorted({"obstacle", "__call__"} - methods)
+    return f"it has no method {missing[0]}: see Attack in fedleak.attacks" if missing else None
 
 
 def read_by(attack: Attack, setting: AttackSetting) -> frozenset[str]:

@@ -7,6 +7,12 @@ occurs m_c times with label c in a batch of n, then
 the labels and the multiplicities. A batch is proved when the gradient recomputed from all of it
 equals the observed gradient.
 
+It may do so up to one positive factor on the whole update, the scale. Clipping by norm, a sum in
+place of the mean, accumulation without division, loss scaling and an unknown learning rate
+multiply all numbers alike. So a proof is of the update's direction, one number less than all of it.
+A scale other than 1 hides one thing: a batch of which every text occurs equally often, and that
+more than once, pulls like the same batch once. Such a batch is not proved.
+
 Shapes: B sequences, T tokens, C classes, U logits of all sequences; X: all numbers of a gradient.
 """
 
@@ -48,6 +54,18 @@ class Units(NamedTuple):
     ids: tuple[int, ...]
     logits_C: Tensor | None
     gradients: list[dict[str, Tensor]]
+
+
+class Pull(NamedTuple):
+    """How hard a sequence pulls, in an update, at its own logits.
+
+    Attributes:
+        unit: The sequence.
+        kappa_C: The weight of the gradient of each logit.
+    """
+
+    unit: Units
+    kappa_C: Tensor
 
 
 class Member(NamedTuple):
@@ -128,23 +146,100 @@ def member(model: LanguageModel, unit: Units, kappa_C: Tensor, batch_size: int) 
     if unit.logits_C is None:
         weight = float(kappa_C[0]) * (len(close(model, unit.ids)) - 1)
         return Member(unit.ids, weight, None) if weight > 0 else None
-    classes = len(unit.logits_C)
-    labels_C = torch.arange(classes, device=kappa_C.device)
+    grad_CC = _of_labels(model, unit.logits_C)
+    # The gradients of cross-entropy are linearly dependent, so the total has to be given.
+    system_CC = torch.cat([grad_CC.T, grad_CC.new_ones(1, len(grad_CC))])
+    totals_N = torch.arange(1, batch_size + 1, device=grad_CC.device, dtype=grad_CC.dtype)
+    pulled_CN = batch_size * kappa_C.double()[:, None].expand(-1, batch_size)
+    wanted_CN = torch.cat([pulled_CN, totals_N[None]])
+    counts_CN = torch.linalg.lstsq(system_CC, wanted_CN).solution
+    whole_CN = counts_CN.round()
+    missed_N = (system_CC @ whole_CN - wanted_CN).abs().amax(0)
+    apart_N = (counts_CN - whole_CN).abs().amax(0)
+    fits_N = (whole_CN >= 0).all(0) & (apart_N < WHOLE) & (missed_N < WHOLE)
+    if not fits_N.any():
+        return None
+    fewest = int(fits_N.nonzero()[0])
+    counts = tuple(int(count) for count in whole_CN[:, fewest])
+    return Member(unit.ids, (fewest + 1) / batch_size, counts)
+
+
+def _of_labels(model: LanguageModel, logits_C: Tensor) -> Tensor:
+    """Returns the gradient of one sequence's loss at its logits, a row for each label [C, C]."""
+    classes = len(logits_C)
+    labels_C = torch.arange(classes, device=logits_C.device)
     with torch.enable_grad():
-        each_CC = unit.logits_C.expand(classes, classes).detach().clone().requires_grad_()
+        each_CC = logits_C.expand(classes, classes).detach().clone().requires_grad_()
         # The loss is a mean over rows; row c of its sum's gradient is that of label c.
         loss = model.class_loss(each_CC, labels_C) * classes
-        grad_CC = torch.autograd.grad(loss, each_CC)[0].double()
-    # The gradients of cross-entropy are linearly dependent, so the total has to be given.
-    system_CC = torch.cat([grad_CC.T, grad_CC.new_ones(1, classes)])
-    for total in range(1, batch_size + 1):
-        wanted_C1 = torch.cat([batch_size * kappa_C.double(), grad_CC.new_tensor([total])])[:, None]
-        counts_C = torch.linalg.lstsq(system_CC, wanted_C1).solution[:, 0]
-        whole_C = counts_C.round()
-        missed = (system_CC @ whole_C[:, None] - wanted_C1).abs().max()
-        if (whole_C >= 0).all() and (counts_C - whole_C).abs().max() < WHOLE and missed < WHOLE:
-            return Member(unit.ids, total / batch_size, tuple(int(n) for n in whole_C))
-    return None
+        return torch.autograd.grad(loss, each_CC)[0].double()
+
+
+class Counted(NamedTuple):
+    """What sequences are in a batch.
+
+    Attributes:
+        of_pulls: What each pull tells; None if no counts explain it.
+        scale: The factor on the whole update that makes their counts whole.
+    """
+
+    of_pulls: list[Member | None]
+    scale: float
+
+
+def counted(
+    model: LanguageModel, pulls: Sequence[Pull], batch_size: int, *, whole: bool
+) -> Counted:
+    """Returns how often, and with which labels, sequences occur, whatever the update's scale.
+
+    The scale is 1 if that explains all that pulls. Of other scales, the one with the fewest
+    occurrences is taken. In next-token training weights need not be whole, and the scale is 1.
+
+    Args:
+        model: At the broadcast weights.
+        pulls: Of different sequences; one that hardly pulls may be in no batch.
+        batch_size: Texts in the batch.
+        whole: The sequences are the whole batch; else others may be in it, too.
+    """
+
+    def at(scale: float) -> Counted:
+        return Counted(
+            [member(model, unit, kappa_C / scale, batch_size) for unit, kappa_C in pulls], scale
+        )
+
+    def explains(these: Counted) -> bool:
+        count = _occurrences(these)
+        return (count == batch_size if whole else count <= batch_size) and all(
+            known is not None or float(kappa_C.abs().max()) <= least
+            for known, (_, kappa_C) in zip(these.of_pulls, pulls, strict=True)
+        )
+
+    plain = at(1.0)
+    if not pulls or pulls[0].unit.logits_C is None:
+        return plain
+    least = WHOLE * max(float(kappa_C.abs().max()) for _, kappa_C in pulls)
+    if explains(plain):
+        return plain
+    others = (at(scale) for scale in _scales(model, pulls, batch_size))
+    return min(filter(explains, others), key=_occurrences, default=plain)
+
+
+def _occurrences(these: Counted) -> int:
+    """Returns how many texts of the batch are known."""
+    return sum(sum(known.counts or ()) for known in these.of_pulls if known is not None)
+
+
+def _scales(model: LanguageModel, pulls: Sequence[Pull], batch_size: int) -> list[float]:
+    """Returns the scales at which one of the sequences occurs once."""
+    scales: list[float] = []
+    for unit, kappa_C in pulls:
+        assert unit.logits_C is not None
+        for once_C in _of_labels(model, unit.logits_C):
+            scale = batch_size * float(kappa_C.double() @ once_C / once_C.square().sum())
+            known = (math.isclose(scale, other, rel_tol=PRECISION) for other in scales)
+            if scale > 0 and not any(known):
+                scales.append(scale)
+    return scales
 
 
 def explain(
@@ -193,14 +288,15 @@ def _explained(
     if not (target_X - system_XU @ kappa_U).norm() < precision(seen) * target_X.norm():
         return []
     each = kappa_U.split(len(columns) // len(found))
-    batch_size = seen.update.num_examples
-    members = [
-        member(model, unit, kappa_C, batch_size)
+    least = WHOLE * kappa_U.abs().max()
+    pulls = [
+        Pull(unit, kappa_C)
         for unit, kappa_C in zip(found, each, strict=True)
         # A beginning need not be in the batch.
-        if unit.ids in sequences or kappa_C.abs().max() * batch_size > WHOLE
+        if unit.ids in sequences or kappa_C.abs().max() > least
     ]
-    return [one for one in members if one is not None]
+    of_pulls = counted(model, pulls, seen.update.num_examples, whole=True).of_pulls
+    return [known for known in of_pulls if known is not None]
 
 
 def is_run(model: LanguageModel, ids: Sequence[int]) -> bool:
@@ -256,14 +352,36 @@ class Verdict(NamedTuple):
     Attributes:
         repeats: How often each sequence is in the batch, by its tokens.
         difference: Of the recomputed gradient from the observed gradient; None if the sequences do
-            not make up a whole batch, so that it was not computed.
+            not make up a whole batch.
         verified: The two are equal within the precision of the update, and would not be with other
             repetitions.
+        scale: How many times the recomputed gradient the observed one is; 1 if nothing is verified.
     """
 
     repeats: dict[tuple[int, ...], int]
     difference: float | None
     verified: bool
+    scale: float = 1.0
+
+    def diagnostics(self) -> dict[str, float]:
+        """Returns what an answer says of it."""
+        of_scale = {} if self.scale == 1 else {"scale": self.scale}
+        known = {} if self.difference is None else {"gradient_difference": self.difference}
+        return known | of_scale
+
+    def remark(self) -> str:
+        """Returns what the scale looks like, in a sentence; empty if it is 1."""
+        if self.scale == 1:
+            return ""
+        terms, tokens = round(self.scale), sum(len(ids) * n for ids, n in self.repeats.items())
+        if 1 < terms <= tokens and abs(self.scale - terms) < WHOLE:
+            looks = f"a sum over {terms}, not a mean"
+        else:
+            looks = "a clipped one" if self.scale < 1 else "a scaled one"
+        return (
+            f"this update looks like {looks}: it is {self.scale:.4g} times the mean gradient of "
+            "these texts"
+        )
 
 
 def verify(
@@ -281,16 +399,21 @@ def verify(
         return Verdict({}, None, False)
     repeats = multiplicities(members, seen.update.num_examples)
     by_ids = dict(zip((one.ids for one in members), repeats, strict=True))
-    counted = members[0].counts is not None
-    weight = sum(one.weight for one in members)
-    if sum(repeats) != seen.update.num_examples if counted else abs(weight - 1) > WHOLE:
+    known = members[0].counts is not None
+    if known and sum(repeats) != seen.update.num_examples:
         return Verdict(by_ids, None, False)
-    apart = difference(model, members, repeats, as_gradient(seen), clock)
-    if apart is None:
+    relative = difference(model, members, repeats, seen, clock)
+    if relative is None:
         return Verdict(by_ids, None, False)
+    apart, scale = relative
     # Of another number of repetitions a classifier's gradient would be the same.
     alike = model.task == CLASSIFICATION and any(is_run(model, one.ids) for one in members)
-    return Verdict(by_ids, apart, apart < precision(seen) and not alike)
+    # At another scale so would that of the same batch once.
+    doubled = abs(scale - 1) > WHOLE and math.gcd(*repeats) > 1
+    if apart < precision(seen) and not alike and not doubled:
+        return Verdict(by_ids, apart, True, scale)
+    whole = known or abs(sum(one.weight for one in members) - 1) <= WHOLE
+    return Verdict(by_ids, apart if whole else None, False)
 
 
 def proves(
@@ -339,7 +462,9 @@ def can_tell(model: LanguageModel, seen: Observation, tokens: int) -> bool:
     same update.
     """
     numbers = sum(int(tensor.count_nonzero()) for tensor in seen.update.tensors.values())
-    return numbers * -math.log2(precision(seen)) >= tokens * math.log2(len(model.tokenizer))
+    # The scale takes one of them.
+    bits = (numbers - 1) * -math.log2(precision(seen))
+    return bits >= tokens * math.log2(len(model.tokenizer))
 
 
 def precision(seen: Observation) -> float:
@@ -348,14 +473,27 @@ def precision(seen: Observation) -> float:
     return max(PRECISION, rounding)
 
 
+class Difference(NamedTuple):
+    """How far a recomputed gradient is from the observed one.
+
+    Attributes:
+        relative: The largest difference of a tensor, relative to its norm.
+        scale: The factor on the recomputed gradient. It is 1 if that gradient is the observed one
+            as it is, or if no factor makes it so.
+    """
+
+    relative: float
+    scale: float
+
+
 def difference(
     model: LanguageModel,
     members: Sequence[Member],
     repeats: Sequence[int],
-    observed: Mapping[str, Tensor],
+    seen: Observation,
     clock: Clock = UNLIMITED,
-) -> float | None:
-    """Returns the largest relative difference between a batch's gradient and the observed one.
+) -> Difference | None:
+    """Returns how far a batch's gradient is from the observed one.
 
     None if time is up before the whole gradient is there.
 
@@ -363,7 +501,7 @@ def difference(
         model: At the broadcast weights.
         members: The whole batch.
         repeats: How often each occurs, where its counts do not say.
-        observed: Gradients by parameter name.
+        seen: The update.
         clock: Looked at after some sequences.
     """
     batch: list[tuple[tuple[int, ...], int]] = []
@@ -371,7 +509,7 @@ def difference(
         for label, count in enumerate(one.counts or (times,)):
             batch += [(close(model, one.ids), label)] * count
     counts = [1 if model.task == CLASSIFICATION else len(ids) - 1 for ids, _ in batch]
-    own = dict(model.module.named_parameters())
+    own, observed = dict(model.module.named_parameters()), as_gradient(seen)
     parameters = [own[name] for name in observed]
     size = max(1, TOKENS_AT_ONCE // max(len(ids) for ids, _ in batch))
     gradients: list[Tensor] = []
@@ -391,5 +529,22 @@ def difference(
     if done < len(batch):
         return None
     sizes = torch.stack([tensor.norm() for tensor in observed.values()])
-    apart = [a.sub_(b).norm() for a, b in zip(gradients, observed.values(), strict=True)]
-    return float((torch.stack(apart) / sizes.clamp_min(_SMALL * float(sizes.norm()))).max())
+    sizes = sizes.clamp_min(_SMALL * float(sizes.norm()))
+
+    def apart(scale: float) -> float:
+        each = zip(gradients, observed.values(), strict=True)
+        return float((torch.stack([(scale * a).sub_(b).norm() for a, b in each]) / sizes).max())
+
+    plain = Difference(apart(1.0), 1.0)
+    if plain.relative < precision(seen):
+        return plain
+    own_square = sum(float(a.flatten() @ a.flatten()) for a in gradients)
+    inner = sum(
+        float(a.flatten() @ b.flatten()) for a, b in zip(gradients, observed.values(), strict=True)
+    )
+    # No client turns its update around.
+    if not inner > 0 < own_square:
+        return plain
+    scale = inner / own_square
+    scaled = Difference(apart(scale), scale)
+    return scaled if scaled.relative < precision(seen) else plain

@@ -12,7 +12,7 @@ import math
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from functools import cache
 from typing import ClassVar
 
@@ -165,6 +165,15 @@ class TrustedAggregator(Defense, ABC):
             parameters: What clients send: each set of parameters once.
         """
         return None
+
+
+def flaw(cls: type) -> str | None:
+    """Returns why a class is no defense, and what it lacks; None if it is one."""
+    if not issubclass(cls, Defense):
+        return "it is no Defense: let it inherit from fedleak.defenses.Defense"
+    if not is_dataclass(cls):
+        return "it is no dataclass: put @dataclass(frozen=True) above it"
+    return None
 
 
 @cache

@@ -11,7 +11,7 @@ from fedleak import privacy
 from fedleak.config.experiment import Experiment
 from fedleak.defenses import Budget, Defense, TrustedAggregator, measured
 from fedleak.defenses.secure_sum import SecureSum
-from fedleak.errors import ConfigError
+from fedleak.errors import ConfigError, FedleakError
 from fedleak.federation.schedule import rounds_of_clients
 from fedleak.observation import ClientUpdate
 from fedleak.privacy import Event
@@ -40,10 +40,19 @@ class Protection:
         Args:
             update: As training left it.
             rng: The random stream of each defense, by its place in the file.
+
+        Raises:
+            FedleakError: A defense failed, which is named.
         """
         told = []
         for number, defense in self.defenses.items():
-            after = defense(update, rng=rng(number))
+            try:
+                after = defense(update, rng=rng(number))
+            except Exception as error:  # it may be anybody's defense
+                raise FedleakError(
+                    f"defense[{number}] ({defense.kind}) failed on an update: "
+                    f"{type(error).__name__}: {error}"
+                ) from error
             # One that is about training has left the update as it is.
             did = {} if after is update else measured(update, after)
             told.append({"defense": number, "kind": defense.kind, **did})

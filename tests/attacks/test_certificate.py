@@ -209,7 +209,7 @@ def test_without_one_of_its_sequences_a_batch_is_not_explained(small, observe, f
         model, [tuple(one) for one in truth.sequences[1:]], truth.seen, Clock(None)
     )
     assert found == []
-    assert certificate.verify(model, found, truth.seen) == ({}, None, False)
+    assert certificate.verify(model, found, truth.seen) == certificate.Verdict({}, None, False)
 
 
 @pytest.mark.parametrize("family", CAUSAL)
@@ -398,6 +398,101 @@ def test_half_precision_is_verified_to_its_own_precision(small, observe, dtype):
     for spoil in (swapped, flipped):
         assert not certificate.verify(model, spoil(right), seen).verified
     assert not certificate.verify(model, right, with_tensors(seen, torch.Tensor.float)).verified
+
+
+# --- a factor on the whole update -------------------------------------------------------------
+
+
+def times(seen, factor):
+    return with_tensors(seen, lambda g: factor * g)
+
+
+@pytest.mark.parametrize("factor", [0.037, 0.4, 3, 1e4])
+@pytest.mark.parametrize(("family", "task"), [*KINDS, ("gpt2", CAUSAL_LM), ("llama", CAUSAL_LM)])
+def test_one_factor_on_all_of_an_update_is_solved_for(small, observe, family, task, factor):
+    model = small(family, task, width=48)
+    truth = observe(model, (*TEXTS, TEXTS[0]), [0, 2, 1, 0])
+    seen = times(truth.seen, factor)
+    right = counted(model, truth) if task == CLASSIFICATION else weighed(truth)
+    found = certificate.explain(model, [one.ids for one in right], seen, ENDLESS)
+    assert sorted((one.ids, one.counts) for one in found) == sorted(
+        (one.ids, one.counts) for one in right
+    )
+    verdict = certificate.verify(model, found, seen)
+    assert verdict.verified
+    assert verdict.scale == pytest.approx(factor, rel=1e-4)
+    assert sum(verdict.repeats.values()) == 4
+    assert certificate.proves(model, truth.sequences, seen)
+    for spoil in (*WRONG, *((flipped, exchanged) if task == CLASSIFICATION else ())):
+        assert not certificate.verify(model, spoil(right), seen).verified, spoil.__name__
+    assert not certificate.proves(model, truth.sequences, times(truth.seen, -1))
+
+
+@pytest.mark.parametrize("task", [CLASSIFICATION, CAUSAL_LM])
+@pytest.mark.parametrize("part", ["", "h.0.attn.c_attn.bias", "h.0.ln_1", "h.0.mlp.c_proj.bias"])
+def test_a_direction_alone_tells_each_token_of_one_text(small, observe, task, part):
+    """Of all texts that are one token away, none has nearly the same direction."""
+    (text,) = TEXTS[1:2]
+    for seed in range(3):
+        model = small("gpt2", task, width=48, seed=seed)
+        truth = observe(model, [text], [1])
+        shared = partial_update(truth.seen.update, [part]) if part else truth.seen.update
+        u = torch.cat([g.flatten() for g in shared.tensors.values()])
+        rng = stream(seed, "token")
+        for place in range(len(truth.sequences[0])):
+            ids = list(truth.sequences[0])
+            while ids[place] == truth.sequences[0][place]:
+                ids[place] = int(torch.randint(len(model.tokenizer), (), generator=rng))
+            (unit,) = certificate.units(model, [tuple(ids[:-1])], list(shared.tensors))
+            system = torch.stack(
+                [torch.cat([g.flatten() for g in one.values()]) for one in unit.gradients], 1
+            )
+            if task == CLASSIFICATION:
+                assert model.num_labels == 3  # any kappa at all, which is more than any label
+            rest = u - system @ torch.linalg.lstsq(system, u[:, None]).solution[:, 0]
+            last_target = task == CAUSAL_LM and place == len(ids) - 1
+            assert last_target or float(rest.norm() / u.norm()) > 20 * PRECISION
+
+
+def test_a_batch_of_equal_repetitions_is_proved_at_no_other_scale(small, observe):
+    """Poisson sampling divides by the expected size: two texts of four look like all twice."""
+    for family, task in (("bert", CLASSIFICATION), ("gpt2", CAUSAL_LM)):
+        model = small(family, task, width=48)
+        twice = observe(model, TEXTS[:2] * 2, [0, 1, 0, 1])
+        assert certificate.proves(model, twice.sequences, twice.seen)
+        assert not certificate.proves(model, twice.sequences, times(twice.seen, 0.5))
+
+
+@pytest.mark.parametrize("loss", sorted(CLASS_LOSSES))
+def test_some_sequences_of_a_batch_tell_the_scale_of_all(small, observe, loss):
+    model = replace(small("bert", width=48), class_loss=CLASS_LOSSES[loss])
+    truth = observe(model, (*TEXTS, TEXTS[0]), [0, 2, 1, 1])
+    unique = list(dict.fromkeys(truth.sequences))
+    names = ["classifier.weight", "classifier.bias"]
+    units = certificate.units(model, unique, names)
+    flat = [torch.cat([g[n].flatten() for n in names]) for one in units for g in one.gradients]
+    target = torch.cat([truth.seen.update.tensors[n].flatten() for n in names])
+    kappa = torch.linalg.lstsq(torch.stack(flat, 1).double(), target[:, None].double()).solution
+    for factor in (1.0, 0.21, 4.0):
+        pulls = [
+            certificate.Pull(unit, factor * kappa_C)
+            for unit, kappa_C in zip(units, kappa[:, 0].split(3), strict=True)
+        ][1:]
+        found = certificate.counted(model, pulls, 4, whole=False)
+        assert found.scale == pytest.approx(factor, rel=1e-3)
+        expected = {one.ids: one.counts for one in counted(model, truth)}
+        assert [one.counts for one in found.of_pulls] == [expected[ids] for ids in unique[1:]]
+    assert certificate.counted(model, pulls, 4, whole=True).scale == 1, "they are not the batch"
+
+
+@pytest.mark.parametrize(
+    ("scale", "remark"),
+    [(1.0, ""), (2.0, "a sum over 2, not a mean"), (0.4, "a clipped one"), (512.0, "a scaled one")],
+)
+def test_a_scale_is_named_by_what_it_looks_like(scale, remark):
+    verdict = certificate.Verdict({(5, 6, 7): 1}, 0.0, True, scale)
+    assert remark in verdict.remark()
+    assert bool(verdict.remark()) == bool(remark) == ("scale" in verdict.diagnostics())
 
 
 # --- updates ----------------------------------------------------------------------------------

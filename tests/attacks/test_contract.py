@@ -231,6 +231,19 @@ def test_together_each_is_answered_as_alone(small, observe, texts, who, built):
         assert [type(each) for each in progress] == [int, int, float, str, str]
 
 
+@pytest.mark.parametrize("factor", [1e-6, 1e-4, 1e4])
+@pytest.mark.parametrize("kind", ["probes", "keyspan", "dager", "auto"])
+def test_a_factor_on_the_whole_update_changes_nothing_that_is_read(small, observe, kind, factor):
+    attack, model = quick(kind), small("bert", width=48, layers=3)
+    seen = observe(model, 2, max_length=6).seen
+    tensors = {name: factor * value for name, value in seen.update.tensors.items()}
+    plain = run(attack, seen, model)
+    scaled = run(attack, replace(seen, update=replace(seen.update, tensors=tensors)), model)
+    assert sorted(scaled.sequences or ()) == sorted(plain.sequences or ())
+    assert scaled.tokens == plain.tokens
+    assert scaled.verified == plain.verified == (kind != "probes")
+
+
 USING_NOT_ALL = [kind for kind in ALL if set(GRANTED) - quick(kind).uses]
 
 

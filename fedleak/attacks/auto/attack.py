@@ -59,6 +59,7 @@ class Findings:
         tokens: Tokens beside which there are no others, as far as any of them knows.
         said: What each attack said, by its kind.
         whole: The rest of the batch, with repetitions, if the last attack proved it.
+        scale: How many times its mean gradient the update is, as far as members tell.
     """
 
     read: dict[Ids, str] = field(default_factory=dict)
@@ -66,6 +67,7 @@ class Findings:
     tokens: frozenset[int] = frozenset()
     said: dict[str, Reconstruction] = field(default_factory=dict)
     whole: tuple[Ids, ...] = ()
+    scale: float = 1.0
 
     def and_(self, kind: str, reading: Reading) -> "Findings":
         """Returns the findings with what one more attack found."""
@@ -75,6 +77,7 @@ class Findings:
             tokens=self.tokens.union(reading.tokens),
             said={**self.said, kind: reading.answer},
             whole=reading.sequences if reading.answer.verified else (),
+            scale=self.scale * reading.scale,
         )
 
     def clues(self, most: int) -> Clues:
@@ -170,7 +173,7 @@ class Auto(OneByOne):
             found = found.and_(attack.kind, reading)
             if reading.answer.verified and rest is seen:
                 return self._proved(found, model, clock)
-            left = peel(seen, model, found.members) if found.members else seen
+            left = peel(seen, model, found.members, found.scale) if found.members else seen
             if left is None or reading.answer.verified:
                 return self._answer(found, NO_CHOICE, seen, rest, model, rng, clock, pace)
             rest = left
@@ -271,11 +274,11 @@ class Auto(OneByOne):
             said = self._said(found, clock)
             return Reconstruction.none(Status.ABSTAINED, reasons, **diagnostics, **said)
         verdict = _verdict(batch, seen, model, clock)
-        verified = verdict.verified or (bool(found.whole) and not found.members)
-        if verdict.verified:
+        verified = verdict.verified
+        if verified:
             batch = tuple(ids for ids, times in verdict.repeats.items() for _ in range(times))
-        if verdict.difference is not None:
-            diagnostics["gradient_difference"] = verdict.difference
+        batch = batch[: seen.update.num_examples]
+        diagnostics |= verdict.diagnostics()
         closed = [certificate.close(model, ids) for ids in batch]
         return Reconstruction(
             status=Status.RECOVERED,
@@ -289,7 +292,7 @@ class Auto(OneByOne):
                 "likely": [verified or ids in certain | likely for ids in batch],
             },
             verified=verified,
-            reason="" if verified or proved else _NOT_PROVED[bool(likely)],
+            reason=verdict.remark() if verified or proved else _NOT_PROVED[bool(likely)],
         )
 
 

@@ -15,20 +15,23 @@ from fedleak.models import CLASSIFICATION, LanguageModel, batch_loss, pad
 from fedleak.observation import ClientUpdate, Knowledge, Observation, UpdateKind
 
 
-def peel(seen: Observation, model: LanguageModel, members: Sequence[Member]) -> Observation | None:
+def peel(
+    seen: Observation, model: LanguageModel, members: Sequence[Member], scale: float = 1.0
+) -> Observation | None:
     """Returns the observation of the sequences that are not among the members; None without any.
 
     Args:
         seen: Of one gradient of the model as it was broadcast (`certificate.is_linear`).
         model: At the broadcast weights.
         members: Proved sequences, each once.
+        scale: How many times its mean gradient the update is; what is left is a mean gradient.
     """
     repeats = occurrences(model, members, seen.update.num_examples)
     left = seen.update.num_examples - sum(repeats)
     share = 1 - sum(one.weight for one in members)
     if left < 1 or share <= 0:
         return None
-    rest = as_gradient(seen)
+    rest = {name: value / scale for name, value in as_gradient(seen).items()}
     for one in members:
         for label, weight in _weights(one, seen.update.num_examples):
             rest = {

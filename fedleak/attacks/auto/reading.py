@@ -33,12 +33,14 @@ class Reading(NamedTuple):
         sequences: What it read, best first, even where it does not stand by it.
         members: Sequences that it proved, one by one.
         tokens: Tokens beside which it says there are no others.
+        scale: How many times its mean gradient the update is, as far as members tell.
     """
 
     answer: Reconstruction
     sequences: tuple[Ids, ...]
     members: tuple[Member, ...] = ()
     tokens: tuple[int, ...] = ()
+    scale: float = 1.0
 
 
 @singledispatch
@@ -72,10 +74,10 @@ def _(
     rng: torch.Generator,
     on_progress: OnProgress,
 ) -> Reading:
-    answer, members = attack.read(seen, model, rng=rng, on_progress=on_progress)
+    answer, members, scale = attack.read(seen, model, rng=rng, on_progress=on_progress)
     # Noise blurs the bag; where a sentence stands out, so does it.
-    tokens = (answer.tokens or ()) if not answer.reason else ()
-    return Reading(answer, answer.sequences or (), members, tokens)
+    tokens = (answer.tokens or ()) if answer.verified or not answer.reason else ()
+    return Reading(answer, answer.sequences or (), members, tokens, scale)
 
 
 @read.register

@@ -32,10 +32,12 @@ class Reading(NamedTuple):
     Attributes:
         answer: What the attack says.
         members: Sequences that are proved one by one, even if the whole batch is not.
+        scale: How many times its mean gradient the update is, as far as they tell.
     """
 
     answer: Reconstruction
     members: tuple[Member, ...]
+    scale: float
 
 
 OnJudged = Callable[[int, int, Judged], None]
@@ -56,17 +58,18 @@ def by_excess(one: Judged) -> float:
     return one.excess
 
 
-def ranked(found: Iterable[Judged], verdict: Verdict) -> list[Judged]:
-    """Returns sequences nearest first, each as often as it is in the batch.
+def ranked(found: Iterable[Judged], verdict: Verdict, most: int) -> list[Judged]:
+    """Returns at most so many sequences nearest first, each as often as it is in the batch.
 
-    A sequence that a verified batch does not hold is left out; in other batches it is there once.
+    A sequence that a verified batch does not hold is left out; in other batches it is there once,
+    and so are all if their repetitions are too many for the batch.
     """
     unknown = 0 if verdict.verified else 1
-    return [
-        one
-        for one in sorted(found, key=by_excess)
-        for _ in range(verdict.repeats.get(one.ids, unknown))
+    repeats = verdict.repeats if sum(verdict.repeats.values()) <= most else {}
+    every = [
+        one for one in sorted(found, key=by_excess) for _ in range(repeats.get(one.ids, unknown))
     ]
+    return every[:most]
 
 
 def recovered(
@@ -86,7 +89,6 @@ def recovered(
         diagnostics: How it went, without the verdict.
         reason: Why nothing is proved; empty if something is.
     """
-    difference = verdict.difference
     return Reconstruction(
         status=Status.RECOVERED,
         sequences=tuple(one.ids for one in sequences),
@@ -95,8 +97,8 @@ def recovered(
         tokens=tuple(tokens),
         diagnostics={
             **diagnostics,
-            **({} if difference is None else {"gradient_difference": difference}),
+            **verdict.diagnostics(),
         },
         verified=verdict.verified,
-        reason=reason,
+        reason=reason or verdict.remark(),
     )

@@ -160,9 +160,8 @@ class Dager(OneByOne):
         begun = [
             replace(_longer(ids, found), ids=ids) for ids in verdict.repeats if ids not in known
         ]
-        sequences = ranked([*found, *begun], verdict)
-        if not spans.second.exact:
-            sequences = sequences[: seen.update.num_examples]  # noise lets any number of them pass
+        # Noise lets any number of them pass.
+        sequences = ranked([*found, *begun], verdict, seen.update.num_examples)
         tokens = sorted({token for one in sequences for token in one.ids})
         reason = "" if passed else "nothing proved: these are the likeliest sequences"
         return recovered(sequences, verdict, tokens=tokens, diagnostics=diagnostics, reason=reason)

@@ -119,14 +119,18 @@ class Keyspan(OneByOne):
         passed: dict[tuple[int, ...], Spanned] = {}
         nearest: list[Spanned] = []
         proofs: list[Proof] = []
+        counted = certificate.Counted([], 1.0)
         while (atoms := make_atoms(model, left, whole, among_N=among_N, rng=rng)) is not None:
             passes.append(atoms)
             seeds = seeds_of(atoms, model.special_ids(), seen.update.num_examples)
             spanned, nearest = read_sentences(atoms, seeds, width, clock, tell)
             passed = {one.ids: one for one in spanned} | passed
             linear = certificate.is_linear(seen)
-            new = prove(spanned, atoms, model, names, seen, clock) if linear else []
-            proofs += new
+            explained = explain(spanned, atoms, model, names, clock) if linear else []
+            counted = _counted(model, [*proofs, *explained], seen, passes[0])
+            old, fresh = counted.of_pulls[: len(proofs)], counted.of_pulls[len(proofs) :]
+            new = [one for one, known in zip(explained, fresh, strict=True) if known]
+            proofs = [one for one, known in zip(proofs, old, strict=True) if known] + new
             if clock.up() or (not new and (width > self.beam or not atoms.span.exact)):
                 break
             # A token that these share with others had a sum of gradients: read the rest anew.
@@ -135,11 +139,12 @@ class Keyspan(OneByOne):
                 break
             width = self.beam if new else _WIDER * self.beam
             among_N = atoms.bag.tokens_N
-        members = [one.member for one in proofs]
+        members = [known for known in counted.of_pulls if known]
         answer = _answer(passes, list(passed.values()), nearest, members, seen, model, clock)
         # Noise lets a wrong sentence explain a gradient, too.
         certain = members if passes and passes[0].span.exact else []
-        return Reading(self._late(answer) if clock.rang else answer, tuple(certain))
+        told = self._late(answer) if clock.rang else answer
+        return Reading(told, tuple(certain), counted.scale)
 
     def _late(self, answer: Reconstruction) -> Reconstruction:
         """Returns an answer that says that time was up."""
@@ -152,9 +157,9 @@ class Keyspan(OneByOne):
 
 
 class Proof(NamedTuple):
-    """A sentence whose own gradient was found in the observed one, and that gradient by name."""
+    """A sentence whose own gradient is in the observed one: how hard, and that part by name."""
 
-    member: certificate.Member
+    pull: certificate.Pull
     gradient: dict[str, Tensor]
 
 
@@ -217,22 +222,20 @@ def read_sentences(
     return list(passed.values()), sorted(nearest, key=by_excess)
 
 
-def prove(
+def explain(
     spanned: Sequence[Spanned],
     atoms: Atoms,
     model: LanguageModel,
     names: Sequence[str],
-    seen: Observation,
     clock: Clock,
 ) -> list[Proof]:
-    """Returns the sentences whose own gradient at their seed is the observed one, up to labels.
+    """Returns the sentences whose own gradient at their seed explains the observed one.
 
     Args:
         spanned: Sentences.
         atoms: The dictionary from which they were read.
         model: At the broadcast weights.
         names: Parameters of the first layer's attention that were shared.
-        seen: For the batch size that the client reported.
         clock: When time is up, the other sentences stay without a proof.
     """
     proofs = []
@@ -248,15 +251,25 @@ def prove(
         noise = atoms.noise_NH[one.seed].norm() * atoms.target_NHK.shape[-1] ** 0.5
         if rest > ACCEPT * noise + certificate.PRECISION * target_X.norm():
             continue
-        member = certificate.member(model, unit, kappa_C, seen.update.num_examples)
-        if member is not None:
-            weights = kappa_C.tolist()
-            gradient = {
-                name: sum(w * g[name] for w, g in zip(weights, unit.gradients, strict=True))
-                for name in names
-            }
-            proofs.append(Proof(member, gradient))
+        weights = kappa_C.tolist()
+        gradient = {
+            name: sum(w * g[name] for w, g in zip(weights, unit.gradients, strict=True))
+            for name in names
+        }
+        pull = certificate.Pull(unit._replace(gradients=[]), kappa_C)
+        proofs.append(Proof(pull, gradient))
     return proofs
+
+
+def _counted(
+    model: LanguageModel, proofs: Sequence[Proof], seen: Observation, atoms: Atoms
+) -> certificate.Counted:
+    """Returns which labels, if any, explain how hard each sentence pulls."""
+    pulls, size = [one.pull for one in proofs], seen.update.num_examples
+    if atoms.span.exact:
+        return certificate.counted(model, pulls, size, whole=False)
+    # With noise some scale makes anything whole.
+    return certificate.Counted([certificate.member(model, *one, size) for one in pulls], 1.0)
 
 
 def _at_seed(
@@ -291,10 +304,10 @@ def _answer(
         )
     first = passes[0]
     verdict = certificate.verify(model, members, seen, clock)
-    sequences = ranked(passed, verdict)
+    most = seen.update.num_examples
+    sequences = ranked(passed, verdict, most)
     if not verdict.verified:
-        sequences += _distinct(nearest, passed)
-        sequences = sequences[: max(seen.update.num_examples, len(passed))]
+        sequences = [*sequences, *_distinct(nearest, passed)][:most]
     reason = "" if passed else "nothing proved: tokens and sentences are the likeliest ones"
     if reason and first.span.full:
         reason = (

@@ -33,8 +33,8 @@ TERMS = (
     ),
     Entry(
         "proved",
-        "The attack recomputed the gradient of its answer, and it equals what the client sent: "
-        "the whole batch is right, and the attacker knows it.",
+        "The recomputed gradient of the answer equals what the client sent, up to one factor on "
+        "all of it: the whole batch is right, and the attacker knows it.",
     ),
     Entry(
         "margin",

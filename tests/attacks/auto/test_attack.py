@@ -77,6 +77,22 @@ def test_nobody_is_asked_after_a_proof(small, observe, asked, built, kinds):
     assert answer.diagnostics["version"] == Auto.version
 
 
+@pytest.mark.parametrize(
+    ("factor", "remark"), [(0.3, "a clipped one: it is 0.3 times"), (2, "a sum over 2, not a mean")]
+)
+def test_a_clipped_or_summed_update_is_proved_as_soon(small, observe, asked, factor, remark):
+    model = small("bert", layers=3, width=48)
+    truth = observe(model, TEXTS[:2])
+    tensors = {name: factor * value for name, value in truth.seen.update.tensors.items()}
+    seen = replace(truth.seen, update=replace(truth.seen.update, tensors=tensors))
+    answer = ask(Auto(), seen, model)
+    assert [attack.kind for attack, _, _ in asked[0]] == ["keyspan"]
+    assert answer.verified
+    assert sorted(answer.sequences) == sorted(truth.sequences)
+    assert answer.diagnostics["scale"] == pytest.approx(factor, rel=1e-4)
+    assert remark in answer.reason
+
+
 def test_what_one_attack_found_is_what_the_next_begins_with(small, observe, asked):
     model = small("bert", layers=3, width=48)
     truth = observe(model, TEXTS, granted=("labels", "lengths"))

@@ -1,5 +1,7 @@
 """What is left of an update when proved sequences are taken out."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -42,6 +44,17 @@ def test_what_is_left_is_the_update_of_the_others(small, observe, built, kind):
     for name, value in alone.seen.update.tensors.items():
         scale = max(float(value.norm()), 1e-3)
         assert float((left.update.tensors[name] - value).norm()) < 1e-3 * scale
+
+
+def test_a_factor_on_the_update_is_none_on_what_is_left(small, observe):
+    model = small("bert")
+    truth = observe(model, TEXTS)
+    tensors = {name: 0.3 * value for name, value in truth.seen.update.tensors.items()}
+    seen = replace(truth.seen, update=replace(truth.seen.update, tensors=tensors))
+    members = members_of(model, truth, [1])
+    left, plain = peel(seen, model, members, 0.3), peel(truth.seen, model, members)
+    for name, value in plain.update.tensors.items():
+        assert torch.allclose(left.update.tensors[name], value, atol=1e-5)
 
 
 def test_a_text_that_occurs_twice_is_taken_out_twice(small, observe):

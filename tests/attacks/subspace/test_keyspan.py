@@ -642,7 +642,7 @@ def test_a_seed_ends_with_its_sets_and_proofs_with_their_sentence(small, observe
     assert len(spanned) == 2
     names = list(model.family.attention_parameters(0))
     work = ticking(keyspan, 1, (certificate, "units"))
-    assert len(keyspan.prove(spanned, atoms, model, names, truth.seen, work.clock)) == 1
+    assert len(keyspan.explain(spanned, atoms, model, names, work.clock)) == 1
     assert (work.before, work.after) == (1, 0)
 
 
