@@ -464,15 +464,14 @@ def test_a_text_that_begins_another_leaves_no_false_proof(small, observe, family
 
 @pytest.mark.parametrize(("family", "task"), KINDS)
 @pytest.mark.parametrize("scale", [1e-4, 1e4])
-def test_a_scaled_update_is_read_as_well_but_is_not_the_gradient(
-    small, observe, family, task, scale
-):
+def test_a_scaled_update_is_read_and_proved_as_well(small, observe, family, task, scale):
     model = small(family, task, **WIDE)
     truth = observe(model, 3, max_length=LONG)
     answer = answer_of(model, with_tensors(truth.seen, lambda g: scale * g))
     assert sorted(answer.sequences) == scored(model, truth)
     assert max(answer.evidence) < ACCEPT
-    assert not answer.verified
+    assert answer.verified
+    assert answer.diagnostics["scale"] == pytest.approx(scale, rel=1e-4)
 
 
 @pytest.mark.parametrize(("family", "task"), KINDS)
