@@ -111,6 +111,7 @@ def test_what_was_granted_is_in_the_answer(here, tmp_path):
         (("none.pt", "--examples", "2"), 2, "there is no such file"),
         (("truth.txt", "--examples", "2"), 2, "end it in .safetensors, .pt"),
         (("gradient.pt", "--texts", "none.txt"), 2, "No such file"),
+        (("gradient.pt", "--texts", "/dev/zero"), 2, "it is a device, and no plain file"),
         (("gradient.pt", "--examples", "2", "--kind", "delta"), 2, "learning_rate is missing"),
         (("gradient.pt", "--examples", "2", "--optimiser", "adm"), 2, "unknown optimiser 'adm'"),
         (("gradient.pt", "--examples", "2", "--weight-decay", "0.1"), 2, "leave optimiser and"),

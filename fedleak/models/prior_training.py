@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -278,6 +279,7 @@ def new_folder(path: Path) -> Iterator[Path]:
 
     Raises:
         ConfigError: The name is taken, or nothing can be written there.
+        FedleakError: The disk is full, or fails.
     """
     if path.exists():
         raise ConfigError(f"--out {path} is there already: give another name, or remove it first")
@@ -289,6 +291,11 @@ def new_folder(path: Path) -> Iterator[Path]:
     try:
         yield part
         part.rename(path)
+    except (OSError, SafetensorError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        raise FedleakError(
+            f"--out {path} cannot be written ({reason}): mend that and give the same command again"
+        ) from error
     finally:
         shutil.rmtree(part, ignore_errors=True)
 

@@ -1,5 +1,6 @@
 """Language-model priors: what they score, against a slow loop; what they refuse; training one."""
 
+import errno
 import json
 import math
 import random
@@ -27,7 +28,7 @@ from transformers import (
 from typer.testing import CliRunner
 
 from fedleak.cli import app
-from fedleak.errors import ConfigError
+from fedleak.errors import ConfigError, FedleakError
 from fedleak.models import CLASSIFICATION, ModelSpec, builtin, loading, pad, prior
 from fedleak.models import prior_training as training
 from fedleak.models.prior import Prior
@@ -584,3 +585,13 @@ def test_a_training_that_diverged_keeps_nothing(here):
     assert done.status == 1
     assert "training diverged with --learning-rate 1e+30: give a smaller one" in done.errors
     assert [path.name for path in here.iterdir()] == ["notes.txt"]
+
+
+def test_a_full_disk_is_named_and_nothing_is_left(tmp_path):
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with (
+        pytest.raises(FedleakError, match=r"cannot be written \(No space left on device\): mend"),
+        training.new_folder(tmp_path / "prior"),
+    ):
+        raise full
+    assert list(tmp_path.iterdir()) == []
