@@ -12,7 +12,7 @@ from fedleak.report.html.run_page import run_page
 from fedleak.report.html.sweep_page import sweep_page
 from fedleak.store.files import replace
 from fedleak.store.run import Run
-from fedleak.store.summaries import SWEEP
+from fedleak.store.summaries import SUMMARY, SWEEP
 
 NAME, REDACTED = "report.html", "report-redacted.html"
 
@@ -82,6 +82,35 @@ def report_sweep(
             relative = os.path.relpath(of_cell.absolute(), file.absolute().parent)
             reports[cell.cell] = "./" + quote(relative)
     return _written(render(sweep_page(collected, reports, redact=redact)), file)
+
+
+def sweep_gaps(path: Path) -> list[str]:
+    """Returns which cells of a sweep have no report, and what is missing in the others.
+
+    Raises:
+        FedleakError: A file is missing or damaged.
+    """
+    cells = Run(path).read(SWEEP).cells
+    runs = {cell.cell: Run(path).inside(cell.cell) for cell in cells}
+    without = {cell.cell: cell.status for cell in cells if cell.status != "finished"}
+    without |= {
+        name: "its folder is gone"
+        for name, run in runs.items()
+        if name not in without and not run.exists()
+    }
+    lacks = [
+        f"cell {name!r}: {reason}"
+        for name, run in runs.items()
+        if name not in without
+        for reason in run.read(SUMMARY).wrong
+    ]
+    if without:
+        listed = "; ".join(f"{name!r}: {reason}" for name, reason in without.items())
+        lacks.append(
+            f"{len(without)} of {len(cells)} cells have no report ({listed}): `fedleak sweep` with "
+            "the experiment's file runs them"
+        )
+    return lacks
 
 
 def _name(redact: bool) -> str:

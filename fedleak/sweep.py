@@ -319,8 +319,8 @@ def refuse_gaps(collected: SweepSummary, failures: Mapping[str, str]) -> None:
         failures: Why cells failed, by name.
 
     Raises:
-        FedleakError: Cells failed, have no score where they should have one, or have canaries that
-            contradict the ledger.
+        FedleakError: Cells failed, were not run, have no score where they should have one, or have
+            canaries that contradict the ledger.
     """
     cells = collected.cells
     gaps = {each.cell: "; ".join(each.missing) for each in cells if each.missing}
@@ -329,9 +329,15 @@ def refuse_gaps(collected: SweepSummary, failures: Mapping[str, str]) -> None:
         for each in cells
         if each.canary is not None and each.canary.alarms
     }
+    unfinished = {
+        cell.cell: cell.status
+        for cell in cells
+        if cell.status != "finished" and cell.cell not in failures
+    }
     refusals = []
     for what, found, then in (
         ("failed", failures, "the same command tries them again"),
+        ("are not finished", unfinished, "`fedleak sweep` with the experiment's file runs them"),
         ("are not complete", gaps, "their own commands, which are named, complete them"),
         ("contradict their ledger", alarms, "look for the mistake in their defenses"),
     ):

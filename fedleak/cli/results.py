@@ -8,10 +8,10 @@ from typing import Annotated
 import typer
 
 from fedleak.cli.completion import run_directories
-from fedleak.cli.display import console
+from fedleak.cli.display import console, remark
 from fedleak.cli.mistakes import mended
 from fedleak.cli.options import RunPath
-from fedleak.errors import ConfigError
+from fedleak.errors import ConfigError, FedleakError
 from fedleak.sanitise import markup, printable
 
 GATE_CLOSED = 3
@@ -44,8 +44,8 @@ def report(
     import webbrowser
 
     from fedleak import reports
-    from fedleak.audit.gaps import refuse_gaps
     from fedleak.store.run import Run
+    from fedleak.store.summaries import SUMMARY
 
     with mended():
         if out is not None and len(paths) > 1:
@@ -58,17 +58,21 @@ def report(
         def tell(written: Path) -> None:
             console.print(f"report: {markup(written)}", soft_wrap=True)
 
-        single = []
+        lacks: list[str] = []
         for path in paths:
             if reports.is_sweep(path):
                 written = reports.report_sweep(path, out, redact=redact, tell=tell)
+                lacks += reports.sweep_gaps(path)
             else:
-                single.append(Run(path))
-                written = reports.report_run(single[-1], out, redact=redact)
+                written = reports.report_run(Run(path), out, redact=redact)
+                summary = Run(path).read(SUMMARY)
+                lacks += summary.wrong
+                remark(summary.notes)
             tell(written)
             if open_ and not webbrowser.open(written.absolute().as_uri()):
                 console.print("[yellow]note:[/] no browser was found: open the file yourself")
-        refuse_gaps(*single)
+        if lacks:
+            raise FedleakError("; ".join(lacks))
 
 
 def gate(

@@ -629,6 +629,12 @@ def test_a_sweep_is_reported_with_its_cells(
     links = [e["href"] for e in elements.all("a") if not (e["href"] or "").startswith("#")]
     assert links == ["./seed%3D1/report.html", "./seed%3D2/report.html"]
     assert Path("runs/grid/seed=1/report.html").is_file()
+    shutil.rmtree("runs/grid/seed=1")
+    Path("runs/grid/seed=2/captures/r0001-c00.safetensors").unlink()
+    status, _, errors = call("report", "runs/grid")
+    assert status == 1
+    assert "1 of 2 cells have no report ('seed=1': its folder is gone)" in errors
+    assert "cell 'seed=2': 1 of 2 captures are missing" in errors
 
 
 # --- in a browser ---------------------------------------------------------------------------------
