@@ -15,11 +15,13 @@ from cases import some
 from tiny import DLG, Here, call, toml
 
 from fedleak.audit import scoring
+from fedleak.audit.gate.abstentions import with_abstentions
 from fedleak.audit.gate.check import Check, Outcome
 from fedleak.audit.gate.evidence import Evidence, gather
 from fedleak.audit.gate.judge import Verdict, judge
 from fedleak.audit.gate.limits import limit_checks
 from fedleak.audit.gate.measured import measured_checks, required_checks
+from fedleak.audit.worst_case import worst_case
 from fedleak.config.loading import limited, parse
 from fedleak.config.tables import GateTable
 from fedleak.dispatch import dispatcher
@@ -32,9 +34,11 @@ from fedleak.store.summaries import (
     SUMMARY,
     CanaryBound,
     CanarySummary,
+    CopiesRead,
     Estimate,
     MembershipFigures,
     MembershipSummary,
+    PositiveControl,
 )
 
 ENOUGH = {
@@ -278,6 +282,36 @@ def test_texts_without_a_sequence_close_it(small: Path, limit: str) -> None:
     checks = judged(f"{limit}=1", may_abstain=["dlg"])
     assert "2 of 20 texts: no attack named sequences" in checks["texts"].said
     assert not checks["texts"].passed
+
+
+def test_an_abstention_is_an_answer_of_an_attack_that_reads_undefended_copies(
+    scored: Evidence,
+) -> None:
+    def check(read: int, may_abstain: Sequence[str]) -> Mapping[str, Check]:
+        reading = CopiesRead(read=read, exact=1.0, rougeL=100.0, token_recall=1.0)
+        copies = PositiveControl(copies=3, texts=6, together=reading, attacks={"dlg": reading})
+        rows = [
+            row.model_copy(update={"status": Status.ABSTAINED, "texts": None})
+            if row.attack == "dlg"
+            else row
+            for row in scored.rows.leakage
+        ]
+        summary = scored.summary.model_copy(
+            update={"positive_control": copies, "worst_case": worst_case(rows, {})}
+        )
+        abstained = replace(scored, rows=replace(scored.rows, leakage=rows), summary=summary)
+        counted = with_abstentions(abstained, may_abstain)
+        table = GateTable(exact=0.9, require=["dlg"], may_abstain=list(may_abstain))
+        checks = [
+            *limit_checks(table, counted),
+            *required_checks(table, counted),
+            *measured_checks(table, counted, {"exact"}),
+        ]
+        return {check.name: check for check in checks if not check.passed}
+
+    assert check(3, ["dlg"]) == {}
+    assert check(2, ["dlg"]).keys() >= {"exact", "texts", "required dlg"}
+    assert check(3, []).keys() >= {"exact", "texts", "required dlg", "attack dlg"}
 
 
 def test_texts_without_tokens_close_it(scored: Evidence) -> None:

@@ -11,7 +11,7 @@ from tiny import Here, call, toml
 from fedleak.dispatch import dispatcher
 from fedleak.store.records import answers
 from fedleak.store.run import Run
-from fedleak.store.shards import Share, Shard, share
+from fedleak.store.shards import Shard, Share, share
 
 
 @pytest.fixture(scope="module")

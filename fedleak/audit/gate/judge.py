@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fedleak import attacks
+from fedleak.audit.gate.abstentions import with_abstentions
 from fedleak.audit.gate.check import Check, Outcome
 from fedleak.audit.gate.control import control_checks
 from fedleak.audit.gate.evidence import complete, figures, gather, genuine, own
@@ -55,8 +56,9 @@ def judge(run: Run, limits: GateTable, *, accept_purged: bool = False) -> Verdic
         return Verdict([Check("figures", Outcome.UNTOLD, str(error))], None)
     names = {*evidence.kinds, *(row.attack for row in evidence.rows.leakage)}
     checks.check_gate(limits, names, {*evidence.kinds.values(), *attacks.kinds()})
-    found = limit_checks(limits, evidence)
-    found += required_checks(limits, evidence)
+    counted = with_abstentions(evidence, limits.may_abstain)
+    found = limit_checks(limits, counted)
+    found += required_checks(limits, counted)
     found += [
         figures(evidence, accept_purged=accept_purged),
         genuine(evidence),
@@ -64,9 +66,9 @@ def judge(run: Run, limits: GateTable, *, accept_purged: bool = False) -> Verdic
         complete(evidence),
     ]
     if wanted.keys() & {*LEAKS, *MEMBERSHIP, "coverage"}:
-        found += measured_checks(limits, evidence, wanted.keys() & LEAKS.keys())
+        found += measured_checks(limits, counted, wanted.keys() & LEAKS.keys())
     if leaks := {name: getattr(limits, name) for name in LEAKS if name in wanted}:
-        found += control_checks(leaks, evidence)
+        found += control_checks(leaks, counted)
     return Verdict(found, evidence.digest(limits.model_dump(mode="json")))
 
 

@@ -88,7 +88,7 @@ def _clients(evidence: Evidence) -> Check:
 def _coverage(limit: float, evidence: Evidence) -> Check:
     """Compares the share of all private texts for whose updates there is an answer with a limit."""
     rows = evidence.rows.leakage
-    answered = {row.key for row in rows if row.status == Status.RECOVERED}
+    answered = {row.key for row in rows if _has_answered(row)}
     here, everywhere, unknown = 0, 0, 0
     for key in captures_made(evidence.experiment):
         size = _texts_of(evidence, key)
@@ -101,6 +101,11 @@ def _coverage(limit: float, evidence: Evidence) -> Check:
         return untold("coverage", [f"{unknown} updates have no truth in the vault"], "")
     said = f"an attack answered for {here} of {everywhere} private texts; limit {limit:g}"
     return compared("coverage", said, holds=here >= limit * everywhere)
+
+
+def _has_answered(row: LeakageRow) -> bool:
+    """Whether a row is an answer; of label counts, for example, no text has a score."""
+    return row.status == Status.RECOVERED or row.texts is not None
 
 
 def _texts_of(evidence: Evidence, key: Key) -> int | None:
@@ -246,7 +251,7 @@ def _required(kind: str, evidence: Evidence) -> Check:
     answered = {
         row.key
         for row in evidence.rows.leakage
-        if kinds.get(row.attack) == kind and row.status == Status.RECOVERED
+        if kinds.get(row.attack) == kind and _has_answered(row)
     }
     lacks = []
     if without := len(expected - answered):
