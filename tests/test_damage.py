@@ -419,7 +419,9 @@ def test_what_is_not_this_runs_is_neither_attacked_nor_taken_for_an_answer(run, 
 
 def test_a_capture_that_is_gone_is_missing_for_a_new_attack(run):
     gone(CAPTURE)(run.path)
-    assert call_on(run, "score")[0] == 0  # all that was asked is answered
+    status, _, errors = call_on(run, "score")  # all that was asked is answered
+    assert status == 1
+    assert "1 of 2 captures are missing (r0001-c00)" in errors
     asked = ["attack", str(run.path), "--set", 'attack=[{kind="probes", name="again"}]']
     status, _, errors = call(*asked)
     assert status == 1

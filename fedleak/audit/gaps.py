@@ -11,7 +11,7 @@ from fedleak.reconstruction import Status
 from fedleak.store.info import Info
 from fedleak.store.records import UNSCORED, Answer, LeakageRow
 from fedleak.store.run import Key, Run
-from fedleak.store.shards import Shard, Share, damaged, shares
+from fedleak.store.shards import Shard, Share, attacks_in, damaged, shares
 from fedleak.store.summaries import SUMMARY
 from fedleak.truth import GroundTruth
 
@@ -69,7 +69,7 @@ def find_gaps(
     Args:
         run: The run directory.
         experiment: What was prepared there.
-        asked: Names of the attacks that should have answered, besides those that have.
+        asked: Names of the attacks that should have answered.
         answers: All that there are.
         rows: All that leakage.jsonl will hold.
         truths: By capture; None where it is missing or damaged.
@@ -91,8 +91,10 @@ def find_gaps(
         )
         return
     of_shards = shares(run)
-    in_shards = chain.from_iterable(share.attacks for share in of_shards.values() if share)
-    names = dict.fromkeys(chain(asked, in_shards, sorted({name for _, name in answers})))
+    in_shards = chain.from_iterable(
+        share.attacks if share else attacks_in(run, shard) for shard, share in of_shards.items()
+    )
+    names = dict.fromkeys(chain(asked, in_shards))
     expected = expected_captures(experiment)
     wanted = [(key, name) for key in expected for name in names]
     unanswered = [answer_id for answer_id in wanted if answer_id not in answers]

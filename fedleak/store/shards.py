@@ -126,6 +126,12 @@ def shares(run: Run) -> dict[Shard, Share | None]:
     return found
 
 
+def attacks_in(run: Run, shard: Shard) -> list[str]:
+    """Returns the names of the attacks that have an answer in a shard, whatever it was asked."""
+    given = run.readable(shard.lines(answers(run.fingerprint())))
+    return sorted({answer.attack for answer in given})
+
+
 def read_answers(run: Run, vocabulary: int | None = None) -> list[Answer]:
     """Returns the answers of a run, those of its shards too, one for each update and attack.
 

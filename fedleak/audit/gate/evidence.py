@@ -89,7 +89,10 @@ def gather(run: Run) -> Evidence:
     if purged:
         kept = scoring.scored_rows(run)
         recorded = scoring.Recorded(recorded.answers, recorded.utility, kept)
-    scores = scoring.score(run, recorded)
+    # An attack that has answered anything has to have answered for all.
+    asked = [named.name for named in experiment.attacks]
+    asked += sorted({answer.attack for answer in recorded.answers} - {*asked})
+    scores = scoring.score(run, recorded, asked)
     return Evidence(run, experiment, purged, recorded.answers, scores.rows, scores.summary)
 
 
