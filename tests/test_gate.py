@@ -284,10 +284,12 @@ def test_texts_without_a_sequence_close_it(small: Path, limit: str) -> None:
     assert not checks["texts"].passed
 
 
-def test_an_abstention_is_an_answer_of_an_attack_that_reads_undefended_copies(
+def test_an_abstention_of_the_strongest_is_an_answer_where_it_reads_undefended_copies(
     scored: Evidence,
 ) -> None:
-    def check(read: int, may_abstain: Sequence[str]) -> Mapping[str, Check]:
+    def closing(
+        read: int, may_abstain: Sequence[str] = ("dlg",), kind: str = "auto"
+    ) -> Mapping[str, Check]:
         reading = CopiesRead(read=read, exact=1.0, rougeL=100.0, token_recall=1.0)
         copies = PositiveControl(copies=3, texts=6, together=reading, attacks={"dlg": reading})
         rows = [
@@ -299,19 +301,28 @@ def test_an_abstention_is_an_answer_of_an_attack_that_reads_undefended_copies(
         summary = scored.summary.model_copy(
             update={"positive_control": copies, "worst_case": worst_case(rows, {})}
         )
-        abstained = replace(scored, rows=replace(scored.rows, leakage=rows), summary=summary)
+        table = scored.experiment.model_dump(mode="json")
+        table["attack"] = [{"kind": kind, "name": "dlg"}]
+        abstained = replace(
+            scored,
+            experiment=parse(table),
+            rows=replace(scored.rows, leakage=rows),
+            summary=summary,
+        )
         counted = with_abstentions(abstained, may_abstain)
-        table = GateTable(exact=0.9, require=["dlg"], may_abstain=list(may_abstain))
+        limits = GateTable(exact=0.9, require=[kind], may_abstain=list(may_abstain))
         checks = [
-            *limit_checks(table, counted),
-            *required_checks(table, counted),
-            *measured_checks(table, counted, {"exact"}),
+            *limit_checks(limits, counted),
+            *required_checks(limits, counted),
+            *measured_checks(limits, counted, {"exact"}),
         ]
         return {check.name: check for check in checks if not check.passed}
 
-    assert check(3, ["dlg"]) == {}
-    assert check(2, ["dlg"]).keys() >= {"exact", "texts", "required dlg"}
-    assert check(3, []).keys() >= {"exact", "texts", "required dlg", "attack dlg"}
+    assert closing(3) == {}
+    assert closing(2).keys() >= {"exact", "texts", "required auto"}
+    assert closing(3, may_abstain=()).keys() >= {"exact", "texts", "attack dlg"}
+    # Any noise ends the search of keyspan.
+    assert closing(3, kind="keyspan").keys() >= {"exact", "texts", "required keyspan"}
 
 
 def test_texts_without_tokens_close_it(scored: Evidence) -> None:

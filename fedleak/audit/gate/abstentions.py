@@ -1,13 +1,15 @@
 """When an abstention is an answer: nothing was read.
 
-An attack that abstains says that it found nothing it stands by. By itself that is no evidence. Of
-an attack that reads undefended copies of the same batches, with the same settings, it is: what
+An attack that abstains says that it found nothing it stands by. That is no evidence: a search of
+row spaces abstains under any noise, however small. `auto` tries all that it can. Where it reads
+undefended copies of the same batches, with the same settings, and abstains on what was sent, what
 stands between is what clients do for their privacy. Who owns the limits has to agree, too.
 """
 
 from collections.abc import Collection
 from dataclasses import replace
 
+from fedleak.audit.gate.control import STRONGEST
 from fedleak.audit.gate.evidence import Evidence
 from fedleak.audit.worst_case import worst_case
 from fedleak.config.components import listed_as
@@ -20,19 +22,21 @@ NOTHING = TextScore(exact=False, rougeL=0.0, token_recall=0.0)
 def with_abstentions(evidence: Evidence, may_abstain: Collection[str]) -> Evidence:
     """Returns a run whose abstentions count as texts of which nothing was read.
 
-    That holds for attacks that may abstain and that read a text of every undefended copy word for
-    word. The worst cases are those of all rows then.
+    That holds for attacks of the strongest kind that may abstain and that read a text of every
+    undefended copy word for word. The worst cases are those of all rows then.
 
     Args:
         evidence: The run.
         may_abstain: Names of attacks.
     """
     control = evidence.summary.positive_control
-    able = (
-        set()
-        if control is None
-        else {name for name, reading in control.attacks.items() if reading.read == control.copies}
-    )
+    if control is None:
+        return evidence
+    able = {
+        name
+        for name, reading in control.attacks.items()
+        if reading.read == control.copies and evidence.kinds.get(name) == STRONGEST
+    }
 
     def counted(row: LeakageRow) -> LeakageRow:
         may = row.attack in able and not {row.attack, listed_as(row.attack)}.isdisjoint(may_abstain)
