@@ -42,8 +42,8 @@ ENSEMBLE: tuple[tuple[Single, str], ...] = (
 )
 """Cheapest first: the next is asked only where those before proved no whole batch."""
 
-_CHOOSING, _COMPARING = 0.5, 0.75
-"""Shares of the time left that the choice among guesses and the comparison with chance may take."""
+_CHOOSING = 0.5
+"""Share of the time left that the choice among guesses may take."""
 
 _READ = 2
 """Sequences of one attack that are compared with those of others, for each text of the batch."""
@@ -251,7 +251,7 @@ class Auto(OneByOne):
             observed = certificate.as_gradient(rest)
             diagnostics["residual"] = choice.residual
             reserve = Reserve.of(pace, rest, [one.ids for one in choice.batch])
-            spare = reserve.gradients_in(_COMPARING * clock.left()) - len(choice.batch)
+            spare = reserve.gradients_in(clock.left()) - len(choice.batch)
             if spare < FEWEST:
                 clock.rang, diagnostics["not_compared"] = True, True
             else:

@@ -1,9 +1,10 @@
 """What an answer without a proof is worth: more than any text explains by chance, or all but noise.
 
 Any text explains something of any update, because gradients of all texts have much in common. So
-guesses stand beside placebos: random texts of the same lengths. One regression of the update on the
-gradients of all of them gives each text the t statistic of its coefficient, up to scale: what it
-explains that none of the others do. A placebo's is chance, so their spread is the unit.
+guesses stand beside placebos: random texts of the same lengths. A regression of the update on the
+gradients of all of them gives a guess the t statistic of its coefficient, up to scale: what it
+explains that none of the others do. A placebo's, without that guess, is chance, so their spread is
+the unit.
 
 Tables with a row for each token are left out: what random texts have there says nothing of the rows
 of other tokens, and one row may be larger than all that 32 texts ever saw.
@@ -46,6 +47,9 @@ _RISK = 0.05
 
 _RIDGE = 1e-6
 """Added to the square of each gradient, of unit size: the rounding of float32."""
+
+_TINY = 1e-150
+"""Norms are no smaller than this."""
 
 _SIGMAS = 3.0
 """Standard deviations by which a sum of squares of noise may miss what is expected."""
@@ -98,9 +102,14 @@ def worth(
     vocabulary = len(model.module.get_parameter(model.family.word_embedding))
     dense = {name: value for name, value in observed.items() if len(value) != vocabulary}
     if weights(model, dense):
-        t_N = statistics(compare_labelled(model, closed, labels_N1, dense, noise))
-        chance_P = t_N[len(batch) :]
-        above_B = ((t_N[: len(batch)] - chance_P.mean()) / chance_P.std()).clamp_min(0)
+        pairs = compare_labelled(model, closed, labels_N1, dense, noise)
+        t_N = statistics(pairs, range(len(every)))
+        for i in range(len(batch)):
+            # A guess that was fitted to an update leaves the others nothing to explain.
+            without = [k for k in range(len(every)) if k != i]
+            chance_P = statistics(pairs, without)[-placebos:]
+            above_B[i] = (t_N[i] - chance_P.mean()) / chance_P.std()
+    above_B = above_B.clamp_min(0)
     labels = model.num_labels if model.task == CLASSIFICATION else 1
     by_chance = [
         len(_content(model, one.ids)) * math.log(len(model.tokenizer)) + math.log(labels / _RISK)
@@ -109,15 +118,18 @@ def worth(
     return Worth(tuple((above_B.square() / 2).tolist()), tuple(by_chance))
 
 
-def statistics(pairs: Pairs) -> Tensor:
-    """Returns the t statistic [K] of each pair's coefficient in a regression on all, up to scale.
+def statistics(pairs: Pairs, chosen: Sequence[int]) -> Tensor:
+    """Returns the t statistics [K] of pairs in a regression on these alone, up to scale.
 
-    A gradient that others make up has one of about 0.
+    That of a gradient which the others make up is about 0.
     """
-    size_K = pairs.gram_KK.diagonal().sqrt().clamp_min(1e-150)
-    unit_KK = pairs.gram_KK / (size_K[:, None] * size_K)
+    picked_K = torch.tensor([*chosen])
+    gram_KK = pairs.gram_KK[picked_K[:, None], picked_K]
+    size_K = gram_KK.diagonal().sqrt().clamp_min(_TINY)
+    unit_KK = gram_KK / (size_K[:, None] * size_K)
     inverse_KK = torch.linalg.inv(unit_KK + _RIDGE * torch.eye(len(size_K), dtype=torch.float64))
-    t_K: Tensor = inverse_KK @ (pairs.observed_K / size_K) / inverse_KK.diagonal().sqrt()
+    inner_K = pairs.observed_K[picked_K] / size_K
+    t_K: Tensor = inverse_KK @ inner_K / inverse_KK.diagonal().sqrt()
     return t_K
 
 

@@ -122,7 +122,10 @@ def test_a_statistic_is_that_of_a_regression():
     inverse_KK = torch.linalg.inv(gradients_KX @ gradients_KX.T)
     coefficient_K = torch.linalg.lstsq(gradients_KX.T, observed_X[:, None]).solution[:, 0]
     expected_K = coefficient_K / inverse_KK.diagonal().sqrt()
-    torch.testing.assert_close(statistics(pairs), expected_K, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(statistics(pairs, range(6)), expected_K, rtol=1e-4, atol=1e-4)
+    some = statistics(pairs, [4, 2])
+    alone_K = torch.linalg.lstsq(gradients_KX[[4, 2]].T, observed_X[:, None]).solution[:, 0]
+    assert float(some[1] / some[0]) == pytest.approx(float(alone_K[1] / alone_K[0]), rel=0.2)
 
 
 @pytest.mark.parametrize("built", KINDS, ids="-".join)
