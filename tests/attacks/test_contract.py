@@ -32,7 +32,7 @@ from fedleak.attacks import (
     certificate,
     read_by,
 )
-from fedleak.models import CAUSAL_LM, CLASSIFICATION
+from fedleak.models import CAUSAL_LM, CLASSIFICATION, ModelSpec, loading
 from fedleak.observation import ClientUpdate, Knowledge, Observation, UpdateKind
 from fedleak.reconstruction import Reconstruction, Status
 from fedleak.rng import stream
@@ -504,3 +504,23 @@ def test_an_attack_that_cannot_work_where_others_can_must_name_its_setting(small
 
     with pytest.raises(AssertionError, match=r"name one in EASY: needs update\.share"):
         check_that_it_finds(Picky(always()), Easy(), small, observe)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["probes", "keyspan", "dager", "auto"])
+def test_real_minilm_is_read_and_proved_alike_at_every_scale(assets, observe, kind):
+    name = str(assets / "models" / "minilm-l6-h384")
+    model = loading.load(ModelSpec(name=name, task=CLASSIFICATION, num_labels=2))
+    attack, seen = (
+        attacks.kinds()[kind](),
+        observe(model, ["nobody knows it", "he pays for all of us"]).seen,
+    )
+    answers = []
+    for factor in (1.0, 1e-6, 1e-4, 1e4):
+        tensors = {name: factor * value for name, value in seen.update.tensors.items()}
+        answers.append(
+            run(attack, replace(seen, update=replace(seen.update, tensors=tensors)), model)
+        )
+    assert {answer.verified for answer in answers} == {kind != "probes"}
+    assert len({tuple(sorted(answer.sequences or ())) for answer in answers}) == 1
+    assert len({answer.tokens for answer in answers}) == 1
