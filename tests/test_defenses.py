@@ -336,7 +336,9 @@ def test_a_defense_that_fails_is_named_with_what_it_raised():
         def __call__(self, update, *, rng):
             raise KeyError("oops")
 
-    local = LocalTraining(kind=UpdateKind.GRADIENT, batch_size=1, epochs=1, learning_rate=0.1)
+    local = LocalTraining(
+        kind=UpdateKind.GRADIENT, batch_size=1, epochs=1, learning_rate=0.1, dropout=False
+    )
     client = Protection(local, {2: Oops()}, num_examples=1)
     with pytest.raises(
         FedleakError, match=r"^defense\[2\] \(oops\) failed on .*: KeyError: 'oops'$"

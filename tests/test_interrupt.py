@@ -83,7 +83,7 @@ def finish(folder: Path) -> None:
 def rows(folder: Path, name: str) -> list[dict[str, object]]:
     """Returns the rows of a file, in order, without what a clock wrote."""
     lines = (folder / RUN / name).read_text().splitlines()
-    found = [json.loads(line) | {"seconds": None} for line in lines]
+    found = [json.loads(line) | {"seconds": None, "seal": None} for line in lines]
     return sorted(found, key=lambda row: (row["round"], row.get("client"), row.get("attack")))
 
 

@@ -209,7 +209,14 @@ def test_what_others_wrote_is_inert_in_drawings(tmp_path):
     families = {"family": [{"kind": HOSTILE, "strength": HOSTILE}]}
     read = WorstCase(
         **dict.fromkeys(WorstCase.model_fields)
-        | {"attacks": (HOSTILE,), "texts": 1, "clients": 1, "unattacked": 0, "first": {HOSTILE: 1}}
+        | {
+            "attacks": (HOSTILE,),
+            "texts": 1,
+            "clients": 1,
+            "unattacked": 0,
+            "nearly": 0,
+            "first": {HOSTILE: 1},
+        }
     )
     cell = found.cells[0].model_copy(
         update={"values": {"family": families["family"][0]}, "worst_case": read}

@@ -85,7 +85,8 @@ def _truth_of_all(run: Run, round: int) -> GroundTruth | None:
         # The clients' own noise is clipped with their updates: nobody knows how loud it is then.
         noise_scale = None if noise_scale else added
     labels = tuple(chain.from_iterable(truth.labels for truth in truths))
-    if labels and not all(truth.labels for truth in truths):
+    # Who drew nobody has neither texts nor classes.
+    if labels and not all(truth.labels for truth in truths if truth.sequences):
         raise CaptureError(f"{run.path / 'vault'}: not every text of round {round} has a class")
     return GroundTruth(
         round=round,

@@ -487,13 +487,13 @@ class Run:
         self, name: str, tensors: Mapping[str, Tensor], about: Mapping[str, Any]
     ) -> None:
         """Writes tensors, and beside them a table with this experiment's mark."""
-        metadata = {"fedleak": json.dumps({"fingerprint": self.fingerprint(), **about})}
-        flat = _flat(tensors)
-        parts = seal.tensor_parts(flat, metadata["fedleak"])
-        if (mark := seal.seal(self._sealed_place(name), parts)) is not None:
-            metadata[seal.FIELD] = mark
+        table, flat = {"fingerprint": self.fingerprint(), **about}, _flat(tensors)
+        mark = seal.seal(self._sealed_place(name), seal.tensor_parts(flat, json.dumps(table)))
+        if mark is not None:
+            table[seal.FIELD] = mark
         with new_file(self._place(name)) as temporary:
-            safetensors.torch.save_file(flat, temporary, metadata)
+            # One entry: several would stand in another order each time.
+            safetensors.torch.save_file(flat, temporary, {"fedleak": json.dumps(table)})
 
     def _sealed_place(self, name: str) -> str:
         """Returns what a file is of, for its seal: what is held becomes a capture as it is."""
@@ -513,10 +513,12 @@ class Run:
                 table = parse_json(read(path))
                 return isinstance(table, dict) and seal.is_genuine(place, table)
             tensors, metadata = _read_tensors(path)
-            mark = seal.seal(place, seal.tensor_parts(tensors, metadata.get("fedleak", "")))
+            table = json.loads(metadata["fedleak"])
+            parts = seal.tensor_parts(tensors, json.dumps(seal.without(table)))
+            mark = seal.seal(place, parts)
         except (*_DAMAGE, FedleakError):
             return False
-        return mark is not None and mark == metadata.get(seal.FIELD)
+        return mark is not None and mark == table.get(seal.FIELD)
 
     def changed_lines(self, lines: Lines[T]) -> list[int]:
         """Returns the numbers of the lines that fedleak did not write here as they stand."""

@@ -464,4 +464,4 @@ def test_an_alarm_ends_the_command_with_status_1(monkeypatch, tmp_path, in_proce
     assert "Contradicted:" in (tmp_path / "runs" / "wrong" / "report.html").read_text()
     status, text, _ = call("gate", "runs/wrong", "--require", "canary")
     assert status == 3
-    assert "EXCEEDED  canary: canaries of 2 clients together show" in text
+    assert "EXCEEDED  canaries of clients: canaries of 2 clients together show" in text

@@ -145,7 +145,7 @@ HOSTILE: dict[str, tuple[Callable[[], None], str]] = {
     "a list": (written(OF_1, "[]"), "is of the experiment None"),
     "words that are none": (changed(OF_1, sequences=[[2, 10**9, 3]]), "outside the vocabulary"),
     "a label that is none": (changed(OF_1, labels=[7]), "none of the 2 classes"),
-    "too many labels": (changed(OF_1, labels=[1, 1]), "2 labels for 1 texts"),
+    "too many labels": (changed(OF_1, labels=[1, 1]), "not every text has one class"),
     "no noise": (changed(OF_1, noise_scale=-1.0), "its noise_scale is -1.0"),
     "no step": (changed(OF_1, batch_size=0), "its batch_size is 0"),
     "another batch": (changed(OF_1, batch_size=3), "it has 3 examples, but client 1 sent an"),

@@ -217,7 +217,7 @@ def test_it_is_shown_on_a_terminal_and_in_a_report(ran: Path) -> None:
     page = (ran / "rungs" / "report-redacted.html").read_text()
     assert "<caption>What each fact is worth to the server</caption>" in page
     assert "A server that follows the protocol and was told labels and lengths" in page
-    assert "Told nothing more than the protocol tells, it could read 0." in page
+    assert "Told nothing more than the protocol tells, it could read 0 word for word." in page
 
 
 def test_the_gate_takes_the_rung_that_reads_most(ran: Path) -> None:

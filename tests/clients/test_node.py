@@ -156,7 +156,7 @@ def test_an_error_goes_to_the_server_without_its_words_and_to_the_client_s_log_w
 SENT = [
     ({"federation": {"algorithm": "${NODE_SECRET}"}}, "ConfigError: federation.algorithm is"),
     ({"name": "${NODE_SECRET}"}, "ConfigError: name is"),
-    ({"defense": [{"kind": "${NODE_SECRET}"}]}, "ConfigError: defense[0].kind is"),
+    ({"defense": [{"kind": "${NODE_SECRET}"}]}, "UnknownKindError: defense[0].kind is"),
     ({"model": {"name": "${NODE_SECRET}"}}, "ConfigError: model is"),
     ({"model": {"name": "FOLDER"}}, "ConfigError: model is"),
     ({"data": {"name": "${NODE_SECRET}"}}, "ConfigError: data is"),

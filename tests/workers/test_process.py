@@ -82,7 +82,10 @@ def attack(run, *others, no_more=lambda: True, on=None, **how):
     """Attacks what is captured, in this process, and returns the rows without times."""
     experiment = parse(TABLE | {"attack": [workers.settings(each) for each in others]})
     dispatcher.attack_captures(run, experiment, no_more=no_more, on=[on or Here()], **how)
-    found = [row | {"seconds": None} for row in run.rows(Lines("reconstructions.jsonl", dict))]
+    found = [
+        row | {"seconds": None, "seal": None}
+        for row in run.rows(Lines("reconstructions.jsonl", dict))
+    ]
     return sorted(found, key=lambda row: (row["round"], row["client"], row["attack"]))
 
 

@@ -223,7 +223,10 @@ WRONG: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "more clients than rows": ({"federation.clients": 50}, ("clients = 50", "data.samples")),
     "rounds 1e9": ({"federation.rounds": 10**9}, ("rounds = 1,000,000,000", "at most")),
     "rounds beyond 64 bits": ({"federation.rounds": 2**70}, ("rounds = 1,180", "at most")),
-    "clients 1e9": ({"federation.clients": 10**9}, ("1,000,000,000 clients", "at most")),
+    "clients 1e9": (
+        {"federation.clients": 10**9},
+        ("federation.clients = 1000000000", "less than or equal to 1000000"),
+    ),
     "epochs 1e9": (
         {"federation.algorithm": "fedavg", "federation.local_epochs": 10**9},
         ("local_epochs",),
@@ -302,6 +305,7 @@ NUMBERS = {
     "federation.alpha": (-1.0, 0.0, math.nan, "1", True),
     "federation.dropout": ("no", 1, 0.5),
     "privacy.delta": (-1e-5, 1.0, math.nan, "1e-5", True),
+    "gate.seconds": (0, -1, math.nan, math.inf, "60", True),
     "workers.at_once": (-1, 0, 1.5, math.inf, "8", True),
     "federation.at_once": (-1, 0, 1.5, math.inf, "8", True),
     "audit.waiting": (-1, 0, 1.5, math.inf, "8", True),
