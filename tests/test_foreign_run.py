@@ -16,9 +16,9 @@ from fedleak.config.loading import load
 from fedleak.store.run import Run
 from server.engines import train
 
-FOLDERS = ("captures", "models", "vault", "defended", "candidates", "held", "shard-1of2")
+FOLDERS = ("captures", "models", "vault", "defended", "candidates", "held")
 WRITTEN = (
-    ".lock", "log.txt", "flower.log", "run.json", "reconstructions.jsonl", "attempts.jsonl",
+    "log.txt", "flower.log", "run.json", "reconstructions.jsonl", "attempts.jsonl",
     "leakage.jsonl", "privacy.jsonl", "defenses.jsonl", "utility.jsonl", "membership.jsonl",
     "canaries.jsonl", "damaged.jsonl", "summary.json", "held_out.json", "checks.json",
     "reference.json", "report.html", "report-redacted.html",
@@ -73,6 +73,17 @@ def link_folders(run: Run, home: Path) -> None:
         (run.path / name).symlink_to(home / name)
 
 
+def link_what_all_commands_open(run: Run, home: Path) -> None:
+    for name in (".lock", "run.json"):
+        (run.path / name).rename(home / name)
+        (run.path / name).symlink_to(home / name)
+
+
+def link_shard(run: Run, home: Path) -> None:
+    (home / "shard").mkdir()
+    (run.path / "shard-1of2").symlink_to(home / "shard")
+
+
 def link_content(run: Run, home: Path) -> None:
     for path in [path for path in run.path.rglob("*/*") if path.is_file()]:
         path.rename(home / path.name)
@@ -80,7 +91,8 @@ def link_content(run: Run, home: Path) -> None:
 
 
 def pipes(run: Run, home: Path) -> None:
-    paths = [path for path in run.path.rglob("*") if path.is_file() and path.name != "run.json"]
+    paths = [path for path in run.path.rglob("*") if path.is_file()]
+    paths = [path for path in paths if path.name not in (".lock", "run.json")]
     for path in paths:
         path.unlink()
         os.mkfifo(path)
@@ -90,6 +102,8 @@ PLANTED: dict[str, Callable[[Run, Path], None]] = {
     "linked files": link_files,
     "linked folders": link_folders,
     "links in folders": link_content,
+    "a linked lock": link_what_all_commands_open,
+    "a linked shard": link_shard,
     "pipes": pipes,
 }
 
