@@ -37,6 +37,9 @@ PRECISION = 1e-4
 TOKENS_AT_ONCE = 1024
 """Tokens, padding included, whose gradients are computed before the clock is looked at."""
 
+SEQUENCES_AT_ONCE = 16
+"""Likewise: each sequence has a backward pass of its own."""
+
 _SMALL = 1e-3
 """A tensor below this fraction of the update's norm counts as this large: some are zero."""
 
@@ -311,7 +314,7 @@ def is_run(model: LanguageModel, ids: Sequence[int]) -> bool:
 
 def _parts(sequences: Sequence[tuple[int, ...]]) -> Iterator[Sequence[tuple[int, ...]]]:
     """Yields the sequences, as many at once as their tokens allow."""
-    size = max(1, TOKENS_AT_ONCE // max(map(len, sequences)))
+    size = max(1, min(SEQUENCES_AT_ONCE, TOKENS_AT_ONCE // max(map(len, sequences))))
     for start in range(0, len(sequences), size):
         yield sequences[start : start + size]
 
