@@ -26,8 +26,14 @@ def opened(path: str | Path, flags: int = os.O_RDONLY) -> int:
     Raises:
         OSError: It cannot be opened, or something else than a plain file has this name.
     """
-    refuse_other(path)  # to open a pipe or a device may have an effect, or wait
-    handle = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+    return _opened(path, flags | os.O_NOFOLLOW)
+
+
+def _opened(path: str | Path, flags: int) -> int:
+    refuse_other(
+        path, linked=not flags & os.O_NOFOLLOW
+    )  # to open a pipe may have an effect, or wait
+    handle = os.open(path, flags | os.O_NONBLOCK, 0o600)
     try:
         _check(os.fstat(handle), stat.S_IFREG, path)
     except OSError:
@@ -36,35 +42,37 @@ def opened(path: str | Path, flags: int = os.O_RDONLY) -> int:
     return handle
 
 
-def content(path: Path, most: int = -1) -> bytes:
+def content(path: Path, most: int = -1, *, linked: bool = False) -> bytes:
     """Returns what a plain file holds.
 
     Args:
         path: The file.
         most: Bytes that it may have; -1: any number.
+        linked: Whether it may be a link, as what the user names.
 
     Raises:
         OSError: It cannot be read, is no plain file, or is larger.
     """
-    with open(path, "rb", opener=opened) as file:
+    with open(path, "rb", opener=_opened if linked else opened) as file:
         found = file.read(most + 1 if most >= 0 else -1)
     if 0 <= most < len(found):
         raise OSError(errno.EFBIG, f"it has more than {most:,} bytes", str(path))
     return found
 
 
-def refuse_other(path: str | Path, kind: int = stat.S_IFREG) -> None:
+def refuse_other(path: str | Path, kind: int = stat.S_IFREG, *, linked: bool = False) -> None:
     """Refuses what is there under a name and is no plain file; that nothing is there is fine.
 
     Args:
         path: The name.
         kind: What may be there, as in `stat`: a file, or `stat.S_IFDIR`.
+        linked: Whether it may be a link to such a thing.
 
     Raises:
         OSError: Something else is there.
     """
     try:
-        there = os.lstat(path)
+        there = os.stat(path) if linked else os.lstat(path)
     except FileNotFoundError:
         return
     _check(there, kind, path)

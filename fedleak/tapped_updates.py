@@ -23,6 +23,7 @@ from fedleak.finite import all_finite
 from fedleak.models import CLASSIFICATION, LanguageModel, ModelSpec, loading
 from fedleak.models.parameter_names import matched
 from fedleak.observation import Knowledge, UpdateKind
+from fedleak.plain_files import content
 from fedleak.sanitise import printable
 from fedleak.store.files import naming
 from fedleak.store.tapped import KeptArrays, Tapped, TappedMessage
@@ -124,7 +125,7 @@ class Tap:
             return []
         try:
             with naming(Path(file), "read"):
-                text = Path(file).read_text(encoding="utf-8")
+                text = content(Path(file), linked=True).decode()
         except UnicodeDecodeError as error:
             raise ConfigError(
                 f"truth.held_out = {file!r} is not UTF-8: save it as UTF-8"

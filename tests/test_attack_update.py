@@ -103,6 +103,19 @@ def test_what_was_granted_is_in_the_answer(here, tmp_path):
     assert table["score"]["guess_rougeL"] is None, "the private texts are no chance"
 
 
+def test_a_pipe_of_a_shell_is_called_one(here):
+    reads, writes = os.pipe()  # as in --texts <(cat truth.txt)
+    try:
+        status, _, errors = call(
+            "attack-update", "gradient.pt", "--model", "model", "--texts", f"/dev/fd/{reads}"
+        )
+    finally:
+        os.close(reads)
+        os.close(writes)
+    assert status == 2
+    assert "it is a pipe, and no plain file: give a file" in errors
+
+
 @pytest.mark.parametrize(
     ("arguments", "status", "says"),
     [

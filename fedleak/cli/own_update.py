@@ -34,7 +34,8 @@ def text_lines(option: str, path: Path | None) -> list[str] | None:
     named = f"{option} {str(path)!r}"
     try:
         # The file may be a link of the user's own; a device may have no end.
-        lines = re.split(r"\r\n?|\n", content(path.resolve(), _LARGEST).decode("utf-8-sig"))
+        text = content(path, _LARGEST, linked=True).decode("utf-8-sig")
+        lines = re.split(r"\r\n?|\n", text)
     except OSError as error:
         raise ConfigError(f"{named}: {error.strerror}: give a file with one text a line") from error
     except UnicodeDecodeError as error:

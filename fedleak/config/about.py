@@ -11,6 +11,7 @@ from fedleak.config.tables import ModelTable, Positive, Source, Table
 from fedleak.config.wording import one_line
 from fedleak.errors import ConfigError
 from fedleak.observation import Optimiser
+from fedleak.plain_files import content
 from fedleak.sanitise import is_whole
 
 
@@ -105,7 +106,7 @@ def load_about(path: Path) -> About:
         ConfigError: Anything about it that is not right.
     """
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        table = tomllib.loads(content(path, linked=True).decode("utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"{str(path)!r}: {error.strerror}: give a TOML file") from error
     except (ValueError, RecursionError) as error:
@@ -145,7 +146,7 @@ def load_truth(path: Path) -> list[TruthLine]:
         ConfigError: The file cannot be read, or a line is none.
     """
     try:
-        lines = path.read_bytes().splitlines()
+        lines = content(path, linked=True).splitlines()
     except OSError as error:
         raise ConfigError(f"truth.file = {str(path)!r}: {error.strerror}: give a file") from error
     found = []

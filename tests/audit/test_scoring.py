@@ -151,6 +151,15 @@ def test_more_answers_than_texts_do_not_help(bert_tiny, sequences):
     assert score_sequences(right + wrong, right, bert_tiny).exact_match == 1.0
 
 
+def test_an_answer_that_has_each_text_twice_over_is_that_of_the_batch(bert_tiny, sequences):
+    first, second, *_ = sequences
+    truths = [first, first, second]
+    twice = score_sequences([first] * 4 + [second] * 2, truths, bert_tiny)
+    assert twice == score_sequences(truths, truths, bert_tiny)
+    of_one = score_sequences([first] * 3 + [second] * 3, truths, bert_tiny)
+    assert of_one.exact_match == pytest.approx(2 / 3)
+
+
 def test_marks_and_their_absence_do_not_change_content(bert_tiny, sequences):
     (one,) = sequences[:1]
     bare = score_sequences([one[1:-1]], [one], bert_tiny)

@@ -1,6 +1,7 @@
 """`fedleak import` reads of a tap what clients sent, and refuses what they cannot have sent."""
 
 import json
+import os
 from collections import OrderedDict
 from pathlib import Path
 from types import SimpleNamespace
@@ -490,6 +491,18 @@ def test_a_round_beyond_all_rounds_is_a_damaged_line(wire, step, imported):
         "line 3 of messages.jsonl is damaged",
         "line 4 of messages.jsonl is damaged",
     ]
+
+
+@pytest.mark.parametrize("key", ["truth.file", "truth.held_out"])
+def test_a_pipe_that_a_stranger_names_is_not_waited_for(wire, step, imported, tmp_path, key):
+    wire("sent", 1, 77, {"arrays": step.before})
+    wire("received", 1, 77, {"arrays": step.after}, metrics=METRICS)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(FedleakError, match="it is a pipe, and no plain file"):
+        imported({key: str(tmp_path / "pipe")})
+    os.mkfifo(tmp_path / "mine" / "about.toml")
+    with pytest.raises(ConfigError, match="it is a pipe, and no plain file"):
+        load_about(tmp_path / "mine" / "about.toml")
 
 
 def test_held_out_texts_that_are_not_utf_8_are_refused_in_a_line(wire, step, imported, tmp_path):
