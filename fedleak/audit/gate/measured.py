@@ -228,7 +228,7 @@ def _attack(name: str, evidence: Evidence, least_seconds: float, *, may_abstain:
     if old:
         lacks.append(f"{old} {of_all} have no scores of single texts: `fedleak score` adds them")
     answered = f"it answered {ended[Status.RECOVERED]} {of_all}"
-    if late:
+    if late and agreed is not None:
         answered += f", {late} of them with all of the {agreed:g} s that were agreed"
     return untold(f"attack {name}", lacks, answered)
 
