@@ -10,14 +10,27 @@ from scored import row
 from tiny import DLG, tables
 
 from fedleak.audit.gate.check import Check, Outcome
+from fedleak.audit.gate.control import control_checks
 from fedleak.audit.gate.evidence import Evidence
+from fedleak.audit.gate.limits import limit_checks
 from fedleak.audit.gate.measured import measured_checks, required_checks
 from fedleak.config.loading import parse
 from fedleak.config.tables import GateTable
 from fedleak.reconstruction import Status
-from fedleak.store.records import UNSCORED, LeakageRow, LedgerRow
+from fedleak.store.records import UNSCORED, LeakageRow, LedgerRow, Utility
 from fedleak.store.run import Key
-from fedleak.store.summaries import CanaryBound, CanarySummary, Ladder, Rung
+from fedleak.store.summaries import (
+    CanaryBound,
+    CanarySummary,
+    CopiesRead,
+    Estimate,
+    Guarantee,
+    Ladder,
+    MembershipFigures,
+    MembershipSummary,
+    PositiveControl,
+    Rung,
+)
 
 READ, MISSED = (True, 100.0, 1.0), (False, 10.0, 0.2)
 WITHIN, EXCEEDED, UNTOLD = Outcome.WITHIN, Outcome.EXCEEDED, Outcome.UNTOLD
@@ -376,3 +389,275 @@ def test_canaries_are_of_every_client_and_alarm() -> None:
     assert check(-1, 0) == Check(name, UNTOLD, "clients without a scored canary: 1, 2")
     alarmed = check(-1, alarms=("one", "two"))
     assert alarmed == Check(name, EXCEEDED, "one; two")
+
+
+# --- limits ---------------------------------------------------------------------------------------
+
+
+def limited(evidence: Evidence, **limits: Any) -> dict[str, tuple[Outcome, str]]:
+    checks = limit_checks(GateTable(**limits), evidence)
+    return {check.name: (check.outcome, check.said) for check in checks}
+
+
+def estimate(mean: float, high: float) -> Estimate:
+    return Estimate(mean=mean, low=0.0, high=high)
+
+
+def test_the_highest_case_is_compared_with_the_limits_on_leakage() -> None:
+    worst = evidence_of(TEN, of_ten("dlg", READ, MISSED)).summary.worst_case
+    assert worst is not None
+    figures = {
+        "exact_match": estimate(0.25, 0.5),
+        "rougeL": estimate(12.345, 20.0),
+        "token_recall": estimate(0.75, 0.875),
+    }
+    worst = worst.model_copy(update=figures)
+    evidence = evidence_of(TEN, worst_case=worst)
+    assert limited(evidence, exact=0.5, rougeL=19.99, token_recall=0.9) == {
+        "exact": (
+            WITHIN,
+            "share of texts read word for word: 0.25, with its interval up to 0.5; limit 0.5",
+        ),
+        "rougeL": (
+            EXCEEDED,
+            "mean ROUGE-L of the texts: 12.3, with its interval up to 20; limit 19.99",
+        ),
+        "token_recall": (
+            WITHIN,
+            "share of a text's tokens found: 0.75, with its interval up to 0.875; limit 0.9",
+        ),
+    }
+    higher = worst.model_copy(update={"exact_match": estimate(0.125, 0.625), "rougeL": None})
+    rungs = tuple(
+        Rung(granted=granted, attacks={}, worst_case=of_rung, worth=())
+        for granted, of_rung in (((), worst), (("labels", "lengths"), higher), (("labels",), None))
+    )
+    rises = evidence_of(TEN, ladder=Ladder(rungs=rungs, left_out={}, correction=""))
+    checks = limited(rises, exact=0.6, rougeL=20.0)
+    assert checks["exact"] == (
+        EXCEEDED,
+        "told labels, lengths: share of texts read word for word: 0.125, with its interval up to "
+        "0.625; limit 0.6",
+    )
+    assert checks["rougeL"] == (
+        UNTOLD,
+        "told labels, lengths: no attack gave an answer that has a mean ROUGE-L of the texts; told "
+        "labels: no attack gave an answer that has a mean ROUGE-L of the texts",
+    )
+    assert limited(rises, exact=0.625)["exact"][0] is UNTOLD
+    assert limited(rises, rougeL=19.0)["rougeL"] == (
+        EXCEEDED,
+        "told nothing more: mean ROUGE-L of the texts: 12.3, with its interval up to 20; limit 19",
+    )
+    nobody = "no attack gave an answer that has a share of texts read word for word"
+    assert limited(evidence_of(TEN), exact=1.0) == {"exact": (UNTOLD, nobody)}
+    assert limited(evidence) == {}
+
+
+def score_of(name: str, **more: Any) -> MembershipFigures:
+    about = {
+        "attack": "membership", "score": name, "updates": 2, "clients": 2, "members": 20,
+        "controls": 200, "auc": estimate(0.5, 0.75), "rounds": (), "roc": (),
+        "found_at_1_percent": estimate(0.0625, 0.125), "found_at_01_percent": None, "pairs": 20,
+        "no_bound": None, "p": 1.0, "epsilon": 0.0,
+    }  # fmt: skip
+    return MembershipFigures(**about | more)
+
+
+def test_the_best_score_of_membership_is_compared() -> None:
+    rows = [row("membership", client, texts=None) for client in range(3)]
+    rows += [row("membership", 3, status=Status.ABSTAINED, texts=None), row("dlg", 0, MISSED)]
+    several = (score_of("loss"), score_of("residual", auc=estimate(0.625, 0.875), updates=3))
+
+    def checks(figures: Sequence[MembershipFigures], **limits: float) -> Any:
+        summary = MembershipSummary(confidence=0.95, delta=1e-5, figures=tuple(figures))
+        return limited(evidence_of({}, rows, membership=summary), **limits)
+
+    lacks = "membership by loss: 1 of 3 answers have no score"
+    assert checks(several, auc=0.8, tpr=0.2) == {
+        "auc": (
+            EXCEEDED,
+            "membership by residual: area under the ROC curve of membership: 0.625, with its "
+            "interval up to 0.875; limit 0.8",
+        ),
+        "tpr": (UNTOLD, lacks),
+    }
+    assert checks(several[1:], auc=0.875, tpr=0.125) == {
+        "auc": (
+            WITHIN,
+            "membership by residual: area under the ROC curve of membership: 0.625, with its "
+            "interval up to 0.875; limit 0.875",
+        ),
+        "tpr": (
+            WITHIN,
+            "membership by residual: share of members found at 1 % false accusations: 0.0625, with "
+            "its interval up to 0.125; limit 0.125",
+        ),
+    }
+    few = score_of("norm", updates=3, found_at_1_percent=None)
+    assert checks([few], tpr=1.0)["tpr"] == (
+        UNTOLD, "membership by norm: 20 members and 200 others are too few"
+    )  # fmt: skip
+    assert limited(evidence_of({}, rows), auc=1.0)["auc"] == (
+        UNTOLD, "no attack on membership gave an answer"
+    )  # fmt: skip
+
+
+def guarantee(epsilon: float | str) -> Guarantee:
+    return Guarantee(
+        epsilon=epsilon, delta=1e-5, accountant="prv", unit="example", neighbouring="add",
+        noise_multiplier=1.0,
+    )  # fmt: skip
+
+
+def test_an_epsilon_is_of_every_client_that_trained() -> None:
+    def check(limit: float, clients: int, epsilon: float | str | None) -> Any:
+        privacy = None if epsilon is None else guarantee(epsilon)
+        ledger = {"ledger": of_ledger(*range(clients))}
+        changes = {"federation.clients": 3, "federation.rounds": 2}
+        evidence = evidence_of(changes, others=ledger, privacy=privacy)
+        return limited(evidence, epsilon=limit)
+
+    said = "epsilon 7.123 at delta 1e-05, of one example by the accountant prv; limit "
+    assert check(8, 3, 7.1234) == {"epsilon": (WITHIN, f"{said}8")}
+    assert check(7.1234, 3, 7.1234)["epsilon"][0] is WITHIN
+    assert check(7.1, 3, 7.1234) == {"epsilon": (EXCEEDED, f"{said}7.1")}
+    nothing = {"epsilon": (UNTOLD, "nothing is guaranteed; limit 8")}
+    assert check(8, 3, "none") == check(8, 3, None) == nothing
+    assert check(8, 1, 7.0) == {"epsilon": (UNTOLD, "the ledger has no clients 1, 2")}
+
+
+def test_canaries_bound_an_epsilon_unless_they_have_a_limit_of_their_own() -> None:
+    def checks(bounds: Sequence[CanaryBound], **limits: float) -> Any:
+        canary = CanarySummary(confidence=0.95, delta=1e-5, bounds=tuple(bounds), alarms=())
+        return limited(evidence_of({}, canary=canary), **limits)
+
+    several = [bound(-1), bound(0, gaussian=None, f_dp=3.0), bound(1)]
+    if_gaussian = "canaries show 3 or more (if the trade-off curve is Gaussian); limit "
+    assert checks(several, canary=3.0) == {"canary": (WITHIN, f"{if_gaussian}3")}
+    assert checks(several, canary=2.9) == {"canary": (EXCEEDED, f"{if_gaussian}2.9")}
+    by_epsilon = checks(several, epsilon=2.0)
+    assert list(by_epsilon) == ["epsilon", "epsilon by canaries"]
+    assert by_epsilon["epsilon by canaries"] == (EXCEEDED, f"{if_gaussian}2")
+    assert list(checks(several, epsilon=2.0, canary=3.0)) == ["epsilon", "canary"]
+    noise = checks([bound(0, gaussian=4.56789)], canary=8)["canary"][1]
+    assert noise == "canaries show 4.568 or more (if the noise is Gaussian); limit 8"
+    free = checks([bound(0, epsilon_delta=2.5)], canary=8)["canary"][1]
+    assert free == "canaries show 2.5 or more (assuming nothing); limit 8"
+    none = {"canary": (UNTOLD, "there are no canaries; limit 1.5")}
+    assert limited(evidence_of({}), canary=1.5) == none
+
+
+def test_utility_of_a_purged_run_is_what_was_written(tmp_path: Path) -> None:
+    utility = Utility(round=1, accuracy=0.75, mcc=0.5, perplexity=12.0)
+    written = evidence_of({}, utility=utility, held_out=40, purged="today")
+    limits = {"accuracy": 0.75, "f1": 0.1, "mcc": 0.6, "perplexity": 12.0}
+    on = "on 40 held-out texts; limit"
+    assert limited(written, **limits) == {
+        "accuracy": (WITHIN, f"0.75 {on} 0.75"),
+        "f1": (UNTOLD, "no f1 was measured on held-out texts"),
+        "mcc": (EXCEEDED, f"0.5 {on} 0.6"),
+        "perplexity": (WITHIN, f"12 {on} 12"),
+    }
+    assert limited(written, perplexity=11.9)["perplexity"] == (EXCEEDED, f"12 {on} 11.9")
+    nobody = (UNTOLD, "no mcc was measured on held-out texts")
+    assert limited(evidence_of({}, purged="today"), mcc=0.0) == {"mcc": nobody}
+    run = run_of(tmp_path / "run", parse(tables()))
+    gone = limited(evidence_of({}, utility=utility, folder=run.path), mcc=0.0, f1=0.0)
+    assert gone["mcc"][0] is UNTOLD
+    assert gone["mcc"] == gone["f1"]
+    assert "held_out.json" in gone["mcc"][1]
+
+
+# --- the positive control -------------------------------------------------------------------------
+
+NOISY: dict[str, Any] = TEN | {"defense": [{"kind": "gaussian_noise", "sigma": 1.0}]}
+
+
+def copies_read(read: int, exact: float, recall: float = 0.0) -> CopiesRead:
+    return CopiesRead(read=read, exact=exact, rougeL=100 * exact, token_recall=recall)
+
+
+def control_of(leaks: Mapping[str, float], evidence: Evidence) -> tuple[Outcome, str]:
+    check, _ = control_checks(leaks, evidence)
+    assert check.name == "positive control"
+    return check.outcome, check.said
+
+
+def test_each_limit_has_to_be_exceeded_where_nothing_is_defended_by_who_answers() -> None:
+    copies = PositiveControl(
+        copies=3, texts=6, together=copies_read(3, 1.0, 0.5),
+        attacks={"dlg": copies_read(1, 0.25, 0.5), "keyspan": copies_read(3, 0.875, 0.125)},
+    )  # fmt: skip
+    evidence = evidence_of(NOISY, of_ten("dlg", MISSED, MISSED), positive_control=copies)
+    read = (
+        "dlg read a text of 1 of 3 undefended copies; keyspan read a text of 3 of 3 undefended "
+        "copies; share of texts read word for word: 1, limit "
+    )
+    assert control_of({"exact": 0.2}, evidence) == (WITHIN, f"{read}0.2")
+    assert control_of({"exact": 0.25}, evidence) == (
+        UNTOLD,
+        f"{read}0.25; exact rests on dlg here, and keyspan exceeds it there",
+    )
+    assert control_of({"exact": 0.9}, evidence) == (
+        UNTOLD,
+        f"{read}0.9; exact rests on dlg here, and no single attack exceeds it there",
+    )
+    silent = evidence_of(NOISY, positive_control=copies)
+    assert control_of({"exact": 0.2}, silent) == (
+        UNTOLD,
+        f"{read}0.2; exact rests on no answer here, and dlg, keyspan exceeds it there",
+    )
+    bags = evidence_of(NOISY, of_ten("dlg", (None, None, 1.0)), positive_control=copies)
+    assert control_of({"exact": 0.2}, bags)[0] is UNTOLD
+    assert control_of({"token_recall": 0.4}, bags)[0] is WITHIN
+    assert control_of({"exact": 1.0, "token_recall": 0.5}, evidence) == (
+        UNTOLD,
+        f"{read}1; share of a text's tokens found: 0.5, limit 0.5; where nothing is in their way "
+        "the attacks stay within exact, too; where nothing is in their way the attacks stay within "
+        "token_recall, too",
+    )
+
+
+def test_an_undefended_run_is_its_own_positive_control() -> None:
+    rows = [*of_ten("dlg", READ, MISSED)]
+    rows = [one.model_copy(update={"exact_match": float(one.client > 2)}) for one in rows]
+    said = (
+        "dlg read a text of 7 of 10 updates, none of them defended; share of texts read word for "
+        "word: 0.5, limit 0.4"
+    )
+    undefended = evidence_of(TEN | {"federation.dropout": False, "audit.controls": False}, rows)
+    assert control_of({"exact": 0.4}, undefended) == (WITHIN, said)
+
+
+def test_why_there_is_no_positive_control(tmp_path: Path) -> None:
+    run = run_of(tmp_path / "run", parse(tables(NOISY)))
+    assert control_of({"exact": 0.4}, evidence_of(NOISY, folder=run.path)) == (
+        UNTOLD,
+        "no private batch is in the vault, so there is nothing to make undefended copies of",
+    )
+    run.write_truth(Key(1, 3), truth_of(1, 3, [(2, 5, 3)]).to_json())
+    assert control_of({"exact": 0.4}, evidence_of(NOISY, folder=run.path)) == (
+        UNTOLD,
+        "no undefended copies were attacked, so these attacks may be unable to read anything: "
+        f"`fedleak attack {run.path} --positive-control` tells",
+    )
+    assert control_of({"exact": 0.4}, evidence_of(NOISY, folder=run.path, purged="today")) == (
+        UNTOLD,
+        "no undefended copies were attacked before the private data was deleted",
+    )
+
+
+def test_the_attackers_that_limits_hold_for_are_named() -> None:
+    def attackers(rows: Sequence[LeakageRow], *kinds: str) -> Check:
+        changes = NOISY | {"attack": [{"kind": kind} for kind in kinds]}
+        return control_checks({}, evidence_of(changes, rows))[1]
+
+    rows = of_ten("tag", MISSED) + of_ten("dlg", MISSED)
+    weak = (
+        "the limits hold for dlg, tag alone: auto, the strongest attacker here, is not among them"
+    )
+    assert attackers(rows, "dlg") == Check("attackers", WITHIN, weak)
+    strong = Check("attackers", WITHIN, "the limits hold for dlg, tag")
+    assert attackers(rows, "dlg", "auto") == strong
+    assert attackers([], "auto").said == "the limits hold for no attack"
