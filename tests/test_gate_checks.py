@@ -1,25 +1,45 @@
 """What each check of the gate says, word for word, of runs that nobody trained."""
 
+import hashlib
+import json
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
-from built import answer_of, evidence_of, run_of, truth_of
+from built import answer_of, evidence_of, run_of, summary_of, truth_of
 from scored import row
-from tiny import DLG, tables
+from tiny import DLG, call, tables
 
+from fedleak.audit import scoring
 from fedleak.audit.gate.check import Check, Outcome
 from fedleak.audit.gate.control import control_checks
-from fedleak.audit.gate.evidence import Evidence
+from fedleak.audit.gate.evidence import Evidence, complete, figures, genuine, own
+from fedleak.audit.gate.judge import judge
 from fedleak.audit.gate.limits import limit_checks
 from fedleak.audit.gate.measured import measured_checks, required_checks
 from fedleak.config.loading import parse
 from fedleak.config.tables import GateTable
+from fedleak.errors import ConfigError
 from fedleak.reconstruction import Status
-from fedleak.store.records import UNSCORED, LeakageRow, LedgerRow, Utility
-from fedleak.store.run import Key
+from fedleak.store import records
+from fedleak.store.records import (
+    UNSCORED,
+    UTILITY,
+    CanaryRow,
+    DefenseRow,
+    LeakageRow,
+    LedgerRow,
+    MembershipRow,
+    ScoredRows,
+    Utility,
+)
+from fedleak.store.run import Key, Run
 from fedleak.store.summaries import (
+    SUMMARY,
     CanaryBound,
     CanarySummary,
     CopiesRead,
@@ -31,6 +51,7 @@ from fedleak.store.summaries import (
     PositiveControl,
     Rung,
 )
+from fedleak.workers.process import settings
 
 READ, MISSED = (True, 100.0, 1.0), (False, 10.0, 0.2)
 WITHIN, EXCEEDED, UNTOLD = Outcome.WITHIN, Outcome.EXCEEDED, Outcome.UNTOLD
@@ -661,3 +682,374 @@ def test_the_attackers_that_limits_hold_for_are_named() -> None:
     strong = Check("attackers", WITHIN, "the limits hold for dlg, tag")
     assert attackers(rows, "dlg", "auto") == strong
     assert attackers([], "auto").said == "the limits hold for no attack"
+
+
+# --- whether it is the run, and all of it ---------------------------------------------------------
+
+
+def test_what_scoring_found_missing_closes_the_gate() -> None:
+    whole = "the run is finished and nothing is missing"
+    assert complete(evidence_of({})) == Check("complete", WITHIN, whole)
+    lacking = evidence_of({}, missing=("a", "b"), unscored=2)
+    assert complete(lacking) == Check("complete", UNTOLD, "a; b; 2 answers have no score")
+
+
+def test_captures_and_answers_are_of_this_experiment(tmp_path: Path) -> None:
+    captures = [Key(1, client) for client in range(3)]
+    changes = {"federation.clients": 4, "attack": [DLG]}
+    run = run_of(tmp_path / "run", parse(tables(changes)), captures=captures)
+    fine = "captures and answers are of this experiment and its settings"
+    assert own(evidence_of(changes, folder=run.path)) == Check("own", WITHIN, fine)
+    for client in (0, 2):
+        (run.path / "captures" / f"r0001-c0{client}.safetensors").write_bytes(b"no")
+    strange = [answer_of(1, 0, attack="dlg"), answer_of(1, 0, attack="other")]
+    check = own(evidence_of(changes, answers=strange, folder=run.path))
+    assert (check.name, check.outcome) == ("own", UNTOLD)
+    first, second, third = check.said.split("; ", 2)
+    assert "r0001-c00" in first
+    assert "r0001-c02" in second
+    assert third.startswith("attack 'dlg' already ran here with other settings (")
+    purged = own(evidence_of(changes, answers=strange, folder=run.path, purged="today"))
+    assert purged.said == third
+
+
+def test_files_that_nobody_here_wrote_are_named(tmp_path: Path) -> None:
+    run = run_of(tmp_path / "run", parse(tables()), captures=[Key(1, 0)])
+    fine = "fedleak wrote on this machine all that figures rest on, and nobody changed it"
+    assert genuine(evidence_of({}, folder=run.path)) == Check("written here", WITHIN, fine)
+    said = (
+        ": fedleak did not write that on this machine, or somebody changed it since: run the "
+        "experiment here, or share the key of the machine that did (FEDLEAK_SEAL_KEY)"
+    )
+    folder, names = run.path / "vault", []
+    folder.mkdir()
+    for client, more in enumerate(["", "", "", " and 1 more"]):
+        (folder / f"r0001-c0{client}.json").write_text("{}")
+        names.append(f"vault/r0001-c0{client}.json")
+        check = genuine(evidence_of({}, folder=run.path))
+        assert check == Check("written here", UNTOLD, ", ".join(names[:3]) + more + said)
+
+
+def written(folder: Path, evidence: Evidence) -> Evidence:
+    """Returns evidence of a run in whose folder scoring has written just that."""
+    run, rows = run_of(folder, evidence.experiment), evidence.rows
+    scoring.write(run, scoring.RunScores([], rows, evidence.summary))
+    return replace(evidence, run=run)
+
+
+def canary_row(score: float) -> CanaryRow:
+    return CanaryRow(
+        round=1, client=0, slot=0, audited_copy=False, whole=False, rate=None, steps=1, uses=1,
+        numbers=9, noise_share=None, inside=(True,), scores=(score,), witnesses=(),
+    )  # fmt: skip
+
+
+def member_row(score: float) -> MembershipRow:
+    return MembershipRow(
+        round=1, client=0, attack="membership", texts=(0,), inside=(True,), pairs=(),
+        scores={"loss": (score,)},
+    )  # fmt: skip
+
+
+def test_each_file_that_scoring_wrote_is_what_the_answers_give(tmp_path: Path) -> None:
+    about = {"round": 1, "client": 0, "defense": 0, "kind": "clip"}
+    rows = ScoredRows(
+        leakage=[row("dlg", 0, MISSED)],
+        ledger=of_ledger(0),
+        defended=[DefenseRow(**about, norm=1.0)],
+        canary=[canary_row(0.5)],
+        members=[member_row(0.5)],
+    )
+    others: dict[str, Sequence[Any]] = {
+        "leakage": [row("dlg", 0, READ)],
+        "ledger": of_ledger(1),
+        "defended": [DefenseRow(**about, norm=1.001)],
+        "canary": [canary_row(0.25)],
+        "members": [member_row(0.25)],
+    }
+    same = replace(evidence_of({}, held_out=3), rows=rows)
+    scored = written(tmp_path / "run", same)
+    fine = Check("figures", WITHIN, "scored anew, and the files say the same")
+    assert figures(scored, accept_purged=False) == fine
+    remedy = (
+        ": not what the answers, the captures and the vault give: `fedleak score "
+        f"{scored.run.path}` writes it anew, once you know who changed what"
+    )
+
+    def changed(evidence: Evidence) -> str:
+        check = figures(evidence, accept_purged=False)
+        assert check.outcome is UNTOLD
+        return check.said.removesuffix(remedy)
+
+    names = ["leakage.jsonl", "privacy.jsonl", "defenses.jsonl", "canaries.jsonl"]
+    names.append("membership.jsonl")
+    for field, name in zip(others, names, strict=True):
+        one = replace(scored, rows=replace(rows, **{field: others[field]}))
+        assert changed(one) == name
+    everything = replace(scored, rows=ScoredRows(**others), summary=summary_of(held_out=4))
+    assert changed(everything) == ", ".join([*names, "summary.json"])
+    # When and with what command it was scored does not matter.
+    sentences = {
+        "status": "running", "fedleak": "9", "missing": ("a",), "notes": ("b",), "unscored": 2
+    }  # fmt: skip
+    said = scored.summary.model_copy(update=sentences)
+    assert figures(replace(scored, summary=said), accept_purged=False) == fine
+    (scored.run.path / "summary.json").unlink()
+    gone = figures(scored, accept_purged=False)
+    assert gone.outcome is UNTOLD
+    assert "summary.json" in gone.said
+
+
+def test_figures_agree_but_for_rounding(tmp_path: Path) -> None:
+    def agree(mine: float, file: float) -> bool:
+        utility = Utility(round=1, loss=mine)
+        evidence = written(tmp_path / f"{mine}-{file}", evidence_of({}, utility=utility))
+        other = evidence.summary.model_copy(update={"utility": Utility(round=1, loss=file)})
+        return figures(replace(evidence, summary=other), accept_purged=False).passed
+
+    assert agree(1000.0, 1000.0 + 5e-7)  # relative to what is large
+    assert not agree(1000.0, 1000.0 + 5e-6)
+    assert agree(0.0, 5e-10)  # and absolute where it is small
+    assert not agree(0.0, 5e-9)
+
+
+def test_figures_of_a_purged_run_are_those_that_were_left(tmp_path: Path) -> None:
+    run = run_of(tmp_path / "run", parse(tables()))
+    evidence = evidence_of({}, [row("dlg", 0, MISSED)], folder=run.path, purged="a day")
+    before = (
+        "not checked again: the private data was purged on a day, and the figures rest on the rows "
+        "that were written before"
+    )
+    accepted = f"{before}; --purged takes them as they are"
+    asks = f"{before}: --purged takes them as they are"
+    other = "rows are not those that were there when the run was purged"
+    assert figures(evidence, accept_purged=True) == Check("figures", UNTOLD, other)
+    assert figures(evidence, accept_purged=False).said == f"{asks}; {other}"
+    run.update_info(figures=evidence.mark)
+    assert figures(evidence, accept_purged=True) == Check("figures", WITHIN, accepted)
+    assert figures(evidence, accept_purged=False) == Check("figures", UNTOLD, asks)
+
+
+def test_the_digest_changes_with_experiment_limits_and_figures() -> None:
+    rows, limits = [row("dlg", 0, MISSED)], {"exact": 0.5}
+    evidence = evidence_of({}, rows)
+    digest = evidence.digest(limits)
+    assert re.fullmatch("[0-9a-f]{16}", digest)
+    assert evidence_of({}, rows, notes=("a",)).digest(limits) == digest
+    others = [
+        evidence.digest({"exact": 0.25}),
+        evidence_of({"seed": 1}, rows).digest(limits),
+        evidence_of({}, rows, held_out=1).digest(limits),
+        replace(evidence, rows=ScoredRows(leakage=rows, ledger=of_ledger(0))).digest(limits),
+    ]
+    assert len({digest, *others}) == 5
+    value = [
+        evidence.experiment.fingerprint,
+        limits,
+        evidence.mark,
+        evidence.summary.model_dump(
+            mode="json", exclude={"status", "fedleak", "missing", "notes", "unscored"}
+        ),
+    ]
+    expected = hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+    assert expected.startswith(digest)
+
+
+def test_an_attack_is_of_the_kind_that_answered_unless_the_experiment_names_it() -> None:
+    answers = [
+        answer_of(1, 0, attack="mine", settings={"kind": "tag"}),
+        answer_of(1, 0, attack="dlg", settings={"kind": "lamp"}),
+        answer_of(1, 0, attack="old", settings={}),
+    ]
+    evidence = evidence_of({"attack": [DLG]}, answers=answers)
+    assert evidence.kinds == {"mine": "tag", "dlg": "dlg", "old": "None", "probes": "probes"}
+
+
+# --- all of it ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Two clients whose noisy updates two attacks were tried on; nobody trained."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("GITHUB_ACTIONS", raising=False)
+    changes = {
+        "attack": [DLG, DLG | {"name": "again"}],
+        "defense": [{"kind": "gaussian_noise", "sigma": 1.0}],
+        "gate": {"exact": 0.9, "may_abstain": ["again"], "seconds": 60.0},
+    }
+    experiment = parse(tables(changes))
+    truths = [truth_of(1, client, [(2, 50 + client, 60, 3)]) for client in (0, 1)]
+    settings_of = {each.name: settings(each.attack) for each in experiment.attacks}
+    guesses = {"dlg": [(2, 50, 70, 3)], "again": [(2, 70, 3)]}
+    answers = [
+        answer_of(1, client, guess, attack=name, settings=settings_of[name])
+        for client in (0, 1)
+        for name, guess in guesses.items()
+    ]
+    answers += [
+        answer_of(1, client, tokens=[50, 60], attack="probes", settings=settings_of["probes"])
+        for client in (0, 1)
+    ]
+    keys = [Key(1, 0), Key(1, 1)]
+    run = run_of(tmp_path / "built", experiment, truths, answers, keys)
+    run.update_info(examples={"training": 2, "held_out": 4})
+    run.write_json("held_out.json", {"sequences": [(2, 80, 3)] * 4, "labels": [0] * 4})
+    run.append(UTILITY, *(Utility(round=number, accuracy=0.5) for number in (0, 1)))
+    for key in keys:
+        run.write_defended(
+            key,
+            {"fingerprint": experiment.fingerprint, "defenses": [], "training": {}, "events": []},
+        )
+    scoring.score_run(run)
+    return run
+
+
+SAID = """\
+written here: fedleak wrote on this machine all that figures rest on, and nobody changed it
+own: captures and answers are of this experiment and its settings
+complete: the run is finished and nothing is missing
+clients: every client was attacked, or one with the same defenses: 2 of them
+texts: fewer than 10 clients and fewer than 20 texts: an example, not a rate
+alarms: no other row of the run says that more was to be read
+attack again: it answered 2 of 2 updates
+attack dlg: it answered 2 of 2 updates
+attack probes: it answered 2 of 2 updates
+positive control: no undefended copies were attacked, so these attacks may be unable to read \
+anything: `fedleak attack built --positive-control` tells
+attackers: the limits hold for again, dlg, probes alone: auto, the strongest attacker here, is not \
+among them
+"""
+
+
+def said_by(run: Run, *first: str) -> list[list[str]]:
+    """Returns name and sentence of each check, after those of the limits."""
+    lines = [*first, "figures: scored anew, and the files say the same", *SAID.splitlines()]
+    return [line.split(": ", 1) for line in lines]
+
+
+def test_the_gate_prints_each_check_and_what_they_rest_on(built: Run) -> None:
+    high = built.read(SUMMARY).worst_case.exact_match.high
+    read = f"share of texts read word for word: 0, with its interval up to {high:.3g}; limit"
+    status, text, errors = call(
+        "gate", "built", "--max", "exact=0.1", "--require", "auto", "--require", "canary",
+        "--junit", "gate.xml",
+    )  # fmt: skip
+    checks = said_by(
+        built,
+        f"exact: {read} 0.1",
+        "required auto: no attack of this kind answered for 2 of 2 updates",
+        "canaries of clients: there are no canaries: the file has no [canary]",
+    )
+    marks = dict.fromkeys([name for name, _ in checks], "within") | {
+        "exact": "EXCEEDED", "required auto": "NOT TOLD", "canaries of clients": "NOT TOLD",
+        "texts": "NOT TOLD", "positive control": "NOT TOLD",
+    }  # fmt: skip
+    limits = (
+        "exact 0.1 (command line); require auto, canary (command line); seconds 60.0 ([gate] of "
+        "run.json); may_abstain again ([gate] of run.json)"
+    )
+    *lines, digest = text.splitlines()
+    assert lines == [
+        *(f"{marks[name]}  {name}: {said}" for name, said in checks), f"limits: {limits}"
+    ]  # fmt: skip
+    assert re.fullmatch(r"digest: [0-9a-f]{16} \(SHA-256 of limits and figures\)", digest)
+    closing = "exact, required auto, canaries of clients, texts, positive control"
+    assert errors == f"fedleak: the gate is closed, because of: {closing}\n"
+    assert status == 3
+
+    counts = {"tests": str(len(checks)), "failures": "1", "errors": "4"}
+    suites = ElementTree.parse("gate.xml").getroot()
+    (suite,) = suites
+    assert (suites.tag, suites.attrib) == ("testsuites", counts)
+    assert (suite.tag, suite.attrib) == ("testsuite", {"name": "built", **counts})
+    properties, *cases = suite
+    assert [(one.tag, one.attrib) for one in properties] == [
+        ("property", {"name": "limits", "value": limits}),
+        ("property", {"name": "digest", "value": digest.removeprefix("digest: ")}),
+    ]
+    kinds = {"EXCEEDED": ("failure", "exceeded"), "NOT TOLD": ("error", "untold")}
+    for case, (name, said) in zip(cases, checks, strict=True):
+        about = {"classname": "fedleak.gate.built", "name": name}
+        assert (case.tag, case.attrib) == ("testcase", about)
+        (entry,) = case
+        if marks[name] == "within":
+            assert (entry.tag, entry.attrib, entry.text) == ("system-out", {}, said)
+        else:
+            tag, kind = kinds[marks[name]]
+            assert (entry.tag, entry.attrib) == (tag, {"type": kind, "message": said})
+
+
+def test_an_open_gate_says_so(built: Run) -> None:
+    built.update_info(experiment=built.info()["experiment"] | {"gate": {"require": ["dlg"]}})
+    status, text, errors = call("gate", "built")
+    assert (status, errors) == (0, "")
+    first, *others, limits, _, ends = text.splitlines()
+    assert first == "within  required dlg: it answered for all 2 updates"
+    assert [line.split(": ")[0] for line in others] == [
+        "within  figures", "within  written here", "within  own", "within  complete"
+    ]  # fmt: skip
+    assert limits == (
+        "limits: require dlg ([gate] of run.json); seconds 120.0 ([gate] of run.json); may_abstain "
+        "none ([gate] of run.json)"
+    )
+    assert ends == "the gate is open: these attacks read no more than the limits allow"
+
+
+@pytest.mark.parametrize(
+    ("limits", "names"),
+    [
+        ({"epsilon": 8.0}, "epsilon"),
+        ({"auc": 1.0}, "auc clients attacks"),
+        ({"coverage": 0.0}, "clients coverage attacks"),
+        ({"rougeL": 99.0}, "rougeL clients texts alarms attacks control"),
+        (
+            {"token_recall": 1.0, "mcc": 0.0},
+            "token_recall mcc clients texts alarms attacks control",
+        ),
+    ],
+)
+def test_limits_on_attacks_need_what_says_that_attacks_were_free_to_work(
+    built: Run, limits: Mapping[str, float], names: str
+) -> None:
+    verdict = judge(built, GateTable(**limits))
+    several = {
+        "attacks": ["attack again", "attack dlg", "attack probes"],
+        "control": ["positive control", "attackers"],
+    }
+    expected = [name for part in names.split() for name in several.get(part, [part])]
+    of_run = ["figures", "written here", "own", "complete"]
+    shown = [check.name for check in verdict.checks]
+    assert [name for name in shown if name not in of_run] == expected
+    assert [name for name in shown if name in of_run] == of_run
+
+
+def test_a_gate_without_a_limit_and_names_of_nobody_are_refused(built: Run) -> None:
+    with pytest.raises(ConfigError) as refused:
+        judge(built, GateTable(seconds=5.0, may_abstain=["dlg"]))
+    assert str(refused.value) == (
+        "there is no limit: give --max exact=0.01, for example, or a [gate] in the experiment file "
+        "(limits: exact, rougeL, token_recall, epsilon, canary, auc, tpr, perplexity, accuracy, "
+        "f1, mcc, coverage, seconds)"
+    )
+    for wrong in ({"require": ["dgl"]}, {"may_abstain": ["dgl"]}):
+        with pytest.raises(ConfigError, match="did you mean 'dlg'"):
+            judge(built, GateTable(exact=1.0, **wrong))
+    with pytest.raises(ConfigError):
+        judge(Run(built.path.parent), GateTable(exact=1.0))
+
+
+def test_a_run_that_cannot_be_scored_closes_the_gate_and_has_no_digest(built: Run) -> None:
+    (built.path / "reconstructions.jsonl").write_text("{\n")
+    verdict = judge(built, GateTable(exact=1.0))
+    (check,) = verdict.checks
+    assert (check.name, check.outcome, verdict.digest) == ("figures", UNTOLD, None)
+    assert "reconstructions.jsonl" in check.said
+
+
+def test_every_attack_that_answered_has_to_have_answered_for_all(built: Run) -> None:
+    """Also one that the experiment does not name."""
+    built.append(records.answers(built.fingerprint()), answer_of(1, 0, tokens=[50], attack="late"))
+    checks = {check.name: check for check in judge(built, GateTable(exact=1.0)).checks}
+    assert checks["attack late"].said == "it has no answer for 1 of 2 updates"
+    assert checks["complete"].said.startswith("1 of 8 answers are missing (for r0001-c01): ")

@@ -83,15 +83,14 @@ def run_of(
     update = ClientUpdate(UpdateKind.GRADIENT, {"a": torch.zeros(1)}, 2)
     for key in captures:
         run.write_capture(Capture(key, update, known))
-    run.write_rows(records.answers(run.fingerprint()), answers)
+    run.append(records.answers(run.fingerprint()), *answers)
     return run
 
 
 def summary_of(**figures: Any) -> RunSummary:
     """Returns the figures of a run in which there is nothing but these."""
-    nothing = dict.fromkeys(
-        "fedleak model_fingerprint privacy utility_before utility utility_reference".split()
-    )
+    unmeasured = ("privacy", "utility_before", "utility", "utility_reference")
+    nothing = dict.fromkeys(["fedleak", "model_fingerprint", *unmeasured])
     about = {
         "name": "built",
         "status": "finished",
