@@ -264,6 +264,12 @@ def test_the_reference_is_current() -> None:
         assert written.endswith(generate["MARKER"] + reference()), "run `python docs/generate.py`"
 
 
+def test_the_drawn_house_is_current() -> None:
+    drawing = runpy.run_path(str(ROOT / "docs" / "house.py"))
+    drawn = drawing["house"]((ROOT / "pyproject.toml").read_text())
+    assert drawing["PICTURE"].read_text() == drawn, "run `python docs/house.py`"
+
+
 @pytest.mark.slow
 def test_the_picture_is_current(reader: Reader) -> None:
     """But for what gradient matching found, which depends on the processor's arithmetic."""
