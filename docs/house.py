@@ -42,7 +42,8 @@ def house(pyproject: str) -> str:
         for contract in tomllib.loads(pyproject)["tool"]["importlinter"]["contracts"]
     }
     blind = {room_of(module) for module in contracts[UNSEEING]["source_modules"]}
-    drawn, top = [], GAP
+    drawn: list[str] = []
+    top = GAP
     for rooms in [["clients", "server"], *floors(contracts[FLOORS]["layers"])]:
         for line in wrapped(rooms):
             drawn += row(line, top, blind)
