@@ -20,8 +20,8 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from fedleak import attacks, defenses
-from fedleak.config.about import About
 from fedleak.config.experiment import Experiment
+from fedleak.tap.about import About
 
 DOCS = Path(__file__).parent
 MARKER = "<!-- Below this line everything is written by `python docs/generate.py`. -->\n"

@@ -16,11 +16,11 @@ from rich.console import Console
 from rich.terminal_theme import MONOKAI
 
 from fedleak.audit import scoring
-from fedleak.report import tables
-from fedleak.sanitise import markup
+from fedleak.report.terminal import tables
 from fedleak.store.records import LEDGER
 from fedleak.store.run import Run
 from fedleak.store.summaries import SUMMARY
+from fedleak.util.sanitise import markup
 
 WIDTH = 78
 TEXTS = 3

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from selenium import webdriver
 
-from fedleak.reports import report_run
+from fedleak.running.reports import report_run
 from fedleak.store.run import Run
 
 WIDTH, HEIGHT = 1200, 1470

@@ -21,16 +21,16 @@ from typing import Any
 
 import typer
 
-from fedleak import sweep
+from fedleak.attacks.reconstruction import Status
+from fedleak.audit.metrics.intervals import Interval, clustered_mean
 from fedleak.cli.mistakes import mended
 from fedleak.cli.sweeps import sweep as run_sweep
 from fedleak.config.families import FAMILY
-from fedleak.metrics.intervals import Interval, clustered_mean
-from fedleak.reconstruction import Status
 from fedleak.report.marked_pages import above
 from fedleak.report.words import said, short_key
+from fedleak.running import sweep
+from fedleak.running.sweep import Cell, Sweep
 from fedleak.store.records import LEAKAGE, LeakageRow
-from fedleak.sweep import Cell, Sweep
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "matrix.md"

@@ -10,7 +10,7 @@ attack of each cell. `--no-run` only prints what there is, also of a run that is
 
   answers      updates that the attack has answered, of those that the cell has when it is finished
   R-1 R-2 R-L  ROUGE as the papers score it, with special tokens, the mean over updates, with its
-               95 % interval over clients (`fedleak.metrics.intervals`)
+               95 % interval over clients (`fedleak.audit.metrics.intervals`)
   paper        the published figure, and where it lies: inside that interval, above it or below
   content      R-1, R-2 and R-L without special tokens
   chance       R-L of that, for texts drawn without looking at any update
@@ -29,20 +29,20 @@ from typing import Any
 
 import typer
 
-from fedleak import sweep
+from fedleak.attacks.reconstruction import Status
 from fedleak.audit import scoring
+from fedleak.audit.metrics.intervals import Interval, clustered_mean
 from fedleak.cli.mistakes import mended
 from fedleak.cli.sweeps import sweep as run_sweep
 from fedleak.config.experiment import Experiment
 from fedleak.config.families import FAMILY
-from fedleak.errors import ConfigError, FedleakError
 from fedleak.federation.schedule import expected_captures
-from fedleak.metrics.intervals import Interval, clustered_mean
-from fedleak.reconstruction import Status
 from fedleak.report.words import said, short_key
+from fedleak.running import sweep
+from fedleak.running.sweep import Sweep
 from fedleak.store.records import LEAKAGE, LeakageRow
 from fedleak.store.run import Run
-from fedleak.sweep import Sweep
+from fedleak.util.errors import ConfigError, FedleakError
 
 METRICS = {"rouge1": "R-1", "rouge2": "R-2", "rougeL": "R-L"}
 

@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from fedleak import sweep
 from fedleak.cli.mistakes import mended
 from fedleak.cli.sweeps import sweep as run_sweep
 from fedleak.config.families import FAMILY, UNDEFENDED
-from fedleak.report import drawing
-from fedleak.report.drawing import COLOURS, GREY
+from fedleak.report.drawings import common as drawing
+from fedleak.report.drawings.common import COLOURS, GREY
 from fedleak.report.marked_pages import above
-from fedleak.report.membership_table import area
+from fedleak.report.terminal.membership_table import area
 from fedleak.report.words import plain_interval
+from fedleak.running import sweep
 from fedleak.store.run import EVERYONE
 from fedleak.store.summaries import (
     CanaryBound,

@@ -8,7 +8,7 @@ import importlib
 import logging
 from typing import TYPE_CHECKING, Any
 
-from fedleak.versions import VERSION
+from fedleak.util.versions import VERSION
 
 if TYPE_CHECKING:
     from fedleak.api import (

@@ -33,13 +33,14 @@ from transformers import (
     LlamaForSequenceClassification,
 )
 
-from fedleak import models, sweep
-from fedleak.bench import running
-from fedleak.dispatch import dispatcher
+from fedleak import models
+from fedleak.data.notes import notes
 from fedleak.models import CAUSAL_LM, CLASSIFICATION, LanguageModel, ModelSpec, loading
-from fedleak.notes import notes
-from fedleak.observation import Candidates, Example, Knowledge, Observation, UpdateKind
+from fedleak.running import sweep
+from fedleak.running.bench import running
+from fedleak.running.dispatch import dispatcher
 from fedleak.training.local import local_update_
+from fedleak.training.observation import Candidates, Example, Knowledge, Observation, UpdateKind
 from fedleak.training.settings import LocalTraining
 
 settings.register_profile("quick", max_examples=40, deadline=None, derandomize=True)

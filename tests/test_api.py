@@ -18,13 +18,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fedleak
-from fedleak import api, own_update
+from fedleak import api
+from fedleak.api import own_update
+from fedleak.attacks.reconstruction import Reconstruction, Status
 from fedleak.models import CAUSAL_LM, CLASSIFICATION, parameter_names
 from fedleak.models.adoption import adopt
-from fedleak.observation import Knowledge
-from fedleak.reconstruction import Reconstruction, Status
 from fedleak.store.records import LEAKAGE
 from fedleak.store.run import Run
+from fedleak.training.observation import Knowledge
 
 PEFT = pytest.mark.filterwarnings(
     "ignore:.is_gradient_checkpointing. is deprecated:FutureWarning",

@@ -19,8 +19,8 @@ from tiny import call
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import fedleak
-from fedleak.errors import ConfigError
-from fedleak.update_files import read_update
+from fedleak.api.update_files import read_update
+from fedleak.util.errors import ConfigError
 
 TEXTS = ["the patient has a fever", "my sister lost her job"]
 

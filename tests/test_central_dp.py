@@ -12,25 +12,25 @@ from opacus.accountants import RDPAccountant
 from rich.console import Console
 from tiny import Here, call, toml
 
-from fedleak import explanation, pipeline, preparation
-from fedleak.audit import defense_checks, grants, vault
+from fedleak.audit import defense_checks, explanation, grants, vault
 from fedleak.config.checks import check_canaries, check_defenses
 from fedleak.config.loading import parse
 from fedleak.defenses.central_dp import CentralDp
-from fedleak.errors import ConfigError
 from fedleak.federation.protection import aggregator_of, protection
 from fedleak.federation.schedule import rounds_of_clients
+from fedleak.flower.engines import train
+from fedleak.flower.server.strategy import CuriousServer
 from fedleak.models import loading
-from fedleak.observation import ClientUpdate, ThreatModel, UpdateKind
-from fedleak.report import explanation as shown
-from fedleak.reports import report_run
-from fedleak.rng import stream
+from fedleak.report.terminal import explanation as shown
+from fedleak.running import pipeline, preparation
+from fedleak.running.reports import report_run
 from fedleak.store.records import LEAKAGE, LEDGER
 from fedleak.store.run import EVERYONE, Key
 from fedleak.store.summaries import SUMMARY
+from fedleak.training.observation import ClientUpdate, ThreatModel, UpdateKind
 from fedleak.training.wire import from_wire
-from server.engines import train
-from server.strategy import CuriousServer
+from fedleak.util.errors import ConfigError
+from fedleak.util.rng import stream
 
 CENTRAL = {"kind": "central_dp", "max_norm": 0.5, "noise_multiplier": 0.8}
 SECURE_SUM = {"kind": "secure_sum"}

@@ -17,15 +17,15 @@ from cases import some
 from tiny import DLG, Here, toml
 from tiny import call as call_tiny
 
-from fedleak import pipeline, preparation
-from fedleak import purge as purging
 from fedleak.audit import scoring
 from fedleak.config.loading import load
-from fedleak.errors import FedleakError
+from fedleak.flower.engines import train
 from fedleak.models import loading
+from fedleak.running import pipeline, preparation
+from fedleak.running import purge as purging
 from fedleak.store.lines import Lines
 from fedleak.store.run import Key, Run
-from server.engines import train
+from fedleak.util.errors import FedleakError
 
 NOISY = {
     "kind": "dp_sgd",

@@ -10,7 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 from scipy.stats import binom, chi2, gamma, kstest
 from torch import nn
 
-from fedleak import defenses, preparation
+from fedleak import defenses
 from fedleak.config.loading import parse
 from fedleak.defenses import Claims, measured
 from fedleak.defenses.cast import Cast
@@ -26,13 +26,14 @@ from fedleak.defenses.prune import Prune
 from fedleak.defenses.quantize import Quantize
 from fedleak.defenses.secure_sum import SecureSum
 from fedleak.defenses.sign import Sign
-from fedleak.errors import ConfigError, FedleakError
 from fedleak.federation.protection import Protection
 from fedleak.models.lora import Lora, adapt_
-from fedleak.observation import ClientUpdate, UpdateKind
-from fedleak.privacy import Event
-from fedleak.rng import stream
+from fedleak.running import preparation
+from fedleak.training.observation import ClientUpdate, UpdateKind
+from fedleak.training.privacy import Event
 from fedleak.training.settings import LocalTraining, PrivateSteps
+from fedleak.util.errors import ConfigError, FedleakError
+from fedleak.util.rng import stream
 
 MADE = {
     "cast": Cast(dtype="bfloat16"),

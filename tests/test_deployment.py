@@ -29,11 +29,11 @@ from fedleak.config.experiment import Experiment
 from fedleak.defenses.secure_sum import SecureSum
 from fedleak.federation.lookup import dropped_out, stored
 from fedleak.models import builtin, loading
-from fedleak.observation import ClientUpdate
 from fedleak.store.records import LEAKAGE
 from fedleak.store.run import EVERYONE, Key, Run
 from fedleak.training.aggregation import mean_update
 from fedleak.training.local import local_update_
+from fedleak.training.observation import ClientUpdate
 
 ROOT = Path(__file__).parents[1]
 OWN_APP = ROOT / "experiments" / "own_flower_app"

@@ -17,11 +17,11 @@ from typing import NamedTuple
 import pytest
 from typer.testing import CliRunner
 
-from fedleak import sweep
+from fedleak.audit.metrics import intervals
 from fedleak.cli import app
 from fedleak.cli.runs import QUICKSTART
 from fedleak.config.loading import load
-from fedleak.metrics import intervals
+from fedleak.running import sweep
 
 ROOT = Path(__file__).parents[1]
 PAGES = [

@@ -6,10 +6,10 @@ from rich.console import Console
 from tiny import call, tables, toml
 
 from fedleak import attacks
+from fedleak.audit.explanation import explain
 from fedleak.config.loading import parse
-from fedleak.explanation import explain
-from fedleak.observation import GRANTABLE
-from fedleak.report import explanation
+from fedleak.report.terminal import explanation
+from fedleak.training.observation import GRANTABLE
 
 
 def explained(**changes):

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedleak.finite import all_finite
+from fedleak.util.finite import all_finite
 
 WHOLE = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from tiny import call
 
-from fedleak import flower_runs
-from fedleak.errors import FedleakError
-from fedleak.flower_runs import FlowerRun, SilentError, follow
+from fedleak.flower import runs as flower_runs
+from fedleak.flower.runs import FlowerRun, SilentError, follow
+from fedleak.util.errors import FedleakError
 
 Tells = Callable[..., None]
 

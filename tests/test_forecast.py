@@ -7,14 +7,14 @@ import pytest
 from rich.console import Console
 from tiny import DLG, call, toml
 
-from fedleak import forecast, preparation
 from fedleak.cli import display
 from fedleak.config.loading import parse
-from fedleak.dispatch.progress import Finished, RunProgress
-from fedleak.errors import ConfigError
 from fedleak.federation.workload import outline
+from fedleak.flower import inline
+from fedleak.running import forecast, preparation
+from fedleak.running.dispatch.progress import Finished, RunProgress
 from fedleak.store.run import EVERYONE, Key
-from server import inline
+from fedleak.util.errors import ConfigError
 
 TABLE = {
     "name": "small",

@@ -12,10 +12,10 @@ from cases import some
 from tiny import DLG, Here, toml
 from tiny import call as call_tiny
 
-from fedleak import pipeline, preparation
 from fedleak.config.loading import load
+from fedleak.flower.engines import train
+from fedleak.running import pipeline, preparation
 from fedleak.store.run import Run
-from server.engines import train
 
 FOLDERS = ("captures", "models", "vault", "defended", "candidates", "held")
 WRITTEN = (

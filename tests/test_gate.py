@@ -14,6 +14,7 @@ import pytest
 from cases import some
 from tiny import DLG, Here, call, toml
 
+from fedleak.attacks.reconstruction import Status
 from fedleak.audit import scoring
 from fedleak.audit.gate.abstentions import with_abstentions
 from fedleak.audit.gate.check import Check, Outcome
@@ -24,10 +25,9 @@ from fedleak.audit.gate.measured import measured_checks, required_checks
 from fedleak.audit.worst_case import worst_case
 from fedleak.config.loading import limited, parse
 from fedleak.config.tables import GateTable
-from fedleak.dispatch import dispatcher
 from fedleak.federation.lookup import stored
-from fedleak.reconstruction import Status
 from fedleak.report import ci
+from fedleak.running.dispatch import dispatcher
 from fedleak.store.records import Answer, LeakageRow, answers
 from fedleak.store.run import Run
 from fedleak.store.summaries import (

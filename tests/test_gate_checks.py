@@ -14,6 +14,7 @@ from built import answer_of, evidence_of, run_of, summary_of, truth_of
 from scored import row
 from tiny import DLG, call, tables
 
+from fedleak.attacks.reconstruction import Status
 from fedleak.audit import scoring
 from fedleak.audit.gate.check import Check, Outcome
 from fedleak.audit.gate.control import control_checks
@@ -23,8 +24,7 @@ from fedleak.audit.gate.limits import limit_checks
 from fedleak.audit.gate.measured import measured_checks, required_checks
 from fedleak.config.loading import parse
 from fedleak.config.tables import GateTable
-from fedleak.errors import ConfigError
-from fedleak.reconstruction import Status
+from fedleak.running.workers.process import settings
 from fedleak.store import records
 from fedleak.store.records import (
     UNSCORED,
@@ -51,7 +51,7 @@ from fedleak.store.summaries import (
     PositiveControl,
     Rung,
 )
-from fedleak.workers.process import settings
+from fedleak.util.errors import ConfigError
 
 READ, MISSED = (True, 100.0, 1.0), (False, 10.0, 0.2)
 WITHIN, EXCEEDED, UNTOLD = Outcome.WITHIN, Outcome.EXCEEDED, Outcome.UNTOLD

@@ -13,16 +13,17 @@ import pytest
 from hostile import Hostile
 from tiny import call, tables, toml
 
-from fedleak import logs, pipeline, preparation, processes
 from fedleak.audit import scoring
 from fedleak.config.loading import parse
-from fedleak.dispatch import dispatcher
-from fedleak.errors import FedleakError
+from fedleak.flower import inline
+from fedleak.running import pipeline, preparation
+from fedleak.running.dispatch import dispatcher
+from fedleak.running.workers import answers
+from fedleak.running.workers import process as workers
 from fedleak.store.lines import Lines
 from fedleak.store.run import Run
-from fedleak.workers import answers
-from fedleak.workers import process as workers
-from server import inline
+from fedleak.util import logs, processes
+from fedleak.util.errors import FedleakError
 
 EXPERIMENT = {"federation.rounds": 2}
 RUN = Path("runs/small")
@@ -54,8 +55,8 @@ def test_each_command_is_in_the_log_which_only_its_owner_can_read(here):
     assert stat.S_IMODE(log.stat().st_mode) == 0o600
     text = log.read_text()
     assert "probes on r0001-c00: recovered in" in text
-    assert text.count("INFO    fedleak.logs: done") == 1
-    assert "fedleak.logs" not in printed
+    assert text.count("INFO    fedleak.util.logs: done") == 1
+    assert "fedleak.util.logs" not in printed
     assert call("score", str(RUN))[0] == 0
     assert log.read_text().startswith(text)
     assert log.read_text().count("done") == 2

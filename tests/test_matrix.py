@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from tiny import toml
 
-from fedleak import sweep
-from fedleak.metrics.intervals import Interval
-from fedleak.reconstruction import Status
+from fedleak.attacks.reconstruction import Status
+from fedleak.audit.metrics.intervals import Interval
+from fedleak.running import sweep
 from fedleak.store.records import LEAKAGE
 from fedleak.store.run import Run
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedleak.notes import _HEALTH, _OTHER, _SLOTS, HEALTH, LIMIT, OTHER, Note, notes
+from fedleak.data.notes import _HEALTH, _OTHER, _SLOTS, HEALTH, LIMIT, OTHER, Note, notes
 
 
 @cache
@@ -38,7 +38,7 @@ def test_another_seed_writes_other_notes():
 
 def test_another_process_writes_the_same_notes():
     # Strings hash differently there, so that the order of a set would show.
-    code = "from fedleak.notes import notes; print('\\n'.join(n.text for n in notes(300)))"
+    code = "from fedleak.data.notes import notes; print('\\n'.join(n.text for n in notes(300)))"
     written = subprocess.run(
         [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; {code}"],
         capture_output=True,

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from fedleak.attacks.reconstruction import Status
 from fedleak.config.components import build_attack
-from fedleak.reconstruction import Status
-from fedleak.rng import stream
+from fedleak.util.rng import stream
 
 ROOT = Path(__file__).parents[1]
 OUTSIDE = ROOT / "experiments" / "outside"

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from fedleak import preparation
 from fedleak.config.loading import parse
-from fedleak.errors import ConfigError
+from fedleak.running import preparation
+from fedleak.util.errors import ConfigError
 
 
 @pytest.fixture

@@ -18,10 +18,10 @@ from typer.testing import CliRunner
 
 from fedleak import attacks, cli, defenses, models
 from fedleak.config.loading import parse
-from fedleak.errors import ConfigError, FedleakError
 from fedleak.federation.lookup import stored
-from fedleak.plugins import OWN, discover
 from fedleak.store.run import Run
+from fedleak.util.errors import ConfigError, FedleakError
+from fedleak.util.plugins import OWN, discover
 
 ROOT = Path(__file__).parents[1]
 LITTLE = Path(__file__).parent / "little_package"

@@ -8,19 +8,19 @@ from scipy.optimize import brentq
 from scipy.stats import norm
 from tiny import tables
 
-from fedleak import privacy
 from fedleak.config.loading import parse
 from fedleak.defenses import Budget
 from fedleak.defenses.dp_sgd import DpSgd
 from fedleak.defenses.local_dp import LocalDp
-from fedleak.errors import ConfigError
 from fedleak.federation import schedule
 from fedleak.federation.protection import protection
 from fedleak.federation.schedule import clients_of_round, rounds_of_clients
-from fedleak.observation import UpdateKind
-from fedleak.privacy import Event, compose
+from fedleak.training import privacy
 from fedleak.training.batches import round_clients
+from fedleak.training.observation import UpdateKind
+from fedleak.training.privacy import Event, compose
 from fedleak.training.settings import LocalTraining
+from fedleak.util.errors import ConfigError
 
 STEP = Event(
     noise_multiplier=1.0,

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from tiny import toml
 
-from fedleak import sweep
 from fedleak.config.sent_parameters import selected_parameters
+from fedleak.running import sweep
 from fedleak.store.lines import Lines
 from fedleak.store.run import Run
 

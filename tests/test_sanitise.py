@@ -10,14 +10,12 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from fedleak import sanitise
+from fedleak.attacks.reconstruction import Status
 from fedleak.audit.scoring import Scored, TextPair
 from fedleak.cli.mistakes import mended
-from fedleak.errors import FedleakError
-from fedleak.reconstruction import Status
-from fedleak.report import figures, frontier, sweep_table, tradeoff
-from fedleak.report.tables import print_run
-from fedleak.sanitise import markup, printable
+from fedleak.report.drawings import figures, frontier, tradeoff
+from fedleak.report.terminal import sweep_table
+from fedleak.report.terminal.tables import print_run
 from fedleak.store.records import LeakageRow, Utility
 from fedleak.store.run import Run
 from fedleak.store.summaries import (
@@ -32,6 +30,9 @@ from fedleak.store.summaries import (
     SweepSummary,
     WorstCase,
 )
+from fedleak.util import sanitise
+from fedleak.util.errors import FedleakError
+from fedleak.util.sanitise import markup, printable
 
 C0_AND_C1 = [chr(i) for i in [*range(0x20), *range(0x7F, 0xA0)]]
 BIDI = list("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")

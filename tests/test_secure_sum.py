@@ -13,11 +13,11 @@ from fedleak.audit import defense_checks
 from fedleak.config.checks import check_defenses
 from fedleak.config.loading import parse
 from fedleak.defenses.secure_sum import SecureSum
-from fedleak.errors import ConfigError
 from fedleak.models import loading
-from fedleak.observation import ClientUpdate, UpdateKind
-from fedleak.rng import stream
 from fedleak.training.aggregation import mean_update
+from fedleak.training.observation import ClientUpdate, UpdateKind
+from fedleak.util.errors import ConfigError
+from fedleak.util.rng import stream
 
 FLOWERS = SecureSum(clipping=8.0, max_weight=1000.0)
 FINE = SecureSum(clipping=0.02, max_weight=8.0)

@@ -11,15 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny import DLG, Here, call, tables, toml
 
-from fedleak import pipeline, preparation, sweep
 from fedleak.config.components import NamedAttack
 from fedleak.config.loading import load, parse
-from fedleak.dispatch.agenda import groups, part_of
-from fedleak.errors import ConfigError, FedleakError
+from fedleak.flower import inline
+from fedleak.running import pipeline, preparation, sweep
+from fedleak.running.dispatch.agenda import groups, part_of
 from fedleak.store.lines import Lines
 from fedleak.store.run import Key, Run
 from fedleak.store.shards import Shard, locked, read_answers, salvage_answers
-from server import inline
+from fedleak.util.errors import ConfigError, FedleakError
 
 OTHER = DLG | {"name": "dlg-other", "steps": 3}
 MAIN = "reconstructions.jsonl"

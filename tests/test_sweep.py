@@ -21,13 +21,14 @@ import pytest
 from rich.console import Console
 from tiny import call, toml
 
-from fedleak import processes, sweep
+from fedleak.attacks.reconstruction import Status
 from fedleak.config.loading import load
 from fedleak.config.tables import WorkersTable
 from fedleak.config.wording import difference
-from fedleak.errors import ConfigError
-from fedleak.reconstruction import Status
-from fedleak.report import drawing, figures, sweep_table, tradeoff
+from fedleak.report.drawings import common as drawing
+from fedleak.report.drawings import figures, tradeoff
+from fedleak.report.terminal import sweep_table
+from fedleak.running import sweep
 from fedleak.store import summaries
 from fedleak.store.lines import Lines
 from fedleak.store.records import Utility
@@ -40,6 +41,8 @@ from fedleak.store.summaries import (
     Guarantee,
     SweepSummary,
 )
+from fedleak.util import processes
+from fedleak.util.errors import ConfigError
 
 BASE = toml({"name": "grid", "federation.batch_size": None})
 SWEEP = BASE + '[sweep]\n"federation.batch_size" = [1, 2]\n'
@@ -381,7 +384,7 @@ def test_a_cell_that_breaks_is_named_and_the_others_are_done(write, here, jobs, 
     rows = read(here / "runs" / "grid" / "sweep.json")["cells"]
     assert [sorted(row["attacks"]) for row in rows] == [[], ["probes"]]
     log = (here / "runs" / "grid" / "log.txt").read_text()
-    assert f"fedleak.sweep: cell {CELLS[0]} failed\nTraceback" in log
+    assert f"fedleak.running.sweep: cell {CELLS[0]} failed\nTraceback" in log
     assert "MemoryError: no room" in log
 
 

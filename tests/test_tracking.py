@@ -11,11 +11,11 @@ import pytest
 from scored import row
 from tiny import DLG, Here, call, toml
 
-from fedleak.dispatch import dispatcher
+from fedleak.running.dispatch import dispatcher
+from fedleak.running.tracking.tracked import tracked
 from fedleak.store.records import LEAKAGE, LEDGER, UTILITY, LedgerRow
 from fedleak.store.run import Key, Run
 from fedleak.store.summaries import SUMMARY
-from fedleak.tracking.tracked import tracked
 
 CHANGES = {"attack": [DLG], "federation.rounds": 2, "threat.ladder": True}
 

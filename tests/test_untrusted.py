@@ -15,22 +15,23 @@ from hostile import ANSWERS, CHANGES, Few, Forecaster, Hostile
 from rich.console import Console
 from tiny import tables
 
-from fedleak import attacks, models, preparation
+from fedleak import attacks, models
 from fedleak.attacks.analytic.probes import Probes
+from fedleak.attacks.reconstruction import Reconstruction, Status
 from fedleak.audit import scoring
 from fedleak.config.components import NamedAttack
 from fedleak.config.loading import parse
-from fedleak.dispatch import dispatcher
+from fedleak.flower import inline
 from fedleak.models import loading
-from fedleak.observation import Knowledge
-from fedleak.reconstruction import Reconstruction, Status
-from fedleak.report.tables import print_run
+from fedleak.report.terminal.tables import print_run
+from fedleak.running import preparation
+from fedleak.running.dispatch import dispatcher
+from fedleak.running.workers import answers
+from fedleak.running.workers.model_state import changed, state
+from fedleak.running.workers.process import Job, work, work_together
 from fedleak.store.lines import Lines
 from fedleak.store.run import Key, Run
-from fedleak.workers import answers
-from fedleak.workers.model_state import changed, state
-from fedleak.workers.process import Job, work, work_together
-from server import inline
+from fedleak.training.observation import Knowledge
 
 TABLE = tables()
 

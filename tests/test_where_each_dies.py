@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from tiny import toml
 
-from fedleak import sweep
 from fedleak.config.families import FAMILY
+from fedleak.running import sweep
 from fedleak.store.run import EVERYONE, Run
 from fedleak.store.summaries import SUMMARY
 

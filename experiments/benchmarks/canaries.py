@@ -25,16 +25,16 @@ import torch
 from private_training import VOCABULARY, Case, made, peak
 from scipy.stats import kstest
 
-from fedleak import preparation
-from fedleak.audit.privacy_bounds import gaussian_bound, gaussian_epsilon
+from fedleak.audit.privacy.bounds import gaussian_bound, gaussian_epsilon
 from fedleak.config.loading import parse
 from fedleak.models import LanguageModel
-from fedleak.observation import UpdateKind
-from fedleak.rng import stream
+from fedleak.running import preparation
 from fedleak.store.records import UTILITY
 from fedleak.training.canaries import Canaries, Planted, scores
 from fedleak.training.local import local_update_
+from fedleak.training.observation import UpdateKind
 from fedleak.training.settings import LocalTraining, PrivateSteps
+from fedleak.util.rng import stream
 
 COUNTS = (0, 64, 256, 1024)
 DELTA = 1e-5
@@ -150,7 +150,7 @@ def bounds(case: Case, args: argparse.Namespace) -> Iterator[str]:
 
 def utility(case: Case, args: argparse.Namespace) -> Iterator[str]:
     """Yields the loss and the accuracy on held-out texts with and without canaries."""
-    from server.engines import train  # it takes seconds to import
+    from fedleak.flower.engines import train  # it takes seconds to import
 
     figures: dict[int, list[tuple[float, float]]] = {0: [], 64: []}
     for count, found in figures.items():

@@ -43,10 +43,10 @@ from fedleak.attacks.subspace.dager import Dager
 from fedleak.attacks.subspace.keyspan import Keyspan
 from fedleak.data import Corpus
 from fedleak.models import LanguageModel
-from fedleak.observation import ClientUpdate, Knowledge, Observation, UpdateKind
-from fedleak.rng import stream
 from fedleak.training.local import local_update_
+from fedleak.training.observation import ClientUpdate, Knowledge, Observation, UpdateKind
 from fedleak.training.settings import LocalTraining
+from fedleak.util.rng import stream
 
 ATTACKS: tuple[type[Any], ...] = (Keyspan, Dager, Lamp, Auto)
 

@@ -24,19 +24,20 @@ from transformers import (
     GPT2LMHeadModel,
 )
 
-from fedleak import data, preparation
+from fedleak import data
 from fedleak.attacks import Attack, Progress
 from fedleak.attacks.matching.lamp import Lamp
 from fedleak.attacks.subspace.dager import Dager
 from fedleak.attacks.subspace.keyspan import Keyspan
 from fedleak.models import CAUSAL_LM, CLASSIFICATION, LanguageModel, ModelSpec, loading
-from fedleak.observation import Knowledge, Observation, UpdateKind
-from fedleak.rng import stream
+from fedleak.running import preparation
 from fedleak.store import records
 from fedleak.store.records import Answer
 from fedleak.store.run import Key
 from fedleak.training.local import local_update_
+from fedleak.training.observation import Knowledge, Observation, UpdateKind
 from fedleak.training.settings import LocalTraining
+from fedleak.util.rng import stream
 
 
 def machine(settings: Settings) -> Iterator[Figure]:
@@ -121,9 +122,9 @@ def workers(settings: Settings) -> Iterator[Figure]:
     Raises:
         AssertionError: Answers of an attack that proves what it says differ.
     """
-    from fedleak import pipeline
     from fedleak.config.loading import load
-    from server.engines import train
+    from fedleak.flower.engines import train
+    from fedleak.running import pipeline
 
     small = ["federation.clients=2", "data.samples=8"] if settings.small else []
     answers: list[dict[tuple[Key, str], Answer]] = []
@@ -337,8 +338,8 @@ def _scored(
 ) -> Figure:
     """Returns the ROUGE of an attack's answers, and that of other texts."""
     from fedleak.audit import scoring
-    from fedleak.metrics import rouge
-    from fedleak.truth import GroundTruth
+    from fedleak.audit.metrics import rouge
+    from fedleak.training.truth import GroundTruth
 
     steps: dict[int, str] = {}
 

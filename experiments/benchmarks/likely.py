@@ -38,14 +38,14 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokeni
 from fedleak import data
 from fedleak.attacks import clock
 from fedleak.attacks.auto.attack import Auto
-from fedleak.metrics.intervals import wilson
-from fedleak.metrics.rouge import rouge
+from fedleak.audit.metrics.intervals import wilson
+from fedleak.audit.metrics.rouge import rouge
+from fedleak.data.notes import notes
 from fedleak.models import CAUSAL_LM, CLASSIFICATION, LanguageModel, ModelSpec, builtin, loading
 from fedleak.models.lora import Lora
-from fedleak.notes import notes
-from fedleak.observation import ClientUpdate, Knowledge, Observation, UpdateKind
-from fedleak.rng import stream
 from fedleak.training.local import local_update_
+from fedleak.training.observation import ClientUpdate, Knowledge, Observation, UpdateKind
+from fedleak.util.rng import stream
 
 NULL = ("noise", "shuffled", "other", "lora", "hidden")
 POWER = ("noise-0.1", "noise-0.3", "noise-1", "noise-3", "noise-10")

@@ -38,7 +38,8 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokeni
 from fedleak import attacks
 from fedleak.attacks import clock
 from fedleak.models import CAUSAL_LM, CLASSIFICATION, LanguageModel, ModelSpec, builtin, loading
-from fedleak.observation import (
+from fedleak.training.local import local_update_
+from fedleak.training.observation import (
     Candidates,
     ClientUpdate,
     Example,
@@ -46,8 +47,7 @@ from fedleak.observation import (
     Observation,
     UpdateKind,
 )
-from fedleak.rng import stream
-from fedleak.training.local import local_update_
+from fedleak.util.rng import stream
 
 POSITIONS = 512
 NOISE = 3.0

@@ -35,11 +35,11 @@ from transformers import (
 from fedleak import models
 from fedleak.models import LanguageModel
 from fedleak.models.lora import Lora, adapt_
-from fedleak.observation import UpdateKind
-from fedleak.rng import stream
 from fedleak.training import private_steps
 from fedleak.training.local import local_update_
+from fedleak.training.observation import UpdateKind
 from fedleak.training.settings import LocalTraining, PrivateSteps
+from fedleak.util.rng import stream
 
 VOCABULARY, RANK = 30522, 8
 PLAIN, EXAMPLES, GHOST = "plain", "examples", "ghost"

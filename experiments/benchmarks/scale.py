@@ -34,15 +34,16 @@ from typing import Any
 import psutil
 import torch
 
-from fedleak import forecast, models, pipeline, preparation
+from fedleak import models
 from fedleak.config.loading import parse
 from fedleak.federation.workload import divide, outline, read_data
+from fedleak.flower.engines import train
+from fedleak.flower.server.round_sum import Beside
 from fedleak.models import builtin, loading
+from fedleak.running import forecast, pipeline, preparation
 from fedleak.store import records
 from fedleak.store.run import Run
 from fedleak.training.local import local_update_
-from server.engines import train
-from server.round_sum import Beside
 
 VOCABULARY = 30522
 WAITING = 4

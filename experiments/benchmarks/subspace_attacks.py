@@ -40,16 +40,16 @@ from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from fedleak import data
 from fedleak.attacks import Attack
+from fedleak.attacks.reconstruction import Reconstruction
 from fedleak.attacks.subspace.dager import Dager
 from fedleak.attacks.subspace.keyspan import Keyspan
-from fedleak.metrics.intervals import wilson
+from fedleak.audit.metrics.intervals import wilson
 from fedleak.models import CAUSAL_LM, CLASSIFICATION, LanguageModel, ModelSpec, loading
-from fedleak.observation import Knowledge, Observation, UpdateKind
-from fedleak.reconstruction import Reconstruction
-from fedleak.rng import stream
 from fedleak.training.local import local_update_
+from fedleak.training.observation import Knowledge, Observation, UpdateKind
 from fedleak.training.settings import LocalTraining
 from fedleak.training.wire import partial_update
+from fedleak.util.rng import stream
 
 MINILM, GPT2 = "minilm", "gpt2"
 QUERY = ["layer.0.attention.self.query.weight"]

@@ -225,7 +225,7 @@ def make_server(folder: Path, hosts: Sequence[str], days: float = VALID_DAYS) ->
 
 def make_data(path: Path, client: int) -> None:
     """Writes made-up private texts of a client, which no other has, if there are none."""
-    from fedleak.notes import notes
+    from fedleak.data.notes import notes
 
     if path.exists():
         return

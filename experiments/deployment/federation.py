@@ -29,7 +29,7 @@ import psutil
 import tomli_w
 from credentials import VALID_DAYS, make_data, make_node_key, make_server, sign, write
 
-from fedleak.flower_runs import tls_problem
+from fedleak.flower.runs import tls_problem
 
 APP = Path(__file__).parents[2]
 EXPERIMENT = Path(__file__).with_name("federation.toml")

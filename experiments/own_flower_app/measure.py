@@ -19,15 +19,15 @@ import tomli_w
 from flwr.app import Context, RecordDict
 from own_app import client_app, server_app
 
+from fedleak.attacks.reconstruction import Status
 from fedleak.audit import scoring
-from fedleak.config.about import load_about
-from fedleak.dispatch.dispatcher import attack_captures
 from fedleak.federation.lookup import stored
-from fedleak.importing import import_run
-from fedleak.reconstruction import Status
+from fedleak.flower.inline import NODE_ID, RUN_ID, InlineGrid
+from fedleak.running.dispatch.dispatcher import attack_captures
 from fedleak.store.records import LeakageRow
-from fedleak.store.tapped import Tapped
-from server.inline import NODE_ID, RUN_ID, InlineGrid
+from fedleak.tap.about import load_about
+from fedleak.tap.folder import Tapped
+from fedleak.tap.importing import import_run
 
 PLAIN: dict[str, Any] = {
     "rounds": 1,

@@ -12,20 +12,21 @@ every run has `always = True`. An attack that reads few tensors is `Selective`. 
 leaves the work to a program of others has `outside = True`: no import contract holds that program.
 """
 
+import json
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, is_dataclass
+from dataclasses import asdict, dataclass, is_dataclass
 from functools import cache, partial
-from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
+from fedleak.attacks.reconstruction import Reconstruction
 from fedleak.models import LanguageModel
 from fedleak.models.family import ModelFamily
-from fedleak.observation import Observation, UpdateKind
-from fedleak.plugins import discover
-from fedleak.reconstruction import Reconstruction
+from fedleak.training.observation import Observation, UpdateKind
+from fedleak.util.plugins import discover
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,6 +269,13 @@ def always_on() -> list[str]:
 def kinds() -> Mapping[str, type[Attack]]:
     """Returns the attacks, fedleak's own and those of others, by kind."""
     return discover(sys.modules[__name__]).kinds
+
+
+def settings(attack: Attack) -> dict[str, Any]:
+    """Returns an attack's kind and hyper-parameters, as they are read back from JSON."""
+    table = {"kind": attack.kind} | asdict(attack)  # type: ignore[call-overload]
+    read_back: dict[str, Any] = json.loads(json.dumps(table, default=str))
+    return read_back
 
 
 def unchecked(kinds: Iterable[str]) -> list[str]:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from fedleak.attacks.clock import UNLIMITED, Clock
 from fedleak.models import CLASSIFICATION, LanguageModel, batch_loss, pad
-from fedleak.observation import Observation, UpdateKind
+from fedleak.training.observation import Observation, UpdateKind
 
 WHOLE = 0.01
 """How far from a whole number a multiplicity may be."""

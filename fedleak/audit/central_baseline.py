@@ -6,18 +6,18 @@ import torch
 from torch import Tensor
 
 from fedleak import models
+from fedleak.audit.metrics.utility import evaluate
 from fedleak.config.experiment import Experiment
 from fedleak.federation.schedule import clients_of_round
 from fedleak.federation.workload import divide, read_data
-from fedleak.metrics.utility import evaluate
 from fedleak.models import loading
-from fedleak.observation import UpdateKind
-from fedleak.rng import stream, stream_seed
 from fedleak.store.files import plain
 from fedleak.store.run import Run
 from fedleak.store.summaries import Baseline
 from fedleak.training.aggregation import WeightedSum, aggregate
 from fedleak.training.local import local_update_
+from fedleak.training.observation import UpdateKind
+from fedleak.util.rng import stream, stream_seed
 
 
 def central(experiment: Experiment, run: Run) -> Baseline:

@@ -10,11 +10,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from fedleak.audit.pairing import CORRECTION, FIGURES, Text, best, corrected, difference
 from fedleak.audit.vault import read_truth
 from fedleak.config.components import listed_as
-from fedleak.errors import CaptureError, FedleakError
 from fedleak.store.lines import Record
 from fedleak.store.records import LEAKAGE, LEDGER, LeakageRow, text_counts
 from fedleak.store.run import Run
 from fedleak.store.summaries import Difference
+from fedleak.util.errors import CaptureError, FedleakError
 
 
 class Comparison(Record):

@@ -19,32 +19,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedleak import models, privacy
-from fedleak.audit import privacy_bounds
-from fedleak.audit.canaries import ALARM
+from fedleak import models
+from fedleak.audit.privacy import bounds as privacy_bounds
+from fedleak.audit.privacy.canaries import ALARM
 from fedleak.config.checks import check_defenses
 from fedleak.config.experiment import Experiment
 from fedleak.config.sent_parameters import selected_parameters
 from fedleak.config.tables import CanaryTable
 from fedleak.defenses import Claims, Defense, TrustedAggregator, root_mean_square
-from fedleak.errors import FedleakError
 from fedleak.federation.canaries import ClientCanaries, client_canaries, sent_sizes
 from fedleak.federation.lookup import node_sizes
 from fedleak.federation.protection import Protection, protection
 from fedleak.federation.workload import divide, read_data
-from fedleak.finite import all_finite
 from fedleak.models import CLASSIFICATION, LanguageModel, loading, pad
 from fedleak.models.parameter_selection import select
-from fedleak.observation import ClientUpdate, UpdateKind
-from fedleak.privacy import Event
-from fedleak.rng import stream, stream_seed
 from fedleak.store.run import Run
+from fedleak.training import privacy
 from fedleak.training.aggregation import WeightedSum, aggregate
 from fedleak.training.batches import passes
 from fedleak.training.canaries import Planted, most_canaries, scores
 from fedleak.training.local import local_update_
+from fedleak.training.observation import ClientUpdate, UpdateKind
+from fedleak.training.privacy import Event
 from fedleak.training.settings import LocalTraining
 from fedleak.training.wire import from_wire, partial_update, to_wire
+from fedleak.util.errors import FedleakError
+from fedleak.util.finite import all_finite
+from fedleak.util.rng import stream, stream_seed
 
 EXAMPLES, TOKENS = 4, 8
 LOUD = 1e4

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from fedleak.metrics import intervals
+from fedleak.audit.metrics import intervals
 from fedleak.store.records import LeakageRow
 from fedleak.store.run import EVERYONE
 from fedleak.store.summaries import Estimate

@@ -4,16 +4,16 @@ from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
+from fedleak.attacks.reconstruction import Status
 from fedleak.config.experiment import Experiment
-from fedleak.errors import FedleakError
 from fedleak.federation.schedule import expected_captures
-from fedleak.reconstruction import Status
 from fedleak.store.info import Info
 from fedleak.store.records import UNSCORED, Answer, LeakageRow
 from fedleak.store.run import Key, Run
 from fedleak.store.shards import Shard, Share, attacks_in, damaged, shares
 from fedleak.store.summaries import SUMMARY
-from fedleak.truth import GroundTruth
+from fedleak.training.truth import GroundTruth
+from fedleak.util.errors import FedleakError
 
 NAMED = 3
 """Of many captures or reasons so many are named."""

@@ -1,12 +1,12 @@
 """What an attacker is told of a client's batch, beyond the protocol."""
 
-from fedleak.audit.candidates import questions
 from fedleak.audit.kept_texts import KeptTexts, read_held_out
+from fedleak.audit.privacy.candidates import questions
 from fedleak.audit.vault import read_truth
-from fedleak.errors import FedleakError
 from fedleak.federation.lookup import stored
-from fedleak.observation import QUESTIONS, Knowledge, ThreatModel
 from fedleak.store.run import Key, Run
+from fedleak.training.observation import QUESTIONS, Knowledge, ThreatModel
+from fedleak.util.errors import FedleakError
 
 
 def knowledge(

@@ -13,21 +13,21 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from fedleak import privacy
-from fedleak.audit.ledger import ClientNote
+from fedleak.audit.privacy.ledger import ClientNote
 from fedleak.audit.scoring import vocabulary_of
 from fedleak.audit.vault import check_truth, weight
-from fedleak.errors import CaptureError, ConfigError, FedleakError
 from fedleak.federation.lookup import examples, stored
 from fedleak.federation.schedule import clients_of_round
 from fedleak.models import CLASSIFICATION, loading
-from fedleak.plain_files import content
-from fedleak.sanitise import printable
 from fedleak.store import records
 from fedleak.store.files import naming, parse_json, real_folder
 from fedleak.store.run import Key, Run
 from fedleak.store.seal import without
-from fedleak.truth import GroundTruth
+from fedleak.training import privacy
+from fedleak.training.truth import GroundTruth
+from fedleak.util.errors import CaptureError, ConfigError, FedleakError
+from fedleak.util.plain_files import content
+from fedleak.util.sanitise import printable
 
 MOST_BYTES = 64 * 2**20
 """Of a file of a vault: a private batch of more than a million tokens."""

@@ -6,10 +6,10 @@ from pathlib import Path
 from pydantic import BaseModel, ValidationError
 
 from fedleak.config.components import listed_as
-from fedleak.errors import FedleakError
-from fedleak.observation import Example
 from fedleak.store import records
 from fedleak.store.run import Run
+from fedleak.training.observation import Example
+from fedleak.util.errors import FedleakError
 
 REMEDY = "`fedleak run` with the experiment's file makes it anew, and nothing else is lost"
 

@@ -13,10 +13,10 @@ from fedleak.audit.pairing import CORRECTION, FIGURES, best, corrected, differen
 from fedleak.audit.worst_case import worst_case
 from fedleak.config.components import RUNG, listed_as
 from fedleak.config.experiment import Experiment
-from fedleak.observation import GRANTABLE
 from fedleak.store.records import LeakageRow
 from fedleak.store.run import Key
 from fedleak.store.summaries import Difference, Ladder, Rung
+from fedleak.training.observation import GRANTABLE
 
 
 def ladder(

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from fedleak.metrics import intervals
+from fedleak.audit.metrics import intervals
 from fedleak.store.records import LeakageRow, TextScore
 from fedleak.store.run import Key
 from fedleak.store.summaries import Difference

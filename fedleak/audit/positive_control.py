@@ -20,19 +20,19 @@ from fedleak.audit.pairing import FIGURES, best
 from fedleak.audit.vault import read_truth
 from fedleak.config.experiment import Experiment
 from fedleak.config.loading import parse
-from fedleak.errors import CaptureError, FedleakError
 from fedleak.federation.lookup import stored
 from fedleak.federation.schedule import clients_of_round
 from fedleak.models import loading
-from fedleak.observation import QUESTIONS, Knowledge
-from fedleak.rng import stream
 from fedleak.store.provenance import unsealed
 from fedleak.store.records import Answer, LeakageRow, text_counts
 from fedleak.store.run import Capture, Key, Run
 from fedleak.store.summaries import CopiesRead, PositiveControl
 from fedleak.training.local import local_update_
-from fedleak.truth import GroundTruth
-from fedleak.versions import versions
+from fedleak.training.observation import QUESTIONS, Knowledge
+from fedleak.training.truth import GroundTruth
+from fedleak.util.errors import CaptureError, FedleakError
+from fedleak.util.rng import stream
+from fedleak.util.versions import versions
 
 FOLDER = "positive-control"
 

@@ -16,21 +16,20 @@ from itertools import chain
 import torch
 
 from fedleak.attacks import unchecked
-from fedleak.audit import canaries, ledger, membership, positive_control
+from fedleak.attacks.reconstruction import Status
+from fedleak.audit import positive_control
 from fedleak.audit.gaps import Gaps, find_gaps
 from fedleak.audit.kept_texts import read_candidates, read_held_out
+from fedleak.audit.metrics import rouge
+from fedleak.audit.metrics.matching import assign
+from fedleak.audit.metrics.rouge import Rouge
+from fedleak.audit.metrics.tokens import Overlap, overlap
+from fedleak.audit.privacy import canaries, ledger, membership
 from fedleak.audit.summary import summarise
 from fedleak.audit.vault import read_truth
 from fedleak.config.experiment import Experiment
-from fedleak.errors import CaptureError, FedleakError
 from fedleak.federation.lookup import stored
-from fedleak.metrics import rouge
-from fedleak.metrics.matching import assign
-from fedleak.metrics.rouge import Rouge
-from fedleak.metrics.tokens import Overlap, overlap
 from fedleak.models import LanguageModel, loading
-from fedleak.reconstruction import Status
-from fedleak.rng import stream
 from fedleak.store import records
 from fedleak.store.records import (
     CANARIES,
@@ -50,7 +49,9 @@ from fedleak.store.records import (
 from fedleak.store.run import EVERYONE, Key, Run
 from fedleak.store.shards import read_answers, salvage_answers
 from fedleak.store.summaries import SUMMARY, PositiveControl, RunSummary
-from fedleak.truth import GroundTruth
+from fedleak.training.truth import GroundTruth
+from fedleak.util.errors import CaptureError, FedleakError
+from fedleak.util.rng import stream
 
 REFUTED = "it claims a proof of these texts, and they are not what the client trained on"
 """The reason of a row whose answer is proved and not exact."""

@@ -6,16 +6,15 @@ from itertools import chain
 
 from pydantic import JsonValue, ValidationError
 
-from fedleak.audit import canaries, membership
+from fedleak.attacks.reconstruction import Status
 from fedleak.audit.estimates import mean_over_clients, too_few
 from fedleak.audit.gaps import Gaps
 from fedleak.audit.ladder import ladder
-from fedleak.audit.ledger import defense_means, guarantee
+from fedleak.audit.privacy import canaries, membership
+from fedleak.audit.privacy.ledger import defense_means, guarantee
 from fedleak.audit.worst_case import worst_case
 from fedleak.config.experiment import Experiment
-from fedleak.errors import FedleakError
 from fedleak.federation.lookup import examples
-from fedleak.reconstruction import Status
 from fedleak.store.records import LeakageRow, ScoredRows, Utility
 from fedleak.store.run import Key, Run
 from fedleak.store.summaries import (
@@ -27,6 +26,7 @@ from fedleak.store.summaries import (
     RankBudget,
     RunSummary,
 )
+from fedleak.util.errors import FedleakError
 
 
 def summarise(

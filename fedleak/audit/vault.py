@@ -8,12 +8,12 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from fedleak.config.experiment import Experiment
-from fedleak.errors import CaptureError, FedleakError
 from fedleak.federation.lookup import dropped_out, stored
 from fedleak.federation.protection import aggregator_of
 from fedleak.federation.schedule import clients_of_round
 from fedleak.store.run import EVERYONE, Key, Run
-from fedleak.truth import GroundTruth
+from fedleak.training.truth import GroundTruth
+from fedleak.util.errors import CaptureError, FedleakError
 
 
 def read_truth(run: Run, key: Key) -> GroundTruth | None:

@@ -13,7 +13,6 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import typer
 
-from fedleak import logs
 from fedleak.cli.benchmarks import bench, bench_table
 from fedleak.cli.display import console
 from fedleak.cli.flower import import_, watch
@@ -23,7 +22,8 @@ from fedleak.cli.results import compare, export, gate, report
 from fedleak.cli.runs import attack, purge, run, score
 from fedleak.cli.sweeps import sweep
 from fedleak.cli.updates import attack_update
-from fedleak.versions import versions
+from fedleak.util import logs
+from fedleak.util.versions import versions
 
 app = typer.Typer(
     help="Measure what a federated-learning server can read out of its clients' updates.",

@@ -10,8 +10,8 @@ import typer
 from fedleak.cli.display import console, progress, remark
 from fedleak.cli.mistakes import mended
 from fedleak.cli.options import Fresh
-from fedleak.errors import ConfigError, FedleakError
-from fedleak.sanitise import markup
+from fedleak.util.errors import ConfigError, FedleakError
+from fedleak.util.sanitise import markup
 
 
 def bench(
@@ -57,8 +57,8 @@ def bench(
     Updates are made once and kept in runs/bench-SUITE-VERSION: another attack takes no more than
     its own time. The result is bench.json in there. The same command again finishes what is left.
     """
-    from fedleak.bench import results, running, suites
-    from fedleak.report import sweep_table
+    from fedleak.report.terminal import sweep_table
+    from fedleak.running.bench import results, running, suites
     from fedleak.store.files import publish
 
     with mended():
@@ -67,7 +67,7 @@ def bench(
         if out is not None and not out.parent.is_dir():
             raise ConfigError(f"--out {str(out)!r}: there is no such folder: make it")
         entered = running.prepare(what, tables, assets, chosen=settings or (), fresh=fresh)
-        from server.engines import train  # as for `run`
+        from fedleak.flower.engines import train  # as for `run`
 
         remark(
             f"setting {name} is left out: {why}"
@@ -107,7 +107,7 @@ def bench_table(
     RESULT is a bench.json; there may be several. Results of other versions, weights or texts are
     refused.
     """
-    from fedleak.bench import markdown
+    from fedleak.running.bench import markdown
 
     with mended():
         tables = markdown.markdown(markdown.read(paths))

@@ -10,8 +10,8 @@ from rich.table import Table
 
 from fedleak import attacks, data, defenses, models
 from fedleak.models import builtin
-from fedleak.plugins import OWN, Discovered, discover
-from fedleak.sanitise import markup
+from fedleak.util.plugins import OWN, Discovered, discover
+from fedleak.util.sanitise import markup
 
 UNCHECKED = (
     "Attacks of other packages are not checked: fedleak's import contract, by which an attack "

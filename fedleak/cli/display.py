@@ -11,10 +11,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as RichProgress
 from rich.text import Text
 
-from fedleak.sanitise import markup, printable
+from fedleak.util.sanitise import markup, printable
 
 if TYPE_CHECKING:
-    from fedleak.dispatch.progress import RunProgress, UnderWay
+    from fedleak.running.dispatch.progress import RunProgress, UnderWay
 
 console = Console(emoji=False)  # a text has what it has
 
@@ -73,7 +73,7 @@ def progress(console: Console) -> Iterator[Callable[..., None]]:
     Args:
         console: Where to.
     """
-    from fedleak.forecast import duration
+    from fedleak.running.forecast import duration
 
     if not console.is_terminal:
         yield PlainLines(console)
@@ -123,7 +123,7 @@ class PlainLines:
 
     def __call__(self, at: "RunProgress") -> None:
         """Prints what is new."""
-        from fedleak.forecast import WORTH_SAYING_SECONDS, duration
+        from fedleak.running.forecast import WORTH_SAYING_SECONDS, duration
 
         first = self._rounds is None
         if first and at.seconds_most >= WORTH_SAYING_SECONDS:

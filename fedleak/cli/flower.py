@@ -9,8 +9,8 @@ import typer
 from fedleak.cli.display import console, remark
 from fedleak.cli.mistakes import mended
 from fedleak.cli.options import AllowCommands
-from fedleak.errors import FedleakError
-from fedleak.sanitise import markup
+from fedleak.util.errors import FedleakError
+from fedleak.util.sanitise import markup
 
 
 def watch(
@@ -27,7 +27,7 @@ def watch(
     SUPERLINK is a connection in Flower's configuration, by its name. The exit status is 0 if the
     run was completed, and else 1, with the reason in the last line.
     """
-    from fedleak import flower_runs
+    from fedleak.flower import runs as flower_runs
 
     with mended():
 
@@ -62,11 +62,11 @@ def import_(
 
     The same command again adds what is not there yet, such as the truth.
     """
-    from fedleak.config.about import load_about
     from fedleak.config.components import build_attack
-    from fedleak.importing import import_run
-    from fedleak.preparation import refuse_programs_of_others
-    from fedleak.store.tapped import Tapped
+    from fedleak.running.preparation import refuse_programs_of_others
+    from fedleak.tap.about import load_about
+    from fedleak.tap.folder import Tapped
+    from fedleak.tap.importing import import_run
 
     with mended():
         said = load_about(about or tapped / "about.toml")

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 
 import typer
 
-from fedleak import logs
-from fedleak.errors import ConfigError, FedleakError
-from fedleak.sanitise import printable
+from fedleak.util import logs
+from fedleak.util.errors import ConfigError, FedleakError
+from fedleak.util.sanitise import printable
 
 LONGEST_ERROR = 500
 """Characters of an unexpected error that are shown."""

@@ -11,13 +11,13 @@ from rich.console import Console
 
 from fedleak.api import AttackResult
 from fedleak.attacks import Progress
+from fedleak.attacks.reconstruction import Status
 from fedleak.audit.scoring import Scored
 from fedleak.config.loading import override_
-from fedleak.errors import ConfigError, FedleakError
-from fedleak.plain_files import content
-from fedleak.reconstruction import Status
-from fedleak.sanitise import printable
 from fedleak.store.files import new_file
+from fedleak.util.errors import ConfigError, FedleakError
+from fedleak.util.plain_files import content
+from fedleak.util.sanitise import printable
 
 _LARGEST = 10_000_000
 """Bytes of a file of texts: one batch has no more."""

@@ -5,8 +5,8 @@ import itertools
 from fedleak.cli.display import console
 from fedleak.cli.mistakes import mended
 from fedleak.cli.options import File, Set
-from fedleak.errors import ConfigError, FedleakError
-from fedleak.sanitise import markup
+from fedleak.util.errors import ConfigError, FedleakError
+from fedleak.util.sanitise import markup
 
 
 def explain(file: File, changes: Set = None) -> None:
@@ -14,9 +14,9 @@ def explain(file: File, changes: Set = None) -> None:
 
     FILE is an experiment file. Nothing is trained and nothing is written.
     """
+    from fedleak.audit.explanation import explain as explained
     from fedleak.config.loading import load
-    from fedleak.explanation import explain as explained
-    from fedleak.report import explanation
+    from fedleak.report.terminal import explanation
 
     with mended():
         experiment = load(file, changes or ())

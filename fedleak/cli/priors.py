@@ -8,7 +8,7 @@ import typer
 
 from fedleak.cli.display import console, prior_progress
 from fedleak.cli.mistakes import mended
-from fedleak.sanitise import markup
+from fedleak.util.sanitise import markup
 
 
 def train_prior(

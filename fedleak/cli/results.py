@@ -11,8 +11,8 @@ from fedleak.cli.completion import run_directories
 from fedleak.cli.display import console, remark
 from fedleak.cli.mistakes import mended
 from fedleak.cli.options import RunPath
-from fedleak.errors import ConfigError, FedleakError
-from fedleak.sanitise import markup, printable
+from fedleak.util.errors import ConfigError, FedleakError
+from fedleak.util.sanitise import markup, printable
 
 GATE_CLOSED = 3
 """Exit status of a gate: a limit is exceeded, or too little was measured to tell."""
@@ -43,7 +43,7 @@ def report(
     """
     import webbrowser
 
-    from fedleak import reports
+    from fedleak.running import reports
     from fedleak.store.run import Run
     from fedleak.store.summaries import SUMMARY
 
@@ -160,7 +160,7 @@ def compare(
     compared, and what has no partner is said.
     """
     from fedleak.audit.comparison import compare as pair
-    from fedleak.report import comparison_table
+    from fedleak.report.terminal import comparison_table
     from fedleak.store.run import Run
 
     with mended():
@@ -213,19 +213,19 @@ def export(
     tracker, _, place = to.partition(":")
     with mended():
         if tracker == "mlflow":
-            from fedleak.tracking.to_mlflow import export_to_mlflow
+            from fedleak.running.tracking.to_mlflow import export_to_mlflow
 
             found = export_to_mlflow(Run(path), place or None, texts=texts)
             console.print(f"MLflow has it as run {markup(found)}", soft_wrap=True)
         elif tracker == "tensorboard":
-            from fedleak.tracking.to_tensorboard import export_to_tensorboard
+            from fedleak.running.tracking.to_tensorboard import export_to_tensorboard
 
             if texts:
                 raise ConfigError("TensorBoard gets figures and no texts: leave out --texts")
             folder = export_to_tensorboard(Run(path), place or None)
             console.print(f"for TensorBoard: {markup(folder)}", soft_wrap=True)
         else:
-            from fedleak.export import export as write
+            from fedleak.running.export import export as write
 
             count = write(Run(path), Path(to), texts=texts)
             private = ", with private texts" if texts else ""

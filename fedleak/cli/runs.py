@@ -9,13 +9,11 @@ from fedleak.cli.completion import experiment_files
 from fedleak.cli.display import console, progress, remark
 from fedleak.cli.mistakes import mended
 from fedleak.cli.options import AllowCommands, Fresh, RunPath, Set, Texts
-from fedleak.errors import ConfigError, FedleakError
-from fedleak.sanitise import markup
+from fedleak.util.errors import ConfigError, FedleakError
+from fedleak.util.sanitise import markup
+from fedleak.util.shipped import shipped
 
-QUICKSTART = [
-    Path(__file__).parents[2] / "experiments" / f"quickstart-{name}.toml"
-    for name in ("llama", "gpt2")
-]
+QUICKSTART = [shipped("quickstart-llama.toml"), shipped("quickstart-gpt2.toml")]
 
 
 def run(
@@ -33,19 +31,19 @@ def run(
 
     Results go to runs/NAME. The same command again finishes what is left.
     """
-    from fedleak import pipeline
     from fedleak.audit.gaps import refuse_gaps
     from fedleak.config.loading import load
     from fedleak.federation.lookup import run_folder
-    from fedleak.preparation import prepare, refuse_data_on_nodes
-    from fedleak.report import tables
+    from fedleak.report.terminal import tables
+    from fedleak.running import pipeline
+    from fedleak.running.preparation import prepare, refuse_data_on_nodes
 
     with mended():
         experiments = [load(path, changes or ()) for path in files or QUICKSTART]
         for each in experiments:
             refuse_data_on_nodes(each)
         runs = [prepare(each, run_folder(each.name), fresh=fresh) for each in experiments]
-        from server.engines import train  # takes seconds, so after what may be refused
+        from fedleak.flower.engines import train  # takes seconds, so after what may be refused
 
         for experiment, at in zip(experiments, runs, strict=True):
             remark(at.info().get("remarks", ()))
@@ -88,21 +86,21 @@ def attack(
     With `--positive-control`, or a [gate] that limits what is read, undefended copies of some
     batches are attacked, too: an attack that cannot read them shows nothing by reading little.
     """
-    from fedleak import pipeline
     from fedleak.audit import scoring
     from fedleak.audit.gaps import refuse_gaps
     from fedleak.audit.positive_control import control_of
     from fedleak.config.loading import load
-    from fedleak.dispatch.dispatcher import attack_captures
     from fedleak.federation.lookup import stored
-    from fedleak.preparation import (
+    from fedleak.report.terminal import tables
+    from fedleak.running import pipeline
+    from fedleak.running.dispatch.dispatcher import attack_captures
+    from fedleak.running.preparation import (
         ask_again,
         refuse_other_sight,
         refuse_programs_of_others,
         refuse_purged,
         refuse_unstored,
     )
-    from fedleak.report import tables
     from fedleak.store.run import Run
     from fedleak.store.shards import Shard, drop_failures
 
@@ -167,8 +165,8 @@ def score(
     from fedleak.audit import scoring
     from fedleak.audit.gaps import refuse_gaps
     from fedleak.audit.handover import take_vaults
-    from fedleak.preparation import refuse_purged
-    from fedleak.report import tables
+    from fedleak.report.terminal import tables
+    from fedleak.running.preparation import refuse_purged
     from fedleak.store.run import Run
 
     with mended():
@@ -193,7 +191,7 @@ def purge(path: RunPath) -> None:
     the models, because the difference of two models is an update. The scores, the ledger and the
     summary stay. Nothing can be attacked afterwards.
     """
-    from fedleak import purge as purging
+    from fedleak.running import purge as purging
     from fedleak.store.run import Run
 
     with mended():

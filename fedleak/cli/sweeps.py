@@ -10,7 +10,7 @@ import typer
 from fedleak.cli.display import console, progress, remark
 from fedleak.cli.mistakes import mended
 from fedleak.cli.options import File, Fresh, Set
-from fedleak.sanitise import markup
+from fedleak.util.sanitise import markup
 
 
 def sweep(
@@ -37,8 +37,9 @@ def sweep(
     The same command again finishes what is left. With `--shard I/N` several machines share the
     cells, each with another I; the command without it compares them afterwards.
     """
-    from fedleak import sweep as sweeps
-    from fedleak.report import figures, frontier, sweep_table, tradeoff
+    from fedleak.report.drawings import figures, frontier, tradeoff
+    from fedleak.report.terminal import sweep_table
+    from fedleak.running import sweep as sweeps
     from fedleak.store.shards import Shard
 
     with mended():
@@ -47,7 +48,7 @@ def sweep(
         if part is not None:
             grid = grid.part(part)
         plans = sweeps.prepare(grid, fresh=fresh)
-        from server.engines import train  # as for `run`
+        from fedleak.flower.engines import train  # as for `run`
 
         total, at_once = len(grid.cells), sweeps.jobs(plans, jobs)
         numbers = dict(zip(plans, itertools.count(total - len(plans) + 1), strict=False))

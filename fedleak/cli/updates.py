@@ -7,8 +7,8 @@ import typer
 
 from fedleak.cli.display import console
 from fedleak.cli.mistakes import mended
-from fedleak.errors import ConfigError
-from fedleak.sanitise import markup
+from fedleak.util.errors import ConfigError
+from fedleak.util.sanitise import markup
 
 
 def attack_update(
@@ -76,8 +76,8 @@ def attack_update(
     import torch
 
     import fedleak
+    from fedleak.api.update_files import read_update
     from fedleak.cli import own_update
-    from fedleak.update_files import read_update
 
     with mended():
         private = own_update.text_lines("--texts", texts)

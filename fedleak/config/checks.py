@@ -9,11 +9,11 @@ from fedleak.config.components import listed_as
 from fedleak.config.experiment import Experiment
 from fedleak.config.sent_parameters import captured_parameters, sent_by
 from fedleak.config.tables import CANARY_OF_EVERY_CLIENT, GateTable
-from fedleak.errors import ConfigError, unknown
 from fedleak.models import LanguageModel
 from fedleak.models.parameter_selection import freezing
-from fedleak.observation import ThreatModel
 from fedleak.training.canaries import FEWEST_NUMBERS, most_canaries
+from fedleak.training.observation import ThreatModel
+from fedleak.util.errors import ConfigError, unknown
 
 
 def check_defenses(experiment: Experiment, model: LanguageModel) -> None:

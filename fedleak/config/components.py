@@ -13,9 +13,9 @@ from fedleak import attacks, defenses
 from fedleak.attacks import Asked, Attack
 from fedleak.config.wording import one_line
 from fedleak.defenses import Defense, TrustedAggregator
-from fedleak.errors import ConfigError, UnknownKindError, unknown
-from fedleak.observation import QUESTIONS, ThreatModel
-from fedleak.plugins import discover
+from fedleak.training.observation import QUESTIONS, ThreatModel
+from fedleak.util.errors import ConfigError, UnknownKindError, unknown
+from fedleak.util.plugins import discover
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 LONGEST_NAME = 100

@@ -37,11 +37,11 @@ from fedleak.config.tables import (
     WorkersTable,
 )
 from fedleak.defenses import Defense, TrustedAggregator
-from fedleak.errors import ConfigError
 from fedleak.models import CAUSAL_LM, ModelSpec
 from fedleak.models.lora import Lora
-from fedleak.observation import GRANTABLE, Sight, ThreatModel, UpdateKind
+from fedleak.training.observation import GRANTABLE, Sight, ThreatModel, UpdateKind
 from fedleak.training.settings import LocalTraining, ServerOptimiser
+from fedleak.util.errors import ConfigError
 
 LARGEST_SEED = 2**63 - 1
 """The largest seed that random generators take."""

@@ -17,7 +17,7 @@ from pydantic import Field, JsonValue, ValidationError
 
 from fedleak.config.tables import Table
 from fedleak.config.wording import one_line
-from fedleak.errors import ConfigError
+from fedleak.util.errors import ConfigError
 
 FAMILY = "family"
 """The swept key whose values set several keys at once."""

@@ -19,8 +19,8 @@ from pydantic import ValidationError
 from fedleak.config.experiment import Experiment
 from fedleak.config.tables import LEAST, MOST, GateTable, WorkersTable
 from fedleak.config.wording import one_line
-from fedleak.errors import ConfigError, unknown
 from fedleak.models import CAUSAL_LM
+from fedleak.util.errors import ConfigError, unknown
 
 RUN_JSON = ".json"
 """The ending of the run.json of a run, which may be a stranger's: nothing in it is expanded."""

@@ -1,9 +1,9 @@
 """Which parameters of the model clients send."""
 
 from fedleak.config.experiment import Experiment
-from fedleak.errors import ConfigError
 from fedleak.models import LanguageModel
 from fedleak.models.parameter_selection import freezing, select
+from fedleak.util.errors import ConfigError
 
 
 def selected_parameters(experiment: Experiment, model: LanguageModel) -> list[str]:

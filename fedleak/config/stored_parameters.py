@@ -3,8 +3,8 @@
 from fedleak.attacks import AttackSetting, read_by
 from fedleak.config.checks import attack_settings, setting_of, told
 from fedleak.config.experiment import Experiment
-from fedleak.errors import ConfigError
 from fedleak.models import LanguageModel
+from fedleak.util.errors import ConfigError
 
 
 def stored_parameters(

@@ -8,10 +8,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from fedleak.errors import unknown
 from fedleak.models import CAUSAL_LM, absolute
-from fedleak.observation import GRANTABLE, Optimiser, Sight
-from fedleak.privacy import Accountant
+from fedleak.training.observation import GRANTABLE, Optimiser, Sight
+from fedleak.training.privacy import Accountant
+from fedleak.util.errors import unknown
 
 MOST_UPDATES = 1_000_000
 """Updates that a run may have: at a tenth of a second each they take a day."""

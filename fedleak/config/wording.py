@@ -5,7 +5,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from fedleak.errors import unknown
+from fedleak.util.errors import unknown
 
 
 def difference(old: Any, new: Any, prefix: str = "") -> list[str]:

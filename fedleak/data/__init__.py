@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from fedleak.data import files
-from fedleak.errors import ConfigError
-from fedleak.notes import notes
-from fedleak.rng import stream, stream_seed
-from fedleak.sanitise import is_whole
+from fedleak.data.notes import notes
+from fedleak.util.errors import ConfigError
+from fedleak.util.rng import stream, stream_seed
+from fedleak.util.sanitise import is_whole
 
 if TYPE_CHECKING:
     from datasets import Dataset

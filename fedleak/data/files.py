@@ -18,7 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import IO, TYPE_CHECKING, Any, Literal
 
-from fedleak.errors import ConfigError
+from fedleak.util.errors import ConfigError
 
 if TYPE_CHECKING:
     from datasets import Dataset

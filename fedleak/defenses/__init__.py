@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from fedleak.models import LanguageModel
-from fedleak.observation import ClientUpdate, Sight
-from fedleak.plugins import discover
-from fedleak.privacy import Accountant, Event
+from fedleak.training.observation import ClientUpdate, Sight
+from fedleak.training.privacy import Accountant, Event
 from fedleak.training.settings import LocalTraining
+from fedleak.util.plugins import discover
 
 _PIECE = 2**16
 """Numbers whose float64 copies stay in a processor's cache."""

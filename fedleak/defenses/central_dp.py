@@ -7,14 +7,14 @@ from typing import Annotated, ClassVar
 import torch
 from pydantic import Field
 
-from fedleak import privacy
 from fedleak.defenses import Budget, Claims, TrustedAggregator
 from fedleak.defenses.clip import clipped
-from fedleak.errors import ConfigError
-from fedleak.observation import ClientUpdate, Sight
-from fedleak.privacy import Epsilon, Event, Noise
+from fedleak.training import privacy
 from fedleak.training.aggregation import mean_update
+from fedleak.training.observation import ClientUpdate, Sight
+from fedleak.training.privacy import Epsilon, Event, Noise
 from fedleak.training.settings import LocalTraining
+from fedleak.util.errors import ConfigError
 
 
 @dataclass(frozen=True)

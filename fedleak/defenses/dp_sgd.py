@@ -7,14 +7,14 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 from torch import nn
 
-from fedleak import privacy
 from fedleak.defenses import Budget, Claims, Defense
-from fedleak.errors import ConfigError
 from fedleak.models import LanguageModel
-from fedleak.observation import UpdateKind
-from fedleak.privacy import Epsilon, Event, Noise
+from fedleak.training import privacy
 from fedleak.training.batches import passes
+from fedleak.training.observation import UpdateKind
+from fedleak.training.privacy import Epsilon, Event, Noise
 from fedleak.training.settings import LocalTraining, PrivateSteps
+from fedleak.util.errors import ConfigError
 
 Finite = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 

@@ -6,10 +6,10 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from fedleak.defenses import Claims, Defense
-from fedleak.errors import ConfigError
 from fedleak.models import LanguageModel
 from fedleak.models.parameter_selection import select
 from fedleak.training.settings import LocalTraining
+from fedleak.util.errors import ConfigError
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ import torch
 from pydantic import Field
 
 from fedleak.defenses import Claims, Defense, root_mean_square
-from fedleak.errors import ConfigError
-from fedleak.observation import ClientUpdate
+from fedleak.training.observation import ClientUpdate
 from fedleak.training.settings import LocalTraining
+from fedleak.util.errors import ConfigError
 
 Finite = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 

@@ -6,13 +6,13 @@ from typing import Annotated, ClassVar
 import torch
 from pydantic import Field
 
-from fedleak import privacy
 from fedleak.defenses import Budget, Claims, Defense
 from fedleak.defenses.clip import clipped
-from fedleak.errors import ConfigError
-from fedleak.observation import ClientUpdate
-from fedleak.privacy import Epsilon, Event, Noise
+from fedleak.training import privacy
+from fedleak.training.observation import ClientUpdate
+from fedleak.training.privacy import Epsilon, Event, Noise
 from fedleak.training.settings import LocalTraining
+from fedleak.util.errors import ConfigError
 
 Finite = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 

@@ -7,7 +7,7 @@ import torch
 from pydantic import Field
 
 from fedleak.defenses import Claims, Defense
-from fedleak.observation import ClientUpdate
+from fedleak.training.observation import ClientUpdate
 from fedleak.training.settings import LocalTraining
 
 

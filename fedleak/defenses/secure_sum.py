@@ -9,11 +9,11 @@ from pydantic import Field
 from torch import Tensor
 
 from fedleak.defenses import Claims, TrustedAggregator
-from fedleak.errors import ConfigError
 from fedleak.models import LanguageModel
-from fedleak.observation import ClientUpdate, UpdateKind
 from fedleak.training.aggregation import mean_update
+from fedleak.training.observation import ClientUpdate, UpdateKind
 from fedleak.training.settings import LocalTraining
+from fedleak.util.errors import ConfigError
 
 Finite = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from fedleak.config.experiment import Experiment
 from fedleak.config.loading import parse
-from fedleak.errors import ConfigError
+from fedleak.util.errors import ConfigError
 
 NOT_FOR_CLIENTS = frozenset({"attack", "threat", "gate", "audit", "utility", "workers"})
 """Tables about what the server does with updates. Clients send the same whatever they say."""

@@ -26,11 +26,11 @@ from fedleak.config.experiment import Experiment
 from fedleak.config.sent_parameters import sent_by
 from fedleak.federation.protection import Protection
 from fedleak.models import LanguageModel
-from fedleak.observation import ClientUpdate, UpdateKind
-from fedleak.rng import stream, stream_seed
 from fedleak.training.batches import passes
 from fedleak.training.canaries import Canaries, Planted
-from fedleak.truth import Coins
+from fedleak.training.observation import ClientUpdate, UpdateKind
+from fedleak.training.truth import Coins
+from fedleak.util.rng import stream, stream_seed
 
 TOO_LONG = 10.0
 """How many times longer a canary is than what clipping leaves: a missing clip shows."""

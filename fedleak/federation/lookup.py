@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 from fedleak.config.experiment import Experiment
 from fedleak.config.loading import load, parse
-from fedleak.errors import ConfigError, FedleakError, UnknownKindError
-from fedleak.observation import UpdateKind
 from fedleak.store.run import Run
+from fedleak.training.observation import UpdateKind
+from fedleak.util.errors import ConfigError, FedleakError, UnknownKindError
 
 
 def run_folder(name: str) -> Path:

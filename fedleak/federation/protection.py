@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 
-from fedleak import privacy
 from fedleak.config.experiment import Experiment
 from fedleak.defenses import Budget, Defense, TrustedAggregator, measured
 from fedleak.defenses.secure_sum import SecureSum
-from fedleak.errors import ConfigError, FedleakError
 from fedleak.federation.schedule import rounds_of_clients
-from fedleak.observation import ClientUpdate
-from fedleak.privacy import Event
+from fedleak.training import privacy
+from fedleak.training.observation import ClientUpdate
+from fedleak.training.privacy import Event
 from fedleak.training.settings import LocalTraining
+from fedleak.util.errors import ConfigError, FedleakError
 
 
 @dataclass(frozen=True)

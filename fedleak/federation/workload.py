@@ -7,8 +7,8 @@ from pathlib import Path
 from fedleak import data
 from fedleak.config.components import NamedAttack
 from fedleak.config.experiment import Experiment
-from fedleak.errors import ConfigError
 from fedleak.models import CLASSIFICATION, LanguageModel, loading
+from fedleak.util.errors import ConfigError
 
 MOST_UNKNOWN = 0.5
 """The largest fraction of unknown tokens. All unknown words are one token, so finding it finds

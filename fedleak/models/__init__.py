@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from fedleak.models.family import ModelFamily
 from fedleak.models.lora import Lora
-from fedleak.plugins import Discovered, discover
+from fedleak.util.plugins import Discovered, discover
 
 _log = logging.getLogger(__name__)
 

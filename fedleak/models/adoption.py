@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from fedleak.errors import ConfigError, unknown
-from fedleak.finite import all_finite
 from fedleak.models import CAUSAL_LM, CLASS_LOSSES, CLASSIFICATION, LanguageModel
 from fedleak.models.loading import check_tokenizer_, family_of, set_up_
 from fedleak.models.parameter_names import plain
+from fedleak.util.errors import ConfigError, unknown
+from fedleak.util.finite import all_finite
 
 
 def adopt(module: nn.Module, tokenizer: Any, *, loss: str = "cross-entropy") -> LanguageModel:

@@ -18,7 +18,7 @@ from typing import Any
 from filelock import FileLock
 from platformdirs import user_cache_path
 
-from fedleak.errors import unknown
+from fedleak.util.errors import unknown
 
 # torch, transformers and the notes are imported where a model is made: finding one takes no time.
 
@@ -67,7 +67,7 @@ def _recipe() -> str:
     """Returns a hash of all that decides what is made: a changed recipe makes a new folder."""
     here = Path(__file__)
     digest = hashlib.sha256()
-    for source in (here, here.parents[1] / "notes.py"):
+    for source in (here, here.parents[1] / "data" / "notes.py"):
         digest.update(source.read_bytes())
     for package in ("tokenizers", "torch", "transformers"):
         digest.update(f"{package} {version(package)}\n".encode())
@@ -196,7 +196,7 @@ _MAKE: Mapping[str, Callable[[], tuple[Any, Any]]] = {
 
 
 def _texts() -> list[str]:
-    from fedleak.notes import notes
+    from fedleak.data.notes import notes
 
     return [note.text for note in notes(_NOTES, seed=_SEED)]
 

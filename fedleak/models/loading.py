@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from fedleak.errors import ConfigError, unknown
-from fedleak.finite import all_finite
 from fedleak.models import (
     CAUSAL_LM,
     CLASS_LOSSES,
@@ -23,6 +21,8 @@ from fedleak.models import (
 )
 from fedleak.models.family import ModelFamily
 from fedleak.models.lora import adapt_
+from fedleak.util.errors import ConfigError, unknown
+from fedleak.util.finite import all_finite
 
 _log = logging.getLogger(__name__)
 

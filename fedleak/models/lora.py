@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from fedleak.errors import ConfigError, unknown
+from fedleak.util.errors import ConfigError, unknown
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping
 
 from torch import nn
 
-from fedleak.errors import ConfigError
-from fedleak.sanitise import printable
+from fedleak.util.errors import ConfigError
+from fedleak.util.sanitise import printable
 
 _INSIDE = frozenset({"_orig_mod", "_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 """Words that torch.compile, Opacus and FSDP put anywhere in a name."""

@@ -14,9 +14,9 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 
-from fedleak.errors import ConfigError
 from fedleak.models import LanguageModel
 from fedleak.models.family import lora_a, lora_b
+from fedleak.util.errors import ConfigError
 
 _PART = re.compile(r"[qkvofpt][0-9]*|embeddings|classifier")
 

@@ -19,8 +19,8 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedleak.errors import ConfigError
 from fedleak.models import LanguageModel, builtin, pad
+from fedleak.util.errors import ConfigError
 
 _NONE = -1
 """Stands where a row has no token."""

@@ -19,10 +19,10 @@ from safetensors import SafetensorError
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedleak.errors import ConfigError, FedleakError, unknown
 from fedleak.models import CAUSAL_LM, CLASSIFICATION, families, pad
 from fedleak.models.prior import Prior, outline
-from fedleak.rng import stream, stream_seed
+from fedleak.util.errors import ConfigError, FedleakError, unknown
+from fedleak.util.rng import stream, stream_seed
 
 _HELD_OUT = 0.02
 _WARM_UP = 0.05

@@ -5,8 +5,8 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from fedleak.audit.gate.check import Check, Outcome
-from fedleak.sanitise import printable
 from fedleak.store.files import publish
+from fedleak.util.sanitise import printable
 
 
 def write_junit(

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from fedleak.errors import ConfigError
+from fedleak.util.errors import ConfigError
 
 
 def above(page: Path, marker: str) -> str:

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from fedleak.observation import Sight
-from fedleak.sanitise import printable
 from fedleak.store.summaries import Estimate
+from fedleak.training.observation import Sight
+from fedleak.util.sanitise import printable
 
 NOT_MEASURED = "-"
 

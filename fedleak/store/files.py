@@ -18,8 +18,8 @@ from typing import IO, Any, NoReturn
 
 import safetensors
 
-from fedleak.errors import FedleakError
-from fedleak.plain_files import content, opened, refuse_other
+from fedleak.util.errors import FedleakError
+from fedleak.util.plain_files import content, opened, refuse_other
 
 _MORE = " \n"
 """Ends a line that is followed by others of the same write; to JSON the space is nothing."""

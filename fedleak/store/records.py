@@ -7,10 +7,10 @@ from typing import Final, Literal
 
 from pydantic import JsonValue
 
-from fedleak.privacy import NONE
-from fedleak.reconstruction import Status
+from fedleak.attacks.reconstruction import Status
 from fedleak.store.lines import Lines, Measured, Record
 from fedleak.store.run import Key
+from fedleak.training.privacy import NONE
 
 
 class _OfUpdate(Record):
@@ -222,7 +222,7 @@ class CanaryRow(_OfUpdate):
     """What canaries score in one client's update: a line of canaries.jsonl.
 
     The fields from `inside` on have one value for each canary or witness, in their order. `inside`
-    to `uses` are what the client kept in its vault (`fedleak.truth.Coins`).
+    to `uses` are what the client kept in its vault (`fedleak.training.truth.Coins`).
 
     Attributes:
         inside: Whether it is in; or, of one that is the whole update, whether its sign is plus.

@@ -50,12 +50,6 @@ import safetensors.torch
 from pydantic import Field
 from torch import Tensor
 
-from fedleak.errors import CaptureError, ConfigError, FedleakError
-from fedleak.finite import all_finite
-from fedleak.logs import logged
-from fedleak.observation import ClientUpdate, Knowledge, UpdateKind
-from fedleak.plain_files import opened
-from fedleak.sanitise import printable
 from fedleak.store import seal
 from fedleak.store.files import (
     append_together,
@@ -80,6 +74,12 @@ from fedleak.store.lines import (
     validated,
 )
 from fedleak.store.zero_rows import shapes, with_zero_rows, without_zero_rows
+from fedleak.training.observation import ClientUpdate, Knowledge, UpdateKind
+from fedleak.util.errors import CaptureError, ConfigError, FedleakError
+from fedleak.util.finite import all_finite
+from fedleak.util.logs import logged
+from fedleak.util.plain_files import opened
+from fedleak.util.sanitise import printable
 
 T = TypeVar("T")
 

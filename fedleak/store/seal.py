@@ -22,7 +22,7 @@ import torch
 from platformdirs import user_state_path
 from torch import Tensor
 
-from fedleak.errors import ConfigError
+from fedleak.util.errors import ConfigError
 
 KEY_FILE = "FEDLEAK_SEAL_KEY"
 """The environment variable that names the file of the key; unset: a file of this user."""

@@ -19,11 +19,11 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TypeVar
 
-from fedleak.errors import ConfigError, FedleakError
-from fedleak.reconstruction import Status
+from fedleak.attacks.reconstruction import Status
 from fedleak.store.lines import Document, Lines, Record
 from fedleak.store.records import ATTEMPTS, Answer, answers
 from fedleak.store.run import Damaged, Key, Run
+from fedleak.util.errors import ConfigError, FedleakError
 
 T = TypeVar("T")
 

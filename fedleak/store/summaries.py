@@ -4,7 +4,7 @@ from enum import StrEnum
 
 from pydantic import ConfigDict, Field, JsonValue
 
-from fedleak.reconstruction import Status
+from fedleak.attacks.reconstruction import Status
 from fedleak.store.lines import Document, Measured, Record
 from fedleak.store.records import UNSCORED, Epsilon, RowStatus, Utility
 

@@ -27,10 +27,10 @@ def tap(grid: Grid, folder: str | os.PathLike[str]) -> Grid:
             something in it, the next free name with a number is taken.
     """
     kept = recorder(folder)
-    return grid if kept is None else TappedGrid(grid, kept)
+    return grid if kept is None else RecordingGrid(grid, kept)
 
 
-class TappedGrid(Grid):
+class RecordingGrid(Grid):
     """A grid that shows a recorder what passes.
 
     Replies are asked for one by one: a pull hands over all that is ready.

@@ -16,8 +16,8 @@ import torch
 from flwr.app import ArrayRecord, Message, RecordDict
 from torch import Tensor
 
-from fedleak.sanitise import printable
-from fedleak.store.tapped import KeptArrays, Problem, Tapped, TappedMessage
+from fedleak.tap.folder import KeptArrays, Problem, Tapped, TappedMessage
+from fedleak.util.sanitise import printable
 
 MOST_TIMES = 4
 """A reply may be so many times as large as what was sent; masked vectors are twice as large."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.optim.adam import adam
 
-from fedleak.observation import ClientUpdate, UpdateKind
+from fedleak.training.observation import ClientUpdate, UpdateKind
 from fedleak.training.settings import ServerOptimiser
 
 

@@ -2,9 +2,9 @@
 
 import torch
 
-from fedleak.observation import UpdateKind
-from fedleak.rng import stream
+from fedleak.training.observation import UpdateKind
 from fedleak.training.settings import LocalTraining
+from fedleak.util.rng import stream
 
 
 def round_clients(clients: int, per_round: int, *, seed: int, round: int) -> list[int]:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedleak.rng import stream
+from fedleak.util.rng import stream
 
 MOST_NUMBERS, FEWEST_NUMBERS = 4096, 256
 """Numbers of a canary: scores end at the square root of them, and are nearly normal above the

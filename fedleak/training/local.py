@@ -10,10 +10,10 @@ from torch import Tensor
 
 from fedleak.models import LanguageModel, batch_loss, pad
 from fedleak.models.parameter_selection import freezing
-from fedleak.observation import ClientUpdate, UpdateKind
-from fedleak.rng import stream, stream_seed
 from fedleak.training.canaries import Planted
+from fedleak.training.observation import ClientUpdate, UpdateKind
 from fedleak.training.settings import LocalTraining, OnFigures
+from fedleak.util.rng import stream, stream_seed
 
 
 def _no_report(figures: Mapping[str, float]) -> None:

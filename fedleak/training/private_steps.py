@@ -34,10 +34,10 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from fedleak.models import LanguageModel, example_losses, pad
-from fedleak.observation import ClientUpdate, UpdateKind
-from fedleak.rng import stream
 from fedleak.training.canaries import Planted
+from fedleak.training.observation import ClientUpdate, UpdateKind
 from fedleak.training.settings import LocalTraining, OnFigures, PrivateSteps
+from fedleak.util.rng import stream
 
 Batch = tuple[Sequence[Sequence[int]], Sequence[int]]
 """Token ids and class of each example."""

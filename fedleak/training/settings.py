@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from fedleak.observation import UpdateKind
+from fedleak.training.observation import UpdateKind
 
 OnFigures = Callable[[Mapping[str, float]], None]
 """Receives figures about the training, which the client keeps to itself."""

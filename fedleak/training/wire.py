@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fedleak.models.parameter_selection import matching
-from fedleak.observation import ClientUpdate
+from fedleak.training.observation import ClientUpdate
 
 
 def partial_update(update: ClientUpdate, patterns: Sequence[str]) -> ClientUpdate:

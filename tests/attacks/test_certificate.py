@@ -9,9 +9,9 @@ from fedleak.attacks import certificate
 from fedleak.attacks.certificate import PRECISION, Member, Units
 from fedleak.attacks.clock import Clock
 from fedleak.models import CAUSAL_LM, CLASS_LOSSES, CLASSIFICATION, pad
-from fedleak.observation import Knowledge, UpdateKind
-from fedleak.rng import stream
+from fedleak.training.observation import Knowledge, UpdateKind
 from fedleak.training.wire import partial_update
+from fedleak.util.rng import stream
 
 ENDLESS = Clock(None)
 KINDS = [("bert", CLASSIFICATION), ("gpt2", CLASSIFICATION), ("llama", CLASSIFICATION)]

@@ -32,11 +32,11 @@ from fedleak.attacks import (
     certificate,
     read_by,
 )
+from fedleak.attacks.reconstruction import Reconstruction, Status
 from fedleak.models import CAUSAL_LM, CLASSIFICATION, ModelSpec, loading
-from fedleak.observation import ClientUpdate, Knowledge, Observation, UpdateKind
-from fedleak.reconstruction import Reconstruction, Status
-from fedleak.rng import stream
+from fedleak.training.observation import ClientUpdate, Knowledge, Observation, UpdateKind
 from fedleak.training.wire import partial_update
+from fedleak.util.rng import stream
 
 PROGRAM = Path(__file__).parents[2] / "experiments" / "outside" / "bag_of_words.py"
 QUICK = {

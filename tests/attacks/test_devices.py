@@ -23,12 +23,12 @@ from fedleak.attacks.analytic.probes import Probes
 from fedleak.attacks.matching.dlg import Dlg
 from fedleak.attacks.matching.lamp import Lamp
 from fedleak.attacks.matching.tag import Tag
+from fedleak.attacks.reconstruction import Reconstruction, Status
 from fedleak.attacks.subspace.dager import Dager
 from fedleak.attacks.subspace.keyspan import Keyspan
 from fedleak.models import CAUSAL_LM, CLASSIFICATION, LanguageModel
-from fedleak.observation import Observation
-from fedleak.reconstruction import Reconstruction, Status
-from fedleak.rng import stream
+from fedleak.training.observation import Observation
+from fedleak.util.rng import stream
 
 ELSEWHERE = torch.device("meta")
 """What such a tensor says: the one device that PyTorch knows everywhere and computes nothing on."""

@@ -9,11 +9,11 @@ import torch
 from fedleak.attacks.analytic.probes import Probes
 from fedleak.attacks.matching.dlg import Dlg
 from fedleak.attacks.matching.lamp import Lamp
+from fedleak.attacks.reconstruction import Status
 from fedleak.attacks.subspace.dager import Dager
 from fedleak.attacks.subspace.keyspan import Keyspan
 from fedleak.models import CAUSAL_LM, CLASSIFICATION, pad, prior
-from fedleak.reconstruction import Status
-from fedleak.rng import stream
+from fedleak.util.rng import stream
 
 pytestmark = [
     pytest.mark.gpu,

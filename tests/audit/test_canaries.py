@@ -11,22 +11,23 @@ from safetensors.torch import load_file, save_file
 from scipy.stats import kstest
 from tiny import call, tables
 
-from clients import client_context
-from fedleak import preparation, privacy
-from fedleak.audit import canaries, defense_checks, ledger, scoring
+from fedleak.audit import defense_checks, scoring
+from fedleak.audit.privacy import canaries, ledger
 from fedleak.config.loading import parse
 from fedleak.defenses.dp_sgd import DpSgd
 from fedleak.defenses.local_dp import LocalDp
-from fedleak.errors import ConfigError
-from fedleak.observation import ClientUpdate, UpdateKind
-from fedleak.rng import stream
+from fedleak.flower.client import context as client_context
+from fedleak.flower.engines import train
+from fedleak.running import preparation
 from fedleak.store.records import CANARIES, CanaryRow, LedgerRow
 from fedleak.store.run import EVERYONE, Key, Run
 from fedleak.store.summaries import SUMMARY
-from fedleak.training import private_steps
+from fedleak.training import privacy, private_steps
+from fedleak.training.observation import ClientUpdate, UpdateKind
 from fedleak.training.private_steps import ClippedSum
-from fedleak.truth import GroundTruth
-from server.engines import train
+from fedleak.training.truth import GroundTruth
+from fedleak.util.errors import ConfigError
+from fedleak.util.rng import stream
 
 MODEL = {"name": "smaller than builtin/bert-tiny: `folder`"}
 DP_SGD = {"kind": "dp_sgd", "noise_multiplier": 1.0, "max_grad_norm": 0.5, "sampling": "fixed"}

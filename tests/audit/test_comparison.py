@@ -11,13 +11,13 @@ from tiny import DLG, Here, call, toml
 
 from fedleak.audit import comparison
 from fedleak.audit.comparison import Comparison
+from fedleak.audit.metrics import intervals
 from fedleak.audit.pairing import corrected
-from fedleak.dispatch import dispatcher
-from fedleak.errors import FedleakError
-from fedleak.metrics import intervals
+from fedleak.running.dispatch import dispatcher
 from fedleak.store.records import LEAKAGE, LEDGER
 from fedleak.store.run import Run
 from fedleak.store.summaries import Difference, Direction
+from fedleak.util.errors import FedleakError
 
 CLIENTS = 8
 TABLES: dict[str, Any] = {

@@ -11,8 +11,7 @@ import torch
 from flwr.app import Context, RecordDict
 from typer.testing import CliRunner
 
-from clients.app import app as client_app
-from fedleak import defenses, pipeline, preparation
+from fedleak import defenses
 from fedleak.audit import defense_checks, scoring
 from fedleak.cli import app
 from fedleak.config.loading import parse
@@ -29,16 +28,18 @@ from fedleak.defenses.prune import Prune
 from fedleak.defenses.quantize import Quantize
 from fedleak.defenses.secure_sum import SecureSum
 from fedleak.defenses.sign import Sign
-from fedleak.dispatch import dispatcher
-from fedleak.errors import ConfigError, FedleakError
 from fedleak.federation.protection import Protection
-from fedleak.privacy import Event
+from fedleak.flower.client.app import app as client_app
+from fedleak.flower.engines import train
+from fedleak.flower.inline import InlineGrid
+from fedleak.flower.server.app import app as server_app
+from fedleak.running import pipeline, preparation
+from fedleak.running.dispatch import dispatcher
 from fedleak.store.run import Run
 from fedleak.training import private_steps
 from fedleak.training.aggregation import mean_update
-from server.app import app as server_app
-from server.engines import train
-from server.inline import InlineGrid
+from fedleak.training.privacy import Event
+from fedleak.util.errors import ConfigError, FedleakError
 
 SMALL = {"name": "smaller than builtin/bert-tiny: `folder`"}
 TABLE = {
@@ -444,7 +445,7 @@ def test_a_run_with_a_broken_defense_trains_nothing(tmp_path, monkeypatch, table
     experiment = experiment_of(CLIP, table)
     run = preparation.prepare(experiment, tmp_path / "run")
     with monkeypatch.context() as patch:
-        patch.setattr("clients.app.local_update_", never)
+        patch.setattr("fedleak.flower.client.app.local_update_", never)
         patch.setattr(dispatcher, "attacking", never)
         with pytest.raises(FedleakError) as caught:
             pipeline.carry_out(run, experiment, train)

@@ -14,12 +14,12 @@ from tiny import Here, call, tables, toml
 
 from fedleak.audit.gaps import Gaps, find_gaps, refuse_gaps
 from fedleak.config.loading import parse
-from fedleak.dispatch import dispatcher
-from fedleak.errors import FedleakError
+from fedleak.running.dispatch import dispatcher
 from fedleak.store.records import UNSCORED, UTILITY, Answer, LeakageRow, answers
 from fedleak.store.run import Key, Run
 from fedleak.store.shards import Shard, Share, share
 from fedleak.store.summaries import SUMMARY, CanarySummary
+from fedleak.util.errors import FedleakError
 
 
 @pytest.fixture(scope="module")

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from tiny import DLG, Here, call, toml
 
-from fedleak import pipeline, preparation
 from fedleak.audit import handover
 from fedleak.config.loading import load
+from fedleak.flower.engines import train
+from fedleak.running import pipeline, preparation
 from fedleak.store.lines import Lines
 from fedleak.store.run import Key, Run
-from server.engines import train
 
 NOISY = {
     "kind": "dp_sgd",

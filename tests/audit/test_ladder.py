@@ -22,12 +22,12 @@ from fedleak.config.components import NamedAttack, on_each_rung
 from fedleak.config.experiment import Experiment
 from fedleak.config.loading import parse
 from fedleak.config.tables import GateTable
-from fedleak.dispatch import dispatcher
-from fedleak.observation import ThreatModel
+from fedleak.running.dispatch import dispatcher
 from fedleak.store import records
 from fedleak.store.records import LEAKAGE, LeakageRow
 from fedleak.store.run import Run
 from fedleak.store.summaries import SUMMARY, Direction, Ladder
+from fedleak.training.observation import ThreatModel
 
 BOTH = ("labels", "lengths")
 

@@ -10,25 +10,27 @@ import pytest
 from tiny import Here, call, tables
 
 import fedleak
-from fedleak import models, pipeline, preparation
+from fedleak import models
 from fedleak.attacks.membership.attack import Membership
-from fedleak.audit import membership, scoring
-from fedleak.audit.candidates import PUBLIC, questions
+from fedleak.attacks.reconstruction import Status
+from fedleak.audit import scoring
 from fedleak.audit.grants import knowledge
 from fedleak.audit.kept_texts import KeptTexts, read_held_out
-from fedleak.audit.privacy_bounds import gaussian_epsilon
+from fedleak.audit.privacy import membership
+from fedleak.audit.privacy.bounds import gaussian_epsilon
+from fedleak.audit.privacy.candidates import PUBLIC, questions
 from fedleak.audit.vault import read_truth
 from fedleak.config.loading import parse
-from fedleak.errors import ConfigError
+from fedleak.flower.engines import train
 from fedleak.models import loading
-from fedleak.observation import Observation, ThreatModel
-from fedleak.reconstruction import Status
-from fedleak.rng import stream
+from fedleak.running import pipeline, preparation
 from fedleak.store.records import LEAKAGE, MEMBERSHIP, Answer, MembershipRow
 from fedleak.store.run import EVERYONE, Key
 from fedleak.store.summaries import SUMMARY
-from fedleak.truth import GroundTruth
-from server.engines import train
+from fedleak.training.observation import Observation, ThreatModel
+from fedleak.training.truth import GroundTruth
+from fedleak.util.errors import ConfigError
+from fedleak.util.rng import stream
 
 MODEL = {"name": "smaller than builtin/bert-tiny: `folder`"}
 ASKED = ThreatModel(frozenset({"candidates"}))

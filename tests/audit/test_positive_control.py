@@ -12,23 +12,23 @@ import torch
 from tiny import DLG, Here, call, tables, toml
 
 from fedleak import models
+from fedleak.attacks.reconstruction import Status
 from fedleak.audit.gate.check import Check, Outcome
 from fedleak.audit.gate.control import control_checks
 from fedleak.audit.gate.evidence import gather, genuine
 from fedleak.audit.positive_control import COPIES, control_of, make_copies, undefended
 from fedleak.audit.vault import read_truth
 from fedleak.config.loading import parse
-from fedleak.dispatch import dispatcher
 from fedleak.federation.lookup import stored
 from fedleak.federation.schedule import expected_captures
 from fedleak.models import loading
-from fedleak.observation import UpdateKind
-from fedleak.pipeline import finished, wants_control
-from fedleak.reconstruction import Status
+from fedleak.running.dispatch import dispatcher
+from fedleak.running.pipeline import finished, wants_control
 from fedleak.store.records import answers
 from fedleak.store.run import Run
 from fedleak.store.summaries import SUMMARY
 from fedleak.training.local import local_update_
+from fedleak.training.observation import UpdateKind
 
 NOISE = {"kind": "gaussian_noise", "sigma": 1.0}
 

@@ -7,9 +7,8 @@ import pytest
 from scipy.integrate import quad
 from scipy.stats import binom, norm
 
-from fedleak import privacy
-from fedleak.audit import canaries
-from fedleak.audit.privacy_bounds import (
+from fedleak.audit.privacy import canaries
+from fedleak.audit.privacy.bounds import (
     Rule,
     epsilon_delta_bound,
     f_dp_bound,
@@ -21,6 +20,7 @@ from fedleak.audit.privacy_bounds import (
 )
 from fedleak.store.records import CanaryRow, LedgerRow
 from fedleak.store.run import EVERYONE
+from fedleak.training import privacy
 
 DELTA = 1e-5
 NOISE = 1.0

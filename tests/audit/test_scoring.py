@@ -12,26 +12,26 @@ from rich.console import Console
 from rouge_score.rouge_scorer import RougeScorer
 
 from fedleak.attacks.analytic.probes import Probes
+from fedleak.attacks.reconstruction import Reconstruction, Status
 from fedleak.audit import scoring
 from fedleak.audit.gaps import refuse_gaps
 from fedleak.audit.grants import knowledge
+from fedleak.audit.metrics.rouge import rouge
 from fedleak.audit.scoring import guess, score_run, score_sequences
 from fedleak.config.components import NamedAttack
 from fedleak.config.loading import parse
-from fedleak.errors import FedleakError
-from fedleak.metrics.rouge import rouge
 from fedleak.models import CLASSIFICATION, ModelSpec
-from fedleak.observation import ClientUpdate, Knowledge, ThreatModel, UpdateKind
-from fedleak.reconstruction import Reconstruction, Status
-from fedleak.report import tables
+from fedleak.report.terminal import tables
+from fedleak.running.workers.answers import checked
+from fedleak.running.workers.process import Job
+from fedleak.running.workers.process import answer_of as answer_to
 from fedleak.store import records
 from fedleak.store.records import Answer, Fact, LeakageRow
 from fedleak.store.run import EVERYONE, Capture, Key, Run
 from fedleak.store.summaries import SUMMARY
-from fedleak.truth import GroundTruth
-from fedleak.workers.answers import checked
-from fedleak.workers.process import Job
-from fedleak.workers.process import answer_of as answer_to
+from fedleak.training.observation import ClientUpdate, Knowledge, ThreatModel, UpdateKind
+from fedleak.training.truth import GroundTruth
+from fedleak.util.errors import FedleakError
 
 SCORES = [
     name

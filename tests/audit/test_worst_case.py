@@ -3,8 +3,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scored import row
 
+from fedleak.attacks.reconstruction import Status
 from fedleak.audit.worst_case import worst_case
-from fedleak.reconstruction import Status
 from fedleak.store.records import LEAKAGE
 
 

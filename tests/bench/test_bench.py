@@ -11,9 +11,9 @@ import pytest
 import tomli_w
 from tiny import DLG, Here, call
 
-from fedleak.bench import markdown, running, suites
-from fedleak.bench.results import RESULT
-from fedleak.errors import ConfigError
+from fedleak.running.bench import markdown, running, suites
+from fedleak.running.bench.results import RESULT
+from fedleak.util.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / "experiments" / "outside" / "bag_of_words.py"

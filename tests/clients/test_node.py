@@ -7,15 +7,15 @@ import stat
 import pytest
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 
-from clients.app import app as client_app
-from clients.client_context import client_of, vault
-from clients.mods import public
-from fedleak import preparation
 from fedleak.config.loading import parse
-from fedleak.errors import ConfigError, FedleakError
+from fedleak.flower.client.app import app as client_app
+from fedleak.flower.client.context import client_of, vault
+from fedleak.flower.client.mods import public
+from fedleak.flower.inline import InlineGrid
+from fedleak.flower.server.assignments import assignment
+from fedleak.running import preparation
 from fedleak.store.run import Run
-from server.assignments import assignment
-from server.inline import InlineGrid
+from fedleak.util.errors import ConfigError, FedleakError
 
 SECRET = "my neighbour has hiv"
 TABLE = {
@@ -141,12 +141,14 @@ def raiser(error):
 def test_an_error_goes_to_the_server_without_its_words_and_to_the_client_s_log_whole(
     answer, monkeypatch, caplog
 ):
-    monkeypatch.setattr("clients.app.local_update_", raiser(ValueError(f"no token for {SECRET}")))
+    monkeypatch.setattr(
+        "fedleak.flower.client.app.local_update_", raiser(ValueError(f"no token for {SECRET}"))
+    )
     with caplog.at_level(logging.ERROR):
         reason = answer().error.reason
-    assert reason.startswith("ValueError in clients.app:")
+    assert reason.startswith("ValueError in fedleak.flower.client.app:")
     assert reason.endswith(": the client's log says more")
-    (record,) = [r for r in caplog.records if r.name == "clients.mods"]
+    (record,) = [r for r in caplog.records if r.name == "fedleak.flower.client.mods"]
     assert record.getMessage() == "client 1 failed"
     assert isinstance(record.exc_info[1], ValueError)
     assert SECRET in caplog.text
@@ -186,7 +188,7 @@ def test_a_node_takes_no_tables_about_what_the_server_does():
 def test_an_error_in_what_it_came_from_is_not_told_either(answer, monkeypatch):
     error = RuntimeError("outside")
     error.__cause__ = ValueError(SECRET)
-    monkeypatch.setattr("clients.app.local_update_", raiser(error))
+    monkeypatch.setattr("fedleak.flower.client.app.local_update_", raiser(error))
     assert SECRET not in answer().error.reason
 
 
@@ -196,7 +198,9 @@ def test_an_error_in_a_defense_is_an_answer_too(answer, monkeypatch):
 
 
 def test_our_own_words_travel_but_not_those_about_data(answer, monkeypatch):
-    monkeypatch.setattr("clients.app.local_update_", raiser(FedleakError("give more rounds")))
+    monkeypatch.setattr(
+        "fedleak.flower.client.app.local_update_", raiser(FedleakError("give more rounds"))
+    )
     assert answer().error.reason == "FedleakError: give more rounds"
     # As `tokenise` does with a text that is too long.
     monkeypatch.undo()

@@ -9,14 +9,14 @@ from datasets import ClassLabel, Dataset, Features, Value
 from flwr.app import Context, RecordDict
 from tiny import DLG, call, tables
 
-from clients.app import app as client_app
 from fedleak import data
 from fedleak.config.loading import parse
-from fedleak.errors import ConfigError, FedleakError
-from fedleak.notes import notes
+from fedleak.data.notes import notes
+from fedleak.flower.client.app import app as client_app
+from fedleak.flower.inline import InlineGrid
+from fedleak.flower.server.app import app as server_app
 from fedleak.store.run import Key, Run
-from server.app import app as server_app
-from server.inline import InlineGrid
+from fedleak.util.errors import ConfigError, FedleakError
 
 CHANGES = {
     "data": {"name": "builtin/notes", "samples": 1, "held_out": 4, "on_nodes": True}

@@ -7,17 +7,18 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.common.serde import recorddict_to_proto
 
-from clients.app import app as client_app
-from fedleak import models, preparation
+from fedleak import models
 from fedleak.config.loading import parse
+from fedleak.flower.client.app import app as client_app
+from fedleak.flower.inline import InlineGrid
+from fedleak.flower.server.assignments import assignment
 from fedleak.models import loading
 from fedleak.models.parameter_selection import matching
-from fedleak.rng import stream_seed
+from fedleak.running import preparation
 from fedleak.store.run import Key
 from fedleak.training.local import local_update_
 from fedleak.training.wire import from_wire
-from server.assignments import assignment
-from server.inline import InlineGrid
+from fedleak.util.rng import stream_seed
 
 TABLE = {
     "name": "wire",

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import tomli_w
 
-from fedleak import sweep
 from fedleak.attacks.analytic.probes import Probes
 from fedleak.attacks.auto.attack import Auto
 from fedleak.attacks.matching.dlg import Dlg
@@ -16,13 +15,14 @@ from fedleak.config.loading import load, parse
 from fedleak.config.sent_parameters import captured_parameters
 from fedleak.config.wording import difference
 from fedleak.defenses.gaussian_noise import GaussianNoise
-from fedleak.errors import ConfigError, FedleakError, unknown
 from fedleak.federation.lookup import stored
 from fedleak.federation.workload import outline
 from fedleak.models import CLASSIFICATION, ModelSpec
 from fedleak.models.lora import Lora
-from fedleak.observation import ThreatModel, UpdateKind
+from fedleak.running import sweep
 from fedleak.store.run import Run
+from fedleak.training.observation import ThreatModel, UpdateKind
+from fedleak.util.errors import ConfigError, FedleakError, unknown
 
 GOOD = {"name": "good", "model": {"name": "builtin/bert-tiny"}, "data": {"name": "builtin/notes"}}
 

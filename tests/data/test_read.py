@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from fedleak import data
 from fedleak.config.loading import parse
-from fedleak.errors import ConfigError
 from fedleak.federation.workload import read_data
+from fedleak.util.errors import ConfigError
 
 TEXTS = ['She said "no", twice', "it hurts", "a, b; c", "tab less", "fifth one", "sixth one"]
 LABELS = ["bad", "good", "bad", "bad", "good", "good"]

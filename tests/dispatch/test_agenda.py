@@ -6,20 +6,20 @@ from types import SimpleNamespace
 
 import pytest
 
-from fedleak import pipeline, preparation
 from fedleak.attacks import is_slow, kinds
+from fedleak.attacks.reconstruction import Reconstruction, Status
 from fedleak.config.components import NamedAttack
 from fedleak.config.loading import parse
-from fedleak.dispatch import dispatcher
-from fedleak.dispatch.agenda import LOOKS, Agenda, Arrivals, groups
-from fedleak.dispatch.progress import Pace
 from fedleak.federation.lookup import stored
-from fedleak.reconstruction import Reconstruction, Status
+from fedleak.flower import inline
+from fedleak.flower.engines import train
+from fedleak.running import pipeline, preparation
+from fedleak.running.dispatch import dispatcher
+from fedleak.running.dispatch.agenda import LOOKS, Agenda, Arrivals, groups
+from fedleak.running.dispatch.progress import Pace
+from fedleak.running.workers.process import answer_of
 from fedleak.store import records
 from fedleak.store.run import Key, Run
-from fedleak.workers.process import answer_of
-from server import inline
-from server.engines import train
 
 KEYS = [Key(round, client) for round in (1, 2) for client in range(3)]
 QUICK = NamedAttack("quick", SimpleNamespace(slow=False))

@@ -8,17 +8,17 @@ from typing import Any
 import torch
 from tiny import tables
 
+from fedleak.attacks.reconstruction import Status
 from fedleak.audit.gate.evidence import Evidence
 from fedleak.audit.worst_case import worst_case
 from fedleak.config.experiment import Experiment
 from fedleak.config.loading import parse
-from fedleak.observation import ClientUpdate, Knowledge, UpdateKind
-from fedleak.reconstruction import Status
 from fedleak.store import records
 from fedleak.store.records import Answer, LeakageRow, ScoredRows
 from fedleak.store.run import Capture, Key, Run
 from fedleak.store.summaries import Circumstances, RunSummary
-from fedleak.truth import GroundTruth
+from fedleak.training.observation import ClientUpdate, Knowledge, UpdateKind
+from fedleak.training.truth import GroundTruth
 
 
 def truth_of(

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import torch
 
-from fedleak.reconstruction import Reconstruction, Status
+from fedleak.attacks.reconstruction import Reconstruction, Status
 
 RECOVERED = Status.RECOVERED
 

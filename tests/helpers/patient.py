@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from fedleak.attacks import Progress
-from fedleak.reconstruction import Reconstruction, Status
+from fedleak.attacks.reconstruction import Reconstruction, Status
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from fedleak.reconstruction import Status
+from fedleak.attacks.reconstruction import Status
 from fedleak.store.records import LeakageRow, TextScore
 
 NOTHING = dict.fromkeys(

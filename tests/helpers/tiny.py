@@ -8,7 +8,7 @@ import tomli_w
 from typer.testing import CliRunner
 
 from fedleak.cli import app
-from fedleak.workers.process import work_together
+from fedleak.running.workers.process import work_together
 
 TABLES: dict[str, Any] = {
     "name": "small",

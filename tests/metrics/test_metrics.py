@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import beta
 
-from fedleak.metrics import intervals
-from fedleak.metrics.matching import assign
-from fedleak.metrics.rouge import Rouge, mean, rouge
-from fedleak.metrics.tokens import overlap
-from fedleak.metrics.utility import evaluate
+from fedleak.audit.metrics import intervals
+from fedleak.audit.metrics.matching import assign
+from fedleak.audit.metrics.rouge import Rouge, mean, rouge
+from fedleak.audit.metrics.tokens import overlap
+from fedleak.audit.metrics.utility import evaluate
 from fedleak.models import CAUSAL_LM
 
 words = st.lists(st.sampled_from("abcd"), max_size=7).map(" ".join)

@@ -17,8 +17,8 @@ from transformers import (
     AutoTokenizer,
 )
 
+from fedleak.data.notes import notes
 from fedleak.models import builtin
-from fedleak.notes import notes
 
 BERT, GPT2, LLAMA = "bert-tiny", "gpt2-tiny", "llama-tiny"
 TEXTS = [note.text for note in notes(1_000, seed=3)]

@@ -7,10 +7,10 @@ import torch
 from transformers import DistilBertConfig
 
 from fedleak import models
-from fedleak.errors import ConfigError
 from fedleak.models import CAUSAL_LM, CLASSIFICATION, ModelSpec, batch_loss, loading, pad
 from fedleak.models.family import lora_a
 from fedleak.models.lora import Lora, adapt_
+from fedleak.util.errors import ConfigError
 
 FAMILIES = ("bert", "gpt2", "llama")
 OUTPUT = {

@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassification, LlamaModel
 
-from fedleak import preparation
 from fedleak.config.loading import parse
-from fedleak.errors import ConfigError
 from fedleak.models import CAUSAL_LM, CLASSIFICATION, ModelSpec, builtin, loading
+from fedleak.running import preparation
+from fedleak.util.errors import ConfigError
 
 
 def change_json(file: Path, **changes: Any) -> None:

@@ -7,13 +7,13 @@ import torch
 from torch.func import functional_call
 
 from fedleak import models
-from fedleak.errors import ConfigError
 from fedleak.models import CAUSAL_LM, CLASSIFICATION, ModelSpec, loading, pad
 from fedleak.models.lora import Lora, adapt_
-from fedleak.observation import UpdateKind
-from fedleak.rng import stream
 from fedleak.training.local import local_update_
+from fedleak.training.observation import UpdateKind
 from fedleak.training.settings import LocalTraining
+from fedleak.util.errors import ConfigError
+from fedleak.util.rng import stream
 
 RANK, ALPHA, RATE = 3, 12.0, 0.2
 SMALL = [

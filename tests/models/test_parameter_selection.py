@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from transformers import BertConfig, BertForSequenceClassification
 
 from fedleak import models
-from fedleak.errors import ConfigError
 from fedleak.models import (
     CAUSAL_LM,
     CLASSIFICATION,
@@ -21,6 +20,7 @@ from fedleak.models import (
 )
 from fedleak.models.lora import Lora, adapt_
 from fedleak.models.parameter_selection import is_part, matching, parameters_of
+from fedleak.util.errors import ConfigError
 
 LAYERS = 11
 FAMILIES = ("bert", "gpt2", "llama")

@@ -28,11 +28,11 @@ from transformers import (
 from typer.testing import CliRunner
 
 from fedleak.cli import app
-from fedleak.errors import ConfigError, FedleakError
+from fedleak.data.notes import notes
 from fedleak.models import CLASSIFICATION, ModelSpec, builtin, loading, pad, prior
 from fedleak.models import prior_training as training
 from fedleak.models.prior import Prior
-from fedleak.notes import notes
+from fedleak.util.errors import ConfigError, FedleakError
 
 CPU = torch.device("cpu")
 POSITIONS = 24

@@ -4,8 +4,9 @@ import math
 
 import pytest
 
-from fedleak.report import drawing, frontier
-from fedleak.report.drawing import NO_ANSWER
+from fedleak.report.drawings import common as drawing
+from fedleak.report.drawings import frontier
+from fedleak.report.drawings.common import NO_ANSWER
 from fedleak.store.records import Utility
 from fedleak.store.summaries import (
     AttackSummary,

@@ -18,9 +18,7 @@ import pytest
 from scored import row as scored_row
 from tiny import DLG, Here, call, toml
 
-from fedleak.dispatch import dispatcher
-from fedleak.observation import Sight
-from fedleak.reconstruction import Status
+from fedleak.attacks.reconstruction import Status
 from fedleak.report.html.glossary import TERMS
 from fedleak.report.html.page import (
     Entry,
@@ -39,6 +37,7 @@ from fedleak.report.html.run_page import unordered
 from fedleak.report.html.sweep_page import sweep_page
 from fedleak.report.html.verdict import Extent, Guaranteed, run_verdict, sweep_verdict
 from fedleak.report.html.wording import counted, figure, listed, percent
+from fedleak.running.dispatch import dispatcher
 from fedleak.store.records import TextScore
 from fedleak.store.run import Run
 from fedleak.store.summaries import (
@@ -54,7 +53,8 @@ from fedleak.store.summaries import (
     SweepSummary,
     WorstCase,
 )
-from fedleak.versions import VERSION, made_by
+from fedleak.training.observation import Sight
+from fedleak.util.versions import VERSION, made_by
 
 NOTES = [
     f"{who} hid {what} beneath the rose bush"

@@ -2,8 +2,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from fedleak.audit.ledger import defense_means, guarantee
-from fedleak.report.tables import any_attack, circumstances, epsilon_of
+from fedleak.audit.privacy.ledger import defense_means, guarantee
+from fedleak.report.terminal.tables import any_attack, circumstances, epsilon_of
 from fedleak.store.records import DefenseRow, LedgerRow, Utility
 from fedleak.store.run import EVERYONE, Key
 from fedleak.store.summaries import (

@@ -19,32 +19,34 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.common.serde import recorddict_to_proto
 from rich.console import Console
 
-from clients.app import app as client_app
-from fedleak import defenses, models, pipeline, preparation, privacy
+from fedleak import defenses, models
 from fedleak.audit import central_baseline, defense_checks, grants, scoring, vault
+from fedleak.audit.metrics.utility import evaluate
 from fedleak.config.loading import parse
 from fedleak.defenses import TrustedAggregator
-from fedleak.errors import ConfigError, FedleakError
 from fedleak.federation.protection import protection
 from fedleak.federation.schedule import clients_of_round, expected_captures
 from fedleak.federation.workload import read_data
-from fedleak.metrics.utility import evaluate
+from fedleak.flower.client.app import app as client_app
+from fedleak.flower.engines import train
+from fedleak.flower.inline import InlineGrid
+from fedleak.flower.server.assignments import assignment
+from fedleak.flower.server.strategy import CuriousServer
 from fedleak.models import CAUSAL_LM, CLASSIFICATION, loading
-from fedleak.observation import ClientUpdate, ThreatModel, UpdateKind
-from fedleak.privacy import Event
-from fedleak.report import tables
-from fedleak.rng import stream, stream_seed
+from fedleak.report.terminal import tables
+from fedleak.running import pipeline, preparation
+from fedleak.running.workers.process import work_together
 from fedleak.store import seal
 from fedleak.store.lines import Lines
 from fedleak.store.run import EVERYONE, Key, Run
+from fedleak.training import privacy
 from fedleak.training.batches import round_batch
 from fedleak.training.local import local_update_
+from fedleak.training.observation import ClientUpdate, ThreatModel, UpdateKind
+from fedleak.training.privacy import Event
 from fedleak.training.settings import LocalTraining, PrivateSteps
-from fedleak.workers.process import work_together
-from server.assignments import assignment
-from server.engines import train
-from server.inline import InlineGrid
-from server.strategy import CuriousServer
+from fedleak.util.errors import ConfigError, FedleakError
+from fedleak.util.rng import stream, stream_seed
 
 SEED = 11
 BERT = {"name": "smaller than builtin/bert-tiny: `folders`"}
@@ -516,7 +518,7 @@ def test_a_run_that_was_stopped_within_a_sum_goes_on_and_gives_the_same(summed, 
                 raise FedleakError("the power is off")
             return local_update_(*args, **kwargs)
 
-        patch.setattr("clients.app.local_update_", crash)
+        patch.setattr("fedleak.flower.client.app.local_update_", crash)
         with pytest.raises(FedleakError, match="the power is off"):
             carried_out(run.path, experiment)
     # What had come is kept from the server's eyes, and no capture is made of it.
@@ -721,7 +723,7 @@ def test_a_run_that_was_stopped_spends_no_more_than_one_that_was_not(ledgered, t
         return local_update_(*args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("clients.app.local_update_", crash)
+        patch.setattr("fedleak.flower.client.app.local_update_", crash)
         for _ in range(2):
             with pytest.raises(FedleakError, match="the power is off"):
                 carried_out(run.path, experiment)

@@ -11,27 +11,28 @@ import torch
 from cases import some
 from flwr.app import ArrayRecord
 
-from clients import outgoing
-from fedleak import models, pipeline, preparation
+from fedleak import models
 from fedleak.attacks.matching.dlg import Dlg
+from fedleak.attacks.reconstruction import Reconstruction, Status
 from fedleak.audit import scoring
 from fedleak.config.components import NamedAttack
 from fedleak.config.loading import parse
 from fedleak.config.sent_parameters import selected_parameters
-from fedleak.dispatch import dispatcher
-from fedleak.errors import CaptureError, ConfigError, FedleakError
 from fedleak.federation import lookup, workload
 from fedleak.federation.schedule import expected_captures
+from fedleak.flower import inline
+from fedleak.flower.client import outgoing
+from fedleak.flower.server.strategy import CuriousServer
 from fedleak.models import CAUSAL_LM, CLASSIFICATION, LanguageModel, ModelSpec, loading
-from fedleak.observation import Knowledge, UpdateKind
-from fedleak.reconstruction import Reconstruction, Status
-from fedleak.rng import stream_seed
+from fedleak.running import pipeline, preparation
+from fedleak.running.dispatch import dispatcher
+from fedleak.running.workers.process import Job, work
 from fedleak.store.lines import Lines
 from fedleak.store.run import Key, Run
 from fedleak.training.local import local_update_
-from fedleak.workers.process import Job, work
-from server import inline
-from server.strategy import CuriousServer
+from fedleak.training.observation import Knowledge, UpdateKind
+from fedleak.util.errors import CaptureError, ConfigError, FedleakError
+from fedleak.util.rng import stream_seed
 
 RATE = 0.5
 TABLE = {
@@ -167,7 +168,7 @@ def test_a_second_call_changes_nothing(copied, monkeypatch):
         raise AssertionError("trained again")
 
     before = content(copied)
-    monkeypatch.setattr("clients.app.local_update_", never)
+    monkeypatch.setattr("fedleak.flower.client.app.local_update_", never)
     whole(copied.path, experiment_of())
     assert before == content(copied)
 
@@ -250,11 +251,13 @@ def test_a_client_s_error_ends_the_run_and_is_placed(tmp_path, monkeypatch, capf
             raise RuntimeError("the disk\nis full")
         return local_update_(*args, **kwargs)
 
-    monkeypatch.setattr("clients.app.local_update_", crash)
+    monkeypatch.setattr("fedleak.flower.client.app.local_update_", crash)
     with pytest.raises(FedleakError) as caught:
         trained(tmp_path / "run", experiment)
     message = str(caught.value)
-    assert message.startswith("round 1: client 1 (node 3): RuntimeError in clients.app:")
+    assert message.startswith(
+        "round 1: client 1 (node 3): RuntimeError in fedleak.flower.client.app:"
+    )
     # It might have been a text.
     assert "the disk" not in message
     assert "the disk" not in capfd.readouterr().err
@@ -359,7 +362,7 @@ def test_each_thing_is_read_decoded_and_written_once(tmp_path, monkeypatch):
     counting(ArrayRecord, "to_torch_state_dict")
     counting(lookup, "load")
     counting(workload, "read_data")
-    monkeypatch.setattr("clients.client_context.read_data", workload.read_data)
+    monkeypatch.setattr("fedleak.flower.client.context.read_data", workload.read_data)
     counting(outgoing, "to_wire")
     with run.lock():  # as the command line does, which has prepared the run
         inline.train(run, experiment)

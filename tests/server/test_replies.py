@@ -8,16 +8,16 @@ import pytest
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 
-from clients.app import app as client_app
-from fedleak import preparation
 from fedleak.config.loading import parse
-from fedleak.errors import FedleakError
+from fedleak.flower.client.app import app as client_app
+from fedleak.flower.inline import InlineGrid
+from fedleak.flower.server.app import Patience, find_nodes
+from fedleak.flower.server.capturing_grid import CapturingGrid
+from fedleak.flower.server.strategy import CuriousServer
+from fedleak.running import preparation
 from fedleak.store.run import EVERYONE, Key
-from fedleak.versions import code
-from server.app import Patience, find_nodes
-from server.inline import InlineGrid
-from server.strategy import CuriousServer
-from server.tap import TapGrid
+from fedleak.util.errors import FedleakError
+from fedleak.util.versions import code
 
 TABLE = {
     "name": "replies",
@@ -336,7 +336,7 @@ def update():
 def test_replies_are_pulled_one_at_a_time_and_freed_before_the_next():
     grid = Ready(4)
     messages = [Message(RecordDict(), node, "train") for node in grid.get_node_ids()]
-    replies = TapGrid(grid, lambda reply: RecordDict()).send_and_receive(messages, timeout=9)
+    replies = CapturingGrid(grid, lambda reply: RecordDict()).send_and_receive(messages, timeout=9)
     assert grid.pulls == [1, 1, 1, 1]
     assert grid.alive == [0, 0, 0, 0]
     assert [reply.metadata.src_node_id for reply in replies] == grid.get_node_ids()
@@ -350,7 +350,7 @@ def test_a_message_that_could_not_be_sent_is_not_waited_for():
 
     grid = Full(3)
     messages = [Message(RecordDict(), node, "train") for node in grid.get_node_ids()]
-    replies = TapGrid(grid, lambda reply: RecordDict()).send_and_receive(messages, timeout=9)
+    replies = CapturingGrid(grid, lambda reply: RecordDict()).send_and_receive(messages, timeout=9)
     assert [reply.metadata.src_node_id for reply in replies] == grid.get_node_ids()[1:]
     assert grid.pulls == [1, 1]
 
@@ -382,7 +382,7 @@ class Slow(Ready):
 def test_no_more_are_asked_at_a_time_than_may_be_and_all_in_their_order(at_once):
     grid = Slow(7)
     messages = [Message(RecordDict(), node, "train") for node in grid.get_node_ids()]
-    tap = TapGrid(grid, lambda reply: RecordDict(), at_once=at_once)
+    tap = CapturingGrid(grid, lambda reply: RecordDict(), at_once=at_once)
     assert len(tap.send_and_receive(messages, timeout=9)) == 7
     assert grid.sent == grid.get_node_ids()
     assert grid.most == min(at_once, 7)
@@ -395,7 +395,7 @@ def test_who_never_answers_is_not_waited_for_and_keeps_nobody_from_being_asked()
 
     grid = Silent(4)
     messages = [Message(RecordDict(), node, "train") for node in grid.get_node_ids()]
-    tap = TapGrid(grid, lambda reply: RecordDict(), at_once=1)
+    tap = CapturingGrid(grid, lambda reply: RecordDict(), at_once=1)
     answered = [r.metadata.src_node_id for r in tap.send_and_receive(messages, timeout=0.05)]
     assert answered == [node for node in grid.get_node_ids() if node != grid.get_node_ids()[1]]
 

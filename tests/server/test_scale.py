@@ -10,22 +10,22 @@ import torch
 from cases import some
 from tiny import Here, tables
 
-from fedleak import forecast, pipeline, preparation
 from fedleak.attacks import certificate
+from fedleak.attacks.reconstruction import Reconstruction, Status
 from fedleak.audit.gaps import refuse_gaps
 from fedleak.config import components
 from fedleak.config.loading import parse
-from fedleak.dispatch import dispatcher
-from fedleak.errors import CaptureError, ConfigError, FedleakError
 from fedleak.federation.lookup import stored
 from fedleak.federation.schedule import captures_made
 from fedleak.federation.workload import outline
-from fedleak.reconstruction import Reconstruction, Status
+from fedleak.flower import inline
+from fedleak.flower.engines import train
+from fedleak.flower.server.strategy import CuriousServer
+from fedleak.running import forecast, pipeline, preparation
+from fedleak.running.dispatch import dispatcher
 from fedleak.store import records
 from fedleak.store.run import Key, Run
-from server import inline
-from server.engines import train
-from server.strategy import CuriousServer
+from fedleak.util.errors import CaptureError, ConfigError, FedleakError
 
 SMALL = {"federation.clients": 3, "federation.rounds": 2, "utility.rounds": []}
 

@@ -12,25 +12,25 @@ from flwr.common import Code, FitRes, Status, ndarray_to_bytes, ndarrays_to_para
 from flwr.compat.common.parameter import bytes_to_ndarray
 from scipy.stats import kstest
 
-from clients import masking
-from clients.app import app as client_app
-from fedleak import preparation
 from fedleak.audit import scoring, vault
 from fedleak.config.loading import parse
 from fedleak.defenses.secure_sum import SecureSum
-from fedleak.errors import FedleakError
 from fedleak.federation.lookup import dropped_out
-from fedleak.report import tables
-from fedleak.reports import report_run
-from fedleak.rng import stream
+from fedleak.flower.client import masking
+from fedleak.flower.client.app import app as client_app
+from fedleak.flower.engines import train
+from fedleak.flower.inline import InlineGrid
+from fedleak.flower.server.replies import RefusedError
+from fedleak.flower.server.secure_aggregation import Stages, SummingServer, run_protocol
+from fedleak.report.terminal import tables
+from fedleak.running import preparation
+from fedleak.running.reports import report_run
 from fedleak.store.lines import Lines
 from fedleak.store.run import EVERYONE, Key, Run
 from fedleak.store.summaries import SUMMARY
 from fedleak.training.local import local_update_
-from server.engines import train
-from server.inline import InlineGrid
-from server.replies import RefusedError
-from server.secure_aggregation import Stages, SummingServer, run_protocol
+from fedleak.util.errors import FedleakError
+from fedleak.util.rng import stream
 
 SETTINGS = {"clipping": 0.5, "max_weight": 4.0}
 SUM = {"kind": "secure_sum", **SETTINGS}
@@ -167,7 +167,7 @@ def test_a_client_that_is_lost_in_training_is_not_in_the_sum(modelled, tmp_path,
             raise RuntimeError("out of memory")
         return local_update_(*args, **kwargs)
 
-    monkeypatch.setattr("clients.app.local_update_", crash)
+    monkeypatch.setattr("fedleak.flower.client.app.local_update_", crash)
     run = trained(tmp_path / "run", experiment_of(PROTOCOL))
     (absent,) = dropped_out(run, 1)
     others = [client for client in range(CLIENTS) if client != absent]
@@ -208,7 +208,8 @@ def test_too_few_clients_give_an_error_and_no_sum(tmp_path, monkeypatch, stage):
     run = preparation.prepare(experiment, tmp_path / "run")
     message = (
         r"round 1: SecAgg\+ gave no sum: 3 of 4 clients were lost, and at least 2 must answer: "
-        r"client \d \(node \d\): RuntimeError in clients.masking:\d+: the client's log says more; "
+        r"client \d \(node \d\): RuntimeError in fedleak.flower.client.masking:\d+: "
+        r"the client's log says more; "
     )
     with pytest.raises(FedleakError, match=message):
         train(run, experiment)
@@ -244,7 +245,7 @@ def test_a_mean_is_as_large_as_clipping_and_weights_allow(numbers, monkeypatch):
             result = FitRes(Status(Code.OK, ""), ndarrays_to_parameters([np.array(numbers)]), 2, {})
             context.strategy.aggregate_fit(1, [(SimpleNamespace(node_id=7), result)], [])
 
-    monkeypatch.setattr("server.secure_aggregation.SecAggPlusWorkflow", Workflow)
+    monkeypatch.setattr("fedleak.flower.server.secure_aggregation.SecAggPlusWorkflow", Workflow)
     if max(map(abs, numbers)) == 1.0:
         assert run_protocol(None, [7], SecureSum(**SETTINGS), 1.0).examples == {7: 2}
     else:

@@ -10,17 +10,20 @@ import tomllib
 import uuid
 from collections.abc import Callable
 from pathlib import Path
+from pkgutil import resolve_name
 
 import psutil
 import pytest
 import tomli_w
 
-from fedleak import preparation
 from fedleak.config.experiment import Experiment
 from fedleak.config.loading import parse
-from fedleak.errors import FedleakError
-from fedleak.flower_runs import answer_of
-from server import inline, simulation
+from fedleak.flower import inline, simulation
+from fedleak.flower.client.app import app as client_app
+from fedleak.flower.runs import answer_of
+from fedleak.flower.server.app import app as server_app
+from fedleak.running import preparation
+from fedleak.util.errors import FedleakError
 
 TINY = {
     "name": "tiny",
@@ -68,7 +71,8 @@ def marked(name: str) -> list[psutil.Process]:
 def test_the_app_is_made_of_installed_packages_and_knows_where_the_run_is():
     written = tomllib.loads(tomli_w.dumps(simulation.thin_app(Path('/a b/"c"'))))
     app = written["tool"]["flwr"]["app"]
-    assert app["components"] == {"serverapp": "server.app:app", "clientapp": "clients.app:app"}
+    assert resolve_name(app["components"]["serverapp"]) is server_app
+    assert resolve_name(app["components"]["clientapp"]) is client_app
     assert app["config"] == {
         "experiment": '/a b/"c"/run.json',
         "run-dir": '/a b/"c"',
@@ -80,10 +84,11 @@ def test_the_app_is_made_of_installed_packages_and_knows_where_the_run_is():
 
 def test_the_app_has_the_settings_that_the_repository_declares():
     ours = simulation.thin_app(Path("/run"))["tool"]["flwr"]["app"]
-    pyproject = Path(simulation.__file__).parents[1] / "pyproject.toml"
+    pyproject = Path(simulation.__file__).parents[2] / "pyproject.toml"
     declared = tomllib.loads(pyproject.read_text())["tool"]["flwr"]["app"]
     assert ours["config"].keys() == declared["config"].keys()
-    assert ours["components"] == declared["components"]
+    for name, component in ours["components"].items():
+        assert resolve_name(component) is resolve_name(declared["components"][name])
 
 
 def test_flower_stays_on_this_machine_and_in_its_folder():
@@ -134,8 +139,9 @@ def test_no_answer_of_flwr_is_an_error(output, message):
 ORPHANS = """
 import subprocess, sys
 from pathlib import Path
-from fedleak.flower_runs import answer_of
-from server import simulation
+from pkgutil import resolve_name
+from fedleak.flower.runs import answer_of
+from fedleak.flower import simulation
 
 def simulate(folder, run_path, clients):
     # A child that goes away and leaves a child of its own, in another session and deaf to SIGTERM.

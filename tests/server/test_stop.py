@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from fedleak.errors import StoppedError
-from server import simulation
+from fedleak.flower import simulation
+from fedleak.util.errors import StoppedError
 
 KEEPER = """#!/bin/sh
 cat > /dev/null  # until the pipe is closed

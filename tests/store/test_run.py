@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from fedleak.errors import CaptureError, FedleakError
-from fedleak.observation import ClientUpdate, Knowledge, UpdateKind
 from fedleak.store.lines import SCHEMA_VERSION, Lines
 from fedleak.store.records import UTILITY, Utility
 from fedleak.store.run import Capture, Key, Run
 from fedleak.store.summaries import SWEEP, SweepSummary
+from fedleak.training.observation import ClientUpdate, Knowledge, UpdateKind
+from fedleak.util.errors import CaptureError, FedleakError
 
 SOME = Lines("some.jsonl", dict)
 SERVER = Knowledge(learning_rate=5e-5, local_steps=3, dropout=True)

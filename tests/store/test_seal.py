@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from fedleak.errors import ConfigError
-from fedleak.observation import ClientUpdate, Knowledge, UpdateKind
 from fedleak.store import seal
 from fedleak.store.provenance import unsealed
 from fedleak.store.records import UTILITY, Utility
 from fedleak.store.run import Capture, Key, Run
+from fedleak.training.observation import ClientUpdate, Knowledge, UpdateKind
+from fedleak.util.errors import ConfigError
 
 KEY = Key(1, 0)
 CAPTURE, TRUTH = f"captures/{KEY}.safetensors", f"vault/{KEY}.json"

@@ -7,8 +7,8 @@ import others
 import pytest
 from own_app import client_app
 
+from fedleak.flower.inline import InlineGrid
 from fedleak.models import builtin
-from server.inline import InlineGrid
 
 
 @pytest.fixture(scope="session")

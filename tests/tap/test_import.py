@@ -15,13 +15,13 @@ from own_app import task
 from transformers import AutoTokenizer, DataCollatorWithPadding
 
 from fedleak.audit.vault import read_truth
-from fedleak.config.about import load_about
-from fedleak.errors import ConfigError, FedleakError
 from fedleak.federation.lookup import stored
-from fedleak.importing import import_run
-from fedleak.observation import UpdateKind
 from fedleak.store.run import EVERYONE, Key, Run
-from fedleak.store.tapped import KeptArrays, Problem, Tapped, TappedMessage
+from fedleak.tap.about import load_about
+from fedleak.tap.folder import KeptArrays, Problem, Tapped, TappedMessage
+from fedleak.tap.importing import import_run
+from fedleak.training.observation import UpdateKind
+from fedleak.util.errors import ConfigError, FedleakError
 
 RATE = 0.5
 

@@ -33,16 +33,16 @@ from flwr.server.workflow.constant import MAIN_CONFIGS_RECORD, MAIN_PARAMS_RECOR
 from flwr.serverapp.strategy import FedAdam
 from own_app import clipped, server_app, task
 
-from fedleak.config.about import load_about
-from fedleak.importing import import_run
-from fedleak.observation import UpdateKind
+from fedleak.flower import simulation
+from fedleak.flower.inline import NODE_ID, RUN_ID, InlineGrid
 from fedleak.store.records import LEAKAGE
 from fedleak.store.run import EVERYONE, Key, Run
 from fedleak.store.summaries import SUMMARY
-from fedleak.store.tapped import Tapped
 from fedleak.tap import tap
-from server import simulation
-from server.inline import NODE_ID, RUN_ID, InlineGrid
+from fedleak.tap.about import load_about
+from fedleak.tap.folder import Tapped
+from fedleak.tap.importing import import_run
+from fedleak.training.observation import UpdateKind
 
 ROOT = Path(__file__).parents[2]
 

@@ -12,11 +12,11 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRec
 from flwr.serverapp import Grid
 from own_app import task
 
-from fedleak.errors import ConfigError
-from fedleak.store.tapped import Tapped
+from fedleak.flower.inline import InlineGrid
 from fedleak.tap import tap
+from fedleak.tap.folder import Tapped
 from fedleak.tap.recorder import _tensors
-from server.inline import InlineGrid
+from fedleak.util.errors import ConfigError
 
 
 def untapped(grid, folder):

@@ -7,11 +7,11 @@ import torch
 from scipy.stats import kstest
 
 from fedleak.models import CLASSIFICATION
-from fedleak.rng import stream
 from fedleak.training import private_steps
 from fedleak.training.canaries import Canaries, Planted, scores
 from fedleak.training.private_steps import Joining, Seen, private_gradient
 from fedleak.training.settings import PrivateSteps
+from fedleak.util.rng import stream
 
 SIZES = {"a": 77, "b": 5000, "c": 3, "d": 40001, "e": 1}
 

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 
 from fedleak.models import CAUSAL_LM, CLASS_LOSSES, CLASSIFICATION, batch_loss, pad
 from fedleak.models.parameter_selection import matching
-from fedleak.observation import ClientUpdate, UpdateKind
-from fedleak.rng import stream
 from fedleak.training.aggregation import WeightedSum, aggregate
 from fedleak.training.batches import round_batch, round_clients
 from fedleak.training.local import local_update_
+from fedleak.training.observation import ClientUpdate, UpdateKind
 from fedleak.training.settings import LocalTraining, ServerOptimiser
 from fedleak.training.wire import from_wire, partial_update, to_wire
+from fedleak.util.rng import stream
 
 KINDS = [("bert", CLASSIFICATION), ("gpt2", CLASSIFICATION), ("gpt2", CAUSAL_LM)]
 FEDSGD = LocalTraining(

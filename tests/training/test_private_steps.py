@@ -10,13 +10,13 @@ from scipy.stats import binom, chi2, kstest
 from fedleak.defenses.dp_sgd import DpSgd
 from fedleak.models import CAUSAL_LM, CLASS_LOSSES, CLASSIFICATION, batch_loss, pad
 from fedleak.models.lora import Lora, adapt_
-from fedleak.observation import UpdateKind
-from fedleak.rng import stream
 from fedleak.training import private_steps
 from fedleak.training.batches import round_batch
 from fedleak.training.local import local_update_
+from fedleak.training.observation import UpdateKind
 from fedleak.training.private_steps import Seen, per_example, private_gradient
 from fedleak.training.settings import LocalTraining, PrivateSteps
+from fedleak.util.rng import stream
 
 MODELS = [
     ("bert", CLASSIFICATION),

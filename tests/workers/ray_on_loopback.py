@@ -20,10 +20,10 @@ from patient import Patient
 from fedleak.config.components import NamedAttack
 from fedleak.config.loading import parse
 from fedleak.config.tables import RayTable
-from fedleak.observation import Knowledge
+from fedleak.running.workers.on_ray import ray_workers
+from fedleak.running.workers.process import Job, workers
 from fedleak.store.run import Key
-from fedleak.workers.on_ray import ray_workers
-from fedleak.workers.process import Job, workers
+from fedleak.training.observation import Knowledge
 
 ADDRESS = "127.0.0.1:6479"
 

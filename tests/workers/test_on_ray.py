@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 from tiny import DLG, call, toml
 
-from fedleak import pipeline, preparation
 from fedleak.config.loading import load, parse
-from fedleak.errors import ConfigError
+from fedleak.flower import inline
+from fedleak.running import pipeline, preparation
+from fedleak.running.workers import on_ray
+from fedleak.running.workers.process import workers
 from fedleak.store.run import Run
 from fedleak.store.shards import read_answers
-from fedleak.workers import on_ray
-from fedleak.workers.process import workers
-from server import inline
+from fedleak.util.errors import ConfigError
 
 NAMED = [DLG | {"steps": 40}, DLG | {"name": "dlg-other", "steps": 60}]
 ON_RAY = 'workers={{engine="ray", ray={{address="127.0.0.1:{}"}}}}'

@@ -19,20 +19,21 @@ from patient import Patient
 from rich.console import Console
 from tiny import Here
 
-from fedleak import attacks, preparation
+from fedleak import attacks
 from fedleak.attacks import Batched, Progress
+from fedleak.attacks.reconstruction import Status
 from fedleak.cli import display
 from fedleak.config.components import NamedAttack
 from fedleak.config.loading import parse
-from fedleak.dispatch import dispatcher
-from fedleak.dispatch.progress import RunProgress, UnderWay
-from fedleak.observation import Knowledge
-from fedleak.reconstruction import Status
+from fedleak.flower import inline
+from fedleak.running import preparation
+from fedleak.running.dispatch import dispatcher
+from fedleak.running.dispatch.progress import RunProgress, UnderWay
+from fedleak.running.workers import process as workers
+from fedleak.running.workers.process import Job, noting, work, work_together
 from fedleak.store.lines import Lines
 from fedleak.store.run import Key, Run
-from fedleak.workers import process as workers
-from fedleak.workers.process import Job, noting, work, work_together
-from server import inline
+from fedleak.training.observation import Knowledge
 
 CLIENTS, ROUNDS = 5, 2
 TABLE = {
@@ -331,7 +332,7 @@ def test_ctrl_c_waits_for_the_thread_that_hands_out_captures(run, monkeypatch, t
 
 ORPHAN = """
 import os, signal, time
-from fedleak.workers.process import workers
+from fedleak.running.workers.process import workers
 if __name__ == "__main__":
     with workers(["cpu"], 60) as (worker,):
         worker._pid.result()
@@ -359,7 +360,7 @@ def test_notes_do_not_outlive_a_killed_command(tmp_path):
 
 UNTIDY = """
 import multiprocessing
-from fedleak.workers.process import workers
+from fedleak.running.workers.process import workers
 kept = []
 def keep():
     kept.append(multiprocessing.get_context("spawn").RLock())
@@ -379,7 +380,7 @@ def test_nothing_is_said_of_what_an_ended_worker_leaves(tmp_path):
 
 IMPATIENT = """
 import os, signal, time
-from fedleak.workers.process import workers
+from fedleak.running.workers.process import workers
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, lambda *_: None)
     with workers(["cpu"], 60) as (worker,):
@@ -491,7 +492,7 @@ def test_a_run_tells_what_is_under_way(run, patient):
 def test_a_worker_is_ready_when_what_is_slow_is_imported():
     """The time limit is counted from there."""
     code = (
-        "import sys; from fedleak.workers.process import prepare; prepare('cpu'); "
+        "import sys; from fedleak.running.workers.process import prepare; prepare('cpu'); "
         "from fedleak.models import ModelSpec; from fedleak.models.loading import outline; "
         "before = set(sys.modules); "
         "spec = {'name': 'builtin/bert-tiny', 'task': 'sequence-classification', 'num_labels': 2}; "

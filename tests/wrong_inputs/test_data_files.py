@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fedleak import preparation
+from fedleak.running import preparation
 
 SECRET = "gemma carries the gene"
 ROWS = [f"{SECRET} number {i},{i % 2}" for i in range(40)]

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from fedleak import attacks, defenses, preparation
+from fedleak import attacks, defenses
 from fedleak.config.experiment import Experiment
 from fedleak.config.loading import load
+from fedleak.running import preparation
 
 DP_SGD = {"kind": "dp_sgd", "max_grad_norm": 1.0}
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fedleak import preparation
 from fedleak.config.loading import load
 from fedleak.models import builtin
+from fedleak.running import preparation
 
 Change = Callable[[Path], object]
 

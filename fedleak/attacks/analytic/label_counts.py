@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedleak.models import CLASSIFICATION, LanguageModel
-from fedleak.observation import Observation, UpdateKind
+from fedleak.training.observation import Observation, UpdateKind
 
 DUMMY_SEQUENCES = 32
 DUMMY_LENGTH = 16

@@ -14,11 +14,11 @@ import torch
 from fedleak.attacks import AttackSetting
 from fedleak.attacks.analytic.embedding_rows import longest_sequence, used_rows
 from fedleak.attacks.analytic.label_counts import label_counts
+from fedleak.attacks.reconstruction import Reconstruction, Status
 from fedleak.attacks.subspace.span import row_space
 from fedleak.models import CAUSAL_LM, LanguageModel
 from fedleak.models.family import with_adapters
-from fedleak.observation import Observation
-from fedleak.reconstruction import Reconstruction, Status
+from fedleak.training.observation import Observation
 
 
 @dataclass(frozen=True)

@@ -26,12 +26,12 @@ from fedleak.attacks.auto.sharpening import Labelled, sharpened
 from fedleak.attacks.clock import Clock
 from fedleak.attacks.matching.batch_structure import Clues
 from fedleak.attacks.matching.lamp import Lamp
+from fedleak.attacks.reconstruction import Reconstruction, Status
 from fedleak.attacks.subspace.dager import Dager
 from fedleak.attacks.subspace.keyspan import Keyspan
 from fedleak.models import LanguageModel, absolute
 from fedleak.models import prior as priors
-from fedleak.observation import Observation
-from fedleak.reconstruction import Reconstruction, Status
+from fedleak.training.observation import Observation
 
 Single = Keyspan | Dager | Lamp
 

@@ -19,7 +19,7 @@ from fedleak.attacks.clock import Clock
 from fedleak.attacks.matching.batch_structure import frame
 from fedleak.attacks.subspace.span import row_space
 from fedleak.models import CLASSIFICATION, LanguageModel
-from fedleak.observation import Observation
+from fedleak.training.observation import Observation
 
 _CLEAR, _BLURRED = 0.75, 0.2
 """Shares of the time left that an attack on spans may take."""

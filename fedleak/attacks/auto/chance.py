@@ -34,7 +34,7 @@ from fedleak.attacks.certificate import as_gradient, close, is_linear
 from fedleak.attacks.clock import UNLIMITED, Clock
 from fedleak.attacks.matching.batch_structure import frame
 from fedleak.models import CLASSIFICATION, LanguageModel
-from fedleak.observation import Observation, UpdateKind
+from fedleak.training.observation import Observation, UpdateKind
 
 PLACEBOS = 32
 """Random texts, shared by the guesses of a batch."""

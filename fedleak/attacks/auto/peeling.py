@@ -12,7 +12,7 @@ import torch
 
 from fedleak.attacks.certificate import Member, as_gradient, close, multiplicities
 from fedleak.models import CLASSIFICATION, LanguageModel, batch_loss, pad
-from fedleak.observation import ClientUpdate, Knowledge, Observation, UpdateKind
+from fedleak.training.observation import ClientUpdate, Knowledge, Observation, UpdateKind
 
 
 def peel(

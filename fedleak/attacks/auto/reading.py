@@ -15,11 +15,11 @@ from fedleak.attacks import Progress
 from fedleak.attacks.certificate import Member, close
 from fedleak.attacks.matching.batch_structure import Clues, frame
 from fedleak.attacks.matching.lamp import Lamp
+from fedleak.attacks.reconstruction import Reconstruction
 from fedleak.attacks.subspace.dager import Dager
 from fedleak.attacks.subspace.keyspan import Keyspan
 from fedleak.models import CLASSIFICATION, LanguageModel
-from fedleak.observation import Observation
-from fedleak.reconstruction import Reconstruction
+from fedleak.training.observation import Observation
 
 Ids = tuple[int, ...]
 OnProgress = Callable[[Progress], None]

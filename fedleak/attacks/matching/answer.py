@@ -13,8 +13,8 @@ from fedleak.attacks.clock import Clock
 from fedleak.attacks.matching.objective import Objective
 from fedleak.attacks.matching.optimizer import Found
 from fedleak.attacks.matching.victims import Victim
+from fedleak.attacks.reconstruction import Reconstruction, Status
 from fedleak.models import LanguageModel
-from fedleak.reconstruction import Reconstruction, Status
 
 _CHANCE = 0.5
 """Lengths that were only tried are believed below this share of a random text's distance."""

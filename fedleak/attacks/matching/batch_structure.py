@@ -20,7 +20,7 @@ from fedleak.attacks.certificate import as_gradient
 from fedleak.attacks.subspace.span import row_space
 from fedleak.attacks.subspace.token_bag import read_token_bag
 from fedleak.models import CAUSAL_LM, CLASSIFICATION, LanguageModel
-from fedleak.observation import Observation
+from fedleak.training.observation import Observation
 
 _LONGEST_TRIED = 24
 """Tokens of the longest sequence that is tried where the update does not tell."""

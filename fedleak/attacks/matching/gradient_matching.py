@@ -30,10 +30,10 @@ from fedleak.attacks.matching.rows_in_time import (
     starts_in_time,
 )
 from fedleak.attacks.matching.victims import Victim, alike, victim_of
+from fedleak.attacks.reconstruction import Reconstruction, Status
 from fedleak.models import LanguageModel
 from fedleak.models import prior as priors
-from fedleak.observation import Observation
-from fedleak.reconstruction import Reconstruction, Status
+from fedleak.training.observation import Observation
 
 Count = Annotated[int, Field(ge=1)]
 

@@ -19,7 +19,7 @@ from fedleak.attacks.matching.target import target_of
 from fedleak.attacks.matching.victims import Victim
 from fedleak.models import LanguageModel
 from fedleak.models.prior import Prior
-from fedleak.observation import Observation
+from fedleak.training.observation import Observation
 
 _TERMS = 32
 """Units of float32's last digit that sums as long as a gradient may be off by."""

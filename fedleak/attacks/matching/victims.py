@@ -14,7 +14,7 @@ from fedleak.attacks.matching import bucketing
 from fedleak.attacks.matching.batch_structure import NO_CLUES, Clues, Shapes, bag, shapes
 from fedleak.attacks.matching.bucketing import Size
 from fedleak.models import LanguageModel
-from fedleak.observation import Observation
+from fedleak.training.observation import Observation
 
 _NOTHING = 1e-15
 """A tensor of no larger norm, or inverse of it, is left out: float32 cannot square it."""

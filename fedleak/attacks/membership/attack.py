@@ -14,9 +14,9 @@ from fedleak.attacks import AttackSetting
 from fedleak.attacks.auto.evidence import weights
 from fedleak.attacks.certificate import as_gradient
 from fedleak.attacks.membership import scores
+from fedleak.attacks.reconstruction import Reconstruction, Status
 from fedleak.models import LanguageModel, absolute
-from fedleak.observation import QUESTIONS, Observation
-from fedleak.reconstruction import Reconstruction, Status
+from fedleak.training.observation import QUESTIONS, Observation
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fedleak.attacks.auto.evidence import Pairs, compare_labelled
 from fedleak.models import LanguageModel, example_losses, pad
-from fedleak.observation import Candidates, Example
+from fedleak.training.observation import Candidates, Example
 
 RANK = 1e-6
 """Directions of the public span below this share of the largest are rounding of float32."""

@@ -23,10 +23,10 @@ from pydantic import Field
 from fedleak.attacks import AttackSetting
 from fedleak.attacks.outside import keeper
 from fedleak.attacks.outside.exchange import AnswerFileError, read_answer, write_observation
-from fedleak.errors import ConfigError
+from fedleak.attacks.reconstruction import Reconstruction, Status
 from fedleak.models import LanguageModel
-from fedleak.observation import GRANTABLE, Observation
-from fedleak.reconstruction import Reconstruction, Status
+from fedleak.training.observation import GRANTABLE, Observation
+from fedleak.util.errors import ConfigError
 
 PLACES = ("{observation}", "{answer}")
 """What stands in a command for the two paths."""

@@ -18,10 +18,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 from safetensors.torch import save_file
 
+from fedleak.attacks.reconstruction import Reconstruction, Status
 from fedleak.models import CLASS_LOSSES, CLASSIFICATION, LanguageModel
-from fedleak.observation import QUESTIONS, Observation
-from fedleak.plain_files import content
-from fedleak.reconstruction import Reconstruction, Status
+from fedleak.training.observation import QUESTIONS, Observation
+from fedleak.util.plain_files import content
 
 VERSION = 1
 """Of both formats."""

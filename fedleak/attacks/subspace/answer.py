@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 from fedleak.attacks import Progress
 from fedleak.attacks.certificate import Member, Verdict
+from fedleak.attacks.reconstruction import Reconstruction, Status
 from fedleak.attacks.subspace.span import margin
 from fedleak.models import LanguageModel
-from fedleak.reconstruction import Reconstruction, Status
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from fedleak.attacks import AttackSetting, OneByOne, Progress, certificate
 from fedleak.attacks.clock import Clock
+from fedleak.attacks.reconstruction import Reconstruction, Status
 from fedleak.attacks.subspace.answer import Judged, OnJudged, by_excess, ranked, recovered, telling
 from fedleak.attacks.subspace.encoder_search import Effort, search_sentences
 from fedleak.attacks.subspace.span import (
@@ -42,8 +43,7 @@ from fedleak.attacks.subspace.span import (
 from fedleak.attacks.subspace.token_bag import pairs, read_token_bag
 from fedleak.models import CLASSIFICATION, LanguageModel
 from fedleak.models.family import FirstBlock, with_adapters
-from fedleak.observation import Observation
-from fedleak.reconstruction import Reconstruction, Status
+from fedleak.training.observation import Observation
 
 _NEAR = ACCEPT**2
 """Largest excess of a token that noise may have pushed out of the span, if no other is inside."""

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from fedleak.attacks import AttackSetting, OneByOne, Progress, certificate
 from fedleak.attacks.clock import Clock
+from fedleak.attacks.reconstruction import Reconstruction, Status
 from fedleak.attacks.subspace.answer import (
     OnJudged,
     Reading,
@@ -43,8 +44,7 @@ from fedleak.attacks.subspace.atoms import Atoms, make_atoms
 from fedleak.attacks.subspace.beam_search import Spanned, read_seeds
 from fedleak.attacks.subspace.span import ACCEPT, margin
 from fedleak.models import LanguageModel
-from fedleak.observation import Observation
-from fedleak.reconstruction import Reconstruction, Status
+from fedleak.training.observation import Observation
 
 _WIDER = 4
 """How much wider the beam is once more before the rest of an update is given up."""

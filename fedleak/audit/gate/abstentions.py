@@ -9,11 +9,11 @@ stands between is what clients do for their privacy. Who owns the limits has to 
 from collections.abc import Collection
 from dataclasses import replace
 
+from fedleak.attacks.reconstruction import Status
 from fedleak.audit.gate.control import STRONGEST
 from fedleak.audit.gate.evidence import Evidence
 from fedleak.audit.worst_case import worst_case
 from fedleak.config.components import listed_as
-from fedleak.reconstruction import Status
 from fedleak.store.records import LeakageRow, TextScore
 
 NOTHING = TextScore(exact=False, rougeL=0.0, token_recall=0.0)

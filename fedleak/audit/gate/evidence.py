@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedleak.audit import positive_control, scoring
+from fedleak.audit.answered import answered
 from fedleak.audit.gaps import NAMED
 from fedleak.audit.gate.check import Check, Outcome, untold
 from fedleak.config.experiment import Experiment
-from fedleak.dispatch.answered import answered
-from fedleak.errors import CaptureError, ConfigError, FedleakError
 from fedleak.federation.lookup import stored
 from fedleak.federation.schedule import expected_captures
 from fedleak.store.lines import Record
@@ -32,6 +31,7 @@ from fedleak.store.records import (
 )
 from fedleak.store.run import Run
 from fedleak.store.summaries import SUMMARY, RunSummary
+from fedleak.util.errors import CaptureError, ConfigError, FedleakError
 
 AGREEMENT = 1e-9
 """Relative difference that the order of additions makes on another machine."""

@@ -12,8 +12,8 @@ from fedleak.audit.gate.limits import LEAKS, MEMBERSHIP, limit_checks
 from fedleak.audit.gate.measured import measured_checks, required_checks
 from fedleak.config import checks
 from fedleak.config.tables import LEAST, MOST, GateTable
-from fedleak.errors import ConfigError, FedleakError
 from fedleak.store.run import Run
+from fedleak.util.errors import ConfigError, FedleakError
 
 
 @dataclass(frozen=True)

@@ -4,17 +4,17 @@ from collections.abc import Container, Mapping, Sequence
 from typing import NamedTuple
 
 from fedleak import models
+from fedleak.attacks.reconstruction import Status
 from fedleak.audit.gate.check import Check, Outcome, compared, untold
 from fedleak.audit.gate.evidence import Evidence
 from fedleak.audit.kept_texts import read_held_out
+from fedleak.audit.metrics.utility import evaluate
 from fedleak.config.tables import GateTable
-from fedleak.errors import FedleakError
 from fedleak.federation.schedule import clients_of_round
-from fedleak.metrics.utility import evaluate
 from fedleak.models import loading
-from fedleak.privacy import NONE
-from fedleak.reconstruction import Status
 from fedleak.store.summaries import CanarySummary, Estimate, RunSummary, WorstCase
+from fedleak.training.privacy import NONE
+from fedleak.util.errors import FedleakError
 
 
 class Leak(NamedTuple):

@@ -3,19 +3,19 @@
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Sequence
 
+from fedleak.attacks.reconstruction import Status
 from fedleak.audit.gate.check import Check, compared, untold
 from fedleak.audit.gate.evidence import Evidence
 from fedleak.audit.gate.limits import Case, listed, worst_cases
+from fedleak.audit.metrics import intervals
 from fedleak.audit.vault import read_truth
 from fedleak.config.components import listed_as
 from fedleak.config.tables import CANARY_OF_EVERY_CLIENT, GateTable
-from fedleak.errors import CaptureError
 from fedleak.federation.schedule import captures_made, expected_captures
-from fedleak.metrics import intervals
-from fedleak.reconstruction import Status
 from fedleak.store.records import UNSCORED, LeakageRow, text_counts
 from fedleak.store.run import EVERYONE, Key
 from fedleak.store.summaries import SURE
+from fedleak.util.errors import CaptureError
 
 FOUND_ALL, MOST_WRONG = 1.0, 0.5
 """Tokens are found if all are, and at most half of those that are named are wrong."""

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedleak.report import drawing
-from fedleak.report.drawing import COLOURS, GREY, NO_UPDATE, error_bars
+from fedleak.report.drawings import common as drawing
+from fedleak.report.drawings.common import COLOURS, GREY, NO_UPDATE, error_bars
 from fedleak.report.html.page import Drawing, Picture
 from fedleak.report.html.wording import interval, listed
-from fedleak.sanitise import printable
 from fedleak.store.records import LeakageRow, LedgerRow, Utility, text_counts
 from fedleak.store.run import EVERYONE, Key
 from fedleak.store.summaries import AttackSummary, Estimate, MembershipFigures, MembershipSummary
+from fedleak.util.sanitise import printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -16,8 +16,8 @@ from markupsafe import Markup
 from fedleak.report.html.glossary import TERMS
 from fedleak.report.html.page import PrivateText, RunPage, SweepPage, TextAnswer
 from fedleak.report.html.wording import figure
-from fedleak.sanitise import printable
-from fedleak.versions import VERSION, now
+from fedleak.util.sanitise import printable
+from fedleak.util.versions import VERSION, now
 
 LONGEST_TEXT = 4_000
 """Characters of a private text or an answer; of a longer one the first are shown."""

@@ -8,18 +8,14 @@ from itertools import chain, zip_longest
 import tomli_w
 from pydantic import JsonValue, TypeAdapter, ValidationError
 
+from fedleak.attacks.reconstruction import Status
 from fedleak.audit.defense_checks import Finding
 from fedleak.audit.scoring import Scored, TextPair
 from fedleak.config.experiment import Experiment
-from fedleak.errors import FedleakError
 from fedleak.federation.lookup import stored
 from fedleak.federation.schedule import captures_made
 from fedleak.models import LanguageModel
 from fedleak.models.loading import outline
-from fedleak.privacy import NONE
-from fedleak.reconstruction import Status
-from fedleak.report import canary_table, ladder, membership_table, tables
-from fedleak.report.comparison_table import SAYS, SCALE
 from fedleak.report.html import pictures
 from fedleak.report.html.page import (
     Entry,
@@ -31,7 +27,9 @@ from fedleak.report.html.page import (
 from fedleak.report.html.pictures import ReadShare, client_name
 from fedleak.report.html.verdict import Extent, Guaranteed, run_verdict
 from fedleak.report.html.wording import counted, figure, interval, listed, percent
-from fedleak.report.tables import epsilon_of
+from fedleak.report.terminal import canary_table, ladder, membership_table, tables
+from fedleak.report.terminal.comparison_table import SAYS, SCALE
+from fedleak.report.terminal.tables import epsilon_of
 from fedleak.report.words import ANY_ATTACK, NOT_MEASURED, SEES, said
 from fedleak.store.records import (
     LEDGER,
@@ -51,6 +49,8 @@ from fedleak.store.summaries import (
     MembershipSummary,
     RunSummary,
 )
+from fedleak.training.privacy import NONE
+from fedleak.util.errors import FedleakError
 
 MOST_ROWS = 500
 """Rows of a table; of a run with more, the file leakage.jsonl has the others."""

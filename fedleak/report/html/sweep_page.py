@@ -4,15 +4,16 @@ import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from fedleak.privacy import NONE
-from fedleak.report import figures as sweep_figures
-from fedleak.report import frontier, sweep_table, tradeoff
+from fedleak.report.drawings import figures as sweep_figures
+from fedleak.report.drawings import frontier, tradeoff
 from fedleak.report.html.page import Drawing, Entry, Link, Picture, SweepPage, Table
 from fedleak.report.html.verdict import figures, sweep_verdict
 from fedleak.report.html.wording import figure, interval
-from fedleak.report.tables import INTERVALS
+from fedleak.report.terminal import sweep_table
+from fedleak.report.terminal.tables import INTERVALS
 from fedleak.report.words import NOT_MEASURED, said
 from fedleak.store.summaries import CellSummary, SweepSummary
+from fedleak.training.privacy import NONE
 
 
 def sweep_page(

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from fedleak.observation import GRANTABLE, Sight
 from fedleak.report.html.page import Level, Verdict
 from fedleak.report.html.wording import counted, figure, listed, percent, share
 from fedleak.store.summaries import (
@@ -17,6 +16,7 @@ from fedleak.store.summaries import (
     SweepSummary,
     WorstCase,
 )
+from fedleak.training.observation import GRANTABLE, Sight
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,11 +10,11 @@ from torch.nn import functional as F
 
 from fedleak.attacks.analytic.label_counts import class_shares, rounded_to_sum
 from fedleak.attacks.analytic.probes import Probes
+from fedleak.attacks.reconstruction import Status
 from fedleak.models import CAUSAL_LM, CLASSIFICATION, squared_error
-from fedleak.observation import UpdateKind
-from fedleak.reconstruction import Status
-from fedleak.rng import stream
+from fedleak.training.observation import UpdateKind
 from fedleak.training.wire import partial_update
+from fedleak.util.rng import stream
 
 KINDS = [("bert", CLASSIFICATION), ("gpt2", CLASSIFICATION), ("gpt2", CAUSAL_LM)]
 

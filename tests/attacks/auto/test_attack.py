@@ -17,10 +17,10 @@ from fedleak.attacks.auto.reading import Reading
 from fedleak.attacks.certificate import Member
 from fedleak.attacks.matching.batch_structure import NO_CLUES, Clues
 from fedleak.attacks.matching.lamp import Lamp
+from fedleak.attacks.reconstruction import Reconstruction, Status
 from fedleak.defenses.gaussian_noise import GaussianNoise
 from fedleak.models import CAUSAL_LM
-from fedleak.reconstruction import Reconstruction, Status
-from fedleak.rng import stream
+from fedleak.util.rng import stream
 
 TEXTS = ("she told us that", "nobody knows it", "he pays for all of his old friends")
 

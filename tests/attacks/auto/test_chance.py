@@ -13,8 +13,8 @@ from fedleak.attacks.certificate import as_gradient, close
 from fedleak.attacks.clock import UNLIMITED, Clock
 from fedleak.defenses.gaussian_noise import GaussianNoise
 from fedleak.models import CAUSAL_LM, CLASSIFICATION
-from fedleak.observation import ClientUpdate, UpdateKind
-from fedleak.rng import stream
+from fedleak.training.observation import ClientUpdate, UpdateKind
+from fedleak.util.rng import stream
 
 TEXTS = ("she told us that", "nobody knows it")
 KINDS = [("bert", CLASSIFICATION), ("gpt2", CAUSAL_LM), ("llama", CAUSAL_LM)]

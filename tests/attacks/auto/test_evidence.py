@@ -14,7 +14,7 @@ from fedleak.defenses.mask import Mask
 from fedleak.defenses.prune import Prune
 from fedleak.defenses.sign import Sign
 from fedleak.models import CAUSAL_LM, CLASSIFICATION
-from fedleak.rng import stream
+from fedleak.util.rng import stream
 
 TEXTS = ("she told us that", "nobody knows it", "he pays for all of his old friends")
 WRONG = ("she told them that", "it knows nobody", "he pays for all of her old friends", "that")

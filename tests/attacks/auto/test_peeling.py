@@ -8,7 +8,7 @@ import torch
 from fedleak.attacks.auto.peeling import peel
 from fedleak.attacks.certificate import Member
 from fedleak.models import CAUSAL_LM, CLASSIFICATION
-from fedleak.observation import UpdateKind
+from fedleak.training.observation import UpdateKind
 
 TEXTS = ("she told us that", "nobody knows it", "he pays for all of his old friends")
 KINDS = [("bert", CLASSIFICATION), ("gpt2", CAUSAL_LM), ("llama", CAUSAL_LM)]

@@ -11,7 +11,7 @@ from fedleak.attacks.certificate import as_gradient, close
 from fedleak.attacks.clock import Clock
 from fedleak.defenses.gaussian_noise import GaussianNoise
 from fedleak.models import CAUSAL_LM, CLASSIFICATION, batch_loss
-from fedleak.rng import stream
+from fedleak.util.rng import stream
 
 TEXTS = ("she told us that", "nobody knows it")
 UNTIED = [

@@ -10,8 +10,8 @@ from fedleak.attacks.matching.gradient_matching import GradientMatching, Matchin
 from fedleak.attacks.matching.optimizer import Loss, MatchingConfig, best_of_each, constant
 from fedleak.attacks.matching.parametrization import FreeEmbeddings
 from fedleak.models import CAUSAL_LM, CLASSIFICATION
-from fedleak.rng import stream
 from fedleak.training.wire import partial_update
+from fedleak.util.rng import stream
 
 KINDS = [
     ("bert", CLASSIFICATION),

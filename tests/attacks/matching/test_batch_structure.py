@@ -9,8 +9,8 @@ import torch
 from fedleak.attacks.matching.batch_structure import Frame, Shape, bag, frame, rows_of, shapes
 from fedleak.defenses.gaussian_noise import GaussianNoise
 from fedleak.models import CAUSAL_LM, CLASSIFICATION
-from fedleak.rng import stream
 from fedleak.training.wire import partial_update
+from fedleak.util.rng import stream
 
 KINDS = [
     ("bert", CLASSIFICATION),

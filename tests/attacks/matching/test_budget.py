@@ -19,11 +19,11 @@ from fedleak.attacks.matching.gradient_matching import GradientMatching
 from fedleak.attacks.matching.lamp import Lamp
 from fedleak.attacks.matching.optimizer import Watch, best_of_each
 from fedleak.attacks.matching.tag import Tag
+from fedleak.attacks.reconstruction import Status
 from fedleak.models import CAUSAL_LM, ModelSpec, loading
 from fedleak.models import prior as priors
-from fedleak.reconstruction import Status
-from fedleak.rng import stream
 from fedleak.training.wire import partial_update
+from fedleak.util.rng import stream
 
 TEXTS = ("she told us that it is over", "nobody knows it")
 GRANTED = ("labels", "lengths")

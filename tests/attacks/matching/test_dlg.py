@@ -9,10 +9,10 @@ from fedleak.attacks.matching import relaxed_tokens
 from fedleak.attacks.matching.descent_loop import match_gradients
 from fedleak.attacks.matching.dlg import Dlg
 from fedleak.attacks.matching.tag import Tag
+from fedleak.attacks.reconstruction import Status
 from fedleak.models import CAUSAL_LM, CLASSIFICATION
-from fedleak.reconstruction import Status
-from fedleak.rng import stream
 from fedleak.training.wire import partial_update
+from fedleak.util.rng import stream
 
 KINDS = [
     ("bert", CLASSIFICATION),

@@ -27,7 +27,7 @@ from fedleak.attacks.matching.gradient_distance import (
 from fedleak.attacks.matching.target import LowRankGradient, target_of
 from fedleak.models import CAUSAL_LM, CLASS_LOSSES, CLASSIFICATION, batch_loss
 from fedleak.models.lora import Lora, adapt_
-from fedleak.rng import stream
+from fedleak.util.rng import stream
 
 PLAIN = [
     ("bert", CLASSIFICATION),

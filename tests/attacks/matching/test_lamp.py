@@ -25,11 +25,11 @@ from fedleak.attacks.matching.optimizer import (
     best_of_each,
 )
 from fedleak.attacks.matching.tag import Tag
-from fedleak.errors import ConfigError
+from fedleak.attacks.reconstruction import Status
 from fedleak.models import CAUSAL_LM, CLASSIFICATION, pad
-from fedleak.reconstruction import Status
-from fedleak.rng import stream
 from fedleak.training.wire import partial_update
+from fedleak.util.errors import ConfigError
+from fedleak.util.rng import stream
 
 TEXTS = ("she told us it is over", "nobody knows it")
 GRANTED = ("labels", "lengths")

@@ -12,7 +12,7 @@ from fedleak.attacks.matching.optimizer import (
     linear,
     stepwise,
 )
-from fedleak.rng import stream
+from fedleak.util.rng import stream
 
 SCHEDULES = {
     "constant": constant,

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from fedleak.attacks.matching.parametrization import FreeEmbeddings, TokenMixtures
-from fedleak.rng import stream
+from fedleak.util.rng import stream
 
 TEXTS = ("she told us that it is over", "nobody knows it", "he pays us")
 GRANTED = ("labels", "lengths")

@@ -17,16 +17,16 @@ from fedleak.attacks.matching.lamp import Lamp
 from fedleak.attacks.matching.objective import Objective
 from fedleak.attacks.matching.optimizer import Descent, Watch
 from fedleak.attacks.matching.tag import Tag
+from fedleak.attacks.reconstruction import Status
 from fedleak.defenses.cast import Cast
 from fedleak.defenses.gaussian_noise import GaussianNoise
 from fedleak.defenses.mask import Mask
 from fedleak.models import CAUSAL_LM, CLASSIFICATION, load_parameters_
-from fedleak.observation import Knowledge, Observation, UpdateKind
-from fedleak.reconstruction import Status
-from fedleak.rng import stream
 from fedleak.training.local import local_update_
+from fedleak.training.observation import Knowledge, Observation, UpdateKind
 from fedleak.training.settings import LocalTraining
 from fedleak.training.wire import partial_update
+from fedleak.util.rng import stream
 
 KINDS = [
     ("bert", CLASSIFICATION),

@@ -12,8 +12,8 @@ from fedleak.attacks.matching.batch_structure import Shape, Shapes
 from fedleak.attacks.matching.dlg import Dlg
 from fedleak.attacks.matching.relaxed_tokens import BEST_FREE
 from fedleak.attacks.matching.rows_in_time import rows_in_time, starts_in_time
-from fedleak.reconstruction import Status
-from fedleak.rng import stream
+from fedleak.attacks.reconstruction import Status
+from fedleak.util.rng import stream
 
 
 @pytest.fixture(autouse=True)

@@ -8,9 +8,9 @@ from fedleak.attacks.certificate import as_gradient
 from fedleak.attacks.membership import scores
 from fedleak.attacks.membership.attack import Membership
 from fedleak.models import CAUSAL_LM, CLASSIFICATION, batch_loss
-from fedleak.observation import Example, UpdateKind
-from fedleak.rng import stream
+from fedleak.training.observation import Example, UpdateKind
 from fedleak.training.wire import partial_update
+from fedleak.util.rng import stream
 
 BUILT = [("bert", CLASSIFICATION), ("gpt2", CAUSAL_LM), ("llama", CLASSIFICATION)]
 

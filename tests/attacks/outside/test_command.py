@@ -18,13 +18,13 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from fedleak import attacks
 from fedleak.attacks import AttackSetting
 from fedleak.attacks.outside import exchange, keeper
+from fedleak.attacks.reconstruction import Status
 from fedleak.config.components import build_attack
-from fedleak.errors import ConfigError
 from fedleak.models import CLASSIFICATION, ModelSpec, loading
 from fedleak.models.lora import Lora
-from fedleak.reconstruction import Status
-from fedleak.rng import stream
-from fedleak.workers.answers import InvalidAnswerError, checked
+from fedleak.running.workers.answers import InvalidAnswerError, checked
+from fedleak.util.errors import ConfigError
+from fedleak.util.rng import stream
 
 START = f'"format": "{exchange.ANSWER}", "version": 1'
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from fedleak import models
 from fedleak.attacks import AttackSetting, certificate
 from fedleak.attacks.clock import Clock
+from fedleak.attacks.reconstruction import Status
 from fedleak.attacks.subspace import dager, encoder_search
 from fedleak.attacks.subspace.answer import Judged
 from fedleak.attacks.subspace.dager import Dager, attend_next, extend_prefixes
@@ -32,12 +33,11 @@ from fedleak.attacks.subspace.span import (
 from fedleak.models import CAUSAL_LM, CLASS_LOSSES, CLASSIFICATION, ModelSpec, loading
 from fedleak.models.llama import Llama
 from fedleak.models.lora import Lora
-from fedleak.observation import Knowledge, UpdateKind
-from fedleak.reconstruction import Status
-from fedleak.rng import stream
 from fedleak.training.local import local_update_
+from fedleak.training.observation import Knowledge, UpdateKind
 from fedleak.training.settings import LocalTraining
 from fedleak.training.wire import partial_update
+from fedleak.util.rng import stream
 
 KINDS = [("bert", CLASSIFICATION), ("gpt2", CLASSIFICATION), ("gpt2", CAUSAL_LM)]
 ROTARY = [("llama", CLASSIFICATION), ("llama", CAUSAL_LM)]

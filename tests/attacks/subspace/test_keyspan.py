@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from fedleak import models
 from fedleak.attacks import AttackSetting, certificate
 from fedleak.attacks.clock import Clock
+from fedleak.attacks.reconstruction import Status
 from fedleak.attacks.subspace import beam_search, keyspan
 from fedleak.attacks.subspace.atoms import Atoms, make_atoms
 from fedleak.attacks.subspace.beam_search import (
@@ -33,12 +34,11 @@ from fedleak.models import (
     loading,
     pad,
 )
-from fedleak.observation import Knowledge, UpdateKind
-from fedleak.reconstruction import Status
-from fedleak.rng import stream
 from fedleak.training.local import local_update_
+from fedleak.training.observation import Knowledge, UpdateKind
 from fedleak.training.settings import LocalTraining
 from fedleak.training.wire import partial_update
+from fedleak.util.rng import stream
 
 KINDS = [("bert", CLASSIFICATION), ("gpt2", CLASSIFICATION), ("gpt2", CAUSAL_LM)]
 WIDE = {"width": 96, "layers": 3}

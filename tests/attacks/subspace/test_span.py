@@ -13,7 +13,7 @@ from fedleak.attacks.subspace import span as span_module
 from fedleak.attacks.subspace.span import ACCEPT, SPARE, Span, row_space, tokens_in_span
 from fedleak.models import CAUSAL_LM, CLASSIFICATION, batch_loss, pad
 from fedleak.models.family import TokenTable
-from fedleak.rng import stream
+from fedleak.util.rng import stream
 
 KINDS = [
     ("bert", CLASSIFICATION),

@@ -11,7 +11,7 @@ from fedleak.attacks.subspace.span import ACCEPT, SPARE, row_space
 from fedleak.attacks.subspace.token_bag import pairs, read_token_bag
 from fedleak.models import CAUSAL_LM, CLASSIFICATION, batch_loss, pad
 from fedleak.models.family import TokenTable
-from fedleak.rng import stream
+from fedleak.util.rng import stream
 
 TABLES = ["bert", "gpt2", "llama"]
 LEARNED = TABLES[:2]

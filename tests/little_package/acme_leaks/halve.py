@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 
 from fedleak.defenses import Defense
-from fedleak.observation import ClientUpdate
+from fedleak.training.observation import ClientUpdate
 
 
 @dataclass(frozen=True)

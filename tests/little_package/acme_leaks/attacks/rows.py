@@ -6,9 +6,9 @@ from typing import ClassVar
 import torch
 
 from fedleak.attacks import AttackSetting
+from fedleak.attacks.reconstruction import Reconstruction, Status
 from fedleak.models import LanguageModel
-from fedleak.observation import Observation
-from fedleak.reconstruction import Reconstruction, Status
+from fedleak.training.observation import Observation
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,656 @@
+"""fedleak in Python: attack an update of your own, score the answer, run an experiment, read a run.
+
+Everything that is public stands in `fedleak` itself: `fedleak.attack`, not `fedleak.api.attack`.
+The example of a gradient goes from a plain transformers model to the text that it was computed on:
+
+>>> import fedleak, torch
+>>> from transformers import AutoModelForSequenceClassification, AutoTokenizer
+>>> folder = fedleak.builtin_model("bert-tiny")  # yours: a hub id, or a folder
+>>> model = AutoModelForSequenceClassification.from_pretrained(folder)
+>>> tokenizer = AutoTokenizer.from_pretrained(folder)
+>>> texts = ["the patient has a fever", "my sister lost her job"]
+>>> batch = tokenizer(texts, padding=True, return_tensors="pt")
+>>> model(**batch, labels=torch.tensor([1, 0])).loss.backward()
+>>> result = fedleak.attack(model, model, tokenizer, num_examples=2)
+>>> sorted(result.texts)
+['my sister lost her job', 'the patient has a fever']
+>>> result.verified
+True
+
+`score` compares the answer with the texts, and says what chance reads:
+
+>>> scored = fedleak.score(result, texts)
+>>> scored.row.exact_match, scored.row.guess_rougeL < 50
+(1.0, True)
+
+What can be wrong is a `fedleak.ConfigError`, with one line that says what to do:
+
+>>> fedleak.attack({"bert.pooler.dense.wieght": torch.ones(2)}, model, tokenizer, num_examples=2)
+Traceback (most recent call last):
+...
+fedleak.util.errors.ConfigError: the model has no parameter 'bert.pooler.dense.wieght': ...
+"""
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from operator import index
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, TypeVar, get_args
+
+from pydantic import Field, InstanceOf, ValidationError
+from torch import nn
+
+from fedleak.api.own_update import Sent, Tensors, observe
+from fedleak.attacks import Equipped, Progress
+from fedleak.attacks.reconstruction import Reconstruction, Status
+from fedleak.audit.scoring import Scored, score_one, vocabulary_of
+from fedleak.config.components import NamedAttack, build_attack
+from fedleak.config.experiment import LARGEST_SEED, Experiment
+from fedleak.config.loading import load, parse
+from fedleak.config.tables import Positive, Table
+from fedleak.config.wording import one_line
+from fedleak.data.notes import notes
+from fedleak.models import LanguageModel, builtin, loading
+from fedleak.models.adoption import adopt, inner, without_weights
+from fedleak.running.workers import attempt
+from fedleak.running.workers.model_state import changed, state
+from fedleak.running.workers.process import answer_record, device_name, failure
+from fedleak.store.records import LEAKAGE, MEMBERSHIP, Answer, LeakageRow, MembershipRow
+from fedleak.store.run import Key, Run
+from fedleak.store.summaries import SUMMARY, RunSummary
+from fedleak.training.observation import GRANTABLE, Knowledge, Observation, Optimiser, ThreatModel
+from fedleak.training.truth import GroundTruth
+from fedleak.util.errors import ConfigError, FedleakError, unknown
+from fedleak.util.rng import stream
+from fedleak.util.sanitise import is_whole, printable
+
+if TYPE_CHECKING:
+    import pandas
+
+__all__ = [
+    "AttackResult",
+    "ConfigError",
+    "Facts",
+    "FedleakError",
+    "LeakageRow",
+    "MembershipRow",
+    "Results",
+    "RunSummary",
+    "Scored",
+    "attack",
+    "builtin_model",
+    "read",
+    "run",
+    "score",
+]
+
+_log = logging.getLogger(__name__)
+
+_HELD_OUT, _HELD_OUT_SEED = 100, 20
+"""Built-in notes that stand for texts of others where nobody gives any; their own seed."""
+
+
+@dataclass(frozen=True)
+class AttackResult:
+    """What an attack answered to an update.
+
+    Attributes:
+        answer: The answer, as a run keeps it: token ids, evidence, diagnostics.
+        model: What was attacked, without its weights: scores need its tokenizer.
+        num_examples: Texts that the update is of, as the attack was told.
+    """
+
+    answer: Answer
+    model: LanguageModel = field(repr=False)
+    num_examples: int
+
+    @property
+    def status(self) -> Status:
+        """Recovered, abstained, inadmissible or failed; `reason` says why it is not recovered."""
+        return self.answer.status
+
+    @property
+    def reason(self) -> str:
+        """Why there is no answer, or why it is not proved; may be empty."""
+        return self.answer.reason
+
+    @property
+    def verified(self) -> bool:
+        """Whether the whole answer is proved: its gradient, recomputed, equals the update."""
+        return self.answer.verified
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """The texts that were read, best evidence first, without special tokens."""
+        return tuple(self.model.decode(ids) for ids in self.answer.sequences or ())
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The tokens that the attack says were in the batch, without an order."""
+        special = self.model.special_ids()
+        return tuple(self.model.decode([t]) for t in self.answer.tokens or () if t not in special)
+
+    def __str__(self) -> str:
+        """Returns what was read, in lines that no terminal interprets."""
+        answer = self.answer
+        took = "" if answer.seconds is None else f" in {answer.seconds:.1f} s"
+        proof = "proved" if answer.verified else "not proved"
+        lines = [f"{answer.attack}: {answer.status}{took}, {proof}"]
+        if answer.reason:
+            lines.append(f"  {answer.reason}")
+        for text, evidence in zip(self.texts, answer.evidence, strict=True):
+            said = "" if evidence is None else f"  (evidence {evidence:.2g})"
+            lines.append(f"  {printable(text)}{said}")
+        if answer.sequences is None and self.words:
+            lines.append(f"  words: {printable(' '.join(self.words))}")
+        return "\n".join(lines)
+
+
+class Facts(TypedDict, total=False):
+    """What an attacker may be granted beyond the protocol, as in `threat.knows`.
+
+    Attributes:
+        batch_size: Texts in one local step.
+        labels: The class of each text.
+        lengths: The number of tokens of each text, special tokens included.
+        noise_scale: Standard deviation of noise that the client added to each number.
+    """
+
+    batch_size: int
+    labels: Sequence[int]
+    lengths: Sequence[int]
+    noise_scale: float
+
+
+_Seed = Annotated[int, Field(ge=0, le=LARGEST_SEED)]
+
+_LONGEST = 400
+"""Characters of an error about an argument, which may be anything."""
+
+
+class _AttackArguments(Table):
+    """The arguments of `attack` besides the update and the model."""
+
+    num_examples: Positive
+    kind: str
+    settings: Mapping[str, Any]
+    sent: str
+    task: str | None
+    loss: str
+    learning_rate: Annotated[float, Field(gt=0)] | None
+    local_steps: Positive
+    optimiser: str
+    weight_decay: Annotated[float, Field(ge=0)]
+    dropout: bool | None
+    knows: Mapping[str, Any]
+    seed: _Seed
+    on_progress: Callable[..., Any]
+
+
+class _GrantedNumbers(Table):
+    """The granted facts that are of no single text."""
+
+    batch_size: Positive = 1
+    noise_scale: Annotated[float, Field(ge=0)] = 0.0
+
+
+class _ScoreArguments(Table):
+    """The arguments of `score` besides the texts."""
+
+    result: InstanceOf[AttackResult]
+    other: InstanceOf[AttackResult] | None
+    seed: _Seed
+
+
+_Arguments = TypeVar("_Arguments", bound=Table)
+
+
+def _checked(
+    arguments: type[_Arguments], values: Mapping[str, Any], prefix: str = ""
+) -> _Arguments:
+    """Returns arguments of the right types; a number of NumPy or torch becomes a plain one.
+
+    Raises:
+        ConfigError: The first that is not right.
+    """
+    plain = {
+        name: value.item() if getattr(value, "ndim", None) == 0 else value
+        for name, value in values.items()
+    }
+    try:
+        return arguments.model_validate(plain)
+    except ValidationError as error:
+        raise ConfigError(prefix + printable(one_line(error, arguments))[:_LONGEST]) from error
+
+
+def attack(
+    update: Tensors,
+    model: nn.Module | str | os.PathLike[str],
+    tokenizer: Any = None,
+    *,
+    num_examples: int,
+    kind: str = "auto",
+    settings: Mapping[str, Any] | None = None,
+    sent: Literal["gradient", "delta", "weights"] = "gradient",
+    task: str | None = None,
+    loss: str = "cross-entropy",
+    learning_rate: float | None = None,
+    local_steps: int = 1,
+    optimiser: Optimiser = "sgd",
+    weight_decay: float = 0.0,
+    dropout: bool | None = None,
+    knows: Facts | None = None,
+    seed: int = 0,
+    on_progress: Callable[[Progress], None] = lambda progress: None,
+) -> AttackResult:
+    """Attacks an update of your own training.
+
+    The model, its gradients and the tokenizer stay as they are: a copy is attacked, in float32, in
+    this process, on the model's device.
+
+    Args:
+        update: Tensors by parameter name; or in the order of `model.parameters()`, as
+            `torch.autograd.grad` returns them; or the module that holds them, after
+            `loss.backward()`. Parameters that were not sent are absent, or None. Wrappers' words
+            in names (`module.`, `base_model.model.`, `_orig_mod.`) do not matter. Their type says
+            how exact they are: give half precision as it is.
+        model: The transformers model at the weights that training started from: a BERT, GPT-2 or
+            LLaMA for sequence classification or next-token prediction, in any wrapper. Or the
+            name of a folder or hub id with all of its weights.
+        tokenizer: Of the model; only for a module.
+        num_examples: Texts that the update is of. A federated client reports it to be averaged.
+        kind: The attack; `fedleak list` names them.
+        settings: Of the attack, by name, as in `[[attack]]` of an experiment file.
+        sent: "gradient", of the mean loss of the batch; "delta", weights after training minus the
+            weights before; "weights", those after training.
+        task: "sequence-classification" or "causal-lm", of a model that is given by its name; left
+            out: what it was saved as.
+        loss: What a classifier is trained on: "cross-entropy", or "squared" of logits and one-hot
+            classes. Next-token prediction has cross-entropy, a mean over all tokens, and an end
+            token behind each text.
+        learning_rate: Of the client's steps; needed for "delta" and "weights".
+        local_steps: How many there were.
+        optimiser: What the client stepped with: "sgd" (without momentum), "adam", "adamw" or
+            "other". After any but plain SGD an update is no gradient, and nothing is proved.
+        weight_decay: Of that optimiser. It is taken out of a delta, but for that of "adam", which
+            is in the gradient.
+        dropout: Whether it was on. Left out: whether the module is in training mode now.
+        knows: What else the attacker is granted; nothing, if it is left out.
+        seed: Decides what the attack draws.
+        on_progress: Is told how far a long attack is.
+
+    Returns:
+        The answer. An attack that crashes is an answer of the status "failed".
+
+    Raises:
+        ConfigError: The update does not fit the model, or something else that you can mend.
+    """
+    told = _checked(
+        _AttackArguments,
+        {
+            "num_examples": num_examples,
+            "kind": kind,
+            "settings": {} if settings is None else settings,
+            "sent": sent,
+            "task": task,
+            "loss": loss,
+            "learning_rate": learning_rate,
+            "local_steps": local_steps,
+            "optimiser": optimiser,
+            "weight_decay": weight_decay,
+            "dropout": dropout,
+            "knows": {} if knows is None else knows,
+            "seed": seed,
+            "on_progress": on_progress,
+        },
+    )
+    victim = _victim(model, tokenizer, told.task, told.loss)
+    if "kind" in told.settings:
+        raise ConfigError(
+            f"settings: kind = {told.settings['kind']!r} is the attack itself, and that is "
+            f"{told.kind!r}: leave it out"
+        )
+    named = build_attack(0, {"kind": told.kind, **told.settings})
+    if isinstance(named.attack, Equipped):
+        named.attack.check_equipment()
+    if told.sent not in list(Sent):
+        raise ConfigError(unknown("kind of update", told.sent, [each.value for each in Sent]))
+    named = replace(named, threat=ThreatModel(frozenset(told.knows)))
+    if told.optimiser not in (known := get_args(Optimiser)):
+        raise ConfigError(unknown("optimiser", told.optimiser, known))
+    knowledge = Knowledge(
+        learning_rate=told.learning_rate,
+        local_steps=told.local_steps,
+        optimiser=None if told.optimiser == "sgd" else told.optimiser,  # type: ignore[arg-type]
+        dropout=_dropout(model) if told.dropout is None else told.dropout,
+        **_per_example(told.knows, told.num_examples, victim),
+    )
+    order = inner(model) if isinstance(model, nn.Module) else None
+    seen = observe(
+        update,
+        victim,
+        sent=Sent(told.sent),
+        num_examples=told.num_examples,
+        knowledge=knowledge,
+        weight_decay=told.weight_decay,
+        order=order,
+    )
+    for name in seen.update.tensors:  # certificates recompute what was sent, frozen since or not
+        victim.module.get_parameter(name).requires_grad_(True)
+    start = time.perf_counter()
+    found = _attempt(named, seen, victim, told.seed, on_progress)
+    answer = answer_record(
+        Key(seen.round, seen.client),
+        named,
+        knowledge,
+        found,
+        seconds=round(time.perf_counter() - start, 4),
+        device=device_name(str(victim.device)),
+        together=1,
+    )
+    return AttackResult(answer, without_weights(victim), told.num_examples)
+
+
+def score(
+    result: AttackResult,
+    texts: Sequence[str] | Sequence[Sequence[int]],
+    *,
+    labels: Sequence[int] = (),
+    other: AttackResult | None = None,
+    held_out: Sequence[str] | None = None,
+    seed: int = 0,
+) -> Scored:
+    """Scores an answer against the texts that the update was computed on.
+
+    Args:
+        result: What `attack` returned.
+        texts: The private texts; or their token ids, where they were cut or tokenised otherwise.
+        labels: The class of each text, for attacks that read how many there are of each; whole
+            numbers, in a list, an array or a tensor.
+        other: The answer of the same attack for an update of other texts: the first control. What
+            both score alike is no leak.
+        held_out: Texts like these that were not in the batch: the second control is what they
+            score, drawn without the update. Left out: fedleak's built-in notes, in English.
+        seed: Decides which of them are drawn.
+
+    Returns:
+        `row`, with the figures of `leakage.jsonl`, and `pairs`, each text with what was read of it.
+
+    Raises:
+        ConfigError: These cannot be the texts of the update.
+    """
+    told = _checked(_ScoreArguments, {"result": result, "other": other, "seed": seed})
+    model = result.model
+    sequences = _token_ids("texts", texts, model)
+    if len(sequences) != result.num_examples:
+        # An attack answers with as many texts as it was told, so that fewer or more match none.
+        raise ConfigError(
+            f"texts: there are {len(sequences)}, but the attack was told num_examples = "
+            f"{result.num_examples}: give all texts of the update"
+        )
+    classes = _whole_numbers("labels", labels, 0, model.num_labels - 1)
+    if classes and len(classes) != len(sequences):
+        raise ConfigError(f"labels: {len(classes)} for {len(sequences)} texts: give one for each")
+    if held_out is None:
+        held_out = [note.text for note in notes(_HELD_OUT, _HELD_OUT_SEED)]
+    others = [ids for ids in _token_ids("held_out", held_out, model) if ids not in sequences]
+    truth = GroundTruth(
+        round=result.answer.round,
+        client=result.answer.client,
+        sequences=tuple(sequences),
+        labels=classes,
+        batch_size=len(sequences),
+    )
+    control = None if other is None else other.answer
+    return score_one(result.answer, truth, model, other=control, held_out=others, seed=told.seed)
+
+
+@dataclass(frozen=True)
+class Results:
+    """The results of a run, as its run directory has them.
+
+    Attributes:
+        path: The run directory.
+        rows: A row per update and attack, of leakage.jsonl.
+        membership: A row per update and attack on membership, of membership.jsonl.
+        summary: The figures of the run, with intervals.
+    """
+
+    path: Path
+    rows: tuple[LeakageRow, ...] = field(repr=False)
+    membership: tuple[MembershipRow, ...] = field(repr=False)
+    summary: RunSummary = field(repr=False)
+
+    def to_pandas(self) -> "pandas.DataFrame":
+        """Returns the rows as a table, a column per field; tables and lists stay what they are."""
+        import pandas  # it takes a second
+
+        return pandas.DataFrame([row.model_dump() for row in self.rows])
+
+    def membership_to_pandas(self) -> "pandas.DataFrame":
+        """Returns what attacks on membership say of each text of each update, as a table.
+
+        Its columns are round, client, attack, text (its number, see `MembershipRow`), inside, and
+        a column per score.
+        """
+        import pandas
+
+        return pandas.DataFrame(
+            [
+                {"round": row.round, "client": row.client, "attack": row.attack, "text": number}
+                | {"inside": inside}
+                | {score: values[place] for score, values in row.scores.items()}
+                for row in self.membership
+                for place, (number, inside) in enumerate(zip(row.texts, row.inside, strict=True))
+            ]
+        )
+
+    def write_report(
+        self, out: str | os.PathLike[str] | None = None, *, redact: bool = False
+    ) -> Path:
+        """Writes the report of the run for a browser, and returns the file.
+
+        Args:
+            out: The file; left out: report.html in the run directory.
+            redact: Leave private texts out.
+
+        Raises:
+            FedleakError: A file is missing or damaged, or the report cannot be written.
+        """
+        from fedleak.running import reports
+
+        file = None if out is None else _path("out", out)
+        return reports.report_run(Run(self.path), file, redact=redact)
+
+
+def run(
+    experiment: str | os.PathLike[str] | Mapping[str, Any] | Experiment,
+    *,
+    folder: str | os.PathLike[str] | None = None,
+    fresh: bool = False,
+) -> Results:
+    """Runs an experiment, or what of it is left: trains, captures, attacks and scores.
+
+    Attacks run in processes of their own, so a script must call this below
+    `if __name__ == "__main__":`. A notebook or a REPL need not.
+
+    Args:
+        experiment: An experiment file, or its tables as a dict, in which no `${NAME}` is filled in.
+        folder: The run directory; left out: runs/NAME.
+        fresh: Move earlier results of this name aside.
+
+    Raises:
+        ConfigError: The experiment cannot work.
+        FedleakError: It failed, or its results are not complete. What there is can be `read`.
+    """
+    from fedleak.audit.gaps import refuse_gaps
+    from fedleak.federation.lookup import run_folder
+    from fedleak.flower.engines import train  # takes seconds, as all that trains
+    from fedleak.running import pipeline
+    from fedleak.running.preparation import prepare
+
+    wanted = _experiment(experiment)
+    path = run_folder(wanted.name) if folder is None else _path("folder", folder)
+    at = prepare(wanted, path, fresh=fresh)
+    pipeline.carry_out(at, wanted, train)
+    refuse_gaps(at)
+    return read(at.path)
+
+
+def read(folder: str | os.PathLike[str]) -> Results:
+    """Reads the results of a run that was scored.
+
+    Args:
+        folder: The run directory, such as runs/NAME.
+
+    Raises:
+        ConfigError: There is no run.
+        FedleakError: It was not scored, or a file is damaged.
+    """
+    at = Run(_path("folder", folder))
+    at.info()  # refuses a folder that is no run
+    return Results(at.path, tuple(at.rows(LEAKAGE)), tuple(at.rows(MEMBERSHIP)), at.read(SUMMARY))
+
+
+def builtin_model(name: str) -> str:
+    """Returns the folder of a built-in model, which transformers loads without a network.
+
+    Args:
+        name: "bert-tiny", "gpt2-tiny" or "llama-tiny": small, with random weights. It is made on
+            this machine when first asked for.
+
+    Raises:
+        ConfigError: There is no such model.
+    """
+    try:
+        return str(builtin.folder(str(name).removeprefix("builtin/")))
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _victim(
+    model: nn.Module | str | os.PathLike[str], tokenizer: Any, task: str | None, loss: str
+) -> LanguageModel:
+    """Returns a copy of the model, or the model of that name."""
+    if not isinstance(model, str | os.PathLike):
+        if tokenizer is None:
+            raise ConfigError("tokenizer is missing: give the one that the model is trained with")
+        if task is not None:
+            raise ConfigError("task is what the model's class says: leave it out")
+        return adopt(model, tokenizer, loss=loss)
+    if tokenizer is not None:
+        raise ConfigError("tokenizer: a model that is given by its name has its own: leave it out")
+    return loading.load_checkpoint(os.fspath(model), task=task, loss=loss)
+
+
+def _dropout(model: object) -> bool | None:
+    """Whether a module trains with dropout as it is now; None: a name does not tell."""
+    if not isinstance(model, nn.Module):
+        return None
+    layers = (each for each in model.modules() if isinstance(each, nn.Dropout))
+    return any(each.training and each.p > 0 for each in layers)
+
+
+def _per_example(
+    granted: Mapping[str, Any], num_examples: int, model: LanguageModel
+) -> dict[str, Any]:
+    """Returns the granted facts, with what is per text in the order of an observation."""
+    if unheard := sorted(granted.keys() - GRANTABLE):
+        raise ConfigError(f"knows: {unknown('fact', unheard[0], GRANTABLE)}")
+    numbers = {n: granted[n] for n in granted.keys() & _GrantedNumbers.model_fields.keys()}
+    plain = _checked(_GrantedNumbers, numbers, "knows: ").model_dump(exclude_unset=True)
+    facts = {**granted, **plain}
+    for name, least, most in (
+        ("labels", 0, model.num_labels - 1),
+        ("lengths", 1, model.max_length),
+    ):
+        if name in facts:
+            facts[name] = _whole_numbers(f"knows: {name}", facts[name], least, most)
+            if len(facts[name]) != num_examples:
+                raise ConfigError(
+                    f"knows: {name} has {len(facts[name])} numbers for num_examples = "
+                    f"{num_examples}"
+                )
+    if lengths := facts.get("lengths"):
+        order = sorted(range(num_examples), key=lambda i: lengths[i], reverse=True)
+        facts |= {n: tuple(facts[n][i] for i in order) for n in ("labels", "lengths") if n in facts}
+    return facts
+
+
+def _whole_numbers(name: str, values: Any, least: int, most: int) -> tuple[int, ...]:
+    """Returns numbers of any library as plain ones.
+
+    Raises:
+        ConfigError: They are something else than whole numbers from `least` to `most`.
+    """
+    try:
+        found = tuple(index(each) for each in values)
+    except TypeError:
+        raise ConfigError(f"{name}: give a list of whole numbers") from None
+    if wrong := [each for each in found if not least <= each <= most]:
+        raise ConfigError(f"{name} has {wrong[0]}, a number that is not from {least} to {most}")
+    return found
+
+
+def _attempt(
+    named: NamedAttack,
+    seen: Observation,
+    model: LanguageModel,
+    seed: int,
+    on_progress: Callable[[Progress], None],
+) -> Reconstruction:
+    """Calls an attack as a worker does, and returns its checked answer."""
+    if (refused := attempt.unfit(named.attack, seen, model)) is not None:
+        return refused
+    before, rng = state(model), stream(seed, "attack", named.name, seen.round, seen.client)
+    try:
+        found = attempt.call(
+            named.attack, [seen], model, rngs=[rng], report=lambda _, at: on_progress(at)
+        )
+    except Exception as error:  # noqa: BLE001 - it may be anybody's attack
+        _log.info("the attack %s crashed", named.name, exc_info=error)
+        return Reconstruction.none(Status.FAILED, failure(error))
+    return attempt.answers(found, [seen], model, changed(model, before))[0]
+
+
+def _token_ids(
+    name: str, texts: Sequence[str] | Sequence[Sequence[int]], model: LanguageModel
+) -> list[tuple[int, ...]]:
+    """Returns the token ids that a client feeds for each text, cut as the model must have them.
+
+    Raises:
+        ConfigError: Something else than texts or token ids.
+    """
+    if isinstance(texts, str):
+        raise ConfigError(f"{name} is one text: give a list of texts")
+    if not isinstance(texts, Iterable):
+        raise ConfigError(f"{name} is {type(texts).__name__}: give a list of texts")
+    most, found = vocabulary_of(model) - 1, []
+    for number, each in enumerate(texts):
+        at = f"{name}[{number}]"
+        if isinstance(each, str):
+            if not is_whole(each):
+                raise ConfigError(f"{at} is damaged: it has half of a character: write it again")
+            ids = tuple(model.encode([each])[0]) if each.strip() else ()
+        else:
+            ids = _whole_numbers(at, each, 0, most)
+        if not ids:
+            raise ConfigError(f"{at} is empty: give each text a token")
+        found.append(ids[: model.max_length])
+    return found
+
+
+def _experiment(given: str | os.PathLike[str] | Mapping[str, Any] | Experiment) -> Experiment:
+    if isinstance(given, Experiment):
+        return given
+    return parse(given) if isinstance(given, Mapping) else load(_path("experiment", given))
+
+
+def _path(name: str, value: str | os.PathLike[str]) -> Path:
+    try:
+        return Path(value)
+    except TypeError as error:
+        raise ConfigError(f"{name} is {type(value).__name__}: give a path") from error

@@ -1,0 +1,251 @@
+"""An update of somebody's own training: from a gradient, a delta or weights to an observation.
+
+What comes here was made by others, maybe read from a file, so it is checked before it is believed:
+names, shapes, kinds of numbers, and then the numbers.
+"""
+
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedleak.models import LanguageModel
+from fedleak.models.parameter_names import matched
+from fedleak.training.observation import ClientUpdate, Knowledge, Observation, UpdateKind
+from fedleak.training.weight_decay import by_decay
+from fedleak.util.errors import ConfigError
+from fedleak.util.finite import all_finite
+from fedleak.util.sanitise import printable
+
+
+class Sent(StrEnum):
+    """What the tensors of an update are."""
+
+    GRADIENT = "gradient"
+    """The gradient of the mean loss of a batch."""
+    DELTA = "delta"
+    """Weights after local training minus the weights before."""
+    WEIGHTS = "weights"
+    """Weights after local training."""
+
+
+Tensors = nn.Module | Mapping[str, Any] | Sequence[Any]
+"""A module stands for the gradients or weights that it holds; else tensors or arrays by name, or in
+the order of `parameters()`; None where nothing was sent."""
+
+
+NEAR = 0.1
+"""Local training moves weights by less than this share of their norm, and no gradient is so near to
+them."""
+
+_LONGEST = 200
+"""Characters of a name that are repeated in an error."""
+
+
+def observe(
+    update: Tensors,
+    model: LanguageModel,
+    *,
+    sent: Sent,
+    num_examples: int,
+    knowledge: Knowledge,
+    weight_decay: float = 0.0,
+    order: nn.Module | None = None,
+) -> Observation:
+    """Returns what a server sees of a client that sends this update.
+
+    Args:
+        update: Tensors of any floating-point type, which they keep.
+        model: At the weights that training started from.
+        sent: What the tensors are.
+        num_examples: Texts that the update is of.
+        knowledge: What else the attacker knows.
+        weight_decay: Of the client's steps; it is taken out of a delta.
+        order: The module whose parameters a sequence follows; None: the model's own.
+
+    Raises:
+        ConfigError: Anything about the update that is not right.
+    """
+    named = _by_name(update, sent, order or model.module)
+    tensors = _checked(named, model, sent)
+    own = dict(model.module.named_parameters())
+    if sent != Sent.WEIGHTS and _near(tensors, own):
+        raise ConfigError(
+            f"the {sent} is nearly the weights of the model themselves: where it is the weights "
+            f"after training, call it weights; else give the {sent}"
+        )
+    if sent == Sent.WEIGHTS:
+        tensors = {name: value.float() - own[name].detach() for name, value in tensors.items()}
+    if sent == Sent.GRADIENT:
+        kind = UpdateKind.GRADIENT
+        if knowledge.optimiser is not None or weight_decay:
+            raise ConfigError(
+                "a gradient is what the optimiser gets: leave optimiser and weight_decay out, or "
+                "give what it made of the weights (sent='delta' or 'weights')"
+            )
+    else:
+        kind = UpdateKind.DELTA
+        if knowledge.learning_rate is None:
+            raise ConfigError(
+                f"learning_rate is missing: {sent} tells a gradient only with the rate of the steps"
+            )
+        if weight_decay:
+            tensors = {
+                n: t - _decay(own[n], knowledge, weight_decay, t) if bool(t.any()) else t
+                for n, t in tensors.items()
+            }
+        # What was not trained did not change, not even by decay, and says nothing.
+        tensors = {n: t for n, t in tensors.items() if own[n].requires_grad or bool(t.any())}
+    if not any(bool(tensor.any()) for tensor in tensors.values()):
+        raise ConfigError(f"the {sent} is zero everywhere: there is nothing to attack")
+    return Observation(
+        round=1,
+        client=0,
+        update=ClientUpdate(kind, tensors, num_examples),
+        knowledge=knowledge,
+    )
+
+
+def _near(tensors: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> bool:
+    """Whether tensors differ from the weights of the same names by less than a tenth of these."""
+    difference, size = 0.0, 0.0
+    for name, tensor in tensors.items():
+        weight = weights[name].detach()
+        difference += float((tensor.float() - weight).norm() ** 2)
+        size += float(weight.norm() ** 2)
+    return difference < NEAR**2 * size
+
+
+def _decay(before: Tensor, knowledge: Knowledge, weight_decay: float, delta: Tensor) -> Tensor:
+    """Returns what weight decay alone makes of a parameter, rounded as the delta is."""
+    found = by_decay(
+        before.detach(),
+        optimiser=knowledge.optimiser or "sgd",
+        decay=weight_decay,
+        rate=knowledge.learning_rate or 0.0,
+        steps=knowledge.local_steps or 1,
+    )
+    return found.to(delta.dtype)
+
+
+def _by_name(update: Tensors, sent: Sent, order: nn.Module) -> dict[str, Any]:
+    """Returns what was sent, under the names that it has; without what was not sent."""
+    if isinstance(update, nn.Module):
+        if sent == Sent.DELTA:
+            raise ConfigError(
+                "a module holds gradients or weights, not their difference: give sent='weights', "
+                "or the differences by name"
+            )
+        parameters = update.named_parameters()
+        found = {n: p.grad if sent == Sent.GRADIENT else p.detach() for n, p in parameters}
+        if all(value is None for value in found.values()):
+            raise ConfigError(
+                "no parameter of the module has a gradient: call loss.backward() first, and "
+                "attack before optimizer.zero_grad()"
+            )
+    elif isinstance(update, Mapping):
+        found = dict(update)
+    elif isinstance(update, Sequence) and not isinstance(update, str | bytes):
+        found = _in_order(update, order)
+    else:
+        raise ConfigError(
+            f"the update is {printable(type(update).__name__)}: give tensors by parameter name, "
+            "tensors in the order of model.parameters(), or the module that holds them"
+        )
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _in_order(update: Sequence[Any], module: nn.Module) -> dict[str, Any]:
+    """Names tensors that stand in the order of the parameters, or of the state_dict."""
+    parameters = dict(module.named_parameters())
+    orders = {
+        "parameters": list(parameters),
+        "trained parameters": [name for name, p in parameters.items() if p.requires_grad],
+        "entries of its state_dict": list(module.state_dict()),
+    }
+    for names in orders.values():
+        if len(names) == len(update):
+            return dict(zip(names, update, strict=True))
+    said = ", ".join(f"{len(names)} {what}" for what, names in orders.items())
+    raise ConfigError(f"the update has {len(update)} tensors, and the model has {said}: name them")
+
+
+def _checked(named: Mapping[str, Any], model: LanguageModel, sent: Sent) -> dict[str, Tensor]:
+    """Returns tensors on the model's device by the model's own names.
+
+    Shapes are checked before numbers are looked at: a file can claim any shape.
+    """
+    if strange := [name for name in named if not isinstance(name, str)]:
+        raise ConfigError(f"the {sent} has a name that is {type(strange[0]).__name__}, not a text")
+    own = dict(model.module.named_parameters())
+    found: dict[str, Tensor] = {}
+    for given, name in matched(named, model.module).items():
+        shown = printable(repr(given))[:_LONGEST]
+        tensor = _tensor(shown, named[given], own[name])
+        if name in found and not torch.equal(found[name], tensor):
+            raise ConfigError(
+                f"two names of the {sent} mean {name}, and {shown} is the second: give one"
+            )
+        found[name] = tensor
+    if not found:
+        raise ConfigError(f"the {sent} holds no parameter of the model: give some of its tensors")
+    return {name: found[name] for name in own if name in found}
+
+
+def _tensor(shown: str, value: Any, parameter: Tensor) -> Tensor:
+    """Returns a tensor that is like its parameter."""
+    tensor = _of_array(shown, value, parameter) if _is_array(value) else value
+    if not isinstance(tensor, Tensor):
+        raise ConfigError(f"{shown} is {printable(type(value).__name__)}, not a tensor")
+    if (kind := _no_plain_tensor(tensor)) is not None:
+        raise ConfigError(f"{shown} is {kind}: give a tensor of all of its numbers")
+    _check_shape(shown, tensor.shape, parameter)
+    if not tensor.is_floating_point():
+        raise ConfigError(f"{shown} is of {tensor.dtype}: give floating-point numbers")
+    found = tensor.detach()
+    if not all_finite(found):
+        raise ConfigError(
+            f"not every number of {shown} is finite: training diverged, or a cast overflowed"
+        )
+    return found.to(parameter.device).contiguous()  # it may be one number in all places
+
+
+def _of_array(shown: str, value: Any, parameter: Tensor) -> Tensor:
+    """Returns a NumPy array as a tensor, whatever the order of its bytes and numbers."""
+    _check_shape(shown, value.shape, parameter)
+    try:
+        native = value.astype(value.dtype.newbyteorder("="), order="C", copy=False)
+        return torch.as_tensor(native)
+    except TypeError as error:  # texts, objects, and what torch has no numbers like
+        words = f"{shown} is of {printable(str(value.dtype))}: give floating-point numbers"
+        raise ConfigError(words) from error
+
+
+def _check_shape(shown: str, shape: Sequence[int], parameter: Tensor) -> None:
+    if tuple(shape) != tuple(parameter.shape):
+        raise ConfigError(
+            f"{shown} has the shape {list(shape)}, and the model's parameter has "
+            f"{list(parameter.shape)}: give the model that it is of"
+        )
+
+
+def _no_plain_tensor(tensor: Tensor) -> str | None:
+    """Returns what a tensor is that does not hold each of its numbers once; else None.
+
+    Indices of a sparse tensor may lead out of its memory, and what has no numbers has no shape
+    that can be believed. To ask for any of this looks at no number.
+    """
+    kinds = {
+        "a nested tensor": tensor.is_nested,
+        "a sparse tensor": tensor.layout != torch.strided,
+        "a meta tensor": tensor.is_meta,
+        "quantised": tensor.is_quantized,
+    }
+    return next((kind for kind, holds in kinds.items() if holds), None)
+
+
+def _is_array(value: object) -> bool:
+    """Whether a value is a NumPy array, as Flower clients send."""
+    return type(value).__module__ == "numpy" and hasattr(value, "dtype")

@@ -1,0 +1,103 @@
+"""Reads an update that somebody saved, and runs nothing that is in the file.
+
+A file may be hostile. safetensors holds tensors and nothing else. What torch.save writes is a
+pickle, which is read by torch's own reader of plain tensors (`weights_only=True`): it refuses
+everything that would run code.
+"""
+
+import pickle
+import warnings
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+
+from fedleak.util.errors import ConfigError
+from fedleak.util.sanitise import printable
+
+_LONGEST = 200
+"""Characters of a library's error that are repeated."""
+
+
+def read_update(path: Path) -> Mapping[str, Any] | Sequence[Any]:
+    """Returns the tensors of a file by name, or in their order where it has no names.
+
+    Shapes and numbers are as the file claims: whoever uses them checks them.
+
+    Args:
+        path: Ends in .safetensors, or in .pt, .pth or .bin for what torch.save wrote.
+
+    Raises:
+        ConfigError: It cannot be read, or holds something else than tensors.
+    """
+    read = _READERS.get(path.suffix.lower())
+    if read is None:
+        raise ConfigError(
+            f"update file {str(path)!r}: end it in {', '.join(_READERS)}: safetensors.torch."
+            "save_file or torch.save write such a file"
+        )
+    if not path.is_file():
+        raise ConfigError(f"update file {str(path)!r}: there is no such file")
+    found = read(path)
+    values = list(found.values() if isinstance(found, Mapping) else found)
+    if not values:
+        raise ConfigError(f"update file {str(path)!r} is empty: save the tensors of the update")
+    return found
+
+
+def _safetensors(path: Path) -> Mapping[str, Any]:
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (OSError, ValueError, TypeError, safetensors.SafetensorError) as error:
+        raise _unreadable(path, error) from error
+
+
+def _torch(path: Path) -> Mapping[str, Any] | Sequence[Any]:
+    try:
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as archive:
+                if any(each.compress_type != zipfile.ZIP_STORED for each in archive.infolist()):
+                    raise ValueError("it is compressed, which torch.save never does")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about how a file was written that is refused below
+            found = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise ConfigError(
+            f"update file {str(path)!r} holds more than tensors, and nothing else is loaded "
+            f"({_named_global(error)}): save a dict of tensors, such as model.state_dict()"
+        ) from error
+    except Exception as error:  # whatever torch makes of any bytes
+        raise _unreadable(path, error) from error
+    if isinstance(found, Mapping | list | tuple):
+        return found
+    raise ConfigError(
+        f"update file {str(path)!r} holds {printable(type(found).__name__)}: save a dict of "
+        "tensors, such as model.state_dict()"
+    )
+
+
+def _named_global(error: Exception) -> str:
+    """Returns what the reader of pickles stumbled over, in a few words."""
+    for line in str(error).splitlines():
+        if "GLOBAL" in line or "Unsupported" in line:
+            return printable(line.strip())[:_LONGEST]
+    return "it is no pickle of tensors"
+
+
+def _unreadable(path: Path, error: Exception) -> ConfigError:
+    said = " ".join(str(error).split()) or type(error).__name__
+    return ConfigError(
+        f"update file {str(path)!r} cannot be read ({printable(said)[:_LONGEST]}): save it again"
+    )
+
+
+_READERS: Mapping[str, Callable[[Path], Mapping[str, Any] | Sequence[Any]]] = {
+    ".safetensors": _safetensors,
+    ".pt": _torch,
+    ".pth": _torch,
+    ".bin": _torch,
+}

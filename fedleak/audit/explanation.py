@@ -1,0 +1,115 @@
+"""What an experiment lets the server see and know, and which attacks can read it.
+
+Nothing is trained and nothing is written.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fedleak import attacks
+from fedleak.attacks import Attack, AttackSetting, Equipped, Planned, Step
+from fedleak.config import checks
+from fedleak.config.components import build_attack
+from fedleak.config.experiment import Experiment
+from fedleak.federation.workload import num_labels, outline
+from fedleak.training.observation import GRANTABLE
+from fedleak.util.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Applicability:
+    """Whether an attack can work on what the server sees.
+
+    Attributes:
+        name: Of the attack in the experiment; of an attack that it does not list, the kind.
+        listed: Whether the experiment runs it.
+        obstacles: For each kind of capture why it cannot work there, or None.
+        problem: Why it can work on none, whatever is captured; None: nothing is missing.
+        plans: For each kind of capture the attacks that it is made of; () of one that is not.
+    """
+
+    name: str
+    listed: bool
+    obstacles: tuple[str | None, ...]
+    problem: str | None
+    plans: tuple[tuple[Step, ...], ...] = ()
+
+    @property
+    def reason(self) -> str | None:
+        """Why the attack can work on no capture; None: it can work on some."""
+        return self.problem or (self.obstacles[0] if all(self.obstacles) else None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """What an experiment lets the server see and know, and which attacks can read it.
+
+    Attributes:
+        captured: For each kind of capture how many parameters are in it.
+        parameters: How many parameters are trained.
+        knows, unknown: Facts that the attacker has, and facts that it could be granted.
+        attacks: Every attack that there is, and whether it can work.
+    """
+
+    captured: tuple[int, ...]
+    parameters: int
+    knows: tuple[str, ...]
+    unknown: tuple[str, ...]
+    attacks: tuple[Applicability, ...]
+
+
+def explain(experiment: Experiment) -> Explanation:
+    """Explains an experiment.
+
+    Raises:
+        ConfigError: Its data or its model cannot be read, or its defenses cannot work.
+    """
+    model = outline(experiment, num_labels(experiment))
+    checks.check_defenses(experiment, model)
+    settings = checks.attack_settings(experiment, model)
+    knows = experiment.server_facts | experiment.threat_model.knows
+    listed = {each.attack.kind for each in experiment.attacks}
+    others = sorted(attacks.kinds().keys() - listed)
+    return Explanation(
+        captured=tuple(len(setting.shared) for setting in settings),
+        parameters=len(model.trained()),
+        knows=tuple(sorted(knows)),
+        unknown=tuple(sorted(GRANTABLE - knows)),
+        attacks=(
+            *(
+                _applicability(
+                    each.name, each.attack, checks.told(settings, each.threat), listed=True
+                )
+                for each in experiment.attacks
+            ),
+            *(_of_kind(kind, checks.told(settings, experiment.threat_model)) for kind in others),
+        ),
+    )
+
+
+def _applicability(
+    name: str, attack: Attack, settings: Sequence[AttackSetting], *, listed: bool
+) -> Applicability:
+    problem = None
+    if isinstance(attack, Equipped):
+        try:
+            attack.check_equipment()
+        except ConfigError as error:
+            problem = str(error)
+    obstacles = tuple(attack.obstacle(setting) for setting in settings)
+    plans = [tuple(attack.plan(one)) for one in settings] if isinstance(attack, Planned) else []
+    return Applicability(
+        name=name, listed=listed, obstacles=obstacles, problem=problem, plans=tuple(plans)
+    )
+
+
+def _of_kind(kind: str, settings: Sequence[AttackSetting]) -> Applicability:
+    """Returns whether an attack can work with its default settings."""
+    try:
+        named = build_attack(0, {"kind": kind})
+        asked = checks.told(settings, named.threat)
+        return _applicability(kind, named.attack, asked, listed=False)
+    except ConfigError as error:
+        return Applicability(
+            name=kind, listed=False, obstacles=(), problem=f"has no defaults: {error}"
+        )

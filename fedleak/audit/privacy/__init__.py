@@ -1,0 +1,1 @@
+"""How private a run is: canaries, membership, bounds, and the ledger of epsilon."""

@@ -1,0 +1,428 @@
+"""What the canaries of an audit say about each client's privacy, beside what the ledger says.
+
+The server scores canaries in what it captured: it knows their places and directions. Who is in is
+the client's secret; it is read from the vault here, and nowhere else.
+
+A canary's scores of all its rounds make one number, and from those come three lower bounds on the
+epsilon of the whole run (`fedleak.audit.privacy.bounds`), for each client and for all together. A
+kind of bound is right in all cells at once with the confidence that is stated: half of the error is
+that of the bound over all clients, and the other half is divided among the clients.
+
+A bound above the ledger's epsilon where it should be so less than once in a thousand audits, over
+all cells and kinds, contradicts the ledger: the mechanism does not do what the ledger says.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+
+import numpy as np
+import numpy.typing as npt
+
+from fedleak.audit.gaps import Gaps
+from fedleak.audit.privacy import bounds as bounds
+from fedleak.audit.vault import read_truth, summed_clients, weight
+from fedleak.config.experiment import Experiment
+from fedleak.federation import canaries
+from fedleak.models import LanguageModel
+from fedleak.store.records import CanaryRow, Epsilon, LedgerRow
+from fedleak.store.run import EVERYONE, Capture, Key, Run
+from fedleak.store.summaries import CanaryBound, CanarySummary
+from fedleak.training import privacy
+from fedleak.training.canaries import scores
+from fedleak.training.observation import ClientUpdate, UpdateKind
+from fedleak.training.truth import GroundTruth
+from fedleak.util.errors import CaptureError
+from fedleak.util.finite import all_finite
+
+CONFIDENCE = 0.95
+"""With which each kind of bound holds in all cells."""
+
+ALARM = 0.001
+"""How often a mechanism that does what its ledger says is accused."""
+
+TESTS = 4
+"""The error of an alarm is divided among the three kinds of bounds, and the search for noise that
+was used twice."""
+
+LOUD_NOISE = 0.97
+"""Share of an update's squared norm from which on witnesses see the noise and not the gradient,
+which is much the same in every round."""
+
+UNBOUNDED_MU = 10.0
+"""What canaries are expected to score where nothing is announced."""
+
+
+def canary_rows(
+    run: Run,
+    experiment: Experiment,
+    model: LanguageModel,
+    gaps: Gaps,
+    earlier: Iterable[CanaryRow],
+) -> list[CanaryRow]:
+    """Returns the rows of canaries.jsonl: the scores in each update whose capture is here.
+
+    What was scored earlier stays where the capture or the coins are gone.
+    """
+    rows = {row.key: row for row in earlier}
+    if experiment.canary is None:
+        return []
+    for captured in run.captures():
+        try:
+            rows |= {row.key: row for row in _scored(run, experiment, model, captured, gaps)}
+        except CaptureError as error:
+            gaps.missing.append(f"canaries of {captured} cannot be scored: {error}")
+    return [rows[key] for key in sorted(rows)]
+
+
+def _scored(
+    run: Run, experiment: Experiment, model: LanguageModel, captured: Key, gaps: Gaps
+) -> Iterator[CanaryRow]:
+    """Yields a row for each client whose canaries may be in a capture."""
+    clients = [captured.client]
+    if captured.client == EVERYONE:
+        clients = summed_clients(run, experiment, captured.round)
+    capture: Capture | None = None
+    noise_share: float | None = None
+    for client in filter(experiment.carries_canaries, clients):
+        key = Key(captured.round, client)
+        truth = read_truth(run, key)
+        if truth is None or truth.canaries is None:
+            continue
+        if truth.canaries.copy and not run.has_audited(key):
+            gaps.notes.append(f"the audited copy of {key} is not here: its canaries have no score")
+            continue
+        if capture is None:
+            capture = run.read_capture(captured, dict(model.module.named_parameters()))
+            if not all(map(all_finite, capture.update.tensors.values())):
+                raise CaptureError(f"not every number of {captured} is finite")
+            noise_share = _noise_share(capture.update, read_truth(run, captured))
+        yield _row(run, experiment, model, capture, truth, noise_share)
+
+
+def _noise_share(update: ClientUpdate, truth: GroundTruth | None) -> float | None:
+    """Returns how much of an update's squared norm is the noise that defenses say they add."""
+    if truth is None or truth.noise_scale is None:
+        return None
+    squared = sum(float(value.double().square().sum()) for value in update.tensors.values())
+    numbers = sum(value.numel() for value in update.tensors.values())
+    return truth.noise_scale**2 * numbers / max(squared, 1e-300)
+
+
+def _row(
+    run: Run,
+    experiment: Experiment,
+    model: LanguageModel,
+    capture: Capture,
+    truth: GroundTruth,
+    noise_share: float | None,
+) -> CanaryRow:
+    coins, update, key = truth.canaries, capture.update, Key(truth.round, truth.client)
+    assert coins is not None
+    where = canaries.places(experiment, key.client, key.round, model, whole=coins.whole)
+    if len(coins.inside) != where.count or min(coins.steps, coins.uses) < 1:
+        raise CaptureError(f"what the vault says of the canaries of {key} is not of this run")
+    # A delta goes against the gradient.
+    sign = 1 if update.kind == UpdateKind.GRADIENT else -1
+    values_SK = where.taken(update.tensors)
+    if coins.copy:
+        differences_SK = run.read_audited(key)
+        if differences_SK.shape != values_SK.shape:
+            raise CaptureError(f"the audited copy of {key} has other numbers than its update")
+        summed = capture.key.client == EVERYONE
+        counts = weight(truth, experiment) / update.num_examples if summed else 1.0
+        values_SK += counts * differences_SK
+    return CanaryRow(
+        round=key.round,
+        client=key.client,
+        slot=coins.slot,
+        whole=coins.whole,
+        audited_copy=coins.copy,
+        rate=coins.rate,
+        steps=coins.steps,
+        uses=coins.uses,
+        numbers=where.numbers,
+        noise_share=noise_share,
+        inside=coins.inside,
+        scores=tuple((sign * scores(values_SK, where.directions())).tolist()),
+        witnesses=_witnessed(experiment, update, where.sizes),
+    )
+
+
+def _witnessed(
+    experiment: Experiment, update: ClientUpdate, sizes: Mapping[str, int]
+) -> tuple[float, ...]:
+    where = canaries.witnesses(experiment, sizes)
+    found: list[float] = scores(where.taken(update.tensors), where.directions()).tolist()
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class Tally:
+    """The canaries of one client over all its rounds, a number each, and what is announced.
+
+    Attributes:
+        client: Whose.
+        rows: Its scored updates.
+        ledger: What its ledger says after the last of them; None: nothing is guaranteed.
+    """
+
+    client: int
+    rows: tuple[CanaryRow, ...]
+    ledger: LedgerRow | None
+
+    @property
+    def whole(self) -> bool:
+        """Whether its canaries are whole updates."""
+        return self.rows[0].whole
+
+    @property
+    def sampled(self) -> bool:
+        """Whether its canaries are sampled as examples are."""
+        return self.rows[0].rate is not None
+
+    @property
+    def unit(self) -> str:
+        """What its canaries stand for."""
+        return "client" if self.whole else "example"
+
+    @property
+    def epsilon(self) -> Epsilon:
+        """What its ledger says."""
+        return privacy.NONE if self.ledger is None else self.ledger.epsilon
+
+    @property
+    def mu(self) -> float:
+        """How far apart the scores of those in and out should be, as the ledger announces."""
+        if self.ledger is None:
+            return UNBOUNDED_MU
+        most = max(len(slot) for slot in self._slots.values())
+        return math.sqrt(most) * self._mu_of_update * (self.rows[0].rate or 1.0)
+
+    @property
+    def _mu_of_update(self) -> float:
+        """How far apart they should be in one update, if the canary is in all steps that it can."""
+        row, ledger = self.rows[0], self.ledger
+        noise = (ledger and ledger.noise_multiplier) or 1 / UNBOUNDED_MU
+        return row.uses / (math.sqrt(row.steps) * noise)
+
+    @cached_property
+    def _slots(self) -> Mapping[int, Sequence[CanaryRow]]:
+        found: dict[int, list[CanaryRow]] = defaultdict(list)
+        for row in self.rows:
+            found[row.slot].append(row)
+        return found
+
+    @cached_property
+    def coins(self) -> list[bool]:
+        """Whether each canary is in; of whole updates, whether its sign is plus."""
+        return list(chain(*(rows[0].inside for rows in self._slots.values())))
+
+    @cached_property
+    def scores(self) -> list[float]:
+        """One score for each canary: variance 1 for one that is out, unless it is sampled."""
+        return list(chain(*(self._together(rows) for rows in self._slots.values())))
+
+    def _together(self, rows: Sequence[CanaryRow]) -> list[float]:
+        """Returns the scores of a slot's canaries over its rounds [K]."""
+        if self.sampled:
+            scores_TK, scale = np.array([self._log_ratio(row) for row in rows]), 1.0
+        else:
+            scores_TK, scale = np.array([row.scores for row in rows]), math.sqrt(len(rows))
+        pooled: list[float] = (scores_TK.sum(0) / scale).tolist()
+        return pooled
+
+    def _log_ratio(self, row: CanaryRow) -> npt.NDArray[np.float64]:
+        """Returns the log likelihood ratio of in to out, if each step takes it with `rate` [K].
+
+        In n of S steps the mean is n / (sqrt(S) sigma), but no score is larger than the square root
+        of a canary's numbers; n is binomial.
+        """
+        from scipy.special import gammaln, logsumexp  # here, because it takes a while
+
+        assert row.rate is not None
+        n = np.arange(row.steps + 1)
+        mean = n * self._mu_of_update / row.steps
+        mean /= np.sqrt(1 + mean**2 / row.numbers)
+        # Where every example is in every step, log(1 - rate) is minus infinity, as it should be.
+        with np.errstate(divide="ignore", invalid="ignore"):
+            absent = np.where(n < row.steps, (row.steps - n) * np.log1p(-row.rate), 0.0)
+        weight = (
+            gammaln(row.steps + 1)
+            - gammaln(n + 1)
+            - gammaln(row.steps - n + 1)
+            + n * math.log(row.rate)
+            + absent
+        )
+        ratios_KN = np.outer(row.scores, mean) - mean**2 / 2 + weight
+        found: npt.NDArray[np.float64] = logsumexp(ratios_KN, axis=1)
+        return found
+
+    @cached_property
+    def inside(self) -> list[float]:
+        """Scores of the canaries that are in; of whole updates all, with the sign of their coin."""
+        pairs = zip(self.scores, self.coins, strict=True)
+        if self.whole:
+            return [score if coin else -score for score, coin in pairs]
+        return [score for score, coin in pairs if coin]
+
+
+def tallies(rows: Iterable[CanaryRow], ledger: Sequence[LedgerRow]) -> list[Tally]:
+    """Returns each client's canaries with what its ledger says of the same rounds."""
+    spent = {(row.client, row.round, row.unit): row for row in ledger}
+    of_client: dict[int, list[CanaryRow]] = defaultdict(list)
+    for row in rows:
+        of_client[row.client].append(row)
+    found = []
+    for client, own in sorted(of_client.items()):
+        unit = "client" if own[0].whole else "example"
+        said = spent.get((client, max(row.round for row in own), unit))
+        announced = said is not None and said.epsilon != privacy.NONE
+        found.append(Tally(client, tuple(own), said if announced else None))
+    return found
+
+
+def summarised(
+    experiment: Experiment, rows: Sequence[CanaryRow], ledger: Sequence[LedgerRow]
+) -> CanarySummary | None:
+    """Returns the bounds of a run; None if no canary was scored."""
+    found = tallies(rows, ledger)
+    if not found:
+        return None
+    delta = experiment.privacy.delta
+    cells = list(_cells(found))
+    # Each unit has a bound over all clients; most experiments have one unit.
+    together = sum(len(cell) > 1 or len(found) == 1 for cell in cells)
+    alone = len(cells) - together
+
+    def share(cell: Sequence[Tally]) -> float:
+        """Returns the share of the error that a cell has; over all cells they add up to 1."""
+        if not alone:
+            return 1 / together
+        return 0.5 / together if len(cell) > 1 else (0.5 if together else 1.0) / alone
+
+    shown = [_bound(cell, (1 - CONFIDENCE) * share(cell), delta) for cell in cells]
+    alarms = [
+        said
+        for cell in cells
+        if (said := _contradiction(cell, ALARM * share(cell) / TESTS, delta)) is not None
+    ]
+    alarms += _reused_noise(found, sums=experiment.sees != "updates")
+    return CanarySummary(
+        confidence=CONFIDENCE, delta=delta, bounds=tuple(shown), alarms=tuple(alarms)
+    )
+
+
+def _cells(found: Sequence[Tally]) -> Iterator[Sequence[Tally]]:
+    """Yields all clients of a unit together, then each client alone."""
+    for unit in sorted({tally.unit for tally in found}):
+        of_unit = [tally for tally in found if tally.unit == unit]
+        if len(of_unit) > 1:
+            yield of_unit
+    yield from ([tally] for tally in found)
+
+
+@dataclass(frozen=True)
+class _Bounds:
+    """The three bounds of a cell; the first is None where canaries are sampled."""
+
+    gaussian: float | None
+    f_dp: float
+    epsilon_delta: float
+
+
+def _bounds(cell: Sequence[Tally], alpha: float, delta: float) -> _Bounds:
+    """Returns the bounds on the epsilon of the least protected client of a cell."""
+    sampled = any(tally.sampled for tally in cell)
+    scored = list(chain(*(tally.scores for tally in cell)))
+    coins = list(chain(*(tally.coins for tally in cell)))
+    mu = max(tally.mu for tally in cell)
+    rule = bounds.settled_rule(len(coins), mu, two_sided=not sampled)
+    right = rule.right(scored, coins)
+    gaussian = None
+    if not sampled:
+        inside = list(chain(*(tally.inside for tally in cell)))
+        gaussian = bounds.gaussian_bound(
+            inside, alpha, delta, per_score=2.0 if cell[0].whole else 1.0
+        )
+    return _Bounds(
+        gaussian,
+        bounds.f_dp_bound(len(coins), rule.count, right, alpha, delta),
+        bounds.epsilon_delta_bound(len(coins), rule.count, right, alpha, delta),
+    )
+
+
+def _bound(cell: Sequence[Tally], alpha: float, delta: float) -> CanaryBound:
+    found = _bounds(cell, alpha, delta)
+    return CanaryBound(
+        client=cell[0].client if len(cell) == 1 else EVERYONE,
+        unit=cell[0].unit,
+        canaries=sum(len(tally.coins) for tally in cell),
+        updates=sum(len(tally.rows) for tally in cell),
+        in_copies=any(row.audited_copy for tally in cell for row in tally.rows),
+        epsilon=_accounted(cell),
+        gaussian=found.gaussian,
+        f_dp=found.f_dp,
+        epsilon_delta=found.epsilon_delta,
+    )
+
+
+def _accounted(cell: Sequence[Tally]) -> Epsilon:
+    """Returns the weakest guarantee of a cell's clients."""
+    said = [tally.epsilon for tally in cell]
+    return privacy.NONE if privacy.NONE in said else max(float(each) for each in said)
+
+
+def _contradiction(cell: Sequence[Tally], alpha: float, delta: float) -> str | None:
+    """Returns what contradicts the ledger; None: nothing does."""
+    accounted = _accounted(cell)
+    if accounted == privacy.NONE:
+        return None
+    found = _bounds(cell, alpha, delta)
+    largest = max(found.gaussian or 0.0, found.f_dp, found.epsilon_delta)
+    if largest <= float(accounted):
+        return None
+    who = f"client {cell[0].client}" if len(cell) == 1 else f"{len(cell)} clients together"
+    return (
+        f"canaries of {who} show an epsilon of at least {largest:.3g} at delta {delta:g}, and the "
+        f"ledger says {float(accounted):.3g} (p < {ALARM:g}): the mechanism does not do what the "
+        "ledger says"
+    )
+
+
+def _reused_noise(found: Sequence[Tally], *, sums: bool) -> list[str]:
+    """Returns a sentence if two updates that a ledger counts as noisy have the same noise.
+
+    The witnesses' scores in two updates are independent if the noise is: then their product, over
+    the norm of one of them, is normal. With the same noise it is about that norm.
+    """
+    from scipy.special import ndtr  # here, because it takes a while
+
+    rows = [
+        row
+        for tally in found
+        for row in tally.rows
+        if tally.ledger is not None and (row.noise_share or 0.0) >= LOUD_NOISE
+    ]
+    if sums:  # all clients of a round have the same capture
+        rows = list({row.round: row for row in rows}.values())
+    # Clients who send less may have fewer witnesses.
+    alike: dict[int, list[CanaryRow]] = defaultdict(list)
+    for row in rows:
+        alike[len(row.witnesses)].append(row)
+    pairs = sum(len(group) * (len(group) - 1) // 2 for group in alike.values())
+    for group in alike.values():
+        scores_UW = np.array([row.witnesses for row in group])
+        for place, one in enumerate(group[:-1]):
+            agreed_U = np.abs(scores_UW[place + 1 :] @ scores_UW[place])
+            agreed_U /= max(float(np.linalg.norm(scores_UW[place])), 1e-300)
+            at = int(agreed_U.argmax())
+            if 2 * ndtr(-agreed_U[at]) * pairs < ALARM / TESTS:
+                return [
+                    f"the updates {one.key} and {group[place + 1 + at].key} have the same noise "
+                    f"(p < {ALARM:g}): the mechanism does not do what the ledger says"
+                ]
+    return []

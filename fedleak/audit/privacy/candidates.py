@@ -1,0 +1,126 @@
+"""The list of texts that an attack on membership is asked about: the auditor makes it.
+
+Without a file, each text of a batch stands in the list beside a held-out text of the same class.
+Which texts are held out was drawn with the experiment's seed before anybody trained, so each of two
+such texts was as likely to be the one in the batch: a fair coin, which the attack does not see. A
+text has its own order of preference among the held-out texts, so it has the same one beside it in
+every round, unless another text of the batch has that. Clients prefer different ones.
+
+From a file, the list is all of it, for every update.
+
+The attack gets the texts in a random order.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fedleak.audit.kept_texts import KeptTexts
+from fedleak.training.observation import Candidates, Example
+from fedleak.training.truth import GroundTruth
+from fedleak.util.rng import stream
+
+PUBLIC = 30
+"""Held-out texts that anybody has, at most; and no more than half of all that there are."""
+
+
+@dataclass(frozen=True)
+class Questions:
+    """A list of texts, and what only the auditor knows of it.
+
+    Attributes:
+        asked: What the attack gets.
+        inside: Whether each text of the list was in the batch.
+        pairs: Places in the list of a text of the batch and of the text that stands beside it;
+            none where the list is from a file.
+        lines: Of a list from a file, the place there of each text, from 0; else None.
+    """
+
+    asked: Candidates
+    inside: tuple[bool, ...]
+    pairs: tuple[tuple[int, int], ...]
+    lines: tuple[int, ...] | None
+
+
+def questions(
+    truth: GroundTruth,
+    held_out: KeptTexts,
+    seed: int,
+    clients: int,
+    from_file: KeptTexts | None = None,
+) -> Questions:
+    """Returns the list for one update: the same whenever it is asked for.
+
+    Args:
+        truth: The batch.
+        held_out: What no client trains on.
+        seed: Of the experiment.
+        clients: Of the federation.
+        from_file: The list that a file gives; None: it is made of the batch and held-out texts.
+    """
+    labelled = bool(truth.labels)
+    known = held_out.examples(labelled=labelled)
+    order = torch.randperm(len(known), generator=stream(seed, "public")).tolist()
+    count = min(PUBLIC, len(known) // 2)
+    public, others = ([known[i] for i in some] for some in (order[:count], order[count:]))
+    rng = stream(seed, "candidates", truth.round, truth.client)
+    if from_file is not None:
+        return _of_file(truth, from_file.examples(labelled=labelled), public, rng)
+    own = {one.ids: one for one in _batch(truth)}
+    # A text on both sides is neither: leaving it out on both does not tell them apart.
+    members = [one for ids, one in sorted(own.items()) if ids not in {one.ids for one in known}]
+    taken = own.keys() | {one.ids for one in public}
+    free: dict[int | None, list[Example]] = defaultdict(list)
+    for one in {one.ids: one for one in others if one.ids not in taken}.values():
+        free[one.label].append(one)
+    drawn: list[tuple[Example, Example]] = []
+    used: set[tuple[int, ...]] = set()
+    for member in members:
+        preferred = _preferred(member, free[member.label], truth.client, clients, seed)
+        control = next((one for one in preferred if one.ids not in used), None)
+        if control is not None:
+            used.add(control.ids)
+            drawn.append((member, control))
+    texts = [one for pair in drawn for one in pair]
+    shuffled = torch.randperm(len(texts), generator=rng).tolist()
+    place = {which: at for at, which in enumerate(shuffled)}
+    return Questions(
+        asked=Candidates(tuple(texts[which] for which in shuffled), tuple(public)),
+        inside=tuple(which % 2 == 0 for which in shuffled),
+        pairs=tuple((place[2 * i], place[2 * i + 1]) for i in range(len(drawn))),
+        lines=None,
+    )
+
+
+def _of_file(
+    truth: GroundTruth, listed: Sequence[Example], public: Sequence[Example], rng: torch.Generator
+) -> Questions:
+    """Returns the list of a file, whose texts are not public."""
+    lines = torch.randperm(len(listed), generator=rng).tolist()
+    ours, batch = {one.ids for one in listed}, set(truth.sequences)
+    return Questions(
+        asked=Candidates(
+            tuple(listed[line] for line in lines),
+            tuple(one for one in public if one.ids not in ours),
+        ),
+        inside=tuple(listed[line].ids in batch for line in lines),
+        pairs=(),
+        lines=tuple(lines),
+    )
+
+
+def _preferred(
+    member: Example, free: Sequence[Example], client: int, clients: int, seed: int
+) -> Iterator[Example]:
+    """Yields held-out texts in the order in which they come to stand beside a text."""
+    order = torch.randperm(len(free), generator=stream(seed, "beside", *member.ids)).tolist()
+    # First a share of them that is this client's, so that clients seldom want the same text.
+    yield from (free[i] for i in order if i % clients == client)
+    yield from (free[i] for i in order if i % clients != client)
+
+
+def _batch(truth: GroundTruth) -> list[Example]:
+    classes: Sequence[int | None] = truth.labels or [None] * len(truth.sequences)
+    return [Example(ids, label) for ids, label in zip(truth.sequences, classes, strict=True)]

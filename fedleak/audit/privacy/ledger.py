@@ -1,0 +1,184 @@
+"""What clients' defenses did, and what they guarantee: defenses.jsonl and privacy.jsonl."""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+from pydantic import BaseModel, ValidationError
+
+from fedleak import defenses
+from fedleak.audit.gaps import Gaps
+from fedleak.config.experiment import Experiment
+from fedleak.federation.lookup import dropped_out
+from fedleak.federation.schedule import clients_of_round
+from fedleak.store.lines import Measured
+from fedleak.store.records import DefenseRow, LedgerRow
+from fedleak.store.run import EVERYONE, Key, Run
+from fedleak.store.summaries import DefenseMeans, Guarantee
+from fedleak.training import privacy
+from fedleak.training.privacy import Event, Spent
+
+
+class _DefenseNote(Measured):
+    """What one defense did to one update; its figures are by name."""
+
+    defense: int
+    kind: str
+
+
+class ClientNote(BaseModel):
+    """A file in which a client noted what its defenses did in a round."""
+
+    defenses: list[_DefenseNote]
+    training: dict[str, float | None]
+    events: list[Event]
+
+
+def client_notes(run: Run, gaps: Gaps) -> dict[Key, ClientNote | None]:
+    """Returns what clients' defenses did; None where the file is damaged."""
+    notes: dict[Key, ClientNote | None] = {}
+    for key, value in run.defended().items():
+        try:
+            notes[key] = ClientNote.model_validate(value)
+        except ValidationError:
+            notes[key] = None
+            gaps.missing.append(
+                f"{run.path / 'defended' / f'{key}.json'} is damaged: what was counted with it "
+                "stays, and only `fedleak run FILE --fresh` writes such a file again"
+            )
+    return notes
+
+
+def ledger(
+    run: Run,
+    experiment: Experiment,
+    notes: Mapping[Key, ClientNote | None],
+    gaps: Gaps,
+    before: Iterable[LedgerRow],
+) -> list[LedgerRow]:
+    """Returns the rows of privacy.jsonl: what each client has spent by each of its rounds.
+
+    It is composed anew from what clients noted of every round, so a run that was stopped and goes
+    on counts none twice and forgets none. From a round on whose note is gone a client's rows are
+    the earlier ones; where there are none, nothing is guaranteed.
+    """
+    table, truths, captured = experiment.privacy, set(run.truths()), set(run.captures())
+    earlier: dict[Key, list[LedgerRow]] = defaultdict(list)
+    for row in before:
+        earlier[row.key].append(row)
+    events: dict[int, list[Event]] = defaultdict(list)
+    lost: set[int] = set()
+    rows: list[LedgerRow] = []
+    for round in range(1, experiment.federation.rounds + 1):
+        summed = Key(round, EVERYONE) in captured
+        absent = dropped_out(run, round)
+        for client in clients_of_round(experiment, round):
+            key = Key(round, client)
+            trained = key in captured or (summed and client not in absent) or key in truths
+            if not (trained or key in notes or key in earlier):
+                continue
+            note = notes.get(key)
+            if note is None and experiment.defenses_of(client):
+                lost.add(client)
+            if client in lost:
+                rows += earlier.get(key) or [LedgerRow.nothing_guaranteed(key)]
+                continue
+            events[client] += note.events if note is not None else ()
+            spent = privacy.compose(events[client], table.delta, table.accountant)
+            rows += [_ledger_row(key, each, table.accountant) for each in spent] or [
+                LedgerRow.nothing_guaranteed(key)
+            ]
+    if experiment.aggregator is not None and experiment.aggregator.trust is not None:
+        gaps.notes.append(experiment.aggregator.trust)
+    if lost:
+        clients = ", ".join(map(str, sorted(lost)))
+        gaps.missing.append(
+            f"what the defenses of {len(lost)} clients ({clients}) did is not all in "
+            f"{run.path / 'defended'}: the ledger keeps what it had of them, and counts what it "
+            f"never had as no guarantee; `fedleak score {run.path} --vault FOLDER` takes such "
+            "files from the vault of a node, else only `fedleak run FILE --fresh` writes them again"
+        )
+    return rows
+
+
+def _ledger_row(key: Key, spent: Spent, accountant: str) -> LedgerRow:
+    return LedgerRow(
+        round=key.round,
+        client=key.client,
+        epsilon=spent.epsilon if math.isfinite(spent.epsilon) else privacy.NONE,
+        delta=spent.delta,
+        accountant=accountant,
+        unit=spent.of.unit,
+        neighbouring=spent.of.neighbouring,
+        sampling=spent.of.sampling,
+        sampling_rate=spent.of.sampling_rate,
+        steps=sum(event.steps for event in spent.events),
+        noise_multiplier=spent.of.noise_multiplier,
+    )
+
+
+def guarantee(rows: Sequence[LedgerRow]) -> Guarantee | None:
+    """Returns what holds for every client after its last round: the weakest of the strongest.
+
+    A client that bounds both its examples and itself has the smaller epsilon of the two.
+    """
+    last = {(row.client, row.unit): row for row in rows}
+
+    def size(row: LedgerRow) -> float:
+        return math.inf if row.epsilon == privacy.NONE else float(row.epsilon)
+
+    of_client = [
+        min((row for row in last.values() if row.client == client), key=size)
+        for client in sorted({row.client for row in rows})
+    ]
+    if not of_client:
+        return None
+    return Guarantee.model_validate(max(of_client, key=size), from_attributes=True)
+
+
+def defense_rows(
+    notes: Mapping[Key, ClientNote | None], before: Iterable[DefenseRow]
+) -> list[DefenseRow]:
+    """Returns the rows of defenses.jsonl: what each defense did to each update.
+
+    Of an update whose note is gone the rows of the last time stay.
+    """
+    rows = [
+        DefenseRow(
+            round=key.round,
+            client=key.client,
+            defense=did.defense,
+            kind=did.kind,
+            **did.figures,
+            **(note.training if _reports_training(did.kind) else {}),
+        )
+        for key, note in notes.items()
+        if note is not None
+        for did in note.defenses
+    ]
+    kept = [row for row in before if notes.get(row.key) is None]
+    return sorted(rows + kept, key=lambda row: (row.key, row.defense))
+
+
+def _reports_training(kind: str) -> bool:
+    """Returns whether the figures of a client's training are about a defense of this kind."""
+    defense = defenses.kinds().get(kind)
+    return defense is not None and defense.reports_training
+
+
+def defense_means(rows: Sequence[DefenseRow]) -> tuple[DefenseMeans, ...]:
+    """Returns for each defense the means of its figures over all updates that have them."""
+    found: dict[tuple[int, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for row in rows:
+        of_defense = found[row.defense, row.kind]
+        for name, value in row.figures.items():
+            if value is not None:
+                of_defense[name].append(value)
+    return tuple(
+        DefenseMeans(
+            defense=number,
+            kind=kind,
+            **{name: sum(values) / len(values) for name, values in sorted(figures.items())},
+        )
+        for (number, kind), figures in sorted(found.items())
+    )

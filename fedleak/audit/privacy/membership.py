@@ -1,0 +1,325 @@
+"""How well an attack tells which texts were in an update, and the epsilon that follows from it.
+
+A row has the scores of a list of texts and who of them was in. A text that a client's updates are
+asked about in several rounds has in all of them the mean of its scores. From these come for each
+score:
+
+- the ROC curve: the share of the texts that were in and score above a threshold, against the share
+  of the others that do. Its points at 1 % and 0.1 % (Carlini et al. 2022) are there if there are
+  enough others to say so;
+- the area under it (AUC), for texts of the same client: the chance that one that was in scores
+  higher than one that was not. 0.5 is chance, 1 is certainty;
+- a lower bound on epsilon (`privacy_bounds.epsilon_delta_bound`) for replacing one text by another.
+  Of each pair (`audit.candidates`) the auditor guesses which text was in. A pair counts once,
+  because its coin was thrown once, and a text is in one pair only.
+
+The bounds of all attacks and scores hold at once with `CONFIDENCE`.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from fedleak.audit.kept_texts import KeptTexts
+from fedleak.audit.metrics import intervals
+from fedleak.audit.privacy import bounds as bounds
+from fedleak.audit.privacy.candidates import questions
+from fedleak.config.experiment import Experiment
+from fedleak.models import CAUSAL_LM
+from fedleak.store.records import Answer, MembershipRow
+from fedleak.store.run import EVERYONE, Key
+from fedleak.store.summaries import (
+    Estimate,
+    MembershipFigures,
+    MembershipSummary,
+    RocPoint,
+    RoundFigure,
+)
+from fedleak.training.truth import GroundTruth
+
+CONFIDENCE = 0.95
+"""With which the bounds of all attacks and scores hold."""
+
+ANNOUNCED_MU = 3.0
+"""How far apart the two texts of a pair are expected to score: it decides how many are guessed."""
+
+ONE_PERCENT, A_TENTH_PERCENT = 0.01, 0.001
+ACCUSED = (A_TENTH_PERCENT, ONE_PERCENT, 0.02, *(step / 20 for step in range(1, 20)))
+"""Shares of the texts outside that may be accused: the points of a ROC curve."""
+
+
+def membership_rows(
+    experiment: Experiment,
+    held_out: KeptTexts | None,
+    from_file: Mapping[str, KeptTexts],
+    answers: Mapping[tuple[Key, str], Answer],
+    truths: Mapping[Key, GroundTruth | None],
+    earlier: Sequence[MembershipRow],
+) -> list[MembershipRow]:
+    """Returns the rows of membership.jsonl.
+
+    Args:
+        experiment: What was prepared.
+        held_out: What no client trains on; None: it is not needed.
+        from_file: By attack, if it has one, the list of its file.
+        answers: By update and attack.
+        truths: By update; None where it is missing.
+        earlier: Rows of the last time: those without a truth now stay.
+    """
+    rows = {row.id: row for row in earlier}
+    forgotten = any(truths.get(row.key) is None for row in earlier)
+    numbers: dict[str, dict[tuple[int, ...], int]] = defaultdict(dict)
+    for (key, attack), answer in sorted(answers.items()):
+        truth = truths.get(key)
+        if truth is None or held_out is None or not answer.scores:
+            continue
+        clients = experiment.federation.clients
+        made = questions(truth, held_out, experiment.seed, clients, from_file.get(attack))
+        if any(len(scores) != len(made.inside) for scores in answer.scores.values()):
+            continue  # of another list: the held-out texts are others by now
+        known = numbers[attack]
+        texts = made.lines or tuple(
+            known.setdefault(one.ids, len(known)) for one in made.asked.listed
+        )
+        if forgotten and made.lines is None:
+            # Nobody knows any more which texts the other rows have.
+            if (key, attack) not in rows:
+                continue
+            texts = rows[key, attack].texts
+        rows[key, attack] = MembershipRow(
+            round=key.round,
+            client=key.client,
+            attack=attack,
+            texts=texts,
+            inside=made.inside,
+            pairs=made.pairs,
+            scores=answer.scores,
+        )
+    return [rows[name] for name in sorted(rows)]
+
+
+def summarised(experiment: Experiment, rows: Sequence[MembershipRow]) -> MembershipSummary | None:
+    """Returns what a run's rows say; None: there are none."""
+    by_score: dict[tuple[str, str], list[MembershipRow]] = defaultdict(list)
+    for row in rows:
+        for score in row.scores:
+            by_score[row.attack, score].append(row)
+    if not by_score:
+        return None
+    unfair = {name: _unfair(experiment, of) for name, of in by_score.items()}
+    cells, delta = sum(why is None for why in unfair.values()), experiment.privacy.delta
+    return MembershipSummary(
+        confidence=CONFIDENCE,
+        delta=delta,
+        figures=tuple(
+            _figures(attack, score, of, unfair[attack, score], cells, delta)
+            for (attack, score), of in by_score.items()
+        ),
+    )
+
+
+def _unfair(experiment: Experiment, rows: Sequence[MembershipRow]) -> str | None:
+    """Returns why nobody can say that coins were fair; None: they were."""
+    if not all(row.pairs for row in rows):
+        return "the texts are those of a file, and nobody threw a coin for which of them was in"
+    if experiment.data.on_nodes or experiment.tapped is not None:
+        return (
+            "which texts are held out was not drawn from the clients' data, so they may differ "
+            "from it in more than chance"
+        )
+    if experiment.model.task == CAUSAL_LM and experiment.federation.partition != "iid":
+        return (
+            f'federation.partition = "{experiment.federation.partition}" gives clients texts of '
+            "unlike classes, and held-out texts are of all classes"
+        )
+    return None
+
+
+@dataclass(frozen=True)
+class _Text:
+    """A text that a client's updates were asked about.
+
+    Attributes:
+        cluster: What it is not independent of: its client; of one client, or of sums, the round
+            in which it was asked about first.
+        score: The mean over rounds.
+        inside: Whether it was in a batch.
+    """
+
+    cluster: int
+    score: float
+    inside: bool
+
+
+def _texts(rows: Sequence[MembershipRow], score: str) -> dict[tuple[int, int], _Text]:
+    """Returns the texts of all rows of an attack, by client and number."""
+    found: dict[tuple[int, int], list[tuple[float, bool, int]]] = defaultdict(list)
+    for row in rows:
+        of_row = zip(row.texts, row.scores[score], row.inside, strict=True)
+        for number, value, inside in of_row:
+            found[row.client, number].append((value, inside, row.round))
+    several = len({client for client, _ in found}) > 1
+    return {
+        (client, number): _Text(
+            cluster=client if several else min(round for *_, round in of),
+            score=math.fsum(value for value, *_ in of) / len(of),
+            inside=any(inside for _, inside, _ in of),
+        )
+        for (client, number), of in found.items()
+    }
+
+
+def _figures(
+    attack: str,
+    score: str,
+    rows: Sequence[MembershipRow],
+    unfair: str | None,
+    cells: int,
+    delta: float,
+) -> MembershipFigures:
+    """Returns the figures of one score.
+
+    Args:
+        attack, score: Whose, and its name.
+        rows: Of the attack.
+        unfair: Why coins may not be fair; None: they are.
+        cells: How many attacks and scores share the error of the bounds.
+        delta: Of the bounds.
+    """
+    texts = _texts(rows, score)
+    members = [one for one in texts.values() if one.inside]
+    controls = np.array([one.score for one in texts.values() if not one.inside])
+    clients = {client for client, _ in texts}
+    roc = {
+        accused: found
+        for accused in ACCUSED
+        if (found := found_where(members, controls, accused)) is not None
+    }
+    differences, coins = _pairs(rows, texts)
+    return MembershipFigures(
+        attack=attack,
+        score=score,
+        updates=len(rows),
+        clients=None if EVERYONE in clients else len(clients),
+        members=len(members),
+        controls=len(controls),
+        auc=_area(texts),
+        rounds=_by_round(rows, score),
+        roc=tuple(RocPoint(accused=accused, found=found) for accused, found in roc.items()),
+        found_at_1_percent=roc.get(ONE_PERCENT),
+        found_at_01_percent=roc.get(A_TENTH_PERCENT),
+        pairs=len(coins),
+        no_bound=unfair,
+        p=None if unfair else min(1.0, cells * _by_chance(differences, coins)),
+        epsilon=None if unfair else pair_bound(differences, coins, (1 - CONFIDENCE) / cells, delta),
+    )
+
+
+def _area(texts: Mapping[tuple[int, int], _Text]) -> Estimate | None:
+    """Returns the area under the ROC curve over texts of the same client, with its interval."""
+    by_client: dict[int, list[_Text]] = defaultdict(list)
+    for (client, _), one in texts.items():
+        by_client[client].append(one)
+    wins, clusters = [], []
+    for of in by_client.values():
+        members, controls = (
+            [one for one in of if one.inside == inside] for inside in (True, False)
+        )
+        if controls:
+            wins += _wins([one.score for one in members], [one.score for one in controls])
+            clusters += [one.cluster for one in members]
+    if not wins:
+        return None
+    return Estimate(**intervals.clustered_mean(wins, clusters, most=1.0)._asdict())
+
+
+def _by_round(rows: Sequence[MembershipRow], score: str) -> tuple[RoundFigure, ...]:
+    """Returns the area in each round, over texts of the same update."""
+    wins: dict[int, list[float]] = defaultdict(list)
+    for row in rows:
+        members, controls = (
+            [
+                value
+                for value, was_in in zip(row.scores[score], row.inside, strict=True)
+                if was_in == inside
+            ]
+            for inside in (True, False)
+        )
+        if members and controls:
+            wins[row.round] += _wins(members, controls)
+    return tuple(
+        RoundFigure(round=round, auc=math.fsum(won) / len(won))
+        for round, won in sorted(wins.items())
+    )
+
+
+def _wins(members: Sequence[float], controls: Sequence[float]) -> list[float]:
+    """Returns for each member the share of the controls that score lower; ties are half."""
+    above = np.array(members)[:, None] - np.array(controls)
+    found: list[float] = ((above > 0).mean(1) + 0.5 * (above == 0).mean(1)).tolist()
+    return found
+
+
+def found_where(
+    members: Sequence[_Text], controls: npt.NDArray[np.float64], accused: float
+) -> Estimate | None:
+    """Returns the share of members above all controls but a share; None: there are too few.
+
+    Args:
+        members: Texts that were in.
+        controls: Scores of the others.
+        accused: The largest share of the controls that may be above. The interval takes the
+            threshold that follows from it as given.
+    """
+    most = math.floor(accused * len(controls) + 1e-9)
+    if not most or not members:
+        return None
+    threshold = np.sort(controls)[-most - 1]
+    above = [float(one.score > threshold) for one in members]
+    clusters = [one.cluster for one in members]
+    return Estimate(**intervals.clustered_mean(above, clusters, most=1.0)._asdict())
+
+
+def _by_chance(differences: Sequence[float], coins: Sequence[bool]) -> float:
+    """Returns the p of the texts that were in being as likely above as below those beside them."""
+    pairs = zip(differences, coins, strict=True)
+    return intervals.sign_test([each if first else -each for each, first in pairs])
+
+
+def _pairs(
+    rows: Sequence[MembershipRow], texts: Mapping[tuple[int, int], _Text]
+) -> tuple[list[float], list[bool]]:
+    """Returns of pairs how much higher the first in the list scores, and whether it was in."""
+    used: set[int] = set()
+    differences, coins = [], []
+    for row in rows:
+        for member, control in row.pairs:
+            first, second = row.texts[min(member, control)], row.texts[max(member, control)]
+            if not used & {first, second}:
+                used |= {first, second}
+                scores = [texts[row.client, number].score for number in (first, second)]
+                differences.append(scores[0] - scores[1])
+                coins.append(member < control)
+    return differences, coins
+
+
+def pair_bound(
+    differences: Sequence[float], coins: Sequence[bool], alpha: float, delta: float
+) -> float:
+    """Returns a lower bound on epsilon with confidence 1 - alpha; 0 where nothing was seen.
+
+    Args:
+        differences: Of each pair how much higher the first text scores.
+        coins: Whether the first text was in.
+        alpha: How often the bound may be wrong.
+        delta: Of the guarantee.
+    """
+    if not coins:
+        return 0.0
+    rule = bounds.settled_rule(len(coins), ANNOUNCED_MU, two_sided=True)
+    right = rule.right(differences, coins)
+    return bounds.epsilon_delta_bound(len(coins), rule.count, right, alpha, delta)

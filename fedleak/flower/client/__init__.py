@@ -1,0 +1,1 @@
+"""The ClientApp: trains, defends, selects, encodes."""

@@ -1,0 +1,79 @@
+"""The ClientApp. Training is the library's; this turns messages into calls and back.
+
+The order on the way out is train, defend, select, mask, encode: `mods` wrap training from the
+inside out. What a client finds out about its own defenses goes to a file beside the vault and to
+nobody else.
+"""
+
+from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+
+from fedleak import models
+from fedleak.federation.canaries import client_canaries
+from fedleak.flower.client.context import work_of
+from fedleak.flower.client.masking import mask
+from fedleak.flower.client.mods import defend, encode, report_errors, select
+from fedleak.flower.client.outgoing import Outgoing
+from fedleak.store.run import Key
+from fedleak.training.batches import round_batch
+from fedleak.training.local import local_update_
+from fedleak.training.truth import GroundTruth
+from fedleak.util.rng import stream_seed
+from fedleak.util.versions import code
+
+app = ClientApp(mods=[report_errors, encode, mask, select, defend])
+
+
+@app.query("identity")
+def identity(message: Message, context: Context) -> Message:
+    """Says whose data this node holds, how much it is if it is a file of its own, and by what."""
+    work = work_of(message, context)
+    config = ConfigRecord({"client": work.client, "fedleak": code()})
+    if work.own is not None:
+        _, workload = work.model_and_data
+        config["examples"] = len(workload.sequences)
+    return Message(RecordDict({"identity": config}), reply_to=message)
+
+
+@app.train()
+def train(message: Message, context: Context) -> Message:
+    """Trains on this round's examples and returns the update."""
+    work = work_of(message, context)
+    experiment, client = work.experiment, work.client
+    model, workload = work.model_and_data
+    round = int(message.content.config_records["config"]["round"])  # type: ignore[arg-type]
+    models.load_parameters_(
+        model, message.content.array_records["arrays"].to_torch_state_dict(keep_input=False)
+    )
+    protection = work.protection
+    seed, local, part = experiment.seed, protection.local, workload.parts[client]
+    chosen = round_batch(len(part), local, seed=seed, client=client, round=round)
+    sequences = [workload.sequences[part[i]] for i in chosen]
+    labels = [workload.labels[part[i]] for i in chosen]
+    figures: dict[str, float] = {}
+    canaries = None
+    if work.vault is not None:  # without one nobody could tell later which canaries were in
+        canaries = client_canaries(experiment, protection, client, round, model)
+    update = local_update_(
+        model,
+        sequences,
+        labels,
+        local,
+        seed=stream_seed(seed, "local", round, client),
+        report=figures.update,
+        planted=canaries.planted if canaries else None,
+    )
+    key = Key(round, client)
+    if work.vault is not None:
+        truth = GroundTruth(
+            round=round,
+            client=client,
+            sequences=tuple(sequences),
+            labels=tuple(labels) if experiment.model.task == models.CLASSIFICATION else (),
+            batch_size=min(local.batch_size, len(part)),
+            noise_scale=protection.noise_scale(),
+            canaries=canaries.coins if canaries else None,
+        )
+        marked = {"fingerprint": experiment.fingerprint, **truth.to_json()}
+        work.vault.write_truth(key, marked)
+    return Outgoing(key, update, figures, canaries, reply_to=message)

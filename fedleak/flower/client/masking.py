@@ -1,0 +1,55 @@
+"""The client's side of secure aggregation: Flower's SecAgg+ around what this client sends."""
+
+from flwr.app import Context, Message, MessageType
+from flwr.client.mod import secaggplus_mod
+from flwr.common import Code, FitRes, Status, ndarrays_to_parameters
+from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS
+from flwr.compat.common.recorddict_compat import fitres_to_recorddict
+
+from fedleak.federation.protection import protocol_of
+from fedleak.flower.client.context import work_of
+from fedleak.flower.client.mods import Next
+from fedleak.flower.client.outgoing import Outgoing
+from fedleak.util.errors import FedleakError
+
+
+def mask(message: Message, context: Context, call_next: Next) -> Message:
+    """Takes part in SecAgg+ if the experiment says so; the update then leaves masked only.
+
+    Four messages make a round: keys, shares of keys, the masked update, shares to unmask the sum.
+    Only the third is about training, and says what is trained.
+
+    Raises:
+        FedleakError: The server asks for an update that nothing masks.
+    """
+    if RECORD_KEY_CONFIGS in message.content.config_records:
+        return secaggplus_mod(
+            message, context, lambda asked, own: _for_protocol(asked, own, call_next)
+        )
+    if message.metadata.message_type == MessageType.TRAIN:
+        protocol = protocol_of(work_of(message, context).experiment)
+        if protocol is not None:
+            raise FedleakError(
+                f"the experiment sums with {protocol.protocol!r}, and the server asks for the "
+                "update itself: this client does not send it"
+            )
+    return call_next(message, context)
+
+
+def _for_protocol(message: Message, context: Context, call_next: Next) -> Message:
+    """Trains, and returns the update in the records that Flower's mod reads.
+
+    The update is rounded already, so in float64 Flower's rounding, whose draws nobody can repeat,
+    leaves it as it is: a run gives the same sum again.
+    """
+    protocol = protocol_of(work_of(message, context).experiment)
+    if protocol is None:
+        raise FedleakError("the server asks for SecAgg+, and the experiment does not")
+    reply = call_next(message, context)
+    assert isinstance(reply, Outgoing)
+    exact = protocol.on_grid(reply.update)
+    arrays = [exact[name].numpy() for name in sorted(exact)]
+    result = FitRes(
+        Status(Code.OK, ""), ndarrays_to_parameters(arrays), reply.update.num_examples, {}
+    )
+    return Message(fitres_to_recorddict(result, keep_input=False), reply_to=message)

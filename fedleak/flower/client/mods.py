@@ -1,0 +1,123 @@
+"""Flower mods: what happens to an update between training and the wire."""
+
+import logging
+import os
+import re
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from flwr.app import Context, Error, Message
+from torch import Generator
+
+from fedleak.config.experiment import Experiment
+from fedleak.config.sent_parameters import selected_parameters
+from fedleak.flower.client.context import work_of
+from fedleak.flower.client.outgoing import Outgoing
+from fedleak.training.wire import partial_update
+from fedleak.util.errors import FedleakError
+from fedleak.util.rng import stream
+
+Next = Callable[[Message, Context], Message]
+
+CLIENT_FAILED = 2
+"""Flower's code of an error in a client's app."""
+
+TRAVELS = ("fedleak.flower.client", "fedleak.federation.assignment")
+"""Modules whose errors the server may read: they quote neither a text nor what the server sent."""
+
+OPENS = {"fedleak.data": "data", "fedleak.models.loading": "model"}
+"""Modules that open what the server may have named, with the table that names it. An error tells no
+more than the table: its line or its kind would tell which files and folders are here."""
+
+_KEY = re.compile(rf"\[?((?:{'|'.join(Experiment.model_fields)})\b(?:\[\d+\])?(?:\.[a-z_]+)*)")
+"""The key that the line of a wrong experiment begins with."""
+
+_MORE = "the client's log says more"
+
+_log = logging.getLogger(__name__)
+
+
+def defend(message: Message, context: Context, call_next: Next) -> Message:
+    """Applies the defenses that this client uses, in their order, and notes what they did."""
+    reply = call_next(message, context)
+    if not isinstance(reply, Outgoing):
+        return reply
+    work = work_of(message, context)
+    experiment, key, protection = work.experiment, reply.key, work.protection
+
+    def rng(number: int) -> Generator:
+        return stream(experiment.seed, "defense", number, key.client, key.round)
+
+    raw, private = reply.update, work.vault
+    reply.update, told = protection.defend(raw, rng)
+    if private is not None and reply.canaries is not None and reply.canaries.coins.copy:
+        audited, _ = protection.defend(reply.canaries.copied(raw), rng)
+        private.write_audited(key, reply.canaries.difference(audited, reply.update))
+    if told and private is not None:
+        events = [event.to_json() for event in protection.events(key.round)]
+        note: dict[str, Any] = {
+            "fingerprint": experiment.fingerprint,
+            "defenses": told,
+            "training": reply.trained,
+            "events": events,
+        }
+        private.write_defended(key, note)
+    return reply
+
+
+def select(message: Message, context: Context, call_next: Next) -> Message:
+    """Keeps of the update only the parameters that clients send."""
+    reply = call_next(message, context)
+    if not isinstance(reply, Outgoing):
+        return reply
+    work = work_of(message, context)
+    if work.experiment.update.share != "all":
+        model, _ = work.model_and_data  # loaded for training already
+        reply.update = partial_update(reply.update, selected_parameters(work.experiment, model))
+    return reply
+
+
+def encode(message: Message, context: Context, call_next: Next) -> Message:
+    """Encodes the update, once; mods outside of this one see what the server will see."""
+    reply = call_next(message, context)
+    return reply.encoded(message) if isinstance(reply, Outgoing) else reply
+
+
+def report_errors(message: Message, context: Context, call_next: Next) -> Message:
+    """Answers a crash with what the server may know; the client's log has all of it."""
+    try:
+        return call_next(message, context)
+    except Exception as error:  # noqa: BLE001 - any error's words may quote a text
+        _log.exception("client %s failed", context.node_config.get("partition-id"))
+        return Message(Error(CLIENT_FAILED, public(error)), reply_to=message)
+
+
+def public(error: Exception) -> str:
+    """Returns what the server may read of an error: its key or its place, and no value.
+
+    The server chose the values of the experiment, so what one of them does here would tell it what
+    is on this machine; other words may quote a text.
+    """
+    kind, place = type(error).__name__, _place(error)
+    for module, table in OPENS.items():
+        if place.startswith(module):
+            return f"ConfigError: {table} is refused: {_MORE}"
+    if isinstance(error, FedleakError):
+        if place.startswith(TRAVELS):
+            return f"{kind}: {error}"
+        if key := _KEY.match(str(error)):
+            return f"{kind}: {key[1]} is refused: {_MORE}"
+    system = error if isinstance(error, OSError) else error.__cause__
+    if isinstance(system, OSError) and system.errno is not None:
+        kind += f" ({os.strerror(system.errno)})"
+    return f"{kind} in {place}: {_MORE}"
+
+
+def _place(error: Exception) -> str:
+    """Returns the last module and line of this project that an error came through."""
+    places = [
+        f"{frame.f_globals['__name__']}:{line}"
+        for frame, line in traceback.walk_tb(error.__traceback__)
+    ]
+    return [place for place in places if place.startswith("fedleak.")][-1]

@@ -1,0 +1,47 @@
+"""An update on its way out of a client, before it is encoded for the wire."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
+
+from fedleak.federation.canaries import ClientCanaries
+from fedleak.store.run import Key
+from fedleak.training.observation import ClientUpdate
+from fedleak.training.wire import to_wire
+
+
+class Outgoing(Message):
+    """A reply whose update is still tensors, so that mods change it without decoding it.
+
+    Attributes:
+        key: The round and the client.
+        update: What is sent, as far as the mods have come.
+        trained: Figures of the training, which stay here.
+        canaries: Of an audit; they stay here, too, but for those that are in the update.
+    """
+
+    def __init__(
+        self,
+        key: Key,
+        update: ClientUpdate,
+        trained: Mapping[str, float],
+        canaries: ClientCanaries | None,
+        *,
+        reply_to: Message,
+    ) -> None:
+        super().__init__(RecordDict(), reply_to=reply_to)
+        self.key, self.update, self.trained, self.canaries = key, update, trained, canaries
+
+    def encoded(self, reply_to: Message) -> Message:
+        """Returns the reply that leaves: the update and three numbers.
+
+        Of the update nothing is left here: it would be in memory twice.
+        """
+        said = {"num-examples": self.update.num_examples, **self.key._asdict()}
+        tensors, arrays = to_wire(self.update.tensors), ArrayRecord()
+        self.update = replace(self.update, tensors={})
+        for name in list(tensors):
+            arrays[name] = Array(tensors.pop(name))
+        content = RecordDict({"update": arrays, "metrics": MetricRecord(said)})
+        return Message(content, reply_to=reply_to)

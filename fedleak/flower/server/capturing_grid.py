@@ -1,0 +1,111 @@
+"""The tap: sees each reply as it arrives, before anything else does, and frees its memory."""
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from flwr.app import Message, RecordDict
+from flwr.serverapp import Grid
+
+from fedleak.util.errors import StoppedError
+
+POLL_SECONDS = 0.02
+
+AT_ONCE = 16
+"""Messages that are under way at most, where nobody says."""
+
+
+def refuse_to_go_on(*, stop: bool) -> None:
+    """Ends training that is to stop.
+
+    Raises:
+        StoppedError: It is.
+    """
+    if stop:
+        raise StoppedError("training was stopped: what goes on beside it has failed")
+
+
+class CapturingGrid(Grid):
+    """A grid that hands every reply to `on_reply`, which returns what the strategy may keep.
+
+    A pull hands over all that is ready, so each asks for one reply: no more than one update is
+    pulled at a time, however many clients there are. The SuperLink holds the replies until then, so
+    only some messages are under way at a time: as a reply is pulled, the next message goes out.
+
+    Args:
+        grid: What messages go through.
+        on_reply: Takes what it wants of a reply, and returns what the strategy may keep.
+        stop: Is asked before each pull whether to end.
+        at_once: Messages that are under way at most.
+        room: Is asked before each message, with how many are under way, whether it may go out.
+    """
+
+    def __init__(
+        self,
+        grid: Grid,
+        on_reply: Callable[[Message], RecordDict],
+        stop: Callable[[], bool] = lambda: False,
+        at_once: int = AT_ONCE,
+        room: Callable[[int], bool] = lambda under_way: True,
+    ) -> None:
+        self._grid, self._on_reply, self._stop = grid, on_reply, stop
+        self._at_once, self._room = at_once, room
+
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> Iterable[Message]:
+        """Sends messages and returns the replies, stripped of what `on_reply` took.
+
+        Args:
+            messages: In this order they go out.
+            timeout: Seconds that each is waited for, once it is sent; None: without end.
+        """
+        left, wait = deque(messages), math.inf if timeout is None else timeout
+        deadlines: dict[str, float] = {}  # of the messages that are under way
+        replies: list[Message] = []
+        while True:
+            while left and len(deadlines) < self._at_once and self._room(len(deadlines)):
+                # None stands for a message that could not be sent; nobody answers it.
+                sent = [name for name in self._grid.push_messages([left.popleft()]) if name]
+                deadlines |= dict.fromkeys(sent, time.monotonic() + wait)
+            if not (left or deadlines):
+                return replies
+            refuse_to_go_on(stop=self._stop())
+            before = len(replies)
+            for name, deadline in tuple(deadlines.items()):
+                refuse_to_go_on(stop=self._stop())
+                pulled = list(self._grid.pull_messages([name]))
+                for reply in pulled:
+                    if reply.has_content():
+                        reply.content = self._on_reply(reply)
+                replies += pulled
+                if pulled or time.monotonic() >= deadline:
+                    del deadlines[name]
+            if len(replies) == before:
+                time.sleep(POLL_SECONDS)
+
+    def set_run(self, run: object) -> None:
+        """Passes on."""
+        self._grid.set_run(run)  # type: ignore[arg-type]
+
+    @property
+    def run(self) -> object:  # type: ignore[override]
+        """Passes on."""
+        return self._grid.run
+
+    def create_message(self, *args: object, **kwargs: object) -> Message:
+        """Passes on."""
+        return self._grid.create_message(*args, **kwargs)  # type: ignore[arg-type]
+
+    def get_node_ids(self) -> Iterable[int]:
+        """Passes on."""
+        return self._grid.get_node_ids()
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """Passes on."""
+        return self._grid.push_messages(messages)
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """Passes on."""
+        return self._grid.pull_messages(message_ids)

@@ -1,0 +1,138 @@
+"""What a client's reply says, checked before any of it is believed: it may be hostile."""
+
+from collections.abc import Mapping
+
+import torch
+from flwr.app import ArrayRecord, Message
+from torch import Tensor
+
+from fedleak.config.tables import MOST_EXAMPLES
+from fedleak.store.run import Key
+from fedleak.training.observation import ClientUpdate, UpdateKind
+from fedleak.training.wire import from_wire
+from fedleak.util.errors import FedleakError
+from fedleak.util.finite import all_finite
+from fedleak.util.sanitise import printable
+from fedleak.util.versions import code
+
+HALF = (torch.float16, torch.bfloat16)
+"""What an update may be cast to on its way."""
+
+LONGEST = 400
+"""Characters of a client's error that are quoted."""
+
+
+class RefusedError(FedleakError):
+    """A reply that is not what its node was asked for."""
+
+
+def claimed_client(reply: Message) -> int:
+    """Returns the client whose data a node says it holds.
+
+    Raises:
+        RefusedError: It does not say, or no whole number.
+    """
+    said = reply.content.config_records.get("identity")
+    return whole_number("client", said.get("client") if said else None, 0)
+
+
+def claimed_examples(reply: Message) -> int:
+    """Returns how many examples a node says its own file has.
+
+    Raises:
+        RefusedError: It does not say, or no whole number.
+    """
+    said = reply.content.config_records.get("identity")
+    return whole_number("examples", said.get("examples") if said else None, 1, MOST_EXAMPLES)
+
+
+def check_code(reply: Message) -> None:
+    """Refuses a node that runs another fedleak than this one.
+
+    Raises:
+        RefusedError: It does, or does not say.
+    """
+    said = reply.content.config_records.get("identity")
+    theirs = said.get("fedleak") if said else None
+    if theirs != code():
+        raise RefusedError(
+            f"it runs fedleak {_quoted(theirs)} and the server {code()}: install the same on both, "
+            "or start `flwr run` in a checkout, which brings its own"
+        )
+
+
+def take_update(
+    reply: Message, key: Key, kind: UpdateKind, expected: Mapping[str, Tensor], most_examples: int
+) -> ClientUpdate:
+    """Returns the update in a reply, whose encoded form is freed on the way.
+
+    Args:
+        reply: The reply of the node that holds the client's data.
+        key: The round that was asked for, and the client. What it says itself, if anything, must
+            agree.
+        kind: What was asked for.
+        expected: Tensors of the shapes and types that the client sends, by parameter name.
+        most_examples: Examples that it can have used.
+
+    Raises:
+        RefusedError: Anything about it is not right.
+    """
+    update = reply.content.array_records.get("update")
+    said = reply.content.metric_records.get("metrics")
+    if update is None or said is None:
+        raise RefusedError("it holds no update")
+    for name, value in key._asdict().items():
+        if said.get(name, value) != value:
+            raise RefusedError(f"it says {name} {_quoted(said[name])}, but is of {name} {value}")
+    examples = whole_number("num-examples", said.get("num-examples"), 1, most_examples)
+    if unexpected := sorted(update.keys() ^ expected.keys()):
+        what = "lacks" if unexpected[0] in expected else "holds a parameter"
+        raise RefusedError(f"it {what} {_quoted(unexpected[0])}")
+    tensors = _decoded(update)
+    for name, tensor in tensors.items():
+        _check(name, tensor, expected[name])
+    return ClientUpdate(kind, tensors, examples)
+
+
+def told(reply: Message) -> str:
+    """Returns what a client's error says, without the traces that Ray puts around it."""
+    reason = reply.error.reason or "no reason"
+    words = reason.rpartition("occurred. Message: ")[2].removesuffix("'>").split()
+    return printable(" ".join(words))[-LONGEST:]
+
+
+def _check(name: str, tensor: Tensor, like: Tensor) -> None:
+    """Refuses a tensor that is not like the one of its parameter."""
+    if tensor.shape != like.shape:
+        shapes = f"{list(tensor.shape)}, but the parameter {list(like.shape)}"
+        raise RefusedError(f"{name!r} has the shape {shapes}")
+    if tensor.dtype not in (like.dtype, *HALF):
+        raise RefusedError(f"{name!r} is of {tensor.dtype}, but the parameter of {like.dtype}")
+    if not all_finite(tensor):
+        raise RefusedError(
+            f"not every number of {name!r} is finite: training diverged, or a cast overflowed; "
+            "lower federation.learning_rate, or cast to bfloat16"
+        )
+
+
+def _decoded(update: ArrayRecord) -> dict[str, Tensor]:
+    try:
+        return from_wire(update.to_torch_state_dict(keep_input=False))
+    except Exception as error:  # whatever NumPy makes of any bytes
+        raise RefusedError(f"its update cannot be read ({type(error).__name__})") from error
+
+
+def whole_number(name: str, value: object, least: int, most: int | None = None) -> int:
+    """Returns a number that a client says.
+
+    Raises:
+        RefusedError: It is no whole number from `least` to `most`.
+    """
+    if type(value) is not int or value < least or (most is not None and value > most):
+        bounds = f"{least} or more" if most is None else f"{least} to {most}"
+        raise RefusedError(f"its {name} is {_quoted(value)} and not a whole number, {bounds}")
+    return value
+
+
+def _quoted(value: object) -> str:
+    return printable(repr(value))[:100]

@@ -1,0 +1,298 @@
+"""The server's side of secure aggregation: Flower's SecAgg+, of which it sees the sum alone."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.common import FitIns, ndarrays_to_parameters, parameters_to_ndarrays
+from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Stage
+from flwr.common.secure_aggregation.secaggplus_constants import Key as Said
+from flwr.compat.common.parameter import bytes_to_ndarray
+from flwr.compat.common.recorddict_compat import parameters_to_arrayrecord
+from flwr.server import LegacyContext
+from flwr.server.workflow import SecAggPlusWorkflow
+from flwr.server.workflow.constant import MAIN_CONFIGS_RECORD, MAIN_PARAMS_RECORD
+from flwr.server.workflow.constant import Key as WorkflowKey
+from flwr.serverapp import Grid
+
+from fedleak.config.sent_parameters import sent_by
+from fedleak.defenses import TrustedAggregator
+from fedleak.defenses.secure_sum import MODULUS, SecureSum
+from fedleak.federation.lookup import most_examples, note_dropped_out
+from fedleak.flower.server.replies import RefusedError, told, whole_number
+from fedleak.flower.server.strategy import NUM_ERRORS, CuriousServer
+from fedleak.training.observation import ClientUpdate
+from fedleak.util.errors import FedleakError
+
+NOTHING = ndarrays_to_parameters([])
+
+
+class SummingServer(CuriousServer):
+    """A curious server that gets the sum of a round through SecAgg+, and no client's update.
+
+    A client that is lost while it trains, or afterwards, is left out of the sum by the protocol.
+    Flower's cannot do without one that is lost earlier: it begins anew with the others.
+
+    Args:
+        of_server: The arguments of `CuriousServer`.
+        settings: Of the protocol.
+        patience: Seconds to wait for the answers of each stage.
+    """
+
+    def __init__(self, *of_server: Any, settings: SecureSum, patience: float) -> None:
+        super().__init__(*of_server)
+        self._settings, self._patience = settings, patience
+
+    def on_reply(self, reply: Message) -> RecordDict:
+        """Leaves a reply as it is: it holds keys, shares, or numbers under a mask."""
+        return reply.content
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Sums the updates of this round's clients, and leaves nothing to be sent.
+
+        Raises:
+            FedleakError: Too few clients answered, or the sum cannot be one.
+        """
+        asked = list(super().configure_train(server_round, arrays, config, grid))
+        self._clients, self._waiting_for = self._waiting_for, {}
+        parameters = self._model.parameters()
+        [client, *_] = self._clients.values()  # all send the same parameters
+        self._names = sorted(sent_by(self._experiment, client, self._model))
+        stages = Stages(
+            grid=grid,
+            task=asked[0].content,
+            shapes=[tuple(parameters[name].shape) for name in self._names],
+            most_examples=max(
+                most_examples(self._experiment, self._run, client)
+                for client in self._clients.values()
+            ),
+        )
+        self._found = self._summed(stages)
+        return []
+
+    def _summed(self, stages: "Stages") -> "Sum":
+        """Runs the protocol, again without those who were lost before it came to training."""
+        left = list(self._clients)
+        needed = max(2, round(self._settings.threshold * len(left)))
+        while len(left) >= needed:
+            try:
+                found = run_protocol(stages, left, self._settings, self._patience)
+            except LostEarlyError:
+                left = [node for node in left if node not in stages.problems]
+                continue
+            if found is None:
+                break
+            return found
+        lines = [f"{self._name(node)}: {why}" for node, why in stages.problems.items()]
+        quoted, more = lines[:NUM_ERRORS], len(lines[NUM_ERRORS:])
+        if more:
+            quoted.append(f"and {more} more like these")
+        raise FedleakError(
+            f"round {self._round}: SecAgg+ gave no sum: {len(stages.problems)} of "
+            f"{len(self._clients)} clients were lost, and at least {needed} must answer: "
+            f"{'; '.join(quoted) or 'see the log of Flower'}"
+        )
+
+    def _combined(self, aggregator: TrustedAggregator, round: int) -> ClientUpdate:
+        """Returns the sum that the protocol gave, and notes who is not in it."""
+        local, found = self._experiment.local_training, self._found
+        parameters = self._model.parameters()
+        tensors = {
+            name: torch.from_numpy(value).to(parameters[name].dtype)
+            for name, value in zip(self._names, found.mean, strict=True)
+        }
+        # Who has most examples made most steps.
+        self._local_steps = max(map(local.steps, found.examples.values()))
+        absent = [c for node, c in self._clients.items() if node not in found.examples]
+        note_dropped_out(self._run, round, absent)
+        return ClientUpdate(local.kind, tensors, sum(found.examples.values()))
+
+
+class Sum(NamedTuple):
+    """What the protocol lets the server know.
+
+    Attributes:
+        mean: The mean of the updates, weighted by examples: an array of each parameter.
+        examples: By node, of those whose updates are in it; nodes say it in clear.
+    """
+
+    mean: Sequence[np.ndarray[Any, np.dtype[np.float64]]]
+    examples: Mapping[int, int]
+
+
+class LostEarlyError(FedleakError):
+    """A client was lost before it was asked to train."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stages:
+    """All of a grid that Flower's workflow uses. It keeps what the workflow would not tell.
+
+    Attributes:
+        grid: Flower's.
+        task: What a client is told with the message that it trains for.
+        shapes: Of the arrays that a client sends.
+        most_examples: That a client can have used.
+        problems: Why a node was lost, by node.
+    """
+
+    grid: Grid
+    task: RecordDict
+    shapes: Sequence[tuple[int, ...]]
+    most_examples: int
+    problems: dict[int, str] = field(default_factory=dict)
+
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> list[Message]:
+        """Sends the messages of a stage and returns the replies that are right.
+
+        Raises:
+            LostEarlyError: Not all are, in a stage before training.
+        """
+        messages = list(messages)
+        stage = messages[0].content.config_records[RECORD_KEY_CONFIGS][Said.STAGE]
+        if stage == Stage.COLLECT_MASKED_VECTORS:
+            for message in messages:
+                of_protocol = message.content.config_records[RECORD_KEY_CONFIGS]
+                message.content = RecordDict({**self.task, RECORD_KEY_CONFIGS: of_protocol})
+        waiting_for = {message.metadata.dst_node_id for message in messages}
+        right = []
+        for reply in self.grid.send_and_receive(messages, timeout=timeout):
+            node = reply.metadata.src_node_id
+            if node not in waiting_for:
+                continue  # it has answered already, or was not asked
+            waiting_for.remove(node)
+            if reply.has_error():
+                self.problems[node] = told(reply)
+                continue
+            try:
+                self._check(str(stage), reply.content)
+            except RefusedError as error:
+                self.problems[node] = f"its answer is refused: {error}"
+            else:
+                right.append(reply)
+        self.problems.update(dict.fromkeys(waiting_for, "did not answer"))
+        if len(right) < len(messages) and stage in (Stage.SETUP, Stage.SHARE_KEYS):
+            raise LostEarlyError("a client was lost before training")
+        return right
+
+    def _check(self, stage: str, content: RecordDict) -> None:
+        """Refuses an answer that is not what a stage asks for: the workflow believes all of it."""
+        said = dict(content.config_records.get(RECORD_KEY_CONFIGS, {}))
+        match stage, said:
+            case Stage.SETUP, {Said.PUBLIC_KEY_1: bytes(), Said.PUBLIC_KEY_2: bytes()}:
+                return
+            case (
+                Stage.SHARE_KEYS,
+                {Said.DESTINATION_LIST: list(to), Said.CIPHERTEXT_LIST: list(texts)},
+            ) if _pairs(to, texts):
+                return
+            case Stage.UNMASK, {Said.NODE_ID_LIST: list(of), Said.SHARE_LIST: list(shares)} if (
+                _pairs(of, shares)
+            ):
+                return
+            case Stage.COLLECT_MASKED_VECTORS, {Said.MASKED_PARAMETERS: list(masked)}:
+                self._check_masked(masked, content)
+                return
+        raise RefusedError(f"it is no answer to the stage {stage!r} of SecAgg+")
+
+    def _check_masked(self, masked: Sequence[Any], content: RecordDict) -> None:
+        if any(content.array_records.values()):
+            raise RefusedError("it holds numbers that nothing masks")
+        said = content.metric_records.get("fitres.num_examples")
+        count = said.get("num_examples") if said else None
+        whole_number("num-examples", count, 1, self.most_examples)
+        if len(masked) != 1 + len(self.shapes):
+            raise RefusedError(f"it holds {len(masked)} arrays, and not {1 + len(self.shapes)}")
+        for array, shape in zip(masked, [(1,), *self.shapes], strict=True):
+            try:
+                value = bytes_to_ndarray(array)
+            except Exception as error:  # whatever NumPy makes of any bytes
+                raise RefusedError(f"an array cannot be read ({type(error).__name__})") from error
+            if value.shape != shape or value.dtype != np.int64:
+                raise RefusedError("an array is not of the shape and type that was asked for")
+            if value.size and not 0 <= value.min() <= value.max() < MODULUS:
+                raise RefusedError("an array holds a number beyond the modulus")
+
+
+def _pairs(nodes: Sequence[Any], texts: Sequence[Any]) -> bool:
+    """Returns whether each node has its bytes."""
+    return (
+        len(nodes) == len(texts)
+        and all(type(node) is int for node in nodes)
+        and all(type(text) is bytes for text in texts)
+    )
+
+
+class _Result:
+    """All of a strategy that Flower's workflow uses."""
+
+    def __init__(self) -> None:
+        self.sum: Sum | None = None
+
+    def configure_fit(self, round: int, parameters: Any, nodes: Any) -> list[tuple[Any, FitIns]]:
+        """Says who takes part; what they are told comes with `Stages`."""
+        return [(SimpleNamespace(node_id=node), FitIns(NOTHING, {})) for node in nodes.all()]
+
+    def aggregate_fit(self, round: int, results: Any, failures: Any) -> tuple[None, dict[str, Any]]:
+        """Keeps the mean, which every result has, and whose updates are in it."""
+        mean = parameters_to_ndarrays(results[0][1].parameters)
+        self.sum = Sum(mean, {one.node_id: result.num_examples for one, result in results})
+        return None, {}
+
+
+def run_protocol(
+    stages: Stages, nodes: Sequence[int], settings: SecureSum, patience: float
+) -> Sum | None:
+    """Runs SecAgg+ with these nodes; every one is the neighbour of every other.
+
+    Returns:
+        The sum; None if too few nodes answered.
+
+    Raises:
+        LostEarlyError: A node was lost before training.
+        FedleakError: What came cannot be unmasked.
+    """
+    assert settings.clipping is not None
+    assert settings.max_weight is not None
+    workflow = SecAggPlusWorkflow(
+        num_shares=1.0,
+        reconstruction_threshold=settings.threshold,
+        max_weight=settings.max_weight,
+        clipping_range=settings.clipping,
+        quantization_range=settings.levels,
+        modulus_range=MODULUS,
+        timeout=patience,
+    )
+    result = _Result()
+    manager = SimpleNamespace(all=lambda: nodes, num_available=lambda: len(nodes))
+    context = LegacyContext(
+        Context(0, 0, {}, RecordDict(), {}),
+        strategy=result,  # type: ignore[arg-type]
+        client_manager=manager,  # type: ignore[arg-type]
+    )
+    context.state.config_records[MAIN_CONFIGS_RECORD] = ConfigRecord({WorkflowKey.CURRENT_ROUND: 1})
+    context.state.array_records[MAIN_PARAMS_RECORD] = parameters_to_arrayrecord(NOTHING, True)
+    try:
+        workflow(stages, context)  # type: ignore[arg-type]
+    except FedleakError:
+        raise
+    except Exception as error:  # whatever Flower makes of shares that are wrong
+        raise FedleakError(
+            f"SecAgg+ cannot unmask the sum ({type(error).__name__}): a client's share is wrong"
+        ) from error
+    if (found := result.sum) is None:
+        return None
+    # Masks that do not cancel leave numbers that no sum of clipped ones has.
+    weight = sum(found.examples.values()) / len(found.examples) / settings.max_weight
+    largest = 1.01 * settings.clipping / weight
+    if not all(bool((np.abs(each) <= largest).all()) for each in found.mean):
+        raise FedleakError("SecAgg+ gave a sum that no updates have: a client's share is wrong")
+    return found

@@ -1,0 +1,266 @@
+"""The curious server: aggregates honestly, and keeps what it is to attack of each update."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from flwr.app import (
+    Array,
+    ArrayRecord,
+    ConfigRecord,
+    Message,
+    MessageType,
+    MetricRecord,
+    RecordDict,
+)
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Strategy
+
+from fedleak.config.experiment import Experiment
+from fedleak.config.sent_parameters import sent_by
+from fedleak.config.stored_parameters import stored_parameters
+from fedleak.defenses import TrustedAggregator
+from fedleak.federation.lookup import most_examples
+from fedleak.federation.protection import aggregator_of
+from fedleak.federation.schedule import clients_of_round, rounds_attacked
+from fedleak.flower.server.assignments import assignment
+from fedleak.flower.server.replies import RefusedError, take_update, told
+from fedleak.flower.server.round_sum import Beside, RoundSum
+from fedleak.models import LanguageModel
+from fedleak.store.run import EVERYONE, Capture, Key, Run
+from fedleak.training.aggregation import WeightedSum, aggregate, difference
+from fedleak.training.observation import ClientUpdate, Knowledge
+from fedleak.util.errors import FedleakError
+from fedleak.util.rng import stream
+
+NUM_ERRORS = 3
+"""Problems that a failed round quotes."""
+
+
+class CuriousServer(Strategy):
+    """FedSGD and FedAvg (McMahan et al. 2017) with a copy of every update on disk.
+
+    The sum over clients is taken in their order, as they come: it does not depend on who answered
+    first. Memory does not grow with the number of clients: an update is in it while it is summed,
+    and while it is written, beside the training of the next one. Updates that are not
+    attacked never reach the disk.
+
+    Args:
+        experiment: What is run.
+        run: Where captures go. The model of the first round is there.
+        model: Has the parameters that clients train.
+        first_round: The round that this strategy's first one is; above 1 when a run resumes.
+        nodes: The node that holds each client's data.
+    """
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        run: Run,
+        model: LanguageModel,
+        first_round: int,
+        nodes: Mapping[int, int],
+    ) -> None:
+        self._experiment, self._run, self._model = experiment, run, model
+        self._nodes, self._offset = nodes, first_round - 1
+        self._round = first_round
+        self._assignment = assignment(experiment, run)
+        self._waiting_for: dict[int, int] = {}  # the client of each node that has not answered
+        self._problems: list[str] = []
+        self._aggregator = aggregator_of(experiment)
+        self._arrays = ArrayRecord()
+        self._sum: RoundSum | None = None  # None: an aggregator has the updates of a round
+        self._local_steps = 0  # the most that a client of the round made
+        self._beside = Beside()
+
+    def on_reply(self, reply: Message) -> RecordDict:
+        """Captures a client's reply, if it is what was asked for; nothing is left of it."""
+        node = reply.metadata.src_node_id
+        try:
+            self._capture(reply, self._client_that_was_asked(node))
+        except RefusedError as error:
+            self._problems.append(f"{self._name(node)}: its answer is refused: {error}")
+        return RecordDict()
+
+    def _client_that_was_asked(self, node: int) -> int:
+        """Returns the client of a node, which has answered from now on."""
+        if node not in self._waiting_for:
+            raise RefusedError("it was not asked, or has answered already")
+        return self._waiting_for.pop(node)
+
+    def _capture(self, reply: Message, client: int) -> None:
+        """Captures a reply under the client whose node has sent it."""
+        experiment, key = self._experiment, Key(self._round, client)
+        local = experiment.local_training
+        parameters = self._model.parameters()
+        expected = {name: parameters[name] for name in sent_by(experiment, client, self._model)}
+        most = most_examples(experiment, self._run, client)
+        update = take_update(reply, key, local.kind, expected, most)
+        knowledge = Knowledge(
+            learning_rate=local.learning_rate,
+            local_steps=local.steps(update.num_examples),
+            dropout=local.dropout,
+        )
+        self._local_steps = max(self._local_steps, knowledge.local_steps or 0)
+        capture = Capture(key, update, knowledge)
+        if self._sum is None:
+            self._run.hold(capture)
+        else:
+            self._capture_and_add(capture, self._sum)
+
+    def _capture_and_add(self, capture: Capture, total: RoundSum) -> None:
+        """Adds an update to the sum of its round, and captures it if it is attacked."""
+        run, key = self._run, capture.key
+        is_next = total.is_next(key.client)
+        seen = self._experiment.sees == "updates" and self._experiment.attacked(*key)
+        kept = seen and not run.is_closed(key)
+
+        def write() -> None:
+            if not is_next:
+                run.hold(capture)
+            if not kept:
+                return
+            stored = self._stored(capture)
+            if stored is capture and not is_next:
+                run.admit(key)
+            else:
+                run.write_capture(stored)
+
+        self._beside.do(write)
+        if is_next:
+            total.add_(capture)
+        else:
+            total.held(key.client)
+
+    def _stored(self, capture: Capture) -> Capture:
+        """Returns what of a capture is stored: all of it, or what the attacks of the run read."""
+        tensors = capture.update.tensors
+        names = stored_parameters(self._experiment, frozenset(tensors), self._model)
+        if len(names) == len(tensors):
+            return capture
+        read = {name: value for name, value in tensors.items() if name in names}
+        return replace(capture, update=replace(capture.update, tensors=read))
+
+    @property
+    def writing(self) -> bool:
+        """Whether something that was received is not on disk yet."""
+        return self._beside.busy
+
+    def finish(self) -> None:
+        """Waits until all that was received is on disk."""
+        self._beside.finish()
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Sends the global model to this round's clients."""
+        round = self._round = server_round + self._offset
+        clients = clients_of_round(self._experiment, round)
+        self._waiting_for = {self._nodes[client]: client for client in clients}
+        self._problems, self._local_steps = [], 0
+        self._arrays = arrays
+        self._run.drop_held()  # by a process that was killed in this round
+        if self._aggregator is None:
+            self._sum = RoundSum(self._run, round, clients, self._model.parameters())
+        record = RecordDict(
+            {
+                "arrays": arrays,
+                "config": ConfigRecord({"round": round}),
+                "assignment": self._assignment,
+            }
+        )
+        return [
+            Message(record, message_type=MessageType.TRAIN, dst_node_id=node)
+            for node in self._waiting_for
+        ]
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord, None]:
+        """Returns the next global model.
+
+        Raises:
+            FedleakError: A client failed, did not answer, or gave an answer that was refused.
+        """
+        round = server_round + self._offset
+        self.finish()
+        self._check_all_answered(reply for reply in replies if reply.has_error())
+        broadcast, combined = self._run.read_broadcast(round), None
+        if self._sum is not None:
+            total, self._sum = self._sum.total, None
+        else:
+            assert self._aggregator is not None
+            combined = self._combined(self._aggregator, round)
+            total = WeightedSum(lambda name: broadcast[name].dtype)
+            total.add_(combined)
+        optimiser = self._experiment.server_optimiser
+        moments = self._run.read_moments(round) if optimiser.kind == "adam" else {}
+        following, moments = aggregate(broadcast, total, optimiser, moments)
+        if self._experiment.sees == "models":
+            rate = optimiser.learning_rate
+            self._capture_of_all(round, difference(broadcast, following, total, rate))
+        elif combined is not None:
+            self._capture_of_all(round, combined)
+        if combined is not None:
+            self._run.drop_held()
+        if moments and round < self._experiment.federation.rounds:
+            self._run.write_moments(round + 1, moments)
+        self._run.write_broadcast(round + 1, following)
+        if round not in rounds_attacked(self._experiment):
+            self._run.forget(round)
+        # In the same record: Flower holds the first one to the end, besides what it is given.
+        for name, value in following.items():
+            self._arrays[name] = Array(value)
+        return self._arrays, None
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Asks nothing of clients: the server evaluates on held-out data."""
+        return []
+
+    def aggregate_evaluate(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> MetricRecord | None:
+        """Has nothing to aggregate."""
+        return None
+
+    def summary(self) -> None:
+        """Logs nothing: the run directory says it all."""
+
+    def _combined(self, aggregator: TrustedAggregator, round: int) -> ClientUpdate:
+        """Returns what the aggregator makes of the updates held."""
+        held = (
+            self._run.held(Key(round, client)).update
+            for client in clients_of_round(self._experiment, round)
+        )
+        return aggregator.combined(held, rng=stream(self._experiment.seed, "combined", round))
+
+    def _capture_of_all(self, round: int, update: ClientUpdate) -> None:
+        """Captures what stands for all clients of a round."""
+        local = self._experiment.local_training
+        knowledge = Knowledge(
+            learning_rate=local.learning_rate,
+            local_steps=self._local_steps,
+            dropout=local.dropout,
+        )
+        capture = Capture(Key(round, EVERYONE), update, knowledge)
+        self._run.write_capture(self._stored(capture))
+
+    def _check_all_answered(self, failed: Iterable[Message]) -> None:
+        """Fails the round unless each client's update is there and nothing else came."""
+        for reply in failed:
+            node = reply.metadata.src_node_id
+            self._problems.append(f"{self._name(node)}: {told(reply)}")
+            self._waiting_for.pop(node, None)
+        self._problems += [f"client {c}: did not answer" for c in self._waiting_for.values()]
+        if not self._problems:
+            return
+        quoted, more = self._problems[:NUM_ERRORS], len(self._problems[NUM_ERRORS:])
+        if more:
+            quoted.append(f"and {more} more like these")
+        raise FedleakError(f"round {self._round}: {'; '.join(quoted)}")
+
+    def _name(self, node: int) -> str:
+        """Returns what a node is called: by its client, if it has one."""
+        client = {node: client for client, node in self._nodes.items()}.get(node)
+        return f"node {node}" if client is None else f"client {client} (node {node})"

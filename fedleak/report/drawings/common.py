@@ -1,0 +1,127 @@
+"""What all drawings have in common: colours, marks, one legend, axes to a log scale."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedleak.store.files import new_file
+from fedleak.store.summaries import Estimate
+from fedleak.util.sanitise import printable
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Okabe and Ito's colours, which colour-blind readers can tell apart.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+STYLES = ("-", "-.", ":")
+GREY = "0.55"
+NO_UPDATE = "no update"
+NO_ANSWER = "no answer"
+NOWHERE = -4.0
+"""ROUGE-L at which an attack without an answer is drawn: not 0, which it did not score."""
+CARETDOWN = 7
+REFERENCE = "central, undefended"
+
+LOG_FROM = 20.0
+"""Numbers that span more than this factor are drawn on a log scale."""
+
+SHORT = 8
+"""Characters that a label of the x axis may have and lie flat."""
+
+MANY_TICKS_UP_TO = 100.0
+"""A log axis that spans more than this factor has one tick a decade."""
+
+
+def style(name: str) -> AbstractContextManager[None]:
+    """Returns a context in which matplotlib draws as all figures here are drawn."""
+    import matplotlib
+
+    return matplotlib.rc_context(
+        {
+            "font.size": 9,
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+            "text.parse_math": False,  # names may have a $
+            "svg.fonttype": "none",  # text stays text
+            "svg.hashsalt": printable(name),  # the same sweep, the same file
+        }
+    )
+
+
+def save(name: str, figure_of: Callable[[], "Figure | None"], path: Path) -> None:
+    """Writes a drawing in this style; where there is nothing to draw, it removes an earlier one.
+
+    Args:
+        name: Of the sweep.
+        figure_of: Makes the drawing, or says that there is none.
+        path: The svg file.
+    """
+    with style(name):
+        figure = figure_of()
+        if figure is None:
+            path.unlink(missing_ok=True)
+        else:
+            with new_file(path) as temporary:
+                figure.savefig(temporary, format="svg", metadata={"Date": None})
+
+
+LAST = (NO_ANSWER, NO_UPDATE, REFERENCE)
+"""What stands at the end of a legend."""
+
+
+def legend(drawing: "Figure", title: str | None = None, last: Sequence[str] = LAST) -> None:
+    """Puts one legend beside all panels, with the labels of `last` at its end."""
+    labelled: dict[str, Any] = {}
+    for axes in drawing.axes:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            labelled.setdefault(label, handle)
+    for each in last:
+        if each in labelled:
+            labelled[each] = labelled.pop(each)
+    drawing.legend(
+        labelled.values(),
+        labelled.keys(),
+        loc="outside right upper",
+        frameon=False,
+        title=title,
+    )
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """Returns round numbers, of which the first and the last enclose those on a log axis."""
+    steps = (1, 2, 5) if high < MANY_TICKS_UP_TO * low else (1,)
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 2)
+    marks = [step * 10.0**power for power in powers for step in steps]
+    first, last = max(t for t in marks if t <= low), min(t for t in marks if t >= high)
+    return [mark for mark in marks if first <= mark <= last]
+
+
+def prepare_log_(
+    axes: "Axes", ticks: Sequence[float], words: Mapping[float, str] | None = None
+) -> None:
+    """Makes a log x axis with these ticks, and with words at others."""
+    words = words or {}
+    axes.set_xscale("log")
+    # Of many only every second has its number, which would overlap.
+    named = [f"{tick:g}" if len(ticks) < 7 or i % 2 == 0 else "" for i, tick in enumerate(ticks)]
+    axes.set_xticks([*ticks, *words], [*named, *words.values()])
+    axes.minorticks_off()
+
+
+def error_bars(
+    estimates: Sequence[Estimate | None], scale: float = 1
+) -> tuple[NDArray[np.float64], list[NDArray[np.float64]]]:
+    """Returns means, and how far their intervals reach below and above; NaN where there is none."""
+    mean, low, high = (
+        scale * np.array([math.nan if each is None else getattr(each, end) for each in estimates])
+        for end in ("mean", "low", "high")
+    )
+    # A mean of shares can lie outside of its interval by a rounding error.
+    return mean, [np.maximum(mean - low, 0), np.maximum(high - mean, 0)]

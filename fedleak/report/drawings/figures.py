@@ -1,0 +1,263 @@
+"""A drawing of a sweep: each attack along the first swept key.
+
+Where an attack has no answer there is a mark below zero and no line, which would claim what nobody
+measured. Lines join neighbours on an axis to scale only: between two defenses there is nothing.
+"""
+
+import itertools
+import math
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+from pydantic import JsonValue
+
+from fedleak.report.drawings import common as drawing
+from fedleak.report.drawings.common import (
+    CARETDOWN,
+    COLOURS,
+    GREY,
+    LOG_FROM,
+    MARKERS,
+    NO_ANSWER,
+    NO_UPDATE,
+    NOWHERE,
+    SHORT,
+    STYLES,
+    error_bars,
+)
+from fedleak.report.words import said, short_key
+from fedleak.store.summaries import AttackSummary, Estimate, SweepSummary
+from fedleak.util.sanitise import printable
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+APART = 0.5
+"""The share of the room between two words that the points of all lines take, side by side."""
+
+TOO_CLOSE = 0.04
+"""Numbers nearer than this share of the axis are drawn evenly apart: their labels would overlap."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Panel:
+    """A figure of the summaries.
+
+    Attributes:
+        heading: Of the y axis.
+        figure: Reads it in a summary.
+        control: Reads what is scored without any update.
+        scale: What the axis shows of 1.
+    """
+
+    heading: str
+    figure: Callable[[AttackSummary], Estimate | None]
+    control: Callable[[AttackSummary], Estimate | None]
+    scale: float
+
+
+PANELS = (
+    Panel(
+        heading="texts exact, %",
+        figure=lambda of: of.exact_match,
+        control=lambda of: None,
+        scale=100,
+    ),
+    Panel(
+        heading="ROUGE-L", figure=lambda of: of.rougeL, control=lambda of: of.guess_rougeL, scale=1
+    ),
+    Panel(
+        heading="tokens found, %",
+        figure=lambda of: of.token_recall,
+        control=lambda of: of.guess_token_recall,
+        scale=100,
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Line:
+    """One attack at one combination of the further keys: its summary at each x, where there is one.
+
+    Attributes:
+        attack, others: What it is of.
+        summaries: By the place of x on the first axis.
+    """
+
+    attack: str
+    others: str
+    summaries: Mapping[int, AttackSummary]
+
+    @property
+    def label(self) -> str:
+        """What the legend says."""
+        return ", ".join(filter(None, (printable(self.attack), self.others)))
+
+
+@dataclass(frozen=True)
+class Across:
+    """The x axis: where each value of the first key is on it, and what is written there."""
+
+    places: Sequence[float]
+    words: Sequence[str]
+    scale: Literal["linear", "log", "even"]
+
+    @property
+    def order(self) -> list[int]:
+        """The values' numbers, from left to right."""
+        return sorted(range(len(self.places)), key=lambda x: self.places[x])
+
+    def beside(self, number: int, of: int) -> list[float]:
+        """Returns where one of several lines has its points, so that none hides another.
+
+        That is the value itself where it is a number, and near it where it is a word.
+        """
+        shift = APART * (number - (of - 1) / 2) / of if self.scale == "even" else 0.0
+        return [place + shift for place in self.places]
+
+    @property
+    def upright(self) -> bool:
+        """Whether the words are too long to lie flat beside each other."""
+        return self.scale == "even" and max(map(len, self.words)) > SHORT
+
+    @property
+    def inches(self) -> float:
+        """How wide a panel is, so that words that stand upright have room for their lines."""
+        rows = sum(word.count("\n") + 1 for word in self.words) if self.upright else 0
+        return max(2.9, 0.9 + 0.17 * rows)
+
+    def prepare_(self, axes: "Axes") -> None:
+        """Makes the x axis of a panel."""
+        if self.scale == "log":
+            axes.set_xscale("log")
+        upright = {"rotation": 90, "multialignment": "right"} if self.upright else {}
+        axes.set_xticks(self.places, self.words, minor=False, **upright)
+        axes.minorticks_off()
+        if self.scale == "even":
+            axes.set_xlim(-0.5, len(self.places) - 0.5)
+
+
+def draw(collected: SweepSummary, path: Path) -> None:
+    """Draws a sweep: a panel per measured figure, a line per attack and combination.
+
+    Args:
+        collected: The sweep.
+        path: The svg file.
+    """
+    drawing.save(collected.name, lambda: _of_all(collected), path)
+
+
+def _of_all(collected: SweepSummary) -> "Figure | None":
+    """Returns the drawing of a sweep; None if nothing was measured."""
+    # Here, because it takes half a second and only a sweep needs it. No pyplot, so no display.
+    from matplotlib.figure import Figure
+
+    key, values = next(iter(collected.axes.items()))
+    lines = list(_lines(collected))
+    panels = [
+        panel
+        for panel in PANELS
+        if any(panel.figure(s) for line in lines for s in line.summaries.values())
+    ]
+    if not panels:
+        return None
+    across = across_of(values)
+    labels = [line.label for line in lines]
+    # The legend stands beside the panels, and needs room for its longest line.
+    width = across.inches * len(panels) + 0.6 + 0.07 * max(map(len, labels))
+    figure = Figure(figsize=(width, 4.2 if across.upright else 2.9), layout="constrained")
+    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        _draw_panel(axes, panel, lines, across)
+        across.prepare_(axes)
+        axes.set_xlabel(printable(key))
+        axes.set_ylabel(panel.heading)
+        axes.set_ylim(-7, 104)
+    drawing.legend(figure)
+    return figure
+
+
+def _lines(collected: SweepSummary) -> Iterator[Line]:
+    (first, values), *further = collected.axes.items()
+    for combination in itertools.product(*(each for _, each in further)):
+        others = dict(zip((key for key, _ in further), combination, strict=True))
+        cells = {
+            values.index(cell.values[first]): cell.attacks
+            for cell in collected.cells
+            if all(cell.values[key] == value for key, value in others.items())
+        }
+        words = ", ".join(f"{short_key(key)} {said(value)}" for key, value in others.items())
+        for attack in sorted({name for attacks in cells.values() for name in attacks}):
+            found = {x: attacks[attack] for x, attacks in cells.items() if attack in attacks}
+            yield Line(attack, words, found)
+
+
+def _draw_panel(axes: "Axes", panel: Panel, lines: Sequence[Line], across: Across) -> None:
+    attacks = sorted({line.attack for line in lines})
+    combinations = list(dict.fromkeys(line.others for line in lines))
+    drawn = [line for line in lines if any(panel.figure(s) for s in line.summaries.values())]
+    controls: dict[int, list[float]] = {}
+    for place, line in enumerate(drawn):
+        figures = {x: found for x, s in line.summaries.items() if (found := panel.figure(s))}
+        on_x = across.beside(place, len(drawn))
+        colour = COLOURS[attacks.index(line.attack) % len(COLOURS)]
+        number = combinations.index(line.others)
+        # NaN where there is no answer, so that no line runs through.
+        mean, reach = error_bars([figures.get(x) for x in across.order], panel.scale)
+        axes.errorbar(
+            [on_x[x] for x in across.order],
+            mean,
+            yerr=reach,
+            label=line.label,
+            color=colour,
+            marker=MARKERS[number % len(MARKERS)],
+            linestyle="none" if across.scale == "even" else STYLES[number % len(STYLES)],
+            markersize=4.5,
+            linewidth=1.4,
+            elinewidth=0.9,
+            capsize=2.5,
+        )
+        silent = [x for x in across.order if x in line.summaries and x not in figures]
+        if silent:
+            axes.plot(
+                [on_x[x] for x in silent],
+                [NOWHERE] * len(silent),
+                label=NO_ANSWER,
+                color=colour,
+                marker=CARETDOWN,
+                markersize=5,
+                linestyle="none",
+            )
+        for x in figures:
+            if control := panel.control(line.summaries[x]):
+                controls.setdefault(x, []).append(panel.scale * control.mean)
+    if controls:
+        axes.plot(
+            [across.places[x] for x in across.order],
+            [float(np.mean(controls.get(x, math.nan))) for x in across.order],
+            label=NO_UPDATE,
+            color=GREY,
+            marker="x",
+            markersize=4,
+            linestyle="none" if across.scale == "even" else "--",
+            linewidth=1.2,
+            zorder=1,
+        )
+
+
+def across_of(values: Sequence[JsonValue]) -> Across:
+    """Returns the x axis of these values: to scale if all are numbers that lie well apart."""
+    words = [textwrap.fill(said(v), 3 * SHORT, break_long_words=False) for v in values]
+    evenly = Across(list(range(len(values))), words, "even")
+    numbers = [v for v in values if isinstance(v, int | float) and not isinstance(v, bool)]
+    if len(numbers) < len(values):
+        return evenly
+    log = min(numbers) > 0 and max(numbers) > LOG_FROM * min(numbers)
+    on_axis = np.sort(np.log(numbers) if log else np.array(numbers, float))
+    if (np.diff(on_axis) < TOO_CLOSE * np.ptp(on_axis)).any():
+        return evenly
+    return Across(numbers, words, "log" if log else "linear")

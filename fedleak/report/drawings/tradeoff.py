@@ -1,0 +1,268 @@
+"""A drawing of leakage against utility and epsilon: a point per attack and cell of a sweep."""
+
+import itertools
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeGuard
+
+from pydantic import JsonValue
+
+from fedleak.report.drawings import common as drawing
+from fedleak.report.drawings.common import (
+    CARETDOWN,
+    COLOURS,
+    GREY,
+    LOG_FROM,
+    MARKERS,
+    NO_UPDATE,
+    NOWHERE,
+    REFERENCE,
+    SHORT,
+    error_bars,
+    log_ticks,
+    prepare_log_,
+)
+from fedleak.report.terminal.sweep_table import UTILITIES, utility, utility_measure
+from fedleak.report.words import said, short_key
+from fedleak.store.summaries import CellSummary, Estimate, SweepSummary
+from fedleak.training.privacy import NONE
+from fedleak.util.sanitise import printable
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+FEW_CELLS = 8
+"""Up to so many cells are labelled with their values."""
+
+LABEL_DX, LABEL_DY = (8, -8), sorted(range(-144, 145, 9), key=abs)
+"""Where a label may be from its point, in points; the first that is free is taken."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """What one attack read in one cell, and at what price.
+
+    Attributes:
+        attack, label: What it is of; the label is the cell's values.
+        leakage: ROUGE-L, with its interval; None if it has no answer.
+        no_update: ROUGE-L of texts drawn without any update, if measured.
+        utility: Of the trained model, if measured.
+        epsilon: A number, or the word for no guarantee; None: not measured.
+    """
+
+    attack: str
+    label: str
+    leakage: Estimate | None
+    no_update: float | None
+    utility: float | None
+    epsilon: float | str | None
+
+    @property
+    def shown(self) -> Estimate:
+        """What is drawn: below the axis' zero where there is no answer."""
+        return self.leakage or Estimate(mean=NOWHERE, low=NOWHERE, high=NOWHERE)
+
+
+def draw_tradeoff(collected: SweepSummary, path: Path) -> None:
+    """Draws leakage against utility and epsilon, if two cells have both leakage and utility.
+
+    Args:
+        collected: The sweep.
+        path: The svg file.
+    """
+    drawing.save(collected.name, lambda: tradeoff(collected), path)
+
+
+def tradeoff(collected: SweepSummary) -> "Figure | None":
+    """Returns the drawing of the trade-off: in each panel a point per attack and cell.
+
+    There is no panel for epsilon if no cell has a guarantee, and nothing at all of fewer than two
+    cells.
+    """
+    from matplotlib.figure import Figure
+
+    measure = utility_measure(collected)
+    points = [] if measure is None else list(_points(collected, measure))
+    by_utility = [(p.utility, p) for p in points if p.utility is not None]
+    if measure is None or len({point.label for _, point in by_utility}) < 2:
+        return None
+    epsilons = [p.epsilon for p in points if _on_log_axis(p.epsilon)]
+    panels = 2 if epsilons else 1
+    attacks = sorted({point.attack for point in points})
+    figure = Figure(figsize=(3.7 * panels + 1.9, 3.7), layout="constrained")
+    first, *second = figure.subplots(1, panels, squeeze=False, sharey=True)[0]
+    first.set_ylabel("ROUGE-L")
+    first.set_ylim(-7, 109)
+    first.set_xlabel(UTILITIES[measure])
+    values = [x for x, _ in by_utility]
+    if measure == "perplexity" and max(values) > LOG_FROM * min(values):
+        prepare_log_(first, log_ticks(min(values), max(values)))
+    _scatter(first, attacks, by_utility)
+    baselines = [cell.utility_reference for cell in collected.cells]
+    references = {each.figures.get(measure) for each in baselines if each is not None}
+    for x in references - {None}:
+        first.axvline(x, label=REFERENCE, color="black", linestyle=":", linewidth=1, zorder=0)
+    by_epsilon = []
+    for axes in second:
+        none_at = _prepare_epsilons_(axes, epsilons, any(p.epsilon == NONE for p in points))
+        placed = ((none_at if p.epsilon == NONE else p.epsilon, p) for p in points)
+        by_epsilon = [(x, p) for x, p in placed if _on_log_axis(x)]
+        _scatter(axes, attacks, by_epsilon)
+    few = len({point.label for point in points}) <= FEW_CELLS
+    keys = ", ".join(map(short_key, collected.axes))
+    drawing.legend(figure, textwrap.fill(f"labels: {keys}", 3 * SHORT) if few else None)
+    if few:
+        figure.draw_without_rendering()  # places the panels, and so the points
+        for axes, spots in zip(figure.axes, (by_utility, by_epsilon), strict=False):
+            _label(axes, spots)
+    return figure
+
+
+def _on_log_axis(epsilon: float | str | None) -> TypeGuard[float]:
+    """Returns whether it is a number above 0; 0 is that of a client that was never asked."""
+    return isinstance(epsilon, int | float) and epsilon > 0
+
+
+def _points(collected: SweepSummary, measure: str) -> Iterator[Point]:
+    """Yields a point for each attack on texts in each cell; one that never answers has none."""
+    on_texts = {
+        attack for cell in collected.cells for attack, of in cell.attacks.items() if of.rougeL
+    }
+    for cell, label in zip(collected.cells, labels(collected.cells), strict=True):
+        for attack, of in cell.attacks.items():
+            if attack in on_texts:
+                yield Point(
+                    attack=attack,
+                    label=label,
+                    leakage=of.rougeL,
+                    no_update=of.guess_rougeL.mean if of.guess_rougeL else None,
+                    utility=utility(cell, measure),
+                    epsilon=cell.privacy.epsilon if cell.privacy else None,
+                )
+
+
+def labels(cells: Sequence[CellSummary]) -> list[str]:
+    """Returns what tells each cell from the others, without settings that are the same in all."""
+    found: dict[str, set[str]] = {}
+    for cell in cells:
+        for key, value in _settings(list(cell.values.values())):
+            found.setdefault(key, set()).add(said(value))
+
+    def differing(value: JsonValue) -> JsonValue:
+        if isinstance(value, list):
+            return [differing(each) for each in value]
+        if isinstance(value, dict):
+            return {k: v for k, v in value.items() if k == "kind" or len(found[k]) > 1}
+        return value
+
+    full = [list(cell.values.values()) for cell in cells]
+    short = [", ".join(said(differing(value)) for value in values) for values in full]
+    if len(set(short)) < len(short):
+        short = [", ".join(map(said, values)) for values in full]
+    return [textwrap.fill(label, 3 * SHORT) for label in short]
+
+
+def _settings(value: JsonValue) -> Iterator[tuple[str, JsonValue]]:
+    """Yields the keys and values of the tables in a value."""
+    for each in value if isinstance(value, list) else []:
+        yield from _settings(each)
+    if isinstance(value, dict):
+        yield from value.items()
+
+
+def _scatter(axes: "Axes", attacks: Sequence[str], spots: Sequence[tuple[float, Point]]) -> None:
+    """Draws the points of each attack with their intervals, at the x given for each."""
+    for number, attack in enumerate(attacks):
+        mine = [(x, point) for x, point in spots if point.attack == attack]
+        name = printable(attack)
+        of_attack = [(x, point.leakage) for x, point in mine if point.leakage is not None]
+        silent = [x for x, point in mine if point.leakage is None]
+        mean, reach = error_bars([leakage for _, leakage in of_attack])
+        axes.errorbar(
+            [x for x, _ in of_attack],
+            mean,
+            yerr=reach,
+            label=name,
+            color=COLOURS[number % len(COLOURS)],
+            marker=MARKERS[number % len(MARKERS)],
+            markerfacecolor="none",  # attacks that read the same stay visible
+            linestyle="none",
+            markersize=5,
+            elinewidth=0.9,
+            capsize=2.5,
+        )
+        if silent:
+            axes.plot(
+                silent,
+                [NOWHERE] * len(silent),
+                label=f"{name}: no answer",
+                color=COLOURS[number % len(COLOURS)],
+                marker=CARETDOWN,
+                markersize=5,
+                linestyle="none",
+            )
+    controls = [(x, point.no_update) for x, point in spots if point.no_update is not None]
+    if controls:
+        axes.plot(
+            *zip(*controls, strict=True),
+            label=NO_UPDATE,
+            color=GREY,
+            marker="x",
+            markersize=4,
+            linestyle="none",
+            zorder=1,
+        )
+
+
+def _prepare_epsilons_(axes: "Axes", epsilons: Sequence[float], nones: bool) -> float:
+    """Makes the x axis for epsilons, and returns where on it those stand that have none."""
+    ticks = log_ticks(min(epsilons), max(epsilons))
+    margin = max(2.0, (ticks[-1] / ticks[0]) ** 0.2)
+    none_at: float = ticks[-1] * margin
+    prepare_log_(axes, ticks, {none_at: NONE} if nones else {})
+    if nones:
+        axes.axvline(ticks[-1] * margin**0.5, color=GREY, linewidth=0.6, zorder=0)
+    axes.set_xlim(ticks[0] / margin**0.5, (none_at if nones else ticks[-1]) * margin**0.5)
+    axes.set_xlabel("epsilon")
+    return none_at
+
+
+def _label(axes: "Axes", spots: Sequence[tuple[float, Point]]) -> None:
+    """Writes each cell's label beside its highest point, where it hides neither point nor label."""
+    from matplotlib.text import Text
+    from matplotlib.transforms import Bbox
+
+    highest: dict[str, tuple[float, float]] = {}
+    taken = []
+    for x, point in sorted(spots, key=lambda spot: spot[1].shown.mean):
+        highest[point.label] = (x, point.shown.mean)
+        drawn = [[x, point.shown.low], [x, point.shown.high]]
+        taken.append(Bbox(axes.transData.transform(drawn)).padded(4))
+        if point.no_update is not None:
+            [at] = axes.transData.transform([(x, point.no_update)])
+            taken.append(Bbox([at, at]).padded(4))
+    for label, at in sorted(highest.items(), key=lambda item: item[1], reverse=True):
+        note = axes.annotate(
+            label,
+            at,
+            (0, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=7,
+            arrowprops={"arrowstyle": "-", "color": GREY, "linewidth": 0.5, "shrinkB": 3},
+        )
+        note.set_in_layout(False)  # the panels stay where the points are
+        for dy, dx in itertools.product(LABEL_DY, LABEL_DX):
+            note.set_position((dx, dy))
+            note.set_horizontalalignment("left" if dx > 0 else "right")
+            note.get_window_extent()  # moves it there; with the arrow, so that of the text follows
+            box = Text.get_window_extent(note)
+            inside = all(axes.bbox.contains(*corner) for corner in (box.min, box.max))
+            if inside and not any(box.overlaps(other) for other in taken):
+                taken.append(box)
+                break
+        else:
+            note.remove()  # no room

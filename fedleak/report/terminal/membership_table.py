@@ -1,0 +1,118 @@
+"""How well texts that were in updates are told from others, in words that say what they assume."""
+
+from rich import box
+from rich.table import Table
+
+from fedleak.report.terminal.canary_table import NOTHING
+from fedleak.report.words import NOT_MEASURED
+from fedleak.store.summaries import Estimate, MembershipFigures, MembershipSummary
+from fedleak.util.sanitise import markup
+
+CAPTION = "membership: which texts were in an update"
+
+COLUMNS = (
+    "score",
+    "AUC",
+    "found at 1 %",
+    "found at 0.1 %",
+    "p",
+    "epsilon at least",
+    "texts in / not",
+)
+
+BY_ROUND = "AUC by round"
+
+TOO_FEW = "too few"
+"""Stands where there are fewer controls than a share of them needs."""
+
+NO_BOUND = "none"
+"""Stands where there is no p and no bound on epsilon."""
+
+MOST_ROUNDS = 5
+"""Rounds that are shown of each score; of more the first."""
+
+
+def cells(row: MembershipFigures) -> tuple[str, ...]:
+    """Returns what stands below `COLUMNS`.
+
+    They are text, not markup.
+    """
+    return (
+        row.score,
+        area(row.auc),
+        _share(row.found_at_1_percent),
+        _share(row.found_at_01_percent),
+        NO_BOUND if row.p is None else f"{row.p:.2g}",
+        _bound(row.epsilon),
+        f"{row.members:,} / {row.controls:,}",
+    )
+
+
+def by_round(row: MembershipFigures) -> str:
+    """Returns the area in each of the first rounds."""
+    more = [f"and {len(row.rounds) - MOST_ROUNDS} more"] * (len(row.rounds) > MOST_ROUNDS)
+    return ", ".join([*(f"{each.auc:.2f}" for each in row.rounds[:MOST_ROUNDS]), *more])
+
+
+def area(auc: Estimate | None) -> str:
+    """Returns an area with its interval; two digits are as many as the interval bears."""
+    if auc is None:
+        return NOT_MEASURED
+    return f"{auc.mean:.2f} [{auc.low:.2f}, {auc.high:.2f}]"
+
+
+def notes(summary: MembershipSummary) -> list[str]:
+    """Returns what each column says and assumes."""
+    certain = f"{summary.confidence:.0%}".replace("%", " %")
+    said = [
+        "AUC, over all rounds: the chance that a text that was in a client's updates scores higher "
+        "than one that was not; 0.5 is chance. The interval is for other clients like these; of "
+        "one client, or of sums, for other rounds.",
+        "Found at 1 %, 0.1 %: the share of the texts that were in that are found where at most so "
+        f"many others are accused; {TOO_FEW}: that takes 100, or 1,000, others.",
+    ]
+    bounded = [row for row in summary.figures if row.no_bound is None]
+    if bounded:
+        said += [
+            "p: how often chance tells pairs of a text of a batch and a held-out text apart so, "
+            f"corrected for {len(bounded)} scores. Which of a pair was in was decided before "
+            "training, with the seed, when texts were held out.",
+            f"Epsilon at least: at delta {summary.delta:g}, for replacing a text by another, over "
+            f"all rounds that are scored; all lines hold at once with {certain} confidence. It "
+            "assumes nothing of the mechanism. A guarantee for adding or removing a text says up "
+            "to twice its epsilon of that.",
+            f"{NOTHING.capitalize()}: with so many pairs; more of them may see something. It is no "
+            "evidence of privacy.",
+        ]
+    unbounded = {row.attack: row.no_bound for row in summary.figures if row.no_bound is not None}
+    return [*said, *(f"{name}: no p and no bound: {why}." for name, why in unbounded.items())]
+
+
+def table(summary: MembershipSummary, attack: str) -> Table:
+    """Returns a line for each score of an attack."""
+    made = Table(
+        title=CAPTION if attack == "membership" else f"{CAPTION} ({markup(attack)})",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        title_justify="left",
+        caption_justify="left",
+    )
+    for heading in COLUMNS:
+        unbroken = heading in ("score", "AUC")
+        made.add_column(heading.replace(" ", "\n", 1), overflow="fold", no_wrap=unbroken)
+    for row in summary.figures:
+        if row.attack == attack:
+            made.add_row(*map(markup, cells(row)))
+    return made
+
+
+def _share(found: Estimate | None) -> str:
+    if found is None:
+        return TOO_FEW
+    return f"{100 * found.mean:.0f} [{100 * found.low:.0f}, {100 * found.high:.0f}] %"
+
+
+def _bound(epsilon: float | None) -> str:
+    if epsilon is None:
+        return NO_BOUND
+    return f"{epsilon:.3g}" if epsilon > 0 else NOTHING

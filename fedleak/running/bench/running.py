@@ -1,0 +1,385 @@
+"""Runs a suite: makes the updates of each setting once, then attacks them.
+
+    runs/bench-<suite>-<version>/
+      <setting>/    an ordinary run, trained without attacks, to whose answers later ones are added
+      bench.json    the result
+
+So another attack costs no more than itself: the updates are there. What is left to do is what the
+folder lacks.
+"""
+
+import hashlib
+import json
+import logging
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedleak import attacks
+from fedleak.attacks import Equipped
+from fedleak.attacks.reconstruction import Status
+from fedleak.audit import scoring
+from fedleak.audit.summary import attack_summary
+from fedleak.audit.worst_case import worst_case
+from fedleak.config.checks import attack_settings
+from fedleak.config.components import NamedAttack, build_attack
+from fedleak.config.experiment import Experiment
+from fedleak.config.tables import WorkersTable
+from fedleak.federation.lookup import run_folder
+from fedleak.federation.schedule import expected_captures
+from fedleak.federation.workload import divide, outline, read_data
+from fedleak.running import pipeline, preparation
+from fedleak.running.bench.results import (
+    RESULT,
+    Cell,
+    Entry,
+    Result,
+    SettingResult,
+    Together,
+    this_machine,
+)
+from fedleak.running.bench.suites import Setting, Suite
+from fedleak.running.dispatch.dispatcher import attack_captures
+from fedleak.running.dispatch.progress import RunProgress
+from fedleak.running.pipeline import Engine
+from fedleak.running.preparation import Plan
+from fedleak.running.workers.hiring import hire
+from fedleak.running.workers.process import Worker
+from fedleak.store.records import LEAKAGE, LeakageRow, text_counts
+from fedleak.store.run import Run
+from fedleak.store.shards import drop_failures
+from fedleak.store.summaries import CellSummary, SweepSummary
+from fedleak.util.errors import ConfigError, FedleakError, unknown
+from fedleak.util.plugins import discover
+from fedleak.util.versions import versions
+
+_log = logging.getLogger(__name__)
+
+NEEDS_ASSETS = "needs models and data that are not part of fedleak: name their folder by --assets"
+NOT_CHOSEN = "was not asked for (--setting)"
+
+MOST_REASONS, LONGEST_REASON = 3, 200
+"""Of a cell that are kept, and characters of one."""
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A setting that can be run here.
+
+    Attributes:
+        setting: Of the suite.
+        plan: Of its run, which has no attacks but those of every run.
+        attacked: Its experiment with the attacks that can work in it.
+        texts: The fingerprint of its clients' texts.
+        left_out: Why other attacks cannot work, by name.
+    """
+
+    setting: Setting
+    plan: Plan
+    attacked: Experiment
+    texts: str
+    left_out: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A suite that is to be run, with attacks.
+
+    Attributes:
+        suite: What is run.
+        attacks: Settings and name of each.
+        entries: The same, as results have them.
+        ready: The settings that can be run here, by name.
+        left_out: Why others cannot, by name.
+    """
+
+    suite: Suite
+    attacks: tuple[NamedAttack, ...]
+    entries: tuple[Entry, ...]
+    ready: Mapping[str, Ready]
+    left_out: Mapping[str, str]
+
+    @property
+    def path(self) -> Path:
+        """The folder of the runs."""
+        return run_folder(f"bench-{self.suite.name}-{self.suite.version}")
+
+    def run(self, setting: str) -> Run:
+        """Returns the run directory of a setting."""
+        return Run(self.path).inside(setting)
+
+    @property
+    def missing(self) -> list[str]:
+        """What should have been run and could not."""
+        return [
+            f"setting {name!r} was left out: {reason}"
+            for name, reason in self.left_out.items()
+            if reason not in (NEEDS_ASSETS, NOT_CHOSEN)
+        ]
+
+
+def prepare(
+    suite: Suite,
+    tables: Sequence[Mapping[str, Any]],
+    assets: Path | None = None,
+    *,
+    chosen: Collection[str] = (),
+    fresh: bool = False,
+) -> Bench:
+    """Checks all that can be checked, before anything is run.
+
+    Args:
+        suite: What to run.
+        tables: The attacks, as in an experiment file.
+        assets: A folder of models and data.
+        chosen: Names of the settings to run; none: all.
+        fresh: Move earlier runs of the suite out of the way.
+
+    Raises:
+        ConfigError: An attack that cannot be run anywhere, or a suite that is not right.
+    """
+    listed = {table.get("kind") for table in tables}
+    tables = [*({"kind": kind} for kind in attacks.always_on() if kind not in listed), *tables]
+    named = tuple(build_attack(i, dict(table)) for i, table in enumerate(tables))
+    for each in named:
+        if isinstance(each.attack, Equipped):
+            try:
+                each.attack.check_equipment()
+            except ConfigError as error:
+                raise ConfigError(f"attack {each.name!r}: {error}") from error
+    ready: dict[str, Ready] = {}
+    left_out: dict[str, str] = {}
+    names = [each.name for each in suite.settings]
+    if strange := [name for name in chosen if name not in names]:
+        raise ConfigError(f"--setting: {unknown('setting', strange[0], names)}")
+    for setting in suite.settings:
+        if chosen and setting.name not in chosen:
+            left_out[setting.name] = NOT_CHOSEN
+            continue
+        if setting.needs_assets and assets is None:
+            left_out[setting.name] = NEEDS_ASSETS
+            continue
+        experiment = setting.experiment([], assets)
+        try:
+            plan = preparation.plan(experiment)
+        except ConfigError as error:  # no such model or data here
+            left_out[setting.name] = str(error)
+            continue
+        ready[setting.name] = _ready(setting, plan, named, tables, assets)
+    entries = tuple(_entry(each, table) for each, table in zip(named, tables, strict=True))
+    bench = Bench(suite, named, entries, ready, left_out)
+    if fresh and bench.path.exists():
+        folder = Run(bench.path)
+        with folder.lock():
+            folder.move_aside()
+    for name, one in ready.items():
+        if (run := bench.run(name)).exists():
+            preparation.refuse_another(run, one.plan.experiment)
+    return bench
+
+
+def carry_out(
+    bench: Bench,
+    train: Engine,
+    watch: Callable[[str], AbstractContextManager[Callable[[RunProgress], None]]],
+    *,
+    retry: bool = False,
+) -> Result:
+    """Trains and attacks what is left, and writes the result after each setting.
+
+    Args:
+        bench: What to run.
+        train: The engine.
+        watch: Called with a setting's name; what it yields is told how far that run is.
+        retry: Try failed attacks again.
+    """
+    failures: dict[str, str] = {}
+    table = WorkersTable()
+    with Run(bench.path).lock(), ExitStack() as hired:
+        hands: Sequence[Worker] = ()
+        for name, one in bench.ready.items():
+            try:
+                if not hands:
+                    hands = hired.enter_context(hire(table))
+                with watch(name) as report:
+                    _carry_out(one, bench.run(name), train, report, hands, retry=retry)
+            except Exception as error:  # noqa: BLE001 - the others can still be done
+                failures[name] = _failure(name, error)
+                hired.close()  # they may still be at work for this setting
+                hands = ()
+            Run(bench.path).write(RESULT, collect(bench, failures))
+        result = collect(bench, failures)
+        Run(bench.path).write(RESULT, result)
+    return result
+
+
+def collect(bench: Bench, failures: Mapping[str, str]) -> Result:
+    """Returns what there is of a result."""
+    settings = tuple(_result(bench, setting, failures) for setting in bench.suite.settings)
+    missing = [*bench.missing, *(f"setting {name!r}: {why}" for name, why in failures.items())]
+    for setting in settings:
+        for cell in setting.cells:
+            failed = 0 if cell.figures is None else cell.figures.status.get(Status.FAILED, 0)
+            if failed:
+                why = next(iter(cell.reasons), "")
+                missing.append(
+                    f"{cell.attack} failed on {failed} of {setting.updates} updates of "
+                    f"{setting.name!r} ({why}): --retry tries them again"
+                )
+            elif cell.figures is not None and cell.figures.rows < setting.updates:
+                missing.append(f"{cell.attack} has not answered all of {setting.name!r}")
+    on = {row for setting in bench.ready for row in _devices(bench.run(setting))}
+    return Result(
+        suite=bench.suite.name,
+        version=bench.suite.version,
+        fingerprint=bench.suite.fingerprint,
+        versions=versions(),
+        machine=this_machine(sorted(on)),
+        attacks=bench.entries,
+        settings=settings,
+        missing=tuple(missing),
+    )
+
+
+def obstacles(result: Result) -> dict[tuple[str, str], list[str]]:
+    """Returns, by attack and reason, the settings in which an attack cannot work."""
+    found: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for setting in result.settings:
+        for cell in setting.cells:
+            if cell.left_out is not None:
+                found[cell.attack, cell.left_out].append(setting.name)
+    return found
+
+
+def as_sweep(result: Result) -> SweepSummary:
+    """Returns a result as the table of a sweep takes it: a cell per setting."""
+    return SweepSummary(
+        name=f"{result.suite} {result.version}",
+        axes={"setting": [each.name for each in result.settings]},
+        cells=tuple(
+            CellSummary(
+                cell=each.name,
+                values={"setting": each.name},
+                status="not run",
+                attacks={
+                    cell.attack: cell.figures for cell in each.cells if cell.figures is not None
+                },
+            )
+            for each in result.settings
+        ),
+    )
+
+
+def _ready(
+    setting: Setting,
+    plan: Plan,
+    named: Sequence[NamedAttack],
+    tables: Sequence[Mapping[str, Any]],
+    assets: Path | None,
+) -> Ready:
+    """Finds out which attacks can work in a setting."""
+    experiment = plan.experiment
+    model = outline(experiment, plan.num_labels)
+    seen = attack_settings(experiment, model)
+    left_out: dict[str, str] = {}
+    for each in named:
+        obstacles = [each.attack.obstacle(one) for one in seen]
+        # Where it works on some clients, the others' updates are inadmissible.
+        if all(obstacles):
+            left_out[each.name] = str(obstacles[0])
+    work = [table for each, table in zip(named, tables, strict=True) if each.name not in left_out]
+    parts = divide(experiment, read_data(experiment), model)
+    digest = hashlib.sha256(json.dumps([parts.sequences, parts.labels, parts.parts]).encode())
+    attacked = setting.experiment(work, assets)
+    return Ready(setting, plan, attacked, digest.hexdigest()[:16], left_out)
+
+
+def _carry_out(
+    one: Ready,
+    run: Run,
+    train: Engine,
+    report: Callable[[RunProgress], None],
+    hands: Sequence[Worker],
+    *,
+    retry: bool,
+) -> None:
+    """Trains a setting, unless that is done, and attacks its updates."""
+    preparation.open_run(one.plan, run.path)
+    if not pipeline.finished(run, one.plan.experiment):
+        pipeline.carry_out(run, one.plan.experiment, train, report, hands)
+    with run.lock():
+        if retry:
+            drop_failures(run)
+        attack_captures(run, one.attacked, no_more=lambda: True, report=report, on=hands)
+        scoring.score_run(run, [each.name for each in one.attacked.attacks])
+
+
+def _result(bench: Bench, setting: Setting, failures: Mapping[str, str]) -> SettingResult:
+    """Returns what there is of a setting."""
+    one, run = bench.ready.get(setting.name), bench.run(setting.name)
+    if one is None or setting.name in failures or not run.exists():
+        return SettingResult(
+            name=setting.name,
+            about=setting.about,
+            fingerprint=setting.fingerprint,
+            left_out={**bench.left_out, **failures}.get(setting.name, "not run yet"),
+        )
+    names = [each.name for each in one.attacked.attacks]
+    rows = [row for row in run.salvage(LEAKAGE) if row.attack in names]
+    together = worst_case(rows, {})
+    return SettingResult(
+        name=setting.name,
+        about=setting.about,
+        fingerprint=setting.fingerprint,
+        model=run.info()["model_fingerprint"],
+        texts=one.texts,
+        updates=len(expected_captures(one.attacked)),
+        sequences=sum(text_counts(rows).values()),
+        cells=tuple(
+            Cell(attack=each.name, left_out=why)
+            if (why := one.left_out.get(each.name)) is not None
+            else _cell(each.name, [row for row in rows if row.attack == each.name])
+            for each in bench.attacks
+        ),
+        together=None
+        if together is None
+        else Together(
+            exact_match=together.exact_match,
+            rougeL=together.rougeL,
+            token_recall=together.token_recall,
+        ),
+    )
+
+
+def _cell(attack: str, rows: Sequence[LeakageRow]) -> Cell:
+    why = Counter(row.reason[:LONGEST_REASON] for row in rows if row.status != Status.RECOVERED)
+    return Cell(
+        attack=attack, figures=attack_summary(rows), reasons=dict(why.most_common(MOST_REASONS))
+    )
+
+
+def _entry(each: NamedAttack, table: Mapping[str, Any]) -> Entry:
+    kind = each.attack.kind
+    settings = {key: value for key, value in table.items() if key != "name"}
+    return Entry(
+        name=each.name,
+        settings=settings,
+        origin=discover(attacks).origins[kind],
+        outside=bool(attacks.unchecked([kind])),
+    )
+
+
+def _devices(run: Run) -> set[str]:
+    rows = run.salvage(LEAKAGE) if run.exists() else []
+    return {row.device for row in rows if row.device is not None}
+
+
+def _failure(setting: str, error: Exception) -> str:
+    """Returns why a setting failed; where that is not the user's to mend, the log has the rest."""
+    if isinstance(error, FedleakError):
+        return str(error)
+    _log.error("setting %s failed", setting, exc_info=error)
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,217 @@
+"""A suite: settings that are fixed, and the attacks that are run on all of them.
+
+A suite is a TOML file. `[experiment]` has the tables that all settings share, as in an experiment
+file. Each `[[setting]]` has a `name`, a line `about` it, and the tables that are its own. Each
+`[[attack]]` is one as in an experiment file. Where a text has `${FEDLEAK_ASSETS}`, it is about
+models and data that are not part of fedleak: their folder is given when the suite is run.
+"""
+
+import copy
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field, ValidationError
+
+from fedleak.config import loading
+from fedleak.config.components import LONGEST_NAME, NAME
+from fedleak.config.experiment import Experiment
+from fedleak.config.tables import Positive, Table
+from fedleak.config.wording import one_line
+from fedleak.util.errors import ConfigError, unknown
+from fedleak.util.shipped import shipped
+
+FOLDER = shipped("bench")
+"""Where the suites are that have a name."""
+
+ASSETS = "${FEDLEAK_ASSETS}"
+
+_AFTERWARDS = ("name", "attack", "workers", "gate")
+"""Tables that a suite cannot have: what is done with the updates is not part of a setting."""
+
+Name = Annotated[str, Field(pattern=f"^{NAME}$", max_length=LONGEST_NAME // 2)]
+
+
+class SettingTable(Table):
+    """`[[setting]]`: one federation whose updates are attacked."""
+
+    name: Name
+    """Of its run, and of its lines in tables."""
+    about: str
+    """What is particular about it."""
+    experiment: dict[str, Any] = {}
+    """Its own tables, over those of the suite."""
+
+
+class SuiteTable(Table):
+    """A suite, as its file has it."""
+
+    name: Name
+    """Of the suite."""
+    version: Positive
+    """Another one for whatever may change a result."""
+    about: str
+    """What it is for, and what it takes."""
+    experiment: dict[str, Any]
+    """Tables that all settings share."""
+    attack: list[dict[str, Any]]
+    """The attacks that are run on every setting."""
+    setting: Annotated[list[SettingTable], Field(min_length=1)]
+    """The settings, in the order of the tables of results."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A setting of a suite.
+
+    Attributes:
+        name, about: As in the file.
+        tables: Of its experiment, as they are written.
+        fingerprint: Of those.
+    """
+
+    name: str
+    about: str
+    tables: Mapping[str, Any]
+    fingerprint: str
+
+    @property
+    def needs_assets(self) -> bool:
+        """Whether it is about models or data that are not part of fedleak."""
+        return ASSETS in json.dumps(self.tables)
+
+    def experiment(self, attacks: Sequence[Mapping[str, Any]], assets: Path | None) -> Experiment:
+        """Returns its experiment with these attacks.
+
+        Raises:
+            ConfigError: A table is not right.
+        """
+        tables = {**self.tables, "name": self.name, "attack": list(attacks)}
+        try:
+            return loading.parse(loading.expanded(_filled(tables, assets)))
+        except ConfigError as error:
+            raise ConfigError(f"setting {self.name!r}: {error}") from error
+
+
+@dataclass(frozen=True)
+class Suite:
+    """A suite.
+
+    Attributes:
+        name, version, about: As in the file.
+        fingerprint: Of its settings: two that differ are not one suite, whatever they are called.
+        settings, attacks: As in the file.
+    """
+
+    name: str
+    version: int
+    about: str
+    fingerprint: str
+    settings: tuple[Setting, ...]
+    attacks: tuple[Mapping[str, Any], ...]
+
+
+def load(suite: str) -> Suite:
+    """Reads a suite.
+
+    Args:
+        suite: The name of one of fedleak's own, or the path of a file.
+
+    Raises:
+        ConfigError: There is none, or its file is not right.
+    """
+    path = FOLDER / f"{suite}.toml"
+    if not path.is_file():
+        path = Path(suite)
+        if not path.is_file():
+            known = [each.stem for each in FOLDER.glob("*.toml")]
+            raise ConfigError(f"{unknown('suite', suite, known)}: or give the path of a file")
+    try:
+        table = SuiteTable.model_validate(loading.read(path))
+    except ValidationError as error:
+        raise ConfigError(f"suite {str(path)!r}: {one_line(error, SuiteTable)}") from error
+    names = [each.name for each in table.setting]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ConfigError(f"suite {str(path)!r}: two settings are called {twice[0]!r}: rename one")
+    for where in (table.experiment, *(each.experiment for each in table.setting)):
+        if out_of_place := [key for key in _AFTERWARDS if key in where]:
+            raise ConfigError(
+                f"suite {str(path)!r}: {out_of_place[0]} is not part of a setting: leave it out"
+            )
+    settings = tuple(_setting(each, table.experiment) for each in table.setting)
+    return Suite(
+        name=table.name,
+        version=table.version,
+        about=table.about,
+        fingerprint=_fingerprint([(each.name, each.tables) for each in settings]),
+        settings=settings,
+        attacks=tuple(table.attack),
+    )
+
+
+def entered(
+    suite: Suite,
+    kinds: Sequence[str],
+    file: Path | None,
+    command: str | None,
+    *,
+    only: bool,
+) -> list[Mapping[str, Any]]:
+    """Returns the attacks that are to be run: those of the suite, and others.
+
+    Args:
+        suite: What is run.
+        kinds: Attacks with their default settings.
+        file: A TOML file with `[[attack]]` tables.
+        command: An outside program.
+        only: Leave out those of the suite.
+
+    Raises:
+        ConfigError: The file has no attacks, or nothing is left.
+    """
+    found: list[Mapping[str, Any]] = [] if only else list(suite.attacks)
+    found += [{"kind": kind} for kind in kinds]
+    if file is not None:
+        tables = loading.read(file)
+        if set(tables) != {"attack"} or not isinstance(tables["attack"], list):
+            raise ConfigError(f"--attacks {str(file)!r}: give a file with [[attack]] tables alone")
+        found += tables["attack"]
+    if command is not None:
+        found.append({"kind": "command", "command": command})
+    if not found:
+        raise ConfigError("--only leaves out all attacks: name one by --attack or --command")
+    return found
+
+
+def _setting(table: SettingTable, shared: Mapping[str, Any]) -> Setting:
+    tables = _over(shared, table.experiment)
+    return Setting(table.name, table.about, tables, _fingerprint(tables))
+
+
+def _over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns tables with others over them, key by key."""
+    both = copy.deepcopy(dict(below))
+    for key, value in above.items():
+        old = both.get(key)
+        both[key] = (
+            _over(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+        )
+    return both
+
+
+def _fingerprint(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _filled(value: Any, assets: Path | None) -> Any:
+    """Returns tables in which the folder of models and data stands for its name."""
+    if isinstance(value, dict):
+        return {key: _filled(each, assets) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_filled(each, assets) for each in value]
+    if isinstance(value, str) and assets is not None:
+        return value.replace(ASSETS, str(assets.absolute()))
+    return value

@@ -1,0 +1,321 @@
+"""Hands captures to attack workers as they come, and records the answers."""
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+
+from fedleak.attacks import is_slow
+from fedleak.attacks.reconstruction import Reconstruction, Status
+from fedleak.audit.answered import answered
+from fedleak.audit.grants import knowledge
+from fedleak.audit.kept_texts import read_candidates
+from fedleak.config.experiment import Experiment
+from fedleak.federation.schedule import captures_made, expected_captures
+from fedleak.running.dispatch.agenda import Agenda, Arrivals, Work, groups, part_of
+from fedleak.running.dispatch.progress import Finished, Pace, RunProgress, UnderWay
+from fedleak.running.dispatch.retention import Retention
+from fedleak.running.preparation import refuse_purged
+from fedleak.running.workers.hiring import hire
+from fedleak.running.workers.process import (
+    Job,
+    Worker,
+    answer_of,
+    failure,
+    trace,
+    wait_for_any,
+)
+from fedleak.store import records, shards
+from fedleak.store.records import ATTEMPTS, Answer, Attempt
+from fedleak.store.run import Key, Run
+from fedleak.store.shards import Shard
+from fedleak.training.observation import Knowledge
+from fedleak.util.errors import CaptureError, ConfigError
+
+_log = logging.getLogger(__name__)
+
+TRIES = 3
+"""How often an attack that crashes is tried on one capture."""
+
+
+POLL_SECONDS = 0.05
+
+
+def attack_captures(
+    run: Run,
+    experiment: Experiment,
+    *,
+    no_more: Callable[[], bool],
+    stop: Callable[[], bool] = lambda: False,
+    report: Callable[[RunProgress], None] = lambda progress: None,
+    on: Sequence[Worker] | None = None,
+    shard: Shard | None = None,
+) -> None:
+    """Attacks every capture that has no answer yet, until `no_more` come and all have one.
+
+    The work that is left is always what the directory lacks, so this can be killed at any time.
+    An attack that takes captures together gets the same ones together however often that happens.
+    Quick attacks go first: a slow one starts only while another worker is left for quick ones, or
+    once all quick ones have answered. Workers that are lent (`on`) may still be busy if it was
+    stopped or failed. A shard does its part alone, and whoever calls holds no more than that.
+
+    Raises:
+        ConfigError: An attack of this name already ran here with other settings.
+    """
+    refuse_purged(run)
+    dispatcher = Dispatcher(run, experiment, shard)
+    hired: AbstractContextManager[Sequence[Worker]] = (
+        hire(experiment.workers) if on is None else nullcontext(on)
+    )
+    with hired as all_workers:
+        while not stop():
+            # Asked before looking, so that nothing slips in between.
+            dispatcher.look_for_captures(last_look=no_more())
+            dispatcher.hand_out(all_workers)
+            dispatcher.collect(all_workers)
+            report(dispatcher.progress(all_workers))
+            if dispatcher.done(all_workers):
+                return
+            wait_for_any(all_workers, POLL_SECONDS)
+
+
+class Dispatcher:
+    """Knows what is left to attack, and records what comes of it.
+
+    Args:
+        run: The run directory.
+        experiment: What was prepared there.
+        shard: Whose part of the work is done; None: all of it is.
+
+    Raises:
+        ConfigError: An attack of this name already ran here with other settings.
+    """
+
+    def __init__(self, run: Run, experiment: Experiment, shard: Shard | None = None) -> None:
+        self._run, self._experiment = run, experiment
+        self._model = experiment.model_spec(run.info()["num_labels"])
+        self._answers, self._attempts = records.answers(run.fingerprint()), ATTEMPTS
+        if shard is None:
+            given, tries = shards.salvage_answers(run), run.salvage(ATTEMPTS)
+        else:  # what others are writing is left as it is
+            given = shards.answers_for(run, shard)
+            self._answers, self._attempts = shard.lines(self._answers), shard.lines(ATTEMPTS)
+            tries = run.readable(self._attempts)
+        self._tries = Counter(each.id for each in tries)
+        self._candidates = {
+            each.name: read_candidates(run, each.name)
+            for each in experiment.attacks
+            if each.candidates is not None
+        }
+        expected = expected_captures(experiment)
+        work = part_of(groups(experiment.attacks, expected, experiment.workers.at_once), shard)
+        wanted = {(key, each.attack.name) for each in work for key in each.keys}
+        self._answered = answered(given, experiment) & wanted
+        self._retention = Retention(run, experiment)
+        self._retention.answered(given)
+        gone = self._refuse_deleted(wanted)
+        self._made, self._wanted = captures_made(experiment), len(wanted - gone)
+        self._agenda = Agenda(work, self._answered | gone, set(self._tries))
+        self._arrivals = Arrivals(run, expected)
+        captured = set(expected)
+        self._forgotten = Counter(key.round for key in self._made if key not in captured)
+        self._pace = Pace(experiment.attacks, wanted - self._answered - gone)
+        self._finished: list[Finished] = []
+        self._round, self._summed, self._closed = 1, 0, False
+
+    def _refuse_deleted(self, wanted: Set[tuple[Key, str]]) -> set[tuple[Key, str]]:
+        """Returns what cannot be answered any more: an attack came after its capture was deleted.
+
+        Raises:
+            ConfigError: There is nothing else to attack.
+        """
+        deleted = self._run.deleted()
+        gone = {(key, name) for key, name in wanted - self._answered if key in deleted}
+        if gone and wanted == self._answered | gone:
+            raise ConfigError(
+                f"{str(self._run.path)!r} has no update any more that "
+                f"{', '.join(sorted({name for _, name in gone}))} could attack: "
+                f"{len({key for key, _ in gone})} of {len({key for key, _ in wanted})} captures "
+                "were deleted once the attacks of the run had answered (audit.keep): `fedleak run "
+                "FILE --fresh` with audit.keep = 'all' keeps them"
+            )
+        return gone
+
+    def look_for_captures(self, *, last_look: bool) -> None:
+        """Notes the captures that have come; after the last look no others are waited for."""
+        last_look &= not self._closed
+        # Before the captures, so that a round that is complete has all of them.
+        before, self._round = self._round, self._arrivals.round()
+        self._summed += sum(self._forgotten[round] for round in range(before, self._round))
+        for key in self._arrivals.new(everywhere=last_look):
+            self._agenda.arrived(key)
+            self._retention.arrived(key)
+        if last_look:
+            self._agenda.close()
+            self._closed = True
+
+    def hand_out(self, all_workers: Sequence[Worker]) -> None:
+        """Gives every free worker something to do, as far as there is something."""
+        for worker in all_workers:
+            while worker.free and (work := self._agenda.take(slow=self._slow_may(all_workers))):
+                if jobs := self._jobs(work):
+                    worker.submit(jobs)
+
+    def collect(self, all_workers: Sequence[Worker]) -> None:
+        """Records the answers that have come, and tries that failed."""
+        for worker in all_workers:
+            if (jobs := worker.jobs) and (found := worker.result()) is not None:
+                if isinstance(found, BaseException):
+                    self._record_failure(jobs, found)
+                else:
+                    self._record(found)
+
+    def done(self, all_workers: Sequence[Worker]) -> bool:
+        """Returns whether all is attacked and no more captures come."""
+        busy = any(worker.jobs for worker in all_workers)
+        return self._closed and not busy and not self._agenda.ready
+
+    def progress(self, all_workers: Sequence[Worker]) -> RunProgress:
+        """Returns how far the run is, with the answers since the last time."""
+        finished, self._finished = tuple(self._finished), []
+        return RunProgress(
+            captures=self._arrivals.here + self._summed,
+            captures_expected=len(self._made),
+            answers=len(self._answered),
+            answers_expected=self._wanted,
+            under_way=tuple(_under_way(worker) for worker in all_workers if worker.jobs),
+            finished=finished,
+            rounds=self._round - 1,
+            rounds_expected=self._experiment.federation.rounds,
+            seconds_left=self._pace.seconds_left(len(all_workers)),
+            seconds_most=self._pace.seconds_most(len(all_workers)),
+        )
+
+    def _slow_may(self, all_workers: Sequence[Worker]) -> bool:
+        """Returns whether a worker may take a slow attack, if no quick one is ready."""
+        # Where training waits for attacks, quick ones that are still to come wait for slow ones.
+        bounded = self._experiment.audit.waiting is not None
+        return bounded or slow_may(all_workers, self._agenda)
+
+    def _jobs(self, work: Work) -> list[Job]:
+        """Returns the jobs for captures; a damaged capture fails at once."""
+        experiment, jobs = self._experiment, []
+        for key in work.keys:
+            job = Job(
+                run=self._run.path,
+                key=key,
+                attack=work.attack,
+                knowledge=Knowledge(),
+                model=self._model,
+                seed=experiment.seed,
+            )
+            try:
+                listed = self._candidates.get(work.attack.name)
+                known = knowledge(self._run, key, work.attack.threat, listed)
+                jobs.append(replace(job, knowledge=known))
+            except CaptureError as error:
+                self._record([_failed(job, str(error))])
+        return jobs
+
+    def _record(self, answers: Sequence[Answer]) -> None:
+        self._run.append(self._answers, *answers)
+        for each in answers:
+            key, name = each.id
+            self._answered.add(each.id)
+            self._agenda.answered(key, name)
+            self._finished.append(Finished(name, key, each.status, each.seconds))
+            self._pace.answered(name, each.seconds or 0.0)
+            _log.info("%s on %s: %s in %s s", name, key, each.status, each.seconds)
+        self._retention.answered(answers)
+
+    def _record_failure(self, jobs: Sequence[Job], error: BaseException) -> None:
+        """Records a try that failed; captures that were tried often enough fail for good."""
+        reason, traceback = failure(error), trace(error)
+        attack, keys = jobs[0].attack, [job.key for job in jobs]
+        _log.warning("%s failed on %s: %s", attack.name, ", ".join(map(str, keys)), traceback)
+        self._tries.update((key, attack.name) for key in keys)
+        tries = [
+            Attempt(
+                round=key.round,
+                client=key.client,
+                attack=attack.name,
+                reason=reason,
+                traceback=traceback,
+            )
+            for key in keys
+        ]
+        self._run.append(self._attempts, *tries)
+        enough = 1 if isinstance(error, CaptureError) else TRIES
+        for job in jobs:
+            if self._tries[job.key, attack.name] < enough:
+                self._agenda.again(attack, job.key)
+        given_up = [job for job in jobs if self._tries[job.key, attack.name] >= enough]
+        self._record([_failed(job, reason) for job in given_up])
+
+
+def slow_may(all_workers: Sequence[Worker], agenda: Agenda) -> bool:
+    """Returns whether a worker may take a slow attack: not the last one that quick ones have."""
+    slow = sum(is_slow(worker.jobs[0].attack.attack) for worker in all_workers if worker.jobs)
+    return slow < len(all_workers) - 1 or not agenda.quick_left
+
+
+@contextmanager
+def attacking(
+    run: Run,
+    experiment: Experiment,
+    report: Callable[[RunProgress], None] = lambda progress: None,
+    on: Sequence[Worker] | None = None,
+) -> Iterator[Callable[[], bool]]:
+    """Attacks while the body trains, and until all is attacked; gives up if the body fails.
+
+    Yields:
+        What the body asks now and then: whether attacking has failed, so that there is no use in
+        going on. Its error is then raised in place of the body's.
+    """
+    trained, stopped, ended = threading.Event(), threading.Event(), threading.Event()
+    errors: list[BaseException] = []
+
+    def dispatch() -> None:
+        try:
+            attack_captures(
+                run, experiment, no_more=trained.is_set, stop=stopped.is_set, report=report, on=on
+            )
+        except BaseException as error:  # noqa: BLE001 - raised again below, in the caller's thread
+            errors.append(error)
+        finally:
+            ended.set()
+
+    thread = threading.Thread(target=dispatch, name="attacks")
+    try:
+        thread.start()
+        try:
+            yield lambda: bool(errors)
+        except Exception as error:
+            if not errors:
+                raise
+            _log.info("training ended: %s", error)
+        trained.set()
+        # Not `join`: when Ctrl-C interrupts that, Python takes the thread for one that has ended.
+        while not ended.is_set():
+            time.sleep(POLL_SECONDS)
+    finally:
+        stopped.set()
+        if thread.is_alive():
+            thread.join()
+    if errors:
+        raise errors[0]
+
+
+def _under_way(worker: Worker) -> UnderWay:
+    """Returns what a busy worker is doing."""
+    first = worker.jobs[0]
+    clients = tuple(job.key.client for job in worker.jobs)
+    return UnderWay(first.attack.name, first.key.round, clients, worker.progress())
+
+
+def _failed(job: Job, reason: str) -> Answer:
+    """Returns the answer of an attack that failed for good."""
+    return answer_of(job, Reconstruction.none(Status.FAILED, reason))

@@ -1,0 +1,65 @@
+"""Which captures stay once every attack has answered: `[audit] keep`."""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from contextlib import suppress
+from itertools import chain
+
+from fedleak.attacks.reconstruction import Status
+from fedleak.config.experiment import Experiment
+from fedleak.federation.lookup import stored
+from fedleak.store.records import Answer
+from fedleak.store.run import Key, Run
+from fedleak.store.shards import shares
+from fedleak.util.errors import CaptureError
+
+
+class Retention:
+    """Deletes captures that nobody needs any more.
+
+    The server needs none of them: it sums updates as they come. What an attack failed on stays, so
+    that it can be tried again. The attacks that a capture waits for are those of this experiment,
+    those that the run was prepared with, and those that a shard was asked for, so that none comes
+    too late because another one was quicker.
+
+    Args:
+        run: The run directory.
+        experiment: What attacks it now.
+    """
+
+    def __init__(self, run: Run, experiment: Experiment) -> None:
+        self._run, self._keep = run, experiment.audit.keep
+        if self._keep == "all":
+            return
+        asked = (one.attacks for one in shares(run).values() if one is not None)
+        named = (each.name for each in chain(experiment.attacks, stored(run).attacks))
+        names = {*named, *chain.from_iterable(asked)}
+        self._left: dict[Key, set[str]] = defaultdict(names.copy)
+        self._failed: set[Key] = set()
+        self._proved: set[Key] = set()
+
+    def answered(self, answers: Iterable[Answer]) -> None:
+        """Notes answers, and deletes captures of which all have come.
+
+        A process that was killed may have left captures that were answered: they go with their
+        answers.
+        """
+        if self._keep == "all":
+            return
+        for each in answers:
+            self._left[each.key].discard(each.attack)
+            if each.status == Status.FAILED:
+                self._failed.add(each.key)
+            if each.verified:
+                self._proved.add(each.key)
+            self.arrived(each.key)
+
+    def arrived(self, key: Key) -> None:
+        """Notes that a capture is here, of which all answers may have come before."""
+        if self._keep == "all" or key not in self._left or self._left[key]:
+            return
+        wanted = self._keep == "unproved" and key not in self._proved
+        if self._run.has_capture(key):
+            # One that is damaged has failed, so there is nothing to delete.
+            with suppress(CaptureError):
+                self._run.close(key, delete=not wanted and key not in self._failed)

@@ -1,0 +1,106 @@
+"""The rows of a run as a table for other programs."""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from fedleak.audit.scoring import score_answer
+from fedleak.audit.vault import read_truth
+from fedleak.federation.lookup import stored
+from fedleak.federation.workload import outline
+from fedleak.running.preparation import refuse_purged
+from fedleak.store.files import new_file
+from fedleak.store.records import LEAKAGE, LeakageRow
+from fedleak.store.run import Key, Run
+from fedleak.store.shards import read_answers
+from fedleak.util.errors import CaptureError, ConfigError, FedleakError
+
+_FORMULA = ("=", "+", "-", "@", "\t", "\r")
+"""How a cell begins that a spreadsheet takes for a formula."""
+
+
+def export(run: Run, path: Path, *, texts: bool = False) -> int:
+    """Writes a run's rows of leakage.jsonl as a table, and returns how many there are.
+
+    What is a table or a list in leakage.jsonl is JSON in one cell. Only the owner can open the
+    file.
+
+    Args:
+        run: A run that was scored.
+        path: Ends in .csv or .parquet. In a csv file, text that a spreadsheet would take for a
+            formula begins with an apostrophe.
+        texts: Also write the private texts, beside what was read of each.
+
+    Raises:
+        ConfigError: Another kind of file, no run directory, or texts of a run that was purged.
+        FedleakError: There are no rows, texts are missing, or the file cannot be written.
+    """
+    write = _WRITERS.get(path.suffix.lower())
+    if write is None:
+        raise ConfigError(
+            f"--to {str(path)!r} is no kind of file that rows are written to: end it in "
+            f"{' or '.join(_WRITERS)}, or name a tracker, mlflow or tensorboard"
+        )
+    run.info()  # refuses a folder that is no run
+    rows = run.rows(LEAKAGE)
+    if not rows:
+        raise FedleakError(f"{str(run.path)!r} has no rows: `fedleak score {run.path}` makes them")
+    read = _texts(run) if texts else {}
+    table = [_flat(row) | ({"pairs": read.get(row.id)} if texts else {}) for row in rows]
+    with new_file(path) as temporary:
+        write(table, temporary)
+    return len(rows)
+
+
+def _flat(row: LeakageRow) -> dict[str, Any]:
+    """Returns a row as cells: what is a table or a list is JSON."""
+    return {
+        name: json.dumps(value) if isinstance(value, dict | list) else value
+        for name, value in row.model_dump(mode="json").items()
+    }
+
+
+def _texts(run: Run) -> Mapping[tuple[Key, str], str]:
+    """Returns each private text and what was read of it, as JSON, by update and attack."""
+    refuse_purged(run)
+    model = outline(stored(run), run.info()["num_labels"])
+    special, found = model.special_ids(), {}
+    for answer in read_answers(run):
+        try:
+            truth = read_truth(run, answer.key)
+        except CaptureError as error:
+            raise FedleakError(f"{error}: leave out --texts") from error
+        if truth is None:
+            raise FedleakError(f"{answer.key} has no private batch in the vault: leave out --texts")
+        pairs = score_answer(answer, truth, model).pairs if truth.sequences else ()
+        read = [{"text": one.truth, "read": one.answer} for one in pairs]
+        if not read:  # the attack named no sequence
+            contents = [[token for token in ids if token not in special] for ids in truth.sequences]
+            read = [{"text": model.decode(ids), "read": None} for ids in contents]
+        found[answer.id] = json.dumps(read)
+    return found
+
+
+def _harmless(value: Any) -> Any:
+    """Returns a cell that no spreadsheet takes for a formula."""
+    return f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA) else value
+
+
+def _to_csv(table: list[dict[str, Any]], path: Path) -> None:
+    from datasets import Dataset  # it takes a second
+
+    harmless = [{name: _harmless(value) for name, value in row.items()} for row in table]
+    Dataset.from_list(harmless).to_csv(str(path), index=False)
+
+
+def _to_parquet(table: list[dict[str, Any]], path: Path) -> None:
+    from datasets import Dataset
+
+    Dataset.from_list(table).to_parquet(str(path))
+
+
+_WRITERS: Mapping[str, Callable[[list[dict[str, Any]], Path], None]] = {
+    ".csv": _to_csv,
+    ".parquet": _to_parquet,
+}

@@ -1,0 +1,247 @@
+"""From an experiment to scores: train, attack captures as they come, score them."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+from fedleak.attacks.reconstruction import Status
+from fedleak.audit import central_baseline, defense_checks, positive_control, scoring
+from fedleak.audit.answered import answered
+from fedleak.audit.scoring import Scored
+from fedleak.config import checks
+from fedleak.config.experiment import Experiment
+from fedleak.federation.lookup import examples
+from fedleak.federation.schedule import expected_captures
+from fedleak.federation.workload import outline
+from fedleak.running import forecast
+from fedleak.running.dispatch.agenda import groups, part_of
+from fedleak.running.dispatch.dispatcher import attack_captures, attacking
+from fedleak.running.dispatch.progress import RunProgress
+from fedleak.running.dispatch.retention import Retention
+from fedleak.running.preparation import refuse_another
+from fedleak.running.workers.process import Worker, failure, trace
+from fedleak.store.run import Run
+from fedleak.store.shards import (
+    Shard,
+    Share,
+    answers_for,
+    drop_failures,
+    locked,
+    read_answers,
+    readable_answers,
+    share,
+)
+from fedleak.store.summaries import SUMMARY
+from fedleak.util.errors import FedleakError
+
+Engine = Callable[[Run, Experiment, Callable[[], bool]], None]
+"""Trains an experiment in its run directory, and asks now and then whether to end early."""
+
+
+def finished(run: Run, experiment: Experiment) -> bool:
+    """Returns whether an experiment is trained, attacked and scored here.
+
+    Raises:
+        ConfigError: Another experiment ran here.
+    """
+    if not run.exists():
+        return False
+    refuse_another(run, experiment)
+    if run.info().get("purged"):
+        return True
+    wanted = {
+        (key, each.name) for key in expected_captures(experiment) for each in experiment.attacks
+    }
+    try:
+        summary = run.read(SUMMARY)
+        answers = read_answers(run)
+    except FedleakError:  # missing or damaged: running mends what it can
+        return False
+    # Scores from before the end of the run, by `fedleak score`, are not those of all of it.
+    done = summary.status == run.info()["status"] == "finished"
+    if wants_control(experiment) and summary.positive_control is None:
+        return False
+    return done and wanted <= answered(answers, experiment)
+
+
+def carry_out(
+    run: Run,
+    experiment: Experiment,
+    train: Engine,
+    report: Callable[[RunProgress], None] = lambda progress: None,
+    on: Sequence[Worker] | None = None,
+) -> list[Scored]:
+    """Trains, attacks and scores, or what of it the run directory lacks.
+
+    Args:
+        run: The run directory.
+        experiment: What was prepared there.
+        train: The engine, which the library does not know: `fedleak.flower.engines.train`.
+        report: Is told how far the run is.
+        on: Workers for the attacks; None: as many as the experiment asks for, for this run only.
+    """
+    with run.lock():
+        with under_way(run, experiment, report, on) as stop:
+            train(run, experiment, stop)
+        return scoring.score_run(run)
+
+
+@contextmanager
+def under_way(
+    run: Run,
+    experiment: Experiment,
+    report: Callable[[RunProgress], None] = lambda progress: None,
+    on: Sequence[Worker] | None = None,
+) -> Iterator[Callable[[], bool]]:
+    """Does all that is around training: checks of defenses, attacks, the central reference.
+
+    Yields:
+        Whether training is to stop, as `attacking` does.
+
+    Raises:
+        FedleakError: A defense does not do what it says.
+    """
+    with noting_status(run):
+        defense_checks.refuse_broken(run, experiment)
+        with attacking(run, experiment, report, on) as stop:
+            yield stop
+        if wants_control(experiment):
+            attack_copies(run, experiment, report, on)
+        if _wants_reference(run, experiment):
+            baseline = central_baseline.central(experiment, run)
+            run.write_json("reference.json", baseline.model_dump())
+
+
+def wants_control(experiment: Experiment) -> bool:
+    """Whether a run has a positive control: where its `[gate]` limits what attacks read."""
+    return experiment.gate.limits_leaks and not positive_control.is_undefended(experiment)
+
+
+def attack_copies(
+    run: Run,
+    experiment: Experiment,
+    report: Callable[[RunProgress], None] = lambda progress: None,
+    on: Sequence[Worker] | None = None,
+) -> None:
+    """Makes the undefended copies of a run and attacks them, or what of that there is not yet.
+
+    Nothing is done where no batch is here, as on a server whose nodes keep their vaults. Whoever
+    calls this holds the lock of the run.
+
+    Args:
+        run: The run directory.
+        experiment: What was prepared there, with the attacks to be tried.
+        report: Is told how far it is.
+        on: Workers for the attacks; None: as many as the experiment asks for.
+    """
+    if (copies := positive_control.make_copies(run, experiment)) is not None:
+        control = positive_control.control_of(run)
+        with control.lock():
+            attack_captures(
+                control,
+                copies,
+                no_more=lambda: True,
+                report=lambda progress: report(_of_copies(progress)),
+                on=on,
+            )
+        control.update_info(status="finished")
+
+
+def _of_copies(progress: RunProgress) -> RunProgress:
+    """Says of each attack that it is on a copy: the update itself has the same round and client."""
+    return progress._replace(
+        under_way=tuple(
+            doing._replace(attack=f"copy: {doing.attack}") for doing in progress.under_way
+        ),
+        finished=tuple(done._replace(attack=f"copy: {done.attack}") for done in progress.finished),
+    )
+
+
+@contextmanager
+def noting_status(run: Run) -> Iterator[None]:
+    """Notes in run.json that the run is going on, how it ended, and why if it failed."""
+    run.update_info(status="running", failure=None)
+    try:
+        yield
+    except KeyboardInterrupt:
+        run.update_info(status="interrupted")
+        raise
+    except BaseException as error:
+        with suppress(OSError, FedleakError):  # a full disk must not hide what came first
+            why = {"reason": failure(error), "traceback": trace(error)}
+            run.update_info(status="failed", failure=why)
+        raise
+    run.update_info(status="finished")
+
+
+def attack_shard(
+    run: Run,
+    experiment: Experiment,
+    shard: Shard,
+    *,
+    retry: bool = False,
+    report: Callable[[RunProgress], None] = lambda progress: None,
+    on: Sequence[Worker] | None = None,
+) -> str:
+    """Does one share of a run's attacks, beside others on other machines; nothing is scored.
+
+    Args:
+        run: The run directory.
+        experiment: What was prepared there.
+        shard: Which share.
+        retry: Try again what failed.
+        report: Is told how far it is.
+        on: Workers for the attacks; None: as many as the experiment asks for.
+
+    Returns:
+        What is to be said of it when it is complete.
+
+    Raises:
+        FedleakError: Answers failed or captures are missing, so that it is not complete.
+    """
+    names = tuple(each.name for each in experiment.attacks)
+    document = share(shard)
+    with locked(run, shard):
+        run.write(document, Share(attacks=names, complete=False))
+        if retry:
+            drop_failures(run, shard)
+        attack_captures(run, experiment, no_more=lambda: True, report=report, on=on, shard=shard)
+        work = part_of(
+            groups(experiment.attacks, expected_captures(experiment), experiment.workers.at_once),
+            shard,
+        )
+        wanted = {(key, each.attack.name) for each in work for key in each.keys}
+        status = {each.id: each.status for each in answers_for(run, shard) if each.id in wanted}
+        failed = sum(each == Status.FAILED for each in status.values())
+        run.write(document, Share(attacks=names, complete=len(status) == len(wanted)))
+        # The last shard sees the answers of all.
+        Retention(run, experiment).answered(readable_answers(run))
+        deleted = {key for key, _ in wanted - status.keys()} & run.deleted()
+    said = f"shard {shard}: {len(status)} of {len(wanted)} answers are there"
+    if deleted:
+        raise FedleakError(f"{said}: {len(deleted)} captures were deleted (audit.keep)")
+    if len(status) < len(wanted):
+        raise FedleakError(f"{said}: the captures of the others are not: train them first")
+    if failed:
+        raise FedleakError(f"{said}, and {failed} of them failed: --retry tries them again")
+    return f"{said}; once all {shard.of} are complete: fedleak score {run.path}"
+
+
+def disk_note(run: Run, experiment: Experiment) -> str | None:
+    """Returns how much disk a run takes, in a line; None if that is not worth a word."""
+    model = outline(experiment, run.info()["num_labels"])
+    return forecast.disk(forecast.bytes_kept(experiment, model), run.path)
+
+
+def check_attacks(experiment: Experiment, num_labels: int) -> None:
+    """Refuses attacks that cannot work in this experiment, before anything starts.
+
+    Raises:
+        ConfigError: The first of them.
+    """
+    checks.check_attacks(experiment, outline(experiment, num_labels))
+
+
+def _wants_reference(run: Run, experiment: Experiment) -> bool:
+    """Whether a centrally trained model is asked for, can be judged, and is not there yet."""
+    judged = examples(run).held_out > 0
+    return experiment.utility.reference and judged and not (run.path / "reference.json").is_file()

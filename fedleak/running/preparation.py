@@ -1,0 +1,418 @@
+"""Before a run: is the experiment possible, and whose is the run directory?"""
+
+import json
+import shlex
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fedleak.audit.kept_texts import candidates_file
+from fedleak.config import checks
+from fedleak.config.components import NamedAttack
+from fedleak.config.experiment import Experiment
+from fedleak.config.stored_parameters import check_stored, read_whole
+from fedleak.config.tables import WorkersTable
+from fedleak.config.wording import difference
+from fedleak.federation.lookup import Examples, examples, stored
+from fedleak.federation.protection import protection
+from fedleak.federation.schedule import expected_captures, first_of_adapters
+from fedleak.federation.workload import (
+    Workload,
+    candidates,
+    divide,
+    outline,
+    read_data,
+    unknown_fraction,
+)
+from fedleak.models import CLASSIFICATION, LanguageModel, loading
+from fedleak.running import forecast
+from fedleak.store.run import Run
+from fedleak.util import logs
+from fedleak.util.errors import ConfigError, FedleakError
+from fedleak.util.sanitise import printable
+from fedleak.util.versions import made_by, versions
+
+CHANGEABLE: dict[str, Any] = {"gate": True, "federation": {"at_once"}, "audit": {"keep", "waiting"}}
+"""What of an experiment may change while its run goes on, besides its workers: no result does."""
+
+
+_LONGEST = 300
+"""Characters of a command of somebody else that are shown."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """An experiment that can work, and what its run directory starts with."""
+
+    experiment: Experiment
+    num_labels: int
+    examples: Examples
+    held_out: Mapping[str, Any]
+    candidates: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """By their place in the run directory, lists that attacks on membership are asked about."""
+    classes: tuple[str, ...] = ()
+    """Names of the classes, which nodes with data of their own are told."""
+    remarks: tuple[str, ...] = ()
+    """What may not be meant, for the user to read."""
+    disk: int = 0
+    """Bytes of all captures and models."""
+
+
+def prepare(experiment: Experiment, path: Path, *, fresh: bool = False) -> Run:
+    """Checks the experiment, and opens its run directory or makes it.
+
+    Args:
+        experiment: What to run.
+        path: The run directory.
+        fresh: Move what is there out of the way.
+
+    Raises:
+        ConfigError: The experiment cannot work, or differs from the one that ran here.
+    """
+    return open_run(plan(experiment), path, fresh=fresh)
+
+
+def plan(experiment: Experiment) -> Plan:
+    """Reads the data and looks at the model, and writes nothing.
+
+    Raises:
+        ConfigError: The experiment cannot work.
+    """
+    split = read_data(experiment)
+    classes = split.train.label_names
+    num_labels = len(classes)
+    model = outline(experiment, num_labels)
+    if experiment.threat.clients is not None and not expected_captures(experiment):
+        raise ConfigError(
+            f"threat.clients = {experiment.threat.clients}, but none of them trains in a round "
+            "that is attacked: choose others, or other threat.rounds"
+        )
+    checks.check_defenses(experiment, model)
+    checks.check_canaries(experiment, model)
+    checks.check_attacks(experiment, model)
+    checks.check_waiting(experiment)
+    names = [each.name for each in experiment.attacks]
+    checks.check_gate(experiment.gate, names, [each.attack.kind for each in experiment.attacks])
+    workload = divide(experiment, split, model)
+    unknown = unknown_fraction(workload, model)
+    for client, part in [] if experiment.data.on_nodes else enumerate(workload.parts):
+        protection(experiment, client, len(part))  # refuses an epsilon out of reach
+    loading.check_weights(experiment.model_spec(num_labels))
+    held_out = {"sequences": workload.held_out, "labels": workload.held_out_labels}
+    return Plan(
+        experiment=experiment,
+        num_labels=num_labels,
+        examples=Examples(len(workload.sequences), len(workload.held_out)),
+        held_out=held_out,
+        candidates=read_candidates(experiment, classes, model),
+        classes=classes if experiment.data.on_nodes else (),
+        remarks=_remarks(experiment, model, split.dropped, unknown, workload),
+        disk=forecast.bytes_kept(experiment, model),
+    )
+
+
+def read_candidates(
+    experiment: Experiment, classes: Sequence[str], model: LanguageModel
+) -> dict[str, dict[str, Any]]:
+    """Reads the files of texts that attacks on membership are asked about.
+
+    Returns:
+        By their place in the run directory.
+
+    Raises:
+        ConfigError: A file that is not right.
+    """
+    found = {}
+    for attack in experiment.attacks:
+        if (texts := candidates(experiment, attack, classes, model)) is not None:
+            sequences, labels = texts
+            place = str(candidates_file(attack.name))
+            found[place] = {"sequences": sequences, "labels": labels}
+    return found
+
+
+def keep_candidates(run: Run, found: Mapping[str, Mapping[str, Any]]) -> None:
+    """Writes lists that attacks are asked about into the run directory.
+
+    Raises:
+        ConfigError: An attack was asked about other texts before.
+    """
+    for place, texts in found.items():
+        wanted, before = json.loads(json.dumps(texts)), None
+        with suppress(FedleakError):  # it is not there, or damaged
+            before = run.read_json(place)
+        if before is None:
+            run.write_json(place, wanted)
+        elif before != wanted:
+            raise ConfigError(
+                f"{str(run.path / place)!r}: the attack was asked about other texts before: "
+                "restore its file of candidates, or give the attack another name = ..."
+            )
+
+
+def ask_again(run: Run, experiment: Experiment) -> None:
+    """Reads files of candidates for attacks on a run that was trained, and keeps their texts.
+
+    Raises:
+        ConfigError: A file that is not right, or an attack was asked about other texts before.
+    """
+    if all(each.candidates is None for each in experiment.attacks):
+        return
+    count = run.info()["num_labels"]
+    classes: Sequence[str] = [str(number) for number in range(count)]
+    if experiment.tapped is None and experiment.model.task == CLASSIFICATION:
+        classes = read_data(experiment).train.label_names
+    keep_candidates(run, read_candidates(experiment, classes, outline(experiment, count)))
+
+
+def _remarks(
+    experiment: Experiment,
+    model: LanguageModel,
+    dropped: int,
+    unknown: float,
+    workload: Workload,
+) -> tuple[str, ...]:
+    """Returns what is no mistake, but may not be meant."""
+    whole = [] if experiment.audit.store == "all" else read_whole(experiment, model)
+    batch, parts = experiment.federation.batch_size, workload.parts
+    small = [len(part) for part in parts if 0 < len(part) < batch]
+    found = {
+        f"{dropped} rows without text were dropped": dropped,
+        f"{unknown:.0%} of the tokens are unknown words, which no attack can read": unknown > 0.05,
+        f"federation.batch_size = {batch} is more than {len(small)} of {len(parts)} clients have: "
+        f"their batches are all that they have, {min(small, default=0)} examples or more": small,
+        f"audit.store = 'read' stores whole updates, because {', '.join(whole)} read them": whole,
+    }
+    adapters = first_of_adapters(experiment)
+    remarks = [remark for remark, holds in found.items() if holds]
+    return (*remarks, *([adapters] if adapters else []))
+
+
+def open_run(plan: Plan, path: Path, *, fresh: bool = False) -> Run:
+    """Opens the run directory of an experiment, or makes it.
+
+    Raises:
+        ConfigError: Another experiment ran here, there are files that belong to none, or what the
+            run keeps does not fit on the disk.
+    """
+    run = Run(path)
+    captured = 0
+    if run.exists() and not fresh:
+        model = outline(plan.experiment, plan.num_labels)
+        captured = forecast.bytes_there(plan.experiment, model, run)
+    forecast.refuse_full_disk(plan.disk, path, captured)
+    if fresh and path.is_dir():
+        with run.lock():
+            run.move_aside()
+    if run.exists():
+        refuse_another(run, plan.experiment)
+        refuse_purged(run)
+        refuse_other_data(run, plan)
+        _renew(run, plan.experiment)
+        _make_held_out(run, plan)
+        keep_candidates(run, plan.candidates)
+        return run
+    if (path / "sweep.json").exists():
+        raise ConfigError(
+            f"{str(path)!r} holds a sweep: give this run another name, or --fresh to move the "
+            "sweep aside"
+        )
+    # A run that was killed before its run.json was written has left no more than a log.
+    if there := sorted({each.name for each in path.glob("[!.]*")} - {logs.LOG}):
+        # Captures and answers of nobody knows what must not pass for this experiment's.
+        more = f" and {len(there) - 3} more" if len(there) > 3 else ""
+        raise ConfigError(
+            f"{str(path)!r} is not empty ({', '.join(there[:3])}{more}) and has no run.json: give "
+            "this run another name, delete the folder, or --fresh to move it aside"
+        )
+    run.create(
+        experiment=plan.experiment.model_dump(mode="json"),
+        fingerprint=plan.experiment.fingerprint,
+        status="new",
+        num_labels=plan.num_labels,
+        examples=plan.examples._asdict(),
+        **({"classes": list(plan.classes)} if plan.classes else {}),
+        versions=versions(),
+        git_commit=git_commit(),
+        **made_by(),
+        model_fingerprint=None,
+        remarks=list(plan.remarks),
+    )
+    _make_held_out(run, plan)
+    keep_candidates(run, plan.candidates)
+    return run
+
+
+def _renew(run: Run, experiment: Experiment) -> None:
+    """Notes in run.json what of the experiment's file may change, where it was other."""
+    said = run.info()["experiment"]
+    new = experiment.model_dump(mode="json", include=CHANGEABLE)
+    renewed = {name: said.get(name, {}) | table for name, table in new.items()}
+    if renewed != {name: said.get(name, {}) for name in new}:
+        run.update_info(experiment=said | renewed)
+
+
+def refuse_purged(run: Run) -> None:
+    """Refuses to go on with a run whose private data was deleted.
+
+    Raises:
+        ConfigError: `fedleak purge` was here.
+    """
+    info = run.info()
+    if (date := info.get("purged")) and not info.get("purge_complete", True):
+        raise ConfigError(
+            f"{str(run.path)!r}: a purge began on {date} and is not complete: `fedleak purge "
+            f"{run.path}` goes on"
+        )
+    if date:
+        raise ConfigError(
+            f"{str(run.path)!r} was purged on {date}: its captures, models and private texts are "
+            f"deleted, so nothing can be trained or attacked there: `fedleak score {run.path}` "
+            "shows its figures; --fresh, or another name, runs the experiment anew"
+        )
+
+
+def refuse_other_sight(run: Run, experiment: Experiment) -> None:
+    """Refuses to attack captures as if they were of something else.
+
+    Raises:
+        ConfigError: The captures of the run are of what another attacker sees.
+    """
+    if (sees := stored(run).sees) != experiment.sees:
+        raise ConfigError(
+            f"threat.sees = {experiment.sees!r}, but {str(run.path)!r} captured what an attacker "
+            f"sees who sees {sees!r}: run the experiment under another name, which captures the "
+            "other"
+        )
+
+
+def refuse_programs_of_others(
+    at: Path, attacks: Iterable[NamedAttack], workers: WorkersTable | None = None
+) -> None:
+    """Refuses what an experiment that may be somebody else's would start, or let in.
+
+    Args:
+        at: Where it is from.
+        attacks: That it names.
+        workers: Where it has them run.
+
+    Raises:
+        ConfigError: One is a command that runs here, or a Ray cluster gets the updates: what it
+            answers are pickles, which run, too.
+    """
+    outside = [named.attack for named in attacks if getattr(named.attack, "outside", False)]
+    named = [f"the command {getattr(attack, 'command', attack.kind)!r}" for attack in outside]
+    if workers is not None and workers.engine == "ray" and workers.ray is not None:
+        named.append(f"the Ray cluster at {workers.ray.address!r}")
+    if named:
+        more = f" and {len(named) - 1} more" if len(named) > 1 else ""
+        raise ConfigError(
+            f"{str(at)!r} may be the work of somebody else, and would use "
+            f"{printable(named[0])[:_LONGEST]}{more}: read it, and give --allow-commands if you "
+            "want that"
+        )
+
+
+def refuse_unstored(run: Run, experiment: Experiment) -> None:
+    """Refuses attacks that read what the captures of a run do not hold.
+
+    Raises:
+        ConfigError: The first such attack.
+    """
+    check_stored(stored(run), experiment, outline(experiment, run.info()["num_labels"]))
+
+
+def refuse_data_on_nodes(experiment: Experiment) -> None:
+    """Refuses to train here what is trained where the data is.
+
+    Raises:
+        ConfigError: The experiment's data is on the nodes of a federation.
+    """
+    if experiment.data.on_nodes:
+        raise ConfigError(
+            f"data.on_nodes: each node trains {experiment.name!r} on a file of its own, and there "
+            "are no nodes here: start it with `flwr run` in a federation (docs/deployment.md)"
+        )
+
+
+def refuse_other_data(run: Run, plan: Plan) -> None:
+    """Refuses to go on with a run whose data has become more or less.
+
+    Raises:
+        ConfigError: There are more or fewer examples than when the run was made.
+    """
+    before = examples(run)
+    if plan.experiment.data.on_nodes:  # the nodes say how many they train on
+        before = before._replace(training=plan.examples.training)
+    if before != plan.examples:
+        raise ConfigError(
+            f"{str(run.path)!r} was made with {before.training} training and {before.held_out} "
+            f"held-out examples, and {plan.experiment.data.name!r} gives {plan.examples.training} "
+            f"and {plan.examples.held_out} now: restore the data, give this run another name, or "
+            "--fresh to move the old run aside"
+        )
+
+
+def refuse_another(run: Run, experiment: Experiment) -> None:
+    """Refuses to go on with a run directory in which another experiment ran."""
+    old, new = (
+        each.model_dump(mode="json", exclude={"workers": True, **CHANGEABLE})
+        for each in (stored(run), experiment)
+    )
+    changed = difference(old, new)
+    if not changed:
+        return
+    told, keys = "; ".join(changed[:4]), [line.partition(":")[0] for line in changed]
+    threat = {f"threat.{name}": new["threat"][name] for name in ("knows", "ladder")}
+    if {*keys} <= {"attack", *threat}:
+        wanted = {"attack": new["attack"], **threat}
+        sets = " ".join(f"--set {shlex.quote(f'{key}={_toml(wanted[key])}')}" for key in keys)
+        raise ConfigError(
+            f"{str(run.path)!r} was attacked otherwise ({told}): `fedleak attack "
+            f"{shlex.quote(str(run.path))} {sets}` attacks its captures so, without training "
+            "again; an attack that has answered with other settings needs another name = ..."
+        )
+    raise ConfigError(
+        f"{str(run.path)!r} holds another experiment ({told}): give this one another name, or "
+        "--fresh to move the old run aside"
+    )
+
+
+def _toml(value: Any) -> str:
+    """Returns a value of an experiment file as it is written after `--set key=`."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {_toml(each)}" for key, each in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _make_held_out(run: Run, plan: Plan) -> None:
+    """Writes the held-out texts, unless they are there."""
+    with suppress(FedleakError):
+        found = run.read_json("held_out.json")
+        if isinstance(found, dict) and found.keys() >= plan.held_out.keys():
+            return
+    run.write_json("held_out.json", plan.held_out)
+
+
+def git_commit() -> str | None:
+    """Returns the commit of this checkout, with a mark if files differ; None if it is none."""
+    command: Sequence[str] = (
+        "git",
+        "describe",
+        "--always",
+        "--dirty",
+        "--abbrev=40",
+        "--exclude=*",
+    )
+    try:
+        done = subprocess.run(
+            command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()

@@ -1,0 +1,122 @@
+"""Scores runs and writes their reports, beside what they are of or where they are wanted."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from urllib.parse import quote
+
+from fedleak.audit import scoring
+from fedleak.report.html.render import render
+from fedleak.report.html.run_page import run_page
+from fedleak.report.html.sweep_page import sweep_page
+from fedleak.store.files import replace
+from fedleak.store.run import Run
+from fedleak.store.summaries import SUMMARY, SWEEP
+from fedleak.util.errors import ConfigError
+
+NAME, REDACTED = "report.html", "report-redacted.html"
+
+
+def is_sweep(path: Path) -> bool:
+    """Returns whether a folder holds a sweep and not a run."""
+    return not Run(path).exists() and (path / SWEEP.name).is_file()
+
+
+def report_run(run: Run, out: Path | None = None, *, redact: bool = False) -> Path:
+    """Scores a run and writes its report, for its owner alone.
+
+    Args:
+        run: The run directory.
+        out: The file; None: in the run directory.
+        redact: Leave private texts out.
+
+    Returns:
+        The file.
+
+    Raises:
+        ConfigError: There is no run here.
+        FedleakError: A file is missing or damaged, or the report cannot be written.
+    """
+    run.info()  # refuses a folder that is no run
+    with run.lock():
+        content = render(run_page(run, scoring.score_run(run), redact=redact))
+    return _written(content, out or run.path / _name(redact))
+
+
+def report_sweep(
+    path: Path,
+    out: Path | None = None,
+    *,
+    redact: bool = False,
+    tell: Callable[[Path], None] = lambda path: None,
+) -> Path:
+    """Writes the reports of a sweep's cells, then the report of the sweep, which links to them.
+
+    Args:
+        path: The folder of the sweep.
+        out: The file of the sweep's report; None: in its folder. Those of cells are in theirs.
+        redact: Leave private texts out.
+        tell: Is told each report that is written.
+
+    Returns:
+        The file.
+
+    Raises:
+        ConfigError: There is no sweep here.
+        FedleakError: A file is missing or damaged, or a report cannot be written.
+    """
+    collected = Run(path).read(SWEEP)
+    file = out or path / _name(redact)
+    reports = {}
+    for cell in collected.cells:
+        if Path(cell.cell).name != cell.cell or cell.cell in ("", ".", ".."):
+            raise ConfigError(
+                f"{path / SWEEP.name} is damaged: {cell.cell!r} is not the name of a folder: "
+                "`fedleak sweep` with the experiment's file writes it anew"
+            )
+        run = Run(path).inside(cell.cell)
+        if cell.status == "finished" and run.exists():
+            of_cell = report_run(run, redact=redact)
+            tell(of_cell)
+            # Begins with a dot, so that no name is taken for the scheme of an address.
+            relative = os.path.relpath(of_cell.absolute(), file.absolute().parent)
+            reports[cell.cell] = "./" + quote(relative)
+    return _written(render(sweep_page(collected, reports, redact=redact)), file)
+
+
+def sweep_gaps(path: Path) -> list[str]:
+    """Returns which cells of a sweep have no report, and what is missing in the others.
+
+    Raises:
+        FedleakError: A file is missing or damaged.
+    """
+    cells = Run(path).read(SWEEP).cells
+    runs = {cell.cell: Run(path).inside(cell.cell) for cell in cells}
+    without = {cell.cell: cell.status for cell in cells if cell.status != "finished"}
+    without |= {
+        name: "its folder is gone"
+        for name, run in runs.items()
+        if name not in without and not run.exists()
+    }
+    lacks = [
+        f"cell {name!r}: {reason}"
+        for name, run in runs.items()
+        if name not in without
+        for reason in run.read(SUMMARY).wrong
+    ]
+    if without:
+        listed = "; ".join(f"{name!r}: {reason}" for name, reason in without.items())
+        lacks.append(
+            f"{len(without)} of {len(cells)} cells have no report ({listed}): `fedleak sweep` with "
+            "the experiment's file runs them"
+        )
+    return lacks
+
+
+def _name(redact: bool) -> str:
+    return REDACTED if redact else NAME
+
+
+def _written(content: bytes, path: Path) -> Path:
+    replace(path, content)
+    return path

@@ -1,0 +1,487 @@
+"""A grid of runs, from one experiment file whose `[sweep]` maps dotted keys to lists of values.
+
+    runs/<name>/
+      <cell>/       a run directory per combination, such as federation.batch_size=4,seed=1
+      sweep.json    the cells' values and the figures of their summary.json
+      sweep.svg     the same, drawn
+      tradeoff.svg  leakage against utility and epsilon
+      frontier.svg  leakage, utility and epsilon along the strengths of each defense, if the sweep
+                    has families of them (`fedleak.config.families`)
+
+The cells are ordinary runs, and what is left of a sweep is what they lack. Several may run at
+once, each in a process of its own.
+"""
+
+import copy
+import hashlib
+import itertools
+import json
+import logging
+import math
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from fedleak.config import families, loading
+from fedleak.config.experiment import Experiment
+from fedleak.config.families import FAMILY, Setting
+from fedleak.config.tables import WorkersTable
+from fedleak.federation.lookup import run_folder
+from fedleak.report.words import said
+from fedleak.running import pipeline, preparation
+from fedleak.running.dispatch.progress import RunProgress
+from fedleak.running.pipeline import Engine
+from fedleak.running.preparation import Plan
+from fedleak.running.workers.hiring import hire
+from fedleak.running.workers.process import Worker, devices
+from fedleak.store.run import Run
+from fedleak.store.shards import Shard, locked
+from fedleak.store.summaries import SUMMARY, SWEEP, CellSummary, SweepSummary
+from fedleak.util import processes
+from fedleak.util.errors import ConfigError, FedleakError
+
+_log = logging.getLogger(__name__)
+
+LONGEST_WORD, LONGEST_NAME = 32, 200
+"""Characters of one value, and of a cell's name: file systems take 255 bytes."""
+
+DESIGNS = ("all", "one-at-a-time")
+"""Which cells there are: of all combinations, or of those that differ from the first in one key."""
+
+MOST_CELLS = 2_000
+"""Runs of a sweep: at half a minute each they take a day, and each is planned before the first."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of a sweep.
+
+    Attributes:
+        name: The name of its folder.
+        values: Its value of each swept key, as in the file.
+        experiment: The file's experiment with these values.
+    """
+
+    name: str
+    values: Mapping[str, Any]
+    experiment: Experiment
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """The swept keys with their values, and the cells; the last key changes first.
+
+    Attributes:
+        name: Of its folder.
+        axes: By key its values, as in the file.
+        cells: Of every combination, or of those that the design has.
+        units: By the family of defenses what its strengths are numbers of.
+        shard: Whose cells these are, of all; None: they are all.
+    """
+
+    name: str
+    axes: Mapping[str, Sequence[Any]]
+    cells: tuple[Cell, ...]
+    units: Mapping[str, str] = field(default_factory=dict)
+    shard: Shard | None = None
+
+    @property
+    def path(self) -> Path:
+        """The folder of the sweep."""
+        return run_folder(self.name)
+
+    def lock(self) -> AbstractContextManager[None]:
+        """Holds the folder, so that one process at a time runs the sweep, or one each shard."""
+        return Run(self.path).lock() if self.shard is None else locked(Run(self.path), self.shard)
+
+    def part(self, shard: Shard) -> "Sweep":
+        """Returns the sweep with the cells of one shard."""
+        return replace(self, cells=tuple(shard.part(self.cells)), shard=shard)
+
+    def run(self, cell: Cell) -> Run:
+        """Returns the run directory of a cell."""
+        return Run(self.path).inside(cell.name)
+
+
+def load(path: Path, overrides: Sequence[str] = ()) -> Sweep:
+    """Reads an experiment file with a `[sweep]`.
+
+    Args:
+        path: A TOML file.
+        overrides: `dotted.key=value`, for every cell.
+
+    Raises:
+        ConfigError: Anything about the file that is not right, with the cell that it is in.
+    """
+    table = loading.read(path, overrides)
+    if "sweep" not in table or path.suffix == loading.RUN_JSON:
+        raise ConfigError(
+            f"experiment file {str(path)!r} has no [sweep]: use `fedleak run {path}`, or add one, "
+            'such as "federation.batch_size" = [1, 2, 4]'
+        )
+    grid = table.pop("sweep")
+    design, listed = _special(grid, "design", "all"), _special(grid, FAMILY, None)
+    if design not in DESIGNS:
+        raise ConfigError(f"sweep.design = {design!r}: choose from {', '.join(DESIGNS)}")
+    found = [] if listed is None else families.read(listed)
+    settings = families.settings(found)
+    axes = _axes(grid, given=bool(found))
+    if found:
+        axes[FAMILY] = [setting.value for setting in settings]
+    for override in overrides:
+        key = override.partition("=")[0].strip()
+        if key in axes:
+            raise ConfigError(f"--set {override!r}: {key} is swept: set sweep.{key}, to a list")
+    count = sum(len(values) - 1 for values in axes.values()) + 1
+    count = math.prod(map(len, axes.values())) if design == "all" else count
+    if count > MOST_CELLS:
+        raise ConfigError(
+            f"sweep: {' x '.join(str(len(values)) for values in axes.values())} values are "
+            f"{count:,} cells, and a sweep has at most {MOST_CELLS:,}: list fewer values"
+        )
+    cells: dict[str, Cell] = {}
+    for values in _combinations(axes, design):
+        name = cell_name(values)
+        if name in cells:
+            raise ConfigError(f"sweep: two cells are called {name!r}: list each value once")
+        with _naming(name):
+            tables = loading.expanded(_filled(table, values, settings))
+            cells[name] = Cell(name, values, loading.parse(tables))
+    return Sweep(
+        name=next(iter(cells.values())).experiment.name,
+        axes=axes,
+        cells=tuple(cells.values()),
+        units={family.name: family.unit for family in found if family.unit is not None},
+    )
+
+
+def prepare(sweep: Sweep, *, fresh: bool = False) -> dict[str, Plan]:
+    """Checks every cell before anything is written, and returns those that are not finished.
+
+    Args:
+        sweep: What to run.
+        fresh: Move an earlier sweep of this name out of the way.
+
+    Raises:
+        ConfigError: A cell cannot work, or differs from the one that ran here.
+    """
+    if fresh and sweep.shard is not None:
+        raise ConfigError(
+            f"--fresh with --shard {sweep.shard} would move what other shards do: move the folder "
+            f"{str(sweep.path)!r} yourself, before the first starts"
+        )
+    if not fresh and Run(sweep.path).exists():
+        raise ConfigError(
+            f"{str(sweep.path)!r} holds a single run: give the sweep another name, or --fresh to "
+            "move the run aside"
+        )
+    plans = {}
+    for cell in sweep.cells:
+        with _naming(cell.name):
+            if fresh or not pipeline.finished(sweep.run(cell), cell.experiment):
+                preparation.refuse_data_on_nodes(cell.experiment)
+                plans[cell.name] = preparation.plan(cell.experiment)
+    if fresh and sweep.path.exists():
+        folder = Run(sweep.path)
+        with folder.lock():
+            folder.move_aside()
+    return plans
+
+
+def carry_out(
+    sweep: Sweep,
+    plans: Mapping[str, Plan],
+    train: Engine,
+    watch: Callable[[str], AbstractContextManager[Callable[[RunProgress], None]]],
+) -> dict[str, str]:
+    """Runs the cells that are planned, one after the other, and keeps sweep.json up to date.
+
+    Args:
+        sweep: The sweep.
+        plans: By the name of the cell.
+        train: The engine.
+        watch: Called with a cell's name; what it yields is told how far that run is.
+
+    Returns:
+        Why cells failed, by name. The others are done nevertheless.
+    """
+    failures = {}
+    with ExitStack() as hired:
+        hands: Sequence[Worker] = ()
+        hired_as: WorkersTable | None = None
+        for cell in sweep.cells:
+            if cell.name not in plans:
+                continue
+            collect(sweep)
+            table = cell.experiment.workers
+            try:
+                if table != hired_as:  # else they go on with what they have loaded
+                    hired.close()
+                    hands = hired.enter_context(hire(table))
+                    hired_as = table
+                run = preparation.open_run(plans[cell.name], sweep.run(cell).path)
+                with watch(cell.name) as report:
+                    pipeline.carry_out(run, cell.experiment, train, report, hands)
+            except Exception as error:  # noqa: BLE001 - the others can still be done
+                failures[cell.name] = _failure(cell.name, error)
+                hired_as = None  # they may still be at work for this cell
+    return failures
+
+
+def jobs(plans: Mapping[str, Plan], wanted: int | None = None) -> int:
+    """Returns how many cells to run at once: those wanted, else one per GPU, else per two cores.
+
+    Only GPUs that the cells may use count. A cell on the CPU trains in one process and attacks in
+    another. On a Ray cluster each cell has all workers to itself.
+
+    Raises:
+        ConfigError: Several at once on a Ray cluster.
+    """
+    if any(plan.experiment.workers.engine == "ray" for plan in plans.values()):
+        if (wanted or 1) > 1:
+            raise ConfigError(
+                f"--jobs {wanted}: cells that attack on a Ray cluster run one after the other, "
+                "each with all of its workers: leave --jobs out"
+            )
+        return 1
+    tables = {tuple(devices(plan.experiment.workers.devices)) for plan in plans.values()}
+    gpus = {each for table in tables for each in table if each.startswith("cuda")}
+    most = wanted or len(gpus) or (os.cpu_count() or 1) // 2
+    return max(1, min(most, len(plans)))
+
+
+def carry_out_at_once(
+    sweep: Sweep,
+    plans: Mapping[str, Plan],
+    train: Engine,
+    jobs: int,
+    tell: Callable[[str, str], None],
+) -> dict[str, str]:
+    """Runs the cells that are planned, several at once, and keeps sweep.json up to date.
+
+    Args:
+        sweep: The sweep.
+        plans: By the name of the cell.
+        train: The engine; it is pickled, so it has to be importable.
+        jobs: How many at once; they divide the devices for the attacks among themselves.
+        tell: Is told the name of a cell and that it has started, finished or failed.
+
+    Returns:
+        Why cells failed, by name. The others are done nevertheless.
+    """
+    failures = {}
+
+    def ended(cell: str, failure: str | None) -> None:
+        if failure is not None:
+            failures[cell] = failure
+        collect(sweep)
+        tell(cell, "finished" if failure is None else "failed")
+
+    collect(sweep)
+    calls = {
+        name: partial(_carry_out_alone, plan, sweep.path / name, train, jobs)
+        for name, plan in plans.items()
+    }
+    processes.side_by_side(calls, jobs, lambda cell: tell(cell, "started"), ended)
+    return {cell: failures[cell] for cell in plans if cell in failures}
+
+
+def devices_of_job(on: Sequence[str], jobs: int, place: int) -> list[str]:
+    """Returns the devices of one of several jobs; jobs share a device if there are more jobs."""
+    return list(on[place::jobs] or on[place % len(on) :][:1])
+
+
+def collect(sweep: Sweep) -> SweepSummary:
+    """Writes sweep.json from the cells' own files, and returns its content.
+
+    Of a shard's cells alone nothing is written.
+    """
+    collected = SweepSummary(
+        name=sweep.name,
+        axes={key: list(values) for key, values in sweep.axes.items()},
+        units=dict(sweep.units),
+        cells=tuple(_summary(cell, sweep.run(cell)) for cell in sweep.cells),
+    )
+    if sweep.shard is None:
+        Run(sweep.path).write(SWEEP, collected)
+    return collected
+
+
+def refuse_gaps(collected: SweepSummary, failures: Mapping[str, str]) -> None:
+    """Refuses to call a sweep complete of which something is missing.
+
+    Args:
+        collected: The content of sweep.json.
+        failures: Why cells failed, by name.
+
+    Raises:
+        FedleakError: Cells failed, were not run, have no score where they should have one, or have
+            canaries that contradict the ledger.
+    """
+    cells = collected.cells
+    gaps = {each.cell: "; ".join(each.missing) for each in cells if each.missing}
+    alarms = {
+        each.cell: "; ".join(each.canary.alarms)
+        for each in cells
+        if each.canary is not None and each.canary.alarms
+    }
+    unfinished = {
+        cell.cell: cell.status
+        for cell in cells
+        if cell.status != "finished" and cell.cell not in failures
+    }
+    refusals = []
+    for what, found, then in (
+        ("failed", failures, "the same command tries them again"),
+        ("are not finished", unfinished, "`fedleak sweep` with the experiment's file runs them"),
+        ("are not complete", gaps, "their own commands, which are named, complete them"),
+        ("contradict their ledger", alarms, "look for the mistake in their defenses"),
+    ):
+        if found:
+            reasons = "; ".join(f"cell {cell!r}: {reason}" for cell, reason in found.items())
+            refusals.append(f"{len(found)} of {len(cells)} cells {what} ({reasons}): {then}")
+    if refusals:
+        raise FedleakError(". ".join(refusals))
+
+
+def cell_name(values: Mapping[str, Any]) -> str:
+    """Returns a folder name that depends on the values only, not on their place in the lists."""
+    name = ",".join(f"{key}={_word(value)}" for key, value in values.items())
+    return name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}-{_digest(values)}"
+
+
+def _carry_out_alone(plan: Plan, path: Path, train: Engine, jobs: int, place: int) -> str | None:
+    """Runs a cell in this process, with workers of its own; returns why it failed, if it did."""
+    table = plan.experiment.workers
+    own = table.model_copy(update={"devices": devices_of_job(devices(table.devices), jobs, place)})
+    try:
+        run = preparation.open_run(plan, path)
+        with hire(own) as hands:
+            pipeline.carry_out(run, plan.experiment, train, on=hands)
+    except Exception as error:  # noqa: BLE001 - the others can still be done
+        return _failure(path.name, error)
+    return None
+
+
+def _failure(cell: str, error: Exception) -> str:
+    """Returns why a cell failed; where that is not the user's to mend, the log has the rest."""
+    if isinstance(error, FedleakError):
+        return str(error)
+    _log.error("cell %s failed", cell, exc_info=error)
+    return f"{type(error).__name__}: {error}"
+
+
+def _special(grid: Any, key: str, default: Any) -> Any:
+    """Takes a key of `[sweep]` that is not one of the experiment."""
+    return grid.pop(key, default) if isinstance(grid, dict) else default
+
+
+def _combinations(axes: Mapping[str, Sequence[Any]], design: str) -> Iterator[dict[str, Any]]:
+    """Yields the value of each key, for each cell."""
+    if design == "all":
+        for combination in itertools.product(*axes.values()):
+            yield dict(zip(axes, combination, strict=True))
+    else:
+        base = {key: values[0] for key, values in axes.items()}
+        yield base
+        for key, values in axes.items():
+            yield from (base | {key: value} for value in values[1:])
+
+
+def _axes(found: Any, inside: str = "sweep", *, given: bool = False) -> dict[str, list[Any]]:
+    """Checks `[sweep]` and returns the values of each dotted key, quoted there or not.
+
+    Args:
+        found: The table.
+        inside: Where it is.
+        given: There are families, so that it may be empty.
+    """
+    if found == {} and given:
+        return {}
+    if not isinstance(found, dict) or not found:
+        raise ConfigError(
+            f"{inside} = {found!r}: list the values of a key, such as "
+            '"federation.batch_size" = [1, 2, 4] below [sweep]'
+        )
+    axes: dict[str, list[Any]] = {}
+    for key, value in found.items():
+        if isinstance(value, dict):
+            deeper = _axes(value, f"{inside}.{key}")
+            axes |= {f"{key}.{rest}": values for rest, values in deeper.items()}
+        elif not isinstance(value, list) or not value:
+            raise ConfigError(f"{inside}.{key} = {value!r}: list the values to run, at least one")
+        elif (inside, key) == ("sweep", "name"):
+            raise ConfigError("sweep.name: the name is that of the whole sweep: sweep other keys")
+        else:
+            axes[key] = value
+    return axes
+
+
+def _filled(
+    base: Mapping[str, Any], values: Mapping[str, Any], settings: Sequence[Setting]
+) -> dict[str, Any]:
+    """Returns the tables of a cell."""
+    tables = copy.deepcopy(dict(base))
+    for key, value in values.items():
+        if key == FAMILY:
+            _apply_(tables, next(each for each in settings if each.value == value))
+        else:
+            loading.set_(tables, key, copy.deepcopy(value), f"sweep.{key}")
+    return tables
+
+
+def _apply_(tables: dict[str, Any], setting: Setting) -> None:
+    """Sets what a family sets, and leaves out the attacks that it is without."""
+    for key, value in setting.changes.items():
+        loading.set_(tables, key, copy.deepcopy(value), f"sweep.{FAMILY}")
+    if not setting.without:
+        return
+    attacks = tables.get("attack", [])
+    names = {each.get("name", each.get("kind")) for each in attacks}
+    if unknown := [name for name in setting.without if name not in names]:
+        raise ConfigError(f"sweep.{FAMILY}: without {unknown[0]!r}, which is no attack of the file")
+    tables["attack"] = [
+        each for each in attacks if each.get("name", each.get("kind")) not in setting.without
+    ]
+
+
+@contextmanager
+def _naming(cell: str) -> Iterator[None]:
+    """Says of a refusal which cell it is about."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"cell {cell!r}: {error}") from error
+
+
+def _word(value: Any) -> str:
+    """Returns a value as a part of a folder name: itself, or what is safe of it and a hash."""
+    if value == []:
+        return "none"
+    text = said(value)
+    safe = re.sub(r"[^A-Za-z0-9._+-]+", "-", text)[:LONGEST_WORD]
+    if safe == text and not isinstance(value, list | dict):
+        return safe
+    return f"{safe.strip('-')}-{_digest(value)}"
+
+
+def _digest(value: Any) -> str:
+    canonical = json.dumps(value, sort_keys=True, default=str)
+    return hashlib.sha256(canonical.encode()).hexdigest()[:6]
+
+
+def _summary(cell: Cell, run: Run) -> CellSummary:
+    """Returns what sweep.json says of a cell; no figures before it is finished."""
+    status = run.info()["status"] if run.exists() else "new"
+    found = CellSummary(cell=cell.name, values=dict(cell.values), status=status)
+    with suppress(FedleakError):  # missing, or damaged: then the cell is run again
+        summary = run.read(SUMMARY)
+        if summary.status == "finished":
+            names = CellSummary.model_fields.keys() - {"cell", "values", "status"}
+            return found.model_copy(update={name: getattr(summary, name) for name in names})
+    return found

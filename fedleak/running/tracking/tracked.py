@@ -1,0 +1,193 @@
+"""What a tracker is told of a run: settings and figures, and no text of a client.
+
+What attacks say in words is left out too, as it may quote a private text.
+"""
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from fedleak.audit.pairing import FIGURES, best
+from fedleak.federation.lookup import stored
+from fedleak.store.records import LEAKAGE, LEDGER, UTILITY, LeakageRow, LedgerRow
+from fedleak.store.run import Run
+from fedleak.store.summaries import SUMMARY, AttackSummary, Estimate, RunSummary, WorstCase
+from fedleak.training.privacy import NONE
+from fedleak.util.errors import FedleakError
+
+LONGEST_NAME, LONGEST_VALUE = 250, 6_000
+"""Characters that MLflow takes of a name and of the value of a parameter."""
+
+CONTROLS = ("control_rougeL", "guess_rougeL", "control_token_recall", "guess_token_recall")
+
+
+class Metric(NamedTuple):
+    """A figure after a round; its name has several parts."""
+
+    parts: tuple[str, ...]
+    round: int
+    value: float
+
+    @property
+    def name(self) -> str:
+        """Its name, as trackers take it."""
+        return "/".join(map(_safe, self.parts))[:LONGEST_NAME]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tracked:
+    """A run, for a tracker.
+
+    Attributes:
+        name: Of the run.
+        parameters: Its settings, by dotted key.
+        metrics: By round: utility, epsilon and what attacks read; below `total`, over all rounds.
+        tags: What else is known of it.
+    """
+
+    name: str
+    parameters: Mapping[str, str]
+    metrics: Sequence[Metric]
+    tags: Mapping[str, str]
+
+
+def tracked(run: Run) -> Tracked:
+    """Returns what a tracker is told of a scored run.
+
+    Raises:
+        ConfigError: This is no run directory.
+        FedleakError: It was not scored, or a file is damaged.
+    """
+    info, experiment = run.info(), stored(run)
+    summary, rows, ledger = run.read(SUMMARY), run.rows(LEAKAGE), run.rows(LEDGER)
+    if not rows:
+        raise FedleakError(f"{str(run.path)!r} has no rows: `fedleak score {run.path}` makes them")
+    settings = experiment.model_dump(mode="json", exclude_none=True)
+    metrics = [
+        *(
+            Metric(("utility", name), each.round, value)
+            for each in run.rows(UTILITY)
+            for name, value in each.figures.items()
+            if value is not None
+        ),
+        *_epsilons(ledger),
+        *_read(rows, summary),
+        *_totals(summary, experiment.federation.rounds),
+    ]
+    return Tracked(
+        name=experiment.name,
+        parameters={
+            _safe(key)[:LONGEST_NAME]: value[:LONGEST_VALUE] for key, value in _flat(settings)
+        },
+        metrics=metrics,
+        tags=_tags(info, summary),
+    )
+
+
+def _flat(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Yields the settings by dotted key; tables in a list by their number."""
+    if isinstance(value, list) and any(isinstance(each, dict) for each in value):
+        value = dict(enumerate(value))
+    if isinstance(value, dict):
+        for name, each in value.items():
+            yield from _flat(each, f"{key}.{name}" if key else str(name))
+    else:
+        yield key, value if isinstance(value, str) else json.dumps(value)
+
+
+def _safe(text: str) -> str:
+    """Returns a name that trackers take and that is no path to another place.
+
+    >>> _safe("lamp+lengths"), _safe("../x"), _safe("..")
+    ('lamp:lengths', '.._x', '_')
+    """
+    safe = re.sub(r"[^A-Za-z0-9_.:-]", "_", text.replace("+", ":"))
+    return "_" if safe in ("", ".", "..") else safe
+
+
+def _epsilons(ledger: Sequence[LedgerRow]) -> Iterator[Metric]:
+    """Yields the largest epsilon of any client by a round; of none where a client has none."""
+    of_client: dict[int, float | None] = {}
+    for round in sorted({row.round for row in ledger}):
+        found: dict[int, list[float | None]] = defaultdict(list)
+        for row in ledger:
+            if row.round == round:
+                epsilon = None if row.epsilon == NONE else float(row.epsilon)
+                found[row.client].append(epsilon)
+        for client, each in found.items():
+            # Of statements about one client the smallest is what counts.
+            of_client[client] = None if None in each else min(e for e in each if e is not None)
+        largest = [epsilon for epsilon in of_client.values() if epsilon is not None]
+        if len(largest) == len(of_client):
+            yield Metric(("privacy", "epsilon"), round, max(largest))
+
+
+def _read(rows: Sequence[LeakageRow], summary: RunSummary) -> Iterator[Metric]:
+    """Yields what attacks read in each round, with the controls, and what all read together."""
+    of_attack: dict[str, list[LeakageRow]] = defaultdict(list)
+    for row in rows:
+        of_attack[row.attack].append(row)
+    for name, of in of_attack.items():
+        yield from _by_round(("attack", name), of)
+        for control in CONTROLS:
+            yield from _means(("attack", name, control), _values(of, control))
+    most = set(summary.ladder.top.attacks.values()) if summary.ladder else of_attack.keys()
+    yield from _by_round(("any_attack",), [row for row in rows if row.attack in most])
+
+
+def _by_round(parts: tuple[str, ...], rows: Sequence[LeakageRow]) -> Iterator[Metric]:
+    """Yields the mean over texts of what the best of these rows has of each."""
+    for figure in FIGURES:
+        found = best(rows, figure)
+        scores = ((text.key.round, score) for text, score in found.items())
+        yield from _means((*parts, figure), scores)
+
+
+def _values(rows: Iterable[LeakageRow], name: str) -> Iterator[tuple[int, float]]:
+    for row in rows:
+        if (value := getattr(row, name)) is not None:
+            yield row.round, value
+
+
+def _means(parts: tuple[str, ...], values: Iterable[tuple[int, float]]) -> Iterator[Metric]:
+    """Yields the mean of each round that has values."""
+    of_round: dict[int, list[float]] = defaultdict(list)
+    for round, value in values:
+        of_round[round].append(value)
+    for round, found in sorted(of_round.items()):
+        yield Metric(parts, round, sum(found) / len(found))
+
+
+def _totals(summary: RunSummary, last: int) -> Iterator[Metric]:
+    """Yields the figures of the summary with both ends of their intervals, after the last round."""
+    of_all: dict[tuple[str, ...], AttackSummary | WorstCase] = {
+        ("attack", name): of for name, of in summary.attacks.items()
+    }
+    if summary.worst_case is not None:
+        of_all["any_attack",] = summary.worst_case
+    for parts, of in of_all.items():
+        for figure in ("exact_match", "rougeL", "token_recall"):
+            estimate: Estimate | None = getattr(of, figure)
+            for end, value in (estimate.model_dump() if estimate else {}).items():
+                yield Metric(("total", *parts, figure, end), last, value)
+
+
+def _tags(info: Mapping[str, Any], summary: RunSummary) -> dict[str, str]:
+    """Returns what is known of a run beside settings and figures."""
+    held, worst = summary.privacy, summary.worst_case
+    said = {
+        "fedleak.version": summary.fedleak,
+        "fedleak.commit": info.get("git_commit"),
+        "fedleak.fingerprint": info["fingerprint"],
+        "fedleak.weights": summary.model_fingerprint,
+        "fedleak.status": summary.status,
+        "fedleak.missing": len(summary.missing) or None,
+        "fedleak.epsilon": held and held.epsilon,
+        "fedleak.delta": held and held.delta,
+        "fedleak.warning": worst and worst.warning,
+        "fedleak.told": summary.ladder and summary.ladder.top.told,
+    }
+    return {name: str(value) for name, value in said.items() if value is not None}

@@ -1,0 +1,98 @@
+"""One call of an attack, wherever the observations come from: what goes in, and what comes out.
+
+An attack may be anybody's, so what it returns is checked before it is believed: a claim of a proof
+is recomputed here.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from fedleak.attacks import Attack, AttackSetting, Batched, OnProgress, certificate
+from fedleak.attacks.reconstruction import Reconstruction, Status
+from fedleak.models import LanguageModel
+from fedleak.running.workers.answers import InvalidAnswerError, checked, one_line
+from fedleak.training.observation import Observation
+from fedleak.util.finite import all_finite
+
+
+def unfit(attack: Attack, seen: Observation, model: LanguageModel) -> Reconstruction | None:
+    """Returns the answer if an observation cannot be attacked, without a call; None if it can."""
+    obstacle = attack.obstacle(AttackSetting.of(seen, model))
+    if obstacle is not None:
+        return Reconstruction.none(Status.INADMISSIBLE, one_line(str(obstacle)))
+    if not all(map(all_finite, seen.update.tensors.values())):
+        reason = "not every number of the update is finite: training diverged, or a cast overflowed"
+        return Reconstruction.none(Status.ABSTAINED, reason)
+    return None
+
+
+def call(
+    attack: Attack,
+    seen: Sequence[Observation],
+    model: LanguageModel,
+    *,
+    rngs: Sequence[torch.Generator],
+    report: OnProgress,
+) -> object:
+    """Calls an attack; what it returns may be anything.
+
+    Args:
+        attack: What is called.
+        seen: Several only for an attack that takes them at once.
+        model: At the weights of that round.
+        rngs: The random stream of each observation.
+        report: Is told the progress.
+    """
+    if isinstance(attack, Batched):
+        return attack.many(seen, model, rngs=rngs, report=report)
+    return [attack(each, model, rng=rng) for each, rng in zip(seen, rngs, strict=True)]
+
+
+def answers(
+    found: object, seen: Sequence[Observation], model: LanguageModel, spoiled: Sequence[str]
+) -> list[Reconstruction]:
+    """Returns an answer for each observation: the attack's, if that is one, else a failure.
+
+    Args:
+        found: What the attack returned.
+        seen: What it was called with.
+        model: What it was called with.
+        spoiled: What it changed of the model, by name.
+    """
+    if spoiled:
+        reason = (
+            f"the attack changed the model ({', '.join(spoiled)}), so its answer does not count: "
+            "it has to work on a copy"
+        )
+        return [Reconstruction.none(Status.FAILED, reason)] * len(seen)
+    if not isinstance(found, list | tuple) or len(found) != len(seen):
+        what = f"{len(found)} answers" if isinstance(found, list | tuple) else "no list of answers"
+        reason = f"the attack returned {what} for {len(seen)} observations"
+        return [Reconstruction.none(Status.FAILED, reason)] * len(seen)
+    return [_answer(answer, each, model) for answer, each in zip(found, seen, strict=True)]
+
+
+def _answer(answer: object, seen: Observation, model: LanguageModel) -> Reconstruction:
+    """Returns an attack's answer, or the failure that it is."""
+    asked = seen.knowledge.candidates
+    try:
+        plain = checked(
+            answer,
+            vocabulary=int(model.module.config.vocab_size),  # type: ignore[union-attr,arg-type]
+            longest=model.max_length,
+            examples=seen.update.num_examples,
+            listed=len(asked.listed) if asked else 0,
+        )
+        if plain.verified and not certificate.proves(model, plain.sequences or (), seen):
+            raise InvalidAnswerError(
+                "it claims a proof, and the gradient of its sequences, recomputed, is not the "
+                "update"
+                if certificate.is_linear(seen)
+                else "it claims a proof, and nothing proves an update of several local steps, "
+                "dropout or another optimiser than plain SGD"
+            )
+        return plain
+    except InvalidAnswerError as error:
+        reason = one_line(f"the attack's answer is invalid: {error}")
+        return Reconstruction.none(Status.FAILED, reason)

@@ -1,0 +1,441 @@
+"""Where attacks run: one process per device, apart from training and from the truth.
+
+A worker is handed the place of a capture and the facts that were granted. An attack gets what was
+in the capture and those facts; it cannot import what opens the vault or any other file of the run.
+Captures of one round go to an attack together if it takes several at once. What it answers is
+checked here, and so is whether it left the model alone: the next attack uses it too.
+"""
+
+import dataclasses
+import importlib
+import itertools
+import json
+import math
+import multiprocessing
+import os
+import time
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Protocol
+
+import psutil
+import torch
+
+from fedleak import models
+from fedleak.attacks import OnProgress, Progress, settings
+from fedleak.attacks.reconstruction import Reconstruction, Status
+from fedleak.config.components import NamedAttack
+from fedleak.models import LanguageModel, ModelSpec, loading
+from fedleak.running.workers import attempt
+from fedleak.running.workers.answers import one_line
+from fedleak.running.workers.model_state import changed, state
+from fedleak.store.records import Answer
+from fedleak.store.run import Key, Run
+from fedleak.training.observation import Knowledge, Observation
+from fedleak.util.errors import CaptureError
+from fedleak.util.processes import end_with_parent, holding_ctrl_c, start_tracker
+from fedleak.util.rng import stream
+
+NOTE_SECONDS = 1.0
+"""How often at most a worker notes how far its attack is."""
+
+LONGEST_TRACE = 10_000
+"""Characters of a traceback that are kept."""
+
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One attack on one capture.
+
+    Attributes:
+        run: The run directory.
+        key: Which capture.
+        attack: The attack, its name, and what the attacker was granted.
+        knowledge: All that it knows, granted facts included.
+        model: What `models.load` needs.
+        seed: Of the experiment.
+    """
+
+    run: Path
+    key: Key
+    attack: NamedAttack
+    knowledge: Knowledge
+    model: ModelSpec
+    seed: int
+
+
+def answer_of(
+    job: Job,
+    found: Reconstruction,
+    seconds: float | None = None,
+    device: str | None = None,
+    together: int | None = None,
+) -> Answer:
+    """Returns what is kept of a job.
+
+    Args:
+        job: What was to be attacked.
+        found: What came of it.
+        seconds, device: The attack alone, its share of the call; None if it did not get to that.
+        together: How many observations shared the call.
+    """
+    return answer_record(
+        job.key,
+        job.attack,
+        job.knowledge,
+        found,
+        seconds=seconds,
+        device=device,
+        together=together,
+    )
+
+
+def answer_record(
+    key: Key,
+    attack: NamedAttack,
+    knowledge: Knowledge,
+    found: Reconstruction,
+    *,
+    seconds: float | None,
+    device: str | None,
+    together: int | None,
+) -> Answer:
+    """Returns what is kept of an attack on one update.
+
+    Args:
+        key: Which update.
+        attack: The attack, its name, and what the attacker was granted.
+        knowledge: All that the attacker knew.
+        found: What came of it.
+        seconds, device, together: As in `answer_of`.
+    """
+    return Answer(
+        round=key.round,
+        client=key.client,
+        attack=attack.name,
+        settings=settings(attack.attack),
+        granted=tuple(sorted(attack.threat.knows)),
+        knows=tuple(sorted(knowledge.granted())),
+        seconds=seconds,
+        device=device,
+        together=together,
+        status=found.status,
+        sequences=found.sequences,
+        evidence=found.evidence,
+        margins=found.margins,
+        tokens=found.tokens,
+        scores=dict(found.scores),
+        facts=dict(found.facts),
+        diagnostics=dict(found.diagnostics),
+        verified=found.verified,
+        reason=found.reason,
+    )
+
+
+def failure(error: BaseException) -> str:
+    """Returns why a try of an attack failed, in one line."""
+    if isinstance(error, BrokenProcessPool):
+        return "the worker process died"
+    return one_line(f"{type(error).__name__}: {error}")
+
+
+def trace(error: BaseException) -> str:
+    """Returns where an error was raised, also if that was in a worker process; the end of it."""
+    text = "".join(traceback.format_exception(error))[-LONGEST_TRACE:]
+    return text.encode(errors="backslashreplace").decode()  # JSON is not read back with surrogates
+
+
+def too_slow(time_limit: float, jobs: Sequence[Job]) -> TimeoutError:
+    """Returns what is said of a try that took too long."""
+    each = f" for each of {len(jobs)} captures" if len(jobs) > 1 else ""
+    return TimeoutError(f"took longer than workers.time_limit = {time_limit:g} s{each}")
+
+
+class Worker(Protocol):
+    """One try at a time, wherever that runs.
+
+    Attributes:
+        jobs: What it is trying: one, or several of one attack and round. Empty if it is not.
+        answer: What will come of it, to wait for.
+    """
+
+    jobs: tuple[Job, ...]
+    answer: Future[list[Answer]]
+
+    @property
+    def free(self) -> bool:
+        """Whether it can take jobs now."""
+
+    def submit(self, jobs: Sequence[Job]) -> None:
+        """Takes jobs of one attack and round."""
+
+    def result(self) -> list[Answer] | BaseException | None:
+        """Returns an answer per job, or why there is none; None while it works."""
+
+    def progress(self) -> Mapping[int, Progress]:
+        """Returns how far its attack is with each client, as far as the attack has said."""
+
+
+class LocalWorker:
+    """A process on one device, with one try at a time.
+
+    It has a pool to itself: whatever kills the process, at whatever moment, breaks nothing that
+    others wait for, and the next try finds a new process. How far a try is stands in a file of its
+    own, for the same reason.
+
+    Attributes:
+        jobs: What it is trying: one, or several of one attack and round. Empty if it is free.
+        answer: What will come of it.
+    """
+
+    def __init__(self, device: str, time_limit: float, notes: Path) -> None:
+        self._device, self._time_limit, self._notes = device, time_limit, notes
+        self.jobs: tuple[Job, ...] = ()
+        self.answer: Future[list[Answer]] = Future()
+        self._start()
+
+    @property
+    def free(self) -> bool:
+        """Whether it can take jobs now."""
+        return not self.jobs
+
+    def submit(self, jobs: Sequence[Job]) -> None:
+        """Takes jobs of one attack and round."""
+        self.jobs = tuple(jobs)
+        self._deadline = math.inf
+        # A new name for each: a process that is being killed cannot write into another's note.
+        self._note = self._notes / f"{next(_numbers)}.json"
+        try:
+            self.answer = self._pool.submit(_work_and_note, self.jobs, self._device, self._note)
+        except BrokenProcessPool:  # killed while it had nothing to do
+            self._restart()
+            self.answer = self._pool.submit(_work_and_note, self.jobs, self._device, self._note)
+
+    def result(self) -> list[Answer] | BaseException | None:
+        """Returns an answer per job, or why there is none; None while it works."""
+        if self.answer.done():
+            self._finish()
+            error = self.answer.exception()
+            if isinstance(error, BrokenProcessPool):
+                self._restart()
+            return error or self.answer.result()
+        if self._deadline == math.inf and self._ready.done():
+            # Counted from here, so that importing torch is not held against an attack.
+            self._deadline = time.monotonic() + self._time_limit * len(self.jobs)
+        if time.monotonic() > self._deadline:
+            late = too_slow(self._time_limit, self.jobs)
+            self._restart()
+            self._finish()
+            return late
+        return None
+
+    def progress(self) -> dict[int, Progress]:
+        """Returns how far its attack is with each client, as far as the attack has said."""
+        try:
+            noted = json.loads(self._note.read_text())
+        except FileNotFoundError:
+            return {}
+        return {client: Progress(*rest) for client, *rest in noted}
+
+    def stop(self) -> None:
+        """Ends the process, whatever it is doing."""
+        with suppress(BrokenProcessPool, psutil.NoSuchProcess):
+            process = psutil.Process(self._pid.result())
+            if process.ppid() == os.getpid():  # if it died, its number may be another's by now
+                process.kill()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _finish(self) -> None:
+        self.jobs = ()
+        self._note.unlink(missing_ok=True)
+
+    def _restart(self) -> None:
+        self.stop()
+        self._start()
+
+    def _start(self) -> None:
+        self._pool = ProcessPoolExecutor(
+            max_workers=1,
+            mp_context=multiprocessing.get_context("spawn"),
+            # What was read of private texts is in the notes.
+            initializer=end_with_parent,
+            initargs=(self._notes,),
+        )
+        # Asked before anything slow is imported there, so that it can be ended at any time: a pool
+        # that is only told to shut down first completes the attack, and Python waits for that.
+        with holding_ctrl_c():  # the process starts here
+            self._pid = self._pool.submit(os.getpid)
+        self._ready = self._pool.submit(prepare, self._device)
+
+
+@contextmanager
+def workers(on: Sequence[str], time_limit: float) -> Iterator[list[LocalWorker]]:
+    """Starts a worker per device, and ends them."""
+    start_tracker()
+    # A killed process may still be writing its last note.
+    with TemporaryDirectory(prefix="fedleak-", ignore_cleanup_errors=True) as notes:
+        started = [LocalWorker(device, time_limit, Path(notes)) for device in on]
+        try:
+            yield started
+        finally:
+            for worker in started:
+                worker.stop()
+
+
+def wait_for_any(on: Sequence[Worker], seconds: float) -> None:
+    """Waits until a busy worker has an answer, but not longer than that."""
+    if busy := [worker.answer for worker in on if worker.jobs]:
+        wait(busy, seconds, FIRST_COMPLETED)
+    else:
+        time.sleep(seconds)
+
+
+def devices(wanted: Sequence[str] | None) -> list[str]:
+    """Returns the devices to attack on: those wanted, else every GPU, else the CPU."""
+    if wanted is not None:
+        return list(wanted)
+    return [f"cuda:{i}" for i in range(torch.cuda.device_count())] or ["cpu"]
+
+
+def work(job: Job, device: str) -> Answer:
+    """Runs one attack on one capture."""
+    return work_together([job], device)[0]
+
+
+def work_together(
+    jobs: Sequence[Job], device: str, report: OnProgress = lambda which, progress: None
+) -> list[Answer]:
+    """Runs one attack on captures of one round, in a worker process; returns an answer for each.
+
+    Args:
+        jobs: Several only for an attack that takes them at once.
+        device: Where to.
+        report: Is told the progress; by the client's number, not by its place among the jobs.
+
+    Raises:
+        CaptureError: The model of the round is damaged. A damaged capture just fails.
+    """
+    first = jobs[0]
+    model, before = _model_at(first.run, first.key.round, first.model, device)
+    looked = [(job, _look(job, model, device)) for job in jobs]
+    answers = {job.key: answer_of(job, s) for job, s in looked if isinstance(s, Reconstruction)}
+    attacked = [(job, seen) for job, seen in looked if isinstance(seen, Observation)]
+    if attacked:
+        start = time.perf_counter()
+        seen = [each for _, each in attacked]
+        try:
+            found = _call(first, seen, model, report)
+            seconds = round((time.perf_counter() - start) / len(attacked), 4)
+        finally:
+            spoiled = changed(model, before)
+            if spoiled:  # whoever comes next finds another
+                _model_at.cache_clear()
+                _model.cache_clear()
+        for (job, _), answer in zip(
+            attacked, attempt.answers(found, seen, model, spoiled), strict=True
+        ):
+            answers[job.key] = answer_of(job, answer, seconds, device_name(device), len(attacked))
+    return [answers[job.key] for job in jobs]
+
+
+def _look(job: Job, model: LanguageModel, device: str) -> Observation | Reconstruction:
+    """Returns what there is to attack, or the answer if it cannot be attacked."""
+    try:
+        parameters = dict(model.module.named_parameters())
+        update = Run(job.run).read_capture(job.key, parameters).update
+    except CaptureError as error:
+        return Reconstruction.none(Status.FAILED, str(error))
+    tensors = {name: value.to(device) for name, value in update.tensors.items()}
+    # With Poisson sampling clients report the expected size; who knows the lengths knows the true.
+    lengths = job.knowledge.lengths
+    if lengths == ():
+        return Reconstruction.none(Status.ABSTAINED, "the batch is empty: sampling drew nobody")
+    examples = update.num_examples if lengths is None else len(lengths)
+    update = dataclasses.replace(update, tensors=tensors, num_examples=examples)
+    seen = Observation(
+        round=job.key.round, client=job.key.client, update=update, knowledge=job.knowledge
+    )
+    return attempt.unfit(job.attack.attack, seen, model) or seen
+
+
+def _call(
+    job: Job, seen: Sequence[Observation], model: LanguageModel, report: OnProgress
+) -> object:
+    """Calls the attack of a job, and of those beside it; what it returns may be anything."""
+    attack = job.attack.attack
+    # The same on all rungs of the ladder: they differ by what is told, and not by luck.
+    name = job.attack.listed_as
+    rngs = [stream(job.seed, "attack", name, each.round, each.client) for each in seen]
+    return attempt.call(
+        attack, seen, model, rngs=rngs, report=lambda which, at: report(seen[which].client, at)
+    )
+
+
+def _work_and_note(jobs: Sequence[Job], device: str, note: Path) -> list[Answer]:
+    """Runs one attack, and notes the progress where the parent looks for it."""
+    return work_together(jobs, device, noting(note))
+
+
+def noting(path: Path) -> OnProgress:
+    """Returns a report that keeps a file up to date, not more often than somebody would look."""
+    latest: dict[int, Progress] = {}
+    written = -math.inf
+
+    def report(client: int, progress: Progress) -> None:
+        nonlocal written
+        latest[client] = progress
+        now = time.monotonic()
+        if now - written < NOTE_SECONDS:
+            return
+        written = now
+        temporary = path.with_suffix(".new")
+        with suppress(OSError):  # a full disk is no reason to lose the attack
+            temporary.write_text(json.dumps([(each, *latest[each]) for each in sorted(latest)]))
+            temporary.replace(path)
+
+    return report
+
+
+@lru_cache(maxsize=1)
+def _model(spec: ModelSpec, device: str) -> LanguageModel:
+    model = loading.load(spec, weights=False)
+    model.module.to(device)
+    return model
+
+
+@lru_cache(maxsize=1)
+def _model_at(
+    run: Path, round: int, spec: ModelSpec, device: str
+) -> tuple[LanguageModel, Mapping[str, object]]:
+    """Returns the model at a round's broadcast and its state then.
+
+    One model is in memory, whatever the round.
+    """
+    model = _model(spec, device)
+    models.load_parameters_(model, Run(run).read_broadcast(round))
+    return model, state(model)
+
+
+def device_name(device: str) -> str:
+    """Returns what a device is called."""
+    return torch.cuda.get_device_name(device) if device.startswith("cuda") else device
+
+
+def prepare(device: str) -> None:
+    """Prepares a worker for attacks."""
+    # One thread each: results do not depend on what else the machine does.
+    torch.set_num_threads(1)
+    # What takes seconds to import is not held against the first attack either.
+    for slow in ("scipy.optimize", "transformers.modeling_utils", "transformers.models.auto"):
+        importlib.import_module(slow)
+    if device.startswith("cuda"):
+        torch.cuda.set_device(device)

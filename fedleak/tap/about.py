@@ -1,0 +1,167 @@
+"""The file beside a tap: what a Flower app of somebody else does, as far as messages do not say."""
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationError, model_validator
+
+from fedleak.config.tables import ModelTable, Positive, Source, Table
+from fedleak.config.wording import one_line
+from fedleak.training.observation import Optimiser
+from fedleak.util.errors import ConfigError
+from fedleak.util.plain_files import content
+from fedleak.util.sanitise import is_whole
+
+
+class TrainingTable(Table):
+    """`[training]`: what a client does with its data in a round."""
+
+    optimiser: Optimiser = "sgd"
+    """`sgd` is without momentum; `adamw` takes the weight decay from the weights, `adam` adds it to
+    the gradient; `other` is any other one."""
+    learning_rate: Annotated[float, Field(gt=0)] | None = None
+    """Learning rate; of a schedule, its mean over the steps of a round."""
+    learning_rate_key: str | None = None
+    """The key that it has in what is sent to a client or comes back, in place of a number."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Weight decay; PyTorch's AdamW has 0.01 where nothing is said."""
+    batch_size: Positive
+    """Examples in a batch."""
+    accumulate: Positive = 1
+    """Batches whose mean gradient makes a step."""
+    local_epochs: Positive = 1
+    """Passes over a client's data in a round."""
+    local_steps: Positive | None = None
+    """Steps in a round, where they do not follow from the epochs and the number of examples."""
+    dropout: bool
+    """Whether clients train with the model's dropout; `model.train()` turns it on."""
+
+    @model_validator(mode="after")
+    def _one_rate(self) -> "TrainingTable":
+        if (self.learning_rate is None) == (self.learning_rate_key is None):
+            raise ValueError("give one of learning_rate and learning_rate_key")
+        return self
+
+    def steps(self, num_examples: int) -> int:
+        """Returns the optimiser's steps over so many examples."""
+        if self.local_steps is not None:
+            return self.local_steps
+        batches = -(-num_examples // self.batch_size)
+        return self.local_epochs * -(-batches // self.accumulate)
+
+
+class ReplyTable(Table):
+    """`[reply]`: what a client's reply holds."""
+
+    payload: Literal["weights", "delta", "gradient", "sum"] = "weights"
+    """`weights` after training, their `delta`, or a `gradient`. `sum`: clients mask what they send
+    (secure aggregation), and what is attacked is how a round changed the model."""
+    records: Annotated[list[str], Field(min_length=1)] | None = None
+    """Names of the array records that count; left out: all that hold parameters of the model."""
+    prefix: str = ""
+    """Only names that begin so count; for messages with several models. What wrappers put before
+    names is found without it."""
+    examples_key: str = "num-examples"
+    """The metric that says how many examples a client trained on."""
+    examples: Positive | None = None
+    """How many each client trained on, where no metric says it, or it counts batches."""
+    client_key: str | None = None
+    """The metric or config that says which client a node is; left out: nodes are numbered."""
+
+
+class TruthTable(Table):
+    """`[truth]`: what clients trained on, if you have it; attacks never see it."""
+
+    file: Source | None = None
+    """A jsonl file, a line per client and round: round, node or client, texts, labels."""
+    held_out: Source | None = None
+    """A text file with a text a line that no client has: a control, scored as a guess."""
+    max_length: Annotated[int, Field(ge=3)] | None = None
+    """Tokens after which the app cuts a text off."""
+
+
+class About(Table):
+    """What a Flower app does, as far as its messages do not say it."""
+
+    model: ModelTable
+    """What is trained."""
+    training: TrainingTable
+    """What a client does with its data in a round."""
+    reply: ReplyTable = ReplyTable()
+    """What a client's reply holds."""
+    truth: TruthTable = TruthTable()
+    """What clients trained on, if you have it."""
+    attack: list[dict[str, Any]] = [{"kind": "auto"}]
+    """`[[attack]]`: attacks of `fedleak attack`, as in an experiment file, besides `probes`."""
+
+
+def load_about(path: Path) -> About:
+    """Reads the file beside a tap.
+
+    Paths in it are relative to the current folder, as in an experiment file.
+
+    Raises:
+        ConfigError: Anything about it that is not right.
+    """
+    try:
+        table = tomllib.loads(content(path, linked=True).decode("utf-8-sig"))
+    except OSError as error:
+        raise ConfigError(f"{str(path)!r}: {error.strerror}: give a TOML file") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{str(path)!r} cannot be read: {error}: give a TOML file") from error
+    try:
+        return About.model_validate(table)
+    except ValidationError as error:
+        raise ConfigError(f"{str(path)!r}: {one_line(error, About)}") from error
+
+
+class TruthLine(Table):
+    """A line of the truth: what one client trained on in one round."""
+
+    round: Positive
+    node: int | None = None
+    client: Annotated[int, Field(ge=0)] | None = None
+    texts: Annotated[list[str], Field(min_length=1)]
+    labels: list[Annotated[int, Field(ge=0)]] = []
+
+    @model_validator(mode="after")
+    def _whose(self) -> "TruthLine":
+        if (self.node is None) == (self.client is None):
+            raise ValueError("give one of node and client")
+        if not all(text.strip() for text in self.texts):
+            raise ValueError("a text is empty")
+        if not all(is_whole(text) for text in self.texts):
+            raise ValueError("a text is damaged: it has half of a character (a lone surrogate)")
+        if self.labels and len(self.labels) != len(self.texts):
+            raise ValueError(f"{len(self.labels)} labels for {len(self.texts)} texts")
+        return self
+
+
+def load_truth(path: Path) -> list[TruthLine]:
+    """Reads what clients trained on.
+
+    Raises:
+        ConfigError: The file cannot be read, or a line is none.
+    """
+    try:
+        lines = content(path, linked=True).splitlines()
+    except OSError as error:
+        raise ConfigError(f"truth.file = {str(path)!r}: {error.strerror}: give a file") from error
+    found = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        where = f"{path}, line {number}"
+        try:
+            found.append(TruthLine.model_validate(json.loads(line)))
+        except ValidationError as error:  # its words are not repeated: they may be private
+            at = error.errors(include_url=False, include_input=False)[0]
+            key = ".".join(map(str, at["loc"]))
+            raise ConfigError(
+                f"{where}: {key}: {at['msg'].removeprefix('Value error, ')}"
+            ) from None
+        except (ValueError, RecursionError):
+            raise ConfigError(f"{where} is not JSON: write a table a line") from None
+    return found

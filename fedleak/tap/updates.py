@@ -1,0 +1,445 @@
+"""The updates in the folder of a tap, checked against the model that they are of.
+
+Nothing that a client sent is believed: a reply whose names, shapes, types or numbers are not those
+of the model's parameters is left out, and said.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedleak import data
+from fedleak.config.loading import parse
+from fedleak.config.tables import MOST_EXAMPLES, Table
+from fedleak.models import CLASSIFICATION, LanguageModel, ModelSpec, loading
+from fedleak.models.parameter_names import matched
+from fedleak.store.files import naming
+from fedleak.tap.about import About
+from fedleak.tap.folder import KeptArrays, Tapped, TappedMessage
+from fedleak.training.observation import Knowledge, UpdateKind
+from fedleak.training.weight_decay import by_decay
+from fedleak.util.errors import ConfigError, FedleakError
+from fedleak.util.finite import all_finite
+from fedleak.util.plain_files import content
+from fedleak.util.sanitise import printable
+
+_SECURE_AGGREGATION = "secaggplus_configs"
+"""The record by which messages of Flower's SecAgg+ are known."""
+
+_LONGEST = 300
+
+
+class RefusedError(FedleakError):
+    """A reply that is not what the model's clients send."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Update:
+    """One update of a tap.
+
+    Attributes:
+        round: Of the strategy.
+        nodes: Whose it is: one, or all of a sum.
+        summed: Whether it is a sum, even if of one.
+        numbers: Metrics and configs of the reply, and what it says of the client.
+        num_examples: That the client reported, or all of them together.
+        names: Of the parameters in it.
+        knowledge: What the server knows of how it was made.
+        tensors: Reads it.
+    """
+
+    round: int
+    nodes: tuple[int, ...]
+    summed: bool
+    message: TappedMessage
+    num_examples: int
+    names: frozenset[str]
+    knowledge: Knowledge
+    tensors: Callable[[], dict[str, Tensor]]
+
+
+class Tap:
+    """Reads a tap as the model that it is of.
+
+    Args:
+        tapped: The folder.
+        messages: In it.
+        about: What they do not say.
+    """
+
+    def __init__(self, tapped: Tapped, messages: Sequence[TappedMessage], about: About) -> None:
+        self.tapped, self.messages, self.about = tapped, messages, about
+        self.kind = UpdateKind.GRADIENT if about.reply.payload == "gradient" else UpdateKind.DELTA
+        self._sent: dict[int, TappedMessage] = {}  # what most nodes got: the first of a round
+        self._sent_to_node: dict[tuple[int, int], TappedMessage] = {}
+        for each in messages:
+            if each.way == "sent" and each.arrays:
+                self._sent.setdefault(each.round, each)
+                self._sent_to_node.setdefault((each.round, each.node), each)
+        self.labels = 2
+        self.model = self._outline()
+        if rows := self._classes():
+            self.labels = rows
+            self.model = self._outline()
+
+    # --- the model --------------------------------------------------------------------------
+
+    @property
+    def spec(self) -> ModelSpec:
+        """What the model is loaded from."""
+        table = {"name": "tap", "model": self.about.model, "data": {"name": "tap"}}
+        return parse(plain(table)).model_spec(self.labels)
+
+    @cached_property
+    def _known(self) -> dict[str, Tensor]:
+        """The parameters of the model, without weights."""
+        return dict(self.model.module.named_parameters())
+
+    @cached_property
+    def _checkpoint(self) -> dict[str, Tensor]:
+        """The parameters of the checkpoint, for those that are not sent."""
+        return loading.load(self.spec).parameters()
+
+    def model_of(self, round: int) -> dict[str, Tensor]:
+        """Returns the parameters that a round started from."""
+        sent = self._sent.get(round)
+        if sent is None:
+            raise RefusedError("nothing was sent in its round")
+        return self._model_in(sent)
+
+    def _model_in(self, message: TappedMessage) -> dict[str, Tensor]:
+        sent = self._read(self._places(message))
+        if self.model.trained().keys() <= sent.keys():
+            return sent
+        return {**self._checkpoint, **sent}
+
+    def held_out(self) -> list[list[int]]:
+        """Returns the texts that no client has."""
+        if (file := self.about.truth.held_out) is None:
+            return []
+        try:
+            with naming(Path(file), "read"):
+                text = content(Path(file), linked=True).decode()
+        except UnicodeDecodeError as error:
+            raise ConfigError(
+                f"truth.held_out = {file!r} is not UTF-8: save it as UTF-8"
+            ) from error
+        return [list(ids) for ids in self.tokenised([t for t in text.splitlines() if t.strip()])]
+
+    def tokenised(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
+        """Returns texts as clients feed them."""
+        limit, most = self.model.max_length, self.about.truth.max_length
+        return data.tokenise(texts, self.model.encode, limit=limit, max_length=most)
+
+    def _outline(self) -> LanguageModel:
+        return loading.outline(self.spec)
+
+    def _classes(self) -> int | None:
+        """Returns how many classes the model that was sent has; None if that cannot be told."""
+        if not self._sent:
+            raise ConfigError(f"{str(self.tapped.path)!r}: no model was sent to train")
+        places = self._places(next(iter(self._sent.values())))  # refuses other models
+        if self.about.model.task != CLASSIFICATION:
+            return None
+        place = places.get(self.model.family.classifier[0])
+        if place is None:
+            return None
+        weight_CD, *_ = self.tapped.read(place.kept, place.names).values()
+        return len(weight_CD)
+
+    # --- replies ----------------------------------------------------------------------------
+
+    def updates(self, left_out: list[str]) -> Iterator[Update]:
+        """Yields the updates of clients, and notes what is left out."""
+        waiting = {(m.round, m.node) for m in self.messages if m.way == "sent"}
+        waiting -= {(p.round, p.node) for p in self.tapped.problems()}
+        had = set()
+        for message in self.messages:
+            if message.way != "received":
+                continue
+            waiting.discard((message.round, message.node))
+            try:
+                update = self._update(message)
+                if (message.round, message.node) in had:
+                    raise RefusedError("it is a second one of its round")
+            except FedleakError as error:
+                left_out.append(about_message(message.round, message.node, str(error)))
+                continue
+            had.add((message.round, message.node))
+            yield update
+        for round, node in sorted(waiting):
+            left_out.append(about_message(round, node, "no answer came"))
+
+    def sums(self, left_out: list[str]) -> Iterator[Update]:
+        """Yields how each round changed the model, and notes what is left out."""
+        for round, sent in self._sent.items():
+            received = [m for m in self.messages if (m.way, m.round) == ("received", round)]
+            # A client answers each stage of SecAgg+, and says only once how much it has.
+            telling = [m for m in received if number(m, self.about.reply.examples_key) is not None]
+            try:
+                yield self._sum(round, sent, {m.node: m for m in telling or received})
+            except FedleakError as error:
+                left_out.append(about_message(round, None, str(error)))
+
+    def _update(self, message: TappedMessage) -> Update:
+        """Checks a reply.
+
+        Raises:
+            RefusedError: It is not an update of the model.
+        """
+        places = {
+            name: place
+            for name, place in self._places(message).items()
+            if name in self.model.trained()
+        }
+        if not places and _SECURE_AGGREGATION in message.numbers:
+            raise RefusedError(
+                "it is masked by secure aggregation and cannot be read: set reply.payload = 'sum'"
+            )
+        if not places:
+            raise RefusedError("it holds no parameter of the model")
+        sent = self._sent_to(message)
+        examples = self._examples(message)
+        knowledge = self._knowledge(message, examples)
+
+        def tensors() -> dict[str, Tensor]:
+            return self._change(self._read(places), self._model_in(sent), knowledge)
+
+        return Update(
+            round=message.round,
+            nodes=(message.node,),
+            summed=False,
+            message=message,
+            num_examples=examples,
+            names=frozenset(tensors()),  # all of it is checked now
+            knowledge=knowledge,
+            tensors=tensors,
+        )
+
+    def _sum(self, round: int, sent: TappedMessage, replies: Mapping[int, TappedMessage]) -> Update:
+        """Takes the change of the model for the weighted mean of the updates of a round.
+
+        Raises:
+            RefusedError: What came of the round was not sent to anybody.
+        """
+        place = next(i for i, each in enumerate(self.messages) if each is sent)
+        later = (
+            m
+            for m in self.messages[place:]
+            if m.arrays and (m.way == "evaluated" or (m.way == "sent" and m.round > round))
+        )
+        following = next(later, None)
+        if following is None:
+            raise RefusedError("its model was sent to nobody, so what changed it is not here")
+        if not replies:
+            raise RefusedError("no answer came")
+        examples = sum(map(self._examples, replies.values()))
+        # Who has most examples makes most steps.
+        most = max(replies.values(), key=self._examples)
+        knowledge = self._knowledge(most, self._examples(most))
+
+        def tensors() -> dict[str, Tensor]:
+            return self._change(self._model_in(following), self._model_in(sent), knowledge)
+
+        return Update(
+            round=round,
+            nodes=tuple(sorted(replies)),
+            summed=True,
+            message=most,
+            num_examples=examples,
+            names=frozenset(tensors()),
+            knowledge=knowledge,
+            tensors=tensors,
+        )
+
+    def _sent_to(self, message: TappedMessage) -> TappedMessage:
+        """Returns what a node was sent before its reply."""
+        first = self._sent.get(message.round)
+        own = self._sent_to_node.get((message.round, message.node))
+        if first is None or own is None:
+            raise RefusedError("nothing was sent to it in this round")
+        if {each.file for each in own.arrays} != {each.file for each in first.arrays}:
+            raise RefusedError("it was sent another model than the first node of its round")
+        return own
+
+    def _change(
+        self, sent: dict[str, Tensor], before: Mapping[str, Tensor], knowledge: Knowledge
+    ) -> dict[str, Tensor]:
+        """Returns the gradient or the delta in what was sent, without weight decay.
+
+        A parameter that did not change was not trained, so it is absent.
+        """
+        if self.kind == UpdateKind.GRADIENT:
+            return sent
+        absolute, training = self.about.reply.payload != "delta", self.about.training
+        found = {}
+        for name in list(sent):
+            value = sent.pop(name)  # one of them at a time is there twice
+            if name not in self.model.trained():
+                continue
+            if absolute:
+                value = value - before[name]
+            if not value.any():
+                continue  # it was not trained, so that nothing decayed either
+            value -= by_decay(
+                before[name],
+                optimiser=training.optimiser,
+                decay=training.weight_decay,
+                rate=knowledge.learning_rate or 0.0,
+                steps=knowledge.local_steps or 1,
+            )
+            if value.any():
+                found[name] = value
+        return found
+
+    def _knowledge(self, message: TappedMessage, examples: int) -> Knowledge:
+        table = self.about.training
+        return Knowledge(
+            learning_rate=self._rate(message),
+            local_steps=1 if self.kind == UpdateKind.GRADIENT else table.steps(examples),
+            dropout=table.dropout,
+            optimiser=None if table.optimiser == "sgd" else table.optimiser,
+        )
+
+    def _rate(self, message: TappedMessage) -> float:
+        table = self.about.training
+        if table.learning_rate_key is None:
+            assert table.learning_rate is not None
+            return table.learning_rate
+        value = number(self._sent_to(message), table.learning_rate_key)
+        if value is None:
+            value = number(message, table.learning_rate_key)
+        if value is None or not 0 < value < math.inf:
+            raise RefusedError(
+                f"training.learning_rate_key = {table.learning_rate_key!r} is no number above 0 in "
+                "what was sent or received"
+            )
+        return float(value)
+
+    def _examples(self, message: TappedMessage) -> int:
+        """Returns how many examples a client trained on, as far as it can have.
+
+        Raises:
+            RefusedError: It says no number, or more than its steps have room for.
+        """
+        reply, training = self.about.reply, self.about.training
+        value = number(message, reply.examples_key) if reply.examples is None else reply.examples
+        if value is None or not 1 <= value <= MOST_EXAMPLES or int(value) != value:
+            keys = sorted({key for record in message.numbers.values() for key in record})
+            raise RefusedError(
+                f"reply.examples_key = {reply.examples_key!r} is no number of examples in it, "
+                f"which has {printable(', '.join(keys))[:_LONGEST] or 'no metric'}: name another "
+                "key, or set reply.examples"
+            )
+        steps = 1 if self.kind == UpdateKind.GRADIENT else training.local_steps
+        step = training.batch_size * training.accumulate
+        if steps is not None and value > steps * step:
+            raise RefusedError(
+                f"its number of examples is {value:,.0f}, but {steps:,} steps of {step:,} have "
+                f"{steps * step:,} at most: set reply.examples to what a client trains on in a "
+                "round, or mend the steps in [training]"
+            )
+        return int(value)
+
+    # --- arrays -----------------------------------------------------------------------------
+
+    def _places(self, message: TappedMessage) -> dict[str, "_Place"]:
+        """Returns where each parameter of the model is in a message.
+
+        Raises:
+            ConfigError: A name that is none of the model's.
+            RefusedError: A parameter is in two records.
+        """
+        wanted, places = self.about.reply.records, dict[str, _Place]()
+        for kept in message.arrays:
+            if wanted is not None and kept.record not in wanted:
+                continue
+            for sent, own in self._matched(tuple(sorted(self.tapped.names(kept)))).items():
+                place = places.setdefault(own, _Place(kept, []))
+                if place.kept != kept:
+                    raise RefusedError(
+                        f"{own} is in several of its array records: name those that count in "
+                        "reply.records"
+                    )
+                place.names.append(sent)
+        return places
+
+    def _matched(self, names: tuple[str, ...]) -> dict[str, str]:
+        """Returns the model's name of each name that was sent."""
+        if names not in self._matches:
+            own = list(self.model.module.state_dict())
+            if set(names) == {str(i) for i in range(len(own))}:  # a list, as state_dict is ordered
+                places = {name: str(i) for i, name in enumerate(own)}
+                found = matched(own, self.model.module)
+                self._matches[names] = {places[name]: of for name, of in found.items()}
+            else:
+                prefix = self.about.reply.prefix
+                chosen = [name for name in names if name.startswith(prefix)]
+                self._matches[names] = matched(chosen, self.model.module)
+        return self._matches[names]
+
+    @cached_property
+    def _matches(self) -> dict[tuple[str, ...], dict[str, str]]:
+        return {}
+
+    def _read(self, places: Mapping[str, "_Place"]) -> dict[str, Tensor]:
+        """Returns parameters in float32.
+
+        Raises:
+            RefusedError: Not of the shape of the model's, not finite numbers, or two values.
+        """
+        found = {}
+        for name, place in places.items():
+            like = self._known[name]
+            value, *others = self.tapped.read(place.kept, place.names).values()
+            if value.shape != like.shape:
+                shapes = f"{list(value.shape)}, but the model's {list(like.shape)}"
+                raise RefusedError(f"{name} has the shape {shapes}")
+            if not value.is_floating_point():
+                raise RefusedError(
+                    f"{name} holds whole numbers: what is masked or quantised cannot be read; "
+                    "where clients use secure aggregation, set reply.payload = 'sum'"
+                )
+            if not all_finite(value):
+                raise RefusedError(f"not every number of {name} is finite")
+            if not all(torch.equal(value.float(), other.float()) for other in others):
+                spellings = printable(" and ".join(map(repr, place.names)))[:_LONGEST]
+                raise RefusedError(f"{spellings} both mean {name}, and differ")
+            found[name] = value.float()
+        return found
+
+
+class _Place(NamedTuple):
+    """Where a parameter is: an array record, and its names there; a tied one has several."""
+
+    kept: KeptArrays
+    names: list[str]
+
+
+def number(message: TappedMessage, key: str) -> int | float | None:
+    """Returns a number of a message by its key; None if there is none."""
+    for record in message.numbers.values():
+        value = record.get(key)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return value
+    return None
+
+
+def plain(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns tables as a file has them."""
+    return {
+        key: each.model_dump(mode="json") if isinstance(each, Table) else each
+        for key, each in table.items()
+    }
+
+
+def about_message(round: int | None, node: int | None, reason: str) -> str:
+    """Returns a reason with the message that it is about, safe to print."""
+    of = [f"{what} {n}" for what, n in (("round", round), ("node", node)) if n is not None]
+    return f"{', '.join(of)}: " * bool(of) + printable(reason)[:_LONGEST]

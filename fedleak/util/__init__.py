@@ -1,0 +1,1 @@
+"""Small things of no room: errors, files and processes, names, randomness."""

@@ -1,0 +1,164 @@
+"""Finds attacks, defenses and model families: files in the tree, and packages of others.
+
+One new attack, defense or model family is one new file in its package. An installed distribution
+adds its own with an entry point, whose group is the name of that package and whose value is the
+name of a module, or of a package of modules:
+
+    [project.entry-points."fedleak.attacks"]
+    anything = "acme_attacks"
+"""
+
+import importlib
+import pkgutil
+import traceback
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from types import ModuleType
+from typing import NamedTuple
+
+from fedleak.util.sanitise import printable
+from fedleak.util.versions import VERSION
+
+OWN = f"fedleak {VERSION}"
+"""The origin of what is in the tree."""
+
+
+class Discovered(NamedTuple):
+    """What is there of one sort: attacks, defenses or model families.
+
+    Attributes:
+        kinds: The classes by their kind.
+        origins: Name and version of the distribution that each kind comes from, or `OWN`.
+        broken: Why modules and entry points cannot be used, in one line each, by their name.
+    """
+
+    kinds: dict[str, type]
+    origins: dict[str, str]
+    broken: dict[str, str]
+
+    def foreign(self) -> dict[str, str]:
+        """Returns the origins of the kinds that are not fedleak's own."""
+        return {kind: origin for kind, origin in self.origins.items() if origin != OWN}
+
+    def cannot_be_used(self) -> str:
+        """Returns the end of a message about an unknown kind; empty if nothing is broken."""
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in self.broken.items())
+        return f"; cannot be used: {reasons}" if reasons else ""
+
+
+@cache
+def discover(package: ModuleType, key: str = "kind") -> Discovered:
+    """Returns the classes that the modules of `package`, and of others for it, define by `key`.
+
+    A module that cannot be imported is broken, and the others are found nevertheless. A kind that
+    two classes have is nobody's. Only a kind of fedleak's own stays what it is if another package
+    has one of the same name: what runs under it must not depend on what else is installed. A class
+    is broken, too, if the package has a function `flaw` that says what is wrong with it.
+
+    Args:
+        package: The package; its name is also the group of the entry points.
+        key: The attribute of a class that names its kind.
+    """
+    flaw: Callable[[type], str | None] = getattr(package, "flaw", lambda cls: None)
+    broken: dict[str, str] = {}
+    walked: set[str] = set()
+    defined: dict[str, list[tuple[type, str]]] = defaultdict(list)
+
+    def walk(name: str, origin: str) -> int:
+        """Notes the classes of a module and of those in it; returns how many there are."""
+        count = 0
+        for module in _modules(name, origin, walked, broken):
+            for cls in _classes(module, key):
+                count += 1
+                if reason := flaw(cls):
+                    broken[_named(f"{cls.__module__}.{cls.__qualname__}", origin)] = reason
+                else:
+                    defined[vars(cls)[key]].append((cls, origin))
+        return count
+
+    walk(package.__name__, OWN)
+    for point in _installed(package.__name__, broken):
+        origin, before = _origin(point), len(broken)
+        if reason := _wrong(point):
+            broken[_named(point.value, origin)] = reason
+        elif point.value not in walked and not walk(point.value, origin) and len(broken) == before:
+            broken[_named(point.value, origin)] = f"it defines no class that has a {key}"
+    kinds: dict[str, type] = {}
+    origins: dict[str, str] = {}
+    for kind, several in defined.items():
+        own = [each for each in several if each[1] == OWN]
+        rightful = own or several
+        if len(rightful) == 1:
+            kinds[kind], origins[kind] = rightful[0]
+        if len(several) > 1:
+            names = [_named(f"{cls.__module__}.{cls.__qualname__}", at) for cls, at in several]
+            reason = printable(f"{' and '.join(names)} have one {key}: {kind!r}")
+            refused = [each for each in several if len(rightful) > 1 or each not in rightful]
+            broken |= {_named(cls.__module__, origin): reason for cls, origin in refused}
+    return Discovered(kinds, origins, broken)
+
+
+def _modules(
+    name: str, origin: str, walked: set[str], broken: dict[str, str]
+) -> Iterator[ModuleType]:
+    """Imports a module and all that are in it, each once; notes those that cannot be imported."""
+    if name in walked:
+        return
+    walked.add(name)
+    try:
+        module = importlib.import_module(name)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - it may be anybody's file
+        broken[_named(name, origin)] = _reason(error)
+        return
+    yield module
+    for info in pkgutil.iter_modules(getattr(module, "__path__", ()), f"{name}."):
+        if not info.name.endswith(".__main__"):  # which is a program
+            yield from _modules(info.name, origin, walked, broken)
+
+
+def _classes(module: ModuleType, key: str) -> list[type]:
+    """Returns the classes that a module itself defines and gives a kind."""
+    return [
+        thing
+        for thing in vars(module).values()
+        if isinstance(thing, type)
+        and thing.__module__ == module.__name__
+        and isinstance(vars(thing).get(key), str)
+    ]
+
+
+def _installed(group: str, broken: dict[str, str]) -> list[EntryPoint]:
+    """Returns the entry points of all installed distributions, in the order of their names."""
+    try:
+        return sorted(entry_points(group=group), key=lambda point: (_origin(point), point.name))
+    except Exception as error:  # noqa: BLE001 - any distribution's file may be damaged
+        broken[f"entry points of {group}"] = _reason(error)
+        return []
+
+
+def _wrong(point: EntryPoint) -> str | None:
+    """Returns why an entry point is none of a module, or None."""
+    if all(part.isidentifier() for part in point.value.split(".")):
+        return None
+    return f"the entry point {printable(point.name)!r} must name a module, without a colon"
+
+
+def _origin(point: EntryPoint) -> str:
+    """Returns name and version of the distribution that an entry point is of."""
+    return printable(f"{point.dist.name} {point.dist.version}" if point.dist else "unknown")
+
+
+def _named(name: str, origin: str) -> str:
+    """Returns the name of a module or class, with its origin if it is not fedleak's own."""
+    return printable(name if origin == OWN else f"{name} ({origin})")
+
+
+def _reason(error: BaseException) -> str:
+    """Returns an error and the line of the file that it arose in."""
+    where = traceback.extract_tb(error.__traceback__)[-1:]
+    if isinstance(error, SyntaxError):
+        where = []  # its message has the line
+    places = "".join(f" ({each.filename}, line {each.lineno})" for each in where)
+    return printable(f"{type(error).__name__}: {error}{places}")[:500]

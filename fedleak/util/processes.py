@@ -1,0 +1,184 @@
+"""Calls side by side, each in a process of its own that never outlives this one.
+
+Nothing here is slow to import: a new process listens for the end of its parent before it loads
+what its call needs, torch for one.
+"""
+
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fedleak.util import logs
+
+GRACE_SECONDS = 5.0
+"""How long a process may take to put its things in order, once it is told to end."""
+
+Call = Callable[[int], str | None]
+"""Returns why it failed, or None.
+
+It is passed the number of its place, below the number of calls at once: no two calls have the same
+place at the same time.
+"""
+
+
+class _Running(NamedTuple):
+    name: str
+    place: int
+    process: SpawnProcess
+    answer: Connection
+
+
+def side_by_side(
+    calls: Mapping[str, Call],
+    at_once: int,
+    started: Callable[[str], None],
+    ended: Callable[[str, str | None], None],
+) -> None:
+    """Makes calls in new processes, some at once, in their order.
+
+    Whatever ends this function early, Ctrl-C too, ends the calls: to them, it is a
+    KeyboardInterrupt. If this process is killed, theirs exit.
+
+    Args:
+        calls: By name. They are pickled, so their functions have to be importable.
+        at_once: How many, at most.
+        started: Is told the name of each call as it starts.
+        ended: Is told the name of each call as it ends, and why it failed, if it did.
+    """
+    start_tracker()
+    waiting, free = deque(calls), deque(range(at_once))
+    running: list[_Running] = []
+    try:
+        while waiting or running:
+            while waiting and free:
+                name = waiting.popleft()
+                with holding_ctrl_c():  # and none is started that is not ended below
+                    running.append(_start(name, calls[name], free.popleft()))
+                started(name)
+            wait([each.answer for each in running])
+            for each in [each for each in running if each.answer.poll()]:
+                failure = _failure(each)
+                running.remove(each)
+                free.append(each.place)
+                ended(each.name, failure)
+    finally:
+        _end([each.process for each in running])
+
+
+@contextmanager
+def holding_ctrl_c() -> Iterator[None]:
+    """Holds Ctrl-C back. A process that is started meanwhile is deaf to it from its first moment.
+
+    On a terminal Ctrl-C reaches every process; the first one hears it, and ends the others.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def end_with_parent(folder: Path | None = None) -> None:
+    """Ends this process when its parent does, whatever it is doing then.
+
+    Args:
+        folder: Is removed if the parent goes first, as if it is killed.
+    """
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def end_too() -> None:
+        parent.join()
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+        os._exit(1)
+
+    threading.Thread(target=end_too, daemon=True).start()
+
+
+def start_tracker() -> None:
+    """Starts Python's own keeper of semaphores, so that it frees without a word what is left.
+
+    Processes that are ended, by others or by `_alone`, do not put theirs away (tqdm makes some),
+    about which it would warn at the end.
+    """
+    before = os.environ.get("PYTHONWARNINGS")
+    quiet = "ignore:resource_tracker"
+    os.environ["PYTHONWARNINGS"] = f"{before},{quiet}" if before else quiet
+    try:
+        resource_tracker.ensure_running()
+    finally:
+        if before is None:
+            del os.environ["PYTHONWARNINGS"]
+        else:
+            os.environ["PYTHONWARNINGS"] = before
+
+
+def _start(name: str, call: Call, place: int) -> _Running:
+    context = multiprocessing.get_context("spawn")
+    answer, sender = context.Pipe(duplex=False)
+    # Pickled here, so that the process is under way before anything is imported for it.
+    process = context.Process(target=_alone, args=(pickle.dumps(call), place, sender))
+    process.start()
+    sender.close()  # the other copy is the process's, and is closed by its end
+    return _Running(name, place, process, answer)
+
+
+def _failure(each: _Running) -> str | None:
+    """Waits for the end of a process that has answered or died; returns why its call failed."""
+    try:
+        failure: str | None = each.answer.recv()
+    except (EOFError, OSError):
+        each.process.join()
+        return (
+            f"its process ended with exit status {each.process.exitcode} and no answer: what it "
+            "printed says why; -9 is mostly a lack of memory, so run fewer at once"
+        )
+    each.process.join()
+    return failure
+
+
+def _end(processes: Sequence[SpawnProcess]) -> None:
+    for each in processes:
+        each.terminate()
+    deadline = time.monotonic() + GRACE_SECONDS
+    for each in processes:
+        each.join(max(0.0, deadline - time.monotonic()))
+        each.kill()
+
+
+def _alone(call: bytes, place: int, answer: Connection) -> None:
+    """Makes a call in this process, which was started for it."""
+    end_with_parent()
+    signal.signal(signal.SIGTERM, _interrupt)
+    status = 1
+    try:
+        answer.send(pickle.loads(call)(place))
+        status = 0
+    except KeyboardInterrupt:
+        pass
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is why the call failed
+        where = logs.noted(error)
+        answer.send(f"{type(error).__name__}: {error}" + (f" ({where})" if where else ""))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Python would first wait for all that the call left behind, and for a pool whose process has
+    # not started yet that can be for ever.
+    os._exit(status)
+
+
+def _interrupt(number: int, frame: Any) -> None:
+    raise KeyboardInterrupt
