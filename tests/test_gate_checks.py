@@ -16,12 +16,14 @@ from tiny import DLG, call, tables
 
 from fedleak.attacks.reconstruction import Status
 from fedleak.audit import scoring
+from fedleak.audit.gate.abstentions import with_abstentions
 from fedleak.audit.gate.check import Check, Outcome
 from fedleak.audit.gate.control import control_checks
 from fedleak.audit.gate.evidence import Evidence, complete, figures, genuine, own
 from fedleak.audit.gate.judge import judge
 from fedleak.audit.gate.limits import limit_checks
 from fedleak.audit.gate.measured import measured_checks, required_checks
+from fedleak.audit.worst_case import worst_case
 from fedleak.config.loading import parse
 from fedleak.config.tables import GateTable
 from fedleak.running.workers.process import settings
@@ -35,6 +37,7 @@ from fedleak.store.records import (
     LedgerRow,
     MembershipRow,
     ScoredRows,
+    TextScore,
     Utility,
 )
 from fedleak.store.run import Key, Run
@@ -287,6 +290,59 @@ def test_each_rung_has_its_own_texts() -> None:
     ]
     texts = measured(evidence_of(TEN, [*plain, *bare], ladder=ladder), ["token_recall"])["texts"]
     assert texts == (UNTOLD, "told labels: 20 of 20 texts: no attack named tokens")
+
+
+def test_abstentions_of_the_strongest_count_on_each_rung() -> None:
+    """As texts of which nothing was read; those of other attacks stay what they are."""
+    silent = of_ten("auto", status=Status.ABSTAINED, batch_size=2, texts=None)
+    told = of_ten("auto+all", status=Status.ABSTAINED, batch_size=2, texts=None)
+    rows = [*silent, *told, *of_ten("dlg", MISSED, MISSED)]
+    rows += of_ten("dager", status=Status.ABSTAINED, batch_size=2, texts=None)
+    rows.append(row("auto", 10, status=Status.FAILED, batch_size=2, texts=None))
+    rows.append(row("auto", 11, status=Status.ABSTAINED, batch_size=None, texts=None))
+    names = {(): {"auto": "auto", "dlg": "dlg"}, ("labels",): {"auto": "auto+all"}}
+    rungs = tuple(
+        Rung(granted=granted, attacks=attacks, worst_case=None, worth=())
+        for granted, attacks in names.items()
+    )
+    reads = {"auto": copies_read(3, 1.0), "auto+all": copies_read(3, 1.0)}
+    reads["dager"] = copies_read(3, 1.0)
+    copies = PositiveControl(copies=3, texts=6, together=reads["auto"], attacks=reads)
+    answers = [
+        answer_of(1, 0, attack=name, settings={"kind": "auto"}) for name in ("auto", "auto+all")
+    ]
+    figures = {"positive_control": copies, "held_out": 3}
+    plain = evidence_of(TEN, rows, answers, **figures)
+    counted = with_abstentions(plain, ["auto", "dager"])
+    nothing = TextScore(exact=False, rougeL=0.0, token_recall=0.0)
+    expected = [
+        one.model_copy(update={"texts": (nothing,) * 2}) if i < 20 else one
+        for i, one in enumerate(rows)
+    ]
+    assert counted.rows.leakage == expected
+    # Of two that answer alike the first is named, in the order of answers.
+    places = {answer.id: place for place, answer in enumerate(answers)}
+    worst = worst_case(expected, places)
+    assert counted.summary == plain.summary.model_copy(update={"worst_case": worst})
+    ladder = Ladder(rungs=rungs, left_out={"lengths": "no"}, correction="none")
+    climbed = with_abstentions(evidence_of(TEN, rows, answers, ladder=ladder, **figures), ["auto"])
+    assert climbed.summary.ladder == ladder.model_copy(
+        update={
+            "rungs": (
+                rungs[0].model_copy(
+                    update={"worst_case": worst_case(expected[:10] + expected[20:], places)}
+                ),
+                rungs[1].model_copy(update={"worst_case": worst_case(expected[10:20], places)}),
+            )
+        }
+    )
+    for untouched in (with_abstentions(plain, ["dlg"]), with_abstentions(plain, [])):
+        assert untouched is plain
+    alone = evidence_of(TEN, rows, answers)
+    assert with_abstentions(alone, ["auto"]) is alone
+    weak = copies.model_copy(update={"attacks": {"auto": copies_read(2, 1.0)}})
+    unable = evidence_of(TEN, rows, answers, positive_control=weak)
+    assert with_abstentions(unable, ["auto"]) is unable
 
 
 # --- alarms ---------------------------------------------------------------------------------------

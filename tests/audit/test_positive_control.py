@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from built import answer_of, run_of, truth_of
+from scored import row
 from tiny import DLG, Here, call, tables, toml
 
 from fedleak import models
@@ -16,7 +18,16 @@ from fedleak.attacks.reconstruction import Status
 from fedleak.audit.gate.check import Check, Outcome
 from fedleak.audit.gate.control import control_checks
 from fedleak.audit.gate.evidence import gather, genuine
-from fedleak.audit.positive_control import COPIES, control_of, make_copies, undefended
+from fedleak.audit.positive_control import (
+    COPIES,
+    chosen,
+    control_of,
+    copied,
+    make_copies,
+    of_rows,
+    summarised,
+    undefended,
+)
 from fedleak.audit.vault import read_truth
 from fedleak.config.loading import parse
 from fedleak.federation.lookup import stored
@@ -25,8 +36,8 @@ from fedleak.models import loading
 from fedleak.running.dispatch import dispatcher
 from fedleak.running.pipeline import finished, wants_control
 from fedleak.store.records import answers
-from fedleak.store.run import Run
-from fedleak.store.summaries import SUMMARY
+from fedleak.store.run import Key, Run
+from fedleak.store.summaries import SUMMARY, CopiesRead, PositiveControl
 from fedleak.training.local import local_update_
 from fedleak.training.observation import UpdateKind
 
@@ -217,6 +228,106 @@ def test_a_link_in_its_place_is_not_followed(run: Run, tmp_path: Path) -> None:
 def test_without_a_vault_there_is_none(run: Run) -> None:
     shutil.rmtree(run.path / "vault")
     assert make_copies(run, stored(run)) is None
+
+
+# --- of runs that nobody trained ------------------------------------------------------------------
+
+
+def test_copies_are_of_an_experiment_without_anything_in_the_way() -> None:
+    changes = {
+        "attack": [DLG, {"kind": "membership"}],
+        "federation": {
+            "clients": 4, "rounds": 3, "batch_size": 2, "algorithm": "fedavg", "dropout": True,
+            "local_epochs": 2, "server_learning_rate": 0.5, "server_optimiser": "adam",
+        },
+        "update.share": ["bert.encoder.*"],
+        "threat": {"sees": "updates", "knows": ["labels"], "rounds": [1, 2]},
+        "defense": [NOISE],
+        "audit.controls": True,
+        "utility.rounds": [1],
+        "gate.exact": 0.5,
+    }  # fmt: skip
+    before = parse(tables(changes))
+    table = before.model_dump(mode="json")
+    plain = undefended(before, [Key(2, 3), Key(2, 1)]).model_dump(mode="json")
+    changed = {
+        "attack": [DLG], "update": {"share": "all"}, "defense": [], "canary": None,
+        "audit": table["audit"] | {"controls": False},
+        "utility": parse(tables()).model_dump(mode="json")["utility"],
+        "gate": parse(tables()).model_dump(mode="json")["gate"],
+        "federation": table["federation"]
+        | {"algorithm": "fedsgd", "dropout": False, "server_learning_rate": None},
+        "threat": table["threat"] | {"sees": None, "rounds": [2], "clients": [3, 1]},
+    }  # fmt: skip
+    assert plain == table | changed
+    assert plain["threat"]["knows"] == ["labels"]
+    everything = undefended(before, []).threat
+    assert (everything.rounds, everything.clients) == (None, None)
+
+
+def test_a_copy_has_as_many_texts_as_one_step_takes() -> None:
+    texts = [(2, 5, 3), (2, 6, 3), (2, 7, 3)]
+    truth = truth_of(2, 1, texts, labels=(0, 1, 1), batch_size=3, noise_scale=0.5)
+    two = parse(tables({"federation.batch_size": 2}))
+    assert copied(truth, two) == truth_of(2, 1, texts[:2], labels=(0, 1))
+    many = parse(tables({"federation.batch_size": 8}))
+    assert copied(truth, many) == truth_of(2, 1, texts, labels=(0, 1, 1))
+
+
+def test_batches_to_copy_are_drawn_from_the_first_round_that_has_some(tmp_path: Path) -> None:
+    changes = {"federation.clients": 8, "federation.rounds": 3, "threat.clients": [*range(7)]}
+    experiment = parse(tables(changes))
+    truths = [truth_of(2, client, [(2, 5, 3)]) for client in range(8)]
+    truths += [truth_of(1, 0, []), truth_of(3, 0, [(2, 5, 3)])]
+    run = run_of(tmp_path / "run", experiment, truths)
+    (run.path / "vault" / "r0002-c00.json").write_text("{")
+    keys = chosen(run, experiment)
+    assert len(keys) == COPIES
+    assert keys == sorted(keys)
+    assert {*keys} < {Key(2, client) for client in range(1, 7)}
+    others = [chosen(run, parse(tables(changes | {"seed": seed}))) for seed in range(1, 5)]
+    assert any(other != keys for other in others)
+    for client in range(8):
+        (run.path / "vault" / f"r0002-c0{client}.json").unlink()
+    assert chosen(run, experiment) == [Key(3, 0)]
+    (run.path / "vault" / "r0003-c00.json").unlink()
+    assert chosen(run, experiment) == []
+
+
+def test_what_was_read_of_copies_is_the_best_of_each_text() -> None:
+    rows = [
+        row("tag", 0, (True, 100.0, 0.5), (False, 20.0, 0.0), exact_match=0.5),
+        row("dlg", 0, (False, 40.0, 1.0), (False, 60.0, 0.5), exact_match=0.0),
+        row("dlg", 1, (True, 100.0, 1.0), exact_match=1.0),
+        row("tag", 1, batch_size=1, texts=None),
+    ]
+    assert of_rows(rows) == PositiveControl(
+        copies=2,
+        texts=3,
+        together=CopiesRead(read=2, exact=2 / 3, rougeL=260 / 3, token_recall=2.5 / 3),
+        attacks={
+            "dlg": CopiesRead(read=1, exact=1 / 3, rougeL=200 / 3, token_recall=2.5 / 3),
+            "tag": CopiesRead(read=1, exact=1 / 3, rougeL=40.0, token_recall=0.5 / 3),
+        },
+    )
+    assert of_rows([]) is None
+    assert of_rows([row("dlg", 0, texts=None, batch_size=None)]) is None
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"attack": "tag"}, {"settings": {"kind": "dager", "b": 1}}, {"granted": ("labels",)}],
+)
+def test_what_was_tried_on_the_run_in_the_same_way_counts(changes: Mapping[str, Any]) -> None:
+    settings = {"a": 1, "kind": "dager"}
+    facts = ("labels", "lengths")
+    answer = answer_of(1, 0, settings=settings, granted=facts, attack="dager")
+    of_run = answer_of(
+        1, 5, **{"settings": {"kind": "dager", "a": 1}, "granted": facts[::-1]} | changes
+    )
+    rows = [row("dager", 0, (True, 100.0, 1.0)), row("dager", 1, (False, 0.0, 0.0))]
+    found = summarised(rows, [answer], [of_run])
+    assert found == (None if changes else of_rows(rows[:1]))
 
 
 # --- the gate -------------------------------------------------------------------------------------

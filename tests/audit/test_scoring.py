@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from built import answer_of, truth_of
 from rich.console import Console
 from rouge_score.rouge_scorer import RougeScorer
 
@@ -26,9 +27,9 @@ from fedleak.running.workers.answers import checked
 from fedleak.running.workers.process import Job
 from fedleak.running.workers.process import answer_of as answer_to
 from fedleak.store import records
-from fedleak.store.records import Answer, Fact, LeakageRow
+from fedleak.store.records import Fact, LeakageRow
 from fedleak.store.run import EVERYONE, Capture, Key, Run
-from fedleak.store.summaries import SUMMARY
+from fedleak.store.summaries import SUMMARY, CopiesRead, PositiveControl
 from fedleak.training.observation import ClientUpdate, Knowledge, ThreatModel, UpdateKind
 from fedleak.training.truth import GroundTruth
 from fedleak.util.errors import FedleakError
@@ -74,38 +75,6 @@ def make(tmp_path, sequences):
         return run
 
     return write
-
-
-def truth_of(round, client, sequences):
-    return GroundTruth(
-        round=round,
-        client=client,
-        sequences=tuple(sequences),
-        labels=(1,) * len(sequences),
-        batch_size=len(sequences),
-    )
-
-
-def answer_of(round, client, sequences=None, *, tokens=None, status="recovered", **more):
-    fields = {
-        "round": round,
-        "client": client,
-        "attack": "dager",
-        "settings": {"kind": "dager"},
-        "granted": (),
-        "knows": (),
-        "seconds": 1.0,
-        "device": "cpu",
-        "status": Status(status),
-        "sequences": None if sequences is None else tuple(map(tuple, sequences)),
-        "margins": (),
-        "tokens": None if tokens is None else tuple(tokens),
-        "facts": {},
-        "diagnostics": {},
-        "verified": False,
-        "reason": "",
-    }
-    return Answer(**fields | more)
 
 
 def figures(scores):
@@ -406,6 +375,113 @@ def test_a_bag_counts_where_sentences_are_missing(make, found):
 def test_distinct_tokens_of_sequences_count_where_no_bag_is_given(bert_tiny):
     scores = score_sequences([(2, 50, 50, 51, 3)], [(2, 50, 52, 52, 52, 3)], bert_tiny)
     assert (scores.token_recall, scores.token_precision) == (0.5, 0.5)
+
+
+def test_a_row_says_all_that_was_measured(bert_tiny, sequences):
+    first, second = sequences[:2]
+    near = (second[0], *second[6:2:-1], *second[7:])
+    truth = truth_of(3, 4, [first, second])
+    answer = answer_of(
+        3, 4, [first, near], facts={"longest_sequence": 9, "colour": "red"},
+        margins=(0.5, None, 3.0, 1.0), diagnostics={"a": 1}, seconds=2.5, device="gpu",
+        granted=("labels",), knows=("labels", "lengths"), reason="why",
+    )  # fmt: skip
+    other = answer_of(3, 5, [sequences[6]])
+    one = scoring.score_one(answer, truth, bert_tiny, other=other, held_out=sequences[20:], seed=7)
+    scores = score_sequences([first, near], [first, second], bert_tiny)
+    control = score_sequences([sequences[6]], [first, second], bert_tiny)
+    drawn = guess(sequences[20:], truth, bert_tiny, 7)
+    assert one.row == LeakageRow(
+        round=3, client=4, attack="dager", status=Status.RECOVERED, reason="why", verified=False,
+        batch_size=2, num_tokens=len(first) + len(second),
+        **scores.content._asdict(),
+        **{f"paper_{name}": value for name, value in scores.paper._asdict().items()},
+        exact_match=0.5, token_recall=scores.token_recall, token_precision=scores.token_precision,
+        control_rougeL=control.content.rougeL, control_token_recall=control.token_recall,
+        guess_rougeL=drawn.content.rougeL, guess_token_recall=drawn.token_recall,
+        texts=scores.texts,
+        facts={
+            "longest_sequence": Fact(found=9, true=max(len(first), len(second))),
+            "colour": Fact(found="red"),
+        },
+        margin=1.0, diagnostics={"a": 1}, seconds=2.5, device="gpu", granted=("labels",),
+        knows=("labels", "lengths"),
+    )  # fmt: skip
+    # No figure could stand in another's place.
+    assert len({*scores.content, *scores.paper}) == 6
+    assert len({scores.content.rougeL, control.content.rougeL, drawn.content.rougeL}) == 3
+    pairs = one.pairs
+    assert [(pair.truth, pair.answer) for pair in pairs] == [
+        (bert_tiny.decode(first), bert_tiny.decode(first)),
+        (bert_tiny.decode(second), bert_tiny.decode(near)),
+    ]
+    assert [pair.rougeL for pair in pairs] == [text.rougeL for text in one.row.texts]
+    alone = scoring.score_one(answer, truth, bert_tiny).row
+    assert alone.control_rougeL is alone.guess_rougeL is alone.guess_token_recall is None
+
+
+def test_each_text_has_the_tokens_of_the_whole_answer(bert_tiny):
+    texts = [(2, 50, 51, 3), (2, 52, 53, 3)]
+    scores = score_sequences([(2, 50, 52, 3), (2, 53, 60, 3)], texts, bert_tiny)
+    assert [text.token_recall for text in scores.texts] == [0.5, 1.0]
+    assert [text.exact for text in scores.texts] == [False, False]
+
+
+def test_the_control_is_the_next_client_of_the_nearest_round(bert_tiny, sequences, make):
+    """Clients stand in a circle; the sum of a round is compared with that of another round."""
+    keys = [Key(1, 0), Key(1, 2), Key(2, 1), Key(2, 2), Key(4, 0)]
+    truths = [truth_of(*key, [sequences[i]]) for i, key in enumerate(keys)]
+    answers = [answer_of(*key, [sequences[10 + i]]) for i, key in enumerate(keys)]
+    rows = {one.row.key: one.row for one in score_run(make(truths, answers))}
+    expected = {
+        Key(1, 0): Key(1, 2),
+        Key(1, 2): Key(1, 0),  # of the same round, and after the last comes the first
+        Key(2, 1): Key(2, 2),
+        Key(2, 2): Key(2, 1),
+        Key(4, 0): Key(2, 1),
+    }
+    for i, key in enumerate(keys):
+        other = sequences[10 + keys.index(expected[key])]
+        control = score_sequences([other], [sequences[i]], bert_tiny)
+        assert rows[key].control_token_recall == control.token_recall
+        assert rows[key].control_rougeL == control.content.rougeL
+
+
+def test_a_control_whose_answer_is_gone_stays(make, sequences):
+    truths = [truth_of(1, c, sequences[c : c + 1]) for c in (0, 1)]
+    answers = [answer_of(1, c, [sequences[5 + c]]) for c in (0, 1)]
+    run = make(truths, answers)
+    before = [one.row for one in score_run(run)]
+    run.write_rows(records.answers(run.fingerprint()), answers[:1])
+    after = [one.row for one in score_run(run)]
+    assert after == before
+    assert before[0].control_rougeL is not None
+    # What failed was not measured, and a failure replaces nothing that was.
+    failed = answer_of(1, 0, status="failed")
+    run.write_rows(records.answers(run.fingerprint()), [failed])
+    assert [one.row for one in score_run(run)] == before
+
+
+def test_the_mark_of_rows_changes_with_each_file(make, sequences):
+    row = score_run(make([truth_of(1, 0, sequences[:1])], [answer_of(1, 0, sequences[:1])]))[0].row
+    nothing = records.ScoredRows()
+    marks = {
+        scoring.mark(records.ScoredRows(**{field: [row]}), None)
+        for field in ("leakage", "ledger", "defended", "canary", "members")
+    }
+    reading = CopiesRead(read=1, exact=1.0, rougeL=1.0, token_recall=1.0)
+    copies = PositiveControl(copies=1, texts=1, together=reading, attacks={})
+    assert len(marks | {scoring.mark(nothing, None), scoring.mark(nothing, copies)}) == 7
+
+
+def test_ids_outside_the_vocabulary_are_a_damaged_vault(make, sequences):
+    run = make([truth_of(1, 0, [(2, 10**6, 3)])], [answer_of(1, 0, sequences[:1])])
+    assert [one.row.status for one in score_run(run)] == ["unscored"]
+    assert run.read(SUMMARY).missing[0] == (
+        f"{run.path / 'vault' / 'r0001-c00.json'} is damaged (token ids outside the vocabulary): "
+        "what was scored with it stays, and only `fedleak run FILE --fresh` writes such a file "
+        "again"
+    )
 
 
 # --- evidence -------------------------------------------------------------------------------
