@@ -231,7 +231,14 @@ def labelled_twice(path: Path) -> None:
     file.write_text(json.dumps(truth | {"labels": truth["labels"] * 2}))
 
 
+def lengthened(path: Path) -> None:
+    file = path / "vault/r0001-c00.json"
+    truth = json.loads(file.read_text())
+    file.write_text(json.dumps(truth | {"sequences": [[5] * 100_000] * len(truth["labels"])}))
+
+
 OTHER = {
+    "vault-long": (lengthened, 1, "is damaged (a text of more than the 128 tokens"),
     "vault-labels": (labelled_twice, 1, "vault/r0001-c00.json is damaged (not every text has one"),
     "run-versions": (said(versions="1.0"), 1, "run.json cannot be read (versions: "),
     "run-left-out": (said(left_out=5), 1, "run.json cannot be read (left_out: "),

@@ -87,6 +87,17 @@ def submit(made: Any, **settings: object) -> str:
     return str(made.submit(deployment.APP, **quick | settings))
 
 
+def first_capture(made: Any) -> Key:
+    """Waits until an update is there; where the run has failed before, there will be none."""
+    run = Run(made.run)
+
+    def captures() -> list[Key]:
+        assert not run.exists() or run.info()["status"] != "failed", made.log("superlink")
+        return run.captures()
+
+    return Key(*wait_for(captures)[0])
+
+
 def start_again(made: Any, node: int) -> None:
     """Starts a node that was killed, until Flower lets it: for a minute it takes it for alive."""
 
@@ -343,9 +354,7 @@ def test_a_node_that_is_killed_in_a_round_fails_it_and_the_run_goes_on_afterward
     for node in range(NODES):
         made.start_node(node)
     number = submit(made, **{"answers-within": 120})
-    wait_for(lambda: (made.run / "captures").is_dir() and any((made.run / "captures").iterdir()))
-    first = Run(made.run).captures()[0]
-    other = 1 - first.client
+    other = 1 - first_capture(made).client
     made.kill(f"node-{other}")
     status, told = made.watch(number, 300)
     assert status == 1, told
@@ -358,8 +367,7 @@ def test_a_node_that_never_answers_is_waited_for_as_long_as_was_said(made: Any) 
     for node in range(NODES):
         made.start_node(node)
     number = submit(made, **{"answers-within": 90})
-    wait_for(lambda: (made.run / "captures").is_dir() and any((made.run / "captures").iterdir()))
-    silent = 1 - Run(made.run).captures()[0].client
+    silent = 1 - first_capture(made).client
     stopped = psutil.Process(made._processes[f"node-{silent}"].pid)
     for each in [stopped, *stopped.children(recursive=True)]:
         each.send_signal(signal.SIGSTOP)
@@ -372,7 +380,7 @@ def test_a_superlink_that_is_killed_ends_the_run_and_starts_again_where_it_was(m
     for node in range(NODES):
         made.start_node(node)
     number = submit(made)
-    wait_for(lambda: (made.run / "captures").is_dir() and any((made.run / "captures").iterdir()))
+    first_capture(made)
     made.kill("superlink")
     status, told = made.watch(number, 0)
     assert status == 1, told

@@ -103,6 +103,8 @@ def score_sequences(
     def content(sequences: Iterable[Sequence[int]]) -> list[tuple[int, ...]]:
         return [tuple(t for t in one if t not in special) for one in sequences]
 
+    # Whoever wrote a run may have put a book into an answer; clients train on none.
+    answers = [ids[: model.max_length] for ids in answers]
     answers = _each_once(answers, len(truths))[: len(truths)]
     answer_ids, truth_ids = content(answers), content(truths)
     answer_texts = [model.decode(one) for one in answer_ids]
@@ -333,7 +335,7 @@ def score(run: Run, recorded: Recorded, asked: Iterable[str] | None = None) -> R
     vocabulary = vocabulary_of(model)
     answers = {answer.id: answer for answer in recorded.answers}
     earlier = {row.id: row for row in recorded.earlier.leakage}
-    truths = _truths(run, sorted({key for key, _ in answers}), vocabulary, gaps)
+    truths = _truths(run, sorted({key for key, _ in answers}), model, gaps)
     scored = _score(run, experiment, model, answers, earlier, truths)
     fresh = {one.row.id for one in scored}
     for name, answer in answers.items():
@@ -476,18 +478,23 @@ def vocabulary_of(model: LanguageModel) -> int:
 
 
 def _truths(
-    run: Run, keys: Iterable[Key], vocabulary: int, gaps: Gaps
+    run: Run, keys: Iterable[Key], model: LanguageModel, gaps: Gaps
 ) -> dict[Key, GroundTruth | None]:
     """Returns what clients trained on; None where that is missing or damaged."""
+    vocabulary = vocabulary_of(model)
     truths: dict[Key, GroundTruth | None] = {}
     for key in keys:
         try:
             truths[key] = truth = read_truth(run, key)
-            if truth is not None and not records.within(chain(*truth.sequences), vocabulary):
-                raise CaptureError(
-                    f"{run.path / 'vault' / f'{key}.json'} is damaged (token ids outside the "
-                    "vocabulary)"
-                )
+            sequences = () if truth is None else truth.sequences
+            wrong = ""
+            if not records.within(chain(*sequences), vocabulary):
+                wrong = "token ids outside the vocabulary"
+            elif any(len(ids) > model.max_length for ids in sequences):
+                wrong = f"a text of more than the {model.max_length} tokens that the model takes"
+            if wrong:
+                file = run.path / "vault" / f"{key}.json"
+                raise CaptureError(f"{file} is damaged ({wrong})")
         except CaptureError as error:
             truths[key] = None
             gaps.missing.append(

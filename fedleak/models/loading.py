@@ -29,6 +29,9 @@ _log = logging.getLogger(__name__)
 _LONGEST = 160
 """Characters of an error of another library that are repeated."""
 
+MOST_LAYERS = 10_000
+"""Of a model: each is made before anything of its weights is looked at."""
+
 
 def load(spec: ModelSpec, *, weights: bool = True) -> LanguageModel:
     """Loads a model with its tokenizer.
@@ -199,6 +202,11 @@ def family_of(named: str, config: Any, task: str) -> ModelFamily:
         raise ConfigError(
             f"{named} is of the family {config.model_type!r}: choose one of the "
             f"families {', '.join(sorted(families()))}" + found_families().cannot_be_used()
+        )
+    if config.num_hidden_layers > MOST_LAYERS:
+        raise ConfigError(
+            f"{named} has {config.num_hidden_layers:,} layers by its config.json, and at most "
+            f"{MOST_LAYERS:,} are taken: give the config.json that it was saved with"
         )
     if task == CAUSAL_LM and not family.causal:
         causal = " or ".join(sorted(known for known, one in families().items() if one.causal))

@@ -129,6 +129,14 @@ def test_an_answer_that_has_each_text_twice_over_is_that_of_the_batch(bert_tiny,
     assert of_one.exact_match == pytest.approx(2 / 3)
 
 
+def test_no_more_of_an_answer_is_compared_than_a_model_takes(bert_tiny, sequences):
+    long = [sequences[0] * 100_000]
+    cut = [ids[: bert_tiny.max_length] for ids in long]
+    assert score_sequences(long, sequences[:1], bert_tiny) == score_sequences(
+        cut, sequences[:1], bert_tiny
+    )
+
+
 def test_marks_and_their_absence_do_not_change_content(bert_tiny, sequences):
     (one,) = sequences[:1]
     bare = score_sequences([one[1:-1]], [one], bert_tiny)

@@ -164,6 +164,7 @@ WRONG: dict[str, tuple[str, Change, tuple[str, ...]]] = {
     "code of its own": ("bert-tiny", remote_code, ("model.name",)),
     "no layers": ("bert-tiny", configured(num_hidden_layers=0), ("model.name",)),
     "negative layers": ("bert-tiny", configured(num_hidden_layers=-1), ("model.name",)),
+    "endless layers": ("bert-tiny", configured(num_hidden_layers=10**9), ("1,000,000,000 layers",)),
     "heads that do not divide": ("bert-tiny", configured(num_attention_heads=7), ("model.name",)),
     "a width that is a word": ("bert-tiny", configured(hidden_size="wide"), ("model.name",)),
     "an unknown activation": ("bert-tiny", configured(hidden_act="nope"), ("model.name",)),
