@@ -337,6 +337,11 @@ def test_lines_that_cannot_be_read_are_named_and_put_aside(rows, bad):
     assert rows.rows(SOME) == [{"group": 1}, {"group": 2}]
 
 
+def test_a_list_is_written_and_read_without_a_seal(rows):
+    rows.write_json("some.json", [1, {"seal": 2}])
+    assert rows.read_json("some.json") == [1, {"seal": 2}]
+
+
 def test_what_the_disk_refuses_is_named_and_leaves_the_old_file(rows, monkeypatch):
     rows.write_json("some.json", {"a": 1})
 
@@ -429,6 +434,25 @@ def test_a_document_of_another_version_is_refused_with_what_to_do(rows, version,
         rows.read(SWEEP)
     assert "sweep.json cannot be read" in str(caught.value)
     assert "`fedleak sweep` with the experiment's file writes it" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("[]", "it holds a list, not a table"),
+        ("[" * 100_000, "it is nested too deeply"),
+        ('{"schema_version": 2, "name": "n", "axes": {}}', "cells: Field required"),
+        ('{"schema_version": 2, "a": -Infinity}', "-Infinity is not a number"),
+        ('{"schema_version": 2, "a": 1e999}', "1e999 is not a number"),
+    ],
+)
+def test_a_document_that_is_none_is_refused(rows, content, says):
+    (rows.path / "sweep.json").write_text(content)
+    with pytest.raises(FedleakError) as caught:
+        rows.read(SWEEP)
+    assert str(caught.value) == (
+        f"{rows.path / 'sweep.json'} cannot be read ({says}): {SWEEP.remedy}"
+    )
 
 
 def test_figures_stand_beside_the_fields_and_come_back_by_name(rows):

@@ -1,7 +1,10 @@
 """What fedleak did not write on this machine, or somebody changed since, is named."""
 
+import hmac
 import json
+import os
 import shutil
+import struct
 from collections.abc import Callable
 from pathlib import Path
 
@@ -110,6 +113,32 @@ def test_the_seal_is_no_part_of_a_value(tmp_path: Path) -> None:
     assert run.read_truth(KEY) == {"texts": ["a"], "of": {"1": [2, 3]}}
 
 
+def test_a_seal_is_an_hmac_of_place_and_content() -> None:
+    """Word for word, so that runs of an older version keep theirs."""
+    key = Path(os.environ[seal.KEY_FILE]).read_bytes()
+
+    def slowly(content: bytes) -> str:
+        return hmac.digest(key, b"f/vault\0" + content, "sha256").hex()
+
+    assert seal.seal("f/vault", [b"a", b"b"]) == slowly(b"ab")
+    table = {"b": (1, 2.5), "a": {3: "é"}, seal.FIELD: "of another content"}
+    text = b'{"a": {"3": "\\u00e9"}, "b": [1, 2.5]}'
+    assert seal.sealed("f/vault", table) == {
+        "b": (1, 2.5),
+        "a": {3: "é"},
+        seal.FIELD: slowly(text),
+    }
+    tensors = {"b": torch.tensor([[1.0, -2.0]]), "a": torch.tensor(3, dtype=torch.int16)}
+    parts = b"".join(map(bytes, seal.tensor_parts(tensors, "beside")))
+    assert parts == (
+        b"beside"
+        b"\0a\0torch.int16\0()\0"
+        + struct.pack("<h", 3)
+        + b"\0b\0torch.float32\0(1, 2)\0"
+        + struct.pack("<2f", 1.0, -2.0)
+    )
+
+
 def test_a_user_gets_a_key_that_only_he_can_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,6 +150,8 @@ def test_a_user_gets_a_key_that_only_he_can_read(
         path = tmp_path / "state" / "fedleak" / "seal.key"
         assert path.stat().st_mode & 0o777 == 0o600
         assert [path] == list(path.parent.iterdir())
+        assert path.parent.stat().st_mode & 0o777 == 0o700
+        assert len(path.read_bytes()) == seal.KEY_BYTES
         seal._key.cache_clear()
         assert seal.seal("here", [b"content"]) == mark
         assert seal.seal("there", [b"content"]) != mark
@@ -143,13 +174,24 @@ def test_without_a_place_for_a_key_nothing_is_sealed(
         seal._key.cache_clear()
 
 
-@pytest.mark.parametrize(("content", "reason"), [(b"short", "5 bytes"), (None, "No such file")])
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (bytes(31), "the key {!r} holds 31 bytes: it needs 32 random ones"),
+        (
+            None,
+            "FEDLEAK_SEAL_KEY = {!r} cannot be read (No such file or directory): name a file of at "
+            "least 32 random bytes",
+        ),
+    ],
+)
 def test_a_key_that_is_none_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes | None, reason: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes | None, says: str
 ) -> None:
     path = tmp_path / "key"
     if content is not None:
         path.write_bytes(content)
     monkeypatch.setenv(seal.KEY_FILE, str(path))
-    with pytest.raises(ConfigError, match=reason):
+    with pytest.raises(ConfigError) as refused:
         seal.seal("here", [])
+    assert str(refused.value) == says.format(str(path))
