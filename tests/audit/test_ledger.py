@@ -9,15 +9,15 @@ import pytest
 import torch
 from tiny import tables
 
-from fedleak import privacy
 from fedleak.audit.gaps import Gaps
-from fedleak.audit.ledger import ClientNote, client_notes, defense_rows, ledger
+from fedleak.audit.privacy.ledger import ClientNote, client_notes, defense_rows, ledger
 from fedleak.config.experiment import Experiment
 from fedleak.config.loading import parse
-from fedleak.observation import ClientUpdate, Knowledge, UpdateKind
-from fedleak.privacy import Event
 from fedleak.store.records import DefenseRow, LedgerRow
 from fedleak.store.run import EVERYONE, Capture, Key, Run
+from fedleak.training import privacy
+from fedleak.training.observation import ClientUpdate, Knowledge, UpdateKind
+from fedleak.training.privacy import Event
 
 EVENT = Event(
     noise_multiplier=2.0, sampling_rate=1.0, steps=3, unit="example", neighbouring="zero out one"

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from fedleak.errors import CaptureError, FedleakError
-from fedleak.observation import ClientUpdate, Knowledge, UpdateKind
 from fedleak.store.run import EVERYONE, Capture, Key, Run
+from fedleak.training.observation import ClientUpdate, Knowledge, UpdateKind
+from fedleak.util.errors import CaptureError, FedleakError
 
 KEY, OTHER, SUM = Key(2, 7), Key(2, 8), Key(3, EVERYONE)
 SERVER = Knowledge(learning_rate=5e-5, local_steps=3)

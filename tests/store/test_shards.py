@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from fedleak.errors import FedleakError
-from fedleak.reconstruction import Status
+from fedleak.attacks.reconstruction import Status
 from fedleak.store import shards
 from fedleak.store.records import ATTEMPTS, Answer, Attempt, answers
 from fedleak.store.run import Run
 from fedleak.store.shards import Shard, Share
+from fedleak.util.errors import FedleakError
 
 LINES = answers("f00")
 FIRST, SECOND = Shard(of=2, number=1), Shard(of=2, number=2)

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fedleak.errors import ConfigError, FedleakError
-from fedleak.store.tapped import MOST_ROUNDS, KeptArrays, Problem, Tapped, TappedMessage
+from fedleak.tap.folder import MOST_ROUNDS, KeptArrays, Problem, Tapped, TappedMessage
+from fedleak.util.errors import ConfigError, FedleakError
 
 KEPT = KeptArrays(record="arrays", file="arrays/r0001.safetensors")
 
