@@ -1,0 +1,38 @@
+"""What figures say is worked out from them alone."""
+
+import pytest
+
+from fedleak.store.summaries import Difference, Direction, Ladder, Rung
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "p", "direction"),
+    [
+        (0.1, 0.3, 0.05, Direction.WORSE),
+        (-0.3, -0.1, 0.05, Direction.BETTER),
+        (0.1, 0.3, 0.0501, Direction.UNTOLD),
+        (0.0, 0.3, 0.01, Direction.UNTOLD),
+        (-0.3, 0.0, 0.01, Direction.UNTOLD),
+        (-0.1, 0.3, 0.01, Direction.UNTOLD),
+        (None, 0.3, 0.01, Direction.UNTOLD),
+        (0.1, None, 0.01, Direction.UNTOLD),
+    ],
+)
+def test_a_difference_says_something_where_interval_and_p_leave_out_nothing(
+    low: float | None, high: float | None, p: float, direction: Direction
+) -> None:
+    difference = Difference(
+        attack=None, figure="exact", texts=2, clients=2, before=0.0, after=0.2, mean=0.2,
+        low=low, high=high, p=0.001, p_adjusted=p,
+    )  # fmt: skip
+    assert difference.direction is direction
+
+
+def test_the_top_of_a_ladder_is_told_all() -> None:
+    rungs = [
+        Rung(granted=granted, attacks={}, worst_case=None, worth=())
+        for granted in ((), ("labels",), ("labels", "lengths"))
+    ]
+    ladder = Ladder(rungs=tuple(rungs), left_out={}, correction="")
+    assert ladder.top is rungs[2]
+    assert [rung.told for rung in rungs] == ["nothing more", "labels", "labels, lengths"]
