@@ -827,6 +827,8 @@ def test_each_file_that_scoring_wrote_is_what_the_answers_give(tmp_path: Path) -
     scored = written(tmp_path / "run", same)
     fine = Check("figures", WITHIN, "scored anew, and the files say the same")
     assert figures(scored, accept_purged=False) == fine
+    rounded = replace(rows, leakage=[row("dlg", 0, (False, 10.0 + 1e-12, 0.2))])
+    assert figures(replace(scored, rows=rounded), accept_purged=False) == fine
     remedy = (
         ": not what the answers, the captures and the vault give: `fedleak score "
         f"{scored.run.path}` writes it anew, once you know who changed what"

@@ -14,8 +14,22 @@ def abstained(attack, client, size, round=1):
 
 def test_a_text_is_read_if_any_attack_read_it():
     rows = [
-        row("a", 0, (True, 100.0, 1.0), (False, 20.0, 0.5), control_rougeL=7.0),
-        row("b", 0, (False, 30.0, 0.2), (True, 100.0, 1.0), control_rougeL=9.0),
+        row(
+            "a",
+            0,
+            (True, 100.0, 1.0),
+            (False, 20.0, 0.5),
+            control_rougeL=7.0,
+            control_token_recall=0.3,
+        ),
+        row(
+            "b",
+            0,
+            (False, 30.0, 0.2),
+            (True, 100.0, 1.0),
+            control_rougeL=9.0,
+            control_token_recall=0.1,
+        ),
         row("a", 1, (False, 10.0, 0.1)),
         abstained("b", 1, 1),
     ]
@@ -25,7 +39,7 @@ def test_a_text_is_read_if_any_attack_read_it():
     assert found.rougeL.mean == pytest.approx(210 / 3)
     assert found.token_recall.mean == pytest.approx(2.1 / 3)
     assert found.control_rougeL.mean == 9.0
-    assert found.control_token_recall is None
+    assert found.control_token_recall.mean == 0.3
     assert found.unattacked == 0
     assert found.nearly == 0
     assert "fewer than 10 clients" in found.warning
