@@ -32,7 +32,7 @@ from fedleak.store.files import (
 from fedleak.store.lines import Lines, Record
 from fedleak.util.errors import ConfigError, FedleakError
 
-MOST_ROUNDS = 1_000_000
+MOST_ROUNDS = 100_000
 """Rounds of a tap; a message of a later one is damaged."""
 
 

@@ -482,7 +482,7 @@ def test_a_round_beyond_all_rounds_is_a_damaged_line(wire, step, imported):
     wire("received", 1, 77, {"arrays": step.after}, metrics=METRICS)
     path = wire.tapped.path / "messages.jsonl"
     lines = path.read_text().splitlines()
-    late = [line.replace('"round": 1', f'"round": {10**7}') for line in lines]
+    late = [line.replace('"round": 1', f'"round": {10**6}') for line in lines]
     assert late != lines
     path.write_text("".join(line + "\n" for line in [*lines, *late]))
     found = imported()
