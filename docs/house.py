@@ -1,8 +1,6 @@
 """Draws the rooms of fedleak floor by floor, from the import contracts in pyproject.toml.
 
-    python docs/house.py            writes docs/pictures/house.svg
-
-A room stands on the highest floor that the contract names it on.
+python docs/house.py            writes docs/pictures/house.svg
 """
 
 import tomllib
@@ -11,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PICTURE = ROOT / "docs" / "pictures" / "house.svg"
-FLOORS = "dependencies point down"
+FLOORS = "rooms depend on the rooms below them"
 UNSEEING = "an attack cannot see the truth"
 
 WIDTH, LINE, ROOM, GAP, LETTER = 480, 32, 24, 8, 7.3
@@ -41,41 +39,15 @@ def house(pyproject: str) -> str:
         contract["name"]: contract
         for contract in tomllib.loads(pyproject)["tool"]["importlinter"]["contracts"]
     }
-    blind = {room_of(module) for module in contracts[UNSEEING]["source_modules"]}
+    blind = contracts[UNSEEING]["source_modules"]
+    floors = [["clients", "server"], *(floor.split(" | ") for floor in contracts[FLOORS]["layers"])]
     drawn: list[str] = []
     top = GAP
-    for rooms in [["clients", "server"], *floors(contracts[FLOORS]["layers"])]:
-        for line in wrapped(rooms):
-            drawn += row(line, top, blind)
-            top += LINE
+    for rooms in floors:
+        drawn += row(rooms, top, blind)
+        top += LINE
         drawn.append(f'<line x1="0" x2="{WIDTH}" y1="{top - 4}" y2="{top - 4}"/>')
     return SVG.format(width=WIDTH, height=top + 24, rooms="\n".join(drawn), caption=top + 14)
-
-
-def room_of(module: str) -> str:
-    """Returns the name of the room that a module of fedleak is in."""
-    return module.split(".")[1]
-
-
-def floors(layers: list[str]) -> Iterator[list[str]]:
-    """Yields the rooms of each floor from the top, each room once."""
-    placed: set[str] = set()
-    for layer in layers:
-        rooms = {room_of(module): None for module in layer.split(" | ")}
-        if new := [room for room in rooms if room not in placed]:
-            yield new
-        placed.update(rooms)
-
-
-def wrapped(rooms: list[str]) -> Iterator[list[str]]:
-    """Yields the rooms of a floor in lines that fit the width."""
-    line: list[str] = []
-    for room in rooms:
-        if line and sum(width(other) + GAP for other in [*line, room]) > WIDTH - GAP:
-            yield line
-            line = []
-        line.append(room)
-    yield line
 
 
 def row(rooms: list[str], top: int, blind: Collection[str]) -> Iterator[str]:
@@ -85,13 +57,13 @@ def row(rooms: list[str], top: int, blind: Collection[str]) -> Iterator[str]:
         look = ' class="blind"' if room in blind else ""
         size = f'width="{width(room):.0f}" height="{ROOM}"'
         yield f'<rect{look} x="{left:.0f}" y="{top}" {size} rx="3"/>'
-        yield f'<text x="{left + GAP:.0f}" y="{top + 16}">{room}</text>'
+        yield f'<text x="{left + GAP:.0f}" y="{top + 16}">{room.removeprefix("fedleak.")}</text>'
         left += width(room) + GAP
 
 
 def width(room: str) -> float:
     """Returns the width of a room's box."""
-    return len(room) * LETTER + 2 * GAP
+    return len(room.removeprefix("fedleak.")) * LETTER + 2 * GAP
 
 
 if __name__ == "__main__":
