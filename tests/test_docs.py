@@ -32,7 +32,7 @@ PAGES = [
 README = PAGES[0].read_text()
 
 ELSEWHERE = {
-    "python3 -m venv .venv && .venv/bin/pip install -q -c constraints.txt -e . "
+    "python3 -m venv .venv && .venv/bin/pip install -q -c constraints.txt -e '.[audit]' "
     "&& .venv/bin/fedleak run": "installs; test_the_picture_is_current runs the quickstart",
     "python3 -m venv .venv && .venv/bin/pip install -q -c constraints.txt -e '.[dev]' "
     "&& .venv/bin/pytest -n 3": "is what runs this; CI calls it",

@@ -8,6 +8,8 @@ changed, moved or made a file. It shows nothing of what this user did himself.
 Machines that share the work on a run share a key: `FEDLEAK_SEAL_KEY` names its file.
 """
 
+from __future__ import annotations
+
 import hmac
 import json
 import os
@@ -16,13 +18,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from platformdirs import user_state_path
-from torch import Tensor
 
 from fedleak.util.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 KEY_FILE = "FEDLEAK_SEAL_KEY"
 """The environment variable that names the file of the key; unset: a file of this user."""
@@ -87,6 +90,8 @@ def tensor_parts(tensors: Mapping[str, Tensor], metadata: str) -> Iterator[Part]
         tensors: Contiguous, in main memory.
         metadata: What stands beside them.
     """
+    import torch  # here, because the tap seals no tensors and works where there is no torch
+
     yield metadata.encode()
     for name in sorted(tensors):
         tensor = tensors[name]

@@ -9,16 +9,18 @@ Arrays that several messages hold alike are one file. Whatever a client sent is 
 came, so nothing in them is to be believed: `fedleak.tap.importing` checks it.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import safetensors
-import safetensors.torch
+import safetensors.numpy
+from numpy.typing import NDArray
 from pydantic import Field, JsonValue
-from torch import Tensor
 
 from fedleak.store.files import (
     append_together,
@@ -31,6 +33,9 @@ from fedleak.store.files import (
 )
 from fedleak.store.lines import Lines, Record
 from fedleak.util.errors import ConfigError, FedleakError
+
+if TYPE_CHECKING:  # the core has no torch, and only a reader needs it
+    from torch import Tensor
 
 MOST_ROUNDS = 100_000
 """Rounds of a tap; a message of a later one is damaged."""
@@ -101,11 +106,11 @@ class Tapped:
         """Returns whether there is something in the folder."""
         return self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir()))
 
-    def write_arrays(self, name: str, tensors: Mapping[str, Tensor]) -> str:
+    def write_arrays(self, name: str, arrays: Mapping[str, NDArray[Any]]) -> str:
         """Writes an array record and returns the file's name."""
         file = f"arrays/{name}.safetensors"
         with new_file(self.path / file) as temporary:
-            safetensors.torch.save_file(dict(tensors), temporary)
+            safetensors.numpy.save_file(dict(arrays), temporary)
         return file
 
     def append(self, message: TappedMessage) -> None:

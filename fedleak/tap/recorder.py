@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from flwr.app import ArrayRecord, Message, RecordDict
-from torch import Tensor
+from numpy.typing import NDArray
 
 from fedleak.tap.folder import KeptArrays, Problem, Tapped, TappedMessage
 from fedleak.util.sanitise import printable
@@ -27,6 +26,9 @@ MOST_BESIDE = 1 << 20
 
 LONGEST_BYTES = 4096
 """Bytes in a config that are kept; of longer ones, such as masked vectors, only how many."""
+
+LARGEST_NUMBER = 8
+"""Bytes of a number of an array; NumPy also has longer ones, which no file of tensors holds."""
 
 _LONGEST = 400
 
@@ -96,7 +98,7 @@ class Recorder:
             arrays = []
             for i, (name, record) in enumerate(content.array_records.items()):
                 file = f"r{round:04d}-m{numbers:05d}-{i}"
-                kept = self._tapped.write_arrays(file, _tensors(record))
+                kept = self._tapped.write_arrays(file, _arrays(record))
                 arrays.append(KeptArrays(record=name, file=kept))
             self._note("received", round, node, arrays, content)
 
@@ -106,7 +108,7 @@ class Recorder:
             digest = _digest(record)
             if digest not in self._files:
                 name = f"r{round:04d}-m{next(self._numbers):05d}-0"
-                self._files[digest] = self._tapped.write_arrays(name, _tensors(record))
+                self._files[digest] = self._tapped.write_arrays(name, _arrays(record))
                 self._most = max(self._most, MOST_TIMES * _size(record) + MOST_BESIDE)
             same[id(record)] = self._files[digest]
         return same[id(record)]
@@ -158,26 +160,29 @@ def _digest(record: ArrayRecord) -> bytes:
     return digest.digest()
 
 
-def _tensors(record: ArrayRecord) -> dict[str, Tensor]:
+def _arrays(record: ArrayRecord) -> dict[str, NDArray[Any]]:
     """Decodes an array record, executing nothing in it.
 
     Raises:
         ValueError: It holds something else than numbers.
     """
-    found = {}
-    for name, array in record.items():
+    arrays = {}
+    for name, encoded in record.items():
         if name.startswith("__"):
             raise ValueError(f"an array is called {name!r}, as none of a model is")
         try:
-            value = array.numpy()
-            if not isinstance(value, np.ndarray):
+            array = encoded.numpy()
+            if not isinstance(array, np.ndarray):
                 raise TypeError("it is an archive of arrays")
-            # A tensor needs memory that may be written, and safetensors the order of C.
-            found[name] = torch.from_numpy(np.require(value, requirements=["C", "W"]))
+            if array.dtype.kind not in "biuf" or array.dtype.itemsize > LARGEST_NUMBER:
+                raise TypeError(f"it holds {array.dtype}, and no numbers that a model has")
+            # safetensors writes the bytes as they are: in the order of C, the smallest byte first.
+            little = array.dtype.newbyteorder("<")
+            arrays[name] = np.require(array, dtype=little, requirements=["C"])
         except Exception as error:
             what = f"{type(error).__name__}: {error}"
             raise ValueError(f"the array {name!r} cannot be read ({what})") from error
-    return found
+    return arrays
 
 
 def _numbers(content: RecordDict) -> dict[str, dict[str, Any]]:
