@@ -21,6 +21,7 @@ from fedleak.config.tables import LEAST, MOST, GateTable, WorkersTable
 from fedleak.config.wording import one_line
 from fedleak.models import CAUSAL_LM
 from fedleak.util.errors import ConfigError, unknown
+from fedleak.util.plain_files import settings_text
 
 RUN_JSON = ".json"
 """The ending of the run.json of a run, which may be a stranger's: nothing in it is expanded."""
@@ -78,7 +79,7 @@ def read(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Returns the tables of an experiment file, as `load` does, but as they are written there."""
     named, text = f"experiment file {str(path)!r}", ""
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = settings_text(path)
         table = json.loads(text) if path.suffix == RUN_JSON else tomllib.loads(text)
     except OSError as error:
         raise ConfigError(f"{named}: {error.strerror}: give a TOML file") from error

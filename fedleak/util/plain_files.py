@@ -9,6 +9,10 @@ import errno
 import os
 import stat
 from pathlib import Path
+from typing import IO
+
+MOST_SETTINGS = 64 << 20
+"""Bytes of a file of settings or results; more is a mistake, and /dev/zero never ends."""
 
 _KINDS = {
     stat.S_IFLNK: "a link",
@@ -54,10 +58,25 @@ def content(path: Path, most: int = -1, *, linked: bool = False) -> bytes:
         OSError: It cannot be read, is no plain file, or is larger.
     """
     with open(path, "rb", opener=_opened if linked else opened) as file:
-        found = file.read(most + 1 if most >= 0 else -1)
-    if 0 <= most < len(found):
-        raise OSError(errno.EFBIG, f"it has more than {most:,} bytes", str(path))
-    return found
+        return _bounded(file, most)
+
+
+def settings_text(path: Path) -> str:
+    """Returns settings that the user names: UTF-8 from a file, a link or a pipe, as `<(command)`.
+
+    Raises:
+        OSError: It cannot be read, or has more than `MOST_SETTINGS` bytes, as a device may.
+        UnicodeDecodeError: It is not UTF-8.
+    """
+    with open(path, "rb") as file:
+        return _bounded(file, MOST_SETTINGS).decode("utf-8-sig")
+
+
+def _bounded(file: IO[bytes], most: int) -> bytes:
+    content = file.read(most + 1 if most >= 0 else -1)
+    if 0 <= most < len(content):
+        raise OSError(errno.EFBIG, f"it has more than {most:,} bytes", str(file.name))
+    return content
 
 
 def refuse_other(path: str | Path, kind: int = stat.S_IFREG, *, linked: bool = False) -> None:

@@ -1,7 +1,9 @@
 import copy
 import json
+import os
 import tomllib
 from pathlib import Path
+from threading import Thread
 
 import pytest
 import tomli_w
@@ -20,8 +22,10 @@ from fedleak.federation.workload import outline
 from fedleak.models import CLASSIFICATION, ModelSpec
 from fedleak.models.lora import Lora
 from fedleak.running import sweep
+from fedleak.running.bench import markdown
 from fedleak.store.run import Run
 from fedleak.training.observation import ThreatModel, UpdateKind
+from fedleak.util import plain_files
 from fedleak.util.errors import ConfigError, FedleakError, unknown
 
 GOOD = {"name": "good", "model": {"name": "builtin/bert-tiny"}, "data": {"name": "builtin/notes"}}
@@ -331,6 +335,22 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, name, content, words):
     with pytest.raises(ConfigError) as caught:
         load(tmp_path / name)
     assert [word for word in words if word not in str(caught.value)] == []
+
+
+@pytest.mark.parametrize("read", [load, lambda path: markdown.read([path])])
+def test_a_device_that_never_ends_is_refused(read, monkeypatch):
+    monkeypatch.setattr(plain_files, "MOST_SETTINGS", 1000)
+    with pytest.raises(ConfigError, match=r"'/dev/zero'.*: it has more than 1,000 bytes: give a "):
+        read(Path("/dev/zero"))
+
+
+def test_settings_may_come_from_a_pipe(tmp_path):
+    pipe = tmp_path / "pipe.toml"
+    os.mkfifo(pipe)
+    writer = Thread(target=pipe.write_text, args=[tomli_w.dumps(GOOD)])
+    writer.start()
+    assert load(pipe).name == "good"
+    writer.join()
 
 
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-8"])

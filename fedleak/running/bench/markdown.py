@@ -13,6 +13,7 @@ from fedleak.report.words import NOT_MEASURED, plain_interval
 from fedleak.running.bench.results import RESULT, Cell, Entry, Result, SettingResult
 from fedleak.store.summaries import AttackSummary, Estimate
 from fedleak.util.errors import ConfigError
+from fedleak.util.plain_files import settings_text
 from fedleak.util.sanitise import printable
 
 MARKER = "<!-- Below this line everything is written by `fedleak bench-table`. -->\n"
@@ -30,7 +31,7 @@ def read(paths: Sequence[Path]) -> list[Result]:
     results: list[Result] = []
     for path in paths:
         try:
-            results.append(RESULT.read(path.read_bytes()))
+            results.append(RESULT.read(settings_text(path).encode()))
         except (OSError, ValueError) as error:
             said = error.strerror if isinstance(error, OSError) else error
             raise ConfigError(
