@@ -142,8 +142,8 @@ class AttackResult:
         if answer.reason:
             lines.append(f"  {answer.reason}")
         for text, evidence in zip(self.texts, answer.evidence, strict=True):
-            said = "" if evidence is None else f"  (evidence {evidence:.2g})"
-            lines.append(f"  {printable(text)}{said}")
+            shown_evidence = "" if evidence is None else f"  (evidence {evidence:.2g})"
+            lines.append(f"  {printable(text)}{shown_evidence}")
         if answer.sequences is None and self.words:
             lines.append(f"  words: {printable(' '.join(self.words))}")
         return "\n".join(lines)
@@ -288,7 +288,7 @@ def attack(
     Raises:
         ConfigError: The update does not fit the model, or something else that you can mend.
     """
-    told = _checked(
+    arguments = _checked(
         _AttackArguments,
         {
             "num_examples": num_examples,
@@ -307,51 +307,53 @@ def attack(
             "on_progress": on_progress,
         },
     )
-    victim = _victim(model, tokenizer, told.task, told.loss)
-    if "kind" in told.settings:
+    victim = _victim(model, tokenizer, arguments.task, arguments.loss)
+    if "kind" in arguments.settings:
         raise ConfigError(
-            f"settings: kind = {told.settings['kind']!r} is the attack itself, and that is "
-            f"{told.kind!r}: leave it out"
+            f"settings: kind = {arguments.settings['kind']!r} is the attack itself, and that is "
+            f"{arguments.kind!r}: leave it out"
         )
-    named = build_attack(0, {"kind": told.kind, **told.settings})
+    named = build_attack(0, {"kind": arguments.kind, **arguments.settings})
     if isinstance(named.attack, Equipped):
         named.attack.check_equipment()
-    if told.sent not in list(Sent):
-        raise ConfigError(unknown("kind of update", told.sent, [each.value for each in Sent]))
-    named = replace(named, threat=ThreatModel(frozenset(told.knows)))
-    if told.optimiser not in (known := get_args(Optimiser)):
-        raise ConfigError(unknown("optimiser", told.optimiser, known))
+    if arguments.sent not in list(Sent):
+        raise ConfigError(
+            unknown("kind of update", arguments.sent, [choice.value for choice in Sent])
+        )
+    named = replace(named, threat=ThreatModel(frozenset(arguments.knows)))
+    if arguments.optimiser not in (known := get_args(Optimiser)):
+        raise ConfigError(unknown("optimiser", arguments.optimiser, known))
     knowledge = Knowledge(
-        learning_rate=told.learning_rate,
-        local_steps=told.local_steps,
-        optimiser=None if told.optimiser == "sgd" else told.optimiser,  # type: ignore[arg-type]
-        dropout=_dropout(model) if told.dropout is None else told.dropout,
-        **_per_example(told.knows, told.num_examples, victim),
+        learning_rate=arguments.learning_rate,
+        local_steps=arguments.local_steps,
+        optimiser=None if arguments.optimiser == "sgd" else arguments.optimiser,  # type: ignore[arg-type]
+        dropout=_dropout(model) if arguments.dropout is None else arguments.dropout,
+        **_per_example(arguments.knows, arguments.num_examples, victim),
     )
     order = inner(model) if isinstance(model, nn.Module) else None
     seen = observe(
         update,
         victim,
-        sent=Sent(told.sent),
-        num_examples=told.num_examples,
+        sent=Sent(arguments.sent),
+        num_examples=arguments.num_examples,
         knowledge=knowledge,
-        weight_decay=told.weight_decay,
+        weight_decay=arguments.weight_decay,
         order=order,
     )
     for name in seen.update.tensors:  # certificates recompute what was sent, frozen since or not
         victim.module.get_parameter(name).requires_grad_(True)
     start = time.perf_counter()
-    found = _attempt(named, seen, victim, told.seed, on_progress)
+    reconstruction = _attempt(named, seen, victim, arguments.seed, on_progress)
     answer = answer_record(
         Key(seen.round, seen.client),
         named,
         knowledge,
-        found,
+        reconstruction,
         seconds=round(time.perf_counter() - start, 4),
         device=device_name(str(victim.device)),
         together=1,
     )
-    return AttackResult(answer, without_weights(victim), told.num_examples)
+    return AttackResult(answer, without_weights(victim), arguments.num_examples)
 
 
 def score(
@@ -382,7 +384,7 @@ def score(
     Raises:
         ConfigError: These cannot be the texts of the update.
     """
-    told = _checked(_ScoreArguments, {"result": result, "other": other, "seed": seed})
+    arguments = _checked(_ScoreArguments, {"result": result, "other": other, "seed": seed})
     model = result.model
     sequences = _token_ids("texts", texts, model)
     if len(sequences) != result.num_examples:
@@ -405,7 +407,9 @@ def score(
         batch_size=len(sequences),
     )
     control = None if other is None else other.answer
-    return score_one(result.answer, truth, model, other=control, held_out=others, seed=told.seed)
+    return score_one(
+        result.answer, truth, model, other=control, held_out=others, seed=arguments.seed
+    )
 
 
 @dataclass(frozen=True)
@@ -550,8 +554,8 @@ def _dropout(model: object) -> bool | None:
     """Whether a module trains with dropout as it is now; None: a name does not tell."""
     if not isinstance(model, nn.Module):
         return None
-    layers = (each for each in model.modules() if isinstance(each, nn.Dropout))
-    return any(each.training and each.p > 0 for each in layers)
+    layers = (layer for layer in model.modules() if isinstance(layer, nn.Dropout))
+    return any(layer.training and layer.p > 0 for layer in layers)
 
 
 def _per_example(
@@ -563,12 +567,12 @@ def _per_example(
     numbers = {n: granted[n] for n in granted.keys() & _GrantedNumbers.model_fields.keys()}
     plain = _checked(_GrantedNumbers, numbers, "knows: ").model_dump(exclude_unset=True)
     facts = {**granted, **plain}
-    for name, least, most in (
+    for name, lowest, highest in (
         ("labels", 0, model.num_labels - 1),
         ("lengths", 1, model.max_length),
     ):
         if name in facts:
-            facts[name] = _whole_numbers(f"knows: {name}", facts[name], least, most)
+            facts[name] = _whole_numbers(f"knows: {name}", facts[name], lowest, highest)
             if len(facts[name]) != num_examples:
                 raise ConfigError(
                     f"knows: {name} has {len(facts[name])} numbers for num_examples = "
@@ -580,19 +584,19 @@ def _per_example(
     return facts
 
 
-def _whole_numbers(name: str, values: Any, least: int, most: int) -> tuple[int, ...]:
+def _whole_numbers(name: str, values: Any, lowest: int, highest: int) -> tuple[int, ...]:
     """Returns numbers of any library as plain ones.
 
     Raises:
-        ConfigError: They are something else than whole numbers from `least` to `most`.
+        ConfigError: They are something else than whole numbers from `lowest` to `highest`.
     """
     try:
-        found = tuple(index(each) for each in values)
+        numbers = tuple(index(value) for value in values)
     except TypeError:
         raise ConfigError(f"{name}: give a list of whole numbers") from None
-    if wrong := [each for each in found if not least <= each <= most]:
-        raise ConfigError(f"{name} has {wrong[0]}, a number that is not from {least} to {most}")
-    return found
+    if wrong := [number for number in numbers if not lowest <= number <= highest]:
+        raise ConfigError(f"{name} has {wrong[0]}, a number that is not from {lowest} to {highest}")
+    return numbers
 
 
 def _attempt(
@@ -607,13 +611,13 @@ def _attempt(
         return refused
     before, rng = state(model), stream(seed, "attack", named.name, seen.round, seen.client)
     try:
-        found = attempt.call(
+        returned = attempt.call(
             named.attack, [seen], model, rngs=[rng], report=lambda _, at: on_progress(at)
         )
     except Exception as error:  # noqa: BLE001 - it may be anybody's attack
         _log.info("the attack %s crashed", named.name, exc_info=error)
         return Reconstruction.none(Status.FAILED, failure(error))
-    return attempt.answers(found, [seen], model, changed(model, before))[0]
+    return attempt.answers(returned, [seen], model, changed(model, before))[0]
 
 
 def _token_ids(
@@ -628,19 +632,19 @@ def _token_ids(
         raise ConfigError(f"{name} is one text: give a list of texts")
     if not isinstance(texts, Iterable):
         raise ConfigError(f"{name} is {type(texts).__name__}: give a list of texts")
-    most, found = vocabulary_of(model) - 1, []
-    for number, each in enumerate(texts):
+    most, token_ids = vocabulary_of(model) - 1, []
+    for number, text in enumerate(texts):
         at = f"{name}[{number}]"
-        if isinstance(each, str):
-            if not is_whole(each):
+        if isinstance(text, str):
+            if not is_whole(text):
                 raise ConfigError(f"{at} is damaged: it has half of a character: write it again")
-            ids = tuple(model.encode([each])[0]) if each.strip() else ()
+            ids = tuple(model.encode([text])[0]) if text.strip() else ()
         else:
-            ids = _whole_numbers(at, each, 0, most)
+            ids = _whole_numbers(at, text, 0, most)
         if not ids:
             raise ConfigError(f"{at} is empty: give each text a token")
-        found.append(ids[: model.max_length])
-    return found
+        token_ids.append(ids[: model.max_length])
+    return token_ids
 
 
 def _experiment(given: str | os.PathLike[str] | Mapping[str, Any] | Experiment) -> Experiment:

@@ -120,14 +120,14 @@ def _near(tensors: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> bool:
 
 def _decay(before: Tensor, knowledge: Knowledge, weight_decay: float, delta: Tensor) -> Tensor:
     """Returns what weight decay alone makes of a parameter, rounded as the delta is."""
-    found = by_decay(
+    decay = by_decay(
         before.detach(),
         optimiser=knowledge.optimiser or "sgd",
         decay=weight_decay,
         rate=knowledge.learning_rate or 0.0,
         steps=knowledge.local_steps or 1,
     )
-    return found.to(delta.dtype)
+    return decay.to(delta.dtype)
 
 
 def _by_name(update: Tensors, sent: Sent, order: nn.Module) -> dict[str, Any]:
@@ -139,22 +139,22 @@ def _by_name(update: Tensors, sent: Sent, order: nn.Module) -> dict[str, Any]:
                 "or the differences by name"
             )
         parameters = update.named_parameters()
-        found = {n: p.grad if sent == Sent.GRADIENT else p.detach() for n, p in parameters}
-        if all(value is None for value in found.values()):
+        tensors = {n: p.grad if sent == Sent.GRADIENT else p.detach() for n, p in parameters}
+        if all(value is None for value in tensors.values()):
             raise ConfigError(
                 "no parameter of the module has a gradient: call loss.backward() first, and "
                 "attack before optimizer.zero_grad()"
             )
     elif isinstance(update, Mapping):
-        found = dict(update)
+        tensors = dict(update)
     elif isinstance(update, Sequence) and not isinstance(update, str | bytes):
-        found = _in_order(update, order)
+        tensors = _in_order(update, order)
     else:
         raise ConfigError(
             f"the update is {printable(type(update).__name__)}: give tensors by parameter name, "
             "tensors in the order of model.parameters(), or the module that holds them"
         )
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in tensors.items() if value is not None}
 
 
 def _in_order(update: Sequence[Any], module: nn.Module) -> dict[str, Any]:
@@ -168,8 +168,10 @@ def _in_order(update: Sequence[Any], module: nn.Module) -> dict[str, Any]:
     for names in orders.values():
         if len(names) == len(update):
             return dict(zip(names, update, strict=True))
-    said = ", ".join(f"{len(names)} {what}" for what, names in orders.items())
-    raise ConfigError(f"the update has {len(update)} tensors, and the model has {said}: name them")
+    counts = ", ".join(f"{len(names)} {order}" for order, names in orders.items())
+    raise ConfigError(
+        f"the update has {len(update)} tensors, and the model has {counts}: name them"
+    )
 
 
 def _checked(named: Mapping[str, Any], model: LanguageModel, sent: Sent) -> dict[str, Tensor]:
@@ -180,18 +182,18 @@ def _checked(named: Mapping[str, Any], model: LanguageModel, sent: Sent) -> dict
     if strange := [name for name in named if not isinstance(name, str)]:
         raise ConfigError(f"the {sent} has a name that is {type(strange[0]).__name__}, not a text")
     own = dict(model.module.named_parameters())
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for given, name in matched(named, model.module).items():
         shown = printable(repr(given))[:_LONGEST]
         tensor = _tensor(shown, named[given], own[name])
-        if name in found and not torch.equal(found[name], tensor):
+        if name in tensors and not torch.equal(tensors[name], tensor):
             raise ConfigError(
                 f"two names of the {sent} mean {name}, and {shown} is the second: give one"
             )
-        found[name] = tensor
-    if not found:
+        tensors[name] = tensor
+    if not tensors:
         raise ConfigError(f"the {sent} holds no parameter of the model: give some of its tensors")
-    return {name: found[name] for name in own if name in found}
+    return {name: tensors[name] for name in own if name in tensors}
 
 
 def _tensor(shown: str, value: Any, parameter: Tensor) -> Tensor:
@@ -204,12 +206,12 @@ def _tensor(shown: str, value: Any, parameter: Tensor) -> Tensor:
     _check_shape(shown, tensor.shape, parameter)
     if not tensor.is_floating_point():
         raise ConfigError(f"{shown} is of {tensor.dtype}: give floating-point numbers")
-    found = tensor.detach()
-    if not all_finite(found):
+    detached = tensor.detach()
+    if not all_finite(detached):
         raise ConfigError(
             f"not every number of {shown} is finite: training diverged, or a cast overflowed"
         )
-    return found.to(parameter.device).contiguous()  # it may be one number in all places
+    return detached.to(parameter.device).contiguous()  # it may be one number in all places
 
 
 def _of_array(shown: str, value: Any, parameter: Tensor) -> Tensor:

@@ -41,11 +41,11 @@ def read_update(path: Path) -> Mapping[str, Any] | Sequence[Any]:
         )
     if not path.is_file():
         raise ConfigError(f"update file {str(path)!r}: there is no such file")
-    found = read(path)
-    values = list(found.values() if isinstance(found, Mapping) else found)
+    update = read(path)
+    values = list(update.values() if isinstance(update, Mapping) else update)
     if not values:
         raise ConfigError(f"update file {str(path)!r} is empty: save the tensors of the update")
-    return found
+    return update
 
 
 def _safetensors(path: Path) -> Mapping[str, Any]:
@@ -60,11 +60,11 @@ def _torch(path: Path) -> Mapping[str, Any] | Sequence[Any]:
     try:
         if zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:
-                if any(each.compress_type != zipfile.ZIP_STORED for each in archive.infolist()):
+                if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
                     raise ValueError("it is compressed, which torch.save never does")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about how a file was written that is refused below
-            found = torch.load(path, map_location="cpu", weights_only=True)
+            loaded = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise ConfigError(
             f"update file {str(path)!r} holds more than tensors, and nothing else is loaded "
@@ -72,10 +72,10 @@ def _torch(path: Path) -> Mapping[str, Any] | Sequence[Any]:
         ) from error
     except Exception as error:  # whatever torch makes of any bytes
         raise _unreadable(path, error) from error
-    if isinstance(found, Mapping | list | tuple):
-        return found
+    if isinstance(loaded, Mapping | list | tuple):
+        return loaded
     raise ConfigError(
-        f"update file {str(path)!r} holds {printable(type(found).__name__)}: save a dict of "
+        f"update file {str(path)!r} holds {printable(type(loaded).__name__)}: save a dict of "
         "tensors, such as model.state_dict()"
     )
 
@@ -89,9 +89,9 @@ def _named_global(error: Exception) -> str:
 
 
 def _unreadable(path: Path, error: Exception) -> ConfigError:
-    said = " ".join(str(error).split()) or type(error).__name__
+    reason = " ".join(str(error).split()) or type(error).__name__
     return ConfigError(
-        f"update file {str(path)!r} cannot be read ({printable(said)[:_LONGEST]}): save it again"
+        f"update file {str(path)!r} cannot be read ({printable(reason)[:_LONGEST]}): save it again"
     )
 
 

@@ -61,16 +61,16 @@ def follow(
     """
     if not patience >= 0:
         raise ConfigError(f"--patience {patience}: give seconds, 0 or more")
-    told: FlowerRun | None = None
+    reported: FlowerRun | None = None
     heard = time.monotonic()
     while True:
         try:
-            found = newest(superlink, number)
+            current = newest(superlink, number)
         except SilentError as error:
             if (connections := _connections()) and superlink not in connections:
                 name = unknown("connection", superlink, connections)
                 raise ConfigError(f"{name}: Flower's configuration names them") from error
-            if told is None and number is not None and _answers(superlink):
+            if reported is None and number is not None and _answers(superlink):
                 raise ConfigError(
                     f"the SuperLink {superlink!r} has no run {number!r}: `flwr ls {superlink}` "
                     "lists its runs"
@@ -87,12 +87,12 @@ def follow(
                     "where it stopped"
                 ) from error
         else:
-            number, heard = found.number, time.monotonic()
-            if found != told:
-                report(found)
-            told = found
-            if found.ended:
-                return found
+            number, heard = current.number, time.monotonic()
+            if current != reported:
+                report(current)
+            reported = current
+            if current.ended:
+                return current
         time.sleep(POLL_SECONDS)
 
 
@@ -104,10 +104,10 @@ def newest(superlink: str, number: str | None = None) -> FlowerRun:
         FedleakError: It has no such run.
     """
     wanted = [] if number is None else ["--run-id", number]
-    found = flwr("ls", superlink, *wanted)["runs"]
-    if not found:
+    tables = flwr("ls", superlink, *wanted)["runs"]
+    if not tables:
         raise FedleakError(f"the SuperLink {superlink!r} has no run: start one with `flwr run`")
-    table = max(found, key=lambda run: str(run.get("pending-at", "")))
+    table = max(tables, key=lambda run: str(run.get("pending-at", "")))
     return FlowerRun(str(table["run-id"]), table["status"], table.get("status-details") or "")
 
 

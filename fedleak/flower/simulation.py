@@ -110,8 +110,8 @@ def keep(run_path: Path, clients: int) -> None:
 def simulate(folder: Path, run_path: Path, clients: int) -> None:
     """Trains a run with a SuperLink of its own, all of whose files are in `folder`."""
     home, app, empty = folder / "home", folder / "app", folder / "empty"
-    for each in (home, app, empty):
-        each.mkdir()
+    for directory in (home, app, empty):
+        directory.mkdir()
     port = free_port()
     (home / "config.toml").write_text(tomli_w.dumps(connection(port)))
     (app / "pyproject.toml").write_text(tomli_w.dumps(thin_app(run_path)))
@@ -129,24 +129,24 @@ def simulate(folder: Path, run_path: Path, clients: int) -> None:
     while not status.startswith("finished"):
         call("flwr", "log", number, NAME, output=sys.stderr)  # until the run ends
         # Exit codes do not tell whether it failed; this does.
-        [found] = flwr("ls", NAME, "--run-id", number)["runs"]
-        status, details = found["status"], found["status-details"]
+        [flower_run] = flwr("ls", NAME, "--run-id", number)["runs"]
+        status, details = flower_run["status"], flower_run["status-details"]
     if status != COMPLETED:
         raise FedleakError(details.removeprefix(FAILED) or status)
 
 
 def end_descendants() -> None:
     """Ends all that descends from this process, whichever session it is in."""
-    this = psutil.Process()
-    asked = this.children(recursive=True)
-    for each in asked:
+    keeper = psutil.Process()
+    descendants = keeper.children(recursive=True)
+    for process in descendants:
         with suppress(psutil.NoSuchProcess):
-            each.terminate()
-    psutil.wait_procs(asked, GRACE_SECONDS)
-    while left := this.children(recursive=True):
-        for each in left:
+            process.terminate()
+    psutil.wait_procs(descendants, GRACE_SECONDS)
+    while left := keeper.children(recursive=True):
+        for process in left:
             with suppress(psutil.NoSuchProcess):
-                each.kill()
+                process.kill()
         psutil.wait_procs(left, POLL_SECONDS)
 
 

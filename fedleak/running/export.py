@@ -65,7 +65,7 @@ def _texts(run: Run) -> Mapping[tuple[Key, str], str]:
     """Returns each private text and what was read of it, as JSON, by update and attack."""
     refuse_purged(run)
     model = outline(stored(run), run.info()["num_labels"])
-    special, found = model.special_ids(), {}
+    special, texts = model.special_ids(), {}
     for answer in read_answers(run):
         try:
             truth = read_truth(run, answer.key)
@@ -74,12 +74,12 @@ def _texts(run: Run) -> Mapping[tuple[Key, str], str]:
         if truth is None:
             raise FedleakError(f"{answer.key} has no private batch in the vault: leave out --texts")
         pairs = score_answer(answer, truth, model).pairs if truth.sequences else ()
-        read = [{"text": one.truth, "read": one.answer} for one in pairs]
+        read = [{"text": pair.truth, "read": pair.answer} for pair in pairs]
         if not read:  # the attack named no sequence
             contents = [[token for token in ids if token not in special] for ids in truth.sequences]
             read = [{"text": model.decode(ids), "read": None} for ids in contents]
-        found[answer.id] = json.dumps(read)
-    return found
+        texts[answer.id] = json.dumps(read)
+    return texts
 
 
 def _harmless(value: Any) -> Any:

@@ -119,5 +119,5 @@ def size(bytes: int) -> str:
 
 def _free(path: Path) -> int:
     """Returns the bytes that are free where a folder is, or will be."""
-    there = next(each for each in [path, *path.absolute().parents] if each.exists())
+    there = next(folder for folder in [path, *path.absolute().parents] if folder.exists())
     return shutil.disk_usage(there).free

@@ -49,7 +49,9 @@ def finished(run: Run, experiment: Experiment) -> bool:
     if run.info().get("purged"):
         return True
     wanted = {
-        (key, each.name) for key in expected_captures(experiment) for each in experiment.attacks
+        (key, named_attack.name)
+        for key in expected_captures(experiment)
+        for named_attack in experiment.attacks
     }
     try:
         summary = run.read(SUMMARY)
@@ -198,7 +200,7 @@ def attack_shard(
     Raises:
         FedleakError: Answers failed or captures are missing, so that it is not complete.
     """
-    names = tuple(each.name for each in experiment.attacks)
+    names = tuple(named_attack.name for named_attack in experiment.attacks)
     document = share(shard)
     with locked(run, shard):
         run.write(document, Share(attacks=names, complete=False))
@@ -209,21 +211,23 @@ def attack_shard(
             groups(experiment.attacks, expected_captures(experiment), experiment.workers.at_once),
             shard,
         )
-        wanted = {(key, each.attack.name) for each in work for key in each.keys}
-        status = {each.id: each.status for each in answers_for(run, shard) if each.id in wanted}
-        failed = sum(each == Status.FAILED for each in status.values())
+        wanted = {(key, task.attack.name) for task in work for key in task.keys}
+        status = {
+            answer.id: answer.status for answer in answers_for(run, shard) if answer.id in wanted
+        }
+        failed = sum(outcome == Status.FAILED for outcome in status.values())
         run.write(document, Share(attacks=names, complete=len(status) == len(wanted)))
         # The last shard sees the answers of all.
         Retention(run, experiment).answered(readable_answers(run))
         deleted = {key for key, _ in wanted - status.keys()} & run.deleted()
-    said = f"shard {shard}: {len(status)} of {len(wanted)} answers are there"
+    summary = f"shard {shard}: {len(status)} of {len(wanted)} answers are there"
     if deleted:
-        raise FedleakError(f"{said}: {len(deleted)} captures were deleted (audit.keep)")
+        raise FedleakError(f"{summary}: {len(deleted)} captures were deleted (audit.keep)")
     if len(status) < len(wanted):
-        raise FedleakError(f"{said}: the captures of the others are not: train them first")
+        raise FedleakError(f"{summary}: the captures of the others are not: train them first")
     if failed:
-        raise FedleakError(f"{said}, and {failed} of them failed: --retry tries them again")
-    return f"{said}; once all {shard.of} are complete: fedleak score {run.path}"
+        raise FedleakError(f"{summary}, and {failed} of them failed: --retry tries them again")
+    return f"{summary}; once all {shard.of} are complete: fedleak score {run.path}"
 
 
 def disk_note(run: Run, experiment: Experiment) -> str | None:

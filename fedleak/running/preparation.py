@@ -94,8 +94,10 @@ def plan(experiment: Experiment) -> Plan:
     checks.check_canaries(experiment, model)
     checks.check_attacks(experiment, model)
     checks.check_waiting(experiment)
-    names = [each.name for each in experiment.attacks]
-    checks.check_gate(experiment.gate, names, [each.attack.kind for each in experiment.attacks])
+    names = [named_attack.name for named_attack in experiment.attacks]
+    checks.check_gate(
+        experiment.gate, names, [named_attack.attack.kind for named_attack in experiment.attacks]
+    )
     workload = divide(experiment, split, model)
     unknown = unknown_fraction(workload, model)
     for client, part in [] if experiment.data.on_nodes else enumerate(workload.parts):
@@ -125,22 +127,22 @@ def read_candidates(
     Raises:
         ConfigError: A file that is not right.
     """
-    found = {}
+    lists = {}
     for attack in experiment.attacks:
         if (texts := candidates(experiment, attack, classes, model)) is not None:
             sequences, labels = texts
             place = str(candidates_file(attack.name))
-            found[place] = {"sequences": sequences, "labels": labels}
-    return found
+            lists[place] = {"sequences": sequences, "labels": labels}
+    return lists
 
 
-def keep_candidates(run: Run, found: Mapping[str, Mapping[str, Any]]) -> None:
+def keep_candidates(run: Run, lists: Mapping[str, Mapping[str, Any]]) -> None:
     """Writes lists that attacks are asked about into the run directory.
 
     Raises:
         ConfigError: An attack was asked about other texts before.
     """
-    for place, texts in found.items():
+    for place, texts in lists.items():
         wanted, before = json.loads(json.dumps(texts)), None
         with suppress(FedleakError):  # it is not there, or damaged
             before = run.read_json(place)
@@ -159,7 +161,7 @@ def ask_again(run: Run, experiment: Experiment) -> None:
     Raises:
         ConfigError: A file that is not right, or an attack was asked about other texts before.
     """
-    if all(each.candidates is None for each in experiment.attacks):
+    if all(named_attack.candidates is None for named_attack in experiment.attacks):
         return
     count = run.info()["num_labels"]
     classes: Sequence[str] = [str(number) for number in range(count)]
@@ -179,7 +181,7 @@ def _remarks(
     whole = [] if experiment.audit.store == "all" else read_whole(experiment, model)
     batch, parts = experiment.federation.batch_size, workload.parts
     small = [len(part) for part in parts if 0 < len(part) < batch]
-    found = {
+    possible = {
         f"{dropped} rows without text were dropped": dropped,
         f"{unknown:.0%} of the tokens are unknown words, which no attack can read": unknown > 0.05,
         f"federation.batch_size = {batch} is more than {len(small)} of {len(parts)} clients have: "
@@ -187,7 +189,7 @@ def _remarks(
         f"audit.store = 'read' stores whole updates, because {', '.join(whole)} read them": whole,
     }
     adapters = first_of_adapters(experiment)
-    remarks = [remark for remark, holds in found.items() if holds]
+    remarks = [remark for remark, holds in possible.items() if holds]
     return (*remarks, *([adapters] if adapters else []))
 
 
@@ -221,7 +223,7 @@ def open_run(plan: Plan, path: Path, *, fresh: bool = False) -> Run:
             "sweep aside"
         )
     # A run that was killed before its run.json was written has left no more than a log.
-    if there := sorted({each.name for each in path.glob("[!.]*")} - {logs.LOG}):
+    if there := sorted({child.name for child in path.glob("[!.]*")} - {logs.LOG}):
         # Captures and answers of nobody knows what must not pass for this experiment's.
         more = f" and {len(there) - 3} more" if len(there) > 3 else ""
         raise ConfigError(
@@ -248,11 +250,11 @@ def open_run(plan: Plan, path: Path, *, fresh: bool = False) -> Run:
 
 def _renew(run: Run, experiment: Experiment) -> None:
     """Notes in run.json what of the experiment's file may change, where it was other."""
-    said = run.info()["experiment"]
+    recorded = run.info()["experiment"]
     new = experiment.model_dump(mode="json", include=CHANGEABLE)
-    renewed = {name: said.get(name, {}) | table for name, table in new.items()}
-    if renewed != {name: said.get(name, {}) for name in new}:
-        run.update_info(experiment=said | renewed)
+    renewed = {name: recorded.get(name, {}) | table for name, table in new.items()}
+    if renewed != {name: recorded.get(name, {}) for name in new}:
+        run.update_info(experiment=recorded | renewed)
 
 
 def refuse_purged(run: Run) -> None:
@@ -359,32 +361,32 @@ def refuse_other_data(run: Run, plan: Plan) -> None:
 def refuse_another(run: Run, experiment: Experiment) -> None:
     """Refuses to go on with a run directory in which another experiment ran."""
     old, new = (
-        each.model_dump(mode="json", exclude={"workers": True, **CHANGEABLE})
-        for each in (stored(run), experiment)
+        compared.model_dump(mode="json", exclude={"workers": True, **CHANGEABLE})
+        for compared in (stored(run), experiment)
     )
     changed = difference(old, new)
     if not changed:
         return
-    told, keys = "; ".join(changed[:4]), [line.partition(":")[0] for line in changed]
+    differences, keys = "; ".join(changed[:4]), [line.partition(":")[0] for line in changed]
     threat = {f"threat.{name}": new["threat"][name] for name in ("knows", "ladder")}
     if {*keys} <= {"attack", *threat}:
         wanted = {"attack": new["attack"], **threat}
         sets = " ".join(f"--set {shlex.quote(f'{key}={_toml(wanted[key])}')}" for key in keys)
         raise ConfigError(
-            f"{str(run.path)!r} was attacked otherwise ({told}): `fedleak attack "
+            f"{str(run.path)!r} was attacked otherwise ({differences}): `fedleak attack "
             f"{shlex.quote(str(run.path))} {sets}` attacks its captures so, without training "
             "again; an attack that has answered with other settings needs another name = ..."
         )
     raise ConfigError(
-        f"{str(run.path)!r} holds another experiment ({told}): give this one another name, or "
-        "--fresh to move the old run aside"
+        f"{str(run.path)!r} holds another experiment ({differences}): give this one another name, "
+        "or --fresh to move the old run aside"
     )
 
 
 def _toml(value: Any) -> str:
     """Returns a value of an experiment file as it is written after `--set key=`."""
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key} = {_toml(each)}" for key, each in value.items()) + "}"
+        return "{" + ", ".join(f"{key} = {_toml(inner)}" for key, inner in value.items()) + "}"
     if isinstance(value, list):
         return "[" + ", ".join(map(_toml, value)) + "]"
     return json.dumps(value, ensure_ascii=False)
@@ -393,8 +395,8 @@ def _toml(value: Any) -> str:
 def _make_held_out(run: Run, plan: Plan) -> None:
     """Writes the held-out texts, unless they are there."""
     with suppress(FedleakError):
-        found = run.read_json("held_out.json")
-        if isinstance(found, dict) and found.keys() >= plan.held_out.keys():
+        held_out = run.read_json("held_out.json")
+        if isinstance(held_out, dict) and held_out.keys() >= plan.held_out.keys():
             return
     run.write_json("held_out.json", plan.held_out)
 

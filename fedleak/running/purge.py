@@ -67,12 +67,14 @@ def purge(run: Run) -> Purged:
         run.update_info(purged=date, purge_complete=False)
     deleted: list[str] = []
     left: list[str] = []
-    for path, what in filter(lambda entry: os.path.lexists(entry[0]), _private(run)):
+    for path, description in filter(lambda entry: os.path.lexists(entry[0]), _private(run)):
         link = f"a link to {path.readlink()}, which stays" if path.is_symlink() else None
         before, folder = len(left), path.is_dir()
         files = _delete(path, left)
         if len(left) == before:
-            deleted.append(f"{path} ({link or (f'{files} files: {what}' if folder else what)})")
+            deleted.append(
+                f"{path} ({link or (f'{files} files: {description}' if folder else description)})"
+            )
     run.update_info(purged=date, purge_complete=not left)
     scores = scoring.score(run, scoring.salvaged(run))
     scoring.write(run, scores)  # so that the summary says it too
@@ -84,8 +86,8 @@ def purge(run: Run) -> Purged:
 
 def _private(run: Run) -> Iterator[tuple[Path, str]]:
     """Yields what is to be deleted, and what it is."""
-    for name, what in PRIVATE.items():
-        yield run.path / name, what
+    for name, description in PRIVATE.items():
+        yield run.path / name, description
     for shard in begun(run):
         yield run.path / shard.folder, f"what attacks read in shard {shard}"
     for path in sorted(run.path.glob(".*")):

@@ -128,10 +128,10 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Sweep:
     design, listed = _special(grid, "design", "all"), _special(grid, FAMILY, None)
     if design not in DESIGNS:
         raise ConfigError(f"sweep.design = {design!r}: choose from {', '.join(DESIGNS)}")
-    found = [] if listed is None else families.read(listed)
-    settings = families.settings(found)
-    axes = _axes(grid, given=bool(found))
-    if found:
+    defense_families = [] if listed is None else families.read(listed)
+    settings = families.settings(defense_families)
+    axes = _axes(grid, given=bool(defense_families))
+    if defense_families:
         axes[FAMILY] = [setting.value for setting in settings]
     for override in overrides:
         key = override.partition("=")[0].strip()
@@ -156,7 +156,7 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Sweep:
         name=next(iter(cells.values())).experiment.name,
         axes=axes,
         cells=tuple(cells.values()),
-        units={family.name: family.unit for family in found if family.unit is not None},
+        units={family.name: family.unit for family in defense_families if family.unit is not None},
     )
 
 
@@ -250,7 +250,7 @@ def jobs(plans: Mapping[str, Plan], wanted: int | None = None) -> int:
             )
         return 1
     tables = {tuple(devices(plan.experiment.workers.devices)) for plan in plans.values()}
-    gpus = {each for table in tables for each in table if each.startswith("cuda")}
+    gpus = {device for table in tables for device in table if device.startswith("cuda")}
     most = wanted or len(gpus) or (os.cpu_count() or 1) // 2
     return max(1, min(most, len(plans)))
 
@@ -324,11 +324,11 @@ def refuse_gaps(collected: SweepSummary, failures: Mapping[str, str]) -> None:
             canaries that contradict the ledger.
     """
     cells = collected.cells
-    gaps = {each.cell: "; ".join(each.missing) for each in cells if each.missing}
+    gaps = {cell.cell: "; ".join(cell.missing) for cell in cells if cell.missing}
     alarms = {
-        each.cell: "; ".join(each.canary.alarms)
-        for each in cells
-        if each.canary is not None and each.canary.alarms
+        cell.cell: "; ".join(cell.canary.alarms)
+        for cell in cells
+        if cell.canary is not None and cell.canary.alarms
     }
     unfinished = {
         cell.cell: cell.status
@@ -336,15 +336,17 @@ def refuse_gaps(collected: SweepSummary, failures: Mapping[str, str]) -> None:
         if cell.status != "finished" and cell.cell not in failures
     }
     refusals = []
-    for what, found, then in (
+    for problem, affected, remedy in (
         ("failed", failures, "the same command tries them again"),
         ("are not finished", unfinished, "`fedleak sweep` with the experiment's file runs them"),
         ("are not complete", gaps, "their own commands, which are named, complete them"),
         ("contradict their ledger", alarms, "look for the mistake in their defenses"),
     ):
-        if found:
-            reasons = "; ".join(f"cell {cell!r}: {reason}" for cell, reason in found.items())
-            refusals.append(f"{len(found)} of {len(cells)} cells {what} ({reasons}): {then}")
+        if affected:
+            reasons = "; ".join(f"cell {cell!r}: {reason}" for cell, reason in affected.items())
+            refusals.append(
+                f"{len(affected)} of {len(cells)} cells {problem} ({reasons}): {remedy}"
+            )
     if refusals:
         raise FedleakError(". ".join(refusals))
 
@@ -393,23 +395,23 @@ def _combinations(axes: Mapping[str, Sequence[Any]], design: str) -> Iterator[di
             yield from (base | {key: value} for value in values[1:])
 
 
-def _axes(found: Any, inside: str = "sweep", *, given: bool = False) -> dict[str, list[Any]]:
+def _axes(grid: Any, inside: str = "sweep", *, given: bool = False) -> dict[str, list[Any]]:
     """Checks `[sweep]` and returns the values of each dotted key, quoted there or not.
 
     Args:
-        found: The table.
+        grid: The table.
         inside: Where it is.
         given: There are families, so that it may be empty.
     """
-    if found == {} and given:
+    if grid == {} and given:
         return {}
-    if not isinstance(found, dict) or not found:
+    if not isinstance(grid, dict) or not grid:
         raise ConfigError(
-            f"{inside} = {found!r}: list the values of a key, such as "
+            f"{inside} = {grid!r}: list the values of a key, such as "
             '"federation.batch_size" = [1, 2, 4] below [sweep]'
         )
     axes: dict[str, list[Any]] = {}
-    for key, value in found.items():
+    for key, value in grid.items():
         if isinstance(value, dict):
             deeper = _axes(value, f"{inside}.{key}")
             axes |= {f"{key}.{rest}": values for rest, values in deeper.items()}
@@ -429,7 +431,7 @@ def _filled(
     tables = copy.deepcopy(dict(base))
     for key, value in values.items():
         if key == FAMILY:
-            _apply_(tables, next(each for each in settings if each.value == value))
+            _apply_(tables, next(setting for setting in settings if setting.value == value))
         else:
             loading.set_(tables, key, copy.deepcopy(value), f"sweep.{key}")
     return tables
@@ -442,11 +444,13 @@ def _apply_(tables: dict[str, Any], setting: Setting) -> None:
     if not setting.without:
         return
     attacks = tables.get("attack", [])
-    names = {each.get("name", each.get("kind")) for each in attacks}
+    names = {attack.get("name", attack.get("kind")) for attack in attacks}
     if unknown := [name for name in setting.without if name not in names]:
         raise ConfigError(f"sweep.{FAMILY}: without {unknown[0]!r}, which is no attack of the file")
     tables["attack"] = [
-        each for each in attacks if each.get("name", each.get("kind")) not in setting.without
+        attack
+        for attack in attacks
+        if attack.get("name", attack.get("kind")) not in setting.without
     ]
 
 
@@ -478,10 +482,10 @@ def _digest(value: Any) -> str:
 def _summary(cell: Cell, run: Run) -> CellSummary:
     """Returns what sweep.json says of a cell; no figures before it is finished."""
     status = run.info()["status"] if run.exists() else "new"
-    found = CellSummary(cell=cell.name, values=dict(cell.values), status=status)
+    cell_summary = CellSummary(cell=cell.name, values=dict(cell.values), status=status)
     with suppress(FedleakError):  # missing, or damaged: then the cell is run again
         summary = run.read(SUMMARY)
         if summary.status == "finished":
             names = CellSummary.model_fields.keys() - {"cell", "values", "status"}
-            return found.model_copy(update={name: getattr(summary, name) for name in names})
-    return found
+            return cell_summary.model_copy(update={name: getattr(summary, name) for name in names})
+    return cell_summary

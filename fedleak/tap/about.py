@@ -127,7 +127,7 @@ class TruthLine(Table):
     labels: list[Annotated[int, Field(ge=0)]] = []
 
     @model_validator(mode="after")
-    def _whose(self) -> "TruthLine":
+    def _check_line(self) -> "TruthLine":
         if (self.node is None) == (self.client is None):
             raise ValueError("give one of node and client")
         if not all(text.strip() for text in self.texts):
@@ -149,13 +149,13 @@ def load_truth(path: Path) -> list[TruthLine]:
         lines = content(path, linked=True).splitlines()
     except OSError as error:
         raise ConfigError(f"truth.file = {str(path)!r}: {error.strerror}: give a file") from error
-    found = []
+    truth_lines = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         where = f"{path}, line {number}"
         try:
-            found.append(TruthLine.model_validate(json.loads(line)))
+            truth_lines.append(TruthLine.model_validate(json.loads(line)))
         except ValidationError as error:  # its words are not repeated: they may be private
             at = error.errors(include_url=False, include_input=False)[0]
             key = ".".join(map(str, at["loc"]))
@@ -164,4 +164,4 @@ def load_truth(path: Path) -> list[TruthLine]:
             ) from None
         except (ValueError, RecursionError):
             raise ConfigError(f"{where} is not JSON: write a table a line") from None
-    return found
+    return truth_lines

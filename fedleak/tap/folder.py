@@ -138,23 +138,23 @@ class Tapped:
                 f"{str(self.path)!r} is not the folder of a tap: it has no {MESSAGES.name}: name "
                 'the folder that the ServerApp gave to `tap(grid, "FOLDER")`'
             )
-        found, damaged = [], []
+        messages, damaged = [], []
         for number, line in enumerate(complete_lines(self.path / MESSAGES.name), 1):
             try:
-                found.append(MESSAGES.read(line))
+                messages.append(MESSAGES.read(line))
             except ValueError as error:
                 damaged.append(f"line {number} of {MESSAGES.name} is damaged ({one_line(error)})")
-        return found, damaged
+        return messages, damaged
 
     def problems(self) -> list[Problem]:
         """Returns what was not kept; a line that cannot be read is one problem more."""
-        found = []
+        problems = []
         for line in complete_lines(self.path / PROBLEMS.name):
             try:
-                found.append(PROBLEMS.read(line))
+                problems.append(PROBLEMS.read(line))
             except ValueError as error:
-                found.append(Problem(round=None, node=None, reason=one_line(error)))
-        return found
+                problems.append(Problem(round=None, node=None, reason=one_line(error)))
+        return problems
 
     def names(self, kept: KeptArrays) -> list[str]:
         """Returns the names in an array record.

@@ -73,8 +73,8 @@ class RecordingGrid(Grid):
         while waiting and (deadline is None or time.monotonic() < deadline):
             before = len(waiting)
             for name in tuple(waiting):
-                if found := list(self.pull_messages([name])):
-                    replies += found
+                if arrived := list(self.pull_messages([name])):
+                    replies += arrived
                     waiting.remove(name)
             if len(waiting) == before:
                 time.sleep(POLL_SECONDS)

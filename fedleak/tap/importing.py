@@ -74,7 +74,9 @@ def import_run(tapped: Tapped, about: About, out: Path) -> Imported:
         ConfigError: `about` does not fit what was tapped, nothing fits, or another run is in `out`.
     """
     messages, left_out = tapped.messages()
-    left_out += [about_message(each.round, each.node, each.reason) for each in tapped.problems()]
+    left_out += [
+        about_message(problem.round, problem.node, problem.reason) for problem in tapped.problems()
+    ]
     tap = Tap(tapped, messages, about)
     # Without tensors, which are read one update at a time.
     updates = list(tap.sums(left_out) if about.reply.payload == "sum" else tap.updates(left_out))
@@ -90,13 +92,13 @@ def import_run(tapped: Tapped, about: About, out: Path) -> Imported:
     held_out = tap.held_out()
     run = _open(out, experiment, tap, clients)
     with run.lock():
-        for one in updates:
-            if not run.has_broadcast(one.round):
-                run.write_broadcast(one.round, tap.model_of(one.round))
-            key = Key(one.round, EVERYONE if one.summed else clients[one.nodes[0]])
+        for update in updates:
+            if not run.has_broadcast(update.round):
+                run.write_broadcast(update.round, tap.model_of(update.round))
+            key = Key(update.round, EVERYONE if update.summed else clients[update.nodes[0]])
             if not run.has_capture(key):
-                kept = ClientUpdate(tap.kind, one.tensors(), one.num_examples)
-                run.write_capture(Capture(key, kept, one.knowledge))
+                kept = ClientUpdate(tap.kind, update.tensors(), update.num_examples)
+                run.write_capture(Capture(key, kept, update.knowledge))
         for truth in truths:
             run.write_truth(Key(truth.round, truth.client), truth.to_json())
         run.write_json("held_out.json", {"sequences": held_out, "labels": []})
@@ -107,7 +109,7 @@ def import_run(tapped: Tapped, about: About, out: Path) -> Imported:
         run=run,
         updates=len(updates),
         clients=len({clients[node] for update in updates for node in update.nodes}),
-        rounds=len({one.round for one in updates}),
+        rounds=len({update.round for update in updates}),
         truths=len(truths),
         left_out=left_out,
         remarks=remarks,
@@ -159,9 +161,9 @@ def _experiment(
     """Returns what was trained, in the words of an experiment file."""
     about, training = tap.about, tap.about.training
     of_round: dict[int, set[int]] = defaultdict(set)
-    for one in updates:
-        of_round[one.round].update(clients[node] for node in one.nodes)
-    names = frozenset[str]().union(*(one.names for one in updates))
+    for update in updates:
+        of_round[update.round].update(clients[node] for node in update.nodes)
+    names = frozenset[str]().union(*(update.names for update in updates))
     share = [name for name in tap.model.trained() if name in names]
     rounds = max(of_round)
     content = read(tap.tapped.path / MESSAGES.name)
@@ -193,8 +195,8 @@ def _experiment(
 
 def _name(out: Path) -> str:
     """Returns a name for an experiment that its folder is called after."""
-    found = re.sub(r"[^A-Za-z0-9._-]", "-", out.absolute().name).lstrip("._-")
-    return found[:LONGEST_NAME] or "imported"
+    name = re.sub(r"[^A-Za-z0-9._-]", "-", out.absolute().name).lstrip("._-")
+    return name[:LONGEST_NAME] or "imported"
 
 
 def _open(out: Path, experiment: Experiment, tap: Tap, clients: Mapping[int, int]) -> Run:
@@ -212,7 +214,7 @@ def _open(out: Path, experiment: Experiment, tap: Tap, clients: Mapping[int, int
             )
         refuse_purged(run)
         return run
-    if out.exists() and (not out.is_dir() or any(each.name != LOG for each in out.glob("[!.]*"))):
+    if out.exists() and (not out.is_dir() or any(child.name != LOG for child in out.glob("[!.]*"))):
         raise ConfigError(f"{str(out)!r} is not empty: give --out another folder")
     run.create(
         experiment=experiment.model_dump(mode="json"),
@@ -231,7 +233,7 @@ def _open(out: Path, experiment: Experiment, tap: Tap, clients: Mapping[int, int
     return run
 
 
-def _whose(line: TruthLine, clients: Mapping[int, int]) -> tuple[int, int]:
+def _round_and_client(line: TruthLine, clients: Mapping[int, int]) -> tuple[int, int]:
     """Returns the round and the client of a line of the truth; -1: of none that is here."""
     client = clients.get(line.node, -1) if line.node is not None else line.client
     assert client is not None
@@ -249,8 +251,8 @@ def _counted_right(
 
     Every score of another would be of other texts.
     """
-    texts = {_whose(line, clients): len(line.texts) for line in lines}
-    said = "reply.examples" if about.reply.examples else f"its {about.reply.examples_key!r}"
+    texts = {_round_and_client(line, clients): len(line.texts) for line in lines}
+    source = "reply.examples" if about.reply.examples else f"its {about.reply.examples_key!r}"
     kept = []
     for update in updates:
         node = update.nodes[0]
@@ -259,9 +261,9 @@ def _counted_right(
             kept.append(update)
             continue
         reason = (
-            f"in {about.truth.file} there are {count} texts, but {said} is {update.num_examples}: "
-            "where that counts batches, as len(trainloader) does, set reply.examples to the texts "
-            "of a client"
+            f"in {about.truth.file} there are {count} texts, but {source} is "
+            f"{update.num_examples}: where that counts batches, as len(trainloader) does, set "
+            "reply.examples to the texts of a client"
         )
         left_out.append(about_message(update.round, node, reason))
     return kept
@@ -283,7 +285,7 @@ def _truths(
     truths: dict[tuple[int, int], GroundTruth] = {}
     strangers = 0
     for line in lines:
-        key = _whose(line, clients)
+        key = _round_and_client(line, clients)
         if key not in here:
             strangers += 1
             continue
@@ -316,7 +318,7 @@ def _check_labels(line: TruthLine, classes: int, file: str) -> None:
 def _remarks(about: About) -> list[str]:
     """Returns what the reader of a run should know of how its clients train."""
     training = about.training
-    found = {
+    possible = {
         "an optimiser other than plain SGD changes how large each number of an update is: nothing "
         "can be proved": training.optimiser != "sgd",
         "weight decay was taken out of the updates": training.weight_decay > 0
@@ -326,4 +328,4 @@ def _remarks(about: About) -> list[str]:
         ),
         "what is attacked is the sum of each round": about.reply.payload == "sum",
     }
-    return [remark for remark, holds in found.items() if holds]
+    return [remark for remark, holds in possible.items() if holds]

@@ -128,8 +128,8 @@ class Recorder:
             yield
         except Exception as error:  # noqa: BLE001 - no mistake of the tap's may end the training
             reason = printable(f"{error}" or type(error).__name__)[:_LONGEST]
-            of = "" if round is None else f"round {round}, node {node}: "
-            _say(f"NOT KEPT: {of}{reason}")
+            place = "" if round is None else f"round {round}, node {node}: "
+            _say(f"NOT KEPT: {place}{reason}")
             try:
                 self._tapped.complain(Problem(round=round, node=node, reason=reason))
             except Exception as worse:  # noqa: BLE001 - the disk may be full
@@ -142,10 +142,14 @@ def _say(what: str) -> None:
 
 def _round(message: Message) -> int | None:
     """Returns the round that a strategy says, in a config or, as workflows do, as the group."""
-    said = (config.get("server-round") for config in message.content.config_records.values())
-    found = next((value for value in said if type(value) is int and value >= 1), None)
+    stated_rounds = (
+        config.get("server-round") for config in message.content.config_records.values()
+    )
+    stated_round = next(
+        (value for value in stated_rounds if type(value) is int and value >= 1), None
+    )
     group = message.metadata.group_id
-    return found or (int(group) if group.isascii() and group.isdecimal() else None)
+    return stated_round or (int(group) if group.isascii() and group.isdecimal() else None)
 
 
 def _size(record: ArrayRecord) -> int:
@@ -180,8 +184,8 @@ def _arrays(record: ArrayRecord) -> dict[str, NDArray[Any]]:
             little = array.dtype.newbyteorder("<")
             arrays[name] = np.require(array, dtype=little, requirements=["C"])
         except Exception as error:
-            what = f"{type(error).__name__}: {error}"
-            raise ValueError(f"the array {name!r} cannot be read ({what})") from error
+            reason = f"{type(error).__name__}: {error}"
+            raise ValueError(f"the array {name!r} cannot be read ({reason})") from error
     return arrays
 
 
@@ -195,12 +199,12 @@ def _numbers(content: RecordDict) -> dict[str, dict[str, Any]]:
         *content.metric_records.items(),
         *content.config_records.items(),
     ]
-    found: dict[str, dict[str, Any]] = {}
+    numbers: dict[str, dict[str, Any]] = {}
     for name, record in records:
-        found.setdefault(name, {}).update({key: _json(value) for key, value in record.items()})
-    if (size := len(repr(found))) > MOST_BESIDE:
+        numbers.setdefault(name, {}).update({key: _json(value) for key, value in record.items()})
+    if (size := len(repr(numbers))) > MOST_BESIDE:
         raise ValueError(f"its metrics and configs have {size:,} characters")
-    return found
+    return numbers
 
 
 def _json(value: Any) -> Any:
@@ -209,9 +213,9 @@ def _json(value: Any) -> Any:
     Secure aggregation sends vectors as bytes in a config. Under their masks they say nothing.
     """
     if isinstance(value, Mapping):
-        return {key: _json(each) for key, each in value.items()}
+        return {key: _json(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_json(each) for each in value]
+        return [_json(inner) for inner in value]
     if isinstance(value, bytes) and len(value) > LONGEST_BYTES:
         return {"bytes": len(value)}
     if isinstance(value, bytes):

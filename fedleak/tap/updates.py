@@ -78,10 +78,10 @@ class Tap:
         self.kind = UpdateKind.GRADIENT if about.reply.payload == "gradient" else UpdateKind.DELTA
         self._sent: dict[int, TappedMessage] = {}  # what most nodes got: the first of a round
         self._sent_to_node: dict[tuple[int, int], TappedMessage] = {}
-        for each in messages:
-            if each.way == "sent" and each.arrays:
-                self._sent.setdefault(each.round, each)
-                self._sent_to_node.setdefault((each.round, each.node), each)
+        for message in messages:
+            if message.way == "sent" and message.arrays:
+                self._sent.setdefault(message.round, message)
+                self._sent_to_node.setdefault((message.round, message.node), message)
         self.labels = 2
         self.model = self._outline()
         if rows := self._classes():
@@ -228,7 +228,7 @@ class Tap:
         Raises:
             RefusedError: What came of the round was not sent to anybody.
         """
-        place = next(i for i, each in enumerate(self.messages) if each is sent)
+        place = next(i for i, message in enumerate(self.messages) if message is sent)
         later = (
             m
             for m in self.messages[place:]
@@ -264,7 +264,7 @@ class Tap:
         own = self._sent_to_node.get((message.round, message.node))
         if first is None or own is None:
             raise RefusedError("nothing was sent to it in this round")
-        if {each.file for each in own.arrays} != {each.file for each in first.arrays}:
+        if {kept.file for kept in own.arrays} != {kept.file for kept in first.arrays}:
             raise RefusedError("it was sent another model than the first node of its round")
         return own
 
@@ -278,7 +278,7 @@ class Tap:
         if self.kind == UpdateKind.GRADIENT:
             return sent
         absolute, training = self.about.reply.payload != "delta", self.about.training
-        found = {}
+        changes = {}
         for name in list(sent):
             value = sent.pop(name)  # one of them at a time is there twice
             if name not in self.model.trained():
@@ -295,8 +295,8 @@ class Tap:
                 steps=knowledge.local_steps or 1,
             )
             if value.any():
-                found[name] = value
-        return found
+                changes[name] = value
+        return changes
 
     def _knowledge(self, message: TappedMessage, examples: int) -> Knowledge:
         table = self.about.training
@@ -376,8 +376,10 @@ class Tap:
             own = list(self.model.module.state_dict())
             if set(names) == {str(i) for i in range(len(own))}:  # a list, as state_dict is ordered
                 places = {name: str(i) for i, name in enumerate(own)}
-                found = matched(own, self.model.module)
-                self._matches[names] = {places[name]: of for name, of in found.items()}
+                matches = matched(own, self.model.module)
+                self._matches[names] = {
+                    places[name]: parameter for name, parameter in matches.items()
+                }
             else:
                 prefix = self.about.reply.prefix
                 chosen = [name for name in names if name.startswith(prefix)]
@@ -394,7 +396,7 @@ class Tap:
         Raises:
             RefusedError: Not of the shape of the model's, not finite numbers, or two values.
         """
-        found = {}
+        tensors = {}
         for name, place in places.items():
             like = self._known[name]
             value, *others = self.tapped.read(place.kept, place.names).values()
@@ -411,8 +413,8 @@ class Tap:
             if not all(torch.equal(value.float(), other.float()) for other in others):
                 spellings = printable(" and ".join(map(repr, place.names)))[:_LONGEST]
                 raise RefusedError(f"{spellings} both mean {name}, and differ")
-            found[name] = value.float()
-        return found
+            tensors[name] = value.float()
+        return tensors
 
 
 class _Place(NamedTuple):
@@ -434,12 +436,12 @@ def number(message: TappedMessage, key: str) -> int | float | None:
 def plain(table: Mapping[str, Any]) -> dict[str, Any]:
     """Returns tables as a file has them."""
     return {
-        key: each.model_dump(mode="json") if isinstance(each, Table) else each
-        for key, each in table.items()
+        key: value.model_dump(mode="json") if isinstance(value, Table) else value
+        for key, value in table.items()
     }
 
 
 def about_message(round: int | None, node: int | None, reason: str) -> str:
     """Returns a reason with the message that it is about, safe to print."""
-    of = [f"{what} {n}" for what, n in (("round", round), ("node", node)) if n is not None]
-    return f"{', '.join(of)}: " * bool(of) + printable(reason)[:_LONGEST]
+    details = [f"{kind} {n}" for kind, n in (("round", round), ("node", node)) if n is not None]
+    return f"{', '.join(details)}: " * bool(details) + printable(reason)[:_LONGEST]

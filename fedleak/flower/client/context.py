@@ -70,10 +70,13 @@ def work_of(message: Message, context: Context) -> Work:
         ConfigError: The message says it not, or the node's configuration lacks something.
     """
     values = message.content.config_records.get("assignment", ConfigRecord())
-    asked = Assignment.from_values(values)
+    assignment = Assignment.from_values(values)
     client = client_of(context)
     return Work(
-        asked.experiment, client, _own_file(context, asked, client), vault(context, asked.run_name)
+        assignment.experiment,
+        client,
+        _own_file(context, assignment, client),
+        vault(context, assignment.run_name),
     )
 
 
@@ -107,12 +110,12 @@ def client_of(context: Context) -> int:
     return number
 
 
-def _own_file(context: Context, asked: Assignment, client: int) -> OwnFile | None:
+def _own_file(context: Context, assignment: Assignment, client: int) -> OwnFile | None:
     """Returns the file that this node trains on; None: its part of what the experiment names.
 
     A node that has a file of its own reads no other, whatever the server asks for.
     """
-    path, wanted = context.node_config.get("data", ""), asked.experiment.data.on_nodes
+    path, wanted = context.node_config.get("data", ""), assignment.experiment.data.on_nodes
     if not path and not wanted:
         return None
     if not path:
@@ -126,12 +129,12 @@ def _own_file(context: Context, asked: Assignment, client: int) -> OwnFile | Non
         )
     if not isinstance(path, str) or not os.path.isabs(path):
         raise ConfigError("the node's data is not the absolute path of a file: give one")
-    if not 0 <= client < asked.experiment.federation.clients:
+    if not 0 <= client < assignment.experiment.federation.clients:
         raise ConfigError(
             f"the node's partition-id = {client}, but federation.clients = "
-            f"{asked.experiment.federation.clients}"
+            f"{assignment.experiment.federation.clients}"
         )
-    return OwnFile(Path(path), client, asked.classes)
+    return OwnFile(Path(path), client, assignment.classes)
 
 
 def vault(context: Context, run_name: str) -> Run | None:

@@ -24,7 +24,9 @@ def mask(message: Message, context: Context, call_next: Next) -> Message:
     """
     if RECORD_KEY_CONFIGS in message.content.config_records:
         return secaggplus_mod(
-            message, context, lambda asked, own: _for_protocol(asked, own, call_next)
+            message,
+            context,
+            lambda request, own_context: _for_protocol(request, own_context, call_next),
         )
     if message.metadata.message_type == MessageType.TRAIN:
         protocol = protocol_of(work_of(message, context).experiment)

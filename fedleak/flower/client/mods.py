@@ -50,15 +50,15 @@ def defend(message: Message, context: Context, call_next: Next) -> Message:
         return stream(experiment.seed, "defense", number, key.client, key.round)
 
     raw, private = reply.update, work.vault
-    reply.update, told = protection.defend(raw, rng)
+    reply.update, defense_notes = protection.defend(raw, rng)
     if private is not None and reply.canaries is not None and reply.canaries.coins.copy:
         audited, _ = protection.defend(reply.canaries.copied(raw), rng)
         private.write_audited(key, reply.canaries.difference(audited, reply.update))
-    if told and private is not None:
+    if defense_notes and private is not None:
         events = [event.to_json() for event in protection.events(key.round)]
         note: dict[str, Any] = {
             "fingerprint": experiment.fingerprint,
-            "defenses": told,
+            "defenses": defense_notes,
             "training": reply.trained,
             "events": events,
         }

@@ -38,10 +38,10 @@ class Outgoing(Message):
 
         Of the update nothing is left here: it would be in memory twice.
         """
-        said = {"num-examples": self.update.num_examples, **self.key._asdict()}
+        numbers = {"num-examples": self.update.num_examples, **self.key._asdict()}
         tensors, arrays = to_wire(self.update.tensors), ArrayRecord()
         self.update = replace(self.update, tensors={})
         for name in list(tensors):
             arrays[name] = Array(tensors.pop(name))
-        content = RecordDict({"update": arrays, "metrics": MetricRecord(said)})
+        content = RecordDict({"update": arrays, "metrics": MetricRecord(numbers)})
         return Message(content, reply_to=reply_to)

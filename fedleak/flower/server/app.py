@@ -25,7 +25,7 @@ from fedleak.flower.server.replies import (
     check_code,
     claimed_client,
     claimed_examples,
-    told,
+    client_error,
 )
 from fedleak.flower.server.secure_aggregation import SummingServer
 from fedleak.flower.server.strategy import CuriousServer
@@ -190,12 +190,12 @@ def find_nodes(grid: Grid, experiment: Experiment, run: Run, wait: Patience) -> 
         )
         for n in nodes
     ]
-    found: dict[int, int] = {}
+    node_of_client: dict[int, int] = {}
     sizes: dict[int, int] = {}
     for reply in grid.send_and_receive(questions, timeout=wait.answers):
         node = reply.metadata.src_node_id
         if reply.has_error():
-            raise FedleakError(f"a client cannot start: node {node}: {told(reply)}")
+            raise FedleakError(f"a client cannot start: node {node}: {client_error(reply)}")
         try:
             client = claimed_client(reply)
             check_code(reply)
@@ -203,19 +203,19 @@ def find_nodes(grid: Grid, experiment: Experiment, run: Run, wait: Patience) -> 
                 sizes[client] = claimed_examples(reply)
         except RefusedError as error:
             raise FedleakError(f"node {node} cannot take part: {error}") from error
-        if client in found:
+        if client in node_of_client:
             raise FedleakError(
                 f"node {node} says that it holds the data of client {client}, but so says node "
-                f"{found[client]}: give each node a partition-id of its own"
+                f"{node_of_client[client]}: give each node a partition-id of its own"
             )
-        found[client] = node
-    silent = [node for node in nodes if node not in found.values()]
-    if missing := set(range(wanted)) - found.keys():
+        node_of_client[client] = node
+    silent = [node for node in nodes if node not in node_of_client.values()]
+    if missing := set(range(wanted)) - node_of_client.keys():
         more = f"; {len(silent)} nodes did not answer" if silent else ""
         raise FedleakError(f"no node holds the data of the clients {sorted(missing)}{more}")
     if sizes:
         note_sizes(experiment, run, [sizes[client] for client in range(wanted)])
-    return found
+    return node_of_client
 
 
 def note_sizes(experiment: Experiment, run: Run, sizes: Sequence[int]) -> None:
@@ -243,7 +243,7 @@ def evaluation(
     Flower calls it before the first round as round 0, and again where a run is resumed.
     """
     held_out = run.read_json("held_out.json")
-    written = {each.round for each in run.rows(UTILITY)}
+    written = {row.round for row in run.rows(UTILITY)}
 
     def evaluate_round(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
         round = server_round + offset

@@ -32,8 +32,8 @@ def claimed_client(reply: Message) -> int:
     Raises:
         RefusedError: It does not say, or no whole number.
     """
-    said = reply.content.config_records.get("identity")
-    return whole_number("client", said.get("client") if said else None, 0)
+    identity = reply.content.config_records.get("identity")
+    return whole_number("client", identity.get("client") if identity else None, 0)
 
 
 def claimed_examples(reply: Message) -> int:
@@ -42,8 +42,10 @@ def claimed_examples(reply: Message) -> int:
     Raises:
         RefusedError: It does not say, or no whole number.
     """
-    said = reply.content.config_records.get("identity")
-    return whole_number("examples", said.get("examples") if said else None, 1, MOST_EXAMPLES)
+    identity = reply.content.config_records.get("identity")
+    return whole_number(
+        "examples", identity.get("examples") if identity else None, 1, MOST_EXAMPLES
+    )
 
 
 def check_code(reply: Message) -> None:
@@ -52,8 +54,8 @@ def check_code(reply: Message) -> None:
     Raises:
         RefusedError: It does, or does not say.
     """
-    said = reply.content.config_records.get("identity")
-    theirs = said.get("fedleak") if said else None
+    identity = reply.content.config_records.get("identity")
+    theirs = identity.get("fedleak") if identity else None
     if theirs != code():
         raise RefusedError(
             f"it runs fedleak {_quoted(theirs)} and the server {code()}: install the same on both, "
@@ -78,23 +80,23 @@ def take_update(
         RefusedError: Anything about it is not right.
     """
     update = reply.content.array_records.get("update")
-    said = reply.content.metric_records.get("metrics")
-    if update is None or said is None:
+    metrics = reply.content.metric_records.get("metrics")
+    if update is None or metrics is None:
         raise RefusedError("it holds no update")
     for name, value in key._asdict().items():
-        if said.get(name, value) != value:
-            raise RefusedError(f"it says {name} {_quoted(said[name])}, but is of {name} {value}")
-    examples = whole_number("num-examples", said.get("num-examples"), 1, most_examples)
+        if metrics.get(name, value) != value:
+            raise RefusedError(f"it says {name} {_quoted(metrics[name])}, but is of {name} {value}")
+    examples = whole_number("num-examples", metrics.get("num-examples"), 1, most_examples)
     if unexpected := sorted(update.keys() ^ expected.keys()):
-        what = "lacks" if unexpected[0] in expected else "holds a parameter"
-        raise RefusedError(f"it {what} {_quoted(unexpected[0])}")
+        problem = "lacks" if unexpected[0] in expected else "holds a parameter"
+        raise RefusedError(f"it {problem} {_quoted(unexpected[0])}")
     tensors = _decoded(update)
     for name, tensor in tensors.items():
         _check(name, tensor, expected[name])
     return ClientUpdate(kind, tensors, examples)
 
 
-def told(reply: Message) -> str:
+def client_error(reply: Message) -> str:
     """Returns what a client's error says, without the traces that Ray puts around it."""
     reason = reply.error.reason or "no reason"
     words = reason.rpartition("occurred. Message: ")[2].removesuffix("'>").split()
@@ -122,14 +124,14 @@ def _decoded(update: ArrayRecord) -> dict[str, Tensor]:
         raise RefusedError(f"its update cannot be read ({type(error).__name__})") from error
 
 
-def whole_number(name: str, value: object, least: int, most: int | None = None) -> int:
+def whole_number(name: str, value: object, lowest: int, highest: int | None = None) -> int:
     """Returns a number that a client says.
 
     Raises:
-        RefusedError: It is no whole number from `least` to `most`.
+        RefusedError: It is no whole number from `lowest` to `highest`.
     """
-    if type(value) is not int or value < least or (most is not None and value > most):
-        bounds = f"{least} or more" if most is None else f"{least} to {most}"
+    if type(value) is not int or value < lowest or (highest is not None and value > highest):
+        bounds = f"{lowest} or more" if highest is None else f"{lowest} to {highest}"
         raise RefusedError(f"its {name} is {_quoted(value)} and not a whole number, {bounds}")
     return value
 

@@ -10,7 +10,7 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.common import FitIns, ndarrays_to_parameters, parameters_to_ndarrays
 from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Stage
-from flwr.common.secure_aggregation.secaggplus_constants import Key as Said
+from flwr.common.secure_aggregation.secaggplus_constants import Key as ProtocolKey
 from flwr.compat.common.parameter import bytes_to_ndarray
 from flwr.compat.common.recorddict_compat import parameters_to_arrayrecord
 from flwr.server import LegacyContext
@@ -23,7 +23,7 @@ from fedleak.config.sent_parameters import sent_by
 from fedleak.defenses import TrustedAggregator
 from fedleak.defenses.secure_sum import MODULUS, SecureSum
 from fedleak.federation.lookup import most_examples, note_dropped_out
-from fedleak.flower.server.replies import RefusedError, told, whole_number
+from fedleak.flower.server.replies import RefusedError, client_error, whole_number
 from fedleak.flower.server.strategy import NUM_ERRORS, CuriousServer
 from fedleak.training.observation import ClientUpdate
 from fedleak.util.errors import FedleakError
@@ -59,21 +59,21 @@ class SummingServer(CuriousServer):
         Raises:
             FedleakError: Too few clients answered, or the sum cannot be one.
         """
-        asked = list(super().configure_train(server_round, arrays, config, grid))
+        training_messages = list(super().configure_train(server_round, arrays, config, grid))
         self._clients, self._waiting_for = self._waiting_for, {}
         parameters = self._model.parameters()
         [client, *_] = self._clients.values()  # all send the same parameters
         self._names = sorted(sent_by(self._experiment, client, self._model))
         stages = Stages(
             grid=grid,
-            task=asked[0].content,
+            task=training_messages[0].content,
             shapes=[tuple(parameters[name].shape) for name in self._names],
             most_examples=max(
                 most_examples(self._experiment, self._run, client)
                 for client in self._clients.values()
             ),
         )
-        self._found = self._summed(stages)
+        self._total = self._summed(stages)
         return []
 
     def _summed(self, stages: "Stages") -> "Sum":
@@ -82,13 +82,13 @@ class SummingServer(CuriousServer):
         needed = max(2, round(self._settings.threshold * len(left)))
         while len(left) >= needed:
             try:
-                found = run_protocol(stages, left, self._settings, self._patience)
+                total = run_protocol(stages, left, self._settings, self._patience)
             except LostEarlyError:
                 left = [node for node in left if node not in stages.problems]
                 continue
-            if found is None:
+            if total is None:
                 break
-            return found
+            return total
         lines = [f"{self._name(node)}: {why}" for node, why in stages.problems.items()]
         quoted, more = lines[:NUM_ERRORS], len(lines[NUM_ERRORS:])
         if more:
@@ -101,17 +101,17 @@ class SummingServer(CuriousServer):
 
     def _combined(self, aggregator: TrustedAggregator, round: int) -> ClientUpdate:
         """Returns the sum that the protocol gave, and notes who is not in it."""
-        local, found = self._experiment.local_training, self._found
+        local, total = self._experiment.local_training, self._total
         parameters = self._model.parameters()
         tensors = {
             name: torch.from_numpy(value).to(parameters[name].dtype)
-            for name, value in zip(self._names, found.mean, strict=True)
+            for name, value in zip(self._names, total.mean, strict=True)
         }
         # Who has most examples made most steps.
-        self._local_steps = max(map(local.steps, found.examples.values()))
-        absent = [c for node, c in self._clients.items() if node not in found.examples]
+        self._local_steps = max(map(local.steps, total.examples.values()))
+        absent = [c for node, c in self._clients.items() if node not in total.examples]
         note_dropped_out(self._run, round, absent)
-        return ClientUpdate(local.kind, tensors, sum(found.examples.values()))
+        return ClientUpdate(local.kind, tensors, sum(total.examples.values()))
 
 
 class Sum(NamedTuple):
@@ -157,7 +157,7 @@ class Stages:
             LostEarlyError: Not all are, in a stage before training.
         """
         messages = list(messages)
-        stage = messages[0].content.config_records[RECORD_KEY_CONFIGS][Said.STAGE]
+        stage = messages[0].content.config_records[RECORD_KEY_CONFIGS][ProtocolKey.STAGE]
         if stage == Stage.COLLECT_MASKED_VECTORS:
             for message in messages:
                 of_protocol = message.content.config_records[RECORD_KEY_CONFIGS]
@@ -170,7 +170,7 @@ class Stages:
                 continue  # it has answered already, or was not asked
             waiting_for.remove(node)
             if reply.has_error():
-                self.problems[node] = told(reply)
+                self.problems[node] = client_error(reply)
                 continue
             try:
                 self._check(str(stage), reply.content)
@@ -185,20 +185,27 @@ class Stages:
 
     def _check(self, stage: str, content: RecordDict) -> None:
         """Refuses an answer that is not what a stage asks for: the workflow believes all of it."""
-        said = dict(content.config_records.get(RECORD_KEY_CONFIGS, {}))
-        match stage, said:
-            case Stage.SETUP, {Said.PUBLIC_KEY_1: bytes(), Said.PUBLIC_KEY_2: bytes()}:
+        values = dict(content.config_records.get(RECORD_KEY_CONFIGS, {}))
+        match stage, values:
+            case Stage.SETUP, {
+                ProtocolKey.PUBLIC_KEY_1: bytes(),
+                ProtocolKey.PUBLIC_KEY_2: bytes(),
+            }:
                 return
             case (
                 Stage.SHARE_KEYS,
-                {Said.DESTINATION_LIST: list(to), Said.CIPHERTEXT_LIST: list(texts)},
-            ) if _pairs(to, texts):
+                {
+                    ProtocolKey.DESTINATION_LIST: list(receivers),
+                    ProtocolKey.CIPHERTEXT_LIST: list(texts),
+                },
+            ) if _pairs(receivers, texts):
                 return
-            case Stage.UNMASK, {Said.NODE_ID_LIST: list(of), Said.SHARE_LIST: list(shares)} if (
-                _pairs(of, shares)
-            ):
+            case Stage.UNMASK, {
+                ProtocolKey.NODE_ID_LIST: list(node_ids),
+                ProtocolKey.SHARE_LIST: list(shares),
+            } if _pairs(node_ids, shares):
                 return
-            case Stage.COLLECT_MASKED_VECTORS, {Said.MASKED_PARAMETERS: list(masked)}:
+            case Stage.COLLECT_MASKED_VECTORS, {ProtocolKey.MASKED_PARAMETERS: list(masked)}:
                 self._check_masked(masked, content)
                 return
         raise RefusedError(f"it is no answer to the stage {stage!r} of SecAgg+")
@@ -206,8 +213,8 @@ class Stages:
     def _check_masked(self, masked: Sequence[Any], content: RecordDict) -> None:
         if any(content.array_records.values()):
             raise RefusedError("it holds numbers that nothing masks")
-        said = content.metric_records.get("fitres.num_examples")
-        count = said.get("num_examples") if said else None
+        metrics = content.metric_records.get("fitres.num_examples")
+        count = metrics.get("num_examples") if metrics else None
         whole_number("num-examples", count, 1, self.most_examples)
         if len(masked) != 1 + len(self.shapes):
             raise RefusedError(f"it holds {len(masked)} arrays, and not {1 + len(self.shapes)}")
@@ -244,7 +251,7 @@ class _Result:
     def aggregate_fit(self, round: int, results: Any, failures: Any) -> tuple[None, dict[str, Any]]:
         """Keeps the mean, which every result has, and whose updates are in it."""
         mean = parameters_to_ndarrays(results[0][1].parameters)
-        self.sum = Sum(mean, {one.node_id: result.num_examples for one, result in results})
+        self.sum = Sum(mean, {client.node_id: result.num_examples for client, result in results})
         return None, {}
 
 
@@ -288,11 +295,11 @@ def run_protocol(
         raise FedleakError(
             f"SecAgg+ cannot unmask the sum ({type(error).__name__}): a client's share is wrong"
         ) from error
-    if (found := result.sum) is None:
+    if (total := result.sum) is None:
         return None
     # Masks that do not cancel leave numbers that no sum of clipped ones has.
-    weight = sum(found.examples.values()) / len(found.examples) / settings.max_weight
+    weight = sum(total.examples.values()) / len(total.examples) / settings.max_weight
     largest = 1.01 * settings.clipping / weight
-    if not all(bool((np.abs(each) <= largest).all()) for each in found.mean):
+    if not all(bool((np.abs(array) <= largest).all()) for array in total.mean):
         raise FedleakError("SecAgg+ gave a sum that no updates have: a client's share is wrong")
-    return found
+    return total

@@ -23,7 +23,7 @@ from fedleak.federation.lookup import most_examples
 from fedleak.federation.protection import aggregator_of
 from fedleak.federation.schedule import clients_of_round, rounds_attacked
 from fedleak.flower.server.assignments import assignment
-from fedleak.flower.server.replies import RefusedError, take_update, told
+from fedleak.flower.server.replies import RefusedError, client_error, take_update
 from fedleak.flower.server.round_sum import Beside, RoundSum
 from fedleak.models import LanguageModel
 from fedleak.store.run import EVERYONE, Capture, Key, Run
@@ -250,7 +250,7 @@ class CuriousServer(Strategy):
         """Fails the round unless each client's update is there and nothing else came."""
         for reply in failed:
             node = reply.metadata.src_node_id
-            self._problems.append(f"{self._name(node)}: {told(reply)}")
+            self._problems.append(f"{self._name(node)}: {client_error(reply)}")
             self._waiting_for.pop(node, None)
         self._problems += [f"client {c}: did not answer" for c in self._waiting_for.values()]
         if not self._problems:

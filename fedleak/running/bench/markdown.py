@@ -33,11 +33,11 @@ def read(paths: Sequence[Path]) -> list[Result]:
         try:
             results.append(RESULT.read(settings_text(path).encode()))
         except (OSError, ValueError) as error:
-            said = error.strerror if isinstance(error, OSError) else error
+            problem = error.strerror if isinstance(error, OSError) else error
             raise ConfigError(
-                f"result {str(path)!r}: {said}: give a bench.json of `fedleak bench`"
+                f"result {str(path)!r}: {problem}: give a bench.json of `fedleak bench`"
             ) from error
-        if reason := _apart(results[0], results[-1]):
+        if reason := _difference(results[0], results[-1]):
             raise ConfigError(
                 f"results {str(paths[0])!r} and {str(path)!r} cannot stand in one table: {reason}"
             )
@@ -46,23 +46,26 @@ def read(paths: Sequence[Path]) -> list[Result]:
     return results
 
 
-def _apart(one: Result, other: Result) -> str | None:
+def _difference(first: Result, second: Result) -> str | None:
     """Returns why two results cannot be compared, or None."""
-    for what, a, b in (
-        ("suite", one.suite, other.suite),
-        ("version", one.version, other.version),
-        ("fingerprint of the settings", one.fingerprint, other.fingerprint),
+    for field, first_value, second_value in (
+        ("suite", first.suite, second.suite),
+        ("version", first.version, second.version),
+        ("fingerprint of the settings", first.fingerprint, second.fingerprint),
     ):
-        if a != b:
-            return f"their {what} differs ({printable(str(a))}, {printable(str(b))})"
-    of_one = {each.name: each for each in one.settings if each.left_out is None}
-    for each in other.settings:
-        same = of_one.get(each.name)
-        if same is not None and each.left_out is None:
-            if each.model != same.model:
-                return f"the weights of {each.name!r} differ"
-            if each.texts != same.texts:
-                return f"the texts of {each.name!r} differ"
+        if first_value != second_value:
+            shown = f"{printable(str(first_value))}, {printable(str(second_value))}"
+            return f"their {field} differs ({shown})"
+    first_settings = {
+        setting.name: setting for setting in first.settings if setting.left_out is None
+    }
+    for setting in second.settings:
+        same = first_settings.get(setting.name)
+        if same is not None and setting.left_out is None:
+            if setting.model != same.model:
+                return f"the weights of {setting.name!r} differ"
+            if setting.texts != same.texts:
+                return f"the texts of {setting.name!r} differ"
     return None
 
 
@@ -95,23 +98,26 @@ def into(page: str, tables: str) -> str:
 
 def _sources(results: Sequence[Result]) -> Iterator[str]:
     """Yields what each result was made with."""
-    for letter, one in zip(LETTERS, results, strict=False):
+    for letter, result in zip(LETTERS, results, strict=False):
         mark = f"**{letter}**: " if len(results) > 1 else ""
-        on, machine = ", ".join(map(_safe, one.machine.devices)), one.machine
-        used = ", ".join(f"{_safe(name)} {_safe(what)}" for name, what in one.versions.items())
+        on, machine = ", ".join(map(_safe, result.machine.devices)), result.machine
+        used = ", ".join(
+            f"{_safe(name)} {_safe(version)}" for name, version in result.versions.items()
+        )
         yield (
             f"{mark}{_safe(machine.system)} {_safe(machine.processor)}, {machine.cores} cores, "
             f"{machine.memory_gib:g} GiB; attacks on {on or 'nothing'}; {used}.\n"
         )
-    for letter, one in zip(LETTERS, results, strict=False):
-        for each in one.attacks:
-            if each.outside:
+    for letter, result in zip(LETTERS, results, strict=False):
+        for attack in result.attacks:
+            if attack.outside:
                 yield (
-                    f"`{_code(each.name)}`{_from(results, letter)} is not fedleak's own: nothing "
-                    f"here rules out that it read the truth from the disk. {_settings(each)}\n"
+                    f"`{_code(attack.name)}`{_mark_of(results, letter)} is not fedleak's own: "
+                    "nothing here rules out that it read the truth from the disk. "
+                    f"{_settings(attack)}\n"
                 )
-        for reason in one.missing:
-            yield f"Not complete{_from(results, letter)}: {_safe(reason)}\n"
+        for reason in result.missing:
+            yield f"Not complete{_mark_of(results, letter)}: {_safe(reason)}\n"
 
 
 def _overview(results: Sequence[Result]) -> Iterator[str]:
@@ -119,28 +125,28 @@ def _overview(results: Sequence[Result]) -> Iterator[str]:
     run = [
         i
         for i in range(len(results[0].settings))
-        if any(one.settings[i].left_out is None for one in results)
+        if any(result.settings[i].left_out is None for result in results)
     ]
     if not run:
         return
     yield "Texts read word for word, %; in brackets the ROUGE-L.\n"
     yield _line(["attack", *(f"{_safe(results[0].settings[i].name)}" for i in run)])
     yield _line(["---"] * (len(run) + 1))
-    for letter, one in zip(LETTERS, results, strict=False):
-        for entry in one.attacks:
-            cells = [_of(one.settings[i], entry.name) for i in run]
+    for letter, result in zip(LETTERS, results, strict=False):
+        for entry in result.attacks:
+            cells = [_cell_of(result.settings[i], entry.name) for i in run]
             if any(cell is not None and _names_texts(cell) for cell in cells):
-                name = f"`{_code(entry.name)}`{_from(results, letter)}"
+                name = f"`{_code(entry.name)}`{_mark_of(results, letter)}"
                 yield _line([name, *map(_short, cells)])
-        together = [one.settings[i].together for i in run]
+        together = [result.settings[i].together for i in run]
         figures = [
-            _both(
-                None if each is None or each.exact_match is None else each.exact_match.mean,
-                None if each is None or each.rougeL is None else each.rougeL.mean,
+            _exact_and_rouge(
+                None if joint is None or joint.exact_match is None else joint.exact_match.mean,
+                None if joint is None or joint.rougeL is None else joint.rougeL.mean,
             )
-            for each in together
+            for joint in together
         ]
-        yield _line([f"*any of them*{_from(results, letter)}", *figures])
+        yield _line([f"*any of them*{_mark_of(results, letter)}", *figures])
     yield ""
 
 
@@ -149,9 +155,9 @@ def _setting(results: Sequence[Result], i: int) -> Iterator[str]:
     setting = results[0].settings[i]
     yield f"### {_safe(setting.name)}\n\n{_safe(setting.about)}\n"
     here = [
-        (letter, one.settings[i])
-        for letter, one in zip(LETTERS, results, strict=False)
-        if one.settings[i].left_out is None
+        (letter, result.settings[i])
+        for letter, result in zip(LETTERS, results, strict=False)
+        if result.settings[i].left_out is None
     ]
     if not here:
         yield f"Not run: {_safe(setting.left_out or '')}.\n"
@@ -162,46 +168,48 @@ def _setting(results: Sequence[Result], i: int) -> Iterator[str]:
     heading += ["proved", "seconds an update"]
     yield _line(heading)
     yield _line(["---"] * len(heading))
-    lines = [(letter, cell) for letter, one in here for cell in one.cells]
+    lines = [(letter, cell) for letter, setting_result in here for cell in setting_result.cells]
     for letter, cell in sorted(lines, key=_rank):
-        yield _line([f"`{_code(cell.attack)}`{_from(results, letter)}", *_figures(cell)])
+        yield _line([f"`{_code(cell.attack)}`{_mark_of(results, letter)}", *_figures(cell)])
     yield ""
     for letter, cell in lines:
         for reason, count in cell.reasons.items():
-            said = f"{count} times: {_safe(reason)}"
-            yield f"- `{_code(cell.attack)}`{_from(results, letter)}, {said}"
+            occurrences = f"{count} times: {_safe(reason)}"
+            yield f"- `{_code(cell.attack)}`{_mark_of(results, letter)}, {occurrences}"
     yield ""
 
 
 def _rank(line: tuple[str, Cell]) -> tuple[float, float, float]:
     """Returns what lines are sorted by: the best first."""
-    of = line[1].figures
-    if of is None:
+    figures = line[1].figures
+    if figures is None:
         return (1.0, 0.0, 0.0)
-    best = (of.exact_match, of.rougeL, of.token_recall)
-    exact, rouge, recall = (-1.0 if each is None else each.mean for each in best)
+    best = (figures.exact_match, figures.rougeL, figures.token_recall)
+    exact, rouge, recall = (-1.0 if estimate is None else estimate.mean for estimate in best)
     return (-exact, -rouge, -recall)
 
 
 def _figures(cell: Cell) -> list[str]:
-    of = cell.figures
-    if of is None:
+    figures = cell.figures
+    if figures is None:
         return [f"cannot work here: {_safe(cell.left_out or '')}", *[""] * 6]
-    seconds = NOT_MEASURED if of.seconds_per_update is None else f"{of.seconds_per_update:.2f}"
-    few = " (few)" if of.warning and of.exact_match is not None else ""
+    seconds = (
+        NOT_MEASURED if figures.seconds_per_update is None else f"{figures.seconds_per_update:.2f}"
+    )
+    few = " (few)" if figures.warning and figures.exact_match is not None else ""
     return [
-        f"{of.answers} of {of.rows}",
-        _interval(of.exact_match, 100) + few,
-        _interval(of.rougeL),
-        NOT_MEASURED if of.control_rougeL is None else number(of.control_rougeL.mean),
-        _interval(of.token_recall, 100),
-        f"{of.verified} of {of.rows}",
+        f"{figures.answers} of {figures.rows}",
+        _interval(figures.exact_match, 100) + few,
+        _interval(figures.rougeL),
+        NOT_MEASURED if figures.control_rougeL is None else number(figures.control_rougeL.mean),
+        _interval(figures.token_recall, 100),
+        f"{figures.verified} of {figures.rows}",
         seconds,
     ]
 
 
-def _of(setting: SettingResult, attack: str) -> Cell | None:
-    return next((each for each in setting.cells if each.attack == attack), None)
+def _cell_of(setting: SettingResult, attack: str) -> Cell | None:
+    return next((cell for cell in setting.cells if cell.attack == attack), None)
 
 
 def _names_texts(cell: Cell) -> bool:
@@ -213,13 +221,15 @@ def _short(cell: Cell | None) -> str:
     """Returns a cell in a word: its figures, or why there are none."""
     if cell is None or cell.figures is None:
         return "cannot" if cell is not None and cell.left_out is not None else NOT_MEASURED
-    of: AttackSummary = cell.figures
-    if of.exact_match is None:
-        return "no answer" if not of.answers else NOT_MEASURED
-    return _both(of.exact_match.mean, None if of.rougeL is None else of.rougeL.mean)
+    figures: AttackSummary = cell.figures
+    if figures.exact_match is None:
+        return "no answer" if not figures.answers else NOT_MEASURED
+    return _exact_and_rouge(
+        figures.exact_match.mean, None if figures.rougeL is None else figures.rougeL.mean
+    )
 
 
-def _both(exact: float | None, rouge: float | None) -> str:
+def _exact_and_rouge(exact: float | None, rouge: float | None) -> str:
     if exact is None:
         return NOT_MEASURED
     return f"{number(100 * exact)} ({number(rouge)})"
@@ -232,11 +242,11 @@ def _interval(value: Estimate | None, scale: float = 1) -> str:
 def _settings(entry: Entry) -> str:
     """Returns how an attack was run."""
     command = entry.settings.get("command")
-    said = f"command `{_code(str(command))}`" if command else f"from {_safe(entry.origin)}"
-    return f"It is the {said}." if command else f"It comes {said}."
+    source = f"command `{_code(str(command))}`" if command else f"from {_safe(entry.origin)}"
+    return f"It is the {source}." if command else f"It comes {source}."
 
 
-def _from(results: Sequence[Result], letter: str) -> str:
+def _mark_of(results: Sequence[Result], letter: str) -> str:
     """Returns the mark of a result where there are several."""
     return f" ({letter})" if len(results) > 1 else ""
 

@@ -144,15 +144,15 @@ def prepare(
     listed = {table.get("kind") for table in tables}
     tables = [*({"kind": kind} for kind in attacks.always_on() if kind not in listed), *tables]
     named = tuple(build_attack(i, dict(table)) for i, table in enumerate(tables))
-    for each in named:
-        if isinstance(each.attack, Equipped):
+    for named_attack in named:
+        if isinstance(named_attack.attack, Equipped):
             try:
-                each.attack.check_equipment()
+                named_attack.attack.check_equipment()
             except ConfigError as error:
-                raise ConfigError(f"attack {each.name!r}: {error}") from error
+                raise ConfigError(f"attack {named_attack.name!r}: {error}") from error
     ready: dict[str, Ready] = {}
     left_out: dict[str, str] = {}
-    names = [each.name for each in suite.settings]
+    names = [setting.name for setting in suite.settings]
     if strange := [name for name in chosen if name not in names]:
         raise ConfigError(f"--setting: {unknown('setting', strange[0], names)}")
     for setting in suite.settings:
@@ -169,15 +169,17 @@ def prepare(
             left_out[setting.name] = str(error)
             continue
         ready[setting.name] = _ready(setting, plan, named, tables, assets)
-    entries = tuple(_entry(each, table) for each, table in zip(named, tables, strict=True))
+    entries = tuple(
+        _entry(named_attack, table) for named_attack, table in zip(named, tables, strict=True)
+    )
     bench = Bench(suite, named, entries, ready, left_out)
     if fresh and bench.path.exists():
         folder = Run(bench.path)
         with folder.lock():
             folder.move_aside()
-    for name, one in ready.items():
+    for name, ready_setting in ready.items():
         if (run := bench.run(name)).exists():
-            preparation.refuse_another(run, one.plan.experiment)
+            preparation.refuse_another(run, ready_setting.plan.experiment)
     return bench
 
 
@@ -200,12 +202,12 @@ def carry_out(
     table = WorkersTable()
     with Run(bench.path).lock(), ExitStack() as hired:
         hands: Sequence[Worker] = ()
-        for name, one in bench.ready.items():
+        for name, ready_setting in bench.ready.items():
             try:
                 if not hands:
                     hands = hired.enter_context(hire(table))
                 with watch(name) as report:
-                    _carry_out(one, bench.run(name), train, report, hands, retry=retry)
+                    _carry_out(ready_setting, bench.run(name), train, report, hands, retry=retry)
             except Exception as error:  # noqa: BLE001 - the others can still be done
                 failures[name] = _failure(name, error)
                 hired.close()  # they may still be at work for this setting
@@ -246,29 +248,29 @@ def collect(bench: Bench, failures: Mapping[str, str]) -> Result:
 
 def obstacles(result: Result) -> dict[tuple[str, str], list[str]]:
     """Returns, by attack and reason, the settings in which an attack cannot work."""
-    found: dict[tuple[str, str], list[str]] = defaultdict(list)
+    blocked_settings: dict[tuple[str, str], list[str]] = defaultdict(list)
     for setting in result.settings:
         for cell in setting.cells:
             if cell.left_out is not None:
-                found[cell.attack, cell.left_out].append(setting.name)
-    return found
+                blocked_settings[cell.attack, cell.left_out].append(setting.name)
+    return blocked_settings
 
 
 def as_sweep(result: Result) -> SweepSummary:
     """Returns a result as the table of a sweep takes it: a cell per setting."""
     return SweepSummary(
         name=f"{result.suite} {result.version}",
-        axes={"setting": [each.name for each in result.settings]},
+        axes={"setting": [setting.name for setting in result.settings]},
         cells=tuple(
             CellSummary(
-                cell=each.name,
-                values={"setting": each.name},
+                cell=setting.name,
+                values={"setting": setting.name},
                 status="not run",
                 attacks={
-                    cell.attack: cell.figures for cell in each.cells if cell.figures is not None
+                    cell.attack: cell.figures for cell in setting.cells if cell.figures is not None
                 },
             )
-            for each in result.settings
+            for setting in result.settings
         ),
     )
 
@@ -285,12 +287,16 @@ def _ready(
     model = outline(experiment, plan.num_labels)
     seen = attack_settings(experiment, model)
     left_out: dict[str, str] = {}
-    for each in named:
-        obstacles = [each.attack.obstacle(one) for one in seen]
+    for named_attack in named:
+        obstacles = [named_attack.attack.obstacle(attack_setting) for attack_setting in seen]
         # Where it works on some clients, the others' updates are inadmissible.
         if all(obstacles):
-            left_out[each.name] = str(obstacles[0])
-    work = [table for each, table in zip(named, tables, strict=True) if each.name not in left_out]
+            left_out[named_attack.name] = str(obstacles[0])
+    work = [
+        table
+        for named_attack, table in zip(named, tables, strict=True)
+        if named_attack.name not in left_out
+    ]
     parts = divide(experiment, read_data(experiment), model)
     digest = hashlib.sha256(json.dumps([parts.sequences, parts.labels, parts.parts]).encode())
     attacked = setting.experiment(work, assets)
@@ -298,7 +304,7 @@ def _ready(
 
 
 def _carry_out(
-    one: Ready,
+    ready: Ready,
     run: Run,
     train: Engine,
     report: Callable[[RunProgress], None],
@@ -307,27 +313,27 @@ def _carry_out(
     retry: bool,
 ) -> None:
     """Trains a setting, unless that is done, and attacks its updates."""
-    preparation.open_run(one.plan, run.path)
-    if not pipeline.finished(run, one.plan.experiment):
-        pipeline.carry_out(run, one.plan.experiment, train, report, hands)
+    preparation.open_run(ready.plan, run.path)
+    if not pipeline.finished(run, ready.plan.experiment):
+        pipeline.carry_out(run, ready.plan.experiment, train, report, hands)
     with run.lock():
         if retry:
             drop_failures(run)
-        attack_captures(run, one.attacked, no_more=lambda: True, report=report, on=hands)
-        scoring.score_run(run, [each.name for each in one.attacked.attacks])
+        attack_captures(run, ready.attacked, no_more=lambda: True, report=report, on=hands)
+        scoring.score_run(run, [named_attack.name for named_attack in ready.attacked.attacks])
 
 
 def _result(bench: Bench, setting: Setting, failures: Mapping[str, str]) -> SettingResult:
     """Returns what there is of a setting."""
-    one, run = bench.ready.get(setting.name), bench.run(setting.name)
-    if one is None or setting.name in failures or not run.exists():
+    ready, run = bench.ready.get(setting.name), bench.run(setting.name)
+    if ready is None or setting.name in failures or not run.exists():
         return SettingResult(
             name=setting.name,
             about=setting.about,
             fingerprint=setting.fingerprint,
             left_out={**bench.left_out, **failures}.get(setting.name, "not run yet"),
         )
-    names = [each.name for each in one.attacked.attacks]
+    names = [named_attack.name for named_attack in ready.attacked.attacks]
     rows = [row for row in run.salvage(LEAKAGE) if row.attack in names]
     together = worst_case(rows, {})
     return SettingResult(
@@ -335,14 +341,14 @@ def _result(bench: Bench, setting: Setting, failures: Mapping[str, str]) -> Sett
         about=setting.about,
         fingerprint=setting.fingerprint,
         model=run.info()["model_fingerprint"],
-        texts=one.texts,
-        updates=len(expected_captures(one.attacked)),
+        texts=ready.texts,
+        updates=len(expected_captures(ready.attacked)),
         sequences=sum(text_counts(rows).values()),
         cells=tuple(
-            Cell(attack=each.name, left_out=why)
-            if (why := one.left_out.get(each.name)) is not None
-            else _cell(each.name, [row for row in rows if row.attack == each.name])
-            for each in bench.attacks
+            Cell(attack=named_attack.name, left_out=why)
+            if (why := ready.left_out.get(named_attack.name)) is not None
+            else _cell(named_attack.name, [row for row in rows if row.attack == named_attack.name])
+            for named_attack in bench.attacks
         ),
         together=None
         if together is None
@@ -361,11 +367,11 @@ def _cell(attack: str, rows: Sequence[LeakageRow]) -> Cell:
     )
 
 
-def _entry(each: NamedAttack, table: Mapping[str, Any]) -> Entry:
-    kind = each.attack.kind
+def _entry(named_attack: NamedAttack, table: Mapping[str, Any]) -> Entry:
+    kind = named_attack.attack.kind
     settings = {key: value for key, value in table.items() if key != "name"}
     return Entry(
-        name=each.name,
+        name=named_attack.name,
         settings=settings,
         origin=discover(attacks).origins[kind],
         outside=bool(attacks.unchecked([kind])),

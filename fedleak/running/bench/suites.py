@@ -127,26 +127,26 @@ def load(suite: str) -> Suite:
     if not path.is_file():
         path = Path(suite)
         if not path.is_file():
-            known = [each.stem for each in FOLDER.glob("*.toml")]
+            known = [file.stem for file in FOLDER.glob("*.toml")]
             raise ConfigError(f"{unknown('suite', suite, known)}: or give the path of a file")
     try:
         table = SuiteTable.model_validate(loading.read(path))
     except ValidationError as error:
         raise ConfigError(f"suite {str(path)!r}: {one_line(error, SuiteTable)}") from error
-    names = [each.name for each in table.setting]
+    names = [setting.name for setting in table.setting]
     if twice := [name for name in names if names.count(name) > 1]:
         raise ConfigError(f"suite {str(path)!r}: two settings are called {twice[0]!r}: rename one")
-    for where in (table.experiment, *(each.experiment for each in table.setting)):
+    for where in (table.experiment, *(setting.experiment for setting in table.setting)):
         if out_of_place := [key for key in _AFTERWARDS if key in where]:
             raise ConfigError(
                 f"suite {str(path)!r}: {out_of_place[0]} is not part of a setting: leave it out"
             )
-    settings = tuple(_setting(each, table.experiment) for each in table.setting)
+    settings = tuple(_setting(setting, table.experiment) for setting in table.setting)
     return Suite(
         name=table.name,
         version=table.version,
         about=table.about,
-        fingerprint=_fingerprint([(each.name, each.tables) for each in settings]),
+        fingerprint=_fingerprint([(setting.name, setting.tables) for setting in settings]),
         settings=settings,
         attacks=tuple(table.attack),
     )
@@ -172,32 +172,32 @@ def entered(
     Raises:
         ConfigError: The file has no attacks, or nothing is left.
     """
-    found: list[Mapping[str, Any]] = [] if only else list(suite.attacks)
-    found += [{"kind": kind} for kind in kinds]
+    attacks: list[Mapping[str, Any]] = [] if only else list(suite.attacks)
+    attacks += [{"kind": kind} for kind in kinds]
     if file is not None:
         tables = loading.read(file)
         if set(tables) != {"attack"} or not isinstance(tables["attack"], list):
             raise ConfigError(f"--attacks {str(file)!r}: give a file with [[attack]] tables alone")
-        found += tables["attack"]
+        attacks += tables["attack"]
     if command is not None:
-        found.append({"kind": "command", "command": command})
-    if not found:
+        attacks.append({"kind": "command", "command": command})
+    if not attacks:
         raise ConfigError("--only leaves out all attacks: name one by --attack or --command")
-    return found
+    return attacks
 
 
 def _setting(table: SettingTable, shared: Mapping[str, Any]) -> Setting:
-    tables = _over(shared, table.experiment)
+    tables = _merged(shared, table.experiment)
     return Setting(table.name, table.about, tables, _fingerprint(tables))
 
 
-def _over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     """Returns tables with others over them, key by key."""
     both = copy.deepcopy(dict(below))
     for key, value in above.items():
         old = both.get(key)
         both[key] = (
-            _over(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+            _merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
         )
     return both
 
@@ -209,9 +209,9 @@ def _fingerprint(value: Any) -> str:
 def _filled(value: Any, assets: Path | None) -> Any:
     """Returns tables in which the folder of models and data stands for its name."""
     if isinstance(value, dict):
-        return {key: _filled(each, assets) for key, each in value.items()}
+        return {key: _filled(inner, assets) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_filled(each, assets) for each in value]
+        return [_filled(inner, assets) for inner in value]
     if isinstance(value, str) and assets is not None:
         return value.replace(ASSETS, str(assets.absolute()))
     return value

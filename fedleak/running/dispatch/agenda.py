@@ -61,25 +61,25 @@ class Agenda:
             alone = [[key] for key in left if (key, attack.name) in failed]
             together = [key for key in left if (key, attack.name) not in failed]
             for keys in [*alone, together]:
-                each = _Awaited(next(self._places), Work(attack, keys), set(keys))
+                awaited = _Awaited(next(self._places), Work(attack, keys), set(keys))
                 for key in keys:
-                    self._awaited[key].append(each)
+                    self._awaited[key].append(awaited)
 
     def arrived(self, key: Key) -> None:
         """Notes that a capture is here."""
-        for each in self._awaited.pop(key, ()):
-            each.missing.discard(key)
-            if not each.missing:
-                self._add(each.place, each.work)
+        for awaited in self._awaited.pop(key, ()):
+            awaited.missing.discard(key)
+            if not awaited.missing:
+                self._add(awaited.place, awaited.work)
 
     def close(self) -> None:
         """Notes that no more captures come: what is here is taken without the rest."""
-        unfinished = {id(one): one for found in self._awaited.values() for one in found}
-        for each in unfinished.values():
-            attack, keys = each.work
-            self._quick_left -= {(key, attack.name) for key in each.missing}
-            if here := [key for key in keys if key not in each.missing]:
-                self._add(each.place, Work(attack, here))
+        unfinished = {id(awaited): awaited for group in self._awaited.values() for awaited in group}
+        for awaited in unfinished.values():
+            attack, keys = awaited.work
+            self._quick_left -= {(key, attack.name) for key in awaited.missing}
+            if here := [key for key in keys if key not in awaited.missing]:
+                self._add(awaited.place, Work(attack, here))
         self._awaited.clear()
 
     def again(self, attack: NamedAttack, key: Key) -> None:
@@ -121,10 +121,10 @@ class Arrivals:
 
     def __init__(self, run: Run, expected: Sequence[Key]) -> None:
         self._run, self._kept = run, {key.round for key in expected}
-        found = set(run.captures())
-        self.here = sum(key in found for key in expected)
-        self._awaited = dict.fromkeys(key for key in expected if key not in found)
-        self._first = [key for key in expected if key in found]
+        captured = set(run.captures())
+        self.here = sum(key in captured for key in expected)
+        self._awaited = dict.fromkeys(key for key in expected if key not in captured)
+        self._first = [key for key in expected if key in captured]
         self._latest = 1
         self.round()
 
@@ -136,15 +136,15 @@ class Arrivals:
         """
         if everywhere:
             of_now = set(self._run.captures()) if self._awaited else set()
-            found = [key for key in self._awaited if key in of_now]
+            arrivals = [key for key in self._awaited if key in of_now]
         else:
             next_ones = itertools.islice(self._awaited, LOOKS)
-            found = [key for key in next_ones if self._run.has_capture(key)]
-        for key in found:
+            arrivals = [key for key in next_ones if self._run.has_capture(key)]
+        for key in arrivals:
             del self._awaited[key]
-        self.here += len(found)
+        self.here += len(arrivals)
         first, self._first = self._first, []
-        return first + found
+        return first + arrivals
 
     def round(self) -> int:
         """Returns the round that is trained; one more than there are when all is trained."""
@@ -167,14 +167,14 @@ def groups(
 
     That depends on the experiment alone, so a run that was killed makes the same groups again.
     """
-    found = []
+    batches = []
     for _, of_round in itertools.groupby(expected, key=lambda key: key.round):
         keys = list(of_round)
-        for each in named:
-            size = each.attack.at_once if isinstance(each.attack, Batched) else 1
+        for named_attack in named:
+            size = named_attack.attack.at_once if isinstance(named_attack.attack, Batched) else 1
             size = size if at_once is None else min(size, at_once)
-            found += [Work(each, keys[i : i + size]) for i in range(0, len(keys), size)]
-    return sorted(found, key=lambda work: work.keys[0])
+            batches += [Work(named_attack, keys[i : i + size]) for i in range(0, len(keys), size)]
+    return sorted(batches, key=lambda work: work.keys[0])
 
 
 def part_of(work: Sequence[Work], shard: Shard | None) -> list[Work]:
@@ -185,5 +185,5 @@ def part_of(work: Sequence[Work], shard: Shard | None) -> list[Work]:
     if shard is None:
         return list(work)
     return sorted(
-        shard.part(sorted(work, key=lambda one: one.attack.name)), key=lambda one: one.keys[0]
+        shard.part(sorted(work, key=lambda task: task.attack.name)), key=lambda task: task.keys[0]
     )

@@ -104,15 +104,15 @@ class Dispatcher:
             given = shards.answers_for(run, shard)
             self._answers, self._attempts = shard.lines(self._answers), shard.lines(ATTEMPTS)
             tries = run.readable(self._attempts)
-        self._tries = Counter(each.id for each in tries)
+        self._tries = Counter(attempt.id for attempt in tries)
         self._candidates = {
-            each.name: read_candidates(run, each.name)
-            for each in experiment.attacks
-            if each.candidates is not None
+            named_attack.name: read_candidates(run, named_attack.name)
+            for named_attack in experiment.attacks
+            if named_attack.candidates is not None
         }
         expected = expected_captures(experiment)
         work = part_of(groups(experiment.attacks, expected, experiment.workers.at_once), shard)
-        wanted = {(key, each.attack.name) for each in work for key in each.keys}
+        wanted = {(key, task.attack.name) for task in work for key in task.keys}
         self._answered = answered(given, experiment) & wanted
         self._retention = Retention(run, experiment)
         self._retention.answered(given)
@@ -167,11 +167,11 @@ class Dispatcher:
     def collect(self, all_workers: Sequence[Worker]) -> None:
         """Records the answers that have come, and tries that failed."""
         for worker in all_workers:
-            if (jobs := worker.jobs) and (found := worker.result()) is not None:
-                if isinstance(found, BaseException):
-                    self._record_failure(jobs, found)
+            if (jobs := worker.jobs) and (outcome := worker.result()) is not None:
+                if isinstance(outcome, BaseException):
+                    self._record_failure(jobs, outcome)
                 else:
-                    self._record(found)
+                    self._record(outcome)
 
     def done(self, all_workers: Sequence[Worker]) -> bool:
         """Returns whether all is attacked and no more captures come."""
@@ -222,13 +222,13 @@ class Dispatcher:
 
     def _record(self, answers: Sequence[Answer]) -> None:
         self._run.append(self._answers, *answers)
-        for each in answers:
-            key, name = each.id
-            self._answered.add(each.id)
+        for answer in answers:
+            key, name = answer.id
+            self._answered.add(answer.id)
             self._agenda.answered(key, name)
-            self._finished.append(Finished(name, key, each.status, each.seconds))
-            self._pace.answered(name, each.seconds or 0.0)
-            _log.info("%s on %s: %s in %s s", name, key, each.status, each.seconds)
+            self._finished.append(Finished(name, key, answer.status, answer.seconds))
+            self._pace.answered(name, answer.seconds or 0.0)
+            _log.info("%s on %s: %s in %s s", name, key, answer.status, answer.seconds)
         self._retention.answered(answers)
 
     def _record_failure(self, jobs: Sequence[Job], error: BaseException) -> None:

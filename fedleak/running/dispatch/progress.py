@@ -67,7 +67,8 @@ class Pace:
 
     def __init__(self, named: Sequence[NamedAttack], left: Set[tuple[Key, str]]) -> None:
         self._limits: dict[str, object] = {
-            one.name: getattr(one.attack, "seconds", None) for one in named
+            named_attack.name: getattr(named_attack.attack, "seconds", None)
+            for named_attack in named
         }
         self._left = Counter(name for _, name in left)
         self._took: Counter[str] = Counter()
@@ -84,8 +85,8 @@ class Pace:
         left = {name: count for name, count in self._left.items() if count > 0}
         if not left.keys() <= self._count.keys():
             return None
-        each = (count * self._took[name] / self._count[name] for name, count in left.items())
-        return sum(each) / max(1, num_workers)
+        seconds = (count * self._took[name] / self._count[name] for name, count in left.items())
+        return sum(seconds) / max(1, num_workers)
 
     def seconds_most(self, num_workers: int) -> float:
         """Returns what attacks that are left take at most, of those that have a time limit."""

@@ -31,9 +31,11 @@ class Retention:
         self._run, self._keep = run, experiment.audit.keep
         if self._keep == "all":
             return
-        asked = (one.attacks for one in shares(run).values() if one is not None)
-        named = (each.name for each in chain(experiment.attacks, stored(run).attacks))
-        names = {*named, *chain.from_iterable(asked)}
+        shard_attacks = (share.attacks for share in shares(run).values() if share is not None)
+        named = (
+            named_attack.name for named_attack in chain(experiment.attacks, stored(run).attacks)
+        )
+        names = {*named, *chain.from_iterable(shard_attacks)}
         self._left: dict[Key, set[str]] = defaultdict(names.copy)
         self._failed: set[Key] = set()
         self._proved: set[Key] = set()
@@ -46,13 +48,13 @@ class Retention:
         """
         if self._keep == "all":
             return
-        for each in answers:
-            self._left[each.key].discard(each.attack)
-            if each.status == Status.FAILED:
-                self._failed.add(each.key)
-            if each.verified:
-                self._proved.add(each.key)
-            self.arrived(each.key)
+        for answer in answers:
+            self._left[answer.key].discard(answer.attack)
+            if answer.status == Status.FAILED:
+                self._failed.add(answer.key)
+            if answer.verified:
+                self._proved.add(answer.key)
+            self.arrived(answer.key)
 
     def arrived(self, key: Key) -> None:
         """Notes that a capture is here, of which all answers may have come before."""

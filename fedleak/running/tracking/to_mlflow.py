@@ -59,34 +59,36 @@ def export_to_mlflow(run: Run, place: str | None, *, texts: bool = False) -> str
             "MLflow is not set to any place and would write to the current folder: name one, such "
             "as --to mlflow:mlruns, or set MLFLOW_TRACKING_URI"
         )
-    found = tracked(run)
+    tracked_run = tracked(run)
     with TemporaryDirectory(prefix="fedleak-") as folder:
         report = Path(folder) / (reports.NAME if texts else reports.REDACTED)
         reports.report_run(run, report, redact=not texts)
         try:
-            return _log(MlflowClient(tracking_uri=place), found, report)
+            return _log(MlflowClient(tracking_uri=place), tracked_run, report)
         except (MlflowException, OSError) as error:
-            said = str(error).partition("\n")[0]
-            raise FedleakError(f"MLflow does not take the run: {said}") from error
+            reason = str(error).partition("\n")[0]
+            raise FedleakError(f"MLflow does not take the run: {reason}") from error
 
 
-def _log(client: Any, found: Tracked, report: Path) -> str:
+def _log(client: Any, tracked_run: Tracked, report: Path) -> str:
     """Makes MLflow's run; one that could not be completed is marked as failed."""
     from mlflow.entities import Metric, Param
 
     name = os.environ.get("MLFLOW_EXPERIMENT_NAME", EXPERIMENT)
     known = client.get_experiment_by_name(name)
     experiment = client.create_experiment(name) if known is None else known.experiment_id
-    made = client.create_run(experiment, run_name=found.name, tags=dict(found.tags))
+    made = client.create_run(experiment, run_name=tracked_run.name, tags=dict(tracked_run.tags))
     run_id: str = made.info.run_id
     now = int(1000 * time.time())
     try:
-        for some in _parts(list(found.parameters.items()), MOST_PARAMETERS):
-            client.log_batch(run_id, params=[Param(*each) for each in some])
-        for metrics in _parts(found.metrics, MOST_METRICS):
+        for batch in _parts(list(tracked_run.parameters.items()), MOST_PARAMETERS):
+            client.log_batch(run_id, params=[Param(*parameter) for parameter in batch])
+        for metrics in _parts(tracked_run.metrics, MOST_METRICS):
             client.log_batch(
                 run_id,
-                metrics=[Metric(each.name, each.value, now, each.round) for each in metrics],
+                metrics=[
+                    Metric(metric.name, metric.value, now, metric.round) for metric in metrics
+                ],
             )
         client.log_artifact(run_id, str(report))
     except BaseException:

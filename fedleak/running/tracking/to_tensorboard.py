@@ -31,15 +31,15 @@ def export_to_tensorboard(run: Run, place: str | None) -> Path:
         raise ConfigError(
             "TensorBoard is not installed: pip install 'fedleak[tensorboard]', or write a csv file"
         ) from error
-    found = tracked(run)
-    folder = Path(place or PLACE) / found.name
+    tracked_run = tracked(run)
+    folder = Path(place or PLACE) / tracked_run.name
     if folder.exists():
         # TensorBoard would draw the points of both.
         raise ConfigError(f"{str(folder)!r} exists: delete it, or name another folder")
-    settings = {**found.parameters, **found.tags}
+    settings = {**tracked_run.parameters, **tracked_run.tags}
     try:
         with SummaryWriter(str(folder)) as writer:
-            for metric in found.metrics:
+            for metric in tracked_run.metrics:
                 writer.add_scalar(metric.name, metric.value, metric.round)
             # Four spaces make it code, which is shown as it is.
             lines = (f"    {name} = {' '.join(value.split())}" for name, value in settings.items())

@@ -68,13 +68,13 @@ def tracked(run: Run) -> Tracked:
     settings = experiment.model_dump(mode="json", exclude_none=True)
     metrics = [
         *(
-            Metric(("utility", name), each.round, value)
-            for each in run.rows(UTILITY)
-            for name, value in each.figures.items()
+            Metric(("utility", name), row.round, value)
+            for row in run.rows(UTILITY)
+            for name, value in row.figures.items()
             if value is not None
         ),
         *_epsilons(ledger),
-        *_read(rows, summary),
+        *_leakage(rows, summary),
         *_totals(summary, experiment.federation.rounds),
     ]
     return Tracked(
@@ -89,11 +89,11 @@ def tracked(run: Run) -> Tracked:
 
 def _flat(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
     """Yields the settings by dotted key; tables in a list by their number."""
-    if isinstance(value, list) and any(isinstance(each, dict) for each in value):
+    if isinstance(value, list) and any(isinstance(element, dict) for element in value):
         value = dict(enumerate(value))
     if isinstance(value, dict):
-        for name, each in value.items():
-            yield from _flat(each, f"{key}.{name}" if key else str(name))
+        for name, inner in value.items():
+            yield from _flat(inner, f"{key}.{name}" if key else str(name))
     else:
         yield key, value if isinstance(value, str) else json.dumps(value)
 
@@ -112,28 +112,30 @@ def _epsilons(ledger: Sequence[LedgerRow]) -> Iterator[Metric]:
     """Yields the largest epsilon of any client by a round; of none where a client has none."""
     of_client: dict[int, float | None] = {}
     for round in sorted({row.round for row in ledger}):
-        found: dict[int, list[float | None]] = defaultdict(list)
+        by_client: dict[int, list[float | None]] = defaultdict(list)
         for row in ledger:
             if row.round == round:
                 epsilon = None if row.epsilon == NONE else float(row.epsilon)
-                found[row.client].append(epsilon)
-        for client, each in found.items():
+                by_client[row.client].append(epsilon)
+        for client, epsilons in by_client.items():
             # Of statements about one client the smallest is what counts.
-            of_client[client] = None if None in each else min(e for e in each if e is not None)
+            of_client[client] = (
+                None if None in epsilons else min(e for e in epsilons if e is not None)
+            )
         largest = [epsilon for epsilon in of_client.values() if epsilon is not None]
         if len(largest) == len(of_client):
             yield Metric(("privacy", "epsilon"), round, max(largest))
 
 
-def _read(rows: Sequence[LeakageRow], summary: RunSummary) -> Iterator[Metric]:
+def _leakage(rows: Sequence[LeakageRow], summary: RunSummary) -> Iterator[Metric]:
     """Yields what attacks read in each round, with the controls, and what all read together."""
     of_attack: dict[str, list[LeakageRow]] = defaultdict(list)
     for row in rows:
         of_attack[row.attack].append(row)
-    for name, of in of_attack.items():
-        yield from _by_round(("attack", name), of)
+    for name, attack_rows in of_attack.items():
+        yield from _by_round(("attack", name), attack_rows)
         for control in CONTROLS:
-            yield from _means(("attack", name, control), _values(of, control))
+            yield from _means(("attack", name, control), _values(attack_rows, control))
     most = set(summary.ladder.top.attacks.values()) if summary.ladder else of_attack.keys()
     yield from _by_round(("any_attack",), [row for row in rows if row.attack in most])
 
@@ -141,8 +143,8 @@ def _read(rows: Sequence[LeakageRow], summary: RunSummary) -> Iterator[Metric]:
 def _by_round(parts: tuple[str, ...], rows: Sequence[LeakageRow]) -> Iterator[Metric]:
     """Yields the mean over texts of what the best of these rows has of each."""
     for figure in FIGURES:
-        found = best(rows, figure)
-        scores = ((text.key.round, score) for text, score in found.items())
+        best_scores = best(rows, figure)
+        scores = ((text.key.round, score) for text, score in best_scores.items())
         yield from _means((*parts, figure), scores)
 
 
@@ -157,20 +159,20 @@ def _means(parts: tuple[str, ...], values: Iterable[tuple[int, float]]) -> Itera
     of_round: dict[int, list[float]] = defaultdict(list)
     for round, value in values:
         of_round[round].append(value)
-    for round, found in sorted(of_round.items()):
-        yield Metric(parts, round, sum(found) / len(found))
+    for round, numbers in sorted(of_round.items()):
+        yield Metric(parts, round, sum(numbers) / len(numbers))
 
 
 def _totals(summary: RunSummary, last: int) -> Iterator[Metric]:
     """Yields the figures of the summary with both ends of their intervals, after the last round."""
     of_all: dict[tuple[str, ...], AttackSummary | WorstCase] = {
-        ("attack", name): of for name, of in summary.attacks.items()
+        ("attack", name): attack_summary for name, attack_summary in summary.attacks.items()
     }
     if summary.worst_case is not None:
         of_all["any_attack",] = summary.worst_case
-    for parts, of in of_all.items():
+    for parts, figures in of_all.items():
         for figure in ("exact_match", "rougeL", "token_recall"):
-            estimate: Estimate | None = getattr(of, figure)
+            estimate: Estimate | None = getattr(figures, figure)
             for end, value in (estimate.model_dump() if estimate else {}).items():
                 yield Metric(("total", *parts, figure, end), last, value)
 
@@ -178,7 +180,7 @@ def _totals(summary: RunSummary, last: int) -> Iterator[Metric]:
 def _tags(info: Mapping[str, Any], summary: RunSummary) -> dict[str, str]:
     """Returns what is known of a run beside settings and figures."""
     held, worst = summary.privacy, summary.worst_case
-    said = {
+    tags = {
         "fedleak.version": summary.fedleak,
         "fedleak.commit": info.get("git_commit"),
         "fedleak.fingerprint": info["fingerprint"],
@@ -190,4 +192,4 @@ def _tags(info: Mapping[str, Any], summary: RunSummary) -> dict[str, str]:
         "fedleak.warning": worst and worst.warning,
         "fedleak.told": summary.ladder and summary.ladder.top.told,
     }
-    return {name: str(value) for name, value in said.items() if value is not None}
+    return {name: str(value) for name, value in tags.items() if value is not None}

@@ -60,14 +60,15 @@ def checked(
         raise InvalidAnswerError(f"reason is {_type(answer.reason)}, not a str")
     sequences = None
     if answer.sequences is not None:
-        found = _listed("sequences", answer.sequences)
+        raw_sequences = _listed("sequences", answer.sequences)
         most = max(_MOST_SEQUENCES, _TIMES * examples)
-        if len(found) > most:
+        if len(raw_sequences) > most:
             raise InvalidAnswerError(
-                f"{len(found)} sequences for a batch of {examples}: at most {most} are taken"
+                f"{len(raw_sequences)} sequences for a batch of {examples}: at most {most} are "
+                "taken"
             )
         sequences = tuple(
-            _ids(f"sequences[{i}]", each, vocabulary, longest) for i, each in enumerate(found)
+            _ids(f"sequences[{i}]", ids, vocabulary, longest) for i, ids in enumerate(raw_sequences)
         )
         if not all(sequences):
             raise InvalidAnswerError("a sequence is empty")
@@ -75,14 +76,14 @@ def checked(
     if tokens is not None:
         tokens = _ids("tokens", tokens, vocabulary, vocabulary)
     evidence, margins = (
-        tuple(_number(f"{name}[{i}]", each) for i, each in enumerate(_listed(name, values)))
+        tuple(_number(f"{name}[{i}]", number) for i, number in enumerate(_listed(name, values)))
         for name, values in (("evidence", answer.evidence), ("margins", answer.margins))
     )
-    of = 0 if sequences is None else len(sequences)
-    if len(evidence) != of:
-        raise InvalidAnswerError(f"{len(evidence)} numbers of evidence for {of} sequences")
-    if len(margins) not in (0, of):
-        raise InvalidAnswerError(f"{len(margins)} margins for {of} sequences")
+    count = 0 if sequences is None else len(sequences)
+    if len(evidence) != count:
+        raise InvalidAnswerError(f"{len(evidence)} numbers of evidence for {count} sequences")
+    if len(margins) not in (0, count):
+        raise InvalidAnswerError(f"{len(margins)} margins for {count} sequences")
     scores = _scores(answer.scores, listed)
     facts, diagnostics = (
         _table(name, value)
@@ -131,10 +132,10 @@ def _ids(name: str, values: object, vocabulary: int, most: int) -> tuple[int, ..
     ids = tuple(_listed(name, values))
     if len(ids) > most:
         raise InvalidAnswerError(f"{name} has {len(ids)} ids: at most {most} are possible")
-    for i, each in enumerate(ids):
-        if type(each) is not int:
-            raise InvalidAnswerError(f"{name}[{i}] is {_type(each)}, not an int")
-        if not 0 <= each < vocabulary:
+    for i, token in enumerate(ids):
+        if type(token) is not int:
+            raise InvalidAnswerError(f"{name}[{i}] is {_type(token)}, not an int")
+        if not 0 <= token < vocabulary:
             raise InvalidAnswerError(
                 f"{name}[{i}] is no token id: the model has those from 0 to {vocabulary - 1}"
             )
@@ -147,13 +148,13 @@ def _scores(values: object, listed: int) -> dict[str, tuple[float, ...]]:
         raise InvalidAnswerError(f"scores is {_type(values)}, not a mapping")
     if len(values) > _MOST_SCORES:
         raise InvalidAnswerError(f"{len(values)} scores: at most {_MOST_SCORES} are taken")
-    found = {}
-    for name, each in values.items():
+    scores = {}
+    for name, score_values in values.items():
         if type(name) is not str or not _SCORE.fullmatch(name):
             raise InvalidAnswerError("the name of a score is no word of letters, digits and _")
         numbers = tuple(
-            _number(f"scores[{name}][{i}]", one)
-            for i, one in enumerate(_listed(f"scores[{name}]", each))
+            _number(f"scores[{name}][{i}]", number)
+            for i, number in enumerate(_listed(f"scores[{name}]", score_values))
         )
         if len(numbers) != listed:
             raise InvalidAnswerError(
@@ -161,8 +162,8 @@ def _scores(values: object, listed: int) -> dict[str, tuple[float, ...]]:
             )
         if None in numbers:
             raise InvalidAnswerError(f"scores[{name}] has a number that is not finite")
-        found[name] = tuple(float(one) for one in numbers if one is not None)
-    return found
+        scores[name] = tuple(float(number) for number in numbers if number is not None)
+    return scores
 
 
 def _number(name: str, value: object) -> float | int | None:
@@ -188,9 +189,9 @@ def _json(name: str, value: object, depth: int = 0) -> Any:
         for key in value:
             if type(key) is not str:
                 raise InvalidAnswerError(f"a key in {name} is {_type(key)}, not a str")
-        return {_text(name, key): _json(name, each, depth + 1) for key, each in value.items()}
+        return {_text(name, key): _json(name, inner, depth + 1) for key, inner in value.items()}
     if isinstance(value, tuple | list):
-        return [_json(name, each, depth + 1) for each in value]
+        return [_json(name, inner, depth + 1) for inner in value]
     return _number(f"a value in {name}", value)
 
 
@@ -206,8 +207,8 @@ def _text(name: str, value: str) -> str:
 def _table(name: str, value: object) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise InvalidAnswerError(f"{name} is {_type(value)}, not a mapping")
-    found: dict[str, Any] = _json(name, value)
-    return found
+    table: dict[str, Any] = _json(name, value)
+    return table
 
 
 def _check_facts(facts: Mapping[str, Any]) -> None:

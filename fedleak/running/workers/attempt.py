@@ -46,16 +46,18 @@ def call(
     """
     if isinstance(attack, Batched):
         return attack.many(seen, model, rngs=rngs, report=report)
-    return [attack(each, model, rng=rng) for each, rng in zip(seen, rngs, strict=True)]
+    return [
+        attack(observation, model, rng=rng) for observation, rng in zip(seen, rngs, strict=True)
+    ]
 
 
 def answers(
-    found: object, seen: Sequence[Observation], model: LanguageModel, spoiled: Sequence[str]
+    returned: object, seen: Sequence[Observation], model: LanguageModel, spoiled: Sequence[str]
 ) -> list[Reconstruction]:
     """Returns an answer for each observation: the attack's, if that is one, else a failure.
 
     Args:
-        found: What the attack returned.
+        returned: What the attack returned.
         seen: What it was called with.
         model: What it was called with.
         spoiled: What it changed of the model, by name.
@@ -66,23 +68,30 @@ def answers(
             "it has to work on a copy"
         )
         return [Reconstruction.none(Status.FAILED, reason)] * len(seen)
-    if not isinstance(found, list | tuple) or len(found) != len(seen):
-        what = f"{len(found)} answers" if isinstance(found, list | tuple) else "no list of answers"
-        reason = f"the attack returned {what} for {len(seen)} observations"
+    if not isinstance(returned, list | tuple) or len(returned) != len(seen):
+        description = (
+            f"{len(returned)} answers"
+            if isinstance(returned, list | tuple)
+            else "no list of answers"
+        )
+        reason = f"the attack returned {description} for {len(seen)} observations"
         return [Reconstruction.none(Status.FAILED, reason)] * len(seen)
-    return [_answer(answer, each, model) for answer, each in zip(found, seen, strict=True)]
+    return [
+        _answer(answer, observation, model)
+        for answer, observation in zip(returned, seen, strict=True)
+    ]
 
 
 def _answer(answer: object, seen: Observation, model: LanguageModel) -> Reconstruction:
     """Returns an attack's answer, or the failure that it is."""
-    asked = seen.knowledge.candidates
+    candidates = seen.knowledge.candidates
     try:
         plain = checked(
             answer,
             vocabulary=int(model.module.config.vocab_size),  # type: ignore[union-attr,arg-type]
             longest=model.max_length,
             examples=seen.update.num_examples,
-            listed=len(asked.listed) if asked else 0,
+            listed=len(candidates.listed) if candidates else 0,
         )
         if plain.verified and not certificate.proves(model, plain.sequences or (), seen):
             raise InvalidAnswerError(

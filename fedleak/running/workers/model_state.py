@@ -23,11 +23,15 @@ def state(model: LanguageModel) -> Mapping[str, object]:
     return {
         "weights": _digest(parameters.items()),
         "buffers": _digest(module.named_buffers()),
-        "layers": [(name, type(each)) for name, each in modules.items()],
-        "train mode": [name for name, each in modules.items() if each.training],
-        "requires_grad": [name for name, each in parameters.items() if each.requires_grad],
-        "gradients": [name for name, each in parameters.items() if each.grad is not None],
-        "hooks": [sum(len(getattr(each, hooks)) for hooks in _HOOKS) for each in modules.values()],
+        "layers": [(name, type(layer)) for name, layer in modules.items()],
+        "train mode": [name for name, layer in modules.items() if layer.training],
+        "requires_grad": [
+            name for name, parameter in parameters.items() if parameter.requires_grad
+        ],
+        "gradients": [name for name, parameter in parameters.items() if parameter.grad is not None],
+        "hooks": [
+            sum(len(getattr(layer, hooks)) for hooks in _HOOKS) for layer in modules.values()
+        ],
     }
 
 
@@ -47,8 +51,8 @@ def _digest(named: Iterable[tuple[str, Tensor]]) -> str:
     for name, tensor in named:
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype};".encode())
         sums.setdefault(tensor.device, []).extend(_sums(tensor.detach()))
-    for found in sums.values():
-        digest.update(torch.cat(found).cpu().numpy().tobytes())
+    for device_sums in sums.values():
+        digest.update(torch.cat(device_sums).cpu().numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -191,7 +191,9 @@ class RayWorker:
         if self.jobs:
             return False
         if not self._ready.done():
-            if time.monotonic() > self._away_until and not any(each.here for each in self._crew):
+            if time.monotonic() > self._away_until and not any(
+                worker.here for worker in self._crew
+            ):
                 raise FedleakError(
                     f"no worker of the Ray cluster has started for {START_SECONDS:g} s: look at "
                     "`ray status`; the same command finishes the rest"
@@ -385,17 +387,17 @@ def _room(table: RayTable) -> tuple[int, float]:
     gpus = table.gpus
     if gpus is None:
         gpus = 1.0 if ray.cluster_resources().get("GPU") else 0.0
-    kind, each = ("GPU", gpus) if gpus else ("CPU", 1.0)
+    kind, per_worker = ("GPU", gpus) if gpus else ("CPU", 1.0)
     deadline = time.monotonic() + FREE_SECONDS
     while True:
         free = ray.available_resources().get(kind, 0.0)
-        slots = table.slots or int(free / each)
-        if slots and slots * each <= free:
+        slots = table.slots or int(free / per_worker)
+        if slots and slots * per_worker <= free:
             return slots, gpus
         if time.monotonic() > deadline:
             raise FedleakError(
                 f"the Ray cluster at {table.address!r} has {free:g} {kind}s free, and "
-                f"{max(slots, 1)} workers need {max(slots, 1) * each:g}: wait, or lower "
+                f"{max(slots, 1)} workers need {max(slots, 1) * per_worker:g}: wait, or lower "
                 "workers.ray.slots or workers.ray.gpus"
             )
         time.sleep(0.5)

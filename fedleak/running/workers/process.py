@@ -75,7 +75,7 @@ class Job:
 
 def answer_of(
     job: Job,
-    found: Reconstruction,
+    reconstruction: Reconstruction,
     seconds: float | None = None,
     device: str | None = None,
     together: int | None = None,
@@ -84,7 +84,7 @@ def answer_of(
 
     Args:
         job: What was to be attacked.
-        found: What came of it.
+        reconstruction: What came of it.
         seconds, device: The attack alone, its share of the call; None if it did not get to that.
         together: How many observations shared the call.
     """
@@ -92,7 +92,7 @@ def answer_of(
         job.key,
         job.attack,
         job.knowledge,
-        found,
+        reconstruction,
         seconds=seconds,
         device=device,
         together=together,
@@ -103,7 +103,7 @@ def answer_record(
     key: Key,
     attack: NamedAttack,
     knowledge: Knowledge,
-    found: Reconstruction,
+    reconstruction: Reconstruction,
     *,
     seconds: float | None,
     device: str | None,
@@ -115,7 +115,7 @@ def answer_record(
         key: Which update.
         attack: The attack, its name, and what the attacker was granted.
         knowledge: All that the attacker knew.
-        found: What came of it.
+        reconstruction: What came of it.
         seconds, device, together: As in `answer_of`.
     """
     return Answer(
@@ -128,16 +128,16 @@ def answer_record(
         seconds=seconds,
         device=device,
         together=together,
-        status=found.status,
-        sequences=found.sequences,
-        evidence=found.evidence,
-        margins=found.margins,
-        tokens=found.tokens,
-        scores=dict(found.scores),
-        facts=dict(found.facts),
-        diagnostics=dict(found.diagnostics),
-        verified=found.verified,
-        reason=found.reason,
+        status=reconstruction.status,
+        sequences=reconstruction.sequences,
+        evidence=reconstruction.evidence,
+        margins=reconstruction.margins,
+        tokens=reconstruction.tokens,
+        scores=dict(reconstruction.scores),
+        facts=dict(reconstruction.facts),
+        diagnostics=dict(reconstruction.diagnostics),
+        verified=reconstruction.verified,
+        reason=reconstruction.reason,
     )
 
 
@@ -156,8 +156,8 @@ def trace(error: BaseException) -> str:
 
 def too_slow(time_limit: float, jobs: Sequence[Job]) -> TimeoutError:
     """Returns what is said of a try that took too long."""
-    each = f" for each of {len(jobs)} captures" if len(jobs) > 1 else ""
-    return TimeoutError(f"took longer than workers.time_limit = {time_limit:g} s{each}")
+    per_capture = f" for each of {len(jobs)} captures" if len(jobs) > 1 else ""
+    return TimeoutError(f"took longer than workers.time_limit = {time_limit:g} s{per_capture}")
 
 
 class Worker(Protocol):
@@ -312,7 +312,7 @@ def work(job: Job, device: str) -> Answer:
 
 
 def work_together(
-    jobs: Sequence[Job], device: str, report: OnProgress = lambda which, progress: None
+    jobs: Sequence[Job], device: str, report: OnProgress = lambda client, progress: None
 ) -> list[Answer]:
     """Runs one attack on captures of one round, in a worker process; returns an answer for each.
 
@@ -331,9 +331,9 @@ def work_together(
     attacked = [(job, seen) for job, seen in looked if isinstance(seen, Observation)]
     if attacked:
         start = time.perf_counter()
-        seen = [each for _, each in attacked]
+        seen = [observation for _, observation in attacked]
         try:
-            found = _call(first, seen, model, report)
+            returned = _call(first, seen, model, report)
             seconds = round((time.perf_counter() - start) / len(attacked), 4)
         finally:
             spoiled = changed(model, before)
@@ -341,7 +341,7 @@ def work_together(
                 _model_at.cache_clear()
                 _model.cache_clear()
         for (job, _), answer in zip(
-            attacked, attempt.answers(found, seen, model, spoiled), strict=True
+            attacked, attempt.answers(returned, seen, model, spoiled), strict=True
         ):
             answers[job.key] = answer_of(job, answer, seconds, device_name(device), len(attacked))
     return [answers[job.key] for job in jobs]
@@ -374,9 +374,12 @@ def _call(
     attack = job.attack.attack
     # The same on all rungs of the ladder: they differ by what is told, and not by luck.
     name = job.attack.listed_as
-    rngs = [stream(job.seed, "attack", name, each.round, each.client) for each in seen]
+    rngs = [
+        stream(job.seed, "attack", name, observation.round, observation.client)
+        for observation in seen
+    ]
     return attempt.call(
-        attack, seen, model, rngs=rngs, report=lambda which, at: report(seen[which].client, at)
+        attack, seen, model, rngs=rngs, report=lambda place, at: report(seen[place].client, at)
     )
 
 
@@ -399,7 +402,9 @@ def noting(path: Path) -> OnProgress:
         written = now
         temporary = path.with_suffix(".new")
         with suppress(OSError):  # a full disk is no reason to lose the attack
-            temporary.write_text(json.dumps([(each, *latest[each]) for each in sorted(latest)]))
+            temporary.write_text(
+                json.dumps([(number, *latest[number]) for number in sorted(latest)])
+            )
             temporary.replace(path)
 
     return report
