@@ -16,20 +16,20 @@ def answered(answers: Iterable[Answer], experiment: Experiment) -> set[tuple[Key
     Raises:
         ConfigError: An attack of this name answered with other settings, or was told other facts.
     """
-    known = {each.name: each for each in experiment.attacks}
-    found = set()
+    known = {named.name: named for named in experiment.attacks}
+    answered_ids = set()
     for answer in answers:
-        each = known.get(answer.attack)
-        if each is None:
+        named = known.get(answer.attack)
+        if named is None:
             continue
-        changed = difference(answer.settings, settings(each.attack))
+        changed = difference(answer.settings, settings(named.attack))
         # An attack that uses none of the facts answers alike, whatever is granted.
-        before, now = (each.attack.uses & set(g) for g in (answer.granted, each.threat.knows))
+        before, now = (named.attack.uses & set(g) for g in (answer.granted, named.threat.knows))
         changed += difference(sorted(before), sorted(now), "threat.knows.")
         if changed:
             raise ConfigError(
-                f"attack {each.name!r} already ran here with other settings "
+                f"attack {named.name!r} already ran here with other settings "
                 f"({'; '.join(changed)}): give this one another name = ..."
             )
-        found.add(answer.id)
-    return found
+        answered_ids.add(answer.id)
+    return answered_ids

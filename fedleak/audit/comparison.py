@@ -47,17 +47,17 @@ def compare(before: Run, after: Sequence[Run]) -> list[Comparison]:
         ConfigError: One is no run directory.
         FedleakError: A file is damaged, or not a single text can be paired.
     """
-    found = [_compare(before, each) for each in after]
-    lines = corrected([line for one in found for line in one.differences])
+    comparisons = [_compare(before, run) for run in after]
+    lines = corrected([line for comparison in comparisons for line in comparison.differences])
     left = iter(lines)
     return [
-        one.model_copy(
+        comparison.model_copy(
             update={
-                "differences": tuple(next(left) for _ in one.differences),
+                "differences": tuple(next(left) for _ in comparison.differences),
                 "tests": len(lines),
             }
         )
-        for one in found
+        for comparison in comparisons
     ]
 
 
@@ -65,45 +65,45 @@ def _compare(before: Run, after: Run) -> Comparison:
     runs = before, after
     rows = [_rows(run) for run in runs]
     unpaired: Counter[str] = Counter()
-    texts = list(_same(runs, rows, unpaired))
+    texts = list(_common_texts(runs, rows, unpaired))
     if not texts:
         reasons = "; ".join(f"{count} texts: {reason}" for reason, count in unpaired.items())
         raise FedleakError(
             f"no text of {str(before.path)!r} is in {str(after.path)!r} ({reasons}): compare runs "
             "with the same data, seed and federation"
         )
-    attacks = [sorted({row.attack for row in each}) for each in rows]
+    attacks = [sorted({row.attack for row in run_rows}) for run_rows in rows]
     common = [name for name in attacks[0] if name in attacks[1]]
     for name in sorted({*attacks[0], *attacks[1]} - {*common}):
         unpaired[f"attack {name} is in one run only"] += len(texts)
-    found = []
-    of_each: list[tuple[str | None, list[str]]] = [(one, [one]) for one in common]
-    for attack, chosen in [(None, _told_most(common, rows)), *of_each]:
+    differences = []
+    alone: list[tuple[str | None, list[str]]] = [(name, [name]) for name in common]
+    for attack, chosen in [(None, _most_granted(common, rows)), *alone]:
         for figure in FIGURES:
             old, new = (
-                best([row for row in each if row.attack in chosen], figure) for each in rows
+                best([row for row in run_rows if row.attack in chosen], figure) for run_rows in rows
             )
             both = [text for text in texts if text in old and text in new]
             if both:
-                found.append(difference(attack, figure, both, old, new))
+                differences.append(difference(attack, figure, both, old, new))
             lost = sum((text in old) != (text in new) for text in texts)
             if lost:
-                said = f"{attack or 'all attacks'}: one run has no answer ({figure})"
-                unpaired[said] += lost
+                why = f"{attack or 'all attacks'}: one run has no answer ({figure})"
+                unpaired[why] += lost
     return Comparison(
         before=str(before.path),
         after=str(after.path),
         texts=len(texts),
         unpaired=dict(unpaired),
-        differences=tuple(found),
+        differences=tuple(differences),
         correction=CORRECTION,
-        tests=len(found),
+        tests=len(differences),
     )
 
 
-def _told_most(names: Sequence[str], rows: Sequence[Sequence[LeakageRow]]) -> list[str]:
-    """Returns each attack once: of the rungs of a ladder the one that is told the most."""
-    granted = {row.attack: len(row.granted or ()) for each in rows for row in each}
+def _most_granted(names: Sequence[str], rows: Sequence[Sequence[LeakageRow]]) -> list[str]:
+    """Returns each attack once: of a ladder's rungs the one with the most facts granted."""
+    granted = {row.attack: len(row.granted or ()) for run_rows in rows for row in run_rows}
     by_attack = {listed_as(name): name for name in sorted(names, key=lambda name: granted[name])}
     return sorted(by_attack.values())
 
@@ -130,11 +130,11 @@ def _drawn_otherwise(runs: Iterable[Run]) -> str:
     return ' (Poisson sampling drew others: dp_sgd with sampling = "fixed" keeps the batches)'
 
 
-def _same(
+def _common_texts(
     runs: tuple[Run, Run], rows: Sequence[Sequence[LeakageRow]], unpaired: Counter[str]
 ) -> Iterator[Text]:
     """Yields the texts of the batches that both runs have, and counts the others."""
-    sizes = [text_counts(each) for each in rows]
+    sizes = [text_counts(run_rows) for run_rows in rows]
     for key in sorted({*sizes[0], *sizes[1]}):
         if key not in sizes[0] or key not in sizes[1]:
             unpaired["the round and client are in one run only"] += sum(

@@ -168,7 +168,11 @@ def refuse_broken(run: Run, experiment: Experiment) -> None:
         return
     findings = check(experiment, node_sizes(run))
     run.write_json("checks.json", [asdict(finding) for finding in findings])
-    broken = [f"{one.defense}: {one.claim}: {one.found}" for one in findings if not one.holds]
+    broken = [
+        f"{finding.defense}: {finding.claim}: {finding.found}"
+        for finding in findings
+        if not finding.holds
+    ]
     if broken:
         raise FedleakError(
             f"a defense fails its check ({'; '.join(broken)}): nothing was trained; see "
@@ -202,8 +206,8 @@ def check(experiment: Experiment, sizes: Sequence[int] | None = None) -> list[Fi
         name = f"defense[{number}] ({placed.defense.kind})"
         bench = _bench(experiment, model, of_client, of_client.defenses[number])
         findings += [
-            Finding(defense=name, claim=claim, holds=holds, found=found)
-            for claim, holds, found in (
+            Finding(defense=name, claim=claim, holds=holds, found=figures)
+            for claim, holds, figures in (
                 *_changes(bench),
                 *_keeps(bench),
                 *_guarantees(bench),
@@ -259,11 +263,11 @@ def _changes(bench: Bench) -> Iterator[Test]:
 
 def _combines(bench: Bench) -> Iterator[Test]:
     """Tests what is captured of two clients in place of their updates."""
-    one, other = bench.sent(range(1)), bench.sent(range(1, EXAMPLES))
-    total = bench.combined([one, other])
+    first, second = bench.sent(range(1)), bench.sent(range(1, EXAMPLES))
+    total = bench.combined([first, second])
     if bench.claims.step is not None:
         yield from _rounds(bench)
-    apart = min(_distance(total, each) / max(_norm(each), 1e-300) for each in (one, other))
+    apart = min(_distance(total, update) / max(_norm(update), 1e-300) for update in (first, second))
     yield (
         "the capture is neither of two updates",
         apart > ROUNDING,
@@ -271,17 +275,17 @@ def _combines(bench: Bench) -> Iterator[Test]:
     )
     if bench.claims.mean_of_clients:
         mean = {
-            name: (value * one.num_examples + other.tensors[name] * other.num_examples)
-            / (one.num_examples + other.num_examples)
-            for name, value in one.tensors.items()
+            name: (value * first.num_examples + second.tensors[name] * second.num_examples)
+            / (first.num_examples + second.num_examples)
+            for name, value in first.tensors.items()
         }
-        off = _distance(total, replace(one, tensors=mean)) / max(_norm(total), 1e-300)
+        off = _distance(total, replace(first, tensors=mean)) / max(_norm(total), 1e-300)
         yield "the capture is the weighted mean of two updates", off < ROUNDING, f"{off:.1g} off"
     if bench.claims.client_norm is not None:
-        yield _client_bounded(bench, bench.claims.client_norm, other)
+        yield _client_bounded(bench, bench.claims.client_norm, second)
     assert isinstance(bench.defense, TrustedAggregator)
     if scale := bench.defense.noise_on_mean(2):
-        again = bench.combined([one, other], noise=1)
+        again = bench.combined([first, second], noise=1)
         yield _noise(total, again, scale)
 
 
@@ -314,7 +318,7 @@ def _rounds(bench: Bench) -> Iterator[Test]:
     inside = before.clamp(-claims.largest_number, claims.largest_number)
     moved = float((after - inside).abs().max())
     float32 = torch.finfo(torch.float32).eps * float(after.abs().max())
-    size, error = (float(each.square().mean().sqrt()) for each in (before, after - before))
+    size, error = (float(numbers.square().mean().sqrt()) for numbers in (before, after - before))
     lost = (after == 0) & (before != 0)
     yield (
         f"each number is cut off at {claims.largest_number:.3g} and moves by less than a step of "
@@ -373,7 +377,7 @@ def _distance_of_raw(bench: Bench) -> float:
     return _distance(bench.raw(loud=True), bench.raw())
 
 
-def _noise(one: ClientUpdate, other: ClientUpdate, scale: float) -> Test:
+def _noise(first: ClientUpdate, second: ClientUpdate, scale: float) -> Test:
     """Tests the variance of the noise, by two updates that differ in nothing else.
 
     The sum of n squared differences over 2 scale^2 is chi-square with n degrees of freedom for a
@@ -382,8 +386,8 @@ def _noise(one: ClientUpdate, other: ClientUpdate, scale: float) -> Test:
     """
     ratio_N = torch.cat(
         [
-            (value.double() - other.tensors[name].double()).flatten().square()
-            for name, value in one.tensors.items()
+            (value.double() - second.tensors[name].double()).flatten().square()
+            for name, value in first.tensors.items()
         ]
     ) / (2 * scale**2)
     mean, deviation = float(ratio_N.mean()), float(ratio_N.std()) / math.sqrt(len(ratio_N))
@@ -415,12 +419,13 @@ def _zeros(bench: Bench, fraction: float) -> Test:
     zero = after == 0
     share_of = float(zero.double().mean())
     largest = float(before[zero].abs().max()) if zero.any() else 0.0
-    least = float(after[~zero].abs().min()) if not zero.all() else math.inf
+    smallest = float(after[~zero].abs().min()) if not zero.all() else math.inf
     kept = torch.equal(after[~zero], before[~zero])
     return (
         f"{100 * fraction:g} % of the numbers are zero, the smallest; the others stay",
-        share_of >= fraction - 1 / len(after) and largest <= least and kept,
-        f"{100 * share_of:.4g} % of {len(after):,}, up to {largest:.2g}; others from {least:.2g}",
+        share_of >= fraction - 1 / len(after) and largest <= smallest and kept,
+        f"{100 * share_of:.4g} % of {len(after):,}, up to {largest:.2g}; "
+        f"others from {smallest:.2g}",
     )
 
 
@@ -443,16 +448,16 @@ def _guarantees(bench: Bench) -> Iterator[Test]:
 
     def epsilon(events: Sequence[Event | None]) -> float:
         return sum(
-            each.epsilon
-            for each in privacy.compose([event for event in events if event], 1e-5, "rdp")
+            spent.epsilon
+            for spent in privacy.compose([event for event in events if event], 1e-5, "rdp")
         )
 
     resumed = [event and Event.from_json(event.to_json()) for event in (first,)] + [second]
-    one, whole, later = epsilon([first]), epsilon([first, second]), epsilon(resumed)
+    single, whole, later = epsilon([first]), epsilon([first, second]), epsilon(resumed)
     yield (
         "two runs of one round spend what one run of two does, and more than one round",
-        whole == later and whole > one > 0,
-        f"epsilon {whole:.4g} and {later:.4g} at delta 1e-5; one round {one:.4g}",
+        whole == later and whole > single > 0,
+        f"epsilon {whole:.4g} and {later:.4g} at delta 1e-5; one round {single:.4g}",
     )
 
 
@@ -483,14 +488,14 @@ def _measured(bench: Bench, experiment: Experiment, client: int) -> Iterator[Tes
     delta = experiment.privacy.delta
     # Plus and minus are as far apart as any two updates, and twice as far as one and nothing.
     apart = 2.0 if event.neighbouring == "replace one" else 1.0
-    found = privacy_bounds.gaussian_bound(inside, ALARM, delta, per_score=apart)
+    bound = privacy_bounds.gaussian_bound(inside, ALARM, delta, per_score=apart)
     step = replace(event, steps=1, sampling_rate=1.0, sampling="none", disjoint=None)
     (spent,) = privacy.compose([step], delta, "rdp")
     yield (
         f"a step without sampling spends no more than epsilon {spent.epsilon:.4g} at delta "
         f"{delta:g}",
-        found <= spent.epsilon,
-        f"{len(inside)} canaries show at least {found:.4g} (p < {ALARM:g})",
+        bound <= spent.epsilon,
+        f"{len(inside)} canaries show at least {bound:.4g} (p < {ALARM:g})",
     )
 
 
@@ -582,20 +587,20 @@ def _dense(like: ClientUpdate, norm: float, seed: int) -> ClientUpdate:
     return replace(like, tensors=numbers)
 
 
-def _rounded(one: ClientUpdate, other: ClientUpdate) -> float:
+def _rounded(first: ClientUpdate, second: ClientUpdate) -> float:
     """Returns how far apart rounding alone may put two updates that were added up in float32."""
-    return 4 * torch.finfo(torch.float32).eps * (_norm(one) + _norm(other))
+    return 4 * torch.finfo(torch.float32).eps * (_norm(first) + _norm(second))
 
 
 def _norm(update: ClientUpdate) -> float:
     return float(torch.stack([v.double().norm() for v in update.tensors.values()]).norm())
 
 
-def _distance(one: ClientUpdate, other: ClientUpdate) -> float:
+def _distance(first: ClientUpdate, second: ClientUpdate) -> float:
     """Returns the L2 distance, over the tensors that both have."""
     apart = [
-        (value.double() - other.tensors[name].double()).norm()
-        for name, value in one.tensors.items()
-        if name in other.tensors
+        (value.double() - second.tensors[name].double()).norm()
+        for name, value in first.tensors.items()
+        if name in second.tensors
     ]
     return float(torch.stack(apart).norm())

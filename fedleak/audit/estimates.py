@@ -12,20 +12,23 @@ FEW_TEXTS, FEW_CLIENTS = 20, 10
 
 
 def mean_over_clients(
-    found: Sequence[tuple[LeakageRow, float]],
+    rows_and_values: Sequence[tuple[LeakageRow, float]],
     most: float,
     weights: Sequence[float] | None = None,
 ) -> Estimate | None:
     """Returns the mean of values with its interval over clients; None if there are none.
 
     Args:
-        found: Values, each with the row that it is about.
+        rows_and_values: Values, each with the row that it is about.
         most: The largest value that there can be; the smallest is 0.
         weights: How much each value counts; None: all alike.
     """
-    if not found:
+    if not rows_and_values:
         return None
-    values, clients = [value for _, value in found], [row.client for row, _ in found]
+    values, clients = (
+        [value for _, value in rows_and_values],
+        [row.client for row, _ in rows_and_values],
+    )
     return Estimate(**intervals.clustered_mean(values, clients, weights, most=most)._asdict())
 
 

@@ -68,7 +68,7 @@ def explain(experiment: Experiment) -> Explanation:
     checks.check_defenses(experiment, model)
     settings = checks.attack_settings(experiment, model)
     knows = experiment.server_facts | experiment.threat_model.knows
-    listed = {each.attack.kind for each in experiment.attacks}
+    listed = {named.attack.kind for named in experiment.attacks}
     others = sorted(attacks.kinds().keys() - listed)
     return Explanation(
         captured=tuple(len(setting.shared) for setting in settings),
@@ -78,11 +78,14 @@ def explain(experiment: Experiment) -> Explanation:
         attacks=(
             *(
                 _applicability(
-                    each.name, each.attack, checks.told(settings, each.threat), listed=True
+                    named.name, named.attack, checks.told(settings, named.threat), listed=True
                 )
-                for each in experiment.attacks
+                for named in experiment.attacks
             ),
-            *(_of_kind(kind, checks.told(settings, experiment.threat_model)) for kind in others),
+            *(
+                _applicability_by_default(kind, checks.told(settings, experiment.threat_model))
+                for kind in others
+            ),
         ),
     )
 
@@ -97,18 +100,20 @@ def _applicability(
         except ConfigError as error:
             problem = str(error)
     obstacles = tuple(attack.obstacle(setting) for setting in settings)
-    plans = [tuple(attack.plan(one)) for one in settings] if isinstance(attack, Planned) else []
+    plans = (
+        [tuple(attack.plan(setting)) for setting in settings] if isinstance(attack, Planned) else []
+    )
     return Applicability(
         name=name, listed=listed, obstacles=obstacles, problem=problem, plans=tuple(plans)
     )
 
 
-def _of_kind(kind: str, settings: Sequence[AttackSetting]) -> Applicability:
+def _applicability_by_default(kind: str, settings: Sequence[AttackSetting]) -> Applicability:
     """Returns whether an attack can work with its default settings."""
     try:
         named = build_attack(0, {"kind": kind})
-        asked = checks.told(settings, named.threat)
-        return _applicability(kind, named.attack, asked, listed=False)
+        granted = checks.told(settings, named.threat)
+        return _applicability(kind, named.attack, granted, listed=False)
     except ConfigError as error:
         return Applicability(
             name=kind, listed=False, obstacles=(), problem=f"has no defaults: {error}"

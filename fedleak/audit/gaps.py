@@ -58,7 +58,7 @@ def refuse_gaps(*runs: Run, besides: Collection[str] = ()) -> None:
 def find_gaps(
     run: Run,
     experiment: Experiment,
-    asked: Sequence[str],
+    attack_names: Sequence[str],
     answers: Mapping[tuple[Key, str], Answer],
     rows: Sequence[LeakageRow],
     truths: Mapping[Key, GroundTruth | None],
@@ -69,7 +69,7 @@ def find_gaps(
     Args:
         run: The run directory.
         experiment: What was prepared there.
-        asked: Names of the attacks that should have answered.
+        attack_names: Names of the attacks that should have answered.
         answers: All that there are.
         rows: All that leakage.jsonl will hold.
         truths: By capture; None where it is missing or damaged.
@@ -94,7 +94,7 @@ def find_gaps(
     in_shards = chain.from_iterable(
         share.attacks if share else attacks_in(run, shard) for shard, share in of_shards.items()
     )
-    names = dict.fromkeys(chain(asked, in_shards))
+    names = dict.fromkeys(chain(attack_names, in_shards))
     expected = expected_captures(experiment)
     wanted = [(key, name) for key in expected for name in names]
     unanswered = [answer_id for answer_id in wanted if answer_id not in answers]
@@ -143,7 +143,7 @@ def _refuted(answers: Mapping[tuple[Key, str], Answer], rows: Sequence[LeakageRo
     attacks = ", ".join(sorted({attack for _, attack in refuted}))
     return [
         f"{len(refuted)} of {len(answers)} answers claim a proof of what the client did not "
-        f"train on (of {attacks}; for {_some(key for key, _ in refuted)}): they count as not "
+        f"train on (of {attacks}; for {_named(key for key, _ in refuted)}): they count as not "
         "proved, and no other proof of the attack can be trusted"
     ]
 
@@ -189,7 +189,7 @@ def _gone_captures(run: Run, expected: Sequence[Key]) -> list[str]:
     if not gone:
         return []
     return [
-        f"{len(gone)} of {len(expected)} captures are missing ({_some(gone)}): `fedleak run` with "
+        f"{len(gone)} of {len(expected)} captures are missing ({_named(gone)}): `fedleak run` with "
         "the experiment's file trains their rounds again"
     ]
 
@@ -205,7 +205,7 @@ def _too_late(
     keys = sorted({key for key, _ in late})
     return [
         f"{', '.join(sorted({name for _, name in late}))} came after {len(keys)} of "
-        f"{len(expected)} captures were deleted ({_some(keys)}; audit.keep): only `fedleak run "
+        f"{len(expected)} captures were deleted ({_named(keys)}; audit.keep): only `fedleak run "
         "FILE --fresh` with audit.keep = 'all' captures them again"
     ]
 
@@ -222,7 +222,7 @@ def _unanswered(
     if not left:
         return []
     return [
-        f"{len(left)} of {wanted} answers are missing (for {_some(left)}): "
+        f"{len(left)} of {wanted} answers are missing (for {_named(left)}): "
         f"{_remedy(run, of_shards)}"
     ]
 
@@ -279,13 +279,13 @@ def _find_untrue(
         unscored = sum(row.status == UNSCORED for row in rows)
         gaps.missing.append(
             f"{len(bare)} of {len(truths)} captures have no truth in {run.path / 'vault'} "
-            f"({_some(sorted(bare))}), so {unscored} answers are unscored: {remedy}"
+            f"({_named(sorted(bare))}), so {unscored} answers are unscored: {remedy}"
         )
         if experiment.data.on_nodes:
             gaps.awaited.append(gaps.missing[-1])
     if kept := sorted(untrue - bare):
         gaps.notes.append(
-            f"{len(kept)} of {len(truths)} captures have no truth: {_some(kept)}: their rows stay "
+            f"{len(kept)} of {len(truths)} captures have no truth: {_named(kept)}: their rows stay "
             "as they were"
         )
 
@@ -295,11 +295,11 @@ _NO_ANSWER = (Status.ABSTAINED, Status.INADMISSIBLE)
 
 def _remedy(run: Run, of_shards: Mapping[Shard, Share | None]) -> str:
     """Returns which command gives the answers that are missing: shards that are not complete."""
-    complete = [shard for shard, said in of_shards.items() if said is not None and said.complete]
+    complete = [shard for shard, share in of_shards.items() if share is not None and share.complete]
     open_ = [
         str(shard)
-        for of in dict.fromkeys(shard.of for shard in of_shards)
-        for shard in (Shard(of, number) for number in range(1, of + 1))
+        for count in dict.fromkeys(shard.of for shard in of_shards)
+        for shard in (Shard(count, number) for number in range(1, count + 1))
         if shard not in complete
     ]
     if not open_:
@@ -311,7 +311,7 @@ def _remedy(run: Run, of_shards: Mapping[Shard, Share | None]) -> str:
     )
 
 
-def _some(keys: Iterable[Key]) -> str:
+def _named(keys: Iterable[Key]) -> str:
     """Returns the first few keys, and how many more there are."""
     names = list(dict.fromkeys(map(str, keys)))
     more = [f"and {len(names) - NAMED} more"] * (len(names) > NAMED)

@@ -38,16 +38,16 @@ def knowledge(
     longest_first = sorted(
         range(len(truth.sequences)), key=lambda i: len(truth.sequences[i]), reverse=True
     )
-    asked = None
+    candidates = None
     if threat.knows & QUESTIONS:
         experiment = stored(run)
         clients = experiment.federation.clients
-        asked = questions(truth, read_held_out(run), experiment.seed, clients, from_file).asked
+        candidates = questions(truth, read_held_out(run), experiment.seed, clients, from_file).asked
     private = Knowledge(
         batch_size=truth.batch_size,
         lengths=tuple(len(truth.sequences[i]) for i in longest_first),
         labels=tuple(truth.labels[i] for i in longest_first) if truth.labels else None,
         noise_scale=truth.noise_scale,
-        candidates=asked,
+        candidates=candidates,
     )
     return threat.grant(server, private)

@@ -62,19 +62,19 @@ def take_vaults(run: Run, folders: Sequence[Path]) -> HandedOver:
     truths: dict[Key, Any] = {}
     notes: dict[Key, Any] = {}
     for folder in folders:
-        vault = _of_run(run, folder)
-        for kind, found, checked in (
+        vault = _folder_of_run(run, folder)
+        for kind, collected, checked in (
             ("vault", truths, check.truth),
             ("defended", notes, check.note),
         ):
             for key, path in check.files(vault / kind):
                 value = checked(key, path)
-                if found.setdefault(key, value) != value:
+                if collected.setdefault(key, value) != value:
                     raise FedleakError(
                         f"{path}: another folder has another file for {key}: name the vault of the "
                         f"node that holds the data of client {key.client}, and no other for it"
                     )
-    new_truths, new_notes = _new(run, "vault", truths), _new(run, "defended", notes)
+    new_truths, new_notes = _lacking(run, "vault", truths), _lacking(run, "defended", notes)
     for key, value in new_truths.items():
         run.write_truth(key, value)
     for key, value in new_notes.items():
@@ -82,28 +82,28 @@ def take_vaults(run: Run, folders: Sequence[Path]) -> HandedOver:
     return HandedOver(truths=tuple(sorted(new_truths)), notes=tuple(sorted(new_notes)))
 
 
-def _of_run(run: Run, folder: Path) -> Path:
+def _folder_of_run(run: Run, folder: Path) -> Path:
     """Returns the folder of a run in the vault of a node."""
     name = run.path.absolute().name
-    for found in (folder / name, folder):
-        if (found / "vault").is_dir():
-            return found
+    for candidate in (folder / name, folder):
+        if (candidate / "vault").is_dir():
+            return candidate
     others = sorted(path.parent.name for path in folder.glob("*/vault"))
-    has = f"it has {', '.join(map(printable, others[:3]))}" if others else "it has no run's"
+    contents = f"it has {', '.join(map(printable, others[:3]))}" if others else "it has no run's"
     raise ConfigError(
-        f"--vault {str(folder)!r} holds no private batches of the run {name!r} ({has}): name the "
-        "`vault` of a node's configuration, or the folder of this run in it"
+        f"--vault {str(folder)!r} holds no private batches of the run {name!r} ({contents}): "
+        "name the `vault` of a node's configuration, or the folder of this run in it"
     )
 
 
-def _new(run: Run, kind: str, found: Mapping[Key, Any]) -> dict[Key, Any]:
+def _lacking(run: Run, kind: str, collected: Mapping[Key, Any]) -> dict[Key, Any]:
     """Returns what the run does not have yet.
 
     Raises:
         FedleakError: It has something else.
     """
     new = {}
-    for key, value in found.items():
+    for key, value in collected.items():
         path = run.path / kind / f"{key}.json"
         try:
             before = run.read_json(f"{kind}/{key}.json") if path.is_file() else None
@@ -151,27 +151,27 @@ class _Check:
 
     def truth(self, key: Key, path: Path) -> Any:
         """Returns the content of a private batch that can be of this run."""
-        value = self._read(path)
+        value = self._read_marked(path)
         try:
             truth = check_truth(value, key, path)
         except CaptureError as error:
             raise _refused(str(error)) from error
-        if reason := self._wrong(key, truth):
+        if reason := self._why_wrong(key, truth):
             raise _refused(f"{path}: {reason}")
         return value
 
     def note(self, key: Key, path: Path) -> Any:
         """Returns the content of a note on defenses that can be of this run."""
-        value = self._read(path)
+        value = self._read_marked(path)
         try:
             note = ClientNote.model_validate(value)
         except ValidationError as error:
             raise _refused(f"{path} is damaged (it is no note on defenses)") from error
-        if reason := self._wrong_note(key.client, note):
+        if reason := self._why_wrong_note(key.client, note):
             raise _refused(f"{path}: {reason}")
         return value
 
-    def _read(self, path: Path) -> Any:
+    def _read_marked(self, path: Path) -> Any:
         """Reads a file that carries this experiment's mark."""
         try:
             # The seal of a node's machine says nothing here.
@@ -181,12 +181,12 @@ class _Check:
         except ValueError as error:
             raise _refused(f"{path} is damaged (it is not JSON)") from error
         own = self._experiment.fingerprint
-        said = value.get("fingerprint") if isinstance(value, dict) else None
-        if said != own:
-            raise _refused(f"{path} is of the experiment {printable(str(said))[:40]}, not of {own}")
+        mark = value.get("fingerprint") if isinstance(value, dict) else None
+        if mark != own:
+            raise _refused(f"{path} is of the experiment {printable(str(mark))[:40]}, not of {own}")
         return value
 
-    def _wrong(self, key: Key, truth: GroundTruth) -> str | None:
+    def _why_wrong(self, key: Key, truth: GroundTruth) -> str | None:
         """Returns why a batch cannot be what a client trained on; None if it can."""
         if not records.within(chain(*truth.sequences), self._vocabulary):
             return "it has token ids outside the vocabulary"
@@ -205,9 +205,11 @@ class _Check:
                 return f"it has {held} examples, but client {key.client} sent an update of {sent}"
         return None
 
-    def _wrong_note(self, client: int, note: ClientNote) -> str | None:
+    def _why_wrong_note(self, client: int, note: ClientNote) -> str | None:
         """Returns why a note cannot be of a client's defenses; None if it can."""
-        own = {number: each.kind for number, each in self._experiment.defenses_of(client).items()}
+        own = {
+            number: defense.kind for number, defense in self._experiment.defenses_of(client).items()
+        }
         if any(own.get(did.defense) != did.kind for did in note.defenses):
             return f"client {client} has other defenses in this run"
         most = self._experiment.local_training.steps(examples(self._run).training)

@@ -41,7 +41,7 @@ def read_held_out(run: Run, vocabulary: int | None = None) -> KeptTexts:
     Raises:
         FedleakError: The file is missing or damaged.
     """
-    return _read(run, Path("held_out.json"), vocabulary)
+    return _read_texts(run, Path("held_out.json"), vocabulary)
 
 
 def read_candidates(run: Run, attack: str, vocabulary: int | None = None) -> KeptTexts:
@@ -55,7 +55,7 @@ def read_candidates(run: Run, attack: str, vocabulary: int | None = None) -> Kep
     Raises:
         FedleakError: The copy of the file is missing or damaged.
     """
-    return _read(run, candidates_file(attack), vocabulary)
+    return _read_texts(run, candidates_file(attack), vocabulary)
 
 
 def candidates_file(attack: str) -> Path:
@@ -63,16 +63,16 @@ def candidates_file(attack: str) -> Path:
     return Path("candidates", f"{listed_as(attack)}.json")
 
 
-def _read(run: Run, name: Path, vocabulary: int | None) -> KeptTexts:
+def _read_texts(run: Run, name: Path, vocabulary: int | None) -> KeptTexts:
     file = run.path / name
     try:
-        found = KeptTexts.model_validate(run.read_json(str(name)))
+        texts = KeptTexts.model_validate(run.read_json(str(name)))
     except ValidationError as error:
         raise FedleakError(f"{file} is damaged (it has no list of texts): {REMEDY}") from error
     except FedleakError as error:
         raise FedleakError(f"{error}: {REMEDY}") from error
-    if len(found.labels) not in (0, len(found.sequences)):
+    if len(texts.labels) not in (0, len(texts.sequences)):
         raise FedleakError(f"{file} is damaged (not every text has a class): {REMEDY}")
-    if vocabulary is not None and not records.within(chain(*found.sequences), vocabulary):
+    if vocabulary is not None and not records.within(chain(*texts.sequences), vocabulary):
         raise FedleakError(f"{file} is damaged (token ids outside the vocabulary): {REMEDY}")
-    return found
+    return texts

@@ -36,23 +36,25 @@ def ladder(
         return None
     facts = {fact for row in climbed for fact in row.granted or ()}
     if experiment.threat.ladder:
-        facts |= {fact for each in experiment.attacks for fact in each.threat.knows}
-    told: list[tuple[str, ...]] = [(), *((fact,) for fact in sorted(facts))]
+        facts |= {fact for setting in experiment.attacks for fact in setting.threat.knows}
+    rungs: list[tuple[str, ...]] = [(), *((fact,) for fact in sorted(facts))]
     if len(facts) > 1:
-        told.append(tuple(sorted(facts)))
-    named = [_attacks(rows, frozenset(granted)) for granted in told]
+        rungs.append(tuple(sorted(facts)))
+    named = [_attacks(rows, frozenset(granted)) for granted in rungs]
     # All rungs together are looked at, so they are corrected together.
-    worth = [list(_worth(rows, named[0], of_rung, set(told[i]))) for i, of_rung in enumerate(named)]
-    family = iter(corrected([one for of_rung in worth for one in of_rung]))
+    worth = [
+        list(_worth(rows, named[0], of_rung, set(rungs[i]))) for i, of_rung in enumerate(named)
+    ]
+    family = iter(corrected([line for of_rung in worth for line in of_rung]))
     return Ladder(
         rungs=tuple(
             Rung(
                 granted=granted,
                 attacks=dict(of_rung),
-                worst_case=worst_case(_of(rows, of_rung.values()), finished),
-                worth=tuple(next(family) for _ in found),
+                worst_case=worst_case(_rows_of(rows, of_rung.values()), finished),
+                worth=tuple(next(family) for _ in differences),
             )
-            for granted, of_rung, found in zip(told, named, worth, strict=True)
+            for granted, of_rung, differences in zip(rungs, named, worth, strict=True)
         ),
         left_out=_left_out(experiment, rows, facts),
         correction=CORRECTION,
@@ -64,42 +66,42 @@ def _attacks(rows: Sequence[LeakageRow], granted: Set[str]) -> dict[str, str]:
     names: dict[str, dict[frozenset[str], str]] = defaultdict(dict)
     for row in rows:
         names[listed_as(row.attack)][frozenset(row.granted or ())] = row.attack
-    found = {}
+    chosen = {}
     for attack, of_attack in sorted(names.items()):
         used = frozenset().union(*of_attack)
         if (name := of_attack.get(used & granted)) is not None:
-            found[attack] = name
-    return found
+            chosen[attack] = name
+    return chosen
 
 
 def _worth(
     rows: Sequence[LeakageRow],
     nothing: Mapping[str, str],
-    told: Mapping[str, str],
+    rung: Mapping[str, str],
     granted: Set[str],
 ) -> Iterator[Difference]:
-    """Yields the differences of a rung to the one with nothing told."""
+    """Yields the differences of a rung to the one where nothing is granted."""
     # A client without noise, for example, has no noise scale that could be told.
-    there = {row.key for row in _of(rows, told.values()) if granted & set(row.knows)}
-    both = [name for name in told if name in nothing]
-    changed = [name for name in both if told[name] != nothing[name]]
+    there = {row.key for row in _rows_of(rows, rung.values()) if granted & set(row.knows)}
+    both = [name for name in rung if name in nothing]
+    changed = [name for name in both if rung[name] != nothing[name]]
     if not changed:
         return
     compared: list[tuple[str | None, list[str]]] = [
         (None, both),
-        *((one, [one]) for one in changed),
+        *((name, [name]) for name in changed),
     ]
     for attack, chosen in compared:
         for figure in FIGURES:
             old, new = (
-                best(_of(rows, [of_rung[name] for name in chosen]), figure)
-                for of_rung in (nothing, told)
+                best(_rows_of(rows, [of_rung[name] for name in chosen]), figure)
+                for of_rung in (nothing, rung)
             )
             if pairs := [text for text in old if text in new and text.key in there]:
                 yield difference(attack, figure, pairs, old, new)
 
 
-def _of(rows: Sequence[LeakageRow], names: Iterable[str]) -> list[LeakageRow]:
+def _rows_of(rows: Sequence[LeakageRow], names: Iterable[str]) -> list[LeakageRow]:
     """Returns the rows of attacks with these names."""
     wanted = set(names)
     return [row for row in rows if row.attack in wanted]

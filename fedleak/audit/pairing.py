@@ -29,13 +29,13 @@ class Text(NamedTuple):
 
 def best(rows: Iterable[LeakageRow], figure: str) -> Mapping[Text, float]:
     """Returns the best that rows have of each text, as far as one has an answer."""
-    found: dict[Text, float] = {}
+    best_scores: dict[Text, float] = {}
     for row in rows:
-        for place, one in enumerate(row.texts or ()):
-            if (score := _score(one, figure)) is not None:
+        for place, text_score in enumerate(row.texts or ()):
+            if (score := _score(text_score, figure)) is not None:
                 text = Text(row.key, place)
-                found[text] = max(score, found.get(text, score))
-    return found
+                best_scores[text] = max(score, best_scores.get(text, score))
+    return best_scores
 
 
 def difference(
@@ -51,8 +51,8 @@ def difference(
         of_client[text.key.client].append(new[text] - old[text])
     differences = list(of_client.values())
     ends = intervals.bootstrapped(differences) if len(differences) > 1 else None
-    before, after = (sum(each[text] for text in texts) / len(texts) for each in (old, new))
-    p = intervals.sign_test([sum(each) for each in differences])
+    before, after = (sum(scores[text] for text in texts) / len(texts) for scores in (old, new))
+    p = intervals.sign_test([sum(client_differences) for client_differences in differences])
     return Difference(
         attack=attack,
         figure=figure,
@@ -68,7 +68,7 @@ def difference(
     )
 
 
-def corrected(found: Sequence[Difference]) -> list[Difference]:
+def corrected(differences: Sequence[Difference]) -> list[Difference]:
     """Returns differences that are shown together, with their p corrected for how many they are.
 
     By Benjamini and Hochberg (1995): of all differences whose corrected p is at most 0.05, at most
@@ -77,10 +77,10 @@ def corrected(found: Sequence[Difference]) -> list[Difference]:
     """
     from scipy.stats import false_discovery_control
 
-    adjusted = false_discovery_control([one.p for one in found]) if found else []
+    adjusted = false_discovery_control([line.p for line in differences]) if differences else []
     return [
-        one.model_copy(update={"p_adjusted": float(p)})
-        for one, p in zip(found, adjusted, strict=True)
+        line.model_copy(update={"p_adjusted": float(p)})
+        for line, p in zip(differences, adjusted, strict=True)
     ]
 
 

@@ -69,7 +69,9 @@ def undefended(experiment: Experiment, keys: Sequence[Key]) -> Experiment:
         "update": {"share": "all"},
         "defense": [],
         "canary": None,
-        "attack": [one for one in experiment.attack if not kinds[one["kind"]].uses & QUESTIONS],
+        "attack": [
+            attack for attack in experiment.attack if not kinds[attack["kind"]].uses & QUESTIONS
+        ],
         "audit": {"controls": False},
         "utility": {},
         "gate": {},

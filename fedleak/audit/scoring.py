@@ -101,14 +101,14 @@ def score_sequences(
     special = model.special_ids()
 
     def content(sequences: Iterable[Sequence[int]]) -> list[tuple[int, ...]]:
-        return [tuple(t for t in one if t not in special) for one in sequences]
+        return [tuple(t for t in sequence if t not in special) for sequence in sequences]
 
     # Whoever wrote a run may have put a book into an answer; clients train on none.
     answers = [ids[: model.max_length] for ids in answers]
     answers = _each_once(answers, len(truths))[: len(truths)]
     answer_ids, truth_ids = content(answers), content(truths)
-    answer_texts = [model.decode(one) for one in answer_ids]
-    truth_texts = [model.decode(one) for one in truth_ids]
+    answer_texts = [model.decode(ids) for ids in answer_ids]
+    truth_texts = [model.decode(ids) for ids in truth_ids]
 
     def similarity(answer: int, truth: int) -> float:
         exact = 100.0 * (answer_ids[answer] == truth_ids[truth])
@@ -123,7 +123,7 @@ def score_sequences(
     ]
     exact = [a is not None and answer_ids[a] == t for a, t in zip(chosen, truth_ids, strict=True)]
     tokens = score_tokens(chain(*answers), truths, model)
-    found = set(chain(*answers))
+    answered_tokens = set(chain(*answers))
     scored = zip(truth_texts, texts, scores, strict=True)
     return Scores(
         content=rouge.mean(scores),
@@ -132,7 +132,11 @@ def score_sequences(
         token_recall=tokens.recall,
         token_precision=tokens.precision,
         texts=tuple(
-            TextScore(exact=e, rougeL=s.rougeL, token_recall=score_tokens(found, [t], model).recall)
+            TextScore(
+                exact=e,
+                rougeL=s.rougeL,
+                token_recall=score_tokens(answered_tokens, [t], model).recall,
+            )
             for e, s, t in zip(exact, scores, truths, strict=True)
         ),
         pairs=tuple(TextPair(t, a, s.rougeL) for t, a, s in scored),
@@ -166,14 +170,14 @@ def score_answer(answer: Answer, truth: GroundTruth, model: LanguageModel) -> Sc
     if answer.sequences is not None:
         scores = score_sequences(answer.sequences, truth.sequences, model)
     if answer.tokens is not None:
-        found = score_tokens(answer.tokens, truth.sequences, model)
+        tokens = score_tokens(answer.tokens, truth.sequences, model)
         texts = scores.texts or [TextScore(exact=None, rougeL=None, token_recall=None)] * len(
             truth.sequences
         )
         scores = replace(
             scores,
-            token_recall=found.recall,
-            token_precision=found.precision,
+            token_recall=tokens.recall,
+            token_precision=tokens.precision,
             texts=tuple(
                 text.model_copy(
                     update={"token_recall": score_tokens(answer.tokens, [true], model).recall}
@@ -196,8 +200,8 @@ def guess(
         picks = torch.randint(len(held_out), (len(truth.sequences),), generator=rng).tolist()
         drawn.append(score_sequences([held_out[i] for i in picks], truth.sequences, model))
     return Scores(
-        content=rouge.mean([one.content for one in drawn if one.content]),
-        token_recall=sum(one.token_recall or 0.0 for one in drawn) / GUESSES,
+        content=rouge.mean([scores.content for scores in drawn if scores.content]),
+        token_recall=sum(scores.token_recall or 0.0 for scores in drawn) / GUESSES,
     )
 
 
@@ -224,7 +228,7 @@ def score_one(
     return _row(answer, truth, control, guess(held_out, truth, model, seed), model)
 
 
-def score_run(run: Run, asked: Iterable[str] | None = None) -> list[Scored]:
+def score_run(run: Run, attack_names: Iterable[str] | None = None) -> list[Scored]:
     """Scores every reconstruction of a run and writes leakage.jsonl and summary.json.
 
     What was scored earlier is never replaced by less: a row whose truth or whose answer is gone
@@ -233,14 +237,14 @@ def score_run(run: Run, asked: Iterable[str] | None = None) -> list[Scored]:
 
     Args:
         run: The run directory.
-        asked: Names of the attacks that should have answered; None: those of its experiment.
+        attack_names: Names of the attacks that should have answered; None: those of its experiment.
 
     Raises:
         ConfigError: There is no run here.
         FedleakError: run.json, held_out.json or a list of candidates is damaged; nothing was
             changed then.
     """
-    scores = score(run, salvaged(run), asked)
+    scores = score(run, salvaged(run), attack_names)
     write(run, scores)
     return scores.scored
 
@@ -318,13 +322,13 @@ class RunScores:
     summary: RunSummary
 
 
-def score(run: Run, recorded: Recorded, asked: Iterable[str] | None = None) -> RunScores:
+def score(run: Run, recorded: Recorded, attack_names: Iterable[str] | None = None) -> RunScores:
     """Scores the answers of a run, and writes nothing.
 
     Args:
         run: The run directory.
         recorded: What its files of rows say.
-        asked: Names of the attacks that should have answered; None: those of its experiment.
+        attack_names: Names of the attacks that should have answered; None: those of its experiment.
 
     Raises:
         ConfigError: There is no run here.
@@ -337,7 +341,7 @@ def score(run: Run, recorded: Recorded, asked: Iterable[str] | None = None) -> R
     earlier = {row.id: row for row in recorded.earlier.leakage}
     truths = _truths(run, sorted({key for key, _ in answers}), model, gaps)
     scored = _score(run, experiment, model, answers, earlier, truths)
-    fresh = {one.row.id for one in scored}
+    fresh = {scored_row.row.id for scored_row in scored}
     for name, answer in answers.items():
         before = earlier.get(name)
         if truths[answer.key] is None and (before is None or before.batch_size is None):
@@ -347,9 +351,13 @@ def score(run: Run, recorded: Recorded, asked: Iterable[str] | None = None) -> R
         # What failed was not measured, so without its answer there is nothing to keep.
         if name not in fresh and (name in answers or row.status != Status.FAILED):
             scored.append(Scored(row, ()))
-    scored.sort(key=lambda one: one.row.id)
-    leakage = [one.row for one in scored]
-    names = [attack.name for attack in experiment.attacks] if asked is None else list(asked)
+    scored.sort(key=lambda scored_row: scored_row.row.id)
+    leakage = [scored_row.row for scored_row in scored]
+    names = (
+        [attack.name for attack in experiment.attacks]
+        if attack_names is None
+        else list(attack_names)
+    )
     find_gaps(run, experiment, names, answers, leakage, truths, gaps)
     gaps.notes += unchecked(str(answer.settings.get("kind")) for answer in answers.values())
     notes = ledger.client_notes(run, gaps)
@@ -455,14 +463,14 @@ def _score(
                 continue
             other = _other_client(key, of_attack) if controls else None
             control = score_answer(other, known[key], model) if other else Scores()
-            one = _row(answer, known[key], control, guesses[key], model)
+            scored_row = _row(answer, known[key], control, guesses[key], model)
             if controls and other is None and before is not None:  # the other's answer is gone
                 kept = {
                     "control_rougeL": before.control_rougeL,
                     "control_token_recall": before.control_token_recall,
                 }
-                one = Scored(one.row.model_copy(update=kept), one.pairs)
-            scored.append(one)
+                scored_row = Scored(scored_row.row.model_copy(update=kept), scored_row.pairs)
+            scored.append(scored_row)
     return scored
 
 

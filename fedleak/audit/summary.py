@@ -58,7 +58,7 @@ def summarise(
     held_out = examples(run).held_out
     if info["status"] == "finished" and held_out:
         rounds = filter(experiment.evaluated, range(experiment.federation.rounds + 1))
-        if lost := set(rounds) - {each.round for each in utility}:
+        if lost := set(rounds) - {row.round for row in utility}:
             gaps.missing.append(
                 f"{run.path / 'utility.jsonl'} lacks the rounds {sorted(lost)}: only `fedleak run "
                 "FILE --fresh` measures them again"
@@ -128,8 +128,8 @@ def attack_summary(rows: Sequence[LeakageRow]) -> AttackSummary:
     sizes = [row.batch_size or 0 for row in measured]
 
     def mean_of(name: str, most: float) -> Estimate | None:
-        found = [(row, value) for row in rows if (value := getattr(row, name)) is not None]
-        return mean_over_clients(found, most)
+        values = [(row, value) for row in rows if (value := getattr(row, name)) is not None]
+        return mean_over_clients(values, most)
 
     seconds = [row.seconds for row in rows if row.seconds is not None]
     return AttackSummary(
@@ -168,14 +168,14 @@ def attack_summary(rows: Sequence[LeakageRow]) -> AttackSummary:
 
 def _right(rows: Sequence[LeakageRow], name: str) -> list[tuple[LeakageRow, float]]:
     """Returns whether a fact is right, where an attack said it and the truth is known."""
-    told = [(row, row.facts[name].right) for row in rows if name in row.facts]
-    return [(row, float(right)) for row, right in told if right is not None]
+    compared = [(row, row.facts[name].right) for row in rows if name in row.facts]
+    return [(row, float(right)) for row, right in compared if right is not None]
 
 
 def _budget(rows: Sequence[LeakageRow]) -> RankBudget | None:
     """Returns what share of its rank budget a batch used, over rows where that can be told."""
-    found = (_ratio(row.diagnostics.get("budget")) for row in rows)
-    shares = [share for share in found if share is not None]
+    ratios = (_ratio(row.diagnostics.get("budget")) for row in rows)
+    shares = [share for share in ratios if share is not None]
     if not shares:
         return None
     return RankBudget(mean=sum(shares) / len(shares), max=max(shares), rows=len(shares))
@@ -197,4 +197,4 @@ def _candidates(rows: Sequence[LeakageRow]) -> dict[str, float] | None:
         for check, count in left.items() if isinstance(left, dict) else ():
             if isinstance(count, int | float):
                 counts[check].append(count)
-    return {check: sum(found) / len(found) for check, found in counts.items()} or None
+    return {check: sum(numbers) / len(numbers) for check, numbers in counts.items()} or None

@@ -70,8 +70,8 @@ def _truth_of_all(run: Run, round: int) -> GroundTruth | None:
     """Returns the batches of all in the sum of a round as one; None if any is missing."""
     experiment = stored(run)
     clients = summed_clients(run, experiment, round)
-    found = [read_truth(run, Key(round, client)) for client in clients]
-    truths = [truth for truth in found if truth is not None]
+    batches = [read_truth(run, Key(round, client)) for client in clients]
+    truths = [truth for truth in batches if truth is not None]
     if len(truths) < len(clients):
         return None
     weights = [weight(truth, experiment) for truth in truths]

@@ -37,11 +37,11 @@ def worst_case(
     for several in of_capture.values():
         for scores in zip(*(row.texts or () for row in several), strict=True):
             some = several[0]
-            exact += _best(some, (one.exact for one in scores))
-            rouge += _best(some, (one.rougeL for one in scores))
+            exact += _best(some, (score.exact for score in scores))
+            rouge += _best(some, (score.rougeL for score in scores))
             alike = any((score.rougeL or 0.0) >= NEARLY for score in scores)
             nearly += alike and not any(score.exact for score in scores)
-            recall += _best(some, (one.token_recall for one in scores))
+            recall += _best(some, (score.token_recall for score in scores))
             first.update(_first(several, scores))
     texts = text_counts(rows)
     captures = list(of_capture.values())
@@ -73,4 +73,4 @@ def _best(row: LeakageRow, scores: Iterable[float | None]) -> list[tuple[Leakage
 
 def _first(rows: Sequence[LeakageRow], scores: Sequence[TextScore]) -> list[str]:
     """Returns the first attack that read a text exactly, or nothing."""
-    return [row.attack for row, one in zip(rows, scores, strict=True) if one.exact][:1]
+    return [row.attack for row, score in zip(rows, scores, strict=True) if score.exact][:1]

@@ -138,22 +138,22 @@ def complete_lines(path: Path) -> list[bytes]:
     """Returns the lines of a file that count; none if there is no file."""
     if not os.path.lexists(path):
         return []
-    found = read(path)
-    complete = _complete(found)
-    lines, rest = found[:complete].split(b"\n")[:-1], found[complete:]
+    written = read(path)
+    complete = _complete(written)
+    lines, rest = written[:complete].split(b"\n")[:-1], written[complete:]
     # What a killed process wrote last does not count, but it begins as a line does.
     return [*lines, rest] if rest and not rest.startswith(b"{") else lines
 
 
 @contextmanager
-def naming(path: Path, what: str = "written") -> Iterator[None]:
+def naming(path: Path, verb: str = "written") -> Iterator[None]:
     """Says of a failure of the disk which file it is about."""
     try:
         yield
     except (OSError, safetensors.SafetensorError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or one_line(error)
         raise FedleakError(
-            f"{path} cannot be {what}: {reason}: mend that and give the same command again"
+            f"{path} cannot be {verb}: {reason}: mend that and give the same command again"
         ) from error
 
 
@@ -187,9 +187,9 @@ def parse_json(content: bytes) -> Any:
 def plain(value: Any) -> Any:
     """Returns a value with null for each number that is not finite: JSON has no infinity."""
     if isinstance(value, Mapping):
-        return {key: plain(each) for key, each in value.items()}
+        return {key: plain(member) for key, member in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(each) for each in value]
+        return [plain(element) for element in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

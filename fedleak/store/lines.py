@@ -85,7 +85,7 @@ class Lines(Generic[T]):
         Raises:
             ValueError: JSON cannot hold it.
         """
-        table = {**_plain(self.of, value), **self.mark}
+        table = {**_as_table(self.of, value), **self.mark}
         return json.dumps(table if place is None else sealed(place, table), allow_nan=False)
 
 
@@ -118,7 +118,7 @@ class Document(Generic[T]):
 
     def written(self, value: T) -> bytes:
         """Returns the content of the file."""
-        table = {"schema_version": SCHEMA_VERSION, **_plain(self.of, value)}
+        table = {"schema_version": SCHEMA_VERSION, **_as_table(self.of, value)}
         return (json.dumps(table, indent=1, allow_nan=False) + "\n").encode()
 
 
@@ -130,15 +130,15 @@ def other_version(table: Mapping[str, Any]) -> str | None:
     return f"has schema_version {version!r}, and this fedleak reads {SCHEMA_VERSION}"
 
 
-def validated(of: type[T], content: bytes) -> T:
+def validated(expected_type: type[T], content: bytes) -> T:
     """Reads a value from JSON.
 
     Raises:
         ValueError: It has not the shape; the message has nothing of the content.
     """
     try:
-        found: T = _adapter(of).validate_json(content, strict=True)  # type: ignore[arg-type]
-        return found
+        value: T = _adapter(expected_type).validate_json(content, strict=True)  # type: ignore[arg-type]
+        return value
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"]))
@@ -146,12 +146,12 @@ def validated(of: type[T], content: bytes) -> T:
         raise ValueError(f"{where}: {message}" if where else message) from None
 
 
-def _plain(of: type[T], value: T) -> dict[str, Any]:
-    found: dict[str, Any] = _adapter(of).dump_python(value)  # type: ignore[arg-type]
-    return found
+def _as_table(expected_type: type[T], value: T) -> dict[str, Any]:
+    table: dict[str, Any] = _adapter(expected_type).dump_python(value)  # type: ignore[arg-type]
+    return table
 
 
 @cache
-def _adapter(of: Any) -> TypeAdapter[Any]:
+def _adapter(expected_type: Any) -> TypeAdapter[Any]:
     """Returns what checks values of a type: to make it takes a hundredth of a second."""
-    return TypeAdapter(of)
+    return TypeAdapter(expected_type)

@@ -324,7 +324,7 @@ def _check_membership(row: MembershipRow) -> None:
         raise ValueError("pairs: not every text is in one")
     if not all(row.inside[member] and not row.inside[other] for member, other in row.pairs):
         raise ValueError("pairs: one of each must be in")
-    if any(len(each) != count for each in row.scores.values()):
+    if any(len(scores) != count for scores in row.scores.values()):
         raise ValueError("scores: not of every text")
 
 
@@ -364,4 +364,4 @@ def _with_ids_below(vocabulary: int | None) -> Callable[[Answer], None]:
 
 def within(ids: Iterable[int], vocabulary: int) -> bool:
     """Returns whether all are ids of a vocabulary of this size."""
-    return all(0 <= each < vocabulary for each in ids)
+    return all(0 <= token_id < vocabulary for token_id in ids)

@@ -99,8 +99,8 @@ class Key(NamedTuple):
     client: int
 
     def __str__(self) -> str:
-        of = "all" if self.client == EVERYONE else f"c{self.client:02d}"
-        return f"r{self.round:04d}-{of}"
+        client = "all" if self.client == EVERYONE else f"c{self.client:02d}"
+        return f"r{self.round:04d}-{client}"
 
 
 class _Beside(Record):
@@ -375,7 +375,7 @@ class Run:
         Raises:
             CaptureError: The file is damaged, missing, or of another experiment.
         """
-        return self._read_of_model(_model(round))
+        return self._read_model_file(_model(round))
 
     def write_moments(self, round: int, tensors: Mapping[str, Tensor]) -> None:
         """Writes what the server's optimiser goes on from in a round, beside the model."""
@@ -387,16 +387,16 @@ class Run:
         Raises:
             CaptureError: The file is damaged, missing, or of another experiment.
         """
-        return {} if round == 1 else self._read_of_model(_moments(round))
+        return {} if round == 1 else self._read_model_file(_moments(round))
 
-    def _read_of_model(self, name: str) -> dict[str, Tensor]:
+    def _read_model_file(self, name: str) -> dict[str, Tensor]:
         path = self._file(name)
         try:
-            found, metadata = _read_tensors(path)
+            tensors, metadata = _read_tensors(path)
             self._refuse_foreign(json.loads(metadata["fedleak"])["fingerprint"])
         except _DAMAGE as error:
             raise CaptureError(f"model {path} is damaged ({one_line(error)}): {REMEDY}") from error
-        return found
+        return tensors
 
     def forget(self, round: int) -> None:
         """Deletes the captures of a round, and the model that it started from, but for the first.
@@ -429,8 +429,8 @@ class Run:
     def _rounds(self, before: str) -> list[int]:
         """Returns the rounds in the names of files that begin so."""
         start = len(Path(before).name)
-        found = (path.stem[start:] for path in self.path.glob(f"{before}*.safetensors"))
-        return sorted(int(number) for number in found if number.isdecimal())
+        numbers = (path.stem[start:] for path in self.path.glob(f"{before}*.safetensors"))
+        return sorted(int(number) for number in numbers if number.isdecimal())
 
     def _write_capture(self, name: str, capture: Capture) -> None:
         update = capture.update
@@ -453,7 +453,7 @@ class Run:
             )
         try:
             stored, metadata = _read_tensors(path)
-            beside = self._beside(metadata["fedleak"].encode())
+            beside = self._parse_beside(metadata["fedleak"].encode())
             if parameters is not None:
                 _refuse_other_parameters(stored, shapes(stored, beside.rows), parameters)
             update = with_zero_rows(stored, beside.rows)
@@ -467,11 +467,11 @@ class Run:
         closed = self.is_closed(key)
         path = self._file(_closed(key) if closed else _captured(key))
         try:
-            return self._beside(read(path) if closed else _read_metadata(path))
+            return self._parse_beside(read(path) if closed else _read_metadata(path))
         except (*_DAMAGE, FedleakError) as error:
             raise _damaged(path, error) from error
 
-    def _beside(self, content: bytes) -> _Beside:
+    def _parse_beside(self, content: bytes) -> _Beside:
         """Reads what stands beside the tensors of a capture."""
         parse_json(content)  # refuses numbers that are not finite
         beside = validated(_Beside, content)
@@ -560,9 +560,9 @@ class Run:
         """
         path = self._file(f"vault/{key}.safetensors")
         try:
-            found, metadata = _read_tensors(path)
+            tensors, metadata = _read_tensors(path)
             self._refuse_foreign(json.loads(metadata["fedleak"])["fingerprint"])
-            differences_SK = found["differences"]
+            differences_SK = tensors["differences"]
             if not (differences_SK.is_floating_point() and all_finite(differences_SK)):
                 raise ValueError("not all of it are finite numbers")
             return differences_SK
@@ -582,12 +582,12 @@ class Run:
 
         Of a file that cannot be read it is None.
         """
-        found: dict[Key, Any] = {}
+        notes: dict[Key, Any] = {}
         for key in _keys(self.path / "defended", ".json"):
-            found[key] = None
+            notes[key] = None
             with suppress(FedleakError):
-                found[key] = self.read_json(f"defended/{key}.json")
-        return found
+                notes[key] = self.read_json(f"defended/{key}.json")
+        return notes
 
     # --- rows -------------------------------------------------------------------------------
 
@@ -627,11 +627,11 @@ class Run:
         """
         rows, damaged = self._parsed(lines)
         if damaged:
-            found = [
+            put_aside = [
                 Damaged(file=lines.name, line=n, reason=reason, content=line.decode("latin-1"))
                 for n, line, reason in damaged
             ]
-            self.append(DAMAGED, *found)
+            self.append(DAMAGED, *put_aside)
             self._write_lines(lines, [line for _, line in rows])
         return [row for row, _ in rows]
 
@@ -764,8 +764,8 @@ def _held(key: Key) -> str:
 
 
 def _keys(folder: Path, suffix: str) -> list[Key]:
-    found = (_KEY.fullmatch(p.name.removesuffix(suffix)) for p in folder.glob(f"*{suffix}"))
-    return sorted(Key(int(m[1]), EVERYONE if m[2] is None else int(m[2])) for m in found if m)
+    matches = (_KEY.fullmatch(p.name.removesuffix(suffix)) for p in folder.glob(f"*{suffix}"))
+    return sorted(Key(int(m[1]), EVERYONE if m[2] is None else int(m[2])) for m in matches if m)
 
 
 def _flat(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

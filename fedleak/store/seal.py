@@ -104,7 +104,7 @@ def _key(named: str) -> bytes | None:
     """Returns the key in a file, or this user's own, which is made where there is none."""
     if named:
         try:
-            return _checked(Path(named))
+            return _key_of_file(Path(named))
         except OSError as error:
             raise ConfigError(
                 f"{KEY_FILE} = {named!r} cannot be read ({error.strerror}): name a file of at "
@@ -113,13 +113,13 @@ def _key(named: str) -> bytes | None:
     own = user_state_path("fedleak") / "seal.key"
     try:
         own.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _make(own)
-        return _checked(own)
+        _make_key(own)
+        return _key_of_file(own)
     except OSError:  # no home, or one that cannot be written: nothing is sealed, and a gate says so
         return None
 
 
-def _checked(path: Path) -> bytes:
+def _key_of_file(path: Path) -> bytes:
     key = path.read_bytes()
     if len(key) < KEY_BYTES:
         raise ConfigError(
@@ -128,7 +128,7 @@ def _checked(path: Path) -> bytes:
     return key
 
 
-def _make(path: Path) -> None:
+def _make_key(path: Path) -> None:
     """Makes a key where there is none; of several processes that do, one wins."""
     if path.exists():
         return

@@ -52,8 +52,8 @@ class Shard:
         Raises:
             ConfigError: It is not that, or there is no such share.
         """
-        found = re.fullmatch(r"(\d{1,5})/(\d{1,5})", text, re.ASCII)
-        shard = cls(of=int(found[2]), number=int(found[1])) if found else None
+        match = re.fullmatch(r"(\d{1,5})/(\d{1,5})", text, re.ASCII)
+        shard = cls(of=int(match[2]), number=int(match[1])) if match else None
         if shard is None or not 1 <= shard.number <= shard.of <= MOST:
             raise ConfigError(
                 f"--shard {text!r}: give a number and how many there are, from 1/n to n/n (n is at "
@@ -117,13 +117,13 @@ def begun(run: Run) -> list[Shard]:
 
 def shares(run: Run) -> dict[Shard, Share | None]:
     """Returns what the shards that have begun say; None of one whose shard.json cannot be read."""
-    found: dict[Shard, Share | None] = {}
+    shares_by_shard: dict[Shard, Share | None] = {}
     for shard in begun(run):
         try:
-            found[shard] = run.read(share(shard))
+            shares_by_shard[shard] = run.read(share(shard))
         except FedleakError:
-            found[shard] = None
-    return found
+            shares_by_shard[shard] = None
+    return shares_by_shard
 
 
 def attacks_in(run: Run, shard: Shard) -> list[str]:
@@ -165,15 +165,15 @@ def answers_for(run: Run, shard: Shard) -> list[Answer]:
     machine may do better.
     """
     own = run.readable(shard.lines(answers(run.fingerprint())))
-    return own + [each for each in readable_answers(run) if each.status != Status.FAILED]
+    return own + [answer for answer in readable_answers(run) if answer.status != Status.FAILED]
 
 
 def damaged(run: Run) -> list[Damaged]:
     """Returns the lines that were put aside, of the run and of its shards."""
     of_shards = [
-        one.model_copy(update={"file": f"{shard.folder}/{one.file}"})
+        line.model_copy(update={"file": f"{shard.folder}/{line.file}"})
         for shard in begun(run)
-        for one in run.inside(shard.folder).damaged()
+        for line in run.inside(shard.folder).damaged()
     ]
     return run.damaged() + of_shards
 
@@ -185,7 +185,7 @@ def drop_failures(run: Run, shard: Shard | None = None) -> int:
         run: The run directory.
         shard: Forget its own only; None: those of the run and of all shards.
     """
-    places = [run.inside(one.folder) for one in (begun(run) if shard is None else [shard])]
+    places = [run.inside(chosen.folder) for chosen in (begun(run) if shard is None else [shard])]
     places += [run] if shard is None else []
     return sum(_drop_failures(run.fingerprint(), place) for place in places)
 
@@ -206,8 +206,8 @@ def _merged(
     """Returns one answer for each update and attack: of several, one that did not fail."""
     lines = answers(run.fingerprint(), vocabulary)
     given = chain(read(lines), *(read(shard.lines(lines)) for shard in begun(run)))
-    found: dict[tuple[Key, str], Answer] = {}
-    for each in given:
-        if each.id not in found or found[each.id].status == Status.FAILED:
-            found[each.id] = each
-    return list(found.values())
+    merged: dict[tuple[Key, str], Answer] = {}
+    for answer in given:
+        if answer.id not in merged or merged[answer.id].status == Status.FAILED:
+            merged[answer.id] = answer
+    return list(merged.values())

@@ -328,7 +328,7 @@ class MembershipSummary(Record):
 
     def main(self, attack: str) -> MembershipFigures | None:
         """Returns the figures of the score that an attack names first; None: it has none."""
-        return next((each for each in self.figures if each.attack == attack), None)
+        return next((figures for figures in self.figures if figures.attack == attack), None)
 
 
 class CopiesRead(Record):

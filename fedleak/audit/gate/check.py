@@ -36,17 +36,17 @@ class Check:
         return self.outcome is Outcome.WITHIN
 
 
-def compared(name: str, said: str, *, holds: bool) -> Check:
+def compared(name: str, sentence: str, *, holds: bool) -> Check:
     """Returns the check of a limit on what was measured."""
-    return Check(name, Outcome.WITHIN if holds else Outcome.EXCEEDED, said)
+    return Check(name, Outcome.WITHIN if holds else Outcome.EXCEEDED, sentence)
 
 
-def untold(name: str, lacks: Sequence[str], said: str) -> Check:
+def untold(name: str, lacks: Sequence[str], sentence: str) -> Check:
     """Returns a check that fails if anything is lacking.
 
     Args:
         name: Of the check.
         lacks: What was not measured, in sentences.
-        said: What is said if nothing is lacking.
+        sentence: What is said if nothing is lacking.
     """
-    return Check(name, Outcome.UNTOLD if lacks else Outcome.WITHIN, "; ".join(lacks) or said)
+    return Check(name, Outcome.UNTOLD if lacks else Outcome.WITHIN, "; ".join(lacks) or sentence)

@@ -34,18 +34,22 @@ def _control(leaks: Mapping[str, float], evidence: Evidence) -> Check:
         copies, control = "updates, none of them defended", positive_control.of_rows(rows)
     if control is None:
         return untold(name, [_why_none(evidence)], "")
-    said = "; ".join(
+    sentence = "; ".join(
         f"{attack} read a text of {reading.read} of {control.copies} {copies}"
         for attack, reading in control.attacks.items()
     )
     lacks = []
     for figure, limit in leaks.items():
         read = getattr(control.together, figure)
-        said += f"; {LEAKS[figure].says}: {read:.3g}, limit {limit:g}"
+        sentence += f"; {LEAKS[figure].says}: {read:.3g}, limit {limit:g}"
         if read <= limit:
             lacks.append(f"where nothing is in their way the attacks stay within {figure}, too")
             continue
-        able = {each for each, of in control.attacks.items() if getattr(of, figure) > limit}
+        able = {
+            attack
+            for attack, reading in control.attacks.items()
+            if getattr(reading, figure) > limit
+        }
         answered = {
             row.attack
             for row in rows
@@ -55,7 +59,7 @@ def _control(leaks: Mapping[str, float], evidence: Evidence) -> Check:
             able_, rest = (", ".join(sorted(names)) for names in (able, answered))
             who = f"{able_ or 'no single attack'} exceeds it there"
             lacks.append(f"{figure} rests on {rest or 'no answer'} here, and {who}")
-    return untold(name, [said, *lacks] if lacks else [], said)
+    return untold(name, [sentence, *lacks] if lacks else [], sentence)
 
 
 def _why_none(evidence: Evidence) -> str:
@@ -73,7 +77,7 @@ def _why_none(evidence: Evidence) -> str:
 def _attackers(evidence: Evidence) -> Check:
     """Returns a remark on which attacks the limits hold for; it closes nothing."""
     tried = ", ".join(sorted({row.attack for row in evidence.rows.leakage})) or "no attack"
-    said = f"the limits hold for {tried}"
+    sentence = f"the limits hold for {tried}"
     if STRONGEST not in evidence.kinds.values():
-        said += f" alone: {STRONGEST}, the strongest attacker here, is not among them"
-    return Check("attackers", Outcome.WITHIN, said)
+        sentence += f" alone: {STRONGEST}, the strongest attacker here, is not among them"
+    return Check("attackers", Outcome.WITHIN, sentence)

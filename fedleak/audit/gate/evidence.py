@@ -90,9 +90,9 @@ def gather(run: Run) -> Evidence:
         kept = scoring.scored_rows(run)
         recorded = scoring.Recorded(recorded.answers, recorded.utility, kept)
     # An attack that has answered anything has to have answered for all.
-    asked = [named.name for named in experiment.attacks]
-    asked += sorted({answer.attack for answer in recorded.answers} - {*asked})
-    scores = scoring.score(run, recorded, asked)
+    names = [named.name for named in experiment.attacks]
+    names += sorted({answer.attack for answer in recorded.answers} - {*names})
+    scores = scoring.score(run, recorded, names)
     return Evidence(run, experiment, purged, recorded.answers, scores.rows, scores.summary)
 
 
@@ -131,8 +131,8 @@ def genuine(evidence: Evidence) -> Check:
         "somebody changed it since: run the experiment here, or share the key of the machine that "
         "did (FEDLEAK_SEAL_KEY)"
     ]
-    said = "fedleak wrote on this machine all that figures rest on, and nobody changed it"
-    return untold("written here", lacks if changed else (), said)
+    sentence = "fedleak wrote on this machine all that figures rest on, and nobody changed it"
+    return untold("written here", lacks if changed else (), sentence)
 
 
 def figures(evidence: Evidence, *, accept_purged: bool) -> Check:
@@ -144,14 +144,14 @@ def figures(evidence: Evidence, *, accept_purged: bool) -> Check:
     """
     run, name = evidence.run, "figures"
     if evidence.purged:
-        said = (
+        sentence = (
             f"not checked again: the private data was purged on {evidence.purged}, and the figures "
             "rest on the rows that were written before"
         )
-        lacks = [] if accept_purged else [f"{said}: --purged takes them as they are"]
+        lacks = [] if accept_purged else [f"{sentence}: --purged takes them as they are"]
         if run.info().get("figures") != evidence.mark:
             lacks.append("rows are not those that were there when the run was purged")
-        return untold(name, lacks, f"{said}; --purged takes them as they are")
+        return untold(name, lacks, f"{sentence}; --purged takes them as they are")
     try:
         rows, summary = scoring.scored_rows(run), run.read(SUMMARY)
     except FedleakError as error:
@@ -184,12 +184,14 @@ def _figures(summary: RunSummary) -> Any:
     return summary.model_dump(mode="json", exclude=SENTENCES)
 
 
-def _agree(one: Any, other: Any) -> bool:
+def _agree(first: Any, second: Any) -> bool:
     """Returns whether two values of JSON are the same but for rounding."""
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_agree(one[key], other[key]) for key in one)
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(_agree, one, other))
-    if isinstance(one, float) and isinstance(other, float):
-        return math.isclose(one, other, rel_tol=AGREEMENT, abs_tol=AGREEMENT)
-    return bool(one == other)
+    if isinstance(first, dict) and isinstance(second, dict):
+        return first.keys() == second.keys() and all(
+            _agree(first[key], second[key]) for key in first
+        )
+    if isinstance(first, list) and isinstance(second, list):
+        return len(first) == len(second) and all(map(_agree, first, second))
+    if isinstance(first, float) and isinstance(second, float):
+        return math.isclose(first, second, rel_tol=AGREEMENT, abs_tol=AGREEMENT)
+    return bool(first == second)

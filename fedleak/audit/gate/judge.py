@@ -57,19 +57,19 @@ def judge(run: Run, limits: GateTable, *, accept_purged: bool = False) -> Verdic
     names = {*evidence.kinds, *(row.attack for row in evidence.rows.leakage)}
     checks.check_gate(limits, names, {*evidence.kinds.values(), *attacks.kinds()})
     counted = with_abstentions(evidence, limits.may_abstain)
-    found = limit_checks(limits, counted)
-    found += required_checks(limits, counted)
-    found += [
+    gate_checks = limit_checks(limits, counted)
+    gate_checks += required_checks(limits, counted)
+    gate_checks += [
         figures(evidence, accept_purged=accept_purged),
         genuine(evidence),
         own(evidence),
         complete(evidence),
     ]
     if wanted.keys() & {*LEAKS, *MEMBERSHIP, "coverage"}:
-        found += measured_checks(limits, counted, wanted.keys() & LEAKS.keys())
+        gate_checks += measured_checks(limits, counted, wanted.keys() & LEAKS.keys())
     if leaks := {name: getattr(limits, name) for name in LEAKS if name in wanted}:
-        found += control_checks(leaks, counted)
-    return Verdict(found, evidence.digest(limits.model_dump(mode="json")))
+        gate_checks += control_checks(leaks, counted)
+    return Verdict(gate_checks, evidence.digest(limits.model_dump(mode="json")))
 
 
 def chosen(limits: GateTable) -> Mapping[str, object]:

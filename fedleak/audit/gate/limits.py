@@ -125,14 +125,14 @@ def _highest(
 
     A figure that is not known does not hide that another one exceeds the limit.
     """
-    whose, highest = max(figures, key=lambda figure: figure[1].high, default=("", None))
+    prefix, highest = max(figures, key=lambda figure: figure[1].high, default=("", None))
     if highest is None or (lacks and highest.high <= limit):
         return untold(name, lacks, "")
-    said = (
-        f"{whose}{says}: {highest.mean:.3g}, with its interval up to {highest.high:.3g}; "
+    sentence = (
+        f"{prefix}{says}: {highest.mean:.3g}, with its interval up to {highest.high:.3g}; "
         f"limit {limit:g}"
     )
-    return compared(name, said, holds=highest.high <= limit)
+    return compared(name, sentence, holds=highest.high <= limit)
 
 
 def _membership(name: str, limit: float, evidence: Evidence) -> Check:
@@ -142,20 +142,20 @@ def _membership(name: str, limit: float, evidence: Evidence) -> Check:
         return untold(name, ["no attack on membership gave an answer"], "")
     figures, lacks = [], []
     for scored in summary.figures:
-        whose = f"{scored.attack} by {scored.score}: "
+        prefix = f"{scored.attack} by {scored.score}: "
         answers = sum(
             row.attack == scored.attack and row.status == Status.RECOVERED
             for row in evidence.rows.leakage
         )
         if scored.updates < answers:
-            lacks.append(f"{whose}{answers - scored.updates} of {answers} answers have no score")
+            lacks.append(f"{prefix}{answers - scored.updates} of {answers} answers have no score")
         figure: Estimate | None = getattr(scored, leak.figure)
         if figure is None:
             lacks.append(
-                f"{whose}{scored.members} members and {scored.controls} others are too few"
+                f"{prefix}{scored.members} members and {scored.controls} others are too few"
             )
         else:
-            figures.append((whose, figure))
+            figures.append((prefix, figure))
     return _highest(name, leak.says, limit, figures, lacks)
 
 
@@ -174,11 +174,11 @@ def _epsilon(limit: float, evidence: Evidence) -> Check:
         return untold("epsilon", [f"the ledger has no clients {listed(without)}"], "")
     if privacy is None or privacy.epsilon == NONE:
         return Check("epsilon", Outcome.UNTOLD, f"nothing is guaranteed; limit {limit:g}")
-    said = (
+    sentence = (
         f"epsilon {privacy.epsilon:.4g} at delta {privacy.delta:g}, of one {privacy.unit} by the "
         f"accountant {privacy.accountant}; limit {limit:g}"
     )
-    return compared("epsilon", said, holds=float(privacy.epsilon) <= limit)
+    return compared("epsilon", sentence, holds=float(privacy.epsilon) <= limit)
 
 
 def _bounded(name: str, limit: float, canary: CanarySummary) -> Check:
@@ -195,8 +195,8 @@ def _bounded(name: str, limit: float, canary: CanarySummary) -> Check:
     assumed, largest = max(
         ((kind, max(bounds)) for kind, bounds in kinds.items()), key=lambda bound: bound[1]
     )
-    said = f"canaries show {largest:.4g} or more ({assumed}); limit {limit:g}"
-    return compared(name, said, holds=largest <= limit)
+    sentence = f"canaries show {largest:.4g} or more ({assumed}); limit {limit:g}"
+    return compared(name, sentence, holds=largest <= limit)
 
 
 def _utility(limits: Mapping[str, float], evidence: Evidence) -> list[Check]:
@@ -214,8 +214,8 @@ def _utility(limits: Mapping[str, float], evidence: Evidence) -> list[Check]:
             says = f"no {name} was measured on held-out texts"
             checks.append(untold(name, [says], ""))
             continue
-        said = f"{figure:.3g} on {evidence.summary.held_out} held-out texts; limit {limit:g}"
-        checks.append(compared(name, said, holds=(figure - limit) * UTILITY[name] >= 0))
+        sentence = f"{figure:.3g} on {evidence.summary.held_out} held-out texts; limit {limit:g}"
+        checks.append(compared(name, sentence, holds=(figure - limit) * UTILITY[name] >= 0))
     return checks
 
 

@@ -39,7 +39,7 @@ def measured_checks(limits: GateTable, evidence: Evidence, leaks: Collection[str
     if leaks:
         checks.append(_texts(cases, rows, leaks))
         checks.append(_alarms(rows, leaks))
-    names = {*(row.attack for row in rows), *(each.name for each in evidence.experiment.attacks)}
+    names = {*(row.attack for row in rows), *(named.name for named in evidence.experiment.attacks)}
     for name in sorted(names):
         may = not {name, listed_as(name)}.isdisjoint(limits.may_abstain)
         checks.append(_attack(name, evidence, limits.seconds, may_abstain=may))
@@ -52,8 +52,10 @@ def required_checks(limits: GateTable, evidence: Evidence) -> list[Check]:
     if limits.canary is not None and CANARY_OF_EVERY_CLIENT not in wanted:
         wanted.append(CANARY_OF_EVERY_CLIENT)
     return [
-        _canary(evidence) if what == CANARY_OF_EVERY_CLIENT else _required(what, evidence)
-        for what in wanted
+        _canary(evidence)
+        if requirement == CANARY_OF_EVERY_CLIENT
+        else _required(requirement, evidence)
+        for requirement in wanted
     ]
 
 
@@ -79,10 +81,10 @@ def _clients(evidence: Evidence) -> Check:
             f"clients {listed(clients)} use {used} and were never attacked, and no client like "
             "them was: add one to threat.clients"
         )
-    said = f"every client was attacked, or one with the same defenses: {len(attacked)} of them"
+    sentence = f"every client was attacked, or one with the same defenses: {len(attacked)} of them"
     if EVERYONE in attacked:
-        said = "what was attacked is of all clients of a round"
-    return untold("clients", lacks, said)
+        sentence = "what was attacked is of all clients of a round"
+    return untold("clients", lacks, sentence)
 
 
 def _coverage(limit: float, evidence: Evidence) -> Check:
@@ -99,8 +101,8 @@ def _coverage(limit: float, evidence: Evidence) -> Check:
         here += size if key in answered else 0
     if unknown or not everywhere:
         return untold("coverage", [f"{unknown} updates have no truth in the vault"], "")
-    said = f"an attack answered for {here} of {everywhere} private texts; limit {limit:g}"
-    return compared("coverage", said, holds=here >= limit * everywhere)
+    sentence = f"an attack answered for {here} of {everywhere} private texts; limit {limit:g}"
+    return compared("coverage", sentence, holds=here >= limit * everywhere)
 
 
 def _has_answered(row: LeakageRow) -> bool:
@@ -123,8 +125,8 @@ def _texts(cases: Sequence[Case], rows: Sequence[LeakageRow], leaks: Collection[
     worst = cases[-1].worst
     if worst is None:
         return untold("texts", lacks, "")
-    said = f"{worst.texts} texts of {worst.clients} clients, by {', '.join(worst.attacks)}"
-    return untold("texts", lacks, said)
+    sentence = f"{worst.texts} texts of {worst.clients} clients, by {', '.join(worst.attacks)}"
+    return untold("texts", lacks, sentence)
 
 
 def _lacks(case: Case, rows: Sequence[LeakageRow], leaks: Collection[str]) -> list[str]:
@@ -180,8 +182,8 @@ def _tokens_unread(rows: Sequence[LeakageRow]) -> Iterator[str]:
     for of_update in by_update.values():
         sequences = [row.token_recall or 0.0 for row in of_update if row.rougeL is not None]
         for row in of_update:
-            found = (row.token_recall or 0.0) >= FOUND_ALL
-            if row.rougeL is None and found and (row.token_precision or 0.0) >= MOST_WRONG:
+            found_all = (row.token_recall or 0.0) >= FOUND_ALL
+            if row.rougeL is None and found_all and (row.token_precision or 0.0) >= MOST_WRONG:
                 finders[row.attack] += bool(sequences) and max(sequences) < READ_FEW
     for attack, count in sorted(finders.items()):
         if count:
@@ -241,7 +243,9 @@ def _seconds(name: str, evidence: Evidence) -> float | None:
         for attack in evidence.experiment.attacks
         if attack.name == name
     ]
-    return min((float(each) for each in given if isinstance(each, int | float)), default=None)
+    return min(
+        (float(seconds) for seconds in given if isinstance(seconds, int | float)), default=None
+    )
 
 
 def _required(kind: str, evidence: Evidence) -> Check:

@@ -57,14 +57,14 @@ def clustered_mean(
         most: The largest value there can be.
     """
     counted = np.ones(len(values)) if weights is None else np.asarray(weights, float)
-    of = np.unique(np.asarray(clusters), return_inverse=True)[1]
-    sizes = np.bincount(of, counted)
-    sums = np.bincount(of, counted * np.asarray(values, float))
+    indices = np.unique(np.asarray(clusters), return_inverse=True)[1]
+    sizes = np.bincount(indices, counted)
+    sums = np.bincount(indices, counted * np.asarray(values, float))
     mean = float(sums.sum() / sizes.sum())
     # In the place of the unseen cluster: as large as the largest, so that none could weigh more.
     sizes, lowest, highest = (
-        np.append(each, one)
-        for each, one in ((sizes, sizes.max()), (sums, 0.0), (sums, most * sizes.max()))
+        np.append(known, unseen)
+        for known, unseen in ((sizes, sizes.max()), (sums, 0.0), (sums, most * sizes.max()))
     )
     count = min(MOST_DRAWS, max(FEWEST_DRAWS, NUMBERS // len(sizes)))
     # In proportion to Dirichlet's.
@@ -85,8 +85,10 @@ def bootstrapped(clusters: Sequence[Sequence[float]]) -> Interval:
     """
     from scipy.stats import bootstrap
 
-    sums, sizes = (np.array([of(each) for each in clusters], float) for of in (sum, len))
-    found = bootstrap(
+    sums, sizes = (
+        np.array([measure(values) for values in clusters], float) for measure in (sum, len)
+    )
+    interval = bootstrap(
         (sums, sizes),
         lambda s, n, axis: s.sum(axis) / n.sum(axis),
         paired=True,
@@ -95,7 +97,7 @@ def bootstrapped(clusters: Sequence[Sequence[float]]) -> Interval:
         n_resamples=FEWEST_DRAWS,
         rng=np.random.default_rng(SEED),
     ).confidence_interval
-    return Interval(float(sums.sum() / sizes.sum()), float(found.low), float(found.high))
+    return Interval(float(sums.sum() / sizes.sum()), float(interval.low), float(interval.high))
 
 
 def sign_test(differences: Sequence[float]) -> float:
@@ -105,5 +107,5 @@ def sign_test(differences: Sequence[float]) -> float:
     """
     from scipy.stats import binomtest
 
-    above, below = (sum(sign * each > 0 for each in differences) for sign in (1, -1))
+    above, below = (sum(sign * difference > 0 for difference in differences) for sign in (1, -1))
     return float(binomtest(above, above + below).pvalue) if above + below else 1.0

@@ -18,8 +18,8 @@ def overlap(answer: Iterable[int], truth: Iterable[int]) -> Overlap:
     >>> overlap([1, 1, 2], [1, 2, 3, 4])
     Overlap(recall=0.5, precision=0.6666666666666666)
     """
-    found, real = Counter(answer), Counter(truth)
-    common = (found & real).total()
+    claimed, real = Counter(answer), Counter(truth)
+    common = (claimed & real).total()
     return Overlap(
-        common / real.total() if real else None, common / found.total() if found else None
+        common / real.total() if real else None, common / claimed.total() if claimed else None
     )

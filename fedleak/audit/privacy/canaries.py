@@ -156,8 +156,8 @@ def _witnessed(
     experiment: Experiment, update: ClientUpdate, sizes: Mapping[str, int]
 ) -> tuple[float, ...]:
     where = canaries.witnesses(experiment, sizes)
-    found: list[float] = scores(where.taken(update.tensors), where.directions()).tolist()
-    return tuple(found)
+    witness_scores: list[float] = scores(where.taken(update.tensors), where.directions()).tolist()
+    return tuple(witness_scores)
 
 
 @dataclass(frozen=True)
@@ -211,10 +211,10 @@ class Tally:
 
     @cached_property
     def _slots(self) -> Mapping[int, Sequence[CanaryRow]]:
-        found: dict[int, list[CanaryRow]] = defaultdict(list)
+        slots: dict[int, list[CanaryRow]] = defaultdict(list)
         for row in self.rows:
-            found[row.slot].append(row)
-        return found
+            slots[row.slot].append(row)
+        return slots
 
     @cached_property
     def coins(self) -> list[bool]:
@@ -258,8 +258,8 @@ class Tally:
             + absent
         )
         ratios_KN = np.outer(row.scores, mean) - mean**2 / 2 + weight
-        found: npt.NDArray[np.float64] = logsumexp(ratios_KN, axis=1)
-        return found
+        log_ratios_K: npt.NDArray[np.float64] = logsumexp(ratios_KN, axis=1)
+        return log_ratios_K
 
     @cached_property
     def inside(self) -> list[float]:
@@ -276,26 +276,26 @@ def tallies(rows: Iterable[CanaryRow], ledger: Sequence[LedgerRow]) -> list[Tall
     of_client: dict[int, list[CanaryRow]] = defaultdict(list)
     for row in rows:
         of_client[row.client].append(row)
-    found = []
+    tallied = []
     for client, own in sorted(of_client.items()):
         unit = "client" if own[0].whole else "example"
-        said = spent.get((client, max(row.round for row in own), unit))
-        announced = said is not None and said.epsilon != privacy.NONE
-        found.append(Tally(client, tuple(own), said if announced else None))
-    return found
+        ledger_row = spent.get((client, max(row.round for row in own), unit))
+        announced = ledger_row is not None and ledger_row.epsilon != privacy.NONE
+        tallied.append(Tally(client, tuple(own), ledger_row if announced else None))
+    return tallied
 
 
 def summarised(
     experiment: Experiment, rows: Sequence[CanaryRow], ledger: Sequence[LedgerRow]
 ) -> CanarySummary | None:
     """Returns the bounds of a run; None if no canary was scored."""
-    found = tallies(rows, ledger)
-    if not found:
+    tallied = tallies(rows, ledger)
+    if not tallied:
         return None
     delta = experiment.privacy.delta
-    cells = list(_cells(found))
+    cells = list(_cells(tallied))
     # Each unit has a bound over all clients; most experiments have one unit.
-    together = sum(len(cell) > 1 or len(found) == 1 for cell in cells)
+    together = sum(len(cell) > 1 or len(tallied) == 1 for cell in cells)
     alone = len(cells) - together
 
     def share(cell: Sequence[Tally]) -> float:
@@ -306,23 +306,23 @@ def summarised(
 
     shown = [_bound(cell, (1 - CONFIDENCE) * share(cell), delta) for cell in cells]
     alarms = [
-        said
+        alarm
         for cell in cells
-        if (said := _contradiction(cell, ALARM * share(cell) / TESTS, delta)) is not None
+        if (alarm := _contradiction(cell, ALARM * share(cell) / TESTS, delta)) is not None
     ]
-    alarms += _reused_noise(found, sums=experiment.sees != "updates")
+    alarms += _reused_noise(tallied, sums=experiment.sees != "updates")
     return CanarySummary(
         confidence=CONFIDENCE, delta=delta, bounds=tuple(shown), alarms=tuple(alarms)
     )
 
 
-def _cells(found: Sequence[Tally]) -> Iterator[Sequence[Tally]]:
+def _cells(tallied: Sequence[Tally]) -> Iterator[Sequence[Tally]]:
     """Yields all clients of a unit together, then each client alone."""
-    for unit in sorted({tally.unit for tally in found}):
-        of_unit = [tally for tally in found if tally.unit == unit]
+    for unit in sorted({tally.unit for tally in tallied}):
+        of_unit = [tally for tally in tallied if tally.unit == unit]
         if len(of_unit) > 1:
             yield of_unit
-    yield from ([tally] for tally in found)
+    yield from ([tally] for tally in tallied)
 
 
 @dataclass(frozen=True)
@@ -356,7 +356,7 @@ def _bounds(cell: Sequence[Tally], alpha: float, delta: float) -> _Bounds:
 
 
 def _bound(cell: Sequence[Tally], alpha: float, delta: float) -> CanaryBound:
-    found = _bounds(cell, alpha, delta)
+    shown = _bounds(cell, alpha, delta)
     return CanaryBound(
         client=cell[0].client if len(cell) == 1 else EVERYONE,
         unit=cell[0].unit,
@@ -364,16 +364,16 @@ def _bound(cell: Sequence[Tally], alpha: float, delta: float) -> CanaryBound:
         updates=sum(len(tally.rows) for tally in cell),
         in_copies=any(row.audited_copy for tally in cell for row in tally.rows),
         epsilon=_accounted(cell),
-        gaussian=found.gaussian,
-        f_dp=found.f_dp,
-        epsilon_delta=found.epsilon_delta,
+        gaussian=shown.gaussian,
+        f_dp=shown.f_dp,
+        epsilon_delta=shown.epsilon_delta,
     )
 
 
 def _accounted(cell: Sequence[Tally]) -> Epsilon:
     """Returns the weakest guarantee of a cell's clients."""
-    said = [tally.epsilon for tally in cell]
-    return privacy.NONE if privacy.NONE in said else max(float(each) for each in said)
+    epsilons = [tally.epsilon for tally in cell]
+    return privacy.NONE if privacy.NONE in epsilons else max(float(epsilon) for epsilon in epsilons)
 
 
 def _contradiction(cell: Sequence[Tally], alpha: float, delta: float) -> str | None:
@@ -381,8 +381,8 @@ def _contradiction(cell: Sequence[Tally], alpha: float, delta: float) -> str | N
     accounted = _accounted(cell)
     if accounted == privacy.NONE:
         return None
-    found = _bounds(cell, alpha, delta)
-    largest = max(found.gaussian or 0.0, found.f_dp, found.epsilon_delta)
+    shown = _bounds(cell, alpha, delta)
+    largest = max(shown.gaussian or 0.0, shown.f_dp, shown.epsilon_delta)
     if largest <= float(accounted):
         return None
     who = f"client {cell[0].client}" if len(cell) == 1 else f"{len(cell)} clients together"
@@ -393,7 +393,7 @@ def _contradiction(cell: Sequence[Tally], alpha: float, delta: float) -> str | N
     )
 
 
-def _reused_noise(found: Sequence[Tally], *, sums: bool) -> list[str]:
+def _reused_noise(tallied: Sequence[Tally], *, sums: bool) -> list[str]:
     """Returns a sentence if two updates that a ledger counts as noisy have the same noise.
 
     The witnesses' scores in two updates are independent if the noise is: then their product, over
@@ -403,7 +403,7 @@ def _reused_noise(found: Sequence[Tally], *, sums: bool) -> list[str]:
 
     rows = [
         row
-        for tally in found
+        for tally in tallied
         for row in tally.rows
         if tally.ledger is not None and (row.noise_share or 0.0) >= LOUD_NOISE
     ]
@@ -416,13 +416,13 @@ def _reused_noise(found: Sequence[Tally], *, sums: bool) -> list[str]:
     pairs = sum(len(group) * (len(group) - 1) // 2 for group in alike.values())
     for group in alike.values():
         scores_UW = np.array([row.witnesses for row in group])
-        for place, one in enumerate(group[:-1]):
+        for place, first in enumerate(group[:-1]):
             agreed_U = np.abs(scores_UW[place + 1 :] @ scores_UW[place])
             agreed_U /= max(float(np.linalg.norm(scores_UW[place])), 1e-300)
             at = int(agreed_U.argmax())
             if 2 * ndtr(-agreed_U[at]) * pairs < ALARM / TESTS:
                 return [
-                    f"the updates {one.key} and {group[place + 1 + at].key} have the same noise "
+                    f"the updates {first.key} and {group[place + 1 + at].key} have the same noise "
                     f"(p < {ALARM:g}): the mechanism does not do what the ledger says"
                 ]
     return []

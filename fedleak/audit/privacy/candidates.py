@@ -67,43 +67,49 @@ def questions(
     public, others = ([known[i] for i in some] for some in (order[:count], order[count:]))
     rng = stream(seed, "candidates", truth.round, truth.client)
     if from_file is not None:
-        return _of_file(truth, from_file.examples(labelled=labelled), public, rng)
-    own = {one.ids: one for one in _batch(truth)}
+        return _questions_of_file(truth, from_file.examples(labelled=labelled), public, rng)
+    own = {example.ids: example for example in _batch(truth)}
     # A text on both sides is neither: leaving it out on both does not tell them apart.
-    members = [one for ids, one in sorted(own.items()) if ids not in {one.ids for one in known}]
-    taken = own.keys() | {one.ids for one in public}
+    members = [
+        example
+        for ids, example in sorted(own.items())
+        if ids not in {example.ids for example in known}
+    ]
+    taken = own.keys() | {example.ids for example in public}
     free: dict[int | None, list[Example]] = defaultdict(list)
-    for one in {one.ids: one for one in others if one.ids not in taken}.values():
-        free[one.label].append(one)
+    for example in {
+        example.ids: example for example in others if example.ids not in taken
+    }.values():
+        free[example.label].append(example)
     drawn: list[tuple[Example, Example]] = []
     used: set[tuple[int, ...]] = set()
     for member in members:
         preferred = _preferred(member, free[member.label], truth.client, clients, seed)
-        control = next((one for one in preferred if one.ids not in used), None)
+        control = next((example for example in preferred if example.ids not in used), None)
         if control is not None:
             used.add(control.ids)
             drawn.append((member, control))
-    texts = [one for pair in drawn for one in pair]
+    texts = [example for pair in drawn for example in pair]
     shuffled = torch.randperm(len(texts), generator=rng).tolist()
-    place = {which: at for at, which in enumerate(shuffled)}
+    place = {index: at for at, index in enumerate(shuffled)}
     return Questions(
-        asked=Candidates(tuple(texts[which] for which in shuffled), tuple(public)),
-        inside=tuple(which % 2 == 0 for which in shuffled),
+        asked=Candidates(tuple(texts[index] for index in shuffled), tuple(public)),
+        inside=tuple(index % 2 == 0 for index in shuffled),
         pairs=tuple((place[2 * i], place[2 * i + 1]) for i in range(len(drawn))),
         lines=None,
     )
 
 
-def _of_file(
+def _questions_of_file(
     truth: GroundTruth, listed: Sequence[Example], public: Sequence[Example], rng: torch.Generator
 ) -> Questions:
     """Returns the list of a file, whose texts are not public."""
     lines = torch.randperm(len(listed), generator=rng).tolist()
-    ours, batch = {one.ids for one in listed}, set(truth.sequences)
+    ours, batch = {example.ids for example in listed}, set(truth.sequences)
     return Questions(
         asked=Candidates(
             tuple(listed[line] for line in lines),
-            tuple(one for one in public if one.ids not in ours),
+            tuple(example for example in public if example.ids not in ours),
         ),
         inside=tuple(listed[line].ids in batch for line in lines),
         pairs=(),

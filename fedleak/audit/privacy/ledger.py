@@ -85,7 +85,7 @@ def ledger(
                 continue
             events[client] += note.events if note is not None else ()
             spent = privacy.compose(events[client], table.delta, table.accountant)
-            rows += [_ledger_row(key, each, table.accountant) for each in spent] or [
+            rows += [_ledger_row(key, spending, table.accountant) for spending in spent] or [
                 LedgerRow.nothing_guaranteed(key)
             ]
     if experiment.aggregator is not None and experiment.aggregator.trust is not None:
@@ -168,9 +168,11 @@ def _reports_training(kind: str) -> bool:
 
 def defense_means(rows: Sequence[DefenseRow]) -> tuple[DefenseMeans, ...]:
     """Returns for each defense the means of its figures over all updates that have them."""
-    found: dict[tuple[int, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    by_defense: dict[tuple[int, str], dict[str, list[float]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
     for row in rows:
-        of_defense = found[row.defense, row.kind]
+        of_defense = by_defense[row.defense, row.kind]
         for name, value in row.figures.items():
             if value is not None:
                 of_defense[name].append(value)
@@ -180,5 +182,5 @@ def defense_means(rows: Sequence[DefenseRow]) -> tuple[DefenseMeans, ...]:
             kind=kind,
             **{name: sum(values) / len(values) for name, values in sorted(figures.items())},
         )
-        for (number, kind), figures in sorted(found.items())
+        for (number, kind), figures in sorted(by_defense.items())
     )

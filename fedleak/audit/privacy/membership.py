@@ -83,7 +83,7 @@ def membership_rows(
             continue  # of another list: the held-out texts are others by now
         known = numbers[attack]
         texts = made.lines or tuple(
-            known.setdefault(one.ids, len(known)) for one in made.asked.listed
+            known.setdefault(example.ids, len(known)) for example in made.asked.listed
         )
         if forgotten and made.lines is None:
             # Nobody knows any more which texts the other rows have.
@@ -110,14 +110,14 @@ def summarised(experiment: Experiment, rows: Sequence[MembershipRow]) -> Members
             by_score[row.attack, score].append(row)
     if not by_score:
         return None
-    unfair = {name: _unfair(experiment, of) for name, of in by_score.items()}
+    unfair = {name: _unfair(experiment, of_score) for name, of_score in by_score.items()}
     cells, delta = sum(why is None for why in unfair.values()), experiment.privacy.delta
     return MembershipSummary(
         confidence=CONFIDENCE,
         delta=delta,
         figures=tuple(
-            _figures(attack, score, of, unfair[attack, score], cells, delta)
-            for (attack, score), of in by_score.items()
+            _figures(attack, score, of_score, unfair[attack, score], cells, delta)
+            for (attack, score), of_score in by_score.items()
         ),
     )
 
@@ -157,19 +157,19 @@ class _Text:
 
 def _texts(rows: Sequence[MembershipRow], score: str) -> dict[tuple[int, int], _Text]:
     """Returns the texts of all rows of an attack, by client and number."""
-    found: dict[tuple[int, int], list[tuple[float, bool, int]]] = defaultdict(list)
+    appearances_by_text: dict[tuple[int, int], list[tuple[float, bool, int]]] = defaultdict(list)
     for row in rows:
         of_row = zip(row.texts, row.scores[score], row.inside, strict=True)
         for number, value, inside in of_row:
-            found[row.client, number].append((value, inside, row.round))
-    several = len({client for client, _ in found}) > 1
+            appearances_by_text[row.client, number].append((value, inside, row.round))
+    several = len({client for client, _ in appearances_by_text}) > 1
     return {
         (client, number): _Text(
-            cluster=client if several else min(round for *_, round in of),
-            score=math.fsum(value for value, *_ in of) / len(of),
-            inside=any(inside for _, inside, _ in of),
+            cluster=client if several else min(round for *_, round in appearances),
+            score=math.fsum(value for value, *_ in appearances) / len(appearances),
+            inside=any(inside for _, inside, _ in appearances),
         )
-        for (client, number), of in found.items()
+        for (client, number), appearances in appearances_by_text.items()
     }
 
 
@@ -191,13 +191,13 @@ def _figures(
         delta: Of the bounds.
     """
     texts = _texts(rows, score)
-    members = [one for one in texts.values() if one.inside]
-    controls = np.array([one.score for one in texts.values() if not one.inside])
+    members = [text for text in texts.values() if text.inside]
+    controls = np.array([text.score for text in texts.values() if not text.inside])
     clients = {client for client, _ in texts}
     roc = {
-        accused: found
+        accused: share
         for accused in ACCUSED
-        if (found := found_where(members, controls, accused)) is not None
+        if (share := found_where(members, controls, accused)) is not None
     }
     differences, coins = _pairs(rows, texts)
     return MembershipFigures(
@@ -209,7 +209,7 @@ def _figures(
         controls=len(controls),
         auc=_area(texts),
         rounds=_by_round(rows, score),
-        roc=tuple(RocPoint(accused=accused, found=found) for accused, found in roc.items()),
+        roc=tuple(RocPoint(accused=accused, found=share) for accused, share in roc.items()),
         found_at_1_percent=roc.get(ONE_PERCENT),
         found_at_01_percent=roc.get(A_TENTH_PERCENT),
         pairs=len(coins),
@@ -222,16 +222,16 @@ def _figures(
 def _area(texts: Mapping[tuple[int, int], _Text]) -> Estimate | None:
     """Returns the area under the ROC curve over texts of the same client, with its interval."""
     by_client: dict[int, list[_Text]] = defaultdict(list)
-    for (client, _), one in texts.items():
-        by_client[client].append(one)
+    for (client, _), text in texts.items():
+        by_client[client].append(text)
     wins, clusters = [], []
-    for of in by_client.values():
+    for of_client in by_client.values():
         members, controls = (
-            [one for one in of if one.inside == inside] for inside in (True, False)
+            [text for text in of_client if text.inside == inside] for inside in (True, False)
         )
         if controls:
-            wins += _wins([one.score for one in members], [one.score for one in controls])
-            clusters += [one.cluster for one in members]
+            wins += _wins([text.score for text in members], [text.score for text in controls])
+            clusters += [text.cluster for text in members]
     if not wins:
         return None
     return Estimate(**intervals.clustered_mean(wins, clusters, most=1.0)._asdict())
@@ -260,8 +260,8 @@ def _by_round(rows: Sequence[MembershipRow], score: str) -> tuple[RoundFigure, .
 def _wins(members: Sequence[float], controls: Sequence[float]) -> list[float]:
     """Returns for each member the share of the controls that score lower; ties are half."""
     above = np.array(members)[:, None] - np.array(controls)
-    found: list[float] = ((above > 0).mean(1) + 0.5 * (above == 0).mean(1)).tolist()
-    return found
+    shares: list[float] = ((above > 0).mean(1) + 0.5 * (above == 0).mean(1)).tolist()
+    return shares
 
 
 def found_where(
@@ -279,15 +279,17 @@ def found_where(
     if not most or not members:
         return None
     threshold = np.sort(controls)[-most - 1]
-    above = [float(one.score > threshold) for one in members]
-    clusters = [one.cluster for one in members]
+    above = [float(text.score > threshold) for text in members]
+    clusters = [text.cluster for text in members]
     return Estimate(**intervals.clustered_mean(above, clusters, most=1.0)._asdict())
 
 
 def _by_chance(differences: Sequence[float], coins: Sequence[bool]) -> float:
     """Returns the p of the texts that were in being as likely above as below those beside them."""
     pairs = zip(differences, coins, strict=True)
-    return intervals.sign_test([each if first else -each for each, first in pairs])
+    return intervals.sign_test(
+        [difference if first else -difference for difference, first in pairs]
+    )
 
 
 def _pairs(
