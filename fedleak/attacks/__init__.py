@@ -227,8 +227,8 @@ class OneByOne(ABC):
     ) -> list[Reconstruction]:
         """Returns what the attack reads out of each observation, one after the other."""
         return [
-            self(each, model, rng=rng, on_progress=partial(report, which))
-            for which, (each, rng) in enumerate(zip(seen, rngs, strict=True))
+            self(observation, model, rng=rng, on_progress=partial(report, number))
+            for number, (observation, rng) in enumerate(zip(seen, rngs, strict=True))
         ]
 
 
@@ -282,14 +282,14 @@ def unchecked(kinds: Iterable[str]) -> list[str]:
     """Returns a sentence for each kind that no import contract holds: it is the work of others."""
     foreign = discover(sys.modules[__name__]).foreign()
     return [
-        f"{kind} {whose}: fedleak's import contract does not cover it, so nothing here rules out "
+        f"{kind} {origin}: fedleak's import contract does not cover it, so nothing here rules out "
         "that it read the truth from the disk"
         for kind in sorted(set(kinds))
-        if (whose := _whose(kind, foreign)) is not None
+        if (origin := _origin(kind, foreign)) is not None
     ]
 
 
-def _whose(kind: str, foreign: Mapping[str, str]) -> str | None:
+def _origin(kind: str, foreign: Mapping[str, str]) -> str | None:
     """Returns who does the work of an attack that is not fedleak's own, or None."""
     if kind in foreign:
         return f"comes from {foreign[kind]}"

@@ -117,7 +117,7 @@ def units(
     own = dict(model.module.named_parameters())
     parameters = [own[name] for name in names]
     closed = [close(model, ids) for ids in sequences]
-    found = []
+    sequence_units = []
     with torch.enable_grad():
         ids_BT, mask_BT = pad(closed, model.tokenizer.pad_token_id, model.device)
         if model.task == CLASSIFICATION:
@@ -134,10 +134,10 @@ def units(
                 torch.autograd.grad(part, parameters, retain_graph=True, materialize_grads=True)
                 for part in parts[i]
             ]
-            by_name = [dict(zip(names, one, strict=True)) for one in gradients]
+            by_name = [dict(zip(names, values, strict=True)) for values in gradients]
             logits_C = None if logits_BC is None else logits_BC[i].detach()
-            found.append(Units(tuple(ids), logits_C, by_name))
-    return found
+            sequence_units.append(Units(tuple(ids), logits_C, by_name))
+    return sequence_units
 
 
 def member(model: LanguageModel, unit: Units, kappa_C: Tensor, batch_size: int) -> Member | None:
@@ -210,26 +210,26 @@ def counted(
             [member(model, unit, kappa_C / scale, batch_size) for unit, kappa_C in pulls], scale
         )
 
-    def explains(these: Counted) -> bool:
-        count = _occurrences(these)
+    def explains(candidate: Counted) -> bool:
+        count = _occurrences(candidate)
         return (count == batch_size if whole else count <= batch_size) and all(
-            known is not None or float(kappa_C.abs().max()) <= least
-            for known, (_, kappa_C) in zip(these.of_pulls, pulls, strict=True)
+            known is not None or float(kappa_C.abs().max()) <= threshold
+            for known, (_, kappa_C) in zip(candidate.of_pulls, pulls, strict=True)
         )
 
     plain = at(1.0)
     if not pulls or pulls[0].unit.logits_C is None:
         return plain
-    least = WHOLE * max(float(kappa_C.abs().max()) for _, kappa_C in pulls)
+    threshold = WHOLE * max(float(kappa_C.abs().max()) for _, kappa_C in pulls)
     if explains(plain):
         return plain
     others = (at(scale) for scale in _scales(model, pulls, batch_size))
     return min(filter(explains, others), key=_occurrences, default=plain)
 
 
-def _occurrences(these: Counted) -> int:
+def _occurrences(count: Counted) -> int:
     """Returns how many texts of the batch are known."""
-    return sum(sum(known.counts or ()) for known in these.of_pulls if known is not None)
+    return sum(sum(known.counts or ()) for known in count.of_pulls if known is not None)
 
 
 def _scales(model: LanguageModel, pulls: Sequence[Pull], batch_size: int) -> list[float]:
@@ -278,25 +278,25 @@ def _explained(
     """Returns the members among sequences, and beginnings of them, that explain the update."""
     observed, every = as_gradient(seen), [*sequences, *begun]
     names = _last_parameters(model, observed, 4 * len(every) * max(model.num_labels, 1))
-    found: list[Units] = []
+    sequence_units: list[Units] = []
     for part in clock.paced(_parts(every)):
-        found += units(model, part, names)
-    if len(found) < len(every):
+        sequence_units += units(model, part, names)
+    if len(sequence_units) < len(every):
         return []
-    columns = [_flat(gradient) for unit in found for gradient in unit.gradients]
+    columns = [_flat(gradient) for unit in sequence_units for gradient in unit.gradients]
     system_XU, target_X = torch.stack(columns, 1), _flat({n: observed[n] for n in names})
     if len(columns) > len(target_X):
         return []
     kappa_U = torch.linalg.lstsq(system_XU, target_X[:, None]).solution[:, 0]
     if not (target_X - system_XU @ kappa_U).norm() < precision(seen) * target_X.norm():
         return []
-    each = kappa_U.split(len(columns) // len(found))
-    least = WHOLE * kappa_U.abs().max()
+    kappas = kappa_U.split(len(columns) // len(sequence_units))
+    threshold = WHOLE * kappa_U.abs().max()
     pulls = [
         Pull(unit, kappa_C)
-        for unit, kappa_C in zip(found, each, strict=True)
+        for unit, kappa_C in zip(sequence_units, kappas, strict=True)
         # A beginning need not be in the batch.
-        if unit.ids in sequences or kappa_C.abs().max() > least
+        if unit.ids in sequences or kappa_C.abs().max() > threshold
     ]
     of_pulls = counted(model, pulls, seen.update.num_examples, whole=True).of_pulls
     return [known for known in of_pulls if known is not None]
@@ -342,10 +342,12 @@ def _flat(gradients: Mapping[str, Tensor]) -> Tensor:
 def multiplicities(members: Sequence[Member], batch_size: int) -> list[int]:
     """Returns how often each member occurs in a batch of this size that holds nothing else."""
     # Next-token training weighs each target alike, so a weight per target counts occurrences.
-    per_target = [one.weight / len(one.ids) for one in members]
+    per_target = [member.weight / len(member.ids) for member in members]
     return [
-        sum(one.counts) if one.counts is not None else round(batch_size * each / sum(per_target))
-        for one, each in zip(members, per_target, strict=True)
+        sum(member.counts)
+        if member.counts is not None
+        else round(batch_size * weight / sum(per_target))
+        for member, weight in zip(members, per_target, strict=True)
     ]
 
 
@@ -397,11 +399,11 @@ def verify(
 
     If time is up before all of it is recomputed, nothing is proved.
     """
-    tokens = sum(len(one.ids) for one in members)
+    tokens = sum(len(member.ids) for member in members)
     if not members or not can_tell(model, seen, tokens):
         return Verdict({}, None, False)
     repeats = multiplicities(members, seen.update.num_examples)
-    by_ids = dict(zip((one.ids for one in members), repeats, strict=True))
+    by_ids = dict(zip((member.ids for member in members), repeats, strict=True))
     known = members[0].counts is not None
     if known and sum(repeats) != seen.update.num_examples:
         return Verdict(by_ids, None, False)
@@ -410,12 +412,12 @@ def verify(
         return Verdict(by_ids, None, False)
     apart, scale = relative
     # Of another number of repetitions a classifier's gradient would be the same.
-    alike = model.task == CLASSIFICATION and any(is_run(model, one.ids) for one in members)
+    alike = model.task == CLASSIFICATION and any(is_run(model, member.ids) for member in members)
     # At another scale so would that of the same batch once.
     doubled = abs(scale - 1) > WHOLE and math.gcd(*repeats) > 1
     if apart < precision(seen) and not alike and not doubled:
         return Verdict(by_ids, apart, True, scale)
-    whole = known or abs(sum(one.weight for one in members) - 1) <= WHOLE
+    whole = known or abs(sum(member.weight for member in members) - 1) <= WHOLE
     return Verdict(by_ids, apart if whole else None, False)
 
 
@@ -508,9 +510,9 @@ def difference(
         clock: Looked at after some sequences.
     """
     batch: list[tuple[tuple[int, ...], int]] = []
-    for one, times in zip(members, repeats, strict=True):
-        for label, count in enumerate(one.counts or (times,)):
-            batch += [(close(model, one.ids), label)] * count
+    for member, times in zip(members, repeats, strict=True):
+        for label, count in enumerate(member.counts or (times,)):
+            batch += [(close(model, member.ids), label)] * count
     counts = [1 if model.task == CLASSIFICATION else len(ids) - 1 for ids, _ in batch]
     own, observed = dict(model.module.named_parameters()), as_gradient(seen)
     parameters = [own[name] for name in observed]
@@ -526,8 +528,8 @@ def difference(
             labels_B = torch.tensor([label for _, label in some], device=model.device)
             loss = batch_loss(model, ids_BT, mask_BT, labels_B)
             loss = loss * (sum(counts[start : start + size]) / sum(counts))
-            found = torch.autograd.grad(loss, parameters, materialize_grads=True)
-        gradients = [a.add_(b) for a, b in zip(gradients, found, strict=False)] or [*found]
+            grads = torch.autograd.grad(loss, parameters, materialize_grads=True)
+        gradients = [a.add_(b) for a, b in zip(gradients, grads, strict=False)] or [*grads]
         done += len(some)
     if done < len(batch):
         return None
@@ -535,8 +537,8 @@ def difference(
     sizes = sizes.clamp_min(_SMALL * float(sizes.norm()))
 
     def apart(scale: float) -> float:
-        each = zip(gradients, observed.values(), strict=True)
-        return float((torch.stack([(scale * a).sub_(b).norm() for a, b in each]) / sizes).max())
+        pairs = zip(gradients, observed.values(), strict=True)
+        return float((torch.stack([(scale * a).sub_(b).norm() for a, b in pairs]) / sizes).max())
 
     plain = Difference(apart(1.0), 1.0)
     if plain.relative < precision(seen):

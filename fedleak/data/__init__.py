@@ -138,8 +138,8 @@ def read(
         corpus = _builtin(name, sum(_sizes(samples, held_out, 0)))
     else:
         wanted = label if classes else None
-        rows, text, found = _rows(name, split, text, wanted, encoding, delimiter)
-        corpus, dropped = _corpus(name, rows, text, found if classes else None, drop_empty)
+        rows, text, label_column = _rows(name, split, text, wanted, encoding, delimiter)
+        corpus, dropped = _corpus(name, rows, text, label_column if classes else None, drop_empty)
     training, kept = _sizes(samples, held_out, len(corpus))
     if samples is None and training < 1:
         raise ConfigError(
@@ -186,8 +186,8 @@ def read_own(
     if classes is not None and label is None:
         raise ConfigError("data.label is missing: name the column of the nodes' files")
     wanted = None if classes is None else label
-    rows, text, found = _rows(str(path), "train", text, wanted, encoding, delimiter)
-    corpus, _ = _corpus(str(path), rows, text, found, drop_empty, classes)
+    rows, text, label_column = _rows(str(path), "train", text, wanted, encoding, delimiter)
+    corpus, _ = _corpus(str(path), rows, text, label_column, drop_empty, classes)
     if not len(corpus):
         raise ConfigError(f"{what} {str(path)!r} has no rows: give a file with some")
     return corpus
@@ -377,7 +377,7 @@ def _refuse_format(name: str, encoding: str | None, delimiter: str | None) -> No
 
 def _check_column(name: str, key: str, column: str, rows: "Dataset", file: files.TableFile) -> None:
     """Refuses a column that is not there, or is there twice."""
-    names = [str(each) for each in rows.column_names]
+    names = [str(column_name) for column_name in rows.column_names]
     if column not in names and file.bare and not column.isdigit():
         raise ConfigError(
             f"{key} = {column!r} is a name, and the other column of {name!r} is a number, as in a "
@@ -421,8 +421,8 @@ def _corpus(
     classes: Sequence[str] | None = None,
 ) -> tuple[Corpus, int]:
     """Returns what is in two columns of a table, and how many rows without text were left out."""
-    found = [_as_text(value) for value in rows[text][:]]
-    for number, value in enumerate(found, start=1):
+    cells = [_as_text(value) for value in rows[text][:]]
+    for number, value in enumerate(cells, start=1):
         if value is None:
             raise ConfigError(
                 f"data.text = {text!r} holds no text in row {number} of {name!r} but a list or a "
@@ -433,15 +433,15 @@ def _corpus(
                 f"data.text = {text!r} has a NUL character in row {number} of {name!r}: the file "
                 "is damaged, or data.encoding is another: remove that character"
             )
-    kept = [i for i, value in enumerate(found) if value and not value.isspace()]
-    empty = len(found) - len(kept)
+    kept = [i for i, value in enumerate(cells) if value and not value.isspace()]
+    empty = len(cells) - len(kept)
     if empty and not drop_empty:
         first = next(i for i, j in enumerate([*kept, -1]) if i != j)
         raise ConfigError(
-            f"data.name = {name!r}: {empty} of {len(found)} rows have no text in column {text!r} "
+            f"data.name = {name!r}: {empty} of {len(cells)} rows have no text in column {text!r} "
             f"(the first is row {first + 1}): remove them, or set data.drop_empty = true"
         )
-    texts = tuple(str(found[i]) for i in kept)
+    texts = tuple(str(cells[i]) for i in kept)
     if label is None:
         return Corpus(texts, (0,) * len(texts), ("none",)), empty
     labels, names = _classes(name, rows, label, kept, classes)

@@ -210,9 +210,9 @@ def _fault(file: TableFile) -> str | None:
 def _encoding_fault(content: bytes, encoding: str | None, error: UnicodeError) -> str:
     """Says which byte is not of the encoding, and what to try."""
     marks = {b"\xff\xfe\0\0": "utf-32", b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}
-    for mark, of in marks.items():
+    for mark, codec in marks.items():
         if content.startswith(mark) and encoding is None:
-            return f"is not UTF-8 but {of.upper()}: set data.encoding = {of!r}"
+            return f"is not UTF-8 but {codec.upper()}: set data.encoding = {codec!r}"
     where = ""
     if isinstance(error, UnicodeDecodeError):
         line = content.count(b"\n", 0, error.start) + 1
@@ -265,8 +265,8 @@ def _json_fault(text: str) -> str | None:
         try:
             value = json.loads(line)
         except (ValueError, RecursionError) as error:
-            said = error.msg if isinstance(error, json.JSONDecodeError) else "too deep"
-            return f"is not JSON in line {number} ({said}): write an object in every line"
+            fault = error.msg if isinstance(error, json.JSONDecodeError) else "too deep"
+            return f"is not JSON in line {number} ({fault}): write an object in every line"
         if not isinstance(value, dict):
             return f'has no object in line {number}: write {{"text": ..., "label": ...}}'
     return None

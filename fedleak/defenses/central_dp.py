@@ -54,8 +54,8 @@ class CentralDp(TrustedAggregator):
         if self.epsilon is None:
             return self
         planned = [_event(1.0) for _ in budget.rounds]
-        found = privacy.noise_multiplier(self.epsilon, planned, budget.delta, budget.accountant)
-        return replace(self, noise_multiplier=found, epsilon=None)
+        noise = privacy.noise_multiplier(self.epsilon, planned, budget.delta, budget.accountant)
+        return replace(self, noise_multiplier=noise, epsilon=None)
 
     def combined(self, updates: Iterable[ClientUpdate], *, rng: torch.Generator) -> ClientUpdate:
         """Returns the mean of the clipped updates plus noise."""

@@ -54,8 +54,8 @@ class DpSgd(Defense):
             return self
         unit = replace(self, noise_multiplier=1.0, epsilon=None)
         planned = [unit.event(local, budget.num_examples, round) for round in budget.rounds]
-        found = privacy.noise_multiplier(self.epsilon, planned, budget.delta, budget.accountant)
-        return replace(unit, noise_multiplier=found)
+        noise = privacy.noise_multiplier(self.epsilon, planned, budget.delta, budget.accountant)
+        return replace(unit, noise_multiplier=noise)
 
     def training(self, local: LocalTraining) -> LocalTraining:
         """Returns training with private steps."""

@@ -44,8 +44,8 @@ class LocalDp(Defense):
         if self.epsilon is None:
             return self
         planned = [_event(1.0) for _ in budget.rounds]
-        found = privacy.noise_multiplier(self.epsilon, planned, budget.delta, budget.accountant)
-        return replace(self, noise_multiplier=found, epsilon=None)
+        noise = privacy.noise_multiplier(self.epsilon, planned, budget.delta, budget.accountant)
+        return replace(self, noise_multiplier=noise, epsilon=None)
 
     def __call__(self, update: ClientUpdate, *, rng: torch.Generator) -> ClientUpdate:
         """Returns the clipped update plus noise."""

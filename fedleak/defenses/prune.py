@@ -26,7 +26,7 @@ class Prune(Defense):
 
     def __call__(self, update: ClientUpdate, *, rng: torch.Generator) -> ClientUpdate:
         """Returns the update with the largest numbers alone."""
-        dropped = round(self.fraction * sum(each.numel() for each in update.tensors.values()))
+        dropped = round(self.fraction * sum(tensor.numel() for tensor in update.tensors.values()))
         if not dropped:
             return update
         sizes = torch.cat([value.abs().flatten() for value in update.tensors.values()])

@@ -31,9 +31,11 @@ class Quantize(Defense):
 
     def __call__(self, update: ClientUpdate, *, rng: torch.Generator) -> ClientUpdate:
         """Returns the rounded update."""
-        return replace(update, tensors={n: self._of(v, rng) for n, v in update.tensors.items()})
+        return replace(
+            update, tensors={n: self._rounded(v, rng) for n, v in update.tensors.items()}
+        )
 
-    def _of(self, value: torch.Tensor, rng: torch.Generator) -> torch.Tensor:
+    def _rounded(self, value: torch.Tensor, rng: torch.Generator) -> torch.Tensor:
         most = 2 ** (self.bits - 1) - 1
         step = value.double().abs().max() / most
         if step == 0:

@@ -108,9 +108,9 @@ class SecureSum(TrustedAggregator):
             draw = torch.rand(value.shape, generator=rng, dtype=torch.float64)
             above = exact.ceil()
             steps = torch.where(draw < above - exact, above - 1, above)
-            found = self._from_steps(steps, update.num_examples)
+            rounded_value = self._from_steps(steps, update.num_examples)
             # 16 bits would round again, to other numbers.
-            rounded[name] = found if value.dtype == torch.float64 else found.float()
+            rounded[name] = rounded_value if value.dtype == torch.float64 else rounded_value.float()
         return replace(update, tensors=rounded)
 
     def on_grid(self, update: ClientUpdate) -> dict[str, Tensor]:

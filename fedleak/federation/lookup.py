@@ -73,8 +73,8 @@ def examples(run: Run) -> Examples:
     """
     info = run.info()
     # A run of an older version says both in its experiment.
-    said = info.get("examples") or info["experiment"]["data"]
-    match said:
+    counts = info.get("examples") or info["experiment"]["data"]
+    match counts:
         case {"training": int(training), "held_out": int(held_out)}:
             return Examples(sum(info.get("node_examples", [training])), held_out)
         case {"samples": int(training), "held_out": int(held_out)}:
@@ -126,8 +126,8 @@ def _loaded(path: Path, version: object) -> Experiment:
 
 
 def _version(path: Path) -> object:
-    """Returns what is another when a file is replaced; None if there is none."""
+    """Returns a value that changes when the file is replaced; None if there is no file."""
     with suppress(OSError):
-        found = path.stat()
-        return found.st_ino, found.st_mtime_ns, found.st_size
+        status = path.stat()
+        return status.st_ino, status.st_mtime_ns, status.st_size
     return None

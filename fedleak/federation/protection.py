@@ -44,7 +44,7 @@ class Protection:
         Raises:
             FedleakError: A defense failed, which is named.
         """
-        told = []
+        effects = []
         for number, defense in self.defenses.items():
             try:
                 after = defense(update, rng=rng(number))
@@ -55,14 +55,14 @@ class Protection:
                 ) from error
             # One that is about training has left the update as it is.
             did = {} if after is update else measured(update, after)
-            told.append({"defense": number, "kind": defense.kind, **did})
+            effects.append({"defense": number, "kind": defense.kind, **did})
             update = after
-        return update, told
+        return update, effects
 
     def events(self, round: int) -> list[Event]:
         """Returns what a round adds to the ledger."""
-        found = (d.event(self.local, self.num_examples, round) for d in self.defenses.values())
-        return [event for event in found if event is not None]
+        events = (d.event(self.local, self.num_examples, round) for d in self.defenses.values())
+        return [event for event in events if event is not None]
 
     def noise_scale(self) -> float | None:
         """Returns the standard deviation of all noise on a number of the update.
@@ -75,7 +75,7 @@ class Protection:
 
     def scales_with_update(self) -> bool:
         """Returns whether some noise has another scale in each update."""
-        return any(each.scales_with_update for each in self.defenses.values())
+        return any(defense.scales_with_update for defense in self.defenses.values())
 
 
 def protocol_of(experiment: Experiment) -> SecureSum | None:
@@ -131,13 +131,13 @@ def protection(experiment: Experiment, client: int, num_examples: int) -> Protec
             raise ConfigError(f"defense[{number}] ({defense.kind}): {error}") from error
     for defense in solved.values():
         local = defense.training(local)
-    found = Protection(local, solved, num_examples)
-    if "noise_scale" in experiment.threat_model.knows and found.scales_with_update():
+    client_protection = Protection(local, solved, num_examples)
+    if "noise_scale" in experiment.threat_model.knows and client_protection.scales_with_update():
         raise ConfigError(
             "threat.knows has noise_scale, and noise that is relative to an update has another "
             "scale in each: do not grant it, or give gaussian_noise a sigma"
         )
     # Refuses now what could not be counted after training.
-    events = [event for round in budget.rounds for event in found.events(round)]
+    events = [event for round in budget.rounds for event in client_protection.events(round)]
     privacy.compose(events, table.delta, table.accountant)
-    return found
+    return client_protection

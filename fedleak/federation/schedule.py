@@ -38,11 +38,11 @@ def rounds_of_clients(experiment: Experiment) -> Sequence[Sequence[int]]:
 def _rounds_of_clients(
     clients: int, per_round: int, rounds: int, seed: int
 ) -> Sequence[Sequence[int]]:
-    found: list[list[int]] = [[] for _ in range(clients)]
+    rounds_by_client: list[list[int]] = [[] for _ in range(clients)]
     for round in range(1, rounds + 1):
         for client in round_clients(clients, per_round, seed=seed, round=round):
-            found[client].append(round)
-    return found
+            rounds_by_client[client].append(round)
+    return rounds_by_client
 
 
 def expected_captures(experiment: Experiment) -> list[Key]:

@@ -229,8 +229,8 @@ def example_losses(
     """
     logits = model.family.logits(model.module, mask_BT, ids_BT=ids_BT, embeds_BTD=None)
     if model.task == CLASSIFICATION:
-        each = zip(torch.split(logits, 1), torch.split(labels_B, 1), strict=True)
-        return torch.stack([model.class_loss(one, label) for one, label in each])
+        pairs = zip(torch.split(logits, 1), torch.split(labels_B, 1), strict=True)
+        return torch.stack([model.class_loss(logits_1C, label) for logits_1C, label in pairs])
     targets_BT = ids_BT.masked_fill(mask_BT == 0, _IGNORED)[:, 1:]
     nll_BT = F.cross_entropy(
         logits[:, :-1].transpose(1, 2), targets_BT, ignore_index=_IGNORED, reduction="none"

@@ -84,19 +84,19 @@ def inner(module: nn.Module) -> Any:
             f"the model is {type(module).__name__}, not a torch module: give the transformers "
             "model of your training loop, or the folder or hub id of a whole checkpoint"
         )
-    found = [each for each in module.modules() if isinstance(each, PreTrainedModel)]
-    if not found:
+    models = [part for part in module.modules() if isinstance(part, PreTrainedModel)]
+    if not models:
         raise ConfigError(
             f"the model ({type(module).__name__}) holds no transformers model: give one of the "
             "classes ...ForSequenceClassification or ...ForCausalLM"
         )
-    within = {id(each) for each in found[0].modules()}
-    if any(id(each) not in within for each in found):
+    within = {id(part) for part in models[0].modules()}
+    if any(id(model) not in within for model in models):
         raise ConfigError(
             f"the model ({type(module).__name__}) holds several transformers models: give the one "
             "that the update is of"
         )
-    return found[0]
+    return models[0]
 
 
 def _task(theirs: Any) -> str:
@@ -108,8 +108,8 @@ def _task(theirs: Any) -> str:
         CAUSAL_LM: auto.MODEL_FOR_CAUSAL_LM_MAPPING,
     }
     for task, classes in tasks.items():
-        of = type(theirs.config)
-        if of in classes and isinstance(theirs, classes[of]):
+        config_class = type(theirs.config)
+        if config_class in classes and isinstance(theirs, classes[config_class]):
             return task
     raise ConfigError(
         f"the model ({type(theirs).__name__}) has no head that fedleak knows: give one of the "
@@ -146,17 +146,17 @@ def _adapters(module: nn.Module) -> Any:
     Raises:
         ConfigError: Adapters of another kind, or several.
     """
-    adapted: Any = next((each for each in module.modules() if hasattr(each, "peft_config")), None)
-    found: Mapping[str, Any] = {} if adapted is None else adapted.peft_config
-    if not found:
+    adapted: Any = next((part for part in module.modules() if hasattr(part, "peft_config")), None)
+    adapters: Mapping[str, Any] = {} if adapted is None else adapted.peft_config
+    if not adapters:
         return None
     from peft import LoraConfig
 
-    if len(found) > 1 or not all(type(each) is LoraConfig for each in found.values()):
-        kinds = ", ".join(f"{name}: {type(each).__name__}" for name, each in found.items())
+    if len(adapters) > 1 or not all(type(adapter) is LoraConfig for adapter in adapters.values()):
+        kinds = ", ".join(f"{name}: {type(adapter).__name__}" for name, adapter in adapters.items())
         raise ConfigError(f"the model has the adapters {kinds}: fedleak attacks one LoRA adapter")
     # A module that is trained whole is trained in its place.
-    return dataclasses.replace(copy.deepcopy(next(iter(found.values()))), modules_to_save=None)
+    return dataclasses.replace(copy.deepcopy(next(iter(adapters.values()))), modules_to_save=None)
 
 
 def _copy_weights_(own: nn.Module, theirs: nn.Module, named: str) -> None:

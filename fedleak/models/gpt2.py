@@ -113,4 +113,4 @@ class Gpt2:
         """Returns each text's tokens; for next-token training an end token closes it."""
         ids: list[list[int]] = tokenizer(list(texts))["input_ids"]
         end = [tokenizer.eos_token_id] if task == "causal-lm" else []
-        return [one + end for one in ids]
+        return [text_ids + end for text_ids in ids]

@@ -128,4 +128,4 @@ class Llama:
         """Returns the tokenizer's ids, a start token first; for next-token training an end last."""
         ids: list[list[int]] = tokenizer(list(texts))["input_ids"]
         end = [tokenizer.eos_token_id] if task == "causal-lm" else []
-        return [one + end for one in ids]
+        return [text_ids + end for text_ids in ids]

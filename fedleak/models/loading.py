@@ -117,7 +117,7 @@ def _make(spec: ModelSpec, *, checkpoint: bool, whole: bool = False) -> Language
         )
     except Exception as error:
         raise ConfigError(
-            f"model.name = {name!r} has no tokenizer that can be loaded ({_said(error)}): "
+            f"model.name = {name!r} has no tokenizer that can be loaded ({_one_line(error)}): "
             "save it beside config.json, as tokenizer.save_pretrained does, or set model.tokenizer"
         ) from error
     check_tokenizer_(named, tokenizer, config.vocab_size, task)
@@ -128,7 +128,7 @@ def _make(spec: ModelSpec, *, checkpoint: bool, whole: bool = False) -> Language
         torch.default_generator.manual_seed(spec.seed)  # torch.manual_seed would reseed GPUs too
         try:
             if checkpoint:
-                module, found = auto.from_pretrained(
+                module, loading_info = auto.from_pretrained(
                     source,
                     config=config,
                     dtype=torch.float32,
@@ -140,10 +140,10 @@ def _make(spec: ModelSpec, *, checkpoint: bool, whole: bool = False) -> Language
         except Exception as error:
             raise ConfigError(
                 f"model.name = {name!r} has weights that cannot be loaded "
-                f"({_said(error)}): save it again, or download it again"
+                f"({_one_line(error)}): save it again, or download it again"
             ) from error
         if checkpoint:
-            _check_weights(name, task, module, found, whole=whole)
+            _check_weights(name, task, module, loading_info, whole=whole)
         if spec.lora is not None:
             adapt_(module, spec.lora, family.classifier if task == CLASSIFICATION else ())
     module.eval()
@@ -166,7 +166,7 @@ def _config(name: str) -> Any:
         return AutoConfig.from_pretrained(source, trust_remote_code=False)
     except Exception as error:
         raise ConfigError(
-            f"model.name = {name!r} cannot be loaded ({_said(error)}): give a hub id "
+            f"model.name = {name!r} cannot be loaded ({_one_line(error)}): give a hub id "
             f"that can be reached from here, a folder with config.json, weights and tokenizer, or "
             f"one of {', '.join('builtin/' + known for known in builtin.BUILTIN)}"
         ) from error
@@ -178,7 +178,7 @@ def _task(name: str, config: Any) -> str:
     heads["ForCausalLM"] = CAUSAL_LM
     classes = config.architectures or ()
     for ending, task in heads.items():
-        if any(each.endswith(ending) for each in classes):
+        if any(class_name.endswith(ending) for class_name in classes):
             return task
     raise ConfigError(
         f"model.name = {name!r} is of the class {', '.join(classes) or 'unknown'}, which has no "
@@ -209,7 +209,7 @@ def family_of(named: str, config: Any, task: str) -> ModelFamily:
             f"{MOST_LAYERS:,} are taken: give the config.json that it was saved with"
         )
     if task == CAUSAL_LM and not family.causal:
-        causal = " or ".join(sorted(known for known, one in families().items() if one.causal))
+        causal = " or ".join(sorted(known for known, other in families().items() if other.causal))
         raise ConfigError(
             f"model.task = {task!r} needs a causal model, but {named} is a {config.model_type} "
             f"encoder: set model.task = {CLASSIFICATION!r} or choose a {causal} model"
@@ -267,7 +267,7 @@ def check_tokenizer_(named: str, tokenizer: Any, rows: int, task: str) -> None:
 
 
 def _check_weights(
-    name: str, task: str, module: nn.Module, found: Mapping[str, Any], *, whole: bool
+    name: str, task: str, module: nn.Module, loading_info: Mapping[str, Any], *, whole: bool
 ) -> None:
     """Refuses a checkpoint that is not the model's, but for a classifier that is new.
 
@@ -275,7 +275,7 @@ def _check_weights(
         name: Of the model.
         task: What it is for.
         module: As it was loaded.
-        found: What transformers says of the loading.
+        loading_info: What transformers says of the loading.
         whole: Whether the classifier must be there, too.
     """
     prefix = f"{module.base_model_prefix}."
@@ -286,13 +286,13 @@ def _check_weights(
         return new and (not key.startswith(prefix) or ".pooler." in key)
 
     names = [key for key, _ in module.named_parameters()]
-    new = sorted(key for key in found["missing_keys"] if of_head(key))
-    if missing := sorted(set(found["missing_keys"]) - set(new)):
+    new = sorted(key for key in loading_info["missing_keys"] if of_head(key))
+    if missing := sorted(set(loading_info["missing_keys"]) - set(new)):
         raise ConfigError(
             f"model.name = {name!r} lacks {len(missing)} of its {len(names)} weights, such as "
             f"{missing[0]}: give a whole checkpoint"
         )
-    for key, there, wanted in sorted(found["mismatched_keys"]):
+    for key, there, wanted in sorted(loading_info["mismatched_keys"]):
         if of_head(key):
             raise ConfigError(
                 f"model.name = {name!r} has a classifier for {there[0]} classes, and the data has "
@@ -326,6 +326,6 @@ def _source(name: str) -> str:
     return path if os.path.isdir(path) else name
 
 
-def _said(error: Exception) -> str:
+def _one_line(error: Exception) -> str:
     """Returns what an error of another library says, in one line that is not too long."""
     return " ".join(str(error).split())[:_LONGEST].rstrip(" .") or type(error).__name__

@@ -59,8 +59,8 @@ def adapt_(module: nn.Module, lora: Lora, trained: Sequence[str]) -> None:
         )
     for target in targets:
         # As peft compares them. All must be linear: attacks read embeddings and norms by name.
-        found = {n for n, _ in module.named_modules() if n == target or n.endswith(f".{target}")}
-        if not found or not found <= layers.keys():
+        matches = {n for n, _ in module.named_modules() if n == target or n.endswith(f".{target}")}
+        if not matches or not matches <= layers.keys():
             raise ConfigError(f"model.lora.targets: {unknown('linear layer', target, names)}")
     settings = LoraConfig(
         r=lora.rank,

@@ -63,7 +63,7 @@ def matched(given: Iterable[str], module: nn.Module) -> dict[str, str]:
     """
     names = _names(module)
     buffers = {name for name, _ in module.named_buffers()}
-    found: dict[str, str] = {}
+    parameters: dict[str, str] = {}
     unmatched = []
     for name in given:
         short = plain(name)
@@ -73,10 +73,10 @@ def matched(given: Iterable[str], module: nn.Module) -> dict[str, str]:
         if ending is None:
             unmatched.append(name)
         else:
-            found[name] = names[ending]
+            parameters[name] = names[ending]
     if unmatched:
         raise ConfigError(_no_parameter(unmatched, names))
-    return found
+    return parameters
 
 
 def _names(module: nn.Module) -> dict[str, str]:

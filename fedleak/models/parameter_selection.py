@@ -40,16 +40,16 @@ def select(model: LanguageModel, wanted: Sequence[str], where: str) -> list[str]
     names = list(model.trained())
     parts = parameters_of(model, list(filter(is_part, wanted)), where)
     chosen: set[str] = set()
-    for each in wanted:
-        found = parts[each] if each in parts else matching(names, [each])
-        if not found:
-            what = "nothing that is trained" if each in parts else "in no parameter's name"
+    for choice in wanted:
+        matches = parts[choice] if choice in parts else matching(names, [choice])
+        if not matches:
+            reason = "nothing that is trained" if choice in parts else "in no parameter's name"
             words = {word for name in names for word in name.split(".")}
             raise ConfigError(
-                f"{where}: {each!r} is {what}; the parts of parameters' names are "
+                f"{where}: {choice!r} is {reason}; the parts of parameters' names are "
                 f"{', '.join(sorted(word for word in words if not word.isdigit()))}"
             )
-        chosen.update(found)
+        chosen.update(matches)
     return [name for name in names if name in chosen]
 
 
@@ -73,14 +73,14 @@ def parameters_of(
     """
     words = {"embeddings": model.family.embeddings, "classifier": model.family.classifier}
     layers = {part: _layers(part, model.num_layers, where) for part in parts if part not in words}
-    asked = {(part[0], layer) for part, where in layers.items() for layer in where}
-    found = {}
+    wanted = {(part[0], layer) for part, where in layers.items() for layer in where}
+    parameters = {}
     for part in parts:
         names = set(words.get(part, ()))
         for layer in layers.get(part, ()):
-            names.update(_in_layer(model, part, layer, asked, where))
-        found[part] = [name for name in model.trained() if name in names]
-    return found
+            names.update(_in_layer(model, part, layer, wanted, where))
+        parameters[part] = [name for name in model.trained() if name in names]
+    return parameters
 
 
 def _layers(part: str, num_layers: int, where: str) -> range:
@@ -97,7 +97,7 @@ def _layers(part: str, num_layers: int, where: str) -> range:
 
 
 def _in_layer(
-    model: LanguageModel, part: str, layer: int, asked: Collection[tuple[str, int]], where: str
+    model: LanguageModel, part: str, layer: int, wanted: Collection[tuple[str, int]], where: str
 ) -> list[str]:
     """Returns the names in one layer: what is trained, or may be.
 
@@ -105,21 +105,21 @@ def _in_layer(
         model: The model.
         part: A letter, and maybe a number.
         layer: From 0.
-        asked: Letters and layers of everything that is asked for.
+        wanted: Letters and layers of everything that is asked for.
         where: The setting, for the message.
     """
     family, letter, number = model.family, part[0], part[1:]
     stem = f"{family.layers}.{layer}."
     if letter == "t":
         return [name for name in model.trained() if name.startswith(stem)]
-    together, weights = next(each for each in family.modules(layer).items() if letter in each[0])
-    if ("t", layer) not in asked and any((one, layer) not in asked for one in together):
+    together, weights = next(group for group in family.modules(layer).items() if letter in group[0])
+    if ("t", layer) not in wanted and any((other, layer) not in wanted for other in together):
         owner = weights[0].removesuffix(".weight")
         pattern = owner if number else owner.replace(stem, f"{family.layers}.*.")
         raise ConfigError(
             f"{where}: {part!r} cannot be had alone, because {family.model_type} keeps "
             f"{', '.join(together)} of a layer in one parameter: name all of "
-            f"{[one + number for one in together]}, or {pattern!r}"
+            f"{[other + number for other in together]}, or {pattern!r}"
         )
     return [name for weight in weights for name in (weight, lora_a(weight), lora_b(weight))]
 

@@ -234,14 +234,14 @@ def _loaded(name: str, source: str, device: torch.device) -> tuple[nn.Module, An
 
     config, tokenizer = _causal_outline(name, source)
     try:
-        module, found = AutoModelForCausalLM.from_pretrained(
+        module, loading_info = AutoModelForCausalLM.from_pretrained(
             source, config=config, dtype=torch.float32, output_loading_info=True
         )
     except (ImportError, OSError, RuntimeError, ValueError, SafetensorError) as error:
         raise ConfigError(
             f"prior = {name!r} has weights that cannot be loaded: {_first_line(error)}"
         ) from error
-    if missing := sorted(found["missing_keys"]):
+    if missing := sorted(loading_info["missing_keys"]):
         raise ConfigError(
             f"prior = {name!r} lacks the weights {', '.join(missing[:3])}, without which it "
             "predicts nothing: give a checkpoint with its language-model head"
@@ -251,9 +251,9 @@ def _loaded(name: str, source: str, device: torch.device) -> tuple[nn.Module, An
 
 
 @lru_cache(maxsize=8)
-def _same_vocabulary(one: Any, other: Any) -> bool:
+def _same_vocabulary(first: Any, second: Any) -> bool:
     """Whether two tokenizers give every token the same id."""
-    return bool(one.get_vocab() == other.get_vocab())
+    return bool(first.get_vocab() == second.get_vocab())
 
 
 @lru_cache(maxsize=2)

@@ -74,9 +74,9 @@ class PriorConfig:
     seed: int
 
     def __post_init__(self) -> None:
-        least = {"max_length": 2, "seed": 0}
+        minimums = {"max_length": 2, "seed": 0}
         for field in fields(self):
-            value, bound = getattr(self, field.name), least.get(field.name, 1)
+            value, bound = getattr(self, field.name), minimums.get(field.name, 1)
             option = "--" + field.name.replace("_", "-")
             if field.name == "learning_rate":
                 if not 0 < value < math.inf:
@@ -137,18 +137,18 @@ def sentences(text: str, *, unknown_token: str | None) -> list[str]:
     its ` @-@ ` is `-`. A word that was replaced by `<unk>` is written as `unknown_token`; where a
     vocabulary has none (None), such sentences are left out.
     """
-    found: dict[str, None] = {}
+    kept: dict[str, None] = {}
     for line in text.splitlines():
         paragraph = _untokenised(line.strip())
         if paragraph.startswith("=") and paragraph.endswith("="):
             continue
         for sentence in _SENTENCE_END.split(paragraph):
             if "<unk>" not in sentence:
-                found[sentence] = None
+                kept[sentence] = None
             elif unknown_token is not None:
-                found[sentence.replace("<unk>", unknown_token)] = None
-    found.pop("", None)
-    return list(found)
+                kept[sentence.replace("<unk>", unknown_token)] = None
+    kept.pop("", None)
+    return list(kept)
 
 
 def read(text: Path, tokenizer: str, plan: PriorConfig) -> PriorText:

@@ -129,7 +129,7 @@ def _noise_multiplier(
 
     try:
         with _loose_bounds():
-            found: float = get_noise_multiplier(
+            multiplier: float = get_noise_multiplier(
                 target_epsilon=epsilon,
                 target_delta=delta,
                 sample_rate=sampling_rate,
@@ -143,7 +143,7 @@ def _noise_multiplier(
             f"epsilon = {epsilon:g} cannot be reached with delta = {delta:g} over {steps} steps: "
             f"raise it{tighter}"
         ) from error
-    return found
+    return multiplier
 
 
 def _distinct(events: Sequence[Event]) -> list[Event]:

@@ -67,10 +67,10 @@ class ClippedSum(NamedTuple):
 def _conv1d_gradients(
     layer: Conv1D, activations: list[Tensor], backprops: Tensor
 ) -> dict[nn.Parameter, Tensor]:
-    found: dict[nn.Parameter, Tensor] = compute_linear_grad_sample(layer, activations, backprops)
-    if layer.weight in found:
-        found[layer.weight] = found[layer.weight].mT
-    return found
+    grads: dict[nn.Parameter, Tensor] = compute_linear_grad_sample(layer, activations, backprops)
+    if layer.weight in grads:
+        grads[layer.weight] = grads[layer.weight].mT
+    return grads
 
 
 register_norm_sampler(Conv1D)(compute_linear_norm_sample)
@@ -175,8 +175,8 @@ def private_gradient(
         sums = [p.summed_grad for p in trained.values()]
         optimizer.scale_grad()
     gradient = {name: p.grad for name, p in trained.items()}
-    noises = [p.grad - one / expected for p, one in zip(trained.values(), sums, strict=True)]
-    noise_norm = torch.stack([one.norm() for one in noises]).norm()
+    noises = [p.grad - summed / expected for p, summed in zip(trained.values(), sums, strict=True)]
+    noise_norm = torch.stack([parameter_noise.norm() for parameter_noise in noises]).norm()
     seen.add(clipped.norms_B, private.max_grad_norm, clipped.signal / expected, noise_norm)
     for parameter in trained.values():
         parameter.grad = None
@@ -236,8 +236,8 @@ def _clipped_examples_(
         torch.autograd.backward((factors_B * losses_B).sum())
         optimizer.accumulate()
         return norms_B
-    each = [p.grad_sample.flatten(1).norm(dim=1) for p in optimizer.params]
-    norms_B = torch.stack(each, dim=1).norm(dim=1)
+    norms = [p.grad_sample.flatten(1).norm(dim=1) for p in optimizer.params]
+    norms_B = torch.stack(norms, dim=1).norm(dim=1)
     factors_B = clipping_factors(norms_B, optimizer.max_grad_norm)
     for p in optimizer.params:
         p.summed_grad = torch.einsum("i,i...", factors_B.to(p.dtype), p.grad_sample)

@@ -56,10 +56,10 @@ class GroundTruth:
         `longest_sequence` is in tokens, special ones included; `label_counts` has how often each
         of the `num_labels` classes is in the batch, where there are labels.
         """
-        found: dict[str, Any] = {"longest_sequence": max(map(len, self.sequences))}
+        facts: dict[str, Any] = {"longest_sequence": max(map(len, self.sequences))}
         if self.labels:
-            found["label_counts"] = [self.labels.count(label) for label in range(num_labels)]
-        return found
+            facts["label_counts"] = [self.labels.count(label) for label in range(num_labels)]
+        return facts
 
     def to_json(self) -> dict[str, Any]:
         """Returns plain values for a JSON file."""

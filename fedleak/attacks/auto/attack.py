@@ -86,7 +86,7 @@ class Findings:
 
     def unproved(self, most: int) -> tuple[Ids, ...]:
         """Returns the sequences that are not proved, at most so many of each attack."""
-        proved = {one.ids for one in self.members}
+        proved = {member.ids for member in self.members}
         left = [ids for ids in self.read if ids not in proved]
         of_each = ([ids for ids in left if self.read[ids] == kind] for kind in reversed(self.said))
         return tuple(ids for some in of_each for ids in some[:most])
@@ -153,40 +153,40 @@ class Auto(OneByOne):
         on_progress: Callable[[Progress], None] = lambda progress: None,
     ) -> Reconstruction:
         """Returns the batch that explains the update best, of all that the attacks read."""
-        clock, found, pace = Clock(self.seconds), Findings(), Pace(seen, model)
+        clock, findings, pace = Clock(self.seconds), Findings(), Pace(seen, model)
         rest, most = seen, _READ * seen.update.num_examples
         setting = AttackSetting.of(seen, model)
         able = [attack for attack, _ in ENSEMBLE if attack.obstacle(setting) is None]
         clear = budget.spans_are_clear(seen, model)
         for number, attack in enumerate(able, 1):
-            if found.said and clock.up():
+            if findings.said and clock.up():
                 break
 
-            def tell(how: Progress, of: str = f"{attack.kind} ({number} of {len(able)})") -> None:
-                on_progress(how._replace(phase=f"{of} {how.phase}".strip()))
+            def tell(how: Progress, name: str = f"{attack.kind} ({number} of {len(able)})") -> None:
+                on_progress(how._replace(phase=f"{name} {how.phase}".strip()))
 
-            clues = found.clues(most)
+            clues = findings.clues(most)
             timed = self._timed(attack, rest, clues, clock, pace, clear)
             if timed is None:
                 break
             reading = read(timed, rest, model, clues, rng, tell)
-            found = found.and_(attack.kind, reading)
+            findings = findings.and_(attack.kind, reading)
             if reading.answer.verified and rest is seen:
-                return self._proved(found, model, clock)
-            left = peel(seen, model, found.members, found.scale) if found.members else seen
+                return self._proved(findings, model, clock)
+            left = peel(seen, model, findings.members, findings.scale) if findings.members else seen
             if left is None or reading.answer.verified:
-                return self._answer(found, NO_CHOICE, seen, rest, model, rng, clock, pace)
+                return self._answer(findings, NO_CHOICE, seen, rest, model, rng, clock, pace)
             rest = left
             if noise_of(rest) is not None:
-                choice = _choice(found.unproved(most), rest, model, clock, pace)
+                choice = _choice(findings.unproved(most), rest, model, clock, pace)
                 if leaves_noise(model, choice.batch, rest, rng, clock):
-                    return self._answer(found, choice, seen, rest, model, rng, clock, pace)
+                    return self._answer(findings, choice, seen, rest, model, rng, clock, pace)
 
         def show(ids: Ids, fit: float) -> None:
             on_progress(Progress(len(able), len(able), 1 - fit, model.decode(ids), "mending"))
 
-        choice = _mended(found.unproved(most), rest, model, rng, clock, pace, show)
-        return self._answer(found, choice, seen, rest, model, rng, clock, pace)
+        choice = _mended(findings.unproved(most), rest, model, rng, clock, pace, show)
+        return self._answer(findings, choice, seen, rest, model, rng, clock, pace)
 
     def _timed(
         self,
@@ -206,31 +206,31 @@ class Auto(OneByOne):
             return None
         return replace(attack, seconds=reserve.before(clock), prior=self.prior, steps=self.steps)
 
-    def _said(self, found: Findings, clock: Clock) -> dict[str, Any]:
+    def _common_diagnostics(self, findings: Findings, clock: Clock) -> dict[str, Any]:
         """Returns the diagnostics of every answer."""
         # Who was asked last had all the time that was left.
-        late = any(one.diagnostics.get("time_up") for one in [*found.said.values()][-1:])
+        late = any(answer.diagnostics.get("time_up") for answer in [*findings.said.values()][-1:])
         return {
             "version": self.version,
-            "asked": {kind: str(one.status) for kind, one in found.said.items()},
+            "asked": {kind: str(answer.status) for kind, answer in findings.said.items()},
             **({"time_up": True} if clock.rang or late else {}),
         }
 
-    def _proved(self, found: Findings, model: LanguageModel, clock: Clock) -> Reconstruction:
+    def _proved(self, findings: Findings, model: LanguageModel, clock: Clock) -> Reconstruction:
         """Returns the answer of the last attack, which proved the whole batch by itself."""
-        *_, (kind, answer) = found.said.items()
-        sequences = tuple(certificate.close(model, ids) for ids in found.whole)
+        *_, (kind, answer) = findings.said.items()
+        sequences = tuple(certificate.close(model, ids) for ids in findings.whole)
         own = {"from": [kind] * len(sequences), "likely": [True] * len(sequences)}
         return replace(
             answer,
             sequences=sequences,
             tokens=tuple(sorted({token for ids in sequences for token in ids})),
-            diagnostics={**answer.diagnostics, **own, **self._said(found, clock)},
+            diagnostics={**answer.diagnostics, **own, **self._common_diagnostics(findings, clock)},
         )
 
     def _answer(
         self,
-        found: Findings,
+        findings: Findings,
         choice: Choice,
         seen: Observation,
         rest: Observation,
@@ -241,16 +241,18 @@ class Auto(OneByOne):
     ) -> Reconstruction:
         """Returns what is proved, and beside it the choice that explains the rest best."""
         diagnostics: dict[str, Any] = {}
-        repeats = occurrences(model, found.members, seen.update.num_examples)
+        repeats = occurrences(model, findings.members, seen.update.num_examples)
         proved = tuple(
-            one.ids for one, n in zip(found.members, repeats, strict=True) for _ in range(n)
+            member.ids
+            for member, n in zip(findings.members, repeats, strict=True)
+            for _ in range(n)
         )
-        certain = {*proved, *found.whole}
+        certain = {*proved, *findings.whole}
         likely: set[Ids] = set()
         if choice.batch:
             observed = certificate.as_gradient(rest)
             diagnostics["residual"] = choice.residual
-            reserve = Reserve.of(pace, rest, [one.ids for one in choice.batch])
+            reserve = Reserve.of(pace, rest, [guess.ids for guess in choice.batch])
             spare = reserve.gradients_in(clock.left()) - len(choice.batch)
             if spare < FEWEST:
                 clock.rang, diagnostics["not_compared"] = True, True
@@ -259,20 +261,24 @@ class Auto(OneByOne):
                     model, choice.batch, observed, rng, noise_of(rest), min(spare, PLACEBOS)
                 )
                 likely = {
-                    one.ids
-                    for one, is_likely in zip(choice.batch, compared.likely, strict=True)
+                    guess.ids
+                    for guess, is_likely in zip(choice.batch, compared.likely, strict=True)
                     if is_likely
                 }
                 diagnostics["nats"] = list(compared.nats)
                 diagnostics["nats_by_chance"] = list(compared.by_chance)
         stands = (
-            certain or likely or any(one.status == Status.RECOVERED for one in found.said.values())
+            certain
+            or likely
+            or any(answer.status == Status.RECOVERED for answer in findings.said.values())
         )
-        batch = (*proved, *found.whole, *choice.evidence)
+        batch = (*proved, *findings.whole, *choice.evidence)
         if not batch or not stands:
-            reasons = "; ".join(f"{kind}: {one.reason}" for kind, one in found.said.items())
-            said = self._said(found, clock)
-            return Reconstruction.none(Status.ABSTAINED, reasons, **diagnostics, **said)
+            reasons = "; ".join(
+                f"{kind}: {answer.reason}" for kind, answer in findings.said.items()
+            )
+            common = self._common_diagnostics(findings, clock)
+            return Reconstruction.none(Status.ABSTAINED, reasons, **diagnostics, **common)
         verdict = _verdict(batch, seen, model, clock)
         verified = verdict.verified
         if verified:
@@ -287,8 +293,8 @@ class Auto(OneByOne):
             tokens=tuple(sorted({token for ids in closed for token in ids})),
             diagnostics={
                 **diagnostics,
-                **self._said(found, clock),
-                "from": [found.read.get(ids, self.kind) for ids in batch],
+                **self._common_diagnostics(findings, clock),
+                "from": [findings.read.get(ids, self.kind) for ids in batch],
                 "likely": [verified or ids in certain | likely for ids in batch],
             },
             verified=verified,
@@ -327,10 +333,10 @@ def _choice(
     ]
     left = pairs.residual(picks)
     evidence: dict[Ids, float] = {}
-    for pick, one in zip(picks, batch, strict=True):
+    for pick, guess in zip(picks, batch, strict=True):
         without = pairs.residual([k for k in picks if k != pick])
-        evidence[one.ids] = min(left / without, evidence.get(one.ids, 1.0))
-    return Choice(tuple(batch), dict(sorted(evidence.items(), key=lambda one: one[1])), left)
+        evidence[guess.ids] = min(left / without, evidence.get(guess.ids, 1.0))
+    return Choice(tuple(batch), dict(sorted(evidence.items(), key=lambda pair: pair[1])), left)
 
 
 def _mended(
@@ -360,9 +366,9 @@ def _mended(
         reserve.gradient,
     )
     clock.rang |= until.rang
-    if {*better} == {one.ids for one in choice.batch}:
+    if {*better} == {guess.ids for guess in choice.batch}:
         return choice
-    again = _choice([*better, *(one.ids for one in choice.batch)], rest, model, clock, pace)
+    again = _choice([*better, *(guess.ids for guess in choice.batch)], rest, model, clock, pace)
     return again if again.batch else choice
 
 

@@ -94,10 +94,10 @@ def worth(
         placebos: How many random texts there are.
     """
     instead = [batch[i % len(batch)] for i in range(placebos)]
-    random = [one._replace(ids=placebo(model, one.ids, rng)) for one in instead]
+    random = [guess._replace(ids=placebo(model, guess.ids, rng)) for guess in instead]
     every = [*batch, *random]
-    labels_N1 = torch.tensor([[one.label] for one in every], device=model.device)
-    closed = [close(model, one.ids) for one in every]
+    labels_N1 = torch.tensor([[guess.label] for guess in every], device=model.device)
+    closed = [close(model, guess.ids) for guess in every]
     above_B = torch.zeros(len(batch))
     vocabulary = len(model.module.get_parameter(model.family.word_embedding))
     dense = {name: value for name, value in observed.items() if len(value) != vocabulary}
@@ -112,8 +112,8 @@ def worth(
     above_B = above_B.clamp_min(0)
     labels = model.num_labels if model.task == CLASSIFICATION else 1
     by_chance = [
-        len(_content(model, one.ids)) * math.log(len(model.tokenizer)) + math.log(labels / _RISK)
-        for one in batch
+        len(_content(model, guess.ids)) * math.log(len(model.tokenizer)) + math.log(labels / _RISK)
+        for guess in batch
     ]
     return Worth(tuple((above_B.square() / 2).tolist()), tuple(by_chance))
 
@@ -186,30 +186,30 @@ def leaves_noise(
     observed = as_gradient(seen)
     shared = {name: value != 0 for name, value in observed.items()}
 
-    def gradient(one: Labelled, ids: Ids) -> dict[str, Tensor]:
-        found = gradient_of(model, ids, one.label, list(observed))
-        return {name: one.weight * value * shared[name] for name, value in found.items()}
+    def gradient(guess: Labelled, ids: Ids) -> dict[str, Tensor]:
+        gradients = gradient_of(model, ids, guess.label, list(observed))
+        return {name: guess.weight * value * shared[name] for name, value in gradients.items()}
 
     def squares(gradients: Mapping[str, Tensor]) -> float:
         return sum(float(g.double().square().sum()) for g in gradients.values()) / noise**2
 
-    own = [gradient(one, one.ids) for one in clock.paced(batch)]
+    own = [gradient(guess, guess.ids) for guess in clock.paced(batch)]
     if len(own) < len(batch):
         return False
-    left = {name: value - sum(each[name] for each in own) for name, value in observed.items()}
+    left = {name: value - sum(part[name] for part in own) for name, value in observed.items()}
     numbers = sum(int(mask.sum()) for mask in shared.values())
     margin = _SIGMAS * math.sqrt(2 * numbers)
     if abs(squares(left) - numbers) > margin:
         return False
     changes = [
-        (one, mine, place, other[place])
-        for one, mine in zip(batch, own, strict=True)
-        for other in [placebo(model, one.ids, rng)]
-        for place in _content(model, one.ids)
+        (guess, mine, place, other[place])
+        for guess, mine in zip(batch, own, strict=True)
+        for other in [placebo(model, guess.ids, rng)]
+        for place in _content(model, guess.ids)
     ]
     tried = 0
-    for one, mine, place, word in clock.paced(changes):
-        changed = gradient(one, (*one.ids[:place], word, *one.ids[place + 1 :]))
+    for guess, mine, place, word in clock.paced(changes):
+        changed = gradient(guess, (*guess.ids[:place], word, *guess.ids[place + 1 :]))
         # Twice: what is left may be as far below what is expected as it may be above.
         if squares({n: changed[n] - mine[n] for n in changed}) < 2 * margin:
             return False

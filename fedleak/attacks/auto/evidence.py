@@ -82,8 +82,8 @@ class Pairs:
         """Returns the weights of pairs, by least squares."""
         picked = torch.tensor(list(chosen), dtype=torch.long)
         system = self.gram_KK[picked[:, None], picked]
-        found: Tensor = torch.linalg.lstsq(system, self.observed_K[picked, None]).solution[:, 0]
-        return found
+        solution: Tensor = torch.linalg.lstsq(system, self.observed_K[picked, None]).solution[:, 0]
+        return solution
 
 
 def choose(pairs: Pairs, most: int) -> list[int]:
@@ -179,8 +179,10 @@ def weights(
     # The rows of a tied embedding also hold the output layer's gradient.
     left_out = {model.family.word_embedding} if model.tied else set()
     left_out |= model.family.null_parameters(observed)
-    each = {name: _weight(value) for name, value in observed.items() if name not in left_out}
-    return {name: weight if noise is None else noise**-2 for name, weight in each.items() if weight}
+    counts = {name: _weight(value) for name, value in observed.items() if name not in left_out}
+    return {
+        name: weight if noise is None else noise**-2 for name, weight in counts.items() if weight
+    }
 
 
 def _weight(observed: Tensor) -> float:
@@ -225,8 +227,8 @@ def _logit_grad(
 ) -> LogitGrad:
     """Returns the derivative of each sequence's mean loss in its logits."""
     if model.task == CLASSIFICATION:
-        ones = torch.ones(labels_NC.numel(), device=model.device)
-        return class_logit_grad(model, labels_NC.flatten(), ones)
+        equal_weights = torch.ones(labels_NC.numel(), device=model.device)
+        return class_logit_grad(model, labels_NC.flatten(), equal_weights)
     table_VD = model.module.get_parameter(model.family.word_embedding)
     targets_NTV = F.one_hot(ids_NT, len(table_VD)).to(table_VD.dtype)
     weights_NT = mask_NT / (mask_NT.sum(1, keepdim=True) - 1).clamp_min(1)
@@ -252,8 +254,8 @@ def slopes(
     own = BatchGradients(model, [name for name in weight if name != model.family.word_embedding])
     with own.ready(), torch.enable_grad():
         x_TD = table_VD[list(ids)].clone().requires_grad_()
-        found = own(x_TD[None, None, None], mask_1T[None], logit_grad, differentiable=True)
-        fit = fits(found, observed, weight).sum()
+        gradients = own(x_TD[None, None, None], mask_1T[None], logit_grad, differentiable=True)
+        fit = fits(gradients, observed, weight).sum()
         (slope_TD,) = torch.autograd.grad(fit, x_TD)
         loss_x = table_VD[list(ids)].clone().requires_grad_()
         logits = model.family.logits(model.module, mask_1T, ids_BT=None, embeds_BTD=loss_x[None])

@@ -28,15 +28,15 @@ def peel(
     """
     repeats = occurrences(model, members, seen.update.num_examples)
     left = seen.update.num_examples - sum(repeats)
-    share = 1 - sum(one.weight for one in members)
+    share = 1 - sum(member.weight for member in members)
     if left < 1 or share <= 0:
         return None
     rest = {name: value / scale for name, value in as_gradient(seen).items()}
-    for one in members:
-        for label, weight in _weights(one, seen.update.num_examples):
+    for member in members:
+        for label, weight in _weights(member, seen.update.num_examples):
             rest = {
                 name: rest[name] - weight * gradient
-                for name, gradient in gradient_of(model, one.ids, label, list(rest)).items()
+                for name, gradient in gradient_of(model, member.ids, label, list(rest)).items()
             }
     tensors = {name: value / share for name, value in rest.items()}
     return replace(
@@ -51,15 +51,15 @@ def occurrences(model: LanguageModel, members: Sequence[Member], batch_size: int
     if model.task == CLASSIFICATION:
         return multiplicities(members, batch_size)
     # A weight is occurrences times targets over all targets; whoever has the least occurs once.
-    per_target = [one.weight / len(one.ids) for one in members]
-    return [round(each / min(per_target)) for each in per_target]
+    per_target = [member.weight / len(member.ids) for member in members]
+    return [round(weight / min(per_target)) for weight in per_target]
 
 
-def _weights(one: Member, batch_size: int) -> list[tuple[int, float]]:
+def _weights(member: Member, batch_size: int) -> list[tuple[int, float]]:
     """Returns the labels of a member, and the weight of its mean loss with each."""
-    if one.counts is None:
-        return [(0, one.weight)]
-    return [(label, count / batch_size) for label, count in enumerate(one.counts) if count]
+    if member.counts is None:
+        return [(0, member.weight)]
+    return [(label, count / batch_size) for label, count in enumerate(member.counts) if count]
 
 
 def gradient_of(
@@ -80,9 +80,9 @@ def _without(
 ) -> Knowledge:
     """Returns what is known of the other sequences: their labels and lengths are those left."""
     gone = [
-        (None if one.counts is None else label, len(close(model, one.ids)))
-        for one, times in zip(members, repeats, strict=True)
-        for label, count in enumerate(one.counts or (times,))
+        (None if member.counts is None else label, len(close(model, member.ids)))
+        for member, times in zip(members, repeats, strict=True)
+        for label, count in enumerate(member.counts or (times,))
         for _ in range(count)
     ]
     # Where one of the two is not known, any would do.
@@ -90,9 +90,9 @@ def _without(
     every = list(zip(known.labels or [None] * size, known.lengths or [None] * size, strict=True))
     for label, length in gone:
         fits = (
-            one
-            for one in every
-            if (label is None or one[0] in (None, label)) and one[1] in (None, length)
+            pair
+            for pair in every
+            if (label is None or pair[0] in (None, label)) and pair[1] in (None, length)
         )
         match = next(fits, None)
         if match is not None:

@@ -77,17 +77,17 @@ def sharpened(
     now, waiting = list(batch), list(range(len(batch)))
     while waiting and not clock.up((len(now) + _PROPOSING) * seconds):
         i = waiting.pop(0)
-        others = [one for j, one in enumerate(now) if j != i]
+        others = [guess for j, guess in enumerate(now) if j != i]
         rest = {name: observed[name] for name in weight}
-        for one in others:
-            for name, gradient in gradient_of(model, one.ids, one.label, list(weight)).items():
-                rest[name] = rest[name] - one.weight * gradient
+        for guess in others:
+            for name, gradient in gradient_of(model, guess.ids, guess.label, list(weight)).items():
+                rest[name] = rest[name] - guess.weight * gradient
         better = _mended(model, now[i], rest, weight, rng, clock, tell, seconds)
         if better != now[i].ids:
             # The others were mended beside a worse one.
             now[i] = now[i]._replace(ids=better)
             waiting = [] if done(now) else [j for j in range(len(now)) if j != i]
-    return [one.ids for one in now]
+    return [guess.ids for guess in now]
 
 
 def trial(model: LanguageModel, length: int, observed: Mapping[str, Tensor], guesses: int) -> None:
@@ -100,7 +100,7 @@ def trial(model: LanguageModel, length: int, observed: Mapping[str, Tensor], gue
 
 def _mended(
     model: LanguageModel,
-    one: Labelled,
+    guess: Labelled,
     rest: Mapping[str, Tensor],
     weight: Mapping[str, float],
     rng: torch.Generator,
@@ -109,12 +109,12 @@ def _mended(
     seconds: float,
 ) -> Ids:
     """Returns a sequence that no change tried makes fit better."""
-    ids: Ids = one.ids
+    ids: Ids = guess.ids
     before: Ids = ()
-    fit = float(_fits(model, [ids], one.label, rest, weight)[0])
+    fit = float(_fits(model, [ids], guess.label, rest, weight)[0])
     while ids != before and not clock.up(_PROPOSING * seconds):
         before = ids
-        proposed = _proposals(model, ids, one.label, rest, weight)
+        proposed = _proposals(model, ids, guess.label, rest, weight)
         for tried in (*proposed.items(), None):
             if clock.up(2 * PROPOSED * seconds):
                 break
@@ -125,7 +125,7 @@ def _mended(
                 some = [(*ids[:place], token, *ids[place + 1 :]) for token in tokens]
             if not some:
                 continue
-            fit_K = _fits(model, some, one.label, rest, weight)
+            fit_K = _fits(model, some, guess.label, rest, weight)
             if float(fit_K.max()) > fit * _BETTER:
                 ids, fit = some[int(fit_K.argmax())], float(fit_K.max())
                 tell(ids, fit)
@@ -181,6 +181,6 @@ def _fits(
     labels_N1 = torch.full((len(closed), 1), label, device=model.device)
     own = BatchGradients(model, list(weight))
     with own.ready():
-        found = gradients_of(model, own, closed, labels_N1, words_M)
+        gradients = gradients_of(model, own, closed, labels_N1, words_M)
     target = {name: rest[name][words_M] if name == words else rest[name] for name in weight}
-    return fits(found, target, weight)
+    return fits(gradients, target, weight)

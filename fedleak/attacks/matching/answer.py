@@ -20,11 +20,11 @@ _CHANCE = 0.5
 """Lengths that were only tried are believed below this share of a random text's distance."""
 
 
-def distances(objective: Objective, found: Sequence[Found]) -> Tensor:
+def distances(objective: Objective, guesses: Sequence[Found]) -> Tensor:
     """Returns the distance [U] of each victim's tokens."""
-    rows_U = torch.tensor([one.row_index for one in found], device=objective.victim_R.device)
+    rows_U = torch.tensor([guess.row_index for guess in guesses], device=objective.victim_R.device)
     of_each = objective.take(rows_U)
-    ids_UBT = torch.stack([one.ids_BT for one in found])
+    ids_UBT = torch.stack([guess.ids_BT for guess in guesses])
     apart_U = of_each.scores(of_each.space.exact(of_each.rows, ids_UBT[:, None]))[:, 0]
     return apart_U.clamp_min(0)  # of equal gradients rounding may leave less
 
@@ -66,7 +66,7 @@ def answer(
         status=Status.RECOVERED,
         sequences=tuple(sequences),
         evidence=(apart,) * len(sequences),
-        tokens=tuple(sorted({token for one in sequences for token in one})),
+        tokens=tuple(sorted({token for ids in sequences for token in ids})),
         diagnostics={
             "distance": apart,
             "distance_by_chance": chance,

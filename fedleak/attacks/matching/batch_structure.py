@@ -94,25 +94,25 @@ def shapes(
     """Returns at most so many shapes that a batch may have, and always one."""
     size = seen.update.num_examples
     known = seen.knowledge.lengths
-    lengths = [known] if known is not None else list(islice(_told(seen, model, rng, size), most))
-    told = bool(lengths)
-    lengths = lengths or [(n,) * size for n in _tried(model, most)]
+    lengths = [known] if known is not None else list(islice(_lengths(seen, model, rng, size), most))
+    certain = bool(lengths)
+    lengths = lengths or [(n,) * size for n in _lengths_to_try(model, most)]
     if known is None and len(clues.sequences) >= size:
-        found = sorted(map(len, clues.sequences[:size]), reverse=True)
-        lengths = list(dict.fromkeys([tuple(found), *lengths]))
+        guessed_lengths = sorted(map(len, clues.sequences[:size]), reverse=True)
+        lengths = list(dict.fromkeys([tuple(guessed_lengths), *lengths]))
     labels = _labels(seen, model, rng, max(1, most // len(lengths)))
-    each = [Shape(one, classes) for one in lengths for classes in labels]
+    candidates = [Shape(batch_lengths, classes) for batch_lengths in lengths for classes in labels]
     # The order of equally long sequences makes no other shape.
-    distinct = {_canonical(one): one for one in each}
-    begun = [_begun(one, clues.sequences) for one in list(distinct.values())[:most]]
-    return Shapes(begun, told)
+    distinct = {_canonical(shape): shape for shape in candidates}
+    begun = [_with_guesses(shape, clues.sequences) for shape in list(distinct.values())[:most]]
+    return Shapes(begun, certain)
 
 
-def _begun(shape: Shape, sequences: Sequence[tuple[int, ...]]) -> Shape:
+def _with_guesses(shape: Shape, sequences: Sequence[tuple[int, ...]]) -> Shape:
     """Returns a shape that begins with guesses of its lengths, each used once."""
     waiting, begin = list(sequences), []
     for length in shape.lengths:
-        fitting = next((one for one in waiting if len(one) == length), ())
+        fitting = next((sequence for sequence in waiting if len(sequence) == length), ())
         begin.append(fitting)
         if fitting:
             waiting.remove(fitting)
@@ -135,9 +135,9 @@ def bag(seen: Observation, model: LanguageModel, rng: torch.Generator) -> Tensor
     if span is None or not span.exact or family.position_embedding is None:
         return None
     directions = family.token_table(model.module).directions()
-    found = read_token_bag(directions, span, rng)
-    clear = found is not None and found.exact and len(found.tokens_N)
-    return found.tokens_N if found is not None and clear else None
+    token_bag = read_token_bag(directions, span, rng)
+    clear = token_bag is not None and token_bag.exact and len(token_bag.tokens_N)
+    return token_bag.tokens_N if token_bag is not None and clear else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,7 +237,7 @@ def _canonical(shape: Shape) -> tuple[tuple[int, int], ...]:
     return tuple(sorted(zip(shape.lengths, labels, strict=True)))
 
 
-def _told(
+def _lengths(
     seen: Observation, model: LanguageModel, rng: torch.Generator, size: int
 ) -> Iterator[tuple[int, ...]]:
     """Yields the lengths that agree with the update: none if it does not tell the longest.
@@ -257,8 +257,8 @@ def _told(
     inner = family.attention_gradients(as_gradient(seen), 1) if layers > 1 else []
     span = row_space(inner) if inner else None
     total = span.rank + only_target * size if span is not None and span.exact else None
-    least = sum(map(len, frame(model))) + 1
-    if longest is None and total is not None and size == 1 and total >= least:
+    shortest = sum(map(len, frame(model))) + 1
+    if longest is None and total is not None and size == 1 and total >= shortest:
         longest = total
     if longest is None:
         return
@@ -267,15 +267,15 @@ def _told(
         return
     # Equal inputs of a layer add only one to the rank: texts of a decoder that begin alike, or a
     # text that occurs twice.
-    alike = total - longest < least * (size - 1)
-    total = max(total, longest + least * (size - 1))
+    alike = total - longest < shortest * (size - 1)
+    total = max(total, longest + shortest * (size - 1))
     most = longest * size if (family.causal or alike) and size > 1 else total
     for whole in range(total, most + 1):
-        yield from _partitions(whole - longest, size - 1, least, longest, (longest,))
+        yield from _partitions(whole - longest, size - 1, shortest, longest, (longest,))
 
 
 def _partitions(
-    total: int, parts: int, least: int, most: int, so_far: tuple[int, ...]
+    total: int, parts: int, shortest: int, most: int, so_far: tuple[int, ...]
 ) -> Iterator[tuple[int, ...]]:
     """Yields the ways to write `total` as a falling sum, the most even first."""
     if parts == 0:
@@ -283,18 +283,18 @@ def _partitions(
             yield so_far
         return
     even = -(-total // parts)
-    for part in range(max(even, least), most + 1):
+    for part in range(max(even, shortest), most + 1):
         rest = total - part
-        if least * (parts - 1) <= rest <= part * (parts - 1):
-            yield from _partitions(rest, parts - 1, least, part, (*so_far, part))
+        if shortest * (parts - 1) <= rest <= part * (parts - 1):
+            yield from _partitions(rest, parts - 1, shortest, part, (*so_far, part))
 
 
-def _tried(model: LanguageModel, most: int) -> list[int]:
+def _lengths_to_try(model: LanguageModel, most: int) -> list[int]:
     """Returns lengths to try, evenly spread."""
-    least = sum(map(len, frame(model))) + 2
+    shortest = sum(map(len, frame(model))) + 2
     longest = min(_LONGEST_TRIED, model.max_length)
-    step = max(1, -(-(longest - least + 1) // most))
-    return list(range(least, longest + 1, step)) or [longest]
+    step = max(1, -(-(longest - shortest + 1) // most))
+    return list(range(shortest, longest + 1, step)) or [longest]
 
 
 def _labels(
@@ -311,12 +311,12 @@ def _labels(
     if counts is None or size == 1:
         return _some(product(classes, repeat=size), most)
     sorted_labels = [label for label, count in enumerate(counts) for _ in range(count)]
-    found = {tuple(sorted_labels): None}
+    label_orders = {tuple(sorted_labels): None}
     for _ in range(8 * most):
         order = torch.randperm(size, generator=rng).tolist()
-        found[tuple(sorted_labels[i] for i in order)] = None
-    return list(found)[:most]
+        label_orders[tuple(sorted_labels[i] for i in order)] = None
+    return list(label_orders)[:most]
 
 
 def _some(all_of: Iterable[Sequence[int]], most: int) -> list[tuple[int, ...]]:
-    return [tuple(one) for one in islice(all_of, most)]
+    return [tuple(labels) for labels in islice(all_of, most)]

@@ -26,8 +26,8 @@ class Size(NamedTuple):
 
 def cost(sizes: Sequence[Size], a_pass: int) -> int:
     """Returns the cost of a pass over victims together, in tokens."""
-    largest = max(one.length for one in sizes) * max(one.sequences for one in sizes)
-    return a_pass + largest * sum(one.rows for one in sizes)
+    largest = max(size.length for size in sizes) * max(size.sequences for size in sizes)
+    return a_pass + largest * sum(size.rows for size in sizes)
 
 
 def parts(group: Sequence[int], sizes: Mapping[int, Size], a_pass: int) -> list[list[int]]:

@@ -140,5 +140,5 @@ def stacked(guesses_KX: Sequence[Tensor]) -> Tensor:
     """Returns the guesses [R, K, ...] of all rows; a row with fewer guesses repeats its first."""
     most = max(map(len, guesses_KX))
     return torch.stack(
-        [torch.cat([one, one[:1].expand(most - len(one), *one.shape[1:])]) for one in guesses_KX]
+        [torch.cat([row, row[:1].expand(most - len(row), *row.shape[1:])]) for row in guesses_KX]
     )

@@ -207,8 +207,8 @@ def _of_layer_norm(layer: nn.Module, given_RKNX: Tensor, delta_RKNY: Tensor) -> 
 
 
 def _of_rms_norm(layer: nn.Module, given_RKNX: Tensor, delta_RKNY: Tensor) -> Gradient:
-    ones = {name: torch.ones_like(value) for name, value in layer.named_parameters()}
-    normed: Tensor = functional_call(layer, ones, (given_RKNX,))
+    unit_weights = {name: torch.ones_like(value) for name, value in layer.named_parameters()}
+    normed: Tensor = functional_call(layer, unit_weights, (given_RKNX,))
     return (delta_RKNY * normed).sum(2)
 
 

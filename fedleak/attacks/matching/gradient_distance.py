@@ -98,14 +98,14 @@ class SquaredAndAbsolute:
             if isinstance(gradient, Tensor):
                 apart_RKX = (gradient - _rows(observed, gradient)[:, None]).flatten(2)
                 unused_R1X = observed.flatten(1)[:, None, apart_RKX.shape[2] :]
-                apart_RK = self._of(apart_RKX) + self._of(unused_R1X)
+                apart_RK = self._distance(apart_RKX) + self._distance(unused_R1X)
             else:
                 parts = [side for part in gradient for side in part]
                 apart_RK = _whole_weight(observed, self.l1_weight, *parts)
             total_RK = total_RK + apart_RK.to(total_RK.dtype) * present_R1
         return total_RK
 
-    def _of(self, apart_RKX: Tensor) -> Tensor:
+    def _distance(self, apart_RKX: Tensor) -> Tensor:
         return _sum(apart_RKX.square()) + self.l1_weight * _sum(apart_RKX.abs())
 
 
@@ -162,9 +162,9 @@ def _products(gradients: Gradients, target: Target) -> tuple[Tensor, Tensor, Ten
     inner: dict[str, Tensor] = {}
     square: dict[str, Tensor] = {}
     for names in alike.values():
-        each, observed = [gradients[n] for n in names], [target.tensors[n] for n in names]
-        of_names = _of_tables if isinstance(each[0], Tensor) else _of_weights
-        inner_GRK, square_GRK = of_names(each, observed)
+        group, observed = [gradients[n] for n in names], [target.tensors[n] for n in names]
+        of_names = _of_tables if isinstance(group[0], Tensor) else _of_weights
+        inner_GRK, square_GRK = of_names(group, observed)
         inner |= zip(names, inner_GRK.unbind(), strict=True)
         square |= zip(names, square_GRK.unbind(), strict=True)
     norms = torch.stack([target.norms[name] for name in gradients])
@@ -188,27 +188,27 @@ def _kind(name: str, gradient: Gradient, observed: LowRankGradient | Tensor) -> 
 
 
 def _of_tables(
-    each: Sequence[Gradient], observed: Sequence[LowRankGradient | Tensor]
+    gradients: Sequence[Gradient], observed: Sequence[LowRankGradient | Tensor]
 ) -> tuple[Tensor, Tensor]:
     """Returns <G*, G> and |G|^2 [G, R, K] of gradients that are formed."""
-    value_GRKX = torch.stack([_formed(one) for one in each])
-    rows = [_rows(_formed(one), value_GRKX[0]) for one in observed]
+    value_GRKX = torch.stack([_formed(gradient) for gradient in gradients])
+    rows = [_rows(_formed(table), value_GRKX[0]) for table in observed]
     inner_GRK = _sum(value_GRKX * torch.stack(rows)[:, :, None], 3)
     return inner_GRK, _sum(value_GRKX.square(), 3)
 
 
 def _of_weights(
-    each: Sequence[Gradient], observed: Sequence[LowRankGradient | Tensor]
+    gradients: Sequence[Gradient], observed: Sequence[LowRankGradient | Tensor]
 ) -> tuple[Tensor, Tensor]:
     """Returns <G*, G> and |G|^2 [G, R, K] of weights' gradients in parts."""
     if isinstance(observed[0], Tensor):
         seen: tuple[Tensor, ...] = (observed[0],)
     else:
         seen = tuple(_joined(sides) for sides in zip(*observed, strict=True))
-    parts = zip(*(one for one in each if isinstance(one, tuple)), strict=True)
+    parts = zip(*(gradient for gradient in gradients if isinstance(gradient, tuple)), strict=True)
     sides = [_joined(side) for same in parts for side in zip(*same, strict=True)]
     inner_CK, square_CK = _of_weight(seen, *sides)
-    shape = len(each), -1, inner_CK.shape[1]
+    shape = len(gradients), -1, inner_CK.shape[1]
     return inner_CK.view(shape), square_CK.view(shape)
 
 
@@ -240,9 +240,9 @@ class _OfWeight(torch.autograd.Function):
         square_RK: Tensor | None = None
         for i, (left, right) in enumerate(parts):
             for j, (left_too, right_too) in enumerate(parts[: i + 1]):
-                one, other = left @ left_too.mT, right @ right_too.mT
-                grams.append((i, j, one, other))
-                term_RK = _sum(one * other) * (1 if i == j else 2)
+                left_gram, right_gram = left @ left_too.mT, right @ right_too.mT
+                grams.append((i, j, left_gram, right_gram))
+                term_RK = _sum(left_gram * right_gram) * (1 if i == j else 2)
                 square_RK = term_RK if square_RK is None else square_RK + term_RK
         assert square_RK is not None
         if any(ctx.needs_input_grad[1:]):
@@ -254,16 +254,17 @@ class _OfWeight(torch.autograd.Function):
         dtype = ctx.parts[0][0].dtype
         inner_RK11, square_RK11 = (grad[:, :, None, None].to(dtype) for grad in grad_outputs)
         grads: list[list[Tensor]] = []
-        for (left, right), (one, other) in zip(ctx.parts, ctx.seen, strict=True):
-            factored = one * inner_RK11, other * inner_RK11
+        for (left, right), (left_seen, right_seen) in zip(ctx.parts, ctx.seen, strict=True):
+            factored = left_seen * inner_RK11, right_seen * inner_RK11
             grads.append(list(_side_grads(ctx.observed, left, right, *factored)))
-        for i, j, one, other in ctx.grams:
-            one, other = 2 * square_RK11 * one, 2 * square_RK11 * other
-            grads[i][0] = grads[i][0] + other @ ctx.parts[j][0]
-            grads[i][1] = grads[i][1] + one @ ctx.parts[j][1]
+        for i, j, left_gram, right_gram in ctx.grams:
+            left_term = 2 * square_RK11 * left_gram
+            right_term = 2 * square_RK11 * right_gram
+            grads[i][0] = grads[i][0] + right_term @ ctx.parts[j][0]
+            grads[i][1] = grads[i][1] + left_term @ ctx.parts[j][1]
             if i != j:
-                grads[j][0] = grads[j][0] + other.mT @ ctx.parts[i][0]
-                grads[j][1] = grads[j][1] + one.mT @ ctx.parts[i][1]
+                grads[j][0] = grads[j][0] + right_term.mT @ ctx.parts[i][0]
+                grads[j][1] = grads[j][1] + left_term.mT @ ctx.parts[i][1]
         return None, *(grad for pair in grads for grad in pair)
 
 
@@ -284,15 +285,16 @@ def _seen(observed: tuple[Tensor, ...], left: Tensor, right: Tensor) -> tuple[Te
 
 
 def _side_grads(
-    observed: tuple[Tensor, ...], left: Tensor, right: Tensor, one: Tensor, other: Tensor
+    observed: tuple[Tensor, ...], left: Tensor, right: Tensor, left_seen: Tensor, right_seen: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Returns the derivatives of <G*, left^T right> in left and right.
 
-    `one` and `other` are the tensors of `_seen`, times the factor from the outer derivative.
+    `left_seen` and `right_seen` are the tensors of `_seen`, times the factor from the outer
+    derivative.
     """
     if len(observed) == 2:
-        return _flat(other, observed[0].mT), _flat(one, observed[1].mT)
-    return other, _flat(one, observed[0])
+        return _flat(right_seen, observed[0].mT), _flat(left_seen, observed[1].mT)
+    return right_seen, _flat(left_seen, observed[0])
 
 
 def _sum(terms: Tensor, kept: int = 2) -> Tensor:
@@ -336,12 +338,12 @@ def added(fixed: Gradients, changing: Gradients) -> dict[str, Gradient]:
     Of a table, one may have fewer rows than the other.
     """
     total: dict[str, Gradient] = {}
-    for name, one in changing.items():
-        other = fixed[name]
-        if isinstance(other, Tensor):
-            rows = max(_formed(one).shape[2], other.shape[2])
-            total[name] = _with_rows(_formed(one), rows) + _with_rows(other, rows)
+    for name, gradient in changing.items():
+        fixed_gradient = fixed[name]
+        if isinstance(fixed_gradient, Tensor):
+            rows = max(_formed(gradient).shape[2], fixed_gradient.shape[2])
+            total[name] = _with_rows(_formed(gradient), rows) + _with_rows(fixed_gradient, rows)
         else:
-            assert isinstance(one, tuple)
-            total[name] = (*one, *other)
+            assert isinstance(gradient, tuple)
+            total[name] = (*gradient, *fixed_gradient)
     return total

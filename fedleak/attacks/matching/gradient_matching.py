@@ -132,8 +132,8 @@ class GradientMatching(ABC):
         self, seen: Observation, model: LanguageModel, *, rng: torch.Generator
     ) -> Reconstruction:
         """Returns the texts whose gradient is nearest to the observed one."""
-        (found,) = self.many([seen], model, rngs=[rng], report=lambda which, how: None)
-        return found
+        (reconstruction,) = self.many([seen], model, rngs=[rng], report=lambda i, how: None)
+        return reconstruction
 
     def many(
         self,
@@ -144,8 +144,8 @@ class GradientMatching(ABC):
         report: OnProgress,
     ) -> list[Reconstruction]:
         """Returns, for each observation, the texts whose gradient is nearest to it."""
-        found = self.matches(seen, model, rngs=rngs, report=report, clues=[NO_CLUES] * len(seen))
-        return [one.answer for one in found]
+        matches = self.matches(seen, model, rngs=rngs, report=report, clues=[NO_CLUES] * len(seen))
+        return [match.answer for match in matches]
 
     def matches(
         self,
@@ -166,10 +166,10 @@ class GradientMatching(ABC):
         answers: dict[int, Match] = {}
         victims: dict[int, Victim] = {}
         steps = self.method().config.steps
-        for i, (one, rng, clue) in enumerate(zip(seen, rngs, clues, strict=True)):
+        for i, (observation, rng, clue) in enumerate(zip(seen, rngs, clues, strict=True)):
             report(i, Progress(0, steps, math.nan, "", "what the update tells"))
             victim = victim_of(
-                one, model, rng, most_shapes=self.shapes, faithful=self.faithful, clues=clue
+                observation, model, rng, most_shapes=self.shapes, faithful=self.faithful, clues=clue
             )
             if victim.observed:
                 victims[i] = victim
@@ -193,26 +193,26 @@ class GradientMatching(ABC):
         clock: Clock,
     ) -> dict[int, Match]:
         """Returns what is found for victims that are alike, by their number."""
-        each = list(victims.values())
+        group = list(victims.values())
         method = self.method()
         config = method.config
-        if each[0].bag_M is None and method.free_config is not None:
+        if group[0].bag_M is None and method.free_config is not None:
             config = method.free_config
         latest = dict.fromkeys(victims, Progress(0, config.steps, math.nan, ""))
 
-        def look(step: int, phase: str, found: Sequence[Found]) -> None:
-            for number, one in zip(latest, found, strict=False):
-                texts = objective.rows.sequences(one.row_index, one.ids_BT)
+        def look(step: int, phase: str, guesses: Sequence[Found]) -> None:
+            for number, guess in zip(latest, guesses, strict=False):
+                texts = objective.rows.sequences(guess.row_index, guess.ids_BT)
                 text = " / ".join(model.decode(ids) for ids in texts)
-                latest[number] = latest[number]._replace(loss=one.loss, text=text)
+                latest[number] = latest[number]._replace(loss=guess.loss, text=text)
             for number, so_far in latest.items():
                 report(number, so_far._replace(step=step, phase=phase))
 
         of_row = [
             # Only one start of several begins with a guess.
             (u, shape if start == 0 else replace(shape, begin=()))
-            for u, one in enumerate(each)
-            for shape in one.shapes.each
+            for u, victim in enumerate(group)
+            for shape in victim.shapes.each
             for start in range(self.starts_of_each)
         ]
         # A random stream for each row, so that it does not matter who else is in the batch.
@@ -228,8 +228,8 @@ class GradientMatching(ABC):
             faithful=self.faithful,
             mixed=self.precision == "mixed",
         )
-        step = 0.0 if math.isinf(clock.left()) else seconds_of_step(each[0], make, config)
-        rows = rows_in_time(each, self.starts_of_each, step, clock)
+        step = 0.0 if math.isinf(clock.left()) else seconds_of_step(group[0], make, config)
+        rows = rows_in_time(group, self.starts_of_each, step, clock)
         if not rows:
             reason = f"no step of the search ends in seconds = {self.seconds:g}: give it more"
             late = Reconstruction.none(Status.ABSTAINED, reason, time_up=True)
@@ -238,17 +238,17 @@ class GradientMatching(ABC):
         prior = None if method.prior is None else priors.load(method.prior, model)
         config = starts_in_time(config, step * len(rows), clock)
         watch = Watch(clock.before(ANSWER * step), look)
-        objective = make(each, of_row=of_row, prior=prior)
+        objective = make(group, of_row=of_row, prior=prior)
         with objective.ready():
-            found = method.algorithm(objective, config, rng_R, watch)
-            apart_U = distances(objective, found)
-            chance_U = distances(objective, by_chance(objective, len(each)))
+            guesses = method.algorithm(objective, config, rng_R, watch)
+            apart_U = distances(objective, guesses)
+            chance_U = distances(objective, by_chance(objective, len(group)))
         matches: dict[int, Match] = {}
         for (number, victim), best, apart, chance in zip(
-            victims.items(), found, apart_U, chance_U, strict=True
+            victims.items(), guesses, apart_U, chance_U, strict=True
         ):
             sequences = tuple(objective.rows.sequences(best.row_index, best.ids_BT))
-            said = answer(
+            reconstruction = answer(
                 victim,
                 model,
                 sequences,
@@ -257,6 +257,8 @@ class GradientMatching(ABC):
                 clock=clock,
             )
             if watch.rang or clock.rang:
-                said = replace(said, diagnostics={**said.diagnostics, "time_up": True})
-            matches[number] = Match(said, sequences)
+                reconstruction = replace(
+                    reconstruction, diagnostics={**reconstruction.diagnostics, "time_up": True}
+                )
+            matches[number] = Match(reconstruction, sequences)
         return matches

@@ -70,8 +70,8 @@ def _shuffle(objective: Objective, rng: Sequence[torch.Generator]) -> Tensor:
     """Returns a random order [R, B, T] of each sequence's content."""
     rows = objective.rows
     order_RBT = torch.arange(rows.length).repeat(*rows.mask_RBT.shape[:2], 1)
-    for r, one in enumerate(rng):
+    for r, generator in enumerate(rng):
         for b in range(order_RBT.shape[1]):
             places = torch.tensor(rows.content(r, b), dtype=torch.long)
-            order_RBT[r, b, places] = places[torch.randperm(len(places), generator=one)]
+            order_RBT[r, b, places] = places[torch.randperm(len(places), generator=generator)]
     return order_RBT.to(rows.mask_RBT.device)

@@ -56,7 +56,7 @@ def joint_objective(
     victim_R = torch.tensor([u for u, _ in of_row], device=model.device)
     rows = rows_of([shape for _, shape in of_row], frame(model), model)
     table_VD = model.module.get_parameter(family.word_embedding).detach()
-    observed = [dict(one.observed) for one in victims]
+    observed = [dict(victim.observed) for victim in victims]
     space: Space
     if victims[0].bag_M is None:
         space = FreeEmbeddings(
@@ -66,14 +66,14 @@ def joint_objective(
             norm=float(mean_norm(table_VD)) if scaled else None,
         )
     else:
-        ids_UM, there_UM = _padded([one.bag_M for one in victims if one.bag_M is not None])
+        ids_UM, there_UM = _padded([victim.bag_M for victim in victims if victim.bag_M is not None])
         hint_UTM = table_VD.new_zeros(len(victims), rows.length, ids_UM.shape[1])
-        for u, one in enumerate(victims):
-            if one.words_MD is not None:
-                words_MD = one.words_MD.new_zeros(ids_UM.shape[1], one.words_MD.shape[1])
-                words_MD[: len(one.words_MD)] = one.words_MD
+        for u, victim in enumerate(victims):
+            if victim.words_MD is not None:
+                words_MD = victim.words_MD.new_zeros(ids_UM.shape[1], victim.words_MD.shape[1])
+                words_MD[: len(victim.words_MD)] = victim.words_MD
                 observed[u][family.word_embedding] = words_MD
-                hint_UTM[u] = _hint(one, model, hint_UTM.shape[1], words_MD)
+                hint_UTM[u] = _hint(victim, model, hint_UTM.shape[1], words_MD)
         space = TokenMixtures(
             model=model,
             table_VD=table_VD,
@@ -100,7 +100,7 @@ def joint_objective(
         space=space,
         victim_R=victim_R,
         normalizer_R=(torch.ones_like(zero_U) if faithful else zero_U)[victim_R],
-        exact_R=zero_U.new_tensor([rounding(one.seen) for one in victims])[victim_R],
+        exact_R=zero_U.new_tensor([rounding(victim.seen) for victim in victims])[victim_R],
         prior=prior.to(torch.bfloat16) if prior is not None and mixed else prior,
     )
     if not mixed:

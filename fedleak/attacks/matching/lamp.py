@@ -160,7 +160,7 @@ def better_order(
     """
     space, rows = objective.space, objective.rows
     for b in range(variables_RBTF.shape[1]):
-        order_RKT = _tried(objective, config, b, rng).to(variables_RBTF.device)
+        order_RKT = _orders_to_try(objective, config, b, rng).to(variables_RBTF.device)
         ids_RT = space.read(rows, variables_RBTF[:, None])[:, 0, b]
         now = space.guess(rows, variables_RBTF[:, None])
 
@@ -179,17 +179,17 @@ def better_order(
     return variables_RBTF
 
 
-def _tried(
+def _orders_to_try(
     objective: Objective, config: MatchingConfig, b: int, rng: Sequence[torch.Generator]
 ) -> Tensor:
     """Returns the orders [R, K, T] to try; a row with fewer orders repeats the present one."""
     length = objective.rows.length
-    found = []
-    for r, one in enumerate(rng):
+    orders_KT = []
+    for r, generator in enumerate(rng):
         places = objective.rows.content(r, b)
-        orders = reorderings.sampled(len(places), config.orders, one)
-        found.append(orders_tensor(orders, places, length))
-    return stacked(found)
+        orders = reorderings.sampled(len(places), config.orders, generator)
+        orders_KT.append(orders_tensor(orders, places, length))
+    return stacked(orders_KT)
 
 
 def _each(value_RTF: Tensor, order_RKT: Tensor) -> Tensor:

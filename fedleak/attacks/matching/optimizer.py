@@ -222,12 +222,12 @@ Look = Callable[[int, str, Sequence[Found]], None]
 
 def best_of_each(victim_R: Tensor, ids_RBT: Tensor, loss_R: Tensor) -> list[Found]:
     """Returns the tokens of the row with the lowest loss for each victim, in the victims' order."""
-    found = []
+    guesses = []
     for victim in sorted(set(victim_R.tolist())):
         rows_S = (victim_R == victim).nonzero()[:, 0]
         row = int(rows_S[loss_R[rows_S].nan_to_num(torch.inf).argmin()])
-        found.append(Found(row, ids_RBT[row], float(loss_R[row])))
-    return found
+        guesses.append(Found(row, ids_RBT[row], float(loss_R[row])))
+    return guesses
 
 
 class Watch:
@@ -241,7 +241,7 @@ class Watch:
         look: Called with every part of every phase.
     """
 
-    def __init__(self, clock: Clock, look: Look = lambda step, phase, found: None) -> None:
+    def __init__(self, clock: Clock, look: Look = lambda step, phase, guesses: None) -> None:
         self._clock = clock
         self._look, self._step = look, 0
 
@@ -254,10 +254,10 @@ class Watch:
         """Whether a phase asked when time was up, so that the search ended early."""
         return self._clock.rang
 
-    def at(self, step: int, found: Sequence[Found] = ()) -> None:
+    def at(self, step: int, guesses: Sequence[Found] = ()) -> None:
         """Shows the number of steps done, and the best so far of each victim if it was read."""
         self._step = step
-        self._look(step, "" if found else "descent", found)
+        self._look(step, "" if guesses else "descent", guesses)
 
     def within(self, parts: Iterable[Part], phase: str) -> Iterator[Part]:
         """Yields the first part, and the others while there is time; shows each."""
@@ -270,11 +270,11 @@ class Watch:
         """Returns a function that tells whether time is up, to be called before each part."""
         numbers = itertools.count(1)
 
-        def asked() -> bool:
+        def time_up() -> bool:
             self._look(self._step, f"{phase} {next(numbers)}", ())
             return self.up()
 
-        return asked
+        return time_up
 
 
 UNWATCHED = Watch(Clock(None))

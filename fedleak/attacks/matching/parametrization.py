@@ -93,9 +93,9 @@ def _drawn(rows: Rows, widths: Sequence[int], width: int, rng: Sequence[torch.Ge
     """
     drawn_RBTF = torch.zeros(*rows.mask_RBT.shape, width)
     lengths = (rows.mask_RBT.sum(-1) * (rows.weights_RB > 0)).tolist()
-    for r, (own, one) in enumerate(zip(widths, rng, strict=True)):
+    for r, (own, generator) in enumerate(zip(widths, rng, strict=True)):
         for b, length in enumerate(lengths[r]):
-            drawn_RBTF[r, b, :length, :own] = torch.randn(length, own, generator=one)
+            drawn_RBTF[r, b, :length, :own] = torch.randn(length, own, generator=generator)
     return drawn_RBTF
 
 

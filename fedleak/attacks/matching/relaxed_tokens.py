@@ -143,8 +143,8 @@ def improved(
 def _batch_penalty(objective: Objective, config: MatchingConfig, ids_RBT: Tensor) -> Tensor:
     """Returns the prior's penalty [R] for all sequences of each row."""
     sequences = range(ids_RBT.shape[1])
-    each = [lm_penalty(objective, config, b, ids_RBT[:, None, b]) for b in sequences]
-    return torch.cat(each, 1).sum(1)
+    costs = [lm_penalty(objective, config, b, ids_RBT[:, None, b]) for b in sequences]
+    return torch.cat(costs, 1).sum(1)
 
 
 def _swept(
@@ -178,9 +178,9 @@ def _swept(
         lm_penalty_R = lm_penalty_R + best.lm_penalty_R
     if len(sequences) > 1:
         tried_RKBT = exchange_candidates(objective, config, ids_RBT, rng, watch)
-        each = [lm_penalty(objective, config, b, tried_RKBT[:, :, b], watch) for b in sequences]
+        costs = [lm_penalty(objective, config, b, tried_RKBT[:, :, b], watch) for b in sequences]
         if not watch.up():
-            return best_of_batch(objective, tried_RKBT, torch.stack(each, 1).sum(1), watch)
+            return best_of_batch(objective, tried_RKBT, torch.stack(costs, 1).sum(1), watch)
     return Best(ids_RBT, apart_R, lm_penalty_R)
 
 
@@ -227,10 +227,10 @@ def sequence_candidates(
     Orders are drawn at random. Another token is tried where the mixture gives it the most weight.
     """
     space, length = objective.space, ids_RBT.shape[2]
-    found = []
-    for r, one in enumerate(rng):
+    candidates = []
+    for r, generator in enumerate(rng):
         places, now_T = objective.rows.content(r, b), ids_RBT[r, b]
-        orders = reorderings.nearby(len(places), config.orders, one)
+        orders = reorderings.nearby(len(places), config.orders, generator)
         tried = [now_T[None], now_T[orders_tensor(orders, places, length).to(now_T.device)]]
         if isinstance(space, TokenMixtures):
             bag_M = space.ids_RM[r, space.there_RM[r]]
@@ -243,8 +243,8 @@ def sequence_candidates(
             at_K = place_N[likeliest_K // len(bag_M)]
             other_KT[torch.arange(len(at_K)), at_K] = bag_M[likeliest_K % len(bag_M)]
             tried.append(other_KT)
-        found.append(torch.cat(tried))
-    return stacked(found)
+        candidates.append(torch.cat(tried))
+    return stacked(candidates)
 
 
 def exchange_candidates(
@@ -259,8 +259,8 @@ def exchange_candidates(
     They exchange the token at one place, or all tokens from one place on. Out of time, there are
     fewer guesses.
     """
-    found = []
-    for r, one in enumerate(rng):
+    candidates = []
+    for r, generator in enumerate(rng):
         free_BT, now_BT = ~objective.rows.fixed_RBT[r], ids_RBT[r]
         label_B = objective.rows.labels_RB[r].tolist()
         pairs = list(combinations(range(len(now_BT)), 2))
@@ -277,8 +277,8 @@ def exchange_candidates(
                 # Two whole sentences of one class only change their order.
                 if label_B[b] != label_B[c] or not torch.equal(other_BT[b], now_BT[c]):
                     tried.append(other_BT)
-        found.append(torch.stack([tried[0], *_some(tried[1:], 2 * config.orders, one)]))
-    return stacked(found)
+        candidates.append(torch.stack([tried[0], *_some(tried[1:], 2 * config.orders, generator)]))
+    return stacked(candidates)
 
 
 def _some(all_of: list[Item], most: int, rng: torch.Generator) -> list[Item]:

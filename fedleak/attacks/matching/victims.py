@@ -74,7 +74,7 @@ def victim_of(
         and name not in null
         and _NOTHING < tensor.norm() < 1 / _NOTHING
     }
-    found = shapes(seen, model, rng, most_shapes, clues)
+    possible_shapes = shapes(seen, model, rng, most_shapes, clues)
     bag_M = None if faithful else _content(bag(seen, model, rng), model)
     complete = bag_M is not None
     if bag_M is None and clues.tokens is not None:
@@ -85,7 +85,7 @@ def victim_of(
     return Victim(
         seen=seen,
         observed=observed,
-        shapes=found,
+        shapes=possible_shapes,
         bag_M=bag_M,
         complete=complete,
         words_MD=words_MD,
@@ -111,15 +111,20 @@ def alike(victims: Mapping[int, Victim], starts: int, device: torch.device) -> l
         device: The device they are optimised on.
     """
     groups: dict[object, list[int]] = {}
-    for i, one in victims.items():
-        kind = (tuple(one.observed), one.bag_M is None, one.complete, one.words_MD is None)
+    for i, victim in victims.items():
+        kind = (
+            tuple(victim.observed),
+            victim.bag_M is None,
+            victim.complete,
+            victim.words_MD is None,
+        )
         groups.setdefault(kind, []).append(i)
-    sizes = {i: _size(one, starts) for i, one in victims.items()}
+    sizes = {i: _size(victim, starts) for i, victim in victims.items()}
     a_pass = bucketing.PASS.get(device.type, bucketing.PASS["cpu"])
     return [part for group in groups.values() for part in bucketing.parts(group, sizes, a_pass)]
 
 
 def _size(victim: Victim, starts: int) -> Size:
-    each = victim.shapes.each
-    longest = max(max(shape.lengths) for shape in each)
-    return Size(longest, max(len(shape.lengths) for shape in each), starts * len(each))
+    candidates = victim.shapes.each
+    longest = max(max(shape.lengths) for shape in candidates)
+    return Size(longest, max(len(shape.lengths) for shape in candidates), starts * len(candidates))

@@ -53,9 +53,9 @@ class Membership:
         self, seen: Observation, model: LanguageModel, *, rng: torch.Generator
     ) -> Reconstruction:
         """Returns the scores of all candidates."""
-        asked = seen.knowledge.candidates
-        assert asked is not None
-        if not asked.listed:
+        candidates = seen.knowledge.candidates
+        assert candidates is not None
+        if not candidates.listed:
             return Reconstruction.none(
                 Status.ABSTAINED,
                 "the list of candidates is empty: no held-out text of its class is left to stand "
@@ -66,23 +66,23 @@ class Membership:
             return Reconstruction.none(
                 Status.ABSTAINED, "the update is zero wherever gradients can be compared"
             )
-        cosine_K, residual_K = scores.cosines(model, asked, gradient)
-        loss_K = scores.losses(model, asked.listed)
+        cosine_K, residual_K = scores.cosines(model, candidates, gradient)
+        loss_K = scores.losses(model, candidates.listed)
         rate = seen.knowledge.learning_rate or 1.0
-        after_K = scores.losses(scores.stepped(model, gradient, rate), asked.listed)
-        found = {
+        after_K = scores.losses(scores.stepped(model, gradient, rate), candidates.listed)
+        tensors = {
             "residual": residual_K,
             "cosine": cosine_K,
             "loss": -loss_K,
             "loss_drop": loss_K - after_K,
         }
-        finite = {name: value for name, value in found.items() if bool(value.isfinite().all())}
+        finite = {name: value for name, value in tensors.items() if bool(value.isfinite().all())}
         return Reconstruction(
             status=Status.RECOVERED,
             scores={name: tuple(value.tolist()) for name, value in finite.items()},
             diagnostics={
-                "listed": len(asked.listed),
-                "public": len(asked.public),
-                "left_out": sorted(found.keys() - finite.keys()),
+                "listed": len(candidates.listed),
+                "public": len(candidates.public),
+                "left_out": sorted(tensors.keys() - finite.keys()),
             },
         )

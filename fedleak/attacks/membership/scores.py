@@ -43,12 +43,12 @@ def products(
         examples: Candidates and public texts.
         observed: The mean gradient by parameter name.
     """
-    labels_A1 = torch.tensor([[one.label or 0] for one in examples], device=model.device)
-    return compare_labelled(model, [one.ids for one in examples], labels_A1, observed)
+    labels_A1 = torch.tensor([[example.label or 0] for example in examples], device=model.device)
+    return compare_labelled(model, [example.ids for example in examples], labels_A1, observed)
 
 
 def cosines(
-    model: LanguageModel, asked: Candidates, observed: Mapping[str, Tensor]
+    model: LanguageModel, candidates: Candidates, observed: Mapping[str, Tensor]
 ) -> tuple[Tensor, Tensor]:
     """Returns the cosine [K] of each candidate with the observed gradient, and the residual's [K].
 
@@ -57,15 +57,15 @@ def cosines(
 
     Args:
         model: At the broadcast weights.
-        asked: Candidates and public texts.
+        candidates: Candidates and public texts.
         observed: The mean gradient by parameter name.
     """
-    found = []
-    for start in range(0, len(asked.listed), AT_ONCE):
-        some = asked.listed[start : start + AT_ONCE]
-        pairs = products(model, [*some, *asked.public], observed)
-        found.append((cosine(pairs, len(some)), residual(pairs, len(some))))
-    whole, outside = zip(*found, strict=True)
+    parts = []
+    for start in range(0, len(candidates.listed), AT_ONCE):
+        some = candidates.listed[start : start + AT_ONCE]
+        pairs = products(model, [*some, *candidates.public], observed)
+        parts.append((cosine(pairs, len(some)), residual(pairs, len(some))))
+    whole, outside = zip(*parts, strict=True)
     return torch.cat(whole), torch.cat(outside)
 
 
@@ -95,16 +95,16 @@ def residual(pairs: Pairs, count: int) -> Tensor:
 
 def losses(model: LanguageModel, examples: Sequence[Example]) -> Tensor:
     """Returns each example's loss [K]."""
-    found = []
+    parts = []
     with torch.no_grad():
         for start in range(0, len(examples), AT_ONCE):
             some = examples[start : start + AT_ONCE]
             ids_BT, mask_BT = pad(
-                [one.ids for one in some], model.tokenizer.pad_token_id, model.device
+                [example.ids for example in some], model.tokenizer.pad_token_id, model.device
             )
-            labels_B = torch.tensor([one.label or 0 for one in some], device=model.device)
-            found.append(example_losses(model, ids_BT, mask_BT, labels_B))
-    return torch.cat(found).double().cpu()
+            labels_B = torch.tensor([example.label or 0 for example in some], device=model.device)
+            parts.append(example_losses(model, ids_BT, mask_BT, labels_B))
+    return torch.cat(parts).double().cpu()
 
 
 def stepped(model: LanguageModel, gradient: Mapping[str, Tensor], rate: float) -> LanguageModel:

@@ -153,7 +153,7 @@ def run(
     assert process.stdin is not None
     assert process.stderr is not None
     printed = bytearray()
-    reader = threading.Thread(target=_read, args=(process.stderr, printed), daemon=True)
+    reader = threading.Thread(target=_keep_end, args=(process.stderr, printed), daemon=True)
     reader.start()
     try:
         status = process.wait(seconds)
@@ -177,7 +177,7 @@ def run(
     return f"exit status {status}: {last}"
 
 
-def _read(pipe: IO[bytes], printed: bytearray) -> None:
+def _keep_end(pipe: IO[bytes], printed: bytearray) -> None:
     """Reads all that is printed, so that nobody waits, and keeps the end."""
     with pipe:
         while part := os.read(pipe.fileno(), 65536):
@@ -191,5 +191,5 @@ def _from_here(words: Sequence[str]) -> list[str]:
     As in a shell, a program without a slash is one that is installed.
     """
     program, *arguments = words
-    found = [os.path.abspath(word) if os.path.isfile(word) else word for word in arguments]
-    return [os.path.abspath(program) if os.sep in program else program, *found]
+    resolved = [os.path.abspath(word) if os.path.isfile(word) else word for word in arguments]
+    return [os.path.abspath(program) if os.sep in program else program, *resolved]

@@ -125,33 +125,33 @@ def read_answer(path: Path, model: LanguageModel) -> Reconstruction:
     """
     content = _content(path)
     try:
-        found = AnswerFile.model_validate_json(content)
+        file = AnswerFile.model_validate_json(content)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"]))
         raise AnswerFileError(f"{where}: {first['msg']}" if where else first["msg"]) from None
-    sequences = None if found.sequences is None else tuple(_ids(s, model) for s in found.sequences)
-    something = bool(sequences) or found.tokens is not None or bool(found.facts)
-    if (found.status == "recovered") != something:
-        said = "holds nothing" if not something else "holds sequences, tokens or facts"
-        raise AnswerFileError(f"status is {found.status!r} and it {said}")
-    if found.evidence is not None and sequences is None:
+    sequences = None if file.sequences is None else tuple(_ids(s, model) for s in file.sequences)
+    something = bool(sequences) or file.tokens is not None or bool(file.facts)
+    if (file.status == "recovered") != something:
+        holding = "holds nothing" if not something else "holds sequences, tokens or facts"
+        raise AnswerFileError(f"status is {file.status!r} and it {holding}")
+    if file.evidence is not None and sequences is None:
         raise AnswerFileError("evidence is given and sequences are not")
     return Reconstruction(
-        status=Status(found.status),
+        status=Status(file.status),
         sequences=sequences,
-        evidence=_evidence(found.evidence, len(sequences or ())),
-        tokens=None if found.tokens is None else tuple(sorted(set(found.tokens))),
-        facts=found.facts,
-        diagnostics=found.diagnostics,
-        reason=found.reason or ("" if something else "the program gave no reason"),
+        evidence=_evidence(file.evidence, len(sequences or ())),
+        tokens=None if file.tokens is None else tuple(sorted(set(file.tokens))),
+        facts=file.facts,
+        diagnostics=file.diagnostics,
+        reason=file.reason or ("" if something else "the program gave no reason"),
     )
 
 
-def _evidence(found: list[float | None] | None, sequences: int) -> tuple[float, ...]:
+def _evidence(evidence: list[float | None] | None, sequences: int) -> tuple[float, ...]:
     """Returns the evidence, with null for what is unknown."""
-    known = [None] * sequences if found is None else found
-    return tuple(each if each is None or math.isfinite(each) else None for each in known)  # type: ignore[misc]
+    known = [None] * sequences if evidence is None else evidence
+    return tuple(number if number is None or math.isfinite(number) else None for number in known)  # type: ignore[misc]
 
 
 def _ids(sequence: str | list[int], model: LanguageModel) -> tuple[int, ...]:

@@ -53,12 +53,12 @@ def telling(on_progress: Callable[[Progress], None], model: LanguageModel) -> On
     return tell
 
 
-def by_excess(one: Judged) -> float:
+def by_excess(sequence: Judged) -> float:
     """The order of sequences: nearest first."""
-    return one.excess
+    return sequence.excess
 
 
-def ranked(found: Iterable[Judged], verdict: Verdict, most: int) -> list[Judged]:
+def ranked(sequences: Iterable[Judged], verdict: Verdict, most: int) -> list[Judged]:
     """Returns at most so many sequences nearest first, each as often as it is in the batch.
 
     A sequence that a verified batch does not hold is left out; in other batches it is there once,
@@ -67,7 +67,9 @@ def ranked(found: Iterable[Judged], verdict: Verdict, most: int) -> list[Judged]
     unknown = 0 if verdict.verified else 1
     repeats = verdict.repeats if sum(verdict.repeats.values()) <= most else {}
     every = [
-        one for one in sorted(found, key=by_excess) for _ in range(repeats.get(one.ids, unknown))
+        sequence
+        for sequence in sorted(sequences, key=by_excess)
+        for _ in range(repeats.get(sequence.ids, unknown))
     ]
     return every[:most]
 
@@ -91,9 +93,9 @@ def recovered(
     """
     return Reconstruction(
         status=Status.RECOVERED,
-        sequences=tuple(one.ids for one in sequences),
-        evidence=tuple(one.excess for one in sequences),
-        margins=tuple(margin(one.excess, one.rejected) for one in sequences),
+        sequences=tuple(sequence.ids for sequence in sequences),
+        evidence=tuple(sequence.excess for sequence in sequences),
+        margins=tuple(margin(sequence.excess, sequence.rejected) for sequence in sequences),
         tokens=tuple(tokens),
         diagnostics={
             **diagnostics,

@@ -202,9 +202,9 @@ def make_atoms(
         of_keys_H=torch.tensor(
             [side == "key" for side in sides for _ in range(block.num_heads)]
         ).to(token_A.device),
-        target_NHK=torch.cat([one.value_NO.reshape(split) for one in values], 1),
+        target_NHK=torch.cat([coeffs.value_NO.reshape(split) for coeffs in values], 1),
         noise_NH=torch.cat(
-            [one.noise_NO.reshape(split).square().mean(-1).sqrt() for one in values], 1
+            [coeffs.noise_NO.reshape(split).square().mean(-1).sqrt() for coeffs in values], 1
         ),
         causal=family.causal,
         first=first,

@@ -97,10 +97,10 @@ def needed(
         if clock.up():
             return members_M, own, 0.0
         without = [torch.cat([members_M[:i], members_M[i + 1 :]]) for i in range(len(members_M))]
-        least, i = min((atoms.excess(seed, fewer, at), i) for i, fewer in enumerate(without))
-        if least >= atoms.accepts(without[i]):
-            return members_M, own, least
-        members_M, own = without[i], least
+        lowest, i = min((atoms.excess(seed, fewer, at), i) for i, fewer in enumerate(without))
+        if lowest >= atoms.accepts(without[i]):
+            return members_M, own, lowest
+        members_M, own = without[i], lowest
     return members_M, own, math.inf
 
 

@@ -115,21 +115,21 @@ class Dager(OneByOne):
         slots = candidates(model, spans.first, rng, clock)[: spans.second.rank + REPEATS]
         block, wanted = model.family.first_block(model.module), seen.update.num_examples
         if model.family.causal:
-            found = extend_prefixes(
+            sentences = extend_prefixes(
                 slots, block, spans, wanted=wanted, rng=rng, clock=clock, tell=tell
             )
-            found = _without_runs(found, model)
+            sentences = _without_runs(sentences, model)
         else:
             end = model.tokenizer.sep_token_id
             effort = Effort(self.enumerate_up_to, self.searches, self.kicks)
-            found = search_sentences(
+            sentences = search_sentences(
                 slots, end, block, spans, effort, wanted=wanted, rng=rng, clock=clock, tell=tell
             )
-        return self._answer(found, spans, slots, seen, model, clock)
+        return self._answer(sentences, spans, slots, seen, model, clock)
 
     def _answer(
         self,
-        found: list[Judged],
+        sentences: list[Judged],
         spans: LayerSpans,
         slots: list[Tensor],
         seen: Observation,
@@ -137,39 +137,47 @@ class Dager(OneByOne):
         clock: Clock,
     ) -> Reconstruction:
         """Returns the sequences, with multiplicities and a proof where the gradient gives them."""
-        passed = [one for one in found if one.excess < ACCEPT] if spans.second.exact else []
+        passed = (
+            [sentence for sentence in sentences if sentence.excess < ACCEPT]
+            if spans.second.exact
+            else []
+        )
         diagnostics: dict[str, Any] = {
             "rank": [spans.first.rank, spans.second.rank],
             "budget": [spans.second.rank, model.hidden_size],
             "candidates": {"pairs": sum(map(len, slots)), "passed": len(passed)},
         }
-        if not found:
+        if not sentences:
             reason = "nothing proved: no sequence passes the second layer's check"
             if clock.rang:
                 reason = f"nothing passed in seconds = {self.seconds:g}: give it more"
                 diagnostics["time_up"] = True
             return Reconstruction.none(Status.ABSTAINED, reason, **diagnostics)
         explained = self.certify and passed and certificate.is_linear(seen)
-        ids = [one.ids for one in passed]
+        ids = [sentence.ids for sentence in passed]
         members = certificate.explain(model, ids, seen, clock) if explained else []
         verdict = certificate.verify(model, members, seen, clock)
         if clock.rang:
             diagnostics["time_up"] = True
         # Only the gradient tells a sequence that begins another, or that occurs twice.
-        known = {one.ids for one in found}
+        known = {sentence.ids for sentence in sentences}
         begun = [
-            replace(_longer(ids, found), ids=ids) for ids in verdict.repeats if ids not in known
+            replace(_nearest_beginning_with(ids, sentences), ids=ids)
+            for ids in verdict.repeats
+            if ids not in known
         ]
         # Noise lets any number of them pass.
-        sequences = ranked([*found, *begun], verdict, seen.update.num_examples)
-        tokens = sorted({token for one in sequences for token in one.ids})
+        sequences = ranked([*sentences, *begun], verdict, seen.update.num_examples)
+        tokens = sorted({token for sequence in sequences for token in sequence.ids})
         reason = "" if passed else "nothing proved: these are the likeliest sequences"
         return recovered(sequences, verdict, tokens=tokens, diagnostics=diagnostics, reason=reason)
 
 
-def _longer(ids: tuple[int, ...], found: Iterable[Judged]) -> Judged:
+def _nearest_beginning_with(ids: tuple[int, ...], sentences: Iterable[Judged]) -> Judged:
     """Returns the nearest sequence that begins with these tokens."""
-    return min((one for one in found if one.ids[: len(ids)] == ids), key=by_excess)
+    return min(
+        (sentence for sentence in sentences if sentence.ids[: len(ids)] == ids), key=by_excess
+    )
 
 
 def candidates(
@@ -242,7 +250,7 @@ def extend_prefixes(
         near_C = _pushed_out(spans.second, excess_C, nearest_C[:wanted])
         if len(kept_C) or done or not len(near_C):
             grown = set(parent_C[kept_C].tolist())
-            done += [one for i, one in enumerate(prefixes) if one.ids and i not in grown]
+            done += [prefix for i, prefix in enumerate(prefixes) if prefix.ids and i not in grown]
         else:
             kept_C = near_C
         parents, tokens = parent_C[kept_C].tolist(), token_C[kept_C].tolist()
@@ -261,7 +269,7 @@ def extend_prefixes(
         k_BTHK = torch.cat([k_BTHK[parents], k_NHK[tokens][:, None]], 1)
         v_BTHK = torch.cat([v_BTHK[parents], v_NHK[tokens][:, None]], 1)
         tell(position + 1, len(slots), min(prefixes, key=by_excess))
-    return done + [one for one in prefixes if one.ids]
+    return done + [prefix for prefix in prefixes if prefix.ids]
 
 
 def _with_rejected(
@@ -278,8 +286,8 @@ def _with_rejected(
     rejected_BN = torch.where(first_BN < ACCEPT, torch.inf, first_BN)
     rejected_BN[parent_C, token_C] = torch.where(excess_C < ACCEPT, torch.inf, excess_C)
     return [
-        replace(one, rejected=min(one.rejected, rejected))
-        for one, rejected in zip(prefixes, rejected_BN.amin(1).tolist(), strict=True)
+        replace(prefix, rejected=min(prefix.rejected, rejected))
+        for prefix, rejected in zip(prefixes, rejected_BN.amin(1).tolist(), strict=True)
     ]
 
 
@@ -288,15 +296,17 @@ def _pushed_out(span: Span, excess_C: Tensor, nearest_C: Tensor) -> Tensor:
     return nearest_C[:0] if span.exact else nearest_C[excess_C[nearest_C] < _NEAR]
 
 
-def _without_runs(found: list[Judged], model: LanguageModel) -> list[Judged]:
+def _without_runs(sentences: list[Judged], model: LanguageModel) -> list[Judged]:
     """Returns the sequences, and each run of one token as that token alone.
 
     Nothing tells how long a run is. It is left out if its token begins another sequence.
     """
-    runs = [one for one in found if certificate.is_run(model, one.ids)]
-    others = [one for one in found if one not in runs]
-    begun = {one.ids[0] for one in others}
-    return others + [replace(one, ids=one.ids[:1]) for one in runs if one.ids[0] not in begun]
+    runs = [sentence for sentence in sentences if certificate.is_run(model, sentence.ids)]
+    others = [sentence for sentence in sentences if sentence not in runs]
+    begun = {sentence.ids[0] for sentence in others}
+    return others + [
+        replace(sentence, ids=sentence.ids[:1]) for sentence in runs if sentence.ids[0] not in begun
+    ]
 
 
 def attend_next(

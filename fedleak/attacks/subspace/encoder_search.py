@@ -77,26 +77,30 @@ def search_sentences(
         for last, ids_at_end in enumerate(slots)
         if end in ids_at_end and last
     ]
-    of_lengths = [one for one in of_lengths if all(len(ids) for ids in one)]
-    found: dict[tuple[int, ...], Judged] = {}
+    of_lengths = [choices for choices in of_lengths if all(len(ids) for ids in choices)]
+    passing: dict[tuple[int, ...], Judged] = {}
     nearest: list[Judged] = []
     for done, of_length in enumerate(of_lengths):
         # Every dimension of the second layer's inputs is accounted for, or time is up.
-        if sum(map(len, found)) >= spans.second.rank or clock.up():
+        if sum(map(len, passing)) >= spans.second.rank or clock.up():
             break
         sentences = Sentences(of_length, block, spans, rng)
         own = clock.part(len(of_lengths) - done)
         passed, best = search_length(sentences, effort, rng, own)
         # Noise lets any number of them pass: no more than these can be in the answer.
         shown = passed if spans.second.exact else sorted(passed, key=by_excess)[:wanted]
-        found |= {one.ids: one for one in passed}
-        found |= {one.ids: sentences.with_margin(one) for one in shown if not clock.up()}
+        passing |= {sentence.ids: sentence for sentence in passed}
+        passing |= {
+            sentence.ids: sentences.with_margin(sentence) for sentence in shown if not clock.up()
+        }
         nearest.append(best)
         clock.rang |= own.rang
         tell(done + 1, len(of_lengths), min(nearest, key=by_excess))
-    spare = max(wanted - len(found), 0)
-    others = sorted((one for one in nearest if one.ids not in found), key=by_excess)
-    return [*found.values(), *others[:spare]]
+    spare = max(wanted - len(passing), 0)
+    others = sorted(
+        (sentence for sentence in nearest if sentence.ids not in passing), key=by_excess
+    )
+    return [*passing.values(), *others[:spare]]
 
 
 def search_length(
@@ -109,22 +113,26 @@ def search_length(
             tried += sentences.judge(picks_BT)
             if clock.up():
                 break
-        return [one for one in tried if one.excess < ACCEPT], min(tried, key=by_excess)
-    found: dict[tuple[int, ...], Judged] = {}
+        return [sentence for sentence in tried if sentence.excess < ACCEPT], min(
+            tried, key=by_excess
+        )
+    passing: dict[tuple[int, ...], Judged] = {}
     picks_RT, cost_R = sentences.descend(sentences.start([], effort.searches, rng), rng, clock)
     best, stale = Judged((), math.inf, math.inf), 0
     while True:
         tried = sentences.judge(picks_RT)
         best = min(best, *tried, key=by_excess)
-        passed = {one.ids: one for one in tried if one.excess < ACCEPT}
-        stale = stale + 1 if found.keys() >= passed.keys() else 0
-        found |= passed
-        complete = sum(map(len, found)) >= sentences.spans.second.rank
+        passed = {sentence.ids: sentence for sentence in tried if sentence.excess < ACCEPT}
+        stale = stale + 1 if passing.keys() >= passed.keys() else 0
+        passing |= passed
+        complete = sum(map(len, passing)) >= sentences.spans.second.rank
         if stale > effort.kicks or complete or clock.up():
-            return list(found.values()), best
+            return list(passing.values()), best
         # A search that arrived starts anew; the others go on from where they are, shaken.
-        passed_R = torch.tensor([one.excess < ACCEPT for one in tried], device=cost_R.device)
-        fresh_RT = sentences.start(list(found), effort.searches, rng)
+        passed_R = torch.tensor(
+            [sentence.excess < ACCEPT for sentence in tried], device=cost_R.device
+        )
+        fresh_RT = sentences.start(list(passing), effort.searches, rng)
         trial_RT = torch.where(passed_R[:, None], fresh_RT, sentences.kick(picks_RT, rng))
         trial_RT, trial_R = sentences.descend(trial_RT, rng, clock)
         better_R = passed_R | (trial_R < cost_R)
@@ -172,11 +180,11 @@ class Sentences:
         """Returns the tokens of a sentence."""
         return tuple(int(ids[p]) for ids, p in zip(self.slots, picks_T.tolist(), strict=True))
 
-    def start(self, found: list[tuple[int, ...]], searches: int, rng: torch.Generator) -> Tensor:
-        """Returns random picks [R, T] that favour candidates which no found sentence uses."""
+    def start(self, known: list[tuple[int, ...]], searches: int, rng: torch.Generator) -> Tensor:
+        """Returns random picks [R, T] that favour candidates which no known sentence uses."""
         picks = []
         for t, ids in enumerate(self.slots):
-            uses_C = torch.tensor([sum(s[t] == i for s in found) for i in ids.tolist()])
+            uses_C = torch.tensor([sum(s[t] == i for s in known) for i in ids.tolist()])
             weights_C = 1 / (1 + 3 * uses_C.float())
             picks.append(torch.multinomial(weights_C, searches, replacement=True, generator=rng))
         return torch.stack(picks, 1).to(self.offset_T.device)
@@ -257,10 +265,10 @@ class Sentences:
             if not (cost_R < before_R).any():
                 return picks_RT, cost_R
 
-    def with_margin(self, one: Judged) -> Judged:
+    def with_margin(self, sentence: Judged) -> Judged:
         """Returns a sentence that passed with the smallest excess of those one token away."""
         own_T = torch.tensor(
-            [ids.tolist().index(token) for ids, token in zip(self.slots, one.ids, strict=True)]
+            [ids.tolist().index(token) for ids, token in zip(self.slots, sentence.ids, strict=True)]
         ).to(self.offset_T)
         trials = []
         for t in self.free:
@@ -269,7 +277,7 @@ class Sentences:
             trials.append(trial_CT)
         tried = self.judge(torch.cat(trials)) if trials else []
         missed = [other.excess for other in tried if other.excess >= ACCEPT]
-        return replace(one, rejected=min(missed, default=math.inf))
+        return replace(sentence, rejected=min(missed, default=math.inf))
 
     def judge(self, picks_BT: Tensor) -> list[Judged]:
         """Returns the sentences with the largest excess of their second attention inputs."""

@@ -124,17 +124,19 @@ class Keyspan(OneByOne):
             passes.append(atoms)
             seeds = seeds_of(atoms, model.special_ids(), seen.update.num_examples)
             spanned, nearest = read_sentences(atoms, seeds, width, clock, tell)
-            passed = {one.ids: one for one in spanned} | passed
+            passed = {sentence.ids: sentence for sentence in spanned} | passed
             linear = certificate.is_linear(seen)
             explained = explain(spanned, atoms, model, names, clock) if linear else []
             counted = _counted(model, [*proofs, *explained], seen, passes[0])
             old, fresh = counted.of_pulls[: len(proofs)], counted.of_pulls[len(proofs) :]
-            new = [one for one, known in zip(explained, fresh, strict=True) if known]
-            proofs = [one for one, known in zip(proofs, old, strict=True) if known] + new
+            new = [proof for proof, known in zip(explained, fresh, strict=True) if known]
+            proofs = [proof for proof, known in zip(proofs, old, strict=True) if known] + new
             if clock.up() or (not new and (width > self.beam or not atoms.span.exact)):
                 break
             # A token that these share with others had a sum of gradients: read the rest anew.
-            left = {name: g - sum(one.gradient[name] for one in new) for name, g in left.items()}
+            left = {
+                name: g - sum(proof.gradient[name] for proof in new) for name, g in left.items()
+            }
             if all(left[name].norm() < 2 * noise for name, noise in passes[0].noise.items()):
                 break
             width = self.beam if new else _WIDER * self.beam
@@ -143,8 +145,8 @@ class Keyspan(OneByOne):
         answer = _answer(passes, list(passed.values()), nearest, members, seen, model, clock)
         # Noise lets a wrong sentence explain a gradient, too.
         certain = members if passes and passes[0].span.exact else []
-        told = self._late(answer) if clock.rang else answer
-        return Reading(told, tuple(certain), counted.scale)
+        reconstruction = self._late(answer) if clock.rang else answer
+        return Reading(reconstruction, tuple(certain), counted.scale)
 
     def _late(self, answer: Reconstruction) -> Reconstruction:
         """Returns an answer that says that time was up."""
@@ -210,12 +212,12 @@ def read_sentences(
     together = 1 if atoms.token_A.is_cpu else _TOGETHER
     while waiting and not clock.up():
         some, waiting = waiting[:together], waiting[together:]
-        for one in read_seeds(atoms, some, width, clock):
-            if one.passed:
-                passed.setdefault(one.ids, one)
+        for sentence in read_seeds(atoms, some, width, clock):
+            if sentence.passed:
+                passed.setdefault(sentence.ids, sentence)
             else:
-                nearest.append(one)
-            tell(len(seeds) - len(waiting), len(seeds), one)
+                nearest.append(sentence)
+            tell(len(seeds) - len(waiting), len(seeds), sentence)
         # A token of a sentence that passed is in it alone, or is no seed at all.
         known = {token for ids in passed for token in ids}
         waiting = [seed for seed in waiting if tokens[seed] not in known]
@@ -239,16 +241,16 @@ def explain(
         clock: When time is up, the other sentences stay without a proof.
     """
     proofs = []
-    for one in spanned:
+    for sentence in spanned:
         if clock.up():
             break
-        (unit,) = certificate.units(model, [one.ids], names)
-        columns = [_at_seed(atoms, model, gradient, one.seed) for gradient in unit.gradients]
+        (unit,) = certificate.units(model, [sentence.ids], names)
+        columns = [_at_seed(atoms, model, gradient, sentence.seed) for gradient in unit.gradients]
         system_XC = torch.stack([column.flatten() for column in columns], 1)
-        target_X = atoms.target_NHK[one.seed].flatten()
+        target_X = atoms.target_NHK[sentence.seed].flatten()
         kappa_C = torch.linalg.lstsq(system_XC, target_X[:, None]).solution[:, 0]
         rest = (target_X - system_XC @ kappa_C).norm()
-        noise = atoms.noise_NH[one.seed].norm() * atoms.target_NHK.shape[-1] ** 0.5
+        noise = atoms.noise_NH[sentence.seed].norm() * atoms.target_NHK.shape[-1] ** 0.5
         if rest > ACCEPT * noise + certificate.PRECISION * target_X.norm():
             continue
         weights = kappa_C.tolist()
@@ -265,11 +267,11 @@ def _counted(
     model: LanguageModel, proofs: Sequence[Proof], seen: Observation, atoms: Atoms
 ) -> certificate.Counted:
     """Returns which labels, if any, explain how hard each sentence pulls."""
-    pulls, size = [one.pull for one in proofs], seen.update.num_examples
+    pulls, size = [proof.pull for proof in proofs], seen.update.num_examples
     if atoms.span.exact:
         return certificate.counted(model, pulls, size, whole=False)
     # With noise some scale makes anything whole.
-    return certificate.Counted([certificate.member(model, *one, size) for one in pulls], 1.0)
+    return certificate.Counted([certificate.member(model, *pull, size) for pull in pulls], 1.0)
 
 
 def _at_seed(
@@ -333,9 +335,9 @@ def _answer(
 def _distinct(nearest: Sequence[Spanned], passed: Sequence[Spanned]) -> list[Spanned]:
     """Returns the nearest sentences, without those that repeat most of a better sentence."""
     kept: list[Spanned] = []
-    for one in nearest:
+    for sentence in nearest:
         others = (set(enumerate(other.ids)) for other in (*passed, *kept))
-        own = set(enumerate(one.ids))
+        own = set(enumerate(sentence.ids))
         if all(2 * len(own & other) <= len(own) for other in others):
-            kept.append(one)
+            kept.append(sentence)
     return kept

@@ -291,7 +291,7 @@ def tokens_in_span(
     shift_S = constant_CD.sum(0) @ z_DS
     everything_V = torch.arange(len(token_VD), device=token_VD.device)
 
-    found: list[Tensor] = []
+    tokens: list[Tensor] = []
     for position in range(len(position_PD)):
         if clock.up():
             break
@@ -299,9 +299,9 @@ def tokens_in_span(
         sketch_VS = (token_VS + position_PS[position]) / sigma_V[:, None] + shift_S
         nearest = sketch_VS.norm(dim=-1).topk(min(shortlist, len(token_VD)), largest=False).indices
         x_ND = table(nearest, torch.full_like(nearest, position))
-        found.append(nearest[span.excess(x_ND) < ACCEPT].sort().values)
-        if len(found) >= patience and not any(len(ids) for ids in found[-patience:]):
+        tokens.append(nearest[span.excess(x_ND) < ACCEPT].sort().values)
+        if len(tokens) >= patience and not any(len(ids) for ids in tokens[-patience:]):
             break
-    while found and not len(found[-1]):
-        found.pop()
-    return found
+    while tokens and not len(tokens[-1]):
+        tokens.pop()
+    return tokens
