@@ -227,9 +227,9 @@ def counted(
     return min(filter(explains, others), key=_occurrences, default=plain)
 
 
-def _occurrences(count: Counted) -> int:
+def _occurrences(candidate: Counted) -> int:
     """Returns how many texts of the batch are known."""
-    return sum(sum(known.counts or ()) for known in count.of_pulls if known is not None)
+    return sum(sum(known.counts or ()) for known in candidate.of_pulls if known is not None)
 
 
 def _scales(model: LanguageModel, pulls: Sequence[Pull], batch_size: int) -> list[float]:
