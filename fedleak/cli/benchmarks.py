@@ -62,11 +62,11 @@ def bench(
     from fedleak.store.files import publish
 
     with mended():
-        what = suites.load(suite)
-        tables = suites.entered(what, attacks or (), file, command, only=only)
+        loaded = suites.load(suite)
+        tables = suites.entered(loaded, attacks or (), file, command, only=only)
         if out is not None and not out.parent.is_dir():
             raise ConfigError(f"--out {str(out)!r}: there is no such folder: make it")
-        entered = running.prepare(what, tables, assets, chosen=settings or (), fresh=fresh)
+        entered = running.prepare(loaded, tables, assets, chosen=settings or (), fresh=fresh)
         from fedleak.flower.engines import train  # as for `run`
 
         remark(

@@ -22,7 +22,12 @@ UNCHECKED = (
 def show(console: Console) -> None:
     """Prints attacks, defenses, models and data sets, then what cannot be used, and why."""
     families = models.found_families()
-    sections = _of(attacks) | _of(defenses) | _models(families) | {"data": _data()}
+    sections = (
+        _kinds_by_heading(attacks)
+        | _kinds_by_heading(defenses)
+        | _models(families)
+        | {"data": _data()}
+    )
     widest = max(len(name) for lines in sections.values() for name in lines)
     for heading, lines in sections.items():
         console.print(f"[bold]{markup(heading)}[/]")
@@ -31,8 +36,10 @@ def show(console: Console) -> None:
         for name, about in sorted(lines.items()):
             table.add_row(f"  {markup(name)}", markup(about))
         console.print(table)
-    found = (discover(attacks), discover(defenses), families)
-    if broken := {name: reason for each in found for name, reason in each.broken.items()}:
+    discoveries = (discover(attacks), discover(defenses), families)
+    if broken := {
+        name: reason for discovery in discoveries for name, reason in discovery.broken.items()
+    }:
         console.print("[bold]cannot be used[/]")
         for name, reason in sorted(broken.items()):
             console.print(Padding(markup(f"{name}: {reason}"), (0, 0, 0, 2)))
@@ -40,17 +47,17 @@ def show(console: Console) -> None:
         console.print(f"[yellow]note:[/] {markup(UNCHECKED)}")
 
 
-def _of(package: ModuleType) -> dict[str, dict[str, str]]:
-    """Returns the kinds of a package with a line about each, by what and whose they are."""
-    found, what = discover(package), package.__name__.rpartition(".")[2]
+def _kinds_by_heading(package: ModuleType) -> dict[str, dict[str, str]]:
+    """Returns the kinds of a package with a line about each, under a heading for each origin."""
+    discovery, section = discover(package), package.__name__.rpartition(".")[2]
     sections: dict[str, dict[str, str]] = defaultdict(dict)
-    for kind, cls in found.kinds.items():
-        sections[_heading(what, found.origins[kind])][kind] = _first_line(cls)
+    for kind, cls in discovery.kinds.items():
+        sections[_heading(section, discovery.origins[kind])][kind] = _first_line(cls)
     return sections
 
 
 def _models(families: Discovered) -> dict[str, dict[str, str]]:
-    """Returns the built-in models, and which others can be loaded, by what and whose they are."""
+    """Returns the built-in models and the loadable families, under a heading for each origin."""
     by_origin: dict[str, list[str]] = defaultdict(list)
     for name in models.families():
         by_origin[families.origins[name]].append(name)
@@ -73,9 +80,9 @@ def _data() -> Mapping[str, str]:
     )
 
 
-def _heading(what: str, origin: str) -> str:
-    return f"{what} from {origin}"
+def _heading(section: str, origin: str) -> str:
+    return f"{section} from {origin}"
 
 
-def _first_line(thing: object) -> str:
-    return (thing.__doc__ or "").strip().partition("\n")[0]
+def _first_line(cls: type) -> str:
+    return (cls.__doc__ or "").strip().partition("\n")[0]

@@ -17,5 +17,5 @@ def experiment_files(incomplete: str) -> Iterator[str]:
 def run_directories(incomplete: str) -> Iterator[str]:
     """Yields run directories that begin so, also those in runs/ and in a sweep's folder."""
     for pattern in ("*/run.json", "*/*/run.json", "*/*/*/run.json"):
-        for found in sorted(iglob(escape(incomplete) + pattern)):
-            yield str(Path(found).parent)
+        for run_json in sorted(iglob(escape(incomplete) + pattern)):
+            yield str(Path(run_json).parent)

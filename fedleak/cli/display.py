@@ -22,10 +22,10 @@ TURN_SECONDS = 3
 """How long one client's text is shown, of several that are attacked together."""
 
 
-def remark(found: Iterable[str]) -> None:
-    """Prints what may not be meant, each once."""
-    for each in dict.fromkeys(found):
-        console.print(f"[yellow]note:[/] {markup(each)}")
+def remark(remarks: Iterable[str]) -> None:
+    """Prints each remark once."""
+    for text in dict.fromkeys(remarks):
+        console.print(f"[yellow]note:[/] {markup(text)}")
 
 
 class Bars(RichProgress):
@@ -47,17 +47,17 @@ def line(doing: "UnderWay", now: float) -> Text:
     if doing.progress:
         turns = sorted(doing.progress.items())
         client, at = turns[int(now / TURN_SECONDS) % len(turns)]
-        said = f"client {client}: {at.step}/{at.steps} {at.phase}".rstrip()
+        state = f"client {client}: {at.step}/{at.steps} {at.phase}".rstrip()
         if not math.isnan(at.loss):
-            said += f", loss {at.loss:.3g}, {at.text}"
+            state += f", loss {at.loss:.3g}, {at.text}"
     else:
-        said = _clients(doing.clients)
-    shown = printable(f"{doing.attack:>9} round {doing.round}, {said}")
+        state = _clients(doing.clients)
+    shown = printable(f"{doing.attack:>9} round {doing.round}, {state}")
     return Text(shown, style="dim", no_wrap=True, overflow="ellipsis")
 
 
 def _clients(clients: Sequence[int]) -> str:
-    """Returns which clients captures are of; of a sum there is no one client."""
+    """Names the clients of captures; a sum has no single client."""
     if min(clients) < 0:
         return "all clients"
     return f"{'client' if len(clients) == 1 else 'clients'} {', '.join(map(str, clients))}"
@@ -65,10 +65,10 @@ def _clients(clients: Sequence[int]) -> str:
 
 @contextmanager
 def progress(console: Console) -> Iterator[Callable[..., None]]:
-    """Shows how training and attacks are getting on, and yields what is told of it.
+    """Shows the progress of training and attacks, and yields the function that takes it.
 
-    On a terminal that is two bars and a line for each busy worker below, else a line for each
-    round and answer, in which no private text is.
+    A terminal gets two bars, and below them a line for each busy worker. Elsewhere there is a line
+    for each round and answer, without private text.
 
     Args:
         console: Where to.
@@ -113,7 +113,7 @@ class PlainLines:
 
     Args:
         console: Where to.
-        answers: Or only the one about time.
+        answers: Whether rounds and answers get lines; if not, only the time does.
     """
 
     def __init__(self, console: Console, *, answers: bool = True) -> None:
@@ -136,11 +136,11 @@ class PlainLines:
             self._print(f"training: round {at.rounds} of {at.rounds_expected}, {updates}")
         about = "" if at.seconds_left is None else f", about {duration(at.seconds_left)}"
         left = at.answers_expected - at.answers + len(at.finished)
-        for one in at.finished:
+        for answer in at.finished:
             left -= 1
-            took = "" if one.seconds is None else f" in {one.seconds:.1f} s"
-            key = f"round {one.key.round} {_clients((one.key.client,))}"
-            self._print(f"{one.attack} {key}: {one.status}{took}; {left} left{about}")
+            took = "" if answer.seconds is None else f" in {answer.seconds:.1f} s"
+            key = f"round {answer.key.round} {_clients((answer.key.client,))}"
+            self._print(f"{answer.attack} {key}: {answer.status}{took}; {left} left{about}")
 
     def _print(self, text: str) -> None:
         self._console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
@@ -148,7 +148,7 @@ class PlainLines:
 
 @contextmanager
 def prior_progress(console: Console) -> Iterator[Callable[..., None]]:
-    """Shows a bar for the training of a prior, and yields what moves it."""
+    """Shows a bar for the training of a prior, and yields the function that moves it."""
     columns = (
         TextColumn("{task.description:>9}"),
         BarColumn(),

@@ -69,17 +69,19 @@ def import_(
     from fedleak.tap.importing import import_run
 
     with mended():
-        said = load_about(about or tapped / "about.toml")
+        description = load_about(about or tapped / "about.toml")
         if about is None and not allow_commands:
             refuse_programs_of_others(
-                tapped / "about.toml", map(build_attack, count(), said.attack)
+                tapped / "about.toml", map(build_attack, count(), description.attack)
             )
         path = tapped.absolute()
-        found = import_run(Tapped(tapped), said, out or path.with_name(f"{path.name}-run"))
+        imported = import_run(
+            Tapped(tapped), description, out or path.with_name(f"{path.name}-run")
+        )
         console.print(
-            f"{found.updates} updates of {found.clients} clients in {found.rounds} rounds, "
-            f"{found.truths} with the truth: {markup(found.run.path)}",
+            f"{imported.updates} updates of {imported.clients} clients in {imported.rounds} "
+            f"rounds, {imported.truths} with the truth: {markup(imported.run.path)}",
             soft_wrap=True,
         )
-        remark(found.remarks)
-        found.refuse_gaps()
+        remark(imported.remarks)
+        imported.refuse_gaps()

@@ -27,7 +27,7 @@ def text_lines(option: str, path: Path | None) -> list[str] | None:
     """Returns the texts of a file, one a line; None without a file.
 
     Raises:
-        ConfigError: There is none, it is not UTF-8, or it has no text.
+        ConfigError: There is no such file, it is not UTF-8, or it has no text.
     """
     if path is None:
         return None
@@ -40,17 +40,17 @@ def text_lines(option: str, path: Path | None) -> list[str] | None:
         raise ConfigError(f"{named}: {error.strerror}: give a file with one text a line") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{named} is not UTF-8: save it as UTF-8") from error
-    found = [line.strip() for line in lines if line.strip()]
-    if not found:
+    texts = [line.strip() for line in lines if line.strip()]
+    if not texts:
         raise ConfigError(f"{named} has no text: give a file with one text a line")
-    return found
+    return texts
 
 
 def values(option: str, changes: Sequence[str]) -> dict[str, Any]:
     """Returns what `key=value` options say, by key.
 
     Raises:
-        ConfigError: One of them says something else.
+        ConfigError: An option has another form.
     """
     table: dict[str, Any] = {}
     for change in changes:
@@ -60,7 +60,7 @@ def values(option: str, changes: Sequence[str]) -> dict[str, Any]:
 
 @contextmanager
 def working(console: Console) -> Iterator[Callable[[Progress], None]]:
-    """Shows on a terminal how far the attack is, and yields what is told of it."""
+    """Shows on a terminal how far the attack is, and yields the function that takes it."""
     with console.status("attacking") as status:
         yield lambda at: status.update(
             printable(f"attacking: {at.step}/{at.steps} {at.phase}").rstrip()
@@ -74,7 +74,7 @@ def show(result: AttackResult, scored: Scored | None, console: Console, *, chanc
         result: What was read.
         scored: Its scores; None: there is nothing to compare it with.
         console: Where to.
-        chance: Where the texts that chance draws from are from; empty: the user's.
+        chance: The data set that chance draws texts from; empty: the user's texts.
     """
     lines = str(result).splitlines()
     if scored is not None:
@@ -95,7 +95,7 @@ def write(result: AttackResult, scored: Scored | None, path: Path) -> None:
         "texts": result.texts,
         "words": result.words,
         "score": None if scored is None else scored.row.model_dump(mode="json"),
-        "pairs": [{"text": each.truth, "read": each.answer} for each in pairs],
+        "pairs": [{"text": pair.truth, "read": pair.answer} for pair in pairs],
     }
     with new_file(path) as temporary:
         temporary.write_text(json.dumps(table, indent=1, allow_nan=False) + "\n")

@@ -43,12 +43,12 @@ def check_defense(file: File, changes: Set = None) -> None:
         if not experiment.defense:
             raise ConfigError(f"{str(file)!r} has no [[defense]]: there is nothing to check")
         findings = check(experiment)
-        for defense, of_defense in itertools.groupby(findings, lambda one: one.defense):
+        for defense, its_findings in itertools.groupby(findings, lambda finding: finding.defense):
             console.print(f"[bold]{markup(defense)}[/]")
-            for one in of_defense:
-                mark = "[green]holds[/]" if one.holds else "[red]FAILS[/]"
-                console.print(f"  {mark}  {markup(one.claim)}: [dim]{markup(one.found)}[/]")
-        broken = {one.defense for one in findings if not one.holds}
+            for finding in its_findings:
+                mark = "[green]holds[/]" if finding.holds else "[red]FAILS[/]"
+                console.print(f"  {mark}  {markup(finding.claim)}: [dim]{markup(finding.found)}[/]")
+        broken = {finding.defense for finding in findings if not finding.holds}
         if broken:
             raise FedleakError(f"{', '.join(sorted(broken))}: does not do what it says")
 

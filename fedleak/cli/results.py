@@ -77,7 +77,7 @@ def report(
 
 def gate(
     path: RunPath,
-    most: Annotated[
+    at_most: Annotated[
         list[str] | None,
         typer.Option(
             "--max",
@@ -85,7 +85,7 @@ def gate(
             help="A largest value, such as exact=0.01; it counts over that of [gate].",
         ),
     ] = None,
-    least: Annotated[
+    at_least: Annotated[
         list[str] | None,
         typer.Option(
             "--min",
@@ -123,7 +123,7 @@ def gate(
     with mended():
         at = Run(path)
         of_run = stored(at).gate
-        limits = limited(of_run, most or (), least or (), may_abstain or (), require or ())
+        limits = limited(of_run, at_most or (), at_least or (), may_abstain or (), require or ())
         verdict = judge(at, limits, accept_purged=purged)
         rests_on = {"limits": described(limits, of_run)}
         if verdict.digest is not None:
@@ -166,23 +166,23 @@ def compare(
     with mended():
         if len(runs) < 2:
             raise ConfigError("one run has nothing to be compared with: name two or more")
-        found = pair(Run(runs[0]), [Run(each) for each in runs[1:]])
+        comparisons = pair(Run(runs[0]), [Run(path) for path in runs[1:]])
         if as_json:
             shown = [
-                one.model_dump(mode="json")
+                comparison.model_dump(mode="json")
                 | {
                     "differences": [
-                        {**each.model_dump(mode="json"), "direction": each.direction}
-                        for each in one.differences
+                        {**difference.model_dump(mode="json"), "direction": difference.direction}
+                        for difference in comparison.differences
                     ]
                 }
-                for one in found
+                for comparison in comparisons
             ]
             console.print_json(data=shown)
             return
-        for one in found:
-            console.print(comparison_table.table(one))
-            for reason, count in one.unpaired.items():
+        for comparison in comparisons:
+            console.print(comparison_table.table(comparison))
+            for reason, count in comparison.unpaired.items():
                 console.print(f"not compared: {count} texts: {markup(reason)}", soft_wrap=True)
 
 
@@ -215,8 +215,8 @@ def export(
         if tracker == "mlflow":
             from fedleak.running.tracking.to_mlflow import export_to_mlflow
 
-            found = export_to_mlflow(Run(path), place or None, texts=texts)
-            console.print(f"MLflow has it as run {markup(found)}", soft_wrap=True)
+            run_id = export_to_mlflow(Run(path), place or None, texts=texts)
+            console.print(f"MLflow has it as run {markup(run_id)}", soft_wrap=True)
         elif tracker == "tensorboard":
             from fedleak.running.tracking.to_tensorboard import export_to_tensorboard
 

@@ -40,9 +40,12 @@ def run(
 
     with mended():
         experiments = [load(path, changes or ()) for path in files or QUICKSTART]
-        for each in experiments:
-            refuse_data_on_nodes(each)
-        runs = [prepare(each, run_folder(each.name), fresh=fresh) for each in experiments]
+        for experiment in experiments:
+            refuse_data_on_nodes(experiment)
+        runs = [
+            prepare(experiment, run_folder(experiment.name), fresh=fresh)
+            for experiment in experiments
+        ]
         from fedleak.flower.engines import train  # takes seconds, so after what may be refused
 
         for experiment, at in zip(experiments, runs, strict=True):
@@ -141,7 +144,7 @@ def attack(
                 attack_captures(at, experiment, no_more=lambda: True, report=show)
                 if positive_control or pipeline.wants_control(experiment):
                     pipeline.attack_copies(at, experiment, show)
-            scored = scoring.score_run(at, [each.name for each in experiment.attacks])
+            scored = scoring.score_run(at, [named.name for named in experiment.attacks])
         tables.print_run(at, scored, console, texts=texts)
         refuse_gaps(at)
 
@@ -199,10 +202,10 @@ def purge(path: RunPath) -> None:
         at.info()  # refuses a folder that is no run
         with at.lock():
             done = purging.purge(at)
-        for what in done.deleted:
-            console.print(f"deleted: {markup(what)}", soft_wrap=True)
-        for what in done.kept:
-            console.print(f"kept:    {markup(what)}", soft_wrap=True)
+        for name in done.deleted:
+            console.print(f"deleted: {markup(name)}", soft_wrap=True)
+        for name in done.kept:
+            console.print(f"kept:    {markup(name)}", soft_wrap=True)
         if done.left:
             raise FedleakError(
                 f"{len(done.left)} files could not be deleted, such as {done.left[0]}: mend that, "

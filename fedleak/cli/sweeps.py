@@ -53,8 +53,8 @@ def sweep(
         total, at_once = len(grid.cells), sweeps.jobs(plans, jobs)
         numbers = dict(zip(plans, itertools.count(total - len(plans) + 1), strict=False))
 
-        def tell(cell: str, what: str) -> None:
-            console.print(f"{numbers[cell]} of {total} {what}: {markup(cell)}")
+        def tell(cell: str, event: str) -> None:
+            console.print(f"{numbers[cell]} of {total} {event}: {markup(cell)}")
 
         @contextmanager
         def watch(cell: str) -> Iterator[Callable[..., None]]:
@@ -62,7 +62,7 @@ def sweep(
             with progress(console) as show:
                 yield show
 
-        remark(each for plan in plans.values() for each in plan.remarks)
+        remark(note for plan in plans.values() for note in plan.remarks)
         with grid.lock():
             if at_once == 1:
                 failures = sweeps.carry_out(grid, plans, train, watch)

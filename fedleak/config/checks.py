@@ -22,10 +22,10 @@ def check_defenses(experiment: Experiment, model: LanguageModel) -> None:
     Raises:
         ConfigError: The first such defense, with the reason.
     """
-    for number, each in enumerate(experiment.defenses):
-        obstacle = each.defense.obstacle(experiment.local_training, model)
+    for number, placed in enumerate(experiment.defenses):
+        obstacle = placed.defense.obstacle(experiment.local_training, model)
         if obstacle is not None:
-            raise ConfigError(f"defense[{number}] ({each.defense.kind}): {obstacle}")
+            raise ConfigError(f"defense[{number}] ({placed.defense.kind}): {obstacle}")
     for client in experiment.unlike_clients:
         with freezing(model, experiment.local_training_of(client).frozen):
             if not model.trained():
@@ -43,9 +43,9 @@ def check_gate(gate: GateTable, names: Collection[str], kinds: Collection[str]) 
     """Refuses names in a gate that no attack has.
 
     Args:
-        gate: Of an experiment, or of the command line.
-        names: Of the attacks that there are.
-        kinds: Of these attacks.
+        gate: The gate of an experiment, or of the command line.
+        names: The names of the attacks.
+        kinds: The kinds of the attacks.
 
     Raises:
         ConfigError: The first such name.
@@ -55,9 +55,9 @@ def check_gate(gate: GateTable, names: Collection[str], kinds: Collection[str]) 
         if name not in listed:
             raise ConfigError(f"gate.may_abstain: {unknown('attack', name, listed)}")
     measured = {*kinds, CANARY_OF_EVERY_CLIENT}
-    for what in gate.require:
-        if what not in measured:
-            raise ConfigError(f"gate.require: {unknown('kind of attack', what, measured)}")
+    for requirement in gate.require:
+        if requirement not in measured:
+            raise ConfigError(f"gate.require: {unknown('kind of attack', requirement, measured)}")
 
 
 def check_canaries(experiment: Experiment, model: LanguageModel) -> None:
@@ -90,7 +90,7 @@ def check_canaries(experiment: Experiment, model: LanguageModel) -> None:
 def attack_settings(experiment: Experiment, model: LanguageModel) -> list[AttackSetting]:
     """Returns the setting of an attack on each kind of capture that the server gets to see.
 
-    What it knows there is what the server set itself: `told` adds what it is granted.
+    An attack knows there only what the server itself set: `told` adds what it is granted.
 
     Raises:
         ConfigError: A client sends nothing.
@@ -118,21 +118,20 @@ def told(settings: Sequence[AttackSetting], threat: ThreatModel) -> list[AttackS
 def check_attacks(experiment: Experiment, model: LanguageModel) -> None:
     """Refuses attacks that can work on no update that the server gets to see.
 
-    One that can work on some rung of the ladder is inadmissible on the others.
+    An attack that can work on some rung of the ladder is only inadmissible on the others.
 
     Raises:
         ConfigError: An attack has an obstacle or lacks its equipment, or a client sends nothing.
     """
     settings = attack_settings(experiment, model)
     obstacles: dict[str, list[str | None]] = defaultdict(list)
-    for each in experiment.attacks:
-        if isinstance(each.attack, Equipped):
+    for named in experiment.attacks:
+        if isinstance(named.attack, Equipped):
             try:
-                each.attack.check_equipment()
+                named.attack.check_equipment()
             except ConfigError as error:
-                raise ConfigError(f"attack {each.name!r}: {error}") from error
-        found = map(each.attack.obstacle, told(settings, each.threat))
-        obstacles[each.listed_as] += found
+                raise ConfigError(f"attack {named.name!r}: {error}") from error
+        obstacles[named.listed_as] += map(named.attack.obstacle, told(settings, named.threat))
     for name, of_attack in obstacles.items():
         # Where it works on some clients, the others' updates are inadmissible.
         if all(of_attack):
@@ -142,7 +141,7 @@ def check_attacks(experiment: Experiment, model: LanguageModel) -> None:
 def check_waiting(experiment: Experiment) -> None:
     """Refuses to let fewer captures wait than one call of an attack takes.
 
-    It would wait for captures that training does not make before it has answered.
+    The attack would wait for more captures, and training would wait for its answer.
 
     Raises:
         ConfigError: An attack takes more.
@@ -150,11 +149,11 @@ def check_waiting(experiment: Experiment) -> None:
     waiting, at_once = experiment.audit.waiting, experiment.workers.at_once
     if waiting is None:
         return
-    for each in experiment.attacks:
-        size = each.attack.at_once if isinstance(each.attack, Batched) else 1
+    for named in experiment.attacks:
+        size = named.attack.at_once if isinstance(named.attack, Batched) else 1
         size = min(size, at_once or size, experiment.clients_per_round)
         if size > waiting:
             raise ConfigError(
-                f"audit.waiting = {waiting}, but the attack {each.name!r} takes {size} captures "
+                f"audit.waiting = {waiting}, but the attack {named.name!r} takes {size} captures "
                 f"at once: raise it, or set workers.at_once = {waiting}"
             )

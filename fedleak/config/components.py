@@ -22,10 +22,10 @@ LONGEST_NAME = 100
 """Characters of a name: it is part of file names, which have 255 bytes at most."""
 
 RUNG = "+"
-"""Stands in the name of a rung's rows between attack and facts; no other name has it."""
+"""Joins attack and facts in the names of a rung's rows; no other name has it."""
 
 ALL_FACTS = "all"
-"""Stands there for all facts that the attack uses."""
+"""Stands in such a name for all facts that the attack uses."""
 
 
 @dataclass(frozen=True)
@@ -88,19 +88,19 @@ def on_each_rung(named: NamedAttack, facts: Set[str]) -> list[NamedAttack]:
 
     Args:
         named: The attack.
-        facts: That can be granted.
+        facts: The facts that can be granted.
     """
     used = sorted(named.attack.uses & facts)
-    told = {fact: frozenset({fact}) for fact in used}
+    facts_by_rung = {fact: frozenset({fact}) for fact in used}
     if len(used) > 1:
-        told[ALL_FACTS] = frozenset(used)
-    asked = named.attack.uses & QUESTIONS
-    nothing = replace(named, threat=ThreatModel(asked))
+        facts_by_rung[ALL_FACTS] = frozenset(used)
+    questions = named.attack.uses & QUESTIONS
+    nothing = replace(named, threat=ThreatModel(questions))
     return [
         nothing,
         *(
-            replace(named, name=f"{named.name}{RUNG}{word}", threat=ThreatModel(asked | knows))
-            for word, knows in told.items()
+            replace(named, name=f"{named.name}{RUNG}{word}", threat=ThreatModel(questions | knows))
+            for word, knows in facts_by_rung.items()
         ),
     ]
 

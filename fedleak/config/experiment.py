@@ -92,14 +92,14 @@ class Experiment(Table):
 
     @cached_property
     def attacks(self) -> tuple[NamedAttack, ...]:
-        """The attacks, built, and told what they are; the attacks of every run come first.
+        """The attacks, built, with what each is told; those that are on in every run come first.
 
         With `threat.ladder` there is one for each rung.
         """
         built = [build_attack(i, table) for i, table in enumerate(self.attack)]
-        listed = {each.attack.kind for each in built}
+        listed = {named.attack.kind for named in built}
         built[:0] = [build_attack(0, {"kind": kind}) for kind in always_on() if kind not in listed]
-        names = [each.name for each in built]
+        names = [named.name for named in built]
         for name in names:
             if names.count(name) > 1:
                 raise ConfigError(
@@ -107,9 +107,11 @@ class Experiment(Table):
                 )
         if self.threat.ladder:
             facts = GRANTABLE - self.absent_facts.keys()
-            return tuple(rung for each in built for rung in on_each_rung(each, facts))
-        told = self.threat_model.knows
-        return tuple(replace(each, threat=ThreatModel(told | each.threat.knows)) for each in built)
+            return tuple(rung for named in built for rung in on_each_rung(named, facts))
+        granted = self.threat_model.knows
+        return tuple(
+            replace(named, threat=ThreatModel(granted | named.threat.knows)) for named in built
+        )
 
     @cached_property
     def defenses(self) -> tuple[PlacedDefense, ...]:
@@ -125,10 +127,10 @@ class Experiment(Table):
         It depends on the seed and the tables model, data, federation, update, defense, canary and
         privacy (whose delta decides how much noise an epsilon takes), and not on what is done with
         updates afterwards, nor on the engine and how many clients it asks at once: all give the
-        same. A setting left out and its default are the same; where another sight than the
-        defenses' own is asked for, captures are others, so it counts. The sizes of the data are
-        marked as they were when 400 and 100 were their defaults, so that runs of that time can go
-        on.
+        same. A setting left out and its default are the same. What the attacker sees counts if it
+        is not the default of the defenses, because captures differ then. Sizes of the data are
+        left out if they are 400 and 100: these were once the defaults, and runs of that time can
+        go on.
         """
         after = ["attack", "threat", "utility", "audit", "gate", "workers"]
         others = dict.fromkeys(["name", *after], True)
@@ -148,12 +150,14 @@ class Experiment(Table):
     @property
     def aggregator(self) -> TrustedAggregator | None:
         """What stands between clients and attacker; None: each client's update may be seen."""
-        found = (each.defense for each in self.defenses)
-        return next((one for one in found if isinstance(one, TrustedAggregator)), None)
+        defenses = (placed.defense for placed in self.defenses)
+        return next(
+            (defense for defense in defenses if isinstance(defense, TrustedAggregator)), None
+        )
 
     @property
     def possible_sights(self) -> tuple[Sight, ...]:
-        """What an attacker may see under these defenses; the first is what it sees if unsaid."""
+        """What an attacker may see under these defenses; the first is the default."""
         return ("updates", "models") if self.aggregator is None else self.aggregator.sights
 
     @property
@@ -164,13 +168,13 @@ class Experiment(Table):
     def defenses_of(self, client: int) -> dict[int, Defense]:
         """Returns the defenses that a client uses, in their order, by their place in the file."""
         used = {
-            number: each.defense
-            for number, each in enumerate(self.defenses)
-            if each.clients is None or client in each.clients
+            number: placed.defense
+            for number, placed in enumerate(self.defenses)
+            if placed.clients is None or client in placed.clients
         }
         # What stands between clients and server comes after all that clients do.
-        last = {n: one for n, one in used.items() if isinstance(one, TrustedAggregator)}
-        return {n: one for n, one in used.items() if n not in last} | last
+        last = {n: defense for n, defense in used.items() if isinstance(defense, TrustedAggregator)}
+        return {n: defense for n, defense in used.items() if n not in last} | last
 
     def carries_canaries(self, client: int) -> bool:
         """Whether a client takes in canaries."""
@@ -180,10 +184,12 @@ class Experiment(Table):
     @property
     def unlike_clients(self) -> list[int]:
         """A client of each group that uses the same defenses."""
-        named = {client for each in self.defenses for client in each.clients or ()}
+        named = {client for placed in self.defenses for client in placed.clients or ()}
         others = (c for c in range(self.federation.clients) if c not in named)
-        found = {tuple(self.defenses_of(c)): c for c in sorted({*named, *islice(others, 1)})[::-1]}
-        return sorted(found.values())
+        client_by_defenses = {
+            tuple(self.defenses_of(c)): c for c in sorted({*named, *islice(others, 1)})[::-1]
+        }
+        return sorted(client_by_defenses.values())
 
     def local_training_of(self, client: int) -> LocalTraining:
         """Returns how a client trains, with its defenses."""
@@ -251,13 +257,13 @@ class Experiment(Table):
 
     @property
     def absent_facts(self) -> dict[str, str]:
-        """Facts that can be granted elsewhere and that there are not here, each with the reason."""
+        """Facts that do not exist in this experiment, each with the reason."""
         absent = {}
         if self.model.task == CAUSAL_LM:
             absent["labels"] = f"a text has no class under {CAUSAL_LM}"
-        if not any(each.defense.noisy for each in self.defenses):
+        if not any(placed.defense.noisy for placed in self.defenses):
             absent["noise_scale"] = "no defense adds noise"
-        elif any(each.defense.scales_with_update for each in self.defenses):
+        elif any(placed.defense.scales_with_update for placed in self.defenses):
             absent["noise_scale"] = "noise that is relative to an update has a scale in each"
         return absent
 

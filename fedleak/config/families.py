@@ -47,8 +47,8 @@ class Setting:
 
     Attributes:
         value: What sweep.json says of it: its family as `kind`, and its `strength` if it has one.
-        changes: By dotted key what it sets.
-        without: Names of attacks that it lacks.
+        changes: The values that it sets, by dotted key.
+        without: Names of attacks that the cell leaves out.
     """
 
     value: dict[str, Any]
@@ -56,16 +56,16 @@ class Setting:
     without: tuple[str, ...]
 
 
-def read(found: Any) -> list[FamilyTable]:
+def read(tables: Any) -> list[FamilyTable]:
     """Checks the families of a sweep.
 
     Raises:
         ConfigError: The first thing that is not right.
     """
-    if not isinstance(found, list) or not found or not all(isinstance(t, dict) for t in found):
-        raise ConfigError(f"sweep.family = {found!r}: write each as a table [[sweep.family]]")
+    if not isinstance(tables, list) or not tables or not all(isinstance(t, dict) for t in tables):
+        raise ConfigError(f"sweep.family = {tables!r}: write each as a table [[sweep.family]]")
     families = []
-    for number, table in enumerate(found):
+    for number, table in enumerate(tables):
         where = f"sweep.family[{number}]"
         try:
             family = FamilyTable.model_validate(table)
@@ -103,9 +103,9 @@ def _mentions(value: Any) -> bool:
 def _filled(value: Any, strength: Any) -> Any:
     """Returns the value with the strength where it is mentioned."""
     if isinstance(value, dict):
-        return {key: _filled(each, strength) for key, each in value.items()}
+        return {key: _filled(nested, strength) for key, nested in value.items()}
     if isinstance(value, list):
-        return [_filled(each, strength) for each in value]
+        return [_filled(nested, strength) for nested in value]
     return strength if value == STRENGTH else value
 
 

@@ -49,7 +49,7 @@ def with_defense(kind: str, overrides: Sequence[str] = ()) -> Experiment:
     """Returns a small experiment with one defense, as it is by default.
 
     Args:
-        kind: Of the defense.
+        kind: The kind of the defense.
         overrides: As for `load`.
 
     Raises:
@@ -92,8 +92,8 @@ def read(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
         raise ConfigError(f"{named} is nested too deep: give a TOML file") from error
     except ValueError as error:
         json_in_toml = path.suffix != RUN_JSON and text.lstrip().startswith("{")
-        said = "is JSON: write it as TOML" if json_in_toml else f"cannot be read: {error}"
-        raise ConfigError(f"{named} {said}") from error
+        problem = "is JSON: write it as TOML" if json_in_toml else f"cannot be read: {error}"
+        raise ConfigError(f"{named} {problem}") from error
     if path.suffix == RUN_JSON:
         table = table.get("experiment") if isinstance(table, dict) else None
         if not isinstance(table, dict):
@@ -108,7 +108,7 @@ def read(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
 def parse(table: Mapping[str, Any]) -> Experiment:
     """Validates the tables of an experiment file.
 
-    `${NAME}` is what it says here, because tables may come from anybody: a server, or a stranger's
+    `${NAME}` is not expanded here, because tables may come from anybody: a server, or a stranger's
     run.json.
 
     Raises:
@@ -152,8 +152,8 @@ def _check_nodes(experiment: Experiment) -> None:
 
 def limited(
     gate: GateTable,
-    most: Sequence[str] = (),
-    least: Sequence[str] = (),
+    at_most: Sequence[str] = (),
+    at_least: Sequence[str] = (),
     may_abstain: Sequence[str] = (),
     require: Sequence[str] = (),
 ) -> GateTable:
@@ -161,7 +161,7 @@ def limited(
 
     Args:
         gate: Of the experiment.
-        most, least: `name=number` each; they take the place of the experiment's.
+        at_most, at_least: `name=number` each; they take the place of the experiment's.
         may_abstain: Names of further attacks that may abstain.
         require: What else has to be measured.
 
@@ -170,8 +170,8 @@ def limited(
     """
     table = gate.model_dump()
     for option, names, others, limits in (
-        ("--max", MOST, LEAST, most),
-        ("--min", LEAST, MOST, least),
+        ("--max", MOST, LEAST, at_most),
+        ("--min", LEAST, MOST, at_least),
     ):
         for limit in limits:
             name, equals, text = limit.partition("=")
@@ -205,10 +205,10 @@ def _check_exclusive(experiment: Experiment) -> None:
         kinds = defaultdict(list)
         for defense in experiment.defenses_of(client).values():
             kinds[defense.exclusive].append(defense.kind)
-        for reason, found in kinds.items():
-            if reason is not None and len(found) > 1:
+        for reason, rivals in kinds.items():
+            if reason is not None and len(rivals) > 1:
                 raise ConfigError(
-                    f"defense: client {client} has {' and '.join(found)}: {reason}: keep one"
+                    f"defense: client {client} has {' and '.join(rivals)}: {reason}: keep one"
                 )
 
 
@@ -306,34 +306,34 @@ def override_(table: dict[str, Any], override: str, option: str = "--set") -> No
     """Sets what an option of the command line says.
 
     Args:
-        table: Of an experiment file, or any other.
+        table: The tables of an experiment file, or any other table.
         override: `dotted.key=value` with the value in TOML; a bare word is a string.
-        option: Who says it, for the message.
+        option: The name of the option, for messages.
 
     Raises:
-        ConfigError: It says something else.
+        ConfigError: The text has another form.
     """
-    said = f"{option} {override!r}"
+    origin = f"{option} {override!r}"
     key, equals, text = override.partition("=")
     if not equals or not key.strip():
-        raise ConfigError(f"{said}: write it as dotted.key=value")
+        raise ConfigError(f"{origin}: write it as dotted.key=value")
     try:
-        found = tomllib.loads(f"value = {text}")
+        parsed = tomllib.loads(f"value = {text}")
     except (tomllib.TOMLDecodeError, RecursionError):
-        found = {"value": text.strip()}
-    if len(found) > 1:
-        raise ConfigError(f"{said}: it sets one key: give another {option} for the next")
-    set_(table, key.strip(), found["value"], said)
+        parsed = {"value": text.strip()}
+    if len(parsed) > 1:
+        raise ConfigError(f"{origin}: it sets one key: give another {option} for the next")
+    set_(table, key.strip(), parsed["value"], origin)
 
 
-def set_(table: dict[str, Any], key: str, value: Any, said: str) -> None:
+def set_(table: dict[str, Any], key: str, value: Any, origin: str) -> None:
     """Sets a dotted key, and makes the tables on the way to it.
 
     Args:
-        table: Of an experiment file.
-        key: Where.
-        value: What.
-        said: Who wants it, for the message.
+        table: The tables of an experiment file.
+        key: The dotted key.
+        value: Its new value.
+        origin: Who sets it, for messages.
 
     Raises:
         ConfigError: The way leads through something that is not a table.
@@ -342,5 +342,5 @@ def set_(table: dict[str, Any], key: str, value: Any, said: str) -> None:
     for part in path:
         table = table.setdefault(part, {})
         if not isinstance(table, dict):
-            raise ConfigError(f"{said}: {part!r} is not a table")
+            raise ConfigError(f"{origin}: {part!r} is not a table")
     table[last] = value

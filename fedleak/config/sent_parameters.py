@@ -27,19 +27,19 @@ def sent_by(experiment: Experiment, client: int, model: LanguageModel) -> frozen
 
 
 def captured_parameters(experiment: Experiment, model: LanguageModel) -> list[frozenset[str]]:
-    """Returns the parameters of each kind of capture, each set once: clients' defenses may differ.
+    """Returns the different sets of parameters that are captured: clients' defenses may differ.
 
     Raises:
         ConfigError: What `selected_parameters` raises, or a client has nothing left to send.
     """
-    found = []
+    sent_sets = []
     for client in experiment.unlike_clients:
-        found.append(sent_by(experiment, client, model))
-        if not found[-1]:
+        sent_sets.append(sent_by(experiment, client, model))
+        if not sent_sets[-1]:
             raise ConfigError(
                 f"update.share: all that client {client} shares is frozen: share or train "
                 "something else"
             )
     if experiment.sees != "updates":
-        return [frozenset().union(*found)]
-    return list(dict.fromkeys(found))
+        return [frozenset().union(*sent_sets)]
+    return list(dict.fromkeys(sent_sets))

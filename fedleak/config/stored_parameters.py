@@ -13,26 +13,28 @@ def stored_parameters(
     """Returns which of the parameters that were sent a capture holds."""
     if experiment.audit.store == "all":
         return sent
-    return frozenset().union(*_read(experiment, setting_of(experiment, sent, model)).values())
+    return frozenset().union(
+        *_parameters_read(experiment, setting_of(experiment, sent, model)).values()
+    )
 
 
-def check_stored(made: Experiment, asked: Experiment, model: LanguageModel) -> None:
+def check_stored(made: Experiment, wanted: Experiment, model: LanguageModel) -> None:
     """Refuses attacks that read what the captures of a run do not hold.
 
     Args:
-        made: What the run was made with.
-        asked: What attacks it now.
-        model: With its parameters' names.
+        made: The experiment that made the run.
+        wanted: The experiment that attacks it now.
+        model: The model, which names its parameters.
 
     Raises:
         ConfigError: The first such attack.
     """
     if made.audit.store == "all":
         return
-    for setting in attack_settings(asked, model):
+    for setting in attack_settings(wanted, model):
         held = stored_parameters(made, setting.shared, model)
-        for name, read in _read(asked, setting).items():
-            if missing := sorted(read - held):
+        for name, names_read in _parameters_read(wanted, setting).items():
+            if missing := sorted(names_read - held):
                 raise ConfigError(
                     f"attack {name!r} reads {len(missing)} tensors that the captures do not hold "
                     f"(audit.store = 'read'), such as {missing[0]}: run the experiment anew with "
@@ -42,20 +44,22 @@ def check_stored(made: Experiment, asked: Experiment, model: LanguageModel) -> N
 
 def read_whole(experiment: Experiment, model: LanguageModel) -> list[str]:
     """Returns the names of the attacks that read all that some client sends."""
-    found = {
+    names = {
         name
         for setting in attack_settings(experiment, model)
-        for name, read in _read(experiment, setting).items()
-        if read == setting.shared
+        for name, names_read in _parameters_read(experiment, setting).items()
+        if names_read == setting.shared
     }
-    return sorted(found)
+    return sorted(names)
 
 
-def _read(experiment: Experiment, setting: AttackSetting) -> dict[str, frozenset[str]]:
-    """Returns what each attack reads, by its name; one that cannot work there reads nothing."""
-    found: dict[str, frozenset[str]] = {}
-    for each in experiment.attacks:
-        [known] = told([setting], each.threat)
-        admissible = each.attack.obstacle(known) is None
-        found[each.name] = read_by(each.attack, known) if admissible else frozenset()
-    return found
+def _parameters_read(experiment: Experiment, setting: AttackSetting) -> dict[str, frozenset[str]]:
+    """Returns what each attack reads, by its name: nothing where it cannot work."""
+    parameters_by_attack: dict[str, frozenset[str]] = {}
+    for named in experiment.attacks:
+        [known] = told([setting], named.threat)
+        admissible = named.attack.obstacle(known) is None
+        parameters_by_attack[named.name] = (
+            read_by(named.attack, known) if admissible else frozenset()
+        )
+    return parameters_by_attack

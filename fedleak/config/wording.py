@@ -21,15 +21,15 @@ def difference(old: Any, new: Any, prefix: str = "") -> list[str]:
 def one_line(error: ValidationError, model: type[BaseModel] | None) -> str:
     """Returns the first problem of a validation as `key = found: what would be right`.
 
-    Behind it stand the other keys that are wrong.
+    The other keys that are wrong follow in brackets.
     """
     errors = error.errors(include_url=False)
     key = _key(errors[0])
     # A value that may be of several types has a problem with each; the deepest is the nearest.
-    same = [each for each in errors if f"{_key(each)}.".startswith(f"{key}.")]
-    deepest = max(same, key=lambda each: len(_key(each)))
-    alike = [each for each in same if _key(each) == _key(deepest)]
-    others = dict.fromkeys(_key(each) for each in errors if each not in same)
+    same = [problem for problem in errors if f"{_key(problem)}.".startswith(f"{key}.")]
+    deepest = max(same, key=lambda problem: len(_key(problem)))
+    alike = [problem for problem in same if _key(problem) == _key(deepest)]
+    others = dict.fromkeys(_key(problem) for problem in errors if problem not in same)
     more = f" (wrong as well: {', '.join(others)})" if others else ""
     return _problem(deepest, alike, model) + more
 
@@ -51,7 +51,7 @@ def _problem(
         for part in first["loc"][:-1]:
             table = table.model_fields[part].annotation
             # A table that may be left out is `Table | None`.
-            table = next((one for one in get_args(table) if one is not type(None)), table)
+            table = next((member for member in get_args(table) if member is not type(None)), table)
         known = list(table.model_fields)
         inside = ".".join(map(str, first["loc"][:-1]))
         return (f"[{inside}] " if inside else "") + unknown("key", str(first["loc"][-1]), known)
@@ -60,5 +60,5 @@ def _problem(
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "value_error":
         return f"{where}: {message}"
-    wanted = dict.fromkeys(f"{each['msg'][0].lower()}{each['msg'][1:]}" for each in alike)
+    wanted = dict.fromkeys(f"{problem['msg'][0].lower()}{problem['msg'][1:]}" for problem in alike)
     return f"{where} = {first['input']!r}: {', or '.join(wanted)}"

@@ -18,16 +18,16 @@ def write_junit(
 
     Args:
         run: The name of the run.
-        checks: Of the gate.
-        properties: What they rest on, by name.
+        checks: The checks of the gate.
+        properties: What the checks rest on, by name.
         path: The file.
 
     Raises:
         FedleakError: The file cannot be written.
     """
     counts = {
-        "failures": sum(one.outcome is Outcome.EXCEEDED for one in checks),
-        "errors": sum(one.outcome is Outcome.UNTOLD for one in checks),
+        "failures": sum(check.outcome is Outcome.EXCEEDED for check in checks),
+        "errors": sum(check.outcome is Outcome.UNTOLD for check in checks),
     }
     about = {"tests": str(len(checks)), **{name: str(count) for name, count in counts.items()}}
     suites = ElementTree.Element("testsuites", about)
@@ -36,15 +36,15 @@ def write_junit(
     for name, value in properties.items():
         both = {"name": printable(name), "value": printable(value)}
         ElementTree.SubElement(rests_on, "property", both)
-    for one in checks:
-        names = {"classname": f"fedleak.gate.{printable(run)}", "name": printable(one.name)}
+    for check in checks:
+        names = {"classname": f"fedleak.gate.{printable(run)}", "name": printable(check.name)}
         case = ElementTree.SubElement(suite, "testcase", names)
-        if one.passed:
-            ElementTree.SubElement(case, "system-out").text = printable(one.said)
+        if check.passed:
+            ElementTree.SubElement(case, "system-out").text = printable(check.said)
         else:
-            kind = "failure" if one.outcome is Outcome.EXCEEDED else "error"
-            said = {"type": one.outcome.value, "message": printable(one.said)}
-            ElementTree.SubElement(case, kind, said)
+            kind = "failure" if check.outcome is Outcome.EXCEEDED else "error"
+            attributes = {"type": check.outcome.value, "message": printable(check.said)}
+            ElementTree.SubElement(case, kind, attributes)
     ElementTree.indent(suites)
     publish(path, ElementTree.tostring(suites, encoding="utf-8", xml_declaration=True))
 
@@ -53,9 +53,9 @@ def annotations(run: str, checks: Sequence[Check]) -> list[str]:
     """Returns a line for each check that did not pass, which GitHub shows beside a change."""
     title = _property(f"fedleak gate: {run}")
     return [
-        f"::error title={title}::{_escaped(f'{one.name}: {one.outcome}: {one.said}')}"
-        for one in checks
-        if not one.passed
+        f"::error title={title}::{_escaped(f'{check.name}: {check.outcome}: {check.said}')}"
+        for check in checks
+        if not check.passed
     ]
 
 

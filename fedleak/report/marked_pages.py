@@ -6,14 +6,14 @@ from fedleak.util.errors import ConfigError
 
 
 def above(page: Path, marker: str) -> str:
-    """Returns what a page says above its marker, with the marker; of a new one, the marker.
+    """Returns the text of a page down to its marker; for a new page, the marker alone.
 
     Raises:
-        ConfigError: The page has no marker, so that it is not one of the command.
+        ConfigError: The page has no marker, so the command did not write it.
     """
     if not page.exists():
         return marker
-    written, found, _ = page.read_text(encoding="utf-8").partition(marker)
-    if not found:
+    written, separator, _ = page.read_text(encoding="utf-8").partition(marker)
+    if not separator:
         raise ConfigError(f"--out {str(page)!r} has no line {marker.strip()!r}: give a new file")
     return written + marker

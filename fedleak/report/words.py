@@ -29,7 +29,7 @@ def said(value: Any) -> str:
         return ", ".join(map(said, value)) or "none"
     if isinstance(value, dict):
         settings = (
-            f"{printable(key)}={said(each)}" for key, each in value.items() if key != "kind"
+            f"{printable(key)}={said(setting)}" for key, setting in value.items() if key != "kind"
         )
         return " ".join([*([said(value["kind"])] if "kind" in value else []), *settings])
     return printable(str(value))
@@ -42,7 +42,7 @@ def short_key(key: str) -> str:
 
 def plain_interval(value: Estimate, scale: float) -> str:
     """Returns `mean [low, high]`, without markup."""
-    mean, low, high = (f"{scale * each:.0f}" for each in (value.mean, value.low, value.high))
+    mean, low, high = (f"{scale * number:.0f}" for number in (value.mean, value.low, value.high))
     return f"{mean} [{low}, {high}]"
 
 

@@ -24,9 +24,9 @@ class CaptureError(FedleakError):
     """A captured update that cannot be read back."""
 
 
-def unknown(what: str, got: str, known: Iterable[str]) -> str:
+def unknown(noun: str, name: str, known: Iterable[str]) -> str:
     """Returns a message for a name that does not exist, with the nearest one that does."""
     known = sorted(known)
-    nearest = difflib.get_close_matches(got, known, n=1, cutoff=0.5)
+    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     hint = f"did you mean {nearest[0]!r}? " if nearest else ""
-    return f"unknown {what} {got!r}: {hint}(known: {', '.join(known)})"
+    return f"unknown {noun} {name!r}: {hint}(known: {', '.join(known)})"

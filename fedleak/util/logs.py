@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 
 class _Printable(logging.Formatter):
-    """Makes lines of a record that nothing obeys, whatever is in it."""
+    """Formats a record as printable lines, whatever is in it."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)-7s %(name)s: %(message)s")
@@ -34,7 +34,7 @@ class _Printable(logging.Formatter):
 class _File(logging.FileHandler):
     """Appends to a file that its owner alone can read, from the first line on.
 
-    What cannot be written is left out: a full disk is reported by what needs it.
+    A line that cannot be written is left out: what needs the disk reports that it is full.
 
     Attributes:
         complete: Whether all of it was written.

@@ -25,10 +25,10 @@ _KINDS = {
 
 
 def opened(path: str | Path, flags: int = os.O_RDONLY) -> int:
-    """Opens a plain file, a new one for its owner alone: also an `opener` of `open`.
+    """Opens a plain file; a new one is for its owner alone. Serves as an `opener` of `open`, too.
 
     Raises:
-        OSError: It cannot be opened, or something else than a plain file has this name.
+        OSError: It cannot be opened, or it is no plain file.
     """
     return _opened(path, flags | os.O_NOFOLLOW)
 
@@ -80,11 +80,11 @@ def _bounded(file: IO[bytes], most: int) -> bytes:
 
 
 def refuse_other(path: str | Path, kind: int = stat.S_IFREG, *, linked: bool = False) -> None:
-    """Refuses what is there under a name and is no plain file; that nothing is there is fine.
+    """Refuses a path that leads to something other than a plain file; a free path is fine.
 
     Args:
-        path: The name.
-        kind: What may be there, as in `stat`: a file, or `stat.S_IFDIR`.
+        path: The path.
+        kind: What it may lead to, as in `stat`: a file, or `stat.S_IFDIR`.
         linked: Whether it may be a link to such a thing.
 
     Raises:
@@ -98,7 +98,9 @@ def refuse_other(path: str | Path, kind: int = stat.S_IFREG, *, linked: bool = F
 
 
 def _check(there: os.stat_result, kind: int, path: str | Path) -> None:
-    if (found := stat.S_IFMT(there.st_mode)) != kind:
+    if (actual_kind := stat.S_IFMT(there.st_mode)) != kind:
         wanted = "real folder" if kind == stat.S_IFDIR else "plain file"
-        is_a = _KINDS.get(found, "a file" if found == stat.S_IFREG else "something else")
+        is_a = _KINDS.get(
+            actual_kind, "a file" if actual_kind == stat.S_IFREG else "something else"
+        )
         raise OSError(errno.EINVAL, f"it is {is_a}, and no {wanted}", str(path))

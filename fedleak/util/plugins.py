@@ -52,10 +52,10 @@ class Discovered(NamedTuple):
 def discover(package: ModuleType, key: str = "kind") -> Discovered:
     """Returns the classes that the modules of `package`, and of others for it, define by `key`.
 
-    A module that cannot be imported is broken, and the others are found nevertheless. A kind that
-    two classes have is nobody's. Only a kind of fedleak's own stays what it is if another package
-    has one of the same name: what runs under it must not depend on what else is installed. A class
-    is broken, too, if the package has a function `flaw` that says what is wrong with it.
+    A module that cannot be imported is broken, and the others are found nevertheless. If two
+    classes have the same kind, neither gets it, unless one of them is fedleak's own: what runs
+    under its kind must not depend on what else is installed. A class is broken, too, if the package
+    has a function `flaw` that says what is wrong with it.
 
     Args:
         package: The package; its name is also the group of the entry points.
@@ -73,7 +73,7 @@ def discover(package: ModuleType, key: str = "kind") -> Discovered:
             for cls in _classes(module, key):
                 count += 1
                 if reason := flaw(cls):
-                    broken[_named(f"{cls.__module__}.{cls.__qualname__}", origin)] = reason
+                    broken[_with_origin(f"{cls.__module__}.{cls.__qualname__}", origin)] = reason
                 else:
                     defined[vars(cls)[key]].append((cls, origin))
         return count
@@ -81,22 +81,28 @@ def discover(package: ModuleType, key: str = "kind") -> Discovered:
     walk(package.__name__, OWN)
     for point in _installed(package.__name__, broken):
         origin, before = _origin(point), len(broken)
-        if reason := _wrong(point):
-            broken[_named(point.value, origin)] = reason
+        if reason := _entry_point_flaw(point):
+            broken[_with_origin(point.value, origin)] = reason
         elif point.value not in walked and not walk(point.value, origin) and len(broken) == before:
-            broken[_named(point.value, origin)] = f"it defines no class that has a {key}"
+            broken[_with_origin(point.value, origin)] = f"it defines no class that has a {key}"
     kinds: dict[str, type] = {}
     origins: dict[str, str] = {}
-    for kind, several in defined.items():
-        own = [each for each in several if each[1] == OWN]
-        rightful = own or several
+    for kind, definitions in defined.items():
+        own = [definition for definition in definitions if definition[1] == OWN]
+        rightful = own or definitions
         if len(rightful) == 1:
             kinds[kind], origins[kind] = rightful[0]
-        if len(several) > 1:
-            names = [_named(f"{cls.__module__}.{cls.__qualname__}", at) for cls, at in several]
+        if len(definitions) > 1:
+            names = [
+                _with_origin(f"{cls.__module__}.{cls.__qualname__}", at) for cls, at in definitions
+            ]
             reason = printable(f"{' and '.join(names)} have one {key}: {kind!r}")
-            refused = [each for each in several if len(rightful) > 1 or each not in rightful]
-            broken |= {_named(cls.__module__, origin): reason for cls, origin in refused}
+            refused = [
+                definition
+                for definition in definitions
+                if len(rightful) > 1 or definition not in rightful
+            ]
+            broken |= {_with_origin(cls.__module__, origin): reason for cls, origin in refused}
     return Discovered(kinds, origins, broken)
 
 
@@ -110,7 +116,7 @@ def _modules(
     try:
         module = importlib.import_module(name)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - it may be anybody's file
-        broken[_named(name, origin)] = _reason(error)
+        broken[_with_origin(name, origin)] = _reason(error)
         return
     yield module
     for info in pkgutil.iter_modules(getattr(module, "__path__", ()), f"{name}."):
@@ -121,11 +127,11 @@ def _modules(
 def _classes(module: ModuleType, key: str) -> list[type]:
     """Returns the classes that a module itself defines and gives a kind."""
     return [
-        thing
-        for thing in vars(module).values()
-        if isinstance(thing, type)
-        and thing.__module__ == module.__name__
-        and isinstance(vars(thing).get(key), str)
+        member
+        for member in vars(module).values()
+        if isinstance(member, type)
+        and member.__module__ == module.__name__
+        and isinstance(vars(member).get(key), str)
     ]
 
 
@@ -138,19 +144,19 @@ def _installed(group: str, broken: dict[str, str]) -> list[EntryPoint]:
         return []
 
 
-def _wrong(point: EntryPoint) -> str | None:
-    """Returns why an entry point is none of a module, or None."""
+def _entry_point_flaw(point: EntryPoint) -> str | None:
+    """Returns what is wrong with an entry point that names no module, or None."""
     if all(part.isidentifier() for part in point.value.split(".")):
         return None
     return f"the entry point {printable(point.name)!r} must name a module, without a colon"
 
 
 def _origin(point: EntryPoint) -> str:
-    """Returns name and version of the distribution that an entry point is of."""
+    """Returns name and version of the distribution that an entry point belongs to."""
     return printable(f"{point.dist.name} {point.dist.version}" if point.dist else "unknown")
 
 
-def _named(name: str, origin: str) -> str:
+def _with_origin(name: str, origin: str) -> str:
     """Returns the name of a module or class, with its origin if it is not fedleak's own."""
     return printable(name if origin == OWN else f"{name} ({origin})")
 
@@ -160,5 +166,5 @@ def _reason(error: BaseException) -> str:
     where = traceback.extract_tb(error.__traceback__)[-1:]
     if isinstance(error, SyntaxError):
         where = []  # its message has the line
-    places = "".join(f" ({each.filename}, line {each.lineno})" for each in where)
+    places = "".join(f" ({frame.filename}, line {frame.lineno})" for frame in where)
     return printable(f"{type(error).__name__}: {error}{places}")[:500]

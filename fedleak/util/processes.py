@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from fedleak.util import logs
 
 GRACE_SECONDS = 5.0
-"""How long a process may take to put its things in order, once it is told to end."""
+"""Seconds that a process gets to clean up once it is told to end."""
 
 Call = Callable[[int], str | None]
 """Returns why it failed, or None.
@@ -49,8 +49,8 @@ def side_by_side(
 ) -> None:
     """Makes calls in new processes, some at once, in their order.
 
-    Whatever ends this function early, Ctrl-C too, ends the calls: to them, it is a
-    KeyboardInterrupt. If this process is killed, theirs exit.
+    Whatever ends this function early, such as Ctrl-C, ends the calls by a KeyboardInterrupt. If
+    this process is killed, the processes of the calls exit.
 
     Args:
         calls: By name. They are pickled, so their functions have to be importable.
@@ -68,14 +68,14 @@ def side_by_side(
                 with holding_ctrl_c():  # and none is started that is not ended below
                     running.append(_start(name, calls[name], free.popleft()))
                 started(name)
-            wait([each.answer for each in running])
-            for each in [each for each in running if each.answer.poll()]:
-                failure = _failure(each)
-                running.remove(each)
-                free.append(each.place)
-                ended(each.name, failure)
+            wait([call.answer for call in running])
+            for call in [call for call in running if call.answer.poll()]:
+                failure = _failure(call)
+                running.remove(call)
+                free.append(call.place)
+                ended(call.name, failure)
     finally:
-        _end([each.process for each in running])
+        _end([call.process for call in running])
 
 
 @contextmanager
@@ -110,10 +110,10 @@ def end_with_parent(folder: Path | None = None) -> None:
 
 
 def start_tracker() -> None:
-    """Starts Python's own keeper of semaphores, so that it frees without a word what is left.
+    """Starts Python's resource tracker, without its warnings.
 
-    Processes that are ended, by others or by `_alone`, do not put theirs away (tqdm makes some),
-    about which it would warn at the end.
+    Processes that are ended, by others or by `_make_call`, leave semaphores behind (tqdm makes
+    some). The tracker frees them, and would warn of them at the end.
     """
     before = os.environ.get("PYTHONWARNINGS")
     quiet = "ignore:resource_tracker"
@@ -131,36 +131,36 @@ def _start(name: str, call: Call, place: int) -> _Running:
     context = multiprocessing.get_context("spawn")
     answer, sender = context.Pipe(duplex=False)
     # Pickled here, so that the process is under way before anything is imported for it.
-    process = context.Process(target=_alone, args=(pickle.dumps(call), place, sender))
+    process = context.Process(target=_make_call, args=(pickle.dumps(call), place, sender))
     process.start()
     sender.close()  # the other copy is the process's, and is closed by its end
     return _Running(name, place, process, answer)
 
 
-def _failure(each: _Running) -> str | None:
+def _failure(call: _Running) -> str | None:
     """Waits for the end of a process that has answered or died; returns why its call failed."""
     try:
-        failure: str | None = each.answer.recv()
+        failure: str | None = call.answer.recv()
     except (EOFError, OSError):
-        each.process.join()
+        call.process.join()
         return (
-            f"its process ended with exit status {each.process.exitcode} and no answer: what it "
+            f"its process ended with exit status {call.process.exitcode} and no answer: what it "
             "printed says why; -9 is mostly a lack of memory, so run fewer at once"
         )
-    each.process.join()
+    call.process.join()
     return failure
 
 
 def _end(processes: Sequence[SpawnProcess]) -> None:
-    for each in processes:
-        each.terminate()
+    for process in processes:
+        process.terminate()
     deadline = time.monotonic() + GRACE_SECONDS
-    for each in processes:
-        each.join(max(0.0, deadline - time.monotonic()))
-        each.kill()
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+        process.kill()
 
 
-def _alone(call: bytes, place: int, answer: Connection) -> None:
+def _make_call(call: bytes, place: int, answer: Connection) -> None:
     """Makes a call in this process, which was started for it."""
     end_with_parent()
     signal.signal(signal.SIGTERM, _interrupt)

@@ -13,13 +13,13 @@ def versions() -> dict[str, str]:
     import platform  # `import fedleak` comes here, and is to take no time
     from importlib.metadata import PackageNotFoundError, version
 
-    found = {"fedleak": VERSION, "python": platform.python_version()}
+    installed = {"fedleak": VERSION, "python": platform.python_version()}
     for name in PACKAGES:
         try:
-            found[name] = version(name)
+            installed[name] = version(name)
         except PackageNotFoundError:  # installed under another name, as vendors of torch do
-            found[name] = "unknown"
-    return found
+            installed[name] = "unknown"
+    return installed
 
 
 def now() -> str:

@@ -82,9 +82,9 @@ def legend(drawing: "Figure", title: str | None = None, last: Sequence[str] = LA
     for axes in drawing.axes:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
             labelled.setdefault(label, handle)
-    for each in last:
-        if each in labelled:
-            labelled[each] = labelled.pop(each)
+    for label in last:
+        if label in labelled:
+            labelled[label] = labelled.pop(label)
     drawing.legend(
         labelled.values(),
         labelled.keys(),
@@ -95,7 +95,7 @@ def legend(drawing: "Figure", title: str | None = None, last: Sequence[str] = LA
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Returns round numbers, of which the first and the last enclose those on a log axis."""
+    """Returns round numbers for a log axis, from `low` or just below to `high` or just above."""
     steps = (1, 2, 5) if high < MANY_TICKS_UP_TO * low else (1,)
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 2)
     marks = [step * 10.0**power for power in powers for step in steps]
@@ -106,10 +106,10 @@ def log_ticks(low: float, high: float) -> list[float]:
 def prepare_log_(
     axes: "Axes", ticks: Sequence[float], words: Mapping[float, str] | None = None
 ) -> None:
-    """Makes a log x axis with these ticks, and with words at others."""
+    """Makes a log x axis with these ticks, and with words at further places."""
     words = words or {}
     axes.set_xscale("log")
-    # Of many only every second has its number, which would overlap.
+    # With many ticks only every second has a number, so that they do not overlap.
     named = [f"{tick:g}" if len(ticks) < 7 or i % 2 == 0 else "" for i, tick in enumerate(ticks)]
     axes.set_xticks([*ticks, *words], [*named, *words.values()])
     axes.minorticks_off()
@@ -120,7 +120,10 @@ def error_bars(
 ) -> tuple[NDArray[np.float64], list[NDArray[np.float64]]]:
     """Returns means, and how far their intervals reach below and above; NaN where there is none."""
     mean, low, high = (
-        scale * np.array([math.nan if each is None else getattr(each, end) for each in estimates])
+        scale
+        * np.array(
+            [math.nan if estimate is None else getattr(estimate, end) for estimate in estimates]
+        )
         for end in ("mean", "low", "high")
     )
     # A mean of shares can lie outside of its interval by a rounding error.

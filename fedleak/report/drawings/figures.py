@@ -52,7 +52,7 @@ class Panel:
         heading: Of the y axis.
         figure: Reads it in a summary.
         control: Reads what is scored without any update.
-        scale: What the axis shows of 1.
+        scale: What the axis shows for a figure of 1.
     """
 
     heading: str
@@ -64,17 +64,20 @@ class Panel:
 PANELS = (
     Panel(
         heading="texts exact, %",
-        figure=lambda of: of.exact_match,
-        control=lambda of: None,
+        figure=lambda summary: summary.exact_match,
+        control=lambda summary: None,
         scale=100,
     ),
     Panel(
-        heading="ROUGE-L", figure=lambda of: of.rougeL, control=lambda of: of.guess_rougeL, scale=1
+        heading="ROUGE-L",
+        figure=lambda summary: summary.rougeL,
+        control=lambda summary: summary.guess_rougeL,
+        scale=1,
     ),
     Panel(
         heading="tokens found, %",
-        figure=lambda of: of.token_recall,
-        control=lambda of: of.guess_token_recall,
+        figure=lambda summary: summary.token_recall,
+        control=lambda summary: summary.guess_token_recall,
         scale=100,
     ),
 )
@@ -85,7 +88,7 @@ class Line:
     """One attack at one combination of the further keys: its summary at each x, where there is one.
 
     Attributes:
-        attack, others: What it is of.
+        attack, others: The attack, and the values of the further keys.
         summaries: By the place of x on the first axis.
     """
 
@@ -112,12 +115,12 @@ class Across:
         """The values' numbers, from left to right."""
         return sorted(range(len(self.places)), key=lambda x: self.places[x])
 
-    def beside(self, number: int, of: int) -> list[float]:
-        """Returns where one of several lines has its points, so that none hides another.
+    def beside(self, number: int, count: int) -> list[float]:
+        """Returns the places of one of several lines, so that none hides another.
 
-        That is the value itself where it is a number, and near it where it is a word.
+        A point stands at its value if that is a number, and near it if that is a word.
         """
-        shift = APART * (number - (of - 1) / 2) / of if self.scale == "even" else 0.0
+        shift = APART * (number - (count - 1) / 2) / count if self.scale == "even" else 0.0
         return [place + shift for place in self.places]
 
     @property
@@ -149,10 +152,10 @@ def draw(collected: SweepSummary, path: Path) -> None:
         collected: The sweep.
         path: The svg file.
     """
-    drawing.save(collected.name, lambda: _of_all(collected), path)
+    drawing.save(collected.name, lambda: _sweep_figure(collected), path)
 
 
-def _of_all(collected: SweepSummary) -> "Figure | None":
+def _sweep_figure(collected: SweepSummary) -> "Figure | None":
     """Returns the drawing of a sweep; None if nothing was measured."""
     # Here, because it takes half a second and only a sweep needs it. No pyplot, so no display.
     from matplotlib.figure import Figure
@@ -183,7 +186,7 @@ def _of_all(collected: SweepSummary) -> "Figure | None":
 
 def _lines(collected: SweepSummary) -> Iterator[Line]:
     (first, values), *further = collected.axes.items()
-    for combination in itertools.product(*(each for _, each in further)):
+    for combination in itertools.product(*(axis_values for _, axis_values in further)):
         others = dict(zip((key for key, _ in further), combination, strict=True))
         cells = {
             values.index(cell.values[first]): cell.attacks
@@ -192,8 +195,8 @@ def _lines(collected: SweepSummary) -> Iterator[Line]:
         }
         words = ", ".join(f"{short_key(key)} {said(value)}" for key, value in others.items())
         for attack in sorted({name for attacks in cells.values() for name in attacks}):
-            found = {x: attacks[attack] for x, attacks in cells.items() if attack in attacks}
-            yield Line(attack, words, found)
+            summaries = {x: attacks[attack] for x, attacks in cells.items() if attack in attacks}
+            yield Line(attack, words, summaries)
 
 
 def _draw_panel(axes: "Axes", panel: Panel, lines: Sequence[Line], across: Across) -> None:
@@ -202,7 +205,7 @@ def _draw_panel(axes: "Axes", panel: Panel, lines: Sequence[Line], across: Acros
     drawn = [line for line in lines if any(panel.figure(s) for s in line.summaries.values())]
     controls: dict[int, list[float]] = {}
     for place, line in enumerate(drawn):
-        figures = {x: found for x, s in line.summaries.items() if (found := panel.figure(s))}
+        figures = {x: estimate for x, s in line.summaries.items() if (estimate := panel.figure(s))}
         on_x = across.beside(place, len(drawn))
         colour = COLOURS[attacks.index(line.attack) % len(COLOURS)]
         number = combinations.index(line.others)

@@ -40,7 +40,7 @@ class Leak:
         heading: What the legend says.
         figure: Reads it in the worst case.
         control: Reads what the same attacks score on another client's update.
-        scale: What the axis shows of 1.
+        scale: What the axis shows for a figure of 1.
         colour, marker, line: How it is drawn.
         control_marker: How its control is drawn.
     """
@@ -58,8 +58,8 @@ class Leak:
 LEAKS = (
     Leak(
         heading="texts exact, %",
-        figure=lambda of: of.exact_match,
-        control=lambda of: None,
+        figure=lambda worst: worst.exact_match,
+        control=lambda worst: None,
         scale=100,
         colour=drawing.COLOURS[0],
         marker="o",
@@ -68,8 +68,8 @@ LEAKS = (
     ),
     Leak(
         heading="ROUGE-L",
-        figure=lambda of: of.rougeL,
-        control=lambda of: of.control_rougeL,
+        figure=lambda worst: worst.rougeL,
+        control=lambda worst: worst.control_rougeL,
         scale=1,
         colour=drawing.COLOURS[1],
         marker="s",
@@ -78,8 +78,8 @@ LEAKS = (
     ),
     Leak(
         heading="tokens found, %",
-        figure=lambda of: of.token_recall,
-        control=lambda of: of.control_token_recall,
+        figure=lambda worst: worst.token_recall,
+        control=lambda worst: worst.control_token_recall,
         scale=100,
         colour=drawing.COLOURS[2],
         marker="^",
@@ -101,7 +101,7 @@ class Family:
     @property
     def to_scale(self) -> bool:
         """Whether the strengths are numbers, so that there is something between two of them."""
-        return all(isinstance(each, int | float) for each in self.strengths)
+        return all(isinstance(strength, int | float) for strength in self.strengths)
 
 
 def draw_frontier(collected: SweepSummary, path: Path) -> None:
@@ -149,8 +149,8 @@ def frontier(collected: SweepSummary) -> "Figure | None":
             for axes, heading in zip(panels, headings, strict=False):
                 axes.set_ylabel(heading)
     if measure is not None:
-        found = [utility(cell, measure) for cell in cells.values()]
-        _share_scale_(grid[1::2].flat, [each for each in found if each is not None], measure)
+        utilities = [utility(cell, measure) for cell in cells.values()]
+        _share_scale_(grid[1::2].flat, [score for score in utilities if score is not None], measure)
     controls = [_control(leak) for leak in LEAKS]
     of_utility = [] if measure is None else [_trained(measure), _untouched(measure)]
     drawing.legend(figure, last=(SOME_UNATTACKED, NO_ANSWER, *controls, *of_utility))
@@ -187,7 +187,7 @@ def _families(
     cells: Mapping[tuple[str, Any], CellSummary], units: Mapping[str, str]
 ) -> Iterator[Family]:
     for name in dict.fromkeys(name for name, _ in cells):
-        mine = {strength: cell for (of, strength), cell in cells.items() if of == name}
+        mine = {strength: cell for (family, strength), cell in cells.items() if family == name}
         yield Family(name, units.get(name), list(mine), list(mine.values()))
 
 
@@ -220,9 +220,9 @@ def _draw_leak(
     axes: "Axes", leak: Leak, places: Sequence[float], cells: Sequence[CellSummary], *, joined: bool
 ) -> None:
     """Draws one kind of leak; NaN where there is no figure, so that no line runs through."""
-    worst = [cell.worst_case for cell in cells]
-    found = [None if of is None else leak.figure(of) for of in worst]
-    mean, reach = error_bars(found, leak.scale)
+    worst_cases = [cell.worst_case for cell in cells]
+    estimates = [None if worst is None else leak.figure(worst) for worst in worst_cases]
+    mean, reach = error_bars(estimates, leak.scale)
     axes.errorbar(
         places,
         mean,
@@ -237,19 +237,19 @@ def _draw_leak(
         capsize=2,
     )
     some = [
-        (x, leak.scale * one.mean)
-        for x, one, of in zip(places, found, worst, strict=True)
-        if one is not None and of is not None and of.unattacked
+        (x, leak.scale * estimate.mean)
+        for x, estimate, worst in zip(places, estimates, worst_cases, strict=True)
+        if estimate is not None and worst is not None and worst.unattacked
     ]
     if leak is LEAKS[0]:
         _mark(axes, some, SOME_UNATTACKED, "o", colour=leak.colour, size=9, hollow=True)
     silent = [
         (x, NOWHERE)
-        for x, one, cell in zip(places, found, cells, strict=True)
-        if one is None and cell.status == "finished" and cell.attacks
+        for x, estimate, cell in zip(places, estimates, cells, strict=True)
+        if estimate is None and cell.status == "finished" and cell.attacks
     ]
     _mark(axes, silent, NO_ANSWER, CARETDOWN, colour=leak.colour, size=5)
-    controls = [None if of is None else leak.control(of) for of in worst]
+    controls = [None if worst is None else leak.control(worst) for worst in worst_cases]
     scored = [(x, leak.scale * c.mean) for x, c in zip(places, controls, strict=True) if c]
     _mark(axes, scored, _control(leak), leak.control_marker, colour=GREY, size=4)
 
@@ -283,7 +283,7 @@ def _draw_utility(
     figures = [utility(cell, measure) for cell in family.cells]
     axes.plot(
         range(len(figures)),
-        [math.nan if each is None else each for each in figures],
+        [math.nan if score is None else score for score in figures],
         label=_trained(measure),
         color="black",
         marker="D",
@@ -308,8 +308,8 @@ def _prepare_(panels: "Sequence[Axes]", family: Family, undefended: bool) -> Non
     """Makes the title and the x axes of a family."""
     epsilons = [_epsilon(cell) for cell in family.cells]
     words = [
-        "\n".join([textwrap.fill("on" if each is None else said(each), 12), *epsilon])
-        for each, epsilon in zip(family.strengths, epsilons, strict=True)
+        "\n".join([textwrap.fill("on" if strength is None else said(strength), 12), *epsilon])
+        for strength, epsilon in zip(family.strengths, epsilons, strict=True)
     ]
     places = list(range(len(words)))
     for axes in panels:

@@ -46,7 +46,7 @@ class Point:
     """What one attack read in one cell, and at what price.
 
     Attributes:
-        attack, label: What it is of; the label is the cell's values.
+        attack, label: The attack, and the values of the cell.
         leakage: ROUGE-L, with its interval; None if it has no answer.
         no_update: ROUGE-L of texts drawn without any update, if measured.
         utility: Of the trained model, if measured.
@@ -79,7 +79,7 @@ def draw_tradeoff(collected: SweepSummary, path: Path) -> None:
 def tradeoff(collected: SweepSummary) -> "Figure | None":
     """Returns the drawing of the trade-off: in each panel a point per attack and cell.
 
-    There is no panel for epsilon if no cell has a guarantee, and nothing at all of fewer than two
+    There is no panel for epsilon if no cell has a guarantee, and no drawing for fewer than two
     cells.
     """
     from matplotlib.figure import Figure
@@ -102,7 +102,7 @@ def tradeoff(collected: SweepSummary) -> "Figure | None":
         prepare_log_(first, log_ticks(min(values), max(values)))
     _scatter(first, attacks, by_utility)
     baselines = [cell.utility_reference for cell in collected.cells]
-    references = {each.figures.get(measure) for each in baselines if each is not None}
+    references = {baseline.figures.get(measure) for baseline in baselines if baseline is not None}
     for x in references - {None}:
         first.axvline(x, label=REFERENCE, color="black", linestyle=":", linewidth=1, zorder=0)
     by_epsilon = []
@@ -122,23 +122,26 @@ def tradeoff(collected: SweepSummary) -> "Figure | None":
 
 
 def _on_log_axis(epsilon: float | str | None) -> TypeGuard[float]:
-    """Returns whether it is a number above 0; 0 is that of a client that was never asked."""
+    """Returns whether an epsilon is above 0; a client that was never asked has an epsilon of 0."""
     return isinstance(epsilon, int | float) and epsilon > 0
 
 
 def _points(collected: SweepSummary, measure: str) -> Iterator[Point]:
-    """Yields a point for each attack on texts in each cell; one that never answers has none."""
+    """Yields a point for each attack on texts in each cell, unless the attack never answers."""
     on_texts = {
-        attack for cell in collected.cells for attack, of in cell.attacks.items() if of.rougeL
+        attack
+        for cell in collected.cells
+        for attack, summary in cell.attacks.items()
+        if summary.rougeL
     }
     for cell, label in zip(collected.cells, labels(collected.cells), strict=True):
-        for attack, of in cell.attacks.items():
+        for attack, summary in cell.attacks.items():
             if attack in on_texts:
                 yield Point(
                     attack=attack,
                     label=label,
-                    leakage=of.rougeL,
-                    no_update=of.guess_rougeL.mean if of.guess_rougeL else None,
+                    leakage=summary.rougeL,
+                    no_update=summary.guess_rougeL.mean if summary.guess_rougeL else None,
                     utility=utility(cell, measure),
                     epsilon=cell.privacy.epsilon if cell.privacy else None,
                 )
@@ -146,16 +149,16 @@ def _points(collected: SweepSummary, measure: str) -> Iterator[Point]:
 
 def labels(cells: Sequence[CellSummary]) -> list[str]:
     """Returns what tells each cell from the others, without settings that are the same in all."""
-    found: dict[str, set[str]] = {}
+    values_by_key: dict[str, set[str]] = {}
     for cell in cells:
         for key, value in _settings(list(cell.values.values())):
-            found.setdefault(key, set()).add(said(value))
+            values_by_key.setdefault(key, set()).add(said(value))
 
     def differing(value: JsonValue) -> JsonValue:
         if isinstance(value, list):
-            return [differing(each) for each in value]
+            return [differing(element) for element in value]
         if isinstance(value, dict):
-            return {k: v for k, v in value.items() if k == "kind" or len(found[k]) > 1}
+            return {k: v for k, v in value.items() if k == "kind" or len(values_by_key[k]) > 1}
         return value
 
     full = [list(cell.values.values()) for cell in cells]
@@ -167,8 +170,8 @@ def labels(cells: Sequence[CellSummary]) -> list[str]:
 
 def _settings(value: JsonValue) -> Iterator[tuple[str, JsonValue]]:
     """Yields the keys and values of the tables in a value."""
-    for each in value if isinstance(value, list) else []:
-        yield from _settings(each)
+    for element in value if isinstance(value, list) else []:
+        yield from _settings(element)
     if isinstance(value, dict):
         yield from value.items()
 
@@ -218,7 +221,7 @@ def _scatter(axes: "Axes", attacks: Sequence[str], spots: Sequence[tuple[float, 
 
 
 def _prepare_epsilons_(axes: "Axes", epsilons: Sequence[float], nones: bool) -> float:
-    """Makes the x axis for epsilons, and returns where on it those stand that have none."""
+    """Makes the x axis for epsilons, and returns the place of points without an epsilon."""
     ticks = log_ticks(min(epsilons), max(epsilons))
     margin = max(2.0, (ticks[-1] / ticks[0]) ** 0.2)
     none_at: float = ticks[-1] * margin
@@ -258,7 +261,7 @@ def _label(axes: "Axes", spots: Sequence[tuple[float, Point]]) -> None:
         for dy, dx in itertools.product(LABEL_DY, LABEL_DX):
             note.set_position((dx, dy))
             note.set_horizontalalignment("left" if dx > 0 else "right")
-            note.get_window_extent()  # moves it there; with the arrow, so that of the text follows
+            note.get_window_extent()  # moves the note; it includes the arrow
             box = Text.get_window_extent(note)
             inside = all(axes.bbox.contains(*corner) for corner in (box.min, box.max))
             if inside and not any(box.overlaps(other) for other in taken):

@@ -35,7 +35,7 @@ OTHER_UPDATE = "other update"
 _INKS = {False: "#1d2733", True: "#e6e9ee"}
 _EMPTY = {False: "#eceff3", True: "#2a323d"}
 _SHADES = {False: ("#fff4e6", "#ef8a62", "#8b1a1a"), True: ("#46505c", "#a8483c", "#ffa38f")}
-"""Of nothing read, half and all."""
+"""Colours for nothing read, half and all."""
 
 
 Draw = Callable[["Figure", bool, bool], float]
@@ -97,10 +97,10 @@ def shares(rows: Sequence[LeakageRow]) -> dict[Key, ReadShare]:
     of_key: dict[Key, list[LeakageRow]] = {}
     for row in rows:
         of_key.setdefault(row.key, []).append(row)
-    return {key: _read(several) for key, several in sorted(of_key.items())}
+    return {key: _read_share(rows_of_update) for key, rows_of_update in sorted(of_key.items())}
 
 
-def _read(rows: Sequence[LeakageRow]) -> ReadShare:
+def _read_share(rows: Sequence[LeakageRow]) -> ReadShare:
     texts = text_counts(rows).get(rows[0].key)
     of_rows = [row.texts for row in rows if row.texts is not None]
     if of_rows:
@@ -117,12 +117,12 @@ def _read(rows: Sequence[LeakageRow]) -> ReadShare:
     )
 
 
-def _most(found: Iterable[float | None]) -> float | None:
-    return max((each for each in found if each is not None), default=None)
+def _most(values: Iterable[float | None]) -> float | None:
+    return max((value for value in values if value is not None), default=None)
 
 
-def _mean(found: Sequence[float | None]) -> float | None:
-    measured = [each for each in found if each is not None]
+def _mean(values: Sequence[float | None]) -> float | None:
+    measured = [value for value in values if value is not None]
     return sum(measured) / len(measured) if measured else None
 
 
@@ -134,29 +134,31 @@ def client_name(client: int) -> str:
 def leakage(name: str, read: Mapping[Key, ReadShare]) -> list[Picture]:
     """Returns heat maps of rounds x clients: texts read word for word, and tokens found."""
     kinds: list[tuple[str, Callable[[ReadShare], float | None]]] = [
-        ("texts read word for word", lambda one: one.exact),
-        ("tokens found", lambda one: one.tokens),
+        ("texts read word for word", lambda share: share.exact),
+        ("tokens found", lambda share: share.tokens),
     ]
-    found = []
-    for what, of in kinds:
-        values = {key: value for key, one in read.items() if (value := of(one)) is not None}
+    pictures = []
+    for measure, figure_of in kinds:
+        values = {
+            key: value for key, share in read.items() if (value := figure_of(share)) is not None
+        }
         if not values:
             continue
         mean = sum(values.values()) / len(values)
         words = (
-            f"Share of {what} by the best attack on each text, for {len(read):,} updates: from "
+            f"Share of {measure} by the best attack on each text, for {len(read):,} updates: from "
             f"{100 * min(values.values()):.0f} to {100 * max(values.values()):.0f} %, on average "
             f"{100 * mean:.0f} %; {len(read) - len(values):,} have no answer. The table below has "
             "each figure."
         )
-        found.append(
+        pictures.append(
             Picture(
-                f"{what[0].upper()}{what[1:]}, % of each update",
+                f"{measure[0].upper()}{measure[1:]}, % of each update",
                 words,
                 _heat_map(name, read, values),
             )
         )
-    return found
+    return pictures
 
 
 def _heat_map(name: str, read: Mapping[Key, ReadShare], values: Mapping[Key, float]) -> Drawing:
@@ -239,20 +241,27 @@ def training(
         ledger: Of all clients.
         attacked: Rounds that are marked.
     """
-    found = []
+    pictures = []
     measured = {row.round: dict(row.figures) for row in utility}
     measure = next(
-        (each for each in ("accuracy", "perplexity", "mcc", "loss") if _has(measured, each)), None
+        (
+            candidate
+            for candidate in ("accuracy", "perplexity", "mcc", "loss")
+            if _is_measured(measured, candidate)
+        ),
+        None,
     )
     if measure is not None:
         points = [
-            (r, value) for r, each in measured.items() if (value := each.get(measure)) is not None
+            (r, value)
+            for r, figures in measured.items()
+            if (value := figures.get(measure)) is not None
         ]
         words = (
             f"{measure} of the model on held-out texts: {points[0][1]:.3g} at round "
             f"{points[0][0]}, {points[-1][1]:.3g} at round {points[-1][0]}."
         )
-        found.append(
+        pictures.append(
             Picture(
                 f"Utility: {measure} by round",
                 words,
@@ -264,24 +273,25 @@ def training(
         if isinstance(row.epsilon, float):
             spent.setdefault(row.round, []).append(row.epsilon)
     if spent:
-        most = [(round, max(values)) for round, values in sorted(spent.items())]
-        least = [(round, min(values)) for round, values in sorted(spent.items())]
+        highest = [(round, max(values)) for round, values in sorted(spent.items())]
+        lowest = [(round, min(values)) for round, values in sorted(spent.items())]
         words = (
-            f"Epsilon that clients have spent: at most {most[0][1]:.3g} by round {most[0][0]} and "
-            f"{most[-1][1]:.3g} by round {most[-1][0]}."
+            f"Epsilon that clients have spent: at most {highest[0][1]:.3g} by round "
+            f"{highest[0][0]} and "
+            f"{highest[-1][1]:.3g} by round {highest[-1][0]}."
         )
-        found.append(
+        pictures.append(
             Picture(
                 "Epsilon spent by round, of the client with the most and the least",
                 words,
-                _lines(name, "epsilon", most, least, attacked),
+                _lines(name, "epsilon", highest, lowest, attacked),
             )
         )
-    return found
+    return pictures
 
 
-def _has(measured: Mapping[int, Mapping[str, float | None]], name: str) -> bool:
-    return any(each.get(name) is not None for each in measured.values())
+def _is_measured(measured: Mapping[int, Mapping[str, float | None]], name: str) -> bool:
+    return any(figures.get(name) is not None for figures in measured.values())
 
 
 def _lines(
@@ -321,14 +331,22 @@ def _lines(
 
 def attacks(name: str, summaries: Mapping[str, AttackSummary]) -> list[Picture]:
     """Returns attacks side by side: three figures with intervals, and both controls."""
-    if not any(of.answers for of in summaries.values()):
+    if not any(summary.answers for summary in summaries.values()):
         return []
     panels: list[tuple[str, Callable[[AttackSummary], Sequence[Estimate | None]], float]] = [
-        ("texts exact, %", lambda of: (of.exact_match, None, None), 100),
-        ("ROUGE-L", lambda of: (of.rougeL, of.control_rougeL, of.guess_rougeL), 1),
+        ("texts exact, %", lambda summary: (summary.exact_match, None, None), 100),
+        (
+            "ROUGE-L",
+            lambda summary: (summary.rougeL, summary.control_rougeL, summary.guess_rougeL),
+            1,
+        ),
         (
             "tokens found, %",
-            lambda of: (of.token_recall, of.control_token_recall, of.guess_token_recall),
+            lambda summary: (
+                summary.token_recall,
+                summary.control_token_recall,
+                summary.guess_token_recall,
+            ),
             100,
         ),
     ]
@@ -339,8 +357,8 @@ def attacks(name: str, summaries: Mapping[str, AttackSummary]) -> list[Picture]:
         grid = figure.subplots(*shape, sharey=not narrow, squeeze=False).ravel()
         colour = COLOURS[4] if dark else COLOURS[1]
         for axes, (heading, figures, scale) in zip(grid, panels, strict=True):
-            triples = [figures(summaries[each]) for each in names]
-            mean, reach = error_bars([each[0] for each in triples], scale)
+            triples = [figures(summaries[attack]) for attack in names]
+            mean, reach = error_bars([triple[0] for triple in triples], scale)
             places = np.arange(len(names))
             axes.errorbar(
                 mean,
@@ -357,8 +375,8 @@ def attacks(name: str, summaries: Mapping[str, AttackSummary]) -> list[Picture]:
             for column, mark, label in ((1, "|", OTHER_UPDATE), (2, "x", NO_UPDATE)):
                 controls = [
                     (scale * control.mean, place)
-                    for place, each in zip(places, triples, strict=True)
-                    if each[0] is not None and (control := each[column]) is not None
+                    for place, triple in zip(places, triples, strict=True)
+                    if triple[0] is not None and (control := triple[column]) is not None
                 ]
                 if controls:
                     axes.plot(
@@ -371,12 +389,12 @@ def attacks(name: str, summaries: Mapping[str, AttackSummary]) -> list[Picture]:
                         label=label,
                         zorder=1,
                     )
-            for place, each in zip(places, triples, strict=True):
-                if each[0] is None:
+            for place, triple in zip(places, triples, strict=True):
+                if triple[0] is None:
                     axes.text(1, place, "not measured", va="center", color=GREY, fontsize=8)
             axes.set_xlim(-4, 104)
             axes.set_ylim(-0.6, len(names) - 0.4)
-            axes.set_yticks(places, [_short(each) for each in names])
+            axes.set_yticks(places, [_short(attack) for attack in names])
             axes.set_title(heading, fontsize=9, loc="left")
             axes.grid(axis="x", color=_EMPTY[dark], linewidth=0.8)
             axes.set_axisbelow(True)
@@ -396,16 +414,16 @@ def attacks(name: str, summaries: Mapping[str, AttackSummary]) -> list[Picture]:
         return (3 * (panel + 0.2) + 0.6) if narrow else panel + 0.65
 
     words = "; ".join(
-        f"{each}: "
+        f"{attack}: "
         + listed(
             [
-                f"{heading} {interval(figures(summaries[each])[0], scale)}"
+                f"{heading} {interval(figures(summaries[attack])[0], scale)}"
                 for heading, figures, scale in panels
-                if figures(summaries[each])[0] is not None
+                if figures(summaries[attack])[0] is not None
             ]
             or ["no answer"]
         )
-        for each in summaries
+        for attack in summaries
     )
     return [
         Picture(
@@ -418,7 +436,7 @@ def attacks(name: str, summaries: Mapping[str, AttackSummary]) -> list[Picture]:
 
 def membership(name: str, summary: MembershipSummary | None) -> list[Picture]:
     """Returns the ROC curves of attacks on membership, a picture for each attack."""
-    found = []
+    pictures = []
     figures = () if summary is None else summary.figures
     for attack in dict.fromkeys(row.attack for row in figures):
         curves = [row for row in figures if row.attack == attack and row.roc]
@@ -427,7 +445,7 @@ def membership(name: str, summary: MembershipSummary | None) -> list[Picture]:
         words = "Areas under the curves: " + "; ".join(
             f"{row.score} {'-' if row.auc is None else f'{row.auc.mean:.2f}'}" for row in curves
         )
-        found.append(
+        pictures.append(
             Picture(
                 f"{printable(attack)}: the share of texts that were in and are found, against the "
                 "share of others that are accused, over all rounds; shaded: 95 % interval at each "
@@ -436,11 +454,11 @@ def membership(name: str, summary: MembershipSummary | None) -> list[Picture]:
                 _drawing(f"{name}-{attack}-roc", _roc(curves)),
             )
         )
-    return found
+    return pictures
 
 
 def _roc(curves: Sequence[MembershipFigures]) -> Draw:
-    """Returns what draws a panel for each score."""
+    """Returns the function that draws a panel for each score."""
 
     def draw(figure: "Figure", narrow: bool, dark: bool) -> float:
         columns = 2 if narrow else 4

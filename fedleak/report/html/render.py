@@ -28,7 +28,7 @@ def render(page: RunPage | SweepPage) -> bytes:
     environment = _environment()
     style, script = (_source(name) for name in ("style.css", "report.js"))
     # The script shows the texts, and nothing else needs one.
-    texts = [_text(each) for each in page.texts] if isinstance(page, RunPage) else []
+    texts = [_text(text) for text in page.texts] if isinstance(page, RunPage) else []
     template = "run.html.j2" if isinstance(page, RunPage) else "sweep.html.j2"
     written = environment.get_template(template).render(
         page=page,
@@ -93,7 +93,7 @@ def _text(text: PrivateText) -> Mapping[str, Any]:
         "round": text.round,
         "client": text.client,
         "truth": bounded(text.truth),
-        "answers": [_answer(each) for each in text.answers],
+        "answers": [_answer(answer) for answer in text.answers],
     }
 
 

@@ -56,8 +56,8 @@ MOST_ROWS = 500
 """Rows of a table; of a run with more, the file leakage.jsonl has the others."""
 
 WORDS_KNOWN, ORDER_UNKNOWN = 0.9, 0.5
-"""Of an update whose words are known and whose order is not: the share of tokens found at least,
-and the share of texts read exactly below."""
+"""Words are known if at least this share of tokens is found; their order is not if less than this
+share of texts is read exactly."""
 
 WRITTEN = "Zoë pays 5 € at the Café, \U0001f600!"
 """What a tokenizer may not keep as it is: capitals, accents, signs."""
@@ -78,9 +78,9 @@ def run_page(run: Run, scored: Sequence[Scored], *, redact: bool = False) -> Run
     model = outline(experiment.model_spec(info["num_labels"]))
     if redact:
         experiment = _without_folders(experiment)
-    rows = [one.row for one in scored]
+    rows = [answer.row for answer in scored]
     ledger, utility = run.rows(LEDGER), run.rows(UTILITY)
-    most = _told_most(summary)
+    most = _with_all_facts(summary)
     read = pictures.shares([row for row in rows if row.attack in most.attacks])
     texts = [] if redact else _texts(scored)
     of_rounds = sorted({key.round for key in read})
@@ -89,8 +89,8 @@ def run_page(run: Run, scored: Sequence[Scored], *, redact: bool = False) -> Run
         name=summary.name,
         redacted=redact,
         verdict=run_verdict(most, _extent(experiment, most, rows, read), guaranteed),
-        missing=_said_or_counted(summary.missing, redact),
-        notes=_said_or_counted(summary.notes, redact),
+        missing=_sentences_or_count(summary.missing, redact),
+        notes=_sentences_or_count(summary.notes, redact),
         setting=_setting(experiment),
         threat=_threat(experiment, summary),
         leakage=pictures.leakage(summary.name, read),
@@ -101,13 +101,13 @@ def run_page(run: Run, scored: Sequence[Scored], *, redact: bool = False) -> Run
         attack_table=attack_table(summary.attacks, summary),
         ladder=_ladder_table(summary),
         membership=pictures.membership(summary.name, summary.membership),
-        membership_table=_membership(summary.membership),
+        membership_table=_membership_table(summary.membership),
         texts=texts,
         texts_note=_texts_note(rows, texts, model, redact),
-        defenses=_defenses(run, experiment, summary),
+        defenses=_defense_tables(run, experiment, summary),
         privacy=guaranteed.sentence,
         canary_alarms=summary.canary.alarms if summary.canary else (),
-        ledger=_ledger(ledger, summary.canary),
+        ledger=_ledger_table(ledger, summary.canary),
         versions=[
             Entry("begun", str(info.get("begun") or NOT_MEASURED)),
             *([] if redact else [Entry("run by", str(info.get("user") or NOT_MEASURED))]),
@@ -123,39 +123,41 @@ def run_page(run: Run, scored: Sequence[Scored], *, redact: bool = False) -> Run
     )
 
 
-def _said_or_counted(sentences: Sequence[str], redact: bool) -> Sequence[str]:
-    """Returns sentences; or how many there are, as reasons of others may name private texts."""
+def _sentences_or_count(sentences: Sequence[str], redact: bool) -> Sequence[str]:
+    """Returns sentences, or only their number: reasons of others may name private texts."""
     if redact and sentences:
         return [f"{counted(len(sentences), 'remark')}, left out here: `fedleak score` has them"]
     return sentences
 
 
-def _told_most(summary: RunSummary) -> RunSummary:
+def _with_all_facts(summary: RunSummary) -> RunSummary:
     """Returns the figures of attacks that are told all facts, where there is a ladder."""
     if summary.ladder is None:
         return summary
     names = summary.ladder.top.attacks.values()
     return summary.model_copy(
-        update={"attacks": {name: of for name, of in summary.attacks.items() if name in names}}
+        update={
+            "attacks": {name: attack for name, attack in summary.attacks.items() if name in names}
+        }
     )
 
 
 def _granted(experiment: Experiment, summary: RunSummary) -> Sequence[str]:
-    """Returns what an attacker is told that is told the most."""
+    """Returns the facts that the best informed attacker is told."""
     return summary.ladder.top.granted if summary.ladder else sorted(experiment.threat.knows)
 
 
 def _without_folders(experiment: Experiment) -> Experiment:
-    """Returns an experiment whose paths are their last parts, as folders may name their owner."""
+    """Returns an experiment with the last part of each path: folders may name their owner."""
 
     def shortened(value: JsonValue) -> JsonValue:
         match value:
             case str():
                 return re.sub(r"(^|[\s=:,\"'])[/~].*/", r"\1.../", value)
             case list():
-                return [shortened(item) for item in value]
+                return [shortened(element) for element in value]
             case dict():
-                return {key: shortened(item) for key, item in value.items()}
+                return {key: shortened(setting) for key, setting in value.items()}
         return value
 
     return Experiment.model_validate(shortened(experiment.model_dump(mode="json")))
@@ -181,7 +183,7 @@ def _extent(
 
 
 def unordered(rows: Iterable[LeakageRow], read: Mapping[Key, ReadShare]) -> int:
-    """Returns of how many updates more time may read the order of words that are known."""
+    """Counts the updates whose words are known and whose order more time may read."""
     late = {row.key for row in rows if row.diagnostics.get("time_up")}
     proved = {row.key for row in rows if row.verified}
     return sum(
@@ -232,21 +234,21 @@ def _threat(experiment: Experiment, summary: RunSummary) -> list[Entry]:
         attacker = "whoever has the models that the server publishes; not the server itself"
     rounds, clients = experiment.threat.rounds, experiment.threat.clients
     granted = [fact.replace("_", " ") for fact in _granted(experiment, summary)]
-    told = listed(granted) if granted else "nothing more"
+    grants = listed(granted) if granted else "nothing more"
     if summary.ladder is not None:
-        told = f"{told} (and less: see what each fact is worth)"
+        grants = f"{grants} (and less: see what each fact is worth)"
     return [
         Entry("attacker", attacker),
         Entry("sees", f"{SEES[experiment.sees]}, and the model that it broadcast"),
         Entry("knows anyway", "learning rate, number of local steps, whether there is dropout"),
-        Entry("is granted", told),
-        Entry("attacked rounds", "all" if rounds is None else listed(_first(rounds))),
-        Entry("attacked clients", "all" if clients is None else listed(_first(clients))),
+        Entry("is granted", grants),
+        Entry("attacked rounds", "all" if rounds is None else listed(_first_numbers(rounds))),
+        Entry("attacked clients", "all" if clients is None else listed(_first_numbers(clients))),
         Entry("attacks", listed(sorted(summary.attacks)) if summary.attacks else "none"),
     ]
 
 
-def _first(numbers: Sequence[int]) -> list[str]:
+def _first_numbers(numbers: Sequence[int]) -> list[str]:
     """Returns the first numbers of many, in words."""
     return [f"{number:,}" for number in numbers[:12]]
 
@@ -261,9 +263,9 @@ def _leakage_table(
     for row in rows:
         of_key.setdefault(row.key, {})[row.attack] = row
     spent: dict[Key, list[LedgerRow]] = {}
-    for each in ledger:
-        spent.setdefault(each.key, []).append(each)
-        spent.setdefault(Key(each.round, EVERYONE), []).append(each)
+    for ledger_row in ledger:
+        spent.setdefault(ledger_row.key, []).append(ledger_row)
+        spent.setdefault(Key(ledger_row.round, EVERYONE), []).append(ledger_row)
     shown = list(read.items())[:MOST_ROWS]
     more = len(read) - len(shown)
     return Table(
@@ -273,13 +275,13 @@ def _leakage_table(
             (
                 str(key.round),
                 client_name(key.client),
-                NOT_MEASURED if one.texts is None else str(one.texts),
-                _percent(one.exact),
-                _percent(one.tokens),
+                NOT_MEASURED if share.texts is None else str(share.texts),
+                _percent(share.exact),
+                _percent(share.tokens),
                 *(_cell(of_key[key].get(name)) for name in names),
                 epsilon_of(key, spent.get(key, ())),
             )
-            for key, one in shown
+            for key, share in shown
         ],
         "Of an attack: texts word for word of all, and ROUGE-L; or the share of tokens found."
         + (f" {more:,} more updates are in leakage.jsonl of the run." if more else ""),
@@ -321,19 +323,19 @@ def attack_table(attacks: Mapping[str, AttackSummary], summary: RunSummary) -> T
         return None
     lines = [
         (
-            name + (" *" if of.warning else ""),
-            tables.answers(of),
-            interval(of.exact_match, 100),
-            interval(of.rougeL),
-            interval(of.control_rougeL),
-            interval(of.guess_rougeL),
-            interval(of.token_recall, 100),
-            interval(of.control_token_recall, 100),
-            interval(of.guess_token_recall, 100),
-            tables.proved(of),
-            f"{of.seconds:,.1f}",
+            name + (" *" if attack.warning else ""),
+            tables.answers(attack),
+            interval(attack.exact_match, 100),
+            interval(attack.rougeL),
+            interval(attack.control_rougeL),
+            interval(attack.guess_rougeL),
+            interval(attack.token_recall, 100),
+            interval(attack.control_token_recall, 100),
+            interval(attack.guess_token_recall, 100),
+            tables.proved(attack),
+            f"{attack.seconds:,.1f}",
         )
-        for name, of in attacks.items()
+        for name, attack in attacks.items()
     ]
     if (worst := summary.worst_case) is not None and len(worst.attacks) > 1:
         lines.append(
@@ -352,7 +354,7 @@ def attack_table(attacks: Mapping[str, AttackSummary], summary: RunSummary) -> T
             )
         )
     notes = [
-        *(f"{each}." for each in tables.warnings(attacks.values())),
+        *(f"{warning}." for warning in tables.warnings(attacks.values())),
         f"Mean and 95 % {tables.INTERVALS}.",
     ]
     return Table(
@@ -384,11 +386,11 @@ def _ladder_table(summary: RunSummary) -> Table | None:
         columns += [heading, f"more {heading}"]
     for line in ladder.lines(summary, summary.ladder):
         row = [line.attack, line.told.replace("_", " ")]
-        for each in line.figures:
-            more = NOT_MEASURED if each.more is None else ladder.marked(each.more)
-            row += [interval(each.value, SCALE[each.name]), more]
+        for rung_figure in line.figures:
+            more = NOT_MEASURED if rung_figure.more is None else ladder.marked(rung_figure.more)
+            row += [interval(rung_figure.value, SCALE[rung_figure.name]), more]
         rows.append(row)
-    left_out = "".join(f" {each}." for each in ladder.left_out(summary.ladder))
+    left_out = "".join(f" {reason}." for reason in ladder.left_out(summary.ladder))
     note = f"More: than told nothing more. {ladder.note(summary.ladder)}{left_out}"
     return Table("What each fact is worth to the server", columns, rows, note)
 
@@ -397,20 +399,20 @@ def _texts(scored: Sequence[Scored]) -> list[PrivateText]:
     """Returns each private text of a sequence-naming attack with all answers, the worst first."""
     truths: dict[tuple[Key, int], str] = {}
     answers: dict[tuple[Key, int], list[TextAnswer]] = {}
-    for one in scored:
-        row = one.row
-        for place, (pair, score) in enumerate(zip_longest(one.pairs, row.texts or ())):
+    for scored_answer in scored:
+        row = scored_answer.row
+        for place, (pair, score) in enumerate(zip_longest(scored_answer.pairs, row.texts or ())):
             at = (row.key, place)
             if pair is not None:
                 truths[at] = pair.truth
             answers.setdefault(at, []).append(_answer(row, pair, score))
-    found = [
+    texts = [
         PrivateText(
             at[0].round, client_name(at[0].client), truth, sorted(answers[at], key=_goodness)
         )
         for at, truth in truths.items()
     ]
-    return sorted(found, key=lambda text: _goodness(text.best))
+    return sorted(texts, key=lambda text: _goodness(text.best))
 
 
 def _answer(row: LeakageRow, pair: TextPair | None, score: TextScore | None) -> TextAnswer:
@@ -453,11 +455,11 @@ def _texts_note(
     return " ".join(notes)
 
 
-def _defenses(run: Run, experiment: Experiment, summary: RunSummary) -> list[Table]:
-    found = []
+def _defense_tables(run: Run, experiment: Experiment, summary: RunSummary) -> list[Table]:
+    defense_tables = []
     if experiment.defense:
-        did = {each.defense: each for each in summary.defended}
-        found.append(
+        effects = {effect.defense: effect for effect in summary.defended}
+        defense_tables.append(
             Table(
                 "Defenses, and what they did to an update on average",
                 ("defense", "settings", "did"),
@@ -465,7 +467,7 @@ def _defenses(run: Run, experiment: Experiment, summary: RunSummary) -> list[Tab
                     (
                         f"{place}: {table['kind']}",
                         said({key: v for key, v in table.items() if key != "kind"}) or "defaults",
-                        _figures(did[place].figures) if place in did else NOT_MEASURED,
+                        _figures(effects[place].figures) if place in effects else NOT_MEASURED,
                     )
                     for place, table in enumerate(experiment.defense)
                 ],
@@ -475,18 +477,23 @@ def _defenses(run: Run, experiment: Experiment, summary: RunSummary) -> list[Tab
         )
     checks = _checks(run)
     if checks:
-        found.append(
+        defense_tables.append(
             Table(
                 "What the check before the run found",
                 ("tested", "claim", "result", "figures"),
                 [
-                    (one.defense, one.claim, "holds" if one.holds else "FAILS", one.found)
-                    for one in checks
+                    (
+                        finding.defense,
+                        finding.claim,
+                        "holds" if finding.holds else "FAILS",
+                        finding.found,
+                    )
+                    for finding in checks
                 ],
                 "The check uses made-up updates and no private text.",
             )
         )
-    return found
+    return defense_tables
 
 
 def _figures(figures: Mapping[str, float | None]) -> str:
@@ -529,7 +536,7 @@ def _guaranteed(
     return Guaranteed(against, f"{sentence} Mind that {aggregator.trust}.")
 
 
-def _membership(summary: MembershipSummary | None) -> Table | None:
+def _membership_table(summary: MembershipSummary | None) -> Table | None:
     if summary is None:
         return None
     return Table(
@@ -543,11 +550,11 @@ def _membership(summary: MembershipSummary | None) -> Table | None:
     )
 
 
-def _ledger(ledger: Sequence[LedgerRow], canary: CanarySummary | None) -> Table | None:
+def _ledger_table(ledger: Sequence[LedgerRow], canary: CanarySummary | None) -> Table | None:
     last = {(row.client, row.unit): row for row in ledger}
     if canary is None and all(row.epsilon == NONE for row in last.values()):
         return None
-    shown = [last[each] for each in sorted(last)][:MOST_ROWS]
+    shown = [last[key] for key in sorted(last)][:MOST_ROWS]
     more = len(last) - len(shown)
     bounds = {} if canary is None else {(row.client, row.unit): row for row in canary.bounds}
     measured: Sequence[str] = () if canary is None else canary_table.COLUMNS[1:]
@@ -569,7 +576,7 @@ def _ledger(ledger: Sequence[LedgerRow], canary: CanarySummary | None) -> Table 
             "noise multiplier",
             "steps",
             "accountant",
-            *(f"epsilon at least: {what}" for what in measured[:-1]),
+            *(f"epsilon at least: {heading}" for heading in measured[:-1]),
             *measured[-1:],
         ),
         [
@@ -586,7 +593,7 @@ def _ledger(ledger: Sequence[LedgerRow], canary: CanarySummary | None) -> Table 
                     figure(row.noise_multiplier),
                     NOT_MEASURED if row.steps is None else f"{row.steps:,}",
                     row.accountant,
-                    *_measured(row, bounds, len(measured)),
+                    *_canary_cells(row, bounds, len(measured)),
                 )
                 for row in shown
             ),
@@ -600,10 +607,10 @@ def _ledger(ledger: Sequence[LedgerRow], canary: CanarySummary | None) -> Table 
     )
 
 
-def _measured(
+def _canary_cells(
     row: LedgerRow, bounds: Mapping[tuple[int, str], CanaryBound], columns: int
 ) -> Sequence[str]:
-    """Returns what canaries measured of what a row of the ledger guarantees."""
+    """Returns the bounds by canaries on what a row of the ledger guarantees."""
     unit = "example" if row.unit == NONE else row.unit
-    found = bounds.get((row.client, unit))
-    return [NOT_MEASURED] * columns if found is None else canary_table.cells(found)[1:]
+    bound = bounds.get((row.client, unit))
+    return [NOT_MEASURED] * columns if bound is None else canary_table.cells(bound)[1:]

@@ -23,10 +23,10 @@ def sweep_page(
 
     Args:
         collected: The sweep.
-        reports: By the name of the cell the address of its own report, as far as there is one.
+        reports: Addresses of the cells' own reports, as far as they exist, by the name of the cell.
         redact: Leave out what attacks and files say in words.
     """
-    incomplete = {each.cell: each.missing for each in collected.cells if each.missing}
+    incomplete = {cell.cell: cell.missing for cell in collected.cells if cell.missing}
     return SweepPage(
         name=collected.name,
         redacted=redact,
@@ -58,17 +58,17 @@ def _grid(collected: SweepSummary, reports: Mapping[str, str]) -> Table:
             "ROUGE-L",
             "other update: ROUGE-L",
             "tokens found, %",
-            *(sweep_table.UTILITIES[each] for each in further),
+            *(sweep_table.UTILITIES[utility] for utility in further),
             "epsilon",
             "report",
         ),
         [
             (
                 *(said(cell.values[key]) for key in collected.axes),
-                *_read(cell),
-                *(figure(sweep_table.utility(cell, each)) for each in further),
+                *_leakage_cells(cell),
+                *(figure(sweep_table.utility(cell, utility)) for utility in further),
                 figure(cell.privacy.epsilon) if cell.privacy else NOT_MEASURED,
-                _report(cell, reports),
+                _report_link(cell, reports),
             )
             for cell in collected.cells
         ],
@@ -78,41 +78,41 @@ def _grid(collected: SweepSummary, reports: Mapping[str, str]) -> Table:
     )
 
 
-def _read(cell: CellSummary) -> tuple[str, ...]:
-    found = figures(cell.worst_case, cell.attacks)
-    if found is None:
+def _leakage_cells(cell: CellSummary) -> tuple[str, ...]:
+    leakage = figures(cell.worst_case, cell.attacks)
+    if leakage is None:
         why = "no answer" if cell.attacks else cell.status
         return (why, *[NOT_MEASURED] * 4)
     return (
-        found.by + (" *" if found.warning else ""),
-        interval(found.exact, 100),
-        interval(found.rougeL),
-        interval(found.control_rougeL),
-        interval(found.recall, 100),
+        leakage.by + (" *" if leakage.warning else ""),
+        interval(leakage.exact, 100),
+        interval(leakage.rougeL),
+        interval(leakage.control_rougeL),
+        interval(leakage.recall, 100),
     )
 
 
-def _report(cell: CellSummary, reports: Mapping[str, str]) -> str | Link:
+def _report_link(cell: CellSummary, reports: Mapping[str, str]) -> str | Link:
     address = reports.get(cell.cell)
     return NOT_MEASURED if address is None else Link("open", address)
 
 
 def _attacks(collected: SweepSummary) -> Table | None:
-    asked = any(cell.membership is not None for cell in collected.cells)
+    with_membership = any(cell.membership is not None for cell in collected.cells)
     lines = [
         (
             ", ".join(said(cell.values[key]) for key in collected.axes),
-            name + (" *" if of.warning else ""),
-            f"{of.answers} of {of.rows}",
-            interval(of.exact_match, 100),
-            interval(of.rougeL),
-            interval(of.guess_rougeL),
-            interval(of.token_recall, 100),
-            *[sweep_table.membership(cell, name)] * asked,
-            f"{of.seconds:,.1f}",
+            name + (" *" if attack.warning else ""),
+            f"{attack.answers} of {attack.rows}",
+            interval(attack.exact_match, 100),
+            interval(attack.rougeL),
+            interval(attack.guess_rougeL),
+            interval(attack.token_recall, 100),
+            *[sweep_table.membership(cell, name)] * with_membership,
+            f"{attack.seconds:,.1f}",
         )
         for cell in collected.cells
-        for name, of in cell.attacks.items()
+        for name, attack in cell.attacks.items()
     ]
     if not lines:
         return None
@@ -126,7 +126,7 @@ def _attacks(collected: SweepSummary) -> Table | None:
             "ROUGE-L",
             "no update: ROUGE-L",
             "tokens found, %",
-            *["who was in: AUC"] * asked,
+            *["who was in: AUC"] * with_membership,
             "seconds",
         ),
         lines,
@@ -141,12 +141,12 @@ def _pictures(collected: SweepSummary) -> list[Picture]:
         ("Leakage against utility and epsilon", tradeoff.draw_tradeoff),
         ("Where each kind of leak ends, and what it costs", frontier.draw_frontier),
     ]
-    found = []
+    pictures = []
     with tempfile.TemporaryDirectory() as folder:
         for number, (caption, draw) in enumerate(kinds):
             path = Path(folder, f"{number}.svg")
             draw(collected, path)
             if path.is_file():
                 words = "The tables of this page have the figures that are drawn."
-                found.append(Picture(caption, words, Drawing(path.read_bytes())))
-    return found
+                pictures.append(Picture(caption, words, Drawing(path.read_bytes())))
+    return pictures

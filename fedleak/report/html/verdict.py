@@ -25,8 +25,8 @@ class Figures:
 
     Attributes:
         by: Who read it, such as `the attack dager`, or `2 attacks together (dager 5 and lamp 3)`.
-        texts: Texts that `exact` is the mean of.
-        clients: Of these texts.
+        texts: How many texts `exact` is the mean of.
+        clients: How many clients have these texts.
         exact, recall: Shares, from 0 to 1.
         nearly: Texts that were not read word for word, but nearly.
         rougeL: From 0 to 100.
@@ -58,7 +58,7 @@ def figures(worst: WorstCase | None, attacks: Mapping[str, AttackSummary]) -> Fi
     """
     if worst is not None:
         return Figures(
-            by=_by(worst),
+            by=_readers(worst),
             texts=worst.texts - worst.unattacked,
             clients=worst.clients,
             exact=worst.exact_match,
@@ -69,25 +69,25 @@ def figures(worst: WorstCase | None, attacks: Mapping[str, AttackSummary]) -> Fi
             control_recall=worst.control_token_recall,
             warning=worst.warning,
         )
-    answered = {name: of for name, of in attacks.items() if max(_strength(of)) >= 0}
+    answered = {name: attack for name, attack in attacks.items() if max(_strength(attack)) >= 0}
     if not answered:
         return None
-    name, of = max(answered.items(), key=lambda each: _strength(each[1]))
+    name, attack = max(answered.items(), key=lambda named: _strength(named[1]))
     return Figures(
         by=f"the attack {name}",
-        texts=of.sequences,
-        clients=of.clients,
-        exact=of.exact_match,
+        texts=attack.sequences,
+        clients=attack.clients,
+        exact=attack.exact_match,
         nearly=0,
-        rougeL=of.rougeL,
-        recall=of.token_recall,
-        control_rougeL=of.control_rougeL,
-        control_recall=of.control_token_recall,
-        warning=of.warning,
+        rougeL=attack.rougeL,
+        recall=attack.token_recall,
+        control_rougeL=attack.control_rougeL,
+        control_recall=attack.control_token_recall,
+        warning=attack.warning,
     )
 
 
-def _by(worst: WorstCase) -> str:
+def _readers(worst: WorstCase) -> str:
     """Returns which attacks read texts word for word; where none did, all that answered."""
     names = list(worst.first) or worst.attacks
     if len(names) == 1:
@@ -96,9 +96,9 @@ def _by(worst: WorstCase) -> str:
     return f"{len(names)} attacks together ({counts})"
 
 
-def _strength(of: AttackSummary) -> tuple[float, ...]:
-    found = (of.exact_match, of.rougeL, of.token_recall)
-    return tuple(-1.0 if each is None else each.mean for each in found)
+def _strength(attack: AttackSummary) -> tuple[float, ...]:
+    estimates = (attack.exact_match, attack.rougeL, attack.token_recall)
+    return tuple(-1.0 if estimate is None else estimate.mean for estimate in estimates)
 
 
 SEEN: Mapping[Sight, tuple[str, str]] = {
@@ -106,7 +106,7 @@ SEEN: Mapping[Sight, tuple[str, str]] = {
     "sum": ("sum", " of clients' updates"),
     "models": ("difference", " of successive models"),
 }
-"""What an attack is tried on, and of what it is one."""
+"""What an attack is tried on: the word for one, and what follows it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +133,7 @@ class Guaranteed:
     """What holds against every attack, also those that nobody has tried.
 
     Attributes:
-        epsilon: That holds against the attacker of this run; None: none does.
+        epsilon: The one that holds against the attacker of this run; None: none does.
         sentence: What holds for whom.
     """
 
@@ -150,24 +150,24 @@ HEADLINES: Mapping[Level, str] = {
 
 def run_verdict(summary: RunSummary, extent: Extent, guaranteed: Guaranteed) -> Verdict:
     """Returns the verdict on a run."""
-    found = figures(summary.worst_case, summary.attacks)
-    attacks, told = summary.attacks, _told_apart(summary.membership)
-    level = _level(found, attacks)
-    level = Level.PARTLY if told and level == Level.UNKNOWN else level
+    leakage = figures(summary.worst_case, summary.attacks)
+    attacks, membership = summary.attacks, _membership_sentence(summary.membership)
+    level = _level(leakage, attacks)
+    level = Level.PARTLY if membership and level == Level.UNKNOWN else level
     return Verdict(
         level,
-        HEADLINES[level] + _held(guaranteed.epsilon, summary.canary),
+        HEADLINES[level] + _epsilon_clause(guaranteed.epsilon, summary.canary),
         (
-            _read(found, attacks, extent),
+            _what_was_read(leakage, attacks, extent),
             guaranteed.sentence,
-            f"{_unordered(extent)}{_untold(summary)}{_undefended(summary)}{told}"
-            f"{_sure(found, attacks, extent)}",
+            f"{_order_unknown(extent)}{_read_without_facts(summary)}{_read_of_copies(summary)}"
+            f"{membership}{_certainty(leakage, attacks, extent)}",
             _unmeasured(summary, extent),
         ),
     )
 
 
-def _held(epsilon: float | None, canary: CanarySummary | None) -> str:
+def _epsilon_clause(epsilon: float | None, canary: CanarySummary | None) -> str:
     if epsilon is None:
         return ""
     if canary is not None and canary.alarms:
@@ -175,43 +175,46 @@ def _held(epsilon: float | None, canary: CanarySummary | None) -> str:
     return f"; an epsilon of {figure(epsilon)} holds"
 
 
-def _level(found: Figures | None, attacks: Mapping[str, AttackSummary]) -> Level:
-    if found is None:
-        return Level.READ if any(of.verified for of in attacks.values()) else Level.UNKNOWN
-    return Level.READ if found.exact_texts else Level.PARTLY
+def _level(leakage: Figures | None, attacks: Mapping[str, AttackSummary]) -> Level:
+    if leakage is None:
+        return Level.READ if any(attack.verified for attack in attacks.values()) else Level.UNKNOWN
+    return Level.READ if leakage.exact_texts else Level.PARTLY
 
 
-def _read(found: Figures | None, attacks: Mapping[str, AttackSummary], extent: Extent) -> str:
+def _what_was_read(
+    leakage: Figures | None, attacks: Mapping[str, AttackSummary], extent: Extent
+) -> str:
     who = "A server that follows the protocol"
     if extent.sees == "models":
         who = "An attacker who has the published models"
     who += f" and was told {listed(extent.granted).replace('_', ' ')}" if extent.granted else ""
-    one, of = SEEN[extent.sees]
-    updates = counted(extent.attacked, one) + of
-    if found is None:
+    noun, source = SEEN[extent.sees]
+    updates = counted(extent.attacked, noun) + source
+    if leakage is None:
         why = f"no attack gave an answer for any of {updates}"
-        if any(of.unscored for of in attacks.values()):
+        if any(attack.unscored for attack in attacks.values()):
             why = f"attacks gave answers for {updates}, but what clients trained on is not here"
         return f"How much {who[0].lower()}{who[1:]} could read was not measured: {why}."
     tokens = "parts of the private texts"
-    if found.recall is not None:
-        amount = "all" if found.recall.mean == 1 else percent(found.recall.mean)
+    if leakage.recall is not None:
+        amount = "all" if leakage.recall.mean == 1 else percent(leakage.recall.mean)
         tokens = f"{amount} of the distinct words and word parts of the private texts"
-        if found.control_recall is not None:
-            tokens += f" (an answer for another client has {percent(found.control_recall.mean)})"
-    if found.exact is None:
+        if leakage.control_recall is not None:
+            tokens += f" (an answer for another client has {percent(leakage.control_recall.mean)})"
+    if leakage.exact is None:
         return f"{who} could read {tokens} out of {updates}."
-    exact = f"{found.exact_texts:,}" if found.exact_texts else "none"
-    nearly = f", and {found.nearly:,} nearly (ROUGE-L of {NEARLY:g} or more)" * bool(found.nearly)
-    by = f", by {found.by}" if found.exact_texts else ""
+    exact = f"{leakage.exact_texts:,}" if leakage.exact_texts else "none"
+    nearly = f", and {leakage.nearly:,} nearly (ROUGE-L of {NEARLY:g} or more)"
+    nearly = nearly if leakage.nearly else ""
+    by = f", by {leakage.by}" if leakage.exact_texts else ""
     return (
-        f"{who} could read {exact} of {counted(found.texts, 'private text')} word for word{nearly} "
-        f"out of {updates}{by}. It could find {tokens}."
+        f"{who} could read {exact} of {counted(leakage.texts, 'private text')} word for "
+        f"word{nearly} out of {updates}{by}. It could find {tokens}."
     )
 
 
-def _unordered(extent: Extent) -> str:
-    """Returns where more time may tell more, with a space after it; or nothing."""
+def _order_unknown(extent: Extent) -> str:
+    """Returns that more time may read the order of known words, if that is so."""
     if not extent.unordered:
         return ""
     return (
@@ -220,19 +223,19 @@ def _unordered(extent: Extent) -> str:
     )
 
 
-def _untold(summary: RunSummary) -> str:
-    """Returns what is read without any fact, where there is a ladder that says it."""
+def _read_without_facts(summary: RunSummary) -> str:
+    """Returns what is read without granted facts, if there is a ladder."""
     rungs = summary.ladder.rungs if summary.ladder else ()
-    if len(rungs) < 2 or (found := figures(rungs[0].worst_case, {})) is None or not found.exact:
+    if len(rungs) < 2 or (leakage := figures(rungs[0].worst_case, {})) is None or not leakage.exact:
         return ""
     return (
-        f"Told nothing more than the protocol tells, it could read {found.exact_texts:,} word for "
-        "word. "
+        f"Told nothing more than the protocol tells, it could read {leakage.exact_texts:,} word "
+        "for word. "
     )
 
 
-def _undefended(summary: RunSummary) -> str:
-    """Returns what the same attacks read of undefended copies, where there are any."""
+def _read_of_copies(summary: RunSummary) -> str:
+    """Returns what the same attacks read of undefended copies, if there are any."""
     if (control := summary.positive_control) is None:
         return ""
     copies = f"{counted(control.copies, 'plain gradient')} of these batches, without any defense,"
@@ -245,8 +248,8 @@ def _undefended(summary: RunSummary) -> str:
     return f"Of {copies} the same attacks read {exact} of the texts word for word. "
 
 
-def _told_apart(membership: MembershipSummary | None) -> str:
-    """Returns how well it can be told which texts were in; no word where it cannot be told."""
+def _membership_sentence(membership: MembershipSummary | None) -> str:
+    """Returns how well an attacker tells which texts were in an update; empty if it cannot."""
     figures = () if membership is None else membership.figures
     clear = [
         (row.p, -row.auc.mean, row)
@@ -255,7 +258,7 @@ def _told_apart(membership: MembershipSummary | None) -> str:
     ]
     if not clear:
         return ""
-    p, area, surest = min(clear, key=lambda each: each[:2])
+    p, area, surest = min(clear, key=lambda ranked: ranked[:2])
     return (
         f"It could tell which of the texts that it has already were in an update: by the score "
         f"{surest.score} of {surest.attack} one that was in ranks above one that was not in "
@@ -263,34 +266,36 @@ def _told_apart(membership: MembershipSummary | None) -> str:
     )
 
 
-def _sure(found: Figures | None, attacks: Mapping[str, AttackSummary], extent: Extent) -> str:
-    surest = max(attacks.values(), key=lambda of: of.verified, default=None)
-    if found is None and surest is not None and surest.verified:
+def _certainty(
+    leakage: Figures | None, attacks: Mapping[str, AttackSummary], extent: Extent
+) -> str:
+    surest = max(attacks.values(), key=lambda attack: attack.verified, default=None)
+    if leakage is None and surest is not None and surest.verified:
         return (
             f"But a proof confirms the whole answer for {surest.verified:,} of {surest.rows:,} "
             "updates, so that the attacker knows these batches."
         )
-    if found is None:
+    if leakage is None:
         return (
             "Where an attack has no answer, nothing is known: another attack may read what this "
             "one did not."
         )
     sums = extent.sees != "updates"
-    over = counted(found.clients, "group" if sums else "client")
+    over = counted(leakage.clients, "group" if sums else "client")
     over += " of clients" if sums else ""
-    if found.warning:
-        sure = f"This is an example and not a rate ({found.warning.partition(':')[0]})"
+    if leakage.warning:
+        sure = f"This is an example and not a rate ({leakage.warning.partition(':')[0]})"
     else:
         sure = ""
-    if found.exact is not None:
+    if leakage.exact is not None:
         lead = f"{sure}: for" if sure else "For"
         sure = (
             f"{lead} other clients like these the share of texts read word for word is between "
-            f"{share(found.exact)} (95 % interval over {over})"
+            f"{share(leakage.exact)} (95 % interval over {over})"
         )
-    elif found.recall is not None:
+    elif leakage.recall is not None:
         lead = f"{sure}: for" if sure else "For"
-        sure = f"{lead} other clients like these that share is between {share(found.recall)}"
+        sure = f"{lead} other clients like these that share is between {share(leakage.recall)}"
     proved, rows = (surest.verified, surest.rows) if surest else (0, 0)
     sure += (
         f", and a proof confirms the whole answer for {proved:,} of {rows:,} updates, so that "
@@ -305,10 +310,10 @@ def _unmeasured(summary: RunSummary, extent: Extent) -> str:
     gaps = []
     if extent.sent > extent.attacked:
         gaps.append(f"{extent.sent - extent.attacked:,} of {extent.sent:,} updates")
-    silent = [name for name, of in summary.attacks.items() if of.answers < of.rows]
+    silent = [name for name, attack in summary.attacks.items() if attack.answers < attack.rows]
     if silent:
         gaps.append(f"updates for which {listed(silent)} had no answer")
-    if unscored := sum(of.unscored for of in summary.attacks.values()):
+    if unscored := sum(attack.unscored for attack in summary.attacks.values()):
         gaps.append(f"how right {counted(unscored, 'unscored answer')} are")
     worst = summary.worst_case
     if worst is not None and worst.unattacked:
@@ -328,23 +333,25 @@ def _unmeasured(summary: RunSummary, extent: Extent) -> str:
 def sweep_verdict(collected: SweepSummary) -> Verdict:
     """Returns the verdict on a sweep."""
     measured = [(cell, figures(cell.worst_case, cell.attacks)) for cell in collected.cells]
-    answered = [(cell, found) for cell, found in measured if found is not None]
+    answered = [(cell, leakage) for cell, leakage in measured if leakage is not None]
     cells = counted(len(collected.cells), "cell")
     without = len(collected.cells) - len(answered)
     if not answered:
         first = f"How much an attacker could read was not measured in any of {cells}."
         second = "Where no attack has an answer, nothing is known."
-        return Verdict(Level.UNKNOWN, HEADLINES[Level.UNKNOWN], (first, second, _of_sweep(without)))
-    exact = [(cell, found) for cell, found in answered if found.exact_texts]
+        return Verdict(
+            Level.UNKNOWN, HEADLINES[Level.UNKNOWN], (first, second, _gaps_of_sweep(without))
+        )
+    exact = [(cell, leakage) for cell, leakage in answered if leakage.exact_texts]
     if exact:
-        cell, found = max(exact, key=lambda each: each[1].exact.mean if each[1].exact else 0.0)
+        cell, leakage = max(exact, key=lambda pair: pair[1].exact.mean if pair[1].exact else 0.0)
         first = (
             f"An attacker who follows the protocol could read private texts word for word in "
-            f"{len(exact)} of {cells}, most in {_cell(cell)}: {found.exact_texts:,} of "
-            f"{counted(found.texts, 'text')}."
+            f"{len(exact)} of {cells}, most in {_cell(cell)}: {leakage.exact_texts:,} of "
+            f"{counted(leakage.texts, 'text')}."
         )
-        sure = f"There the share is between {share(found.exact)} for other clients like these"
-        second = f"{sure} (95 % interval over {counted(found.clients, 'client')})."
+        sure = f"There the share is between {share(leakage.exact)} for other clients like these"
+        second = f"{sure} (95 % interval over {counted(leakage.clients, 'client')})."
     else:
         first = (
             f"An attacker who follows the protocol could read no private text word for word in "
@@ -357,13 +364,13 @@ def sweep_verdict(collected: SweepSummary) -> Verdict:
                 "For other clients like these the share of texts read word for word may still be "
                 f"up to {percent(highest)} in a cell (upper end of the 95 % interval)."
             )
-    if any(found.warning for _, found in answered):
+    if any(leakage.warning for _, leakage in answered):
         second = f"{second[:-1]}; cells with few texts or clients are examples and not rates."
     level = Level.READ if exact else Level.PARTLY
-    return Verdict(level, HEADLINES[level], (first, second, _of_sweep(without)))
+    return Verdict(level, HEADLINES[level], (first, second, _gaps_of_sweep(without)))
 
 
-def _of_sweep(without: int) -> str:
+def _gaps_of_sweep(without: int) -> str:
     gaps = [f"{counted(without, 'cell')} without an answer"] if without else []
     gaps += ["settings between the cells", "attacks other than those below"]
     return (

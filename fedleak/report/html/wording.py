@@ -6,13 +6,13 @@ from fedleak.report.words import NOT_MEASURED, plain_interval
 from fedleak.store.summaries import Estimate
 
 
-def counted(count: int, what: str) -> str:
+def counted(count: int, noun: str) -> str:
     """Returns a number and what is counted.
 
     >>> counted(1, "text"), counted(2000, "text")
     ('1 text', '2,000 texts')
     """
-    return f"{count:,} {what}{'' if count == 1 else 's'}"
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def listed(words: Sequence[str], last: str = "and") -> str:

@@ -14,7 +14,7 @@ NOTHING = "nothing seen"
 COLUMNS = ("accounted epsilon", "if Gaussian", "f-DP", "assumes nothing", "canaries")
 
 MOST_CLIENTS = 20
-"""Lines of clients in a terminal; of more the first are shown."""
+"""Clients that a terminal shows at most: the first ones."""
 
 
 def cells(row: CanaryBound) -> tuple[str, ...]:
@@ -39,7 +39,7 @@ def name(row: CanaryBound) -> str:
 
 def notes(summary: CanarySummary) -> list[str]:
     """Returns what each column says and assumes."""
-    said = [
+    sentences = [
         f"Lower bounds on epsilon at delta {summary.delta:g}, from canaries in the updates. Each "
         f"column holds in all its lines at once with {summary.confidence:.0%} confidence.".replace(
             "%", " %"
@@ -51,10 +51,10 @@ def notes(summary: CanarySummary) -> list[str]:
         "evidence of privacy.",
     ]
     if any(row.in_copies for row in summary.bounds):
-        said.append(
+        sentences.append(
             "Copies: the canaries are in audited copies of the updates, which were never sent."
         )
-    return said
+    return sentences
 
 
 def table(summary: CanarySummary) -> Table:

@@ -11,20 +11,22 @@ from fedleak.store.summaries import Difference
 from fedleak.util.sanitise import markup
 
 SCALE = {"exact": 100.0, "rougeL": 1.0, "token_recall": 100.0}
-"""What is shown of 1, by figure."""
+"""What is shown for a figure of 1, by its name."""
 
 SAYS = {"exact": "exact, %", "rougeL": "ROUGE-L", "token_recall": "tokens, %"}
 """Headings, by figure."""
 
 
-def table(found: Comparison) -> Table:
+def table(comparison: Comparison) -> Table:
     """Returns the name of each attack, and below it a line for each figure."""
     shown = Table(
-        title=f"{markup(found.after)} against {markup(found.before)}: {found.texts} texts",
+        title=f"{markup(comparison.after)} against {markup(comparison.before)}: "
+        f"{comparison.texts} texts",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
         caption="difference: mean over texts, 95 % interval by a bootstrap over clients; "
-        f"p: sign test over clients, corrected for {found.tests} lines ({found.correction})",
+        f"p: sign test over clients, corrected for {comparison.tests} lines "
+        f"({comparison.correction})",
         title_justify="left",
         caption_justify="left",
     )
@@ -32,7 +34,7 @@ def table(found: Comparison) -> Table:
     for heading in ("texts", "before", "after", "difference", "p"):
         shown.add_column(heading, justify="right", no_wrap=True)
     shown.add_column("server", no_wrap=True)
-    for attack, lines in groupby(found.differences, key=lambda line: line.attack):
+    for attack, lines in groupby(comparison.differences, key=lambda line: line.attack):
         shown.add_row(markup(attack or ANY_ATTACK))
         for line in lines:
             scale = SCALE[line.figure]
@@ -48,10 +50,10 @@ def table(found: Comparison) -> Table:
     return shown
 
 
-def difference(one: Difference) -> str:
+def difference(change: Difference) -> str:
     """Returns `mean [low,high]`, without markup."""
-    scale = SCALE[one.figure]
-    mean = f"{one.mean * scale:+.1f}"
-    if one.low is None or one.high is None:
+    scale = SCALE[change.figure]
+    mean = f"{change.mean * scale:+.1f}"
+    if change.low is None or change.high is None:
         return mean
-    return f"{mean} [{one.low * scale:+.1f},{one.high * scale:+.1f}]"
+    return f"{mean} [{change.low * scale:+.1f},{change.high * scale:+.1f}]"

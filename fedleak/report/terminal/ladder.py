@@ -23,11 +23,11 @@ FIGURES = {"exact": "exact_match", "rougeL": "rougeL", "token_recall": "token_re
 """The figures of a difference, by their names in a summary."""
 
 MARK = "*"
-"""Stands at a difference that the interval and the clients agree on."""
+"""Marks a difference that both the interval and the sign test show."""
 
 
 class Figure(NamedTuple):
-    """A figure on a rung, and how much it is more than with nothing told."""
+    """A figure on a rung, and how much more it is than with nothing told."""
 
     name: str
     value: Estimate | None
@@ -54,18 +54,22 @@ def lines(summary: RunSummary, ladder: Ladder) -> Iterator[Line]:
     for attack in shown:
         told_last = None
         for rung in ladder.rungs:
-            of: WorstCase | AttackSummary | None = rung.worst_case
+            measured: WorstCase | AttackSummary | None = rung.worst_case
             if attack is not None:
                 called = rung.attacks.get(attack)
                 if called is None or called == told_last:  # it does not use this fact
                     continue
-                of, told_last = summary.attacks.get(called), called
-            more = {one.figure: one for one in rung.worth if one.attack == attack}
+                measured, told_last = summary.attacks.get(called), called
+            more = {worth.figure: worth for worth in rung.worth if worth.attack == attack}
             yield Line(
                 attack or ANY_ATTACK,
                 rung.told,
                 tuple(
-                    Figure(figure, None if of is None else getattr(of, name), more.get(figure))
+                    Figure(
+                        figure,
+                        None if measured is None else getattr(measured, name),
+                        more.get(figure),
+                    )
                     for figure, name in FIGURES.items()
                 ),
             )
@@ -90,7 +94,7 @@ def table(summary: RunSummary, ladder: Ladder) -> Table:
         if last not in (None, line.attack):
             shown.add_section()
         name = "" if last == line.attack else markup(line.attack)
-        shown.add_row(name, line.told, *(_cell(each) for each in line.figures))
+        shown.add_row(name, line.told, *(_cell(figure) for figure in line.figures))
         last = line.attack
     return shown
 
@@ -100,9 +104,9 @@ def _cell(figure: Figure) -> str:
     return interval(figure.value, SCALE[figure.name]) + below
 
 
-def marked(one: Difference) -> str:
-    """Returns a difference with its interval, and a mark if it is called one."""
-    return difference(one) + f" {MARK}" * (one.direction is not Direction.UNTOLD)
+def marked(change: Difference) -> str:
+    """Returns a difference with its interval, and a mark if it counts as one."""
+    return difference(change) + f" {MARK}" * (change.direction is not Direction.UNTOLD)
 
 
 def note(ladder: Ladder) -> str:

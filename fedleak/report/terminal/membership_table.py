@@ -29,7 +29,7 @@ NO_BOUND = "none"
 """Stands where there is no p and no bound on epsilon."""
 
 MOST_ROUNDS = 5
-"""Rounds that are shown of each score; of more the first."""
+"""Rounds that are shown of each score at most: the first ones."""
 
 
 def cells(row: MembershipFigures) -> tuple[str, ...]:
@@ -51,7 +51,7 @@ def cells(row: MembershipFigures) -> tuple[str, ...]:
 def by_round(row: MembershipFigures) -> str:
     """Returns the area in each of the first rounds."""
     more = [f"and {len(row.rounds) - MOST_ROUNDS} more"] * (len(row.rounds) > MOST_ROUNDS)
-    return ", ".join([*(f"{each.auc:.2f}" for each in row.rounds[:MOST_ROUNDS]), *more])
+    return ", ".join([*(f"{in_round.auc:.2f}" for in_round in row.rounds[:MOST_ROUNDS]), *more])
 
 
 def area(auc: Estimate | None) -> str:
@@ -64,7 +64,7 @@ def area(auc: Estimate | None) -> str:
 def notes(summary: MembershipSummary) -> list[str]:
     """Returns what each column says and assumes."""
     certain = f"{summary.confidence:.0%}".replace("%", " %")
-    said = [
+    sentences = [
         "AUC, over all rounds: the chance that a text that was in a client's updates scores higher "
         "than one that was not; 0.5 is chance. The interval is for other clients like these; of "
         "one client, or of sums, for other rounds.",
@@ -73,7 +73,7 @@ def notes(summary: MembershipSummary) -> list[str]:
     ]
     bounded = [row for row in summary.figures if row.no_bound is None]
     if bounded:
-        said += [
+        sentences += [
             "p: how often chance tells pairs of a text of a batch and a held-out text apart so, "
             f"corrected for {len(bounded)} scores. Which of a pair was in was decided before "
             "training, with the seed, when texts were held out.",
@@ -85,7 +85,7 @@ def notes(summary: MembershipSummary) -> list[str]:
             "evidence of privacy.",
         ]
     unbounded = {row.attack: row.no_bound for row in summary.figures if row.no_bound is not None}
-    return [*said, *(f"{name}: no p and no bound: {why}." for name, why in unbounded.items())]
+    return [*sentences, *(f"{name}: no p and no bound: {why}." for name, why in unbounded.items())]
 
 
 def table(summary: MembershipSummary, attack: str) -> Table:
@@ -106,10 +106,10 @@ def table(summary: MembershipSummary, attack: str) -> Table:
     return made
 
 
-def _share(found: Estimate | None) -> str:
-    if found is None:
+def _share(share: Estimate | None) -> str:
+    if share is None:
         return TOO_FEW
-    return f"{100 * found.mean:.0f} [{100 * found.low:.0f}, {100 * found.high:.0f}] %"
+    return f"{100 * share.mean:.0f} [{100 * share.low:.0f}, {100 * share.high:.0f}] %"
 
 
 def _bound(epsilon: float | None) -> str:

@@ -20,7 +20,7 @@ LONGEST_WORD = 24
 """Characters of a word that is not broken, however narrow the terminal is."""
 
 UTILITIES = {"mcc": "MCC", "perplexity": "perplexity"}
-"""The figure that stands for a model's use, of classifiers and of causal models; and its name."""
+"""The figures that stand for the utility of classifiers and of causal models, and their names."""
 
 
 def table(collected: SweepSummary, width: int | None = None) -> Table:
@@ -42,9 +42,9 @@ def table(collected: SweepSummary, width: int | None = None) -> Table:
 def _table(collected: SweepSummary, *, stacked: bool) -> Table:
     """Returns the table; where it is stacked, a cell's settings and figures are one column."""
     axes = collected.axes
-    summaries = [of for cell in collected.cells for of in cell.attacks.values()]
+    summaries = [summary for cell in collected.cells for summary in cell.attacks.values()]
     notes = [*map(markup, warnings(summaries)), INTERVALS]
-    if any(of.answers < of.rows for of in summaries):
+    if any(summary.answers < summary.rows for summary in summaries):
         notes.append("answers that are missing: `fedleak score` of the cell's folder says why")
     of_cells = _cell_columns(collected)
     shown = Table(
@@ -55,42 +55,51 @@ def _table(collected: SweepSummary, *, stacked: bool) -> Table:
         title_justify="left",
         caption_justify="left",
     )
-    lines = [_of_cell(cell, axes, of_cells) for cell in collected.cells]
+    lines = [_cell_values(cell, axes, of_cells) for cell in collected.cells]
     if stacked:
-        lines = [[_stacked(each, [*map(short_key, axes)], [*of_cells])] for each in lines]
+        lines = [[_stacked(line, [*map(short_key, axes)], [*of_cells])] for line in lines]
         _add_words(shown, "cell", [first for first, *_ in lines])
     else:
         for i, key in enumerate(axes):
             heading = markup(short_key(key)).replace(" ", "\n")
-            _add_words(shown, heading, [each[i] for each in lines])
+            _add_words(shown, heading, [line[i] for line in lines])
         for heading in of_cells:
             shown.add_column(heading, justify="right", no_wrap=True)
-    names = [_attack(name, of) for cell in collected.cells for name, of in cell.attacks.items()]
+    names = [
+        _attack_name(name, summary)
+        for cell in collected.cells
+        for name, summary in cell.attacks.items()
+    ]
     _add_words(shown, "attack", names)
     for heading in ("texts\nexact, %", "ROUGE-L"):
         shown.add_column(heading, justify="right", no_wrap=not of_cells, min_width=8)
-    asked = any(cell.membership is not None for cell in collected.cells)
-    for heading in ("no\nupdate", "tokens\nfound,\n%", *["who\nwas in,\nAUC"] * asked, "seconds"):
+    with_membership = any(cell.membership is not None for cell in collected.cells)
+    for heading in (
+        "no\nupdate",
+        "tokens\nfound,\n%",
+        *["who\nwas in,\nAUC"] * with_membership,
+        "seconds",
+    ):
         shown.add_column(heading, justify="right", no_wrap=True)
     for cell, values in zip(collected.cells, lines, strict=True):
         if not cell.attacks:
             shown.add_row(*values, f"[yellow]{markup(cell.status)}[/]")
-        for i, (name, of) in enumerate(cell.attacks.items()):
+        for i, (name, summary) in enumerate(cell.attacks.items()):
             shown.add_row(
                 *(values if i == 0 else [""] * len(values)),
-                _attack(name, of),
-                _unbroken(interval(of.exact_match, 100)),
-                _unbroken(interval(of.rougeL)),
-                _mean(of.guess_rougeL),
-                _mean(of.token_recall, 100),
-                *[markup(membership(cell, name))] * asked,
-                f"{of.seconds:.1f}",
+                _attack_name(name, summary),
+                _unbroken(interval(summary.exact_match, 100)),
+                _unbroken(interval(summary.rougeL)),
+                _mean(summary.guess_rougeL),
+                _mean(summary.token_recall, 100),
+                *[markup(membership(cell, name))] * with_membership,
+                f"{summary.seconds:.1f}",
             )
         shown.add_section()
     return shown
 
 
-def _of_cell(
+def _cell_values(
     cell: CellSummary, keys: Iterable[str], figures: Mapping[str, Callable[[CellSummary], str]]
 ) -> list[str]:
     """Returns a cell's value of each swept key, and its figures."""
@@ -107,7 +116,7 @@ def _stacked(values: Sequence[str], keys: Sequence[str], figures: Sequence[str])
 
 def _add_words(shown: Table, heading: str, cells: Sequence[str]) -> None:
     """Adds a column of words, none of which is broken unless it is very long."""
-    words = [word for each in (heading, *cells) for word in Text.from_markup(each).plain.split()]
+    words = [word for text in (heading, *cells) for word in Text.from_markup(text).plain.split()]
     longest = max((cell_len(word) for word in words), default=0)
     shown.add_column(heading, overflow="fold", min_width=min(longest, LONGEST_WORD))
 
@@ -130,19 +139,21 @@ def membership(cell: CellSummary, attack: str) -> str:
 
     It is text, not markup.
     """
-    found = None if cell.membership is None else cell.membership.main(attack)
-    return NOT_MEASURED if found is None else area(found.auc)
+    figures = None if cell.membership is None else cell.membership.main(attack)
+    return NOT_MEASURED if figures is None else area(figures.auc)
 
 
 def _cell_columns(collected: SweepSummary) -> dict[str, Callable[[CellSummary], str]]:
-    """Returns the table's columns that are about whole cells, as far as one has such a figure."""
+    """Returns the columns about whole cells; a figure that no cell has gets none."""
     measure = utility_measure(collected)
     columns: dict[str, Callable[[CellSummary], str]] = {}
     if measure is not None:
         heading, places = ("MCC", 2) if measure == "mcc" else ("perplex-\nity", 1)
         columns[heading] = lambda cell: decimal(utility(cell, measure), places)
     known = [cell.privacy for cell in collected.cells if cell.privacy is not None]
-    if any(each.epsilon != NONE or each.noise_multiplier is not None for each in known):
+    if any(
+        guarantee.epsilon != NONE or guarantee.noise_multiplier is not None for guarantee in known
+    ):
         columns["epsilon"] = lambda cell: _digits(cell.privacy.epsilon if cell.privacy else None)
         columns["noise\nmulti-\nplier"] = lambda cell: _digits(
             cell.privacy.noise_multiplier if cell.privacy else None
@@ -162,10 +173,14 @@ def _digits(value: float | str | None) -> str:
     return markup(value) if isinstance(value, str) else f"{value:.3g}"
 
 
-def _attack(name: str, of: AttackSummary) -> str:
+def _attack_name(name: str, summary: AttackSummary) -> str:
     """Returns an attack's name, with a mark for few texts, and its answers if some are missing."""
-    text = markup(name) + (" *" if of.warning else "")
-    return text if of.answers == of.rows else f"{text} [yellow]{of.answers} of {of.rows}[/]"
+    text = markup(name) + (" *" if summary.warning else "")
+    return (
+        text
+        if summary.answers == summary.rows
+        else f"{text} [yellow]{summary.answers} of {summary.rows}[/]"
+    )
 
 
 def _mean(value: Estimate | None, scale: float = 1) -> str:

@@ -47,7 +47,7 @@ def print_run(
         _print_measured(summary, console)
         _print_notes(summary, console)
         return
-    ledger, rows = run.rows(LEDGER), [one.row for one in scored]
+    ledger, rows = run.rows(LEDGER), [answer.row for answer in scored]
     names = sorted({row.attack for row in rows})
     of_models = summary.defenses.settings.get("sees") == "models"
     print_in_parts(
@@ -79,7 +79,7 @@ def print_run(
             f"`fedleak score {markup(run.path)} --texts`",
             soft_wrap=True,
         )
-    failures = {(one.row.attack, one.row.status, one.row.reason) for one in scored}
+    failures = {(answer.row.attack, answer.row.status, answer.row.reason) for answer in scored}
     for attack, status, reason in sorted(failures):
         if status != Status.RECOVERED:
             why = reason or "what the client trained on is not here"
@@ -151,9 +151,11 @@ def leakage_table(
         attacks: Those that get a column; None: all.
         of_models: What was attacked are differences of the models that the server published.
     """
-    what = "what the published models tell" if of_models else "what the server read in each update"
+    subject = (
+        "what the published models tell" if of_models else "what the server read in each update"
+    )
     table = Table(
-        title=f"{markup(name)}: {what}",
+        title=f"{markup(name)}: {subject}",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
         caption="attacks: texts recovered exactly and ROUGE-L, or the share of tokens found; "
@@ -174,7 +176,7 @@ def leakage_table(
         if last is not None and key.round != last:
             table.add_section()
         last = key.round
-        # A row of a damaged truth does not know what another row of the update knew.
+        # A row whose truth is damaged lacks the sizes that other rows of the update have.
         some = max(of_key.values(), key=lambda row: row.batch_size or 0)
         guesses = [row.guess_rougeL for row in of_key.values() if row.guess_rougeL is not None]
         table.add_row(
@@ -192,16 +194,16 @@ def leakage_table(
 
 
 def epsilon_of(key: Key, ledger: Sequence[LedgerRow]) -> str:
-    """Returns the epsilon that a client has spent by a round; of a sum the largest of any."""
+    """Returns the epsilon that a client has spent by a round; for a sum, the largest one."""
     clients: dict[int, list[float | str]] = {}
     for row in ledger:
         if row.round == key.round and key.client in (row.client, EVERYONE):
             clients.setdefault(row.client, []).append(row.epsilon)
     # Of statements about one client the smallest is what counts.
-    found = [min(map(float, each)) for each in clients.values() if NONE not in each]
-    if len(found) < len(clients):
+    epsilons = [min(map(float, spent)) for spent in clients.values() if NONE not in spent]
+    if len(epsilons) < len(clients):
         return NONE
-    return f"{max(found):.3g}" if found else NOT_MEASURED
+    return f"{max(epsilons):.3g}" if epsilons else NOT_MEASURED
 
 
 def any_attack(summary: RunSummary) -> list[str]:
@@ -217,14 +219,14 @@ def any_attack(summary: RunSummary) -> list[str]:
         ("ROUGE-L", worst.rougeL, worst.control_rougeL, 1),
         ("tokens found, %", worst.token_recall, worst.control_token_recall, 100),
     ]
-    said = [
+    readings = [
         f"{name} {plain_interval(estimate, scale)}"
         + (f" (other update: {plain_interval(control, scale)})" if control else "")
         for name, estimate, control, scale in figures
         if estimate is not None
     ]
-    told = f", told {summary.ladder.top.told}" if summary.ladder else ""
-    lines = [f"{ANY_ATTACK}{told}: {'; '.join(said)}"]
+    grants = f", told {summary.ladder.top.told}" if summary.ladder else ""
+    lines = [f"{ANY_ATTACK}{grants}: {'; '.join(readings)}"]
     if worst.first:
         counts = ", ".join(f"{name} {count}" for name, count in worst.first.items())
         lines.append(f"  read exactly first, of {worst.texts} texts: {counts}")
@@ -256,7 +258,7 @@ def circumstances(summary: RunSummary) -> list[str]:
 
     They are text, not markup, as others wrote it.
     """
-    defenses = [_defense(each) for each in summary.defenses.defense]
+    defenses = [_defense(table) for table in summary.defenses.defense]
     settings = [
         f"{key.replace('_', ' ')} {_value(value)}"
         for key, value in summary.defenses.settings.items()
@@ -303,7 +305,7 @@ def _defense(table: Mapping[str, JsonValue]) -> str:
 
 def _value(value: JsonValue) -> str:
     if isinstance(value, dict):
-        return " ".join(f"{key} {_value(each)}" for key, each in value.items())
+        return " ".join(f"{key} {_value(nested)}" for key, nested in value.items())
     if isinstance(value, bool):
         return "on" if value else "off"
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)
@@ -352,7 +354,9 @@ def summary_table(
         summaries: By the name of the attack.
         chosen: Names of the attacks that get a column; None: all.
     """
-    attacks = {name: of for name, of in summaries.items() if chosen is None or name in chosen}
+    attacks = {
+        name: summary for name, summary in summaries.items() if chosen is None or name in chosen
+    }
     table = Table(
         title="in all: mean and 95 % interval over clients",
         box=box.SIMPLE_HEAD,
@@ -362,36 +366,39 @@ def summary_table(
         caption_justify="left",
     )
     table.add_column(overflow="fold")
-    for name, of in attacks.items():
-        heading = markup(name) + (" *" if of.warning else "")
+    for name, summary in attacks.items():
+        heading = markup(name) + (" *" if summary.warning else "")
         table.add_column(heading, justify="right", overflow="fold")
     lines: list[tuple[str, Show]] = [
-        ("was told", lambda of: told(of.knows)),
+        ("was told", lambda summary: told(summary.knows)),
         ("answers", answers),
-        ("texts exact, %", lambda of: interval(of.exact_match, 100)),
-        ("ROUGE-1", lambda of: interval(of.rouge1)),
-        ("ROUGE-2", lambda of: interval(of.rouge2)),
-        ("ROUGE-L", lambda of: interval(of.rougeL)),
-        ("  other update", lambda of: interval(of.control_rougeL)),
-        ("  no update", lambda of: interval(of.guess_rougeL)),
-        ("tokens found, %", lambda of: interval(of.token_recall, 100)),
-        ("  other update", lambda of: interval(of.control_token_recall, 100)),
-        ("  no update", lambda of: interval(of.guess_token_recall, 100)),
-        ("tokens right, %", lambda of: interval(of.token_precision, 100)),
-        *(_fact(name) for name in sorted({name for of in attacks.values() for name in of.facts})),
-        ("seconds", lambda of: f"{of.seconds:.1f}"),
+        ("texts exact, %", lambda summary: interval(summary.exact_match, 100)),
+        ("ROUGE-1", lambda summary: interval(summary.rouge1)),
+        ("ROUGE-2", lambda summary: interval(summary.rouge2)),
+        ("ROUGE-L", lambda summary: interval(summary.rougeL)),
+        ("  other update", lambda summary: interval(summary.control_rougeL)),
+        ("  no update", lambda summary: interval(summary.guess_rougeL)),
+        ("tokens found, %", lambda summary: interval(summary.token_recall, 100)),
+        ("  other update", lambda summary: interval(summary.control_token_recall, 100)),
+        ("  no update", lambda summary: interval(summary.guess_token_recall, 100)),
+        ("tokens right, %", lambda summary: interval(summary.token_precision, 100)),
+        *(
+            _fact(name)
+            for name in sorted({name for summary in attacks.values() for name in summary.facts})
+        ),
+        ("seconds", lambda summary: f"{summary.seconds:.1f}"),
     ]
     for heading, show in lines:
-        table.add_row(heading, *(show(of) for of in attacks.values()))
+        table.add_row(heading, *(show(summary) for summary in attacks.values()))
     optional: list[tuple[str, Show]] = [
-        ("an update", lambda of: decimal(of.seconds_per_update, 3)),
+        ("an update", lambda summary: decimal(summary.seconds_per_update, 3)),
         ("batches proved", proved),
-        ("smallest margin", lambda of: decimal(of.margin)),
+        ("smallest margin", lambda summary: decimal(summary.margin)),
         ("rank budget, %", budget),
         ("candidates", candidates),
     ]
     for heading, show in optional:
-        cells = [show(of) for of in attacks.values()]
+        cells = [show(summary) for summary in attacks.values()]
         if set(cells) != {NOT_MEASURED}:
             table.add_row(heading, *cells)
     return table
@@ -400,10 +407,10 @@ def summary_table(
 def _fact(name: str) -> tuple[str, Show]:
     """Returns the line of a fact that attacks read: how often it is right."""
 
-    def show(of: AttackSummary) -> str:
-        if name not in of.facts:
+    def show(summary: AttackSummary) -> str:
+        if name not in summary.facts:
             return NOT_MEASURED
-        right = of.facts[name]
+        right = summary.facts[name]
         return "not compared" if right is None else interval(right, 100)
 
     return f"{markup(name.replace('_', ' '))}, %", show
@@ -411,33 +418,38 @@ def _fact(name: str) -> tuple[str, Show]:
 
 def warnings(summaries: Iterable[AttackSummary]) -> list[str]:
     """Returns why figures of attacks that are marked with a star are no rates, each reason once."""
-    return [f"* {reason}" for reason in sorted({of.warning for of in summaries if of.warning})]
+    return [
+        f"* {reason}"
+        for reason in sorted({summary.warning for summary in summaries if summary.warning})
+    ]
 
 
-def answers(of: AttackSummary) -> str:
+def answers(summary: AttackSummary) -> str:
     """Returns how many updates an attack has answers for, and how many of them are unscored."""
-    unscored = f", {of.unscored} unscored" if of.unscored else ""
-    return f"{of.answers} of {of.rows}{unscored}"
+    unscored = f", {summary.unscored} unscored" if summary.unscored else ""
+    return f"{summary.answers} of {summary.rows}{unscored}"
 
 
-def proved(of: AttackSummary) -> str:
+def proved(summary: AttackSummary) -> str:
     """Returns how many whole batches an attack proved; one that checks nothing proves nothing."""
-    checks = of.verified or of.candidates
-    return f"{of.verified} of {of.rows}" if checks else NOT_MEASURED
+    checks = summary.verified or summary.candidates
+    return f"{summary.verified} of {summary.rows}" if checks else NOT_MEASURED
 
 
-def budget(of: AttackSummary) -> str:
-    """Returns `mean (max ...)` of the shares used, and of how many rows where not of all."""
-    used = of.budget
+def budget(summary: AttackSummary) -> str:
+    """Returns `mean (max ...)` of the shares used, and the number of rows if some have none."""
+    used = summary.budget
     if used is None:
         return NOT_MEASURED
-    few = "" if used.rows == of.rows else f"; {used.rows} of {of.rows}"
+    few = "" if used.rows == summary.rows else f"; {used.rows} of {summary.rows}"
     return f"{100 * used.mean:.0f} [dim](max {100 * used.max:.0f}{few})[/]"
 
 
-def candidates(of: AttackSummary) -> str:
+def candidates(summary: AttackSummary) -> str:
     """Returns how many candidates an update had after each check, in the order of the checks."""
-    return ">".join(f"{count:,.0f}" for count in (of.candidates or {}).values()) or NOT_MEASURED
+    return (
+        ">".join(f"{count:,.0f}" for count in (summary.candidates or {}).values()) or NOT_MEASURED
+    )
 
 
 def told(knows: Sequence[str]) -> str:
@@ -447,13 +459,13 @@ def told(knows: Sequence[str]) -> str:
 
 def best_examples(scored: Sequence[Scored]) -> list[tuple[str, TextPair]]:
     """Returns the best answers, at most one per private text, best first."""
-    found: dict[str, tuple[str, TextPair]] = {}
-    for one in scored:
-        for pair in one.pairs:
-            held = found.get(pair.truth)
+    best: dict[str, tuple[str, TextPair]] = {}
+    for answer in scored:
+        for pair in answer.pairs:
+            held = best.get(pair.truth)
             if pair.answer is not None and (held is None or pair.rougeL > held[1].rougeL):
-                found[pair.truth] = (one.row.attack, pair)
-    return sorted(found.values(), key=lambda item: -item[1].rougeL)[:EXAMPLES]
+                best[pair.truth] = (answer.row.attack, pair)
+    return sorted(best.values(), key=lambda example: -example[1].rougeL)[:EXAMPLES]
 
 
 def number(value: float | None) -> str:
