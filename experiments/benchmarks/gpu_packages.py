@@ -25,8 +25,9 @@ def main() -> None:
 def lacking() -> Iterator[str]:
     """Yields requirements that are not met. Nothing here runs a simulation, so without extras."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    wanted = [*project["dependencies"]]
-    wanted += [one for one in project["optional-dependencies"]["dev"] if _name(one) in TESTS]
+    extras = project["optional-dependencies"]
+    wanted = [*project["dependencies"], *extras["audit"]]
+    wanted += [requirement for requirement in extras["dev"] if _name(requirement) in TESTS]
     for requirement in wanted:
         plain = re.sub(r"\[.*?\]", "", requirement)
         if not _met(plain):

@@ -59,7 +59,7 @@ class Wire:
             self.count += 1
             file = self.tapped.write_arrays(
                 f"m{self.count}",
-                {key: value.clone().contiguous() for key, value in tensors.items()},
+                {key: value.detach().contiguous().numpy() for key, value in tensors.items()},
             )
             kept.append(KeptArrays(record=name, file=file))
         self.tapped.append(

@@ -3,8 +3,8 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
-import torch
 
 from fedleak.tap.folder import MOST_ROUNDS, KeptArrays, Problem, Tapped, TappedMessage
 from fedleak.util.errors import ConfigError, FedleakError
@@ -39,7 +39,7 @@ def test_a_folder_is_used_where_something_is_there(tap: Tapped, tmp_path: Path) 
 
 
 def test_arrays_come_back_by_their_names(tap: Tapped) -> None:
-    file = tap.write_arrays("r0001", {"b": torch.ones(2), "a": torch.zeros(3, 1)})
+    file = tap.write_arrays("r0001", {"b": np.ones(2), "a": np.zeros((3, 1))})
     assert file == KEPT.file
     assert sorted(tap.names(KEPT)) == ["a", "b"]
     (name, tensor), *others = tap.read(KEPT, ["b"]).items()
@@ -47,7 +47,7 @@ def test_arrays_come_back_by_their_names(tap: Tapped) -> None:
 
 
 def test_arrays_are_read_from_the_folder_of_arrays_alone(tap: Tapped) -> None:
-    tap.write_arrays("r0001", {"a": torch.ones(1)})
+    tap.write_arrays("r0001", {"a": np.ones(1)})
     (tap.path / "arrays/r0001.safetensors").rename(tap.path / "r0001.safetensors")
     with pytest.raises(FedleakError) as refused:
         tap.names(KeptArrays(record="arrays", file="../r0001.safetensors"))
