@@ -123,9 +123,9 @@ class Selective(Attack, Protocol):
     """An attack that reads few tensors of an update, and says which."""
 
     def reads(self, setting: AttackSetting) -> frozenset[str]:
-        """Returns the names of what it reads: without all else that is shared it works as well.
+        """Returns the names of the parameters that it reads; it works as well without the others.
 
-        A proof recomputes all tensors that are there, and so it is of these.
+        A proof recomputes every tensor that it is given, so it covers those alone.
         """
         ...
 

@@ -149,7 +149,7 @@ def member(model: LanguageModel, unit: Units, kappa_C: Tensor, batch_size: int) 
     if unit.logits_C is None:
         weight = float(kappa_C[0]) * (len(close(model, unit.ids)) - 1)
         return Member(unit.ids, weight, None) if weight > 0 else None
-    grad_CC = _of_labels(model, unit.logits_C)
+    grad_CC = _gradients_by_label(model, unit.logits_C)
     # The gradients of cross-entropy are linearly dependent, so the total has to be given.
     system_CC = torch.cat([grad_CC.T, grad_CC.new_ones(1, len(grad_CC))])
     totals_N = torch.arange(1, batch_size + 1, device=grad_CC.device, dtype=grad_CC.dtype)
@@ -167,7 +167,7 @@ def member(model: LanguageModel, unit: Units, kappa_C: Tensor, batch_size: int) 
     return Member(unit.ids, (fewest + 1) / batch_size, counts)
 
 
-def _of_labels(model: LanguageModel, logits_C: Tensor) -> Tensor:
+def _gradients_by_label(model: LanguageModel, logits_C: Tensor) -> Tensor:
     """Returns the gradient of one sequence's loss at its logits, a row for each label [C, C]."""
     classes = len(logits_C)
     labels_C = torch.arange(classes, device=logits_C.device)
@@ -237,7 +237,7 @@ def _scales(model: LanguageModel, pulls: Sequence[Pull], batch_size: int) -> lis
     scales: list[float] = []
     for unit, kappa_C in pulls:
         assert unit.logits_C is not None
-        for once_C in _of_labels(model, unit.logits_C):
+        for once_C in _gradients_by_label(model, unit.logits_C):
             scale = batch_size * float(kappa_C.double() @ once_C / once_C.square().sum())
             known = (math.isclose(scale, other, rel_tol=PRECISION) for other in scales)
             if scale > 0 and not any(known):
@@ -356,8 +356,8 @@ class Verdict(NamedTuple):
 
     Attributes:
         repeats: How often each sequence is in the batch, by its tokens.
-        difference: Of the recomputed gradient from the observed gradient; None if the sequences do
-            not make up a whole batch.
+        difference: How far the recomputed gradient is from the observed one; None if the sequences
+            do not make up a whole batch.
         verified: The two are equal within the precision of the update, and would not be with other
             repetitions.
         scale: How many times the recomputed gradient the observed one is; 1 if nothing is verified.
@@ -411,9 +411,9 @@ def verify(
     if relative is None:
         return Verdict(by_ids, None, False)
     apart, scale = relative
-    # Of another number of repetitions a classifier's gradient would be the same.
+    # A classifier's gradient of a run is the same for any number of repetitions.
     alike = model.task == CLASSIFICATION and any(is_run(model, member.ids) for member in members)
-    # At another scale so would that of the same batch once.
+    # At another scale, a batch of which every text is repeated pulls like one without repeats.
     doubled = abs(scale - 1) > WHOLE and math.gcd(*repeats) > 1
     if apart < precision(seen) and not alike and not doubled:
         return Verdict(by_ids, apart, True, scale)
@@ -443,7 +443,7 @@ def proves(
         return False
     end = close(model, ())
     inputs = [ids[: len(ids) - len(end)] if ids[-1:] == end else ids for ids in sequences]
-    # Where the inputs themselves end with what ends a text, the first reading takes too much.
+    # Inputs may themselves end with an end token: then the first reading cuts off too much.
     return any(
         _is_batch(model, batch, seen, clock)
         for batch in dict.fromkeys((tuple(inputs), tuple(sequences)))
@@ -467,7 +467,7 @@ def can_tell(model: LanguageModel, seen: Observation, tokens: int) -> bool:
     same update.
     """
     numbers = sum(int(tensor.count_nonzero()) for tensor in seen.update.tensors.values())
-    # The scale takes one of them.
+    # One number determines the scale.
     bits = (numbers - 1) * -math.log2(precision(seen))
     return bits >= tokens * math.log2(len(model.tokenizer))
 

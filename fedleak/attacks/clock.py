@@ -12,7 +12,7 @@ from typing import TypeVar
 Part = TypeVar("Part")
 
 MOMENT = 1e-3
-"""Seconds that are left of a time that is up: there is no search of no time."""
+"""Seconds left on a clock whose time is up: no search has a limit of zero."""
 
 
 def now() -> float:
@@ -34,7 +34,7 @@ class Clock:
     def up(self, step: float = 0.0) -> bool:
         """Whether time is up, or would be before the end of a step of so many seconds.
 
-        It never is without a number of seconds.
+        Without a limit it never is.
         """
         up = self._end is not None and now() + step > self._end
         self.rang |= up

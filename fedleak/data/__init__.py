@@ -53,14 +53,14 @@ HUB: Mapping[str, HubSet] = {
 
 
 _TEXT_COLUMNS = {"body", "comment", "content", "message", "note", "review", "sentence", "text"}
-"""What columns of text are called; no text of one is one of these words alone."""
+"""Usual names of text columns; no text consists of one of these words alone."""
 
 _ENOUGH_ROWS = 10
-"""From so many on, a class of which only the first row is must be the name of the column."""
+"""In at least so many rows, a class that only the first row has is the name of the column."""
 
 
 HELD_OUT_SHARE, MOST_HELD_OUT = 0.2, 100
-"""How many of all examples are held out where nobody says it: this share, and at most so many."""
+"""Examples that are held out by default: this share of all, and at most so many."""
 
 
 @dataclass(frozen=True)
@@ -169,14 +169,14 @@ def read_own(
     delimiter: str | None = None,
     what: str = "the node's data",
 ) -> Corpus:
-    """Reads all of a file whose classes others name, such as that of one node.
+    """Reads a whole file, such as one node's, whose class names are given.
 
     Args:
         path: The file.
         text, label: Columns, as for `read`.
         classes: Names of the classes, in the order of their numbers; None: nobody uses them.
         drop_empty, encoding, delimiter: As for `read`.
-        what: It is called in a refusal.
+        what: What a refusal calls the file.
 
     Raises:
         ConfigError: No such file, a column that is missing, empty texts, or another class.
@@ -198,7 +198,7 @@ def _sizes(samples: int | None, held_out: int | float | None, there: int) -> tup
     if held_out is None:
         held_out = min(MOST_HELD_OUT, round(HELD_OUT_SHARE * there))
     elif isinstance(held_out, float):
-        # A share of all that is used, which is all that is there if nobody says how many train.
+        # A share of the examples used: of all, if nobody says how many train.
         used = there if samples is None else samples / (1 - held_out)
         held_out = max(1, round(held_out * used))
     return there - held_out if samples is None else samples, held_out
@@ -402,7 +402,7 @@ def _check_column(name: str, key: str, column: str, rows: "Dataset", file: files
 def _begins_with_header(rows: "Dataset", text: str, label: str | None) -> bool:
     """Whether the first row of a file that should have no header line is one.
 
-    Its text is what columns of text are called, or it alone has a class that no other row has.
+    Its text is a usual name of a text column, or it is the only row whose class no other has.
     """
     if str(rows[text][0]).strip().lower() in _TEXT_COLUMNS:
         return True
@@ -449,7 +449,7 @@ def _corpus(
 
 
 def _as_text(value: Any) -> str | None:
-    """Returns what a row has as its text: of a number its digits; None of what is no text."""
+    """Returns a cell as text, a number by its digits; None if it is neither text nor number."""
     if _absent(value):
         return ""
     return str(value) if isinstance(value, str | int | float) else None

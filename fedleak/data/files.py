@@ -48,7 +48,7 @@ class TableFile:
 
     @property
     def kind(self) -> str:
-        """What the name ends with, compressed or not."""
+        """The ending of the name, without that of a compression."""
         compressed = self.path.suffix == _COMPRESSED
         return (self.path.with_suffix("") if compressed else self.path).suffix
 
@@ -172,7 +172,7 @@ def shown(names: list[str]) -> str:
 
 
 def hidden_delimiter(names: list[str]) -> str | None:
-    """Returns what the fields of a header that was read as one field are separated by, if so."""
+    """Returns the delimiter of a header that was read as one field; None if it was not."""
     if len(names) != 1:
         return None
     return next((mark for mark in ";\t|," if mark in names[0]), None)

@@ -31,7 +31,7 @@ _PIECE = 2**16
 
 @dataclass(frozen=True, kw_only=True)
 class Claims:
-    """What a defense says of an update that it had. None is no claim.
+    """What a defense says of an update that went through it. None is no claim.
 
     Attributes:
         noise_scale: Standard deviation of the noise on each number.
@@ -132,8 +132,8 @@ class TrustedAggregator(Defense, ABC):
     """A defense between the clients and the attacker, used by all clients.
 
     The updates of a round are held until all have come. What is seen and trained with then is one
-    update, which `combined` makes of them, and no client's own. What it does to a client's update
-    before, it does after all other defenses, wherever it stands in the file.
+    update, which `combined` makes of them, and no client's own. It changes a client's update after
+    all other defenses, wherever it stands in the file.
 
     Attributes:
         sights: What an attacker may see, `threat.sees`; the first is what it sees if nobody says.

@@ -1,4 +1,4 @@
-"""The update at most so long."""
+"""A limit on the length of the update."""
 
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
@@ -15,8 +15,8 @@ from fedleak.training.settings import LocalTraining
 class Clip(Defense):
     """Scales the whole update down to an L2 norm, if it is longer. No privacy guarantee.
 
-    It is the client's that is clipped and not each example's: with others in the batch an example
-    may still turn it around. Attacks that look at directions do not notice.
+    The whole update is clipped and not each example's gradient: one example may still turn it
+    around. Attacks that look at directions do not notice.
 
     Attributes:
         max_norm: The largest L2 norm of an update.

@@ -18,10 +18,10 @@ from fedleak.util.errors import ConfigError
 Finite = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 MODULUS = 2**32
-"""Of the masked sums, as Flower sets it."""
+"""The modulus of the masked sums, as Flower sets it."""
 
 FINEST = 1000
-"""Least levels of a weight: weights are whole levels, and so right to one in two thousand."""
+"""Fewest levels for each example: a weight is then right to one in two thousand."""
 
 
 @dataclass(frozen=True)

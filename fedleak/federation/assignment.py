@@ -1,4 +1,4 @@
-"""What a server tells a node: the experiment itself, and not where a file of it is."""
+"""What a server sends to a node: the experiment itself, and not the path of its file."""
 
 import json
 from collections.abc import Mapping

@@ -36,7 +36,7 @@ TOO_LONG = 10.0
 """How many times longer a canary is than what clipping leaves: a missing clip shows."""
 
 WITNESSES = 64
-"""Directions that are the same in all updates, and in none."""
+"""Directions that are the same for all updates and are planted in none."""
 
 
 @dataclass(frozen=True)

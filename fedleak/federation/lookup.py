@@ -85,7 +85,7 @@ def examples(run: Run) -> Examples:
 
 
 def node_sizes(run: Run) -> Sequence[int] | None:
-    """Returns how many examples each client has by the word of its node; None: nobody said."""
+    """Returns how many examples each client has, as its node reported; None: nobody did."""
     return run.info().get("node_examples")
 
 
@@ -110,7 +110,7 @@ def most_examples(experiment: Experiment, run: Run, client: int) -> int:
 def note_dropped_out(run: Run, round: int, clients: Sequence[int]) -> None:
     """Notes in run.json which of a round's clients are not in its sum."""
     noted = run.info().get("dropped_out", {})
-    if clients or str(round) in noted:  # of a try that was cut short
+    if clients or str(round) in noted:  # noted by an attempt that was cut short
         run.update_info(dropped_out=noted | {str(round): sorted(clients)})
 
 
@@ -121,7 +121,7 @@ def dropped_out(run: Run, round: int) -> frozenset[int]:
 
 @lru_cache(maxsize=1)
 def _loaded(path: Path, version: object) -> Experiment:
-    """Reads and checks an experiment once per process, and again if its file is another."""
+    """Reads and checks an experiment once per process, and again if its file has changed."""
     return load(path)
 
 

@@ -53,7 +53,7 @@ class Protection:
                     f"defense[{number}] ({defense.kind}) failed on an update: "
                     f"{type(error).__name__}: {error}"
                 ) from error
-            # One that is about training has left the update as it is.
+            # A defense that only changes training leaves the update as it is.
             did = {} if after is update else measured(update, after)
             effects.append({"defense": number, "kind": defense.kind, **did})
             update = after

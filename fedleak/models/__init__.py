@@ -224,8 +224,8 @@ def example_losses(
 ) -> Tensor:
     """Returns each example's own mean loss [B], which no other example has a part in.
 
-    For a classifier their mean is `batch_loss`; for a causal model that weighs tokens alike, and
-    this weighs texts alike.
+    For a classifier their mean is `batch_loss`. For a causal model, `batch_loss` weighs tokens
+    alike, and this mean weighs texts alike.
     """
     logits = model.family.logits(model.module, mask_BT, ids_BT=ids_BT, embeds_BTD=None)
     if model.task == CLASSIFICATION:

@@ -27,7 +27,7 @@ from fedleak.util.finite import all_finite
 _log = logging.getLogger(__name__)
 
 _LONGEST = 160
-"""Characters of an error of another library that are repeated."""
+"""Characters of another library's error that a message repeats."""
 
 MOST_LAYERS = 10_000
 """Of a model: each is made before anything of its weights is looked at."""
@@ -223,14 +223,14 @@ def family_of(named: str, config: Any, task: str) -> ModelFamily:
 
 
 def set_up_(config: Any, tokenizer: Any) -> None:
-    """Makes a configuration that of a model that can be attacked, with this tokenizer."""
+    """Sets the tokenizer's padding in a configuration, and attention that can be differentiated."""
     config.pad_token_id = tokenizer.pad_token_id
     # Fused attention has no second derivative, and gradient matching needs one.
     config._attn_implementation = "eager"
 
 
 def check_tokenizer_(named: str, tokenizer: Any, rows: int, task: str) -> None:
-    """Refuses a tokenizer that is not the model's, and gives it padding if it has none.
+    """Refuses the tokenizer of another model, and adds a padding token if there is none.
 
     Args:
         named: The model, as a message names it.
@@ -269,13 +269,13 @@ def check_tokenizer_(named: str, tokenizer: Any, rows: int, task: str) -> None:
 def _check_weights(
     name: str, task: str, module: nn.Module, loading_info: Mapping[str, Any], *, whole: bool
 ) -> None:
-    """Refuses a checkpoint that is not the model's, but for a classifier that is new.
+    """Refuses a checkpoint that does not fit the model; only a classifier may be new.
 
     Args:
         name: Of the model.
         task: What it is for.
         module: As it was loaded.
-        loading_info: What transformers says of the loading.
+        loading_info: What transformers reports of the loading.
         whole: Whether the classifier must be there, too.
     """
     prefix = f"{module.base_model_prefix}."
@@ -317,7 +317,7 @@ def _source(name: str) -> str:
             return str(builtin.folder(name.removeprefix("builtin/")))
         except ValueError as error:
             raise ConfigError(f"model.name: {error}") from error
-    path = os.path.expanduser(name)  # which leaves a user that there is not as it is
+    path = os.path.expanduser(name)  # an unknown user's ~name stays as it is
     if name.startswith((".", "/", "~")) and not os.path.isdir(path):
         raise ConfigError(
             f"model.name = {name!r}: there is no such folder: give one with config.json, weights "

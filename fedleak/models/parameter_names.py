@@ -1,4 +1,4 @@
-"""Which parameter of a model a name means that a wrapper of the model gave it.
+"""Finds the parameter of a model that a wrapper's name for it means.
 
 Wrappers put words before a parameter's name (`module.`, `base_model.model.`) or into it
 (`_orig_mod`), and peft names an adapter after itself. What is left over when they are taken away is
@@ -24,7 +24,7 @@ _LONGEST = 200
 
 
 def plain(name: str) -> str | None:
-    """Returns a name without what wrappers put into it; None of what takes no part in training.
+    """Returns a name without a wrapper's words; None for a parameter that is not trained.
 
     >>> plain("bert.encoder._orig_mod.layer.0.output.dense.weight")
     'bert.encoder.layer.0.output.dense.weight'

@@ -54,14 +54,14 @@ def select(model: LanguageModel, wanted: Sequence[str], where: str) -> list[str]
 
 
 def is_part(name: str) -> bool:
-    """Returns whether a name is a part's; any other is a pattern on parameter names."""
+    """Returns whether a name is a part; any other is a pattern on parameter names."""
     return _PART.fullmatch(name) is not None
 
 
 def parameters_of(
     model: LanguageModel, parts: Sequence[str], where: str = "update.share"
 ) -> dict[str, list[str]]:
-    """Returns the trained parameters of each part; an adapter is of the part of its weight.
+    """Returns the trained parameters of each part; an adapter belongs to its weight's part.
 
     Args:
         model: The model.

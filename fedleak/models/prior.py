@@ -149,7 +149,7 @@ class Prior:
 
 
 def load(name: str, victim: LanguageModel) -> Prior:
-    """Loads a prior for a victim, onto its device; a second time it is there already.
+    """Loads a prior for a victim, onto its device; the prior is kept for later calls.
 
     Args:
         name: A hub id, a folder, or `builtin/<name>`: any causal language model of transformers.
@@ -206,7 +206,7 @@ def outline(setting: str, name: str) -> tuple[Any, Any]:
 def _causal_outline(name: str, source: str) -> tuple[Any, Any]:
     """Returns config and tokenizer of a model that predicts the next token.
 
-    A refusal is not kept: what is mended meanwhile is found.
+    A refusal is not kept, so a mended model is found.
     """
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,

@@ -95,7 +95,7 @@ def _adam_step(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Returns the weights after a step of FedAdam (Reddi et al. 2021, algorithm 2), and moments.
 
-    Minus the mean difference of weights, or the mean gradient, is what Adam takes for a gradient.
+    Adam's gradient is the mean gradient, or minus the mean difference of weights.
     It is Adam of Kingma and Ba (2015) with PyTorch's defaults. Steps are counted by parameter.
     """
     weights, following = dict(broadcast), dict(moments)

@@ -147,7 +147,7 @@ def _noise_multiplier(
 
 
 def _distinct(events: Sequence[Event]) -> list[Event]:
-    """Returns the events, one of those that are on different units."""
+    """Returns the events; of those with one mark, which are on different units, only one."""
     marked = {event.disjoint: event for event in events if event.disjoint is not None}
     return [*(event for event in events if event.disjoint is None), *marked.values()]
 

@@ -44,7 +44,7 @@ Batch = tuple[Sequence[Sequence[int]], Sequence[int]]
 
 
 class Joining(NamedTuple):
-    """The canaries of a batch: all that there are, and which take part in its step [K]."""
+    """The canaries of a batch, and which of them take part in its step [K]."""
 
     planted: Planted
     takes_part_K: Tensor
@@ -204,7 +204,7 @@ def clipped_sum_(
 
 
 def clipping_factors(norms_B: Tensor, most: float) -> Tensor:
-    """Returns what gradients of these norms are multiplied by, so that none is longer than most.
+    """Returns the factors that bring gradients of these norms down to the norm `most`.
 
     It is Opacus's formula; examples and canaries go through this one place.
     """
@@ -270,7 +270,7 @@ def per_example(
     )
     try:
         with warnings.catch_warnings():
-            # Of token ids, which have no gradient.
+            # Inputs of the word embedding are token ids, which have no gradient.
             warnings.filterwarnings("ignore", message="Full backward hook is firing")
             yield hooks
     finally:
@@ -320,7 +320,7 @@ class Seen:
         self.noise += float(noise)
 
     def figures(self) -> dict[str, float]:
-        """Returns means over examples and over steps; of no example there is no norm."""
+        """Returns means over examples and over steps; without examples there is no mean norm."""
         about = {"signal_norm": self.signal / self.steps, "noise_norm": self.noise / self.steps}
         if not self.norms:
             return about | {"examples": 0}

@@ -1,4 +1,4 @@
-"""The private batch, and who was in it of an audit's canaries.
+"""The private batch, and which of an audit's canaries were in it.
 
 Only data, clients (the vault), metrics and the audit may import this.
 """
@@ -12,7 +12,7 @@ class Coins:
     """What a client keeps to itself of the canaries of one update.
 
     Attributes:
-        inside: Whether each is in; or, of one that is the whole update, whether its sign is plus.
+        inside: Whether each is in; for a canary that is the whole update, whether its sign is plus.
         slot: Which of the client's sets of canaries they are: one for each step of a pass.
         copy: They are not in the update that was sent, but in an audited copy of it.
         whole: The one canary is the whole update, plus or minus.

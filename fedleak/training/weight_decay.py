@@ -11,7 +11,7 @@ def by_decay(
     """Returns what weight decay alone makes of a parameter in local steps, less the parameter.
 
     It is computed as PyTorch does, step by step, so that a row of an embedding that was not used is
-    zero to the last bit without it. Adam's is not apart from the gradient, so it is zero here.
+    zero to the last bit without it. Adam's cannot be told apart, so it is zero here.
 
     Args:
         before: The parameter that training starts from.

@@ -87,7 +87,7 @@ def above_noise(squares_V: Tensor, width: int) -> Tensor:
     from scipy.special import gammainccinv, gammaincinv  # here, because it takes a while
 
     def quantile(share: float) -> float:
-        """The value of a chi-square distribution of this width below which is such a share."""
+        """Returns the value below which a chi-square distribution of this width has this share."""
         return float(2 * gammaincinv(width / 2, share))
 
     middle = float(squares_V.median()) / quantile(0.5)

@@ -121,7 +121,7 @@ def worth(
 def statistics(pairs: Pairs, chosen: Sequence[int]) -> Tensor:
     """Returns the t statistics [K] of pairs in a regression on these alone, up to scale.
 
-    That of a gradient which the others make up is about 0.
+    The statistic of a gradient that the others make up is about 0.
     """
     picked_K = torch.tensor([*chosen])
     gram_KK = pairs.gram_KK[picked_K[:, None], picked_K]

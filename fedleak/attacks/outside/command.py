@@ -29,7 +29,7 @@ from fedleak.training.observation import GRANTABLE, Observation
 from fedleak.util.errors import ConfigError
 
 PLACES = ("{observation}", "{answer}")
-"""What stands in a command for the two paths."""
+"""Placeholders for the two paths in a command."""
 
 PASSED_ON = (
     *("PATH", "HOME", "USER", "LOGNAME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH"),
@@ -42,7 +42,7 @@ _KEPT = 1_000
 """Bytes of its standard error that are kept, for the reason of a failure."""
 
 _GRACE_SECONDS = 5.0
-"""How long the end of a program may take that is told to end."""
+"""Seconds that a program has to end after it was told to."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,23 +24,23 @@ from fedleak.training.observation import QUESTIONS, Observation
 from fedleak.util.plain_files import content
 
 VERSION = 1
-"""Of both formats."""
+"""The version of both formats."""
 
 OBSERVATION, ANSWER = "fedleak-observation", "fedleak-answer"
-"""What the key `format` says."""
+"""Values of the key `format`."""
 
 MOST_BYTES = 10_000_000
-"""Of an answer."""
+"""Bytes of the largest answer file."""
 
 MOST_SEQUENCES, LONGEST_TEXT = 10_000, 100_000
-"""Sequences of an answer, and characters of one that is a text."""
+"""The most sequences of an answer, and the most characters of a sequence that is a text."""
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Text = Annotated[str, Field(max_length=LONGEST_TEXT)]
 
 
 class AnswerFileError(ValueError):
-    """An answer that is none; the text says why."""
+    """A file that is no valid answer; the text says why."""
 
 
 class AnswerFile(BaseModel):

@@ -2,10 +2,10 @@
 
     python keeper.py FOLDER PROGRAM [ARGUMENT]...
 
-The time is when the program ends, or when standard input does, whose other end the parent holds:
-so the program does not outlive the parent, whatever ends that. Then the folder goes too. The exit
-status is the program's; 128 and more is the number of a signal. This file stands alone: it starts
-without fedleak, in a few milliseconds.
+It is time when the program ends, or when standard input is closed. The parent holds the other end
+of standard input, so the program does not outlive the parent, whatever ends the parent. Then the
+folder is removed too. The exit status is the program's; 128 and more is the number of a signal.
+This file stands alone: it starts without fedleak, in a few milliseconds.
 """
 
 import os
@@ -27,7 +27,8 @@ def main(folder: str, *program: str) -> None:
     first = threading.Lock()
 
     def end_group() -> None:
-        with suppress(ProcessLookupError, PermissionError):  # macOS says the latter of the dead
+        # macOS raises PermissionError for a group that has ended.
+        with suppress(ProcessLookupError, PermissionError):
             os.killpg(child.pid, signal.SIGKILL)
 
     def wait() -> None:

@@ -45,7 +45,7 @@ OnJudged = Callable[[int, int, Judged], None]
 
 
 def telling(on_progress: Callable[[Progress], None], model: LanguageModel) -> OnJudged:
-    """Returns what tells `on_progress` of sequences as text."""
+    """Returns a function that passes sequences to `on_progress` as text."""
 
     def tell(step: int, steps: int, nearest: Judged) -> None:
         on_progress(Progress(step, steps, nearest.excess, model.decode(nearest.ids)))

@@ -208,7 +208,7 @@ def best_sets(score_SWA: Tensor, members_SWM: Tensor, width: int) -> tuple[Tenso
         width: Sets to keep of each seed.
     """
     score_SWC, atom_SWC = score_SWA.topk(min(width, score_SWA.shape[-1]), largest=False)
-    code_SWC = _code(members_SWM).sum(-1, keepdim=True) + _code(atom_SWC)
+    code_SWC = _hashes(members_SWM).sum(-1, keepdim=True) + _hashes(atom_SWC)
     score_SC, order_SC = score_SWC.flatten(1).sort(stable=True)
     code_SC = code_SWC.flatten(1).gather(1, order_SC)
     sorted_SC, by_code_SC = code_SC.sort(stable=True)
@@ -229,7 +229,7 @@ def best_sets(score_SWA: Tensor, members_SWM: Tensor, width: int) -> tuple[Tenso
     )
 
 
-def _code(atom: Tensor) -> Tensor:
+def _hashes(atom: Tensor) -> Tensor:
     """Returns a hash of each atom; sums of hashes tell sets apart."""
     mixed = (atom + 1) * 0x5851F42D4C957F2D
     return (mixed ^ (mixed >> 29)) * 0x14057B7EF767814F

@@ -47,7 +47,7 @@ from fedleak.models import LanguageModel
 from fedleak.training.observation import Observation
 
 _WIDER = 4
-"""How much wider the beam is once more before the rest of an update is given up."""
+"""How much wider the beam of the last try is, before the rest of an update is given up."""
 
 _NOISY_SEEDS = 4
 """Seeds for each text of the batch that are read where noise leaves no sentence certain."""
@@ -159,7 +159,7 @@ class Keyspan(OneByOne):
 
 
 class Proof(NamedTuple):
-    """A sentence whose own gradient is in the observed one: how hard, and that part by name."""
+    """How hard a sentence pulls at the observed gradient, and its part of it by name."""
 
     pull: certificate.Pull
     gradient: dict[str, Tensor]
