@@ -10,7 +10,7 @@ from flwr.clientapp import ClientApp
 
 from fedleak import models
 from fedleak.federation.canaries import client_canaries
-from fedleak.flower.client.context import work_of
+from fedleak.flower.client.context import refuse_another_run, work_of
 from fedleak.flower.client.masking import mask
 from fedleak.flower.client.mods import defend, encode, report_errors, select
 from fedleak.flower.client.outgoing import Outgoing
@@ -45,6 +45,9 @@ def train(message: Message, context: Context) -> Message:
     models.load_parameters_(
         model, message.content.array_records["arrays"].to_torch_state_dict(keep_input=False)
     )
+    key = Key(round, client)
+    if work.vault is not None:
+        refuse_another_run(work.vault, key, experiment.fingerprint)
     protection = work.protection
     seed, local, part = experiment.seed, protection.local, workload.parts[client]
     chosen = round_batch(len(part), local, seed=seed, client=client, round=round)
@@ -63,7 +66,6 @@ def train(message: Message, context: Context) -> Message:
         report=figures.update,
         planted=canaries.planted if canaries else None,
     )
-    key = Key(round, client)
     if work.vault is not None:
         truth = GroundTruth(
             round=round,

@@ -17,7 +17,7 @@ from fedleak.federation.assignment import Assignment
 from fedleak.federation.protection import Protection, protection
 from fedleak.federation.workload import Workload, divide, own_workload, read_data
 from fedleak.models import LanguageModel, loading
-from fedleak.store.run import Run
+from fedleak.store.run import Key, Run
 from fedleak.util.errors import ConfigError
 
 
@@ -153,3 +153,19 @@ def vault(context: Context, run_name: str) -> Run | None:
     if not isinstance(folder, str) or not os.path.isabs(folder):
         raise ConfigError(f"the node's vault = {folder!r}: give the absolute path of a folder")
     return Run(Path(folder, os.path.basename(os.path.normpath(f"/{run_name}"))))
+
+
+def refuse_another_run(vault: Run, key: Key, fingerprint: str) -> None:
+    """Refuses to write over what the client trained on in an earlier run.
+
+    The server chooses the name of the folder, so it could have an older run's texts written over.
+
+    Raises:
+        ConfigError: The vault has a private batch of another experiment there.
+    """
+    kept = vault.read_truth(key)
+    if kept is not None and kept.get("fingerprint") != fingerprint:
+        raise ConfigError(
+            f"this node's vault has another run called {vault.path.name!r}, and what it trained on: "
+            "give this run another run-dir, or move that folder out of the vault"
+        )
