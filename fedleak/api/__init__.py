@@ -90,7 +90,7 @@ __all__ = [
 _log = logging.getLogger(__name__)
 
 _HELD_OUT, _HELD_OUT_SEED = 100, 20
-"""Built-in notes that stand for texts of others where nobody gives any; their own seed."""
+"""How many built-in notes stand for texts of others where none are given, and their seed."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class AttackResult:
     Attributes:
         answer: The answer, as a run keeps it: token ids, evidence, diagnostics.
         model: What was attacked, without its weights: scores need its tokenizer.
-        num_examples: Texts that the update is of, as the attack was told.
+        num_examples: Texts that the update was computed on, as the attack was told.
     """
 
     answer: Answer
@@ -261,7 +261,7 @@ def attack(
             LLaMA for sequence classification or next-token prediction, in any wrapper. Or the
             name of a folder or hub id with all of its weights.
         tokenizer: Of the model; only for a module.
-        num_examples: Texts that the update is of. A federated client reports it to be averaged.
+        num_examples: Texts that the update was computed on. A federated client reports the number.
         kind: The attack; `fedleak list` names them.
         settings: Of the attack, by name, as in `[[attack]]` of an experiment file.
         sent: "gradient", of the mean loss of the batch; "delta", weights after training minus the

@@ -60,7 +60,7 @@ def observe(
         update: Tensors of any floating-point type, which they keep.
         model: At the weights that training started from.
         sent: What the tensors are.
-        num_examples: Texts that the update is of.
+        num_examples: Texts that the update was computed on.
         knowledge: What else the attacker knows.
         weight_decay: Of the client's steps; it is taken out of a delta.
         order: The module whose parameters a sequence follows; None: the model's own.
@@ -237,7 +237,7 @@ def _no_plain_tensor(tensor: Tensor) -> str | None:
     """Returns what a tensor is that does not hold each of its numbers once; else None.
 
     Indices of a sparse tensor may lead out of its memory, and what has no numbers has no shape
-    that can be believed. To ask for any of this looks at no number.
+    that can be believed. None of these questions looks at a number.
     """
     kinds = {
         "a nested tensor": tensor.is_nested,

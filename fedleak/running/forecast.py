@@ -20,7 +20,7 @@ _FLOAT = 4
 """Bytes of a number; a defense that casts sends fewer."""
 
 _MOMENTS = 2
-"""Of Adam, each as large as the model."""
+"""Moments of Adam; each is as large as the model."""
 
 
 def bytes_kept(experiment: Experiment, model: LanguageModel) -> int:
@@ -45,7 +45,7 @@ def bytes_kept(experiment: Experiment, model: LanguageModel) -> int:
 
 
 def bytes_there(experiment: Experiment, model: LanguageModel, run: Run) -> int:
-    """Returns how much of what `bytes_kept` counts a run has already, by the same measure."""
+    """Returns the bytes that a run has already, counted as `bytes_kept` counts."""
     stored, of_model = _sizes(experiment, model)
     here = set(run.captures()) - run.deleted()
     captures = [key for key in expected_captures(experiment) if key in here]
@@ -54,7 +54,7 @@ def bytes_there(experiment: Experiment, model: LanguageModel, run: Run) -> int:
 
 
 def _sizes(experiment: Experiment, model: LanguageModel) -> tuple[Callable[[int], int], int]:
-    """Returns what tells the bytes of a client's capture, and the bytes of the model."""
+    """Returns a function from a client to the bytes of its capture, and the bytes of the model."""
     sizes = {name: _FLOAT * p.numel() for name, p in model.trained().items()}
     of_frozen: dict[tuple[str, ...] | None, int] = {}
 

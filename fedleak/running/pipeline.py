@@ -58,7 +58,7 @@ def finished(run: Run, experiment: Experiment) -> bool:
         answers = read_answers(run)
     except FedleakError:  # missing or damaged: running mends what it can
         return False
-    # Scores from before the end of the run, by `fedleak score`, are not those of all of it.
+    # `fedleak score` during the run leaves scores of a part of it.
     done = summary.status == run.info()["status"] == "finished"
     if wants_control(experiment) and summary.positive_control is None:
         return False
@@ -72,7 +72,7 @@ def carry_out(
     report: Callable[[RunProgress], None] = lambda progress: None,
     on: Sequence[Worker] | None = None,
 ) -> list[Scored]:
-    """Trains, attacks and scores, or what of it the run directory lacks.
+    """Trains, attacks and scores, as far as the run directory lacks that.
 
     Args:
         run: The run directory.
@@ -97,7 +97,7 @@ def under_way(
     """Does all that is around training: checks of defenses, attacks, the central reference.
 
     Yields:
-        Whether training is to stop, as `attacking` does.
+        A function that tells whether training is to stop, as `attacking` does.
 
     Raises:
         FedleakError: A defense does not do what it says.
@@ -124,7 +124,7 @@ def attack_copies(
     report: Callable[[RunProgress], None] = lambda progress: None,
     on: Sequence[Worker] | None = None,
 ) -> None:
-    """Makes the undefended copies of a run and attacks them, or what of that there is not yet.
+    """Makes the undefended copies of a run and attacks them, as far as that is not done yet.
 
     Nothing is done where no batch is here, as on a server whose nodes keep their vaults. Whoever
     calls this holds the lock of the run.
@@ -195,7 +195,7 @@ def attack_shard(
         on: Workers for the attacks; None: as many as the experiment asks for.
 
     Returns:
-        What is to be said of it when it is complete.
+        A line for the user, once the share is complete.
 
     Raises:
         FedleakError: Answers failed or captures are missing, so that it is not complete.

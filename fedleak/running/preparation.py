@@ -36,7 +36,7 @@ from fedleak.util.sanitise import printable
 from fedleak.util.versions import made_by, versions
 
 CHANGEABLE: dict[str, Any] = {"gate": True, "federation": {"at_once"}, "audit": {"keep", "waiting"}}
-"""What of an experiment may change while its run goes on, besides its workers: no result does."""
+"""Settings that may change while a run goes on, besides the workers: no result depends on them."""
 
 
 _LONGEST = 300
@@ -54,7 +54,7 @@ class Plan:
     candidates: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """By their place in the run directory, lists that attacks on membership are asked about."""
     classes: tuple[str, ...] = ()
-    """Names of the classes, which nodes with data of their own are told."""
+    """Names of the classes, for nodes with data of their own."""
     remarks: tuple[str, ...] = ()
     """What may not be meant, for the user to read."""
     disk: int = 0
@@ -224,7 +224,7 @@ def open_run(plan: Plan, path: Path, *, fresh: bool = False) -> Run:
         )
     # A run that was killed before its run.json was written has left no more than a log.
     if there := sorted({child.name for child in path.glob("[!.]*")} - {logs.LOG}):
-        # Captures and answers of nobody knows what must not pass for this experiment's.
+        # Captures and answers of unknown origin must not pass for this experiment's.
         more = f" and {len(there) - 3} more" if len(there) > 3 else ""
         raise ConfigError(
             f"{str(path)!r} is not empty ({', '.join(there[:3])}{more}) and has no run.json: give "
@@ -249,7 +249,7 @@ def open_run(plan: Plan, path: Path, *, fresh: bool = False) -> Run:
 
 
 def _renew(run: Run, experiment: Experiment) -> None:
-    """Notes in run.json what of the experiment's file may change, where it was other."""
+    """Writes the settings that may change into run.json, where they have changed."""
     recorded = run.info()["experiment"]
     new = experiment.model_dump(mode="json", include=CHANGEABLE)
     renewed = {name: recorded.get(name, {}) | table for name, table in new.items()}
@@ -278,10 +278,10 @@ def refuse_purged(run: Run) -> None:
 
 
 def refuse_other_sight(run: Run, experiment: Experiment) -> None:
-    """Refuses to attack captures as if they were of something else.
+    """Refuses to attack captures for an attacker who would have seen others.
 
     Raises:
-        ConfigError: The captures of the run are of what another attacker sees.
+        ConfigError: The run was captured with another `threat.sees`.
     """
     if (sees := stored(run).sees) != experiment.sees:
         raise ConfigError(
@@ -298,12 +298,12 @@ def refuse_programs_of_others(
 
     Args:
         at: Where it is from.
-        attacks: That it names.
-        workers: Where it has them run.
+        attacks: The attacks that it names.
+        workers: Where it makes them run.
 
     Raises:
-        ConfigError: One is a command that runs here, or a Ray cluster gets the updates: what it
-            answers are pickles, which run, too.
+        ConfigError: One is a command that runs here, or a Ray cluster gets the updates: its
+            answers are pickles, which can run code, too.
     """
     outside = [named.attack for named in attacks if getattr(named.attack, "outside", False)]
     named = [f"the command {getattr(attack, 'command', attack.kind)!r}" for attack in outside]

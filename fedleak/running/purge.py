@@ -120,7 +120,7 @@ def _delete(path: Path, left: list[str]) -> int:
 
 
 def _score(run: Run) -> None:
-    """Scores a run a last time, and refuses to delete what figures are still to be made of.
+    """Scores a run a last time, and refuses to delete what scores still need.
 
     Writes nothing where all of it is written: a full disk has to be purged, too.
     """

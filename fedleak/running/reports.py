@@ -1,4 +1,4 @@
-"""Scores runs and writes their reports, beside what they are of or where they are wanted."""
+"""Scores runs and writes their reports, in the folder of the run or in a file that is named."""
 
 import os
 from collections.abc import Callable

@@ -79,9 +79,9 @@ class Sweep:
     Attributes:
         name: Of its folder.
         axes: By key its values, as in the file.
-        cells: Of every combination, or of those that the design has.
-        units: By the family of defenses what its strengths are numbers of.
-        shard: Whose cells these are, of all; None: they are all.
+        cells: A cell for each combination of values that the design has.
+        units: The unit of the strengths of a family of defenses, by its name.
+        shard: The shard that has these cells; None: these are all cells.
     """
 
     name: str
@@ -299,7 +299,7 @@ def devices_of_job(on: Sequence[str], jobs: int, place: int) -> list[str]:
 def collect(sweep: Sweep) -> SweepSummary:
     """Writes sweep.json from the cells' own files, and returns its content.
 
-    Of a shard's cells alone nothing is written.
+    A shard writes nothing, as it has only some of the cells.
     """
     collected = SweepSummary(
         name=sweep.name,
@@ -313,7 +313,7 @@ def collect(sweep: Sweep) -> SweepSummary:
 
 
 def refuse_gaps(collected: SweepSummary, failures: Mapping[str, str]) -> None:
-    """Refuses to call a sweep complete of which something is missing.
+    """Refuses to call a sweep complete while something is missing.
 
     Args:
         collected: The content of sweep.json.

@@ -143,7 +143,7 @@ def load_truth(path: Path) -> list[TruthLine]:
     """Reads what clients trained on.
 
     Raises:
-        ConfigError: The file cannot be read, or a line is none.
+        ConfigError: The file cannot be read, or a line of it is not right.
     """
     try:
         lines = content(path, linked=True).splitlines()

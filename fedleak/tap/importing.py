@@ -26,7 +26,7 @@ from fedleak.util.logs import LOG
 from fedleak.util.versions import made_by, versions
 
 NAMED = 3
-"""Of many replies that were left out so many are named."""
+"""Left out replies that an error names, where there are more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,7 +194,7 @@ def _experiment(
 
 
 def _name(out: Path) -> str:
-    """Returns a name for an experiment that its folder is called after."""
+    """Returns a name for an experiment, made of the name of its folder."""
     name = re.sub(r"[^A-Za-z0-9._-]", "-", out.absolute().name).lstrip("._-")
     return name[:LONGEST_NAME] or "imported"
 
@@ -203,7 +203,7 @@ def _open(out: Path, experiment: Experiment, tap: Tap, clients: Mapping[int, int
     """Returns the run directory, which is made if it is not there.
 
     Raises:
-        ConfigError: There is something else.
+        ConfigError: Something else is in the folder.
     """
     run = Run(out)
     if run.exists():
@@ -234,7 +234,7 @@ def _open(out: Path, experiment: Experiment, tap: Tap, clients: Mapping[int, int
 
 
 def _round_and_client(line: TruthLine, clients: Mapping[int, int]) -> tuple[int, int]:
-    """Returns the round and the client of a line of the truth; -1: of none that is here."""
+    """Returns the round and the client of a line of the truth; -1: its client is not here."""
     client = clients.get(line.node, -1) if line.node is not None else line.client
     assert client is not None
     return line.round, client
@@ -249,7 +249,7 @@ def _counted_right(
 ) -> list[Update]:
     """Returns the updates that report as many texts as the truth has, and notes the others.
 
-    Every score of another would be of other texts.
+    An update of other texts would get scores that mean nothing.
     """
     texts = {_round_and_client(line, clients): len(line.texts) for line in lines}
     source = "reply.examples" if about.reply.examples else f"its {about.reply.examples_key!r}"

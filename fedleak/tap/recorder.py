@@ -1,4 +1,4 @@
-"""Writes down the messages of training, and lets nothing of its own reach the app but words."""
+"""Writes down the messages of training. What goes wrong here reaches the app as words alone."""
 
 import base64
 import hashlib
@@ -136,8 +136,8 @@ class Recorder:
                 _say(f"{worse}")
 
 
-def _say(what: str) -> None:
-    print(f"fedleak tap: {printable(what)}", file=sys.stderr, flush=True)  # noqa: T201
+def _say(message: str) -> None:
+    print(f"fedleak tap: {printable(message)}", file=sys.stderr, flush=True)  # noqa: T201
 
 
 def _round(message: Message) -> int | None:

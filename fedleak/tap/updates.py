@@ -1,4 +1,4 @@
-"""The updates in the folder of a tap, checked against the model that they are of.
+"""The updates in the folder of a tap, checked against the model that was trained.
 
 Nothing that a client sent is believed: a reply whose names, shapes, types or numbers are not those
 of the model's parameters is left out, and said.
@@ -47,7 +47,7 @@ class Update:
         round: Of the strategy.
         nodes: Whose it is: one, or all of a sum.
         summed: Whether it is a sum, even if of one.
-        numbers: Metrics and configs of the reply, and what it says of the client.
+        message: The reply; of a sum, the one with most examples.
         num_examples: That the client reported, or all of them together.
         names: Of the parameters in it.
         knowledge: What the server knows of how it was made.
@@ -65,12 +65,12 @@ class Update:
 
 
 class Tap:
-    """Reads a tap as the model that it is of.
+    """Reads the updates of a tap, for the model that was trained.
 
     Args:
         tapped: The folder.
-        messages: In it.
-        about: What they do not say.
+        messages: The messages in it.
+        about: What the messages do not say.
     """
 
     def __init__(self, tapped: Tapped, messages: Sequence[TappedMessage], about: About) -> None:
@@ -280,7 +280,7 @@ class Tap:
         absolute, training = self.about.reply.payload != "delta", self.about.training
         changes = {}
         for name in list(sent):
-            value = sent.pop(name)  # one of them at a time is there twice
+            value = sent.pop(name)  # so one parameter at a time is in memory twice
             if name not in self.model.trained():
                 continue
             if absolute:

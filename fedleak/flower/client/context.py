@@ -38,7 +38,7 @@ class OwnFile:
 
 @dataclass(frozen=True)
 class Work:
-    """What a node is asked to do, and by what.
+    """What a node is asked to do, and with which data.
 
     Attributes:
         experiment: What is trained.
@@ -67,7 +67,7 @@ def work_of(message: Message, context: Context) -> Work:
     """Returns what a message asks of this node.
 
     Raises:
-        ConfigError: The message says it not, or the node's configuration lacks something.
+        ConfigError: The message does not say it, or the node's configuration lacks something.
     """
     values = message.content.config_records.get("assignment", ConfigRecord())
     assignment = Assignment.from_values(values)

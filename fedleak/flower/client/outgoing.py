@@ -18,7 +18,7 @@ class Outgoing(Message):
         key: The round and the client.
         update: What is sent, as far as the mods have come.
         trained: Figures of the training, which stay here.
-        canaries: Of an audit; they stay here, too, but for those that are in the update.
+        canaries: Of an audit; all but those in the update stay here, too.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Outgoing(Message):
     def encoded(self, reply_to: Message) -> Message:
         """Returns the reply that leaves: the update and three numbers.
 
-        Of the update nothing is left here: it would be in memory twice.
+        The update is dropped here, or it would be in memory twice.
         """
         numbers = {"num-examples": self.update.num_examples, **self.key._asdict()}
         tensors, arrays = to_wire(self.update.tensors), ArrayRecord()

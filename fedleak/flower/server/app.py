@@ -151,7 +151,7 @@ def federate(
 def first_open_round(experiment: Experiment, run: Run) -> int:
     """Returns the first round that is not complete.
 
-    A complete one has all captures that are kept of it, and a model that followed.
+    A complete round has all of its captures that are kept, and the model of the next round.
     """
     captured, broadcast = set(run.captures()), set(run.broadcasts())
     missing = [key.round for key in expected_captures(experiment) if key not in captured]

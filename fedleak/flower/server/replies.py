@@ -70,8 +70,8 @@ def take_update(
 
     Args:
         reply: The reply of the node that holds the client's data.
-        key: The round that was asked for, and the client. What it says itself, if anything, must
-            agree.
+        key: The round that was asked for, and the client. What the reply says of them, if
+            anything, must agree.
         kind: What was asked for.
         expected: Tensors of the shapes and types that the client sends, by parameter name.
         most_examples: Examples that it can have used.

@@ -12,8 +12,8 @@ from fedleak.training.aggregation import WeightedSum
 class RoundSum:
     """The sum over a round's clients in their order, whoever answers first.
 
-    So it does not depend on who does, to the last bit. Who answers early is held on disk until it
-    is its turn. All is lost with the process: a round that was cut short is trained again.
+    So the sum is the same to the last bit. An update that comes early is held on disk until its
+    turn. The sum is lost with the process: a round that was cut short is trained again.
 
     Args:
         run: The run directory.
@@ -51,7 +51,7 @@ class RoundSum:
 
 
 class Beside:
-    """Does one thing beside its caller: it waits for the last one before it begins the next.
+    """Does one task beside its caller: it waits for the last one before it begins the next.
 
     Captures are written so while the next client trains, and two updates at most are in memory.
     """
@@ -60,10 +60,10 @@ class Beside:
         self._thread = ThreadPoolExecutor(1, "captures")
         self._last: Future[None] | None = None
 
-    def do(self, what: Callable[[], None]) -> None:
-        """Begins something; raises what went wrong with the last one."""
+    def do(self, task: Callable[[], None]) -> None:
+        """Begins a task; raises what went wrong with the last one."""
         self.finish()
-        self._last = self._thread.submit(what)
+        self._last = self._thread.submit(task)
 
     @property
     def busy(self) -> bool:

@@ -154,7 +154,7 @@ class Stages:
         """Sends the messages of a stage and returns the replies that are right.
 
         Raises:
-            LostEarlyError: Not all are, in a stage before training.
+            LostEarlyError: A reply is missing or wrong in a stage before training.
         """
         messages = list(messages)
         stage = messages[0].content.config_records[RECORD_KEY_CONFIGS][ProtocolKey.STAGE]

@@ -19,7 +19,7 @@ from fedleak.util.sanitise import printable
 MARKER = "<!-- Below this line everything is written by `fedleak bench-table`. -->\n"
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-"""Results of one table; more are refused."""
+"""Marks of the results in one table; more results are refused."""
 
 
 def read(paths: Sequence[Path]) -> list[Result]:

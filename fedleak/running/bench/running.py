@@ -62,7 +62,7 @@ NEEDS_ASSETS = "needs models and data that are not part of fedleak: name their f
 NOT_CHOSEN = "was not asked for (--setting)"
 
 MOST_REASONS, LONGEST_REASON = 3, 200
-"""Of a cell that are kept, and characters of one."""
+"""Reasons that a cell keeps, and characters of one."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Ready:
 
     Attributes:
         setting: Of the suite.
-        plan: Of its run, which has no attacks but those of every run.
+        plan: The plan of its run, whose only attacks are those that every run has.
         attacked: Its experiment with the attacks that can work in it.
         texts: The fingerprint of its clients' texts.
         left_out: Why other attacks cannot work, by name.

@@ -70,7 +70,7 @@ class Setting:
     Attributes:
         name, about: As in the file.
         tables: Of its experiment, as they are written.
-        fingerprint: Of those.
+        fingerprint: Of the tables.
     """
 
     name: str
@@ -207,7 +207,7 @@ def _fingerprint(value: Any) -> str:
 
 
 def _filled(value: Any, assets: Path | None) -> Any:
-    """Returns tables in which the folder of models and data stands for its name."""
+    """Returns tables with the folder of models and data in place of `ASSETS`."""
     if isinstance(value, dict):
         return {key: _filled(inner, assets) for key, inner in value.items()}
     if isinstance(value, list):

@@ -35,12 +35,12 @@ class Agenda:
 
     Quick attacks go before slow ones, and earlier captures before later ones. What an attack takes
     together is ready once all of it is here. A try that failed is repeated capture by capture:
-    another one may have been the reason.
+    another capture may have been the reason.
 
     Args:
         work: All that there is to do, as `groups` returns it.
         answered: What needs no work: captures and names of attacks.
-        failed: Of what at least one try has failed.
+        failed: Captures and names of attacks of which at least one try has failed.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Agenda:
         return bool(self._quick or self._slow)
 
     def take(self, *, slow: bool) -> Work | None:
-        """Returns what is next, and forgets it; of slow attacks only if they may."""
+        """Returns the next work, and forgets it; a slow attack only if `slow`."""
         if self._quick:
             return heapq.heappop(self._quick)[2]
         return heapq.heappop(self._slow)[2] if slow and self._slow else None
@@ -147,11 +147,11 @@ class Arrivals:
         return first + arrivals
 
     def round(self) -> int:
-        """Returns the round that is trained; one more than there are when all is trained."""
+        """Returns the round in training; once all are trained, one more than their number."""
         latest = self._latest
         while self._run.has_broadcast(latest + 1):
             latest += 1
-        # Of rounds that are not kept models go too, perhaps before they were looked for.
+        # A round that is not kept loses its model too, perhaps before anybody looked for it.
         if not {latest, latest + 1} <= self._kept:
             latest = max([latest, *self._run.broadcasts()])
         self._latest = latest
@@ -163,9 +163,8 @@ def groups(
 ) -> list[Work]:
     """Returns which captures of a round go to which attack together, in the order of captures.
 
-    They are as many as the attack takes in one call, and at most `at_once`.
-
-    That depends on the experiment alone, so a run that was killed makes the same groups again.
+    A group has as many as the attack takes in one call, and at most `at_once`. It depends on the
+    experiment alone, so a run that was killed makes the same groups again.
     """
     batches = []
     for _, of_round in itertools.groupby(expected, key=lambda key: key.round):
@@ -178,7 +177,7 @@ def groups(
 
 
 def part_of(work: Sequence[Work], shard: Shard | None) -> list[Work]:
-    """Returns what of the work is a shard's, in its order; all of it for None.
+    """Returns a shard's part of the work, in its order; for None all of it.
 
     Each attack is dealt out on its own, so that a slow one is not left to one shard.
     """

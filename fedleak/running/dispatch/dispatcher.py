@@ -88,7 +88,7 @@ class Dispatcher:
     Args:
         run: The run directory.
         experiment: What was prepared there.
-        shard: Whose part of the work is done; None: all of it is.
+        shard: The shard whose part is done; None: all of the work is.
 
     Raises:
         ConfigError: An attack of this name already ran here with other settings.
@@ -147,7 +147,7 @@ class Dispatcher:
     def look_for_captures(self, *, last_look: bool) -> None:
         """Notes the captures that have come; after the last look no others are waited for."""
         last_look &= not self._closed
-        # Before the captures, so that a round that is complete has all of them.
+        # Asked before the captures are looked for, so that a complete round has all of them.
         before, self._round = self._round, self._arrivals.round()
         self._summed += sum(self._forgotten[round] for round in range(before, self._round))
         for key in self._arrivals.new(everywhere=last_look):
@@ -272,8 +272,8 @@ def attacking(
     """Attacks while the body trains, and until all is attacked; gives up if the body fails.
 
     Yields:
-        What the body asks now and then: whether attacking has failed, so that there is no use in
-        going on. Its error is then raised in place of the body's.
+        A function that the body calls now and then: whether attacking has failed, so that going on
+        is of no use. The error of the attacks is then raised in place of the body's.
     """
     trained, stopped, ended = threading.Event(), threading.Event(), threading.Event()
     errors: list[BaseException] = []

@@ -42,7 +42,7 @@ class RunProgress(NamedTuple):
         finished: The answers since the last time.
         rounds, rounds_expected: Rounds of training that are complete, of so many.
         seconds_left: What the attacks that are left will take, as far as that can be told.
-        seconds_most: What those of them that have a time limit of their own take at most.
+        seconds_most: What the attacks among them that have a time limit take at most.
     """
 
     captures: int

@@ -30,8 +30,8 @@ def export_to_mlflow(run: Run, place: str | None, *, texts: bool = False) -> str
 
     Args:
         run: A run that was scored.
-        place: A tracking server, database or folder; None: what MLflow is set to, and not where
-            it writes if it is set to nothing.
+        place: A tracking server, database or folder; None: the one that MLflow is set to; without
+            such a setting the export is refused.
         texts: The report with private texts, in place of the one without.
 
     Returns:

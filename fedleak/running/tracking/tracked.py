@@ -109,7 +109,7 @@ def _safe(text: str) -> str:
 
 
 def _epsilons(ledger: Sequence[LedgerRow]) -> Iterator[Metric]:
-    """Yields the largest epsilon of any client by a round; of none where a client has none."""
+    """Yields the largest epsilon of any client after each round, unless a client has none."""
     of_client: dict[int, float | None] = {}
     for round in sorted({row.round for row in ledger}):
         by_client: dict[int, list[float | None]] = defaultdict(list)
@@ -118,7 +118,7 @@ def _epsilons(ledger: Sequence[LedgerRow]) -> Iterator[Metric]:
                 epsilon = None if row.epsilon == NONE else float(row.epsilon)
                 by_client[row.client].append(epsilon)
         for client, epsilons in by_client.items():
-            # Of statements about one client the smallest is what counts.
+            # Several statements about one client all hold, so the smallest counts.
             of_client[client] = (
                 None if None in epsilons else min(e for e in epsilons if e is not None)
             )
@@ -141,7 +141,7 @@ def _leakage(rows: Sequence[LeakageRow], summary: RunSummary) -> Iterator[Metric
 
 
 def _by_round(parts: tuple[str, ...], rows: Sequence[LeakageRow]) -> Iterator[Metric]:
-    """Yields the mean over texts of what the best of these rows has of each."""
+    """Yields, by round, the mean over texts of the best score of these rows."""
     for figure in FIGURES:
         best_scores = best(rows, figure)
         scores = ((text.key.round, score) for text, score in best_scores.items())

@@ -17,10 +17,11 @@ LONGEST_REASON = 2000
 """Characters of a reason that are kept."""
 
 MOST_CHARACTERS = 10_000_000
-"""Of an answer as JSON."""
+"""Characters of an answer as JSON."""
 
 _MOST_SEQUENCES = 100
-"""That an answer may always hold; above, no more than so many times what is in the batch."""
+"""Sequences that an answer may always hold. Of a large batch it may hold more: `_TIMES` as many as
+the batch has."""
 _TIMES = 10
 _MOST_FACTS, _LONGEST_NAME = 100, 100
 """Facts of an answer, and characters of the name of one."""
@@ -28,7 +29,7 @@ _MOST_SCORES, _SCORE = 20, re.compile("[A-Za-z0-9_]{1,40}")
 """Statistics of an answer on membership, and the name of one."""
 _DEEPEST = 20
 _LARGEST = 2**63
-"""Whole numbers below it; Python does not read back those of thousands of digits."""
+"""Whole numbers stay below it: Python does not read back numbers of thousands of digits."""
 
 
 class InvalidAnswerError(ValueError):

@@ -12,7 +12,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 def state(model: LanguageModel) -> Mapping[str, object]:
-    """Returns what an attack must not change, in values that can be compared, by what it is.
+    """Returns what an attack must not change, by name, as values that can be compared.
 
     It costs a quarter of what a cryptographic hash of the weights does: it is taken after every
     call of an attack, some of which take milliseconds.
@@ -45,7 +45,7 @@ def changed(model: LanguageModel, before: Mapping[str, object]) -> list[str]:
 
 
 def _digest(named: Iterable[tuple[str, Tensor]]) -> str:
-    """Returns a hash of names, shapes and values, which are summed up where they are: on a GPU."""
+    """Returns a hash of names, shapes and values, which are summed up on their own device."""
     digest = hashlib.sha256()
     sums: dict[torch.device, list[Tensor]] = {}
     for name, tensor in named:
@@ -57,7 +57,7 @@ def _digest(named: Iterable[tuple[str, Tensor]]) -> str:
 
 
 def _sums(tensor: Tensor) -> list[Tensor]:
-    """Returns whole numbers, without overflow errors, that tell a tensor from what became of it.
+    """Returns whole numbers that differ once a tensor was changed; they overflow without an error.
 
     A matrix's bits are added up along its rows and along its columns, so that numbers that changed
     places show; of anything else each number's own bits count.

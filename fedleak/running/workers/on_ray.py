@@ -44,7 +44,7 @@ START_SECONDS = 300.0
 """How long all workers may be away before the command gives up: a node may come back."""
 
 FREE_SECONDS = 20.0
-"""How long the cluster may take to have room: an earlier command's is free a little later."""
+"""How long the cluster may take to have room: an earlier command leaves it a little later."""
 
 STARTS = 3
 """How often a worker may fail to start, one time after the other."""
@@ -78,7 +78,7 @@ class Hand:
         """Runs one attack on captures of one round.
 
         Args:
-            jobs: As of `work_together`.
+            jobs: As in `work_together`.
             device: Where to.
             files: The contents of files of the run, in the object store, by name; none if the run
                 directory is seen here.
@@ -178,7 +178,7 @@ class RayWorker:
 
     @property
     def here(self) -> bool:
-        """Whether its actor has started; whether it still lives shows in what it is given."""
+        """Whether its actor has started. Whether it still lives shows when it is given work."""
         return self._ready.done() and self._ready.exception() is None
 
     @property

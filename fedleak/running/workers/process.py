@@ -85,7 +85,7 @@ def answer_of(
     Args:
         job: What was to be attacked.
         reconstruction: What came of it.
-        seconds, device: The attack alone, its share of the call; None if it did not get to that.
+        seconds, device: Of the attack alone, its share of the call; None if it was not called.
         together: How many observations shared the call.
     """
     return answer_record(
@@ -149,13 +149,13 @@ def failure(error: BaseException) -> str:
 
 
 def trace(error: BaseException) -> str:
-    """Returns where an error was raised, also if that was in a worker process; the end of it."""
+    """Returns the end of an error's traceback, also of one from a worker process."""
     text = "".join(traceback.format_exception(error))[-LONGEST_TRACE:]
     return text.encode(errors="backslashreplace").decode()  # JSON is not read back with surrogates
 
 
 def too_slow(time_limit: float, jobs: Sequence[Job]) -> TimeoutError:
-    """Returns what is said of a try that took too long."""
+    """Returns the error of a try that took too long."""
     per_capture = f" for each of {len(jobs)} captures" if len(jobs) > 1 else ""
     return TimeoutError(f"took longer than workers.time_limit = {time_limit:g} s{per_capture}")
 
@@ -189,8 +189,8 @@ class LocalWorker:
     """A process on one device, with one try at a time.
 
     It has a pool to itself: whatever kills the process, at whatever moment, breaks nothing that
-    others wait for, and the next try finds a new process. How far a try is stands in a file of its
-    own, for the same reason.
+    others wait for, and the next try finds a new process. The progress of a try is kept in a file
+    of its own, for the same reason.
 
     Attributes:
         jobs: What it is trying: one, or several of one attack and round. Empty if it is free.
@@ -266,7 +266,7 @@ class LocalWorker:
         self._pool = ProcessPoolExecutor(
             max_workers=1,
             mp_context=multiprocessing.get_context("spawn"),
-            # What was read of private texts is in the notes.
+            # The notes hold what was read of private texts.
             initializer=end_with_parent,
             initargs=(self._notes,),
         )
@@ -337,7 +337,7 @@ def work_together(
             seconds = round((time.perf_counter() - start) / len(attacked), 4)
         finally:
             spoiled = changed(model, before)
-            if spoiled:  # whoever comes next finds another
+            if spoiled:  # the next attack gets another one
                 _model_at.cache_clear()
                 _model.cache_clear()
         for (job, _), answer in zip(
@@ -370,9 +370,9 @@ def _look(job: Job, model: LanguageModel, device: str) -> Observation | Reconstr
 def _call(
     job: Job, seen: Sequence[Observation], model: LanguageModel, report: OnProgress
 ) -> object:
-    """Calls the attack of a job, and of those beside it; what it returns may be anything."""
+    """Calls the attack of a job on all observations; what it returns may be anything."""
     attack = job.attack.attack
-    # The same on all rungs of the ladder: they differ by what is told, and not by luck.
+    # One name on all rungs of the ladder, so that what is told makes the difference, not luck.
     name = job.attack.listed_as
     rngs = [
         stream(job.seed, "attack", name, observation.round, observation.client)
