@@ -76,18 +76,24 @@ LAST = (NO_ANSWER, NO_UPDATE, REFERENCE)
 """What stands at the end of a legend."""
 
 
-def legend(drawing: "Figure", title: str | None = None, last: Sequence[str] = LAST) -> None:
-    """Puts one legend beside all panels, with the labels of `last` at its end."""
-    labelled: dict[str, Any] = {}
+def handles_by_label(drawing: "Figure") -> dict[str, Any]:
+    """Returns a mark for each label in any panel, in the order of the panels."""
+    handles: dict[str, Any] = {}
     for axes in drawing.axes:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
-            labelled.setdefault(label, handle)
+            handles.setdefault(label, handle)
+    return handles
+
+
+def legend(drawing: "Figure", title: str | None = None, last: Sequence[str] = LAST) -> None:
+    """Puts one legend beside all panels, with the labels of `last` at its end."""
+    handles = handles_by_label(drawing)
     for label in last:
-        if label in labelled:
-            labelled[label] = labelled.pop(label)
+        if label in handles:
+            handles[label] = handles.pop(label)
     drawing.legend(
-        labelled.values(),
-        labelled.keys(),
+        handles.values(),
+        handles.keys(),
         loc="outside right upper",
         frameon=False,
         title=title,

@@ -4,7 +4,7 @@ import io
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -398,13 +398,10 @@ def attacks(name: str, summaries: Mapping[str, AttackSummary]) -> list[Picture]:
             axes.set_title(heading, fontsize=9, loc="left")
             axes.grid(axis="x", color=_EMPTY[dark], linewidth=0.8)
             axes.set_axisbelow(True)
-        labelled: dict[str, Any] = {}
-        for axes in grid:
-            for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
-                labelled.setdefault(label, handle)
+        handles = drawing.handles_by_label(figure)
         figure.legend(
-            labelled.values(),
-            labelled.keys(),
+            handles.values(),
+            handles.keys(),
             loc="outside lower left",
             frameon=False,
             ncols=1 if narrow else 3,
