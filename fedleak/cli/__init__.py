@@ -57,7 +57,7 @@ def main(
         ),
     ] = False,
 ) -> None:
-    """Takes what stands before the command."""
+    """Takes the options before the command."""
     if debug:
         context.with_resource(logs.debugging())
 

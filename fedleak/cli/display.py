@@ -71,7 +71,7 @@ def progress(console: Console) -> Iterator[Callable[..., None]]:
     for each round and answer, without private text.
 
     Args:
-        console: Where to.
+        console: Where to print.
     """
     from fedleak.running.forecast import duration
 
@@ -112,7 +112,7 @@ class PlainLines:
     """Prints a line for each round and answer, and one about time if it is long.
 
     Args:
-        console: Where to.
+        console: Where to print.
         answers: Whether rounds and answers get lines; if not, only the time does.
     """
 

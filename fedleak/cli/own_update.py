@@ -73,7 +73,7 @@ def show(result: AttackResult, scored: Scored | None, console: Console, *, chanc
     Args:
         result: What was read.
         scored: Its scores; None: there is nothing to compare it with.
-        console: Where to.
+        console: Where to print.
         chance: The data set that chance draws texts from; empty: the user's texts.
     """
     lines = str(result).splitlines()

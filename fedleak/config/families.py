@@ -46,7 +46,7 @@ class Setting:
     """One cell's value of the key `family`.
 
     Attributes:
-        value: What sweep.json says of it: its family as `kind`, and its `strength` if it has one.
+        value: Its entry in sweep.json: its family as `kind`, and its `strength` if it has one.
         changes: The values that it sets, by dotted key.
         without: Names of attacks that the cell leaves out.
     """

@@ -160,7 +160,7 @@ def limited(
     """Returns the limits of a gate with others from the command line.
 
     Args:
-        gate: Of the experiment.
+        gate: The gate of the experiment.
         at_most, at_least: `name=number` each; they take the place of the experiment's.
         may_abstain: Names of further attacks that may abstain.
         require: What else has to be measured.

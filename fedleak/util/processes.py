@@ -53,7 +53,7 @@ def side_by_side(
     this process is killed, the processes of the calls exit.
 
     Args:
-        calls: By name. They are pickled, so their functions have to be importable.
+        calls: The calls by name. They are pickled, so their functions have to be importable.
         at_once: How many, at most.
         started: Is told the name of each call as it starts.
         ended: Is told the name of each call as it ends, and why it failed, if it did.

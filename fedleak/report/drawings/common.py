@@ -59,7 +59,7 @@ def save(name: str, figure_of: Callable[[], "Figure | None"], path: Path) -> Non
     """Writes a drawing in this style; where there is nothing to draw, it removes an earlier one.
 
     Args:
-        name: Of the sweep.
+        name: The name of the sweep.
         figure_of: Makes the drawing, or says that there is none.
         path: The svg file.
     """
@@ -73,7 +73,7 @@ def save(name: str, figure_of: Callable[[], "Figure | None"], path: Path) -> Non
 
 
 LAST = (NO_ANSWER, NO_UPDATE, REFERENCE)
-"""What stands at the end of a legend."""
+"""Labels at the end of a legend."""
 
 
 def handles_by_label(drawing: "Figure") -> dict[str, Any]:

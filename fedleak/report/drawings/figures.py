@@ -49,7 +49,7 @@ class Panel:
     """A figure of the summaries.
 
     Attributes:
-        heading: Of the y axis.
+        heading: The label of the y axis.
         figure: Reads it in a summary.
         control: Reads what is scored without any update.
         scale: What the axis shows for a figure of 1.
@@ -89,7 +89,7 @@ class Line:
 
     Attributes:
         attack, others: The attack, and the values of the further keys.
-        summaries: By the place of x on the first axis.
+        summaries: The attack's summaries, by the place of x on the first axis.
     """
 
     attack: str

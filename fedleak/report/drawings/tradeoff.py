@@ -49,7 +49,7 @@ class Point:
         attack, label: The attack, and the values of the cell.
         leakage: ROUGE-L, with its interval; None if it has no answer.
         no_update: ROUGE-L of texts drawn without any update, if measured.
-        utility: Of the trained model, if measured.
+        utility: The utility of the trained model, if measured.
         epsilon: A number, or the word for no guarantee; None: not measured.
     """
 

@@ -34,7 +34,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Entry:
-    """A word and what is said of it."""
+    """A word and its explanation."""
 
     word: str
     value: str
@@ -55,8 +55,8 @@ class Table:
     Attributes:
         caption: What it shows.
         columns: Headings; the first column names its row.
-        rows: Of as many cells as there are columns.
-        note: What else should be known of it.
+        rows: Each has as many cells as there are columns.
+        note: What else a reader should know about the table.
     """
 
     caption: str
@@ -91,7 +91,7 @@ class TextAnswer:
     Attributes:
         attack: Its name.
         text: What it read; None: it has no answer for this text.
-        rougeL: From 0 to 100; None without such a text.
+        rougeL: From 0 to 100; None without a text.
         tokens: The share of the text's distinct tokens that the whole answer has; None: unknown.
         exact: Whether it is right word for word.
         proved: Whether a certificate proves the whole answer of the batch.
@@ -109,7 +109,7 @@ class TextAnswer:
 
 @dataclass(frozen=True)
 class PrivateText:
-    """A private text of a client, and what was read of it, best first."""
+    """A private text of a client, and the answers of attacks, the best first."""
 
     round: int
     client: str
@@ -127,7 +127,7 @@ class RunPage:
     """The report of a run.
 
     Attributes:
-        name: Of the run.
+        name: The name of the run.
         redacted: Whether private texts, and what attacks and files say in words, are left out.
         verdict: What a reader must know.
         missing: Why the results are not complete.
@@ -136,7 +136,7 @@ class RunPage:
         leakage: A picture of the share read, by round and client; and the figures.
         training: Pictures of utility and epsilon by round.
         attacks: Attacks side by side.
-        ladder: What each fact is worth; None: that was not asked for.
+        ladder: What each fact is worth; None: there was no ladder.
         membership: ROC curves of attacks on membership.
         membership_table: How well texts that were in updates are told from others; None: nobody
             asked.
@@ -182,7 +182,7 @@ class SweepPage:
     """The report of a sweep.
 
     Attributes:
-        name: Of the sweep.
+        name: The name of the sweep.
         redacted: As in a `RunPage`.
         verdict: What a reader must know.
         missing: Cells that are not complete, and why.

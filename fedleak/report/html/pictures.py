@@ -82,7 +82,7 @@ class ReadShare:
     """What the best attack on each text read of one update; None: no answer.
 
     Attributes:
-        texts: Of the batch; None: the truth is not here.
+        texts: How many texts the batch has; None: the truth is not here.
         exact: The share of texts that were read word for word.
         tokens: The mean share of the distinct tokens of a text.
     """
@@ -236,9 +236,9 @@ def training(
     """Returns utility and epsilon by round, as far as they were measured.
 
     Args:
-        name: Of the run.
-        utility: By round.
-        ledger: Of all clients.
+        name: The name of the run.
+        utility: Scores of the model, by round.
+        ledger: The ledger of all clients.
         attacked: Rounds that are marked.
     """
     pictures = []

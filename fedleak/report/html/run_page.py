@@ -318,7 +318,7 @@ def _training_table(utility: Sequence[Utility], summary: RunSummary) -> Table | 
 
 
 def attack_table(attacks: Mapping[str, AttackSummary], summary: RunSummary) -> Table | None:
-    """Returns a line per attack, and one of all together."""
+    """Returns a line per attack, and a line for all together."""
     if not attacks:
         return None
     lines = [

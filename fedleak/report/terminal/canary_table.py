@@ -18,7 +18,7 @@ MOST_CLIENTS = 20
 
 
 def cells(row: CanaryBound) -> tuple[str, ...]:
-    """Returns what stands below `COLUMNS`.
+    """Returns the cells below the headings `COLUMNS`.
 
     They are text, not markup.
     """

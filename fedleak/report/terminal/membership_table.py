@@ -23,7 +23,7 @@ COLUMNS = (
 BY_ROUND = "AUC by round"
 
 TOO_FEW = "too few"
-"""Stands where there are fewer controls than a share of them needs."""
+"""Stands where there are too few controls for a share of them."""
 
 NO_BOUND = "none"
 """Stands where there is no p and no bound on epsilon."""
@@ -33,7 +33,7 @@ MOST_ROUNDS = 5
 
 
 def cells(row: MembershipFigures) -> tuple[str, ...]:
-    """Returns what stands below `COLUMNS`.
+    """Returns the cells below the headings `COLUMNS`.
 
     They are text, not markup.
     """

@@ -37,7 +37,7 @@ def print_run(
     Args:
         run: The run directory.
         scored: Its scores.
-        console: Where to; left out: standard output.
+        console: Where to print; left out: standard output.
         texts: Print private texts to a pipe or file, too; a terminal always shows some.
     """
     console = console or Console(emoji=False)
@@ -113,7 +113,7 @@ def print_in_parts(
     """Prints a table of attacks, or several of fewer attacks each, so that no cell is cut.
 
     Args:
-        console: Where to.
+        console: Where to print.
         attacks: Names of the attacks.
         table_of: Makes the table of some of them.
     """
@@ -145,11 +145,11 @@ def leakage_table(
     """Returns a line per round and client, with a column per attack.
 
     Args:
-        name: Of the run.
+        name: The name of the run.
         rows: Scored answers.
         ledger: Rows of privacy.jsonl.
         attacks: Those that get a column; None: all.
-        of_models: What was attacked are differences of the models that the server published.
+        of_models: Whether differences of published models were attacked, in place of updates.
     """
     subject = (
         "what the published models tell" if of_models else "what the server read in each update"
@@ -351,7 +351,7 @@ def summary_table(
     """Returns a column per attack: its figures with 95 % intervals, and the controls.
 
     Args:
-        summaries: By the name of the attack.
+        summaries: The figures of each attack, by its name.
         chosen: Names of the attacks that get a column; None: all.
     """
     attacks = {
