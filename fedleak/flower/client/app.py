@@ -26,7 +26,7 @@ app = ClientApp(mods=[report_errors, encode, mask, select, defend])
 
 @app.query("identity")
 def identity(message: Message, context: Context) -> Message:
-    """Says which client's data is here and which fedleak runs; of an own file, how many examples."""
+    """Says which client's data and which fedleak is here, and how many examples an own file has."""
     work = work_of(message, context)
     config = ConfigRecord({"client": work.client, "fedleak": code()})
     if work.own is not None:

@@ -166,6 +166,6 @@ def refuse_another_run(vault: Run, key: Key, fingerprint: str) -> None:
     kept = vault.read_truth(key)
     if kept is not None and kept.get("fingerprint") != fingerprint:
         raise ConfigError(
-            f"this node's vault has another run called {vault.path.name!r}, and what it trained on: "
-            "give this run another run-dir, or move that folder out of the vault"
+            f"this node's vault has another run called {vault.path.name!r}, and what it trained "
+            "on: give this run another run-dir, or move that folder out of the vault"
         )
