@@ -1,4 +1,4 @@
-"""Which answers of a run are those of an experiment's attacks."""
+"""Which answers of a run come from an experiment's attacks."""
 
 from collections.abc import Iterable
 

@@ -39,7 +39,7 @@ class Comparison(Record):
 
 
 def compare(before: Run, after: Sequence[Run]) -> list[Comparison]:
-    """Compares runs with one of them, text by text.
+    """Compares later runs with an earlier one, text by text.
 
     The p of all differences are corrected together, as a reader looks at all of them.
 

@@ -220,7 +220,7 @@ def check(experiment: Experiment, sizes: Sequence[int] | None = None) -> list[Fi
 def _bench(
     experiment: Experiment, model: LanguageModel, of_client: Protection, defense: Defense
 ) -> Bench:
-    """Returns the bench of one defense: of FedAvg a single step, whose noise is what was added."""
+    """Returns the bench of one defense. FedAvg takes one step: its noise is what was added."""
     plain = replace(
         experiment.local_training,
         kind=UpdateKind.GRADIENT,
@@ -304,7 +304,7 @@ def _client_bounded(bench: Bench, norm: float, other: ClientUpdate) -> Test:
 
 
 def _rounds(bench: Bench) -> Iterator[Test]:
-    """Tests the rounding of one client's update, whose sum with others is another matter.
+    """Tests the rounding of one client's update, before it is added to others.
 
     It says how large the error is beside the update: rounding that loses the update hides it too.
     """
@@ -414,18 +414,17 @@ def _masked(bench: Bench, fraction: float) -> Test:
 
 
 def _zeros(bench: Bench, fraction: float) -> Test:
-    """Tests how much is zero, and that it is what was smallest."""
+    """Tests how many numbers are zero, and that they were the smallest."""
     before, after = _numbers(bench)
     zero = after == 0
-    share_of = float(zero.double().mean())
+    share = float(zero.double().mean())
     largest = float(before[zero].abs().max()) if zero.any() else 0.0
     smallest = float(after[~zero].abs().min()) if not zero.all() else math.inf
     kept = torch.equal(after[~zero], before[~zero])
     return (
         f"{100 * fraction:g} % of the numbers are zero, the smallest; the others stay",
-        share_of >= fraction - 1 / len(after) and largest <= smallest and kept,
-        f"{100 * share_of:.4g} % of {len(after):,}, up to {largest:.2g}; "
-        f"others from {smallest:.2g}",
+        share >= fraction - 1 / len(after) and largest <= smallest and kept,
+        f"{100 * share:.4g} % of {len(after):,}, up to {largest:.2g}; others from {smallest:.2g}",
     )
 
 
@@ -577,7 +576,7 @@ class _Loud:
 
 
 def _dense(like: ClientUpdate, norm: float, seed: int) -> ClientUpdate:
-    """Returns an update of the same parameters without a zero, of about that norm."""
+    """Returns an update of the same parameters, without zeros and with about this norm."""
     rng = stream(seed, "check", "dense")
     scale = norm / math.sqrt(sum(value.numel() for value in like.tensors.values()))
     numbers = {

@@ -25,7 +25,7 @@ class Applicability:
         listed: Whether the experiment runs it.
         obstacles: For each kind of capture why it cannot work there, or None.
         problem: Why it can work on none, whatever is captured; None: nothing is missing.
-        plans: For each kind of capture the attacks that it is made of; () of one that is not.
+        plans: For each kind of capture the attacks that it would run; () where it runs no others.
     """
 
     name: str

@@ -16,10 +16,10 @@ from fedleak.training.truth import GroundTruth
 from fedleak.util.errors import FedleakError
 
 NAMED = 3
-"""Of many captures or reasons so many are named."""
+"""How many captures or reasons are named where there are more."""
 
 MOST_SHARDS = 20
-"""Of many shards so many are named: a batch system is told which to start again."""
+"""How many shards are named where there are more: a batch system starts them again."""
 
 
 @dataclass
@@ -28,7 +28,7 @@ class Gaps:
 
     Attributes:
         missing: What makes the results incomplete, and the command that mends it.
-        awaited: What of `missing` nodes keep by design, until their owners hand it over.
+        awaited: The part of `missing` that nodes keep by design, until their owners hand it over.
         notes: What else should be known.
         unscored: Answers that should have a score and have none.
     """
@@ -40,7 +40,7 @@ class Gaps:
 
 
 def refuse_gaps(*runs: Run, besides: Collection[str] = ()) -> None:
-    """Refuses to call runs that were just scored complete, or right, where they are not.
+    """Refuses runs that are incomplete or wrong.
 
     Args:
         runs: That were just scored.
@@ -109,7 +109,7 @@ def find_gaps(
     gaps.missing += _unreadable_shards(run, of_shards)
     gaps.missing += _gone_answers(run, rows, answers, names)
     gaps.unscored += sum(row.status == UNSCORED for row in rows)
-    _find_untrue(run, experiment, answers, rows, truths, gaps)
+    _find_without_truth(run, experiment, answers, rows, truths, gaps)
     gaps.notes += [
         f"line {at.line} of {at.file} was damaged ({at.reason}): it is in damaged.jsonl now"
         for at in damaged(run)
@@ -176,7 +176,7 @@ def _left_out(info: Info) -> list[str]:
 
 
 def _unfinished(run: Run, status: str, expected: Sequence[Key]) -> str:
-    """Returns how far a run is that has not ended."""
+    """Returns how far an unfinished run has come."""
     return (
         f"the run is not finished ({status}): {len({*run.captures()} & {*expected})} of "
         f"{len(expected)} captures are here; `fedleak run` with the experiment's file goes on"
@@ -184,7 +184,7 @@ def _unfinished(run: Run, status: str, expected: Sequence[Key]) -> str:
 
 
 def _gone_captures(run: Run, expected: Sequence[Key]) -> list[str]:
-    """Returns which captures are not here, of those that nobody was to delete."""
+    """Returns which captures are missing that nobody was to delete."""
     gone = sorted({*expected} - {*run.captures()})
     if not gone:
         return []
@@ -245,7 +245,7 @@ def _gone_answers(
     answers: Container[tuple[Key, str]],
     names: Collection[str],
 ) -> list[str]:
-    """Returns which attacks have rows alone."""
+    """Returns which attacks have rows, but no answers any more."""
     others = sorted({row.attack for row in rows if row.id not in answers} - {*names})
     if not others:
         return []
@@ -255,7 +255,7 @@ def _gone_answers(
     ]
 
 
-def _find_untrue(
+def _find_without_truth(
     run: Run,
     experiment: Experiment,
     answers: Collection[tuple[Key, str]],
@@ -263,7 +263,7 @@ def _find_untrue(
     truths: Mapping[Key, GroundTruth | None],
     gaps: Gaps,
 ) -> None:
-    """Notes which captures nobody here knows the truth of."""
+    """Notes which captures have no truth here."""
     untrue = {key for key, truth in truths.items() if truth is None}
     scored = {row.id for row in rows if row.batch_size is not None}
     bare = {key for key, name in answers if key in untrue and (key, name) not in scored}
@@ -294,7 +294,7 @@ _NO_ANSWER = (Status.ABSTAINED, Status.INADMISSIBLE)
 
 
 def _remedy(run: Run, of_shards: Mapping[Shard, Share | None]) -> str:
-    """Returns which command gives the answers that are missing: shards that are not complete."""
+    """Returns which command gives the missing answers, and which shards are not complete."""
     complete = [shard for shard, share in of_shards.items() if share is not None and share.complete]
     open_ = [
         str(shard)

@@ -35,7 +35,7 @@ MOST_BYTES = 64 * 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class HandedOver:
-    """What a run got that it had not.
+    """What a run did not have before.
 
     Attributes:
         truths, notes: Private batches, and notes on what defenses did, by round and client.

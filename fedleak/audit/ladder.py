@@ -1,8 +1,8 @@
 """What each fact is worth to the server that is told it: `[threat] ladder`.
 
-A rung is what an attacker reads who is told the same facts about every batch: nothing, one fact
-alone, or all of them. Each attack is on a rung once, told those of the facts that it uses, so a
-rung shows what a run with these facts in `threat.knows` shows. It does not take the best of several
+A rung is what an attacker reads with the same facts about every batch: nothing, one fact alone, or
+all of them. Each attack is on a rung once, with those of the facts that it uses, so a rung shows
+what a run with these facts in `threat.knows` shows. It does not take the best of several
 rungs: the best of two tries is better than one, even if what was told is worth nothing.
 """
 

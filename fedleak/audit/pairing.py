@@ -21,7 +21,7 @@ CORRECTION = "Benjamini-Hochberg"
 
 
 class Text(NamedTuple):
-    """A private text: the capture that it is of, and its place in the batch."""
+    """A private text: its capture, and its place in the batch."""
 
     key: Key
     place: int

@@ -37,7 +37,7 @@ from fedleak.util.versions import versions
 FOLDER = "positive-control"
 
 COPIES = 3
-"""Clients of whose batches there are copies: an attack that proves what it reads needs no more."""
+"""Clients whose batches are copied: an attack that proves what it reads needs no more."""
 
 
 def control_of(run: Run) -> Run:
@@ -55,7 +55,7 @@ def is_undefended(experiment: Experiment) -> bool:
 
 
 def undefended(experiment: Experiment, keys: Sequence[Key]) -> Experiment:
-    """Returns the experiment whose captures copies are.
+    """Returns the experiment that the copies are captures of.
 
     Attacks on membership are not in it: they read no text.
 
@@ -163,14 +163,14 @@ def chosen(run: Run, experiment: Experiment) -> list[Key]:
     for round in range(1, experiment.federation.rounds + 1):
         clients = clients_of_round(experiment, round)
         keys = [Key(round, client) for client in clients if experiment.attacked(round, client)]
-        there = [key for key in keys if _texts(run, key)]
+        there = [key for key in keys if _text_count(run, key)]
         if there:
             order = torch.randperm(len(there), generator=stream(experiment.seed, FOLDER))
             return sorted(there[i] for i in order[:COPIES].tolist())
     return []
 
 
-def _texts(run: Run, key: Key) -> int:
+def _text_count(run: Run, key: Key) -> int:
     """Returns how many texts a batch has; 0 where the vault has none that can be read."""
     with suppress(CaptureError):  # scoring says so
         if (truth := read_truth(run, key)) is not None:
@@ -179,7 +179,7 @@ def _texts(run: Run, key: Key) -> int:
 
 
 def unsealed_copies(run: Run) -> list[str]:
-    """Returns the names of what of the copies carries no seal of this machine, or a wrong one."""
+    """Returns the names of the copies' files that carry no seal of this machine, or a wrong one."""
     with suppress(FedleakError):
         return [f"{FOLDER}/{name}" for name in unsealed(control_of(run))]
     return [FOLDER]  # it cannot be read
@@ -189,7 +189,7 @@ def check_copies(run: Run, experiment: Experiment) -> None:
     """Refuses copies that are not of this run's batches.
 
     Raises:
-        FedleakError: They are of others, or it cannot be told.
+        FedleakError: They are copies of other batches, or nobody can tell.
     """
     control = control_of(run)
     truths = {key: (read_truth(run, key), read_truth(control, key)) for key in control.captures()}
@@ -206,16 +206,16 @@ def summarised(
 ) -> PositiveControl | None:
     """Sums up what attacks read of undefended copies; None where none was attacked.
 
-    What speaks for a run is an attack with answers for the run's own updates, too: with the same
-    settings, told as much.
+    Only an attack that also answered for the run's own updates counts, with the same settings and
+    the same facts granted.
 
     Args:
         rows: Scored answers for copies.
         answers: These answers.
         of_run: The answers for the run's own updates.
     """
-    tried = {_try(answer) for answer in of_run}
-    same = {answer.id for answer in answers if _try(answer) in tried}
+    tried = {_attacker(answer) for answer in of_run}
+    same = {answer.id for answer in answers if _attacker(answer) in tried}
     return of_rows([row for row in rows if row.id in same])
 
 
@@ -235,12 +235,12 @@ def of_rows(rows: Sequence[LeakageRow]) -> PositiveControl | None:
     )
 
 
-def _try(answer: Answer) -> tuple[str, str, tuple[str, ...]]:
-    """Returns what an answer is of, whatever the update."""
+def _attacker(answer: Answer) -> tuple[str, str, tuple[str, ...]]:
+    """Returns who answered: the attack, its settings, and the facts that it was granted."""
     return answer.attack, json.dumps(answer.settings, sort_keys=True), tuple(sorted(answer.granted))
 
 
 def _reading(rows: Sequence[LeakageRow], texts: int) -> CopiesRead:
-    """Returns the best that rows have of each of so many texts; what they do not have is 0."""
+    """Returns the means over texts of the best that rows read; a text that no row has counts 0."""
     means = {name: sum(best(rows, name).values()) / texts for name in FIGURES}
     return CopiesRead(read=len({row.key for row in rows if row.exact_match}), **means)

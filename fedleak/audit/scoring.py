@@ -214,7 +214,7 @@ def score_one(
     held_out: Sequence[Sequence[int]] = (),
     seed: int = 0,
 ) -> Scored:
-    """Scores one answer, as `score_run` does those of a run.
+    """Scores one answer, as `score_run` scores those of a run.
 
     Args:
         answer: What an attack answered.
@@ -256,7 +256,7 @@ class Recorded:
     Attributes:
         answers: Of attacks, in the order in which they came.
         utility: Of the model, after each round in which it was measured.
-        earlier: Rows of the last time. They stay where what they were made of is gone.
+        earlier: Rows of the last scoring. They stay where their answers or truths are gone.
     """
 
     answers: Sequence[Answer]
@@ -386,7 +386,7 @@ def score(run: Run, recorded: Recorded, attack_names: Iterable[str] | None = Non
 def _copies(
     run: Run, experiment: Experiment, answers: Iterable[Answer], gaps: Gaps
 ) -> PositiveControl | None:
-    """Scores the positive control; None where there is none, or one that is not finished."""
+    """Scores the positive control; None where there is none, or it is not finished."""
     if run.info().get("purged"):
         with suppress(FedleakError):  # without a summary nobody knows
             return run.read(SUMMARY).positive_control
@@ -459,7 +459,7 @@ def _score(
     for attack, of_attack in by_attack.items():
         for key, answer in sorted(of_attack.items()):
             before = earlier.get((key, attack))
-            if key not in known or _is_less(answer, before):
+            if key not in known or _would_lose_scores(answer, before):
                 continue
             other = _other_client(key, of_attack) if controls else None
             control = score_answer(other, known[key], model) if other else Scores()
@@ -474,8 +474,8 @@ def _score(
     return scored
 
 
-def _is_less(answer: Answer, before: LeakageRow | None) -> bool:
-    """Whether a try that failed stands against something that was measured earlier."""
+def _would_lose_scores(answer: Answer, before: LeakageRow | None) -> bool:
+    """Whether a failed try would replace something that was measured earlier."""
     measured = before is not None and before.status != Status.FAILED
     return measured and answer.status == Status.FAILED
 
@@ -562,7 +562,7 @@ def _row(
         },
     }
     claimed = _unscored(answer)
-    # A proof is of all texts. Whatever it was worth, the truth is worth more.
+    # A proof covers all texts, and the truth outweighs it.
     if answer.verified and scores.exact_match != 1:
         claimed = claimed.model_copy(update={"verified": False, "reason": REFUTED})
     row = claimed.model_copy(update={"status": answer.status, **measured})

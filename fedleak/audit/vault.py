@@ -35,7 +35,7 @@ def check_truth(value: Any, key: Key, file: Path) -> GroundTruth:
     """Returns the private batch that the content of a file is.
 
     Raises:
-        CaptureError: It is none, or that of another round or client.
+        CaptureError: It is no private batch, or one of another round or client.
     """
     try:
         truth = _TRUTH.validate_python(value)
@@ -54,20 +54,20 @@ _TRUTH = TypeAdapter(GroundTruth)
 def weight(truth: GroundTruth, experiment: Experiment) -> int:
     """Returns the number of examples that a client reports, by which the server weighs it.
 
-    Of FedSGD that is the size that it expects: Poisson sampling may draw another.
+    Under FedSGD it is the expected size of a batch: Poisson sampling may draw another.
     """
     of_fedsgd = experiment.federation.algorithm == "fedsgd"
     return truth.batch_size if of_fedsgd else len(truth.sequences)
 
 
 def summed_clients(run: Run, experiment: Experiment, round: int) -> list[int]:
-    """Returns the clients whose updates are in the sum of a round: all but who dropped out."""
+    """Returns the clients whose updates are in a round's sum: all but those that dropped out."""
     absent = dropped_out(run, round)
     return [client for client in clients_of_round(experiment, round) if client not in absent]
 
 
 def _truth_of_all(run: Run, round: int) -> GroundTruth | None:
-    """Returns the batches of all in the sum of a round as one; None if any is missing."""
+    """Returns the batches of all clients in a round's sum as one; None if any is missing."""
     experiment = stored(run)
     clients = summed_clients(run, experiment, round)
     batches = [read_truth(run, Key(round, client)) for client in clients]
@@ -85,7 +85,7 @@ def _truth_of_all(run: Run, round: int) -> GroundTruth | None:
         # The clients' own noise is clipped with their updates: nobody knows how loud it is then.
         noise_scale = None if noise_scale else added
     labels = tuple(chain.from_iterable(truth.labels for truth in truths))
-    # Who drew nobody has neither texts nor classes.
+    # A client that drew no text has neither texts nor classes.
     if labels and not all(truth.labels for truth in truths if truth.sequences):
         raise CaptureError(f"{run.path / 'vault'}: not every text of round {round} has a class")
     return GroundTruth(

@@ -34,7 +34,7 @@ def inside(folder: Path, name: str) -> Path:
 
     Args:
         folder: Named by the user: it may be a link.
-        name: In the folder, or in a folder that is in there: none of which may be a link.
+        name: In the folder, or in one below it, which may not be a link.
 
     Raises:
         FedleakError: A folder in there is a link, or no folder.
@@ -66,7 +66,7 @@ def replace(path: Path, content: bytes) -> None:
 
 
 def publish(path: Path, content: bytes) -> None:
-    """Writes a file without private texts, which whoever the umask says may read.
+    """Writes a file without private texts; the umask says who may read it.
 
     Raises:
         FedleakError: It cannot be written, or something else than a plain file has its name.
@@ -85,7 +85,7 @@ def new_file(path: Path) -> Iterator[Path]:
     """
     with naming(path):
         refuse_other(path)
-        # A name that nobody could know before, so that nothing is there.
+        # Nobody can guess this name, so nothing is there.
         handle, name = tempfile.mkstemp(HALF_WRITTEN, f".{path.name}.", path.parent)
         os.close(handle)
         temporary = Path(name)
@@ -109,7 +109,7 @@ def append_together(path: Path, lines: Sequence[str]) -> None:
 
 
 def read(path: Path, most: int = -1) -> bytes:
-    """Returns what a plain file holds, of at most so many bytes.
+    """Returns the content of a plain file, of at most `most` bytes.
 
     Raises:
         FedleakError: It cannot be read, is no plain file, or is larger.
@@ -147,7 +147,7 @@ def complete_lines(path: Path) -> list[bytes]:
 
 @contextmanager
 def naming(path: Path, verb: str = "written") -> Iterator[None]:
-    """Says of a failure of the disk which file it is about."""
+    """Names the file in the error of a disk that fails."""
     try:
         yield
     except (OSError, safetensors.SafetensorError) as error:
@@ -213,7 +213,7 @@ def _drop_torn_(file: IO[bytes]) -> None:
 
 
 def _complete(content: bytes) -> int:
-    """Returns where the last write ends of which nothing is missing."""
+    """Returns where the last complete write ends."""
     end = len(content)
     while (end := content.rfind(b"\n", 0, end) + 1) and content[:end].endswith(_MORE.encode()):
         end -= 1

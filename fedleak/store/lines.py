@@ -80,7 +80,7 @@ class Lines(Generic[T]):
 
         Args:
             value: What the line holds.
-            place: What its seal is of; None: it gets none.
+            place: Where the line belongs, for its seal; None: it gets no seal.
 
         Raises:
             ValueError: JSON cannot hold it.
@@ -134,7 +134,7 @@ def validated(expected_type: type[T], content: bytes) -> T:
     """Reads a value from JSON.
 
     Raises:
-        ValueError: It has not the shape; the message has nothing of the content.
+        ValueError: It does not have the shape; the message has nothing of the content.
     """
     try:
         value: T = _adapter(expected_type).validate_json(content, strict=True)  # type: ignore[arg-type]

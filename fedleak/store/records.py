@@ -170,7 +170,7 @@ class LeakageRow(_OfAttack):
 
 
 def text_counts(rows: Iterable[LeakageRow]) -> dict[Key, int]:
-    """Returns how many private texts each update is of, where a row knows the truth."""
+    """Returns how many private texts each update was computed from, where a row knows the truth."""
     return {row.key: row.batch_size for row in rows if row.batch_size is not None}
 
 
@@ -225,15 +225,15 @@ class CanaryRow(_OfUpdate):
     to `uses` are what the client kept in its vault (`fedleak.training.truth.Coins`).
 
     Attributes:
-        inside: Whether it is in; or, of one that is the whole update, whether its sign is plus.
+        inside: Whether it is in; for a canary that is the whole update, whether its sign is plus.
         slot: Which of the client's sets of canaries they are.
         audited_copy: They are not in the update that was sent, but in an audited copy of it.
         whole: The one canary is the whole update.
         rate: Probability with which a local step takes one that is in; None: not sampled.
         steps, uses: Local steps in the update, and those in which a canary takes part.
-        numbers: Of each canary: scores end at the square root of them.
-        noise_share: Of the squared norm of the update how much is noise, as far as the defenses
-            say; None: they add none.
+        numbers: How many each canary is spread over: no score exceeds their square root.
+        noise_share: The share of noise in the update's squared norm, as far as the defenses say;
+            None: they add none.
         scores: Of each canary: variance 1 and, for one that is out, mean 0.
         witnesses: Scores of directions that are the same in all updates, and in none.
     """
@@ -260,9 +260,9 @@ class MembershipRow(_OfAttack):
         texts: The number of each text of the list: in a file of candidates its row, from 0; else
             any, but the same in all rows of the attack.
         inside: Whether it was in the batch.
-        pairs: Places in the list of a text of the batch, and of the one that stands beside it;
-            none of a list from a file.
-        scores: By the name of a statistic, of each text of the list.
+        pairs: For each text of the batch its place in the list, and the place of the text beside
+            it; none for a list from a file.
+        scores: By the name of a statistic, one for each text of the list.
     """
 
     texts: tuple[int, ...]

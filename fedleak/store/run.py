@@ -21,11 +21,11 @@
 
 Of a matrix of a capture the rows of zeros are left out where that takes less room (`zero_rows`).
 Only the owner can open the folder (0700) and any file in it (0600), from the moment it is made.
-Captures, models and answers carry the fingerprint of the experiment that they are of, and are not
-read in a run of another one. What figures rest on carries a seal, too (`seal`, `provenance`).
+Captures, models and answers carry the fingerprint of their experiment, and are not read in a run of
+another one. What figures rest on carries a seal, too (`seal`, `provenance`).
 Of rounds that are not attacked neither captures nor models stay, but for the first and last model.
 Under secure aggregation a capture is r0001-all: the round's sum. Until all have come, the updates
-that it is of are below `held`, which stands for the protocol and is read by no attack. Without it
+are below `held`, which stands for the protocol and is read by no attack. Without secure aggregation
 an update is there while the server waits for those that are summed before it.
 
 Work that is left is what the directory lacks, so there is no queue that a crash could corrupt.
@@ -174,7 +174,7 @@ class Run:
                 f"{str(self.path)!r} is not a run directory: it has no run.json: name the folder "
                 "of a run, such as runs/NAME"
             )
-        # Without its seal, which is of what it says.
+        # The seal covers the content, and is no part of it.
         return cast(Info, seal.without(self.read(INFO)))
 
     def fingerprint(self) -> str | None:
@@ -195,7 +195,7 @@ class Run:
     def update_info(self, **values: Any) -> None:
         """Writes these keys of run.json and keeps the others.
 
-        The run.json of somebody else, or one that was changed, gets no seal by that.
+        A run.json that somebody else wrote or changed gets no seal.
         """
         if self.made_here():
             self.write_json("run.json", {**self.info(), **values})
@@ -287,7 +287,7 @@ class Run:
         return self._read_beside(key).knowledge
 
     def num_examples(self, key: Key) -> int:
-        """Reads how many examples a capture is of, without its tensors.
+        """Reads how many examples a capture was computed from, without its tensors.
 
         Raises:
             CaptureError: The file is damaged, or of another experiment.
@@ -322,7 +322,7 @@ class Run:
             self._delete(_captured(key))
 
     def is_closed(self, key: Key) -> bool:
-        """Returns whether every attack has answered for a capture, of those that may go then."""
+        """Returns whether `close` noted that every attack has answered for a capture."""
         return (self.path / _closed(key)).is_file()
 
     def deleted(self) -> set[Key]:
@@ -348,7 +348,7 @@ class Run:
         return self._read_capture(_held(key), key)
 
     def admit(self, key: Key) -> None:
-        """Makes a capture of an update that is held: it has two names then, and one place."""
+        """Makes a held update a capture: the file has two names then."""
         held, name = self._file(_held(key)), _captured(key)
         with new_file(self._place(name)) as temporary:
             temporary.unlink()
@@ -496,7 +496,7 @@ class Run:
             safetensors.torch.save_file(flat, temporary, {"fedleak": json.dumps(table)})
 
     def _sealed_place(self, name: str) -> str:
-        """Returns what a file is of, for its seal: what is held becomes a capture as it is."""
+        """Returns where a file belongs, for its seal: a held update has its capture's place."""
         if name == "run.json":
             return name
         return f"{self.fingerprint()}/{name.replace('held/', 'captures/')}"
@@ -580,7 +580,7 @@ class Run:
     def defended(self) -> dict[Key, Any]:
         """Returns what clients' defenses did, in the order of rounds and clients.
 
-        Of a file that cannot be read it is None.
+        None stands for a file that cannot be read.
         """
         notes: dict[Key, Any] = {}
         for key in _keys(self.path / "defended", ".json"):
@@ -644,7 +644,7 @@ class Run:
         replace(self._place(lines.name), content)
 
     def damaged(self) -> list[Damaged]:
-        """Returns the lines that were put aside; of one that is itself damaged, what is wrong."""
+        """Returns the lines that were put aside; for one that is itself damaged, what is wrong."""
         rows, damaged = self._parsed(DAMAGED)
         return [row for row, _ in rows] + [
             Damaged(file=DAMAGED.name, line=number, reason=reason) for number, _, reason in damaged
@@ -786,7 +786,7 @@ def _refuse_other_parameters(
     shapes: Mapping[str, Sequence[int]],
     parameters: Mapping[str, Tensor],
 ) -> None:
-    """Refuses tensors that are none of a model."""
+    """Refuses tensors that are no parameters of a model."""
     for name, shape in shapes.items():
         if name not in parameters:
             raise ValueError(f"{printable(name)[:_LONGEST]!r} is no parameter of the model")

@@ -42,7 +42,7 @@ def seal(place: str, parts: Iterable[Part]) -> str | None:
     """Returns the seal of a content; None if this machine has no key and cannot make one.
 
     Args:
-        place: What the content is of: of another place the same content has another seal.
+        place: Where the content belongs: in another place the same content has another seal.
         parts: The content.
 
     Raises:
@@ -84,7 +84,7 @@ def without(value: Any) -> Any:
 
 
 def tensor_parts(tensors: Mapping[str, Tensor], metadata: str) -> Iterator[Part]:
-    """Yields what the seal of a file of tensors is over: names, types, shapes and values.
+    """Yields what the seal of a file of tensors covers: names, types, shapes and values.
 
     Args:
         tensors: Contiguous, in main memory.

@@ -70,7 +70,7 @@ class Shard:
         return f"shard-{self.number}of{self.of}"
 
     def part(self, values: Sequence[T]) -> list[T]:
-        """Returns every n-th value: those of all shards are all, and no two have one in common."""
+        """Returns every n-th value, so that all shards together have each value once."""
         return list(values[self.number - 1 :: self.of])
 
     def lines(self, lines: Lines[T]) -> Lines[T]:
@@ -116,7 +116,7 @@ def begun(run: Run) -> list[Shard]:
 
 
 def shares(run: Run) -> dict[Shard, Share | None]:
-    """Returns what the shards that have begun say; None of one whose shard.json cannot be read."""
+    """Returns the shares of the shards that have begun; None where shard.json cannot be read."""
     shares_by_shard: dict[Shard, Share | None] = {}
     for shard in begun(run):
         try:

@@ -117,7 +117,7 @@ class WorstCase(Record):
 
 
 class Direction(StrEnum):
-    """What a difference says of what is compared with the first."""
+    """What a difference says about the second of the two that are compared."""
 
     WORSE = "reads more"
     BETTER = "reads less"
@@ -125,13 +125,13 @@ class Direction(StrEnum):
 
 
 class Difference(Record):
-    """A figure minus the one that it is compared with, over pairs of the same text.
+    """The difference of a figure between two sets of answers, over pairs of the same text.
 
     Attributes:
         attack: The attack; None: the best of all attacks that both have, text by text; of a ladder
-            each attack once, told the most.
+            each attack once, with the most facts.
         figure: exact, rougeL or token_recall.
-        texts, clients: Pairs, and the clients that they are of.
+        texts, clients: Pairs, and their clients.
         before, after: Both means, over these pairs.
         mean: Of the differences.
         low, high: Its 95 % interval, by a bootstrap over clients; None: there is one client.
@@ -162,7 +162,7 @@ class Difference(Record):
 
 
 class Rung(Record):
-    """What a server reads that is told the same facts about every batch.
+    """What a server reads if it is told the same facts about every batch.
 
     Attributes:
         granted: These facts.
@@ -215,10 +215,10 @@ class Guarantee(Record):
 
 
 class CanaryBound(Record):
-    """Lower bounds on epsilon by canaries; 0: nothing was seen with so many.
+    """Lower bounds on epsilon by canaries; 0: this many canaries show nothing.
 
     Attributes:
-        client: Whose; -1: of the least protected of all clients.
+        client: The client; -1: the least protected of all.
         unit: What a canary stands for: an "example", or all that a "client" has.
         canaries, updates: How many were scored.
         in_copies: Some were not in the updates that were sent, but in audited copies.
@@ -279,7 +279,7 @@ class MembershipFigures(Record):
 
     Attributes:
         attack, score: Whose, and the name of the score.
-        updates, clients: That the texts are of; no clients where updates are sums.
+        updates, clients: That were asked about; no clients where updates are sums.
         members, controls: Texts that were in, and texts that were not, over all rounds; a text
             counts once for each client whose updates it is looked for in.
         auc: The area under the ROC curve over all rounds, with the interval over clients, or over
@@ -292,8 +292,8 @@ class MembershipFigures(Record):
         no_bound: Why there is neither p nor epsilon; None: there are both.
         p: Of a sign test over these pairs, corrected for the number of attacks and scores; small:
             chance would rarely tell them apart so well, or so wrongly.
-        epsilon: Lower bound for replacing a text by another; 0: nothing was seen with so many
-            pairs.
+        epsilon: Lower bound for replacing a text by another; 0: this many pairs show
+            nothing.
     """
 
     attack: str
@@ -398,8 +398,8 @@ class RunSummary(Record):
         model_fingerprint: Of the weights that training started from.
         captures: That are here.
         attacks: By name.
-        worst_case: Over all attacks, with a ladder those of its top; None of a run that was scored
-            before there was such a figure.
+        worst_case: Over all attacks, with a ladder those of its top; None where an older version
+            scored the run.
         ladder: What each fact is worth; None: that was not asked for.
         defenses: What is in the way of attacks.
         defended: What each defense did.
@@ -411,7 +411,7 @@ class RunSummary(Record):
         held_out: Texts that it is measured on.
         utility_reference: Of the central baseline, if it was asked for.
         missing: What makes the results incomplete, and the command that mends it.
-        awaited: What of it nodes keep by design, until their owners hand it over.
+        awaited: The part of it that nodes keep by design, until their owners hand it over.
         notes: What else should be known.
         unscored: Answers that should have a score and have none.
     """
@@ -476,7 +476,7 @@ class SweepSummary(Record):
         name: Of its folder.
         axes: By key its values; those of `family` are tables with a `kind` and a `strength`.
         cells: Of every combination, or of some.
-        units: By the family what its strengths are numbers of.
+        units: By family, what its strengths count.
     """
 
     name: str

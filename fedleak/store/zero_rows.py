@@ -1,7 +1,7 @@
 """Stores a matrix without its rows of zeros, and gives it back to the bit.
 
 A token that is in no text of a batch has a row of zeros in the gradient of the word embedding, and
-so most rows of the largest matrix are such.
+so most rows of the largest matrix are zero.
 """
 
 from collections.abc import Mapping
@@ -16,10 +16,10 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def without_zero_rows(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, int]]:
-    """Returns tensors to store, and how many rows the matrices had of which some are left out.
+    """Returns tensors to store, and the full height of each matrix that lacks rows in them.
 
-    A row is left out where all its bits are zero, so minus zero stays, and only from a matrix that
-    takes less room so.
+    A row is left out where all its bits are zero, so minus zero stays, and only where that takes
+    less room.
     """
     stored: dict[str, Tensor] = {}
     heights: dict[str, int] = {}

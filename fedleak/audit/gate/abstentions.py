@@ -23,7 +23,7 @@ def with_abstentions(evidence: Evidence, may_abstain: Collection[str]) -> Eviden
     """Returns a run whose abstentions count as texts of which nothing was read.
 
     That holds for attacks of the strongest kind that may abstain and that read a text of every
-    undefended copy word for word. The worst cases are those of all rows then.
+    undefended copy word for word. The worst cases are then taken over all rows.
 
     Args:
         evidence: The run.

@@ -37,7 +37,7 @@ AGREEMENT = 1e-9
 """Relative difference that the order of additions makes on another machine."""
 
 SENTENCES = {"status", "fedleak", "missing", "notes", "unscored"}
-"""What of a summary depends on when and with what command a run was scored."""
+"""Fields of a summary that depend on when, and by which command, a run was scored."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Evidence:
     Attributes:
         run: The run directory.
         experiment: What was prepared there.
-        purged: When its private data was deleted, so that its rows are as they were; None: not.
+        purged: When its private data was deleted: its rows stay as they were; None: it is here.
         answers: Of its attacks; none of a run that was purged.
         rows, summary: What they are worth.
     """

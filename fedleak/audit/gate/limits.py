@@ -77,7 +77,7 @@ class Case(NamedTuple):
     """A worst case that the limits hold for.
 
     Attributes:
-        told: Stands before what is said of it: what the attacker is told; empty without a ladder.
+        told: What the attacker is told, before a sentence about the case; empty without a ladder.
         attacks: Names of its rows; None: of all rows.
         worst: The figures; None: no attack gave an answer.
     """
@@ -160,7 +160,7 @@ def _membership(name: str, limit: float, evidence: Evidence) -> Check:
 
 
 def _epsilon(limit: float, evidence: Evidence) -> Check:
-    """Compares the weakest client's epsilon with its limit; where nothing is guaranteed, none is.
+    """Compares the weakest client's epsilon with its limit; nothing guaranteed is no epsilon.
 
     An epsilon is computed, not estimated, so it has no interval.
     """
@@ -184,7 +184,7 @@ def _epsilon(limit: float, evidence: Evidence) -> Check:
 def _bounded(name: str, limit: float, canary: CanarySummary) -> Check:
     """Compares the largest lower bound on any client's epsilon with a limit.
 
-    Every kind of bound holds in all rows at once, so the largest row is no cherry that was picked.
+    Every kind of bound holds in all rows at once, so taking the largest picks no cherries.
     One below the limit shows nothing: it is the accounted epsilon that opens the gate.
     """
     kinds = {

@@ -60,7 +60,7 @@ def required_checks(limits: GateTable, evidence: Evidence) -> list[Check]:
 
 
 def _clients(evidence: Evidence) -> Check:
-    """Checks that no client was left out whose defenses are not those of one that was attacked."""
+    """Checks that for every client one with the same defenses was attacked."""
     experiment = evidence.experiment
     attacked = {key.client for key in expected_captures(experiment)}
     trained = {key.client for key in captures_made(experiment)}
@@ -88,12 +88,12 @@ def _clients(evidence: Evidence) -> Check:
 
 
 def _coverage(limit: float, evidence: Evidence) -> Check:
-    """Compares the share of all private texts for whose updates there is an answer with a limit."""
+    """Compares a limit with the share of private texts whose updates an attack answered for."""
     rows = evidence.rows.leakage
     answered = {row.key for row in rows if _has_answered(row)}
     here, everywhere, unknown = 0, 0, 0
     for key in captures_made(evidence.experiment):
-        size = _texts_of(evidence, key)
+        size = _text_count(evidence, key)
         if size is None:
             unknown += 1
             continue
@@ -106,12 +106,12 @@ def _coverage(limit: float, evidence: Evidence) -> Check:
 
 
 def _has_answered(row: LeakageRow) -> bool:
-    """Whether a row is an answer; of label counts, for example, no text has a score."""
+    """Whether a row is an answer; label counts, for example, score no text."""
     return row.status == Status.RECOVERED or row.texts is not None
 
 
-def _texts_of(evidence: Evidence, key: Key) -> int | None:
-    """Returns how many private texts an update is of; None: nobody here knows."""
+def _text_count(evidence: Evidence, key: Key) -> int | None:
+    """Returns how many private texts an update was computed from; None: nobody here knows."""
     try:
         truth = read_truth(evidence.run, key)
     except CaptureError:
@@ -173,7 +173,7 @@ def _below_control(rows: Sequence[LeakageRow]) -> Iterator[str]:
 
 
 def _tokens_unread(rows: Sequence[LeakageRow]) -> Iterator[str]:
-    """Yields that tokens were found on updates of which sequences hold few of them."""
+    """Yields a sentence for each attack that found tokens of which sequences hold few."""
     by_update: dict[Key, list[LeakageRow]] = defaultdict(list)
     for row in rows:
         if row.token_recall is not None:
@@ -236,7 +236,7 @@ def _attack(name: str, evidence: Evidence, least_seconds: float, *, may_abstain:
 
 
 def _seconds(name: str, evidence: Evidence) -> float | None:
-    """Returns the least time for one update that any answer of an attack was given; None: none."""
+    """Returns the shortest time for one update that an attack was allowed; None: no limit."""
     settings = [answer.settings for answer in evidence.answers if answer.attack == name]
     given = [table.get("seconds") for table in settings] or [
         getattr(attack.attack, "seconds", None)

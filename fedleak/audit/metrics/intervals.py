@@ -1,8 +1,8 @@
 """How certain a figure is: 95 % intervals.
 
-Texts of one client are not independent: not those of a batch, nor those of its other rounds. What
-is independent is the client, so a client is a cluster, and the estimand of `clustered_mean` is the
-mean over texts (or updates) of *other clients like these*. Texts that all go one way say little if
+Texts of one client are not independent, neither within a batch nor over rounds. Clients are, so a
+client is a cluster, and the estimand of `clustered_mean` is the mean over texts (or updates) of
+*other clients like these*. Texts that all go one way say little if
 they are of one client, however many they are. `wilson` is for what is independent, such as the
 held-out texts that a model is scored on.
 """
@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 FEWEST_DRAWS, MOST_DRAWS, NUMBERS = 1_000, 10_000, 4_000_000
-"""Random weightings of the clusters that an end is a quantile of; fewer if there are many."""
+"""Random weightings of the clusters for the quantiles at both ends; fewer for many clusters."""
 
 SEED = 0
 
@@ -52,8 +52,8 @@ def clustered_mean(
     Args:
         values: From 0 to `most`; at least one.
         clusters: The cluster of each value.
-        weights: How much each value counts, such as the texts that it is the mean of; left out:
-            all alike.
+        weights: How much each value counts, such as how many texts it is the mean of; None: all
+            alike.
         most: The largest value there can be.
     """
     counted = np.ones(len(values)) if weights is None else np.asarray(weights, float)
@@ -101,9 +101,9 @@ def bootstrapped(clusters: Sequence[Sequence[float]]) -> Interval:
 
 
 def sign_test(differences: Sequence[float]) -> float:
-    """Returns the p of independent differences all being as likely above 0 as below.
+    """Returns the p for independent differences being as likely above 0 as below it.
 
-    It is McNemar's exact test where each difference is of one pair that is read or not.
+    Where each difference is between two yes-or-no outcomes, it is McNemar's exact test.
     """
     from scipy.stats import binomtest
 

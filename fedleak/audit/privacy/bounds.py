@@ -142,7 +142,7 @@ class Rule:
 
     Attributes:
         count: How many canaries it commits itself on.
-        two_sided: Half of them are said to be out, those of the smallest scores.
+        two_sided: Half of its guesses are "out", for the smallest scores.
     """
 
     count: int

@@ -4,12 +4,12 @@ The server scores canaries in what it captured: it knows their places and direct
 the client's secret; it is read from the vault here, and nowhere else.
 
 A canary's scores of all its rounds make one number, and from those come three lower bounds on the
-epsilon of the whole run (`fedleak.audit.privacy.bounds`), for each client and for all together. A
-kind of bound is right in all cells at once with the confidence that is stated: half of the error is
-that of the bound over all clients, and the other half is divided among the clients.
+epsilon of the whole run (`bounds`), for each client and for all together. Each kind of
+bound holds in all cells at once with the stated confidence: half of the error is for the bound over
+all clients, and the other half is divided among the clients.
 
-A bound above the ledger's epsilon where it should be so less than once in a thousand audits, over
-all cells and kinds, contradicts the ledger: the mechanism does not do what the ledger says.
+A bound above the ledger's epsilon contradicts the ledger if chance would put one there less than
+once in a thousand audits, over all cells and kinds: the mechanism does not do what the ledger says.
 """
 
 import math
@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedleak.audit.gaps import Gaps
-from fedleak.audit.privacy import bounds as bounds
+from fedleak.audit.privacy import bounds
 from fedleak.audit.vault import read_truth, summed_clients, weight
 from fedleak.config.experiment import Experiment
 from fedleak.federation import canaries
@@ -49,7 +49,7 @@ TESTS = 4
 was used twice."""
 
 LOUD_NOISE = 0.97
-"""Share of an update's squared norm from which on witnesses see the noise and not the gradient,
+"""With this share of noise in an update's squared norm, witnesses see it and not the gradient,
 which is much the same in every round."""
 
 UNBOUNDED_MU = 10.0
@@ -162,7 +162,7 @@ def _witnessed(
 
 @dataclass(frozen=True)
 class Tally:
-    """The canaries of one client over all its rounds, a number each, and what is announced.
+    """The canaries of one client, a number each over all rounds, and what is announced.
 
     Attributes:
         client: Whose.
@@ -204,7 +204,7 @@ class Tally:
 
     @property
     def _mu_of_update(self) -> float:
-        """How far apart they should be in one update, if the canary is in all steps that it can."""
+        """How far apart they should be in one update, for a canary in every step that it may be."""
         row, ledger = self.rows[0], self.ledger
         noise = (ledger and ledger.noise_multiplier) or 1 / UNBOUNDED_MU
         return row.uses / (math.sqrt(row.steps) * noise)

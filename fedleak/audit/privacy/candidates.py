@@ -3,10 +3,10 @@
 Without a file, each text of a batch stands in the list beside a held-out text of the same class.
 Which texts are held out was drawn with the experiment's seed before anybody trained, so each of two
 such texts was as likely to be the one in the batch: a fair coin, which the attack does not see. A
-text has its own order of preference among the held-out texts, so it has the same one beside it in
-every round, unless another text of the batch has that. Clients prefer different ones.
+text has its own order of preference among the held-out texts, so the same one stands beside it in
+every round, unless another text of the batch took that. Clients prefer different texts.
 
-From a file, the list is all of it, for every update.
+A list from a file is all of the file, for every update.
 
 The attack gets the texts in a random order.
 """
@@ -23,7 +23,7 @@ from fedleak.training.truth import GroundTruth
 from fedleak.util.rng import stream
 
 PUBLIC = 30
-"""Held-out texts that anybody has, at most; and no more than half of all that there are."""
+"""The most held-out texts that are public; never more than half of them."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def _preferred(
 ) -> Iterator[Example]:
     """Yields held-out texts in the order in which they come to stand beside a text."""
     order = torch.randperm(len(free), generator=stream(seed, "beside", *member.ids)).tolist()
-    # First a share of them that is this client's, so that clients seldom want the same text.
+    # First this client's share of them, so that clients seldom want the same text.
     yield from (free[i] for i in order if i % clients == client)
     yield from (free[i] for i in order if i % clients != client)
 

@@ -59,8 +59,8 @@ def ledger(
     """Returns the rows of privacy.jsonl: what each client has spent by each of its rounds.
 
     It is composed anew from what clients noted of every round, so a run that was stopped and goes
-    on counts none twice and forgets none. From a round on whose note is gone a client's rows are
-    the earlier ones; where there are none, nothing is guaranteed.
+    on counts none twice and forgets none. From the first round whose note is gone a client
+    keeps its earlier rows; where there are none, nothing is guaranteed.
     """
     table, truths, captured = experiment.privacy, set(run.truths()), set(run.captures())
     earlier: dict[Key, list[LedgerRow]] = defaultdict(list)
@@ -141,7 +141,7 @@ def defense_rows(
 ) -> list[DefenseRow]:
     """Returns the rows of defenses.jsonl: what each defense did to each update.
 
-    Of an update whose note is gone the rows of the last time stay.
+    The earlier rows of an update whose note is gone stay.
     """
     rows = [
         DefenseRow(

@@ -1,16 +1,15 @@
 """How well an attack tells which texts were in an update, and the epsilon that follows from it.
 
-A row has the scores of a list of texts and who of them was in. A text that a client's updates are
-asked about in several rounds has in all of them the mean of its scores. From these come for each
-score:
+A row has the scores of a list of texts, and which of them were in. A text that a client is asked
+about in several rounds counts with the mean of its scores. From these come for each score:
 
 - the ROC curve: the share of the texts that were in and score above a threshold, against the share
   of the others that do. Its points at 1 % and 0.1 % (Carlini et al. 2022) are there if there are
   enough others to say so;
 - the area under it (AUC), for texts of the same client: the chance that one that was in scores
   higher than one that was not. 0.5 is chance, 1 is certainty;
-- a lower bound on epsilon (`privacy_bounds.epsilon_delta_bound`) for replacing one text by another.
-  Of each pair (`audit.candidates`) the auditor guesses which text was in. A pair counts once,
+- a lower bound on epsilon (`bounds.epsilon_delta_bound`) for replacing one text by another.
+  Of each pair (`candidates`) the auditor guesses which text was in. A pair counts once,
   because its coin was thrown once, and a text is in one pair only.
 
 The bounds of all attacks and scores hold at once with `CONFIDENCE`.
@@ -26,7 +25,7 @@ import numpy.typing as npt
 
 from fedleak.audit.kept_texts import KeptTexts
 from fedleak.audit.metrics import intervals
-from fedleak.audit.privacy import bounds as bounds
+from fedleak.audit.privacy import bounds
 from fedleak.audit.privacy.candidates import questions
 from fedleak.config.experiment import Experiment
 from fedleak.models import CAUSAL_LM
@@ -144,8 +143,8 @@ class _Text:
     """A text that a client's updates were asked about.
 
     Attributes:
-        cluster: What it is not independent of: its client; of one client, or of sums, the round
-            in which it was asked about first.
+        cluster: Texts of a cluster are not independent: its client; with one client, or with sums,
+            the round in which it was asked about first.
         score: The mean over rounds.
         inside: Whether it was in a batch.
     """
@@ -267,7 +266,7 @@ def _wins(members: Sequence[float], controls: Sequence[float]) -> list[float]:
 def found_where(
     members: Sequence[_Text], controls: npt.NDArray[np.float64], accused: float
 ) -> Estimate | None:
-    """Returns the share of members above all controls but a share; None: there are too few.
+    """Returns the share of members above all but a share of the controls; None: too few controls.
 
     Args:
         members: Texts that were in.
