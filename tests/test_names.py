@@ -1,0 +1,58 @@
+"""What no local variable is called: words that do not say what it holds."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = ("fedleak", "server", "clients")
+WORDS = {
+    *("asked", "each", "found", "got", "has", "it", "least", "of", "one", "ones", "said", "such"),
+    *("that", "them", "these", "they", "this", "those", "told", "what", "whose"),
+}
+SCOPES = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.comprehension
+
+
+def _locals(source: str) -> Iterator[tuple[int, str]]:
+    """Yields the line and the name of each place that binds a local variable, and no parameter."""
+    for scope in ast.walk(ast.parse(source)):
+        if not isinstance(scope, SCOPES):
+            continue
+        if isinstance(scope, ast.Lambda):
+            yield from ((a.lineno, a.arg) for a in ast.walk(scope.args) if isinstance(a, ast.arg))
+        for node in ast.walk(scope):
+            match node:
+                case ast.Name(id=name, ctx=ast.Store()):
+                    yield node.lineno, name
+                case ast.ExceptHandler(name=str(name)) | ast.MatchAs(name=str(name)):
+                    yield node.lineno, name
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_a_local_variable_says_what_it_holds(folder: str) -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line}: {name}"
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for line, name in sorted({*_locals(path.read_text())})
+        if name in WORDS
+    ]
+    assert not wrong, "name these by what they hold:\n" + "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "one = 1",
+        "for one, _ in pairs: pass",
+        "[one for one in rows]",
+        "key = lambda one: one.key",
+        "with rows as one: pass",
+        "if (one := rows): pass",
+        "try: pass\n    except OSError as one: pass",
+        "match rows:\n        case [one]: pass",
+    ],
+)
+def test_every_way_to_name_a_local_variable_is_seen(statement: str) -> None:
+    assert "one" in dict(map(reversed, _locals(f"def name(rows, each):\n    {statement}\n")))
