@@ -1,7 +1,8 @@
 """The commands that make a run, attack and score it, and end it."""
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,6 +14,9 @@ from fedleak.util.errors import ConfigError, FedleakError
 from fedleak.util.sanitise import markup
 from fedleak.util.shipped import shipped
 
+if TYPE_CHECKING:
+    from fedleak.config.experiment import Experiment
+
 QUICKSTART = [shipped("quickstart-llama.toml"), shipped("quickstart-gpt2.toml")]
 
 
@@ -23,16 +27,18 @@ def run(
     ] = None,
     changes: Set = None,
     fresh: Fresh = False,
+    allow_commands: AllowCommands = False,
     texts: Texts = False,
 ) -> None:
     """Train with Flower clients, capture what the server receives, attack it and score it.
 
-    FILE is an experiment file. Without one, the two experiments of the quickstart run.
+    FILE is an experiment file. Without one, the two experiments of the quickstart run. The run.json
+    of a run is one, too; programs that it names need `--allow-commands` if it is somebody else's.
 
     Results go to runs/NAME. The same command again finishes what is left.
     """
     from fedleak.audit.gaps import refuse_gaps
-    from fedleak.config.loading import load
+    from fedleak.config.loading import RUN_JSON, load
     from fedleak.federation.lookup import run_folder
     from fedleak.report.terminal import tables
     from fedleak.running import pipeline
@@ -40,8 +46,10 @@ def run(
 
     with mended():
         experiments = [load(path, changes or ()) for path in files or QUICKSTART]
-        for experiment in experiments:
+        for path, experiment in zip(files or QUICKSTART, experiments, strict=True):
             refuse_data_on_nodes(experiment)
+            if path.suffix == RUN_JSON and not allow_commands:
+                refuse_stored_programs(path.parent, experiment, changes or ())
         runs = [
             prepare(experiment, run_folder(experiment.name), fresh=fresh)
             for experiment in experiments
@@ -56,6 +64,36 @@ def run(
                 scored = pipeline.carry_out(at, experiment, train, show)
             tables.print_run(at, scored, console, texts=texts)
         refuse_gaps(*runs)
+
+
+def refuse_stored_programs(path: Path, experiment: "Experiment", changes: Sequence[str]) -> None:
+    """Refuses programs that a run of somebody else names, and the user's own changes do not.
+
+    Args:
+        path: The run directory.
+        experiment: Its experiment, with the changes.
+        changes: What the user sets, as KEY=VALUE.
+
+    Raises:
+        ConfigError: It names a command or a Ray cluster.
+    """
+    from fedleak.running.preparation import refuse_programs_of_others
+    from fedleak.store.run import Run
+
+    run = Run(path)
+    if run.exists() and run.made_here():
+        return
+    keys = _by_key(changes).keys()
+    address = keys & {"workers", "workers.ray", "workers.ray.address"}
+    refuse_programs_of_others(
+        path,
+        () if "attack" in keys else experiment.attacks,
+        None if address else experiment.workers,
+    )
+
+
+def _by_key(changes: Sequence[str]) -> dict[str, str]:
+    return {change.partition("=")[0].strip(): change for change in changes}
 
 
 def attack(
@@ -100,7 +138,6 @@ def attack(
     from fedleak.running.preparation import (
         ask_again,
         refuse_other_sight,
-        refuse_programs_of_others,
         refuse_purged,
         refuse_unstored,
     )
@@ -113,20 +150,14 @@ def attack(
         num_labels = at.info()["num_labels"]  # refuses a folder that is no run
         refuse_purged(at)
         stored(at)  # refuses one whose experiment is not what was run
-        own = {change.partition("=")[0].strip(): change for change in changes or ()}
-        for key, change in own.items():
+        for key, change in _by_key(changes or ()).items():
             if key.split(".")[0] not in ("attack", "threat", "workers"):
                 raise ConfigError(
                     f"--set {change!r}: only attack, threat and workers can change here"
                 )
         experiment = load(path / "run.json", changes or ())
-        if not (allow_commands or at.made_here()):
-            address = own.keys() & {"workers", "workers.ray", "workers.ray.address"}
-            refuse_programs_of_others(
-                path,
-                () if "attack" in own else experiment.attacks,
-                None if address else experiment.workers,
-            )
+        if not allow_commands:
+            refuse_stored_programs(path, experiment, changes or ())
         refuse_other_sight(at, experiment)
         pipeline.check_attacks(experiment, num_labels)
         refuse_unstored(at, experiment)
