@@ -1,7 +1,7 @@
 """The positive control: undefended copies of a run's batches, and what attacks read of them."""
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +15,7 @@ from tiny import DLG, Here, call, tables, toml
 
 from fedleak import models
 from fedleak.attacks.reconstruction import Status
+from fedleak.audit import positive_control
 from fedleak.audit.gate.check import Check, Outcome
 from fedleak.audit.gate.control import control_checks
 from fedleak.audit.gate.evidence import gather, genuine
@@ -29,6 +30,7 @@ from fedleak.audit.positive_control import (
     undefended,
 )
 from fedleak.audit.vault import read_truth
+from fedleak.config.experiment import Experiment
 from fedleak.config.loading import parse
 from fedleak.federation.lookup import stored
 from fedleak.federation.schedule import expected_captures
@@ -36,10 +38,11 @@ from fedleak.models import loading
 from fedleak.running.dispatch import dispatcher
 from fedleak.running.pipeline import finished, wants_control
 from fedleak.store.records import answers
-from fedleak.store.run import Key, Run
+from fedleak.store.run import Capture, Key, Run
 from fedleak.store.summaries import SUMMARY, CopiesRead, PositiveControl
 from fedleak.training.local import local_update_
-from fedleak.training.observation import UpdateKind
+from fedleak.training.observation import ClientUpdate, Knowledge, UpdateKind
+from fedleak.util.versions import versions
 
 NOISE = {"kind": "gaussian_noise", "sigma": 1.0}
 
@@ -292,6 +295,36 @@ def test_batches_to_copy_are_drawn_from_the_first_round_that_has_some(tmp_path: 
     assert chosen(run, experiment) == [Key(3, 0)]
     (run.path / "vault" / "r0003-c00.json").unlink()
     assert chosen(run, experiment) == []
+
+
+def test_copies_are_made_once_in_a_run_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experiment = parse(tables({"federation.clients": 2}))
+    truths = [truth_of(1, client, [(2, 5, 3)]) for client in range(2)]
+    run = run_of(tmp_path / "run", experiment, truths, num_labels=5)
+    asked: list[list[Key]] = []
+
+    def make(of: Run, control: Run, plain: Experiment, keys: Sequence[Key]) -> None:
+        assert (of.path, control.path) == (run.path, control_of(run).path)
+        assert plain == undefended(experiment, [Key(1, 0), Key(1, 1)])
+        asked.append([*keys])
+        for key in keys[:1]:
+            known = Knowledge(learning_rate=0.1, local_steps=1, dropout=False)
+            update = ClientUpdate(UpdateKind.GRADIENT, {"a": torch.zeros(1)}, 1)
+            control.write_capture(Capture(key, update, known))
+            control.write_truth(key, copied(truths[key.client], experiment).to_json())
+
+    monkeypatch.setattr(positive_control, "_make", make)
+    for _ in range(3):
+        plain = make_copies(run, experiment)
+    assert plain == undefended(experiment, [Key(1, 0), Key(1, 1)])
+    assert asked == [[Key(1, 0), Key(1, 1)], [Key(1, 1)]]
+    info = control_of(run).info()
+    assert info["experiment"] == plain.model_dump(mode="json")
+    assert (info["fingerprint"], info["status"]) == (plain.fingerprint, "running")
+    assert (info["num_labels"], info["examples"]) == (5, {"training": 2, "held_out": 0})
+    assert (info["versions"], info["remarks"]) == (versions(), [])
 
 
 def test_what_was_read_of_copies_is_the_best_of_each_text() -> None:

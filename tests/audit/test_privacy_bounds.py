@@ -9,9 +9,11 @@ from scipy.stats import binom, norm
 
 from fedleak.audit.privacy import canaries
 from fedleak.audit.privacy.bounds import (
+    SHARES,
     Rule,
     epsilon_delta_bound,
     f_dp_bound,
+    f_dp_mu,
     gaussian_bound,
     gaussian_delta,
     gaussian_epsilon,
@@ -82,6 +84,13 @@ def test_without_delta_the_one_run_bound_is_that_of_fair_coins_said_right_by_cha
     assert binom.sf(49, 60, chance) == pytest.approx(0.05, abs=1e-4)
 
 
+def test_the_mu_of_two_right_guesses_solves_their_equation():
+    """The recursion of the algorithm, written out for two canaries, both guessed right."""
+    mu = f_dp_mu(2, 2, 2, 0.5)
+    assert norm.ppf(0.5 + norm.cdf(-mu)) == pytest.approx(mu / 2, abs=2e-5)
+    assert f_dp_mu(1, 1, 1, 0.05) == 0.0
+
+
 def test_a_rule_guesses_the_largest_in_and_the_smallest_out():
     scores, coins = [3.0, 2.0, 1.0, 0.0, -1.0], [True, False, True, True, False]
     assert Rule(2, two_sided=True).right(scores, coins) == 2
@@ -95,6 +104,22 @@ def test_a_rule_guesses_the_largest_in_and_the_smallest_out():
 def test_a_rule_can_always_be_settled(m, mu):
     for two_sided in (False, True):
         assert 1 <= settled_rule(m, mu, two_sided=two_sided).count <= m
+
+
+@pytest.mark.parametrize("mu", [1.0, 3.0])
+def test_a_rule_is_the_share_whose_guesses_are_right_with_the_largest_lower_end(mu):
+    rng, many, m = np.random.default_rng(0), 50_000, 500
+    coins = np.arange(many) % 2 == 0
+    scores = rng.normal(size=many) + mu * coins
+    for two_sided, shares in ((True, SHARES), (False, [share for share in SHARES if share <= 0.5])):
+        lower = {}
+        for share in shares:
+            guesses, count = round(share * many), round(share * m)
+            right = Rule(guesses, two_sided).right(scores, coins) / guesses
+            spread = norm.ppf(0.95) * math.sqrt(right * (1 - right) / count)
+            lower[count] = min(right - spread - 1 / count, 1 - 3 / count)
+        rule = settled_rule(m, mu, two_sided=two_sided)
+        assert rule == Rule(max(lower, key=lower.__getitem__), two_sided)
 
 
 # --- how often they are wrong -------------------------------------------------------------------

@@ -13,12 +13,15 @@ from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
+from built import run_of
 from scored import row as scored_row
-from tiny import DLG, Here, call, toml
+from tiny import DLG, Here, call, tables, toml
 
 from fedleak.attacks.reconstruction import Status
+from fedleak.config.loading import parse
 from fedleak.report.html.glossary import TERMS
 from fedleak.report.html.page import (
     Entry,
@@ -37,11 +40,13 @@ from fedleak.report.html.run_page import unordered
 from fedleak.report.html.sweep_page import sweep_page
 from fedleak.report.html.verdict import Extent, Guaranteed, run_verdict, sweep_verdict
 from fedleak.report.html.wording import counted, figure, listed, percent
+from fedleak.running import reports
 from fedleak.running.dispatch import dispatcher
 from fedleak.store.records import TextScore
 from fedleak.store.run import Run
 from fedleak.store.summaries import (
     SUMMARY,
+    SWEEP,
     AttackSummary,
     CanarySummary,
     CellSummary,
@@ -582,6 +587,33 @@ def test_a_redacted_sweep_says_which_cells_are_incomplete_and_not_why() -> None:
     assert private in shown
     assert private not in redacted
     assert "federation.batch_size=1,seed=0: incomplete" in redacted
+
+
+@pytest.mark.parametrize("redact", [False, True])
+def test_the_cells_of_a_redacted_sweep_are_redacted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, redact: bool
+) -> None:
+    made = sweep_of()
+    folder, name = Run(tmp_path / "grid"), "report-redacted.html" if redact else "report.html"
+    for cell in made.cells:
+        run_of(folder.path / cell.cell, parse(tables()))
+    folder.write(SWEEP, made)
+    scored = "federation.batch_size=1,seed=0"
+
+    def page(run: Run, answers: list[Any], *, redact: bool) -> RunPage:
+        assert (run.path, answers) == (folder.path / scored, [])
+        return page_of([], redacted=redact)
+
+    monkeypatch.setattr(reports, "run_page", page)
+    monkeypatch.setattr(reports.scoring, "score_run", lambda run: [])
+    seen: list[Path] = []
+    assert reports.report_sweep(folder.path, redact=redact, tell=seen.append) == folder.path / name
+    assert seen == [folder.path / scored / name]
+    assert sorted(folder.path.rglob("*.html")) == sorted([*seen, folder.path / name])
+    for path in (*seen, folder.path / name):
+        assert ("Redacted" in path.read_text()) == redact
+    links = [found["href"] for found in Elements((folder.path / name).read_bytes()).all("a")]
+    assert f"./{quote(scored)}/{name}" in links
 
 
 @pytest.mark.slow

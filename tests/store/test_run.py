@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import re
 import stat
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from fedleak.store.files import HALF_WRITTEN, new_file, replace
 from fedleak.store.lines import SCHEMA_VERSION, Lines
 from fedleak.store.records import UTILITY, Utility
 from fedleak.store.run import Capture, Key, Run
@@ -359,6 +361,32 @@ def test_what_the_disk_refuses_is_named_and_leaves_the_old_file(rows, monkeypatc
                 write()
     assert rows.read_json("some.json") == {"a": 1}
     assert not list(rows.path.rglob(".*"))
+
+
+@pytest.mark.parametrize("plant", [Path.symlink_to, lambda at, _: os.mkfifo(at)])
+def test_what_is_no_plain_file_is_not_replaced(tmp_path, plant):
+    elsewhere, planted = tmp_path / "elsewhere", tmp_path / "planted"
+    elsewhere.write_text("kept")
+    plant(planted, elsewhere)
+    before = sorted(tmp_path.iterdir()), planted.lstat().st_ino
+    with pytest.raises(FedleakError, match="planted cannot be written: "):
+        replace(planted, b"new")
+    assert (sorted(tmp_path.iterdir()), planted.lstat().st_ino) == before
+    assert elsewhere.read_text() == "kept"
+
+
+def test_a_new_file_has_a_name_that_nobody_guesses_until_it_is_whole(tmp_path):
+    path = tmp_path / "f"
+    with new_file(path) as temporary:
+        assert (temporary.parent, temporary == path) == (tmp_path, False)
+        assert temporary.name.startswith(".f.")
+        assert temporary.name.endswith(HALF_WRITTEN)
+        temporary.write_text("whole")
+        assert not path.exists()
+    assert ([*tmp_path.iterdir()], path.read_text()) == ([path], "whole")
+    with pytest.raises(KeyError), new_file(path) as temporary:
+        raise KeyError(temporary.write_text("half"))
+    assert ([*tmp_path.iterdir()], path.read_text()) == ([path], "whole")
 
 
 def test_a_number_that_is_none_is_not_written(rows):
