@@ -389,6 +389,9 @@ class Verdict(NamedTuple):
         )
 
 
+NOTHING_PROVED = Verdict({}, None, False)
+
+
 def verify(
     model: LanguageModel,
     members: Sequence[Member],
@@ -401,7 +404,7 @@ def verify(
     """
     tokens = sum(len(member.ids) for member in members)
     if not members or not can_tell(model, seen, tokens):
-        return Verdict({}, None, False)
+        return NOTHING_PROVED
     repeats = multiplicities(members, seen.update.num_examples)
     by_ids = dict(zip((member.ids for member in members), repeats, strict=True))
     known = members[0].counts is not None

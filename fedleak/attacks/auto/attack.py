@@ -21,15 +21,15 @@ from fedleak.attacks.auto.budget import Pace, Reserve
 from fedleak.attacks.auto.chance import FEWEST, PLACEBOS, leaves_noise, noise_of, worth
 from fedleak.attacks.auto.evidence import choose, compare
 from fedleak.attacks.auto.peeling import occurrences, peel
-from fedleak.attacks.auto.reading import Ids, Reading, read
-from fedleak.attacks.auto.sharpening import Labelled, sharpened
+from fedleak.attacks.auto.sharpening import Ids, Labelled, sharpened
 from fedleak.attacks.clock import Clock
-from fedleak.attacks.matching.batch_structure import Clues
+from fedleak.attacks.matching.batch_structure import Clues, frame
 from fedleak.attacks.matching.lamp import Lamp
 from fedleak.attacks.reconstruction import Reconstruction, Status
+from fedleak.attacks.subspace.answer import Reading
 from fedleak.attacks.subspace.dager import Dager
 from fedleak.attacks.subspace.keyspan import Keyspan
-from fedleak.models import LanguageModel, absolute
+from fedleak.models import CLASSIFICATION, LanguageModel, absolute
 from fedleak.models import prior as priors
 from fedleak.training.observation import Observation
 
@@ -153,153 +153,227 @@ class Auto(OneByOne):
         on_progress: Callable[[Progress], None] = lambda progress: None,
     ) -> Reconstruction:
         """Returns the batch that explains the update best, of all that the attacks read."""
-        clock, findings, pace = Clock(self.seconds), Findings(), Pace(seen, model)
-        rest, most = seen, _READ * seen.update.num_examples
+        attempt = _Attempt(self, seen, model, rng, on_progress)
+        choice = attempt.ask_all()
+        # The last attack may have proved the whole batch by itself.
+        whole = choice is None and attempt.rest is seen
+        return attempt.proved() if whole else attempt.answer(choice or NO_CHOICE)
+
+
+class _Attempt:
+    """One update under attack: who was asked, what was found, and the time that is left.
+
+    Attributes:
+        findings: What the attacks asked so far found.
+        rest: The update without the sequences that are proved.
+    """
+
+    def __init__(
+        self,
+        settings: Auto,
+        seen: Observation,
+        model: LanguageModel,
+        rng: torch.Generator,
+        on_progress: Callable[[Progress], None],
+    ) -> None:
+        self._clock, self._settings = Clock(settings.seconds), settings
+        self._seen, self._model, self._rng, self._on_progress = seen, model, rng, on_progress
+        self._pace, self._most = Pace(seen, model), _READ * seen.update.num_examples
+        self.findings, self.rest = Findings(), seen
+
+    def ask_all(self) -> Choice | None:
+        """Asks the attacks in turn; returns the choice that explains what none of them proved.
+
+        None: nothing is left to explain.
+        """
+        seen, model, clock = self._seen, self._model, self._clock
         setting = AttackSetting.of(seen, model)
         able = [attack for attack, _ in ENSEMBLE if attack.obstacle(setting) is None]
         clear = budget.spans_are_clear(seen, model)
         for number, attack in enumerate(able, 1):
-            if findings.said and clock.up():
+            if self.findings.said and clock.up():
                 break
 
             def tell(how: Progress, name: str = f"{attack.kind} ({number} of {len(able)})") -> None:
-                on_progress(how._replace(phase=f"{name} {how.phase}".strip()))
+                self._on_progress(how._replace(phase=f"{name} {how.phase}".strip()))
 
-            clues = findings.clues(most)
-            timed = self._timed(attack, rest, clues, clock, pace, clear)
+            clues = self.findings.clues(self._most)
+            timed = self._timed(attack, clues, clear)
             if timed is None:
                 break
-            reading = read(timed, rest, model, clues, rng, tell)
-            findings = findings.and_(attack.kind, reading)
-            if reading.answer.verified and rest is seen:
-                return self._proved(findings, model, clock)
-            left = peel(seen, model, findings.members, findings.scale) if findings.members else seen
-            if left is None or reading.answer.verified:
-                return self._answer(findings, NO_CHOICE, seen, rest, model, rng, clock, pace)
-            rest = left
-            if noise_of(rest) is not None:
-                choice = _choice(findings.unproved(most), rest, model, clock, pace)
-                if leaves_noise(model, choice.batch, rest, rng, clock):
-                    return self._answer(findings, choice, seen, rest, model, rng, clock, pace)
+            reading = read(timed, self.rest, model, clues, self._rng, tell)
+            self.findings = self.findings.and_(attack.kind, reading)
+            if reading.answer.verified:
+                return None
+            if self.findings.members:
+                left = peel(seen, model, self.findings.members, self.findings.scale)
+                if left is None:
+                    return NO_CHOICE
+                self.rest = left
+            if noise_of(self.rest) is not None:
+                choice = self._choice(self.findings.unproved(self._most))
+                if leaves_noise(model, choice.batch, self.rest, self._rng, clock):
+                    return choice
 
         def show(ids: Ids, fit: float) -> None:
-            on_progress(Progress(len(able), len(able), 1 - fit, model.decode(ids), "mending"))
+            text = model.decode(ids)
+            self._on_progress(Progress(len(able), len(able), 1 - fit, text, "mending"))
 
-        choice = _mended(findings.unproved(most), rest, model, rng, clock, pace, show)
-        return self._answer(findings, choice, seen, rest, model, rng, clock, pace)
+        return self._mended(self.findings.unproved(self._most), show)
 
-    def _timed(
-        self,
-        attack: Single,
-        seen: Observation,
-        clues: Clues,
-        clock: Clock,
-        pace: Pace,
-        clear: bool,
-    ) -> Single | None:
+    def _timed(self, attack: Single, clues: Clues, clear: bool) -> Single | None:
         """Returns an attack with its time and the settings of this one; None: there is no time."""
         if not isinstance(attack, Lamp):
-            return replace(attack, seconds=budget.on_spans(clock, clear))
-        reserve = Reserve.of(pace, seen, clues.sequences)
-        if clues.sequences and reserve.answer > clock.left():
-            clock.rang = True  # the first step alone would make the answer late
+            return replace(attack, seconds=budget.on_spans(self._clock, clear))
+        reserve = Reserve.of(self._pace, self.rest, clues.sequences)
+        if clues.sequences and reserve.answer > self._clock.left():
+            self._clock.rang = True  # the first step alone would make the answer late
             return None
-        return replace(attack, seconds=reserve.before(clock), prior=self.prior, steps=self.steps)
+        own = self._settings
+        seconds = reserve.before(self._clock)
+        return replace(attack, seconds=seconds, prior=own.prior, steps=own.steps)
 
-    def _common_diagnostics(self, findings: Findings, clock: Clock) -> dict[str, Any]:
-        """Returns the diagnostics of every answer."""
-        # Who was asked last had all the time that was left.
-        late = any(answer.diagnostics.get("time_up") for answer in [*findings.said.values()][-1:])
-        return {
-            "version": self.version,
-            "asked": {kind: str(answer.status) for kind, answer in findings.said.items()},
-            **({"time_up": True} if clock.rang or late else {}),
-        }
+    def _choice(self, pool: Sequence[Ids]) -> Choice:
+        """Returns the sequences of a pool that explain what is left best.
 
-    def _proved(self, findings: Findings, model: LanguageModel, clock: Clock) -> Reconstruction:
+        A long pool is cut to what can be compared in a part of the time that is left. Out of time,
+        it is the first ones.
+        """
+        special, rest = self._model.special_ids(), self.rest
+        pool = [ids for ids in dict.fromkeys(pool) if not special.issuperset(ids)]
+        if not pool:
+            return NO_CHOICE
+        reserve, size = Reserve.of(self._pace, rest, pool), rest.update.num_examples
+        most = reserve.gradients_in(_CHOOSING * self._clock.left()) // reserve.labels
+        if most < min(size, len(pool)):
+            self._clock.rang = True
+            return Choice((), dict.fromkeys(pool[:size], 1.0), 1.0)
+        pool = pool[:most]
+        pairs = compare(self._model, pool, certificate.as_gradient(rest), noise_of(rest))
+        picks = choose(pairs, size)
+        batch = [
+            Labelled(pool[pairs.sequence[k]], pairs.label[k], weight)
+            for k, weight in zip(picks, pairs.weights(picks).tolist(), strict=True)
+        ]
+        left = pairs.residual(picks)
+        evidence: dict[Ids, float] = {}
+        for pick, guess in zip(picks, batch, strict=True):
+            without = pairs.residual([k for k in picks if k != pick])
+            evidence[guess.ids] = min(left / without, evidence.get(guess.ids, 1.0))
+        return Choice(tuple(batch), dict(sorted(evidence.items(), key=lambda pair: pair[1])), left)
+
+    def _mended(self, pool: Sequence[Ids], show: Callable[[Ids, float], None]) -> Choice:
+        """Returns the choice of a pool, with words that explain what is left better."""
+        choice, model, rest = self._choice(pool), self._model, self.rest
+        if not choice.batch or self._clock.up():
+            return choice
+        reserve = Reserve.of(self._pace, rest, pool)
+        until = reserve.mending_clock(self._clock)
+        better = sharpened(
+            model,
+            choice.batch,
+            certificate.as_gradient(rest),
+            self._rng,
+            until,
+            show,
+            noise_of(rest),
+            lambda batch: leaves_noise(model, batch, rest, self._rng, until),
+            reserve.gradient,
+        )
+        self._clock.rang |= until.rang
+        before = [guess.ids for guess in choice.batch]
+        if {*better} == {*before}:
+            return choice
+        again = self._choice([*better, *before])
+        return again if again.batch else choice
+
+    def proved(self) -> Reconstruction:
         """Returns the answer of the last attack, which proved the whole batch by itself."""
-        *_, (kind, answer) = findings.said.items()
-        sequences = tuple(certificate.close(model, ids) for ids in findings.whole)
+        *_, (kind, answer) = self.findings.said.items()
+        sequences = tuple(certificate.close(self._model, ids) for ids in self.findings.whole)
         own = {"from": [kind] * len(sequences), "likely": [True] * len(sequences)}
         return replace(
             answer,
             sequences=sequences,
-            tokens=tuple(sorted({token for ids in sequences for token in ids})),
-            diagnostics={**answer.diagnostics, **own, **self._common_diagnostics(findings, clock)},
+            tokens=_tokens(sequences),
+            diagnostics={**answer.diagnostics, **own, **self._common_diagnostics()},
         )
 
-    def _answer(
-        self,
-        findings: Findings,
-        choice: Choice,
-        seen: Observation,
-        rest: Observation,
-        model: LanguageModel,
-        rng: torch.Generator,
-        clock: Clock,
-        pace: Pace,
-    ) -> Reconstruction:
+    def answer(self, choice: Choice) -> Reconstruction:
         """Returns what is proved, and beside it the choice that explains the rest best."""
-        diagnostics: dict[str, Any] = {}
-        repeats = occurrences(model, findings.members, seen.update.num_examples)
-        proved = tuple(
-            member.ids
-            for member, n in zip(findings.members, repeats, strict=True)
-            for _ in range(n)
-        )
+        findings, size = self.findings, self._seen.update.num_examples
+        repeats = occurrences(self._model, findings.members, size)
+        members = zip(findings.members, repeats, strict=True)
+        proved = tuple(member.ids for member, n in members for _ in range(n))
         certain = {*proved, *findings.whole}
-        likely: set[Ids] = set()
-        if choice.batch:
-            observed = certificate.as_gradient(rest)
-            diagnostics["residual"] = choice.residual
-            reserve = Reserve.of(pace, rest, [guess.ids for guess in choice.batch])
-            spare = reserve.gradients_in(clock.left()) - len(choice.batch)
-            if spare < FEWEST:
-                clock.rang, diagnostics["not_compared"] = True, True
-            else:
-                compared = worth(
-                    model, choice.batch, observed, rng, noise_of(rest), min(spare, PLACEBOS)
-                )
-                likely = {
-                    guess.ids
-                    for guess, is_likely in zip(choice.batch, compared.likely, strict=True)
-                    if is_likely
-                }
-                diagnostics["nats"] = list(compared.nats)
-                diagnostics["nats_by_chance"] = list(compared.by_chance)
-        stands = (
-            certain
-            or likely
-            or any(answer.status == Status.RECOVERED for answer in findings.said.values())
-        )
+        likely, diagnostics = self._likely(choice)
+        recovered = (answer.status == Status.RECOVERED for answer in findings.said.values())
         batch = (*proved, *findings.whole, *choice.evidence)
-        if not batch or not stands:
-            reasons = "; ".join(
-                f"{kind}: {answer.reason}" for kind, answer in findings.said.items()
-            )
-            common = self._common_diagnostics(findings, clock)
-            return Reconstruction.none(Status.ABSTAINED, reasons, **diagnostics, **common)
-        verdict = _verdict(batch, seen, model, clock)
+        if not batch or not (certain or likely or any(recovered)):
+            reasons = "; ".join(f"{kind}: {said.reason}" for kind, said in findings.said.items())
+            diagnostics |= self._common_diagnostics()
+            return Reconstruction.none(Status.ABSTAINED, reasons, **diagnostics)
+        verdict = self._verdict(batch)
         verified = verdict.verified
         if verified:
             batch = tuple(ids for ids, times in verdict.repeats.items() for _ in range(times))
-        batch = batch[: seen.update.num_examples]
-        diagnostics |= verdict.diagnostics()
-        closed = [certificate.close(model, ids) for ids in batch]
+        batch = batch[:size]
+        closed = tuple(certificate.close(self._model, ids) for ids in batch)
         return Reconstruction(
             status=Status.RECOVERED,
-            sequences=tuple(closed),
+            sequences=closed,
             evidence=tuple(0.0 if verified else choice.evidence.get(ids, 0.0) for ids in batch),
-            tokens=tuple(sorted({token for ids in closed for token in ids})),
+            tokens=_tokens(closed),
             diagnostics={
                 **diagnostics,
-                **self._common_diagnostics(findings, clock),
-                "from": [findings.read.get(ids, self.kind) for ids in batch],
+                **verdict.diagnostics(),
+                **self._common_diagnostics(),
+                "from": [findings.read.get(ids, Auto.kind) for ids in batch],
                 "likely": [verified or ids in certain | likely for ids in batch],
             },
             verified=verified,
             reason=verdict.remark() if verified or proved else _NOT_PROVED[bool(likely)],
         )
+
+    def _likely(self, choice: Choice) -> tuple[set[Ids], dict[str, Any]]:
+        """Returns the guesses that explain more than chance does, and what was compared."""
+        if not choice.batch:
+            return set(), {}
+        batch, residual = choice.batch, {"residual": choice.residual}
+        reserve = Reserve.of(self._pace, self.rest, [guess.ids for guess in batch])
+        spare = reserve.gradients_in(self._clock.left()) - len(batch)
+        if spare < FEWEST:
+            self._clock.rang = True
+            return set(), {**residual, "not_compared": True}
+        observed, noise = certificate.as_gradient(self.rest), noise_of(self.rest)
+        compared = worth(self._model, batch, observed, self._rng, noise, min(spare, PLACEBOS))
+        likely = {guess.ids for guess, good in zip(batch, compared.likely, strict=True) if good}
+        nats = {"nats": list(compared.nats), "nats_by_chance": list(compared.by_chance)}
+        return likely, residual | nats
+
+    def _common_diagnostics(self) -> dict[str, Any]:
+        """Returns the diagnostics of every answer."""
+        said = self.findings.said
+        # Who was asked last had all the time that was left.
+        late = any(answer.diagnostics.get("time_up") for answer in [*said.values()][-1:])
+        return {
+            "version": Auto.version,
+            "asked": {kind: str(answer.status) for kind, answer in said.items()},
+            **({"time_up": True} if self._clock.rang or late else {}),
+        }
+
+    def _verdict(self, batch: Sequence[Ids]) -> certificate.Verdict:
+        """Returns what recomputing the gradient of a batch says, where that can be compared."""
+        seen, clock = self._seen, self._clock
+        if not certificate.is_linear(seen) or noise_of(seen) is not None:
+            return certificate.NOTHING_PROVED  # not one gradient, or blurred
+        members = certificate.explain(self._model, list(dict.fromkeys(batch)), seen, clock)
+        return certificate.verify(self._model, members, seen, clock)
+
+
+def _tokens(sequences: Sequence[Ids]) -> tuple[int, ...]:
+    """Returns the distinct tokens of sequences."""
+    return tuple(sorted({token for ids in sequences for token in ids}))
 
 
 _NOT_PROVED = {
@@ -308,75 +382,37 @@ _NOT_PROVED = {
 }
 
 
-def _choice(
-    pool: Sequence[Ids], rest: Observation, model: LanguageModel, clock: Clock, pace: Pace
-) -> Choice:
-    """Returns the sequences of a pool that explain an update best; out of time, the first ones.
-
-    A long pool is cut to what can be compared in a part of the time that is left.
-    """
-    pool = [ids for ids in dict.fromkeys(pool) if not model.special_ids().issuperset(ids)]
-    if not pool:
-        return NO_CHOICE
-    reserve, size = Reserve.of(pace, rest, pool), rest.update.num_examples
-    most = reserve.gradients_in(_CHOOSING * clock.left()) // reserve.labels
-    if most < min(size, len(pool)):
-        clock.rang = True
-        return Choice((), dict.fromkeys(pool[:size], 1.0), 1.0)
-    pool = pool[:most]
-    pairs = compare(model, pool, certificate.as_gradient(rest), noise_of(rest))
-    picks = choose(pairs, rest.update.num_examples)
-    weights = pairs.weights(picks)
-    batch = [
-        Labelled(pool[pairs.sequence[k]], pairs.label[k], float(weight))
-        for k, weight in zip(picks, weights, strict=True)
-    ]
-    left = pairs.residual(picks)
-    evidence: dict[Ids, float] = {}
-    for pick, guess in zip(picks, batch, strict=True):
-        without = pairs.residual([k for k in picks if k != pick])
-        evidence[guess.ids] = min(left / without, evidence.get(guess.ids, 1.0))
-    return Choice(tuple(batch), dict(sorted(evidence.items(), key=lambda pair: pair[1])), left)
-
-
-def _mended(
-    pool: Sequence[Ids],
-    rest: Observation,
+def read(
+    attack: Single,
+    seen: Observation,
     model: LanguageModel,
+    clues: Clues,
     rng: torch.Generator,
-    clock: Clock,
-    pace: Pace,
-    tell: Callable[[Ids, float], None],
-) -> Choice:
-    """Returns the sequences that explain an update best, with words that do so better."""
-    choice = _choice(pool, rest, model, clock, pace)
-    if not choice.batch or clock.up():
-        return choice
-    reserve = Reserve.of(pace, rest, pool)
-    until = reserve.mending_clock(clock)
-    better = sharpened(
-        model,
-        choice.batch,
-        certificate.as_gradient(rest),
-        rng,
-        until,
-        tell,
-        noise_of(rest),
-        lambda batch: leaves_noise(model, batch, rest, rng, until),
-        reserve.gradient,
+    on_progress: Callable[[Progress], None],
+) -> Reading:
+    """Asks an attack of the ensemble.
+
+    Sequences go from attack to attack in one form: that of attacks on spans, which do not see the
+    last target of next-token training (`certificate.close` puts it back).
+
+    Args:
+        attack: With the time that it may take.
+        seen: What is left of the update.
+        model: At the broadcast weights.
+        clues: What the attacks before it found.
+        rng: A random stream.
+        on_progress: Is told how far it is.
+    """
+    if isinstance(attack, Keyspan):
+        return attack.read(seen, model, rng=rng, on_progress=on_progress)
+    if isinstance(attack, Dager):
+        answer = attack(seen, model, rng=rng, on_progress=on_progress)
+        return Reading(answer, answer.sequences or ())
+    whole = replace(
+        clues, sequences=tuple(certificate.close(model, ids) for ids in clues.sequences)
     )
-    clock.rang |= until.rang
-    if {*better} == {guess.ids for guess in choice.batch}:
-        return choice
-    again = _choice([*better, *(guess.ids for guess in choice.batch)], rest, model, clock, pace)
-    return again if again.batch else choice
-
-
-def _verdict(
-    batch: Sequence[Ids], seen: Observation, model: LanguageModel, clock: Clock
-) -> certificate.Verdict:
-    """Returns what recomputing the gradient of a batch says, where that can be compared."""
-    if not certificate.is_linear(seen) or noise_of(seen) is not None:
-        return certificate.Verdict({}, None, False)  # not one gradient, or blurred
-    members = certificate.explain(model, list(dict.fromkeys(batch)), seen, clock)
-    return certificate.verify(model, members, seen, clock)
+    (match,) = attack.matches(
+        [seen], model, rngs=[rng], report=lambda _, how: on_progress(how), clues=[whole]
+    )
+    end = 0 if model.task == CLASSIFICATION else len(frame(model).last)
+    return match._replace(sequences=tuple(ids[: len(ids) - end] for ids in match.sequences))

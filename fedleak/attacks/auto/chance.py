@@ -29,10 +29,9 @@ from torch import Tensor
 
 from fedleak.attacks.auto.evidence import Pairs, compare_labelled, weights
 from fedleak.attacks.auto.peeling import gradient_of
-from fedleak.attacks.auto.sharpening import Labelled
+from fedleak.attacks.auto.sharpening import Ids, Labelled, content
 from fedleak.attacks.certificate import as_gradient, close, is_linear
 from fedleak.attacks.clock import UNLIMITED, Clock
-from fedleak.attacks.matching.batch_structure import frame
 from fedleak.models import CLASSIFICATION, LanguageModel
 from fedleak.training.observation import Observation, UpdateKind
 
@@ -53,8 +52,6 @@ _TINY = 1e-150
 
 _SIGMAS = 3.0
 """Standard deviations by which a sum of squares of noise may miss what is expected."""
-
-Ids = tuple[int, ...]
 
 
 class Worth(NamedTuple):
@@ -112,7 +109,7 @@ def worth(
     above_B = above_B.clamp_min(0)
     labels = model.num_labels if model.task == CLASSIFICATION else 1
     by_chance = [
-        len(_content(model, guess.ids)) * math.log(len(model.tokenizer)) + math.log(labels / _RISK)
+        len(content(model, guess.ids)) * math.log(len(model.tokenizer)) + math.log(labels / _RISK)
         for guess in batch
     ]
     return Worth(tuple((above_B.square() / 2).tolist()), tuple(by_chance))
@@ -133,17 +130,10 @@ def statistics(pairs: Pairs, chosen: Sequence[int]) -> Tensor:
     return t_K
 
 
-def _content(model: LanguageModel, ids: Ids) -> list[int]:
-    """Returns the places of a sequence that no mark takes, as attacks on spans give sequences."""
-    around = frame(model)
-    end = len(around.last) if model.task == CLASSIFICATION else 0
-    return list(range(len(around.first), len(ids) - end))
-
-
 def placebo(model: LanguageModel, ids: Ids, rng: torch.Generator) -> Ids:
     """Returns a sequence with random tokens where no mark stands."""
     changed, special = list(ids), model.special_ids()
-    for place in _content(model, ids):
+    for place in content(model, ids):
         while (token := int(torch.randint(len(model.tokenizer), (), generator=rng))) in special:
             pass
         changed[place] = token
@@ -205,7 +195,7 @@ def leaves_noise(
         (guess, mine, place, other[place])
         for guess, mine in zip(batch, own, strict=True)
         for other in [placebo(model, guess.ids, rng)]
-        for place in _content(model, guess.ids)
+        for place in content(model, guess.ids)
     ]
     tried = 0
     for guess, mine, place, word in clock.paced(changes):

@@ -82,7 +82,9 @@ def sharpened(
         for guess in others:
             for name, gradient in gradient_of(model, guess.ids, guess.label, list(weight)).items():
                 rest[name] = rest[name] - guess.weight * gradient
-        better = _mended(model, now[i], rest, weight, rng, clock, tell, seconds)
+        better = _Fit(model, now[i].label, rest, weight).mended(
+            now[i].ids, rng, clock, tell, seconds
+        )
         if better != now[i].ids:
             # The others were mended beside a worse one.
             now[i] = now[i]._replace(ids=better)
@@ -94,93 +96,91 @@ def trial(model: LanguageModel, length: int, observed: Mapping[str, Tensor], gue
     """Does as much as trying so many guesses of a length does, for its time to be measured."""
     weight = weights(model, observed)
     if weight:
-        some = [tuple(range(length))] * guesses
-        _fits(model, some, 0, {name: observed[name] for name in weight}, weight)
+        rest = {name: observed[name] for name in weight}
+        _Fit(model, 0, rest, weight)([tuple(range(length))] * guesses)
 
 
-def _mended(
-    model: LanguageModel,
-    guess: Labelled,
-    rest: Mapping[str, Tensor],
-    weight: Mapping[str, float],
-    rng: torch.Generator,
-    clock: Clock,
-    tell: Tell,
-    seconds: float,
-) -> Ids:
-    """Returns a sequence that no change tried makes fit better."""
-    ids: Ids = guess.ids
-    before: Ids = ()
-    fit = float(_fits(model, [ids], guess.label, rest, weight)[0])
-    while ids != before and not clock.up(_PROPOSING * seconds):
-        before = ids
-        proposed = _proposals(model, ids, guess.label, rest, weight)
-        for tried in (*proposed.items(), None):
-            if clock.up(2 * PROPOSED * seconds):
-                break
-            if tried is None:
-                some = _orders(ids, proposed.keys(), rng)
-            else:
-                place, tokens = tried
-                some = [(*ids[:place], token, *ids[place + 1 :]) for token in tokens]
-            if not some:
-                continue
-            fit_K = _fits(model, some, guess.label, rest, weight)
-            if float(fit_K.max()) > fit * _BETTER:
-                ids, fit = some[int(fit_K.argmax())], float(fit_K.max())
-                tell(ids, fit)
-    return ids
+class _Fit(NamedTuple):
+    """How well sequences fit what the others leave of an update.
+
+    Attributes:
+        model: At the broadcast weights.
+        label: Of the sequence that is mended.
+        rest: What the others leave, by parameter name.
+        weight: What the square of a number counts, by parameter name.
+    """
+
+    model: LanguageModel
+    label: int
+    rest: Mapping[str, Tensor]
+    weight: Mapping[str, float]
+
+    def __call__(self, sequences: Sequence[Ids]) -> Tensor:
+        """Returns how well the gradient of each sequence fits [K]."""
+        model, words = self.model, self.model.family.word_embedding
+        closed = [close(model, ids) for ids in sequences]
+        words_M = torch.tensor(sorted({t for ids in closed for t in ids}), device=model.device)
+        labels_N1 = torch.full((len(closed), 1), self.label, device=model.device)
+        own = BatchGradients(model, list(self.weight))
+        with own.ready():
+            gradients = gradients_of(model, own, closed, labels_N1, words_M)
+        target = {n: value[words_M] if n == words else value for n, value in self.rest.items()}
+        return fits(gradients, target, self.weight)
+
+    def mended(
+        self, ids: Ids, rng: torch.Generator, clock: Clock, tell: Tell, seconds: float
+    ) -> Ids:
+        """Returns a sequence that no change tried makes fit better."""
+        before: Ids = ()
+        fit = float(self([ids])[0])
+        while ids != before and not clock.up(_PROPOSING * seconds):
+            before = ids
+            proposed = self._proposals(ids)
+            for tried in (*proposed.items(), None):
+                if clock.up(2 * PROPOSED * seconds):
+                    break
+                if tried is None:
+                    some = _orders(ids, proposed.keys(), rng)
+                else:
+                    place, tokens = tried
+                    some = [(*ids[:place], token, *ids[place + 1 :]) for token in tokens]
+                if not some:
+                    continue
+                fit_K = self(some)
+                if float(fit_K.max()) > fit * _BETTER:
+                    ids, fit = some[int(fit_K.argmax())], float(fit_K.max())
+                    tell(ids, fit)
+        return ids
+
+    def _proposals(self, ids: Ids) -> dict[int, list[int]]:
+        """Returns for each place the tokens that are worth a try there."""
+        model, words = self.model, self.model.family.word_embedding
+        slope_TD, delta_TD = slopes(model, close(model, ids), self.label, self.rest, self.weight)
+        scores_TV = [slope_TD @ model.module.get_parameter(words).detach().T]
+        if words in self.weight:
+            scores_TV.append(delta_TD @ self.rest[words].T)
+        proposed: dict[int, list[int]] = {}
+        for place in content(model, ids):
+            likely = [score_TV[place].clone() for score_TV in scores_TV]
+            for score_V in likely:
+                score_V[[ids[place], *model.special_ids()]] = -torch.inf
+            best = [score_V.topk(PROPOSED).indices.tolist() for score_V in likely]
+            proposed[place] = list(dict.fromkeys(token for some in best for token in some))
+        return proposed
 
 
-def _proposals(
-    model: LanguageModel,
-    ids: Ids,
-    label: int,
-    rest: Mapping[str, Tensor],
-    weight: Mapping[str, float],
-) -> dict[int, list[int]]:
-    """Returns for each place the tokens that are worth a try there."""
-    slope_TD, delta_TD = slopes(model, close(model, ids), label, rest, weight)
-    table_VD = model.module.get_parameter(model.family.word_embedding).detach()
-    scores_TV = [slope_TD @ table_VD.T]
-    if model.family.word_embedding in weight:
-        scores_TV.append(delta_TD @ rest[model.family.word_embedding].T)
+def content(model: LanguageModel, ids: Ids) -> range:
+    """Returns the places of a sequence that no mark takes, as attacks on spans give sequences."""
     around = frame(model)
-    last = len(ids) - (len(around.last) if model.task == CLASSIFICATION else 0)
-    proposed: dict[int, list[int]] = {}
-    for place in range(len(around.first), last):
-        likely = [score_TV[place].clone() for score_TV in scores_TV]
-        for score_V in likely:
-            score_V[[ids[place], *model.special_ids()]] = -torch.inf
-        best = [score_V.topk(PROPOSED).indices.tolist() for score_V in likely]
-        proposed[place] = list(dict.fromkeys(token for some in best for token in some))
-    return proposed
+    end = len(around.last) if model.task == CLASSIFICATION else 0
+    return range(len(around.first), len(ids) - end)
 
 
 def _orders(ids: Ids, places: Collection[int], rng: torch.Generator) -> list[Ids]:
     """Returns the sequence with what is at some places in other orders."""
-    content = [ids[place] for place in places]
+    tokens = [ids[place] for place in places]
     first, last = min(places, default=0), max(places, default=-1) + 1
     return [
-        (*ids[:first], *(content[i] for i in order), *ids[last:])
-        for order in reorderings.nearby(len(content), _ORDERS, rng)
+        (*ids[:first], *(tokens[i] for i in order), *ids[last:])
+        for order in reorderings.nearby(len(tokens), _ORDERS, rng)
     ]
-
-
-def _fits(
-    model: LanguageModel,
-    sequences: Sequence[Ids],
-    label: int,
-    rest: Mapping[str, Tensor],
-    weight: Mapping[str, float],
-) -> Tensor:
-    """Returns how well the gradient of each sequence fits [K]."""
-    words = model.family.word_embedding
-    closed = [close(model, ids) for ids in sequences]
-    words_M = torch.tensor(sorted({t for ids in closed for t in ids}), device=model.device)
-    labels_N1 = torch.full((len(closed), 1), label, device=model.device)
-    own = BatchGradients(model, list(weight))
-    with own.ready():
-        gradients = gradients_of(model, own, closed, labels_N1, words_M)
-    target = {name: rest[name][words_M] if name == words else rest[name] for name in weight}
-    return fits(gradients, target, weight)

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated, ClassVar, Literal, NamedTuple
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -31,6 +31,7 @@ from fedleak.attacks.matching.rows_in_time import (
 )
 from fedleak.attacks.matching.victims import Victim, alike, victim_of
 from fedleak.attacks.reconstruction import Reconstruction, Status
+from fedleak.attacks.subspace.answer import Reading
 from fedleak.models import LanguageModel
 from fedleak.models import prior as priors
 from fedleak.training.observation import Observation
@@ -61,18 +62,6 @@ class MatchingMethod:
     loss: Loss
     scaled: bool = False
     prior: str | None = None
-
-
-class Match(NamedTuple):
-    """What the search for a victim came to.
-
-    Attributes:
-        answer: What the attack says of it.
-        sequences: The nearest batch, even if the attack does not stand by it.
-    """
-
-    answer: Reconstruction
-    sequences: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +144,7 @@ class GradientMatching(ABC):
         rngs: Sequence[torch.Generator],
         report: OnProgress,
         clues: Sequence[Clues],
-    ) -> list[Match]:
+    ) -> list[Reading]:
         """Returns, for each observation, the batch whose gradient is nearest to it.
 
         Args:
@@ -163,7 +152,7 @@ class GradientMatching(ABC):
             clues: What other searches found out of each.
         """
         clock = Clock(None if self.seconds is None else self.seconds * len(seen))
-        answers: dict[int, Match] = {}
+        answers: dict[int, Reading] = {}
         victims: dict[int, Victim] = {}
         steps = self.method().config.steps
         for i, (observation, rng, clue) in enumerate(zip(seen, rngs, clues, strict=True)):
@@ -175,7 +164,7 @@ class GradientMatching(ABC):
                 victims[i] = victim
             else:
                 reason = "every tensor of the update is zero: nothing to match"
-                answers[i] = Match(Reconstruction.none(Status.ABSTAINED, reason))
+                answers[i] = Reading(Reconstruction.none(Status.ABSTAINED, reason))
         waiting = len(victims)
         for group in alike(victims, self.starts_of_each, model.device):
             chosen = {i: victims[i] for i in group}
@@ -191,7 +180,7 @@ class GradientMatching(ABC):
         rngs: Sequence[torch.Generator],
         report: OnProgress,
         clock: Clock,
-    ) -> dict[int, Match]:
+    ) -> dict[int, Reading]:
         """Returns what is found for victims that are alike, by their number."""
         group = list(victims.values())
         method = self.method()
@@ -233,7 +222,7 @@ class GradientMatching(ABC):
         if not rows:
             reason = f"no step of the search ends in seconds = {self.seconds:g}: give it more"
             late = Reconstruction.none(Status.ABSTAINED, reason, time_up=True)
-            return dict.fromkeys(victims, Match(late))
+            return dict.fromkeys(victims, Reading(late))
         of_row, rng_R = [of_row[r] for r in rows], [rng_R[r] for r in rows]
         prior = None if method.prior is None else priors.load(method.prior, model)
         config = starts_in_time(config, step * len(rows), clock)
@@ -243,7 +232,7 @@ class GradientMatching(ABC):
             guesses = method.algorithm(objective, config, rng_R, watch)
             apart_U = distances(objective, guesses)
             chance_U = distances(objective, by_chance(objective, len(group)))
-        matches: dict[int, Match] = {}
+        matches: dict[int, Reading] = {}
         for (number, victim), best, apart, chance in zip(
             victims.items(), guesses, apart_U, chance_U, strict=True
         ):
@@ -260,5 +249,5 @@ class GradientMatching(ABC):
                 reconstruction = replace(
                     reconstruction, diagnostics={**reconstruction.diagnostics, "time_up": True}
                 )
-            matches[number] = Match(reconstruction, sequences)
+            matches[number] = Reading(reconstruction, sequences)
         return matches

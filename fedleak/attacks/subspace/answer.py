@@ -27,17 +27,21 @@ class Judged:
 
 
 class Reading(NamedTuple):
-    """An answer, and what of it is certain.
+    """What an attack found, for another that builds on it.
 
     Attributes:
-        answer: What the attack says.
+        answer: What it says of the batch by itself.
+        sequences: What it read, best first, even where it does not stand by it.
         members: Sequences that are proved one by one, even if the whole batch is not.
-        scale: How many times its mean gradient the update is, as far as they tell.
+        tokens: Tokens beside which it says there are no others.
+        scale: How many times its mean gradient the update is, as far as members tell.
     """
 
     answer: Reconstruction
-    members: tuple[Member, ...]
-    scale: float
+    sequences: tuple[tuple[int, ...], ...] = ()
+    members: tuple[Member, ...] = ()
+    tokens: tuple[int, ...] = ()
+    scale: float = 1.0
 
 
 OnJudged = Callable[[int, int, Judged], None]

@@ -109,7 +109,7 @@ class Keyspan(OneByOne):
         rng: torch.Generator,
         on_progress: Callable[[Progress], None],
     ) -> Reading:
-        """Returns the answer, and the sentences of it that are certain."""
+        """Returns the answer, and what of it is certain."""
         clock, tell = Clock(self.seconds), telling(on_progress, model)
         observed = certificate.as_gradient(seen)
         names = [name for name in model.family.attention_parameters(0) if name in observed]
@@ -145,8 +145,12 @@ class Keyspan(OneByOne):
         answer = _answer(passes, list(passed.values()), nearest, members, seen, model, clock)
         # Noise lets a wrong sentence explain a gradient, too.
         certain = members if passes and passes[0].span.exact else []
-        reconstruction = self._late(answer) if clock.rang else answer
-        return Reading(reconstruction, tuple(certain), counted.scale)
+        if clock.rang:
+            answer = self._late(answer)
+        # It blurs the bag, too; where a sentence stands out, so does the bag.
+        tokens = (answer.tokens or ()) if answer.verified or not answer.reason else ()
+        sequences = answer.sequences or ()
+        return Reading(answer, sequences, tuple(certain), tokens, counted.scale)
 
     def _late(self, answer: Reconstruction) -> Reconstruction:
         """Returns an answer that says that time was up."""

@@ -13,11 +13,11 @@ from fedleak.attacks.auto import budget
 from fedleak.attacks.auto.attack import Auto
 from fedleak.attacks.auto.budget import Pace, Reserve
 from fedleak.attacks.auto.chance import placebo
-from fedleak.attacks.auto.reading import Reading
 from fedleak.attacks.certificate import Member
 from fedleak.attacks.matching.batch_structure import NO_CLUES, Clues
 from fedleak.attacks.matching.lamp import Lamp
 from fedleak.attacks.reconstruction import Reconstruction, Status
+from fedleak.attacks.subspace.answer import Reading
 from fedleak.defenses.gaussian_noise import GaussianNoise
 from fedleak.models import CAUSAL_LM
 from fedleak.util.rng import stream
