@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedleak.data.notes import _HEALTH, _OTHER, _SLOTS, HEALTH, LIMIT, OTHER, Note, notes
+from fedleak.data.notes import _GRAMMAR, HEALTH, LIMIT, OTHER, Note, notes
 
 
 @cache
@@ -108,10 +108,11 @@ def test_no_run_of_six_words_is_in_more_than_one_note_of_a_hundred():
 
 
 def test_every_template_and_slot_is_used():
-    grammar = " ".join((*_HEALTH, *_OTHER, *(p for phrases in _SLOTS.values() for p in phrases)))
-    assert set(re.findall(r"\{([a-z]+)\}", grammar)) == _SLOTS.keys()
-    assert all(len(set(phrases)) == len(phrases) for phrases in (_HEALTH, _OTHER))
-    assert [name for name, phrases in _SLOTS.items() if len(set(phrases)) < len(phrases)] == [
+    health, other, slots = _GRAMMAR["health"], _GRAMMAR["other"], _GRAMMAR["slots"]
+    grammar = " ".join((*health, *other, *(p for phrases in slots.values() for p in phrases)))
+    assert set(re.findall(r"\{([a-z]+)\}", grammar)) == slots.keys()
+    assert all(len(set(phrases)) == len(phrases) for phrases in (health, other))
+    assert [name for name, phrases in slots.items() if len(set(phrases)) < len(phrases)] == [
         "street"  # twice as many streets are named after trees as after crafts
     ]
 

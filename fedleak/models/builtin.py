@@ -67,7 +67,8 @@ def _recipe() -> str:
     """Returns a hash of all that decides what is made: a changed recipe makes a new folder."""
     here = Path(__file__)
     digest = hashlib.sha256()
-    for source in (here, here.parents[1] / "data" / "notes.py"):
+    notes = here.parents[1] / "data" / "notes.py"
+    for source in (here, notes, notes.with_suffix(".toml")):
         digest.update(source.read_bytes())
     for package in ("tokenizers", "torch", "transformers"):
         digest.update(f"{package} {version(package)}\n".encode())
@@ -75,7 +76,7 @@ def _recipe() -> str:
 
 
 def _bert() -> tuple[Any, Any]:
-    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
+    from tokenizers import models, normalizers, pre_tokenizers, trainers
     from transformers import BertConfig, BertModel, BertTokenizer
 
     letters = string.ascii_lowercase + string.digits
@@ -83,109 +84,98 @@ def _bert() -> tuple[Any, Any]:
     # between processes, and break ties by number: all of them are given, so that none is numbered.
     given = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *string.punctuation]
     given += [f"##{letter}" for letter in letters]
-    words = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    words.normalizer = normalizers.BertNormalizer(lowercase=True)
-    words.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    words.train_from_iterator(
-        _texts(),
+    learned = _learned(
+        models.WordPiece(unk_token="[UNK]"),
+        pre_tokenizers.BertPreTokenizer(),
         trainers.WordPieceTrainer(
             vocab_size=_VOCABULARY, special_tokens=given, show_progress=False
         ),
+        normalizers.BertNormalizer(lowercase=True),
     )
-    tokenizer = BertTokenizer(vocab=words.get_vocab(), model_max_length=_LENGTH)
-    config = BertConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=_WIDTH,
-        num_hidden_layers=_LAYERS,
-        num_attention_heads=_HEADS,
-        intermediate_size=4 * _WIDTH,
-        max_position_embeddings=_LENGTH,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    return tokenizer, _seeded(lambda: BertModel(config))
+    tokenizer = BertTokenizer(vocab=learned["vocab"], model_max_length=_LENGTH)
+    return tokenizer, _model(BertModel, BertConfig, tokenizer, intermediate_size=4 * _WIDTH)
 
 
 def _gpt2() -> tuple[Any, Any]:
-    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    from tokenizers import pre_tokenizers
     from transformers import GPT2Config, GPT2LMHeadModel, GPT2Tokenizer
 
     end = "<|endoftext|>"
-    words = Tokenizer(models.BPE())
-    words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    words.train_from_iterator(
-        _texts(),
-        trainers.BpeTrainer(
-            vocab_size=_VOCABULARY,
-            special_tokens=[end],
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-            show_progress=False,
-        ),
-    )
-    learned = json.loads(words.to_str())["model"]
+    bytes_ = pre_tokenizers.ByteLevel
     tokenizer = GPT2Tokenizer(
-        vocab=learned["vocab"],
-        merges=[tuple(pair) for pair in learned["merges"]],
-        pad_token=end,
-        model_max_length=_LENGTH,
+        **_byte_pairs(bytes_(add_prefix_space=False), [end], bytes_.alphabet()), pad_token=end
     )
-    config = GPT2Config(
-        vocab_size=len(tokenizer),
-        n_embd=_WIDTH,
-        n_layer=_LAYERS,
-        n_head=_HEADS,
-        n_positions=_LENGTH,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    return tokenizer, _seeded(lambda: GPT2LMHeadModel(config))
+    return tokenizer, _model(GPT2LMHeadModel, GPT2Config, tokenizer)
 
 
 def _llama() -> tuple[Any, Any]:
-    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    from tokenizers import pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, LlamaTokenizer
 
     # Padding has its own token: its embedding is zeros, which those of real tokens must not be.
     given = ["<unk>", "<s>", "</s>", "<pad>", *(f"<0x{byte:02X}>" for byte in range(256))]
-    words = Tokenizer(models.BPE())
     # LLaMA's own tokenizer does not split. Merges that were learned within words stay there.
-    words.pre_tokenizer = pre_tokenizers.Sequence(
+    words = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Metaspace(),
             pre_tokenizers.Punctuation(),
             pre_tokenizers.Digits(individual_digits=True),
         ]
     )
-    words.train_from_iterator(
-        _texts(),
-        trainers.BpeTrainer(
-            vocab_size=_VOCABULARY,
-            special_tokens=given,
-            initial_alphabet=[*string.ascii_letters, *string.digits, *string.punctuation],
-            show_progress=False,
-        ),
-    )
-    learned = json.loads(words.to_str())["model"]
+    signs = [*string.ascii_letters, *string.digits, *string.punctuation]
     tokenizer = LlamaTokenizer(
-        vocab=learned["vocab"],
-        merges=[tuple(pair) for pair in learned["merges"]],
-        pad_token="<pad>",
-        add_bos_token=True,
-        model_max_length=_LENGTH,
+        **_byte_pairs(words, given, signs), pad_token="<pad>", add_bos_token=True
     )
-    config = LlamaConfig(
+    sizes = {"num_key_value_heads": _KEY_VALUE_HEADS, "intermediate_size": 3 * _WIDTH}
+    return tokenizer, _model(LlamaForCausalLM, LlamaConfig, tokenizer, **sizes)
+
+
+def _byte_pairs(words: Any, given: list[str], signs: list[str]) -> dict[str, Any]:
+    """Returns what a tokenizer of byte pairs is made of, learned within `words`."""
+    from tokenizers import models, trainers
+
+    trainer = trainers.BpeTrainer(
+        vocab_size=_VOCABULARY, special_tokens=given, initial_alphabet=signs, show_progress=False
+    )
+    learned = _learned(models.BPE(), words, trainer)
+    merges = [tuple(pair) for pair in learned["merges"]]
+    return {"vocab": learned["vocab"], "merges": merges, "model_max_length": _LENGTH}
+
+
+def _learned(model: Any, words: Any, trainer: Any, normalizer: Any = None) -> dict[str, Any]:
+    """Returns what a tokenizer learns from notes that no client's data has."""
+    from tokenizers import Tokenizer
+
+    from fedleak.data.notes import notes
+
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = words
+    if normalizer is not None:
+        tokenizer.normalizer = normalizer
+    tokenizer.train_from_iterator([note.text for note in notes(_NOTES, _SEED)], trainer)
+    learned: dict[str, Any] = json.loads(tokenizer.to_str())["model"]
+    return learned
+
+
+def _model(model: Any, config: Any, tokenizer: Any, **sizes: int) -> Any:
+    """Returns a model with random weights that do not depend on the caller's generators."""
+    import torch
+
+    settings = config(
         vocab_size=len(tokenizer),
         hidden_size=_WIDTH,
         num_hidden_layers=_LAYERS,
         num_attention_heads=_HEADS,
-        num_key_value_heads=_KEY_VALUE_HEADS,
-        intermediate_size=3 * _WIDTH,
         max_position_embeddings=_LENGTH,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
+        **sizes,
     )
-    return tokenizer, _seeded(lambda: LlamaForCausalLM(config))
+    with torch.random.fork_rng(devices=[]):
+        # Only this generator: torch.manual_seed would reseed the GPUs' too.
+        torch.default_generator.manual_seed(_SEED)
+        return model(settings)
 
 
 _MAKE: Mapping[str, Callable[[], tuple[Any, Any]]] = {
@@ -193,19 +183,3 @@ _MAKE: Mapping[str, Callable[[], tuple[Any, Any]]] = {
     "gpt2-tiny": _gpt2,
     "llama-tiny": _llama,
 }
-
-
-def _texts() -> list[str]:
-    from fedleak.data.notes import notes
-
-    return [note.text for note in notes(_NOTES, seed=_SEED)]
-
-
-def _seeded(make: Callable[[], Any]) -> Any:
-    """Makes a model from its own random numbers, whatever the caller has drawn or set."""
-    import torch
-
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        # Only this generator: torch.manual_seed would reseed the GPUs' too.
-        torch.default_generator.manual_seed(_SEED)
-        return make()

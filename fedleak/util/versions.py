@@ -75,6 +75,6 @@ def code() -> str:
 
     package = Path(__file__).parents[1]
     digest = hashlib.sha256()
-    for path in sorted(package.rglob("*.py")):
+    for path in sorted([*package.rglob("*.py"), package / "data" / "notes.toml"]):
         digest.update(str(path.relative_to(package)).encode() + b"\0" + path.read_bytes() + b"\0")
     return f"{VERSION} ({digest.hexdigest()[:12]})"
