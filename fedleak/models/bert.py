@@ -1,15 +1,15 @@
 """BERT-like encoders: learned absolute positions, LayerNorm after each sub-layer."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from fedleak.models.family import FirstBlock, TokenTable, frozen_rows, heads, held, lora_a, separate
+from fedleak.models.family import FirstBlock, ModelFamily, TokenTable, frozen_rows, heads, positions
 
 
-class Bert:
+class Bert(ModelFamily):
     """Adapter for `config.model_type == "bert"`."""
 
     model_type: ClassVar[str] = "bert"
@@ -48,20 +48,6 @@ class Bert:
         """Returns query, key and value weights, each its own [O, I] parameter."""
         stem = f"bert.encoder.layer.{layer}.attention.self"
         return tuple(f"{stem}.{part}.weight" for part in ("query", "key", "value"))
-
-    def projections(self, tensors: Mapping[str, Tensor], layer: int) -> dict[str, Tensor]:
-        """Returns the gradients [O, I] that are there."""
-        return separate(tensors, self.attention_parameters(layer))
-
-    def attention_gradients(self, tensors: Mapping[str, Tensor], layer: int) -> list[Tensor]:
-        """Returns the gradients [O, I] of weights and adapters that are there."""
-        adapters = map(lora_a, self.attention_parameters(layer))
-        return [*self.projections(tensors, layer).values(), *held(tensors, adapters)]
-
-    def output_gradient(self, tensors: Mapping[str, Tensor], layer: int) -> Tensor | None:
-        """Returns the gradient [O, I] of the attention output matrix, or of its adapter."""
-        name = f"bert.encoder.layer.{layer}.attention.output.dense.weight"
-        return next(iter(held(tensors, (name, lora_a(name)))), None)
 
     def token_table(self, module: nn.Module) -> TokenTable:
         """Returns token and position rows; every token is of type 0, folded into the positions."""
@@ -104,9 +90,7 @@ class Bert:
         embeds_BTD: Tensor | None,
     ) -> Tensor:
         """Returns class logits [B, C]."""
-        length = mask_BT.shape[1]
-        # A row for each example, each in memory, because per-example gradients look at them.
-        positions_BT = torch.arange(length, device=mask_BT.device).repeat(len(mask_BT), 1)
+        positions_BT = positions(mask_BT)
         logits_BC: Tensor = module(
             input_ids=ids_BT,
             inputs_embeds=embeds_BTD,
@@ -115,8 +99,3 @@ class Bert:
             position_ids=positions_BT,
         ).logits
         return logits_BC
-
-    def encode(self, tokenizer: Any, texts: Sequence[str], task: str) -> list[list[int]]:
-        """Returns `[CLS] ... [SEP]` for each text."""
-        ids: list[list[int]] = tokenizer(list(texts))["input_ids"]
-        return ids

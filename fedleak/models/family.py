@@ -12,6 +12,8 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+_PROJECTIONS = ("query", "key", "value")
+
 
 class Directions(NamedTuple):
     """What first attention inputs are made of, up to a scale that tokens and position decide.
@@ -103,6 +105,8 @@ class FirstBlock:
 class ModelFamily(Protocol):
     """An architecture, found by `config.model_type`. Parameters are named, never counted.
 
+    A class that inherits gets the methods that are alike in most decoders.
+
     Attributes:
         model_type: The name that `config.model_type` has.
         causal: A token attends to earlier tokens only.
@@ -133,7 +137,7 @@ class ModelFamily(Protocol):
 
     def null_parameters(self, names: Iterable[str]) -> frozenset[str]:
         """Returns those of `names` whose gradient is zero, whatever the batch and the weights."""
-        ...
+        return frozenset()
 
     def attention_parameters(self, layer: int) -> tuple[str, ...]:
         """Returns the weights that multiply the attention input of a layer, without adapters.
@@ -144,21 +148,24 @@ class ModelFamily(Protocol):
 
     def projections(self, tensors: Mapping[str, Tensor], layer: int) -> dict[str, Tensor]:
         """Returns those gradients [O, I] of "query", "key" and "value" that `tensors` holds."""
-        ...
+        named = zip(_PROJECTIONS, self.attention_parameters(layer), strict=True)
+        return {part: tensors[name] for part, name in named if name in tensors}
 
     def attention_gradients(self, tensors: Mapping[str, Tensor], layer: int) -> list[Tensor]:
         """Returns all gradients [O, I] there of what multiplies the attention input of a layer.
 
         They are those of `projections`, and those of the adapters' first matrices.
         """
-        ...
+        adapters = map(lora_a, self.attention_parameters(layer))
+        return [*self.projections(tensors, layer).values(), *_held(tensors, adapters)]
 
     def output_gradient(self, tensors: Mapping[str, Tensor], layer: int) -> Tensor | None:
         """Returns the gradient [O, I] of the attention output matrix, or of its adapter's first.
 
         None if neither is there.
         """
-        ...
+        (name,) = self.modules(layer)["o"]
+        return next(iter(_held(tensors, (name, lora_a(name)))), None)
 
     def token_table(self, module: nn.Module) -> TokenTable:
         """Returns the parts of the first attention input."""
@@ -179,13 +186,30 @@ class ModelFamily(Protocol):
         """Returns class logits [B, C], or next-token logits [B, T, V] of a causal model.
 
         Exactly one of token ids and word embeddings is given; the mask is 1 on real tokens,
-        which come first.
+        which come first. A decoder's classifier is applied here, at each last token, and not by
+        transformers, whose pooling looks for padding ids and so cannot pool word embeddings.
         """
-        ...
+        outer: Any = module
+        hidden_BTD: Tensor = outer.base_model(
+            input_ids=ids_BT,
+            inputs_embeds=embeds_BTD,
+            attention_mask=mask_BT,
+            position_ids=positions(mask_BT),
+            use_cache=False,
+        ).last_hidden_state
+        if hasattr(outer, "score"):
+            return _pool_last(outer.score(hidden_BTD), mask_BT)
+        logits_BTV: Tensor = outer.lm_head(hidden_BTD)
+        return logits_BTV
 
     def encode(self, tokenizer: Any, texts: Sequence[str], task: str) -> list[list[int]]:
-        """Returns the token ids that a client feeds for each text, special tokens included."""
-        ...
+        """Returns the token ids that a client feeds for each text, special tokens included.
+
+        For next-token training an end token closes each text.
+        """
+        ids: list[list[int]] = tokenizer(list(texts))["input_ids"]
+        end = [tokenizer.eos_token_id] if task == "causal-lm" else []
+        return [text_ids + end for text_ids in ids]
 
 
 def heads(x_ND: Tensor, num_heads: int) -> Tensor:
@@ -213,46 +237,18 @@ def lora_b(name: str) -> str:
     return f"{name.removesuffix('.weight')}.lora_B.default.weight"
 
 
-def held(tensors: Mapping[str, Tensor], names: Iterable[str]) -> list[Tensor]:
+def _held(tensors: Mapping[str, Tensor], names: Iterable[str]) -> list[Tensor]:
     """Returns the tensors of those names that are there."""
     return [tensors[name] for name in names if name in tensors]
 
 
-def separate(tensors: Mapping[str, Tensor], names: tuple[str, ...]) -> dict[str, Tensor]:
-    """Returns the query, key and value gradients that are there, each a parameter of its own."""
-    named = zip(("query", "key", "value"), names, strict=True)
-    return {part: tensors[name] for part, name in named if name in tensors}
-
-
-def decoder_logits(
-    module: nn.Module,
-    stack: nn.Module,
-    mask_BT: Tensor,
-    ids_BT: Tensor | None,
-    embeds_BTD: Tensor | None,
-) -> Tensor:
-    """Returns class logits [B, C] at each last token, or next-token logits [B, T, V].
-
-    The classifier is applied here and not by transformers, whose pooling looks for padding ids
-    and so cannot pool word embeddings. The first token is at position 0.
-    """
-    outer: Any = module
+def positions(mask_BT: Tensor) -> Tensor:
+    """Returns the positions [B, T] of tokens, of which the first is at 0."""
     # A row for each example, each in memory, because per-example gradients look at them.
-    positions_BT = torch.arange(mask_BT.shape[1], device=mask_BT.device).repeat(len(mask_BT), 1)
-    hidden_BTD: Tensor = stack(
-        input_ids=ids_BT,
-        inputs_embeds=embeds_BTD,
-        attention_mask=mask_BT,
-        position_ids=positions_BT,
-        use_cache=False,
-    ).last_hidden_state
-    if hasattr(outer, "score"):
-        return pool_last(outer.score(hidden_BTD), mask_BT)
-    logits_BTV: Tensor = outer.lm_head(hidden_BTD)
-    return logits_BTV
+    return torch.arange(mask_BT.shape[1], device=mask_BT.device).repeat(len(mask_BT), 1)
 
 
-def pool_last(x_BTC: Tensor, mask_BT: Tensor) -> Tensor:
+def _pool_last(x_BTC: Tensor, mask_BT: Tensor) -> Tensor:
     """Returns [B, C]: each sequence's values at its last real token."""
     last_B = mask_BT.sum(1) - 1
     return x_BTC[torch.arange(len(x_BTC), device=x_BTC.device), last_B]

@@ -1,26 +1,19 @@
 """GPT-2-like decoders: learned absolute positions, LayerNorm before each sub-layer.
 
 GPT-2 keeps query, key and value in one `Conv1D`, a linear layer whose weight is [I, 3 O]: the
-transpose of what `nn.Linear` has. Only this file knows.
+transpose of what `nn.Linear` has. Only this file knows. Of the fused bias, only the third that
+shifts keys has no gradient.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from fedleak.models.family import (
-    FirstBlock,
-    TokenTable,
-    decoder_logits,
-    frozen_rows,
-    heads,
-    held,
-    lora_a,
-)
+from fedleak.models.family import FirstBlock, ModelFamily, TokenTable, frozen_rows, heads, lora_a
 
 
-class Gpt2:
+class Gpt2(ModelFamily):
     """Adapter for `config.model_type == "gpt2"`."""
 
     model_type: ClassVar[str] = "gpt2"
@@ -42,10 +35,6 @@ class Gpt2:
             "p": (f"{stem}.mlp.c_proj.weight",),
         }
 
-    def null_parameters(self, names: Iterable[str]) -> frozenset[str]:
-        """Returns none: of the fused bias, only the third that shifts keys has no gradient."""
-        return frozenset()
-
     def attention_parameters(self, layer: int) -> tuple[str, ...]:
         """Returns the one fused parameter."""
         return (f"transformer.h.{layer}.attn.c_attn.weight",)
@@ -56,11 +45,6 @@ class Gpt2:
         if name not in tensors:
             return {}
         return dict(zip(("query", "key", "value"), tensors[name].T.chunk(3), strict=True))
-
-    def attention_gradients(self, tensors: Mapping[str, Tensor], layer: int) -> list[Tensor]:
-        """Returns the gradients [O, I] that are there; the adapter has one matrix for all three."""
-        adapters = map(lora_a, self.attention_parameters(layer))
-        return [*self.projections(tensors, layer).values(), *held(tensors, adapters)]
 
     def output_gradient(self, tensors: Mapping[str, Tensor], layer: int) -> Tensor | None:
         """Returns the gradient [O, I] of the attention output matrix, or of its adapter."""
@@ -96,21 +80,3 @@ class Gpt2:
             return out_ND
 
         return FirstBlock(num_heads=num_heads, enter=enter, project=project, leave=leave)
-
-    def logits(
-        self,
-        module: nn.Module,
-        mask_BT: Tensor,
-        *,
-        ids_BT: Tensor | None,
-        embeds_BTD: Tensor | None,
-    ) -> Tensor:
-        """Returns class logits [B, C] at each last token, or next-token logits [B, T, V]."""
-        stack = module.get_submodule("transformer")
-        return decoder_logits(module, stack, mask_BT, ids_BT, embeds_BTD)
-
-    def encode(self, tokenizer: Any, texts: Sequence[str], task: str) -> list[list[int]]:
-        """Returns each text's tokens; for next-token training an end token closes it."""
-        ids: list[list[int]] = tokenizer(list(texts))["input_ids"]
-        end = [tokenizer.eos_token_id] if task == "causal-lm" else []
-        return [text_ids + end for text_ids in ids]

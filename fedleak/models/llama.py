@@ -1,28 +1,20 @@
 """LLaMA-like decoders: rotary positions, RMSNorm before each sub-layer, shared keys and values.
 
-A position rotates queries and keys and is in no attention input. Where there are fewer key-value
-heads than query heads, each serves as many query heads in a row.
+A position rotates queries and keys and is in no attention input. So a key's bias shifts scores
+differently, and has a gradient. Where there are fewer key-value heads than query heads, each serves
+as many query heads in a row.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from fedleak.models.family import (
-    FirstBlock,
-    TokenTable,
-    decoder_logits,
-    frozen_rows,
-    heads,
-    held,
-    lora_a,
-    separate,
-)
+from fedleak.models.family import FirstBlock, ModelFamily, TokenTable, frozen_rows, heads
 
 
-class Llama:
+class Llama(ModelFamily):
     """Adapter for `config.model_type == "llama"`."""
 
     model_type: ClassVar[str] = "llama"
@@ -47,28 +39,10 @@ class Llama:
             "p": (f"{stem}.mlp.down_proj.weight",),
         }
 
-    def null_parameters(self, names: Iterable[str]) -> frozenset[str]:
-        """Returns none: a key's bias is rotated to its position, so scores shift differently."""
-        return frozenset()
-
     def attention_parameters(self, layer: int) -> tuple[str, ...]:
         """Returns query, key and value weights, each its own [O, I] parameter."""
         stem = f"model.layers.{layer}.self_attn"
         return tuple(f"{stem}.{part}_proj.weight" for part in ("q", "k", "v"))
-
-    def projections(self, tensors: Mapping[str, Tensor], layer: int) -> dict[str, Tensor]:
-        """Returns the gradients [O, I] that are there; keys and values may have fewer rows."""
-        return separate(tensors, self.attention_parameters(layer))
-
-    def attention_gradients(self, tensors: Mapping[str, Tensor], layer: int) -> list[Tensor]:
-        """Returns the gradients [O, I] of weights and adapters that are there."""
-        adapters = map(lora_a, self.attention_parameters(layer))
-        return [*self.projections(tensors, layer).values(), *held(tensors, adapters)]
-
-    def output_gradient(self, tensors: Mapping[str, Tensor], layer: int) -> Tensor | None:
-        """Returns the gradient [O, I] of the attention output matrix, or of its adapter."""
-        name = f"model.layers.{layer}.self_attn.o_proj.weight"
-        return next(iter(held(tensors, (name, lora_a(name)))), None)
 
     def token_table(self, module: nn.Module) -> TokenTable:
         """Returns token rows, and the RMSNorm before the first attention."""
@@ -111,21 +85,3 @@ class Llama:
             return out_ND
 
         return FirstBlock(num_heads=num_heads, enter=enter, project=project, leave=leave)
-
-    def logits(
-        self,
-        module: nn.Module,
-        mask_BT: Tensor,
-        *,
-        ids_BT: Tensor | None,
-        embeds_BTD: Tensor | None,
-    ) -> Tensor:
-        """Returns class logits [B, C] at each last token, or next-token logits [B, T, V]."""
-        stack = module.get_submodule("model")
-        return decoder_logits(module, stack, mask_BT, ids_BT, embeds_BTD)
-
-    def encode(self, tokenizer: Any, texts: Sequence[str], task: str) -> list[list[int]]:
-        """Returns the tokenizer's ids, a start token first; for next-token training an end last."""
-        ids: list[list[int]] = tokenizer(list(texts))["input_ids"]
-        end = [tokenizer.eos_token_id] if task == "causal-lm" else []
-        return [text_ids + end for text_ids in ids]
