@@ -37,7 +37,6 @@ from fedleak import models
 from fedleak.data.notes import notes
 from fedleak.models import CAUSAL_LM, CLASSIFICATION, LanguageModel, ModelSpec, loading
 from fedleak.running import sweep
-from fedleak.running.bench import running
 from fedleak.running.dispatch import dispatcher
 from fedleak.training.local import local_update_
 from fedleak.training.observation import Candidates, Example, Knowledge, Observation, UpdateKind
@@ -71,7 +70,7 @@ def workers_of() -> Callable[[int], list[psutil.Process]]:
 @pytest.fixture
 def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attacks in this process: a worker takes seconds to start."""
-    for module in (dispatcher, sweep, running):
+    for module in (dispatcher, sweep):
         monkeypatch.setattr(module, "hire", lambda *_: nullcontext([tiny.Here()]))
 
 

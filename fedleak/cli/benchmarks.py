@@ -1,13 +1,12 @@
 """The commands of the benchmark."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from fedleak.cli.display import console, progress, remark
+from fedleak.cli.display import CellProgress, console, remark
 from fedleak.cli.mistakes import mended
 from fedleak.cli.options import Fresh
 from fedleak.util.errors import ConfigError, FedleakError
@@ -58,6 +57,7 @@ def bench(
     its own time. The result is bench.json in there. The same command again finishes what is left.
     """
     from fedleak.report.terminal import sweep_table
+    from fedleak.running import sweep
     from fedleak.running.bench import results, running, suites
     from fedleak.store.files import publish
 
@@ -74,21 +74,19 @@ def bench(
             for name, why in entered.left_out.items()
             if why != running.NOT_CHOSEN
         )
-        numbers = {name: i for i, name in enumerate(entered.ready, 1)}
-
-        @contextmanager
-        def watch(name: str) -> Iterator[Callable[..., None]]:
-            console.print(f"{numbers[name]} of {len(numbers)}: {markup(name)}")
-            with progress(console) as show:
-                yield show
-
-        result = running.carry_out(entered, train, watch, retry=retry)
+        with entered.sweep.lock():
+            keep = partial(running.collect, entered)
+            watch = CellProgress([*entered.ready]).watch
+            failures = sweep.carry_out(
+                entered.sweep, entered.plans, train, watch, keep, retry=retry
+            )
+            result = keep(failures)
         console.print(sweep_table.table(running.as_sweep(result), console.width))
         for (name, why), where in running.obstacles(result).items():
             console.print(f"{markup(name)} cannot work in {', '.join(where)}: {markup(why)}")
         if out is not None:
             publish(out, results.RESULT.written(result))
-        console.print(f"result: {markup(out or entered.path / results.RESULT.name)}")
+        console.print(f"result: {markup(out or entered.sweep.path / results.RESULT.name)}")
         if result.missing:
             raise FedleakError("; ".join(result.missing))
 

@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count
 from typing import TYPE_CHECKING
 
 from rich.console import Console, RenderableType
@@ -106,6 +107,31 @@ def progress(console: Console) -> Iterator[Callable[..., None]]:
             yield show
         finally:
             bars.lines = ()
+
+
+class CellProgress:
+    """Says which of several runs is going on; the last ones of all of them are.
+
+    Args:
+        names: Of the runs to come, in their order.
+        total: How many there are, with those that are done; None: these are all.
+    """
+
+    def __init__(self, names: Sequence[str], total: int | None = None) -> None:
+        self._total = len(names) if total is None else total
+        self._numbers = dict(zip(names, count(self._total - len(names) + 1), strict=False))
+
+    def tell(self, name: str, event: str = "") -> None:
+        """Says what has happened to a run; without an event, that it begins."""
+        about = f"{self._numbers[name]} of {self._total} {event}".rstrip()
+        console.print(f"{about}: {markup(name)}")
+
+    @contextmanager
+    def watch(self, name: str) -> Iterator[Callable[..., None]]:
+        """Shows the progress of a run, and yields the function that takes it."""
+        self.tell(name)
+        with progress(console) as show:
+            yield show
 
 
 class PlainLines:

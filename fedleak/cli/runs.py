@@ -127,14 +127,11 @@ def attack(
     With `--positive-control`, or a [gate] that limits what is read, undefended copies of some
     batches are attacked, too: an attack that cannot read them shows nothing by reading little.
     """
-    from fedleak.audit import scoring
     from fedleak.audit.gaps import refuse_gaps
-    from fedleak.audit.positive_control import control_of
     from fedleak.config.loading import load
     from fedleak.federation.lookup import stored
     from fedleak.report.terminal import tables
     from fedleak.running import pipeline
-    from fedleak.running.dispatch.dispatcher import attack_captures
     from fedleak.running.preparation import (
         ask_again,
         refuse_other_sight,
@@ -142,7 +139,7 @@ def attack(
         refuse_unstored,
     )
     from fedleak.store.run import Run
-    from fedleak.store.shards import Shard, drop_failures
+    from fedleak.store.shards import Shard
 
     with mended():
         part = None if shard is None else Shard.parse(shard)
@@ -167,15 +164,10 @@ def attack(
                 done = pipeline.attack_shard(at, experiment, part, retry=retry, report=show)
             console.print(markup(done), soft_wrap=True)
             return
-        with at.lock():
-            if retry:
-                drop_failures(at)
-                drop_failures(control_of(at))
-            with progress(console) as show:
-                attack_captures(at, experiment, no_more=lambda: True, report=show)
-                if positive_control or pipeline.wants_control(experiment):
-                    pipeline.attack_copies(at, experiment, show)
-            scored = scoring.score_run(at, [named.name for named in experiment.attacks])
+        with progress(console) as show:
+            scored = pipeline.attack_again(
+                at, experiment, retry=retry, control=positive_control, report=show
+            )
         tables.print_run(at, scored, console, texts=texts)
         refuse_gaps(at)
 

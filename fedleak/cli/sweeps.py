@@ -1,13 +1,11 @@
 """The command that runs an experiment many times."""
 
-import itertools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Annotated
 
 import typer
 
-from fedleak.cli.display import console, progress, remark
+from fedleak.cli.display import CellProgress, console, remark
 from fedleak.cli.mistakes import mended
 from fedleak.cli.options import File, Fresh, Set
 from fedleak.util.sanitise import markup
@@ -50,28 +48,23 @@ def sweep(
         plans = sweeps.prepare(grid, fresh=fresh)
         from fedleak.flower.engines import train  # as for `run`
 
-        total, at_once = len(grid.cells), sweeps.jobs(plans, jobs)
-        numbers = dict(zip(plans, itertools.count(total - len(plans) + 1), strict=False))
+        at_once = sweeps.jobs(plans, jobs)
+        cells = CellProgress([*plans], len(grid.cells))
 
-        def tell(cell: str, event: str) -> None:
-            console.print(f"{numbers[cell]} of {total} {event}: {markup(cell)}")
-
-        @contextmanager
-        def watch(cell: str) -> Iterator[Callable[..., None]]:
-            console.print(f"{numbers[cell]} of {total}: {markup(cell)}")
-            with progress(console) as show:
-                yield show
+        def keep(failures: Mapping[str, str]) -> None:
+            sweeps.collect(grid)
 
         remark(note for plan in plans.values() for note in plan.remarks)
         with grid.lock():
+            sweeps.collect(grid)
             if at_once == 1:
-                failures = sweeps.carry_out(grid, plans, train, watch)
+                failures = sweeps.carry_out(grid, plans, train, cells.watch, keep)
             else:
-                failures = sweeps.carry_out_at_once(grid, plans, train, at_once, tell)
+                failures = sweeps.carry_out_at_once(grid, plans, train, at_once, cells.tell, keep)
             collected = sweeps.collect(grid)
             if part is not None:
                 sweeps.refuse_gaps(collected, failures)
-                console.print(f"shard {part}: {total} cells are complete")
+                console.print(f"shard {part}: {len(grid.cells)} cells are complete")
                 return
             figures.draw(collected, grid.path / "sweep.svg")
             tradeoff.draw_tradeoff(collected, grid.path / "tradeoff.svg")

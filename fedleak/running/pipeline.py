@@ -158,6 +158,35 @@ def _of_copies(progress: RunProgress) -> RunProgress:
     )
 
 
+def attack_again(
+    run: Run,
+    experiment: Experiment,
+    *,
+    retry: bool = False,
+    control: bool = False,
+    report: Callable[[RunProgress], None] = lambda progress: None,
+    on: Sequence[Worker] | None = None,
+) -> list[Scored]:
+    """Attacks the captures that are here, also with other attacks, and scores what those read.
+
+    Args:
+        run: The run directory.
+        experiment: What was prepared there, with the attacks to be tried.
+        retry: Try again what failed.
+        control: Attack undefended copies, too; they are in any case where limits need them.
+        report: Is told how far it is.
+        on: Workers for the attacks; None: as many as the experiment asks for.
+    """
+    with run.lock():
+        if retry:
+            drop_failures(run)
+            drop_failures(positive_control.control_of(run))
+        attack_captures(run, experiment, no_more=lambda: True, report=report, on=on)
+        if control or wants_control(experiment):
+            attack_copies(run, experiment, report, on)
+        return scoring.score_run(run, [named_attack.name for named_attack in experiment.attacks])
+
+
 @contextmanager
 def noting_status(run: Run) -> Iterator[None]:
     """Notes in run.json that the run is going on, how it ended, and why if it failed."""

@@ -206,9 +206,8 @@ def open_run(plan: Plan, path: Path, *, fresh: bool = False) -> Run:
         model = outline(plan.experiment, plan.num_labels)
         captured = forecast.bytes_there(plan.experiment, model, run)
     forecast.refuse_full_disk(plan.disk, path, captured)
-    if fresh and path.is_dir():
-        with run.lock():
-            run.move_aside()
+    if fresh:
+        move_aside(path)
     if run.exists():
         refuse_another(run, plan.experiment)
         refuse_purged(run)
@@ -246,6 +245,14 @@ def open_run(plan: Plan, path: Path, *, fresh: bool = False) -> Run:
     _make_held_out(run, plan)
     keep_candidates(run, plan.candidates)
     return run
+
+
+def move_aside(path: Path) -> None:
+    """Moves an earlier run or sweep out of the way, if there is one."""
+    if path.is_dir():
+        folder = Run(path)
+        with folder.lock():
+            folder.move_aside()
 
 
 def _renew(run: Run, experiment: Experiment) -> None:

@@ -64,7 +64,8 @@ class Cell:
     Attributes:
         name: The name of its folder.
         values: Its value of each swept key, as in the file.
-        experiment: The file's experiment with these values.
+        experiment: The file's experiment with these values. It may have more attacks than the plan
+            of its run, which are then made once that is done.
     """
 
     name: str
@@ -186,10 +187,8 @@ def prepare(sweep: Sweep, *, fresh: bool = False) -> dict[str, Plan]:
             if fresh or not pipeline.finished(sweep.run(cell), cell.experiment):
                 preparation.refuse_data_on_nodes(cell.experiment)
                 plans[cell.name] = preparation.plan(cell.experiment)
-    if fresh and sweep.path.exists():
-        folder = Run(sweep.path)
-        with folder.lock():
-            folder.move_aside()
+    if fresh:
+        preparation.move_aside(sweep.path)
     return plans
 
 
@@ -198,38 +197,48 @@ def carry_out(
     plans: Mapping[str, Plan],
     train: Engine,
     watch: Callable[[str], AbstractContextManager[Callable[[RunProgress], None]]],
+    keep: Callable[[Mapping[str, str]], object],
+    *,
+    retry: bool = False,
 ) -> dict[str, str]:
-    """Runs the cells that are planned, one after the other, and keeps sweep.json up to date.
+    """Runs the cells that are planned, one after the other.
 
     Args:
         sweep: The sweep.
         plans: By the name of the cell.
         train: The engine.
         watch: Called with a cell's name; what it yields is told how far that run is.
+        keep: Writes what there is of the results; called after each cell with the failures so far.
+        retry: Try failed attacks again.
 
     Returns:
         Why cells failed, by name. The others are done nevertheless.
     """
-    failures = {}
+    failures: dict[str, str] = {}
     with ExitStack() as hired:
         hands: Sequence[Worker] = ()
         hired_as: WorkersTable | None = None
         for cell in sweep.cells:
             if cell.name not in plans:
                 continue
-            collect(sweep)
-            table = cell.experiment.workers
+            plan, table = plans[cell.name], cell.experiment.workers
             try:
                 if table != hired_as:  # else they go on with what they have loaded
                     hired.close()
                     hands = hired.enter_context(hire(table))
                     hired_as = table
-                run = preparation.open_run(plans[cell.name], sweep.run(cell).path)
+                run = preparation.open_run(plan, sweep.run(cell).path)
                 with watch(cell.name) as report:
-                    pipeline.carry_out(run, cell.experiment, train, report, hands)
+                    if not pipeline.finished(run, plan.experiment):
+                        pipeline.carry_out(run, plan.experiment, train, report, hands)
+                    if cell.experiment != plan.experiment:
+                        pipeline.attack_again(
+                            run, cell.experiment, retry=retry, report=report, on=hands
+                        )
             except Exception as error:  # noqa: BLE001 - the others can still be done
                 failures[cell.name] = _failure(cell.name, error)
                 hired_as = None  # they may still be at work for this cell
+            keep(failures)
     return failures
 
 
@@ -261,8 +270,9 @@ def carry_out_at_once(
     train: Engine,
     jobs: int,
     tell: Callable[[str, str], None],
+    keep: Callable[[Mapping[str, str]], object],
 ) -> dict[str, str]:
-    """Runs the cells that are planned, several at once, and keeps sweep.json up to date.
+    """Runs the cells that are planned, several at once.
 
     Args:
         sweep: The sweep.
@@ -270,19 +280,19 @@ def carry_out_at_once(
         train: The engine; it is pickled, so it has to be importable.
         jobs: How many at once; they divide the devices for the attacks among themselves.
         tell: Is told the name of a cell and that it has started, finished or failed.
+        keep: Writes what there is of the results; called after each cell with the failures so far.
 
     Returns:
         Why cells failed, by name. The others are done nevertheless.
     """
-    failures = {}
+    failures: dict[str, str] = {}
 
     def ended(cell: str, failure: str | None) -> None:
         if failure is not None:
             failures[cell] = failure
-        collect(sweep)
+        keep(failures)
         tell(cell, "finished" if failure is None else "failed")
 
-    collect(sweep)
     calls = {
         name: partial(_carry_out_alone, plan, sweep.path / name, train, jobs)
         for name, plan in plans.items()

@@ -11,7 +11,8 @@ import pytest
 import tomli_w
 from tiny import DLG, Here, call
 
-from fedleak.running.bench import markdown, running, suites
+from fedleak.running import sweep
+from fedleak.running.bench import markdown, suites
 from fedleak.running.bench.results import RESULT
 from fedleak.util.errors import ConfigError
 
@@ -150,7 +151,7 @@ def made(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("made"))
         patch.delenv("FEDLEAK_ASSETS", raising=False)
-        patch.setattr(running, "hire", lambda *_: nullcontext([Here()]))
+        patch.setattr(sweep, "hire", lambda *_: nullcontext([Here()]))
         assert call("bench", write(setting=TINY["setting"][:1]))[0] == 0
         return result()[0].read_text()
 
@@ -261,7 +262,7 @@ def test_the_suites_of_fedleak_are_right(name, tmp_path):
     suite = suites.load(name)
     assert suite.name == name
     for setting in suite.settings:
-        assert setting.experiment(suite.attacks, tmp_path).name == setting.name
+        assert setting.experiment(suite.attack, tmp_path).name == setting.name
 
 
 def test_the_quick_suite_needs_nothing_but_fedleak():

@@ -10,10 +10,8 @@ folder lacks.
 
 import hashlib
 import json
-import logging
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,17 +19,14 @@ from typing import Any
 from fedleak import attacks
 from fedleak.attacks import Equipped
 from fedleak.attacks.reconstruction import Status
-from fedleak.audit import scoring
 from fedleak.audit.summary import attack_summary
 from fedleak.audit.worst_case import worst_case
 from fedleak.config.checks import attack_settings
 from fedleak.config.components import NamedAttack, build_attack
-from fedleak.config.experiment import Experiment
-from fedleak.config.tables import WorkersTable
-from fedleak.federation.lookup import run_folder
 from fedleak.federation.schedule import expected_captures
 from fedleak.federation.workload import divide, outline, read_data
-from fedleak.running import pipeline, preparation
+from fedleak.running import preparation
+from fedleak.running import sweep as sweeps
 from fedleak.running.bench.results import (
     RESULT,
     Cell,
@@ -42,21 +37,13 @@ from fedleak.running.bench.results import (
     this_machine,
 )
 from fedleak.running.bench.suites import Setting, Suite
-from fedleak.running.dispatch.dispatcher import attack_captures
-from fedleak.running.dispatch.progress import RunProgress
-from fedleak.running.pipeline import Engine
 from fedleak.running.preparation import Plan
-from fedleak.running.workers.hiring import hire
-from fedleak.running.workers.process import Worker
 from fedleak.store.records import LEAKAGE, LeakageRow, text_counts
 from fedleak.store.run import Run
-from fedleak.store.shards import drop_failures
 from fedleak.store.summaries import CellSummary, SweepSummary
-from fedleak.util.errors import ConfigError, FedleakError, unknown
+from fedleak.util.errors import ConfigError, unknown
 from fedleak.util.plugins import discover
 from fedleak.util.versions import versions
-
-_log = logging.getLogger(__name__)
 
 NEEDS_ASSETS = "needs models and data that are not part of fedleak: name their folder by --assets"
 NOT_CHOSEN = "was not asked for (--setting)"
@@ -70,16 +57,14 @@ class Ready:
     """A setting that can be run here.
 
     Attributes:
-        setting: Of the suite.
+        cell: Its experiment with the attacks that can work in it.
         plan: The plan of its run, whose only attacks are those that every run has.
-        attacked: Its experiment with the attacks that can work in it.
         texts: The fingerprint of its clients' texts.
         left_out: Why other attacks cannot work, by name.
     """
 
-    setting: Setting
+    cell: sweeps.Cell
     plan: Plan
-    attacked: Experiment
     texts: str
     left_out: Mapping[str, str]
 
@@ -103,13 +88,18 @@ class Bench:
     left_out: Mapping[str, str]
 
     @property
-    def path(self) -> Path:
-        """The folder of the runs."""
-        return run_folder(f"bench-{self.suite.name}-{self.suite.version}")
+    def sweep(self) -> sweeps.Sweep:
+        """The settings that can be run here, as a sweep has them."""
+        return sweeps.Sweep(
+            name=f"bench-{self.suite.name}-{self.suite.version}",
+            axes={"setting": [*self.ready]},
+            cells=tuple(setting.cell for setting in self.ready.values()),
+        )
 
-    def run(self, setting: str) -> Run:
-        """Returns the run directory of a setting."""
-        return Run(self.path).inside(setting)
+    @property
+    def plans(self) -> Mapping[str, Plan]:
+        """The plans of the settings, by name."""
+        return {name: setting.plan for name, setting in self.ready.items()}
 
     @property
     def missing(self) -> list[str]:
@@ -173,53 +163,16 @@ def prepare(
         _entry(named_attack, table) for named_attack, table in zip(named, tables, strict=True)
     )
     bench = Bench(suite, named, entries, ready, left_out)
-    if fresh and bench.path.exists():
-        folder = Run(bench.path)
-        with folder.lock():
-            folder.move_aside()
-    for name, ready_setting in ready.items():
-        if (run := bench.run(name)).exists():
+    if fresh:
+        preparation.move_aside(bench.sweep.path)
+    for ready_setting in ready.values():
+        if (run := bench.sweep.run(ready_setting.cell)).exists():
             preparation.refuse_another(run, ready_setting.plan.experiment)
     return bench
 
 
-def carry_out(
-    bench: Bench,
-    train: Engine,
-    watch: Callable[[str], AbstractContextManager[Callable[[RunProgress], None]]],
-    *,
-    retry: bool = False,
-) -> Result:
-    """Trains and attacks what is left, and writes the result after each setting.
-
-    Args:
-        bench: What to run.
-        train: The engine.
-        watch: Called with a setting's name; what it yields is told how far that run is.
-        retry: Try failed attacks again.
-    """
-    failures: dict[str, str] = {}
-    table = WorkersTable()
-    with Run(bench.path).lock(), ExitStack() as hired:
-        hands: Sequence[Worker] = ()
-        for name, ready_setting in bench.ready.items():
-            try:
-                if not hands:
-                    hands = hired.enter_context(hire(table))
-                with watch(name) as report:
-                    _carry_out(ready_setting, bench.run(name), train, report, hands, retry=retry)
-            except Exception as error:  # noqa: BLE001 - the others can still be done
-                failures[name] = _failure(name, error)
-                hired.close()  # they may still be at work for this setting
-                hands = ()
-            Run(bench.path).write(RESULT, collect(bench, failures))
-        result = collect(bench, failures)
-        Run(bench.path).write(RESULT, result)
-    return result
-
-
 def collect(bench: Bench, failures: Mapping[str, str]) -> Result:
-    """Returns what there is of a result."""
+    """Writes bench.json from the runs' own files, and returns its content."""
     settings = tuple(_result(bench, setting, failures) for setting in bench.suite.settings)
     missing = [*bench.missing, *(f"setting {name!r}: {why}" for name, why in failures.items())]
     for setting in settings:
@@ -233,17 +186,20 @@ def collect(bench: Bench, failures: Mapping[str, str]) -> Result:
                 )
             elif cell.figures is not None and cell.figures.rows < setting.updates:
                 missing.append(f"{cell.attack} has not answered all of {setting.name!r}")
-    on = {row for setting in bench.ready for row in _devices(bench.run(setting))}
-    return Result(
+    runs = [bench.sweep.run(cell) for cell in bench.sweep.cells]
+    rows = [row for run in runs if run.exists() for row in run.salvage(LEAKAGE)]
+    result = Result(
         suite=bench.suite.name,
         version=bench.suite.version,
         fingerprint=bench.suite.fingerprint,
         versions=versions(),
-        machine=this_machine(sorted(on)),
+        machine=this_machine(sorted({row.device for row in rows if row.device is not None})),
         attacks=bench.entries,
         settings=settings,
         missing=tuple(missing),
     )
+    Run(bench.sweep.path).write(RESULT, result)
+    return result
 
 
 def obstacles(result: Result) -> dict[tuple[str, str], list[str]]:
@@ -299,41 +255,23 @@ def _ready(
     ]
     parts = divide(experiment, read_data(experiment), model)
     digest = hashlib.sha256(json.dumps([parts.sequences, parts.labels, parts.parts]).encode())
-    attacked = setting.experiment(work, assets)
-    return Ready(setting, plan, attacked, digest.hexdigest()[:16], left_out)
-
-
-def _carry_out(
-    ready: Ready,
-    run: Run,
-    train: Engine,
-    report: Callable[[RunProgress], None],
-    hands: Sequence[Worker],
-    *,
-    retry: bool,
-) -> None:
-    """Trains a setting, unless that is done, and attacks its updates."""
-    preparation.open_run(ready.plan, run.path)
-    if not pipeline.finished(run, ready.plan.experiment):
-        pipeline.carry_out(run, ready.plan.experiment, train, report, hands)
-    with run.lock():
-        if retry:
-            drop_failures(run)
-        attack_captures(run, ready.attacked, no_more=lambda: True, report=report, on=hands)
-        scoring.score_run(run, [named_attack.name for named_attack in ready.attacked.attacks])
+    cell = sweeps.Cell(setting.name, {"setting": setting.name}, setting.experiment(work, assets))
+    return Ready(cell, plan, digest.hexdigest()[:16], left_out)
 
 
 def _result(bench: Bench, setting: Setting, failures: Mapping[str, str]) -> SettingResult:
     """Returns what there is of a setting."""
-    ready, run = bench.ready.get(setting.name), bench.run(setting.name)
-    if ready is None or setting.name in failures or not run.exists():
+    ready = None if setting.name in failures else bench.ready.get(setting.name)
+    if ready is None or not (run := bench.sweep.run(ready.cell)).exists():
+        left_out = {**bench.left_out, **failures}.get(setting.name, "not run yet")
         return SettingResult(
             name=setting.name,
             about=setting.about,
             fingerprint=setting.fingerprint,
-            left_out={**bench.left_out, **failures}.get(setting.name, "not run yet"),
+            left_out=left_out,
         )
-    names = [named_attack.name for named_attack in ready.attacked.attacks]
+    experiment = ready.cell.experiment
+    names = [named_attack.name for named_attack in experiment.attacks]
     rows = [row for row in run.salvage(LEAKAGE) if row.attack in names]
     together = worst_case(rows, {})
     return SettingResult(
@@ -342,7 +280,7 @@ def _result(bench: Bench, setting: Setting, failures: Mapping[str, str]) -> Sett
         fingerprint=setting.fingerprint,
         model=run.info()["model_fingerprint"],
         texts=ready.texts,
-        updates=len(expected_captures(ready.attacked)),
+        updates=len(expected_captures(experiment)),
         sequences=sum(text_counts(rows).values()),
         cells=tuple(
             Cell(attack=named_attack.name, left_out=why)
@@ -352,11 +290,7 @@ def _result(bench: Bench, setting: Setting, failures: Mapping[str, str]) -> Sett
         ),
         together=None
         if together is None
-        else Together(
-            exact_match=together.exact_match,
-            rougeL=together.rougeL,
-            token_recall=together.token_recall,
-        ),
+        else Together.model_validate(together, from_attributes=True),
     )
 
 
@@ -376,16 +310,3 @@ def _entry(named_attack: NamedAttack, table: Mapping[str, Any]) -> Entry:
         origin=discover(attacks).origins[kind],
         outside=bool(attacks.unchecked([kind])),
     )
-
-
-def _devices(run: Run) -> set[str]:
-    rows = run.salvage(LEAKAGE) if run.exists() else []
-    return {row.device for row in rows if row.device is not None}
-
-
-def _failure(setting: str, error: Exception) -> str:
-    """Returns why a setting failed; where that is not the user's to mend, the log has the rest."""
-    if isinstance(error, FedleakError):
-        return str(error)
-    _log.error("setting %s failed", setting, exc_info=error)
-    return f"{type(error).__name__}: {error}"

@@ -46,23 +46,6 @@ class SettingTable(Table):
     """Its own tables, over those of the suite."""
 
 
-class SuiteTable(Table):
-    """A suite, as its file has it."""
-
-    name: Name
-    """Of the suite."""
-    version: Positive
-    """Another one for whatever may change a result."""
-    about: str
-    """What it is for, and what it takes."""
-    experiment: dict[str, Any]
-    """Tables that all settings share."""
-    attack: list[dict[str, Any]]
-    """The attacks that are run on every setting."""
-    setting: Annotated[list[SettingTable], Field(min_length=1)]
-    """The settings, in the order of the tables of results."""
-
-
 @dataclass(frozen=True)
 class Setting:
     """A setting of a suite.
@@ -70,13 +53,16 @@ class Setting:
     Attributes:
         name, about: As in the file.
         tables: Of its experiment, as they are written.
-        fingerprint: Of the tables.
     """
 
     name: str
     about: str
     tables: Mapping[str, Any]
-    fingerprint: str
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the tables."""
+        return _fingerprint(self.tables)
 
     @property
     def needs_assets(self) -> bool:
@@ -96,22 +82,34 @@ class Setting:
             raise ConfigError(f"setting {self.name!r}: {error}") from error
 
 
-@dataclass(frozen=True)
-class Suite:
-    """A suite.
+class Suite(Table):
+    """A suite, as its file has it."""
 
-    Attributes:
-        name, version, about: As in the file.
-        fingerprint: Of its settings: two that differ are not one suite, whatever they are called.
-        settings, attacks: As in the file.
-    """
-
-    name: str
-    version: int
+    name: Name
+    """Of the suite."""
+    version: Positive
+    """Another one for whatever may change a result."""
     about: str
-    fingerprint: str
-    settings: tuple[Setting, ...]
-    attacks: tuple[Mapping[str, Any], ...]
+    """What it is for, and what it takes."""
+    experiment: dict[str, Any]
+    """Tables that all settings share."""
+    attack: list[dict[str, Any]]
+    """The attacks that are run on every setting."""
+    setting: Annotated[list[SettingTable], Field(min_length=1)]
+    """The settings, in the order of the tables of results."""
+
+    @property
+    def settings(self) -> tuple[Setting, ...]:
+        """The settings, each with all of its tables."""
+        return tuple(
+            Setting(table.name, table.about, _merged(self.experiment, table.experiment))
+            for table in self.setting
+        )
+
+    @property
+    def fingerprint(self) -> str:
+        """Of its settings: two that differ are not one suite, whatever they are called."""
+        return _fingerprint([(setting.name, setting.tables) for setting in self.settings])
 
 
 def load(suite: str) -> Suite:
@@ -130,9 +128,9 @@ def load(suite: str) -> Suite:
             known = [file.stem for file in FOLDER.glob("*.toml")]
             raise ConfigError(f"{unknown('suite', suite, known)}: or give the path of a file")
     try:
-        table = SuiteTable.model_validate(loading.read(path))
+        table = Suite.model_validate(loading.read(path))
     except ValidationError as error:
-        raise ConfigError(f"suite {str(path)!r}: {one_line(error, SuiteTable)}") from error
+        raise ConfigError(f"suite {str(path)!r}: {one_line(error, Suite)}") from error
     names = [setting.name for setting in table.setting]
     if twice := [name for name in names if names.count(name) > 1]:
         raise ConfigError(f"suite {str(path)!r}: two settings are called {twice[0]!r}: rename one")
@@ -141,15 +139,7 @@ def load(suite: str) -> Suite:
             raise ConfigError(
                 f"suite {str(path)!r}: {out_of_place[0]} is not part of a setting: leave it out"
             )
-    settings = tuple(_setting(setting, table.experiment) for setting in table.setting)
-    return Suite(
-        name=table.name,
-        version=table.version,
-        about=table.about,
-        fingerprint=_fingerprint([(setting.name, setting.tables) for setting in settings]),
-        settings=settings,
-        attacks=tuple(table.attack),
-    )
+    return table
 
 
 def entered(
@@ -172,7 +162,7 @@ def entered(
     Raises:
         ConfigError: The file has no attacks, or nothing is left.
     """
-    attacks: list[Mapping[str, Any]] = [] if only else list(suite.attacks)
+    attacks: list[Mapping[str, Any]] = [] if only else list(suite.attack)
     attacks += [{"kind": kind} for kind in kinds]
     if file is not None:
         tables = loading.read(file)
@@ -184,11 +174,6 @@ def entered(
     if not attacks:
         raise ConfigError("--only leaves out all attacks: name one by --attack or --command")
     return attacks
-
-
-def _setting(table: SettingTable, shared: Mapping[str, Any]) -> Setting:
-    tables = _merged(shared, table.experiment)
-    return Setting(table.name, table.about, tables, _fingerprint(tables))
 
 
 def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
