@@ -8,7 +8,7 @@ import tomli_w
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from scipy.stats import kstest
+from scipy.stats import binom, kstest, norm
 from tiny import call, tables
 
 from fedleak.audit import defense_checks, scoring
@@ -115,6 +115,34 @@ def test_all_alarms_together_are_as_seldom_as_they_say(monkeypatch):
     kinds = 3  # of bounds, each of which may be wrong in each cell
     assert len(shares) == 4  # three clients, and all together
     assert kinds * sum(shares) == pytest.approx(canaries.ALARM * kinds / (kinds + 1))
+
+
+def test_clients_and_examples_share_the_error_of_all_alarms(monkeypatch):
+    shares = []
+    monkeypatch.setattr(canaries, "_contradiction", lambda cell, alpha, delta: shares.append(alpha))
+    rows = [scored_row(0), scored_row(1), scored_row(2).model_copy(update={"whole": True})]
+    canaries.summarised(experiment_of(DP_SGD), rows, [])
+    all_together = canaries.ALARM / canaries.TESTS
+    assert shares == pytest.approx([all_together / 2] + [all_together / 6] * 3)
+
+
+def test_a_sampled_canary_is_as_likely_as_all_the_steps_it_may_be_in():
+    rate, steps, noise, numbers = 0.3, 5, 2.0, 100
+    row = scored_row(0).model_copy(
+        update={"rate": rate, "steps": steps, "uses": steps, "numbers": numbers}
+    )
+    spent = LedgerRow.nothing_guaranteed(Key(1, 0)).model_copy(
+        update={"epsilon": 1.0, "noise_multiplier": noise}
+    )
+    expected = []
+    for score in row.scores:
+        ratio = 0.0
+        for n in range(steps + 1):
+            mean = n / (math.sqrt(steps) * noise)
+            mean /= math.sqrt(1 + mean**2 / numbers)
+            ratio += binom.pmf(n, steps, rate) * norm.pdf(score, mean) / norm.pdf(score)
+        expected.append(math.log(ratio))
+    assert canaries.Tally(0, (row,), spent).scores == pytest.approx(expected, rel=1e-9)
 
 
 def test_witnesses_that_agree_by_chance_are_no_alarm():

@@ -132,6 +132,10 @@ def without_a_mark() -> None:
 
 HOSTILE: dict[str, tuple[Callable[[], None], str]] = {
     "another experiment": (changed(OF_1, fingerprint="0" * 16), "is of the experiment 0000"),
+    "a long mark": (
+        changed(OF_1, fingerprint="0" * 99),
+        f"experiment {'0' * 40}, not of",
+    ),
     "a mark of control codes": (changed(OF_1, fingerprint="\x1b[2J"), r"\x1b[2J"),
     "no mark": (without_a_mark, "is of the experiment None"),
     "another client": (changed(OF_1, client=0), "it is of another round or client"),
@@ -146,6 +150,7 @@ HOSTILE: dict[str, tuple[Callable[[], None], str]] = {
     "words that are none": (changed(OF_1, sequences=[[2, 10**9, 3]]), "outside the vocabulary"),
     "a label that is none": (changed(OF_1, labels=[7]), "none of the 2 classes"),
     "too many labels": (changed(OF_1, labels=[1, 1]), "not every text has one class"),
+    "no labels": (changed(OF_1, labels=[]), "0 labels for 1 texts"),
     "no noise": (changed(OF_1, noise_scale=-1.0), "its noise_scale is -1.0"),
     "no step": (changed(OF_1, batch_size=0), "its batch_size is 0"),
     "another batch": (changed(OF_1, batch_size=3), "it has 3 examples, but client 1 sent an"),

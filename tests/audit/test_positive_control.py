@@ -327,6 +327,21 @@ def test_copies_are_made_once_in_a_run_of_their_own(
     assert (info["versions"], info["remarks"]) == (versions(), [])
 
 
+def test_a_copy_takes_the_steps_of_its_own_texts(tmp_path: Path) -> None:
+    changes = {"federation.algorithm": "fedavg", "federation.local_epochs": 2}
+    experiment = parse(tables({"federation.clients": 1} | changes))
+    batch_size = experiment.local_training.batch_size
+    sequences = [(2, 5 + i, 3) for i in range(2 * batch_size)]
+    run = run_of(tmp_path / "run", experiment, [truth_of(1, 0, sequences)], num_labels=2)
+    model = loading.load(experiment.model_spec(2))
+    run.write_broadcast(1, model.parameters())
+    plain = make_copies(run, experiment)
+    knowledge = control_of(run).read_knowledge(Key(1, 0))
+    copy = read_truth(control_of(run), Key(1, 0))
+    assert copy is not None
+    assert knowledge.local_steps == plain.local_training.steps(len(copy.sequences))
+
+
 def test_what_was_read_of_copies_is_the_best_of_each_text() -> None:
     rows = [
         row("tag", 0, (True, 100.0, 0.5), (False, 20.0, 0.0), exact_match=0.5),

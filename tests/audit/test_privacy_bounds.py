@@ -84,6 +84,22 @@ def test_without_delta_the_one_run_bound_is_that_of_fair_coins_said_right_by_cha
     assert binom.sf(49, 60, chance) == pytest.approx(0.05, abs=1e-4)
 
 
+@pytest.mark.parametrize(("m", "r", "v"), [(30, 12, 12), (8, 8, 8), (20, 9, 9)])
+def test_the_mu_is_where_the_recursion_of_its_paper_begins_to_reject(m, r, v):
+    """Mahloujifar et al. (2024), Algorithm 1, with each sum kept."""
+
+    def excess(mu):
+        rights, wrongs = [0.05 * v / m], [0.05 * (r - v) / m]
+        for i in reversed(range(v)):
+            wrongs.append(max(wrongs[-1], norm.cdf(norm.ppf(min(rights[-1], 1.0)) - mu)))
+            rights.append(rights[-1] + i / (r - i) * (wrongs[-1] - wrongs[-2]))
+        return rights[-1] + wrongs[-1] - r / m
+
+    mu = f_dp_mu(m, r, v, 0.05)
+    assert mu > 0.05
+    assert (excess(mu * 0.999) < 0) != (excess(mu * 1.001) < 0)
+
+
 def test_the_mu_of_two_right_guesses_solves_their_equation():
     """The recursion of the algorithm, written out for two canaries, both guessed right."""
     mu = f_dp_mu(2, 2, 2, 0.5)

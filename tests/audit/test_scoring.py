@@ -18,7 +18,7 @@ from fedleak.audit import scoring
 from fedleak.audit.gaps import refuse_gaps
 from fedleak.audit.grants import knowledge
 from fedleak.audit.metrics.rouge import rouge
-from fedleak.audit.scoring import guess, score_run, score_sequences
+from fedleak.audit.scoring import guess, primary, score, score_run, score_sequences
 from fedleak.config.components import NamedAttack
 from fedleak.config.loading import parse
 from fedleak.models import CLASSIFICATION, ModelSpec
@@ -453,6 +453,28 @@ def test_the_control_is_the_next_client_of_the_nearest_round(bert_tiny, sequence
         control = score_sequences([other], [sequences[i]], bert_tiny)
         assert rows[key].control_token_recall == control.token_recall
         assert rows[key].control_rougeL == control.content.rougeL
+
+
+def test_clients_stand_in_a_circle(bert_tiny, sequences, make):
+    keys = [Key(1, client) for client in range(4)]
+    truths = [truth_of(*key, [sequences[i]]) for i, key in enumerate(keys)]
+    answers = [answer_of(*key, [sequences[10 + i]]) for i, key in enumerate(keys)]
+    for scored in score_run(make(truths, answers)):
+        client = scored.row.client
+        control = score_sequences(
+            [sequences[10 + (client + 1) % 4]], [sequences[client]], bert_tiny
+        )
+        assert scored.row.control_token_recall == control.token_recall
+        assert scored.row.control_rougeL == control.content.rougeL
+
+
+def test_the_work_of_an_outside_program_is_noted(make, sequences):
+    run = make([truth_of(1, 0, sequences[:1])], [answer_of(1, 0, sequences[1:2])])
+    assert not any("import contract" in note for note in score(run, primary(run)).summary.notes)
+    outside = answer_of(1, 0, sequences[1:2], settings={"kind": "command"})
+    run = make([truth_of(1, 0, sequences[:1])], [outside])
+    notes = score(run, primary(run)).summary.notes
+    assert any(note.startswith("command runs an outside program") for note in notes)
 
 
 def test_a_control_whose_answer_is_gone_stays(make, sequences):

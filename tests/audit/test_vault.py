@@ -42,6 +42,15 @@ def test_a_batch_is_that_of_its_file(tmp_path: Path) -> None:
         read_truth(run, Key(1, 0))
 
 
+def test_a_batch_of_another_client_is_damaged_and_its_file_is_named(tmp_path: Path) -> None:
+    run = built(tmp_path / "run", [truth_of(1, 0, TEXTS[:2])])
+    file = run.path / "vault" / "r0001-c01.json"
+    file.write_text((run.path / "vault" / "r0001-c00.json").read_text())
+    with pytest.raises(CaptureError) as refused:
+        read_truth(run, Key(1, 1))
+    assert str(refused.value) == f"{file} is damaged (it is of another round or client)"
+
+
 def test_what_is_no_batch_of_a_client_is_damaged() -> None:
     file, value = Path("vault/it.json"), truth_of(1, 0, TEXTS[:2]).to_json()
 

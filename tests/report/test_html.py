@@ -59,6 +59,7 @@ from fedleak.store.summaries import (
     WorstCase,
 )
 from fedleak.training.observation import Sight
+from fedleak.util.errors import ConfigError
 from fedleak.util.versions import VERSION, made_by
 
 NOTES = [
@@ -614,6 +615,17 @@ def test_the_cells_of_a_redacted_sweep_are_redacted(
         assert ("Redacted" in path.read_text()) == redact
     links = [found["href"] for found in Elements((folder.path / name).read_bytes()).all("a")]
     assert f"./{quote(scored)}/{name}" in links
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "../run", "/run"])
+def test_a_cell_of_a_sweep_is_a_folder_in_it(tmp_path: Path, name: str) -> None:
+    made = sweep_of()
+    cell = made.cells[0].model_copy(update={"cell": name})
+    folder = Run(tmp_path / "grid")
+    folder.write(SWEEP, made.model_copy(update={"cells": (cell,)}))
+    with pytest.raises(ConfigError, match="is not the name of a folder"):
+        reports.report_sweep(folder.path)
+    assert not list(tmp_path.rglob("*.html"))
 
 
 @pytest.mark.slow

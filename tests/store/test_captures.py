@@ -78,6 +78,7 @@ def test_what_is_held_is_no_capture_until_it_is_admitted(run: Run) -> None:
     run.hold(captured(OTHER))
     assert run.captures() == []
     assert torch.equal(run.held(KEY).update.tensors["weight"], HERE["weight"])
+    assert (run.held(KEY).key, run.held(OTHER).key) == (KEY, OTHER)
     run.admit(KEY)
     assert run.captures() == [KEY]
     assert run.read_capture(KEY).knowledge == run.held(KEY).knowledge == SERVER

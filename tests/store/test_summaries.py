@@ -2,7 +2,9 @@
 
 import pytest
 
-from fedleak.store.summaries import Difference, Direction, Ladder, Rung
+from fedleak.attacks.reconstruction import Status
+from fedleak.store.records import UNSCORED, RowStatus
+from fedleak.store.summaries import AttackSummary, Difference, Direction, Ladder, Rung
 
 
 @pytest.mark.parametrize(
@@ -26,6 +28,22 @@ def test_a_difference_says_something_where_interval_and_p_leave_out_nothing(
         low=low, high=high, p=0.001, p_adjusted=p,
     )  # fmt: skip
     assert difference.direction is direction
+
+
+@pytest.mark.parametrize(
+    ("status", "answers", "unscored"),
+    [
+        ({}, 0, 0),
+        ({Status.FAILED: 2}, 0, 0),
+        ({Status.RECOVERED: 2, Status.FAILED: 4}, 2, 0),
+        ({Status.RECOVERED: 2, UNSCORED: 3, Status.ABSTAINED: 5}, 5, 3),
+    ],
+)
+def test_answers_are_those_with_a_score_and_those_without(
+    status: dict[RowStatus, int], answers: int, unscored: int
+) -> None:
+    summary = AttackSummary.model_construct(status=status)
+    assert (summary.answers, summary.unscored) == (answers, unscored)
 
 
 def test_the_top_of_a_ladder_is_told_all() -> None:
