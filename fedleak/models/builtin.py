@@ -158,7 +158,7 @@ def _learned(model: Any, words: Any, trainer: Any, normalizer: Any = None) -> di
 
 
 def _model(model: Any, config: Any, tokenizer: Any, **sizes: int) -> Any:
-    """Returns a model with random weights that do not depend on the caller's generators."""
+    """Returns a model with random weights, whatever the caller has drawn or set."""
     import torch
 
     settings = config(
@@ -172,7 +172,7 @@ def _model(model: Any, config: Any, tokenizer: Any, **sizes: int) -> Any:
         pad_token_id=tokenizer.pad_token_id,
         **sizes,
     )
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         # Only this generator: torch.manual_seed would reseed the GPUs' too.
         torch.default_generator.manual_seed(_SEED)
         return model(settings)
