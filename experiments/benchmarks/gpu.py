@@ -7,7 +7,7 @@
   subspace    `dager` and `keyspan` on GPT-2 and BERT of 12x768 with random weights
   stories15m  `dager` on a small pretrained LLaMA
   matching    a step, moves and the schedule of LAMP beside the straightforward version
-  pass        `fedleak.attacks.matching.bucketing.PASS`: other values beside the present one
+  pass        `fedleak.attacks.matching.victims.PASS`: other values beside the present one
   together    `fedleak.attacks.matching.gradient_distance.TOGETHER`: likewise
   cola        20 sentences of CoLA with LAMP's published constants: ROUGE, and what chance scores
 

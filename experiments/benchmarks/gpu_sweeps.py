@@ -13,11 +13,11 @@ from gpu_figures import Figure, Settings, Value
 from gradient_matching import CONFIG, Bench, bench, size_of
 from torch import Tensor
 
-from fedleak.attacks.matching import bucketing, gradient_distance
+from fedleak.attacks.matching import gradient_distance, victims
 from fedleak.attacks.matching.factored_gradients import tables
+from fedleak.attacks.matching.gradient_distance import target_of
 from fedleak.attacks.matching.objective import Objective
 from fedleak.attacks.matching.optimizer import Descent
-from fedleak.attacks.matching.target import target_of
 
 LENGTHS = (6, 7, 8, 9, 10, 12, 14, 16, 20, 24, 32, 48)
 """Tokens of the victims that are put together."""
@@ -33,10 +33,10 @@ def passes(settings: Settings) -> Iterator[Figure]:
     """Times a step of victims of several lengths, in the batches that each value puts them in."""
     lengths = LENGTHS[:3] if settings.small else LENGTHS
     for made, size in _benches(settings, lengths):
-        present = bucketing.PASS[made.device.type]
-        sizes = {i: bucketing.Size(length, 1, 1) for i, length in enumerate(lengths)}
+        present = victims.PASS[made.device.type]
+        sizes = {i: victims.Size(length, 1, 1) for i, length in enumerate(lengths)}
         parts_of = {
-            value: bucketing.parts(range(len(lengths)), sizes, value)
+            value: victims.parts(range(len(lengths)), sizes, value)
             for value in sorted({*PASSES, present})
         }
         # Values that come to the same batches are timed once.
@@ -66,8 +66,8 @@ def together(settings: Settings) -> Iterator[Figure]:
         present = gradient_distance.TOGETHER[made.device.type]
         joint: dict[int, float] = {}
         apart: dict[int, float] = {}
-        for victims, tokens in batches:
-            number, alike = victims * tokens, [lengths.index(tokens)] * victims
+        for number_of_victims, tokens in batches:
+            number, alike = number_of_victims * tokens, [lengths.index(tokens)] * number_of_victims
             with made.exact.batch_gradients.ready():
                 do = _step(*_some(made, alike))
                 joint[number], apart[number] = in_turns(
@@ -75,7 +75,7 @@ def together(settings: Settings) -> Iterator[Figure]:
                     _repeats(settings),
                     made.device,
                 )
-            of_batch = f"{size}, {victims} victims of {tokens} tokens"
+            of_batch = f"{size}, {number_of_victims} victims of {tokens} tokens"
             yield Figure("weights together", of_batch, joint[number], "one by one", apart[number])
         taken = {
             value: sum(joint[n] if n <= value else apart[n] for n in joint)

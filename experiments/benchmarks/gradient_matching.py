@@ -40,16 +40,15 @@ from torch import Tensor
 from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
 
 from fedleak import models
-from fedleak.attacks.matching import reorderings
+from fedleak.attacks.matching import optimizer, reorderings
 from fedleak.attacks.matching.batch_structure import Frame, Rows, Shape, rows_of
-from fedleak.attacks.matching.candidate_selection import best_of_batch, lm_penalty, orders_tensor
+from fedleak.attacks.matching.candidate_selection import best_of_batch, lm_penalty
 from fedleak.attacks.matching.factored_gradients import BatchGradients, tables
-from fedleak.attacks.matching.initialization import initial
+from fedleak.attacks.matching.gradient_distance import Loss, distance_of, target_of
 from fedleak.attacks.matching.lamp import FAITHFUL, better_order
 from fedleak.attacks.matching.objective import Objective, lower_precision
-from fedleak.attacks.matching.optimizer import ROUGH, Descent, Loss, distance_of
+from fedleak.attacks.matching.optimizer import ROUGH, Descent, initial
 from fedleak.attacks.matching.parametrization import FreeEmbeddings
-from fedleak.attacks.matching.target import target_of
 from fedleak.models import CLASSIFICATION, LanguageModel
 from fedleak.models.prior import Prior
 
@@ -356,7 +355,7 @@ def moves_(made: Bench, repeats: int, scored: int) -> tuple[list[Line], list[Lin
     variables_RBTD, attack = made.start_RBTD[:1], made.attack(0, "cos", made.observed)
     places = made.rows.content(0, 0)
     orders = reorderings.sampled(len(places), CONFIG.orders, made.rngs(1)[0])
-    order_KT = orders_tensor(orders, places, variables_RBTD.shape[2])
+    order_KT = reorderings.orders_tensor(orders, places, variables_RBTD.shape[2])
     some_KT = order_KT[:scored]
     x_TD = variables_RBTD[0, 0]
     ids_T = attack.nearest(x_TD)
@@ -365,10 +364,10 @@ def moves_(made: Bench, repeats: int, scored: int) -> tuple[list[Line], list[Lin
         return scores(attack, made.prior.module, x_TD, ids_T, orders_KT.tolist(), CONFIG.lm_weight)
 
     def best(objective: Objective) -> Tensor:
-        return better_order(objective, CONFIG, variables_RBTD, made.rngs(1))
+        return better_order(optimizer.Search(objective, CONFIG, made.rngs(1)), variables_RBTD)
 
     tried_RKBTD = x_TD[some_KT][None, :, None]
-    lm_penalty_RK = lm_penalty(exact, CONFIG, 0, ids_T[some_KT][None])
+    lm_penalty_RK = lm_penalty(optimizer.Search(exact, CONFIG, []), 0, ids_T[some_KT][None])
     found_RK = exact.scores(exact.space.guess(exact.rows, tried_RKBTD)) + lm_penalty_RK
     apart = float((found_RK[0].cpu() - torch.tensor(plain_scores(some_KT))).abs().max())
     chosen = [best(exact), best(mixed)]
@@ -411,8 +410,8 @@ def starts(made: Bench, repeats: int) -> tuple[Line, Line]:
     plain, ours, ours_low = in_turns(
         [
             lambda: attack.distance(x_TD, differentiable=False),
-            lambda: initial(made.exact, few, made.rngs(rows)),
-            lambda: initial(made.mixed, few, made.rngs(rows)),
+            lambda: initial(optimizer.Search(made.exact, few, made.rngs(rows))),
+            lambda: initial(optimizer.Search(made.mixed, few, made.rngs(rows))),
         ],
         repeats,
         made.device,
@@ -449,9 +448,8 @@ def memory(made: Bench, many: int) -> list[Memory]:
         shape = (1, number, 1, tokens)
         ids_RKBT = torch.randint(len(alone.space.table_VD), shape, generator=made.rngs(1)[0])
         ids_RKBT = ids_RKBT.to(made.device)
-        return lambda: best_of_batch(
-            alone, ids_RKBT, lm_penalty(alone, CONFIG, 0, ids_RKBT[:, :, 0])
-        )
+        choice = optimizer.Search(alone, CONFIG, [])
+        return lambda: best_of_batch(choice, ids_RKBT, lm_penalty(choice, 0, ids_RKBT[:, :, 0]))
 
     def most(do: Callable[[], object]) -> float:
         return peak(do, made.device)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedleak.attacks.matching.optimizer import L1_WEIGHT, Loss
+from fedleak.attacks.matching.gradient_distance import L1_WEIGHT, Loss
 
 
 @dataclass(frozen=True)

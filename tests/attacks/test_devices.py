@@ -20,9 +20,8 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from fedleak.attacks import Attack
 from fedleak.attacks.analytic.probes import Probes
-from fedleak.attacks.matching.dlg import Dlg
+from fedleak.attacks.matching.dlg import Dlg, Tag
 from fedleak.attacks.matching.lamp import Lamp
-from fedleak.attacks.matching.tag import Tag
 from fedleak.attacks.reconstruction import Reconstruction, Status
 from fedleak.attacks.subspace.dager import Dager
 from fedleak.attacks.subspace.keyspan import Keyspan

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedleak.attacks.matching.objective import Objective
-from fedleak.attacks.matching.optimizer import UNWATCHED, MatchingConfig, Watch
+from fedleak.attacks.matching.optimizer import Search
 from fedleak.attacks.matching.parametrization import Guess
 
 _FINALISTS = 8
@@ -32,63 +32,59 @@ class Best(NamedTuple):
 
 
 def best_of_sequence(
-    objective: Objective,
+    search: Search,
     now: Guess,
     b: int,
     inputs: Callable[[Tensor], Guess],
     tried_RKT: Tensor,
     lm_penalty_RK: Tensor,
-    watch: Watch = UNWATCHED,
 ) -> Best:
     """Returns the best candidate for sequence b, as far as time allows.
 
     Args:
-        objective: Measures distances.
+        search: Measures distances, and keeps the time.
         now: The whole batch.
         b: The sequence that the candidates are for.
         inputs: Candidates -> inputs of the model.
         tried_RKT: The candidates.
         lm_penalty_RK: The prior's penalty, added to each distance.
-        watch: Keeps the time.
     """
 
     def scores(judge: Objective) -> Callable[[Tensor], Tensor]:
         others = judge.other_sequences(now, b)
         return lambda tried_RKT: judge.scores_of_sequence(inputs(tried_RKT), b, others)
 
-    return _best(objective, tried_RKT, lm_penalty_RK, scores, 1, watch)
+    return _best(search, tried_RKT, lm_penalty_RK, scores, 1)
 
 
-def best_of_batch(
-    objective: Objective, tried_RKBT: Tensor, lm_penalty_RK: Tensor, watch: Watch = UNWATCHED
-) -> Best:
+def best_of_batch(search: Search, tried_RKBT: Tensor, lm_penalty_RK: Tensor) -> Best:
     """Returns the best of candidates for a whole batch, as far as time allows."""
 
     def scores(judge: Objective) -> Callable[[Tensor], Tensor]:
         return lambda tried_RKBT: judge.scores(judge.space.exact(judge.rows, tried_RKBT))
 
-    return _best(objective, tried_RKBT, lm_penalty_RK, scores, tried_RKBT.shape[2], watch)
+    return _best(search, tried_RKBT, lm_penalty_RK, scores, tried_RKBT.shape[2])
 
 
 def _best(
-    objective: Objective,
+    search: Search,
     tried_RKX: Tensor,
     lm_penalty_RK: Tensor,
     scores: Callable[[Objective], Callable[[Tensor], Tensor]],
     sequences: int,
-    watch: Watch,
 ) -> Best:
     """Returns the best by full precision; a rough objective, if there is one, ranks them first.
 
     The first candidate is the present state, so that it is looked at even if time is up.
     """
+    objective = search.objective
     row_R1 = torch.arange(len(tried_RKX), device=tried_RKX.device)[:, None]
     for judge in (objective.rough, objective):
         if judge is None:
             continue
         score, chunks = scores(judge), judge.chunks(tried_RKX.shape[1], sequences)
         apart_RK = torch.cat(
-            [score(tried_RKX[:, chosen]) for chosen in watch.within(chunks, "changes")], 1
+            [score(tried_RKX[:, chosen]) for chosen in search.watch.within(chunks, "changes")], 1
         )
         score_RK = apart_RK + lm_penalty_RK[:, : apart_RK.shape[1]]
         if judge is objective.rough:
@@ -99,41 +95,20 @@ def _best(
     return Best(tried_RKX[:, 0], apart_RK[:, 0], lm_penalty_RK[:, 0])
 
 
-def lm_penalty(
-    objective: Objective,
-    config: MatchingConfig,
-    b: int,
-    ids_RKT: Tensor,
-    watch: Watch = UNWATCHED,
-) -> Tensor:
+def lm_penalty(search: Search, b: int, ids_RKT: Tensor) -> Tensor:
     """Returns the weighted negative log-likelihood [R, K] of guesses of sequence b.
 
     It is divided by the sequences of the row: a batch counts by its mean. Without a prior it is
     zero. If time is up when it returns, some values are infinite, and none may be compared.
     """
-    rows, guesses, _ = ids_RKT.shape
-    prior = objective.prior
-    if prior is None or not config.lm_weight:
-        return torch.zeros(rows, guesses, device=ids_RKT.device)
+    objective, weight = search.objective, search.config.lm_weight
+    if objective.prior is None or not weight:
+        return torch.zeros(ids_RKT.shape[:2], device=ids_RKT.device)
     mask_RKT = objective.rows.mask_RBT[:, None, b].expand(ids_RKT.shape)
-    nll_N = prior.nll(ids_RKT.flatten(0, 1), mask_RKT.flatten(0, 1), stop=watch.stop("prior"))
-    nll_RK = nll_N.view(rows, guesses)
+    stop = search.watch.stop("prior")
+    nll_N = objective.prior.nll(ids_RKT.flatten(0, 1), mask_RKT.flatten(0, 1), stop=stop)
     sequences_R1 = (objective.rows.weights_RB > 0).sum(1, keepdim=True)
-    return config.lm_weight * nll_RK / sequences_R1
-
-
-def reordered(variables_RBTF: Tensor, order_RBT: Tensor) -> Tensor:
-    """Returns the variables with the tokens of each sequence in another order."""
-    index = order_RBT[..., None].expand(*order_RBT.shape, variables_RBTF.shape[-1])
-    return variables_RBTF.gather(-2, index)
-
-
-def orders_tensor(orders: Sequence[Sequence[int]], places: Sequence[int], length: int) -> Tensor:
-    """Returns orders of some places as orders [K, T] of all places."""
-    order_KT = torch.arange(length).repeat(len(orders), 1)
-    if places and orders:
-        order_KT[:, places] = torch.tensor(places)[torch.tensor(orders)]
-    return order_KT
+    return weight * nll_N.view(ids_RKT.shape[:2]) / sequences_R1
 
 
 def stacked(guesses_KX: Sequence[Tensor]) -> Tensor:

@@ -3,6 +3,10 @@
 Several observations are optimised in one batch. Its rows are the victims, the shapes that their
 batches may have, and random starts.
 
+A step of all rows must be a small part of the time: a step of a row with sixteen texts takes
+seconds. So one small step is made first, and from its time follows how many shapes and starts are
+optimised side by side.
+
 Shapes: R rows, U victims, B sequences, T tokens.
 """
 
@@ -15,20 +19,15 @@ from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from fedleak.attacks import AttackSetting, OnProgress, Progress
+from fedleak.attacks.certificate import proves
 from fedleak.attacks.clock import Clock
-from fedleak.attacks.matching.answer import answer, by_chance, distances
-from fedleak.attacks.matching.batch_structure import NO_CLUES, Clues
-from fedleak.attacks.matching.joint_objective import joint_objective
-from fedleak.attacks.matching.objective import Objective
-from fedleak.attacks.matching.optimizer import Found, Loss, MatchingConfig, Watch
-from fedleak.attacks.matching.rows_in_time import (
-    ANSWER,
-    rows_in_time,
-    seconds_of_step,
-    starts_in_time,
-)
+from fedleak.attacks.matching.batch_structure import NO_CLUES, Clues, Shape
+from fedleak.attacks.matching.gradient_distance import Loss
+from fedleak.attacks.matching.objective import Objective, joint_objective
+from fedleak.attacks.matching.optimizer import Descent, Found, MatchingConfig, Search, Watch
 from fedleak.attacks.matching.victims import Victim, alike, victim_of
 from fedleak.attacks.reconstruction import Reconstruction, Status
 from fedleak.attacks.subspace.answer import Reading
@@ -38,8 +37,27 @@ from fedleak.training.observation import Observation
 
 Count = Annotated[int, Field(ge=1)]
 
-Algorithm = Callable[[Objective, MatchingConfig, Sequence[torch.Generator], Watch], list[Found]]
-"""(objective, config, a random stream per row, watch) -> the best tokens of each victim."""
+Algorithm = Callable[[Search], list[Found]]
+"""Search -> the best tokens of each victim."""
+
+
+ANSWER = 1.5
+"""What comes after a search takes as long as so many steps of a row: its answer and its proof."""
+
+_STEPS = 20
+"""Steps that the time has to hold: with fewer, one row alone gets further than many."""
+
+_LEAST = ANSWER + 2
+"""Steps of one row that a search takes at least: a start, a look at it, a step, the answer."""
+
+_STARTS = 0.25
+"""Share of the time that random starts may take; scoring one takes half a step."""
+
+_TOKENS = 64
+"""Tokens of the small step, at most."""
+
+_CHANCE = 0.5
+"""Lengths that were only tried are believed below this share of a random text's distance."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,7 +247,7 @@ class GradientMatching(ABC):
         watch = Watch(clock.before(ANSWER * step), look)
         objective = make(group, of_row=of_row, prior=prior)
         with objective.ready():
-            guesses = method.algorithm(objective, config, rng_R, watch)
+            guesses = method.algorithm(Search(objective, config, rng_R, watch))
             apart_U = distances(objective, guesses)
             chance_U = distances(objective, by_chance(objective, len(group)))
         matches: dict[int, Reading] = {}
@@ -251,3 +269,121 @@ class GradientMatching(ABC):
                 )
             matches[number] = Reading(reconstruction, sequences)
         return matches
+
+
+def seconds_of_step(
+    victim: Victim, make: Callable[..., Objective], config: MatchingConfig
+) -> float:
+    """Returns the seconds that a step of a victim's largest row takes now, from a smaller one.
+
+    Args:
+        victim: The victim.
+        make: Makes the objective of victims for rows (`joint_objective`).
+        config: How the search steps.
+    """
+    tokens = max(len(shape.lengths) * max(shape.lengths) for shape in victim.shapes.each)
+    small = Shape((min(tokens, _TOKENS),), victim.shapes.each[0].labels[:1])
+    objective = make([victim], of_row=[(0, small)], prior=None)
+    with objective.ready():
+        start_RBTF = objective.space.random(objective.rows, [torch.Generator().manual_seed(0)])
+        descent = Descent(start_RBTF, config)
+        descent.step(config.loss(objective, 0))
+    return descent.seconds * max(1.0, tokens / _TOKENS)
+
+
+def rows_in_time(victims: Sequence[Victim], starts: int, step: float, clock: Clock) -> list[int]:
+    """Returns the rows of which the time left holds some steps; none, if it does not hold one.
+
+    Args:
+        victims: Each has a row for each start of each of its shapes, in this order.
+        starts: Of each shape.
+        step: Seconds of a step of one row.
+        clock: The time of all of them.
+    """
+    left = clock.left() / len(victims)  # infinite without a limit
+    if left < _LEAST * step:
+        return []
+    rows: list[int] = []
+    first = 0
+    for victim in victims:
+        shapes = len(victim.shapes.each)
+        most = int(max(1.0, min(left / (_STEPS * step or 1e-9), shapes * starts)))
+        if most >= shapes:
+            chosen, of_each = [*range(shapes)], most // shapes
+        else:
+            # The likeliest lengths come first; lengths that are only tried should be unlike.
+            spread = 1 if victim.shapes.told else shapes / most
+            chosen, of_each = [int(i * spread) for i in range(most)], 1
+        rows += [first + shape * starts + start for shape in chosen for start in range(of_each)]
+        first += shapes * starts
+    return rows
+
+
+def starts_in_time(config: MatchingConfig, step: float, clock: Clock) -> MatchingConfig:
+    """Returns the constants of a search with no more random starts than a part of its time holds.
+
+    Args:
+        config: As it is without a limit.
+        step: Seconds of a step of all rows.
+        clock: The time of the search.
+    """
+    most = max(1.0, min(_STARTS * clock.left() / (step or 1e-9), config.guesses))
+    return replace(config, guesses=int(most))
+
+
+def distances(objective: Objective, guesses: Sequence[Found]) -> Tensor:
+    """Returns the distance [U] of each victim's tokens."""
+    rows_U = torch.tensor([guess.row_index for guess in guesses], device=objective.victim_R.device)
+    of_each = objective.take(rows_U)
+    ids_UBT = torch.stack([guess.ids_BT for guess in guesses])
+    apart_U = of_each.scores(of_each.space.exact(of_each.rows, ids_UBT[:, None]))[:, 0]
+    return apart_U.clamp_min(0)  # of equal gradients rounding may leave less
+
+
+def by_chance(objective: Objective, victims: int) -> list[Found]:
+    """Returns random tokens for each of so many victims."""
+    rows = [int((objective.victim_R == u).nonzero()[0]) for u in range(victims)]
+    of_each = objective.take(torch.tensor(rows, device=objective.victim_R.device))
+    rng = [torch.Generator().manual_seed(0) for _ in rows]
+    # Not a start, which may follow the update's hint.
+    ids_UBT = of_each.read(of_each.space.random(of_each.rows, rng))
+    return [Found(row, ids_BT, 0.0) for row, ids_BT in zip(rows, ids_UBT, strict=True)]
+
+
+def answer(
+    victim: Victim,
+    model: LanguageModel,
+    sequences: Sequence[tuple[int, ...]],
+    *,
+    apart: float,
+    chance: float,
+    clock: Clock,
+) -> Reconstruction:
+    """Returns the answer for a victim.
+
+    Args:
+        victim: The victim.
+        model: The model that it trained.
+        sequences: The tokens found.
+        apart: The distance of their gradient to the observed one.
+        chance: The distance that random tokens have.
+        clock: Of the proof.
+    """
+    if not victim.shapes.told and not apart < _CHANCE * chance:
+        reason = "lengths are not known, and none of those tried comes near the update"
+        return Reconstruction.none(Status.ABSTAINED, reason, distance=apart)
+    seen = victim.seen
+    return Reconstruction(
+        status=Status.RECOVERED,
+        sequences=tuple(sequences),
+        evidence=(apart,) * len(sequences),
+        tokens=tuple(sorted({token for ids in sequences for token in ids})),
+        diagnostics={
+            "distance": apart,
+            "distance_by_chance": chance,
+            "left_out": victim.left_out,
+            "candidates": {"shapes": len(victim.shapes.each)}
+            | ({} if victim.bag_M is None else {"tokens": len(victim.bag_M)}),
+        },
+        verified=proves(model, sequences, seen, clock),
+    )

@@ -17,32 +17,22 @@ Priors", NeurIPS 2022. `faithful` is their algorithm 1 with the constants of the
 Shapes: R rows, K guesses for each, B sequences, T tokens, F variables of a place.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal
 
-import torch
 from pydantic import AfterValidator, Field
 from torch import Tensor
 
 from fedleak.attacks.matching import relaxed_tokens, reorderings
-from fedleak.attacks.matching.candidate_selection import (
-    best_of_sequence,
-    lm_penalty,
-    orders_tensor,
-    reordered,
-    stacked,
-)
-from fedleak.attacks.matching.descent_loop import match_gradients
+from fedleak.attacks.matching.candidate_selection import best_of_sequence, lm_penalty, stacked
+from fedleak.attacks.matching.gradient_distance import Loss
 from fedleak.attacks.matching.gradient_matching import Count, GradientMatching, MatchingMethod
-from fedleak.attacks.matching.objective import Objective
 from fedleak.attacks.matching.optimizer import (
-    UNWATCHED,
     Found,
-    Loss,
     MatchingConfig,
-    Watch,
+    Search,
     linear,
+    match_gradients,
     stepwise,
 )
 from fedleak.attacks.matching.parametrization import Guess
@@ -135,32 +125,20 @@ def _for_squares(config: MatchingConfig) -> MatchingConfig:
     return replace(config, lm_weight=60.0, norm_weight=25.0)
 
 
-def reconstruct(
-    objective: Objective, config: MatchingConfig, rng: Sequence[torch.Generator], watch: Watch
-) -> list[Found]:
+def reconstruct(search: Search) -> list[Found]:
     """Returns each victim's tokens by LAMP's algorithm 1: DLG's loop, with discrete steps in it."""
-
-    def discrete_step(variables_RBTF: Tensor) -> Tensor:
-        return better_order(objective, config, variables_RBTF, rng, watch)
-
-    return match_gradients(objective, config, rng, watch, discrete_step)
+    return match_gradients(search, lambda variables_RBTF: better_order(search, variables_RBTF))
 
 
-def better_order(
-    objective: Objective,
-    config: MatchingConfig,
-    variables_RBTF: Tensor,
-    rng: Sequence[torch.Generator],
-    watch: Watch = UNWATCHED,
-) -> Tensor:
+def better_order(search: Search, variables_RBTF: Tensor) -> Tensor:
     """Returns the variables with each sequence in the best order tried (the paper's section 3.2).
 
     The best has the lowest sum of distance and weighted negative log-likelihood. Out of time, the
     other sequences stay as they are.
     """
-    space, rows = objective.space, objective.rows
+    space, rows = search.objective.space, search.objective.rows
     for b in range(variables_RBTF.shape[1]):
-        order_RKT = _orders_to_try(objective, config, b, rng).to(variables_RBTF.device)
+        order_RKT = _orders_to_try(search, b).to(variables_RBTF.device)
         ids_RT = space.read(rows, variables_RBTF[:, None])[:, 0, b]
         now = space.guess(rows, variables_RBTF[:, None])
 
@@ -170,28 +148,27 @@ def better_order(
             return space.guess(own, variables_RKTF[:, :, None])
 
         tried_RKT = _each(ids_RT[..., None], order_RKT)[..., 0]
-        lm_penalty_RK = lm_penalty(objective, config, b, tried_RKT, watch)
-        if watch.up():
+        lm_penalty_RK = lm_penalty(search, b, tried_RKT)
+        if search.watch.up():
             break
-        best = best_of_sequence(objective, now, b, inputs, order_RKT, lm_penalty_RK, watch)
+        best = best_of_sequence(search, now, b, inputs, order_RKT, lm_penalty_RK)
         variables_RBTF = variables_RBTF.clone()
-        variables_RBTF[:, b] = reordered(variables_RBTF[:, b], best.chosen_RX)
+        variables_RBTF[:, b] = reorderings.reordered(variables_RBTF[:, b], best.chosen_RX)
     return variables_RBTF
 
 
-def _orders_to_try(
-    objective: Objective, config: MatchingConfig, b: int, rng: Sequence[torch.Generator]
-) -> Tensor:
+def _orders_to_try(search: Search, b: int) -> Tensor:
     """Returns the orders [R, K, T] to try; a row with fewer orders repeats the present one."""
-    length = objective.rows.length
-    orders_KT = []
-    for r, generator in enumerate(rng):
-        places = objective.rows.content(r, b)
-        orders = reorderings.sampled(len(places), config.orders, generator)
-        orders_KT.append(orders_tensor(orders, places, length))
+    rows, orders_KT = search.objective.rows, []
+    for r, generator in enumerate(search.rng):
+        places = rows.content(r, b)
+        orders = reorderings.sampled(len(places), search.config.orders, generator)
+        orders_KT.append(reorderings.orders_tensor(orders, places, rows.length))
     return stacked(orders_KT)
 
 
 def _each(value_RTF: Tensor, order_RKT: Tensor) -> Tensor:
     """Returns [R, K, T, F]: each row in each of its orders."""
-    return reordered(value_RTF[:, None].expand(-1, order_RKT.shape[1], -1, -1), order_RKT)
+    return reorderings.reordered(
+        value_RTF[:, None].expand(-1, order_RKT.shape[1], -1, -1), order_RKT
+    )

@@ -6,28 +6,47 @@ vocabulary.
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from fedleak.attacks.matching.batch_structure import Rows
+from fedleak.attacks.matching.batch_structure import Rows, Shape, frame, rows_of
 from fedleak.attacks.matching.factored_gradients import (
     BatchGradients,
     class_logit_grad,
     next_token_logit_grad,
+    tables,
 )
-from fedleak.attacks.matching.gradient_distance import Cosine, Distance, Gradients, added
-from fedleak.attacks.matching.parametrization import Guess, Space
-from fedleak.attacks.matching.target import Target
+from fedleak.attacks.matching.gradient_distance import (
+    Cosine,
+    Distance,
+    Gradients,
+    Loss,
+    Target,
+    added,
+    distance_of,
+    of_nothing,
+    target_of,
+)
+from fedleak.attacks.matching.parametrization import FreeEmbeddings, Guess, Space, TokenMixtures
+from fedleak.attacks.matching.victims import Victim
 from fedleak.models import LanguageModel
 from fedleak.models.prior import Prior
+from fedleak.training.observation import Observation
 
 TOKENS_AT_ONCE = {"cpu": 1024, "cuda": 65536}
 """Tokens that are scored in one pass: what fits a cache, or keeps a GPU busy."""
+
+_TERMS = 32
+"""Units of float32's last digit that sums as long as a gradient may be off by."""
+
+TABLES = 1 / 3
+"""Weight of each table in a cosine, as a share of all other tensors: tables tell places."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,3 +207,140 @@ def mean_norm(table_VD: Tensor) -> Tensor:
 def lower_precision(model: LanguageModel) -> LanguageModel:
     """Returns a copy in bfloat16."""
     return replace(model, module=copy.deepcopy(model.module).to(torch.bfloat16))
+
+
+def joint_objective(
+    victims: Sequence[Victim],
+    model: LanguageModel,
+    of_row: Sequence[tuple[int, Shape]],
+    *,
+    loss: Loss,
+    scaled: bool,
+    faithful: bool,
+    mixed: bool,
+    prior: Prior | None,
+) -> Objective:
+    """Returns the objective of several victims.
+
+    Args:
+        victims: Victims that are alike.
+        model: The model that they trained.
+        of_row: The victim and the shape of each row.
+        loss: The distance of gradients.
+        scaled: Free embeddings start with the mean norm of word embeddings.
+        faithful: As LAMP's authors do it: special tokens may be read, tables weigh as other
+            tensors, and distances are not normalized.
+        mixed: With a `rough` objective in bfloat16.
+        prior: The language model.
+    """
+    victim_R = torch.tensor([u for u, _ in of_row], device=model.device)
+    rows = rows_of([shape for _, shape in of_row], frame(model), model)
+    words = model.family.word_embedding
+    table_VD = model.module.get_parameter(words).detach()
+    observed = [dict(victim.observed) for victim in victims]
+    space: Space
+    if victims[0].bag_M is None:
+        norm = float(mean_norm(table_VD)) if scaled else None
+        space = FreeEmbeddings(
+            model=model, table_VD=table_VD, allowed_M=_allowed(model, faithful), norm=norm
+        )
+    else:
+        space, rows_of_bags = _mixtures(victims, model, table_VD, rows.length)
+        space = space.take(victim_R)
+        for gradients, rows_MD in zip(observed, rows_of_bags, strict=True):
+            if rows_MD is not None:
+                gradients[words] = rows_MD
+    small = [*tables(model), words]
+    tokens = rows.mask_RBT.shape[1] * rows.length
+    target = target_of(observed, tokens, whole=list(observed[0]) if loss == "l2l1" else small)
+    # Among a hundred tensors the tables would hardly count.
+    weights = {} if faithful else {name: TABLES * len(observed[0]) for name in small}
+    distance = distance_of(loss, weights)
+    # LAMP's weights are for absolute distances; ours are for shares of the observed gradient.
+    zero_U = of_nothing(distance, target)
+    exact = Objective(
+        model=model,
+        batch_gradients=BatchGradients(model, list(target.tensors)),
+        distance=distance,
+        target=target.take(victim_R),
+        rows=rows,
+        space=space,
+        victim_R=victim_R,
+        normalizer_R=(torch.ones_like(zero_U) if faithful else zero_U)[victim_R],
+        exact_R=zero_U.new_tensor([rounding(victim.seen) for victim in victims])[victim_R],
+        prior=prior.to(torch.bfloat16) if prior is not None and mixed else prior,
+    )
+    if not mixed:
+        return exact
+    low = lower_precision(model)
+    rough = replace(
+        exact,
+        model=low,
+        batch_gradients=BatchGradients(low, list(target.tensors)),
+        target=exact.target.to(torch.bfloat16),
+    )
+    return replace(exact, rough=rough)
+
+
+def _mixtures(
+    victims: Sequence[Victim], model: LanguageModel, table_VD: Tensor, length: int
+) -> tuple[TokenMixtures, list[Tensor | None]]:
+    """Returns a row for each victim, and the word embedding's gradient [M, D] at its tokens."""
+    bags_M = [victim.bag_M for victim in victims if victim.bag_M is not None]
+    ids_UM = torch.nn.utils.rnn.pad_sequence(bags_M, batch_first=True)
+    lengths_U1 = torch.tensor([[len(bag_M)] for bag_M in bags_M], device=ids_UM.device)
+    hint_UTM = table_VD.new_zeros(len(victims), length, ids_UM.shape[1])
+    padded: list[Tensor | None] = []
+    for hint_TM, victim in zip(hint_UTM, victims, strict=True):
+        words_MD = victim.words_MD
+        if words_MD is not None:
+            words_MD = F.pad(words_MD, (0, 0, 0, ids_UM.shape[1] - len(words_MD)))
+            hint_TM.copy_(_hint(victim, model, length, words_MD))
+        padded.append(words_MD)
+    space = TokenMixtures(
+        model=model,
+        table_VD=table_VD,
+        ids_RM=ids_UM,
+        there_RM=torch.arange(ids_UM.shape[1], device=ids_UM.device) < lengths_U1,
+        hint_RTM=hint_UTM,
+        complete=victims[0].complete,
+    )
+    return space, padded
+
+
+def rounding(seen: Observation) -> float:
+    """Returns the largest distance, as a share of the observed gradient's, that rounding leaves.
+
+    Distances are differences of numbers about as large as the observed gradient's square, in
+    float32. What was rounded when it was sent differs by half a unit of its last digit at most, and
+    distances go with the square of that.
+    """
+    sent = max(torch.finfo(tensor.dtype).eps for tensor in seen.update.tensors.values())
+    return max(_TERMS * torch.finfo(torch.float32).eps, (sent / 2) ** 2)
+
+
+def _hint(victim: Victim, model: LanguageModel, length: int, words_MD: Tensor) -> Tensor:
+    """Returns each token's share [T, M] of each position's gradient; 0 if that was not sent.
+
+    A position's gradient is the sum of the gradients at its places in the batch. The gradient of a
+    token that occurs once is the gradient at its place. Least squares then tells this place.
+    """
+    position_PD = victim.observed.get(model.family.position_embedding or "")
+    share_TM = words_MD.new_zeros(length, len(words_MD))
+    if position_PD is not None:
+        tokens = len(victim.bag_M) if victim.bag_M is not None else 0
+        wanted_TD = position_PD[:length]
+        share_MT = torch.linalg.pinv(words_MD[:tokens].double().T) @ wanted_TD.double().T
+        share_TM[:, :tokens] = share_MT.T.clamp(0, 1).to(share_TM)
+    return share_TM
+
+
+def _allowed(model: LanguageModel, faithful: bool) -> Tensor:
+    """Returns the tokens [M] that an embedding may be read as.
+
+    LAMP's authors leave out unused tokens, but no special ones.
+    """
+    tokens = model.tokenizer.convert_ids_to_tokens(range(len(model.tokenizer)))
+    special = frozenset() if faithful else model.special_ids()
+    allowed = [i for i, t in enumerate(tokens) if i not in special and "[unused" not in str(t)]
+    return torch.tensor(allowed, device=model.device)

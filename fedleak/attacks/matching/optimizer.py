@@ -1,14 +1,15 @@
-"""The settings of gradient matching, and Adam on many rows at once.
+"""The settings of gradient matching, Adam on many rows at once, and the loop of DLG, TAG and LAMP.
 
 Every row is optimised as if it were alone: Adam works element by element, and the sum of the rows'
-losses has each row's own gradient.
+losses has each row's own gradient. A descent begins with the best of random starts (LAMP,
+Balunovic et al. 2022, section 3.1), or with a guess where there is one.
 
 Shapes: R rows, K guesses for each, B sequences, T tokens, F variables of a place, S chosen rows.
 """
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, TypeVar
 
@@ -17,31 +18,23 @@ from torch import Tensor
 
 from fedleak.attacks import clock as timing
 from fedleak.attacks.clock import Clock
-from fedleak.attacks.matching.gradient_distance import Cosine, Distance, SquaredAndAbsolute, squared
 from fedleak.attacks.matching.objective import Objective
+from fedleak.attacks.matching.reorderings import reordered
 
 Part = TypeVar("Part")
 
-Loss = Literal["cos", "l2l1", "l2"]
-"""The distance of gradients that an attack minimises."""
-
 Schedule = Callable[[int, int], float]
 """(step, steps) -> the factor of the step size."""
-
-L1_WEIGHT = 0.01
 
 ROUGH = 0.8
 """The first steps, as a share of all, are in lower precision, if the objective has one."""
 
 
-def distance_of(loss: Loss, weights: Mapping[str, float] | None = None) -> Distance:
-    """Returns the distance of a name; a cosine takes `weights` of tensors."""
-    distances: Mapping[Loss, Distance] = {
-        "cos": Cosine(weights or {}),
-        "l2l1": SquaredAndAbsolute(L1_WEIGHT),
-        "l2": squared,
-    }
-    return distances[loss]
+_READ_EVERY = 50
+"""Steps from one reading of tokens, to be shown, to the next: it searches the vocabulary."""
+
+DiscreteStep = Callable[[Tensor], Tensor]
+"""Variables [R, B, T, F] -> better ones, such as the same tokens in another order."""
 
 
 def stepwise(decay: float, every: int) -> Schedule:
@@ -279,3 +272,111 @@ class Watch:
 
 UNWATCHED = Watch(Clock(None))
 """Has no limit and shows nothing."""
+
+
+class Search(NamedTuple):
+    """A search for the tokens of some victims.
+
+    Attributes:
+        objective: What is minimised.
+        config: Its constants.
+        rng: The random stream of each row.
+        watch: Keeps the time.
+    """
+
+    objective: Objective
+    config: MatchingConfig
+    rng: Sequence[torch.Generator]
+    watch: Watch = UNWATCHED
+
+
+def initial(search: Search) -> Tensor:
+    """Returns the best [R, B, T, F] of random starts, and then of as many random orders of it.
+
+    Out of time, it is the best start so far.
+    """
+    objective, rng = search.objective, search.rng
+    space, rows = objective.space, objective.rows
+    start_RBTF = space.start(rows, rng)
+    if search.config.guesses > 1:
+
+        def drawn(_: Tensor) -> Tensor:
+            return space.start(rows, rng)
+
+        def shuffled(best_RBTF: Tensor) -> Tensor:
+            return reordered(best_RBTF, _shuffle(objective, rng))
+
+        for make, phase in ((drawn, "starts"), (shuffled, "orders")):
+            start_RBTF = _best_start(search, start_RBTF, make, phase)
+    guessed_RB11 = (rows.begin_RBT >= 0).any(-1)[..., None, None]
+    if not guessed_RB11.any():
+        return space.scaled(start_RBTF)
+    guess_RBTF = space.variables(rows, rows.begin_RBT.clamp_min(0))
+    return torch.where(guessed_RB11, guess_RBTF, space.scaled(start_RBTF))
+
+
+def _best_start(
+    search: Search, first_RBTF: Tensor, make: Callable[[Tensor], Tensor], phase: str
+) -> Tensor:
+    """Returns the best of a start and of others, which are made from it."""
+    objective = search.objective
+    judge, sequences = objective.rough or objective, objective.rows.mask_RBT.shape[1]
+    best_RBTF, least_R = first_RBTF, torch.full_like(objective.normalizer_R, torch.inf)
+    for chosen in search.watch.within(judge.chunks(search.config.guesses, sequences), phase):
+        tried = [make(first_RBTF) if k else first_RBTF for k in range(chosen.start, chosen.stop)]
+        tried_RKBTF = torch.stack(tried, 1)
+        score_R, at_R = judge.scores(judge.space.guess(judge.rows, tried_RKBTF)).min(1)
+        found_RBTF = tried_RKBTF[torch.arange(len(at_R), device=at_R.device), at_R]
+        better_R = score_R < least_R
+        best_RBTF = torch.where(better_R[:, None, None, None], found_RBTF, best_RBTF)
+        least_R = torch.where(better_R, score_R, least_R)
+    return best_RBTF
+
+
+def _shuffle(objective: Objective, rng: Sequence[torch.Generator]) -> Tensor:
+    """Returns a random order [R, B, T] of each sequence's content."""
+    rows = objective.rows
+    order_RBT = torch.arange(rows.length).repeat(*rows.mask_RBT.shape[:2], 1)
+    for r, generator in enumerate(rng):
+        for b in range(order_RBT.shape[1]):
+            places = torch.tensor(rows.content(r, b), dtype=torch.long)
+            order_RBT[r, b, places] = places[torch.randperm(len(places), generator=generator)]
+    return order_RBT.to(rows.mask_RBT.device)
+
+
+def match_gradients(search: Search, discrete_step: DiscreteStep | None = None) -> list[Found]:
+    """Returns each victim's tokens, and the lowest loss on the way to them.
+
+    Zhu et al. 2019, algorithm 1, for the observed gradient g*; the line marked with a star is
+    added by Balunovic et al. 2022, algorithm 1::
+
+        x <- normal noise                      (LAMP: the best of several starts)
+        for step = 1 ... steps:
+            g <- gradient of the model's loss for the embeddings x
+            D <- distance(g, g*)               (LAMP: plus the norm regulariser)
+            x <- x - step size * dD/dx         (here with Adam)
+          * sometimes: x <- x with the tokens of each sentence in the best order tried
+        return the x of the lowest D, read as tokens
+    """
+    objective, config, _, watch = search
+    descent = Descent(initial(search), config)
+    best_RBTF, best_R = descent.now().clone(), torch.full_like(objective.normalizer_R, torch.inf)
+    for step in range(1, config.steps + 1):
+        if watch.up(descent.seconds):
+            break
+        before_RBTF = descent.now().clone()
+        loss_R = descent.step(config.loss(objective, step))
+        better_R = loss_R <= best_R
+        best_R[better_R], best_RBTF[better_R] = loss_R[better_R], before_RBTF[better_R]
+        if discrete_step and config.discrete(step) and not watch.up():
+            # Adam's memory stays where it was, as in the code of LAMP's authors.
+            descent.change_(discrete_step)
+        if step % _READ_EVERY == 0 or step == config.steps:
+            watch.at(step, best_of_each(objective.victim_R, objective.read(best_RBTF), best_R))
+        else:
+            watch.at(step)
+    for _ in range(config.rounds if config.discrete_at == "at-end" else 0):
+        if discrete_step is None or watch.up():
+            break
+        best_RBTF = discrete_step(best_RBTF)
+    return best_of_each(objective.victim_R, objective.read(best_RBTF), best_R)

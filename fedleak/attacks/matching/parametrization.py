@@ -13,7 +13,7 @@ S chosen rows, V vocabulary.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,47 +43,6 @@ class Guess(NamedTuple):
         )
         assert x_RKBTD is not None
         return Guess(x_RKBTD, mixture_RKBTM, targets_RKBTV)
-
-
-class Space(Protocol):
-    """What is optimised at each place: variables [R, B, T, F], and what they mean."""
-
-    @property
-    def table_VD(self) -> Tensor:  # noqa: N802
-        """The word embeddings."""
-        ...
-
-    def random(self, rows: Rows, rng: Sequence[torch.Generator]) -> Tensor:
-        """Returns random variables [R, B, T, F]; no row depends on the others."""
-        ...
-
-    def start(self, rows: Rows, rng: Sequence[torch.Generator]) -> Tensor:
-        """Returns a random start [R, B, T, F]."""
-        ...
-
-    def scaled(self, variables_RBTF: Tensor) -> Tensor:
-        """Returns the chosen start, scaled for the descent."""
-        ...
-
-    def guess(self, rows: Rows, variables_RKBTF: Tensor) -> Guess:
-        """Returns inputs of the model, differentiable in the variables."""
-        ...
-
-    def read(self, rows: Rows, variables_RKBTF: Tensor) -> Tensor:
-        """Returns the tokens [R, K, B, T] that are nearest to the variables."""
-        ...
-
-    def exact(self, rows: Rows, ids_RKBT: Tensor) -> Guess:
-        """Returns inputs of the model for token ids."""
-        ...
-
-    def variables(self, rows: Rows, ids_RBT: Tensor) -> Tensor:
-        """Returns variables [R, B, T, F] that stand for these tokens, to optimise from there."""
-        ...
-
-    def take(self, chosen_S: Tensor) -> "Space":
-        """Returns the space of some of the rows."""
-        ...
 
 
 def _drawn(rows: Rows, widths: Sequence[int], width: int, rng: Sequence[torch.Generator]) -> Tensor:
@@ -268,3 +227,7 @@ class TokenMixtures:
 
     def _masked(self, variables_RKBTF: Tensor) -> Tensor:
         return variables_RKBTF.masked_fill(~self.there_RM[:, None, None, None], float("-inf"))
+
+
+Space = FreeEmbeddings | TokenMixtures
+"""What is optimised at each place: variables [R, B, T, F], and what they mean."""

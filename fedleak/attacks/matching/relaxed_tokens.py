@@ -13,7 +13,6 @@ bag, N places of a sentence whose tokens are to be found, S chosen rows.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations, product
 from typing import TypeVar
@@ -27,19 +26,18 @@ from fedleak.attacks.matching.candidate_selection import (
     best_of_batch,
     best_of_sequence,
     lm_penalty,
-    orders_tensor,
     stacked,
 )
-from fedleak.attacks.matching.initialization import initial
 from fedleak.attacks.matching.objective import Objective
 from fedleak.attacks.matching.optimizer import (
     UNWATCHED,
     Descent,
     Found,
     MatchingConfig,
-    Watch,
+    Search,
     best_of_each,
     cosine_to_zero,
+    initial,
 )
 from fedleak.attacks.matching.parametrization import Guess, TokenMixtures
 
@@ -69,23 +67,19 @@ def without_moves(steps: int | None) -> tuple[MatchingConfig, MatchingConfig]:
     return known, free
 
 
-def reconstruct(
-    objective: Objective,
-    config: MatchingConfig,
-    rng: Sequence[torch.Generator],
-    watch: Watch,
-) -> list[Found]:
+def reconstruct(search: Search) -> list[Found]:
     """Returns each victim's tokens, and their score."""
+    objective, config, rng, watch = search
     everyone, alive_R = objective, torch.arange(len(rng), device=objective.victim_R.device)
-    descent = Descent(initial(objective, config, rng, watch), config)
+    descent = Descent(initial(search), config)
     best_ids_RBT = objective.read(descent.now())
     best_R = torch.full_like(objective.normalizer_R, torch.inf)
     for step in (*range(0, config.steps, config.every), config.steps):
         # First without changes, so that no time is spent on rows that are exact or lag behind.
         for sweeps in (0, config.sweeps) if config.may_move(step) else (0,):
             of_row = [rng[i] for i in alive_R.tolist()]
-            moving = replace(config, sweeps=sweeps)
-            ids_RBT, score_R = improved(objective, moving, descent.now(), of_row, watch)
+            moving = Search(objective, replace(config, sweeps=sweeps), of_row, watch)
+            ids_RBT, score_R = improved(moving, descent.now())
             if (score_R < objective.exact_R).any():
                 wrong_R = (score_R < objective.exact_R) & ~objective.equal(ids_RBT)
                 score_R = torch.where(wrong_R, objective.exact_R, score_R)
@@ -111,76 +105,64 @@ def reconstruct(
     return best_of_each(everyone.victim_R, best_ids_RBT, best_R)
 
 
-def improved(
-    objective: Objective,
-    config: MatchingConfig,
-    variables_RBTF: Tensor,
-    rng: Sequence[torch.Generator],
-    watch: Watch = UNWATCHED,
-) -> tuple[Tensor, Tensor]:
+def improved(search: Search, variables_RBTF: Tensor) -> tuple[Tensor, Tensor]:
     """Returns better tokens [R, B, T] than those read from the variables, and their score [R].
 
     One sentence after the other is changed, then two at a time. A row goes on as long as that helps
     and there is time. The score is the distance plus the prior's penalty, which tokens that match
     exactly are spared.
     """
+    objective, config, rng, watch = search
     ids_RBT = objective.read(variables_RBTF)
-    lm_penalty_R = _batch_penalty(objective, config, ids_RBT)
+    lm_penalty_R = _batch_penalty(search, ids_RBT)
     apart_R = objective.scores(objective.space.exact(objective.rows, ids_RBT[:, None]))[:, 0]
     going_S = torch.arange(len(rng), device=ids_RBT.device)
     for _ in range(config.sweeps):
         if not len(going_S) or watch.up():
             break
-        of_row = [rng[r] for r in going_S.tolist()]
-        before_SBT, some = ids_RBT[going_S], objective.take(going_S)
+        of_row, before_SBT = [rng[r] for r in going_S.tolist()], ids_RBT[going_S]
+        some = Search(objective.take(going_S), config, of_row, watch)
         ids_RBT[going_S], apart_R[going_S], lm_penalty_R[going_S] = _swept(
-            some, config, variables_RBTF[going_S], before_SBT, apart_R[going_S], of_row, watch
+            some, variables_RBTF[going_S], before_SBT, apart_R[going_S]
         )
         going_S = going_S[(ids_RBT[going_S] != before_SBT).flatten(1).any(1)]
     return ids_RBT, torch.where(apart_R < objective.exact_R, apart_R, apart_R + lm_penalty_R)
 
 
-def _batch_penalty(objective: Objective, config: MatchingConfig, ids_RBT: Tensor) -> Tensor:
-    """Returns the prior's penalty [R] for all sequences of each row."""
-    sequences = range(ids_RBT.shape[1])
-    costs = [lm_penalty(objective, config, b, ids_RBT[:, None, b]) for b in sequences]
+def _batch_penalty(search: Search, ids_RBT: Tensor) -> Tensor:
+    """Returns the prior's penalty [R] for all sequences of each row, however late it is."""
+    patient, sequences = search._replace(watch=UNWATCHED), range(ids_RBT.shape[1])
+    costs = [lm_penalty(patient, b, ids_RBT[:, None, b]) for b in sequences]
     return torch.cat(costs, 1).sum(1)
 
 
-def _swept(
-    objective: Objective,
-    config: MatchingConfig,
-    variables_RBTF: Tensor,
-    ids_RBT: Tensor,
-    apart_R: Tensor,
-    rng: Sequence[torch.Generator],
-    watch: Watch,
-) -> Best:
+def _swept(search: Search, variables_RBTF: Tensor, ids_RBT: Tensor, apart_R: Tensor) -> Best:
     """Returns the tokens [R, B, T] after each sentence was changed once, and then two at a time.
 
     Out of time, later sentences stay as they are.
     """
-    rows, space, sequences = objective.rows, objective.space, range(ids_RBT.shape[1])
+    objective, watch, sequences = search.objective, search.watch, range(ids_RBT.shape[1])
+    rows, space = objective.rows, objective.space
     ids_RBT, lm_penalty_R = ids_RBT.clone(), torch.zeros_like(objective.normalizer_R)
     for b in sequences:
-        tried_RKT = sequence_candidates(objective, config, variables_RBTF, ids_RBT, b, rng)
-        lm_penalty_RK = lm_penalty(objective, config, b, tried_RKT, watch)
+        tried_RKT = sequence_candidates(search, variables_RBTF, ids_RBT, b)
+        lm_penalty_RK = lm_penalty(search, b, tried_RKT)
         if watch.up():
-            return Best(ids_RBT, apart_R, _batch_penalty(objective, config, ids_RBT))
+            return Best(ids_RBT, apart_R, _batch_penalty(search, ids_RBT))
 
         def inputs(tried_RKT: Tensor, b: int = b) -> Guess:
             own = rows.sequences_of([b])
             return space.exact(own, tried_RKT[:, :, None, : own.length])
 
         now = space.exact(rows, ids_RBT[:, None])
-        best = best_of_sequence(objective, now, b, inputs, tried_RKT, lm_penalty_RK, watch)
+        best = best_of_sequence(search, now, b, inputs, tried_RKT, lm_penalty_RK)
         ids_RBT[:, b], apart_R = best.chosen_RX, best.apart_R
         lm_penalty_R = lm_penalty_R + best.lm_penalty_R
     if len(sequences) > 1:
-        tried_RKBT = exchange_candidates(objective, config, ids_RBT, rng, watch)
-        costs = [lm_penalty(objective, config, b, tried_RKBT[:, :, b], watch) for b in sequences]
+        tried_RKBT = exchange_candidates(search, ids_RBT)
+        costs = [lm_penalty(search, b, tried_RKBT[:, :, b]) for b in sequences]
         if not watch.up():
-            return best_of_batch(objective, tried_RKBT, torch.stack(costs, 1).sum(1), watch)
+            return best_of_batch(search, tried_RKBT, torch.stack(costs, 1).sum(1))
     return Best(ids_RBT, apart_R, lm_penalty_R)
 
 
@@ -214,29 +196,23 @@ def _restart_(descent: Descent, objective: Objective, ids_RBT: Tensor, rows_R: T
     )
 
 
-def sequence_candidates(
-    objective: Objective,
-    config: MatchingConfig,
-    variables_RBTF: Tensor,
-    ids_RBT: Tensor,
-    b: int,
-    rng: Sequence[torch.Generator],
-) -> Tensor:
+def sequence_candidates(search: Search, variables_RBTF: Tensor, ids_RBT: Tensor, b: int) -> Tensor:
     """Returns guesses [R, K, T] of sequence b: the present one, other orders, and other tokens.
 
     Orders are drawn at random. Another token is tried where the mixture gives it the most weight.
     """
-    space, length = objective.space, ids_RBT.shape[2]
+    space, most_orders = search.objective.space, search.config.orders
     candidates = []
-    for r, generator in enumerate(rng):
-        places, now_T = objective.rows.content(r, b), ids_RBT[r, b]
-        orders = reorderings.nearby(len(places), config.orders, generator)
-        tried = [now_T[None], now_T[orders_tensor(orders, places, length).to(now_T.device)]]
+    for r, generator in enumerate(search.rng):
+        places, now_T = search.objective.rows.content(r, b), ids_RBT[r, b]
+        orders = reorderings.nearby(len(places), most_orders, generator)
+        order_KT = reorderings.orders_tensor(orders, places, len(now_T)).to(now_T.device)
+        tried = [now_T[None], now_T[order_KT]]
         if isinstance(space, TokenMixtures):
             bag_M = space.ids_RM[r, space.there_RM[r]]
             share_NM = variables_RBTF[r, b, places, : len(bag_M)].log_softmax(-1)
             share_NM = share_NM.masked_fill(now_T[places, None] == bag_M, -torch.inf)
-            most = min(config.orders, share_NM.numel() - len(places))
+            most = min(most_orders, share_NM.numel() - len(places))
             likeliest_K = share_NM.flatten().topk(max(most, 0)).indices
             other_KT = now_T.repeat(len(likeliest_K), 1)
             place_N = torch.tensor(places, dtype=torch.long, device=now_T.device)
@@ -247,26 +223,20 @@ def sequence_candidates(
     return stacked(candidates)
 
 
-def exchange_candidates(
-    objective: Objective,
-    config: MatchingConfig,
-    ids_RBT: Tensor,
-    rng: Sequence[torch.Generator],
-    watch: Watch = UNWATCHED,
-) -> Tensor:
+def exchange_candidates(search: Search, ids_RBT: Tensor) -> Tensor:
     """Returns guesses [R, K, B, T]: the present one, then exchanges between two sentences.
 
     They exchange the token at one place, or all tokens from one place on. Out of time, there are
     fewer guesses.
     """
-    candidates = []
-    for r, generator in enumerate(rng):
+    objective, most, candidates = search.objective, 2 * search.config.orders, []
+    for r, generator in enumerate(search.rng):
         free_BT, now_BT = ~objective.rows.fixed_RBT[r], ids_RBT[r]
         label_B = objective.rows.labels_RB[r].tolist()
         pairs = list(combinations(range(len(now_BT)), 2))
         tried = [now_BT]
         for (b, c), place, stop in product(pairs, range(now_BT.shape[1]), (1, now_BT.shape[1])):
-            if watch.up():
+            if search.watch.up():
                 break
             both_T = free_BT[b] & free_BT[c]
             both_T = both_T & (torch.arange(len(both_T), device=both_T.device) >= place)
@@ -277,7 +247,7 @@ def exchange_candidates(
                 # Two whole sentences of one class only change their order.
                 if label_B[b] != label_B[c] or not torch.equal(other_BT[b], now_BT[c]):
                     tried.append(other_BT)
-        candidates.append(torch.stack([tried[0], *_some(tried[1:], 2 * config.orders, generator)]))
+        candidates.append(torch.stack([tried[0], *_some(tried[1:], most, generator)]))
     return stacked(candidates)
 
 

@@ -5,9 +5,10 @@ has places; the special tokens that begin and end a sentence have none.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
+from torch import Tensor
 
 Order = tuple[int, ...]
 
@@ -89,3 +90,17 @@ def random_moves(length: int, draws: int, rng: torch.Generator) -> Iterator[Orde
             yield move(length, start, stop, int(torch.randint(left + 1, (), generator=rng)))
         else:
             yield move(length, 0, a, length - a)
+
+
+def reordered(variables_RBTF: Tensor, order_RBT: Tensor) -> Tensor:
+    """Returns the variables with the tokens of each sequence in another order."""
+    index = order_RBT[..., None].expand(*order_RBT.shape, variables_RBTF.shape[-1])
+    return variables_RBTF.gather(-2, index)
+
+
+def orders_tensor(orders: Sequence[Sequence[int]], places: Sequence[int], length: int) -> Tensor:
+    """Returns orders of some places as orders [K, T] of all places."""
+    order_KT = torch.arange(length).repeat(len(orders), 1)
+    if places and orders:
+        order_KT[:, places] = torch.tensor(places)[torch.tensor(orders)]
+    return order_KT

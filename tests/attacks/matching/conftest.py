@@ -5,9 +5,10 @@ from dataclasses import dataclass, fields, replace
 import pytest
 import torch
 
-from fedleak.attacks.matching import bucketing
+from fedleak.attacks.matching import victims
+from fedleak.attacks.matching.gradient_distance import Loss
 from fedleak.attacks.matching.gradient_matching import GradientMatching, MatchingMethod
-from fedleak.attacks.matching.optimizer import Loss, MatchingConfig, best_of_each, constant
+from fedleak.attacks.matching.optimizer import MatchingConfig, best_of_each, constant
 from fedleak.attacks.matching.parametrization import FreeEmbeddings
 from fedleak.models import CAUSAL_LM, CLASSIFICATION
 from fedleak.training.wire import partial_update
@@ -34,7 +35,8 @@ def space(request):
 def _inside(check, seen, model, like):
     ran = []
 
-    def algorithm(objective, config, rng, watch):
+    def algorithm(search):
+        objective, config, rng, _ = search
         ran.append(check(objective, config, rng))
         zero_R = torch.zeros(len(rng))
         return best_of_each(objective.victim_R, objective.rows.ids_RBT, zero_R)
@@ -48,7 +50,7 @@ def _inside(check, seen, model, like):
     rngs = [stream(0, "attack", i) for i in range(len(seen))]
     with pytest.MonkeyPatch.context() as patch:
         # Padding costs less than another pass, however much there is: all victims together.
-        patch.setattr(bucketing, "PASS", {"cpu": 10**9})
+        patch.setattr(victims, "PASS", {"cpu": 10**9})
         attack.many(seen, model, rngs=rngs, report=lambda *_: None)
     assert len(ran) == 1
 

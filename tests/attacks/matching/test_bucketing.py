@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedleak.attacks.matching.bucketing import Size, cost, parts
+from fedleak.attacks.matching.victims import Size, cost, parts
 
 
 def every_way(items):

@@ -12,13 +12,12 @@ from cases import some
 
 from fedleak.attacks import clock
 from fedleak.attacks.clock import Clock
-from fedleak.attacks.matching import bucketing, gradient_matching, objective, relaxed_tokens
-from fedleak.attacks.matching.dlg import Dlg
+from fedleak.attacks.matching import gradient_matching, objective, relaxed_tokens, victims
+from fedleak.attacks.matching.dlg import Dlg, Tag
 from fedleak.attacks.matching.factored_gradients import BatchGradients
 from fedleak.attacks.matching.gradient_matching import GradientMatching
 from fedleak.attacks.matching.lamp import Lamp
-from fedleak.attacks.matching.optimizer import Watch, best_of_each
-from fedleak.attacks.matching.tag import Tag
+from fedleak.attacks.matching.optimizer import Search, Watch, best_of_each
 from fedleak.attacks.reconstruction import Status
 from fedleak.models import CAUSAL_LM, ModelSpec, loading
 from fedleak.models import prior as priors
@@ -157,7 +156,7 @@ def test_a_descent_without_words_that_move_keeps_its_time_too(seen, passes, atta
 @pytest.mark.parametrize("tokens", ["known", "unknown"])
 @pytest.mark.parametrize("preset", ["best", "faithful"])
 def test_each_of_several_victims_has_its_seconds(seen, passes, monkeypatch, preset, tokens):
-    monkeypatch.setattr(bucketing, "PASS", {"cpu": 10**9})
+    monkeypatch.setattr(victims, "PASS", {"cpu": 10**9})
     model, updates = seen
     attack = Lamp(preset=preset, starts=1, seconds=10, discrete="never")
     answers, _ = run(attack, [updates[tokens]] * 3, model, passes)
@@ -184,11 +183,14 @@ def test_out_of_time_two_sentences_exchange_nothing_more(small, observe, passes)
     frozen = Watch(Clock(1))
     tried = []
 
-    def algorithm(objective, config, rng, watch):
+    def algorithm(search):
+        objective, config, rng, _ = search
         ids_RBT = objective.read(objective.space.random(objective.rows, rng))
         for now in (0, 2):
             passes.now = now
-            found_RKBT = relaxed_tokens.exchange_candidates(objective, config, ids_RBT, rng, frozen)
+            found_RKBT = relaxed_tokens.exchange_candidates(
+                Search(objective, config, rng, frozen), ids_RBT
+            )
             tried.append(found_RKBT.shape[1])
         return best_of_each(objective.victim_R, ids_RBT, torch.zeros(len(rng)))
 

@@ -7,7 +7,7 @@ import torch
 
 from fedleak.attacks.clock import Clock
 from fedleak.attacks.matching.candidate_selection import best_of_batch
-from fedleak.attacks.matching.optimizer import UNWATCHED, Watch
+from fedleak.attacks.matching.optimizer import UNWATCHED, Search, Watch
 
 
 class Judge:
@@ -30,7 +30,7 @@ def best(exact_RK, rough_RK, lm_penalty_RK, watch=UNWATCHED):
     """The best of guesses whose only token is their number."""
     tried_RKBT = torch.arange(exact_RK.shape[1]).repeat(len(exact_RK), 1)[..., None, None]
     objective = Judge(exact_RK, None if rough_RK is None else Judge(rough_RK))
-    return best_of_batch(objective, tried_RKBT, lm_penalty_RK, watch)
+    return best_of_batch(Search(objective, None, [], watch), tried_RKBT, lm_penalty_RK)
 
 
 @pytest.mark.parametrize("rough", [False, True])

@@ -6,9 +6,8 @@ import pytest
 
 from fedleak.attacks import AttackSetting
 from fedleak.attacks.matching import relaxed_tokens
-from fedleak.attacks.matching.descent_loop import match_gradients
-from fedleak.attacks.matching.dlg import Dlg
-from fedleak.attacks.matching.tag import Tag
+from fedleak.attacks.matching.dlg import Dlg, Tag
+from fedleak.attacks.matching.optimizer import match_gradients
 from fedleak.attacks.reconstruction import Status
 from fedleak.models import CAUSAL_LM, CLASSIFICATION
 from fedleak.training.wire import partial_update

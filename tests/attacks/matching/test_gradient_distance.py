@@ -18,13 +18,14 @@ from fedleak.attacks.matching.factored_gradients import (
 )
 from fedleak.attacks.matching.gradient_distance import (
     Cosine,
+    LowRankGradient,
     Outer,
     SquaredAndAbsolute,
     added,
     of_nothing,
     squared,
+    target_of,
 )
-from fedleak.attacks.matching.target import LowRankGradient, target_of
 from fedleak.models import CAUSAL_LM, CLASS_LOSSES, CLASSIFICATION, batch_loss
 from fedleak.models.lora import Lora, adapt_
 from fedleak.util.rng import stream
@@ -199,8 +200,8 @@ def assert_near(found, expected, tolerance):
 def assert_alike(batch, observed, target, exact, tolerance, losses=tuple(DISTANCES)):
     """Values and grads are those of formed gradients; `exact` is the batch in float64."""
     exactly = [{name: value.double() for name, value in one.items()} for one in observed]
-    apart, grads = naive_grads(exact, target.names, exactly, losses)
-    with BatchGradients(batch.model, target.names).ready() as computed:
+    apart, grads = naive_grads(exact, list(target.tensors), exactly, losses)
+    with BatchGradients(batch.model, list(target.tensors)).ready() as computed:
         for name in losses:
             x_RKBTD = batch.x_RKBTD.clone().requires_grad_()
             gradients = batch.gradients(computed, x_RKBTD)
@@ -273,7 +274,7 @@ def test_a_part_of_the_parameters_is_matched_alone(small, kind, subset):
     names = [name for name in matched(model) if any(one in name for one in SUBSETS[subset][1])]
     batch = Batch(model, 1, 1, 3)
     observed, target = batch.target(names, 0.5)
-    assert target.names == names
+    assert list(target.tensors) == names
     assert_alike(batch, observed, target, batch, 1e-12)
 
 
@@ -341,7 +342,7 @@ def test_many_victims_and_guesses_are_each_as_alone(small, kind):
     batch = Batch(model, 3, 2, 3)
     for noise, losses in ((0.0, ("cos", "l2")), (0.5, tuple(DISTANCES))):
         _, target = batch.target(matched(model), noise)
-        with BatchGradients(model, target.names).ready() as computed:
+        with BatchGradients(model, list(target.tensors)).ready() as computed:
             gradients = batch.gradients(computed, batch.x_RKBTD, differentiable=False)
             together = {name: DISTANCES[name](gradients, target) for name in losses}
             for r, k in product(range(3), range(2)):
@@ -364,7 +365,7 @@ def test_the_derivative_is_that_of_finite_differences(small, loss):
         gradients = batch.gradients(computed, x_RKBTD, differentiable=differentiable)
         return DISTANCES[loss](gradients, target)[0, 0]
 
-    with BatchGradients(model, target.names).ready() as computed:
+    with BatchGradients(model, list(target.tensors)).ready() as computed:
         x_RKBTD = batch.x_RKBTD.clone().requires_grad_()
         (grad,) = torch.autograd.grad(apart(x_RKBTD, True), x_RKBTD)
         for _ in range(3):
@@ -520,7 +521,7 @@ def test_a_target_of_some_victims_and_of_another_precision(small):
         observed, target = batch.target(matched(model), noise)
         chosen = target.take(torch.tensor([1, 1, 0]))
         low = target.to(torch.bfloat16)
-        for name in target.names:
+        for name in list(target.tensors):
             for i, r in enumerate((1, 1, 0)):
                 assert chosen.norms[name][i] == target.norms[name][r]
                 value = chosen.tensors[name]
@@ -566,7 +567,7 @@ def test_distances_and_derivatives_are_finite_whatever_was_sent(small, kind, how
     target = target_of([observed], 13, list(observed))
     empty = sum(not value.any() for value in observed.values())
     assert (empty > 0) == ("zero" in how)
-    with BatchGradients(model, target.names).ready() as computed:
+    with BatchGradients(model, list(target.tensors)).ready() as computed:
         for distance in DISTANCES.values():
             x_RKBTD = batch.x_RKBTD.clone().requires_grad_()
             apart_RK = distance(batch.gradients(computed, x_RKBTD), target)
@@ -705,7 +706,7 @@ def test_what_the_others_of_a_batch_give_is_added(small, kind):
     # The others are the same in every guess.
     batch.x_RKBTD[:, 1, 1:] = batch.x_RKBTD[:, 0, 1:]
     _, target = batch.target(matched(model), 0.5)
-    with BatchGradients(model, target.names).ready() as computed:
+    with BatchGradients(model, list(target.tensors)).ready() as computed:
         whole = batch.gradients(computed, batch.x_RKBTD, differentiable=False)
         fewer = copy.copy(batch)
 

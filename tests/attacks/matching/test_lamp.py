@@ -8,23 +8,12 @@ import torch
 from torch.nn import functional as F
 
 from fedleak.attacks import AttackSetting, Equipped
-from fedleak.attacks.clock import Clock
-from fedleak.attacks.matching import descent_loop, lamp
+from fedleak.attacks.matching import lamp, optimizer
 from fedleak.attacks.matching import objective as objectives
-from fedleak.attacks.matching.candidate_selection import (
-    best_of_batch,
-    best_of_sequence,
-    lm_penalty,
-)
-from fedleak.attacks.matching.dlg import Dlg
-from fedleak.attacks.matching.initialization import initial
+from fedleak.attacks.matching.candidate_selection import best_of_batch, best_of_sequence, lm_penalty
+from fedleak.attacks.matching.dlg import Dlg, Tag
 from fedleak.attacks.matching.lamp import FAITHFUL, Lamp
-from fedleak.attacks.matching.optimizer import (
-    Descent,
-    Watch,
-    best_of_each,
-)
-from fedleak.attacks.matching.tag import Tag
+from fedleak.attacks.matching.optimizer import Descent, Search, best_of_each, initial
 from fedleak.attacks.reconstruction import Status
 from fedleak.models import CAUSAL_LM, CLASSIFICATION, pad
 from fedleak.training.wire import partial_update
@@ -109,7 +98,7 @@ def test_weights_are_those_of_the_authors_code(attack, loss, lm_weight, norm_wei
     assert (method.config.lm_weight, method.config.norm_weight) == (lm_weight, norm_weight)
     assert method.free_config is None
     assert method.scaled == (attack.kind == "lamp")
-    published = lamp.reconstruct if attack.kind == "lamp" else descent_loop.match_gradients
+    published = lamp.reconstruct if attack.kind == "lamp" else optimizer.match_gradients
     assert method.algorithm is published
 
 
@@ -165,7 +154,7 @@ def test_five_steps_are_those_of_a_plain_descent(small, observe, kind, loss, ins
 
     def check(objective, config, rng):
         rows = objective.rows
-        start_RBTD = initial(objective, config, rng)
+        start_RBTD = initial(Search(objective, config, rng))
         if not tag:
             lengths = start_RBTD.norm(dim=-1)[~rows.fixed_RBT]
             mean = objective.space.table_VD.norm(dim=-1).mean()
@@ -207,7 +196,7 @@ def test_the_best_of_random_starts_and_of_its_orders_is_begun_with(
         def distance(start):
             return float(objective.scores(space.guess(rows, start[:, None]))[0, 0])
 
-        found = initial(objective, replace(config, guesses=8), [stream(0, "starts")])
+        found = initial(Search(objective, replace(config, guesses=8), [stream(0, "starts")]))
         one = stream(0, "starts")
         drawn = [space.start(rows, [one]) for _ in range(8)]
         best = min(drawn, key=distance)
@@ -237,7 +226,7 @@ def test_what_is_returned_had_the_lowest_loss_on_the_way(small, observe, monkeyp
 
     def check(objective, config, rng):
         wild = replace(config, steps=12, step_size=3.0, guesses=1)
-        (found,) = lamp.reconstruct(objective, wild, rng, Watch(Clock(None)))
+        (found,) = lamp.reconstruct(Search(objective, wild, rng))
         least, before = min(way, key=lambda one: one[0])
         assert way[-1][0] > least
         assert found.loss == pytest.approx(least)
@@ -278,11 +267,11 @@ def test_the_best_of_all_that_was_tried_is_chosen(small, observe, kind, inside):
         lm_penalty = torch.rand(1, 30, generator=rng)
         space, rows = objective.space, objective.rows
         each = objective.scores(space.exact(rows, tried)) + lm_penalty
-        best = best_of_batch(objective, tried, lm_penalty)
+        best = best_of_batch(Search(objective, config, []), tried, lm_penalty)
         k = int(each.argmin())
         assert torch.equal(best.chosen_RX[0], tried[0, k])
         assert float(best.apart_R + best.lm_penalty_R) == pytest.approx(float(each.min()), abs=1e-5)
-        equal = best_of_batch(objective, tried[:, [3, 3]], torch.zeros(1, 2))
+        equal = best_of_batch(Search(objective, config, []), tried[:, [3, 3]], torch.zeros(1, 2))
         assert torch.equal(equal.chosen_RX[0], tried[0, 3])
 
         now = space.exact(rows, tried[:, 5][:, None])
@@ -291,7 +280,7 @@ def test_the_best_of_all_that_was_tried_is_chosen(small, observe, kind, inside):
         each = objective.scores(space.exact(rows, changed)) + lm_penalty
         own = rows.sequences_of([1])
         best = best_of_sequence(
-            objective,
+            Search(objective, config, []),
             now,
             1,
             lambda ids_RKT: space.exact(own, ids_RKT[:, :, None, : own.length]),
@@ -317,12 +306,14 @@ def test_the_prior_counts_as_the_mean_over_real_sequences(small, observe, inside
         ]
         prior, config = likes_rising, replace(config, lm_weight=0.5)
         judged = replace(objective, prior=prior)
-        found = lm_penalty(judged, config, 0, ids[:, None, 0])
+        found = lm_penalty(Search(judged, config, []), 0, ids[:, None, 0])
         alone = prior.nll(ids[:, 0], objective.rows.mask_RBT[:, 0])
         assert alone.min() > 1
         torch.testing.assert_close(found[:, 0], 0.5 * alone / torch.tensor([2.0, 1.0]))
-        assert not lm_penalty(judged, replace(config, lm_weight=0.0), 0, ids[:, None, 0]).any()
-        assert not lm_penalty(objective, config, 0, ids[:, None, 0]).any()
+        assert not lm_penalty(
+            Search(judged, replace(config, lm_weight=0.0), []), 0, ids[:, None, 0]
+        ).any()
+        assert not lm_penalty(Search(objective, config, []), 0, ids[:, None, 0]).any()
 
     inside(check, [without_null(one, model) for one in seen], model, LAMP)
 
@@ -352,16 +343,16 @@ def test_of_equally_distant_orders_the_one_that_the_prior_likes_is_chosen(
         ids[free] = torch.arange(100 + int(free.sum()), 100, -1)
         variables = objective.space.variables(objective.rows, ids)
         for _ in range(4):
-            variables = lamp.better_order(judged, replace(config, lm_weight=1.0), variables, rng)
+            variables = lamp.better_order(
+                Search(judged, replace(config, lm_weight=1.0), rng), variables
+            )
         read = objective.read(variables)
         for b in range(2):
             places = objective.rows.content(0, b)
             assert read[0, b, places].tolist() == sorted(ids[0, b, places].tolist())
         kept = lamp.better_order(
-            flat,
-            replace(config, lm_weight=1.0),
+            Search(flat, replace(config, lm_weight=1.0), rng),
             objective.space.variables(objective.rows, ids),
-            rng,
         )
         assert torch.equal(objective.read(kept), ids), "the present order, of equals"
 
@@ -382,7 +373,7 @@ def test_wrong_orders_are_mended_by_the_gradient(small, observe, kind, inside):
         wrong[0, 0, places[:2]] = ids[0, 0, places[:2]].flip(0)
         variables = objective.space.variables(objective.rows, wrong)
         assert not torch.equal(objective.read(variables), ids)
-        found = lamp.better_order(objective, config, variables, rng)
+        found = lamp.better_order(Search(objective, config, rng), variables)
         assert torch.equal(objective.read(found), ids)
 
     inside(check, [without_null(truth.seen, model)], model, LAMP)
@@ -466,7 +457,8 @@ def test_a_prior_is_asked_for_by_name_and_given_to_the_algorithm(
     )
     given = []
 
-    def algorithm(objective, *_):
+    def algorithm(search):
+        objective = search.objective
         given.append(objective.prior)
         return best_of_each(objective.victim_R, objective.rows.ids_RBT, torch.zeros(1))
 

@@ -54,7 +54,7 @@ def test_the_loss_of_a_mixture_is_that_of_formed_gradients(
     apart = replace(model, module=copy.deepcopy(model.module))  # with parameters to differentiate
 
     def check(objective):
-        names = objective.target.names
+        names = list(objective.target.tensors)
         left = set(truth.seen.update.tensors) - set(names)
         assert left <= {*family.null_parameters(left), family.word_embedding}
         assert (family.word_embedding in names) != model.tied
@@ -267,7 +267,7 @@ def test_in_lower_precision_distances_are_still_summed_in_float32(
         judge = objective.rough
         gradients = judge.gradients(guess, judge.rows, differentiable=False)
         # One matrix alone: a sum over tensors would hide what each was rounded to.
-        name = next(n for n in judge.target.names if n.endswith("query.weight"))
+        name = next(n for n in list(judge.target.tensors) if n.endswith("query.weight"))
         target = type(judge.target)(
             {name: judge.target.tensors[name]}, {name: judge.target.norms[name]}
         )
@@ -290,7 +290,7 @@ def test_objectives_are_of_the_client_s_own_loss(model, observe, on_objective, t
             objective.space.exact(rows, ids_RBT[:, None]), rows, differentiable=False
         )
         loss = batch_loss(apart, ids_RBT[0], rows.mask_RBT[0], rows.labels_RB[0])
-        biases = [name for name in objective.target.names if own[name].dim() == 1]
+        biases = [name for name in list(objective.target.tensors) if own[name].dim() == 1]
         expected = torch.autograd.grad(loss, [own[name] for name in biases])
         for name, one in zip(biases, expected, strict=True):
             torch.testing.assert_close(found[name][0, 0], one, atol=1e-6, rtol=1e-4)

@@ -10,13 +10,11 @@ from cases import some
 
 from fedleak.attacks.clock import Clock
 from fedleak.attacks.matching import gradient_matching, relaxed_tokens
-from fedleak.attacks.matching.dlg import Dlg
+from fedleak.attacks.matching.dlg import Dlg, Tag
 from fedleak.attacks.matching.gradient_distance import squared
-from fedleak.attacks.matching.joint_objective import rounding
 from fedleak.attacks.matching.lamp import Lamp
-from fedleak.attacks.matching.objective import Objective
-from fedleak.attacks.matching.optimizer import Descent, Watch
-from fedleak.attacks.matching.tag import Tag
+from fedleak.attacks.matching.objective import Objective, rounding
+from fedleak.attacks.matching.optimizer import Descent, Search, Watch
 from fedleak.attacks.reconstruction import Status
 from fedleak.defenses.cast import Cast
 from fedleak.defenses.gaussian_noise import GaussianNoise
@@ -147,7 +145,7 @@ def test_a_sentence_that_fills_up_a_smaller_batch_is_left_alone(
         for r, truth in enumerate((small_one, large_one)):
             ids[r] = true_ids(truth, objective)[r]
         variables = objective.space.variables(objective.rows, ids)
-        found, score_R = relaxed_tokens.improved(objective, config, variables, rng)
+        found, score_R = relaxed_tokens.improved(Search(objective, config, rng), variables)
         assert torch.equal(found, ids)
         assert (score_R < objective.exact_R).all()
 
@@ -412,17 +410,17 @@ def test_of_equally_distant_texts_the_prior_decides(small, observe, inside, true
         rising, config = likes_rising, replace(config, lm_weight=1.0)
         same = replace(objective, distance=flat)
         judged = replace(same, prior=rising)
-        kept, score = relaxed_tokens.improved(same, config, variables, rng)
+        kept, score = relaxed_tokens.improved(Search(same, config, rng), variables)
         assert torch.equal(kept, ids)
         assert score.tolist() == [0.5]
-        found, score = relaxed_tokens.improved(judged, config, variables, rng)
+        found, score = relaxed_tokens.improved(Search(judged, config, rng), variables)
         fewer = sum(int(rising.nll(found[:, b], objective.rows.mask_RBT[:, b])) for b in range(2))
         before = sum(int(rising.nll(ids[:, b], objective.rows.mask_RBT[:, b])) for b in range(2))
         assert fewer < before
         assert float(score) == pytest.approx(0.5 + fewer / 2)
         # What matches exactly needs no prior.
         exact = replace(objective, prior=rising)
-        _, score = relaxed_tokens.improved(exact, replace(config, sweeps=0), variables, rng)
+        _, score = relaxed_tokens.improved(Search(exact, replace(config, sweeps=0), rng), variables)
         assert float(score) < float(objective.exact_R)
 
     inside(check, [truth.seen], model, Lamp(starts=1))
@@ -449,7 +447,7 @@ def test_wrong_tokens_and_wrong_orders_are_mended_by_the_gradient(
             # A token that is missing would be read into its place at once.
             if torch.equal(objective.read(variables), ids):
                 continue
-            found, score = relaxed_tokens.improved(objective, config, variables, rng)
+            found, score = relaxed_tokens.improved(Search(objective, config, rng), variables)
             # Texts of one class and length are interchangeable.
             assert sorted(found[0].tolist()) == sorted(ids[0].tolist())
             assert float(score) < float(objective.exact_R)
@@ -468,7 +466,9 @@ def test_what_is_tried_has_the_present_first_and_keeps_what_is_known(
         variables = objective.space.variables(rows, ids)
         bag = set(objective.space.ids_RM[0].tolist())
         for b in range(2):
-            tried = relaxed_tokens.sequence_candidates(objective, config, variables, ids, b, rng)[0]
+            tried = relaxed_tokens.sequence_candidates(
+                Search(objective, config, rng), variables, ids, b
+            )[0]
             assert torch.equal(tried[0], ids[0, b])
             fixed = rows.fixed_RBT[0, b]
             assert torch.equal(tried[:, fixed], ids[0, b, fixed].expand(len(tried), -1))
@@ -481,7 +481,7 @@ def test_what_is_tried_has_the_present_first_and_keeps_what_is_known(
             assert len(set(others)) == len(others)
             assert all(sum(x != y for x, y in zip(one, now, strict=True)) == 1 for one in others)
             assert {token for one in content for token in one} <= bag
-        both = relaxed_tokens.exchange_candidates(objective, config, ids, rng)[0]
+        both = relaxed_tokens.exchange_candidates(Search(objective, config, rng), ids)[0]
         assert torch.equal(both[0], ids[0])
         tokens = ids.flatten().sort().values
         for one in both:
@@ -505,7 +505,7 @@ def test_whole_sentences_are_exchanged_only_if_they_differ_in_class(
         for labels, there in (([0, 0], False), ([0, 1], True)):
             labelled = replace(objective.rows, labels_RB=torch.tensor([labels]))
             tried = relaxed_tokens.exchange_candidates(
-                replace(objective, rows=labelled), config, ids, rng
+                Search(replace(objective, rows=labelled), config, rng), ids
             )[0]
             assert any(torch.equal(one, whole) for one in tried) is there
 
@@ -523,14 +523,14 @@ def test_what_becomes_of_a_row_does_not_depend_on_the_others(small, observe, ins
         ids[1][free_BT] = ids[1][free_BT].flip(0)
         variables = objective.space.variables(objective.rows, ids)
         states = [one.get_state() for one in rng]
-        both, score_R = relaxed_tokens.improved(objective, config, variables, rng)
+        both, score_R = relaxed_tokens.improved(Search(objective, config, rng), variables)
         assert torch.equal(both[0], ids[0])
         assert not torch.equal(both[1], ids[1])
         for r, (one, was) in enumerate(zip(rng, states, strict=True)):
             one.set_state(was)
             chosen = torch.tensor([r])
             alone, score = relaxed_tokens.improved(
-                objective.take(chosen), config, variables[chosen], [one]
+                Search(objective.take(chosen), config, [one]), variables[chosen]
             )
             assert torch.equal(alone[0], both[r])
             assert float(score) == pytest.approx(float(score_R[r]), abs=1e-5)
@@ -610,7 +610,7 @@ def test_a_distance_below_rounding_is_not_taken_for_equal_gradients(
             variables = 3.0 * (wrong[..., None] == objective.space.ids_RM[:, None, None])
             patch.setattr(relaxed_tokens, "initial", lambda *_: variables)
             patch.setattr(Descent, "step", lambda *_: None)
-            relaxed_tokens.reconstruct(blind, never, rng, watch)
+            relaxed_tokens.reconstruct(Search(blind, never, rng, watch))
         assert max(steps) == 3
 
     inside(check, [truth.seen], model, Lamp(starts=1))

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedleak.attacks.matching import reorderings
-from fedleak.attacks.matching.candidate_selection import orders_tensor, reordered, stacked
+from fedleak.attacks.matching.candidate_selection import stacked
+from fedleak.attacks.matching.reorderings import orders_tensor, reordered
 
 LENGTHS = st.integers(0, 9)
 

@@ -10,8 +10,8 @@ from fedleak.attacks.clock import Clock
 from fedleak.attacks.matching import gradient_matching
 from fedleak.attacks.matching.batch_structure import Shape, Shapes
 from fedleak.attacks.matching.dlg import Dlg
+from fedleak.attacks.matching.gradient_matching import rows_in_time, starts_in_time
 from fedleak.attacks.matching.relaxed_tokens import BEST_FREE
-from fedleak.attacks.matching.rows_in_time import rows_in_time, starts_in_time
 from fedleak.attacks.reconstruction import Status
 from fedleak.util.rng import stream
 
