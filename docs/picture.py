@@ -16,7 +16,9 @@ from rich.console import Console
 from rich.terminal_theme import MONOKAI
 
 from fedleak.audit import scoring
-from fedleak.report.terminal import tables
+from fedleak.report.tables.leakage import leakage_table, shares
+from fedleak.report.terminal.run import best_examples
+from fedleak.report.terminal.table import print_table
 from fedleak.store.records import LEDGER
 from fedleak.store.run import Run
 from fedleak.store.summaries import SUMMARY
@@ -37,14 +39,14 @@ def picture(run: Run) -> str:
     with run.lock():
         scored = scoring.score_run(run)
     name = run.read(SUMMARY).name
-    short = [one for one in tables.best_examples(scored) if len(one[1].truth) < WIDTH - 11]
+    short = [one for one in best_examples(scored) if len(one[1].truth) < WIDTH - 11]
     console.print("some private texts, and what the server read\n", style="italic")
     for attack, pair in short[:TEXTS]:
         console.print(f"  [bold]private[/]  {markup(pair.truth)}")
         console.print(f"  [bold red]{markup(f'{attack:<7}')}[/]  {markup(pair.answer or '')}")
     console.print()
     rows = [one.row for one in scored]
-    console.print(tables.leakage_table(name, rows, run.rows(LEDGER)))
+    print_table(console, leakage_table(name, rows, shares(rows), run.rows(LEDGER)))
     return console.export_svg(
         title="fedleak run", theme=MONOKAI, code_format=FORMAT, unique_id="quickstart"
     )

@@ -27,7 +27,7 @@ from fedleak.cli.mistakes import mended
 from fedleak.cli.sweeps import sweep as run_sweep
 from fedleak.config.families import FAMILY
 from fedleak.report.marked_pages import above
-from fedleak.report.words import said, short_key
+from fedleak.report.words import in_words, short_key
 from fedleak.running import sweep
 from fedleak.running.sweep import Cell, Sweep
 from fedleak.store.records import LEAKAGE, LeakageRow
@@ -196,8 +196,8 @@ def _model(cell: Cell) -> str:
 def _word(key: str, value: Any) -> str:
     """Returns a cell's value of a key; of a family its name and its strength."""
     if key == FAMILY and isinstance(value, dict):
-        return " ".join(said(value[each]) for each in ("kind", "strength") if each in value)
-    return said(value)
+        return " ".join(in_words(value[each]) for each in ("kind", "strength") if each in value)
+    return in_words(value)
 
 
 def _line(cells: Sequence[str]) -> str:

@@ -37,7 +37,7 @@ from fedleak.cli.sweeps import sweep as run_sweep
 from fedleak.config.experiment import Experiment
 from fedleak.config.families import FAMILY
 from fedleak.federation.schedule import expected_captures
-from fedleak.report.words import said, short_key
+from fedleak.report.words import in_words, short_key
 from fedleak.running import sweep
 from fedleak.running.sweep import Sweep
 from fedleak.store.records import LEAKAGE, LeakageRow
@@ -224,7 +224,7 @@ def _at(settings: Mapping[str, Any], key: str) -> Any:
 
 def _word(value: Any) -> str:
     """Returns a value in few words; of a path the last two names."""
-    return "/".join(said(value).split("/")[-2:])
+    return "/".join(in_words(value).split("/")[-2:])
 
 
 def _line(cells: Sequence[str]) -> str:

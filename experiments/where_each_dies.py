@@ -23,8 +23,8 @@ from fedleak.config.families import FAMILY, UNDEFENDED
 from fedleak.report.drawings import common as drawing
 from fedleak.report.drawings.common import COLOURS, GREY
 from fedleak.report.marked_pages import above
-from fedleak.report.terminal.membership_table import area
-from fedleak.report.words import plain_interval
+from fedleak.report.tables.membership import area
+from fedleak.report.words import interval
 from fedleak.running import sweep
 from fedleak.store.run import EVERYONE
 from fedleak.store.summaries import (
@@ -243,7 +243,7 @@ def _attacked(cell: CellSummary) -> list[str]:
     if worst is not None and worst.exact_match is not None and worst.rougeL is not None:
         control = worst.control_rougeL
         other = "" if control is None else f" ({control.mean:.0f})"
-        read = [plain_interval(worst.exact_match, 100), plain_interval(worst.rougeL, 1) + other]
+        read = [interval(worst.exact_match, 100), interval(worst.rougeL, 1) + other]
     if found is not None:
         told = [area(found.auc), _bound(found.epsilon)]
     return [*read, *told]

@@ -14,8 +14,9 @@ from fedleak.attacks.reconstruction import Status
 from fedleak.audit.scoring import Scored, TextPair
 from fedleak.cli.mistakes import mended
 from fedleak.report.drawings import figures, frontier, tradeoff
-from fedleak.report.terminal import sweep_table
-from fedleak.report.terminal.tables import print_run
+from fedleak.report.tables.sweep import attacks_table
+from fedleak.report.terminal.run import print_run
+from fedleak.report.terminal.table import print_table
 from fedleak.store.records import LeakageRow, Utility
 from fedleak.store.run import Run
 from fedleak.store.summaries import (
@@ -197,7 +198,7 @@ def cells_of(*values, name="grid"):
 def test_what_others_wrote_is_inert_in_the_table_of_a_sweep():
     found = cells_of(HOSTILE, [{"kind": HOSTILE, HOSTILE: HOSTILE}], name=HOSTILE)
     for file in (Terminal(), io.StringIO()):
-        Console(file=file, width=200, emoji=False).print(sweep_table.table(found))
+        print_table(Console(file=file, width=200, emoji=False), attacks_table(found))
         assert_inert(file.getvalue())
 
 

@@ -23,7 +23,7 @@ from fedleak.config.components import NamedAttack
 from fedleak.config.loading import parse
 from fedleak.flower import inline
 from fedleak.models import loading
-from fedleak.report.terminal.tables import print_run
+from fedleak.report.terminal.run import print_run
 from fedleak.running import preparation
 from fedleak.running.dispatch import dispatcher
 from fedleak.running.workers import answers

@@ -56,7 +56,8 @@ def bench(
     Updates are made once and kept in runs/bench-SUITE-VERSION: another attack takes no more than
     its own time. The result is bench.json in there. The same command again finishes what is left.
     """
-    from fedleak.report.terminal import sweep_table
+    from fedleak.report.tables.sweep import attacks_table
+    from fedleak.report.terminal.table import print_table
     from fedleak.running import sweep
     from fedleak.running.bench import results, running, suites
     from fedleak.store.files import publish
@@ -81,7 +82,7 @@ def bench(
                 entered.sweep, entered.plans, train, watch, keep, retry=retry
             )
             result = keep(failures)
-        console.print(sweep_table.table(running.as_sweep(result), console.width))
+        print_table(console, attacks_table(running.as_sweep(result)))
         for (name, why), where in running.obstacles(result).items():
             console.print(f"{markup(name)} cannot work in {', '.join(where)}: {markup(why)}")
         if out is not None:

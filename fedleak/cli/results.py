@@ -160,7 +160,8 @@ def compare(
     compared, and what has no partner is said.
     """
     from fedleak.audit.comparison import compare as pair
-    from fedleak.report.terminal import comparison_table
+    from fedleak.report.tables.comparison import comparison_table
+    from fedleak.report.terminal.table import print_table
     from fedleak.store.run import Run
 
     with mended():
@@ -181,7 +182,7 @@ def compare(
             console.print_json(data=shown)
             return
         for comparison in comparisons:
-            console.print(comparison_table.table(comparison))
+            print_table(console, comparison_table(comparison))
             for reason, count in comparison.unpaired.items():
                 console.print(f"not compared: {count} texts: {markup(reason)}", soft_wrap=True)
 

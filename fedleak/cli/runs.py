@@ -40,7 +40,7 @@ def run(
     from fedleak.audit.gaps import refuse_gaps
     from fedleak.config.loading import RUN_JSON, load
     from fedleak.federation.lookup import run_folder
-    from fedleak.report.terminal import tables
+    from fedleak.report.terminal.run import print_run
     from fedleak.running import pipeline
     from fedleak.running.preparation import prepare, refuse_data_on_nodes
 
@@ -62,7 +62,7 @@ def run(
                 console.print(note, markup=False, highlight=False, soft_wrap=True)
             with progress(console) as show:
                 scored = pipeline.carry_out(at, experiment, train, show)
-            tables.print_run(at, scored, console, texts=texts)
+            print_run(at, scored, console, texts=texts)
         refuse_gaps(*runs)
 
 
@@ -130,7 +130,7 @@ def attack(
     from fedleak.audit.gaps import refuse_gaps
     from fedleak.config.loading import load
     from fedleak.federation.lookup import stored
-    from fedleak.report.terminal import tables
+    from fedleak.report.terminal.run import print_run
     from fedleak.running import pipeline
     from fedleak.running.preparation import (
         ask_again,
@@ -168,7 +168,7 @@ def attack(
             scored = pipeline.attack_again(
                 at, experiment, retry=retry, control=positive_control, report=show
             )
-        tables.print_run(at, scored, console, texts=texts)
+        print_run(at, scored, console, texts=texts)
         refuse_gaps(at)
 
 
@@ -191,7 +191,7 @@ def score(
     from fedleak.audit import scoring
     from fedleak.audit.gaps import refuse_gaps
     from fedleak.audit.handover import take_vaults
-    from fedleak.report.terminal import tables
+    from fedleak.report.terminal.run import print_run
     from fedleak.running.preparation import refuse_purged
     from fedleak.store.run import Run
 
@@ -205,7 +205,7 @@ def score(
                 notes = f" and {len(taken.notes)} notes on defenses" if taken.notes else ""
                 console.print(f"taken from vaults: {len(taken.truths)} private batches{notes}")
             scored = scoring.score_run(at)
-        tables.print_run(at, scored, console, texts=texts)
+        print_run(at, scored, console, texts=texts)
         refuse_gaps(at)
 
 

@@ -36,7 +36,8 @@ def sweep(
     cells, each with another I; the command without it compares them afterwards.
     """
     from fedleak.report.drawings import figures, frontier, tradeoff
-    from fedleak.report.terminal import sweep_table
+    from fedleak.report.tables.sweep import attacks_table
+    from fedleak.report.terminal.table import print_table
     from fedleak.running import sweep as sweeps
     from fedleak.store.shards import Shard
 
@@ -69,6 +70,6 @@ def sweep(
             figures.draw(collected, grid.path / "sweep.svg")
             tradeoff.draw_tradeoff(collected, grid.path / "tradeoff.svg")
             frontier.draw_frontier(collected, grid.path / "frontier.svg")
-        console.print(sweep_table.table(collected, console.width))
+        print_table(console, attacks_table(collected))
         console.print(f"results: {markup(grid.path)}")
         sweeps.refuse_gaps(collected, failures)

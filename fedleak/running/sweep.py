@@ -32,7 +32,7 @@ from fedleak.config.experiment import Experiment
 from fedleak.config.families import FAMILY, Setting
 from fedleak.config.tables import WorkersTable
 from fedleak.federation.lookup import run_folder
-from fedleak.report.words import said
+from fedleak.report.words import in_words
 from fedleak.running import pipeline, preparation
 from fedleak.running.dispatch.progress import RunProgress
 from fedleak.running.pipeline import Engine
@@ -477,7 +477,7 @@ def _word(value: Any) -> str:
     """Returns a value as a part of a folder name: itself, or what is safe of it and a hash."""
     if value == []:
         return "none"
-    text = said(value)
+    text = in_words(value)
     safe = re.sub(r"[^A-Za-z0-9._+-]+", "-", text)[:LONGEST_WORD]
     if safe == text and not isinstance(value, list | dict):
         return safe

@@ -22,7 +22,8 @@ from fedleak.audit.scoring import guess, primary, score, score_run, score_sequen
 from fedleak.config.components import NamedAttack
 from fedleak.config.loading import parse
 from fedleak.models import CLASSIFICATION, ModelSpec
-from fedleak.report.terminal import tables
+from fedleak.report.tables.attacks import attack_table
+from fedleak.report.terminal.table import print_table
 from fedleak.running.workers.answers import checked
 from fedleak.running.workers.process import Job
 from fedleak.running.workers.process import answer_of as answer_to
@@ -581,7 +582,7 @@ def test_few_clients_and_few_texts_are_examples(make, sequences, clients, size, 
     assert of["dager"]["warning"] == (warning and f"{warning}: an example, not a rate")
     assert of["silent"]["warning"] is None
     console = Console(width=100, record=True, file=io.StringIO())
-    console.print(tables.summary_table(run.read(SUMMARY).attacks))
+    print_table(console, attack_table(run.read(SUMMARY)))
     text = console.export_text()
     assert ("dager *" in text, f"* {warning}" in " ".join(text.split())) == (
         bool(warning),
@@ -618,7 +619,7 @@ def test_without_evidence_none_is_reported(make, sequences):
 def shown(run):
     """The summary as it is printed, by heading."""
     console = Console(width=100, record=True, file=io.StringIO())
-    console.print(tables.summary_table(run.read(SUMMARY).attacks))
+    print_table(console, attack_table(run.read(SUMMARY)))
     lines = (re.split(r"\s{2,}", line.strip()) for line in console.export_text().splitlines())
     return {line[0]: line[1:] for line in lines if len(line) > 1}
 

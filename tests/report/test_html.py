@@ -26,20 +26,19 @@ from fedleak.report.html.glossary import TERMS
 from fedleak.report.html.page import (
     Entry,
     Level,
-    Link,
     PrivateText,
     RunPage,
     SweepPage,
-    Table,
     TextAnswer,
     Verdict,
 )
-from fedleak.report.html.pictures import shares
 from fedleak.report.html.render import LONGEST_TEXT, bounded, render
 from fedleak.report.html.run_page import unordered
 from fedleak.report.html.sweep_page import sweep_page
 from fedleak.report.html.verdict import Extent, Guaranteed, run_verdict, sweep_verdict
-from fedleak.report.html.wording import counted, figure, listed, percent
+from fedleak.report.table import Cell, Table, words
+from fedleak.report.tables.leakage import shares
+from fedleak.report.words import counted, figure, listed, percent
 from fedleak.running import reports
 from fedleak.running.dispatch import dispatcher
 from fedleak.store.records import TextScore
@@ -101,7 +100,8 @@ def answer(text: str | None = "read", **changes: Any) -> TextAnswer:
 def page_of(texts: list[PrivateText], word: str = "a word", **changes: Any) -> RunPage:
     """Returns a page with a word of others at each of its places."""
     entries = [Entry(word, word)]
-    table = Table(word, (word, word), [(word, word)], word)
+    cell = Cell(word, below=[word])
+    table = Table(word, words(word, word), [[cell, cell]], [word])
     return RunPage(
         **{
             "name": word,
@@ -111,21 +111,17 @@ def page_of(texts: list[PrivateText], word: str = "a word", **changes: Any) -> R
             "notes": [word],
             "setting": entries,
             "threat": entries,
-            "leakage": [],
-            "leakage_table": table,
-            "training": [],
-            "training_table": table,
-            "attacks": [],
-            "attack_table": table,
-            "ladder": table,
-            "membership": [],
-            "membership_table": table,
+            "leakage": [table],
+            "training": [table],
+            "attacks": [table],
+            "ladder": [table],
+            "membership": [table],
             "texts": texts,
             "texts_note": word,
             "defenses": [table],
             "privacy": word,
             "canary_alarms": [word],
-            "ledger": table,
+            "ledger": [table],
             "versions": entries,
             "repeat": word,
             "experiment": f"{word}\n{word}",
@@ -216,7 +212,11 @@ def test_nothing_is_loaded_and_the_policy_allows_nothing_else() -> None:
 
 
 def test_a_link_to_a_cell_is_an_address_beside_the_file() -> None:
-    table = Table("cells", ("cell", "report"), [("a", Link("open", "./a%22b/report.html"))])
+    table = Table(
+        "cells",
+        words("cell", "report"),
+        [[Cell("a"), Cell("open", address="./a%22b/report.html")]],
+    )
     page = SweepPage(
         name="s",
         redacted=False,
@@ -225,7 +225,7 @@ def test_a_link_to_a_cell_is_an_address_beside_the_file() -> None:
         axes=[],
         grid=table,
         pictures=[],
-        attack_table=None,
+        attack_table=table,
         repeat="fedleak sweep s.toml",
     )
     links = [e["href"] for e in Elements(render(page)).all("a")]
@@ -480,10 +480,15 @@ def test_the_page_of_a_sweep_has_the_grid_and_the_addresses_of_reports() -> None
     made = sweep_of(worst_case=found, attacks={"dager": attack(exact_match=found.exact_match)})
     page = sweep_page(made, {"federation.batch_size=1,seed=0": "./one/report.html"})
     first, second = page.grid.rows
-    assert first[:4] == ("1", "0", "2 attacks together (dager and lamp)", "50 [20, 70]")
-    assert first[-1] == Link("open", "./one/report.html")
-    assert second[2] == "new"
-    assert second[-1] == "-"
+    assert tuple(cell.text for cell in first[:4]) == (
+        "1",
+        "0",
+        "2 attacks together (dager and lamp)",
+        "50 [20, 70]",
+    )
+    assert first[-1] == Cell("open", address="./one/report.html")
+    assert second[2].text == "new"
+    assert second[-1].text == "-"
     assert "1 of 2 cells" in page.verdict.sentences[0]
     assert "1 cell without an answer" in page.verdict.sentences[2]
     assert len(page.pictures) >= 1

@@ -33,7 +33,7 @@ from fedleak.flower.inline import InlineGrid
 from fedleak.flower.server.assignments import assignment
 from fedleak.flower.server.strategy import CuriousServer
 from fedleak.models import CAUSAL_LM, CLASSIFICATION, loading
-from fedleak.report.terminal import tables
+from fedleak.report.terminal.run import print_run
 from fedleak.running import pipeline, preparation
 from fedleak.running.workers.process import work_together
 from fedleak.store import seal
@@ -140,7 +140,7 @@ def carried_out(path, experiment):
 def printed(run):
     text = io.StringIO()
     console = Console(file=text, width=120)
-    tables.print_run(run, scoring.score_run(run), console)
+    print_run(run, scoring.score_run(run), console)
     return text.getvalue()
 
 

@@ -22,7 +22,7 @@ from fedleak.flower.engines import train
 from fedleak.flower.inline import InlineGrid
 from fedleak.flower.server.replies import RefusedError
 from fedleak.flower.server.secure_aggregation import Stages, SummingServer, run_protocol
-from fedleak.report.terminal import tables
+from fedleak.report.terminal.run import circumstances
 from fedleak.running import preparation
 from fedleak.running.reports import report_run
 from fedleak.store.lines import Lines
@@ -179,7 +179,7 @@ def test_a_client_that_is_lost_in_training_is_not_in_the_sum(modelled, tmp_path,
     (note,) = [note for note in run.read(SUMMARY).notes if "dropped out" in note]
     assert f"secure sum ({absent} in round 1)" in note
     # What rounding did to a client's update is said apart from the sum.
-    (rounded,) = [line for line in tables.circumstances(run.read(SUMMARY)) if "mean of" in line]
+    (rounded,) = [line for line in circumstances(run.read(SUMMARY)) if "mean of" in line]
     assert rounded.startswith("  secure_sum, mean of an update: change norm")
     assert "zeroed" in rounded
     assert "what the sum itself hides is not" in report_run(run, None).read_text()

@@ -30,7 +30,7 @@ from fedleak.flower.server.replies import (
 from fedleak.flower.server.secure_aggregation import SummingServer
 from fedleak.flower.server.strategy import CuriousServer
 from fedleak.models import LanguageModel, loading
-from fedleak.report.terminal.tables import print_run
+from fedleak.report.terminal.run import print_run
 from fedleak.running import pipeline, preparation
 from fedleak.store.files import plain
 from fedleak.store.records import UTILITY, Utility

@@ -29,7 +29,7 @@ from fedleak.report.drawings.common import (
     STYLES,
     error_bars,
 )
-from fedleak.report.words import said, short_key
+from fedleak.report.words import in_words, short_key
 from fedleak.store.summaries import AttackSummary, Estimate, SweepSummary
 from fedleak.util.sanitise import printable
 
@@ -193,7 +193,7 @@ def _lines(collected: SweepSummary) -> Iterator[Line]:
             for cell in collected.cells
             if all(cell.values[key] == value for key, value in others.items())
         }
-        words = ", ".join(f"{short_key(key)} {said(value)}" for key, value in others.items())
+        words = ", ".join(f"{short_key(key)} {in_words(value)}" for key, value in others.items())
         for attack in sorted({name for attacks in cells.values() for name in attacks}):
             summaries = {x: attacks[attack] for x, attacks in cells.items() if attack in attacks}
             yield Line(attack, words, summaries)
@@ -254,7 +254,7 @@ def _draw_panel(axes: "Axes", panel: Panel, lines: Sequence[Line], across: Acros
 
 def across_of(values: Sequence[JsonValue]) -> Across:
     """Returns the x axis of these values: to scale if all are numbers that lie well apart."""
-    words = [textwrap.fill(said(v), 3 * SHORT, break_long_words=False) for v in values]
+    words = [textwrap.fill(in_words(v), 3 * SHORT, break_long_words=False) for v in values]
     evenly = Across(list(range(len(values))), words, "even")
     numbers = [v for v in values if isinstance(v, int | float) and not isinstance(v, bool)]
     if len(numbers) < len(values):

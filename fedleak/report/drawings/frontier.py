@@ -17,8 +17,8 @@ from pydantic import JsonValue
 from fedleak.config.families import FAMILY, UNDEFENDED
 from fedleak.report.drawings import common as drawing
 from fedleak.report.drawings.common import CARETDOWN, GREY, LOG_FROM, NO_ANSWER, NOWHERE, error_bars
-from fedleak.report.terminal.sweep_table import UTILITIES, utility, utility_measure
-from fedleak.report.words import said
+from fedleak.report.tables.sweep import UTILITIES, utility, utility_measure
+from fedleak.report.words import in_words
 from fedleak.store.summaries import CellSummary, Estimate, SweepSummary, WorstCase
 from fedleak.util.sanitise import printable
 
@@ -180,7 +180,7 @@ def _cells(collected: SweepSummary) -> Iterator[tuple[tuple[str, Any], CellSumma
 
 
 def _hashable(value: JsonValue) -> Any:
-    return said(value) if isinstance(value, list | dict) else value
+    return in_words(value) if isinstance(value, list | dict) else value
 
 
 def _families(
@@ -308,7 +308,7 @@ def _prepare_(panels: "Sequence[Axes]", family: Family, undefended: bool) -> Non
     """Makes the title and the x axes of a family."""
     epsilons = [_epsilon(cell) for cell in family.cells]
     words = [
-        "\n".join([textwrap.fill("on" if strength is None else said(strength), 12), *epsilon])
+        "\n".join([textwrap.fill("on" if strength is None else in_words(strength), 12), *epsilon])
         for strength, epsilon in zip(family.strengths, epsilons, strict=True)
     ]
     places = list(range(len(words)))

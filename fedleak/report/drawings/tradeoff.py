@@ -24,8 +24,8 @@ from fedleak.report.drawings.common import (
     log_ticks,
     prepare_log_,
 )
-from fedleak.report.terminal.sweep_table import UTILITIES, utility, utility_measure
-from fedleak.report.words import said, short_key
+from fedleak.report.tables.sweep import UTILITIES, utility, utility_measure
+from fedleak.report.words import in_words, short_key
 from fedleak.store.summaries import CellSummary, Estimate, SweepSummary
 from fedleak.training.privacy import NONE
 from fedleak.util.sanitise import printable
@@ -152,7 +152,7 @@ def labels(cells: Sequence[CellSummary]) -> list[str]:
     values_by_key: dict[str, set[str]] = {}
     for cell in cells:
         for key, value in _settings(list(cell.values.values())):
-            values_by_key.setdefault(key, set()).add(said(value))
+            values_by_key.setdefault(key, set()).add(in_words(value))
 
     def differing(value: JsonValue) -> JsonValue:
         if isinstance(value, list):
@@ -162,9 +162,9 @@ def labels(cells: Sequence[CellSummary]) -> list[str]:
         return value
 
     full = [list(cell.values.values()) for cell in cells]
-    short = [", ".join(said(differing(value)) for value in values) for values in full]
+    short = [", ".join(in_words(differing(value)) for value in values) for values in full]
     if len(set(short)) < len(short):
-        short = [", ".join(map(said, values)) for values in full]
+        short = [", ".join(map(in_words, values)) for values in full]
     return [textwrap.fill(label, 3 * SHORT) for label in short]
 
 

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from fedleak.report.table import Table
+
 
 class Level(StrEnum):
     """What the test has shown; there is none for "safe", which no test can show."""
@@ -41,31 +43,6 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Link:
-    """A text that leads to another file, by its address relative to this one."""
-
-    text: str
-    address: str
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table.
-
-    Attributes:
-        caption: What it shows.
-        columns: Headings; the first column names its row.
-        rows: Each has as many cells as there are columns.
-        note: What else a reader should know about the table.
-    """
-
-    caption: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str | Link]]
-    note: str = ""
-
-
-@dataclass(frozen=True)
 class Drawing:
     """A drawing for each width of a page and each colour scheme, as SVG; `dark` may be missing."""
 
@@ -82,6 +59,10 @@ class Picture:
     caption: str
     words: str
     drawing: Drawing
+
+
+Shown = Picture | Table
+"""What a section shows one below the other."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,18 +114,17 @@ class RunPage:
         missing: Why the results are not complete.
         notes: What else should be known.
         setting, threat: How clients train; what the attacker sees and is told.
-        leakage: A picture of the share read, by round and client; and the figures.
-        training: Pictures of utility and epsilon by round.
+        leakage: What was read, by round and client.
+        training: Utility and epsilon, by round.
         attacks: Attacks side by side.
-        ladder: What each fact is worth; None: there was no ladder.
-        membership: ROC curves of attacks on membership.
-        membership_table: How well texts that were in updates are told from others; None: nobody
-            asked.
+        ladder: What each fact is worth.
+        membership: How well texts that were in updates are told from others.
         texts: Private texts, the worst first; empty if they are left out or gone.
         texts_note: Why texts are not listed.
-        defenses: Tables of what defenses do, did, and what their check found.
+        defenses: What defenses do, did, and what their check found.
+        privacy: What is guaranteed to whom.
         canary_alarms: What canaries found that contradicts the ledger.
-        ledger: The last row of each client, and what canaries measured; None: there is no such row.
+        ledger: The last row of each client, and what canaries measured.
         versions: What the figures depend on.
         repeat: A command.
         experiment: The experiment as TOML.
@@ -157,21 +137,17 @@ class RunPage:
     notes: Sequence[str]
     setting: Sequence[Entry]
     threat: Sequence[Entry]
-    leakage: Sequence[Picture]
-    leakage_table: Table | None
-    training: Sequence[Picture]
-    training_table: Table | None
-    attacks: Sequence[Picture]
-    attack_table: Table | None
-    ladder: Table | None
-    membership: Sequence[Picture]
-    membership_table: Table | None
+    leakage: Sequence[Shown]
+    training: Sequence[Shown]
+    attacks: Sequence[Shown]
+    ladder: Sequence[Shown]
+    membership: Sequence[Shown]
     texts: Sequence[PrivateText]
     texts_note: str
-    defenses: Sequence[Table]
+    defenses: Sequence[Shown]
     privacy: str
     canary_alarms: Sequence[str]
-    ledger: Table | None
+    ledger: Sequence[Shown]
     versions: Sequence[Entry]
     repeat: str
     experiment: str
@@ -200,5 +176,5 @@ class SweepPage:
     axes: Sequence[Entry]
     grid: Table
     pictures: Sequence[Picture]
-    attack_table: Table | None
+    attack_table: Table
     repeat: str

@@ -2,8 +2,7 @@
 
 import io
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,9 +10,10 @@ import numpy as np
 from fedleak.report.drawings import common as drawing
 from fedleak.report.drawings.common import COLOURS, GREY, NO_UPDATE, error_bars
 from fedleak.report.html.page import Drawing, Picture
-from fedleak.report.html.wording import interval, listed
-from fedleak.store.records import LeakageRow, LedgerRow, Utility, text_counts
-from fedleak.store.run import EVERYONE, Key
+from fedleak.report.tables.leakage import ReadShare, client_name
+from fedleak.report.words import interval, listed
+from fedleak.store.records import LedgerRow, Utility
+from fedleak.store.run import Key
 from fedleak.store.summaries import AttackSummary, Estimate, MembershipFigures, MembershipSummary
 from fedleak.util.sanitise import printable
 
@@ -75,60 +75,6 @@ def _drawing(name: str, draw: Draw) -> Drawing:
         wide_dark=_svg(name, WIDE, True, draw),
         narrow_dark=_svg(name, NARROW, True, draw),
     )
-
-
-@dataclass(frozen=True)
-class ReadShare:
-    """What the best attack on each text read of one update; None: no answer.
-
-    Attributes:
-        texts: How many texts the batch has; None: the truth is not here.
-        exact: The share of texts that were read word for word.
-        tokens: The mean share of the distinct tokens of a text.
-    """
-
-    texts: int | None
-    exact: float | None
-    tokens: float | None
-
-
-def shares(rows: Sequence[LeakageRow]) -> dict[Key, ReadShare]:
-    """Returns what all attacks together read of each update, by round and client."""
-    of_key: dict[Key, list[LeakageRow]] = {}
-    for row in rows:
-        of_key.setdefault(row.key, []).append(row)
-    return {key: _read_share(rows_of_update) for key, rows_of_update in sorted(of_key.items())}
-
-
-def _read_share(rows: Sequence[LeakageRow]) -> ReadShare:
-    texts = text_counts(rows).get(rows[0].key)
-    of_rows = [row.texts for row in rows if row.texts is not None]
-    if of_rows:
-        of_texts = list(zip(*of_rows, strict=True))
-        return ReadShare(
-            texts,
-            _mean([_most(score.exact for score in scores) for scores in of_texts]),
-            _mean([_most(score.token_recall for score in scores) for scores in of_texts]),
-        )
-    return ReadShare(
-        texts,
-        _most(row.exact_match for row in rows),
-        _most(row.token_recall for row in rows),
-    )
-
-
-def _most(values: Iterable[float | None]) -> float | None:
-    return max((value for value in values if value is not None), default=None)
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    measured = [value for value in values if value is not None]
-    return sum(measured) / len(measured) if measured else None
-
-
-def client_name(client: int) -> str:
-    """Returns what a report calls a client."""
-    return "all" if client == EVERYONE else str(client)
 
 
 def leakage(name: str, read: Mapping[Key, ReadShare]) -> list[Picture]:

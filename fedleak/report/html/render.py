@@ -6,7 +6,7 @@ browser load nothing but what is in the file: its own script and style, by their
 
 import base64
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
 
@@ -15,12 +15,16 @@ from markupsafe import Markup
 
 from fedleak.report.html.glossary import TERMS
 from fedleak.report.html.page import PrivateText, RunPage, SweepPage, TextAnswer
-from fedleak.report.html.wording import figure
+from fedleak.report.table import Table
+from fedleak.report.words import figure
 from fedleak.util.sanitise import printable
 from fedleak.util.versions import VERSION, now
 
 LONGEST_TEXT = 4_000
 """Characters of a private text or an answer; of a longer one the first are shown."""
+
+MOST_COLUMNS = 12
+"""Columns that a table of attacks has side by side; more attacks stand in further tables."""
 
 
 def render(page: RunPage | SweepPage) -> bytes:
@@ -63,7 +67,7 @@ def _environment() -> Environment:
         lstrip_blocks=True,
         finalize=_shown,
     )
-    environment.filters["data_url"] = _data_url
+    environment.filters |= {"data_url": _data_url, "parts": _parts}
     return environment
 
 
@@ -85,6 +89,10 @@ def _hash(source: str) -> str:
 
 def _data_url(svg: bytes) -> str:
     return f"data:image/svg+xml;base64,{base64.b64encode(svg).decode()}"
+
+
+def _parts(table: Table) -> Iterator[Table]:
+    return table.parts(lambda part: len(part.columns) <= MOST_COLUMNS)
 
 
 def _text(text: PrivateText) -> Mapping[str, Any]:

@@ -8,7 +8,6 @@ from itertools import chain, zip_longest
 import tomli_w
 from pydantic import JsonValue, TypeAdapter, ValidationError
 
-from fedleak.attacks.reconstruction import Status
 from fedleak.audit.defense_checks import Finding
 from fedleak.audit.scoring import Scored, TextPair
 from fedleak.config.experiment import Experiment
@@ -17,20 +16,21 @@ from fedleak.federation.schedule import captures_made
 from fedleak.models import LanguageModel
 from fedleak.models.loading import outline
 from fedleak.report.html import pictures
-from fedleak.report.html.page import (
-    Entry,
-    PrivateText,
-    RunPage,
-    Table,
-    TextAnswer,
-)
-from fedleak.report.html.pictures import ReadShare, client_name
+from fedleak.report.html.page import Entry, PrivateText, RunPage, Shown, TextAnswer
 from fedleak.report.html.verdict import Extent, Guaranteed, run_verdict
-from fedleak.report.html.wording import counted, figure, interval, listed, percent
-from fedleak.report.terminal import canary_table, ladder, membership_table, tables
-from fedleak.report.terminal.comparison_table import SAYS, SCALE
-from fedleak.report.terminal.tables import epsilon_of
-from fedleak.report.words import ANY_ATTACK, NOT_MEASURED, SEES, said
+from fedleak.report.table import Cell, Table, Tone, figures, plain, words
+from fedleak.report.tables.attacks import attack_table
+from fedleak.report.tables.canaries import canary_table
+from fedleak.report.tables.ladder import ladder_table
+from fedleak.report.tables.leakage import (
+    MOST_ROWS,
+    ReadShare,
+    client_name,
+    leakage_table,
+    shares,
+)
+from fedleak.report.tables.membership import membership_tables
+from fedleak.report.words import NOT_MEASURED, SEES, counted, figure, in_words, listed, number
 from fedleak.store.records import (
     LEDGER,
     UTILITY,
@@ -40,20 +40,10 @@ from fedleak.store.records import (
     Utility,
     text_counts,
 )
-from fedleak.store.run import EVERYONE, Key, Run
-from fedleak.store.summaries import (
-    SUMMARY,
-    AttackSummary,
-    CanaryBound,
-    CanarySummary,
-    MembershipSummary,
-    RunSummary,
-)
+from fedleak.store.run import Key, Run
+from fedleak.store.summaries import SUMMARY, CanarySummary, RunSummary
 from fedleak.training.privacy import NONE
 from fedleak.util.errors import FedleakError
-
-MOST_ROWS = 500
-"""Rows of a table; of a run with more, the file leakage.jsonl has the others."""
 
 WORDS_KNOWN, ORDER_UNKNOWN = 0.9, 0.5
 """Words are known if at least this share of tokens is found; their order is not if less than this
@@ -81,7 +71,7 @@ def run_page(run: Run, scored: Sequence[Scored], *, redact: bool = False) -> Run
     rows = [answer.row for answer in scored]
     ledger, utility = run.rows(LEDGER), run.rows(UTILITY)
     most = _with_all_facts(summary)
-    read = pictures.shares([row for row in rows if row.attack in most.attacks])
+    read = shares([row for row in rows if row.attack in most.attacks])
     texts = [] if redact else _texts(scored)
     of_rounds = sorted({key.round for key in read})
     guaranteed = _guaranteed(experiment, summary, ledger)
@@ -93,21 +83,20 @@ def run_page(run: Run, scored: Sequence[Scored], *, redact: bool = False) -> Run
         notes=_sentences_or_count(summary.notes, redact),
         setting=_setting(experiment),
         threat=_threat(experiment, summary),
-        leakage=pictures.leakage(summary.name, read),
-        leakage_table=_leakage_table(rows, read, ledger),
-        training=pictures.training(summary.name, utility, ledger, of_rounds),
-        training_table=_training_table(utility, summary),
-        attacks=pictures.attacks(summary.name, summary.attacks),
-        attack_table=attack_table(summary.attacks, summary),
-        ladder=_ladder_table(summary),
-        membership=pictures.membership(summary.name, summary.membership),
-        membership_table=_membership_table(summary.membership),
+        leakage=_leakage(experiment, rows, read, ledger),
+        training=[
+            *pictures.training(summary.name, utility, ledger, of_rounds),
+            *_training_tables(utility, summary),
+        ],
+        attacks=_attacks(summary),
+        ladder=[ladder_table(summary, summary.ladder)] if summary.ladder else [],
+        membership=_membership(summary),
         texts=texts,
         texts_note=_texts_note(rows, texts, model, redact),
         defenses=_defense_tables(run, experiment, summary),
         privacy=guaranteed.sentence,
         canary_alarms=summary.canary.alarms if summary.canary else (),
-        ledger=_ledger_table(ledger, summary.canary),
+        ledger=_ledger_tables(ledger, summary.canary),
         versions=[
             Entry("begun", str(info.get("begun") or NOT_MEASURED)),
             *([] if redact else [Entry("run by", str(info.get("user") or NOT_MEASURED))]),
@@ -213,7 +202,7 @@ def _setting(experiment: Experiment) -> list[Entry]:
         Entry("learning rate", f"{table.learning_rate:g}"),
         Entry("server's step", _server_step(experiment)),
         Entry("dropout", "on" if table.dropout else "off"),
-        Entry("defenses", "; ".join(map(said, experiment.defense)) or "none"),
+        Entry("defenses", "; ".join(map(in_words, experiment.defense)) or "none"),
     ]
 
 
@@ -253,146 +242,43 @@ def _first_numbers(numbers: Sequence[int]) -> list[str]:
     return [f"{number:,}" for number in numbers[:12]]
 
 
-def _leakage_table(
-    rows: Sequence[LeakageRow], read: Mapping[Key, ReadShare], ledger: Sequence[LedgerRow]
-) -> Table | None:
+def _leakage(
+    experiment: Experiment,
+    rows: Sequence[LeakageRow],
+    read: Mapping[Key, ReadShare],
+    ledger: Sequence[LedgerRow],
+) -> list[Shown]:
     if not rows:
-        return None
-    names = sorted({row.attack for row in rows})
-    of_key: dict[Key, dict[str, LeakageRow]] = {}
-    for row in rows:
-        of_key.setdefault(row.key, {})[row.attack] = row
-    spent: dict[Key, list[LedgerRow]] = {}
-    for ledger_row in ledger:
-        spent.setdefault(ledger_row.key, []).append(ledger_row)
-        spent.setdefault(Key(ledger_row.round, EVERYONE), []).append(ledger_row)
-    shown = list(read.items())[:MOST_ROWS]
-    more = len(read) - len(shown)
-    return Table(
-        "What was read in each update",
-        ("round", "client", "texts", "word for word", "tokens found", *names, "epsilon"),
-        [
-            (
-                str(key.round),
-                client_name(key.client),
-                NOT_MEASURED if share.texts is None else str(share.texts),
-                _percent(share.exact),
-                _percent(share.tokens),
-                *(_cell(of_key[key].get(name)) for name in names),
-                epsilon_of(key, spent.get(key, ())),
-            )
-            for key, share in shown
-        ],
-        "Of an attack: texts word for word of all, and ROUGE-L; or the share of tokens found."
-        + (f" {more:,} more updates are in leakage.jsonl of the run." if more else ""),
-    )
+        return []
+    of_models = experiment.sees == "models"
+    table = leakage_table(experiment.name, rows, read, ledger, of_models)
+    return [*pictures.leakage(experiment.name, read), table]
 
 
-def _percent(value: float | None) -> str:
-    return NOT_MEASURED if value is None else percent(value)
-
-
-def _cell(row: LeakageRow | None) -> str:
-    if row is None:
-        return NOT_MEASURED
-    if row.status != Status.RECOVERED:
-        return str(row.status)
-    if row.rougeL is None:
-        return _percent(row.token_recall)
-    return f"{tables.texts_exact(row)} {row.rougeL:.0f}"
-
-
-def _training_table(utility: Sequence[Utility], summary: RunSummary) -> Table | None:
+def _training_tables(utility: Sequence[Utility], summary: RunSummary) -> list[Table]:
     if not utility:
-        return None
+        return []
     names = list(dict.fromkeys(chain.from_iterable(row.figures for row in utility)))
-    lines = [
-        (f"round {row.round}", *(figure(row.figures.get(name)) for name in names))
-        for row in utility[:MOST_ROWS]
-    ]
+    measured = [(f"round {row.round}", row.figures) for row in utility[:MOST_ROWS]]
     if (baseline := summary.utility_reference) is not None:
-        figures = baseline.figures
-        lines.append(("central, undefended", *(figure(figures.get(name)) for name in names)))
-    note = f"On {counted(summary.held_out, 'held-out text')}."
-    return Table("Utility by round", ("after", *names), lines, note)
+        measured.append(("central, undefended", baseline.figures))
+    rows = [plain(after, *(figure(row.get(name)) for name in names)) for after, row in measured]
+    columns = [*words("after"), *figures(*names)]
+    notes = [f"On {counted(summary.held_out, 'held-out text')}."]
+    return [Table("Utility by round", columns, rows, notes)]
 
 
-def attack_table(attacks: Mapping[str, AttackSummary], summary: RunSummary) -> Table | None:
-    """Returns a line per attack, and a line for all together."""
-    if not attacks:
-        return None
-    lines = [
-        (
-            name + (" *" if attack.warning else ""),
-            tables.answers(attack),
-            interval(attack.exact_match, 100),
-            interval(attack.rougeL),
-            interval(attack.control_rougeL),
-            interval(attack.guess_rougeL),
-            interval(attack.token_recall, 100),
-            interval(attack.control_token_recall, 100),
-            interval(attack.guess_token_recall, 100),
-            tables.proved(attack),
-            f"{attack.seconds:,.1f}",
-        )
-        for name, attack in attacks.items()
-    ]
-    if (worst := summary.worst_case) is not None and len(worst.attacks) > 1:
-        lines.append(
-            (
-                ANY_ATTACK + (" *" if worst.warning else ""),
-                "",
-                interval(worst.exact_match, 100),
-                interval(worst.rougeL),
-                interval(worst.control_rougeL),
-                "",
-                interval(worst.token_recall, 100),
-                interval(worst.control_token_recall, 100),
-                "",
-                "",
-                "",
-            )
-        )
-    notes = [
-        *(f"{warning}." for warning in tables.warnings(attacks.values())),
-        f"Mean and 95 % {tables.INTERVALS}.",
-    ]
-    return Table(
-        "Each attack over all updates",
-        (
-            "attack",
-            "answers",
-            "texts exact, %",
-            "ROUGE-L",
-            "other update: ROUGE-L",
-            "no update: ROUGE-L",
-            "tokens found, %",
-            "other update: tokens",
-            "no update: tokens",
-            "batches proved",
-            "seconds",
-        ),
-        lines,
-        " ".join(notes),
-    )
+def _attacks(summary: RunSummary) -> list[Shown]:
+    if not summary.attacks:
+        return []
+    return [*pictures.attacks(summary.name, summary.attacks), attack_table(summary)]
 
 
-def _ladder_table(summary: RunSummary) -> Table | None:
-    """Returns a line per attack and rung."""
-    if summary.ladder is None:
-        return None
-    columns, rows = ["attack", "told"], []
-    for heading in SAYS.values():
-        columns += [heading, f"more {heading}"]
-    for line in ladder.lines(summary, summary.ladder):
-        row = [line.attack, line.told.replace("_", " ")]
-        for rung_figure in line.figures:
-            more = NOT_MEASURED if rung_figure.more is None else ladder.marked(rung_figure.more)
-            row += [interval(rung_figure.value, SCALE[rung_figure.name]), more]
-        rows.append(row)
-    left_out = "".join(f" {reason}." for reason in ladder.left_out(summary.ladder))
-    note = f"More: than told nothing more. {ladder.note(summary.ladder)}{left_out}"
-    return Table("What each fact is worth to the server", columns, rows, note)
+def _membership(summary: RunSummary) -> list[Shown]:
+    if summary.membership is None:
+        return []
+    drawn = pictures.membership(summary.name, summary.membership)
+    return [*drawn, *membership_tables(summary.membership)]
 
 
 def _texts(scored: Sequence[Scored]) -> list[PrivateText]:
@@ -456,49 +342,41 @@ def _texts_note(
 
 
 def _defense_tables(run: Run, experiment: Experiment, summary: RunSummary) -> list[Table]:
-    defense_tables = []
-    if experiment.defense:
-        effects = {effect.defense: effect for effect in summary.defended}
-        defense_tables.append(
-            Table(
-                "Defenses, and what they did to an update on average",
-                ("defense", "settings", "did"),
-                [
-                    (
-                        f"{place}: {table['kind']}",
-                        said({key: v for key, v in table.items() if key != "kind"}) or "defaults",
-                        _figures(effects[place].figures) if place in effects else NOT_MEASURED,
-                    )
-                    for place, table in enumerate(experiment.defense)
-                ],
-                "An update is one client's: what rounding before a secure sum does is here, and "
-                "what the sum itself hides is not.",
-            )
+    tables = []
+    effects = {effect.defense: effect for effect in summary.defended}
+    rows = [
+        plain(
+            f"{place}: {table['kind']}",
+            in_words({key: value for key, value in table.items() if key != "kind"}) or "defaults",
+            _figures(effects[place].figures) if place in effects else NOT_MEASURED,
         )
-    checks = _checks(run)
-    if checks:
-        defense_tables.append(
-            Table(
-                "What the check before the run found",
-                ("tested", "claim", "result", "figures"),
-                [
-                    (
-                        finding.defense,
-                        finding.claim,
-                        "holds" if finding.holds else "FAILS",
-                        finding.found,
-                    )
-                    for finding in checks
-                ],
-                "The check uses made-up updates and no private text.",
-            )
+        for place, table in enumerate(experiment.defense)
+    ]
+    if rows:
+        note = (
+            "An update is one client's: what rounding before a secure sum does is here, and what "
+            "the sum itself hides is not."
         )
-    return defense_tables
+        title = "Defenses, and what they did to an update on average"
+        tables.append(Table(title, words("defense", "settings", "did"), rows, [note]))
+    rows = [
+        [
+            *plain(finding.defense, finding.claim),
+            Cell("holds") if finding.holds else Cell("FAILS", Tone.ALARM),
+            Cell(finding.found),
+        ]
+        for finding in _checks(run)
+    ]
+    if rows:
+        note = "The check uses made-up updates and no private text."
+        title = "What the check before the run found"
+        tables.append(Table(title, words("tested", "claim", "result", "figures"), rows, [note]))
+    return tables
 
 
 def _figures(figures: Mapping[str, float | None]) -> str:
-    words = [f"{name.replace('_', ' ')} {figure(value)}" for name, value in figures.items()]
-    return ", ".join(words) or NOT_MEASURED
+    shown = [f"{name.replace('_', ' ')} {figure(value)}" for name, value in figures.items()]
+    return ", ".join(shown) or NOT_MEASURED
 
 
 def _checks(run: Run) -> list[Finding]:
@@ -536,81 +414,32 @@ def _guaranteed(
     return Guaranteed(against, f"{sentence} Mind that {aggregator.trust}.")
 
 
-def _membership_table(summary: MembershipSummary | None) -> Table | None:
-    if summary is None:
-        return None
-    return Table(
-        membership_table.CAPTION.capitalize(),
-        ("attack", *membership_table.COLUMNS, membership_table.BY_ROUND),
-        [
-            (row.attack, *membership_table.cells(row), membership_table.by_round(row))
-            for row in summary.figures
-        ],
-        " ".join(membership_table.notes(summary)),
-    )
-
-
-def _ledger_table(ledger: Sequence[LedgerRow], canary: CanarySummary | None) -> Table | None:
+def _ledger_tables(ledger: Sequence[LedgerRow], canary: CanarySummary | None) -> list[Table]:
     last = {(row.client, row.unit): row for row in ledger}
     if canary is None and all(row.epsilon == NONE for row in last.values()):
-        return None
-    shown = [last[key] for key in sorted(last)][:MOST_ROWS]
-    more = len(last) - len(shown)
-    bounds = {} if canary is None else {(row.client, row.unit): row for row in canary.bounds}
-    measured: Sequence[str] = () if canary is None else canary_table.COLUMNS[1:]
-    everyone = [
-        (f"{canary_table.name(row)}", *[""] * 9, *canary_table.cells(row)[1:])
-        for row in bounds.values()
-        if row.client == EVERYONE
+        return []
+    rows = [
+        plain(
+            str(row.client),
+            str(row.round),
+            figure(row.epsilon),
+            figure(row.delta),
+            row.unit,
+            row.neighbouring,
+            row.sampling,
+            figure(row.noise_multiplier),
+            number(row.steps),
+            row.accountant,
+        )
+        for _, row in sorted(last.items())[:MOST_ROWS]
     ]
-    return Table(
-        "Each client's last row of the ledger",
-        (
-            "client",
-            "round",
-            "epsilon",
-            "delta",
-            "unit",
-            "neighbouring",
-            "sampling",
-            "noise multiplier",
-            "steps",
-            "accountant",
-            *(f"epsilon at least: {heading}" for heading in measured[:-1]),
-            *measured[-1:],
-        ),
-        [
-            *everyone,
-            *(
-                (
-                    str(row.client),
-                    str(row.round),
-                    figure(row.epsilon),
-                    figure(row.delta),
-                    row.unit,
-                    row.neighbouring,
-                    row.sampling,
-                    figure(row.noise_multiplier),
-                    NOT_MEASURED if row.steps is None else f"{row.steps:,}",
-                    row.accountant,
-                    *_canary_cells(row, bounds, len(measured)),
-                )
-                for row in shown
-            ),
-        ],
-        " ".join(
-            [
-                *(canary_table.notes(canary) if canary else ()),
-                *([f"{more:,} more are in privacy.jsonl of the run."] if more else ()),
-            ]
-        ),
-    )
-
-
-def _canary_cells(
-    row: LedgerRow, bounds: Mapping[tuple[int, str], CanaryBound], columns: int
-) -> Sequence[str]:
-    """Returns the bounds by canaries on what a row of the ledger guarantees."""
-    unit = "example" if row.unit == NONE else row.unit
-    bound = bounds.get((row.client, unit))
-    return [NOT_MEASURED] * columns if bound is None else canary_table.cells(bound)[1:]
+    more = len(last) - len(rows)
+    columns = [
+        *figures("client", "round", "epsilon", "delta"),
+        *words("unit", "neighbouring", "sampling"),
+        *figures("noise multiplier", "steps"),
+        *words("accountant"),
+    ]
+    notes = [f"{more:,} more are in privacy.jsonl of the run."] if more else []
+    table = Table("Each client's last row of the ledger", columns, rows, notes)
+    return [table, *([canary_table(canary)] if canary else [])]

@@ -6,12 +6,11 @@ from pathlib import Path
 
 from fedleak.report.drawings import figures as sweep_figures
 from fedleak.report.drawings import frontier, tradeoff
-from fedleak.report.html.page import Drawing, Entry, Link, Picture, SweepPage, Table
-from fedleak.report.html.verdict import figures, sweep_verdict
-from fedleak.report.html.wording import figure, interval
-from fedleak.report.terminal import sweep_table
-from fedleak.report.terminal.tables import INTERVALS
-from fedleak.report.words import NOT_MEASURED, said
+from fedleak.report.html.page import Drawing, Entry, Picture, SweepPage
+from fedleak.report.html.verdict import strongest, sweep_verdict
+from fedleak.report.table import Cell, Column, Table, figures, plain, words
+from fedleak.report.tables.sweep import UTILITIES, attacks_table, utility, utility_measure
+from fedleak.report.words import INTERVALS, NOT_MEASURED, figure, in_words, interval, starred
 from fedleak.store.summaries import CellSummary, SweepSummary
 from fedleak.training.privacy import NONE
 
@@ -36,102 +35,58 @@ def sweep_page(
             for cell, missing in incomplete.items()
         ],
         axes=[
-            Entry(key, "; ".join(said(value) for value in values))
-            for key, values in collected.axes.items()
+            Entry(key, "; ".join(map(in_words, values))) for key, values in collected.axes.items()
         ],
-        grid=_grid(collected, reports),
+        grid=_cells_table(collected, reports),
         pictures=_pictures(collected),
-        attack_table=_attacks(collected),
+        attack_table=attacks_table(collected),
         repeat=f"fedleak sweep {collected.name}.toml",
     )
 
 
-def _grid(collected: SweepSummary, reports: Mapping[str, str]) -> Table:
-    measure = sweep_table.utility_measure(collected)
-    further = [measure] if measure else []
+def _cells_table(collected: SweepSummary, reports: Mapping[str, str]) -> Table:
+    measure = utility_measure(collected)
+    headings = ("texts exact, %", "ROUGE-L", "other update: ROUGE-L", "tokens found, %")
+    rows = [
+        [
+            *plain(
+                *(in_words(cell.values[key]) for key in collected.axes),
+                *_leak_cells(cell),
+                *([figure(utility(cell, measure))] if measure else []),
+                figure(cell.privacy.epsilon) if cell.privacy else NOT_MEASURED,
+            ),
+            Cell("open", address=reports[cell.cell])
+            if cell.cell in reports
+            else Cell(NOT_MEASURED),
+        ]
+        for cell in collected.cells
+    ]
     return Table(
         "What was read in each cell, and at what cost",
-        (
-            *collected.axes,
-            "read by",
-            "texts exact, %",
-            "ROUGE-L",
-            "other update: ROUGE-L",
-            "tokens found, %",
-            *(sweep_table.UTILITIES[utility] for utility in further),
-            "epsilon",
-            "report",
-        ),
         [
-            (
-                *(said(cell.values[key]) for key in collected.axes),
-                *_leakage_cells(cell),
-                *(figure(sweep_table.utility(cell, utility)) for utility in further),
-                figure(cell.privacy.epsilon) if cell.privacy else NOT_MEASURED,
-                _report_link(cell, reports),
-            )
-            for cell in collected.cells
+            *words(*collected.axes, "read by"),
+            *figures(*headings, *([UTILITIES[measure]] if measure else []), "epsilon"),
+            Column("report", words=True),
         ],
-        "Over all attacks, the best on each text. *: few texts or clients, so an example and not a "
-        f"rate. Mean and 95 % {INTERVALS}. Epsilon {NONE}: "
-        "nothing is guaranteed.",
+        rows,
+        [
+            "Over all attacks, the best on each text. *: few texts or clients, so an example and "
+            f"not a rate. Mean and 95 % {INTERVALS}. Epsilon {NONE}: nothing is guaranteed."
+        ],
     )
 
 
-def _leakage_cells(cell: CellSummary) -> tuple[str, ...]:
-    leakage = figures(cell.worst_case, cell.attacks)
-    if leakage is None:
-        why = "no answer" if cell.attacks else cell.status
-        return (why, *[NOT_MEASURED] * 4)
-    return (
-        leakage.by + (" *" if leakage.warning else ""),
-        interval(leakage.exact, 100),
-        interval(leakage.rougeL),
-        interval(leakage.control_rougeL),
-        interval(leakage.recall, 100),
-    )
-
-
-def _report_link(cell: CellSummary, reports: Mapping[str, str]) -> str | Link:
-    address = reports.get(cell.cell)
-    return NOT_MEASURED if address is None else Link("open", address)
-
-
-def _attacks(collected: SweepSummary) -> Table | None:
-    with_membership = any(cell.membership is not None for cell in collected.cells)
-    lines = [
-        (
-            ", ".join(said(cell.values[key]) for key in collected.axes),
-            name + (" *" if attack.warning else ""),
-            f"{attack.answers} of {attack.rows}",
-            interval(attack.exact_match, 100),
-            interval(attack.rougeL),
-            interval(attack.guess_rougeL),
-            interval(attack.token_recall, 100),
-            *[sweep_table.membership(cell, name)] * with_membership,
-            f"{attack.seconds:,.1f}",
-        )
-        for cell in collected.cells
-        for name, attack in cell.attacks.items()
+def _leak_cells(cell: CellSummary) -> list[str]:
+    leak = strongest(cell.worst_case, cell.attacks)
+    if leak is None:
+        return ["no answer" if cell.attacks else cell.status, *[NOT_MEASURED] * 4]
+    return [
+        starred(leak.by, leak.warning),
+        interval(leak.exact, 100),
+        interval(leak.rougeL),
+        interval(leak.control_rougeL),
+        interval(leak.recall, 100),
     ]
-    if not lines:
-        return None
-    return Table(
-        "Each attack in each cell",
-        (
-            "cell",
-            "attack",
-            "answers",
-            "texts exact, %",
-            "ROUGE-L",
-            "no update: ROUGE-L",
-            "tokens found, %",
-            *["who was in: AUC"] * with_membership,
-            "seconds",
-        ),
-        lines,
-        "*: few texts or clients, so an example and not a rate.",
-    )
 
 
 def _pictures(collected: SweepSummary) -> list[Picture]:
@@ -147,6 +102,6 @@ def _pictures(collected: SweepSummary) -> list[Picture]:
             path = Path(folder, f"{number}.svg")
             draw(collected, path)
             if path.is_file():
-                words = "The tables of this page have the figures that are drawn."
-                pictures.append(Picture(caption, words, Drawing(path.read_bytes())))
+                instead = "The tables of this page have the figures that are drawn."
+                pictures.append(Picture(caption, instead, Drawing(path.read_bytes())))
     return pictures

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fedleak.report.html.page import Level, Verdict
-from fedleak.report.html.wording import counted, figure, listed, percent, share
+from fedleak.report.words import counted, figure, listed, percent, share
 from fedleak.store.summaries import (
     NEARLY,
     AttackSummary,
@@ -51,7 +51,7 @@ class Figures:
         return round(self.exact.mean * self.texts) if self.exact else 0
 
 
-def figures(worst: WorstCase | None, attacks: Mapping[str, AttackSummary]) -> Figures | None:
+def strongest(worst: WorstCase | None, attacks: Mapping[str, AttackSummary]) -> Figures | None:
     """Returns the worst case over attacks; without one the strongest attack's figures.
 
     None: no attack gave an answer, or none could be compared with what clients held.
@@ -150,7 +150,7 @@ HEADLINES: Mapping[Level, str] = {
 
 def run_verdict(summary: RunSummary, extent: Extent, guaranteed: Guaranteed) -> Verdict:
     """Returns the verdict on a run."""
-    leakage = figures(summary.worst_case, summary.attacks)
+    leakage = strongest(summary.worst_case, summary.attacks)
     attacks, membership = summary.attacks, _membership_sentence(summary.membership)
     level = _level(leakage, attacks)
     level = Level.PARTLY if membership and level == Level.UNKNOWN else level
@@ -226,7 +226,8 @@ def _order_unknown(extent: Extent) -> str:
 def _read_without_facts(summary: RunSummary) -> str:
     """Returns what is read without granted facts, if there is a ladder."""
     rungs = summary.ladder.rungs if summary.ladder else ()
-    if len(rungs) < 2 or (leakage := figures(rungs[0].worst_case, {})) is None or not leakage.exact:
+    leakage = strongest(rungs[0].worst_case, {}) if len(rungs) > 1 else None
+    if leakage is None or not leakage.exact:
         return ""
     return (
         f"Told nothing more than the protocol tells, it could read {leakage.exact_texts:,} word "
@@ -332,7 +333,7 @@ def _unmeasured(summary: RunSummary, extent: Extent) -> str:
 
 def sweep_verdict(collected: SweepSummary) -> Verdict:
     """Returns the verdict on a sweep."""
-    measured = [(cell, figures(cell.worst_case, cell.attacks)) for cell in collected.cells]
+    measured = [(cell, strongest(cell.worst_case, cell.attacks)) for cell in collected.cells]
     answered = [(cell, leakage) for cell, leakage in measured if leakage is not None]
     cells = counted(len(collected.cells), "cell")
     without = len(collected.cells) - len(answered)

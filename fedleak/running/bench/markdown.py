@@ -8,10 +8,9 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 
-from fedleak.report.terminal.tables import INTERVALS, number
-from fedleak.report.words import NOT_MEASURED, plain_interval
+from fedleak.report.words import INTERVALS, NOT_MEASURED, interval, number
 from fedleak.running.bench.results import RESULT, Cell, Entry, Result, SettingResult
-from fedleak.store.summaries import AttackSummary, Estimate
+from fedleak.store.summaries import AttackSummary
 from fedleak.util.errors import ConfigError
 from fedleak.util.plain_files import settings_text
 from fedleak.util.sanitise import printable
@@ -199,10 +198,10 @@ def _figures(cell: Cell) -> list[str]:
     few = " (few)" if figures.warning and figures.exact_match is not None else ""
     return [
         f"{figures.answers} of {figures.rows}",
-        _interval(figures.exact_match, 100) + few,
-        _interval(figures.rougeL),
+        interval(figures.exact_match, 100) + few,
+        interval(figures.rougeL),
         NOT_MEASURED if figures.control_rougeL is None else number(figures.control_rougeL.mean),
-        _interval(figures.token_recall, 100),
+        interval(figures.token_recall, 100),
         f"{figures.verified} of {figures.rows}",
         seconds,
     ]
@@ -233,10 +232,6 @@ def _exact_and_rouge(exact: float | None, rouge: float | None) -> str:
     if exact is None:
         return NOT_MEASURED
     return f"{number(100 * exact)} ({number(rouge)})"
-
-
-def _interval(value: Estimate | None, scale: float = 1) -> str:
-    return NOT_MEASURED if value is None else plain_interval(value, scale)
 
 
 def _settings(entry: Entry) -> str:

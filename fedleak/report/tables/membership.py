@@ -1,26 +1,9 @@
 """How well texts that were in updates are told from others, in words that say what they assume."""
 
-from rich import box
-from rich.table import Table
-
-from fedleak.report.terminal.canary_table import NOTHING
+from fedleak.report.table import Column, Table, figures, plain, words
+from fedleak.report.tables.canaries import NOTHING, bound
 from fedleak.report.words import NOT_MEASURED
 from fedleak.store.summaries import Estimate, MembershipFigures, MembershipSummary
-from fedleak.util.sanitise import markup
-
-CAPTION = "membership: which texts were in an update"
-
-COLUMNS = (
-    "score",
-    "AUC",
-    "found at 1 %",
-    "found at 0.1 %",
-    "p",
-    "epsilon at least",
-    "texts in / not",
-)
-
-BY_ROUND = "AUC by round"
 
 TOO_FEW = "too few"
 """Stands where there are too few controls for a share of them."""
@@ -32,23 +15,37 @@ MOST_ROUNDS = 5
 """Rounds that are shown of each score at most: the first ones."""
 
 
-def cells(row: MembershipFigures) -> tuple[str, ...]:
-    """Returns the cells below the headings `COLUMNS`.
+def membership_tables(summary: MembershipSummary) -> list[Table]:
+    """Returns a table for each attack, with a line for each of its scores."""
+    attacks = list(dict.fromkeys(row.attack for row in summary.figures))
+    headings = ("AUC", "found at 1 %", "found at 0.1 %", "p", "epsilon at least", "texts in / not")
+    return [
+        Table(
+            "membership: which texts were in an update"
+            + ("" if attack == "membership" else f" ({attack})"),
+            [*words("score"), *figures(*headings), Column("AUC by round", page_only=True)],
+            [plain(*_cells(row)) for row in summary.figures if row.attack == attack],
+            _notes(summary) if attack == attacks[-1] else (),
+        )
+        for attack in attacks
+    ]
 
-    They are text, not markup.
-    """
-    return (
+
+def _cells(row: MembershipFigures) -> list[str]:
+    epsilon = NO_BOUND if row.epsilon is None else bound(row.epsilon)
+    return [
         row.score,
         area(row.auc),
         _share(row.found_at_1_percent),
         _share(row.found_at_01_percent),
         NO_BOUND if row.p is None else f"{row.p:.2g}",
-        _bound(row.epsilon),
+        epsilon,
         f"{row.members:,} / {row.controls:,}",
-    )
+        _by_round(row),
+    ]
 
 
-def by_round(row: MembershipFigures) -> str:
+def _by_round(row: MembershipFigures) -> str:
     """Returns the area in each of the first rounds."""
     more = [f"and {len(row.rounds) - MOST_ROUNDS} more"] * (len(row.rounds) > MOST_ROUNDS)
     return ", ".join([*(f"{in_round.auc:.2f}" for in_round in row.rounds[:MOST_ROUNDS]), *more])
@@ -61,7 +58,7 @@ def area(auc: Estimate | None) -> str:
     return f"{auc.mean:.2f} [{auc.low:.2f}, {auc.high:.2f}]"
 
 
-def notes(summary: MembershipSummary) -> list[str]:
+def _notes(summary: MembershipSummary) -> list[str]:
     """Returns what each column says and assumes."""
     certain = f"{summary.confidence:.0%}".replace("%", " %")
     sentences = [
@@ -88,31 +85,7 @@ def notes(summary: MembershipSummary) -> list[str]:
     return [*sentences, *(f"{name}: no p and no bound: {why}." for name, why in unbounded.items())]
 
 
-def table(summary: MembershipSummary, attack: str) -> Table:
-    """Returns a line for each score of an attack."""
-    made = Table(
-        title=CAPTION if attack == "membership" else f"{CAPTION} ({markup(attack)})",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        title_justify="left",
-        caption_justify="left",
-    )
-    for heading in COLUMNS:
-        unbroken = heading in ("score", "AUC")
-        made.add_column(heading.replace(" ", "\n", 1), overflow="fold", no_wrap=unbroken)
-    for row in summary.figures:
-        if row.attack == attack:
-            made.add_row(*map(markup, cells(row)))
-    return made
-
-
 def _share(share: Estimate | None) -> str:
     if share is None:
         return TOO_FEW
     return f"{100 * share.mean:.0f} [{100 * share.low:.0f}, {100 * share.high:.0f}] %"
-
-
-def _bound(epsilon: float | None) -> str:
-    if epsilon is None:
-        return NO_BOUND
-    return f"{epsilon:.3g}" if epsilon > 0 else NOTHING

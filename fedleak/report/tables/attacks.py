@@ -1,0 +1,113 @@
+"""Attacks side by side, over all updates of a run."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from fedleak.report.table import Table, figures, plain, words
+from fedleak.report.words import (
+    ANY_ATTACK,
+    INTERVALS,
+    NOT_MEASURED,
+    interval,
+    number,
+    starred,
+    warnings,
+)
+from fedleak.store.summaries import AttackSummary, RunSummary, WorstCase
+from fedleak.training.observation import GRANTABLE
+
+FIGURES = [
+    ("texts exact, %", "exact_match", 100),
+    ("ROUGE-1", "rouge1", 1),
+    ("ROUGE-2", "rouge2", 1),
+    ("ROUGE-L", "rougeL", 1),
+    ("ROUGE-L, other update", "control_rougeL", 1),
+    ("ROUGE-L, no update", "guess_rougeL", 1),
+    ("tokens found, %", "token_recall", 100),
+    ("tokens found, other update", "control_token_recall", 100),
+    ("tokens found, no update", "guess_token_recall", 100),
+    ("tokens right, %", "token_precision", 100),
+]
+"""Heading, name in a summary, and what is shown for a figure of 1."""
+
+
+def attack_table(summary: RunSummary) -> Table:
+    """Returns a column per attack, and one for all together: figures with intervals, controls."""
+    attacks = summary.attacks
+    summaries: list[AttackSummary | WorstCase] = [*attacks.values()]
+    names = [starred(name, attack.warning) for name, attack in attacks.items()]
+    if (worst := summary.worst_case) is not None and len(worst.attacks) > 1:
+        summaries.append(worst)
+        names.append(starred(ANY_ATTACK, worst.warning))
+    facts = sorted({name for attack in attacks.values() for name in attack.facts})
+    rows = [
+        ["was told", *_each(attacks, lambda attack: granted(attack.knows))],
+        ["answers", *_each(attacks, answers)],
+        *(
+            [heading, *(interval(getattr(row, name, None), scale) for row in summaries)]
+            for heading, name, scale in FIGURES
+        ),
+        *(
+            [f"{fact.replace('_', ' ')}, %", *(_fact(attack, fact) for attack in attacks.values())]
+            for fact in facts
+        ),
+        ["seconds", *_each(attacks, lambda attack: number(attack.seconds, 1))],
+    ]
+    optional = [
+        ["an update", *_each(attacks, lambda attack: number(attack.seconds_per_update, 3))],
+        ["batches proved", *_each(attacks, _proved)],
+        ["smallest margin", *_each(attacks, lambda attack: number(attack.margin, 1))],
+        ["rank budget, %", *_each(attacks, _budget)],
+        ["candidates", *_each(attacks, _candidates)],
+    ]
+    rows += [row for row in optional if set(row[1:]) != {NOT_MEASURED}]
+    return Table(
+        "in all: mean and 95 % interval over clients",
+        [*words("figure"), *figures(*names)],
+        [plain(*row, *[""] * (1 + len(names) - len(row))) for row in rows],
+        [*warnings([row.warning for row in summaries]), INTERVALS],
+        kept=1,
+    )
+
+
+def _each(attacks: Mapping[str, AttackSummary], show: Callable[[AttackSummary], str]) -> list[str]:
+    return [show(attack) for attack in attacks.values()]
+
+
+def _fact(summary: AttackSummary, name: str) -> str:
+    """Returns how often a fact that an attack read is right."""
+    if name not in summary.facts:
+        return NOT_MEASURED
+    right = summary.facts[name]
+    return "not compared" if right is None else interval(right, 100)
+
+
+def answers(summary: AttackSummary) -> str:
+    """Returns how many updates an attack has answers for, and how many of them are unscored."""
+    unscored = f", {summary.unscored} unscored" if summary.unscored else ""
+    return f"{summary.answers} of {summary.rows}{unscored}"
+
+
+def _proved(summary: AttackSummary) -> str:
+    """Returns how many whole batches an attack proved; one that checks nothing proves nothing."""
+    checks = summary.verified or summary.candidates
+    return f"{summary.verified} of {summary.rows}" if checks else NOT_MEASURED
+
+
+def _budget(summary: AttackSummary) -> str:
+    """Returns `mean (max ...)` of the shares used, and the number of rows if some have none."""
+    used = summary.budget
+    if used is None:
+        return NOT_MEASURED
+    few = "" if used.rows == summary.rows else f"; {used.rows} of {summary.rows}"
+    return f"{100 * used.mean:.0f} (max {100 * used.max:.0f}{few})"
+
+
+def _candidates(summary: AttackSummary) -> str:
+    """Returns how many candidates an update had after each check, in the order of the checks."""
+    counts = (summary.candidates or {}).values()
+    return ">".join(number(count) for count in counts) or NOT_MEASURED
+
+
+def granted(facts: Sequence[str]) -> str:
+    """Returns the facts that were granted beyond what the server sets itself."""
+    return ", ".join(fact for fact in facts if fact in GRANTABLE) or "nothing more"

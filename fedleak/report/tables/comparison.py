@@ -1,0 +1,54 @@
+"""A comparison of two runs."""
+
+from fedleak.audit.comparison import Comparison
+from fedleak.report.table import Table, figures, plain, words
+from fedleak.report.words import ANY_ATTACK
+from fedleak.store.summaries import Difference
+
+SCALE = {"exact": 100.0, "rougeL": 1.0, "token_recall": 100.0}
+"""What is shown for a figure of 1, by its name."""
+
+HEADINGS = {"exact": "exact, %", "rougeL": "ROUGE-L", "token_recall": "tokens, %"}
+"""Headings, by figure."""
+
+
+def comparison_table(comparison: Comparison) -> Table:
+    """Returns a line for each attack and figure."""
+    rows = []
+    for change in comparison.differences:
+        scale = SCALE[change.figure]
+        rows.append(
+            plain(
+                change.attack or ANY_ATTACK,
+                HEADINGS[change.figure],
+                str(change.texts),
+                f"{change.before * scale:.1f}",
+                f"{change.after * scale:.1f}",
+                difference(change),
+                f"{change.p_adjusted:.2g}",
+                change.direction,
+            )
+        )
+    return Table(
+        f"{comparison.after} against {comparison.before}: {comparison.texts} texts",
+        [
+            *words("attack", "figure"),
+            *figures("texts", "before", "after", "difference", "p"),
+            *words("server"),
+        ],
+        rows,
+        [
+            "difference: mean over texts, 95 % interval by a bootstrap over clients; p: sign test "
+            f"over clients, corrected for {comparison.tests} lines ({comparison.correction})"
+        ],
+        groups=1,
+    )
+
+
+def difference(change: Difference) -> str:
+    """Returns `mean [low,high]`."""
+    scale = SCALE[change.figure]
+    mean = f"{change.mean * scale:+.1f}"
+    if change.low is None or change.high is None:
+        return mean
+    return f"{mean} [{change.low * scale:+.1f},{change.high * scale:+.1f}]"

@@ -1,0 +1,72 @@
+"""What each fact is worth."""
+
+from collections.abc import Iterator
+
+from fedleak.report.table import Cell, Table, figures, plain, words
+from fedleak.report.tables.comparison import HEADINGS, SCALE, difference
+from fedleak.report.words import ANY_ATTACK, interval
+from fedleak.store.summaries import (
+    AttackSummary,
+    Difference,
+    Direction,
+    Ladder,
+    RunSummary,
+    WorstCase,
+)
+
+FIGURES = {"exact": "exact_match", "rougeL": "rougeL", "token_recall": "token_recall"}
+"""The figures of a difference, by their names in a summary."""
+
+MARK = "*"
+"""Marks a difference that both the interval and the sign test show."""
+
+
+def ladder_table(summary: RunSummary, ladder: Ladder) -> Table:
+    """Returns a line per rung: of the best of all attacks, then of each attack that uses a fact."""
+    names = sorted({name for rung in ladder.rungs for name in rung.attacks})
+    used = [
+        name
+        for name in names
+        if len({rung.attacks[name] for rung in ladder.rungs if name in rung.attacks}) > 1
+    ]
+    shown: list[str | None] = [None, *used] if len(names) > 1 else [*used]
+    tests = sum(len(rung.worth) for rung in ladder.rungs)
+    return Table(
+        "what each fact is worth to the server",
+        [*words("attack", "told"), *figures(*HEADINGS.values())],
+        [row for attack in shown for row in _rows(summary, ladder, attack)],
+        [
+            "Below a figure: how much more it is than told nothing more. It is the mean over texts "
+            "that have an answer on both rungs, with its 95 % interval by a bootstrap over "
+            f"clients. {MARK}: the interval leaves out 0, and a sign test over clients agrees (p "
+            f"at most 0.05, corrected for {tests} differences by {ladder.correction}).",
+            *(f"{fact} is on no rung: {reason}." for fact, reason in ladder.left_out.items()),
+        ],
+        groups=1,
+    )
+
+
+def _rows(summary: RunSummary, ladder: Ladder, attack: str | None) -> Iterator[list[Cell]]:
+    """Yields a row per rung on which an attack, or all of them, is told something else."""
+    told_last = None
+    for rung in ladder.rungs:
+        measured: WorstCase | AttackSummary | None = rung.worst_case
+        if attack is not None:
+            rung_name = rung.attacks.get(attack)
+            if rung_name is None or rung_name == told_last:  # it does not use this fact
+                continue
+            measured, told_last = summary.attacks.get(rung_name), rung_name
+        more = {worth.figure: worth for worth in rung.worth if worth.attack == attack}
+        cells = [
+            Cell(
+                interval(getattr(measured, name, None), SCALE[figure]),
+                below=[_marked(more[figure])] if figure in more else [],
+            )
+            for figure, name in FIGURES.items()
+        ]
+        yield [*plain(attack or ANY_ATTACK, rung.told.replace("_", " ")), *cells]
+
+
+def _marked(change: Difference) -> str:
+    """Returns a difference with its interval, and a mark if it counts as one."""
+    return difference(change) + f" {MARK}" * (change.direction is not Direction.UNTOLD)

@@ -1,0 +1,171 @@
+"""What was read in each update."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from fedleak.attacks.reconstruction import Status
+from fedleak.report.table import Cell, Column, Table, Tone, figures, plain
+from fedleak.report.words import NOT_MEASURED, number, percent
+from fedleak.store.records import LeakageRow, LedgerRow, text_counts
+from fedleak.store.run import EVERYONE, Key
+from fedleak.training.privacy import NONE
+
+MOST_ROWS = 500
+"""Rows of a table; of a run with more, the file leakage.jsonl has the others."""
+
+
+@dataclass(frozen=True)
+class ReadShare:
+    """What the best attack on each text read of one update; None: no answer.
+
+    Attributes:
+        texts: How many texts the batch has; None: the truth is not here.
+        exact: The share of texts that were read word for word.
+        tokens: The mean share of the distinct tokens of a text.
+    """
+
+    texts: int | None
+    exact: float | None
+    tokens: float | None
+
+
+def by_update(rows: Iterable[LeakageRow]) -> dict[Key, list[LeakageRow]]:
+    """Returns the rows of each update, by round and client."""
+    of_update: dict[Key, list[LeakageRow]] = {}
+    for row in sorted(rows, key=lambda row: row.key):
+        of_update.setdefault(row.key, []).append(row)
+    return of_update
+
+
+def shares(rows: Sequence[LeakageRow]) -> dict[Key, ReadShare]:
+    """Returns what all attacks together read of each update, by round and client."""
+    return {key: _read_share(of_update) for key, of_update in by_update(rows).items()}
+
+
+def _read_share(rows: Sequence[LeakageRow]) -> ReadShare:
+    texts = text_counts(rows).get(rows[0].key)
+    of_rows = [row.texts for row in rows if row.texts is not None]
+    if of_rows:
+        of_texts = list(zip(*of_rows, strict=True))
+        return ReadShare(
+            texts,
+            _mean([_most(score.exact for score in scores) for scores in of_texts]),
+            _mean([_most(score.token_recall for score in scores) for scores in of_texts]),
+        )
+    return ReadShare(
+        texts,
+        _most(row.exact_match for row in rows),
+        _most(row.token_recall for row in rows),
+    )
+
+
+def _most(values: Iterable[float | None]) -> float | None:
+    return max((value for value in values if value is not None), default=None)
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    measured = [value for value in values if value is not None]
+    return sum(measured) / len(measured) if measured else None
+
+
+def client_name(client: int) -> str:
+    """Returns what a report calls a client."""
+    return "all" if client == EVERYONE else str(client)
+
+
+def leakage_table(
+    name: str,
+    rows: Sequence[LeakageRow],
+    read: Mapping[Key, ReadShare],
+    ledger: Sequence[LedgerRow] = (),
+    of_models: bool = False,
+) -> Table:
+    """Returns a line per round and client, with a column per attack.
+
+    Args:
+        name: The name of the run.
+        rows: Scored answers.
+        read: What attacks together read of each update.
+        ledger: Rows of privacy.jsonl.
+        of_models: Whether differences of published models were attacked, in place of updates.
+    """
+    subject = (
+        "what the published models tell" if of_models else "what the server read in each update"
+    )
+    attacks = sorted({row.attack for row in rows})
+    of_update = {key: of_key for key, of_key in by_update(rows).items() if key in read}
+    shown = list(of_update)[:MOST_ROWS]
+    spent: dict[int, list[LedgerRow]] = {}
+    for row in ledger:
+        spent.setdefault(row.round, []).append(row)
+    notes = [
+        "Of an attack: texts recovered exactly and ROUGE-L, or the share of tokens found; epsilon: "
+        "spent so far."
+    ]
+    if more := len(of_update) - len(shown):
+        notes.append(f"{more:,} more updates are in leakage.jsonl of the run.")
+    return Table(
+        f"{name}: {subject}",
+        [
+            *figures("round", "client", "texts", "tokens"),
+            Column("word for word", page_only=True),
+            Column("tokens found", page_only=True),
+            *figures("no update", "epsilon", *attacks),
+        ],
+        [_row(key, of_update[key], read[key], spent.get(key.round, ()), attacks) for key in shown],
+        notes,
+        groups=1,
+        kept=8,
+    )
+
+
+def _row(
+    key: Key,
+    rows: Sequence[LeakageRow],
+    read: ReadShare,
+    ledger: Sequence[LedgerRow],
+    attacks: Sequence[str],
+) -> list[Cell]:
+    answers = {row.attack: row for row in rows}
+    # A row whose truth is damaged lacks the sizes that other rows of the update have.
+    whole = max(rows, key=lambda row: row.batch_size or 0)
+    guesses = [row.guess_rougeL for row in rows if row.guess_rougeL is not None]
+    return [
+        *plain(
+            str(key.round),
+            client_name(key.client),
+            number(whole.batch_size),
+            number(whole.num_tokens),
+            percent(read.exact),
+            percent(read.tokens),
+            number(guesses[0] if guesses else None),
+            epsilon_of(key, ledger),
+        ),
+        *(_answer(answers.get(attack)) for attack in attacks),
+    ]
+
+
+def _answer(row: LeakageRow | None) -> Cell:
+    """Returns what one attack got from one update."""
+    if row is None:
+        return Cell(NOT_MEASURED)
+    if row.status != Status.RECOVERED:
+        return Cell(row.status, Tone.GAP)
+    if row.rougeL is None:
+        return Cell(percent(row.token_recall))
+    texts = row.batch_size or 0
+    exact = f"{round((row.exact_match or 0) * texts)}/{texts}"
+    return Cell(f"{exact} {row.rougeL:3.0f}", Tone.ALARM if row.exact_match else Tone.PLAIN)
+
+
+def epsilon_of(key: Key, ledger: Sequence[LedgerRow]) -> str:
+    """Returns the epsilon that a client has spent by a round; for a sum, the largest one."""
+    clients: dict[int, list[float | str]] = {}
+    for row in ledger:
+        if row.round == key.round and key.client in (row.client, EVERYONE):
+            clients.setdefault(row.client, []).append(row.epsilon)
+    # Of statements about one client the smallest is what counts.
+    epsilons = [min(map(float, spent)) for spent in clients.values() if NONE not in spent]
+    if len(epsilons) < len(clients):
+        return NONE
+    return f"{max(epsilons):.3g}" if epsilons else NOT_MEASURED

@@ -1,0 +1,101 @@
+"""The table of a sweep: a line per cell and attack."""
+
+from fedleak.report.table import Cell, Table, Tone, figures, plain, words
+from fedleak.report.tables.membership import area
+from fedleak.report.words import (
+    INTERVALS,
+    few_digits,
+    in_words,
+    number,
+    short_key,
+    starred,
+    unbroken,
+    warnings,
+)
+from fedleak.store.summaries import AttackSummary, CellSummary, Estimate, SweepSummary
+from fedleak.training.privacy import NONE
+
+UTILITIES = {"mcc": "MCC", "perplexity": "perplexity"}
+"""The figures that stand for the utility of classifiers and of causal models, and their names."""
+
+
+def utility_measure(collected: SweepSummary) -> str | None:
+    """Returns which figure stands for the utility of a sweep's cells; None if none does."""
+    for measure in UTILITIES:
+        if any(utility(cell, measure) is not None for cell in collected.cells):
+            return measure
+    return None
+
+
+def utility(cell: CellSummary, measure: str | None) -> float | None:
+    """Returns the utility of a cell's model, if it was measured."""
+    return None if cell.utility is None or measure is None else cell.utility.figures.get(measure)
+
+
+def attacks_table(collected: SweepSummary) -> Table:
+    """Returns a line per cell and attack of a sweep."""
+    summaries = [summary for cell in collected.cells for summary in cell.attacks.values()]
+    notes = [*warnings([summary.warning for summary in summaries]), INTERVALS]
+    if any(summary.answers < summary.rows for summary in summaries):
+        notes.append("answers that are missing: `fedleak score` of the cell's folder says why")
+    measure = utility_measure(collected)
+    known = [cell.privacy for cell in collected.cells if cell.privacy is not None]
+    guaranteed = any(
+        privacy.epsilon != NONE or privacy.noise_multiplier is not None for privacy in known
+    )
+    with_membership = any(cell.membership is not None for cell in collected.cells)
+    about_cells = [
+        *words(*map(short_key, collected.axes)),
+        *figures(*([UTILITIES[measure]] if measure else [])),
+        *figures(*["epsilon", "noise multiplier"] * guaranteed),
+    ]
+    about_attacks = [
+        *words("attack"),
+        *figures("texts exact, %", "ROUGE-L", "no update", "tokens found, %"),
+        *figures(*["who was in, AUC"] * with_membership),
+        *figures("seconds"),
+    ]
+    rows = []
+    for cell in collected.cells:
+        settings = [in_words(cell.values[key]) for key in collected.axes]
+        if measure:
+            settings.append(number(utility(cell, measure), 2 if measure == "mcc" else 1))
+        if guaranteed:
+            privacy = cell.privacy
+            settings.append(few_digits(privacy.epsilon if privacy else None))
+            settings.append(few_digits(privacy.noise_multiplier if privacy else None))
+        lines = [
+            _attack_cells(cell, name, summary, with_membership)
+            for name, summary in cell.attacks.items()
+        ]
+        nothing = [Cell(cell.status, Tone.GAP), *plain(*[""] * (len(about_attacks) - 1))]
+        rows += [[*plain(*settings), *line] for line in lines or [nothing]]
+    return Table(
+        f"{collected.name}: mean and 95 % interval over clients",
+        [*about_cells, *about_attacks],
+        rows,
+        notes,
+        groups=len(about_cells),
+    )
+
+
+def _attack_cells(
+    cell: CellSummary, name: str, summary: AttackSummary, with_membership: bool
+) -> list[Cell]:
+    missing = f" {summary.answers} of {summary.rows}" if summary.answers < summary.rows else ""
+    of_membership = None if cell.membership is None else cell.membership.main(name)
+    return [
+        Cell(starred(name, summary.warning) + missing, Tone.GAP if missing else Tone.PLAIN),
+        *plain(
+            unbroken(summary.exact_match, 100),
+            unbroken(summary.rougeL),
+            _mean(summary.guess_rougeL),
+            _mean(summary.token_recall, 100),
+            *[area(of_membership.auc if of_membership else None)] * with_membership,
+            number(summary.seconds, 1),
+        ),
+    ]
+
+
+def _mean(value: Estimate | None, scale: float = 1) -> str:
+    return number(None if value is None else scale * value.mean)
