@@ -5,6 +5,7 @@ import doctest
 import json
 import subprocess
 import sys
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +26,6 @@ from fedleak.models import CAUSAL_LM, CLASSIFICATION, parameter_names
 from fedleak.models.adoption import adopt
 from fedleak.store.records import LEAKAGE
 from fedleak.store.run import Run
-from fedleak.training.observation import Knowledge
 
 PEFT = pytest.mark.filterwarnings(
     "ignore:.is_gradient_checkpointing. is deprecated:FutureWarning",
@@ -70,7 +70,9 @@ def gradients(own: SimpleNamespace, module: nn.Module | None = None) -> dict[str
 
 def attack(own: SimpleNamespace, update: Any, **options: Any) -> fedleak.AttackResult:
     given = {"model": own.module, "tokenizer": own.tokenizer, "num_examples": 2, "kind": "keyspan"}
-    return fedleak.attack(update, **given | options)
+    given |= options
+    facts = {name: given.pop(name) for name in given.keys() - signature(fedleak.attack).parameters}
+    return fedleak.attack(update, **{"sent": fedleak.SentUpdate(**facts)} | given)
 
 
 class Wrapper(nn.Module):
@@ -230,7 +232,7 @@ def test_one_step_of_training_is_read(own, sent):
     before = own.module.state_dict()
     delta = {name: value - before[name] for name, value in after.state_dict().items()}
     update = delta if sent == "delta" else after
-    result = attack(own, update, sent=sent, learning_rate=0.1)
+    result = attack(own, update, payload=sent, learning_rate=0.1)
     assert sorted(result.texts) == sorted(NOTES)
 
 
@@ -246,7 +248,7 @@ def test_weight_decay_is_taken_out_of_a_delta(own, optimiser, dtype):
         step.step()
     before = own.module.state_dict()
     delta = {n: (value - before[n]).to(dtype) for n, value in after.state_dict().items()}
-    options = {"sent": "delta", "learning_rate": 1e-3, "local_steps": 2, "kind": "probes"}
+    options = {"payload": "delta", "learning_rate": 1e-3, "local_steps": 2, "kind": "probes"}
     used = {word for text in NOTES for word in text.split()}
     told = attack(own, delta, optimiser=optimiser, weight_decay=0.1, **options)
     assert used <= set(told.words)
@@ -266,10 +268,13 @@ def test_what_was_not_trained_did_not_decay(own):
     seen = own_update.observe(
         delta,
         adopt(own.module, own.tokenizer),
-        sent=own_update.Sent.DELTA,
-        num_examples=1,
-        knowledge=Knowledge(learning_rate=0.1, local_steps=1, optimiser="adamw"),
-        weight_decay=0.1,
+        fedleak.SentUpdate(
+            num_examples=1,
+            payload="delta",
+            learning_rate=0.1,
+            optimiser="adamw",
+            weight_decay=0.1,
+        ),
     )
     assert not seen.update.tensors["bert.pooler.dense.weight"].any()
 
@@ -280,7 +285,7 @@ def test_after_adam_nothing_is_proved(own):
     torch.optim.Adam(after.parameters(), lr=1e5, eps=1e6).step()  # nearly plain SGD
     before = own.module.state_dict()
     delta = {name: value - before[name] for name, value in after.state_dict().items()}
-    options = {"sent": "delta", "learning_rate": 0.1}
+    options = {"payload": "delta", "learning_rate": 0.1}
     assert sorted(attack(own, delta, **options).texts) == sorted(NOTES)
     assert not attack(own, delta, optimiser="adam", **options).verified
 
@@ -326,7 +331,7 @@ def test_granted_facts_are_in_the_order_of_an_observation(own, monkeypatch):
 
     monkeypatch.setattr("fedleak.attacks.subspace.keyspan.Keyspan.__call__", look)
     knows = {"lengths": [5, 9], "labels": [0, 1], "batch_size": 2}
-    result = attack(own, gradients(own), knows=knows)
+    result = attack(own, gradients(own), **knows)
     assert (seen[0].lengths, seen[0].labels) == ((9, 5), (1, 0))
     assert result.answer.granted == ("batch_size", "labels", "lengths")
     assert str(result).splitlines()[1] == "  looked only"
@@ -359,24 +364,32 @@ WRONG = {
     "a text": ("update", {}, "the update is str"),
     "too few tensors": ([torch.ones(2)], {}, "has 1 tensors, and the model has 73 parameters"),
     "a module before backward": (nn.Linear(2, 2), {}, "call loss.backward() first"),
-    "a module as delta": (nn.Linear(2, 2), {"sent": "delta"}, "give sent='weights'"),
+    "a module as delta": (
+        nn.Linear(2, 2),
+        {"payload": "delta", "learning_rate": 1.0},
+        "give payload='weights'",
+    ),
     "twice the same": (
         {"classifier.bias": torch.ones(2), "module.classifier.bias": torch.zeros(2)},
         {},
         "two names",
     ),
-    "a kind of update": ({}, {"sent": "dleta"}, "did you mean 'delta'?"),
-    "no rate": ({"classifier.bias": torch.ones(2)}, {"sent": "delta"}, "learning_rate is missing"),
+    "a kind of update": ({}, {"payload": "dleta"}, "did you mean 'delta'?"),
+    "no rate": (
+        {"classifier.bias": torch.ones(2)},
+        {"payload": "delta"},
+        "learning_rate is missing",
+    ),
     "a rate": (
         {"classifier.bias": torch.ones(2)},
-        {"sent": "delta", "learning_rate": -1.0},
+        {"payload": "delta", "learning_rate": -1.0},
         "learning_rate = -1.0: input should be greater than 0",
     ),
     "an attack": ({}, {"kind": "dagr"}, "did you mean 'dager'?"),
     "a setting": ({}, {"settings": {"beem": 4}}, "did you mean 'beam'?"),
     "a rate in words": (
         {"classifier.bias": torch.ones(2)},
-        {"sent": "delta", "learning_rate": "0.1"},
+        {"payload": "delta", "learning_rate": "0.1"},
         "learning_rate = '0.1'",
     ),
     "an optimiser": ({}, {"optimiser": "adamm"}, "unknown optimiser 'adamm': did you mean 'adam"),
@@ -387,24 +400,24 @@ WRONG = {
     ),
     "a weight decay": (
         {"classifier.bias": torch.ones(2)},
-        {"sent": "delta", "learning_rate": 0.1, "weight_decay": -0.1},
+        {"payload": "delta", "learning_rate": 0.1, "weight_decay": -0.1},
         "weight_decay = -0.1",
     ),
     "half a step": (
         {"classifier.bias": torch.ones(2)},
-        {"sent": "delta", "learning_rate": 0.1, "local_steps": 1.5},
+        {"payload": "delta", "learning_rate": 0.1, "local_steps": 1.5},
         "local_steps = 1.5",
     ),
     "no examples": ({}, {"num_examples": 0}, "num_examples = 0"),
     "half an example": ({}, {"num_examples": 2.5}, "num_examples = 2.5"),
     "examples in words": ({}, {"num_examples": "2"}, "num_examples = '2'"),
-    "a fact": ({}, {"knows": {"label": [1]}}, "did you mean 'labels'?"),
-    "too few labels": ({}, {"knows": {"labels": [1]}}, "labels has 1 numbers"),
-    "one label": ({}, {"knows": {"labels": 1}}, "labels: give a list of whole numbers"),
-    "labels in words": ({}, {"knows": {"labels": ["a", "b"]}}, "labels: give a list of whole"),
-    "half a batch": ({}, {"knows": {"batch_size": 0.5}}, "batch_size = 0.5"),
-    "noise below zero": ({}, {"knows": {"noise_scale": -1.0}}, "noise_scale = -1.0"),
-    "labels that there are not": ({}, {"knows": {"labels": [1, 2]}}, "not from 0 to 1"),
+    "a fact": ({}, {"label": [1]}, "did you mean 'labels'?"),
+    "too few labels": ({}, {"labels": [1]}, "labels has 1 numbers"),
+    "one label": ({}, {"labels": 1}, "labels: give a list of whole numbers"),
+    "labels in words": ({}, {"labels": ["a", "b"]}, "labels: give a list of whole"),
+    "half a batch": ({}, {"batch_size": 0.5}, "batch_size = 0.5"),
+    "noise below zero": ({}, {"noise_scale": -1.0}, "noise_scale = -1.0"),
+    "labels that there are not": ({}, {"labels": [1, 2]}, "not from 0 to 1"),
     "a loss": ({}, {"loss": "hinge"}, "unknown loss 'hinge'"),
     "a rate that is no number": ({}, {"learning_rate": float("nan")}, "learning_rate = nan"),
     "steps below zero": ({}, {"local_steps": -1}, "local_steps = -1"),
@@ -413,7 +426,8 @@ WRONG = {
     "settings in a list": ({}, {"settings": [1]}, "settings = [1]"),
     "settings in a tensor": ({}, {"settings": torch.ones(2, 2)}, "settings = tensor("),
     "another attack in the settings": ({}, {"settings": {"kind": "dlg"}}, "is the attack itself"),
-    "facts in a list": ({}, {"knows": ["labels"]}, "knows = ['labels']"),
+    "something for what was sent": ({}, {"sent": 2}, "sent = 2"),
+    "a number for what was sent": ({}, {"sent": 2}, "sent = 2"),
     "a kind in a list": ({}, {"kind": ["dager"]}, "kind = ['dager']"),
     "a loss in a list": ({}, {"loss": []}, "loss = []"),
     "nobody to tell": ({}, {"on_progress": 5}, "on_progress = 5"),
@@ -502,7 +516,7 @@ def test_scores_can_be_of_token_ids(own):
 
 def test_weights_are_no_gradient_and_no_delta(own):
     weights = {name: 1.01 * p.detach() for name, p in own.module.named_parameters()}
-    for options in ({}, {"sent": "delta", "learning_rate": 0.1}):
+    for options in ({}, {"payload": "delta", "learning_rate": 0.1}):
         with pytest.raises(fedleak.ConfigError, match="is nearly the weights of the model"):
             attack(own, weights, **options)
 
@@ -598,7 +612,7 @@ def test_an_update_of_a_run_is_scored_as_the_run_scores_it(tmp_path, in_process)
         run.read_capture(key).update.tensors,
         model.module,
         model.tokenizer,
-        num_examples=1,
+        sent=fedleak.SentUpdate(num_examples=1),
         kind="keyspan",
     )
     truth = run.read_truth(key)

@@ -11,7 +11,7 @@ The example of a gradient goes from a plain transformers model to the text that 
 >>> texts = ["the patient has a fever", "my sister lost her job"]
 >>> batch = tokenizer(texts, padding=True, return_tensors="pt")
 >>> model(**batch, labels=torch.tensor([1, 0])).loss.backward()
->>> result = fedleak.attack(model, model, tokenizer, num_examples=2)
+>>> result = fedleak.attack(model, model, tokenizer, sent=fedleak.SentUpdate(num_examples=2))
 >>> sorted(result.texts)
 ['my sister lost her job', 'the patient has a fever']
 >>> result.verified
@@ -25,7 +25,7 @@ True
 
 What can be wrong is a `fedleak.ConfigError`, with one line that says what to do:
 
->>> fedleak.attack({"bert.pooler.dense.wieght": torch.ones(2)}, model, tokenizer, num_examples=2)
+>>> fedleak.attack({"bert.pooler.dense.wieght": torch.ones(2)}, model, tokenizer, sent=result.sent)
 Traceback (most recent call last):
 ...
 fedleak.util.errors.ConfigError: the model has no parameter 'bert.pooler.dense.wieght': ...
@@ -36,22 +36,22 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from operator import index
+from functools import wraps
+from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar
 
-from pydantic import Field, InstanceOf, ValidationError
+from pydantic import Field, InstanceOf, SkipValidation, ValidationError, validate_call
 from torch import nn
 
-from fedleak.api.own_update import Sent, Tensors, observe
+from fedleak.api.own_update import Tensors, observe
 from fedleak.attacks import Equipped, Progress
 from fedleak.attacks.reconstruction import Reconstruction, Status
 from fedleak.audit.scoring import Scored, score_one, vocabulary_of
 from fedleak.config.components import NamedAttack, build_attack
 from fedleak.config.experiment import LARGEST_SEED, Experiment
 from fedleak.config.loading import load, parse
-from fedleak.config.tables import Positive, Table
-from fedleak.config.wording import one_line
+from fedleak.config.sent_update import SentUpdate, plain_number, whole_numbers, wrong_argument
 from fedleak.data.notes import notes
 from fedleak.models import LanguageModel, builtin, loading
 from fedleak.models.adoption import adopt, inner, without_weights
@@ -61,9 +61,9 @@ from fedleak.running.workers.process import answer_record, device_name, failure
 from fedleak.store.records import LEAKAGE, MEMBERSHIP, Answer, LeakageRow, MembershipRow
 from fedleak.store.run import Key, Run
 from fedleak.store.summaries import SUMMARY, RunSummary
-from fedleak.training.observation import GRANTABLE, Knowledge, Observation, Optimiser, ThreatModel
+from fedleak.training.observation import Observation, ThreatModel
 from fedleak.training.truth import GroundTruth
-from fedleak.util.errors import ConfigError, FedleakError, unknown
+from fedleak.util.errors import ConfigError, FedleakError
 from fedleak.util.rng import stream
 from fedleak.util.sanitise import is_whole, printable
 
@@ -73,13 +73,13 @@ if TYPE_CHECKING:
 __all__ = [
     "AttackResult",
     "ConfigError",
-    "Facts",
     "FedleakError",
     "LeakageRow",
     "MembershipRow",
     "Results",
     "RunSummary",
     "Scored",
+    "SentUpdate",
     "attack",
     "builtin_model",
     "read",
@@ -100,12 +100,12 @@ class AttackResult:
     Attributes:
         answer: The answer, as a run keeps it: token ids, evidence, diagnostics.
         model: What was attacked, without its weights: scores need its tokenizer.
-        num_examples: Texts that the update was computed on, as the attack was told.
+        sent: What the attack was told of the update.
     """
 
     answer: Answer
     model: LanguageModel = field(repr=False)
-    num_examples: int
+    sent: SentUpdate = field(repr=False)
 
     @property
     def status(self) -> Status:
@@ -149,101 +149,39 @@ class AttackResult:
         return "\n".join(lines)
 
 
-class Facts(TypedDict, total=False):
-    """What an attacker may be granted beyond the protocol, as in `threat.knows`.
-
-    Attributes:
-        batch_size: Texts in one local step.
-        labels: The class of each text.
-        lengths: The number of tokens of each text, special tokens included.
-        noise_scale: Standard deviation of noise that the client added to each number.
-    """
-
-    batch_size: int
-    labels: Sequence[int]
-    lengths: Sequence[int]
-    noise_scale: float
-
-
 _Seed = Annotated[int, Field(ge=0, le=LARGEST_SEED)]
-
-_LONGEST = 400
-"""Characters of an error about an argument, which may be anything."""
-
-
-class _AttackArguments(Table):
-    """The arguments of `attack` besides the update and the model."""
-
-    num_examples: Positive
-    kind: str
-    settings: Mapping[str, Any]
-    sent: str
-    task: str | None
-    loss: str
-    learning_rate: Annotated[float, Field(gt=0)] | None
-    local_steps: Positive
-    optimiser: str
-    weight_decay: Annotated[float, Field(ge=0)]
-    dropout: bool | None
-    knows: Mapping[str, Any]
-    seed: _Seed
-    on_progress: Callable[..., Any]
+_Parameters = ParamSpec("_Parameters")
+_Returned = TypeVar("_Returned")
 
 
-class _GrantedNumbers(Table):
-    """The granted facts that are of no single text."""
+def _checked(function: Callable[_Parameters, _Returned]) -> Callable[_Parameters, _Returned]:
+    """Checks the types of a call's arguments, and says in one line what is not right."""
+    strict = {"strict": True, "arbitrary_types_allowed": True}
+    validated = validate_call(config=strict)(function)  # type: ignore[call-overload]
 
-    batch_size: Positive = 1
-    noise_scale: Annotated[float, Field(ge=0)] = 0.0
+    @wraps(function)
+    def call(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Returned:
+        arguments = signature(function).bind(*args, **kwargs).arguments
+        try:
+            returned: _Returned = validated(**{n: plain_number(v) for n, v in arguments.items()})
+        except ValidationError as error:
+            raise wrong_argument(error) from error
+        return returned
 
-
-class _ScoreArguments(Table):
-    """The arguments of `score` besides the texts."""
-
-    result: InstanceOf[AttackResult]
-    other: InstanceOf[AttackResult] | None
-    seed: _Seed
-
-
-_Arguments = TypeVar("_Arguments", bound=Table)
-
-
-def _checked(
-    arguments: type[_Arguments], values: Mapping[str, Any], prefix: str = ""
-) -> _Arguments:
-    """Returns arguments of the right types; a number of NumPy or torch becomes a plain one.
-
-    Raises:
-        ConfigError: The first that is not right.
-    """
-    plain = {
-        name: value.item() if getattr(value, "ndim", None) == 0 else value
-        for name, value in values.items()
-    }
-    try:
-        return arguments.model_validate(plain)
-    except ValidationError as error:
-        raise ConfigError(prefix + printable(one_line(error, arguments))[:_LONGEST]) from error
+    return call
 
 
+@_checked
 def attack(
-    update: Tensors,
-    model: nn.Module | str | os.PathLike[str],
+    update: Annotated[Tensors, SkipValidation],
+    model: Annotated[nn.Module | str | os.PathLike[str], SkipValidation],
     tokenizer: Any = None,
     *,
-    num_examples: int,
+    sent: InstanceOf[SentUpdate],
     kind: str = "auto",
     settings: Mapping[str, Any] | None = None,
-    sent: Literal["gradient", "delta", "weights"] = "gradient",
     task: str | None = None,
-    loss: str = "cross-entropy",
-    learning_rate: float | None = None,
-    local_steps: int = 1,
-    optimiser: Optimiser = "sgd",
-    weight_decay: float = 0.0,
-    dropout: bool | None = None,
-    knows: Facts | None = None,
-    seed: int = 0,
+    seed: _Seed = 0,
     on_progress: Callable[[Progress], None] = lambda progress: None,
 ) -> AttackResult:
     """Attacks an update of your own training.
@@ -261,24 +199,11 @@ def attack(
             LLaMA for sequence classification or next-token prediction, in any wrapper. Or the
             name of a folder or hub id with all of its weights.
         tokenizer: Of the model; only for a module.
-        num_examples: Texts that the update was computed on. A federated client reports the number.
+        sent: What the server knows of the update: at least how many texts it was computed on.
         kind: The attack; `fedleak list` names them.
         settings: Of the attack, by name, as in `[[attack]]` of an experiment file.
-        sent: "gradient", of the mean loss of the batch; "delta", weights after training minus the
-            weights before; "weights", those after training.
         task: "sequence-classification" or "causal-lm", of a model that is given by its name; left
             out: what it was saved as.
-        loss: What a classifier is trained on: "cross-entropy", or "squared" of logits and one-hot
-            classes. Next-token prediction has cross-entropy, a mean over all tokens, and an end
-            token behind each text.
-        learning_rate: Of the client's steps; needed for "delta" and "weights".
-        local_steps: How many there were.
-        optimiser: What the client stepped with: "sgd" (without momentum), "adam", "adamw" or
-            "other". After any but plain SGD an update is no gradient, and nothing is proved.
-        weight_decay: Of that optimiser. It is taken out of a delta, but for that of "adam", which
-            is in the gradient.
-        dropout: Whether it was on. Left out: whether the module is in training mode now.
-        knows: What else the attacker is granted; nothing, if it is left out.
         seed: Decides what the attack draws.
         on_progress: Is told how far a long attack is.
 
@@ -288,82 +213,47 @@ def attack(
     Raises:
         ConfigError: The update does not fit the model, or something else that you can mend.
     """
-    arguments = _checked(
-        _AttackArguments,
-        {
-            "num_examples": num_examples,
-            "kind": kind,
-            "settings": {} if settings is None else settings,
-            "sent": sent,
-            "task": task,
-            "loss": loss,
-            "learning_rate": learning_rate,
-            "local_steps": local_steps,
-            "optimiser": optimiser,
-            "weight_decay": weight_decay,
-            "dropout": dropout,
-            "knows": {} if knows is None else knows,
-            "seed": seed,
-            "on_progress": on_progress,
-        },
-    )
-    victim = _victim(model, tokenizer, arguments.task, arguments.loss)
-    if "kind" in arguments.settings:
+    victim = _victim(model, tokenizer, task, sent.loss)
+    settings = {} if settings is None else settings
+    if "kind" in settings:
         raise ConfigError(
-            f"settings: kind = {arguments.settings['kind']!r} is the attack itself, and that is "
-            f"{arguments.kind!r}: leave it out"
+            f"settings: kind = {settings['kind']!r} is the attack itself, and that is {kind!r}: "
+            "leave it out"
         )
-    named = build_attack(0, {"kind": arguments.kind, **arguments.settings})
+    named = build_attack(0, {"kind": kind, **settings})
     if isinstance(named.attack, Equipped):
         named.attack.check_equipment()
-    if arguments.sent not in list(Sent):
-        raise ConfigError(
-            unknown("kind of update", arguments.sent, [choice.value for choice in Sent])
-        )
-    named = replace(named, threat=ThreatModel(frozenset(arguments.knows)))
-    if arguments.optimiser not in (known := get_args(Optimiser)):
-        raise ConfigError(unknown("optimiser", arguments.optimiser, known))
-    knowledge = Knowledge(
-        learning_rate=arguments.learning_rate,
-        local_steps=arguments.local_steps,
-        optimiser=None if arguments.optimiser == "sgd" else arguments.optimiser,  # type: ignore[arg-type]
-        dropout=_dropout(model) if arguments.dropout is None else arguments.dropout,
-        **_per_example(arguments.knows, arguments.num_examples, victim),
-    )
-    order = inner(model) if isinstance(model, nn.Module) else None
-    seen = observe(
-        update,
-        victim,
-        sent=Sent(arguments.sent),
-        num_examples=arguments.num_examples,
-        knowledge=knowledge,
-        weight_decay=arguments.weight_decay,
-        order=order,
-    )
+    named = replace(named, threat=ThreatModel(sent.granted))
+    _whole_numbers("labels", sent.labels or (), 0, victim.num_labels - 1)
+    _whole_numbers("lengths", sent.lengths or (), 1, victim.max_length)
+    if sent.dropout is None:
+        sent = sent.model_copy(update={"dropout": _dropout(model)})
+    seen = observe(update, victim, sent, inner(model) if isinstance(model, nn.Module) else None)
     for name in seen.update.tensors:  # certificates recompute what was sent, frozen since or not
         victim.module.get_parameter(name).requires_grad_(True)
     start = time.perf_counter()
-    reconstruction = _attempt(named, seen, victim, arguments.seed, on_progress)
+    reconstruction = _attempt(named, seen, victim, seed, on_progress)
     answer = answer_record(
         Key(seen.round, seen.client),
         named,
-        knowledge,
+        seen.knowledge,
         reconstruction,
         seconds=round(time.perf_counter() - start, 4),
         device=device_name(str(victim.device)),
         together=1,
     )
-    return AttackResult(answer, without_weights(victim), arguments.num_examples)
+    return AttackResult(answer, without_weights(victim), sent)
 
 
+@_checked
 def score(
-    result: AttackResult,
-    texts: Sequence[str] | Sequence[Sequence[int]],
+    result: InstanceOf[AttackResult],
+    texts: Annotated[Sequence[str] | Sequence[Sequence[int]], SkipValidation],
     *,
-    labels: Sequence[int] = (),
-    other: AttackResult | None = None,
-    held_out: Sequence[str] | None = None,
-    seed: int = 0,
+    labels: Annotated[Sequence[int], SkipValidation] = (),
+    other: InstanceOf[AttackResult] | None = None,
+    held_out: Annotated[Sequence[str] | None, SkipValidation] = None,
+    seed: _Seed = 0,
 ) -> Scored:
     """Scores an answer against the texts that the update was computed on.
 
@@ -384,14 +274,13 @@ def score(
     Raises:
         ConfigError: These cannot be the texts of the update.
     """
-    arguments = _checked(_ScoreArguments, {"result": result, "other": other, "seed": seed})
     model = result.model
     sequences = _token_ids("texts", texts, model)
-    if len(sequences) != result.num_examples:
+    if len(sequences) != result.sent.num_examples:
         # An attack answers with as many texts as it was told, so that fewer or more match none.
         raise ConfigError(
             f"texts: there are {len(sequences)}, but the attack was told num_examples = "
-            f"{result.num_examples}: give all texts of the update"
+            f"{result.sent.num_examples}: give all texts of the update"
         )
     classes = _whole_numbers("labels", labels, 0, model.num_labels - 1)
     if classes and len(classes) != len(sequences):
@@ -407,9 +296,7 @@ def score(
         batch_size=len(sequences),
     )
     control = None if other is None else other.answer
-    return score_one(
-        result.answer, truth, model, other=control, held_out=others, seed=arguments.seed
-    )
+    return score_one(result.answer, truth, model, other=control, held_out=others, seed=seed)
 
 
 @dataclass(frozen=True)
@@ -558,32 +445,6 @@ def _dropout(model: object) -> bool | None:
     return any(layer.training and layer.p > 0 for layer in layers)
 
 
-def _per_example(
-    granted: Mapping[str, Any], num_examples: int, model: LanguageModel
-) -> dict[str, Any]:
-    """Returns the granted facts, with what is per text in the order of an observation."""
-    if unheard := sorted(granted.keys() - GRANTABLE):
-        raise ConfigError(f"knows: {unknown('fact', unheard[0], GRANTABLE)}")
-    numbers = {n: granted[n] for n in granted.keys() & _GrantedNumbers.model_fields.keys()}
-    plain = _checked(_GrantedNumbers, numbers, "knows: ").model_dump(exclude_unset=True)
-    facts = {**granted, **plain}
-    for name, lowest, highest in (
-        ("labels", 0, model.num_labels - 1),
-        ("lengths", 1, model.max_length),
-    ):
-        if name in facts:
-            facts[name] = _whole_numbers(f"knows: {name}", facts[name], lowest, highest)
-            if len(facts[name]) != num_examples:
-                raise ConfigError(
-                    f"knows: {name} has {len(facts[name])} numbers for num_examples = "
-                    f"{num_examples}"
-                )
-    if lengths := facts.get("lengths"):
-        order = sorted(range(num_examples), key=lambda i: lengths[i], reverse=True)
-        facts |= {n: tuple(facts[n][i] for i in order) for n in ("labels", "lengths") if n in facts}
-    return facts
-
-
 def _whole_numbers(name: str, values: Any, lowest: int, highest: int) -> tuple[int, ...]:
     """Returns numbers of any library as plain ones.
 
@@ -591,9 +452,9 @@ def _whole_numbers(name: str, values: Any, lowest: int, highest: int) -> tuple[i
         ConfigError: They are something else than whole numbers from `lowest` to `highest`.
     """
     try:
-        numbers = tuple(index(value) for value in values)
-    except TypeError:
-        raise ConfigError(f"{name}: give a list of whole numbers") from None
+        numbers = whole_numbers(values)
+    except ValueError as error:
+        raise ConfigError(f"{name}: {error}") from error
     if wrong := [number for number in numbers if not lowest <= number <= highest]:
         raise ConfigError(f"{name} has {wrong[0]}, a number that is not from {lowest} to {highest}")
     return numbers

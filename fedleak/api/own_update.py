@@ -5,31 +5,18 @@ names, shapes, kinds of numbers, and then the numbers.
 """
 
 from collections.abc import Mapping, Sequence
-from enum import StrEnum
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fedleak.config.sent_update import Payload, SentUpdate
 from fedleak.models import LanguageModel
 from fedleak.models.parameter_names import matched
-from fedleak.training.observation import ClientUpdate, Knowledge, Observation, UpdateKind
-from fedleak.training.weight_decay import by_decay
+from fedleak.training.observation import ClientUpdate, Observation, UpdateKind
 from fedleak.util.errors import ConfigError
 from fedleak.util.finite import all_finite
 from fedleak.util.sanitise import printable
-
-
-class Sent(StrEnum):
-    """What the tensors of an update are."""
-
-    GRADIENT = "gradient"
-    """The gradient of the mean loss of a batch."""
-    DELTA = "delta"
-    """Weights after local training minus the weights before."""
-    WEIGHTS = "weights"
-    """Weights after local training."""
-
 
 Tensors = nn.Module | Mapping[str, Any] | Sequence[Any]
 """A module stands for the gradients or weights that it holds; else tensors or arrays by name, or in
@@ -45,66 +32,49 @@ _LONGEST = 200
 
 
 def observe(
-    update: Tensors,
-    model: LanguageModel,
-    *,
-    sent: Sent,
-    num_examples: int,
-    knowledge: Knowledge,
-    weight_decay: float = 0.0,
-    order: nn.Module | None = None,
+    update: Tensors, model: LanguageModel, sent: SentUpdate, order: nn.Module | None = None
 ) -> Observation:
     """Returns what a server sees of a client that sends this update.
 
     Args:
         update: Tensors of any floating-point type, which they keep.
         model: At the weights that training started from.
-        sent: What the tensors are.
-        num_examples: Texts that the update was computed on.
-        knowledge: What else the attacker knows.
-        weight_decay: Of the client's steps; it is taken out of a delta.
+        sent: What the server knows of the update. Its weight decay is taken out of a delta.
         order: The module whose parameters a sequence follows; None: the model's own.
 
     Raises:
         ConfigError: Anything about the update that is not right.
     """
-    named = _by_name(update, sent, order or model.module)
-    tensors = _checked(named, model, sent)
-    own = dict(model.module.named_parameters())
-    if sent != Sent.WEIGHTS and _near(tensors, own):
+    payload, kind = sent.payload, UpdateKind.DELTA
+    named = _by_name(update, payload, order or model.module)
+    tensors = _checked(named, model, payload)
+    own = {name: value.detach() for name, value in model.module.named_parameters()}
+    if payload != "weights" and _near(tensors, own):
         raise ConfigError(
-            f"the {sent} is nearly the weights of the model themselves: where it is the weights "
-            f"after training, call it weights; else give the {sent}"
+            f"the {payload} is nearly the weights of the model themselves: where it is the weights "
+            f"after training, call it weights; else give the {payload}"
         )
-    if sent == Sent.WEIGHTS:
-        tensors = {name: value.float() - own[name].detach() for name, value in tensors.items()}
-    if sent == Sent.GRADIENT:
+    if payload == "weights":
+        tensors = {name: value.float() - own[name] for name, value in tensors.items()}
+    if payload == "gradient":
         kind = UpdateKind.GRADIENT
-        if knowledge.optimiser is not None or weight_decay:
+        if sent.optimiser != "sgd" or sent.weight_decay:
             raise ConfigError(
                 "a gradient is what the optimiser gets: leave optimiser and weight_decay out, or "
-                "give what it made of the weights (sent='delta' or 'weights')"
+                "give what it made of the weights (payload='delta' or 'weights')"
             )
     else:
-        kind = UpdateKind.DELTA
-        if knowledge.learning_rate is None:
-            raise ConfigError(
-                f"learning_rate is missing: {sent} tells a gradient only with the rate of the steps"
-            )
-        if weight_decay:
-            tensors = {
-                n: t - _decay(own[n], knowledge, weight_decay, t) if bool(t.any()) else t
-                for n, t in tensors.items()
-            }
+        tensors = {name: sent.without_decay(t, own[name]) for name, t in tensors.items()}
         # What was not trained did not change, not even by decay, and says nothing.
-        tensors = {n: t for n, t in tensors.items() if own[n].requires_grad or bool(t.any())}
+        trained = model.trained()
+        tensors = {n: t for n, t in tensors.items() if n in trained or bool(t.any())}
     if not any(bool(tensor.any()) for tensor in tensors.values()):
-        raise ConfigError(f"the {sent} is zero everywhere: there is nothing to attack")
+        raise ConfigError(f"the {payload} is zero everywhere: there is nothing to attack")
     return Observation(
         round=1,
         client=0,
-        update=ClientUpdate(kind, tensors, num_examples),
-        knowledge=knowledge,
+        update=ClientUpdate(kind, tensors, sent.num_examples),
+        knowledge=sent.knowledge(),
     )
 
 
@@ -112,34 +82,22 @@ def _near(tensors: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> bool:
     """Whether tensors differ from the weights of the same names by less than a tenth of these."""
     difference, size = 0.0, 0.0
     for name, tensor in tensors.items():
-        weight = weights[name].detach()
+        weight = weights[name]
         difference += float((tensor.float() - weight).norm() ** 2)
         size += float(weight.norm() ** 2)
     return difference < NEAR**2 * size
 
 
-def _decay(before: Tensor, knowledge: Knowledge, weight_decay: float, delta: Tensor) -> Tensor:
-    """Returns what weight decay alone makes of a parameter, rounded as the delta is."""
-    decay = by_decay(
-        before.detach(),
-        optimiser=knowledge.optimiser or "sgd",
-        decay=weight_decay,
-        rate=knowledge.learning_rate or 0.0,
-        steps=knowledge.local_steps or 1,
-    )
-    return decay.to(delta.dtype)
-
-
-def _by_name(update: Tensors, sent: Sent, order: nn.Module) -> dict[str, Any]:
+def _by_name(update: Tensors, payload: Payload, order: nn.Module) -> dict[str, Any]:
     """Returns what was sent, under the names that it has; without what was not sent."""
     if isinstance(update, nn.Module):
-        if sent == Sent.DELTA:
+        if payload == "delta":
             raise ConfigError(
-                "a module holds gradients or weights, not their difference: give sent='weights', "
-                "or the differences by name"
+                "a module holds gradients or weights, not their difference: give "
+                "payload='weights', or the differences by name"
             )
         parameters = update.named_parameters()
-        tensors = {n: p.grad if sent == Sent.GRADIENT else p.detach() for n, p in parameters}
+        tensors = {n: p.grad if payload == "gradient" else p.detach() for n, p in parameters}
         if all(value is None for value in tensors.values()):
             raise ConfigError(
                 "no parameter of the module has a gradient: call loss.backward() first, and "
@@ -174,13 +132,15 @@ def _in_order(update: Sequence[Any], module: nn.Module) -> dict[str, Any]:
     )
 
 
-def _checked(named: Mapping[str, Any], model: LanguageModel, sent: Sent) -> dict[str, Tensor]:
+def _checked(named: Mapping[str, Any], model: LanguageModel, payload: Payload) -> dict[str, Tensor]:
     """Returns tensors on the model's device by the model's own names.
 
     Shapes are checked before numbers are looked at: a file can claim any shape.
     """
     if strange := [name for name in named if not isinstance(name, str)]:
-        raise ConfigError(f"the {sent} has a name that is {type(strange[0]).__name__}, not a text")
+        raise ConfigError(
+            f"the {payload} has a name that is {type(strange[0]).__name__}, not a text"
+        )
     own = dict(model.module.named_parameters())
     tensors: dict[str, Tensor] = {}
     for given, name in matched(named, model.module).items():
@@ -188,11 +148,13 @@ def _checked(named: Mapping[str, Any], model: LanguageModel, sent: Sent) -> dict
         tensor = _tensor(shown, named[given], own[name])
         if name in tensors and not torch.equal(tensors[name], tensor):
             raise ConfigError(
-                f"two names of the {sent} mean {name}, and {shown} is the second: give one"
+                f"two names of the {payload} mean {name}, and {shown} is the second: give one"
             )
         tensors[name] = tensor
     if not tensors:
-        raise ConfigError(f"the {sent} holds no parameter of the model: give some of its tensors")
+        raise ConfigError(
+            f"the {payload} holds no parameter of the model: give some of its tensors"
+        )
     return {name: tensors[name] for name in own if name in tensors}
 
 

@@ -7,7 +7,7 @@ import typer
 
 from fedleak.cli.display import console
 from fedleak.cli.mistakes import mended
-from fedleak.util.errors import ConfigError
+from fedleak.util.errors import ConfigError, unknown
 from fedleak.util.sanitise import markup
 
 
@@ -78,6 +78,7 @@ def attack_update(
     import fedleak
     from fedleak.api.update_files import read_update
     from fedleak.cli import own_update
+    from fedleak.training.observation import GRANTABLE
 
     with mended():
         private = own_update.text_lines("--texts", texts)
@@ -91,23 +92,29 @@ def attack_update(
             )
         if out is not None and out.is_dir():
             raise ConfigError(f"--out {str(out)!r} is a folder: give a file")
+        facts = own_update.values("--knows", knows or ())
+        if strangers := sorted(facts.keys() - GRANTABLE):
+            raise ConfigError(f"--knows: {unknown('fact', strangers[0], GRANTABLE)}")
+        sent = fedleak.SentUpdate(
+            num_examples=len(private or ()) if examples is None else examples,
+            payload=kind,
+            loss=loss,
+            learning_rate=lr,
+            local_steps=steps,
+            optimiser=optimiser,
+            weight_decay=weight_decay,
+            dropout=dropout,
+            **facts,
+        )
         torch.set_num_threads(1)  # as in a worker: sums have one order, so results are repeatable
         with own_update.working(console) as tell:
             result = fedleak.attack(
                 read_update(file),
                 model,
-                num_examples=len(private or ()) if examples is None else examples,
+                sent=sent,
                 kind=attack_,
                 settings=own_update.values("--set", changes or ()),
-                sent=kind,  # type: ignore[arg-type]  # what else it may be is refused there
                 task=task,
-                loss=loss,
-                learning_rate=lr,
-                local_steps=steps,
-                optimiser=optimiser,  # type: ignore[arg-type]
-                weight_decay=weight_decay,
-                dropout=dropout,
-                knows=own_update.values("--knows", knows or ()),  # type: ignore[arg-type]
                 seed=seed,
                 on_progress=tell,
             )

@@ -59,6 +59,6 @@ def _problem(
         return f"{where} is missing: set it"
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "value_error":
-        return f"{where}: {message}"
+        return f"{where}: {message}" if where else message
     wanted = dict.fromkeys(f"{problem['msg'][0].lower()}{problem['msg'][1:]}" for problem in alike)
     return f"{where} = {first['input']!r}: {', or '.join(wanted)}"

@@ -7,7 +7,7 @@ T tokens of a sequence, O outputs and I inputs of a linear layer, R rank of an a
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -102,6 +102,7 @@ class FirstBlock:
     leave: Callable[[Tensor, Tensor], Tensor]
 
 
+@runtime_checkable
 class ModelFamily(Protocol):
     """An architecture, found by `config.model_type`. Parameters are named, never counted.
 

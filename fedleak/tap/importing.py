@@ -98,7 +98,7 @@ def import_run(tapped: Tapped, about: About, out: Path) -> Imported:
             key = Key(update.round, EVERYONE if update.summed else clients[update.nodes[0]])
             if not run.has_capture(key):
                 kept = ClientUpdate(tap.kind, update.tensors(), update.num_examples)
-                run.write_capture(Capture(key, kept, update.knowledge))
+                run.write_capture(Capture(key, kept, update.sent.knowledge()))
         for truth in truths:
             run.write_truth(Key(truth.round, truth.client), truth.to_json())
         run.write_json("held_out.json", {"sequences": held_out, "labels": []})
@@ -177,7 +177,7 @@ def _experiment(
             "rounds": rounds,
             "batch_size": training.batch_size * training.accumulate,
             "local_epochs": training.local_epochs,
-            "learning_rate": updates[0].knowledge.learning_rate,
+            "learning_rate": updates[0].sent.learning_rate,
             "dropout": training.dropout,
         },
         "update": {"share": "all" if len(share) == len(tap.model.trained()) else share},

@@ -16,14 +16,14 @@ from torch import Tensor
 
 from fedleak import data
 from fedleak.config.loading import parse
+from fedleak.config.sent_update import SentUpdate
 from fedleak.config.tables import MOST_EXAMPLES, Table
 from fedleak.models import CLASSIFICATION, LanguageModel, ModelSpec, loading
 from fedleak.models.parameter_names import matched
 from fedleak.store.files import naming
 from fedleak.tap.about import About
 from fedleak.tap.folder import KeptArrays, Tapped, TappedMessage
-from fedleak.training.observation import Knowledge, UpdateKind
-from fedleak.training.weight_decay import by_decay
+from fedleak.training.observation import UpdateKind
 from fedleak.util.errors import ConfigError, FedleakError
 from fedleak.util.finite import all_finite
 from fedleak.util.plain_files import content
@@ -50,7 +50,7 @@ class Update:
         message: The reply; of a sum, the one with most examples.
         num_examples: That the client reported, or all of them together.
         names: Of the parameters in it.
-        knowledge: What the server knows of how it was made.
+        sent: What the server knows of how it was made.
         tensors: Reads it.
     """
 
@@ -60,7 +60,7 @@ class Update:
     message: TappedMessage
     num_examples: int
     names: frozenset[str]
-    knowledge: Knowledge
+    sent: SentUpdate
     tensors: Callable[[], dict[str, Tensor]]
 
 
@@ -206,10 +206,10 @@ class Tap:
             raise RefusedError("it holds no parameter of the model")
         sent = self._sent_to(message)
         examples = self._examples(message)
-        knowledge = self._knowledge(message, examples)
+        known = self._known_of(message, examples)
 
         def tensors() -> dict[str, Tensor]:
-            return self._change(self._read(places), self._model_in(sent), knowledge)
+            return self._change(self._read(places), self._model_in(sent), known)
 
         return Update(
             round=message.round,
@@ -218,7 +218,7 @@ class Tap:
             message=message,
             num_examples=examples,
             names=frozenset(tensors()),  # all of it is checked now
-            knowledge=knowledge,
+            sent=known,
             tensors=tensors,
         )
 
@@ -242,10 +242,10 @@ class Tap:
         examples = sum(map(self._examples, replies.values()))
         # Who has most examples makes most steps.
         most = max(replies.values(), key=self._examples)
-        knowledge = self._knowledge(most, self._examples(most))
+        known = self._known_of(most, self._examples(most))
 
         def tensors() -> dict[str, Tensor]:
-            return self._change(self._model_in(following), self._model_in(sent), knowledge)
+            return self._change(self._model_in(following), self._model_in(sent), known)
 
         return Update(
             round=round,
@@ -254,7 +254,7 @@ class Tap:
             message=most,
             num_examples=examples,
             names=frozenset(tensors()),
-            knowledge=knowledge,
+            sent=known,
             tensors=tensors,
         )
 
@@ -269,42 +269,37 @@ class Tap:
         return own
 
     def _change(
-        self, sent: dict[str, Tensor], before: Mapping[str, Tensor], knowledge: Knowledge
+        self, tensors: dict[str, Tensor], before: Mapping[str, Tensor], sent: SentUpdate
     ) -> dict[str, Tensor]:
         """Returns the gradient or the delta in what was sent, without weight decay.
 
         A parameter that did not change was not trained, so it is absent.
         """
-        if self.kind == UpdateKind.GRADIENT:
-            return sent
-        absolute, training = self.about.reply.payload != "delta", self.about.training
+        if sent.payload == "gradient":
+            return tensors
         changes = {}
-        for name in list(sent):
-            value = sent.pop(name)  # so one parameter at a time is in memory twice
+        for name in list(tensors):
+            value = tensors.pop(name)  # so one parameter at a time is in memory twice
             if name not in self.model.trained():
                 continue
-            if absolute:
+            if sent.payload == "weights":
                 value = value - before[name]
-            if not value.any():
-                continue  # it was not trained, so that nothing decayed either
-            value -= by_decay(
-                before[name],
-                optimiser=training.optimiser,
-                decay=training.weight_decay,
-                rate=knowledge.learning_rate or 0.0,
-                steps=knowledge.local_steps or 1,
-            )
+            value = sent.without_decay(value, before[name])
             if value.any():
                 changes[name] = value
         return changes
 
-    def _knowledge(self, message: TappedMessage, examples: int) -> Knowledge:
-        table = self.about.training
-        return Knowledge(
+    def _known_of(self, message: TappedMessage, examples: int) -> SentUpdate:
+        """Returns what the server knows of an update of so many examples."""
+        table, payload = self.about.training, self.about.reply.payload
+        return SentUpdate(
+            num_examples=examples,
+            payload="weights" if payload == "sum" else payload,
             learning_rate=self._rate(message),
-            local_steps=1 if self.kind == UpdateKind.GRADIENT else table.steps(examples),
+            local_steps=1 if payload == "gradient" else table.steps(examples),
             dropout=table.dropout,
-            optimiser=None if table.optimiser == "sgd" else table.optimiser,
+            optimiser=table.optimiser,
+            weight_decay=table.weight_decay,
         )
 
     def _rate(self, message: TappedMessage) -> float:

@@ -1,0 +1,154 @@
+"""What the server knows of an update, whoever trained: a user's own loop, or another Flower app."""
+
+from collections.abc import Collection, Sequence
+from operator import index
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
+from torch import Tensor
+
+from fedleak.config.tables import Positive, Table
+from fedleak.config.wording import one_line
+from fedleak.training.observation import GRANTABLE, Knowledge, Optimiser
+from fedleak.util.errors import ConfigError, unknown
+from fedleak.util.sanitise import printable
+
+_LONGEST = 400
+"""Characters of an error about an argument, which may be anything."""
+
+
+def whole_numbers(values: Any) -> tuple[int, ...]:
+    """Returns whole numbers of any library as plain ones.
+
+    Raises:
+        ValueError: They are something else.
+    """
+    try:
+        return tuple(index(value) for value in values)
+    except TypeError:
+        raise ValueError("give a list of whole numbers") from None
+
+
+WholeNumbers = Annotated[Sequence[int], BeforeValidator(whole_numbers)]
+
+Payload = Literal["gradient", "delta", "weights"]
+"""What the tensors of an update are."""
+
+
+def _one_of(what: str, choices: Collection[str]) -> BeforeValidator:
+    """Returns a check that names what was meant."""
+
+    def check(value: Any) -> Any:
+        if value not in choices:
+            raise ValueError(unknown(what, str(value), choices))
+        return value
+
+    return BeforeValidator(check)
+
+
+def plain_number(value: Any) -> Any:
+    """Returns a number of NumPy or torch as a plain one, and anything else as it is."""
+    return value.item() if getattr(value, "ndim", None) == 0 else value
+
+
+def wrong_argument(error: ValidationError) -> ConfigError:
+    """Returns what is wrong with the arguments of a call, in one line."""
+    return ConfigError(printable(one_line(error, SentUpdate))[:_LONGEST])
+
+
+class SentUpdate(Table):
+    """What the server knows of an update that a client sent.
+
+    Raises:
+        ConfigError: A value is not right.
+    """
+
+    num_examples: Positive
+    """Texts that the update was computed on. A federated client reports the number."""
+    payload: Annotated[Payload, _one_of("kind of update", get_args(Payload))] = "gradient"
+    """`gradient`, of the mean loss of the batch; `delta`, weights after training minus the weights
+    before; `weights`, those after training."""
+    loss: str = "cross-entropy"
+    """What a classifier is trained on: `cross-entropy`, or `squared` of logits and one-hot classes.
+    Next-token prediction has cross-entropy, a mean over all tokens, and an end token behind each
+    text."""
+    learning_rate: Annotated[float, Field(gt=0)] | None = None
+    """Of the client's steps; needed for `delta` and `weights`."""
+    local_steps: Positive = 1
+    """How many there were."""
+    optimiser: Annotated[Optimiser, _one_of("optimiser", get_args(Optimiser))] = "sgd"
+    """What the client stepped with: `sgd` (without momentum), `adam`, `adamw` or `other`. After any
+    but plain SGD an update is no gradient, and nothing is proved."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Of that optimiser. It is taken out of a delta, but for that of `adam`, which is in the
+    gradient."""
+    dropout: bool | None = None
+    """Whether it was on. Left out: whether the module is in training mode when it is attacked."""
+    batch_size: Positive | None = None
+    """Granted to the attacker: texts in one local step."""
+    labels: WholeNumbers | None = None
+    """Granted to the attacker: the class of each text."""
+    lengths: WholeNumbers | None = None
+    """Granted to the attacker: the number of tokens of each text, special tokens included."""
+    noise_scale: Annotated[float, Field(ge=0)] | None = None
+    """Granted to the attacker: standard deviation of noise that the client added to each number."""
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**{name: plain_number(value) for name, value in values.items()})
+        except ValidationError as error:
+            raise wrong_argument(error) from error
+
+    @model_validator(mode="after")
+    def _complete(self) -> "SentUpdate":
+        for name in ("labels", "lengths"):
+            numbers = getattr(self, name)
+            if numbers is not None and len(numbers) != self.num_examples:
+                raise ValueError(
+                    f"{name} has {len(numbers)} numbers for num_examples = {self.num_examples}"
+                )
+        if self.payload != "gradient" and self.learning_rate is None:
+            raise ValueError(
+                f"learning_rate is missing: {self.payload} tells a gradient only with the rate of "
+                "the steps"
+            )
+        return self
+
+    @property
+    def granted(self) -> frozenset[str]:
+        """The facts that the attacker has beyond the protocol."""
+        return frozenset(name for name in GRANTABLE if getattr(self, name) is not None)
+
+    def knowledge(self) -> Knowledge:
+        """Returns what the attacker knows; what is per text in the order of an observation."""
+        facts = {name: getattr(self, name) for name in self.granted}
+        if self.lengths:
+            lengths = self.lengths
+            order = sorted(range(len(lengths)), key=lambda i: lengths[i], reverse=True)
+            for name in facts.keys() & {"labels", "lengths"}:
+                facts[name] = tuple(facts[name][i] for i in order)
+        return Knowledge(
+            learning_rate=self.learning_rate,
+            local_steps=self.local_steps,
+            dropout=self.dropout,
+            optimiser=None if self.optimiser == "sgd" else self.optimiser,
+            **facts,
+        )
+
+    def without_decay(self, delta: Tensor, before: Tensor) -> Tensor:
+        """Returns a delta of a parameter less what weight decay alone made of it.
+
+        The decay is computed as PyTorch does, step by step, so that a row of an embedding that was
+        not used is zero to the last bit without it. Adam's cannot be told apart, so it stays. What
+        did not change at all was not trained, so that nothing decayed either.
+        """
+        rate, decay = self.learning_rate, self.weight_decay
+        if not (decay and rate) or self.optimiser not in ("sgd", "adamw") or not bool(delta.any()):
+            return delta
+        after = before.clone()
+        for _ in range(self.local_steps):
+            if self.optimiser == "adamw":
+                after.mul_(1 - rate * decay)
+            else:
+                after.add_(after * decay, alpha=-rate)
+        return delta - (after - before).to(delta.dtype)
