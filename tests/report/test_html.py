@@ -22,6 +22,7 @@ from tiny import DLG, Here, call, tables, toml
 
 from fedleak.attacks.reconstruction import Status
 from fedleak.config.loading import parse
+from fedleak.report.html import pictures
 from fedleak.report.html.glossary import TERMS
 from fedleak.report.html.page import (
     Entry,
@@ -41,7 +42,7 @@ from fedleak.report.tables.leakage import shares
 from fedleak.report.words import counted, figure, listed, percent
 from fedleak.running import reports
 from fedleak.running.dispatch import dispatcher
-from fedleak.store.records import TextScore
+from fedleak.store.records import TextScore, Utility
 from fedleak.store.run import Run
 from fedleak.store.summaries import (
     SUMMARY,
@@ -453,6 +454,17 @@ def test_where_words_are_known_and_time_was_up_more_time_may_read_their_order() 
     sentences = run_verdict(summary(None, {"auto": attack()}), extent, NOTHING).sentences
     assert "Of 1 update the words are known" in sentences[2]
     assert "more time may read it" in sentences[2]
+
+
+def test_a_picture_is_drawn_once_for_light_and_dark_pages() -> None:
+    rows = [Utility(round=number, loss=1.0, accuracy=0.5) for number in (0, 1)]
+    [picture] = pictures.training("made", rows, [], [1])
+    for svg in (picture.drawing.wide, picture.drawing.narrow or b""):
+        assert b"prefers-color-scheme: dark" in svg
+        # Each colour that changes stands once for a light page and once for a dark one.
+        counts = [svg.lower().count(colour.lower().encode()) for colour in pictures.DARK]
+        assert counts == [1] * len(pictures.DARK)
+        assert b"fill: var(--c0)" in svg
 
 
 def sweep_of(**values: Any) -> SweepSummary:

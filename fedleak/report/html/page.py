@@ -44,12 +44,10 @@ class Entry:
 
 @dataclass(frozen=True)
 class Drawing:
-    """A drawing for each width of a page and each colour scheme, as SVG; `dark` may be missing."""
+    """A drawing as SVG; without one for narrow pages it stands on white paper."""
 
     wide: bytes
     narrow: bytes | None = None
-    wide_dark: bytes | None = None
-    narrow_dark: bytes | None = None
 
 
 @dataclass(frozen=True)

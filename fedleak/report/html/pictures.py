@@ -1,9 +1,9 @@
-"""Pictures of a report: matplotlib's SVG, each in two widths and for light and dark pages."""
+"""Pictures of a report: matplotlib's SVG, each in two widths, with colours that follow the page."""
 
 import io
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -32,49 +32,49 @@ PATHS_UP_TO = 2_000
 
 OTHER_UPDATE = "other update"
 
-_INKS = {False: "#1d2733", True: "#e6e9ee"}
-_EMPTY = {False: "#eceff3", True: "#2a323d"}
-_SHADES = {False: ("#fff4e6", "#ef8a62", "#8b1a1a"), True: ("#46505c", "#a8483c", "#ffa38f")}
+INK, EMPTY, LINE, MARK = "#1d2733", "#eceff3", COLOURS[0], COLOURS[1]
+DARK = {INK: "#e6e9ee", EMPTY: "#2a323d", LINE: COLOURS[5], MARK: COLOURS[4]}
+"""What stands on a dark page for the colours of a light one; other colours suit both."""
+
+INKED = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
+"""Settings of matplotlib for what is drawn in ink."""
+
+SHADES = ("#d5dbe2", "#e58a6d", "#b3261e")
 """Colours for nothing read, half and all."""
 
 
-Draw = Callable[["Figure", bool, bool], float]
-"""Draws in a figure, told whether it is narrow and whether it is dark; returns its height."""
+Draw = Callable[["Figure", bool], float]
+"""Draws in a figure, told whether it is narrow; returns its height."""
 
 
-def _svg(name: str, width: float, dark: bool, draw: Draw) -> bytes:
+def _svg(name: str, width: float, draw: Draw) -> bytes:
     import matplotlib
     from matplotlib.figure import Figure
 
-    ink = _INKS[dark]
-    with (
-        drawing.style(name),
-        matplotlib.rc_context(
-            {
-                "text.color": ink,
-                "axes.edgecolor": ink,
-                "axes.labelcolor": ink,
-                "xtick.color": ink,
-                "ytick.color": ink,
-            }
-        ),
-    ):
+    inks: dict[Any, str] = dict.fromkeys(INKED, INK)
+    with drawing.style(name), matplotlib.rc_context(inks):
         figure = Figure(figsize=(width, 2), layout="constrained")
-        figure.set_figheight(draw(figure, width == NARROW, dark))
+        figure.set_figheight(draw(figure, width == NARROW))
         figure.draw_without_rendering()  # ticks depend on the size, and the layout on the ticks
-        written = io.BytesIO()
+        written = io.StringIO()
         figure.savefig(written, format="svg", transparent=True, metadata={"Date": None})
-    return written.getvalue()
+    return _for_light_and_dark(written.getvalue()).encode()
+
+
+def _for_light_and_dark(svg: str) -> str:
+    """Returns a drawing whose colours follow the colour scheme of the page."""
+    light, dark = "", ""
+    for number, (colour, on_dark) in enumerate(DARK.items()):
+        svg = svg.replace(colour.lower(), f"var(--c{number})")
+        light += f"--c{number}: {colour};"
+        dark += f"--c{number}: {on_dark};"
+    rules = f":root {{{light}}} @media (prefers-color-scheme: dark) {{:root {{{dark}}}}}"
+    return svg.replace("<defs>", f"<style>{rules}</style><defs>", 1)
 
 
 def _drawing(name: str, draw: Draw) -> Drawing:
-    """Draws in each width and colour scheme; the name decides the ids in the file."""
-    return Drawing(
-        wide=_svg(name, WIDE, False, draw),
-        narrow=_svg(name, NARROW, False, draw),
-        wide_dark=_svg(name, WIDE, True, draw),
-        narrow_dark=_svg(name, NARROW, True, draw),
-    )
+    """Draws in each width; the name decides the ids in the file."""
+    return Drawing(wide=_svg(name, WIDE, draw), narrow=_svg(name, NARROW, draw))
 
 
 def leakage(name: str, read: Mapping[Key, ReadShare]) -> list[Picture]:
@@ -119,18 +119,18 @@ def _heat_map(name: str, read: Mapping[Key, ReadShare], values: Mapping[Key, flo
     shown = grid if lying else grid.T
     labels = {True: list(map(str, rounds)), False: list(map(client_name, clients))}
 
-    def draw(figure: "Figure", narrow: bool, dark: bool) -> float:
+    def draw(figure: "Figure", narrow: bool) -> float:
         from matplotlib.colors import LinearSegmentedColormap
 
         axes = figure.subplots()
-        colours = LinearSegmentedColormap.from_list("read", _SHADES[dark])
-        axes.set_facecolor(_EMPTY[dark])
+        colours = LinearSegmentedColormap.from_list("read", SHADES)
+        axes.set_facecolor(EMPTY)
         mesh = axes.pcolormesh(
             np.ma.masked_invalid(shown),
             cmap=colours,
             vmin=0,
             vmax=100,
-            edgecolors=_EMPTY[dark],
+            edgecolors=EMPTY,
             linewidth=0.8 if shown.size <= PATHS_UP_TO else 0,
             rasterized=shown.size > PATHS_UP_TO,
         )
@@ -146,7 +146,7 @@ def _heat_map(name: str, read: Mapping[Key, ReadShare], values: Mapping[Key, flo
             for (y, x), value in np.ndenumerate(shown):
                 red, green, blue, _ = colours(0.0 if math.isnan(value) else value / 100)
                 bright = 0.3 * red + 0.59 * green + 0.11 * blue > 0.5
-                ink = _INKS[dark] if math.isnan(value) else ("#111" if bright else "#fff")
+                ink = INK if math.isnan(value) else ("#111" if bright else "#fff")
                 axes.text(
                     x + 0.5,
                     y + 0.5,
@@ -247,17 +247,16 @@ def _lines(
     beside: Sequence[tuple[int, float]] | None,
     attacked: Sequence[int],
 ) -> Drawing:
-    def draw(figure: "Figure", narrow: bool, dark: bool) -> float:
+    def draw(figure: "Figure", narrow: bool) -> float:
         from matplotlib.ticker import MaxNLocator
 
         axes = figure.subplots()
-        colour = COLOURS[5] if dark else COLOURS[0]
         marker = "o" if len(points) <= 40 else None
         for number, line in enumerate(filter(None, (points, beside))):
             axes.plot(
                 [r for r, _ in line],
                 [value for _, value in line],
-                color=colour,
+                color=LINE,
                 linestyle="-" if number == 0 else ":",
                 marker=marker,
                 markersize=4,
@@ -298,10 +297,9 @@ def attacks(name: str, summaries: Mapping[str, AttackSummary]) -> list[Picture]:
     ]
     names = list(summaries)[::-1]
 
-    def draw(figure: "Figure", narrow: bool, dark: bool) -> float:
+    def draw(figure: "Figure", narrow: bool) -> float:
         shape = (3, 1) if narrow else (1, 3)
         grid = figure.subplots(*shape, sharey=not narrow, squeeze=False).ravel()
-        colour = COLOURS[4] if dark else COLOURS[1]
         for axes, (heading, figures, scale) in zip(grid, panels, strict=True):
             triples = [figures(summaries[attack]) for attack in names]
             mean, reach = error_bars([triple[0] for triple in triples], scale)
@@ -313,7 +311,7 @@ def attacks(name: str, summaries: Mapping[str, AttackSummary]) -> list[Picture]:
                 linestyle="none",
                 marker="o",
                 markersize=6,
-                color=colour,
+                color=MARK,
                 elinewidth=1.6,
                 capsize=3,
                 label="attack, with its 95 % interval",
@@ -342,7 +340,7 @@ def attacks(name: str, summaries: Mapping[str, AttackSummary]) -> list[Picture]:
             axes.set_ylim(-0.6, len(names) - 0.4)
             axes.set_yticks(places, [_short(attack) for attack in names])
             axes.set_title(heading, fontsize=9, loc="left")
-            axes.grid(axis="x", color=_EMPTY[dark], linewidth=0.8)
+            axes.grid(axis="x", color=EMPTY, linewidth=0.8)
             axes.set_axisbelow(True)
         handles = drawing.handles_by_label(figure)
         figure.legend(
@@ -403,11 +401,10 @@ def membership(name: str, summary: MembershipSummary | None) -> list[Picture]:
 def _roc(curves: Sequence[MembershipFigures]) -> Draw:
     """Returns the function that draws a panel for each score."""
 
-    def draw(figure: "Figure", narrow: bool, dark: bool) -> float:
+    def draw(figure: "Figure", narrow: bool) -> float:
         columns = 2 if narrow else 4
         bands = math.ceil(len(curves) / columns)
         grid = figure.subplots(bands, columns, squeeze=False, sharex=True, sharey=True)
-        colour = COLOURS[5] if dark else COLOURS[0]
         for axes in grid.flat[len(curves) :]:
             axes.set_axis_off()
         for axes, row in zip(grid.flat, curves, strict=False):
@@ -415,9 +412,9 @@ def _roc(curves: Sequence[MembershipFigures]) -> Draw:
             mean, (below, above) = error_bars([point.found for point in row.roc], 100)
             axes.plot([0, 100], [0, 100], color=GREY, linewidth=0.8, linestyle=":")
             axes.fill_between(
-                accused, mean - below, mean + above, color=colour, alpha=0.25, linewidth=0
+                accused, mean - below, mean + above, color=LINE, alpha=0.25, linewidth=0
             )
-            axes.plot(accused, mean, color=colour, linewidth=1.6)
+            axes.plot(accused, mean, color=LINE, linewidth=1.6)
             axes.set_title(_short(row.score), fontsize=9, loc="left")
             axes.set_xlim(0, 100)
             axes.set_ylim(-2, 102)
