@@ -456,6 +456,17 @@ def test_the_control_is_the_next_client_of_the_nearest_round(bert_tiny, sequence
         assert rows[key].control_rougeL == control.content.rougeL
 
 
+def test_an_attack_that_should_have_answered_is_missed(make, sequences, monkeypatch):
+    run = make([truth_of(1, 0, sequences[:1])], [answer_of(1, 0, sequences[1:2])])
+    expected = []
+    monkeypatch.setattr(
+        scoring, "find_gaps", lambda run, experiment, names, *_: expected.append(names)
+    )
+    score_run(run, ["absent"])
+    score_run(run)
+    assert expected == [["absent"], ["probes"]]
+
+
 def test_clients_stand_in_a_circle(bert_tiny, sequences, make):
     keys = [Key(1, client) for client in range(4)]
     truths = [truth_of(*key, [sequences[i]]) for i, key in enumerate(keys)]

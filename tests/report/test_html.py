@@ -21,6 +21,7 @@ from scored import row as scored_row
 from tiny import DLG, Here, call, tables, toml
 
 from fedleak.attacks.reconstruction import Status
+from fedleak.audit import scoring
 from fedleak.config.loading import parse
 from fedleak.report.html import pictures
 from fedleak.report.html.glossary import TERMS
@@ -34,7 +35,7 @@ from fedleak.report.html.page import (
     Verdict,
 )
 from fedleak.report.html.render import LONGEST_TEXT, bounded, render
-from fedleak.report.html.run_page import unordered
+from fedleak.report.html.run_page import run_page, unordered
 from fedleak.report.html.sweep_page import sweep_page
 from fedleak.report.html.verdict import Extent, Guaranteed, run_verdict, sweep_verdict
 from fedleak.report.table import Cell, Table, words
@@ -605,6 +606,16 @@ def test_a_redacted_sweep_says_which_cells_are_incomplete_and_not_why() -> None:
     assert private in shown
     assert private not in redacted
     assert "federation.batch_size=1,seed=0: incomplete" in redacted
+
+
+@pytest.mark.parametrize("redact", [False, True])
+def test_a_redacted_page_names_no_folder_of_its_owner(tmp_path: Path, redact: bool) -> None:
+    experiment = parse(tables({"data.name": "/home/alice/patients/texts.csv"}))
+    run = run_of(tmp_path / "run", experiment)
+    scoring.score_run(run)
+    shown = render(run_page(run, [], redact=redact)).decode()
+    assert ("/home/alice/patients" in shown) == (not redact)
+    assert "texts.csv" in shown
 
 
 @pytest.mark.parametrize("redact", [False, True])

@@ -92,6 +92,12 @@ def test_what_is_held_is_no_capture_until_it_is_admitted(run: Run) -> None:
     assert run.captures() == [KEY]
 
 
+def test_what_is_no_number_is_not_written(run: Run) -> None:
+    with pytest.raises(ValueError, match="JSON compliant"):
+        run.write_json("vault/r0001-c00.json", {"noise_scale": math.nan})
+    assert run.truths() == []
+
+
 def test_where_a_file_can_have_one_name_only_what_is_held_is_copied(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
