@@ -82,7 +82,7 @@ def rows_of(
     truth, mine = folder / "truth.jsonl", folder / "mine"
     context: dict[str, Any] = {**config, "model": model, "truth": str(truth), "tapped": str(mine)}
     grid = InlineGrid(client_app.app, clients, context)
-    server_app.app(grid, Context(RUN_ID, NODE_ID, {}, RecordDict(), context))
+    server_app.app(grid, Context(RUN_ID, NODE_ID, {}, RecordDict(), context))  # type: ignore[arg-type]
     about = {
         "model": {"name": model},
         "training": {

@@ -13,10 +13,8 @@ from pathlib import Path
 
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.serverapp import Grid
 
-# Flower keeps these two to itself: a message cannot be made, nor a grid, without them.
-from flwr.supercore.run import Run as FlowerRun
+# Flower keeps this to itself: a message cannot be made without it.
 from flwr.supercore.task_identity import TaskIdentity
 
 from fedleak.config.experiment import Experiment
@@ -30,8 +28,8 @@ RUN_ID = NODE_ID = TASK_ID = 1
 _NOWHERE = logging.NullHandler()
 
 
-class InlineGrid(Grid):
-    """A grid whose nodes are calls of one ClientApp.
+class InlineGrid:
+    """All of a grid that is used of one here: its nodes are calls of one ClientApp.
 
     Args:
         client_app: What they run.
@@ -51,7 +49,6 @@ class InlineGrid(Grid):
     ) -> None:
         TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = RUN_ID, NODE_ID, TASK_ID
         self._app, self._stop = client_app, stop
-        self._run = FlowerRun.create_empty(RUN_ID)
         own: dict[str, str] = {} if vault is None else {"vault": str(vault)}
         self._contexts = {
             NODE_ID + 1 + client: Context(
@@ -65,26 +62,6 @@ class InlineGrid(Grid):
         }
         self._numbers = itertools.count()
         self._waiting: dict[str, Message] = {}
-
-    def set_run(self, run: FlowerRun) -> None:
-        """Keeps the run."""
-        self._run = run
-
-    @property
-    def run(self) -> FlowerRun:
-        """The run."""
-        return self._run
-
-    def create_message(
-        self,
-        content: RecordDict,
-        message_type: str,
-        dst_node_id: int,
-        group_id: str,
-        ttl: float | None = None,
-    ) -> Message:
-        """Makes a message."""
-        return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
 
     def get_node_ids(self) -> Iterable[int]:
         """Returns a node per client."""
@@ -141,4 +118,4 @@ def train(run: Run, experiment: Experiment, stop: Callable[[], bool] = lambda: F
     clients, vault = experiment.federation.clients, run.path.absolute().parent
     grid = InlineGrid(client_app, clients, config, vault=vault, stop=stop)
     context = Context(RUN_ID, NODE_ID, {}, RecordDict(), config)
-    server_app(grid, context)
+    server_app(grid, context)  # type: ignore[arg-type]

@@ -138,7 +138,7 @@ def federate(
 
     try:
         strategy.start(
-            grid=CapturingGrid(grid, strategy.on_reply, stop, at_once, room),
+            grid=CapturingGrid(grid, strategy.on_reply, stop, at_once, room),  # type: ignore[arg-type]
             initial_arrays=ArrayRecord(model.parameters()),
             num_rounds=rounds,
             timeout=wait.answers,

@@ -26,8 +26,10 @@ def refuse_to_go_on(*, stop: bool) -> None:
         raise StoppedError("training was stopped: what goes on beside it has failed")
 
 
-class CapturingGrid(Grid):
-    """A grid that hands every reply to `on_reply`, which returns what the strategy may keep.
+class CapturingGrid:
+    """Hands every reply to `on_reply`, which returns what the strategy may keep.
+
+    It has all of a grid that a strategy uses.
 
     A pull hands over all that is ready, so each asks for one reply: no more than one update is
     pulled at a time, however many clients there are. The SuperLink holds the replies until then, so
@@ -84,28 +86,3 @@ class CapturingGrid(Grid):
                     del deadlines[name]
             if len(replies) == before:
                 time.sleep(POLL_SECONDS)
-
-    def set_run(self, run: object) -> None:
-        """Passes on."""
-        self._grid.set_run(run)  # type: ignore[arg-type]
-
-    @property
-    def run(self) -> object:  # type: ignore[override]
-        """Passes on."""
-        return self._grid.run
-
-    def create_message(self, *args: object, **kwargs: object) -> Message:
-        """Passes on."""
-        return self._grid.create_message(*args, **kwargs)  # type: ignore[arg-type]
-
-    def get_node_ids(self) -> Iterable[int]:
-        """Passes on."""
-        return self._grid.get_node_ids()
-
-    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Passes on."""
-        return self._grid.push_messages(messages)
-
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Passes on."""
-        return self._grid.pull_messages(message_ids)
