@@ -57,7 +57,7 @@ from fedleak.models import LanguageModel, builtin, loading
 from fedleak.models.adoption import adopt, inner, without_weights
 from fedleak.running.workers import attempt
 from fedleak.running.workers.model_state import changed, state
-from fedleak.running.workers.process import answer_record, device_name, failure
+from fedleak.running.workers.process import Task, answer_of, device_name, failure
 from fedleak.store.records import LEAKAGE, MEMBERSHIP, Answer, LeakageRow, MembershipRow
 from fedleak.store.run import Key, Run
 from fedleak.store.summaries import SUMMARY, RunSummary
@@ -233,10 +233,8 @@ def attack(
         victim.module.get_parameter(name).requires_grad_(True)
     start = time.perf_counter()
     reconstruction = _attempt(named, seen, victim, seed, on_progress)
-    answer = answer_record(
-        Key(seen.round, seen.client),
-        named,
-        seen.knowledge,
+    answer = answer_of(
+        Task(key=Key(seen.round, seen.client), attack=named, knowledge=seen.knowledge),
         reconstruction,
         seconds=round(time.perf_counter() - start, 4),
         device=device_name(str(victim.device)),

@@ -16,6 +16,7 @@ import typer
 from fedleak.cli.benchmarks import bench, bench_table
 from fedleak.cli.display import console
 from fedleak.cli.flower import import_, watch
+from fedleak.cli.mistakes import mended
 from fedleak.cli.planning import check_defense, explain, list_
 from fedleak.cli.priors import train_prior
 from fedleak.cli.results import compare, export, gate, report
@@ -67,4 +68,4 @@ for command in (
     *(report, gate, compare, export, import_, bench, bench_table),
     *(purge, explain, check_defense, train_prior, list_),
 ):  # in this order they stand in the help
-    app.command(command.__name__.strip("_").replace("_", "-"))(command)
+    app.command(command.__name__.strip("_").replace("_", "-"))(mended()(command))

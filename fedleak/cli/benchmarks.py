@@ -7,8 +7,7 @@ from typing import Annotated
 import typer
 
 from fedleak.cli.display import CellProgress, console, remark
-from fedleak.cli.mistakes import mended
-from fedleak.cli.options import Fresh
+from fedleak.cli.options import Fresh, Retry
 from fedleak.util.errors import ConfigError, FedleakError
 from fedleak.util.sanitise import markup
 
@@ -45,7 +44,7 @@ def bench(
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Also write the result there.")
     ] = None,
-    retry: Annotated[bool, typer.Option("--retry", help="Try failed attacks again.")] = False,
+    retry: Retry = False,
     fresh: Fresh = False,
 ) -> None:
     """Compare attacks on a fixed suite of settings, all scored alike.
@@ -62,34 +61,31 @@ def bench(
     from fedleak.running.bench import results, running, suites
     from fedleak.store.files import publish
 
-    with mended():
-        loaded = suites.load(suite)
-        tables = suites.entered(loaded, attacks or (), file, command, only=only)
-        if out is not None and not out.parent.is_dir():
-            raise ConfigError(f"--out {str(out)!r}: there is no such folder: make it")
-        entered = running.prepare(loaded, tables, assets, chosen=settings or (), fresh=fresh)
-        from fedleak.flower.engines import train  # as for `run`
+    loaded = suites.load(suite)
+    tables = suites.entered(loaded, attacks or (), file, command, only=only)
+    if out is not None and not out.parent.is_dir():
+        raise ConfigError(f"--out {str(out)!r}: there is no such folder: make it")
+    entered = running.prepare(loaded, tables, assets, chosen=settings or (), fresh=fresh)
+    from fedleak.flower.engines import train  # as for `run`
 
-        remark(
-            f"setting {name} is left out: {why}"
-            for name, why in entered.left_out.items()
-            if why != running.NOT_CHOSEN
-        )
-        with entered.sweep.lock():
-            keep = partial(running.collect, entered)
-            watch = CellProgress([*entered.ready]).watch
-            failures = sweep.carry_out(
-                entered.sweep, entered.plans, train, watch, keep, retry=retry
-            )
-            result = keep(failures)
-        print_table(console, attacks_table(running.as_sweep(result)))
-        for (name, why), where in running.obstacles(result).items():
-            console.print(f"{markup(name)} cannot work in {', '.join(where)}: {markup(why)}")
-        if out is not None:
-            publish(out, results.RESULT.written(result))
-        console.print(f"result: {markup(out or entered.sweep.path / results.RESULT.name)}")
-        if result.missing:
-            raise FedleakError("; ".join(result.missing))
+    remark(
+        f"setting {name} is left out: {why}"
+        for name, why in entered.left_out.items()
+        if why != running.NOT_CHOSEN
+    )
+    with entered.sweep.lock():
+        keep = partial(running.collect, entered)
+        watch = CellProgress([*entered.ready]).watch
+        failures = sweep.carry_out(entered.sweep, entered.plans, train, watch, keep, retry=retry)
+        result = keep(failures)
+    print_table(console, attacks_table(running.as_sweep(result)))
+    for (name, why), where in running.obstacles(result).items():
+        console.print(f"{markup(name)} cannot work in {', '.join(where)}: {markup(why)}")
+    if out is not None:
+        publish(out, results.RESULT.written(result))
+    console.print(f"result: {markup(out or entered.sweep.path / results.RESULT.name)}")
+    if result.missing:
+        raise FedleakError("; ".join(result.missing))
 
 
 def bench_table(
@@ -108,12 +104,11 @@ def bench_table(
     """
     from fedleak.running.bench import markdown
 
-    with mended():
-        tables = markdown.markdown(markdown.read(paths))
-        if page is None:
-            print(tables)  # noqa: T201 - Markdown as it is, however wide
-            return
-        if not page.is_file():
-            raise ConfigError(f"--into {str(page)!r}: there is no such file: make it")
-        page.write_text(markdown.into(page.read_text(encoding="utf-8"), tables), encoding="utf-8")
-        console.print(f"tables: {markup(page)}", soft_wrap=True)
+    tables = markdown.markdown(markdown.read(paths))
+    if page is None:
+        print(tables)  # noqa: T201 - Markdown as it is, however wide
+        return
+    if not page.is_file():
+        raise ConfigError(f"--into {str(page)!r}: there is no such file: make it")
+    page.write_text(markdown.into(page.read_text(encoding="utf-8"), tables), encoding="utf-8")
+    console.print(f"tables: {markup(page)}", soft_wrap=True)

@@ -7,7 +7,6 @@ from typing import Annotated
 import typer
 
 from fedleak.cli.display import console, remark
-from fedleak.cli.mistakes import mended
 from fedleak.cli.options import AllowCommands
 from fedleak.util.errors import FedleakError
 from fedleak.util.sanitise import markup
@@ -29,15 +28,13 @@ def watch(
     """
     from fedleak.flower import runs as flower_runs
 
-    with mended():
+    def tell(at: flower_runs.FlowerRun) -> None:
+        console.print(f"run {markup(at.number)}: {markup(at.status)}", soft_wrap=True)
 
-        def tell(at: flower_runs.FlowerRun) -> None:
-            console.print(f"run {markup(at.number)}: {markup(at.status)}", soft_wrap=True)
-
-        ended = flower_runs.follow(superlink, run_id, tell, patience)
-        if ended.status != flower_runs.COMPLETED:
-            reason = f": {ended.details}" if ended.details else ""
-            raise FedleakError(f"run {ended.number} ended as {ended.status}{reason}")
+    ended = flower_runs.follow(superlink, run_id, tell, patience)
+    if ended.status != flower_runs.COMPLETED:
+        reason = f": {ended.details}" if ended.details else ""
+        raise FedleakError(f"run {ended.number} ended as {ended.status}{reason}")
 
 
 def import_(
@@ -68,20 +65,17 @@ def import_(
     from fedleak.tap.folder import Tapped
     from fedleak.tap.importing import import_run
 
-    with mended():
-        description = load_about(about or tapped / "about.toml")
-        if about is None and not allow_commands:
-            refuse_programs_of_others(
-                tapped / "about.toml", map(build_attack, count(), description.attack)
-            )
-        path = tapped.absolute()
-        imported = import_run(
-            Tapped(tapped), description, out or path.with_name(f"{path.name}-run")
+    description = load_about(about or tapped / "about.toml")
+    if about is None and not allow_commands:
+        refuse_programs_of_others(
+            tapped / "about.toml", map(build_attack, count(), description.attack)
         )
-        console.print(
-            f"{imported.updates} updates of {imported.clients} clients in {imported.rounds} "
-            f"rounds, {imported.truths} with the truth: {markup(imported.run.path)}",
-            soft_wrap=True,
-        )
-        remark(imported.remarks)
-        imported.refuse_gaps()
+    path = tapped.absolute()
+    imported = import_run(Tapped(tapped), description, out or path.with_name(f"{path.name}-run"))
+    console.print(
+        f"{imported.updates} updates of {imported.clients} clients in {imported.rounds} "
+        f"rounds, {imported.truths} with the truth: {markup(imported.run.path)}",
+        soft_wrap=True,
+    )
+    remark(imported.remarks)
+    imported.refuse_gaps()

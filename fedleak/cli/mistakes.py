@@ -4,6 +4,7 @@ import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
 import typer
 
@@ -14,6 +15,9 @@ from fedleak.util.sanitise import printable
 LONGEST_ERROR = 500
 """Characters of an unexpected error that are shown."""
 
+INTERRUPTED = 130
+"""Exit status of a command that Ctrl-C has ended."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -23,28 +27,25 @@ def mended() -> Iterator[None]:
     try:
         with _kept_traceback():
             yield
+    except (typer.Exit, typer.BadParameter, BrokenPipeError):  # for typer: nobody reads on
+        raise
     except ConfigError as error:
-        print(f"fedleak: {printable(str(error))}", file=sys.stderr)  # noqa: T201
-        raise typer.Exit(2) from error
-    except BrokenPipeError:  # nobody reads on, which is for typer
-        raise
+        end(str(error), 2, error)
     except FedleakError as error:
-        print(f"fedleak: {printable(str(error))}", file=sys.stderr)  # noqa: T201
-        raise typer.Exit(1) from error
+        end(str(error), 1, error)
     except KeyboardInterrupt as error:
-        print("fedleak: stopped; the same command again finishes the rest", file=sys.stderr)  # noqa: T201
-        raise typer.Exit(130) from error
-    except (typer.Exit, typer.BadParameter):
-        raise
-    except Exception as error:
+        end("stopped; the same command again finishes the rest", INTERRUPTED, error)
+    except Exception as error:  # noqa: BLE001 - it gets its line, too
         where = logs.noted(error) or "no run directory was in use"
         shown = printable(f"{type(error).__name__}: {error}")[:LONGEST_ERROR]
-        print(  # noqa: T201
-            f"fedleak: unexpected error: {shown} ({printable(where)}; `fedleak --debug "
-            "COMMAND ...` shows it)",
-            file=sys.stderr,
-        )
-        raise typer.Exit(1) from error
+        reason = f"unexpected error: {shown} ({where}; `fedleak --debug COMMAND ...` shows it)"
+        end(reason, 1, error)
+
+
+def end(reason: str, status: int, error: BaseException | None = None) -> NoReturn:
+    """Ends a command with a line on stderr."""
+    print(f"fedleak: {printable(reason)}", file=sys.stderr)  # noqa: T201
+    raise typer.Exit(status) from error
 
 
 @contextmanager

@@ -12,6 +12,7 @@ Set = Annotated[
     typer.Option("--set", metavar="KEY=VALUE", help="Change a setting; the value is TOML."),
 ]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Move earlier results of this name aside.")]
+Retry = Annotated[bool, typer.Option("--retry", help="Try failed attacks again.")]
 Texts = Annotated[bool, typer.Option("--texts", help="Print private texts to a pipe or file, too.")]
 
 AllowCommands = Annotated[
@@ -26,5 +27,8 @@ AllowCommands = Annotated[
 # and Flower does not allow a later Typer.
 RunPath = Annotated[
     Path, typer.Argument(metavar="RUN", autocompletion=run_directories, hidden=True)
+]
+RunPaths = Annotated[
+    list[Path], typer.Argument(metavar="RUN...", autocompletion=run_directories, hidden=True)
 ]
 File = Annotated[Path, typer.Argument(metavar="FILE", autocompletion=experiment_files, hidden=True)]

@@ -3,7 +3,6 @@
 import itertools
 
 from fedleak.cli.display import console
-from fedleak.cli.mistakes import mended
 from fedleak.cli.options import File, Set
 from fedleak.util.errors import ConfigError, FedleakError
 from fedleak.util.sanitise import markup
@@ -18,9 +17,8 @@ def explain(file: File, changes: Set = None) -> None:
     from fedleak.config.loading import load
     from fedleak.report.terminal import explanation
 
-    with mended():
-        experiment = load(file, changes or ())
-        explanation.show(experiment, explained(experiment), console)
+    experiment = load(file, changes or ())
+    explanation.show(experiment, explained(experiment), console)
 
 
 def check_defense(file: File, changes: Set = None) -> None:
@@ -35,27 +33,23 @@ def check_defense(file: File, changes: Set = None) -> None:
     from fedleak.audit.defense_checks import check
     from fedleak.config.loading import load, with_defense
 
-    with mended():
-        by_name = str(file) in defenses.kinds() and not file.exists()
-        experiment = (
-            with_defense(str(file), changes or ()) if by_name else load(file, changes or ())
-        )
-        if not experiment.defense:
-            raise ConfigError(f"{str(file)!r} has no [[defense]]: there is nothing to check")
-        findings = check(experiment)
-        for defense, its_findings in itertools.groupby(findings, lambda finding: finding.defense):
-            console.print(f"[bold]{markup(defense)}[/]")
-            for finding in its_findings:
-                mark = "[green]holds[/]" if finding.holds else "[red]FAILS[/]"
-                console.print(f"  {mark}  {markup(finding.claim)}: [dim]{markup(finding.found)}[/]")
-        broken = {finding.defense for finding in findings if not finding.holds}
-        if broken:
-            raise FedleakError(f"{', '.join(sorted(broken))}: does not do what it says")
+    by_name = str(file) in defenses.kinds() and not file.exists()
+    experiment = with_defense(str(file), changes or ()) if by_name else load(file, changes or ())
+    if not experiment.defense:
+        raise ConfigError(f"{str(file)!r} has no [[defense]]: there is nothing to check")
+    findings = check(experiment)
+    for defense, its_findings in itertools.groupby(findings, lambda finding: finding.defense):
+        console.print(f"[bold]{markup(defense)}[/]")
+        for finding in its_findings:
+            mark = "[green]holds[/]" if finding.holds else "[red]FAILS[/]"
+            console.print(f"  {mark}  {markup(finding.claim)}: [dim]{markup(finding.found)}[/]")
+    broken = {finding.defense for finding in findings if not finding.holds}
+    if broken:
+        raise FedleakError(f"{', '.join(sorted(broken))}: does not do what it says")
 
 
 def list_() -> None:
     """Name the attacks, defenses, models and data sets, and where each comes from."""
     from fedleak.cli import catalogue
 
-    with mended():
-        catalogue.show(console)
+    catalogue.show(console)

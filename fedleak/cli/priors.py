@@ -1,13 +1,12 @@
 """The command that trains a prior."""
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from fedleak.cli.display import console, prior_progress
-from fedleak.cli.mistakes import mended
+from fedleak.cli.mistakes import INTERRUPTED, end
 from fedleak.util.sanitise import markup
 
 
@@ -35,28 +34,26 @@ def train_prior(
     """Train a small GPT-2 on a text, as a language-model prior for attacks."""
     from fedleak.models import prior_training
 
-    with mended():
-        try:
-            plan = prior_training.PriorConfig(
-                layers=layers,
-                width=width,
-                heads=heads,
-                epochs=epochs,
-                steps=steps,
-                batch_size=batch_size,
-                learning_rate=learning_rate,
-                max_length=max_length,
-                seed=seed,
-            )
-            on = prior_training.device(device)
-            with prior_training.new_folder(out) as folder:
-                corpus = prior_training.read(text, tokenizer, plan)
-                with prior_progress(console) as show:
-                    trained = prior_training.train(corpus, plan, on, show)
-                prior_training.save(trained.prior, folder)
-        except KeyboardInterrupt as error:
-            print("fedleak: stopped; nothing was kept", file=sys.stderr)  # noqa: T201
-            raise typer.Exit(130) from error
+    try:
+        plan = prior_training.PriorConfig(
+            layers=layers,
+            width=width,
+            heads=heads,
+            epochs=epochs,
+            steps=steps,
+            batch_size=batch_size,
+            learning_rate=learning_rate,
+            max_length=max_length,
+            seed=seed,
+        )
+        on = prior_training.device(device)
+        with prior_training.new_folder(out) as folder:
+            corpus = prior_training.read(text, tokenizer, plan)
+            with prior_progress(console) as show:
+                trained = prior_training.train(corpus, plan, on, show)
+            prior_training.save(trained.prior, folder)
+    except KeyboardInterrupt as error:
+        end("stopped; nothing was kept", INTERRUPTED, error)
     console.print(
         f"{trained.nll:.2f} nats per token on {len(corpus.held_out):,} of "
         f"{len(corpus.training) + len(corpus.held_out):,} sentences, which were held back"

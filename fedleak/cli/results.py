@@ -1,28 +1,23 @@
 """The commands that show, judge and pass on what a run has found."""
 
 import os
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from fedleak.cli.completion import run_directories
 from fedleak.cli.display import console, remark
-from fedleak.cli.mistakes import mended
-from fedleak.cli.options import RunPath
+from fedleak.cli.mistakes import end
+from fedleak.cli.options import RunPath, RunPaths
 from fedleak.util.errors import ConfigError, FedleakError
-from fedleak.util.sanitise import markup, printable
+from fedleak.util.sanitise import markup
 
 GATE_CLOSED = 3
 """Exit status of a gate: a limit is exceeded, or too little was measured to tell."""
 
 
 def report(
-    paths: Annotated[
-        list[Path],
-        typer.Argument(metavar="RUN...", autocompletion=run_directories, hidden=True),
-    ],
+    paths: RunPaths,
     open_: Annotated[bool, typer.Option("--open", help="Open the report in a browser.")] = False,
     redact: Annotated[
         bool, typer.Option("--redact", help="Leave private texts out: rates and shapes only.")
@@ -47,32 +42,31 @@ def report(
     from fedleak.store.run import Run
     from fedleak.store.summaries import SUMMARY
 
-    with mended():
-        if out is not None and len(paths) > 1:
-            raise ConfigError(
-                f"--out {str(out)!r} is one file, and {len(paths)} folders are named: give one"
-            )
-        if out is not None and out.is_dir():
-            raise ConfigError(f"--out {str(out)!r} is a folder: name a file, such as report.html")
+    if out is not None and len(paths) > 1:
+        raise ConfigError(
+            f"--out {str(out)!r} is one file, and {len(paths)} folders are named: give one"
+        )
+    if out is not None and out.is_dir():
+        raise ConfigError(f"--out {str(out)!r} is a folder: name a file, such as report.html")
 
-        def tell(written: Path) -> None:
-            console.print(f"report: {markup(written)}", soft_wrap=True)
+    def tell(written: Path) -> None:
+        console.print(f"report: {markup(written)}", soft_wrap=True)
 
-        lacks: list[str] = []
-        for path in paths:
-            if reports.is_sweep(path):
-                written = reports.report_sweep(path, out, redact=redact, tell=tell)
-                lacks += reports.sweep_gaps(path)
-            else:
-                written = reports.report_run(Run(path), out, redact=redact)
-                summary = Run(path).read(SUMMARY)
-                lacks += summary.wrong
-                remark(summary.notes)
-            tell(written)
-            if open_ and not webbrowser.open(written.absolute().as_uri()):
-                console.print("[yellow]note:[/] no browser was found: open the file yourself")
-        if lacks:
-            raise FedleakError("; ".join(lacks))
+    lacks: list[str] = []
+    for path in paths:
+        if reports.is_sweep(path):
+            written = reports.report_sweep(path, out, redact=redact, tell=tell)
+            lacks += reports.sweep_gaps(path)
+        else:
+            written = reports.report_run(Run(path), out, redact=redact)
+            summary = Run(path).read(SUMMARY)
+            lacks += summary.wrong
+            remark(summary.notes)
+        tell(written)
+        if open_ and not webbrowser.open(written.absolute().as_uri()):
+            console.print("[yellow]note:[/] no browser was found: open the file yourself")
+    if lacks:
+        raise FedleakError("; ".join(lacks))
 
 
 def gate(
@@ -120,38 +114,33 @@ def gate(
     from fedleak.report import ci
     from fedleak.store.run import Run
 
-    with mended():
-        at = Run(path)
-        of_run = stored(at).gate
-        limits = limited(of_run, at_most or (), at_least or (), may_abstain or (), require or ())
-        verdict = judge(at, limits, accept_purged=purged)
-        rests_on = {"limits": described(limits, of_run)}
-        if verdict.digest is not None:
-            rests_on["digest"] = f"{verdict.digest} (SHA-256 of limits and figures)"
-        marks = {"within": "[green]within[/]", "exceeded": "[red]EXCEEDED[/]"}
-        for check in verdict.checks:
-            mark = marks.get(check.outcome, "[yellow]NOT TOLD[/]")
-            console.print(f"{mark}  {markup(check.name)}: {markup(check.said)}", soft_wrap=True)
-        for name, value in rests_on.items():
-            console.print(f"{name}: {markup(value)}", soft_wrap=True)
-        if junit is not None:
-            ci.write_junit(path.name, verdict.checks, rests_on, junit)
-        if os.environ.get("GITHUB_ACTIONS") == "true":
-            for line in ci.annotations(path.name, verdict.checks):
-                console.print(line, markup=False, highlight=False, soft_wrap=True)
-        closed = [check.name for check in verdict.checks if not check.passed]
-        if closed:
-            names = printable(", ".join(closed))
-            print(f"fedleak: the gate is closed, because of: {names}", file=sys.stderr)  # noqa: T201
-            raise typer.Exit(GATE_CLOSED)
-        console.print("the gate is open: these attacks read no more than the limits allow")
+    at = Run(path)
+    of_run = stored(at).gate
+    limits = limited(of_run, at_most or (), at_least or (), may_abstain or (), require or ())
+    verdict = judge(at, limits, accept_purged=purged)
+    rests_on = {"limits": described(limits, of_run)}
+    if verdict.digest is not None:
+        rests_on["digest"] = f"{verdict.digest} (SHA-256 of limits and figures)"
+    marks = {"within": "[green]within[/]", "exceeded": "[red]EXCEEDED[/]"}
+    for check in verdict.checks:
+        mark = marks.get(check.outcome, "[yellow]NOT TOLD[/]")
+        console.print(f"{mark}  {markup(check.name)}: {markup(check.said)}", soft_wrap=True)
+    for name, value in rests_on.items():
+        console.print(f"{name}: {markup(value)}", soft_wrap=True)
+    if junit is not None:
+        ci.write_junit(path.name, verdict.checks, rests_on, junit)
+    if os.environ.get("GITHUB_ACTIONS") == "true":
+        for line in ci.annotations(path.name, verdict.checks):
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+    closed = [check.name for check in verdict.checks if not check.passed]
+    if closed:
+        names = ", ".join(closed)
+        end(f"the gate is closed, because of: {names}", GATE_CLOSED)
+    console.print("the gate is open: these attacks read no more than the limits allow")
 
 
 def compare(
-    runs: Annotated[
-        list[Path],
-        typer.Argument(metavar="RUN...", autocompletion=run_directories, hidden=True),
-    ],
+    runs: RunPaths,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON in place of tables.")] = False,
 ) -> None:
     """Compare runs with the first one, text by text: does the server read more after a change?
@@ -164,27 +153,26 @@ def compare(
     from fedleak.report.terminal.table import print_table
     from fedleak.store.run import Run
 
-    with mended():
-        if len(runs) < 2:
-            raise ConfigError("one run has nothing to be compared with: name two or more")
-        comparisons = pair(Run(runs[0]), [Run(path) for path in runs[1:]])
-        if as_json:
-            shown = [
-                comparison.model_dump(mode="json")
-                | {
-                    "differences": [
-                        {**difference.model_dump(mode="json"), "direction": difference.direction}
-                        for difference in comparison.differences
-                    ]
-                }
-                for comparison in comparisons
-            ]
-            console.print_json(data=shown)
-            return
-        for comparison in comparisons:
-            print_table(console, comparison_table(comparison))
-            for reason, count in comparison.unpaired.items():
-                console.print(f"not compared: {count} texts: {markup(reason)}", soft_wrap=True)
+    if len(runs) < 2:
+        raise ConfigError("one run has nothing to be compared with: name two or more")
+    comparisons = pair(Run(runs[0]), [Run(path) for path in runs[1:]])
+    if as_json:
+        shown = [
+            comparison.model_dump(mode="json")
+            | {
+                "differences": [
+                    {**difference.model_dump(mode="json"), "direction": difference.direction}
+                    for difference in comparison.differences
+                ]
+            }
+            for comparison in comparisons
+        ]
+        console.print_json(data=shown)
+        return
+    for comparison in comparisons:
+        print_table(console, comparison_table(comparison))
+        for reason, count in comparison.unpaired.items():
+            console.print(f"not compared: {count} texts: {markup(reason)}", soft_wrap=True)
 
 
 def export(
@@ -212,22 +200,21 @@ def export(
     from fedleak.store.run import Run
 
     tracker, _, place = to.partition(":")
-    with mended():
-        if tracker == "mlflow":
-            from fedleak.running.tracking.to_mlflow import export_to_mlflow
+    if tracker == "mlflow":
+        from fedleak.running.tracking.to_mlflow import export_to_mlflow
 
-            run_id = export_to_mlflow(Run(path), place or None, texts=texts)
-            console.print(f"MLflow has it as run {markup(run_id)}", soft_wrap=True)
-        elif tracker == "tensorboard":
-            from fedleak.running.tracking.to_tensorboard import export_to_tensorboard
+        run_id = export_to_mlflow(Run(path), place or None, texts=texts)
+        console.print(f"MLflow has it as run {markup(run_id)}", soft_wrap=True)
+    elif tracker == "tensorboard":
+        from fedleak.running.tracking.to_tensorboard import export_to_tensorboard
 
-            if texts:
-                raise ConfigError("TensorBoard gets figures and no texts: leave out --texts")
-            folder = export_to_tensorboard(Run(path), place or None)
-            console.print(f"for TensorBoard: {markup(folder)}", soft_wrap=True)
-        else:
-            from fedleak.running.export import export as write
+        if texts:
+            raise ConfigError("TensorBoard gets figures and no texts: leave out --texts")
+        folder = export_to_tensorboard(Run(path), place or None)
+        console.print(f"for TensorBoard: {markup(folder)}", soft_wrap=True)
+    else:
+        from fedleak.running.export import export as write
 
-            count = write(Run(path), Path(to), texts=texts)
-            private = ", with private texts" if texts else ""
-            console.print(f"{count} rows{private}: {markup(to)}", soft_wrap=True)
+        count = write(Run(path), Path(to), texts=texts)
+        private = ", with private texts" if texts else ""
+        console.print(f"{count} rows{private}: {markup(to)}", soft_wrap=True)

@@ -8,8 +8,7 @@ import typer
 
 from fedleak.cli.completion import experiment_files
 from fedleak.cli.display import console, progress, remark
-from fedleak.cli.mistakes import mended
-from fedleak.cli.options import AllowCommands, Fresh, RunPath, Set, Texts
+from fedleak.cli.options import AllowCommands, Fresh, Retry, RunPath, Set, Texts
 from fedleak.util.errors import ConfigError, FedleakError
 from fedleak.util.sanitise import markup
 from fedleak.util.shipped import shipped
@@ -44,26 +43,24 @@ def run(
     from fedleak.running import pipeline
     from fedleak.running.preparation import prepare, refuse_data_on_nodes
 
-    with mended():
-        experiments = [load(path, changes or ()) for path in files or QUICKSTART]
-        for path, experiment in zip(files or QUICKSTART, experiments, strict=True):
-            refuse_data_on_nodes(experiment)
-            if path.suffix == RUN_JSON and not allow_commands:
-                refuse_stored_programs(path.parent, experiment, changes or ())
-        runs = [
-            prepare(experiment, run_folder(experiment.name), fresh=fresh)
-            for experiment in experiments
-        ]
-        from fedleak.flower.engines import train  # takes seconds, so after what may be refused
+    experiments = [load(path, changes or ()) for path in files or QUICKSTART]
+    for path, experiment in zip(files or QUICKSTART, experiments, strict=True):
+        refuse_data_on_nodes(experiment)
+        if path.suffix == RUN_JSON and not allow_commands:
+            refuse_stored_programs(path.parent, experiment, changes or ())
+    runs = [
+        prepare(experiment, run_folder(experiment.name), fresh=fresh) for experiment in experiments
+    ]
+    from fedleak.flower.engines import train  # takes seconds, so after what may be refused
 
-        for experiment, at in zip(experiments, runs, strict=True):
-            remark(at.info().get("remarks", ()))
-            if (note := pipeline.disk_note(at, experiment)) is not None:
-                console.print(note, markup=False, highlight=False, soft_wrap=True)
-            with progress(console) as show:
-                scored = pipeline.carry_out(at, experiment, train, show)
-            print_run(at, scored, console, texts=texts)
-        refuse_gaps(*runs)
+    for experiment, at in zip(experiments, runs, strict=True):
+        remark(at.info().get("remarks", ()))
+        if (note := pipeline.disk_note(at, experiment)) is not None:
+            console.print(note, markup=False, highlight=False, soft_wrap=True)
+        with progress(console) as show:
+            scored = pipeline.carry_out(at, experiment, train, show)
+        print_run(at, scored, console, texts=texts)
+    refuse_gaps(*runs)
 
 
 def refuse_stored_programs(path: Path, experiment: "Experiment", changes: Sequence[str]) -> None:
@@ -103,7 +100,7 @@ def attack(
         str | None,
         typer.Option(metavar="I/N", help="Do one of N shares, such as 2/4, and do not score."),
     ] = None,
-    retry: Annotated[bool, typer.Option("--retry", help="Try failed attacks again.")] = False,
+    retry: Retry = False,
     positive_control: Annotated[
         bool,
         typer.Option("--positive-control", help="Also attack undefended copies of some batches."),
@@ -132,44 +129,33 @@ def attack(
     from fedleak.federation.lookup import stored
     from fedleak.report.terminal.run import print_run
     from fedleak.running import pipeline
-    from fedleak.running.preparation import (
-        ask_again,
-        refuse_other_sight,
-        refuse_purged,
-        refuse_unstored,
-    )
+    from fedleak.running.preparation import prepare_attacks, refuse_purged
     from fedleak.store.run import Run
     from fedleak.store.shards import Shard
 
-    with mended():
-        part = None if shard is None else Shard.parse(shard)
-        at = Run(path)
-        num_labels = at.info()["num_labels"]  # refuses a folder that is no run
-        refuse_purged(at)
-        stored(at)  # refuses one whose experiment is not what was run
-        for key, change in _by_key(changes or ()).items():
-            if key.split(".")[0] not in ("attack", "threat", "workers"):
-                raise ConfigError(
-                    f"--set {change!r}: only attack, threat and workers can change here"
-                )
-        experiment = load(path / "run.json", changes or ())
-        if not allow_commands:
-            refuse_stored_programs(path, experiment, changes or ())
-        refuse_other_sight(at, experiment)
-        pipeline.check_attacks(experiment, num_labels)
-        refuse_unstored(at, experiment)
-        ask_again(at, experiment)
-        if part is not None:
-            with progress(console) as show:
-                done = pipeline.attack_shard(at, experiment, part, retry=retry, report=show)
-            console.print(markup(done), soft_wrap=True)
-            return
+    part = None if shard is None else Shard.parse(shard)
+    at = Run(path)
+    at.info()  # refuses a folder that is no run
+    refuse_purged(at)
+    stored(at)  # refuses one whose experiment is not what was run
+    for key, change in _by_key(changes or ()).items():
+        if key.split(".")[0] not in ("attack", "threat", "workers"):
+            raise ConfigError(f"--set {change!r}: only attack, threat and workers can change here")
+    experiment = load(path / "run.json", changes or ())
+    if not allow_commands:
+        refuse_stored_programs(path, experiment, changes or ())
+    prepare_attacks(at, experiment)
+    if part is not None:
         with progress(console) as show:
-            scored = pipeline.attack_again(
-                at, experiment, retry=retry, control=positive_control, report=show
-            )
-        print_run(at, scored, console, texts=texts)
-        refuse_gaps(at)
+            done = pipeline.attack_shard(at, experiment, part, retry=retry, report=show)
+        console.print(markup(done), soft_wrap=True)
+        return
+    with progress(console) as show:
+        scored = pipeline.attack_again(
+            at, experiment, retry=retry, control=positive_control, report=show
+        )
+    print_run(at, scored, console, texts=texts)
+    refuse_gaps(at)
 
 
 def score(
@@ -195,18 +181,17 @@ def score(
     from fedleak.running.preparation import refuse_purged
     from fedleak.store.run import Run
 
-    with mended():
-        at = Run(path)
-        at.info()  # refuses a folder that is no run
-        with at.lock():
-            if vault:
-                refuse_purged(at)
-                taken = take_vaults(at, vault)
-                notes = f" and {len(taken.notes)} notes on defenses" if taken.notes else ""
-                console.print(f"taken from vaults: {len(taken.truths)} private batches{notes}")
-            scored = scoring.score_run(at)
-        print_run(at, scored, console, texts=texts)
-        refuse_gaps(at)
+    at = Run(path)
+    at.info()  # refuses a folder that is no run
+    with at.lock():
+        if vault:
+            refuse_purged(at)
+            taken = take_vaults(at, vault)
+            notes = f" and {len(taken.notes)} notes on defenses" if taken.notes else ""
+            console.print(f"taken from vaults: {len(taken.truths)} private batches{notes}")
+        scored = scoring.score_run(at)
+    print_run(at, scored, console, texts=texts)
+    refuse_gaps(at)
 
 
 def purge(path: RunPath) -> None:
@@ -220,17 +205,16 @@ def purge(path: RunPath) -> None:
     from fedleak.running import purge as purging
     from fedleak.store.run import Run
 
-    with mended():
-        at = Run(path)
-        at.info()  # refuses a folder that is no run
-        with at.lock():
-            done = purging.purge(at)
-        for name in done.deleted:
-            console.print(f"deleted: {markup(name)}", soft_wrap=True)
-        for name in done.kept:
-            console.print(f"kept:    {markup(name)}", soft_wrap=True)
-        if done.left:
-            raise FedleakError(
-                f"{len(done.left)} files could not be deleted, such as {done.left[0]}: mend that, "
-                f"and `fedleak purge {path}` goes on"
-            )
+    at = Run(path)
+    at.info()  # refuses a folder that is no run
+    with at.lock():
+        done = purging.purge(at)
+    for name in done.deleted:
+        console.print(f"deleted: {markup(name)}", soft_wrap=True)
+    for name in done.kept:
+        console.print(f"kept:    {markup(name)}", soft_wrap=True)
+    if done.left:
+        raise FedleakError(
+            f"{len(done.left)} files could not be deleted, such as {done.left[0]}: mend that, "
+            f"and `fedleak purge {path}` goes on"
+        )

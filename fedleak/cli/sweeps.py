@@ -6,7 +6,6 @@ from typing import Annotated
 import typer
 
 from fedleak.cli.display import CellProgress, console, remark
-from fedleak.cli.mistakes import mended
 from fedleak.cli.options import File, Fresh, Set
 from fedleak.util.sanitise import markup
 
@@ -41,35 +40,34 @@ def sweep(
     from fedleak.running import sweep as sweeps
     from fedleak.store.shards import Shard
 
-    with mended():
-        part = None if shard is None else Shard.parse(shard)
-        grid = sweeps.load(file, changes or ())
+    part = None if shard is None else Shard.parse(shard)
+    grid = sweeps.load(file, changes or ())
+    if part is not None:
+        grid = grid.part(part)
+    plans = sweeps.prepare(grid, fresh=fresh)
+    from fedleak.flower.engines import train  # as for `run`
+
+    at_once = sweeps.jobs(plans, jobs)
+    cells = CellProgress([*plans], len(grid.cells))
+
+    def keep(failures: Mapping[str, str]) -> None:
+        sweeps.collect(grid)
+
+    remark(note for plan in plans.values() for note in plan.remarks)
+    with grid.lock():
+        sweeps.collect(grid)
+        if at_once == 1:
+            failures = sweeps.carry_out(grid, plans, train, cells.watch, keep)
+        else:
+            failures = sweeps.carry_out_at_once(grid, plans, train, at_once, cells.tell, keep)
+        collected = sweeps.collect(grid)
         if part is not None:
-            grid = grid.part(part)
-        plans = sweeps.prepare(grid, fresh=fresh)
-        from fedleak.flower.engines import train  # as for `run`
-
-        at_once = sweeps.jobs(plans, jobs)
-        cells = CellProgress([*plans], len(grid.cells))
-
-        def keep(failures: Mapping[str, str]) -> None:
-            sweeps.collect(grid)
-
-        remark(note for plan in plans.values() for note in plan.remarks)
-        with grid.lock():
-            sweeps.collect(grid)
-            if at_once == 1:
-                failures = sweeps.carry_out(grid, plans, train, cells.watch, keep)
-            else:
-                failures = sweeps.carry_out_at_once(grid, plans, train, at_once, cells.tell, keep)
-            collected = sweeps.collect(grid)
-            if part is not None:
-                sweeps.refuse_gaps(collected, failures)
-                console.print(f"shard {part}: {len(grid.cells)} cells are complete")
-                return
-            figures.draw(collected, grid.path / "sweep.svg")
-            tradeoff.draw_tradeoff(collected, grid.path / "tradeoff.svg")
-            frontier.draw_frontier(collected, grid.path / "frontier.svg")
-        print_table(console, attacks_table(collected))
-        console.print(f"results: {markup(grid.path)}")
-        sweeps.refuse_gaps(collected, failures)
+            sweeps.refuse_gaps(collected, failures)
+            console.print(f"shard {part}: {len(grid.cells)} cells are complete")
+            return
+        figures.draw(collected, grid.path / "sweep.svg")
+        tradeoff.draw_tradeoff(collected, grid.path / "tradeoff.svg")
+        frontier.draw_frontier(collected, grid.path / "frontier.svg")
+    print_table(console, attacks_table(collected))
+    console.print(f"results: {markup(grid.path)}")
+    sweeps.refuse_gaps(collected, failures)

@@ -6,7 +6,6 @@ from typing import Annotated
 import typer
 
 from fedleak.cli.display import console
-from fedleak.cli.mistakes import mended
 from fedleak.util.errors import ConfigError, unknown
 from fedleak.util.sanitise import markup
 
@@ -80,49 +79,48 @@ def attack_update(
     from fedleak.cli import own_update
     from fedleak.training.observation import GRANTABLE
 
-    with mended():
-        private = own_update.text_lines("--texts", texts)
-        others = own_update.text_lines("--held-out", held_out)
-        if examples is None and private is None:
-            raise ConfigError("--examples is missing: give the number of texts that FILE is of")
-        if None not in (examples, private) and examples != len(private or ()):
-            raise ConfigError(
-                f"--examples {examples}, but --texts has {len(private or ())}: give all texts that "
-                "FILE is of, and leave --examples out"
-            )
-        if out is not None and out.is_dir():
-            raise ConfigError(f"--out {str(out)!r} is a folder: give a file")
-        facts = own_update.values("--knows", knows or ())
-        if strangers := sorted(facts.keys() - GRANTABLE):
-            raise ConfigError(f"--knows: {unknown('fact', strangers[0], GRANTABLE)}")
-        sent = fedleak.SentUpdate(
-            num_examples=len(private or ()) if examples is None else examples,
-            payload=kind,
-            loss=loss,
-            learning_rate=lr,
-            local_steps=steps,
-            optimiser=optimiser,
-            weight_decay=weight_decay,
-            dropout=dropout,
-            **facts,
+    private = own_update.text_lines("--texts", texts)
+    others = own_update.text_lines("--held-out", held_out)
+    if examples is None and private is None:
+        raise ConfigError("--examples is missing: give the number of texts that FILE is of")
+    if None not in (examples, private) and examples != len(private or ()):
+        raise ConfigError(
+            f"--examples {examples}, but --texts has {len(private or ())}: give all texts that "
+            "FILE is of, and leave --examples out"
         )
-        torch.set_num_threads(1)  # as in a worker: sums have one order, so results are repeatable
-        with own_update.working(console) as tell:
-            result = fedleak.attack(
-                read_update(file),
-                model,
-                sent=sent,
-                kind=attack_,
-                settings=own_update.values("--set", changes or ()),
-                task=task,
-                seed=seed,
-                on_progress=tell,
-            )
-        scored = None
-        if private is not None:
-            scored = fedleak.score(result, private, held_out=others, seed=seed)
-        own_update.show(result, scored, console, chance="builtin/notes" if others is None else "")
-        if out is not None:
-            own_update.write(result, scored, out)
-            console.print(f"results: {markup(out)}", soft_wrap=True)
-        own_update.refuse_failure(result)
+    if out is not None and out.is_dir():
+        raise ConfigError(f"--out {str(out)!r} is a folder: give a file")
+    facts = own_update.values("--knows", knows or ())
+    if strangers := sorted(facts.keys() - GRANTABLE):
+        raise ConfigError(f"--knows: {unknown('fact', strangers[0], GRANTABLE)}")
+    sent = fedleak.SentUpdate(
+        num_examples=len(private or ()) if examples is None else examples,
+        payload=kind,
+        loss=loss,
+        learning_rate=lr,
+        local_steps=steps,
+        optimiser=optimiser,
+        weight_decay=weight_decay,
+        dropout=dropout,
+        **facts,
+    )
+    torch.set_num_threads(1)  # as in a worker: sums have one order, so results are repeatable
+    with own_update.working(console) as tell:
+        result = fedleak.attack(
+            read_update(file),
+            model,
+            sent=sent,
+            kind=attack_,
+            settings=own_update.values("--set", changes or ()),
+            task=task,
+            seed=seed,
+            on_progress=tell,
+        )
+    scored = None
+    if private is not None:
+        scored = fedleak.score(result, private, held_out=others, seed=seed)
+    own_update.show(result, scored, console, chance="builtin/notes" if others is None else "")
+    if out is not None:
+        own_update.write(result, scored, out)
+        console.print(f"results: {markup(out)}", soft_wrap=True)
+    own_update.refuse_failure(result)

@@ -1,7 +1,7 @@
 """The rows of a run as a table for other programs."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ from fedleak.store.records import LEAKAGE, LeakageRow
 from fedleak.store.run import Key, Run
 from fedleak.store.shards import read_answers
 from fedleak.util.errors import CaptureError, ConfigError, FedleakError
+
+_KINDS = (".csv", ".parquet")
 
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 """How a cell begins that a spreadsheet takes for a formula."""
@@ -36,11 +38,13 @@ def export(run: Run, path: Path, *, texts: bool = False) -> int:
         ConfigError: Another kind of file, no run directory, or texts of a run that was purged.
         FedleakError: There are no rows, texts are missing, or the file cannot be written.
     """
-    write = _WRITERS.get(path.suffix.lower())
-    if write is None:
+    from datasets import Dataset  # it takes a second
+
+    kind = path.suffix.lower()
+    if kind not in _KINDS:
         raise ConfigError(
             f"--to {str(path)!r} is no kind of file that rows are written to: end it in "
-            f"{' or '.join(_WRITERS)}, or name a tracker, mlflow or tensorboard"
+            f"{' or '.join(_KINDS)}, or name a tracker, mlflow or tensorboard"
         )
     run.info()  # refuses a folder that is no run
     rows = run.rows(LEAKAGE)
@@ -49,7 +53,11 @@ def export(run: Run, path: Path, *, texts: bool = False) -> int:
     read = _texts(run) if texts else {}
     table = [_flat(row) | ({"pairs": read.get(row.id)} if texts else {}) for row in rows]
     with new_file(path) as temporary:
-        write(table, temporary)
+        if kind == ".csv":
+            harmless = [{name: _harmless(value) for name, value in row.items()} for row in table]
+            Dataset.from_list(harmless).to_csv(str(temporary), index=False)
+        else:
+            Dataset.from_list(table).to_parquet(str(temporary))
     return len(rows)
 
 
@@ -85,22 +93,3 @@ def _texts(run: Run) -> Mapping[tuple[Key, str], str]:
 def _harmless(value: Any) -> Any:
     """Returns a cell that no spreadsheet takes for a formula."""
     return f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA) else value
-
-
-def _to_csv(table: list[dict[str, Any]], path: Path) -> None:
-    from datasets import Dataset  # it takes a second
-
-    harmless = [{name: _harmless(value) for name, value in row.items()} for row in table]
-    Dataset.from_list(harmless).to_csv(str(path), index=False)
-
-
-def _to_parquet(table: list[dict[str, Any]], path: Path) -> None:
-    from datasets import Dataset
-
-    Dataset.from_list(table).to_parquet(str(path))
-
-
-_WRITERS: Mapping[str, Callable[[list[dict[str, Any]], Path], None]] = {
-    ".csv": _to_csv,
-    ".parquet": _to_parquet,
-}

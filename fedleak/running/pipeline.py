@@ -7,7 +7,6 @@ from fedleak.attacks.reconstruction import Status
 from fedleak.audit import central_baseline, defense_checks, positive_control, scoring
 from fedleak.audit.answered import answered
 from fedleak.audit.scoring import Scored
-from fedleak.config import checks
 from fedleak.config.experiment import Experiment
 from fedleak.federation.lookup import examples
 from fedleak.federation.schedule import expected_captures
@@ -263,15 +262,6 @@ def disk_note(run: Run, experiment: Experiment) -> str | None:
     """Returns how much disk a run takes, in a line; None if that is not worth a word."""
     model = outline(experiment, run.info()["num_labels"])
     return forecast.disk(forecast.bytes_kept(experiment, model), run.path)
-
-
-def check_attacks(experiment: Experiment, num_labels: int) -> None:
-    """Refuses attacks that cannot work in this experiment, before anything starts.
-
-    Raises:
-        ConfigError: The first of them.
-    """
-    checks.check_attacks(experiment, outline(experiment, num_labels))
 
 
 def _wants_reference(run: Run, experiment: Experiment) -> bool:

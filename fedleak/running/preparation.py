@@ -30,6 +30,7 @@ from fedleak.federation.workload import (
 from fedleak.models import CLASSIFICATION, LanguageModel, loading
 from fedleak.running import forecast
 from fedleak.store.run import Run
+from fedleak.store.summaries import SWEEP
 from fedleak.util import logs
 from fedleak.util.errors import ConfigError, FedleakError
 from fedleak.util.sanitise import printable
@@ -155,19 +156,37 @@ def keep_candidates(run: Run, lists: Mapping[str, Mapping[str, Any]]) -> None:
             )
 
 
-def ask_again(run: Run, experiment: Experiment) -> None:
+def prepare_attacks(run: Run, experiment: Experiment) -> None:
+    """Checks further attacks on a run that was trained, and keeps the texts that they ask about.
+
+    Raises:
+        ConfigError: An attack cannot work in this experiment, or the captures do not hold what it
+            reads; a file of candidates is not right, or was another before.
+    """
+    if (sees := stored(run).sees) != experiment.sees:
+        raise ConfigError(
+            f"threat.sees = {experiment.sees!r}, but {str(run.path)!r} captured what an attacker "
+            f"sees who sees {sees!r}: run the experiment under another name, which captures the "
+            "other"
+        )
+    count = run.info()["num_labels"]
+    model = outline(experiment, count)
+    checks.check_attacks(experiment, model)
+    check_stored(stored(run), experiment, model)
+    ask_again(run, experiment, model)
+
+
+def ask_again(run: Run, experiment: Experiment, model: LanguageModel) -> None:
     """Reads files of candidates for attacks on a run that was trained, and keeps their texts.
 
     Raises:
         ConfigError: A file that is not right, or an attack was asked about other texts before.
     """
-    if all(named_attack.candidates is None for named_attack in experiment.attacks):
-        return
-    count = run.info()["num_labels"]
-    classes: Sequence[str] = [str(number) for number in range(count)]
-    if experiment.tapped is None and experiment.model.task == CLASSIFICATION:
-        classes = read_data(experiment).train.label_names
-    keep_candidates(run, read_candidates(experiment, classes, outline(experiment, count)))
+    classes = [str(number) for number in range(run.info()["num_labels"])]
+    asking = any(named_attack.candidates is not None for named_attack in experiment.attacks)
+    if asking and experiment.tapped is None and experiment.model.task == CLASSIFICATION:
+        classes = [*read_data(experiment).train.label_names]
+    keep_candidates(run, read_candidates(experiment, classes, model))
 
 
 def _remarks(
@@ -213,38 +232,44 @@ def open_run(plan: Plan, path: Path, *, fresh: bool = False) -> Run:
         refuse_purged(run)
         refuse_other_data(run, plan)
         _renew(run, plan.experiment)
-        _make_held_out(run, plan)
-        keep_candidates(run, plan.candidates)
-        return run
-    if (path / "sweep.json").exists():
+    else:
+        _refuse_leftovers(path)
+        run.create(
+            experiment=plan.experiment.model_dump(mode="json"),
+            fingerprint=plan.experiment.fingerprint,
+            status="new",
+            num_labels=plan.num_labels,
+            examples=plan.examples._asdict(),
+            **({"classes": list(plan.classes)} if plan.classes else {}),
+            versions=versions(),
+            git_commit=git_commit(),
+            **made_by(),
+            model_fingerprint=None,
+            remarks=list(plan.remarks),
+        )
+    _make_held_out(run, plan)
+    keep_candidates(run, plan.candidates)
+    return run
+
+
+def _refuse_leftovers(path: Path) -> None:
+    """Refuses a folder of files that must not pass for a new run's.
+
+    Raises:
+        ConfigError: There are files of a sweep, or of unknown origin.
+    """
+    if (path / SWEEP.name).exists():
         raise ConfigError(
             f"{str(path)!r} holds a sweep: give this run another name, or --fresh to move the "
             "sweep aside"
         )
     # A run that was killed before its run.json was written has left no more than a log.
     if there := sorted({child.name for child in path.glob("[!.]*")} - {logs.LOG}):
-        # Captures and answers of unknown origin must not pass for this experiment's.
         more = f" and {len(there) - 3} more" if len(there) > 3 else ""
         raise ConfigError(
             f"{str(path)!r} is not empty ({', '.join(there[:3])}{more}) and has no run.json: give "
             "this run another name, delete the folder, or --fresh to move it aside"
         )
-    run.create(
-        experiment=plan.experiment.model_dump(mode="json"),
-        fingerprint=plan.experiment.fingerprint,
-        status="new",
-        num_labels=plan.num_labels,
-        examples=plan.examples._asdict(),
-        **({"classes": list(plan.classes)} if plan.classes else {}),
-        versions=versions(),
-        git_commit=git_commit(),
-        **made_by(),
-        model_fingerprint=None,
-        remarks=list(plan.remarks),
-    )
-    _make_held_out(run, plan)
-    keep_candidates(run, plan.candidates)
-    return run
 
 
 def move_aside(path: Path) -> None:
@@ -284,20 +309,6 @@ def refuse_purged(run: Run) -> None:
         )
 
 
-def refuse_other_sight(run: Run, experiment: Experiment) -> None:
-    """Refuses to attack captures for an attacker who would have seen others.
-
-    Raises:
-        ConfigError: The run was captured with another `threat.sees`.
-    """
-    if (sees := stored(run).sees) != experiment.sees:
-        raise ConfigError(
-            f"threat.sees = {experiment.sees!r}, but {str(run.path)!r} captured what an attacker "
-            f"sees who sees {sees!r}: run the experiment under another name, which captures the "
-            "other"
-        )
-
-
 def refuse_programs_of_others(
     at: Path, attacks: Iterable[NamedAttack], workers: WorkersTable | None = None
 ) -> None:
@@ -323,15 +334,6 @@ def refuse_programs_of_others(
             f"{printable(named[0])[:_LONGEST]}{more}: read it, and give --allow-commands if you "
             "want that"
         )
-
-
-def refuse_unstored(run: Run, experiment: Experiment) -> None:
-    """Refuses attacks that read what the captures of a run do not hold.
-
-    Raises:
-        ConfigError: The first such attack.
-    """
-    check_stored(stored(run), experiment, outline(experiment, run.info()["num_labels"]))
 
 
 def refuse_data_on_nodes(experiment: Experiment) -> None:
@@ -410,14 +412,7 @@ def _make_held_out(run: Run, plan: Plan) -> None:
 
 def git_commit() -> str | None:
     """Returns the commit of this checkout, with a mark if files differ; None if it is none."""
-    command: Sequence[str] = (
-        "git",
-        "describe",
-        "--always",
-        "--dirty",
-        "--abbrev=40",
-        "--exclude=*",
-    )
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         done = subprocess.run(
             command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True

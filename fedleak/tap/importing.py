@@ -102,7 +102,7 @@ def import_run(tapped: Tapped, about: About, out: Path) -> Imported:
         for truth in truths:
             run.write_truth(Key(truth.round, truth.client), truth.to_json())
         run.write_json("held_out.json", {"sequences": held_out, "labels": []})
-        ask_again(run, experiment)
+        ask_again(run, experiment, tap.model)
         remarks = [*_remarks(about), *remarks]
         run.update_info(status="finished", left_out=left_out, remarks=remarks)
     return Imported(

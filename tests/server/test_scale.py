@@ -321,13 +321,13 @@ def test_of_a_sum_what_is_read_is_stored(tmp_path):
 
 def test_an_attack_that_reads_more_is_refused_afterwards(tmp_path):
     run = carried_out(tmp_path / "run", experiment_of(**READ))
-    preparation.refuse_unstored(run, experiment_of(**READ))
-    preparation.refuse_unstored(run, experiment_of(attack=[]))
+    preparation.prepare_attacks(run, experiment_of(**READ))
+    preparation.prepare_attacks(run, experiment_of(attack=[]))
     for kind, line in {"dager": "'dager' reads 4 tensors", "dlg": "'dlg' reads .* tensors"}.items():
         for store in ("read", "all"):
             late = experiment_of(audit__store=store, attack=[{"kind": kind}])
             with pytest.raises(ConfigError, match=f"{line} that the captures do not hold"):
-                preparation.refuse_unstored(run, late)
+                preparation.prepare_attacks(run, late)
     with pytest.raises(ConfigError, match=r"holds another experiment \(audit\.store: "):
         preparation.prepare(experiment_of(attack=READ["attack"]), run.path)
 

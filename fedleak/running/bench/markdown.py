@@ -9,7 +9,7 @@ from itertools import chain
 from pathlib import Path
 
 from fedleak.report.words import INTERVALS, NOT_MEASURED, interval, number
-from fedleak.running.bench.results import RESULT, Cell, Entry, Result, SettingResult
+from fedleak.running.bench.results import RESULT, Cell, Entry, Result, SettingResult, Together
 from fedleak.store.summaries import AttackSummary
 from fedleak.util.errors import ConfigError
 from fedleak.util.plain_files import settings_text
@@ -137,14 +137,7 @@ def _overview(results: Sequence[Result]) -> Iterator[str]:
             if any(cell is not None and _names_texts(cell) for cell in cells):
                 name = f"`{_code(entry.name)}`{_mark_of(results, letter)}"
                 yield _line([name, *map(_short, cells)])
-        together = [result.settings[i].together for i in run]
-        figures = [
-            _exact_and_rouge(
-                None if joint is None or joint.exact_match is None else joint.exact_match.mean,
-                None if joint is None or joint.rougeL is None else joint.rougeL.mean,
-            )
-            for joint in together
-        ]
+        figures = [_exact_and_rouge(result.settings[i].together) for i in run]
         yield _line([f"*any of them*{_mark_of(results, letter)}", *figures])
     yield ""
 
@@ -220,25 +213,24 @@ def _short(cell: Cell | None) -> str:
     """Returns a cell in a word: its figures, or why there are none."""
     if cell is None or cell.figures is None:
         return "cannot" if cell is not None and cell.left_out is not None else NOT_MEASURED
-    figures: AttackSummary = cell.figures
-    if figures.exact_match is None:
-        return "no answer" if not figures.answers else NOT_MEASURED
-    return _exact_and_rouge(
-        figures.exact_match.mean, None if figures.rougeL is None else figures.rougeL.mean
-    )
+    figures = cell.figures
+    if figures.exact_match is None and not figures.answers:
+        return "no answer"
+    return _exact_and_rouge(figures)
 
 
-def _exact_and_rouge(exact: float | None, rouge: float | None) -> str:
-    if exact is None:
+def _exact_and_rouge(figures: AttackSummary | Together | None) -> str:
+    if figures is None or figures.exact_match is None:
         return NOT_MEASURED
-    return f"{number(100 * exact)} ({number(rouge)})"
+    rouge = None if figures.rougeL is None else figures.rougeL.mean
+    return f"{number(100 * figures.exact_match.mean)} ({number(rouge)})"
 
 
 def _settings(entry: Entry) -> str:
     """Returns how an attack was run."""
-    command = entry.settings.get("command")
-    source = f"command `{_code(str(command))}`" if command else f"from {_safe(entry.origin)}"
-    return f"It is the {source}." if command else f"It comes {source}."
+    if command := entry.settings.get("command"):
+        return f"It is the command `{_code(str(command))}`."
+    return f"It comes from {_safe(entry.origin)}."
 
 
 def _mark_of(results: Sequence[Result], letter: str) -> str:

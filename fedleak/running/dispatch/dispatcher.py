@@ -6,7 +6,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 
 from fedleak.attacks import is_slow
 from fedleak.attacks.reconstruction import Reconstruction, Status
@@ -22,6 +21,7 @@ from fedleak.running.preparation import refuse_purged
 from fedleak.running.workers.hiring import hire
 from fedleak.running.workers.process import (
     Job,
+    Task,
     Worker,
     answer_of,
     failure,
@@ -202,22 +202,25 @@ class Dispatcher:
 
     def _jobs(self, work: Work) -> list[Job]:
         """Returns the jobs for captures; a damaged capture fails at once."""
-        experiment, jobs = self._experiment, []
+        jobs = []
         for key in work.keys:
-            job = Job(
-                run=self._run.path,
-                key=key,
-                attack=work.attack,
-                knowledge=Knowledge(),
-                model=self._model,
-                seed=experiment.seed,
-            )
             try:
                 listed = self._candidates.get(work.attack.name)
                 known = knowledge(self._run, key, work.attack.threat, listed)
-                jobs.append(replace(job, knowledge=known))
             except CaptureError as error:
-                self._record([_failed(job, str(error))])
+                task = Task(key=key, attack=work.attack, knowledge=Knowledge())
+                self._record([_failed(task, str(error))])
+                continue
+            jobs.append(
+                Job(
+                    run=self._run.path,
+                    key=key,
+                    attack=work.attack,
+                    knowledge=known,
+                    model=self._model,
+                    seed=self._experiment.seed,
+                )
+            )
         return jobs
 
     def _record(self, answers: Sequence[Answer]) -> None:
@@ -316,6 +319,6 @@ def _under_way(worker: Worker) -> UnderWay:
     return UnderWay(first.attack.name, first.key.round, clients, worker.progress())
 
 
-def _failed(job: Job, reason: str) -> Answer:
+def _failed(task: Task, reason: str) -> Answer:
     """Returns the answer of an attack that failed for good."""
-    return answer_of(job, Reconstruction.none(Status.FAILED, reason))
+    return answer_of(task, Reconstruction.none(Status.FAILED, reason))

@@ -112,16 +112,13 @@ def _epsilons(ledger: Sequence[LedgerRow]) -> Iterator[Metric]:
     """Yields the largest epsilon of any client after each round, unless a client has none."""
     of_client: dict[int, float | None] = {}
     for round in sorted({row.round for row in ledger}):
-        by_client: dict[int, list[float | None]] = defaultdict(list)
+        by_client: dict[int, list[float | str]] = defaultdict(list)
         for row in ledger:
             if row.round == round:
-                epsilon = None if row.epsilon == NONE else float(row.epsilon)
-                by_client[row.client].append(epsilon)
+                by_client[row.client].append(row.epsilon)
         for client, epsilons in by_client.items():
             # Several statements about one client all hold, so the smallest counts.
-            of_client[client] = (
-                None if None in epsilons else min(e for e in epsilons if e is not None)
-            )
+            of_client[client] = None if NONE in epsilons else min(map(float, epsilons))
         largest = [epsilon for epsilon in of_client.values() if epsilon is not None]
         if len(largest) == len(of_client):
             yield Metric(("privacy", "epsilon"), round, max(largest))
@@ -135,7 +132,8 @@ def _leakage(rows: Sequence[LeakageRow], summary: RunSummary) -> Iterator[Metric
     for name, attack_rows in of_attack.items():
         yield from _by_round(("attack", name), attack_rows)
         for control in CONTROLS:
-            yield from _means(("attack", name, control), _values(attack_rows, control))
+            values = ((row.round, getattr(row, control)) for row in attack_rows)
+            yield from _means(("attack", name, control), values)
     most = set(summary.ladder.top.attacks.values()) if summary.ladder else of_attack.keys()
     yield from _by_round(("any_attack",), [row for row in rows if row.attack in most])
 
@@ -148,17 +146,12 @@ def _by_round(parts: tuple[str, ...], rows: Sequence[LeakageRow]) -> Iterator[Me
         yield from _means((*parts, figure), scores)
 
 
-def _values(rows: Iterable[LeakageRow], name: str) -> Iterator[tuple[int, float]]:
-    for row in rows:
-        if (value := getattr(row, name)) is not None:
-            yield row.round, value
-
-
-def _means(parts: tuple[str, ...], values: Iterable[tuple[int, float]]) -> Iterator[Metric]:
-    """Yields the mean of each round that has values."""
+def _means(parts: tuple[str, ...], values: Iterable[tuple[int, float | None]]) -> Iterator[Metric]:
+    """Yields the mean of each round that has values; None is no value."""
     of_round: dict[int, list[float]] = defaultdict(list)
     for round, value in values:
-        of_round[round].append(value)
+        if value is not None:
+            of_round[round].append(value)
     for round, numbers in sorted(of_round.items()):
         yield Metric(parts, round, sum(numbers) / len(numbers))
 

@@ -31,7 +31,7 @@ import torch
 
 from fedleak.attacks import Progress
 from fedleak.config.tables import RayTable
-from fedleak.running.workers.process import NOTE_SECONDS, Job, prepare, too_slow, work_together
+from fedleak.running.workers.process import NOTE_SECONDS, Job, Worker, prepare, work_together
 from fedleak.store.records import Answer
 from fedleak.store.run import Run
 from fedleak.util.errors import CaptureError, ConfigError, FedleakError
@@ -153,13 +153,8 @@ class Shipping:
         return {name: _put(run / name) for name in names} | {model: self._models[run / model]}
 
 
-class RayWorker:
-    """An actor with one try at a time, as a worker process is.
-
-    Attributes:
-        jobs: What it is trying; empty if it is not.
-        answer: What will come of it.
-    """
+class RayWorker(Worker):
+    """An actor with one try at a time, as a worker process is."""
 
     _said: Mapping[int, Progress]
     _asked: Future[dict[int, Progress]] | None
@@ -168,13 +163,10 @@ class RayWorker:
     def __init__(
         self, *, gpus: float, time_limit: float, shipping: Shipping | None, crew: "list[RayWorker]"
     ) -> None:
-        self._gpus, self._time_limit = gpus, time_limit
-        self._shipping, self._crew = shipping, crew
+        self._gpus, self._shipping, self._crew = gpus, shipping, crew
         self._device = "cuda:0" if gpus else "cpu"  # an actor sees no other GPU
-        self.jobs: tuple[Job, ...] = ()
-        self.answer: Future[list[Answer]] = Future()
         self._failed_starts = 0
-        self._start()
+        super().__init__(time_limit)
 
     @property
     def here(self) -> bool:
@@ -222,38 +214,9 @@ class RayWorker:
         """Takes jobs of one attack and round."""
         self.jobs = tuple(replace(job, run=job.run.absolute()) for job in jobs)
         self._forget_progress()
-        self._deadline = time.monotonic() + self._time_limit * len(jobs)
+        self._limit_time()
         files = {} if self._shipping is None else self._shipping.files(self.jobs)
         self.answer = self._actor.work.remote(list(self.jobs), self._device, files).future()
-
-    def result(self) -> list[Answer] | BaseException | None:
-        """Returns an answer per job, or why there is none; None while it works.
-
-        Raises:
-            FedleakError: Its node does not see the run directory.
-        """
-        import ray
-
-        if self.answer.done():
-            error = self.answer.exception()
-            self.jobs = ()
-            if error is None:
-                return self.answer.result()
-            if isinstance(error, ray.exceptions.RayActorError):
-                self._restart()
-                died = BrokenProcessPool(str(error))
-                died.__cause__ = error
-                return died
-            cause = _cause(error)
-            if isinstance(cause, FedleakError) and not isinstance(cause, CaptureError):
-                raise cause
-            return cause
-        if time.monotonic() > self._deadline:
-            late = too_slow(self._time_limit, self.jobs)
-            self._restart()
-            self.jobs = ()
-            return late
-        return None
 
     def progress(self) -> Mapping[int, Progress]:
         """Returns how far its attack is with each client, as of a second ago."""
@@ -280,9 +243,22 @@ class RayWorker:
     def _beside(self, method: str) -> Any:
         return getattr(self._actor, method).options(concurrency_group=_BESIDE).remote()
 
-    def _restart(self) -> None:
-        self.stop()
-        self._start()
+    def _cause(self, error: BaseException) -> BaseException:
+        """Returns what was raised on the cluster.
+
+        Raises:
+            FedleakError: Its node does not see the run directory.
+        """
+        import ray
+
+        if isinstance(error, ray.exceptions.RayActorError):
+            died = BrokenProcessPool(str(error))
+            died.__cause__ = error
+            return died
+        cause = _cause(error)
+        if isinstance(cause, FedleakError) and not isinstance(cause, CaptureError):
+            raise cause
+        return cause
 
     def _start(self) -> None:
         import ray

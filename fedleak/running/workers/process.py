@@ -15,6 +15,7 @@ import multiprocessing
 import os
 import time
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -23,7 +24,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Protocol
 
 import psutil
 import torch
@@ -53,91 +53,61 @@ _numbers = itertools.count()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class Task:
+    """One attack on one update.
+
+    Attributes:
+        key: Which update.
+        attack: The attack, its name, and what the attacker was granted.
+        knowledge: All that it knows, granted facts included.
+    """
+
+    key: Key
+    attack: NamedAttack
+    knowledge: Knowledge
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job(Task):
     """One attack on one capture.
 
     Attributes:
         run: The run directory.
-        key: Which capture.
-        attack: The attack, its name, and what the attacker was granted.
-        knowledge: All that it knows, granted facts included.
         model: What `models.load` needs.
         seed: Of the experiment.
     """
 
     run: Path
-    key: Key
-    attack: NamedAttack
-    knowledge: Knowledge
     model: ModelSpec
     seed: int
 
 
 def answer_of(
-    job: Job,
+    task: Task,
     reconstruction: Reconstruction,
     seconds: float | None = None,
     device: str | None = None,
     together: int | None = None,
 ) -> Answer:
-    """Returns what is kept of a job.
+    """Returns what is kept of an attack on one update.
 
     Args:
-        job: What was to be attacked.
+        task: What was to be attacked.
         reconstruction: What came of it.
         seconds, device: Of the attack alone, its share of the call; None if it was not called.
         together: How many observations shared the call.
     """
-    return answer_record(
-        job.key,
-        job.attack,
-        job.knowledge,
-        reconstruction,
-        seconds=seconds,
-        device=device,
-        together=together,
-    )
-
-
-def answer_record(
-    key: Key,
-    attack: NamedAttack,
-    knowledge: Knowledge,
-    reconstruction: Reconstruction,
-    *,
-    seconds: float | None,
-    device: str | None,
-    together: int | None,
-) -> Answer:
-    """Returns what is kept of an attack on one update.
-
-    Args:
-        key: Which update.
-        attack: The attack, its name, and what the attacker was granted.
-        knowledge: All that the attacker knew.
-        reconstruction: What came of it.
-        seconds, device, together: As in `answer_of`.
-    """
     return Answer(
-        round=key.round,
-        client=key.client,
-        attack=attack.name,
-        settings=settings(attack.attack),
-        granted=tuple(sorted(attack.threat.knows)),
-        knows=tuple(sorted(knowledge.granted())),
+        round=task.key.round,
+        client=task.key.client,
+        attack=task.attack.name,
+        settings=settings(task.attack.attack),
+        granted=tuple(sorted(task.attack.threat.knows)),
+        knows=tuple(sorted(task.knowledge.granted())),
         seconds=seconds,
         device=device,
         together=together,
-        status=reconstruction.status,
-        sequences=reconstruction.sequences,
-        evidence=reconstruction.evidence,
-        margins=reconstruction.margins,
-        tokens=reconstruction.tokens,
-        scores=dict(reconstruction.scores),
-        facts=dict(reconstruction.facts),
-        diagnostics=dict(reconstruction.diagnostics),
-        verified=reconstruction.verified,
-        reason=reconstruction.reason,
+        **vars(reconstruction),
     )
 
 
@@ -154,54 +124,93 @@ def trace(error: BaseException) -> str:
     return text.encode(errors="backslashreplace").decode()  # JSON is not read back with surrogates
 
 
-def too_slow(time_limit: float, jobs: Sequence[Job]) -> TimeoutError:
-    """Returns the error of a try that took too long."""
-    per_capture = f" for each of {len(jobs)} captures" if len(jobs) > 1 else ""
-    return TimeoutError(f"took longer than workers.time_limit = {time_limit:g} s{per_capture}")
-
-
-class Worker(Protocol):
+class Worker(ABC):
     """One try at a time, wherever that runs.
+
+    Whatever kills a try, or takes too long, costs that try alone: the next one finds a new process.
+
+    Args:
+        time_limit: Seconds of each capture.
 
     Attributes:
         jobs: What it is trying: one, or several of one attack and round. Empty if it is not.
         answer: What will come of it, to wait for.
     """
 
-    jobs: tuple[Job, ...]
-    answer: Future[list[Answer]]
+    def __init__(self, time_limit: float) -> None:
+        self._time_limit, self._deadline = time_limit, math.inf
+        self.jobs: tuple[Job, ...] = ()
+        self.answer: Future[list[Answer]] = Future()
+        self._start()
 
     @property
+    @abstractmethod
     def free(self) -> bool:
         """Whether it can take jobs now."""
 
+    @abstractmethod
     def submit(self, jobs: Sequence[Job]) -> None:
         """Takes jobs of one attack and round."""
 
     def result(self) -> list[Answer] | BaseException | None:
         """Returns an answer per job, or why there is none; None while it works."""
+        if self.answer.done():
+            self._finish()
+            error = self.answer.exception()
+            if error is None:
+                return self.answer.result()
+            cause = self._cause(error)
+            if isinstance(cause, BrokenProcessPool):
+                self._restart()
+            return cause
+        if time.monotonic() <= self._deadline:
+            return None
+        per_capture = f" for each of {len(self.jobs)} captures" if len(self.jobs) > 1 else ""
+        self._restart()
+        self._finish()
+        return TimeoutError(
+            f"took longer than workers.time_limit = {self._time_limit:g} s{per_capture}"
+        )
 
+    @abstractmethod
     def progress(self) -> Mapping[int, Progress]:
         """Returns how far its attack is with each client, as far as the attack has said."""
 
+    @abstractmethod
+    def stop(self) -> None:
+        """Ends what runs the attack, whatever it is doing."""
 
-class LocalWorker:
+    @abstractmethod
+    def _start(self) -> None:
+        """Starts what runs attacks."""
+
+    def _restart(self) -> None:
+        self.stop()
+        self._start()
+
+    def _limit_time(self) -> None:
+        """Begins to count the time of the try."""
+        self._deadline = time.monotonic() + self._time_limit * len(self.jobs)
+
+    def _finish(self) -> None:
+        self.jobs = ()
+
+    def _cause(self, error: BaseException) -> BaseException:
+        """Returns why a try failed; a `BrokenProcessPool` if its process has died."""
+        return error
+
+
+class LocalWorker(Worker):
     """A process on one device, with one try at a time.
 
     It has a pool to itself: whatever kills the process, at whatever moment, breaks nothing that
     others wait for, and the next try finds a new process. The progress of a try is kept in a file
     of its own, for the same reason.
-
-    Attributes:
-        jobs: What it is trying: one, or several of one attack and round. Empty if it is free.
-        answer: What will come of it.
     """
 
     def __init__(self, device: str, time_limit: float, notes: Path) -> None:
-        self._device, self._time_limit, self._notes = device, time_limit, notes
-        self.jobs: tuple[Job, ...] = ()
-        self.answer: Future[list[Answer]] = Future()
-        self._start()
+        self._device, self._notes = device, notes
+        super().__init__(time_limit)
 
     @property
     def free(self) -> bool:
@@ -222,21 +231,10 @@ class LocalWorker:
 
     def result(self) -> list[Answer] | BaseException | None:
         """Returns an answer per job, or why there is none; None while it works."""
-        if self.answer.done():
-            self._finish()
-            error = self.answer.exception()
-            if isinstance(error, BrokenProcessPool):
-                self._restart()
-            return error or self.answer.result()
         if self._deadline == math.inf and self._ready.done():
             # Counted from here, so that importing torch is not held against an attack.
-            self._deadline = time.monotonic() + self._time_limit * len(self.jobs)
-        if time.monotonic() > self._deadline:
-            late = too_slow(self._time_limit, self.jobs)
-            self._restart()
-            self._finish()
-            return late
-        return None
+            self._limit_time()
+        return super().result()
 
     def progress(self) -> dict[int, Progress]:
         """Returns how far its attack is with each client, as far as the attack has said."""
@@ -255,12 +253,8 @@ class LocalWorker:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _finish(self) -> None:
-        self.jobs = ()
+        super()._finish()
         self._note.unlink(missing_ok=True)
-
-    def _restart(self) -> None:
-        self.stop()
-        self._start()
 
     def _start(self) -> None:
         self._pool = ProcessPoolExecutor(
