@@ -12,17 +12,19 @@ import math
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, is_dataclass, replace
 from functools import cache
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from fedleak.models import LanguageModel
+from fedleak.training import privacy
 from fedleak.training.observation import ClientUpdate, Sight
 from fedleak.training.privacy import Accountant, Event
 from fedleak.training.settings import LocalTraining
+from fedleak.util.errors import ConfigError
 from fedleak.util.plugins import discover
 
 _PIECE = 2**16
@@ -126,6 +128,36 @@ class Defense:
     def obstacle(self, local: LocalTraining, model: LanguageModel) -> str | None:
         """Returns why it cannot be used on this model, and what to do; None if it can."""
         return None
+
+
+class NoiseOrEpsilon(Defense, ABC):
+    """A defense whose noise is given, or follows from an epsilon. A dataclass has both as fields.
+
+    Attributes:
+        noise_multiplier: Standard deviation of the noise, in sensitivities.
+        epsilon: What all rounds together may spend; in place of a noise multiplier.
+    """
+
+    noisy: ClassVar[bool] = True
+    noise_multiplier: float | None
+    epsilon: float | None
+
+    def __post_init__(self) -> None:
+        if (self.noise_multiplier is None) == (self.epsilon is None):
+            raise ConfigError("give either noise_multiplier or epsilon")
+
+    def solved(self, local: LocalTraining, budget: Budget) -> Self:
+        """Returns the defense with the noise that its epsilon takes."""
+        if self.epsilon is None:
+            return self
+        unit = replace(self, noise_multiplier=1.0, epsilon=None)  # type: ignore[type-var]
+        planned = [unit.event(local, budget.num_examples, round) for round in budget.rounds]
+        noise = privacy.noise_multiplier(self.epsilon, planned, budget.delta, budget.accountant)
+        return replace(unit, noise_multiplier=noise)  # type: ignore[type-var]
+
+    @abstractmethod
+    def event(self, local: LocalTraining, num_examples: int, round: int) -> Event:
+        """Returns what a round adds to the ledger of such a client."""
 
 
 class TrustedAggregator(Defense, ABC):

@@ -7,18 +7,16 @@ from typing import Annotated, ClassVar
 import torch
 from pydantic import Field
 
-from fedleak.defenses import Budget, Claims, TrustedAggregator
+from fedleak.defenses import Claims, NoiseOrEpsilon, TrustedAggregator
 from fedleak.defenses.clip import clipped
-from fedleak.training import privacy
 from fedleak.training.aggregation import mean_update
 from fedleak.training.observation import ClientUpdate, Sight
 from fedleak.training.privacy import Epsilon, Event, Noise
 from fedleak.training.settings import LocalTraining
-from fedleak.util.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class CentralDp(TrustedAggregator):
+class CentralDp(NoiseOrEpsilon, TrustedAggregator):
     """A trusted server clips each update and adds noise to their mean. For all clients.
 
     DP-FedAvg (McMahan et al. 2018, algorithm 1) with as many clients in each round. Every client
@@ -35,7 +33,6 @@ class CentralDp(TrustedAggregator):
     """
 
     kind: ClassVar[str] = "central_dp"
-    noisy: ClassVar[bool] = True
     sights: ClassVar[tuple[Sight, ...]] = ("models",)
     trust: ClassVar[str | None] = (
         "epsilon holds for those who see the models that the server publishes; the server itself "
@@ -44,18 +41,6 @@ class CentralDp(TrustedAggregator):
     max_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     noise_multiplier: Noise | None = None
     epsilon: Epsilon | None = None
-
-    def __post_init__(self) -> None:
-        if (self.noise_multiplier is None) == (self.epsilon is None):
-            raise ConfigError("give either noise_multiplier or epsilon")
-
-    def solved(self, local: LocalTraining, budget: Budget) -> "CentralDp":
-        """Returns the defense with the noise that its epsilon takes."""
-        if self.epsilon is None:
-            return self
-        planned = [_event(1.0) for _ in budget.rounds]
-        noise = privacy.noise_multiplier(self.epsilon, planned, budget.delta, budget.accountant)
-        return replace(self, noise_multiplier=noise, epsilon=None)
 
     def combined(self, updates: Iterable[ClientUpdate], *, rng: torch.Generator) -> ClientUpdate:
         """Returns the mean of the clipped updates plus noise."""
@@ -94,14 +79,10 @@ class CentralDp(TrustedAggregator):
 
     def event(self, local: LocalTraining, num_examples: int, round: int) -> Event:
         """Returns one use on all that the client has."""
-        return _event(self.noise_multiplier or 0.0)
-
-
-def _event(noise_multiplier: float) -> Event:
-    return Event(
-        noise_multiplier=noise_multiplier,
-        sampling_rate=1.0,
-        steps=1,
-        unit="client",
-        neighbouring="zero out one",
-    )
+        return Event(
+            noise_multiplier=self.noise_multiplier or 0.0,
+            sampling_rate=1.0,
+            steps=1,
+            unit="client",
+            neighbouring="zero out one",
+        )

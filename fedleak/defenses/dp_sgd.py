@@ -7,14 +7,12 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 from torch import nn
 
-from fedleak.defenses import Budget, Claims, Defense
+from fedleak.defenses import Claims, NoiseOrEpsilon
 from fedleak.models import LanguageModel
-from fedleak.training import privacy
 from fedleak.training.batches import passes
 from fedleak.training.observation import UpdateKind
 from fedleak.training.privacy import Epsilon, Event, Noise
 from fedleak.training.settings import LocalTraining, PrivateSteps
-from fedleak.util.errors import ConfigError
 
 Finite = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
@@ -22,7 +20,7 @@ _SHARED_STATISTICS = (nn.modules.batchnorm._BatchNorm, nn.SyncBatchNorm)
 
 
 @dataclass(frozen=True, kw_only=True)
-class DpSgd(Defense):
+class DpSgd(NoiseOrEpsilon):
     """Trains with DP-SGD (Abadi et al. 2016): (epsilon, delta) of each example.
 
     Under FedSGD a round is one noisy step, under FedAvg every local step is one.
@@ -36,26 +34,12 @@ class DpSgd(Defense):
     """
 
     kind: ClassVar[str] = "dp_sgd"
-    noisy: ClassVar[bool] = True
     exclusive: ClassVar[str | None] = "a step has one"
     reports_training: ClassVar[bool] = True
     noise_multiplier: Noise | None = None
     epsilon: Epsilon | None = None
     max_grad_norm: Finite = 1.0
     sampling: Literal["poisson", "fixed"] = "poisson"
-
-    def __post_init__(self) -> None:
-        if (self.noise_multiplier is None) == (self.epsilon is None):
-            raise ConfigError("give either noise_multiplier or epsilon")
-
-    def solved(self, local: LocalTraining, budget: Budget) -> "DpSgd":
-        """Returns the defense with the noise that its epsilon takes."""
-        if self.epsilon is None:
-            return self
-        unit = replace(self, noise_multiplier=1.0, epsilon=None)
-        planned = [unit.event(local, budget.num_examples, round) for round in budget.rounds]
-        noise = privacy.noise_multiplier(self.epsilon, planned, budget.delta, budget.accountant)
-        return replace(unit, noise_multiplier=noise)
 
     def training(self, local: LocalTraining) -> LocalTraining:
         """Returns training with private steps."""
@@ -75,35 +59,25 @@ class DpSgd(Defense):
 
     def event(self, local: LocalTraining, num_examples: int, round: int) -> Event:
         """Returns a round's steps."""
-        noise, size = self.noise_multiplier or 0.0, self._expected(local, num_examples)
-        if self.sampling == "poisson":
-            steps, rate = local.steps(num_examples), size / num_examples
-            return Event(
-                noise_multiplier=noise,
-                sampling_rate=rate,
-                steps=steps,
-                unit="example",
-                neighbouring="add or remove one",
-                sampling="Poisson",
-            )
-        if local.kind == UpdateKind.DELTA:
-            return Event(
-                noise_multiplier=noise,
-                sampling_rate=1.0,
-                steps=local.epochs,
-                unit="example",
-                neighbouring="zero out one",
-            )
-        # An example is in one batch of a pass over the data.
-        mark = (round - 1) // passes(num_examples, local)
-        return Event(
-            noise_multiplier=noise,
+        event = Event(
+            noise_multiplier=self.noise_multiplier or 0.0,
             sampling_rate=1.0,
             steps=1,
             unit="example",
             neighbouring="zero out one",
-            disjoint=mark,
         )
+        if self.sampling == "poisson":
+            return replace(
+                event,
+                sampling_rate=self._expected(local, num_examples) / num_examples,
+                steps=local.steps(num_examples),
+                neighbouring="add or remove one",
+                sampling="Poisson",
+            )
+        if local.kind == UpdateKind.DELTA:
+            return replace(event, steps=local.epochs)
+        # An example is in one batch of a pass over the data.
+        return replace(event, disjoint=(round - 1) // passes(num_examples, local))
 
     def obstacle(self, local: LocalTraining, model: LanguageModel) -> str | None:
         """Needs layers that treat examples apart."""

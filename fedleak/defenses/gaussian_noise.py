@@ -43,12 +43,17 @@ class GaussianNoise(Defense):
     def __call__(self, update: ClientUpdate, *, rng: torch.Generator) -> ClientUpdate:
         """Returns the update plus noise."""
         sigma = self.sigma or (self.relative or 0.0) * root_mean_square(update)
-        noisy = {
-            name: value + sigma * torch.randn(value.shape, generator=rng, dtype=value.dtype)
-            for name, value in update.tensors.items()
-        }
-        return replace(update, tensors=noisy)
+        return with_noise(update, sigma, rng)
 
     def claims(self, local: LocalTraining, num_examples: int) -> Claims:
         """Returns sigma."""
         return Claims(noise_scale=self.sigma, relative_noise=self.relative)
+
+
+def with_noise(update: ClientUpdate, sigma: float, rng: torch.Generator) -> ClientUpdate:
+    """Returns the update plus N(0, sigma^2) on every number."""
+    noisy = {
+        name: value + sigma * torch.randn(value.shape, generator=rng, dtype=value.dtype)
+        for name, value in update.tensors.items()
+    }
+    return replace(update, tensors=noisy)

@@ -48,21 +48,15 @@ def local_update_(
             from fedleak.training import private_steps  # it takes seconds to import
 
             update = private_steps.private_update_(
-                model,
-                sequences,
-                labels,
-                training,
-                training.private,
-                seed=seed,
-                report=report,
-                planted=planted,
+                model, (sequences, labels), training, seed=seed, report=report, planted=planted
             )
-        elif training.kind == UpdateKind.GRADIENT:
-            gradient = _gradient(model, sequences, labels)
-            update = ClientUpdate(training.kind, gradient, len(sequences))
         else:
-            delta = _delta_(model, sequences, labels, training, seed)
-            update = ClientUpdate(training.kind, delta, len(sequences))
+            tensors = (
+                _gradient(model, sequences, labels)
+                if training.kind == UpdateKind.GRADIENT
+                else _delta_(model, sequences, labels, training, seed)
+            )
+            update = ClientUpdate(training.kind, tensors, len(sequences))
     model.module.eval()
     return update
 

@@ -78,10 +78,8 @@ register_norm_sampler(Conv1D)(compute_linear_norm_sample)
 
 def private_update_(
     model: LanguageModel,
-    sequences: Sequence[Sequence[int]],
-    labels: Sequence[int],
+    examples: Batch,
     training: LocalTraining,
-    private: PrivateSteps,
     *,
     seed: int,
     report: OnFigures,
@@ -91,49 +89,42 @@ def private_update_(
 
     Args:
         model: Holds the broadcast weights; FedAvg leaves it trained.
-        sequences: Token ids; FedSGD: of the batch, which may be empty; FedAvg: of all examples.
-        labels: Class of each example; not used by a causal model.
-        training: How to train.
-        private: How a step is made private.
+        examples: FedSGD: of the batch, which may be empty; FedAvg: all. Classes are not used by a
+            causal model.
+        training: How to train, with private steps.
         seed: For noise and the order of local batches.
         report: Is told the examples' mean norm, the share that was clipped, and signal and noise.
         planted: Canaries that take part as examples do.
     """
-    noise, seen = stream(seed, "private"), Seen()
+    noise, seen, private = stream(seed, "private"), Seen(), training.private
+    assert private is not None
+    sequences, labels = examples
     passes = 1 if training.kind == UpdateKind.GRADIENT else training.epochs
-    per_pass = (
-        1 if training.kind == UpdateKind.GRADIENT else training.steps(len(sequences)) // passes
-    )
+    per_pass = training.steps(len(sequences)) // passes
     joining: Iterator[Joining | None] = repeat(None)
     if planted is not None:
         taking_part = planted.steps(passes, per_pass, stream(seed, "canaries"))
         joining = (Joining(planted, takes_part_K) for takes_part_K in taking_part)
     if training.kind == UpdateKind.GRADIENT:
-        tensors = private_gradient(
-            model,
-            (sequences, labels),
-            training.batch_size,
-            private,
-            noise,
-            seen,
-            joining=next(joining),
-        )
         # How many were drawn is private.
-        examples = training.batch_size
+        num_examples = training.batch_size
+        tensors = private_gradient(
+            model, examples, num_examples, private, noise, seen, joining=next(joining)
+        )
     else:
+        num_examples = len(sequences)
         before = {name: p.clone() for name, p in model.parameters().items()}
-        for chosen in local_batches(len(sequences), training, private, seed):
+        expected = min(training.batch_size, num_examples)
+        for chosen in local_batches(num_examples, training, private, seed):
             batch = [sequences[i] for i in chosen], [labels[i] for i in chosen]
-            expected = min(training.batch_size, len(sequences))
             gradient = private_gradient(
                 model, batch, expected, private, noise, seen, joining=next(joining)
             )
             for name, parameter in model.parameters().items():
                 parameter.sub_(gradient[name], alpha=training.learning_rate)
         tensors = {name: after - before[name] for name, after in model.parameters().items()}
-        examples = len(sequences)
     report(seen.figures())
-    return ClientUpdate(training.kind, tensors, examples)
+    return ClientUpdate(training.kind, tensors, num_examples)
 
 
 def private_gradient(

@@ -271,10 +271,8 @@ def _products(gradient: Gradient, observed: Tensor) -> tuple[Tensor, Tensor]:
         target = observed[: value.shape[1]] if value.dim() == 3 else observed
         value_KX = value.flatten(1)
         return value_KX @ value_KX.T, value_KX @ target.flatten()
-    pairs = gradient[0].left_RKNX.shape[0] * gradient[0].left_RKNX.shape[1]
-    left = torch.cat([part.left_RKNX for part in gradient], 2).flatten(0, 1)
-    right = torch.cat([part.right_RKNY for part in gradient], 2).flatten(0, 1)
-    tokens, sides = left.shape[1], (left.shape[2], right.shape[2])
+    left, right = (torch.cat(side, 2).flatten(0, 1) for side in zip(*gradient, strict=True))
+    pairs, tokens, sides = *left.shape[:2], (left.shape[2], right.shape[2])
     if pairs * tokens**2 * sum(sides) > (pairs + tokens) * math.prod(sides):
         value_KX = (left.mT @ right).flatten(1)  # long texts: the gradients themselves are smaller
         return value_KX @ value_KX.T, value_KX @ observed.flatten()
@@ -315,7 +313,6 @@ def _own_products(gradient: Gradient, observed: Tensor) -> tuple[Tensor, Tensor]
         value = gradient.flatten(0, 1)
         target = observed[: value.shape[1]] if value.dim() == 3 else observed
         return value.flatten(1).square().sum(1), value.flatten(1) @ target.flatten()
-    left = torch.cat([part.left_RKNX for part in gradient], 2).flatten(0, 1)
-    right = torch.cat([part.right_RKNY for part in gradient], 2).flatten(0, 1)
+    left, right = (torch.cat(side, 2).flatten(0, 1) for side in zip(*gradient, strict=True))
     square_K = ((left @ left.mT) * (right @ right.mT)).flatten(1).sum(1)
     return square_K, (left * (right @ observed.mT)).flatten(1).sum(1)

@@ -4,11 +4,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+
 from fedleak.attacks import Progress
 from fedleak.attacks.certificate import Member, Verdict
+from fedleak.attacks.clock import Clock
 from fedleak.attacks.reconstruction import Reconstruction, Status
-from fedleak.attacks.subspace.span import margin
+from fedleak.attacks.subspace.span import LayerSpans, margin
 from fedleak.models import LanguageModel
+from fedleak.models.family import FirstBlock
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,28 @@ def telling(on_progress: Callable[[Progress], None], model: LanguageModel) -> On
         on_progress(Progress(step, steps, nearest.excess, model.decode(nearest.ids)))
 
     return tell
+
+
+class SpanSearch(NamedTuple):
+    """A search for the sentences whose every token passes the checks of both layers.
+
+    Attributes:
+        slots: Tokens that may stand at each position.
+        block: The first block.
+        spans: The checks: `mixed`, where there is one, then `second`.
+        wanted: Sentences in the batch: where noise leaves none in the span, so many go on.
+        rng: For sketches, starts and kicks.
+        clock: Shared by all positions and lengths.
+        tell: Is told how many positions or lengths are done, and the nearest sentence.
+    """
+
+    slots: list[Tensor]
+    block: FirstBlock
+    spans: LayerSpans
+    wanted: int
+    rng: torch.Generator
+    clock: Clock
+    tell: OnJudged
 
 
 def by_excess(sequence: Judged) -> float:

@@ -29,7 +29,14 @@ from torch import Tensor
 from fedleak.attacks import AttackSetting, OneByOne, Progress, certificate
 from fedleak.attacks.clock import Clock
 from fedleak.attacks.reconstruction import Reconstruction, Status
-from fedleak.attacks.subspace.answer import Judged, OnJudged, by_excess, ranked, recovered, telling
+from fedleak.attacks.subspace.answer import (
+    Judged,
+    SpanSearch,
+    by_excess,
+    ranked,
+    recovered,
+    telling,
+)
 from fedleak.attacks.subspace.encoder_search import Effort, search_sentences
 from fedleak.attacks.subspace.span import (
     ACCEPT,
@@ -42,7 +49,7 @@ from fedleak.attacks.subspace.span import (
 )
 from fedleak.attacks.subspace.token_bag import pairs, read_token_bag
 from fedleak.models import CLASSIFICATION, LanguageModel
-from fedleak.models.family import FirstBlock, with_adapters
+from fedleak.models.family import with_adapters
 from fedleak.training.observation import Observation
 
 _NEAR = ACCEPT**2
@@ -114,17 +121,12 @@ class Dager(OneByOne):
         # No sequence is longer than the second layer's inputs have dimensions, but for repetitions.
         slots = candidates(model, spans.first, rng, clock)[: spans.second.rank + REPEATS]
         block, wanted = model.family.first_block(model.module), seen.update.num_examples
+        search = SpanSearch(slots, block, spans, wanted, rng, clock, tell)
         if model.family.causal:
-            sentences = extend_prefixes(
-                slots, block, spans, wanted=wanted, rng=rng, clock=clock, tell=tell
-            )
-            sentences = _without_runs(sentences, model)
+            sentences = _without_runs(extend_prefixes(search), model)
         else:
-            end = model.tokenizer.sep_token_id
             effort = Effort(self.enumerate_up_to, self.searches, self.kicks)
-            sentences = search_sentences(
-                slots, end, block, spans, effort, wanted=wanted, rng=rng, clock=clock, tell=tell
-            )
+            sentences = search_sentences(search, model.tokenizer.sep_token_id, effort)
         return self._answer(sentences, spans, slots, seen, model, clock)
 
     def _answer(
@@ -137,11 +139,8 @@ class Dager(OneByOne):
         clock: Clock,
     ) -> Reconstruction:
         """Returns the sequences, with multiplicities and a proof where the gradient gives them."""
-        passed = (
-            [sentence for sentence in sentences if sentence.excess < ACCEPT]
-            if spans.second.exact
-            else []
-        )
+        exact = spans.second.exact
+        passed = [sentence for sentence in sentences if exact and sentence.excess < ACCEPT]
         diagnostics: dict[str, Any] = {
             "rank": [spans.first.rank, spans.second.rank],
             "budget": [spans.second.rank, model.hidden_size],
@@ -202,30 +201,13 @@ def candidates(
     return [bag.tokens_N[bag_A[position_A == p]] for p in range(bag.positions)]
 
 
-def extend_prefixes(
-    slots: list[Tensor],
-    block: FirstBlock,
-    spans: LayerSpans,
-    *,
-    wanted: int,
-    rng: torch.Generator,
-    clock: Clock,
-    tell: OnJudged,
-) -> list[Judged]:
+def extend_prefixes(search: SpanSearch) -> list[Judged]:
     """Decoder: grows all prefixes by one token at a time; those that cannot grow are sentences.
 
     The second attention's input at a position depends on the prefix alone in a causal model, so a
     wrong token is seen at once and the search never backtracks.
-
-    Args:
-        slots: Tokens that may stand at each position.
-        block: The first block.
-        spans: The checks: `mixed`, where there is one, then `second`.
-        wanted: Prefixes that go on where noise leaves no token in the span.
-        rng: For sketches.
-        clock: Looked at before each position.
-        tell: Is told how many positions are done, and the nearest prefix.
     """
+    slots, block, spans, wanted, rng, clock, tell = search
     done: list[Judged] = []
     prefixes = [Judged((), 0.0, math.inf)]
     null_DS = None if spans.mixed is None else spans.mixed.null_sketch(SKETCH, rng).float()
@@ -244,15 +226,10 @@ def extend_prefixes(
         inputs_CD = block.leave(residual_ND[token_C], mixed_BND[parent_C, token_C])
         excess_C = spans.second.excess(inputs_CD)
         prefixes = _with_rejected(prefixes, first_BN, parent_C, token_C, excess_C)
-        # No more prefixes are real than the second layer's inputs have dimensions.
-        nearest_C = excess_C.argsort()[: spans.second.rank]
-        kept_C = nearest_C[excess_C[nearest_C] < ACCEPT]
-        near_C = _pushed_out(spans.second, excess_C, nearest_C[:wanted])
-        if len(kept_C) or done or not len(near_C):
+        kept_C = _kept(spans.second, excess_C, 0 if done else wanted)
+        if (excess_C[kept_C] < ACCEPT).all():
             grown = set(parent_C[kept_C].tolist())
             done += [prefix for i, prefix in enumerate(prefixes) if prefix.ids and i not in grown]
-        else:
-            kept_C = near_C
         parents, tokens = parent_C[kept_C].tolist(), token_C[kept_C].tolist()
         prefixes = [
             replace(
@@ -291,9 +268,17 @@ def _with_rejected(
     ]
 
 
-def _pushed_out(span: Span, excess_C: Tensor, nearest_C: Tensor) -> Tensor:
-    """Returns the nearest candidates that noise may have pushed out of the span."""
-    return nearest_C[:0] if span.exact else nearest_C[excess_C[nearest_C] < _NEAR]
+def _kept(span: Span, excess_C: Tensor, wanted: int) -> Tensor:
+    """Returns the candidates in the span, nearest first, no more than inputs have dimensions.
+
+    If none is, the nearest that noise may have pushed out of it, at most `wanted`.
+    """
+    nearest_C = excess_C.argsort()[: span.rank]
+    inside_C = nearest_C[excess_C[nearest_C] < ACCEPT]
+    if len(inside_C) or span.exact:
+        return inside_C
+    near_C = nearest_C[:wanted]
+    return near_C[excess_C[near_C] < _NEAR]
 
 
 def _without_runs(sentences: list[Judged], model: LanguageModel) -> list[Judged]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fedleak.attacks.clock import Clock
-from fedleak.attacks.subspace.answer import Judged, OnJudged, by_excess
+from fedleak.attacks.subspace.answer import Judged, SpanSearch, by_excess
 from fedleak.attacks.subspace.span import ACCEPT, SKETCH, LayerSpans
 from fedleak.models.family import FirstBlock
 
@@ -45,33 +45,17 @@ class Effort:
     kicks: int
 
 
-def search_sentences(
-    slots: list[Tensor],
-    end: int,
-    block: FirstBlock,
-    spans: LayerSpans,
-    effort: Effort,
-    *,
-    wanted: int,
-    rng: torch.Generator,
-    clock: Clock,
-    tell: OnJudged,
-) -> list[Judged]:
+def search_sentences(search: SpanSearch, end: int, effort: Effort) -> list[Judged]:
     """Returns the sentences, of every length at which one can end, that pass.
 
-    If fewer than `wanted` pass, the nearest sentences of the other lengths follow.
+    If fewer pass than are wanted, the nearest sentences of the other lengths follow.
 
     Args:
-        slots: Tokens that may stand at each position.
+        search: What is searched.
         end: The token that ends every sentence and stands nowhere else.
-        block: The first block.
-        spans: Those that judge.
         effort: For each length.
-        wanted: Sentences in the batch.
-        rng: For sketches, starts and kicks.
-        clock: Shared by the lengths that are left.
-        tell: Is told how many lengths are done, and the nearest sentence.
     """
+    slots, block, spans, wanted, rng, clock, tell = search
     of_lengths = [
         [*(ids[ids != end] for ids in slots[:last]), ids_at_end.new_tensor([end])]
         for last, ids_at_end in enumerate(slots)

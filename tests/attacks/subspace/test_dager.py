@@ -15,7 +15,7 @@ from fedleak.attacks import AttackSetting, certificate
 from fedleak.attacks.clock import Clock
 from fedleak.attacks.reconstruction import Status
 from fedleak.attacks.subspace import dager, encoder_search
-from fedleak.attacks.subspace.answer import Judged
+from fedleak.attacks.subspace.answer import Judged, SpanSearch
 from fedleak.attacks.subspace.dager import Dager, attend_next, extend_prefixes
 from fedleak.attacks.subspace.encoder_search import (
     Effort,
@@ -252,17 +252,10 @@ def test_of_all_that_noise_lets_pass_only_those_answered_get_a_margin(sentences,
     monkeypatch.setattr(
         Sentences, "with_margin", lambda self, one: asked.append(one.ids) or of(self, one)
     )
-    found = search_sentences(
-        tried.slots,
-        model.tokenizer.sep_token_id,
-        tried.block,
-        LayerSpans(tried.spans.first, noisy_span, None),
-        Effort(enumerate_up_to=512, searches=4, kicks=32),
-        wanted=2,
-        rng=stream(0, "x"),
-        clock=ENDLESS,
-        tell=unheard,
-    )
+    spans = LayerSpans(tried.spans.first, noisy_span, None)
+    search = SpanSearch(tried.slots, tried.block, spans, 2, stream(0, "x"), ENDLESS, unheard)
+    effort = Effort(enumerate_up_to=512, searches=4, kicks=32)
+    found = search_sentences(search, model.tokenizer.sep_token_id, effort)
     assert len(found) == 3**5
     assert asked == [one.ids for one in sorted(found, key=lambda one: one.excess)[:2]]
 
@@ -305,7 +298,7 @@ def test_prefixes_grow_to_the_true_sentences_among_any_candidates(
 
     def grow(slots):
         rng = stream(0, "grow")
-        return extend_prefixes(slots, block, spans, wanted=3, rng=rng, clock=ENDLESS, tell=unheard)
+        return extend_prefixes(SpanSearch(slots, block, spans, 3, rng, ENDLESS, unheard))
 
     found = grow(slots)
     assert sorted(one.ids for one in found) == wanted
