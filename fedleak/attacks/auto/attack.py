@@ -16,8 +16,7 @@ import torch
 from pydantic import AfterValidator, Field
 
 from fedleak.attacks import AttackSetting, OneByOne, Progress, Step, certificate
-from fedleak.attacks.auto import budget
-from fedleak.attacks.auto.budget import Pace, Reserve
+from fedleak.attacks.auto.budget import Pace, Reserve, share_of_spans
 from fedleak.attacks.auto.chance import FEWEST, PLACEBOS, leaves_noise, noise_of, worth
 from fedleak.attacks.auto.evidence import choose, compare
 from fedleak.attacks.auto.peeling import occurrences, peel
@@ -189,7 +188,7 @@ class _Attempt:
         seen, model, clock = self._seen, self._model, self._clock
         setting = AttackSetting.of(seen, model)
         able = [attack for attack, _ in ENSEMBLE if attack.obstacle(setting) is None]
-        clear = budget.spans_are_clear(seen, model)
+        share = share_of_spans(seen, model)
         for number, attack in enumerate(able, 1):
             if self.findings.said and clock.up():
                 break
@@ -198,7 +197,7 @@ class _Attempt:
                 self._on_progress(how._replace(phase=f"{name} {how.phase}".strip()))
 
             clues = self.findings.clues(self._most)
-            timed = self._timed(attack, clues, clear)
+            timed = self._timed(attack, clues, share)
             if timed is None:
                 break
             reading = read(timed, self.rest, model, clues, self._rng, tell)
@@ -221,10 +220,10 @@ class _Attempt:
 
         return self._mended(self.findings.unproved(self._most), show)
 
-    def _timed(self, attack: Single, clues: Clues, clear: bool) -> Single | None:
+    def _timed(self, attack: Single, clues: Clues, share: float) -> Single | None:
         """Returns an attack with its time and the settings of this one; None: there is no time."""
         if not isinstance(attack, Lamp):
-            return replace(attack, seconds=budget.on_spans(self._clock, clear))
+            return replace(attack, seconds=share * self._clock.left())
         reserve = Reserve.of(self._pace, self.rest, clues.sequences)
         if clues.sequences and reserve.answer > self._clock.left():
             self._clock.rang = True  # the first step alone would make the answer late
@@ -268,7 +267,7 @@ class _Attempt:
         if not choice.batch or self._clock.up():
             return choice
         reserve = Reserve.of(self._pace, rest, pool)
-        until = reserve.mending_clock(self._clock)
+        until = self._clock.before(reserve.answer)  # it leaves time for the answer
         better = sharpened(
             model,
             choice.batch,
@@ -310,7 +309,9 @@ class _Attempt:
         recovered = (answer.status == Status.RECOVERED for answer in findings.said.values())
         batch = (*proved, *findings.whole, *choice.evidence)
         if not batch or not (certain or likely or any(recovered)):
-            reasons = "; ".join(f"{kind}: {said.reason}" for kind, said in findings.said.items())
+            reasons = "; ".join(
+                f"{kind}: {answer.reason}" for kind, answer in findings.said.items()
+            )
             diagnostics |= self._common_diagnostics()
             return Reconstruction.none(Status.ABSTAINED, reasons, **diagnostics)
         verdict = self._verdict(batch)
@@ -353,12 +354,12 @@ class _Attempt:
 
     def _common_diagnostics(self) -> dict[str, Any]:
         """Returns the diagnostics of every answer."""
-        said = self.findings.said
+        answers = self.findings.said
         # Who was asked last had all the time that was left.
-        late = any(answer.diagnostics.get("time_up") for answer in [*said.values()][-1:])
+        late = any(answer.diagnostics.get("time_up") for answer in [*answers.values()][-1:])
         return {
             "version": Auto.version,
-            "asked": {kind: str(answer.status) for kind, answer in said.items()},
+            "asked": {kind: str(answer.status) for kind, answer in answers.items()},
             **({"time_up": True} if self._clock.rang or late else {}),
         }
 

@@ -46,23 +46,21 @@ _CONTENT = 10
 """Tokens of a text, where nothing tells."""
 
 
-def spans_are_clear(seen: Observation, model: LanguageModel) -> bool:
-    """Whether the first layer's row space ends where rounding begins, or only local steps blur it.
+def share_of_spans(seen: Observation, model: LanguageModel) -> float:
+    """Returns the share of the time left that an attack on spans may take.
+
+    It is large if the first layer's row space ends where rounding begins, or only local steps
+    blur it.
 
     Args:
         seen: Of the attention parameters of the first layer, or of others.
         model: At the broadcast weights.
     """
     if not is_linear(seen):
-        return True  # attacks on spans measure what local steps blur
+        return _CLEAR  # attacks on spans measure what local steps blur
     gradients = model.family.attention_gradients(as_gradient(seen), 0)
     span = row_space(gradients) if gradients else None
-    return span is not None and span.exact
-
-
-def on_spans(clock: Clock, clear: bool) -> float:
-    """Returns the seconds that an attack on spans may take."""
-    return (_CLEAR if clear else _BLURRED) * clock.left()
+    return _CLEAR if span is not None and span.exact else _BLURRED
 
 
 @dataclass(frozen=True)
@@ -152,10 +150,6 @@ class Reserve:
     def before(self, clock: Clock) -> float:
         """Returns the seconds that gradient matching may take."""
         return clock.left() - min(self.mending + self.answer, _MOST * clock.left())
-
-    def mending_clock(self, clock: Clock) -> Clock:
-        """Returns the clock of mending: it leaves time for the answer."""
-        return clock.before(self.answer)
 
     def gradients_in(self, seconds: float) -> int:
         """Returns how many gradients can be compared with each other in some seconds."""
