@@ -34,6 +34,7 @@ from fedleak.store.summaries import SUMMARY, CopiesRead, PositiveControl
 from fedleak.training.observation import ClientUpdate, Knowledge, ThreatModel, UpdateKind
 from fedleak.training.truth import GroundTruth
 from fedleak.util.errors import FedleakError
+from fedleak.util.rng import stream
 
 SCORES = [
     name
@@ -173,6 +174,17 @@ def test_a_guess_scores_what_chance_does(bert_tiny, sequences):
     assert statistics.fmean(found) == pytest.approx(statistics.fmean(chance), abs=4 * error)
     assert 0 < statistics.fmean(chance) < 30
     assert len(set(found)) > 1
+
+
+def test_a_guess_finds_the_share_of_tokens_that_its_draws_find_on_average(bert_tiny, sequences):
+    truth, held_out = truth_of(1, 0, sequences[:2]), sequences[20:]
+    rng, recalls = stream(0, "guess", 1, 0), []
+    for _ in range(scoring.GUESSES):
+        drawn = [held_out[i] for i in torch.randint(len(held_out), (2,), generator=rng).tolist()]
+        recalls.append(score_sequences(drawn, truth.sequences, bert_tiny).token_recall)
+    guessed = guess(held_out, truth, bert_tiny, 0)
+    assert guessed.token_recall == pytest.approx(statistics.fmean(recalls))
+    assert 0 < guessed.token_recall < 1
 
 
 def test_a_guess_looks_at_nothing_but_the_number_of_texts(bert_tiny, sequences):

@@ -4,7 +4,15 @@ import pytest
 
 from fedleak.attacks.reconstruction import Status
 from fedleak.store.records import UNSCORED, RowStatus
-from fedleak.store.summaries import AttackSummary, Difference, Direction, Ladder, Rung
+from fedleak.store.summaries import (
+    AttackSummary,
+    Difference,
+    Direction,
+    Ladder,
+    MembershipFigures,
+    MembershipSummary,
+    Rung,
+)
 
 
 @pytest.mark.parametrize(
@@ -54,3 +62,12 @@ def test_the_top_of_a_ladder_is_told_all() -> None:
     ladder = Ladder(rungs=tuple(rungs), left_out={}, correction="")
     assert ladder.top is rungs[2]
     assert [rung.told for rung in rungs] == ["nothing more", "labels", "labels, lengths"]
+
+
+def test_the_main_score_of_an_attack_is_the_one_that_it_names_first() -> None:
+    pairs = [("a", "loss"), ("b", "rank"), ("b", "loss")]
+    figures = tuple(MembershipFigures.model_construct(attack=a, score=score) for a, score in pairs)
+    summary = MembershipSummary(confidence=0.9, delta=1e-5, figures=())
+    summary = summary.model_copy(update={"figures": figures})
+    assert (summary.main("a"), summary.main("b")) == (figures[0], figures[1])
+    assert summary.main("c") is None
