@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedleak.store.files import new_file
-from fedleak.store.summaries import Estimate
+from fedleak.store.summaries import AttackSummary, Estimate, WorstCase
 from fedleak.util.sanitise import printable
 
 if TYPE_CHECKING:
@@ -37,6 +38,41 @@ SHORT = 8
 
 MANY_TICKS_UP_TO = 100.0
 """A log axis that spans more than this factor has one tick a decade."""
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A figure of leakage that drawings have a panel or a line for.
+
+    Attributes:
+        heading: What an axis or a legend says.
+        name: The figure's name in a summary.
+        guess, control: Names of what is scored without any update, and on another one, if any is.
+        scale: What an axis shows for a figure of 1.
+    """
+
+    heading: str
+    name: str
+    guess: str
+    control: str
+    scale: float
+
+    def value(self, summary: AttackSummary | WorstCase) -> Estimate | None:
+        """Returns the figure in a summary, if it was measured."""
+        value: Estimate | None = getattr(summary, self.name)
+        return value
+
+    def beside(self, summary: AttackSummary | WorstCase, name: str) -> float | None:
+        """Returns the mean of a control, by its name, as an axis shows it."""
+        control: Estimate | None = getattr(summary, name) if name else None
+        return None if control is None else self.scale * control.mean
+
+
+MEASURES = (
+    Measure("texts exact, %", "exact_match", "", "", 100),
+    Measure("ROUGE-L", "rougeL", "guess_rougeL", "control_rougeL", 1),
+    Measure("tokens found, %", "token_recall", "guess_token_recall", "control_token_recall", 100),
+)
 
 
 def style(name: str) -> AbstractContextManager[None]:
@@ -134,3 +170,47 @@ def error_bars(
     )
     # A mean of shares can lie outside of its interval by a rounding error.
     return mean, [np.maximum(mean - low, 0), np.maximum(high - mean, 0)]
+
+
+def mark(
+    axes: "Axes",
+    points: Sequence[tuple[float, float]],
+    label: str,
+    marker: str | int,
+    *,
+    colour: str = GREY,
+    size: float = 4,
+    **more: Any,
+) -> None:
+    """Marks points, which no line joins unless `more` says so; without points, nothing."""
+    if points:
+        looks: dict[str, Any] = {
+            "color": colour,
+            "marker": marker,
+            "markersize": size,
+            "linestyle": "none",
+        }
+        axes.plot(*zip(*points, strict=True), label=label, **looks | more)
+
+
+def mark_intervals(
+    axes: "Axes",
+    places: Sequence[float],
+    estimates: Sequence[Estimate | None],
+    label: str,
+    marker: str,
+    *,
+    colour: str,
+    scale: float = 1,
+    **more: Any,
+) -> None:
+    """Marks estimates with their intervals; where there is none, no line runs through."""
+    mean, reach = error_bars(estimates, scale)
+    looks: dict[str, Any] = {
+        "linestyle": "none",
+        "markersize": 4.5,
+        "elinewidth": 0.9,
+        "capsize": 2.5,
+    }
+    looks |= {"label": label, "color": colour, "marker": marker}
+    axes.errorbar(places, mean, yerr=reach, **looks | more)

@@ -7,7 +7,7 @@ measured. Lines join neighbours on an axis to scale only: between two defenses t
 import itertools
 import math
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -19,18 +19,20 @@ from fedleak.report.drawings import common as drawing
 from fedleak.report.drawings.common import (
     CARETDOWN,
     COLOURS,
-    GREY,
     LOG_FROM,
     MARKERS,
+    MEASURES,
     NO_ANSWER,
     NO_UPDATE,
     NOWHERE,
     SHORT,
     STYLES,
-    error_bars,
+    Measure,
+    mark,
+    mark_intervals,
 )
 from fedleak.report.words import in_words, short_key
-from fedleak.store.summaries import AttackSummary, Estimate, SweepSummary
+from fedleak.store.summaries import AttackSummary, SweepSummary
 from fedleak.util.sanitise import printable
 
 if TYPE_CHECKING:
@@ -42,45 +44,6 @@ APART = 0.5
 
 TOO_CLOSE = 0.04
 """Numbers nearer than this share of the axis are drawn evenly apart: their labels would overlap."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Panel:
-    """A figure of the summaries.
-
-    Attributes:
-        heading: The label of the y axis.
-        figure: Reads it in a summary.
-        control: Reads what is scored without any update.
-        scale: What the axis shows for a figure of 1.
-    """
-
-    heading: str
-    figure: Callable[[AttackSummary], Estimate | None]
-    control: Callable[[AttackSummary], Estimate | None]
-    scale: float
-
-
-PANELS = (
-    Panel(
-        heading="texts exact, %",
-        figure=lambda summary: summary.exact_match,
-        control=lambda summary: None,
-        scale=100,
-    ),
-    Panel(
-        heading="ROUGE-L",
-        figure=lambda summary: summary.rougeL,
-        control=lambda summary: summary.guess_rougeL,
-        scale=1,
-    ),
-    Panel(
-        heading="tokens found, %",
-        figure=lambda summary: summary.token_recall,
-        control=lambda summary: summary.guess_token_recall,
-        scale=100,
-    ),
-)
 
 
 @dataclass(frozen=True)
@@ -163,9 +126,9 @@ def _sweep_figure(collected: SweepSummary) -> "Figure | None":
     key, values = next(iter(collected.axes.items()))
     lines = list(_lines(collected))
     panels = [
-        panel
-        for panel in PANELS
-        if any(panel.figure(s) for line in lines for s in line.summaries.values())
+        measure
+        for measure in MEASURES
+        if any(measure.value(s) for line in lines for s in line.summaries.values())
     ]
     if not panels:
         return None
@@ -199,53 +162,41 @@ def _lines(collected: SweepSummary) -> Iterator[Line]:
             yield Line(attack, words, summaries)
 
 
-def _draw_panel(axes: "Axes", panel: Panel, lines: Sequence[Line], across: Across) -> None:
+def _draw_panel(axes: "Axes", panel: Measure, lines: Sequence[Line], across: Across) -> None:
     attacks = sorted({line.attack for line in lines})
     combinations = list(dict.fromkeys(line.others for line in lines))
-    drawn = [line for line in lines if any(panel.figure(s) for s in line.summaries.values())]
+    drawn = [line for line in lines if any(panel.value(s) for s in line.summaries.values())]
     controls: dict[int, list[float]] = {}
     for place, line in enumerate(drawn):
-        figures = {x: estimate for x, s in line.summaries.items() if (estimate := panel.figure(s))}
+        figures = {x: estimate for x, s in line.summaries.items() if (estimate := panel.value(s))}
         on_x = across.beside(place, len(drawn))
         colour = COLOURS[attacks.index(line.attack) % len(COLOURS)]
         number = combinations.index(line.others)
-        # NaN where there is no answer, so that no line runs through.
-        mean, reach = error_bars([figures.get(x) for x in across.order], panel.scale)
-        axes.errorbar(
+        mark_intervals(
+            axes,
             [on_x[x] for x in across.order],
-            mean,
-            yerr=reach,
-            label=line.label,
-            color=colour,
-            marker=MARKERS[number % len(MARKERS)],
+            [figures.get(x) for x in across.order],
+            line.label,
+            MARKERS[number % len(MARKERS)],
+            colour=colour,
+            scale=panel.scale,
             linestyle="none" if across.scale == "even" else STYLES[number % len(STYLES)],
-            markersize=4.5,
             linewidth=1.4,
-            elinewidth=0.9,
-            capsize=2.5,
         )
         silent = [x for x in across.order if x in line.summaries and x not in figures]
-        if silent:
-            axes.plot(
-                [on_x[x] for x in silent],
-                [NOWHERE] * len(silent),
-                label=NO_ANSWER,
-                color=colour,
-                marker=CARETDOWN,
-                markersize=5,
-                linestyle="none",
-            )
+        nowhere = [(on_x[x], NOWHERE) for x in silent]
+        mark(axes, nowhere, NO_ANSWER, CARETDOWN, colour=colour, size=5)
         for x in figures:
-            if control := panel.control(line.summaries[x]):
-                controls.setdefault(x, []).append(panel.scale * control.mean)
+            guess = panel.beside(line.summaries[x], panel.guess)
+            if guess is not None:
+                controls.setdefault(x, []).append(guess)
     if controls:
-        axes.plot(
-            [across.places[x] for x in across.order],
-            [float(np.mean(controls.get(x, math.nan))) for x in across.order],
-            label=NO_UPDATE,
-            color=GREY,
-            marker="x",
-            markersize=4,
+        means = [float(np.mean(controls.get(x, math.nan))) for x in across.order]
+        mark(
+            axes,
+            [(across.places[x], mean) for x, mean in zip(across.order, means, strict=True)],
+            NO_UPDATE,
+            "x",
             linestyle="none" if across.scale == "even" else "--",
             linewidth=1.2,
             zorder=1,

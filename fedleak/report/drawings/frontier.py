@@ -7,7 +7,7 @@ to strong, and the undefended cell left of them. Epsilon is below a strength tha
 
 import math
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,10 +16,22 @@ from pydantic import JsonValue
 
 from fedleak.config.families import FAMILY, UNDEFENDED
 from fedleak.report.drawings import common as drawing
-from fedleak.report.drawings.common import CARETDOWN, GREY, LOG_FROM, NO_ANSWER, NOWHERE, error_bars
+from fedleak.report.drawings.common import (
+    CARETDOWN,
+    COLOURS,
+    GREY,
+    LOG_FROM,
+    MARKERS,
+    MEASURES,
+    NO_ANSWER,
+    NOWHERE,
+    Measure,
+    mark,
+    mark_intervals,
+)
 from fedleak.report.tables.sweep import UTILITIES, utility, utility_measure
 from fedleak.report.words import in_words
-from fedleak.store.summaries import CellSummary, Estimate, SweepSummary, WorstCase
+from fedleak.store.summaries import CellSummary, SweepSummary
 from fedleak.util.sanitise import printable
 
 if TYPE_CHECKING:
@@ -32,61 +44,8 @@ COLUMNS = 4
 SOME_UNATTACKED = "some texts: no attack answers"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Leak:
-    """One kind of leak; marks and lines differ, so that it can be read in black and white.
-
-    Attributes:
-        heading: What the legend says.
-        figure: Reads it in the worst case.
-        control: Reads what the same attacks score on another client's update.
-        scale: What the axis shows for a figure of 1.
-        colour, marker, line: How it is drawn.
-        control_marker: How its control is drawn.
-    """
-
-    heading: str
-    figure: Callable[[WorstCase], Estimate | None]
-    control: Callable[[WorstCase], Estimate | None]
-    scale: float
-    colour: str
-    marker: str
-    line: str
-    control_marker: str
-
-
-LEAKS = (
-    Leak(
-        heading="texts exact, %",
-        figure=lambda worst: worst.exact_match,
-        control=lambda worst: None,
-        scale=100,
-        colour=drawing.COLOURS[0],
-        marker="o",
-        line="-",
-        control_marker="",
-    ),
-    Leak(
-        heading="ROUGE-L",
-        figure=lambda worst: worst.rougeL,
-        control=lambda worst: worst.control_rougeL,
-        scale=1,
-        colour=drawing.COLOURS[1],
-        marker="s",
-        line="--",
-        control_marker="x",
-    ),
-    Leak(
-        heading="tokens found, %",
-        figure=lambda worst: worst.token_recall,
-        control=lambda worst: worst.control_token_recall,
-        scale=100,
-        colour=drawing.COLOURS[2],
-        marker="^",
-        line=":",
-        control_marker="+",
-    ),
-)
+LINES, CONTROL_MARKERS = ("-", "--", ":"), ("", "x", "+")
+"""By measure; marks and lines differ, so that it can be read in black and white."""
 
 
 @dataclass(frozen=True)
@@ -151,14 +110,14 @@ def frontier(collected: SweepSummary) -> "Figure | None":
     if measure is not None:
         utilities = [utility(cell, measure) for cell in cells.values()]
         _share_scale_(grid[1::2].flat, [score for score in utilities if score is not None], measure)
-    controls = [_control(leak) for leak in LEAKS]
+    controls = [_control(measured) for measured in MEASURES]
     of_utility = [] if measure is None else [_trained(measure), _untouched(measure)]
     drawing.legend(figure, last=(SOME_UNATTACKED, NO_ANSWER, *controls, *of_utility))
     return figure
 
 
-def _control(leak: Leak) -> str:
-    return f"another client's update: {leak.heading}"
+def _control(measure: Measure) -> str:
+    return f"another client's update: {measure.heading}"
 
 
 def _trained(measure: str) -> str:
@@ -206,75 +165,55 @@ def _draw_family(
 
 
 def _draw_leaks(axes: "Axes", family: Family, undefended: CellSummary | None) -> None:
-    for number, leak in enumerate(LEAKS):
+    for number in range(len(MEASURES)):
         shift = 0.14 * (number - 1)  # so that none hides another
         groups = [([shift + x for x in range(len(family.cells))], family.cells)]
         if undefended is not None:
             groups.append(([shift - 1], [undefended]))
         for places, cells in groups:
-            _draw_leak(axes, leak, places, cells, joined=family.to_scale)
+            _draw_leak(axes, number, places, cells, joined=family.to_scale)
     axes.set_ylim(-7, 106)
 
 
 def _draw_leak(
-    axes: "Axes", leak: Leak, places: Sequence[float], cells: Sequence[CellSummary], *, joined: bool
+    axes: "Axes",
+    number: int,
+    places: Sequence[float],
+    cells: Sequence[CellSummary],
+    *,
+    joined: bool,
 ) -> None:
-    """Draws one kind of leak; NaN where there is no figure, so that no line runs through."""
+    """Draws the measure of this number; NaN where it has none, so that no line runs through."""
+    measure, colour = MEASURES[number], COLOURS[number]
     worst_cases = [cell.worst_case for cell in cells]
-    estimates = [None if worst is None else leak.figure(worst) for worst in worst_cases]
-    mean, reach = error_bars(estimates, leak.scale)
-    axes.errorbar(
+    estimates = [None if worst is None else measure.value(worst) for worst in worst_cases]
+    mark_intervals(
+        axes,
         places,
-        mean,
-        yerr=reach,
-        label=leak.heading,
-        color=leak.colour,
-        marker=leak.marker,
-        linestyle=leak.line if joined else "none",
-        markersize=4.5,
+        estimates,
+        measure.heading,
+        MARKERS[number],
+        colour=colour,
+        scale=measure.scale,
+        linestyle=LINES[number] if joined else "none",
         linewidth=1.3,
         elinewidth=0.8,
         capsize=2,
     )
-    some = [
-        (x, leak.scale * estimate.mean)
-        for x, estimate, worst in zip(places, estimates, worst_cases, strict=True)
-        if estimate is not None and worst is not None and worst.unattacked
-    ]
-    if leak is LEAKS[0]:
-        _mark(axes, some, SOME_UNATTACKED, "o", colour=leak.colour, size=9, hollow=True)
-    silent = [
-        (x, NOWHERE)
-        for x, estimate, cell in zip(places, estimates, cells, strict=True)
-        if estimate is None and cell.status == "finished" and cell.attacks
-    ]
-    _mark(axes, silent, NO_ANSWER, CARETDOWN, colour=leak.colour, size=5)
-    controls = [None if worst is None else leak.control(worst) for worst in worst_cases]
-    scored = [(x, leak.scale * c.mean) for x, c in zip(places, controls, strict=True) if c]
-    _mark(axes, scored, _control(leak), leak.control_marker, colour=GREY, size=4)
-
-
-def _mark(
-    axes: "Axes",
-    points: Sequence[tuple[float, float]],
-    label: str,
-    marker: str | int,
-    *,
-    colour: str,
-    size: float,
-    hollow: bool = False,
-) -> None:
-    if points:
-        axes.plot(
-            *zip(*points, strict=True),
-            label=label,
-            color=colour,
-            marker=marker,
-            markersize=size,
-            markerfacecolor="none" if hollow else colour,
-            linestyle="none",
-            zorder=1,
-        )
+    partly, silent, controls = [], [], []
+    for x, cell, worst, estimate in zip(places, cells, worst_cases, estimates, strict=True):
+        if worst is not None and worst.unattacked and estimate is not None:
+            partly.append((x, measure.scale * estimate.mean))
+        if estimate is None and cell.status == "finished" and cell.attacks:
+            silent.append((x, NOWHERE))
+        control = None if worst is None else measure.beside(worst, measure.control)
+        if control is not None:
+            controls.append((x, control))
+    if number == 0:
+        hollow: dict[str, Any] = {"markerfacecolor": "none", "zorder": 1}
+        mark(axes, partly, SOME_UNATTACKED, "o", colour=colour, size=9, **hollow)
+    mark(axes, silent, NO_ANSWER, CARETDOWN, colour=colour, size=5, zorder=1)
+    mark(axes, controls, _control(measure), CONTROL_MARKERS[number], zorder=1)
 
 
 def _draw_utility(

@@ -16,12 +16,14 @@ from fedleak.report.drawings.common import (
     GREY,
     LOG_FROM,
     MARKERS,
+    NO_ANSWER,
     NO_UPDATE,
     NOWHERE,
     REFERENCE,
     SHORT,
-    error_bars,
     log_ticks,
+    mark,
+    mark_intervals,
     prepare_log_,
 )
 from fedleak.report.tables.sweep import UTILITIES, utility, utility_measure
@@ -181,43 +183,21 @@ def _scatter(axes: "Axes", attacks: Sequence[str], spots: Sequence[tuple[float, 
     for number, attack in enumerate(attacks):
         mine = [(x, point) for x, point in spots if point.attack == attack]
         name = printable(attack)
-        of_attack = [(x, point.leakage) for x, point in mine if point.leakage is not None]
-        silent = [x for x, point in mine if point.leakage is None]
-        mean, reach = error_bars([leakage for _, leakage in of_attack])
-        axes.errorbar(
-            [x for x, _ in of_attack],
-            mean,
-            yerr=reach,
-            label=name,
-            color=COLOURS[number % len(COLOURS)],
-            marker=MARKERS[number % len(MARKERS)],
+        colour = COLOURS[number % len(COLOURS)]
+        mark_intervals(
+            axes,
+            [x for x, point in mine if point.leakage is not None],
+            [point.leakage for _, point in mine if point.leakage is not None],
+            name,
+            MARKERS[number % len(MARKERS)],
+            colour=colour,
             markerfacecolor="none",  # attacks that read the same stay visible
-            linestyle="none",
             markersize=5,
-            elinewidth=0.9,
-            capsize=2.5,
         )
-        if silent:
-            axes.plot(
-                silent,
-                [NOWHERE] * len(silent),
-                label=f"{name}: no answer",
-                color=COLOURS[number % len(COLOURS)],
-                marker=CARETDOWN,
-                markersize=5,
-                linestyle="none",
-            )
+        silent = [(x, NOWHERE) for x, point in mine if point.leakage is None]
+        mark(axes, silent, f"{name}: {NO_ANSWER}", CARETDOWN, colour=colour, size=5)
     controls = [(x, point.no_update) for x, point in spots if point.no_update is not None]
-    if controls:
-        axes.plot(
-            *zip(*controls, strict=True),
-            label=NO_UPDATE,
-            color=GREY,
-            marker="x",
-            markersize=4,
-            linestyle="none",
-            zorder=1,
-        )
+    mark(axes, controls, NO_UPDATE, "x", zorder=1)
 
 
 def _prepare_epsilons_(axes: "Axes", epsilons: Sequence[float], nones: bool) -> float:

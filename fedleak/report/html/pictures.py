@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedleak.report.drawings import common as drawing
-from fedleak.report.drawings.common import COLOURS, GREY, NO_UPDATE, error_bars
+from fedleak.report.drawings.common import COLOURS, GREY, MEASURES, NO_UPDATE, error_bars, mark
 from fedleak.report.html.page import Drawing, Picture
 from fedleak.report.tables.leakage import ReadShare, client_name
 from fedleak.report.words import interval, listed
 from fedleak.store.records import LedgerRow, Utility
 from fedleak.store.run import Key
-from fedleak.store.summaries import AttackSummary, Estimate, MembershipFigures, MembershipSummary
+from fedleak.store.summaries import AttackSummary, MembershipFigures, MembershipSummary
 from fedleak.util.sanitise import printable
 
 if TYPE_CHECKING:
@@ -278,34 +278,17 @@ def attacks(name: str, summaries: Mapping[str, AttackSummary]) -> list[Picture]:
     """Returns attacks side by side: three figures with intervals, and both controls."""
     if not any(summary.answers for summary in summaries.values()):
         return []
-    panels: list[tuple[str, Callable[[AttackSummary], Sequence[Estimate | None]], float]] = [
-        ("texts exact, %", lambda summary: (summary.exact_match, None, None), 100),
-        (
-            "ROUGE-L",
-            lambda summary: (summary.rougeL, summary.control_rougeL, summary.guess_rougeL),
-            1,
-        ),
-        (
-            "tokens found, %",
-            lambda summary: (
-                summary.token_recall,
-                summary.control_token_recall,
-                summary.guess_token_recall,
-            ),
-            100,
-        ),
-    ]
     names = list(summaries)[::-1]
 
     def draw(figure: "Figure", narrow: bool) -> float:
         shape = (3, 1) if narrow else (1, 3)
         grid = figure.subplots(*shape, sharey=not narrow, squeeze=False).ravel()
-        for axes, (heading, figures, scale) in zip(grid, panels, strict=True):
-            triples = [figures(summaries[attack]) for attack in names]
-            mean, reach = error_bars([triple[0] for triple in triples], scale)
-            places = np.arange(len(names))
+        places = range(len(names))
+        for axes, measure in zip(grid, MEASURES, strict=True):
+            shown = [summaries[attack] for attack in names]
+            means, reach = error_bars([measure.value(row) for row in shown], measure.scale)
             axes.errorbar(
-                mean,
+                means,
                 places,
                 xerr=reach,
                 linestyle="none",
@@ -316,30 +299,22 @@ def attacks(name: str, summaries: Mapping[str, AttackSummary]) -> list[Picture]:
                 capsize=3,
                 label="attack, with its 95 % interval",
             )
-            for column, mark, label in ((1, "|", OTHER_UPDATE), (2, "x", NO_UPDATE)):
+            looks = (measure.control, "|", OTHER_UPDATE, 8), (measure.guess, "x", NO_UPDATE, 5)
+            for control_name, marker, label, size in looks:
                 controls = [
-                    (scale * control.mean, place)
-                    for place, triple in zip(places, triples, strict=True)
-                    if triple[0] is not None and (control := triple[column]) is not None
+                    (control, place)
+                    for place, row in zip(places, shown, strict=True)
+                    if measure.value(row)
+                    and (control := measure.beside(row, control_name)) is not None
                 ]
-                if controls:
-                    axes.plot(
-                        *zip(*controls, strict=True),
-                        linestyle="none",
-                        marker=mark,
-                        markersize=8 if mark == "|" else 5,
-                        markeredgewidth=1.6,
-                        color=GREY,
-                        label=label,
-                        zorder=1,
-                    )
-            for place, triple in zip(places, triples, strict=True):
-                if triple[0] is None:
+                mark(axes, controls, label, marker, size=size, markeredgewidth=1.6, zorder=1)
+            for place, row in zip(places, shown, strict=True):
+                if measure.value(row) is None:
                     axes.text(1, place, "not measured", va="center", color=GREY, fontsize=8)
             axes.set_xlim(-4, 104)
             axes.set_ylim(-0.6, len(names) - 0.4)
             axes.set_yticks(places, [_short(attack) for attack in names])
-            axes.set_title(heading, fontsize=9, loc="left")
+            axes.set_title(measure.heading, fontsize=9, loc="left")
             axes.grid(axis="x", color=EMPTY, linewidth=0.8)
             axes.set_axisbelow(True)
         handles = drawing.handles_by_label(figure)
@@ -354,18 +329,7 @@ def attacks(name: str, summaries: Mapping[str, AttackSummary]) -> list[Picture]:
         panel = 0.55 + 0.3 * len(names)
         return (3 * (panel + 0.2) + 0.6) if narrow else panel + 0.65
 
-    words = "; ".join(
-        f"{attack}: "
-        + listed(
-            [
-                f"{heading} {interval(figures(summaries[attack])[0], scale)}"
-                for heading, figures, scale in panels
-                if figures(summaries[attack])[0] is not None
-            ]
-            or ["no answer"]
-        )
-        for attack in summaries
-    )
+    words = "; ".join(f"{name}: {_in_words(row)}" for name, row in summaries.items())
     return [
         Picture(
             "Each attack with its interval, and its controls",
@@ -373,6 +337,15 @@ def attacks(name: str, summaries: Mapping[str, AttackSummary]) -> list[Picture]:
             _drawing(f"{name}-attacks", draw),
         )
     ]
+
+
+def _in_words(summary: AttackSummary) -> str:
+    measured = [
+        f"{measure.heading} {interval(measure.value(summary), measure.scale)}"
+        for measure in MEASURES
+        if measure.value(summary) is not None
+    ]
+    return listed(measured or ["no answer"])
 
 
 def membership(name: str, summary: MembershipSummary | None) -> list[Picture]:
