@@ -321,12 +321,14 @@ NUMBERS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("key", "value"), [(key, value) for key, values in NUMBERS.items() for value in values], ids=str
-)
-def test_a_number_that_is_none(run, refused, folder: Path, key: str, value: Any) -> None:
-    refused(run({key: value}), key)
-    assert not (folder / "runs").exists()
+@pytest.mark.parametrize("key", NUMBERS)
+def test_a_number_that_is_none(run, refused, folder: Path, key: str) -> None:
+    for value in NUMBERS[key]:
+        refused(run({key: value}), key)
+        assert not (folder / "runs").exists(), value
+
+
+NO_VALUES: tuple[Any, ...] = ({}, [{"a": 1}], math.nan)
 
 
 def settings(kinds: Any) -> list[tuple[str, str]]:
@@ -335,21 +337,21 @@ def settings(kinds: Any) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("kind", "setting"), settings(attacks.kinds()), ids=str)
-@pytest.mark.parametrize("value", [{}, [{"a": 1}], math.nan], ids=["table", "tables", "nan"])
 def test_a_setting_of_an_attack_that_has_no_such_value(
-    run, refused, folder: Path, kind: str, setting: str, value: Any
+    run, refused, folder: Path, kind: str, setting: str
 ) -> None:
-    refused(run({"attack": [{"kind": kind, setting: value}]}), "attack[0]", setting)
-    assert not (folder / "runs").exists()
+    for value in NO_VALUES:
+        refused(run({"attack": [{"kind": kind, setting: value}]}), "attack[0]", setting)
+        assert not (folder / "runs").exists(), value
 
 
 @pytest.mark.parametrize(("kind", "setting"), settings(defenses.kinds()), ids=str)
-@pytest.mark.parametrize("value", [{}, [{"a": 1}], math.nan], ids=["table", "tables", "nan"])
 def test_a_setting_of_a_defense_that_has_no_such_value(
-    run, refused, folder: Path, kind: str, setting: str, value: Any
+    run, refused, folder: Path, kind: str, setting: str
 ) -> None:
-    refused(run({"defense": [{"kind": kind, setting: value}]}), "defense[0]")
-    assert not (folder / "runs").exists()
+    for value in NO_VALUES:
+        refused(run({"defense": [{"kind": kind, setting: value}]}), "defense[0]")
+        assert not (folder / "runs").exists(), value
 
 
 RIGHT: dict[str, dict[str, Any]] = {
