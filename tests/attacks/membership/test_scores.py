@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from fedleak.attacks.certificate import as_gradient
-from fedleak.attacks.membership import scores
+from fedleak.attacks.membership import attack as scores
 from fedleak.attacks.membership.attack import Membership
 from fedleak.models import CAUSAL_LM, CLASSIFICATION, batch_loss
 from fedleak.training.observation import Example, UpdateKind
