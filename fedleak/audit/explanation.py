@@ -78,12 +78,12 @@ def explain(experiment: Experiment) -> Explanation:
         attacks=(
             *(
                 _applicability(
-                    named.name, named.attack, checks.told(settings, named.threat), listed=True
+                    named.name, named.attack, checks.grant(settings, named.threat), listed=True
                 )
                 for named in experiment.attacks
             ),
             *(
-                _applicability_by_default(kind, checks.told(settings, experiment.threat_model))
+                _applicability_by_default(kind, checks.grant(settings, experiment.threat_model))
                 for kind in others
             ),
         ),
@@ -112,7 +112,7 @@ def _applicability_by_default(kind: str, settings: Sequence[AttackSetting]) -> A
     """Returns whether an attack can work with its default settings."""
     try:
         named = build_attack(0, {"kind": kind})
-        granted = checks.told(settings, named.threat)
+        granted = checks.grant(settings, named.threat)
         return _applicability(kind, named.attack, granted, listed=False)
     except ConfigError as error:
         return Applicability(

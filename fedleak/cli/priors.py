@@ -48,7 +48,7 @@ def train_prior(
         )
         on = prior_training.device(device)
         with prior_training.new_folder(out) as folder:
-            corpus = prior_training.read(text, tokenizer, plan)
+            corpus = prior_training.read_sentences(text, tokenizer, plan)
             with prior_progress(console) as show:
                 trained = prior_training.train(corpus, plan, on, show)
             prior_training.save(trained.prior, folder)

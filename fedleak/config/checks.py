@@ -90,7 +90,7 @@ def check_canaries(experiment: Experiment, model: LanguageModel) -> None:
 def attack_settings(experiment: Experiment, model: LanguageModel) -> list[AttackSetting]:
     """Returns the setting of an attack on each kind of capture that the server gets to see.
 
-    An attack knows there only what the server itself set: `told` adds what it is granted.
+    An attack knows there only what the server itself set: `grant` adds what it is granted.
 
     Raises:
         ConfigError: A client sends nothing.
@@ -110,7 +110,7 @@ def setting_of(experiment: Experiment, sent: frozenset[str], model: LanguageMode
     )
 
 
-def told(settings: Sequence[AttackSetting], threat: ThreatModel) -> list[AttackSetting]:
+def grant(settings: Sequence[AttackSetting], threat: ThreatModel) -> list[AttackSetting]:
     """Returns the settings of an attack that is granted facts."""
     return [replace(setting, knows=setting.knows | threat.knows) for setting in settings]
 
@@ -131,7 +131,7 @@ def check_attacks(experiment: Experiment, model: LanguageModel) -> None:
                 named.attack.check_equipment()
             except ConfigError as error:
                 raise ConfigError(f"attack {named.name!r}: {error}") from error
-        obstacles[named.listed_as] += map(named.attack.obstacle, told(settings, named.threat))
+        obstacles[named.listed_as] += map(named.attack.obstacle, grant(settings, named.threat))
     for name, of_attack in obstacles.items():
         # Where it works on some clients, the others' updates are inadmissible.
         if all(of_attack):

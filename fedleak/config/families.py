@@ -56,7 +56,7 @@ class Setting:
     without: tuple[str, ...]
 
 
-def read(tables: Any) -> list[FamilyTable]:
+def checked_families(tables: Any) -> list[FamilyTable]:
     """Checks the families of a sweep.
 
     Raises:

@@ -1,7 +1,7 @@
 """Which parameters captures hold: `[audit] store`."""
 
 from fedleak.attacks import AttackSetting, read_by
-from fedleak.config.checks import attack_settings, setting_of, told
+from fedleak.config.checks import attack_settings, grant, setting_of
 from fedleak.config.experiment import Experiment
 from fedleak.models import LanguageModel
 from fedleak.util.errors import ConfigError
@@ -57,7 +57,7 @@ def _parameters_read(experiment: Experiment, setting: AttackSetting) -> dict[str
     """Returns what each attack reads, by its name: nothing where it cannot work."""
     parameters_by_attack: dict[str, frozenset[str]] = {}
     for named in experiment.attacks:
-        [known] = told([setting], named.threat)
+        [known] = grant([setting], named.threat)
         admissible = named.attack.obstacle(known) is None
         parameters_by_attack[named.name] = (
             read_by(named.attack, known) if admissible else frozenset()

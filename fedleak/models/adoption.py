@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from fedleak.models import CAUSAL_LM, CLASS_LOSSES, CLASSIFICATION, LanguageModel
-from fedleak.models.loading import check_tokenizer_, family_of, set_up_
+from fedleak.models.loading import auto_class, check_tokenizer_, family_of, set_up_
 from fedleak.models.parameter_names import plain
 from fedleak.util.errors import ConfigError, unknown
 from fedleak.util.finite import all_finite
@@ -48,7 +48,7 @@ def adopt(module: nn.Module, tokenizer: Any, *, loss: str = "cross-entropy") -> 
     check_tokenizer_(named, tokenizer, config.vocab_size, task)
     set_up_(config, tokenizer)
     with torch.random.fork_rng(devices=[]):  # weights are drawn, and overwritten below
-        own = _auto(task).from_config(config, dtype=torch.float32)
+        own = auto_class(task).from_config(config, dtype=torch.float32)
     if (adapters := _adapters(module)) is not None:
         from peft import inject_adapter_in_model
 
@@ -67,7 +67,7 @@ def adopt(module: nn.Module, tokenizer: Any, *, loss: str = "cross-entropy") -> 
 def without_weights(model: LanguageModel) -> LanguageModel:
     """Returns a model with its tokenizer and configuration, but with nothing that takes memory."""
     with torch.device("meta"):
-        module = _auto(model.task).from_config(model.module.config)
+        module = auto_class(model.task).from_config(model.module.config)
     return dataclasses.replace(model, module=module.eval())
 
 
@@ -132,12 +132,6 @@ def _check_loss(named: str, task: str, loss: str, config: Any) -> None:
             f"{named} has {config.num_labels} labels and problem_type = {config.problem_type!r}: "
             "fedleak attacks classifiers of two or more classes, one of which is right"
         )
-
-
-def _auto(task: str) -> Any:
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
-
-    return AutoModelForCausalLM if task == CAUSAL_LM else AutoModelForSequenceClassification
 
 
 def _adapters(module: nn.Module) -> Any:

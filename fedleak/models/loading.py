@@ -102,11 +102,7 @@ def _make(spec: ModelSpec, *, checkpoint: bool, whole: bool = False) -> Language
         checkpoint: Whether to load weights.
         whole: Whether a classifier must be among them.
     """
-    from transformers import (  # here, because it takes a second
-        AutoModelForCausalLM,
-        AutoModelForSequenceClassification,
-        AutoTokenizer,
-    )
+    from transformers import AutoTokenizer  # here, because it takes a second
 
     name, task = spec.name, spec.task
     named, source, config = f"model.name = {name!r}", _source(name), _config(name)
@@ -123,7 +119,7 @@ def _make(spec: ModelSpec, *, checkpoint: bool, whole: bool = False) -> Language
     check_tokenizer_(named, tokenizer, config.vocab_size, task)
     set_up_(config, tokenizer)
     config.num_labels = spec.num_labels
-    auto = AutoModelForCausalLM if task == CAUSAL_LM else AutoModelForSequenceClassification
+    auto = auto_class(task)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(spec.seed)  # torch.manual_seed would reseed GPUs too
         try:
@@ -154,6 +150,13 @@ def _make(spec: ModelSpec, *, checkpoint: bool, whole: bool = False) -> Language
         task=task,
         class_loss=CLASS_LOSSES[spec.loss],
     )
+
+
+def auto_class(task: str) -> Any:
+    """Returns what loads models of a task."""
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    return AutoModelForCausalLM if task == CAUSAL_LM else AutoModelForSequenceClassification
 
 
 def _config(name: str) -> Any:

@@ -151,7 +151,7 @@ def sentences(text: str, *, unknown_token: str | None) -> list[str]:
     return list(kept)
 
 
-def read(text: Path, tokenizer: str, plan: PriorConfig) -> PriorText:
+def read_sentences(text: Path, tokenizer: str, plan: PriorConfig) -> PriorText:
     """Reads a text file, and encodes its sentences as a client feeds them to a model.
 
     Every fiftieth sentence, and at least one, is held back at random.

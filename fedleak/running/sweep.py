@@ -129,7 +129,7 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Sweep:
     design, listed = _special(grid, "design", "all"), _special(grid, FAMILY, None)
     if design not in DESIGNS:
         raise ConfigError(f"sweep.design = {design!r}: choose from {', '.join(DESIGNS)}")
-    defense_families = [] if listed is None else families.read(listed)
+    defense_families = [] if listed is None else families.checked_families(listed)
     settings = families.settings(defense_families)
     axes = _axes(grid, given=bool(defense_families))
     if defense_families:

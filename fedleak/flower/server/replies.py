@@ -32,8 +32,7 @@ def claimed_client(reply: Message) -> int:
     Raises:
         RefusedError: It does not say, or no whole number.
     """
-    identity = reply.content.config_records.get("identity")
-    return whole_number("client", identity.get("client") if identity else None, 0)
+    return whole_number("client", _identity(reply).get("client"), 0)
 
 
 def claimed_examples(reply: Message) -> int:
@@ -42,10 +41,7 @@ def claimed_examples(reply: Message) -> int:
     Raises:
         RefusedError: It does not say, or no whole number.
     """
-    identity = reply.content.config_records.get("identity")
-    return whole_number(
-        "examples", identity.get("examples") if identity else None, 1, MOST_EXAMPLES
-    )
+    return whole_number("examples", _identity(reply).get("examples"), 1, MOST_EXAMPLES)
 
 
 def check_code(reply: Message) -> None:
@@ -54,13 +50,16 @@ def check_code(reply: Message) -> None:
     Raises:
         RefusedError: It does, or does not say.
     """
-    identity = reply.content.config_records.get("identity")
-    theirs = identity.get("fedleak") if identity else None
+    theirs = _identity(reply).get("fedleak")
     if theirs != code():
         raise RefusedError(
             f"it runs fedleak {_quoted(theirs)} and the server {code()}: install the same on both, "
             "or start `flwr run` in a checkout, which brings its own"
         )
+
+
+def _identity(reply: Message) -> Mapping[str, object]:
+    return reply.content.config_records.get("identity") or {}
 
 
 def take_update(

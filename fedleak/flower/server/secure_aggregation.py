@@ -24,7 +24,7 @@ from fedleak.defenses import TrustedAggregator
 from fedleak.defenses.secure_sum import MODULUS, SecureSum
 from fedleak.federation.lookup import most_examples, note_dropped_out
 from fedleak.flower.server.replies import RefusedError, client_error, whole_number
-from fedleak.flower.server.strategy import NUM_ERRORS, CuriousServer
+from fedleak.flower.server.strategy import CuriousServer, quoted
 from fedleak.training.observation import ClientUpdate
 from fedleak.util.errors import FedleakError
 
@@ -90,13 +90,10 @@ class SummingServer(CuriousServer):
                 break
             return total
         lines = [f"{self._name(node)}: {why}" for node, why in stages.problems.items()]
-        quoted, more = lines[:NUM_ERRORS], len(lines[NUM_ERRORS:])
-        if more:
-            quoted.append(f"and {more} more like these")
         raise FedleakError(
             f"round {self._round}: SecAgg+ gave no sum: {len(stages.problems)} of "
             f"{len(self._clients)} clients were lost, and at least {needed} must answer: "
-            f"{'; '.join(quoted) or 'see the log of Flower'}"
+            f"{quoted(lines) or 'see the log of Flower'}"
         )
 
     def _combined(self, aggregator: TrustedAggregator, round: int) -> ClientUpdate:

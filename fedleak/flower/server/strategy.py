@@ -36,6 +36,12 @@ NUM_ERRORS = 3
 """Problems that a failed round quotes."""
 
 
+def quoted(problems: list[str]) -> str:
+    """Returns the first problems of a failed round, and how many more there are."""
+    more = len(problems) - NUM_ERRORS
+    return "; ".join(problems[:NUM_ERRORS] + [f"and {more} more like these"] * (more > 0))
+
+
 class CuriousServer(Strategy):
     """FedSGD and FedAvg (McMahan et al. 2017) with a copy of every update on disk.
 
@@ -95,13 +101,9 @@ class CuriousServer(Strategy):
         expected = {name: parameters[name] for name in sent_by(experiment, client, self._model)}
         most = most_examples(experiment, self._run, client)
         update = take_update(reply, key, local.kind, expected, most)
-        knowledge = Knowledge(
-            learning_rate=local.learning_rate,
-            local_steps=local.steps(update.num_examples),
-            dropout=local.dropout,
-        )
-        self._local_steps = max(self._local_steps, knowledge.local_steps or 0)
-        capture = Capture(key, update, knowledge)
+        steps = local.steps(update.num_examples)
+        self._local_steps = max(self._local_steps, steps)
+        capture = Capture(key, update, self._knowledge(steps))
         if self._sum is None:
             self._run.hold(capture)
         else:
@@ -237,14 +239,15 @@ class CuriousServer(Strategy):
 
     def _capture_of_all(self, round: int, update: ClientUpdate) -> None:
         """Captures what stands for all clients of a round."""
-        local = self._experiment.local_training
-        knowledge = Knowledge(
-            learning_rate=local.learning_rate,
-            local_steps=self._local_steps,
-            dropout=local.dropout,
-        )
-        capture = Capture(Key(round, EVERYONE), update, knowledge)
+        capture = Capture(Key(round, EVERYONE), update, self._knowledge(self._local_steps))
         self._run.write_capture(self._stored(capture))
+
+    def _knowledge(self, local_steps: int) -> Knowledge:
+        """Returns what the server itself set."""
+        local = self._experiment.local_training
+        return Knowledge(
+            learning_rate=local.learning_rate, local_steps=local_steps, dropout=local.dropout
+        )
 
     def _check_all_answered(self, failed: Iterable[Message]) -> None:
         """Fails the round unless each client's update is there and nothing else came."""
@@ -255,10 +258,7 @@ class CuriousServer(Strategy):
         self._problems += [f"client {c}: did not answer" for c in self._waiting_for.values()]
         if not self._problems:
             return
-        quoted, more = self._problems[:NUM_ERRORS], len(self._problems[NUM_ERRORS:])
-        if more:
-            quoted.append(f"and {more} more like these")
-        raise FedleakError(f"round {self._round}: {'; '.join(quoted)}")
+        raise FedleakError(f"round {self._round}: {quoted(self._problems)}")
 
     def _name(self, node: int) -> str:
         """Returns what a node is called: by its client, if it has one."""
