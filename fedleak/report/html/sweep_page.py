@@ -81,11 +81,11 @@ def _leak_cells(cell: CellSummary) -> list[str]:
     if leak is None:
         return ["no answer" if cell.attacks else cell.status, *[NOT_MEASURED] * 4]
     return [
-        starred(leak.by, leak.warning),
-        interval(leak.exact, 100),
-        interval(leak.rougeL),
-        interval(leak.control_rougeL),
-        interval(leak.recall, 100),
+        starred(leak.by, leak.read.warning),
+        interval(leak.read.exact_match, 100),
+        interval(leak.read.rougeL),
+        interval(leak.read.control_rougeL),
+        interval(leak.read.token_recall, 100),
     ]
 
 

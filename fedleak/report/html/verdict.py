@@ -10,7 +10,6 @@ from fedleak.store.summaries import (
     AttackSummary,
     CanarySummary,
     CellSummary,
-    Estimate,
     MembershipSummary,
     RunSummary,
     SweepSummary,
@@ -19,72 +18,40 @@ from fedleak.store.summaries import (
 from fedleak.training.observation import GRANTABLE, Sight
 
 
-@dataclass(frozen=True, kw_only=True)
-class Figures:
+@dataclass(frozen=True)
+class Strongest:
     """What was read in a run at worst, by one attack or by all together.
 
     Attributes:
         by: Who read it, such as `the attack dager`, or `2 attacks together (dager 5 and lamp 3)`.
-        texts: How many texts `exact` is the mean of.
-        clients: How many clients have these texts.
-        exact, recall: Shares, from 0 to 1.
+        texts: How many texts the share of exact ones is the mean of.
         nearly: Texts that were not read word for word, but nearly.
-        rougeL: From 0 to 100.
-        control_rougeL, control_recall: What the same answers score for other clients.
-        warning: Why these are examples and no rates; None if they are rates.
+        read: The figures.
     """
 
     by: str
     texts: int
-    clients: int
-    exact: Estimate | None
     nearly: int
-    rougeL: Estimate | None
-    recall: Estimate | None
-    control_rougeL: Estimate | None
-    control_recall: Estimate | None
-    warning: str | None
+    read: WorstCase | AttackSummary
 
     @property
     def exact_texts(self) -> int:
         """How many texts were read word for word."""
-        return round(self.exact.mean * self.texts) if self.exact else 0
+        return round(self.read.exact_match.mean * self.texts) if self.read.exact_match else 0
 
 
-def strongest(worst: WorstCase | None, attacks: Mapping[str, AttackSummary]) -> Figures | None:
+def strongest(worst: WorstCase | None, attacks: Mapping[str, AttackSummary]) -> Strongest | None:
     """Returns the worst case over attacks; without one the strongest attack's figures.
 
     None: no attack gave an answer, or none could be compared with what clients held.
     """
     if worst is not None:
-        return Figures(
-            by=_readers(worst),
-            texts=worst.texts - worst.unattacked,
-            clients=worst.clients,
-            exact=worst.exact_match,
-            nearly=worst.nearly,
-            rougeL=worst.rougeL,
-            recall=worst.token_recall,
-            control_rougeL=worst.control_rougeL,
-            control_recall=worst.control_token_recall,
-            warning=worst.warning,
-        )
+        return Strongest(_readers(worst), worst.texts - worst.unattacked, worst.nearly, worst)
     answered = {name: attack for name, attack in attacks.items() if max(_strength(attack)) >= 0}
     if not answered:
         return None
     name, attack = max(answered.items(), key=lambda named: _strength(named[1]))
-    return Figures(
-        by=f"the attack {name}",
-        texts=attack.sequences,
-        clients=attack.clients,
-        exact=attack.exact_match,
-        nearly=0,
-        rougeL=attack.rougeL,
-        recall=attack.token_recall,
-        control_rougeL=attack.control_rougeL,
-        control_recall=attack.control_token_recall,
-        warning=attack.warning,
-    )
+    return Strongest(f"the attack {name}", attack.sequences, 0, attack)
 
 
 def _readers(worst: WorstCase) -> str:
@@ -96,7 +63,7 @@ def _readers(worst: WorstCase) -> str:
     return f"{len(names)} attacks together ({counts})"
 
 
-def _strength(attack: AttackSummary) -> tuple[float, ...]:
+def _strength(attack: AttackSummary | WorstCase) -> tuple[float, ...]:
     estimates = (attack.exact_match, attack.rougeL, attack.token_recall)
     return tuple(-1.0 if estimate is None else estimate.mean for estimate in estimates)
 
@@ -175,14 +142,14 @@ def _epsilon_clause(epsilon: float | None, canary: CanarySummary | None) -> str:
     return f"; an epsilon of {figure(epsilon)} holds"
 
 
-def _level(leakage: Figures | None, attacks: Mapping[str, AttackSummary]) -> Level:
+def _level(leakage: Strongest | None, attacks: Mapping[str, AttackSummary]) -> Level:
     if leakage is None:
         return Level.READ if any(attack.verified for attack in attacks.values()) else Level.UNKNOWN
     return Level.READ if leakage.exact_texts else Level.PARTLY
 
 
 def _what_was_read(
-    leakage: Figures | None, attacks: Mapping[str, AttackSummary], extent: Extent
+    leakage: Strongest | None, attacks: Mapping[str, AttackSummary], extent: Extent
 ) -> str:
     who = "A server that follows the protocol"
     if extent.sees == "models":
@@ -196,12 +163,13 @@ def _what_was_read(
             why = f"attacks gave answers for {updates}, but what clients trained on is not here"
         return f"How much {who[0].lower()}{who[1:]} could read was not measured: {why}."
     tokens = "parts of the private texts"
-    if leakage.recall is not None:
-        amount = "all" if leakage.recall.mean == 1 else percent(leakage.recall.mean)
+    recall, control = leakage.read.token_recall, leakage.read.control_token_recall
+    if recall is not None:
+        amount = "all" if recall.mean == 1 else percent(recall.mean)
         tokens = f"{amount} of the distinct words and word parts of the private texts"
-        if leakage.control_recall is not None:
-            tokens += f" (an answer for another client has {percent(leakage.control_recall.mean)})"
-    if leakage.exact is None:
+        if control is not None:
+            tokens += f" (an answer for another client has {percent(control.mean)})"
+    if leakage.read.exact_match is None:
         return f"{who} could read {tokens} out of {updates}."
     exact = f"{leakage.exact_texts:,}" if leakage.exact_texts else "none"
     nearly = f", and {leakage.nearly:,} nearly (ROUGE-L of {NEARLY:g} or more)"
@@ -227,7 +195,7 @@ def _read_without_facts(summary: RunSummary) -> str:
     """Returns what is read without granted facts, if there is a ladder."""
     rungs = summary.ladder.rungs if summary.ladder else ()
     leakage = strongest(rungs[0].worst_case, {}) if len(rungs) > 1 else None
-    if leakage is None or not leakage.exact:
+    if leakage is None or not leakage.read.exact_match:
         return ""
     return (
         f"Told nothing more than the protocol tells, it could read {leakage.exact_texts:,} word "
@@ -268,7 +236,7 @@ def _membership_sentence(membership: MembershipSummary | None) -> str:
 
 
 def _certainty(
-    leakage: Figures | None, attacks: Mapping[str, AttackSummary], extent: Extent
+    leakage: Strongest | None, attacks: Mapping[str, AttackSummary], extent: Extent
 ) -> str:
     surest = max(attacks.values(), key=lambda attack: attack.verified, default=None)
     if leakage is None and surest is not None and surest.verified:
@@ -282,21 +250,22 @@ def _certainty(
             "one did not."
         )
     sums = extent.sees != "updates"
-    over = counted(leakage.clients, "group" if sums else "client")
+    over = counted(leakage.read.clients, "group" if sums else "client")
     over += " of clients" if sums else ""
-    if leakage.warning:
-        sure = f"This is an example and not a rate ({leakage.warning.partition(':')[0]})"
-    else:
-        sure = ""
-    if leakage.exact is not None:
-        lead = f"{sure}: for" if sure else "For"
+    example = ""
+    if leakage.read.warning:
+        reason = leakage.read.warning.partition(":")[0]
+        example = f"This is an example and not a rate ({reason})"
+    sure = example
+    others = f"{example}: for" if example else "For"
+    if leakage.read.exact_match is not None:
         sure = (
-            f"{lead} other clients like these the share of texts read word for word is between "
-            f"{share(leakage.exact)} (95 % interval over {over})"
+            f"{others} other clients like these the share of texts read word for word is between "
+            f"{share(leakage.read.exact_match)} (95 % interval over {over})"
         )
-    elif leakage.recall is not None:
-        lead = f"{sure}: for" if sure else "For"
-        sure = f"{lead} other clients like these that share is between {share(leakage.recall)}"
+    elif leakage.read.token_recall is not None:
+        between = share(leakage.read.token_recall)
+        sure = f"{others} other clients like these that share is between {between}"
     proved, rows = (surest.verified, surest.rows) if surest else (0, 0)
     sure += (
         f", and a proof confirms the whole answer for {proved:,} of {rows:,} updates, so that "
@@ -345,27 +314,30 @@ def sweep_verdict(collected: SweepSummary) -> Verdict:
         )
     exact = [(cell, leakage) for cell, leakage in answered if leakage.exact_texts]
     if exact:
-        cell, leakage = max(exact, key=lambda pair: pair[1].exact.mean if pair[1].exact else 0.0)
+        cell, leakage = max(exact, key=lambda pair: _strength(pair[1].read)[0])
         first = (
             f"An attacker who follows the protocol could read private texts word for word in "
             f"{len(exact)} of {cells}, most in {_cell(cell)}: {leakage.exact_texts:,} of "
             f"{counted(leakage.texts, 'text')}."
         )
-        sure = f"There the share is between {share(leakage.exact)} for other clients like these"
-        second = f"{sure} (95 % interval over {counted(leakage.clients, 'client')})."
+        second = (
+            f"There the share is between {share(leakage.read.exact_match)} for other clients like "
+            f"these (95 % interval over {counted(leakage.read.clients, 'client')})."
+        )
     else:
         first = (
             f"An attacker who follows the protocol could read no private text word for word in "
             f"{cells}, but attacks answered in {len(answered)} of them."
         )
-        highest = max((f.exact.high for _, f in answered if f.exact), default=None)
+        shares = [leakage.read.exact_match for _, leakage in answered]
+        highest = max((exact_match.high for exact_match in shares if exact_match), default=None)
         second = "What they read in part is in the table below."
         if highest is not None:
             second = (
                 "For other clients like these the share of texts read word for word may still be "
                 f"up to {percent(highest)} in a cell (upper end of the 95 % interval)."
             )
-    if any(leakage.warning for _, leakage in answered):
+    if any(leakage.read.warning for _, leakage in answered):
         second = f"{second[:-1]}; cells with few texts or clients are examples and not rates."
     level = Level.READ if exact else Level.PARTLY
     return Verdict(level, HEADLINES[level], (first, second, _gaps_of_sweep(without)))
