@@ -395,7 +395,7 @@ def test_a_trained_prior_is_loaded_and_better_than_an_untrained_one(victim, here
     own = prior.load("made", victim)
     assert own.victim_tokenizer is None
     plan = plan_of(max_length=64)
-    corpus = training.read(Path("notes.txt"), name, plan)
+    corpus = training.read_sentences(Path("notes.txt"), name, plan)
     printed = float(re.search(r"([\d.]+) nats per token on ", done.out).group(1))
     assert training.mean_nll(own, corpus.held_out) == pytest.approx(printed, abs=0.006)
 
@@ -408,19 +408,19 @@ def test_a_trained_prior_is_loaded_and_better_than_an_untrained_one(victim, here
 
 def test_sentences_are_fed_as_a_client_feeds_them(here, bert_tiny, gpt2_tiny):
     for victim, name in ((bert_tiny, "builtin/bert-tiny"), (gpt2_tiny, "builtin/gpt2-tiny")):
-        corpus = training.read(here / "notes.txt", name, plan_of(max_length=512))
+        corpus = training.read_sentences(here / "notes.txt", name, plan_of(max_length=512))
         written = training.sentences((here / "notes.txt").read_text(), unknown_token=None)
         fed = Counter(map(tuple, victim.encode(written)))
         assert Counter(corpus.training + corpus.held_out) == fed
         assert len(corpus.held_out) == round(0.02 * len(written)) > 1
-        cut = training.read(here / "notes.txt", name, plan_of(max_length=5))
+        cut = training.read_sentences(here / "notes.txt", name, plan_of(max_length=5))
         assert set(cut.training) == {ids[:5] for ids in corpus.training}
 
 
 def test_the_seed_decides_and_the_callers_random_numbers_stay(here, bert_tiny):
     def weights(seed: int) -> dict[str, Tensor]:
         plan = plan_of(seed=seed, steps=3)
-        corpus = training.read(here / "notes.txt", "builtin/bert-tiny", plan)
+        corpus = training.read_sentences(here / "notes.txt", "builtin/bert-tiny", plan)
         return training.train(corpus, plan, CPU).prior.module.state_dict()
 
     torch.manual_seed(5)
@@ -436,7 +436,7 @@ def test_the_seed_decides_and_the_callers_random_numbers_stay(here, bert_tiny):
 
 def test_steps_take_the_place_of_epochs_and_each_is_reported(here):
     plan = plan_of(epochs=2)
-    corpus = training.read(here / "notes.txt", "builtin/bert-tiny", plan)
+    corpus = training.read_sentences(here / "notes.txt", "builtin/bert-tiny", plan)
     for steps, expected in ((None, 2 * -(-len(corpus.training) // 8)), (3, 3)):
         seen: list[training.PriorProgress] = []
         training.train(corpus, plan_of(epochs=2, steps=steps), CPU, seen.append)
@@ -448,7 +448,7 @@ def test_steps_take_the_place_of_epochs_and_each_is_reported(here):
 
 def test_each_step_has_its_learning_rate(here, monkeypatch):
     monkeypatch.setattr(training, "rate_at", lambda step, steps: float(step == 0))
-    corpus = training.read(here / "notes.txt", "builtin/bert-tiny", plan_of())
+    corpus = training.read_sentences(here / "notes.txt", "builtin/bert-tiny", plan_of())
     one, four = (
         training.train(corpus, plan_of(steps=steps), CPU).prior.module.state_dict()
         for steps in (1, 4)
@@ -513,7 +513,9 @@ def test_without_a_token_for_unknown_words_sentences_with_them_are_left_out(here
     read = {
         name: sorted(corpus.training + corpus.held_out)
         for name in ("bert", "gpt2", "llama")
-        if (corpus := training.read(here / "notes.txt", f"builtin/{name}-tiny", plan_of()))
+        if (
+            corpus := training.read_sentences(here / "notes.txt", f"builtin/{name}-tiny", plan_of())
+        )
     }
     assert {name: len(found) for name, found in read.items()} == {"bert": 3, "gpt2": 2, "llama": 3}
 
