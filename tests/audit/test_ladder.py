@@ -22,6 +22,7 @@ from fedleak.config.components import NamedAttack, on_each_rung
 from fedleak.config.experiment import Experiment
 from fedleak.config.loading import parse
 from fedleak.config.tables import GateTable
+from fedleak.report.tables.attacks import attack_table
 from fedleak.running.dispatch import dispatcher
 from fedleak.store import records
 from fedleak.store.records import LEAKAGE, LeakageRow
@@ -209,13 +210,14 @@ def test_it_is_shown_on_a_terminal_and_in_a_report(ran: Path) -> None:
     status, text, _ = call("score", "runs/rungs")
     assert status == 0
     shown = text[text.index("what each fact is worth") :].splitlines()
-    last = next(i for i, line in enumerate(shown) if line.startswith("any attack, told"))
-    assert max(map(len, shown[: last - 2])) <= 80
-    assert "noise_scale is on no rung: no defense adds noise" in shown
-    assert any(line.startswith("any attack, told labels, lengths: ") for line in shown)
+    last = next(i for i, line in enumerate(shown) if line.startswith("Below a figure"))
+    assert max(map(len, shown[:last])) <= 80
+    assert "noise_scale is on no rung: no defense adds noise." in shown
+    *_, any_attack = attack_table(Run(ran / "rungs").read(SUMMARY)).rows[0]
+    assert any_attack.text == "labels, lengths"
     assert call("report", "runs/rungs", "--redact")[0] == 0
     page = (ran / "rungs" / "report-redacted.html").read_text()
-    assert "<caption>What each fact is worth to the server</caption>" in page
+    assert "<caption>what each fact is worth to the server</caption>" in page
     assert "A server that follows the protocol and was told labels and lengths" in page
     assert "Told nothing more than the protocol tells, it could read 0 word for word." in page
 

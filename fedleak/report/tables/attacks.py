@@ -39,8 +39,9 @@ def attack_table(summary: RunSummary) -> Table:
         summaries.append(worst)
         names.append(starred(ANY_ATTACK, worst.warning))
     facts = sorted({name for attack in attacks.values() for name in attack.facts})
+    told_most = summary.ladder.top.told if summary.ladder else ""
     rows = [
-        ["was told", *_each(attacks, lambda attack: granted(attack.knows))],
+        ["was told", *_each(attacks, lambda attack: granted(attack.knows)), told_most],
         ["answers", *_each(attacks, answers)],
         *(
             [heading, *(interval(getattr(row, name, None), scale) for row in summaries)]
@@ -63,7 +64,7 @@ def attack_table(summary: RunSummary) -> Table:
     return Table(
         "in all: mean and 95 % interval over clients",
         [*words("figure"), *figures(*names)],
-        [plain(*row, *[""] * (1 + len(names) - len(row))) for row in rows],
+        [plain(*[*row, ""][: 1 + len(names)]) for row in rows],
         [*warnings([row.warning for row in summaries]), INTERVALS],
         kept=1,
     )
