@@ -131,6 +131,7 @@ def test_the_command_prints_tables_or_json(runs: tuple[Run, Run]) -> None:
     lines = [line.rstrip() for line in text.splitlines()]
     assert max(len(line) for line in lines if not line.startswith("difference:")) <= 80
     assert all(figure in text for figure in ("any attack", "ROUGE-L", "exact", "tokens"))
+    assert "reads more" in " ".join(text.split())
     status, text, _ = call("compare", "a", "b", "--json")
     (found,) = json.loads(text)
     assert found["differences"][0]["direction"] == "reads more"

@@ -3,6 +3,7 @@ from types import SimpleNamespace
 import pytest
 
 from fedleak.audit.privacy.ledger import defense_means, guarantee
+from fedleak.report.tables.attacks import attack_table
 from fedleak.report.tables.leakage import epsilon_of
 from fedleak.report.terminal.run import any_attack, circumstances
 from fedleak.store.records import DefenseRow, LedgerRow, Utility
@@ -153,6 +154,13 @@ def test_the_worst_case_over_attacks_is_said_with_what_chance_gives():
         "read exactly first, of 24 texts: dager 11",
         "no attack names a sequence for 2 of 24 texts",
     ]
+    table = attack_table(SimpleNamespace(attacks={}, worst_case=worst, ladder=None))
+    assert [column.heading for column in table.columns] == ["figure", "any attack"]
+    shown = {figure.text: cell.text for figure, cell in table.rows}
+    assert shown["texts exact, %"] == "50 [25, 100]"
+    assert shown["ROUGE-L"] == "40 [20, 80]"
+    assert shown["ROUGE-L, other update"] == "10 [5, 20]"
+    assert shown["tokens found, %"] == "-"
     alone = worst.model_copy(update={"attacks": ("dager",)})
     assert any_attack(SimpleNamespace(worst_case=alone)) == []
     assert any_attack(SimpleNamespace(worst_case=None)) == []
