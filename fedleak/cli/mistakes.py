@@ -29,6 +29,8 @@ def mended() -> Iterator[None]:
             yield
     except (typer.Exit, typer.BadParameter, BrokenPipeError):  # for typer: nobody reads on
         raise
+    except ModuleNotFoundError:  # for `fedleak.__main__`, which says what to install
+        raise
     except ConfigError as error:
         end(str(error), 2, error)
     except FedleakError as error:

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from fedleak.models import CAUSAL_LM, CLASSIFICATION, families, pad
 from fedleak.models.prior import Prior, outline
+from fedleak.util import plain_files
 from fedleak.util.errors import ConfigError, FedleakError, unknown
 from fedleak.util.rng import stream, stream_seed
 
@@ -169,7 +170,7 @@ def read_sentences(text: Path, tokenizer: str, plan: PriorConfig) -> PriorText:
     if family is None:
         raise ConfigError(unknown("model family of --tokenizer", config.model_type, families()))
     try:
-        content = text.read_text(encoding="utf-8")
+        content = plain_files.content(text, linked=True).decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--text {text} cannot be read ({error}): give a UTF-8 file") from error
     of_its_own = of_model.unk_token_id not in (of_model.eos_token_id, of_model.bos_token_id)

@@ -251,7 +251,7 @@ def test_score_and_report_show_it_and_say_what_it_assumes(attacked, tmp_path):
     page = tmp_path / "report.html"
     code, _, _ = call("report", str(attacked.path), "--out", str(page))
     assert code == 0
-    assert "Membership: which texts were in an update" in page.read_text()
+    assert "membership: which texts were in an update" in page.read_text()
 
 
 def row(client, inside, scores, round=1, texts=None):

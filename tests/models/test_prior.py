@@ -3,6 +3,7 @@
 import errno
 import json
 import math
+import os
 import random
 import re
 import shutil
@@ -526,6 +527,8 @@ def test_without_a_token_for_unknown_words_sentences_with_them_are_left_out(here
         ("--text missing.txt", "--text missing.txt cannot be read"),
         ("--text empty.txt", "--text empty.txt has 0 sentences: give a file with at least two"),
         ("--text latin.txt", "--text latin.txt cannot be read"),
+        ("--text /dev/zero", "it is a device, and no plain file"),
+        ("--text pipe", "it is a pipe, and no plain file"),
         ("--width 30 --heads 4", "give a multiple of 4, such as 32"),
         ("--steps 0", "--steps = 0: give at least 1"),
         ("--batch-size 0", "--batch-size = 0: give at least 1"),
@@ -541,6 +544,7 @@ def test_without_a_token_for_unknown_words_sentences_with_them_are_left_out(here
 )
 def test_bad_input_is_one_line_and_status_2(options, says, here):
     (here / "empty.txt").touch()
+    os.mkfifo(here / "pipe")
     (here / "latin.txt").write_bytes("déjà vu. Encore.".encode("latin-1"))
     mistral = shutil.copytree(builtin.folder("llama-tiny"), here / "mistral")
     config = json.loads((mistral / "config.json").read_text())
@@ -557,7 +561,7 @@ def test_an_existing_folder_is_refused_before_anything_is_read(here, monkeypatch
     def fail(*args: Any) -> None:
         raise AssertionError("read")
 
-    monkeypatch.setattr(training, "read", fail)
+    monkeypatch.setattr(training, "read_sentences", fail)
     (here / "prior").mkdir()
     done = call()
     assert done.status == 2

@@ -33,10 +33,11 @@ from fedleak.flower.inline import InlineGrid
 from fedleak.flower.server.assignments import assignment
 from fedleak.flower.server.strategy import CuriousServer
 from fedleak.models import CAUSAL_LM, CLASSIFICATION, loading
+from fedleak.report.tables.leakage import leakage_table, shares
 from fedleak.report.terminal.run import print_run
 from fedleak.running import pipeline, preparation
 from fedleak.running.workers.process import work_together
-from fedleak.store import seal
+from fedleak.store import records, seal
 from fedleak.store.lines import Lines
 from fedleak.store.run import EVERYONE, Key, Run
 from fedleak.training import privacy
@@ -699,17 +700,17 @@ def test_the_report_prints_what_each_client_has_spent(ledgered):
     for row in rows:
         if row["client"] < 2:
             last.setdefault((row["round"], row["client"]), []).append(row["epsilon"])
-    text = printed(ledgered)
-    assert "epsilon" in text
-    lines = [line.split() for line in text.splitlines()]
-    for (round, client), found in last.items():
-        cells = [line for line in lines if line[:2] == [str(round), str(client)]]
+    assert "epsilon" in printed(ledgered)
+    scored = ledgered.rows(records.LEAKAGE)
+    table = leakage_table("run", scored, shares(scored), ledgered.rows(records.LEDGER))
+    headings = [column.heading for column in table.columns]
+    places = [headings.index(name) for name in ("round", "client", "epsilon")]
+    shown = {tuple(row[place].text for place in places) for row in table.rows}
+    assert len(shown) == len(table.rows) > 0
+    for round, client, epsilon in shown:
         # A client that drew nobody has no line.
-        for line in cells:
-            assert line[-1] == f"{min(found):.3g}"
-    for line in lines:
-        if line[:1] in (["1"], ["2"], ["3"]) and line[1:2] in (["2"], ["3"]):
-            assert line[-1] == "none"
+        expected = last.get((int(round), int(client)))
+        assert epsilon == (f"{min(expected):.3g}" if expected else "none")
 
 
 def test_a_run_that_was_stopped_spends_no_more_than_one_that_was_not(ledgered, tmp_path):

@@ -31,7 +31,7 @@ def print_table(console: Console, table: Table) -> None:
             shown = _rich_table(_stacked(part), breaks=True)
         console.print(shown)
     for note in table.notes:
-        console.print(f"[dim]{markup(note)}[/]", soft_wrap=True)
+        console.print(f"[dim]{markup(note)}[/]")
 
 
 def _fits(shown: RichTable, console: Console) -> bool:
