@@ -70,7 +70,10 @@ FORBIDDEN = [
     (DOWN, "fedleak.store", "fedleak.cli"),
 ]
 
-pytestmark = pytest.mark.skipif(not LINT.is_file(), reason="import-linter is not installed")
+pytestmark = [
+    pytest.mark.core,
+    pytest.mark.skipif(not LINT.is_file(), reason="import-linter is not installed"),
+]
 
 
 def broken(folder: Path) -> dict[str, str]:

@@ -35,6 +35,8 @@ from fedleak.training.settings import LocalTraining, PrivateSteps
 from fedleak.util.errors import ConfigError, FedleakError
 from fedleak.util.rng import stream
 
+pytestmark = pytest.mark.core
+
 MADE = {
     "cast": Cast(dtype="bfloat16"),
     "central_dp": CentralDp(max_norm=3.0, noise_multiplier=0.5),

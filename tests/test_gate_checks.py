@@ -56,6 +56,8 @@ from fedleak.store.summaries import (
 )
 from fedleak.util.errors import ConfigError
 
+pytestmark = pytest.mark.core
+
 READ, MISSED = (True, 100.0, 1.0), (False, 10.0, 0.2)
 WITHIN, EXCEEDED, UNTOLD = Outcome.WITHIN, Outcome.EXCEEDED, Outcome.UNTOLD
 SIX: dict[str, Any] = {"federation.clients": 6, "attack": [DLG]}

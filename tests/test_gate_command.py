@@ -14,6 +14,8 @@ from fedleak.config.tables import GateTable
 from fedleak.report import ci
 from fedleak.store.run import Run
 
+pytestmark = pytest.mark.core
+
 WITHIN = Check("exact", Outcome.WITHIN, "at most 1 % [0, 4], of 10")
 EXCEEDED = Check("rougeL", Outcome.EXCEEDED, "57.5: above 50, 100 %")
 UNTOLD = Check("attack dager", Outcome.UNTOLD, "[b]failed[/b], 2 times")

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.core
+
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("fedleak", "server", "clients")
 WORDS = {

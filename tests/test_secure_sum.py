@@ -19,6 +19,8 @@ from fedleak.training.observation import ClientUpdate, UpdateKind
 from fedleak.util.errors import ConfigError
 from fedleak.util.rng import stream
 
+pytestmark = pytest.mark.core
+
 FLOWERS = SecureSum(clipping=8.0, max_weight=1000.0)
 FINE = SecureSum(clipping=0.02, max_weight=8.0)
 COARSE = SecureSum(clipping=0.004, max_weight=3.0, levels=3000)

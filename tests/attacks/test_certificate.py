@@ -13,6 +13,8 @@ from fedleak.training.observation import Knowledge, UpdateKind
 from fedleak.training.wire import partial_update
 from fedleak.util.rng import stream
 
+pytestmark = pytest.mark.core
+
 ENDLESS = Clock(None)
 KINDS = [("bert", CLASSIFICATION), ("gpt2", CLASSIFICATION), ("llama", CLASSIFICATION)]
 CAUSAL = ["gpt2", "llama"]

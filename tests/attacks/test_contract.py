@@ -231,6 +231,7 @@ def test_together_each_is_answered_as_alone(small, observe, texts, who, built):
         assert [type(each) for each in progress] == [int, int, float, str, str]
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("factor", [1e-6, 1e-4, 1e4])
 @pytest.mark.parametrize("kind", ["probes", "keyspan", "dager", "auto"])
 def test_a_factor_on_the_whole_update_changes_nothing_that_is_read(small, observe, kind, factor):
@@ -265,6 +266,7 @@ def test_a_part_of_an_update_is_refused_by_its_key_or_answered(small, observe, k
 SELECTIVE = [kind for kind in ALL if isinstance(quick(kind), Selective)]
 
 
+@pytest.mark.core
 @over(("kind", "built", "update"), meeting(SELECTIVE, MODELS, list(UpdateKind)))
 def test_without_what_it_does_not_read_its_answer_is_the_same(small, observe, kind, built, update):
     attack, model = quick(kind), small(*built, width=32, layers=3)
@@ -317,6 +319,7 @@ def test_zeros_and_noise_are_no_reason_to_crash_or_to_invent_tokens(
         assert answer.tokens is None
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("kind", ALL)
 def test_an_attack_is_a_frozen_value_that_says_what_it_does(kind):
     attack = quick(kind)
@@ -465,6 +468,7 @@ def always(sequences=None, tokens=None, facts=None):
     )
 
 
+@pytest.mark.core
 def test_an_attack_that_always_abstains_is_refused(small, observe):
     fake = Fake(Reconstruction.none(Status.ABSTAINED, "nothing to see here"))
     with pytest.raises(AssertionError, match=r"not right: 0\.00"):
@@ -476,6 +480,7 @@ def test_an_attack_that_says_nothing_is_refused(small, observe):
         check_that_it_finds(Fake(always()), Easy(), small, observe)
 
 
+@pytest.mark.core
 def test_an_attack_that_always_gives_one_answer_is_refused(small, observe):
     sequence = tuple(range(300, 306))
     fake = Fake(always((sequence, sequence), tuple(sorted(sequence))))

@@ -19,6 +19,8 @@ from fedleak.training import privacy
 from fedleak.training.observation import ClientUpdate, Knowledge, UpdateKind
 from fedleak.training.privacy import Event
 
+pytestmark = pytest.mark.core
+
 EVENT = Event(
     noise_multiplier=2.0, sampling_rate=1.0, steps=3, unit="example", neighbouring="zero out one"
 )

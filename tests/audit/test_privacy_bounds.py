@@ -24,6 +24,8 @@ from fedleak.store.records import CanaryRow, LedgerRow
 from fedleak.store.run import EVERYONE
 from fedleak.training import privacy
 
+pytestmark = pytest.mark.core
+
 DELTA = 1e-5
 NOISE = 1.0
 TRUE = gaussian_epsilon(1 / NOISE, DELTA)

@@ -36,6 +36,8 @@ from fedleak.training.truth import GroundTruth
 from fedleak.util.errors import FedleakError
 from fedleak.util.rng import stream
 
+pytestmark = pytest.mark.core
+
 SCORES = [
     name
     for name in LeakageRow.model_fields

@@ -19,6 +19,8 @@ from fedleak.store.records import UNSCORED, Fact, ScoredRows, Utility
 from fedleak.store.run import EVERYONE, Key
 from fedleak.store.summaries import AttackSummary, Baseline, RankBudget, RunSummary
 
+pytestmark = pytest.mark.core
+
 READ, MISSED = (True, 100.0, 1.0), (False, 10.0, 0.2)
 
 FIGURES = {

@@ -18,6 +18,8 @@ from fedleak.store.run import EVERYONE, Capture, Key, Run
 from fedleak.training.observation import ClientUpdate, Example, Knowledge, ThreatModel, UpdateKind
 from fedleak.util.errors import CaptureError, FedleakError
 
+pytestmark = pytest.mark.core
+
 ALL = Key(1, EVERYONE)
 TEXTS = [(2, 5, 3), (2, 6, 7, 3), (2, 8, 3)]
 

@@ -7,6 +7,8 @@ from fedleak.attacks.reconstruction import Status
 from fedleak.audit.worst_case import worst_case
 from fedleak.store.records import LEAKAGE
 
+pytestmark = pytest.mark.core
+
 
 def abstained(attack, client, size, round=1):
     return row(attack, client, round=round, status=Status.ABSTAINED, batch_size=size, texts=None)

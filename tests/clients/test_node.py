@@ -17,6 +17,8 @@ from fedleak.running import preparation
 from fedleak.store.run import Key, Run
 from fedleak.util.errors import ConfigError, FedleakError
 
+pytestmark = pytest.mark.core
+
 SECRET = "my neighbour has hiv"
 TABLE = {
     "name": "node",

@@ -28,6 +28,8 @@ from fedleak.training.observation import ThreatModel, UpdateKind
 from fedleak.util import plain_files
 from fedleak.util.errors import ConfigError, FedleakError, unknown
 
+pytestmark = pytest.mark.core
+
 GOOD = {"name": "good", "model": {"name": "builtin/bert-tiny"}, "data": {"name": "builtin/notes"}}
 
 

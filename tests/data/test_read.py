@@ -13,6 +13,8 @@ from fedleak.config.loading import parse
 from fedleak.federation.workload import read_data
 from fedleak.util.errors import ConfigError
 
+pytestmark = pytest.mark.core
+
 TEXTS = ['She said "no", twice', "it hurts", "a, b; c", "tab less", "fifth one", "sixth one"]
 LABELS = ["bad", "good", "bad", "bad", "good", "good"]
 

@@ -21,6 +21,8 @@ from fedleak.running.workers.process import answer_of
 from fedleak.store import records
 from fedleak.store.run import Key, Run
 
+pytestmark = pytest.mark.core
+
 KEYS = [Key(round, client) for round in (1, 2) for client in range(3)]
 QUICK = NamedAttack("quick", SimpleNamespace(slow=False))
 PLAIN = NamedAttack("plain", SimpleNamespace())

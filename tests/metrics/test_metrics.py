@@ -46,11 +46,13 @@ def slow_rouge(answer, truth):
     return Rouge(shared(1), shared(2), f_score(longest, len(a), len(b)))
 
 
+@pytest.mark.core
 @given(words, words)
 def test_rouge_is_that_of_enumeration(answer, truth):
     assert rouge(answer, truth) == pytest.approx(slow_rouge(answer, truth))
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("answer", "truth", "expected"),
     [
@@ -65,6 +67,7 @@ def test_rouge_of(answer, truth, expected):
     assert rouge(answer, truth) == pytest.approx(expected)
 
 
+@pytest.mark.core
 def test_the_mean_is_of_each_score():
     assert mean([Rouge(0, 10, 20), Rouge(100, 30, 21)]) == (50, 20, 20.5)
 
@@ -72,6 +75,7 @@ def test_the_mean_is_of_each_score():
 # --- one to one -----------------------------------------------------------------------------
 
 
+@pytest.mark.core
 @given(st.integers(0, 5), st.integers(1, 5), st.integers(0, 10**6))
 def test_the_assignment_is_the_best_of_all(answers, truths, seed):
     table = np.random.default_rng(seed).integers(0, 6, (truths, answers)).astype(float)
@@ -94,6 +98,7 @@ def best_by_hand(table):
     )
 
 
+@pytest.mark.core
 @given(bags, bags.filter(len))
 def test_the_overlap_of_bags_crosses_off_one_by_one(answer, truth):
     left, common = list(truth), 0
@@ -109,6 +114,7 @@ def test_the_overlap_of_bags_crosses_off_one_by_one(answer, truth):
 # --- intervals ------------------------------------------------------------------------------
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("successes", "trials", "low", "high"),
     [
@@ -131,6 +137,7 @@ def clopper_pearson(successes, trials):
     return successes / trials, low, high
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("successes", "trials"), [(0, 1), (1, 1), (0, 12), (12, 12), (4, 4), (3, 20), (81, 263)]
 )
@@ -147,6 +154,7 @@ def test_of_clusters_that_are_all_or_nothing_the_interval_is_the_exact_one(succe
     assert weighted == pytest.approx(found)
 
 
+@pytest.mark.core
 def test_of_many_clients_it_is_the_interval_of_any_mean():
     values = np.random.default_rng(5).uniform(0, 1, 4000)
     found = intervals.clustered_mean(values, range(4000), most=1.0)
@@ -156,6 +164,7 @@ def test_of_many_clients_it_is_the_interval_of_any_mean():
     assert found.mean - found.low == pytest.approx(half, rel=0.15)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("value", [0.0, 37.5, 100.0])
 @pytest.mark.parametrize("clients", [1, 2, 12, 500])
 def test_no_interval_has_zero_width_nor_leaves_the_bounds(value, clients):
@@ -164,12 +173,14 @@ def test_no_interval_has_zero_width_nor_leaves_the_bounds(value, clients):
     assert found.high - found.low > 300 / (clients + 3)  # the rule of three, about
 
 
+@pytest.mark.core
 def test_what_is_alike_is_surer_than_what_is_not():
     alike = intervals.clustered_mean([49.0, 51.0] * 10, range(20), most=100.0)
     unlike = intervals.clustered_mean([0.0, 100.0] * 10, range(20), most=100.0)
     assert alike.high - alike.low < 0.5 * (unlike.high - unlike.low)
 
 
+@pytest.mark.core
 def test_repeating_a_client_s_value_makes_nothing_surer():
     values = np.random.default_rng(6).uniform(0.0, 1.0, 30)
     once = intervals.clustered_mean(values, range(30), most=1.0)
@@ -179,6 +190,7 @@ def test_repeating_a_client_s_value_makes_nothing_surer():
     assert alone.high - alone.low < 0.5 * (often.high - often.low)
 
 
+@pytest.mark.core
 def test_large_clients_count_as_much_as_they_are():
     clusters = [c for c in range(40) for _ in range(9 if c % 2 else 1)]
     found = intervals.clustered_mean([float(c % 2) for c in clusters], clusters, most=1.0)
@@ -188,6 +200,7 @@ def test_large_clients_count_as_much_as_they_are():
     assert batches == pytest.approx(found)
 
 
+@pytest.mark.core
 def test_the_same_values_have_the_same_interval():
     values = np.random.default_rng(7).uniform(0, 1, 9)
     found = [intervals.clustered_mean(values, range(9), most=1.0) for _ in range(2)]
@@ -241,6 +254,7 @@ def test_intervals_cover_the_rate_of_correlated_batches(monkeypatch, rate, shape
 # --- utility --------------------------------------------------------------------------------
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("num_labels", [2, 3])
 def test_utility_is_that_of_one_text_at_a_time(small, texts, num_labels):
     model = small("bert", num_labels=num_labels)
@@ -269,6 +283,7 @@ def test_utility_is_that_of_one_text_at_a_time(small, texts, num_labels):
         assert found["mcc"] == pytest.approx(np.corrcoef(labels, predicted)[0, 1], abs=1e-9)
 
 
+@pytest.mark.core
 def test_a_causal_model_has_a_loss_and_a_perplexity(small, texts):
     model = small("gpt2", CAUSAL_LM)
     sequences = [ids[:9] for ids in model.encode(texts[:3])]

@@ -12,6 +12,8 @@ from fedleak.models.family import lora_a
 from fedleak.models.lora import Lora, adapt_
 from fedleak.util.errors import ConfigError
 
+pytestmark = pytest.mark.core
+
 FAMILIES = ("bert", "gpt2", "llama")
 OUTPUT = {
     "bert": "bert.encoder.layer.0.attention.output.dense.weight",

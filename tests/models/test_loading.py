@@ -16,6 +16,8 @@ from fedleak.models import CAUSAL_LM, CLASSIFICATION, ModelSpec, builtin, loadin
 from fedleak.running import preparation
 from fedleak.util.errors import ConfigError
 
+pytestmark = pytest.mark.core
+
 
 def change_json(file: Path, **changes: Any) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))

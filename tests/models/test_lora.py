@@ -15,6 +15,8 @@ from fedleak.training.settings import LocalTraining
 from fedleak.util.errors import ConfigError
 from fedleak.util.rng import stream
 
+pytestmark = pytest.mark.core
+
 RANK, ALPHA, RATE = 3, 12.0, 0.2
 SMALL = [
     ("bert", CLASSIFICATION),

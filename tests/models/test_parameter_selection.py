@@ -22,6 +22,8 @@ from fedleak.models.lora import Lora, adapt_
 from fedleak.models.parameter_selection import is_part, matching, parameters_of
 from fedleak.util.errors import ConfigError
 
+pytestmark = pytest.mark.core
+
 LAYERS = 11
 FAMILIES = ("bert", "gpt2", "llama")
 

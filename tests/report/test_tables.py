@@ -18,6 +18,8 @@ from fedleak.store.summaries import (
     WorstCase,
 )
 
+pytestmark = pytest.mark.core
+
 
 def spent(round, client, epsilon, unit="example"):
     return LedgerRow(

@@ -92,6 +92,7 @@ def copied(finished, tmp_path):
 # --- what a run leaves ----------------------------------------------------------------------
 
 
+@pytest.mark.core
 def test_every_capture_has_a_truth_an_answer_of_each_attack_and_a_score(finished):
     assert finished.captures() == finished.truths() == KEYS
     assert finished.broadcasts() == [1, 2, 3]
@@ -116,6 +117,7 @@ def test_the_summary_of_a_finished_run_says_so(finished):
     assert finished.read_json("summary.json")["status"] == finished.info()["status"]
 
 
+@pytest.mark.core
 def test_captures_are_gradients_of_the_truth_at_the_broadcast_and_add_up(finished):
     experiment = experiment_of()
     model = loading.load(

@@ -14,6 +14,8 @@ from fedleak.store.run import EVERYONE, Capture, Key, Run
 from fedleak.training.observation import ClientUpdate, Knowledge, UpdateKind
 from fedleak.util.errors import CaptureError, FedleakError
 
+pytestmark = pytest.mark.core
+
 KEY, OTHER, SUM = Key(2, 7), Key(2, 8), Key(3, EVERYONE)
 SERVER = Knowledge(learning_rate=5e-5, local_steps=3)
 HERE = {"weight": torch.arange(6.0).reshape(2, 3)}

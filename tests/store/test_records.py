@@ -21,6 +21,8 @@ from fedleak.store.records import (
 )
 from fedleak.store.run import Key
 
+pytestmark = pytest.mark.core
+
 CANARY: dict[str, Any] = {
     "round": 2,
     "client": 3,

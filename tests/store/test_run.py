@@ -21,6 +21,8 @@ from fedleak.store.summaries import SWEEP, SweepSummary
 from fedleak.training.observation import ClientUpdate, Knowledge, UpdateKind
 from fedleak.util.errors import CaptureError, FedleakError
 
+pytestmark = pytest.mark.core
+
 SOME = Lines("some.jsonl", dict)
 SERVER = Knowledge(learning_rate=5e-5, local_steps=3, dropout=True)
 # Hypothesis runs one test many times in one folder: each of these tests starts by clearing it.

@@ -18,6 +18,8 @@ from fedleak.store.run import Capture, Key, Run
 from fedleak.training.observation import ClientUpdate, Knowledge, UpdateKind
 from fedleak.util.errors import ConfigError
 
+pytestmark = pytest.mark.core
+
 KEY = Key(1, 0)
 CAPTURE, TRUTH = f"captures/{KEY}.safetensors", f"vault/{KEY}.json"
 

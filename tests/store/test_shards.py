@@ -12,6 +12,8 @@ from fedleak.store.run import Run
 from fedleak.store.shards import Shard, Share
 from fedleak.util.errors import FedleakError
 
+pytestmark = pytest.mark.core
+
 LINES = answers("f00")
 FIRST, SECOND = Shard(of=2, number=1), Shard(of=2, number=2)
 

@@ -14,6 +14,8 @@ from fedleak.store.summaries import (
     Rung,
 )
 
+pytestmark = pytest.mark.core
+
 
 @pytest.mark.parametrize(
     ("low", "high", "p", "direction"),

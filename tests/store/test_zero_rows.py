@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 
 from fedleak.store.zero_rows import with_zero_rows, without_zero_rows
 
+pytestmark = pytest.mark.core
+
 TYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 
 

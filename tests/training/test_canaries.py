@@ -13,6 +13,8 @@ from fedleak.training.private_steps import Joining, Seen, private_gradient
 from fedleak.training.settings import PrivateSteps
 from fedleak.util.rng import stream
 
+pytestmark = pytest.mark.core
+
 SIZES = {"a": 77, "b": 5000, "c": 3, "d": 40001, "e": 1}
 
 

@@ -17,6 +17,8 @@ from fedleak.training.settings import LocalTraining, ServerOptimiser
 from fedleak.training.wire import from_wire, partial_update, to_wire
 from fedleak.util.rng import stream
 
+pytestmark = pytest.mark.core
+
 KINDS = [("bert", CLASSIFICATION), ("gpt2", CLASSIFICATION), ("gpt2", CAUSAL_LM)]
 FEDSGD = LocalTraining(
     kind=UpdateKind.GRADIENT, batch_size=3, epochs=1, learning_rate=0.1, dropout=False

@@ -18,6 +18,8 @@ from fedleak.training.private_steps import Seen, per_example, private_gradient
 from fedleak.training.settings import LocalTraining, PrivateSteps
 from fedleak.util.rng import stream
 
+pytestmark = pytest.mark.core
+
 MODELS = [
     ("bert", CLASSIFICATION),
     ("gpt2", CLASSIFICATION),

@@ -16,6 +16,8 @@ from fedleak.training.observation import UpdateKind
 from fedleak.training.wire import partial_update
 from fedleak.util.rng import stream
 
+pytestmark = pytest.mark.core
+
 KINDS = [("bert", CLASSIFICATION), ("gpt2", CLASSIFICATION), ("gpt2", CAUSAL_LM)]
 
 

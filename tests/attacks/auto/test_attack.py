@@ -22,6 +22,8 @@ from fedleak.defenses.gaussian_noise import GaussianNoise
 from fedleak.models import CAUSAL_LM
 from fedleak.util.rng import stream
 
+pytestmark = pytest.mark.core
+
 TEXTS = ("she told us that", "nobody knows it", "he pays for all of his old friends")
 
 

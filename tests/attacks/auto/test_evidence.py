@@ -16,6 +16,8 @@ from fedleak.defenses.sign import Sign
 from fedleak.models import CAUSAL_LM, CLASSIFICATION
 from fedleak.util.rng import stream
 
+pytestmark = pytest.mark.core
+
 TEXTS = ("she told us that", "nobody knows it", "he pays for all of his old friends")
 WRONG = ("she told them that", "it knows nobody", "he pays for all of her old friends", "that")
 KINDS = [

@@ -10,6 +10,8 @@ from fedleak.attacks.certificate import Member
 from fedleak.models import CAUSAL_LM, CLASSIFICATION
 from fedleak.training.observation import UpdateKind
 
+pytestmark = pytest.mark.core
+
 TEXTS = ("she told us that", "nobody knows it", "he pays for all of his old friends")
 KINDS = [("bert", CLASSIFICATION), ("gpt2", CAUSAL_LM), ("llama", CAUSAL_LM)]
 

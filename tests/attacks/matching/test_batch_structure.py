@@ -12,6 +12,8 @@ from fedleak.models import CAUSAL_LM, CLASSIFICATION
 from fedleak.training.wire import partial_update
 from fedleak.util.rng import stream
 
+pytestmark = pytest.mark.core
+
 KINDS = [
     ("bert", CLASSIFICATION),
     ("gpt2", CLASSIFICATION),

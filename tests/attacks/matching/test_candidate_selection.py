@@ -9,6 +9,8 @@ from fedleak.attacks.clock import Clock
 from fedleak.attacks.matching.candidate_selection import best_of_batch
 from fedleak.attacks.matching.optimizer import UNWATCHED, Search, Watch
 
+pytestmark = pytest.mark.core
+
 
 class Judge:
     """An objective that knows the distance of each guess, and looks at a few at a time."""

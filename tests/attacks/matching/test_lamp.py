@@ -253,6 +253,7 @@ def test_distances_are_as_they_are_or_shares_of_the_observed_gradient(
 # --- discrete step ----------------------------------------------------------------------------
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("kind", KINDS, ids="-".join)
 def test_the_best_of_all_that_was_tried_is_chosen(small, observe, kind, inside):
     model = small(*kind)
@@ -423,6 +424,7 @@ def test_words_change_places_when_they_may(small, observe, monkeypatch, discrete
     assert {one.steps for one in reports} == {52}
 
 
+@pytest.mark.core
 def test_the_published_attack_finds_a_short_text(small, observe):
     model = small("bert", width=16)
     truth = observe(model, ["nobody knows"], granted=GRANTED)

@@ -14,6 +14,8 @@ from fedleak.attacks.matching.optimizer import (
 )
 from fedleak.util.rng import stream
 
+pytestmark = pytest.mark.core
+
 SCHEDULES = {
     "constant": constant,
     "stepwise": stepwise(0.5, 3),

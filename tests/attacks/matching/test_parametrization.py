@@ -9,6 +9,8 @@ from torch.nn import functional as F
 from fedleak.attacks.matching.parametrization import FreeEmbeddings, TokenMixtures
 from fedleak.util.rng import stream
 
+pytestmark = pytest.mark.core
+
 TEXTS = ("she told us that it is over", "nobody knows it", "he pays us")
 GRANTED = ("labels", "lengths")
 

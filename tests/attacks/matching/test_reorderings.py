@@ -12,6 +12,8 @@ from fedleak.attacks.matching import reorderings
 from fedleak.attacks.matching.candidate_selection import stacked
 from fedleak.attacks.matching.reorderings import orders_tensor, reordered
 
+pytestmark = pytest.mark.core
+
 LENGTHS = st.integers(0, 9)
 
 

@@ -12,6 +12,8 @@ from fedleak.training.observation import Example, UpdateKind
 from fedleak.training.wire import partial_update
 from fedleak.util.rng import stream
 
+pytestmark = pytest.mark.core
+
 BUILT = [("bert", CLASSIFICATION), ("gpt2", CAUSAL_LM), ("llama", CLASSIFICATION)]
 
 

@@ -26,6 +26,8 @@ from fedleak.running.workers.answers import InvalidAnswerError, checked
 from fedleak.util.errors import ConfigError
 from fedleak.util.rng import stream
 
+pytestmark = pytest.mark.core
+
 START = f'"format": "{exchange.ANSWER}", "version": 1'
 
 

@@ -311,6 +311,7 @@ def test_prefixes_grow_to_the_true_sentences_among_any_candidates(
     assert {one.ids for one in found} == cut
 
 
+@pytest.mark.core
 def test_searching_finds_what_trying_all_finds(small, observe):
     model = small("bert", width=64, layers=3)
     truth = observe(model, 2, max_length=9)
@@ -342,6 +343,7 @@ def test_decoders_are_read_exactly_but_for_the_last_token_that_has_no_target(
     assert_exact(answer_of(model, truth.seen), model, truth)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("batch", [1, 2])
 def test_bert_is_read_exactly(bert_tiny, observe, texts, batch):
     truth = observe(bert_tiny, texts[20 : 20 + batch])
@@ -429,6 +431,7 @@ def test_part_of_the_attention_is_enough(small, observe, family, task, patterns)
     assert sorted(set(answer.sequences)) == scored(model, truth)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(("family", "task"), ALL)
 @pytest.mark.parametrize("scale", [1e-4, 1e4])
 def test_the_scale_of_the_update_changes_nothing(small, observe, family, task, scale):
@@ -663,6 +666,7 @@ def test_of_an_update_that_holds_no_batch_nothing_is_proved(small, observe, fami
         assert not answer.verified
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(("family", "task"), ALL)
 def test_dropout_proves_nothing(small, observe, family, task):
     model = small(family, task, width=64, layers=3)

@@ -462,6 +462,7 @@ def test_a_text_that_begins_another_leaves_no_false_proof(small, observe, family
     assert not answer.verified or sorted(answer.sequences) == scored(model, truth)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(("family", "task"), KINDS)
 @pytest.mark.parametrize("scale", [1e-4, 1e4])
 def test_a_scaled_update_is_read_and_proved_as_well(small, observe, family, task, scale):
@@ -683,6 +684,7 @@ def test_no_sentence_is_sought_in_a_batch_with_more_tokens_than_dimensions(
         answer_of(model, noisy(observe(model, texts[:2]).seen, 1e-2))
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(("family", "task"), KINDS)
 def test_of_an_update_that_holds_no_batch_nothing_is_proved(small, observe, family, task):
     model = small(family, task, **WIDE)

@@ -67,6 +67,7 @@ def dense_span(gradient, rank):
     return Span(basis_DR=vh_RD[:rank].T, singular_R=s_R[:rank], floor=float(s_R[rank]))
 
 
+@pytest.mark.core
 @given(st.integers(1, 24 - SPARE), st.integers(0, 1000))
 def test_the_span_has_every_input_and_its_rank(rank, seed):
     gradient, inputs = made_gradient(rank, seed)
@@ -79,6 +80,7 @@ def test_the_span_has_every_input_and_its_rank(rank, seed):
     )
 
 
+@pytest.mark.core
 @given(st.integers(1, 24 - SPARE), st.integers(0, 1000))
 def test_excess_is_the_dense_residual_over_its_bound(rank, seed):
     gradient, inputs = made_gradient(rank, seed)
@@ -122,6 +124,7 @@ def test_of_a_large_gradient_a_random_sketch_tells_what_the_whole_spectrum_does(
         assert not (span.excess(others) < 100 * ACCEPT).any()
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("scale", [1e-4, 1e4, -1.0])
 @pytest.mark.parametrize("what", ["exact", "noise", "bfloat16"])
 def test_the_scale_of_a_gradient_does_not_matter(what, scale):
@@ -137,6 +140,7 @@ def test_the_scale_of_a_gradient_does_not_matter(what, scale):
     assert torch.equal(other.excess(x) < ACCEPT, one.excess(x) < ACCEPT)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("seed", [2, 7, 11])
 def test_a_mask_that_leaves_directions_without_noise_leaves_finite_numbers(seed):
     rng = torch.Generator().manual_seed(seed)
@@ -147,6 +151,7 @@ def test_a_mask_that_leaves_directions_without_noise_leaves_finite_numbers(seed)
     assert span is None or bool(span.basis_DR.isfinite().all() and span.singular_R.isfinite().all())
 
 
+@pytest.mark.core
 def test_singular_values_whose_squares_vanish_are_no_noise():
     """Of coarsely quantised gradients a decomposition gives values such as 1e-269."""
     lengths = torch.tensor([10.0 ** (-12 * i) for i in range(24)], dtype=torch.float64)
@@ -154,6 +159,7 @@ def test_singular_values_whose_squares_vanish_are_no_noise():
     assert row_space([torch.diag(lengths), noise]).rank == 1
 
 
+@pytest.mark.core
 def test_a_gradient_beside_a_much_larger_one_counts_as_much():
     (one, _), (other, inputs) = made_gradient(7), made_gradient(3, seed=5)
     for scale in (1.0, 1e-9, 1e9):
@@ -162,6 +168,7 @@ def test_a_gradient_beside_a_much_larger_one_counts_as_much():
         assert (span.excess(inputs) < ACCEPT).all()
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("what", "gradients"),
     [
@@ -182,12 +189,14 @@ def test_without_an_end_of_the_spectrum_there_is_no_span(what, gradients):
     assert all(row_space([g]) is None for g in gradients)
 
 
+@pytest.mark.core
 @given(st.integers(24 - SPARE + 1, 60), st.integers(0, 1000))
 def test_more_inputs_than_there_is_room_for_give_no_exact_span(rank, seed):
     span = row_space([made_gradient(rank, seed)[0]])
     assert span is None or not span.exact
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("outputs", [3, 40])
 def test_outputs_without_a_gradient_change_nothing(outputs):
     gradient, _ = made_gradient(5, outputs=outputs)
@@ -200,6 +209,7 @@ def test_outputs_without_a_gradient_change_nothing(outputs):
         assert (there.rank, there.floor) == (plain.rank, pytest.approx(plain.floor))
 
 
+@pytest.mark.core
 def test_rows_that_are_exactly_equal_leave_a_floor():
     row = torch.zeros(24)
     row[3] = 0.5
@@ -211,6 +221,7 @@ def test_rows_that_are_exactly_equal_leave_a_floor():
     assert ACCEPT < outside < math.inf
 
 
+@pytest.mark.core
 def test_a_gradient_of_zeros_beside_another_is_left_out():
     gradient, _ = made_gradient(4)
     assert row_space([torch.zeros(40, 24), gradient]).rank == 4
@@ -219,6 +230,7 @@ def test_a_gradient_of_zeros_beside_another_is_left_out():
 # --- noise ----------------------------------------------------------------------------------
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("relative", [1e-5, 1e-3, 0.1, 0.3])
 @pytest.mark.parametrize(("width", "outputs", "rank"), [(64, 64, 5), (128, 384, 40), (256, 96, 20)])
 def test_of_a_noisy_gradient_the_rank_is_what_stands_above_the_noise(
@@ -238,6 +250,7 @@ def test_of_a_noisy_gradient_the_rank_is_what_stands_above_the_noise(
         )
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(("family", "task"), KINDS[:2])
 def test_a_batch_with_more_tokens_than_dimensions_is_not_taken_for_noise(
     small, observe, texts, family, task
@@ -253,6 +266,7 @@ def test_a_batch_with_more_tokens_than_dimensions_is_not_taken_for_noise(
         assert not row_space(noisy).full
 
 
+@pytest.mark.core
 def test_what_noise_buries_does_not_count():
     gradient, inputs = made_gradient(20, width=128, outputs=128, decades=3.0)
     noise = noise_like(gradient, 0.1)
@@ -264,6 +278,7 @@ def test_what_noise_buries_does_not_count():
     assert (span.excess(inputs[:3]) < 1).all()
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
     ("width", "outputs", "rank", "decades"),
@@ -279,6 +294,7 @@ def test_a_gradient_in_half_precision_keeps_its_rank(width, outputs, rank, decad
             assert span.excess(strangers(width)).min() > 5 * ACCEPT
 
 
+@pytest.mark.core
 def test_a_gradient_in_half_precision_beside_one_that_is_not():
     (one, a), (other, b) = (made_gradient(9, seed, 128, 128) for seed in (1, 2))
     span = row_space([one.bfloat16().float(), other + noise_like(other, 0.01)])
@@ -286,6 +302,7 @@ def test_a_gradient_in_half_precision_beside_one_that_is_not():
     assert (span.excess(torch.cat([a, b])) < 1).all()
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("relative", [1e-6, 1e-5, 1e-4])
 def test_noise_within_the_rounding_that_is_known_is_rounding(relative):
     gradient, inputs = made_gradient(10, width=64, outputs=64)
@@ -302,6 +319,7 @@ def test_noise_within_the_rounding_that_is_known_is_rounding(relative):
 # --- parts of a span ------------------------------------------------------------------------
 
 
+@pytest.mark.core
 @given(st.integers(1, 10), st.integers(0, 6), st.integers(0, 6), st.integers(0, 1000))
 def test_beside_known_vectors_is_what_the_span_adds_to_theirs(rank, others, inside, seed):
     gradient, inputs = made_gradient(rank, seed, width=40)
@@ -328,6 +346,7 @@ def test_beside_known_vectors_is_what_the_span_adds_to_theirs(rank, others, insi
     assert not (added.excess(far) < 100 * ACCEPT).any()
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("columns", [1, 8, 64])
 def test_the_sketch_is_orthonormal_and_blind_to_inputs(columns):
     gradient, inputs = made_gradient(7)
@@ -356,6 +375,7 @@ def attention_inputs(model, layer, truth):
     return torch.cat([x[: len(one)] for x, one in zip(recorded[0], counted, strict=True)]), counted
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(("family", "task"), KINDS)
 @pytest.mark.parametrize("layer", [0, 1, 2])
 def test_every_row_of_a_layer_s_gradients_lies_in_the_span_of_its_inputs(
@@ -410,6 +430,7 @@ def expected_rank(model, layer, counted):
 RECURRING = ["we pay and they pay", "they pay and we", "pay and we pay", "and they and they"]
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(("family", "task"), KINDS)
 @pytest.mark.parametrize("layer", [0, 1])
 @pytest.mark.parametrize("recurring", [False, True])
@@ -439,6 +460,7 @@ def exhaustive(table, span, positions):
     ]
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("shortlist", [16, 2048])
 @pytest.mark.parametrize("seed", [0, 1, 2])
 @torch.no_grad()
@@ -458,6 +480,7 @@ def test_tokens_in_span_are_those_of_the_exhaustive_test(shortlist, seed):
     assert [set(one.tolist()) for one in found] == [set(ids[:, p].tolist()) for p in range(6)]
 
 
+@pytest.mark.core
 @torch.no_grad()
 def test_an_empty_position_inside_does_not_end_the_search_but_patience_and_time_do(ticking):
     rng = torch.Generator().manual_seed(0)
@@ -478,6 +501,7 @@ def test_an_empty_position_inside_does_not_end_the_search_but_patience_and_time_
 # --- rows -----------------------------------------------------------------------------------
 
 
+@pytest.mark.core
 @given(st.sets(st.integers(0, 29), min_size=1, max_size=29), st.floats(1e-20, 1e10))
 def test_rows_that_are_not_zero_are_the_used_ones(used, scale):
     rows = torch.zeros(30, 4)
@@ -485,6 +509,7 @@ def test_rows_that_are_not_zero_are_the_used_ones(used, scale):
     assert used_rows(rows) == (sorted(used), math.inf, True)
 
 
+@pytest.mark.core
 @given(st.sets(st.integers(0, 29), min_size=1, max_size=29), st.floats(1.1, 9.0))
 def test_used_rows_must_be_clearly_larger_than_the_others(used, gap):
     rows = torch.ones(30, 4) / torch.linspace(1, 1.05, 30)[:, None]
@@ -497,6 +522,7 @@ def test_used_rows_must_be_clearly_larger_than_the_others(used, gap):
         assert found is None
 
 
+@pytest.mark.core
 def test_no_row_stands_out_of_zeros_noise_or_a_full_table():
     assert used_rows(torch.zeros(5, 3)) is None
     assert used_rows(torch.randn(500, 30, generator=stream(0, "rows"))) is None

@@ -13,6 +13,8 @@ from fedleak.models import CAUSAL_LM, CLASSIFICATION, batch_loss, pad
 from fedleak.models.family import TokenTable
 from fedleak.util.rng import stream
 
+pytestmark = pytest.mark.core
+
 TABLES = ["bert", "gpt2", "llama"]
 LEARNED = TABLES[:2]
 KINDS = [
