@@ -139,7 +139,6 @@ def test_the_upper_end_of_the_interval_decides(small: Path) -> None:
     assert errors == "fedleak: the gate is closed, because of: exact\n"
 
 
-@pytest.mark.core
 def test_every_limit_is_compared(small: Path) -> None:
     found = judged("exact=0", "rougeL=0", "token_recall=0", "epsilon=8", "auc=1", "canary=1")
     assert {name: found[name].outcome for name in ("exact", "rougeL", "token_recall")} == {
@@ -265,7 +264,6 @@ def test_a_time_limit_that_nobody_can_keep_closes_it(folder: Path) -> None:
     assert call("gate", "runs/small", "--max", "exact=1")[0] == 3
 
 
-@pytest.mark.core
 def test_an_abstention_closes_it_unless_it_may(small: Path) -> None:
     change_answers(small, of("probes", **ABSTAINED))
     assert judged("exact=1")["attack probes"].outcome is Outcome.UNTOLD
@@ -496,7 +494,6 @@ def test_a_wrong_gate_is_refused_before_training(
 # --- what nobody cheats ---------------------------------------------------------------------------
 
 
-@pytest.mark.core
 def test_an_honest_run_opens_it_and_nothing_is_written(small: Path) -> None:
     def files() -> dict[str, tuple[int, bytes]]:
         return {

@@ -19,8 +19,6 @@ from fedleak.store.run import Run
 from fedleak.store.summaries import Difference, Direction
 from fedleak.util.errors import FedleakError
 
-pytestmark = pytest.mark.core
-
 CLIENTS = 8
 TABLES: dict[str, Any] = {
     "data": {"name": "builtin/notes", "samples": 2 * CLIENTS, "held_out": 4},
