@@ -606,16 +606,16 @@ def test_an_update_of_a_run_is_scored_as_the_run_scores_it(tmp_path, in_process)
     results = fedleak.run(tables({"attack": attacks}), folder=tmp_path / "run")
     assert results.path == tmp_path / "run"
     run = Run(tmp_path / "run")
-    key = run.captures()[0]
+    key = run.captures.all_keys()[0]
     model = adopt(*of_run(run))
     result = fedleak.attack(
-        run.read_capture(key).update.tensors,
+        run.captures.read(key).update.tensors,
         model.module,
         model.tokenizer,
         sent=fedleak.SentUpdate(num_examples=1),
         kind="keyspan",
     )
-    truth = run.read_truth(key)
+    truth = run.vault.read(key)
     scored = fedleak.score(result, truth["sequences"], labels=truth["labels"]).row
     (row,) = [row for row in results.rows if row.key == key and row.attack == "keyspan"]
     same = (
@@ -636,7 +636,7 @@ def of_run(run: Run) -> tuple[nn.Module, Any]:
 
     folder = fedleak.builtin_model("bert-tiny")
     module = AutoModelForSequenceClassification.from_pretrained(folder)
-    module.load_state_dict(run.read_broadcast(1))
+    module.load_state_dict(run.models.read(1))
     return module, AutoTokenizer.from_pretrained(folder)
 
 

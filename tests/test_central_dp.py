@@ -145,11 +145,11 @@ def test_a_capture_is_the_noisy_mean_of_clipped_updates_by_hand(held, round):
         for name, value in tensors.items():
             total[name] = total.get(name, 0.0) + value.double() * factor
     rng = stream(TABLE["seed"], "combined", round)
-    capture = run.read_capture(Key(round, EVERYONE)).update
+    capture = run.captures.read(Key(round, EVERYONE)).update
     assert capture.tensors.keys() == total.keys()
     assert capture.num_examples == 6
     assert capture.kind == UpdateKind.GRADIENT
-    before, after = run.read_broadcast(round), run.read_broadcast(round + 1)
+    before, after = run.models.read(round), run.models.read(round + 1)
     for name in sorted(total):
         noise = 0.8 * 0.5 / 3 * torch.randn(total[name].shape, generator=rng)
         mean = total[name] / 3 + noise
@@ -168,9 +168,9 @@ def test_a_run_that_goes_on_draws_the_same_noise(held, tmp_path):
     (once.path / "captures" / f"{Key(2, EVERYONE)}.safetensors").unlink()
     (once.path / "models" / "r0003.safetensors").unlink()
     again = carried_out(once.path, experiment_of(CENTRAL))
-    for key in run.captures():
-        for name, value in run.read_capture(key).update.tensors.items():
-            assert torch.equal(value, again.read_capture(key).update.tensors[name])
+    for key in run.captures.all_keys():
+        for name, value in run.captures.read(key).update.tensors.items():
+            assert torch.equal(value, again.captures.read(key).update.tensors[name])
 
 
 # --- what it guarantees ---------------------------------------------------------------------
@@ -246,14 +246,16 @@ def test_a_difference_of_models_is_the_mean_of_updates(tmp_path, algorithm, defe
     apart = carried_out(tmp_path / "apart", experiment_of(SECURE_SUM, federation=federation))
     seen = experiment_of(*defense, federation=federation, threat=MODELS)
     run = carried_out(tmp_path / "run", seen)
-    assert run.captures() == apart.captures() == [Key(1, EVERYONE), Key(2, EVERYONE)]
+    assert (
+        run.captures.all_keys() == apart.captures.all_keys() == [Key(1, EVERYONE), Key(2, EVERYONE)]
+    )
     assert not (run.path / "held").exists() or not list((run.path / "held").iterdir())
     rate = 0.1 if algorithm == "fedsgd" else 1.0
-    for key in run.captures():
-        one, other = run.read_capture(key), apart.read_capture(key)
+    for key in run.captures.all_keys():
+        one, other = run.captures.read(key), apart.captures.read(key)
         assert one.knowledge == other.knowledge
         assert one.update.num_examples == other.update.num_examples
-        before = run.read_broadcast(key.round)
+        before = run.models.read(key.round)
         for name, value in one.update.tensors.items():
             rounding = 2**-23 * float(before[name].abs().max()) / rate
             torch.testing.assert_close(
@@ -266,7 +268,7 @@ def test_what_is_not_sent_is_not_in_a_difference(tmp_path):
     share, once = {"share": ["embeddings"]}, {"rounds": 1}
     experiment = experiment_of(threat=MODELS, update=share, federation=once)
     run = carried_out(tmp_path / "run", experiment)
-    tensors = run.read_capture(Key(1, EVERYONE)).update.tensors
+    tensors = run.captures.read(Key(1, EVERYONE)).update.tensors
     assert tensors
     assert all("embeddings" in name for name in tensors)
 

@@ -82,7 +82,7 @@ def scores(run: Run) -> dict[tuple[int, int, str], dict[str, object]]:
 def texts(run: Run) -> list[str]:
     """Returns the private texts of a run, as text and as ids."""
     model = loading.outline(load(Path("small.toml")).model_spec(2))
-    sequences = [ids for key in run.truths() for ids in run.read_truth(key)["sequences"]]
+    sequences = [ids for key in run.vault.all_keys() for ids in run.vault.read(key)["sequences"]]
     return [model.decode(ids) for ids in sequences] + [str(ids)[1:-1] for ids in sequences]
 
 
@@ -389,9 +389,9 @@ def foreign(path: Path, name: str) -> None:
     other = Run(path.parent / "other")
     other.create(**{k: v for k, v in info.items() if k != "schema_version"} | {"fingerprint": "f"})
     if name.startswith("captures"):
-        other.write_capture(Run(path).read_capture(Key(1, 0)))
+        other.captures.write(Run(path).captures.read(Key(1, 0)))
     else:
-        other.write_broadcast(1, Run(path).read_broadcast(1))
+        other.models.write(1, Run(path).models.read(1))
     shutil.copy(other.path / name, path / name)
 
 
@@ -571,7 +571,7 @@ def everything(path: Path) -> bytes:
 def test_a_purge_deletes_what_texts_can_be_read_from_and_keeps_the_figures(run):
     before, spent = scores(run), run.rows(Lines("privacy.jsonl", dict))
     there = {each.name for each in run.path.iterdir()}
-    private = [json.dumps(run.read_truth(key)["sequences"][0]) for key in run.truths()]
+    private = [json.dumps(run.vault.read(key)["sequences"][0]) for key in run.vault.all_keys()]
     (run.path / f".{REC}.4711").write_text("half written")
     for status, text, _ in [call_on(run, "purge")]:
         assert status == 0
@@ -643,14 +643,14 @@ def test_a_purge_deletes_links_and_not_what_they_lead_to(run, tmp_path_factory):
 
 def test_a_full_disk_is_purged(run, monkeypatch):
     assert call_on(run, "score")[0] == 0
-    write = Run._write_plain_json
+    write = Run.write_unsealed
 
     def full(self, name, value):
         if (run.path / "captures").exists():
             raise FedleakError(f"{name} cannot be written: No space left on device")
         write(self, name, value)
 
-    monkeypatch.setattr(Run, "_write_plain_json", full)
+    monkeypatch.setattr(Run, "write_unsealed", full)
     keep = scoring.write
 
     def write_scores(run, scores):

@@ -93,7 +93,7 @@ def first_capture(made: Any) -> Key:
 
     def captures() -> list[Key]:
         assert not run.exists() or run.info()["status"] != "failed", made.log("superlink")
-        return run.captures()
+        return run.captures.all_keys()
 
     return Key(*wait_for(captures)[0])
 
@@ -130,8 +130,8 @@ def check_whole(made: Any) -> None:
     """Each client's update of each round is there once, of the model that the round was sent."""
     run = Run(made.run)
     keys = [Key(round, client) for round in (1, 2) for client in range(NODES)]
-    assert run.captures() == keys
-    assert run.broadcasts() == [1, 2, 3]
+    assert run.captures.all_keys() == keys
+    assert run.models.rounds() == [1, 2, 3]
     assert run.info()["status"] == "finished"
     files = [path.name for path in (run.path / "captures").iterdir()]
     assert sorted(files) == [f"{key}.safetensors" for key in keys]
@@ -339,7 +339,7 @@ def test_a_node_that_comes_late_takes_part_and_one_that_never_comes_is_missed(ma
     status, told = made.watch(number)
     assert status == 1, told
     assert "federation.clients = 2, but Flower has 1 nodes after 5 s" in told
-    assert Run(made.run).captures() == []
+    assert Run(made.run).captures.all_keys() == []
     number = submit(made, **{"nodes-within": 300})
     time.sleep(10)
     made.start_node(1)
@@ -432,12 +432,12 @@ def check_sum(made: Any, nodes: Iterable[int]) -> None:
     """The server got the mean gradient of these nodes' texts, but for less than a step."""
     run = Run(made.run)
     experiment = stored(run)
-    assert run.captures() == [Key(1, EVERYONE)]
+    assert run.captures.all_keys() == [Key(1, EVERYONE)]
     assert isinstance(experiment.aggregator, SecureSum)
     step = experiment.aggregator.claims(experiment.local_training, 2).step
     assert step is not None
     expected = mean_update(gradient(made, experiment, Key(1, node)) for node in nodes)
-    found = run.read_capture(Key(1, EVERYONE)).update
+    found = run.captures.read(Key(1, EVERYONE)).update
     assert found.num_examples == expected.num_examples
     for name, value in expected.tensors.items():
         torch.testing.assert_close(found.tensors[name], value, rtol=1e-4, atol=step)
@@ -449,7 +449,7 @@ def gradient(made: Any, experiment: Experiment, key: Key) -> ClientUpdate:
     truth = vault.read_truth(key)
     assert truth is not None
     model = loading.load(experiment.model_spec(2))
-    models.load_parameters_(model, Run(made.run).read_broadcast(key.round))
+    models.load_parameters_(model, Run(made.run).models.read(key.round))
     local = experiment.local_training
     return local_update_(model, truth["sequences"], truth["labels"], local, seed=0)
 

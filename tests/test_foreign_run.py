@@ -191,7 +191,7 @@ def test_a_command_that_the_user_allows_runs(run):
     attack = f'attack=[{{kind="command", name="mine", command="{program}"}}]'
     call_tiny("attack", str(run.path), "--set", attack)
     assert (run.path / "ran").exists()
-    assert not run.made_here()
+    assert not run.is_genuine("run.json")
 
 
 def test_a_command_of_a_run_that_was_made_here_runs(run):
@@ -199,7 +199,7 @@ def test_a_command_of_a_run_that_was_made_here_runs(run):
         experiment=run.info()["experiment"]
         | {"attack": [{"kind": "command", "command": PROGRAM.replace("ran", f"{run.path}/ran")}]}
     )
-    assert run.made_here()
+    assert run.is_genuine("run.json")
     call("attack RUN")
     assert (run.path / "ran").exists()
 

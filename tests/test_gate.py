@@ -535,7 +535,7 @@ def stale_figures(run: Path) -> str:
 
 
 def true_texts(run: Run, answer: Answer) -> Any:
-    return tuple(map(tuple, run.read_truth(answer.key)["sequences"]))
+    return tuple(map(tuple, run.vault.read(answer.key)["sequences"]))
 
 
 def late_attack_is_not_complete(run: Path) -> str:

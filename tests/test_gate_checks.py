@@ -207,8 +207,8 @@ def test_coverage_counts_texts_and_knows_where_it_cannot(tmp_path: Path) -> None
     (run.path / "vault" / "r0001-c02.json").write_text("{")
     unknown = "2 updates have no truth in the vault"
     assert measured(evidence, coverage=0.0)["coverage"] == (UNTOLD, unknown)
-    run.write_truth(Key(1, 2), truths[2].to_json())
-    run.write_truth(Key(1, 3), truth_of(1, 3, texts[:2]).to_json())
+    run.vault.write(Key(1, 2), truths[2].to_json())
+    run.vault.write(Key(1, 3), truth_of(1, 3, texts[:2]).to_json())
     said = "an attack answered for 4 of 8 private texts; limit "
     assert measured(evidence, coverage=0.5)["coverage"] == (WITHIN, f"{said}0.5")
     assert measured(evidence, coverage=0.51)["coverage"] == (EXCEEDED, f"{said}0.51")
@@ -715,7 +715,7 @@ def test_why_there_is_no_positive_control(tmp_path: Path) -> None:
         UNTOLD,
         "no private batch is in the vault, so there is nothing to make undefended copies of",
     )
-    run.write_truth(Key(1, 3), truth_of(1, 3, [(2, 5, 3)]).to_json())
+    run.vault.write(Key(1, 3), truth_of(1, 3, [(2, 5, 3)]).to_json())
     assert control_of({"exact": 0.4}, evidence_of(NOISY, folder=run.path)) == (
         UNTOLD,
         "no undefended copies were attacked, so these attacks may be unable to read anything: "
@@ -957,7 +957,7 @@ def built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     run.write_json("held_out.json", {"sequences": [(2, 80, 3)] * 4, "labels": [0] * 4})
     run.append(UTILITY, *(Utility(round=number, accuracy=0.5) for number in (0, 1)))
     for key in keys:
-        run.write_defended(
+        run.defended.write(
             key,
             {"fingerprint": experiment.fingerprint, "defenses": [], "training": {}, "events": []},
         )

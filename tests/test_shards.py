@@ -200,11 +200,13 @@ def test_a_capture_goes_once_all_shards_have_answered_for_it(run, tmp_path, orde
         assert attack(shard=f"{number}/3")[0] == 0
     with pytest.raises(KeyboardInterrupt):
         pipeline.attack_shard(run, experiment, Shard(3, order[2]), on=[Killed(after=1)])
-    assert run.deleted() <= new
+    assert run.captures.deleted() <= new
     assert attack(shard=f"{order[2]}/3")[0] == 0
-    assert run.deleted() == new < set(run.captures())  # the others wait for the other half
+    assert (
+        run.captures.deleted() == new < set(run.captures.all_keys())
+    )  # the others wait for the other half
     assert attack(*other, shard="2/2")[0] == 0
-    assert run.deleted() == set(run.captures())
+    assert run.captures.deleted() == set(run.captures.all_keys())
     assert call("score", "runs/small")[0] == 0
     assert call("attack", "runs/small")[0] == 0  # nothing is left to do
     found = [row for row in rows(run.path) if row["attack"] != "dlg-new"]

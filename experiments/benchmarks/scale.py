@@ -42,6 +42,7 @@ from fedleak.flower.server.round_sum import Beside
 from fedleak.models import builtin, loading
 from fedleak.running import forecast, pipeline, preparation
 from fedleak.store import records
+from fedleak.store.captures import Captures
 from fedleak.store.run import Run
 from fedleak.training.local import local_update_
 
@@ -176,7 +177,7 @@ def whole_run(settings: dict[str, Any], path: Path, note: Path) -> None:
         setattr(owner, name, measured)
 
     timed(Beside, "finish", waited)
-    timed(Run, "write_capture", written)
+    timed(Captures, "write", written)
     training = [0.0]
 
     def train_timed(*arguments: Any) -> None:
@@ -223,7 +224,7 @@ def result(path: Path) -> tuple[str, list[tuple[Any, ...]]]:
         (row.id, row.status, row.token_recall, row.token_precision, row.num_tokens)
         for row in run.rows(records.LEAKAGE)
     ]
-    return models.fingerprint(run.read_broadcast(2)), rows
+    return models.fingerprint(run.models.read(2)), rows
 
 
 def main() -> int:
@@ -270,7 +271,7 @@ def measure(settings: dict[str, Any], folder: Path, kills: list[float]) -> int:
         process = in_process(whole_run, settings, folder / "killed", folder / "killed.json")
         process.join(share * found["round"])
         kill(process)
-        seen = len(Run(folder / "killed").captures())
+        seen = len(Run(folder / "killed").captures.all_keys())
         print(f"killed with {seen} captures made", flush=True)
     in_process(whole_run, settings, folder / "killed", folder / "killed.json").join()
     same = result(folder / "killed") == expected

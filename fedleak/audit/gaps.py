@@ -178,14 +178,14 @@ def _left_out(info: Info) -> list[str]:
 def _unfinished(run: Run, status: str, expected: Sequence[Key]) -> str:
     """Returns how far an unfinished run has come."""
     return (
-        f"the run is not finished ({status}): {len({*run.captures()} & {*expected})} of "
+        f"the run is not finished ({status}): {len({*run.captures.all_keys()} & {*expected})} of "
         f"{len(expected)} captures are here; `fedleak run` with the experiment's file goes on"
     )
 
 
 def _gone_captures(run: Run, expected: Sequence[Key]) -> list[str]:
     """Returns which captures are missing that nobody was to delete."""
-    gone = sorted({*expected} - {*run.captures()})
+    gone = sorted({*expected} - {*run.captures.all_keys()})
     if not gone:
         return []
     return [
@@ -198,7 +198,7 @@ def _too_late(
     run: Run, expected: Sequence[Key], unanswered: Sequence[tuple[Key, str]]
 ) -> list[str]:
     """Returns which attacks came after captures were deleted."""
-    deleted = run.deleted()
+    deleted = run.captures.deleted()
     late = [(key, name) for key, name in unanswered if key in deleted]
     if not late:
         return []
@@ -217,7 +217,7 @@ def _unanswered(
     wanted: int,
 ) -> list[str]:
     """Returns how many answers are missing to captures that are here."""
-    here = {*run.captures()} - run.deleted()
+    here = run.captures.stored()
     left = [key for key, _ in unanswered if key in here]
     if not left:
         return []

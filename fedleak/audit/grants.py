@@ -25,7 +25,7 @@ def knowledge(
             held-out texts for a question.
         CaptureError: The capture is damaged, or the truth is.
     """
-    server = run.read_knowledge(key)
+    server = run.captures.about(key).knowledge
     if not threat.knows:
         return server
     truth = read_truth(run, key)

@@ -23,6 +23,7 @@ from fedleak.store import records
 from fedleak.store.files import naming, parse_json, real_folder
 from fedleak.store.run import Key, Run
 from fedleak.store.seal import without
+from fedleak.store.vault import Notes
 from fedleak.training import privacy
 from fedleak.training.truth import GroundTruth
 from fedleak.util.errors import CaptureError, ConfigError, FedleakError
@@ -74,11 +75,11 @@ def take_vaults(run: Run, folders: Sequence[Path]) -> HandedOver:
                         f"{path}: another folder has another file for {key}: name the vault of the "
                         f"node that holds the data of client {key.client}, and no other for it"
                     )
-    new_truths, new_notes = _lacking(run, "vault", truths), _lacking(run, "defended", notes)
+    new_truths, new_notes = _lacking(run.vault, truths), _lacking(run.defended, notes)
     for key, value in new_truths.items():
-        run.write_truth(key, value)
+        run.vault.write(key, value)
     for key, value in new_notes.items():
-        run.write_defended(key, value)
+        run.defended.write(key, value)
     return HandedOver(truths=tuple(sorted(new_truths)), notes=tuple(sorted(new_notes)))
 
 
@@ -96,25 +97,24 @@ def _folder_of_run(run: Run, folder: Path) -> Path:
     )
 
 
-def _lacking(run: Run, kind: str, collected: Mapping[Key, Any]) -> dict[Key, Any]:
-    """Returns what the run does not have yet.
+def _lacking(own: Notes, collected: Mapping[Key, Any]) -> dict[Key, Any]:
+    """Returns what the run's own notes do not have yet.
 
     Raises:
         FedleakError: It has something else.
     """
     new = {}
     for key, value in collected.items():
-        path = run.path / kind / f"{key}.json"
         try:
-            before = run.read_json(f"{kind}/{key}.json") if path.is_file() else None
+            before = own.read(key)
         except FedleakError:  # damaged: this mends it
             before = None
         if before is None:
             new[key] = value
         elif before != value:
             raise FedleakError(
-                f"{path} holds something else than the vault that was handed over, so nothing was "
-                "taken: delete the file if the vault is right"
+                f"{own.path(key)} holds something else than the vault that was handed over, so "
+                "nothing was taken: delete the file if the vault is right"
             )
     return new
 
@@ -127,7 +127,7 @@ class _Check:
         self._num_labels = run.info()["num_labels"]
         model = loading.outline(self._experiment.model_spec(self._num_labels))
         self._vocabulary = vocabulary_of(model)
-        self._captured = set(run.captures())
+        self._captured = set(run.captures.all_keys())
         rounds = range(1, self._experiment.federation.rounds + 1)
         self._keys = {
             f"{key}.json": key
@@ -200,7 +200,7 @@ class _Check:
         if truth.batch_size < 1:
             return f"its batch_size is {truth.batch_size}"
         if key in self._captured:
-            sent, held = self._run.num_examples(key), weight(truth, self._experiment)
+            sent, held = self._run.captures.about(key).num_examples, weight(truth, self._experiment)
             if sent != held:
                 return f"it has {held} examples, but client {key.client} sent an update of {sent}"
         return None

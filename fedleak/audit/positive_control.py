@@ -133,15 +133,15 @@ def make_copies(run: Run, experiment: Experiment) -> Experiment | None:
         )
     check_copies(run, experiment)
     control.update_info(experiment=content, status="running")
-    if missing := [key for key in keys if not control.has_capture(key)]:
+    if missing := [key for key in keys if not control.captures.has(key)]:
         _make(run, control, plain, missing)
     return plain
 
 
 def _make(run: Run, control: Run, plain: Experiment, keys: Sequence[Key]) -> None:
     round = keys[0].round
-    broadcast, local = run.read_broadcast(round), plain.local_training
-    control.write_broadcast(round, broadcast)
+    broadcast, local = run.models.read(round), plain.local_training
+    control.models.write(round, broadcast)
     model = loading.load(plain.model_spec(run.info()["num_labels"]), weights=False)
     models.load_parameters_(model, broadcast)
     for key in keys:
@@ -149,13 +149,13 @@ def _make(run: Run, control: Run, plain: Experiment, keys: Sequence[Key]) -> Non
         assert truth is not None  # it was chosen
         batch = copied(truth, plain)
         update = local_update_(model, batch.sequences, batch.labels, local, seed=plain.seed)
-        control.write_truth(key, batch.to_json())
+        control.vault.write(key, batch.to_json())
         known = Knowledge(
             learning_rate=local.learning_rate,
             local_steps=local.steps(batch.batch_size),
             dropout=local.dropout,
         )
-        control.write_capture(Capture(key, update, known))
+        control.captures.write(Capture(key, update, known))
 
 
 def chosen(run: Run, experiment: Experiment) -> list[Key]:
@@ -192,7 +192,9 @@ def check_copies(run: Run, experiment: Experiment) -> None:
         FedleakError: They are copies of other batches, or nobody can tell.
     """
     control = control_of(run)
-    truths = {key: (read_truth(run, key), read_truth(control, key)) for key in control.captures()}
+    truths = {
+        key: (read_truth(run, key), read_truth(control, key)) for key in control.captures.all_keys()
+    }
     same = all(of_run and copied(of_run, experiment) == copy for of_run, copy in truths.values())
     if stored(control).fingerprint != undefended(experiment, []).fingerprint or not same:
         raise FedleakError(

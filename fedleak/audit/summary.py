@@ -70,7 +70,7 @@ def summarise(
         status=info["status"],
         fedleak=info.get("versions", {}).get("fedleak"),
         model_fingerprint=info.get("model_fingerprint"),
-        captures=len(run.captures()),
+        captures=len(run.captures.all_keys()),
         attacks=attacks,
         worst_case=rungs.top.worst_case if rungs else worst_case(leakage, finished),
         ladder=rungs,

@@ -25,7 +25,7 @@ def read_truth(run: Run, key: Key) -> GroundTruth | None:
     if key.client == EVERYONE:
         return _truth_of_all(run, key.round)
     try:
-        value = run.read_truth(key)
+        value = run.vault.read(key)
     except FedleakError as error:
         raise CaptureError(str(error)) from error
     return None if value is None else check_truth(value, key, run.path / "vault" / f"{key}.json")

@@ -78,7 +78,7 @@ def refuse_stored_programs(path: Path, experiment: "Experiment", changes: Sequen
     from fedleak.store.run import Run
 
     run = Run(path)
-    if run.exists() and run.made_here():
+    if run.exists() and run.is_genuine("run.json"):
         return
     keys = _by_key(changes).keys()
     address = keys & {"workers", "workers.ray", "workers.ray.address"}

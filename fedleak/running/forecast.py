@@ -47,9 +47,9 @@ def bytes_kept(experiment: Experiment, model: LanguageModel) -> int:
 def bytes_there(experiment: Experiment, model: LanguageModel, run: Run) -> int:
     """Returns the bytes that a run has already, counted as `bytes_kept` counts."""
     stored, of_model = _sizes(experiment, model)
-    here = set(run.captures()) - run.deleted()
+    here = run.captures.stored()
     captures = [key for key in expected_captures(experiment) if key in here]
-    models = len(run.broadcasts()) + _MOMENTS * len(run.moments())
+    models = len(run.models.rounds()) + _MOMENTS * len(run.moments.rounds())
     return sum(stored(key.client) for key in captures) + models * of_model
 
 

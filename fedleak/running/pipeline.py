@@ -247,7 +247,7 @@ def attack_shard(
         run.write(document, Share(attacks=names, complete=len(status) == len(wanted)))
         # The last shard sees the answers of all.
         Retention(run, experiment).answered(readable_answers(run))
-        deleted = {key for key, _ in wanted - status.keys()} & run.deleted()
+        deleted = {key for key, _ in wanted - status.keys()} & run.captures.deleted()
     summary = f"shard {shard}: {len(status)} of {len(wanted)} answers are there"
     if deleted:
         raise FedleakError(f"{summary}: {len(deleted)} captures were deleted (audit.keep)")

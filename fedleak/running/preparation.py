@@ -3,6 +3,7 @@
 import json
 import shlex
 import subprocess
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ from fedleak.federation.workload import (
 )
 from fedleak.models import CLASSIFICATION, LanguageModel, loading
 from fedleak.running import forecast
+from fedleak.store.files import naming
 from fedleak.store.run import Run
 from fedleak.store.summaries import SWEEP
 from fedleak.util import logs
@@ -274,10 +276,13 @@ def _refuse_leftovers(path: Path) -> None:
 
 def move_aside(path: Path) -> None:
     """Moves an earlier run or sweep out of the way, if there is one."""
-    if path.is_dir():
-        folder = Run(path)
-        with folder.lock():
-            folder.move_aside()
+    if not path.is_dir():
+        return
+    aside = path.with_name(f"{path.name}.{time.strftime('%Y%m%d-%H%M%S')}")
+    while aside.exists():
+        aside = aside.with_name(aside.name + "x")
+    with Run(path).lock(), naming(path, "moved"):
+        path.rename(aside)
 
 
 def _renew(run: Run, experiment: Experiment) -> None:

@@ -46,14 +46,14 @@ class Lines(Generic[T]):
 
     Attributes:
         name: Of the file.
-        of: What a line holds.
+        value_type: What a line holds.
         mark: Fields that every line has beside the value. Lines with another mark are refused.
         check: Raises ValueError of a value that cannot belong here.
         sealed: Whether each line carries a seal.
     """
 
     name: str
-    of: type[T]
+    value_type: type[T]
     mark: Mapping[str, str | None] = field(default_factory=dict)
     check: Callable[[T], None] = lambda value: None
     sealed: bool = False
@@ -69,7 +69,7 @@ class Lines(Generic[T]):
             raise ValueError(f"a table was expected, not a {type(table).__name__}")
         if self.sealed:
             line = json.dumps(without(table)).encode()
-        value = validated(self.of, line)
+        value = validated(self.value_type, line)
         if any(table.get(key) != mark for key, mark in self.mark.items()):
             raise ValueError("it is of another experiment")
         self.check(value)
@@ -85,7 +85,7 @@ class Lines(Generic[T]):
         Raises:
             ValueError: JSON cannot hold it.
         """
-        table = {**_as_table(self.of, value), **self.mark}
+        table = {**_adapter(self.value_type).dump_python(value), **self.mark}  # type: ignore[arg-type]
         return json.dumps(table if place is None else sealed(place, table), allow_nan=False)
 
 
@@ -95,12 +95,12 @@ class Document(Generic[T]):
 
     Attributes:
         name: Of the file.
-        of: What it holds.
+        value_type: What it holds.
         remedy: What to do where it cannot be read.
     """
 
     name: str
-    of: type[T]
+    value_type: type[T]
     remedy: str
 
     def read(self, content: bytes) -> T:
@@ -114,11 +114,11 @@ class Document(Generic[T]):
             raise ValueError(f"it holds a {type(table).__name__}, not a table")
         if reason := other_version(table):
             raise ValueError(f"it {reason}")
-        return validated(self.of, content)
+        return validated(self.value_type, content)
 
     def written(self, value: T) -> bytes:
         """Returns the content of the file."""
-        table = {"schema_version": SCHEMA_VERSION, **_as_table(self.of, value)}
+        table = {"schema_version": SCHEMA_VERSION, **_adapter(self.value_type).dump_python(value)}  # type: ignore[arg-type]
         return (json.dumps(table, indent=1, allow_nan=False) + "\n").encode()
 
 
@@ -144,11 +144,6 @@ def validated(expected_type: type[T], content: bytes) -> T:
         where = ".".join(map(str, first["loc"]))
         message = first["msg"]
         raise ValueError(f"{where}: {message}" if where else message) from None
-
-
-def _as_table(expected_type: type[T], value: T) -> dict[str, Any]:
-    table: dict[str, Any] = _adapter(expected_type).dump_python(value)  # type: ignore[arg-type]
-    return table
 
 
 @cache

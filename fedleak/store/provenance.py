@@ -1,7 +1,9 @@
 """Names what fedleak did not write on this machine, or somebody changed since."""
 
 from collections.abc import Iterator
+from typing import Any
 
+from fedleak.store.lines import Lines
 from fedleak.store.records import UTILITY, answers
 from fedleak.store.run import Run
 from fedleak.store.shards import begun
@@ -31,8 +33,7 @@ def _unsealed_files(run: Run) -> Iterator[str]:
 
 def _unsealed_lines(run: Run) -> Iterator[str]:
     given = answers(run.fingerprint())
-    changed = {UTILITY.name: run.changed_lines(UTILITY)}
-    for lines in (given, *(shard.lines(given) for shard in begun(run))):
-        changed[lines.name] = run.changed_lines(lines)
-    for name, numbers in changed.items():
-        yield from (f"{name}, line {number}" for number in numbers)
+    sealed: list[Lines[Any]] = [UTILITY, given, *(shard.lines(given) for shard in begun(run))]
+    for lines in sealed:
+        for number in run.changed_lines(lines):
+            yield f"{lines.name}, line {number}"

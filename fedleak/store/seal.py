@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from platformdirs import user_state_path
 
+from fedleak.store.files import parse_json
 from fedleak.util.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -70,8 +71,14 @@ def sealed(place: str, table: Mapping[str, Any]) -> dict[str, Any]:
     return content if mark is None else {**content, FIELD: mark}
 
 
-def is_genuine(place: str, table: Mapping[str, Any]) -> bool:
-    """Returns whether a JSON object carries the seal that this machine gives it."""
+def is_genuine(place: str, content: bytes) -> bool:
+    """Returns whether this is a JSON object with the seal that this machine gives it."""
+    try:
+        table = parse_json(content)
+    except ValueError:
+        return False
+    if not isinstance(table, dict):
+        return False
     mark = sealed(place, table).get(FIELD)
     return mark is not None and hmac.compare_digest(mark, str(table.get(FIELD)))
 

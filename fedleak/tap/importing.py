@@ -93,14 +93,14 @@ def import_run(tapped: Tapped, about: About, out: Path) -> Imported:
     run = _open(out, experiment, tap, clients)
     with run.lock():
         for update in updates:
-            if not run.has_broadcast(update.round):
-                run.write_broadcast(update.round, tap.model_of(update.round))
+            if not run.models.has(update.round):
+                run.models.write(update.round, tap.model_of(update.round))
             key = Key(update.round, EVERYONE if update.summed else clients[update.nodes[0]])
-            if not run.has_capture(key):
+            if not run.captures.has(key):
                 kept = ClientUpdate(tap.kind, update.tensors(), update.num_examples)
-                run.write_capture(Capture(key, kept, update.sent.knowledge()))
+                run.captures.write(Capture(key, kept, update.sent.knowledge()))
         for truth in truths:
-            run.write_truth(Key(truth.round, truth.client), truth.to_json())
+            run.vault.write(Key(truth.round, truth.client), truth.to_json())
         run.write_json("held_out.json", {"sequences": held_out, "labels": []})
         ask_again(run, experiment, tap.model)
         remarks = [*_remarks(about), *remarks]

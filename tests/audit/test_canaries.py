@@ -214,8 +214,8 @@ def test_what_guarantees_nothing_is_audited_in_a_copy(tmp_path):
     noise = {"kind": "gaussian_noise", "sigma": 0.25}
     with_canaries = audited(tmp_path / "a", experiment_of(noise))
     without = audited(tmp_path / "b", experiment_of(noise, canary=None))
-    for key in without.captures():
-        one, other = with_canaries.read_capture(key), without.read_capture(key)
+    for key in without.captures.all_keys():
+        one, other = with_canaries.captures.read(key), without.captures.read(key)
         for name, value in one.update.tensors.items():
             assert torch.equal(value, other.update.tensors[name])
     inside, outside = split(with_canaries)
@@ -255,7 +255,7 @@ def test_a_whole_update_is_a_canary_where_all_of_a_client_is_protected(tmp_path,
 @pytest.mark.parametrize("defense", [[DP_SGD, SECURE_SUM], [SECURE_SUM]], ids=["noise", "plain"])
 def test_canaries_are_seen_in_a_sum_of_clients(tmp_path, defense):
     run = audited(tmp_path, experiment_of(*defense))
-    assert run.captures() == [Key(1, EVERYONE), Key(2, EVERYONE)]
+    assert run.captures.all_keys() == [Key(1, EVERYONE), Key(2, EVERYONE)]
     inside, outside = split(run)
     assert kstest(outside, "norm").pvalue > 0.01
     if DP_SGD in defense:  # the noise of two clients

@@ -91,7 +91,7 @@ def test_who_reads_more_and_less_is_told(runs: tuple[Run, Run]) -> None:
 
 
 def test_what_is_not_the_same_is_not_paired_and_said(runs: tuple[Run, Run]) -> None:
-    gone, other = sorted(runs[1].captures())[:2]
+    gone, other = sorted(runs[1].captures.all_keys())[:2]
     rows = [row for row in runs[1].rows(LEAKAGE) if row.key != gone]
     rows = [
         row.model_copy(update={"texts": None, "rougeL": None, "status": rows[0].status})

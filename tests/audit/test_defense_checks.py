@@ -35,6 +35,7 @@ from fedleak.flower.inline import InlineGrid
 from fedleak.flower.server.app import app as server_app
 from fedleak.running import pipeline, preparation
 from fedleak.running.dispatch import dispatcher
+from fedleak.store.captures import Captures
 from fedleak.store.run import Run
 from fedleak.training import private_steps
 from fedleak.training.aggregation import mean_update
@@ -460,7 +461,7 @@ def test_a_run_with_a_broken_defense_trains_nothing(tmp_path, monkeypatch, table
         f"defense[1] ({table['kind']})"
     }
     assert {"defense", "claim", "holds", "found"} == noted[0].keys()
-    assert (run.captures(), run.truths(), run.broadcasts()) == ([], [], [])
+    assert (run.captures.all_keys(), run.vault.all_keys(), run.models.rounds()) == ([], [], [])
     assert run.info()["status"] == "failed"
     assert not (run.path / "leakage.jsonl").exists()
 
@@ -468,9 +469,9 @@ def test_a_run_with_a_broken_defense_trains_nothing(tmp_path, monkeypatch, table
 def test_what_was_trained_already_is_not_checked_again(tmp_path, monkeypatch):
     monkeypatch.setattr(defense_checks, "check", never)
     run = Run(tmp_path)
-    monkeypatch.setattr(Run, "captures", lambda self: ["r0001-c00"])
+    monkeypatch.setattr(Captures, "all_keys", lambda self: ["r0001-c00"])
     defense_checks.refuse_broken(run, experiment_of(MASK))
-    monkeypatch.setattr(Run, "captures", lambda self: [])
+    monkeypatch.setattr(Captures, "all_keys", lambda self: [])
     defense_checks.refuse_broken(run, experiment_of())
     assert not list(tmp_path.iterdir())
 

@@ -221,7 +221,7 @@ def test_captures_that_are_gone_and_answers_that_are_missing_are_counted(tmp_pat
 def test_attacks_that_came_too_late_are_named(tmp_path: Path) -> None:
     def deleted(run: Run) -> None:
         for key in KEYS[:4]:
-            run.close(key, delete=True)
+            run.captures.close(key, delete=True)
 
     answers = [read(client) for client in range(3)]
     run, gaps = gaps_of(tmp_path, answers, asked=["tag", "dlg"], prepared=deleted)

@@ -216,7 +216,7 @@ def test_a_damaged_batch_is_mended(apart: Run) -> None:
     call("score", str(apart.path), "--vault", "node-1")
     (apart.path / "vault" / "r0001-c01.json").write_text("{")
     assert "1 private batches" in call("score", str(apart.path), "--vault", "node-1")[1]
-    assert apart.truths() == [Key(1, 1)]
+    assert apart.vault.all_keys() == [Key(1, 1)]
 
 
 def test_two_vaults_that_differ_about_a_client_are_refused(apart: Run) -> None:

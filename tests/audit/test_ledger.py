@@ -55,7 +55,7 @@ def note(*events: Event) -> ClientNote:
 def captured(run: Run, *keys: Key) -> None:
     update = ClientUpdate(UpdateKind.GRADIENT, {"weight": torch.ones(2)}, 2)
     for key in keys:
-        run.write_capture(Capture(key, update, Knowledge()))
+        run.captures.write(Capture(key, update, Knowledge()))
 
 
 def spent(events: int) -> float:
@@ -129,7 +129,7 @@ def test_who_trained_is_known_from_captures_sums_private_batches_and_earlier_row
 ) -> None:
     run.update_info(dropped_out={"2": [0]})
     captured(run, Key(2, EVERYONE))
-    run.write_truth(Key(3, 0), {})
+    run.vault.write(Key(3, 0), {})
     before = [LedgerRow.nothing_guaranteed(Key(1, 1))]
     rows = ledger(run, experiment(defense=[]), {}, Gaps(), before)
     assert list(epsilons(rows)) == [(1, 1), (2, 1), (3, 0)]
@@ -145,8 +145,8 @@ def test_whom_the_guarantee_needs_to_be_trusted_is_noted(run: Run) -> None:
 
 def test_a_damaged_note_is_named_and_the_others_are_read(run: Run) -> None:
     table = {"defenses": [], "training": {"loss": None}, "events": [EVENT.to_json()]}
-    run.write_defended(Key(1, 0), table)
-    run.write_defended(Key(1, 1), {"defenses": []})
+    run.defended.write(Key(1, 0), table)
+    run.defended.write(Key(1, 1), {"defenses": []})
     gaps = Gaps()
     notes = client_notes(run, gaps)
     assert list(notes) == [Key(1, 0), Key(1, 1)]

@@ -165,13 +165,13 @@ def test_texts_that_are_not_in_the_update_are_told_apart_by_chance(attacked):
     experiment, held_out = experiment_of(), read_held_out(attacked)
     model = loading.load(experiment.model_spec(2))
     answers, truths = {}, {}
-    for key in attacked.captures():
-        models.load_parameters_(model, attacked.read_broadcast(key.round))
+    for key in attacked.captures.all_keys():
+        models.load_parameters_(model, attacked.models.read(key.round))
         other = Key(key.round, (key.client + 1) % 6)
         seen = Observation(
             round=key.round,
             client=key.client,
-            update=attacked.read_capture(key).update,
+            update=attacked.captures.read(key).update,
             knowledge=knowledge(attacked, other, ASKED),
         )
         found = Membership()(seen, model, rng=stream(0))
@@ -413,7 +413,7 @@ def test_a_file_asks_about_its_texts(tmp_path, suspects):
         for line, inside in zip(each.texts, each.inside, strict=True)
         if inside
     }
-    trained = {ids for key in run.captures() for ids in read_truth(run, key).sequences}
+    trained = {ids for key in run.captures.all_keys() for ids in read_truth(run, key).sequences}
     listed = [tuple(ids) for ids in run.read_json("candidates/suspects.json")["sequences"]]
     assert asked == {line for line, ids in enumerate(listed) if ids in trained}
     assert rows == list(fedleak.read(run.path).membership)

@@ -116,14 +116,14 @@ def test_a_copy_is_the_plain_gradient_of_the_clients_first_texts(run: Run) -> No
                 "threat": other["threat"] | {"sees": "models"},
             }
         ),
-        control.captures(),
+        control.captures.all_keys(),
     )
-    assert expected_captures(plain) == control.captures()
+    assert expected_captures(plain) == control.captures.all_keys()
     assert plain.local_training == stored(control).local_training
     model = loading.load(plain.model_spec(run.info()["num_labels"]))
-    models.load_parameters_(model, run.read_broadcast(2))
-    for key in control.captures():
-        truth, capture = read_truth(run, key), control.read_capture(key)
+    models.load_parameters_(model, run.models.read(2))
+    for key in control.captures.all_keys():
+        truth, capture = read_truth(run, key), control.captures.read(key)
         assert read_truth(control, key).sequences == truth.sequences[:2]
         assert read_truth(control, key).noise_scale is None
         expected = local_update_(
@@ -165,7 +165,7 @@ def test_a_run_is_its_own_where_nothing_protects_updates(protected: dict[str, An
 
 def test_what_is_missing_is_made_again(run: Run) -> None:
     control, before = control_of(run), run.read(SUMMARY).positive_control
-    lost = control.captures()[1]
+    lost = control.captures.all_keys()[1]
     (control.path / "captures" / f"{lost}.safetensors").unlink()
     (control.path / "reconstructions.jsonl").unlink()
     control.update_info(status="running")
@@ -205,7 +205,7 @@ def test_an_attack_that_failed_on_copies_is_tried_again(run: Run) -> None:
 
 def test_copies_of_other_batches_do_not_count(run: Run) -> None:
     vault = run.path / "vault"
-    first, second = (vault / f"{key}.json" for key in control_of(run).captures()[:2])
+    first, second = (vault / f"{key}.json" for key in control_of(run).captures.all_keys()[:2])
     first.write_text(second.read_text().replace('"client": 1', '"client": 0'))
     found, status, errors = rescored(run)
     assert (found, status) == (None, 1)
@@ -312,8 +312,8 @@ def test_copies_are_made_once_in_a_run_of_their_own(
         for key in keys[:1]:
             known = Knowledge(learning_rate=0.1, local_steps=1, dropout=False)
             update = ClientUpdate(UpdateKind.GRADIENT, {"a": torch.zeros(1)}, 1)
-            control.write_capture(Capture(key, update, known))
-            control.write_truth(key, copied(truths[key.client], experiment).to_json())
+            control.captures.write(Capture(key, update, known))
+            control.vault.write(key, copied(truths[key.client], experiment).to_json())
 
     monkeypatch.setattr(positive_control, "_make", make)
     for _ in range(3):
@@ -334,9 +334,9 @@ def test_a_copy_takes_the_steps_of_its_own_texts(tmp_path: Path) -> None:
     sequences = [(2, 5 + i, 3) for i in range(2 * batch_size)]
     run = run_of(tmp_path / "run", experiment, [truth_of(1, 0, sequences)], num_labels=2)
     model = loading.load(experiment.model_spec(2))
-    run.write_broadcast(1, model.parameters())
+    run.models.write(1, model.parameters())
     plain = make_copies(run, experiment)
-    knowledge = control_of(run).read_knowledge(Key(1, 0))
+    knowledge = control_of(run).captures.about(Key(1, 0)).knowledge
     copy = read_truth(control_of(run), Key(1, 0))
     assert copy is not None
     assert knowledge.local_steps == plain.local_training.steps(len(copy.sequences))

@@ -74,7 +74,7 @@ def make(tmp_path, sequences):
         )
         run.write_json("held_out.json", {"sequences": sequences[20:], "labels": [0] * 20})
         for truth in truths:
-            run.write_truth(Key(truth.round, truth.client), truth.to_json())
+            run.vault.write(Key(truth.round, truth.client), truth.to_json())
         run.write_rows(records.answers(run.fingerprint()), answers)
         return run
 
@@ -229,7 +229,7 @@ def captured(make):
     run = make([truth], [])
     for client in (0, 1):
         update = ClientUpdate(UpdateKind.GRADIENT, {"a": torch.zeros(1)}, 3)
-        run.write_capture(Capture(Key(1, client), update, SERVER))
+        run.captures.write(Capture(Key(1, client), update, SERVER))
     return run
 
 
@@ -769,7 +769,7 @@ def test_a_truth_that_comes_later_scores_what_was_unscored(make, sequences):
     run = make([], [answer_of(1, 0, [sequences[0]])])
     assert [one.row.status for one in score_run(run)] == ["unscored"]
     truth = truth_of(1, 0, sequences[:1])
-    run.write_truth(Key(1, 0), truth.to_json())
+    run.vault.write(Key(1, 0), truth.to_json())
     assert [one.row.exact_match for one in score_run(run)] == [1.0]
     (run.path / "vault" / "r0001-c00.json").unlink()
     assert [one.row.exact_match for one in score_run(run)] == [1.0]

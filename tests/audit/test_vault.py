@@ -215,4 +215,4 @@ def test_a_question_is_the_audits_list_for_this_update(tmp_path: Path) -> None:
 def built_capture(run: Run, client: int) -> None:
     known = Knowledge(learning_rate=0.1, local_steps=1, dropout=False)
     update = ClientUpdate(UpdateKind.GRADIENT, {"a": torch.zeros(1)}, 2)
-    run.write_capture(Capture(Key(1, client), update, known))
+    run.captures.write(Capture(Key(1, client), update, known))

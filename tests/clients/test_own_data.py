@@ -74,7 +74,7 @@ def federation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_process: None
 
 def test_each_node_trains_on_its_file_keeps_it_and_can_hand_it_over(federation: Federation) -> None:
     run = federation.train()
-    assert run.captures() == [Key(r, c) for r in (1, 2) for c in (0, 1)]
+    assert run.captures.all_keys() == [Key(r, c) for r in (1, 2) for c in (0, 1)]
     assert not (run.path / "vault").exists()
     assert run.info()["node_examples"] == [3, 3]
     assert (run.info()["status"], run.info()["classes"]) == ("finished", ["other", "health"])
@@ -89,7 +89,7 @@ def test_each_node_trains_on_its_file_keeps_it_and_can_hand_it_over(federation: 
         client: {
             tuple(ids)
             for round in (1, 2)
-            for ids in run.read_truth(Key(round, client))["sequences"]
+            for ids in run.vault.read(Key(round, client))["sequences"]
         }
         for client in (0, 1)
     }
@@ -123,7 +123,7 @@ def test_a_run_goes_on_with_the_same_files_only(federation: Federation) -> None:
         federation.train()
     write(Path(federation.own[1]["data"]), slice(3, 6))
     federation.train()
-    assert len(run.captures()) == 4
+    assert len(run.captures.all_keys()) == 4
 
 
 def test_a_node_reads_no_other_file_than_its_own(federation: Federation) -> None:
@@ -204,7 +204,7 @@ def test_fedleak_run_has_no_nodes(federation: Federation) -> None:
 def test_the_defenses_of_nodes_are_checked_without_their_data(federation: Federation) -> None:
     noise = {"kind": "local_dp", "epsilon": 6.0, "max_norm": 1.0}
     run = federation.train(CHANGES | {"defense": [noise]})
-    assert len(run.captures()) == 4
+    assert len(run.captures.all_keys()) == 4
     assert {path.name for path in Path("node-1/small/defended").iterdir()} == {
         "r0001-c01.json",
         "r0002-c01.json",

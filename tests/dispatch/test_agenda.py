@@ -19,7 +19,10 @@ from fedleak.running.dispatch.agenda import LOOKS, Agenda, Arrivals, groups
 from fedleak.running.dispatch.progress import Pace
 from fedleak.running.workers.process import answer_of
 from fedleak.store import records
+from fedleak.store.captures import Captures
+from fedleak.store.models import Models
 from fedleak.store.run import Key, Run
+from fedleak.store.vault import Vault
 
 pytestmark = pytest.mark.core
 
@@ -160,63 +163,64 @@ def test_a_worker_is_left_for_quick_attacks_while_some_are_to_come(busy, free, l
 # --- what has come ------------------------------------------------------------------------------
 
 
-class Folder:
-    """A run whose files are names, and which counts who looks for them."""
+class Names:
+    """Captures or models whose files are names, and which count who looks for them."""
 
-    def __init__(self):
-        self.files, self.models, self.looks = set(), {1}, Counter()
+    def __init__(self, names):
+        self.names, self.looks = set(names), Counter()
 
-    def captures(self):
-        self.looks["captures"] += 1
-        return sorted(self.files)
+    def all_keys(self):
+        self.looks["all"] += 1
+        return sorted(self.names)
 
-    def has_capture(self, key):
-        self.looks["capture"] += 1
-        return key in self.files
+    rounds = all_keys
 
-    def broadcasts(self):
-        self.looks["broadcasts"] += 1
-        return sorted(self.models)
+    def has(self, name):
+        self.looks["one"] += 1
+        return name in self.names
 
-    def has_broadcast(self, round):
-        self.looks["broadcast"] += 1
-        return round in self.models
+
+def folder():
+    """Returns a run with the model of its first round."""
+    return SimpleNamespace(captures=Names([]), models=Names([1]))
 
 
 def test_looking_costs_the_same_however_many_captures_there_are():
     keys = [Key(round, client) for round in range(1, 2001) for client in range(10)]
-    run = Folder()
-    run.files = set(keys[:10_000])
-    run.models = set(range(1, 1002))
+    run = folder()
+    run.captures.names = set(keys[:10_000])
+    run.models.names = set(range(1, 1002))
     arrivals = Arrivals(run, keys)
     assert arrivals.new() == keys[:10_000]
-    run.looks.clear()
+    run.captures.looks.clear()
+    run.models.looks.clear()
     for _ in range(50):
         assert arrivals.new() == []
         assert arrivals.round() == 1001
-    assert run.looks == {"capture": 50 * LOOKS, "broadcast": 50}
-    run.files |= set(keys[10_000:10_003])
+    assert run.captures.looks == {"one": 50 * LOOKS}
+    assert run.models.looks == {"one": 50}
+    run.captures.names |= set(keys[10_000:10_003])
     assert arrivals.new() == keys[10_000:10_003]
     assert arrivals.here == 10_003
 
 
 def test_captures_come_in_any_order_and_at_the_end_all_are_looked_for():
-    run = Folder()
+    run = folder()
     keys = [Key(1, client) for client in range(3 * LOOKS)]
     arrivals = Arrivals(run, keys)
-    run.files = {keys[5], keys[2], keys[-1], Key(7, 7)}
+    run.captures.names = {keys[5], keys[2], keys[-1], Key(7, 7)}
     assert arrivals.new() == [keys[2], keys[5]]
     assert arrivals.new(everywhere=True) == [keys[-1]]
     assert arrivals.here == 3
 
 
 def test_rounds_that_are_not_kept_count_once_they_are_over():
-    run = Folder()
+    run = folder()
     arrivals = Arrivals(run, [Key(1, 0), Key(9, 0)])
     assert arrivals.round() == 1
-    run.models = {1, 4}  # 2 and 3 came and went
+    run.models.names = {1, 4}  # 2 and 3 came and went
     assert arrivals.round() == 4
-    run.models = {1, 9, 10}
+    run.models.names = {1, 9, 10}
     assert arrivals.round() == 10
 
 
@@ -228,7 +232,7 @@ def test_updates_that_are_not_kept_count_once_their_round_is_over(many_rounds):
     found = dispatcher.Dispatcher(run, parse(table))
     counts = []
     for round in (1, 2, 3, 5):
-        run.write_broadcast(round, {})
+        run.models.write(round, {})
         found.look_for_captures(last_look=False)
         counts.append(found.progress([]).captures)
     # One of the three clients of the rounds 1 and 3, and all of the rounds 2 and 4.
@@ -278,7 +282,7 @@ def test_a_round_that_ends_during_a_look_is_not_complete_before_the_next(many_ro
 
     def look_before_the_round_ends(self, **how):
         seen = look(self, **how)
-        run.write_broadcast(2, {})  # the first round's captures came before it
+        run.models.write(2, {})  # the first round's captures came before it
         return seen
 
     monkeypatch.setattr(Arrivals, "new", look_before_the_round_ends)
@@ -293,14 +297,14 @@ def test_training_stops_in_the_round_in_which_the_dispatcher_dies(many_rounds, m
     answer = inline.InlineGrid._answer
 
     def dies(run, *_, stop, **__):
-        while not run.captures() and not stop():
+        while not run.captures.all_keys() and not stop():
             pass
         raise OSError(28, "No space left on device")
 
     def answer_after_that(grid, message):
         """Trains a client, and then waits until the dispatcher is dead, as if it took long."""
         reply = answer(grid, message)
-        while run.captures() and not grid._stop():
+        while run.captures.all_keys() and not grid._stop():
             pass
         return reply
 
@@ -308,7 +312,7 @@ def test_training_stops_in_the_round_in_which_the_dispatcher_dies(many_rounds, m
     monkeypatch.setattr(inline.InlineGrid, "_answer", answer_after_that)
     with pytest.raises(OSError, match="No space left on device"):
         pipeline.carry_out(run, experiment, train)
-    assert {key.round for key in run.captures()} == {1}
+    assert {key.round for key in run.captures.all_keys()} == {1}
     assert run.info()["status"] == "failed"
 
 
@@ -329,14 +333,15 @@ def test_a_poll_with_nothing_new_reads_and_lists_nothing(many_rounds, monkeypatc
     answers = records.answers(run.fingerprint())
     run.append(answers, done(Key(1, 0)), done(Key(1, 1)))
     calls, polls = Counter(), []
-    for name in ("captures", "broadcasts", "rows", "info", "truths"):
-        method = getattr(Run, name)
+    looks = ((Captures, "all_keys"), (Models, "rounds"), (Run, "rows"), (Run, "info"))
+    for owner, name in (*looks, (Vault, "all_keys")):
+        method = getattr(owner, name)
 
-        def counted(*args, _name=name, _method=method, **kwargs):
+        def counted(*args, _name=(owner, name), _method=method, **kwargs):
             calls[_name] += 1
             return _method(*args, **kwargs)
 
-        monkeypatch.setattr(Run, name, counted)
+        monkeypatch.setattr(owner, name, counted)
     monkeypatch.setattr(dispatcher, "POLL_SECONDS", 0.0)
 
     def stop():

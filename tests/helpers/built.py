@@ -78,11 +78,11 @@ def run_of(
         **about | info,
     )
     for truth in truths:
-        run.write_truth(Key(truth.round, truth.client), truth.to_json())
+        run.vault.write(Key(truth.round, truth.client), truth.to_json())
     known = Knowledge(learning_rate=0.1, local_steps=1, dropout=False)
     update = ClientUpdate(UpdateKind.GRADIENT, {"a": torch.zeros(1)}, 2)
     for key in captures:
-        run.write_capture(Capture(key, update, known))
+        run.captures.write(Capture(key, update, known))
     run.append(records.answers(run.fingerprint()), *answers)
     return run
 

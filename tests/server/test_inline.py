@@ -28,6 +28,7 @@ from fedleak.running import pipeline, preparation
 from fedleak.running.dispatch import dispatcher
 from fedleak.running.workers.process import Job, work
 from fedleak.store.lines import Lines
+from fedleak.store.models import Models
 from fedleak.store.run import Key, Run
 from fedleak.training.local import local_update_
 from fedleak.training.observation import Knowledge, UpdateKind
@@ -94,8 +95,8 @@ def copied(finished, tmp_path):
 
 @pytest.mark.core
 def test_every_capture_has_a_truth_an_answer_of_each_attack_and_a_score(finished):
-    assert finished.captures() == finished.truths() == KEYS
-    assert finished.broadcasts() == [1, 2, 3]
+    assert finished.captures.all_keys() == finished.vault.all_keys() == KEYS
+    assert finished.models.rounds() == [1, 2, 3]
     expected = sorted((*key, name) for key in KEYS for name in ("dager", "probes"))
     for name in ("reconstructions.jsonl", "leakage.jsonl"):
         found = [
@@ -125,12 +126,12 @@ def test_captures_are_gradients_of_the_truth_at_the_broadcast_and_add_up(finishe
     )
     fingerprint = models.fingerprint(model.parameters())
     assert finished.info()["model_fingerprint"] == fingerprint
-    assert models.fingerprint(finished.read_broadcast(1)) == fingerprint
+    assert models.fingerprint(finished.models.read(1)) == fingerprint
     for round in (1, 2):
-        before, after = finished.read_broadcast(round), finished.read_broadcast(round + 1)
-        updates = [finished.read_capture(Key(round, client)) for client in (0, 1)]
+        before, after = finished.models.read(round), finished.models.read(round + 1)
+        updates = [finished.captures.read(Key(round, client)) for client in (0, 1)]
         for client, capture in enumerate(updates):
-            truth = finished.read_truth(Key(round, client))
+            truth = finished.vault.read(Key(round, client))
             models.load_parameters_(model, before)
             again = local_update_(
                 model,
@@ -203,14 +204,14 @@ def test_adam_of_the_server_goes_on_where_it_was(tmp_path, federation):
 def test_adam_of_the_server_is_stepped_along_the_mean_of_what_was_captured(tmp_path):
     experiment = experiment_of(attacks=[], server_optimiser="adam", learning_rate=0.01, rounds=3)
     run = trained(tmp_path / "run", experiment)
-    weights = {n: torch.nn.Parameter(v) for n, v in run.read_broadcast(1).items()}
+    weights = {n: torch.nn.Parameter(v) for n, v in run.models.read(1).items()}
     optimiser = torch.optim.Adam(weights.values(), lr=0.01)
     for round in (1, 2, 3):
-        sent = [run.read_capture(Key(round, client)).update.tensors for client in (0, 1)]
+        sent = [run.captures.read(Key(round, client)).update.tensors for client in (0, 1)]
         for name, value in weights.items():
             value.grad = (sent[0][name] + sent[1][name]) / 2
         optimiser.step()
-        for name, value in run.read_broadcast(round + 1).items():
+        for name, value in run.models.read(round + 1).items():
             torch.testing.assert_close(value, weights[name].detach(), atol=1e-5, rtol=1e-5)
 
 
@@ -234,9 +235,9 @@ def test_a_changed_experiment_is_refused_or_starts_afresh(copied):
     with pytest.raises(ConfigError, match=r"federation\.learning_rate: 0\.5 -> 0\.1.*--fresh"):
         preparation.prepare(experiment_of(learning_rate=0.1), copied.path)
     fresh = preparation.prepare(experiment_of(learning_rate=0.1), copied.path, fresh=True)
-    assert fresh.captures() == []
+    assert fresh.captures.all_keys() == []
     (aside,) = [path for path in copied.path.parent.iterdir() if path != copied.path]
-    assert Run(aside).captures() == KEYS
+    assert Run(aside).captures.all_keys() == KEYS
 
 
 # --- when things go wrong -------------------------------------------------------------------
@@ -265,10 +266,10 @@ def test_a_client_s_error_ends_the_run_and_is_placed(tmp_path, monkeypatch, capf
     assert "the disk" not in capfd.readouterr().err
     run = Run(tmp_path / "run")
     assert run.info()["status"] == "failed"
-    assert run.captures() == [Key(1, 0)]
+    assert run.captures.all_keys() == [Key(1, 0)]
     # What was there is kept, and the same command finishes the rest.
     monkeypatch.undo()
-    assert trained(tmp_path / "run", experiment).captures() == KEYS
+    assert trained(tmp_path / "run", experiment).captures.all_keys() == KEYS
     assert run.info()["status"] == "finished"
 
 
@@ -280,7 +281,7 @@ def test_training_that_diverges_fails_with_the_client_and_the_parameter(tmp_path
     assert "'bert.embeddings.word_embeddings.weight' is finite: training diverged" in message
     assert "; client 1 (node 3): " in message
     run = Run(tmp_path / "run")
-    assert run.captures() == KEYS[:2]
+    assert run.captures.all_keys() == KEYS[:2]
     assert run.info()["status"] == "failed"
 
 
@@ -293,11 +294,11 @@ def test_fedavg_with_some_of_the_clients(tmp_path):
     )
     run = trained(tmp_path / "run", experiment)
     keys = expected_captures(experiment)
-    assert run.captures() == run.truths() == keys
+    assert run.captures.all_keys() == run.vault.all_keys() == keys
     assert [key.round for key in keys] == [1, 1, 2, 2]
     for round in (1, 2):
-        before, after = run.read_broadcast(round), run.read_broadcast(round + 1)
-        captures = [run.read_capture(key) for key in keys if key.round == round]
+        before, after = run.models.read(round), run.models.read(round + 1)
+        captures = [run.captures.read(key) for key in keys if key.round == round]
         counts = [one.update.num_examples for one in captures]
         assert all(one.update.kind == UpdateKind.DELTA for one in captures)
         assert [one.knowledge.local_steps for one in captures] == [2 * n for n in counts]
@@ -317,12 +318,12 @@ def test_parts_of_the_model_arrive_as_attacks_are_told_and_only_they_change(tmp_
     expected = {
         *models.families()[name].attention_parameters(0),
         *models.families()[name].classifier,
-        *(one for one in run.read_broadcast(1) if ".2." in one),
+        *(one for one in run.models.read(1) if ".2." in one),
     }
     assert set(told) == expected
     for key in KEYS:
-        assert run.read_capture(key).update.tensors.keys() == expected
-    before, after = run.read_broadcast(1), run.read_broadcast(3)
+        assert run.captures.read(key).update.tensors.keys() == expected
+    before, after = run.models.read(1), run.models.read(3)
     changed = {one for one in before if not torch.equal(before[one], after[one])}
     null = models.families()[name].null_parameters(expected)
     assert expected - null <= changed <= expected
@@ -360,7 +361,7 @@ def test_each_thing_is_read_decoded_and_written_once(tmp_path, monkeypatch):
 
     experiment = experiment_of(rounds=3, defense=[{"kind": "sign"}])
     run = preparation.prepare(experiment, tmp_path / "run")
-    counting(Run, "write_broadcast")
+    counting(Models, "write")
     counting(ArrayRecord, "to_torch_state_dict")
     counting(lookup, "load")
     counting(workload, "read_data")
@@ -369,9 +370,9 @@ def test_each_thing_is_read_decoded_and_written_once(tmp_path, monkeypatch):
     with run.lock():  # as the command line does, which has prepared the run
         inline.train(run, experiment)
     replies = 3 * 2
-    assert run.broadcasts() == [1, 2, 3, 4]
+    assert run.models.rounds() == [1, 2, 3, 4]
     assert counts == {
-        "write_broadcast": 4,
+        "write": 4,
         "load": 1,  # clients read what comes with the message
         "read_data": 1,
         "to_wire": replies,
@@ -387,10 +388,12 @@ def assert_followed(run, experiment, model, defend=lambda client, update: update
     """Checks every capture against training on the truth, and every model against the mean."""
     rate = experiment.federation.learning_rate
     for round in range(1, experiment.federation.rounds + 1):
-        before, after = run.read_broadcast(round), run.read_broadcast(round + 1)
-        captures = {k: run.read_capture(k).update for k in run.captures() if k.round == round}
+        before, after = run.models.read(round), run.models.read(round + 1)
+        captures = {
+            k: run.captures.read(k).update for k in run.captures.all_keys() if k.round == round
+        }
         for key, update in captures.items():
-            truth = run.read_truth(key)
+            truth = run.vault.read(key)
             models.load_parameters_(model, before)
             again = local_update_(
                 model,
@@ -430,13 +433,13 @@ def test_with_adapters_only_they_and_the_classifier_are_sent(tmp_path, model, al
     fresh = loading.load(experiment.model_spec(2))
     names = fresh.parameters().keys()
     assert all("lora_" in name or name.startswith("classifier.") for name in names)
-    assert models.fingerprint(run.read_broadcast(1)) == models.fingerprint(fresh.parameters())
+    assert models.fingerprint(run.models.read(1)) == models.fingerprint(fresh.parameters())
     # What was adapted does not travel, and decides the result all the same.
     whole = models.fingerprint(dict(fresh.module.named_parameters()))
     assert run.info()["model_fingerprint"] == whole
     assert_followed(run, experiment, fresh)
-    for key in run.captures():
-        for name, value in run.read_capture(key).update.tensors.items():
+    for key in run.captures.all_keys():
+        for name, value in run.captures.read(key).update.tensors.items():
             # B is zero before the first step, and A learns nothing through it.
             still = algorithm == "fedsgd" and key.round == 1 and "lora_A" in name
             assert bool(value.any()) != still
@@ -458,7 +461,7 @@ def test_the_attacks_know_a_model_with_adapters(tmp_path):
         uses: ClassVar[frozenset[str]] = frozenset()
 
         def obstacle(self, setting):
-            assert setting.shared == run.read_broadcast(1).keys()
+            assert setting.shared == run.models.read(1).keys()
 
         def __call__(self, seen, model, *, rng):
             looked.append(model)
@@ -479,7 +482,7 @@ def test_the_attacks_know_a_model_with_adapters(tmp_path):
 
     row_of(Look(), Knowledge())
     expected = loading.load(experiment.model_spec(2))
-    models.load_parameters_(expected, run.read_broadcast(2))
+    models.load_parameters_(expected, run.models.read(2))
     found = dict(looked[0].module.named_parameters())
     for name, value in expected.module.named_parameters():
         assert torch.equal(found[name], value)
@@ -499,4 +502,4 @@ def test_a_cast_is_captured_as_it_is_and_summed_in_float32(tmp_path):
         return replace(update, tensors={n: t.to(dtype) for n, t in update.tensors.items()})
 
     assert_followed(run, experiment, loading.load(experiment.model_spec(2)), defend)
-    assert {value.dtype for value in run.read_broadcast(3).values()} == {torch.float32}
+    assert {value.dtype for value in run.models.read(3).values()} == {torch.float32}

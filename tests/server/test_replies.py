@@ -15,6 +15,7 @@ from fedleak.flower.server.app import Patience, find_nodes
 from fedleak.flower.server.capturing_grid import CapturingGrid
 from fedleak.flower.server.strategy import CuriousServer
 from fedleak.running import preparation
+from fedleak.store.captures import Captures
 from fedleak.store.run import EVERYONE, Key
 from fedleak.util.errors import FedleakError
 from fedleak.util.versions import code
@@ -37,7 +38,7 @@ class Round:
         InlineGrid(client_app, 3, {})  # messages cannot be made before
         self.run = preparation.prepare(experiment, folder / "run")
         self.weights = model.parameters()
-        self.run.write_broadcast(number, self.weights)
+        self.run.models.write(number, self.weights)
         self.server = CuriousServer(experiment, self.run, model, number, NODES)
         asked = self.server.configure_train(1, ArrayRecord(self.weights), ConfigRecord(), None)
         self.asked = {message.metadata.dst_node_id: message for message in asked}
@@ -82,9 +83,9 @@ def test_a_reply_is_filed_under_the_node_that_sent_it_whatever_it_does_not_say(r
     for client in (2, 0, 1):
         round.reply(client)
     arrays, _ = round.end()
-    assert round.run.captures() == [Key(4, 0), Key(4, 1), Key(4, 2)]
+    assert round.run.captures.all_keys() == [Key(4, 0), Key(4, 1), Key(4, 2)]
     for client in (0, 1, 2):
-        (value, *_) = round.run.read_capture(Key(4, client)).update.tensors.values()
+        (value, *_) = round.run.captures.read(Key(4, client)).update.tensors.values()
         assert set(value.unique().tolist()) == {float(client)}
     expected = round.weights[NAME] - 0.1 * 1.0  # the mean of 0, 1 and 2
     torch.testing.assert_close(arrays.to_torch_state_dict()[NAME], expected)
@@ -134,7 +135,7 @@ def test_a_reply_that_is_wrong_is_refused_with_a_line_and_captures_nothing(round
     round.reply(1, **what)
     assert round.refusal().startswith(f"round 4: client 1 (node 71): its answer is refused: {line}")
     assert {p.name: p.read_bytes() for p in (round.run.path / "captures").iterdir()} == before
-    assert round.run.broadcasts() == [4]
+    assert round.run.models.rounds() == [4]
 
 
 @pytest.mark.parametrize(
@@ -157,19 +158,19 @@ def test_a_reply_without_an_update_is_refused(round, content):
 def test_a_second_answer_is_refused_and_the_first_stays(round):
     for client in (0, 1, 2):
         round.reply(client)
-    before = round.run.read_capture(Key(4, 1)).update.tensors[NAME].clone()
+    before = round.run.captures.read(Key(4, 1)).update.tensors[NAME].clone()
     round.reply(1, tensors=like(9.0))
     assert round.refusal() == (
         "round 4: client 1 (node 71): its answer is refused: it was not asked, or has answered "
         "already"
     )
-    assert torch.equal(round.run.read_capture(Key(4, 1)).update.tensors[NAME], before)
+    assert torch.equal(round.run.captures.read(Key(4, 1)).update.tensors[NAME], before)
 
 
 @pytest.mark.parametrize("claim", [{}, {"client": 0, "round": 4}])
 def test_an_answer_of_a_node_that_was_not_asked_is_refused(round, claim):
     round.reply(0, node=99, **claim)
-    assert round.run.captures() == []
+    assert round.run.captures.all_keys() == []
     for client in (0, 1, 2):
         round.reply(client)
     assert round.refusal().startswith("round 4: node 99: its answer is refused: it was not asked")
@@ -182,7 +183,7 @@ def test_a_client_of_another_round_was_not_asked_either(tmp_path, bert_tiny):
     for client in (0, 1, 2):
         round.reply(client)
     assert f"(node {idle}): its answer is refused: it was not asked" in round.refusal()
-    assert len(round.run.captures()) == 2
+    assert len(round.run.captures.all_keys()) == 2
 
 
 def test_a_client_of_fedavg_has_its_part_of_the_data_and_no_more(tmp_path, bert_tiny):
@@ -193,7 +194,7 @@ def test_a_client_of_fedavg_has_its_part_of_the_data_and_no_more(tmp_path, bert_
     refused = round.refusal()
     assert "(node 71): its answer is refused: its num-examples is 4 and not a whole" in refused
     assert "(node 72): its answer is refused: its num-examples is 9 and not a whole" in refused
-    assert round.run.captures() == [Key(4, 0)]
+    assert round.run.captures.all_keys() == [Key(4, 0)]
 
 
 def test_a_failed_round_names_who_failed_and_who_was_silent(round):
@@ -214,7 +215,7 @@ def test_a_part_of_the_model_and_half_precision_are_right_where_they_were_asked_
     round.reply(1, without=rest, tensors={NAME: bits})
     round.reply(2)
     assert "client 2 (node 72): its answer is refused: it holds a parameter" in round.refusal()
-    update = round.run.read_capture(Key(4, 1)).update
+    update = round.run.captures.read(Key(4, 1)).update
     assert update.tensors[NAME].tolist() == [1.5, -2.0]
     assert update.tensors.keys() == {"classifier.weight", NAME}
 
@@ -229,7 +230,7 @@ def test_what_a_client_freezes_it_must_not_send_and_others_must(tmp_path, bert_t
     assert round.refusal().startswith(
         "round 4: client 1 (node 71): its answer is refused: it lacks"
     )
-    assert round.run.captures() == [Key(4, 0), Key(4, 2)]
+    assert round.run.captures.all_keys() == [Key(4, 0), Key(4, 2)]
 
 
 def test_nothing_is_held_for_a_sum_of_a_reply_that_is_refused(tmp_path, bert_tiny):
@@ -239,7 +240,7 @@ def test_nothing_is_held_for_a_sum_of_a_reply_that_is_refused(tmp_path, bert_tin
     round.refusal()
     held = round.run.path / "held"
     assert {p.name for p in held.iterdir()} == {"r0004-c00.safetensors", "r0004-c02.safetensors"}
-    assert round.run.captures() == []
+    assert round.run.captures.all_keys() == []
 
 
 # --- who is who -----------------------------------------------------------------------------
@@ -415,7 +416,7 @@ def test_who_answers_early_is_held_until_it_is_its_turn_and_the_sum_is_that_of_t
         arrays, _ = one.end()
         following.append(arrays.to_torch_state_dict()[NAME])
         assert waiting[-1] == []
-        assert one.run.captures() == [Key(4, client) for client in range(3) if number % 2]
+        assert one.run.captures.all_keys() == [Key(4, client) for client in range(3) if number % 2]
         if order == (2, 1, 0):
             assert waiting[1] == ["r0004-c01.safetensors", "r0004-c02.safetensors"]
     assert all(torch.equal(each, following[0]) for each in following)
@@ -425,7 +426,7 @@ def test_a_capture_that_cannot_be_written_ends_the_round(round, monkeypatch):
     def full(self, capture):
         raise FedleakError("r0004-c00 cannot be written: No space left on device")
 
-    monkeypatch.setattr(type(round.run), "write_capture", full)
+    monkeypatch.setattr(Captures, "write", full)
     with pytest.raises(FedleakError, match="No space left"):
         round.reply(0)
 

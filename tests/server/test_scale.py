@@ -24,6 +24,7 @@ from fedleak.flower.server.strategy import CuriousServer
 from fedleak.running import forecast, pipeline, preparation
 from fedleak.running.dispatch import dispatcher
 from fedleak.store import records
+from fedleak.store.captures import Captures
 from fedleak.store.run import Key, Run
 from fedleak.util.errors import CaptureError, ConfigError, FedleakError
 
@@ -56,7 +57,7 @@ def tensors(run):
 
 def assert_same_models(run, other, rounds):
     for round in rounds:
-        ours, theirs = run.read_broadcast(round), other.read_broadcast(round)
+        ours, theirs = run.models.read(round), other.models.read(round)
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
@@ -66,15 +67,15 @@ def assert_same_models(run, other, rounds):
 def test_only_the_clients_that_are_attacked_reach_the_disk_and_the_model_is_the_same(
     tmp_path, plain, monkeypatch
 ):
-    written, write = [], Run._write_tensors
+    written, write = [], Run.write_tensors
 
-    def watched(self, name, *rest):
+    def watched(self, name, *rest, **about):
         written.append(name)
-        write(self, name, *rest)
+        write(self, name, *rest, **about)
 
-    monkeypatch.setattr(Run, "_write_tensors", watched)
+    monkeypatch.setattr(Run, "write_tensors", watched)
     run = carried_out(tmp_path / "run", experiment_of(threat__clients=[1]))
-    assert run.captures() == [Key(1, 1), Key(2, 1)]
+    assert run.captures.all_keys() == [Key(1, 1), Key(2, 1)]
     assert [name for name in written if not name.startswith("models/")] == [
         "captures/r0001-c01.safetensors",
         "captures/r0002-c01.safetensors",
@@ -93,9 +94,9 @@ def test_of_rounds_without_such_a_client_no_model_stays(tmp_path):
     run = preparation.prepare(experiment, tmp_path / "run")
     needed = forecast.bytes_kept(experiment, outline(experiment, 2))
     inline.train(run, experiment)
-    assert run.broadcasts() == sorted(mine | {1, 6})
-    kept = [run.read_capture(key).update.tensors for key in run.captures()]
-    kept += [run.read_broadcast(round) for round in run.broadcasts()]
+    assert run.models.rounds() == sorted(mine | {1, 6})
+    kept = [run.captures.read(key).update.tensors for key in run.captures.all_keys()]
+    kept += [run.models.read(round) for round in run.models.rounds()]
     assert needed == sum(t.numel() * 4 for each in kept for t in each.values())
 
 
@@ -142,13 +143,13 @@ def test_clients_that_never_train_where_it_is_attacked_are_refused(tmp_path):
 def test_captures_go_once_they_are_answered_and_rows_and_models_are_the_same(tmp_path, plain):
     run = carried_out(tmp_path / "run", experiment_of(audit__keep="none"))
     assert tensors(run) == []
-    assert run.captures() == plain.captures()
-    assert run.deleted() == set(run.captures())
-    for key in run.captures():
-        assert run.read_knowledge(key) == plain.read_knowledge(key)
-        assert run.num_examples(key) == plain.num_examples(key)
+    assert run.captures.all_keys() == plain.captures.all_keys()
+    assert run.captures.deleted() == set(run.captures.all_keys())
+    for key in run.captures.all_keys():
+        assert run.captures.about(key).knowledge == plain.captures.about(key).knowledge
+        assert run.captures.about(key).num_examples == plain.captures.about(key).num_examples
         with pytest.raises(CaptureError, match="was deleted once every attack had answered"):
-            run.read_capture(key)
+            run.captures.read(key)
     assert rows(run) == rows(plain)
     assert_same_models(run, plain, (1, 2, 3))
     refuse_gaps(run)
@@ -172,7 +173,7 @@ def test_what_was_answered_before_the_process_died_goes_with_the_next(tmp_path, 
     experiment = experiment_of(audit__keep="none")  # it may change
     run = Run(tmp_path / "run")
     assert len(tensors(run)) == 6
-    run.close(Key(1, 0), delete=False)
+    run.captures.close(Key(1, 0), delete=False)
     carried_out(run.path, experiment)
     assert tensors(run) == []
     assert stored(run).audit.keep == "none"
@@ -247,7 +248,7 @@ def test_what_stays_is_what_was_asked_for_and_what_can_be_tried_again(
     run = carried_out(tmp_path / "run", experiment_of(**changes))
     names = [f"r{round:04d}-c{client:02d}.safetensors" for round in (1, 2) for client in left]
     assert tensors(run) == names
-    assert run.waiting() == (0 if keep != "all" else 6)
+    assert run.captures.waiting() == (0 if keep != "all" else 6)
 
 
 def test_training_waits_for_attacks_so_that_no_more_captures_wait_than_may(
@@ -257,13 +258,13 @@ def test_training_waits_for_attacks_so_that_no_more_captures_wait_than_may(
     experiment = experiment_of(
         federation__clients=6, federation__rounds=1, data__samples=12, **changes
     )
-    on_disk, write = [], Run.write_capture
+    on_disk, write = [], Captures.write
 
     def watched(self, capture):
         write(self, capture)
         on_disk.append(self.waiting())
 
-    monkeypatch.setattr(Run, "write_capture", watched)
+    monkeypatch.setattr(Captures, "write", watched)
     run = preparation.prepare(experiment, tmp_path / "run")
     model = outline(experiment, 2)
     size = sum(4 * p.numel() for p in model.trained().values())
@@ -292,8 +293,8 @@ def test_captures_hold_what_is_read_and_answers_and_models_are_the_same(tmp_path
     experiment = experiment_of(**READ, **more)
     run = carried_out(tmp_path / "run", experiment)
     assert experiment.fingerprint == stored(whole).fingerprint
-    for key in whole.captures():
-        ours, all_of_it = run.read_capture(key), whole.read_capture(key)
+    for key in whole.captures.all_keys():
+        ours, all_of_it = run.captures.read(key), whole.captures.read(key)
         names = ours.update.tensors.keys()
         assert "classifier.bias" in names
         assert "bert.encoder.layer.0.attention.self.query.weight" in names
@@ -302,10 +303,10 @@ def test_captures_hold_what_is_read_and_answers_and_models_are_the_same(tmp_path
         assert all(torch.equal(ours.update.tensors[n], all_of_it.update.tensors[n]) for n in names)
     assert_same_models(run, whole, (1, 2, 3))
     assert rows(run) == rows(whole)
-    sizes = [sum(t.numel() * 4 for t in run.read_broadcast(1).values())]
+    sizes = [sum(t.numel() * 4 for t in run.models.read(1).values())]
     sizes += [
-        sum(t.numel() * 4 for t in run.read_capture(key).update.tensors.values())
-        for key in run.captures()
+        sum(t.numel() * 4 for t in run.captures.read(key).update.tensors.values())
+        for key in run.captures.all_keys()
     ]
     model = outline(experiment, 2)
     assert forecast.bytes_kept(experiment, model) == sum(sizes) + 2 * sizes[0]
@@ -315,8 +316,8 @@ def test_captures_hold_what_is_read_and_answers_and_models_are_the_same(tmp_path
 def test_of_a_sum_what_is_read_is_stored(tmp_path):
     experiment = experiment_of(**READ, defense=[{"kind": "secure_sum"}])
     run = carried_out(tmp_path / "run", experiment)
-    (first, _) = run.captures()
-    assert len(run.read_capture(first).update.tensors) < len(run.read_broadcast(1)) / 2
+    (first, _) = run.captures.all_keys()
+    assert len(run.captures.read(first).update.tensors) < len(run.models.read(1)) / 2
 
 
 def test_an_attack_that_reads_more_is_refused_afterwards(tmp_path):
@@ -360,7 +361,7 @@ def test_a_capture_is_on_disk_before_the_next_but_one_is_received(tmp_path, monk
     def watched(self, reply):
         kept = on_reply(self, reply)
         received.append(reply)
-        behind.append(len(received) - len(self._run.captures()))
+        behind.append(len(received) - len(self._run.captures.all_keys()))
         return kept
 
     monkeypatch.setattr(CuriousServer, "on_reply", watched)

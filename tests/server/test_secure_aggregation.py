@@ -25,8 +25,9 @@ from fedleak.flower.server.secure_aggregation import Stages, SummingServer, run_
 from fedleak.report.terminal.run import circumstances
 from fedleak.running import preparation
 from fedleak.running.reports import report_run
+from fedleak.store.captures import Captures
 from fedleak.store.lines import Lines
-from fedleak.store.run import EVERYONE, Key, Run
+from fedleak.store.run import EVERYONE, Key
 from fedleak.store.summaries import SUMMARY
 from fedleak.training.local import local_update_
 from fedleak.util.errors import FedleakError
@@ -70,18 +71,18 @@ def trained(folder, experiment):
 def modelled(folder, tmp_path_factory):
     """A round without cryptography, and the updates that it summed."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Run, "drop_held", lambda run: None)
+        patch.setattr(Captures, "drop", lambda captures: None)
         return trained(tmp_path_factory.mktemp("modelled") / "run", experiment_of(SUM))
 
 
 def sum_of(modelled, *clients):
-    held = (modelled.held(Key(1, client)).update for client in clients)
+    held = (modelled.held.read(Key(1, client)).update for client in clients)
     return SecureSum(**SETTINGS).combined(held, rng=stream(0))
 
 
 def check_sum(run, expected):
     """The protocol's sum is the model's: all but float rounding is whole numbers."""
-    found = run.read_capture(Key(1, EVERYONE)).update
+    found = run.captures.read(Key(1, EVERYONE)).update
     assert found.num_examples == expected.num_examples
     assert found.tensors.keys() == expected.tensors.keys()
     for name, value in expected.tensors.items():
@@ -118,13 +119,13 @@ def test_the_sum_is_that_of_the_model(tmp_path, algorithm):
         for name, each in (("model", SUM), ("protocol", PROTOCOL))
     ]
     for round in (1, 2):
-        one, other = (run.read_capture(Key(round, EVERYONE)) for run in pair)
+        one, other = (run.captures.read(Key(round, EVERYONE)) for run in pair)
         assert one.knowledge == other.knowledge
         assert one.update.num_examples == other.update.num_examples
         for name, value in one.update.tensors.items():
             torch.testing.assert_close(value, other.update.tensors[name], rtol=1e-5, atol=1e-8)
-    assert pair[0].broadcasts() == pair[1].broadcasts() == [1, 2, 3]
-    assert pair[1].captures() == [Key(1, EVERYONE), Key(2, EVERYONE)]
+    assert pair[0].models.rounds() == pair[1].models.rounds() == [1, 2, 3]
+    assert pair[1].captures.all_keys() == [Key(1, EVERYONE), Key(2, EVERYONE)]
     assert not (pair[1].path / "held").exists()
     assert "dropped_out" not in pair[1].info()
 
@@ -213,12 +214,12 @@ def test_too_few_clients_give_an_error_and_no_sum(tmp_path, monkeypatch, stage):
     )
     with pytest.raises(FedleakError, match=message):
         train(run, experiment)
-    assert run.captures() == []
-    assert run.broadcasts() == [1]
+    assert run.captures.all_keys() == []
+    assert run.models.rounds() == [1]
     # The same command again goes on.
     monkeypatch.undo()
     train(run, experiment)
-    assert run.captures() == [Key(1, EVERYONE)]
+    assert run.captures.all_keys() == [Key(1, EVERYONE)]
 
 
 def test_one_client_alone_is_never_summed_whatever_the_threshold(tmp_path, monkeypatch):
@@ -227,7 +228,7 @@ def test_one_client_alone_is_never_summed_whatever_the_threshold(tmp_path, monke
     run = preparation.prepare(experiment, tmp_path / "run")
     with pytest.raises(FedleakError, match="3 of 4 clients were lost, and at least 2 must answer"):
         train(run, experiment)
-    assert run.captures() == []
+    assert run.captures.all_keys() == []
 
 
 # --- what is refused ------------------------------------------------------------------------

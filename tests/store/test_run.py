@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from fedleak.running.preparation import move_aside
 from fedleak.store.files import HALF_WRITTEN, new_file, replace
 from fedleak.store.lines import SCHEMA_VERSION, Lines
 from fedleak.store.records import UTILITY, Utility
@@ -62,10 +63,10 @@ def rows(run):
 @pytest.mark.parametrize("kind", UpdateKind)
 def test_a_capture_comes_back_as_it_was(run, kind):
     capture = capture_of(kind=kind)
-    run.write_capture(capture)
-    back = run.read_capture(capture.key)
+    run.captures.write(capture)
+    back = run.captures.read(capture.key)
     assert (back.key, back.knowledge) == (capture.key, SERVER)
-    assert run.read_knowledge(capture.key) == SERVER
+    assert run.captures.about(capture.key).knowledge == SERVER
     assert (back.update.kind, back.update.num_examples) == (kind, 5)
     assert type(back.update.kind) is UpdateKind
     assert back.update.tensors.keys() == capture.update.tensors.keys()
@@ -75,26 +76,26 @@ def test_a_capture_comes_back_as_it_was(run, kind):
 
 
 def test_keys_and_rounds_are_listed_in_order_whatever_their_number_of_digits(run):
-    assert run.captures() == run.truths() == run.broadcasts() == []
+    assert run.captures.all_keys() == run.vault.all_keys() == run.models.rounds() == []
     keys = [Key(1, 3), Key(1, 120), Key(2, 0), Key(12345, 1)]
     for key in reversed(keys):
-        run.write_capture(capture_of(key))
-        run.write_truth(key, {})
-        run.write_broadcast(key.round, {"a": torch.ones(1)})
+        run.captures.write(capture_of(key))
+        run.vault.write(key, {})
+        run.models.write(key.round, {"a": torch.ones(1)})
     (run.path / "captures" / "note.safetensors").touch()
-    assert run.captures() == run.truths() == keys
-    assert run.broadcasts() == [1, 2, 12345]
+    assert run.captures.all_keys() == run.vault.all_keys() == keys
+    assert run.models.rounds() == [1, 2, 12345]
     assert sorted(p.name for p in (run.path / "captures").iterdir())[0] == "note.safetensors"
 
 
 @shared_folder
 @given(st.floats(0, 1, exclude_max=True))
 def test_a_cut_capture_is_damaged_wherever_it_was_cut(run, where):
-    run.write_capture(capture_of())
+    run.captures.write(capture_of())
     path = run.path / "captures" / "r0003-c07.safetensors"
     content = path.read_bytes()
     path.write_bytes(content[: int(where * len(content))])
-    for read in (run.read_capture, run.read_knowledge):
+    for read in (run.captures.read, run.captures.about):
         with pytest.raises(CaptureError, match=r"r0003-c07\.safetensors is damaged"):
             read(Key(3, 7))
 
@@ -103,15 +104,15 @@ def test_a_cut_capture_is_damaged_wherever_it_was_cut(run, where):
     "garbage", [b"", b"\0" * 100, b"{}" * 50, b"\x08\0\0\0\0\0\0\0{}      ", b"\xff" * 16]
 )
 def test_garbage_is_a_damaged_capture_and_a_damaged_model(run, garbage):
-    run.write_capture(capture_of())
-    run.write_broadcast(3, {"a": torch.ones(1)})
+    run.captures.write(capture_of())
+    run.models.write(3, {"a": torch.ones(1)})
     (run.path / "captures" / "r0003-c07.safetensors").write_bytes(garbage)
-    for read in (run.read_capture, run.read_knowledge):
+    for read in (run.captures.read, run.captures.about):
         with pytest.raises(CaptureError, match=r"r0003-c07\.safetensors is damaged.*delete it"):
             read(Key(3, 7))
     (run.path / "models" / "r0003.safetensors").write_bytes(garbage[:8])
     with pytest.raises(CaptureError, match=r"r0003\.safetensors is damaged"):
-        run.read_broadcast(3)
+        run.models.read(3)
 
 
 BESIDE = {
@@ -130,14 +131,14 @@ def test_what_stands_beside_a_capture_is_checked_before_it_is_used(run, name):
     changes, says = BESIDE[name]
     rows, parameters = torch.zeros(9, 4), {"b": torch.empty(9, 4, device="meta")}
     rows[3] = 1
-    run.write_capture(Capture(KEY, ClientUpdate(UpdateKind.DELTA, {"b": rows}, 5), SERVER))
-    assert torch.equal(run.read_capture(KEY, parameters).update.tensors["b"], rows)
+    run.captures.write(Capture(KEY, ClientUpdate(UpdateKind.DELTA, {"b": rows}, 5), SERVER))
+    assert torch.equal(run.captures.read(KEY, parameters).update.tensors["b"], rows)
     file = run.path / "captures" / "r0003-c07.safetensors"
     with safe_open(file, framework="pt") as opened:
         table = json.loads(opened.metadata()["fedleak"])
     save_file(load_file(file), file, {"fedleak": json.dumps(table | changes)})
     with pytest.raises(CaptureError, match=rf"r0003-c07\.safetensors is damaged \(.*{says}"):
-        run.read_capture(KEY, parameters)
+        run.captures.read(KEY, parameters)
 
 
 @pytest.mark.parametrize(
@@ -149,19 +150,19 @@ def test_what_stands_beside_a_capture_is_checked_before_it_is_used(run, name):
     ],
 )
 def test_a_capture_of_another_model_is_damaged(run, tensor, says):
-    run.write_capture(Capture(KEY, ClientUpdate(UpdateKind.DELTA, tensor, 5), SERVER))
+    run.captures.write(Capture(KEY, ClientUpdate(UpdateKind.DELTA, tensor, 5), SERVER))
     with pytest.raises(CaptureError, match=says):
-        run.read_capture(KEY, {"b": torch.empty(2, device="meta")})
+        run.captures.read(KEY, {"b": torch.empty(2, device="meta")})
 
 
 def test_what_is_not_there_is_named(run):
     with pytest.raises(CaptureError, match=r"r0001-c00\.safetensors"):
-        run.read_capture(Key(1, 0))
+        run.captures.read(Key(1, 0))
     with pytest.raises(CaptureError, match=r"r0001\.safetensors"):
-        run.read_broadcast(1)
+        run.models.read(1)
     with pytest.raises(FedleakError, match="not a run directory"):
         run.info()
-    assert run.read_truth(Key(1, 0)) is None
+    assert run.vault.read(Key(1, 0)) is None
     assert run.rows(Lines("leakage.jsonl", dict)) == []
 
 
@@ -170,11 +171,11 @@ def test_what_is_not_there_is_named(run):
 
 WRITES = {
     "create": lambda run: run.create(**INFO),
-    "capture": lambda run: run.write_capture(capture_of()),
-    "hold": lambda run: run.hold(capture_of()),
-    "broadcast": lambda run: run.write_broadcast(1, {"a": torch.ones(1)}),
-    "truth": lambda run: run.write_truth(Key(1, 2), {}),
-    "defended": lambda run: run.write_defended(Key(1, 2), {}),
+    "capture": lambda run: run.captures.write(capture_of()),
+    "hold": lambda run: run.held.write(capture_of()),
+    "broadcast": lambda run: run.models.write(1, {"a": torch.ones(1)}),
+    "truth": lambda run: run.vault.write(Key(1, 2), {}),
+    "defended": lambda run: run.defended.write(Key(1, 2), {}),
     "append": lambda run: run.append(SOME, {}),
     "rows": lambda run: run.write_rows(SOME, [{}]),
     "json": lambda run: run.write_json("some.json", {}),
@@ -211,9 +212,9 @@ def test_a_folder_that_was_there_becomes_its_owners(run):
 
 
 def test_a_private_batch_is_replaced(run):
-    run.write_truth(Key(1, 2), {"sequences": [[1, 2]]})
-    run.write_truth(Key(1, 2), {"sequences": [[1, 3]]})
-    assert run.read_truth(Key(1, 2)) == {"sequences": [[1, 3]]}
+    run.vault.write(Key(1, 2), {"sequences": [[1, 2]]})
+    run.vault.write(Key(1, 2), {"sequences": [[1, 3]]})
+    assert run.vault.read(Key(1, 2)) == {"sequences": [[1, 3]]}
 
 
 def test_captures_and_models_of_another_experiment_are_not_read(run, tmp_path):
@@ -221,17 +222,17 @@ def test_captures_and_models_of_another_experiment_are_not_read(run, tmp_path):
     run.create(**INFO)
     other.create(**INFO | {"fingerprint": "f01"})
     for each in (run, other):
-        each.write_capture(capture_of())
-        each.hold(capture_of())
-        each.write_broadcast(3, {"a": torch.ones(1)})
+        each.captures.write(capture_of())
+        each.held.write(capture_of())
+        each.models.write(3, {"a": torch.ones(1)})
     files = ("captures/r0003-c07.safetensors", "held/r0003-c07.safetensors")
     for name in (*files, "models/r0003.safetensors"):
         (run.path / name).write_bytes((other.path / name).read_bytes())
-    reads = (run.read_capture, run.read_knowledge, run.held, lambda _: run.read_broadcast(3))
+    reads = (run.captures.read, run.captures.about, run.held.read, lambda _: run.models.read(3))
     for read in reads:
         with pytest.raises(CaptureError, match="of another experiment, f01; this one is f00"):
             read(KEY)
-    assert other.read_capture(KEY).key == KEY
+    assert other.captures.read(KEY).key == KEY
 
 
 def test_information_is_added_to_and_replaced(run):
@@ -356,7 +357,7 @@ def test_what_the_disk_refuses_is_named_and_leaves_the_old_file(rows, monkeypatc
         patch.setattr(os, "fsync", full)
         for write in (
             lambda: rows.write_json("some.json", {"a": 2}),
-            lambda: rows.write_broadcast(1, {"a": torch.ones(1)}),
+            lambda: rows.models.write(1, {"a": torch.ones(1)}),
             lambda: rows.append(SOME, {}),
         ):
             with pytest.raises(FedleakError, match="cannot be written: No space left on device"):
@@ -431,17 +432,16 @@ def test_the_lock_is_not_taken_twice_in_one_process(run):
 
 
 def test_moving_aside_keeps_everything_and_never_overwrites(run):
-    aside = []
     for number in range(3):
         run.create(**INFO, number=number)
-        run.write_truth(Key(1, number), {})
-        aside.append(run.move_aside())
+        run.vault.write(Key(1, number), {})
+        move_aside(run.path)
         assert not run.path.exists()
-    assert len(set(aside)) == 3
-    for number, path in enumerate(aside):
-        assert json.loads((path / "run.json").read_text())["number"] == number
-        assert Run(path).truths() == [Key(1, number)]
-        assert path.name.startswith("r.")
+    aside = list(run.path.parent.glob("r.*"))
+    assert len(aside) == 3
+    for path in aside:
+        number = json.loads((path / "run.json").read_text())["number"]
+        assert Run(path).vault.all_keys() == [Key(1, number)]
 
 
 # --- typed values ---------------------------------------------------------------------------

@@ -28,9 +28,9 @@ def sealed_run(path: Path) -> Run:
     run = Run(path)
     run.create(experiment={}, fingerprint="f", status="finished", num_labels=2)
     update = ClientUpdate(UpdateKind.GRADIENT, {"weight": torch.arange(3.0)}, 2)
-    run.write_capture(Capture(KEY, update, Knowledge()))
-    run.write_broadcast(1, {"weight": torch.zeros(3, dtype=torch.bfloat16), "b": torch.zeros(())})
-    run.write_truth(KEY, {"texts": ["a"], "of": {1: (2, 3)}})
+    run.captures.write(Capture(KEY, update, Knowledge()))
+    run.models.write(1, {"weight": torch.zeros(3, dtype=torch.bfloat16), "b": torch.zeros(())})
+    run.vault.write(KEY, {"texts": ["a"], "of": {1: (2, 3)}})
     run.append(UTILITY, *(Utility(round=number, accuracy=0.5) for number in range(2)))
     return run
 
@@ -84,7 +84,7 @@ def test_nothing_is_of_here_under_another_key(
     other = tmp_path / "other.key"
     other.write_bytes(bytes(seal.KEY_BYTES))
     monkeypatch.setenv(seal.KEY_FILE, str(other))
-    assert not run.made_here()
+    assert not run.is_genuine("run.json")
     models = "models/r0001.safetensors"
     lines = [f"utility.jsonl, line {number}" for number in (1, 2)]
     assert unsealed(run) == ["run.json", CAPTURE, models, TRUTH, *lines]
@@ -93,26 +93,26 @@ def test_nothing_is_of_here_under_another_key(
 def test_a_note_in_the_run_json_of_others_does_not_make_it_ours(tmp_path: Path) -> None:
     run = sealed_run(tmp_path)
     run.update_info(status="running")
-    assert run.made_here()
+    assert run.is_genuine("run.json")
     without_seal(run)
     run.update_info(status="finished")
-    assert not run.made_here()
+    assert not run.is_genuine("run.json")
     assert run.info()["status"] == "finished"
 
 
 def test_what_is_held_becomes_a_capture_with_its_seal(tmp_path: Path) -> None:
     run = sealed_run(tmp_path)
     update = ClientUpdate(UpdateKind.GRADIENT, {"weight": torch.ones(3)}, 2)
-    run.hold(Capture(Key(1, 1), update, Knowledge()))
-    run.admit(Key(1, 1))
-    run.close(Key(1, 1), delete=False)
+    run.held.write(Capture(Key(1, 1), update, Knowledge()))
+    run.captures.admit(Key(1, 1), run.held)
+    run.captures.close(Key(1, 1), delete=False)
     assert unsealed(run) == []
 
 
 def test_the_seal_is_no_part_of_a_value(tmp_path: Path) -> None:
     run = sealed_run(tmp_path)
     assert "seal" in json.loads((run.path / TRUTH).read_text())
-    assert run.read_truth(KEY) == {"texts": ["a"], "of": {"1": [2, 3]}}
+    assert run.vault.read(KEY) == {"texts": ["a"], "of": {"1": [2, 3]}}
 
 
 def test_a_seal_is_an_hmac_of_place_and_content() -> None:
@@ -170,7 +170,7 @@ def test_without_a_place_for_a_key_nothing_is_sealed(
     seal._key.cache_clear()
     try:
         run = sealed_run(tmp_path / "run")
-        assert not run.made_here()
+        assert not run.is_genuine("run.json")
         assert "seal" not in json.loads((run.path / TRUTH).read_text())
     finally:
         seal._key.cache_clear()

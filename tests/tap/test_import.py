@@ -98,7 +98,7 @@ def imported(tmp_path):
 
 
 def update_of(found, key=None):
-    return found.run.read_capture(key or Key(1, 0)).update
+    return found.run.captures.read(key or Key(1, 0)).update
 
 
 def near(tensors, gradient):
@@ -123,10 +123,10 @@ def test_weights_become_the_delta_of_a_step(wire, step, imported):
     # What is absent did not change.
     for name in step.gradient.keys() - update.tensors.keys():
         assert torch.equal(step.after[name], step.before[name])
-    known = found.run.read_knowledge(Key(1, 0))
+    known = found.run.captures.about(Key(1, 0)).knowledge
     assert (known.learning_rate, known.local_steps, known.dropout) == (RATE, 1, False)
     assert known.optimiser is None
-    broadcast = found.run.read_broadcast(1)
+    broadcast = found.run.models.read(1)
     assert all(torch.equal(broadcast[name], step.before[name]) for name in step.gradient)
     assert not found.left_out
 
@@ -201,7 +201,7 @@ def test_what_is_not_sent_stays_as_in_the_checkpoint(wire, step, imported, folde
     assert update_of(found).tensors.keys() <= set(some)
     assert near(update_of(found).tensors, step.gradient)
     word = bert_tiny.family.word_embedding
-    assert torch.equal(found.run.read_broadcast(1)[word], bert_tiny.parameters()[word])
+    assert torch.equal(found.run.models.read(1)[word], bert_tiny.parameters()[word])
     assert set(stored(found.run).update.share) == set(update_of(found).tensors)
 
 
@@ -258,7 +258,7 @@ def test_a_learning_rate_comes_from_a_config(wire, step, imported):
     wire("sent", 1, 77, {"arrays": step.before}, config={"lr": RATE})
     wire("received", 1, 77, {"arrays": step.after}, metrics=METRICS)
     keyed = {"training.learning_rate": None, "training.learning_rate_key": "lr"}
-    assert imported(keyed).run.read_knowledge(Key(1, 0)).learning_rate == RATE
+    assert imported(keyed).run.captures.about(Key(1, 0)).knowledge.learning_rate == RATE
     with pytest.raises(ConfigError, match="'eta' is no number above 0"):
         imported(keyed | {"training.learning_rate_key": "eta"}, out="other")
 
@@ -267,10 +267,10 @@ def test_steps_are_counted_from_examples_epochs_and_accumulation(wire, step, imp
     wire("sent", 1, 77, {"arrays": step.before})
     wire("received", 1, 77, {"arrays": step.after}, metrics={"num-examples": 9})
     found = imported({"training.local_epochs": 3, "training.accumulate": 2})
-    assert found.run.read_knowledge(Key(1, 0)).local_steps == 9  # 5 batches make 3 steps
+    assert found.run.captures.about(Key(1, 0)).knowledge.local_steps == 9  # 5 batches make 3 steps
     assert stored(found.run).federation.batch_size == 4
     found = imported({"training.local_steps": 7}, out="other")
-    assert found.run.read_knowledge(Key(1, 0)).local_steps == 7
+    assert found.run.captures.about(Key(1, 0)).knowledge.local_steps == 7
 
 
 @pytest.mark.parametrize("payload", ["weights", "delta"])
@@ -308,7 +308,7 @@ def test_weight_decay_is_taken_out_to_the_last_bit(
     rows = update_of(found).tensors["bert.embeddings.word_embeddings.weight"]
     used = set(batch["input_ids"].flatten().tolist())
     assert set(rows.any(1).nonzero().flatten().tolist()) == used
-    assert found.run.read_knowledge(Key(1, 0)).optimiser == (
+    assert found.run.captures.about(Key(1, 0)).knowledge.optimiser == (
         None if optimiser == "sgd" else "adamw"
     )
 
@@ -399,7 +399,7 @@ def test_clients_can_say_their_number(wire, step, imported):
     for node, client in ((77, 5), (78, 2)):
         wire("received", 1, node, {"arrays": step.after}, metrics=METRICS | {"id": client})
     found = imported({"reply.client_key": "id"})
-    assert found.run.captures() == [Key(1, 2), Key(1, 5)]
+    assert found.run.captures.all_keys() == [Key(1, 2), Key(1, 5)]
     assert found.run.info()["nodes"] == {"5": "77", "2": "78"}
     with pytest.raises(ConfigError, match="no number of a client"):
         imported({"reply.client_key": "name"}, out="other")
@@ -486,7 +486,7 @@ def test_a_round_beyond_all_rounds_is_a_damaged_line(wire, step, imported):
     assert late != lines
     path.write_text("".join(line + "\n" for line in [*lines, *late]))
     found = imported()
-    assert found.run.captures() == [Key(1, 0)]
+    assert found.run.captures.all_keys() == [Key(1, 0)]
     assert [line.partition(" (")[0] for line in found.left_out] == [
         "line 3 of messages.jsonl is damaged",
         "line 4 of messages.jsonl is damaged",
@@ -523,7 +523,7 @@ def test_rounds_and_clients_may_be_missing(wire, step, imported, tmp_path):
     with (tmp_path / "mine" / "messages.jsonl").open("ab") as file:
         file.write(b"{torn}\n")
     found = imported()
-    assert found.run.captures() == [Key(1, 0), Key(3, 1)]
+    assert found.run.captures.all_keys() == [Key(1, 0), Key(3, 1)]
     left_out = "\n".join(found.left_out)
     assert "line 8 of messages.jsonl is damaged" in left_out
     assert "round 3, node 79: the client failed: \\x1b[31m" in left_out
@@ -562,7 +562,7 @@ def test_a_sum_is_how_a_round_changed_the_model(wire, step, imported):
         wire("received", 1, node, masked, metrics=METRICS)
     wire("evaluated", 1, 77, {"arrays": step.after})
     found = imported({"reply.payload": "sum"})
-    assert found.run.captures() == [Key(1, EVERYONE)]
+    assert found.run.captures.all_keys() == [Key(1, EVERYONE)]
     update = update_of(found, Key(1, EVERYONE))
     assert near(update.tensors, step.gradient)
     assert update.num_examples == 4

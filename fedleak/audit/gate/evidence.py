@@ -111,8 +111,8 @@ def own(evidence: Evidence) -> Check:
     if not evidence.purged:
         for key in expected_captures(evidence.experiment):
             try:
-                if run.has_capture(key):  # what is gone is a gap, which is said once
-                    run.read_knowledge(key)
+                if run.captures.has(key):  # what is gone is a gap, which is said once
+                    run.captures.about(key)
             except CaptureError as error:
                 lacks.append(str(error))
     try:

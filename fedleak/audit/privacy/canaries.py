@@ -70,7 +70,7 @@ def canary_rows(
     rows = {row.key: row for row in earlier}
     if experiment.canary is None:
         return []
-    for captured in run.captures():
+    for captured in run.captures.all_keys():
         try:
             rows |= {row.key: row for row in _scored(run, experiment, model, captured, gaps)}
         except CaptureError as error:
@@ -92,11 +92,11 @@ def _scored(
         truth = read_truth(run, key)
         if truth is None or truth.canaries is None:
             continue
-        if truth.canaries.copy and not run.has_audited(key):
+        if truth.canaries.copy and not run.vault.has_differences(key):
             gaps.notes.append(f"the audited copy of {key} is not here: its canaries have no score")
             continue
         if capture is None:
-            capture = run.read_capture(captured, dict(model.module.named_parameters()))
+            capture = run.captures.read(captured, dict(model.module.named_parameters()))
             if not all(map(all_finite, capture.update.tensors.values())):
                 raise CaptureError(f"not every number of {captured} is finite")
             noise_share = _noise_share(capture.update, read_truth(run, captured))
@@ -129,7 +129,7 @@ def _row(
     sign = 1 if update.kind == UpdateKind.GRADIENT else -1
     values_SK = where.taken(update.tensors)
     if coins.copy:
-        differences_SK = run.read_audited(key)
+        differences_SK = run.vault.read_differences(key)
         if differences_SK.shape != values_SK.shape:
             raise CaptureError(f"the audited copy of {key} has other numbers than its update")
         summed = capture.key.client == EVERYONE

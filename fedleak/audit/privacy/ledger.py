@@ -17,6 +17,7 @@ from fedleak.store.run import EVERYONE, Key, Run
 from fedleak.store.summaries import DefenseMeans, Guarantee
 from fedleak.training import privacy
 from fedleak.training.privacy import Event, Spent
+from fedleak.util.errors import FedleakError
 
 
 class _DefenseNote(Measured):
@@ -37,13 +38,13 @@ class ClientNote(BaseModel):
 def client_notes(run: Run, gaps: Gaps) -> dict[Key, ClientNote | None]:
     """Returns what clients' defenses did; None where the file is damaged."""
     notes: dict[Key, ClientNote | None] = {}
-    for key, value in run.defended().items():
+    for key in run.defended.all_keys():
         try:
-            notes[key] = ClientNote.model_validate(value)
-        except ValidationError:
+            notes[key] = ClientNote.model_validate(run.defended.read(key))
+        except (FedleakError, ValidationError):
             notes[key] = None
             gaps.missing.append(
-                f"{run.path / 'defended' / f'{key}.json'} is damaged: what was counted with it "
+                f"{run.defended.path(key)} is damaged: what was counted with it "
                 "stays, and only `fedleak run FILE --fresh` writes such a file again"
             )
     return notes
@@ -62,7 +63,8 @@ def ledger(
     on counts none twice and forgets none. From the first round whose note is gone a client
     keeps its earlier rows; where there are none, nothing is guaranteed.
     """
-    table, truths, captured = experiment.privacy, set(run.truths()), set(run.captures())
+    table = experiment.privacy
+    truths, captured = set(run.vault.all_keys()), set(run.captures.all_keys())
     earlier: dict[Key, list[LedgerRow]] = defaultdict(list)
     for row in before:
         earlier[row.key].append(row)

@@ -46,8 +46,8 @@ def train(message: Message, context: Context) -> Message:
         model, message.content.array_records["arrays"].to_torch_state_dict(keep_input=False)
     )
     key = Key(round, client)
-    if work.vault is not None:
-        refuse_another_run(work.vault, key, experiment.fingerprint)
+    if work.private is not None:
+        refuse_another_run(work.private, key, experiment.fingerprint)
     protection = work.protection
     seed, local, part = experiment.seed, protection.local, workload.parts[client]
     chosen = round_batch(len(part), local, seed=seed, client=client, round=round)
@@ -55,7 +55,7 @@ def train(message: Message, context: Context) -> Message:
     labels = [workload.labels[part[i]] for i in chosen]
     figures: dict[str, float] = {}
     canaries = None
-    if work.vault is not None:  # without one nobody could tell later which canaries were in
+    if work.private is not None:  # without one nobody could tell later which canaries were in
         canaries = client_canaries(experiment, protection, client, round, model)
     update = local_update_(
         model,
@@ -66,7 +66,7 @@ def train(message: Message, context: Context) -> Message:
         report=figures.update,
         planted=canaries.planted if canaries else None,
     )
-    if work.vault is not None:
+    if work.private is not None:
         truth = GroundTruth(
             round=round,
             client=client,
@@ -77,5 +77,5 @@ def train(message: Message, context: Context) -> Message:
             canaries=canaries.coins if canaries else None,
         )
         marked = {"fingerprint": experiment.fingerprint, **truth.to_json()}
-        work.vault.write_truth(key, marked)
+        work.private.vault.write(key, marked)
     return Outgoing(key, update, figures, canaries, reply_to=message)

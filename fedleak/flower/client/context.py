@@ -44,13 +44,13 @@ class Work:
         experiment: What is trained.
         client: Whose data this node holds.
         own: Its file; None: the client's part of what the experiment names.
-        vault: Where it keeps what it trained on; None: nowhere.
+        private: Where it keeps what it trained on; None: nowhere.
     """
 
     experiment: Experiment
     client: int
     own: OwnFile | None
-    vault: Run | None
+    private: Run | None
 
     @property
     def model_and_data(self) -> tuple[LanguageModel, Workload]:
@@ -155,7 +155,7 @@ def vault(context: Context, run_name: str) -> Run | None:
     return Run(Path(folder, os.path.basename(os.path.normpath(f"/{run_name}"))))
 
 
-def refuse_another_run(vault: Run, key: Key, fingerprint: str) -> None:
+def refuse_another_run(private: Run, key: Key, fingerprint: str) -> None:
     """Refuses to write over what the client trained on in an earlier run.
 
     The server chooses the name of the folder, so it could have an older run's texts written over.
@@ -163,9 +163,9 @@ def refuse_another_run(vault: Run, key: Key, fingerprint: str) -> None:
     Raises:
         ConfigError: The vault has a private batch of another experiment there.
     """
-    kept = vault.read_truth(key)
+    kept = private.vault.read(key)
     if kept is not None and kept.get("fingerprint") != fingerprint:
         raise ConfigError(
-            f"this node's vault has another run called {vault.path.name!r}, and what it trained "
+            f"this node's vault has another run called {private.path.name!r}, and what it trained "
             "on: give this run another run-dir, or move that folder out of the vault"
         )

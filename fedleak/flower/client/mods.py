@@ -14,6 +14,7 @@ from fedleak.config.experiment import Experiment
 from fedleak.config.sent_parameters import selected_parameters
 from fedleak.flower.client.context import work_of
 from fedleak.flower.client.outgoing import Outgoing
+from fedleak.store.files import plain
 from fedleak.training.wire import partial_update
 from fedleak.util.errors import FedleakError
 from fedleak.util.rng import stream
@@ -49,11 +50,11 @@ def defend(message: Message, context: Context, call_next: Next) -> Message:
     def rng(number: int) -> Generator:
         return stream(experiment.seed, "defense", number, key.client, key.round)
 
-    raw, private = reply.update, work.vault
+    raw, private = reply.update, work.private
     reply.update, defense_notes = protection.defend(raw, rng)
     if private is not None and reply.canaries is not None and reply.canaries.coins.copy:
         audited, _ = protection.defend(reply.canaries.copied(raw), rng)
-        private.write_audited(key, reply.canaries.difference(audited, reply.update))
+        private.vault.write_differences(key, reply.canaries.difference(audited, reply.update))
     if defense_notes and private is not None:
         events = [event.to_json() for event in protection.events(key.round)]
         note: dict[str, Any] = {
@@ -62,7 +63,7 @@ def defend(message: Message, context: Context, call_next: Next) -> Message:
             "training": reply.trained,
             "events": events,
         }
-        private.write_defended(key, note)
+        private.defended.write(key, plain(note))
     return reply
 
 

@@ -117,9 +117,9 @@ def federate(
     model = loading.load(experiment.model_spec(run.info()["num_labels"]), weights=first == 1)
     if first == 1:
         run.update_info(model_fingerprint=models.fingerprint(dict(model.module.named_parameters())))
-        run.write_broadcast(1, model.parameters())
+        run.models.write(1, model.parameters())
     # Mapped from its file, it takes no memory beside the model that clients are sent.
-    models.lend_parameters_(model, run.read_broadcast(first))
+    models.lend_parameters_(model, run.models.read(first))
     rounds = experiment.federation.rounds - first + 1
     if rounds < 1:
         return
@@ -134,7 +134,7 @@ def federate(
 
     def room(under_way: int) -> bool:
         """Whether the disk bears another capture: if not, the attacks are waited for."""
-        return waiting is None or strategy.writing + run.waiting() + under_way < waiting
+        return waiting is None or strategy.writing + run.captures.waiting() + under_way < waiting
 
     try:
         strategy.start(
@@ -153,7 +153,7 @@ def first_open_round(experiment: Experiment, run: Run) -> int:
 
     A complete round has all of its captures that are kept, and the model of the next round.
     """
-    captured, broadcast = set(run.captures()), set(run.broadcasts())
+    captured, broadcast = set(run.captures.all_keys()), set(run.models.rounds())
     missing = [key.round for key in expected_captures(experiment) if key not in captured]
     first = min([*missing, max(broadcast, default=1)])
     while first > 1 and first not in broadcast:
@@ -249,7 +249,7 @@ def evaluation(
         round = server_round + offset
         if round in written or not held_out["sequences"] or not experiment.evaluated(round):
             return None
-        models.lend_parameters_(model, run.read_broadcast(round + 1))
+        models.lend_parameters_(model, run.models.read(round + 1))
         scores = evaluate(model, held_out["sequences"], held_out["labels"])
         run.append(UTILITY, Utility(round=round, **plain(scores)))
         return MetricRecord(dict(scores))

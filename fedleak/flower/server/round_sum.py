@@ -46,8 +46,8 @@ class RoundSum:
         self._awaited.pop()
         while self._awaited and self._awaited[-1] in self._early:
             key = Key(self._round, self._awaited.pop())
-            self.total.add_(self._run.held(key).update)
-            self._run.release(key)
+            self.total.add_(self._run.held.read(key).update)
+            self._run.held.delete(key)
 
 
 class Beside:

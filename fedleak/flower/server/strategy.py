@@ -105,7 +105,7 @@ class CuriousServer(Strategy):
         self._local_steps = max(self._local_steps, steps)
         capture = Capture(key, update, self._knowledge(steps))
         if self._sum is None:
-            self._run.hold(capture)
+            self._run.held.write(capture)
         else:
             self._capture_and_add(capture, self._sum)
 
@@ -114,18 +114,18 @@ class CuriousServer(Strategy):
         run, key = self._run, capture.key
         is_next = total.is_next(key.client)
         seen = self._experiment.sees == "updates" and self._experiment.attacked(*key)
-        kept = seen and not run.is_closed(key)
+        kept = seen and not run.captures.is_closed(key)
 
         def write() -> None:
             if not is_next:
-                run.hold(capture)
+                run.held.write(capture)
             if not kept:
                 return
             stored = self._stored(capture)
             if stored is capture and not is_next:
-                run.admit(key)
+                run.captures.admit(key, run.held)
             else:
-                run.write_capture(stored)
+                run.captures.write(stored)
 
         self._beside.do(write)
         if is_next:
@@ -160,7 +160,7 @@ class CuriousServer(Strategy):
         self._waiting_for = {self._nodes[client]: client for client in clients}
         self._problems, self._local_steps = [], 0
         self._arrays = arrays
-        self._run.drop_held()  # by a process that was killed in this round
+        self._run.held.drop()  # by a process that was killed in this round
         if self._aggregator is None:
             self._sum = RoundSum(self._run, round, clients, self._model.parameters())
         record = RecordDict(
@@ -186,7 +186,7 @@ class CuriousServer(Strategy):
         round = server_round + self._offset
         self.finish()
         self._check_all_answered(reply for reply in replies if reply.has_error())
-        broadcast, combined = self._run.read_broadcast(round), None
+        broadcast, combined = self._run.models.read(round), None
         if self._sum is not None:
             total, self._sum = self._sum.total, None
         else:
@@ -195,7 +195,8 @@ class CuriousServer(Strategy):
             total = WeightedSum(lambda name: broadcast[name].dtype)
             total.add_(combined)
         optimiser = self._experiment.server_optimiser
-        moments = self._run.read_moments(round) if optimiser.kind == "adam" else {}
+        goes_on = optimiser.kind == "adam" and round > 1
+        moments = self._run.moments.read(round) if goes_on else {}
         following, moments = aggregate(broadcast, total, optimiser, moments)
         if self._experiment.sees == "models":
             rate = optimiser.learning_rate
@@ -203,10 +204,10 @@ class CuriousServer(Strategy):
         elif combined is not None:
             self._capture_of_all(round, combined)
         if combined is not None:
-            self._run.drop_held()
+            self._run.held.drop()
         if moments and round < self._experiment.federation.rounds:
-            self._run.write_moments(round + 1, moments)
-        self._run.write_broadcast(round + 1, following)
+            self._run.moments.write(round + 1, moments)
+        self._run.models.write(round + 1, following)
         if round not in rounds_attacked(self._experiment):
             self._run.forget(round)
         # In the same record: Flower holds the first one to the end, besides what it is given.
@@ -232,7 +233,7 @@ class CuriousServer(Strategy):
     def _combined(self, aggregator: TrustedAggregator, round: int) -> ClientUpdate:
         """Returns what the aggregator makes of the updates held."""
         held = (
-            self._run.held(Key(round, client)).update
+            self._run.held.read(Key(round, client)).update
             for client in clients_of_round(self._experiment, round)
         )
         return aggregator.combined(held, rng=stream(self._experiment.seed, "combined", round))
@@ -240,7 +241,7 @@ class CuriousServer(Strategy):
     def _capture_of_all(self, round: int, update: ClientUpdate) -> None:
         """Captures what stands for all clients of a round."""
         capture = Capture(Key(round, EVERYONE), update, self._knowledge(self._local_steps))
-        self._run.write_capture(self._stored(capture))
+        self._run.captures.write(self._stored(capture))
 
     def _knowledge(self, local_steps: int) -> Knowledge:
         """Returns what the server itself set."""

@@ -121,7 +121,7 @@ class Arrivals:
 
     def __init__(self, run: Run, expected: Sequence[Key]) -> None:
         self._run, self._kept = run, {key.round for key in expected}
-        captured = set(run.captures())
+        captured = set(run.captures.all_keys())
         self.here = sum(key in captured for key in expected)
         self._awaited = dict.fromkeys(key for key in expected if key not in captured)
         self._first = [key for key in expected if key in captured]
@@ -135,11 +135,11 @@ class Arrivals:
             everywhere: Not only the next ones in the order of rounds.
         """
         if everywhere:
-            of_now = set(self._run.captures()) if self._awaited else set()
+            of_now = set(self._run.captures.all_keys()) if self._awaited else set()
             arrivals = [key for key in self._awaited if key in of_now]
         else:
             next_ones = itertools.islice(self._awaited, LOOKS)
-            arrivals = [key for key in next_ones if self._run.has_capture(key)]
+            arrivals = [key for key in next_ones if self._run.captures.has(key)]
         for key in arrivals:
             del self._awaited[key]
         self.here += len(arrivals)
@@ -149,11 +149,11 @@ class Arrivals:
     def round(self) -> int:
         """Returns the round in training; once all are trained, one more than their number."""
         latest = self._latest
-        while self._run.has_broadcast(latest + 1):
+        while self._run.models.has(latest + 1):
             latest += 1
         # A round that is not kept loses its model too, perhaps before anybody looked for it.
         if not {latest, latest + 1} <= self._kept:
-            latest = max([latest, *self._run.broadcasts()])
+            latest = max([latest, *self._run.models.rounds()])
         self._latest = latest
         return latest
 

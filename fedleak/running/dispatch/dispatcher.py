@@ -132,7 +132,7 @@ class Dispatcher:
         Raises:
             ConfigError: There is nothing else to attack.
         """
-        deleted = self._run.deleted()
+        deleted = self._run.captures.deleted()
         gone = {(key, name) for key, name in wanted - self._answered if key in deleted}
         if gone and wanted == self._answered | gone:
             raise ConfigError(

@@ -61,7 +61,7 @@ class Retention:
         if self._keep == "all" or key not in self._left or self._left[key]:
             return
         wanted = self._keep == "unproved" and key not in self._proved
-        if self._run.has_capture(key):
+        if self._run.captures.has(key):
             # One that is damaged has failed, so there is nothing to delete.
             with suppress(CaptureError):
-                self._run.close(key, delete=not wanted and key not in self._failed)
+                self._run.captures.close(key, delete=not wanted and key not in self._failed)
