@@ -84,12 +84,12 @@ class Killed(Here):
     clients=st.integers(1, 7),
     rounds=st.integers(1, 3),
     named=st.integers(1, 3),
-    of=st.integers(1, 9),
+    count=st.integers(1, 9),
 )
-def test_shards_have_all_of_the_work_once_and_alike(clients, rounds, named, of):
+def test_shards_have_all_of_the_work_once_and_alike(clients, rounds, named, count):
     keys = [Key(round, client) for round in range(1, rounds + 1) for client in range(clients)]
     work = groups([NamedAttack(str(i), SimpleNamespace()) for i in range(named)], keys)
-    parts = [part_of(work, Shard(of, number)) for number in range(1, of + 1)]
+    parts = [part_of(work, Shard(count, number)) for number in range(1, count + 1)]
     found = Counter((one.attack.name, *one.keys) for part in parts for one in part)
     assert found == Counter((one.attack.name, *one.keys) for one in work)
     for name in map(str, range(named)):  # a slow attack is not left to one of them

@@ -298,7 +298,7 @@ def _remedy(run: Run, of_shards: Mapping[Shard, Share | None]) -> str:
     complete = [shard for shard, share in of_shards.items() if share is not None and share.complete]
     open_ = [
         str(shard)
-        for count in dict.fromkeys(shard.of for shard in of_shards)
+        for count in dict.fromkeys(shard.count for shard in of_shards)
         for shard in (Shard(count, number) for number in range(1, count + 1))
         if shard not in complete
     ]

@@ -255,7 +255,7 @@ def attack_shard(
         raise FedleakError(f"{summary}: the captures of the others are not: train them first")
     if failed:
         raise FedleakError(f"{summary}, and {failed} of them failed: --retry tries them again")
-    return f"{summary}; once all {shard.of} are complete: fedleak score {run.path}"
+    return f"{summary}; once all {shard.count} are complete: fedleak score {run.path}"
 
 
 def disk_note(run: Run, experiment: Experiment) -> str | None:

@@ -38,11 +38,11 @@ class Shard:
     """One share of several.
 
     Attributes:
-        of: How many shares there are.
+        count: How many shares there are.
         number: Which one, from 1.
     """
 
-    of: int
+    count: int
     number: int
 
     @classmethod
@@ -53,8 +53,8 @@ class Shard:
             ConfigError: It is not that, or there is no such share.
         """
         match = re.fullmatch(r"(\d{1,5})/(\d{1,5})", text, re.ASCII)
-        shard = cls(of=int(match[2]), number=int(match[1])) if match else None
-        if shard is None or not 1 <= shard.number <= shard.of <= MOST:
+        shard = cls(count=int(match[2]), number=int(match[1])) if match else None
+        if shard is None or not 1 <= shard.number <= shard.count <= MOST:
             raise ConfigError(
                 f"--shard {text!r}: give a number and how many there are, from 1/n to n/n (n is at "
                 f"most {MOST:,}), such as 2/4"
@@ -62,16 +62,16 @@ class Shard:
         return shard
 
     def __str__(self) -> str:
-        return f"{self.number}/{self.of}"
+        return f"{self.number}/{self.count}"
 
     @property
     def folder(self) -> str:
         """The name of its folder, in the run directory."""
-        return f"shard-{self.number}of{self.of}"
+        return f"shard-{self.number}of{self.count}"
 
     def part(self, values: Sequence[T]) -> list[T]:
         """Returns every n-th value, so that all shards together have each value once."""
-        return list(values[self.number - 1 :: self.of])
+        return list(values[self.number - 1 :: self.count])
 
     def lines(self, lines: Lines[T]) -> Lines[T]:
         """Returns this shard's own file in place of the run's."""
@@ -112,7 +112,7 @@ def locked(run: Run, shard: Shard) -> Iterator[None]:
 def begun(run: Run) -> list[Shard]:
     """Returns the shards that have a folder, in order."""
     names = (_FOLDER.fullmatch(path.name) for path in run.path.glob("shard-*of*"))
-    return sorted(Shard(of=int(m[2]), number=int(m[1])) for m in names if m)
+    return sorted(Shard(count=int(m[2]), number=int(m[1])) for m in names if m)
 
 
 def shares(run: Run) -> dict[Shard, Share | None]:

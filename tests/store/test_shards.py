@@ -15,7 +15,7 @@ from fedleak.util.errors import FedleakError
 pytestmark = pytest.mark.core
 
 LINES = answers("f00")
-FIRST, SECOND = Shard(of=2, number=1), Shard(of=2, number=2)
+FIRST, SECOND = Shard(count=2, number=1), Shard(count=2, number=2)
 
 
 def answer(client: int, status: Status = Status.RECOVERED, **changes: Any) -> Answer:
@@ -71,7 +71,7 @@ def test_of_several_answers_the_first_that_did_not_fail_counts(run: Run) -> None
     assert shards.readable_answers(run) == shards.salvage_answers(run) == given
     # Each shard tries its own failures again no more, and those of others once.
     assert {one.client for one in shards.answers_for(run, FIRST)} == {0, 1, 2}
-    assert {one.client for one in shards.answers_for(run, Shard(of=3, number=1))} == {0, 1}
+    assert {one.client for one in shards.answers_for(run, Shard(count=3, number=1))} == {0, 1}
 
 
 def test_ids_outside_the_vocabulary_are_no_answer(run: Run) -> None:
@@ -119,7 +119,7 @@ def test_failures_are_forgotten_with_their_attempts(
 
 
 def test_shards_that_have_begun_are_listed_with_what_they_say(run: Run) -> None:
-    wide = Shard(of=10, number=2)
+    wide = Shard(count=10, number=2)
     for shard in (wide, SECOND, FIRST):
         give(run, shard, answer(0, attack="tag"), answer(0), answer(1))
     (run.path / "shard-1of2x").mkdir()
@@ -130,7 +130,7 @@ def test_shards_that_have_begun_are_listed_with_what_they_say(run: Run) -> None:
     assert shards.begun(run) == [FIRST, SECOND, wide]
     assert shards.shares(run) == {FIRST: said, SECOND: None, wide: None}
     assert shards.attacks_in(run, SECOND) == ["dager", "tag"]
-    assert shards.attacks_in(run, Shard(of=3, number=1)) == []
+    assert shards.attacks_in(run, Shard(count=3, number=1)) == []
     with pytest.raises(FedleakError) as refused:
         run.read(shards.share(wide))
     assert str(refused.value).endswith("): `fedleak attack RUN --shard 2/10` makes it anew")
@@ -149,5 +149,5 @@ def test_a_shard_leaves_the_run_to_other_shards_and_to_nobody_else(run: Run) -> 
 
 
 def test_the_parts_of_all_shards_are_all() -> None:
-    parts = [Shard(of=3, number=number).part("abcdefgh") for number in (1, 2, 3)]
+    parts = [Shard(count=3, number=number).part("abcdefgh") for number in (1, 2, 3)]
     assert parts == [["a", "d", "g"], ["b", "e", "h"], ["c", "f"]]
