@@ -1,7 +1,8 @@
 """The strongest attack that a setting admits, without settings: an ensemble of fixed order.
 
 What AutoAttack (Croce and Hein 2020) is for adversarial examples. The attacks of `ENSEMBLE` are
-asked one after the other, the cheapest first, until a whole batch is proved. Each gets what the
+asked one after the other, the cheapest first, until a whole batch is proved, or one text is
+determined in closed form. Each gets what the
 others found: sequences that are proved are taken out of the update (`peeling`), likely tokens and
 guesses are where gradient matching begins. At the end the batch is chosen from what all of them
 read, by the observed gradient alone (`evidence`), so that a sequence of one attack can stand beside
@@ -16,6 +17,7 @@ import torch
 from pydantic import AfterValidator, Field
 
 from fedleak.attacks import AttackSetting, OneByOne, Progress, Step, certificate
+from fedleak.attacks.analytic.position_marginals import PositionMarginals
 from fedleak.attacks.auto.budget import Pace, Reserve, share_of_spans
 from fedleak.attacks.auto.chance import FEWEST, PLACEBOS, leaves_noise, noise_of, worth
 from fedleak.attacks.auto.evidence import choose, compare
@@ -32,9 +34,10 @@ from fedleak.models import CLASSIFICATION, LanguageModel, absolute
 from fedleak.models import prior as priors
 from fedleak.training.observation import Observation
 
-Single = Keyspan | Dager | Lamp
+Single = PositionMarginals | Keyspan | Dager | Lamp
 
 ENSEMBLE: tuple[tuple[Single, str], ...] = (
+    (PositionMarginals(), "reads a single text from both embeddings, in closed form"),
     (Keyspan(), "reads sentences from the attention of layer 1, and proves them one by one"),
     (Dager(), "reads sequences from the spans of layers 1 and 2"),
     (Lamp(), "matches the gradient of what is left, beginning with what the others found"),
@@ -57,7 +60,8 @@ class Findings:
         members: Proved sequences, taken out of the update.
         tokens: Tokens beside which there are no others, as far as any of them knows.
         said: What each attack said, by its kind.
-        whole: The rest of the batch, with repetitions, if the last attack proved it.
+        whole: The rest of the batch, with repetitions, if the last attack proved it, or determined
+            it by closed form.
         scale: How many times its mean gradient the update is, as far as members tell.
     """
 
@@ -75,7 +79,7 @@ class Findings:
             members=(*self.members, *reading.members),
             tokens=self.tokens.union(reading.tokens),
             said={**self.said, kind: reading.answer},
-            whole=reading.sequences if reading.answer.verified else (),
+            whole=reading.sequences if reading.answer.verified or reading.determined else (),
             scale=self.scale * reading.scale,
         )
 
@@ -120,7 +124,7 @@ class Auto(OneByOne):
     """
 
     kind: ClassVar[str] = "auto"
-    version: ClassVar[int] = 3
+    version: ClassVar[int] = 4
     slow: ClassVar[bool] = True
     uses: ClassVar[frozenset[str]] = Lamp.uses | {"noise_scale"}
     seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 120.0
@@ -154,9 +158,9 @@ class Auto(OneByOne):
         """Returns the batch that explains the update best, of all that the attacks read."""
         attempt = _Attempt(self, seen, model, rng, on_progress)
         choice = attempt.ask_all()
-        # The last attack may have proved the whole batch by itself.
+        # The last attack may have settled the whole batch by itself.
         whole = choice is None and attempt.rest is seen
-        return attempt.proved() if whole else attempt.answer(choice or NO_CHOICE)
+        return attempt.settled() if whole else attempt.answer(choice or NO_CHOICE)
 
 
 class _Attempt:
@@ -187,7 +191,13 @@ class _Attempt:
         """
         seen, model, clock = self._seen, self._model, self._clock
         setting = AttackSetting.of(seen, model)
-        able = [attack for attack, _ in ENSEMBLE if attack.obstacle(setting) is None]
+        able = [
+            attack
+            for attack, _ in ENSEMBLE
+            if attack.obstacle(setting) is None
+            # Of a batch it guesses which words belong together, and the others do that better.
+            and not (isinstance(attack, PositionMarginals) and seen.update.num_examples > 1)
+        ]
         share = share_of_spans(seen, model)
         for number, attack in enumerate(able, 1):
             if self.findings.said and clock.up():
@@ -202,7 +212,7 @@ class _Attempt:
                 break
             reading = read(timed, self.rest, model, clues, self._rng, tell)
             self.findings = self.findings.and_(attack.kind, reading)
-            if reading.answer.verified:
+            if reading.answer.verified or reading.determined:
                 return None
             if self.findings.members:
                 left = peel(seen, model, self.findings.members, self.findings.scale)
@@ -286,8 +296,8 @@ class _Attempt:
         again = self._choice([*better, *before])
         return again if again.batch else choice
 
-    def proved(self) -> Reconstruction:
-        """Returns the answer of the last attack, which proved the whole batch by itself."""
+    def settled(self) -> Reconstruction:
+        """Returns the answer of the last attack, which settled the whole batch by itself."""
         *_, (kind, answer) = self.findings.said.items()
         sequences = tuple(certificate.close(self._model, ids) for ids in self.findings.whole)
         own = {"from": [kind] * len(sequences), "likely": [True] * len(sequences)}
@@ -404,6 +414,8 @@ def read(
         rng: A random stream.
         on_progress: Is told how far it is.
     """
+    if isinstance(attack, PositionMarginals):
+        return attack.read(seen, model)
     if isinstance(attack, Keyspan):
         return attack.read(seen, model, rng=rng, on_progress=on_progress)
     if isinstance(attack, Dager):

@@ -1,0 +1,336 @@
+"""Position marginals: the text itself, from the word and position rows of one update.
+
+Let d_i be the gradient at the i-th token of what the embeddings add up: word, position and type.
+The row of a word v is W_v = sum of d_i over the places of v, the row of a position is P_q = sum of
+d_i over the tokens at q: two marginals of the same gradients. That holds whatever the layers above
+do, with dropout, and for sums over steps, batches and momentum, with any factor on the whole
+update (clipping, loss scaling, a learning rate). It does not hold for what treats rows unlike:
+Adam, weight decay, masks, noise.
+
+**One text** has P_q = d_q. So W = A P, where A[v, q] is 1 if v stands at q, and 0 if not. While
+places are no more than the hidden size, P has an inverse on the right, and A = W pinv(P) is the
+text (the nearest relative is APRIL, Lu et al. 2022, which solves for the input of a vision
+transformer from its position gradient). What the solution proves, without the model: let s be the
+smallest singular value of P, and r the largest norm of a row of W - A P. Another text has a matrix
+A' that differs in a row by whole numbers, at least one, so that row of W - A' P is no shorter than
+s - r. With `excess` = r / s, every other text leaves 1 / excess - 1 times as much. The text is
+`determined` if that is nine times. This rests on three things: that the update is a sum over one
+text, that it is what its gradients add up to but for r, and that every used position has a row.
+The weights play no part in it: the gradient of another model gives its text as well.
+
+**Next-token training with a tied output layer** adds sum_i (p_i(v) - [v = y_i]) h_i to each word
+row, with h_i the last hidden states. The rows of words that are in no text have nothing else, so
+they span the h_i. With that span projected out of W and P, W = A P is left, as long as places and
+the rank of the span are together no more than the hidden size.
+
+**Several texts** share positions, and P pinv(W) is a table of positions and words: it has a 1 for
+each word that occurs once. Which places belong to one text it does not say. Words go to the text
+whose words have the most similar gradients: a guess. Words that occur more than once are left out.
+
+Shapes: V words, M words that may be used, T places, D hidden size, R rank of the span.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, NamedTuple
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.nn import functional as F
+
+from fedleak.attacks import AttackSetting, certificate
+from fedleak.attacks.clock import Clock
+from fedleak.attacks.reconstruction import Reconstruction, Status
+from fedleak.attacks.subspace.answer import Reading
+from fedleak.models import LanguageModel
+from fedleak.training.observation import Observation
+
+DETERMINED = 0.1
+"""Below this excess every other text leaves at least nine times as much."""
+
+_CUTS = (1e-6, 1e-5, 1e-4, 1e-3)
+"""Singular values, as shares of the largest, at which the span of hidden states may end: rounding
+decides, and local steps. The one that leaves the clearest solution is taken."""
+
+_EMPTY = 1e-4
+"""A word's row that is smaller than this, as a share of the largest one, is of no text."""
+
+_ZERO = 1e-12
+"""A singular value below this share of the largest one is zero."""
+
+_HALF = 0.5
+"""Numbers of a solution that are nearer to 0 and 1 than this are a text."""
+
+
+class Marginals(NamedTuple):
+    """Both tables, without what an output layer adds.
+
+    Attributes:
+        word_MD: The rows of the words that may be used, the largest first.
+        words_M: These words.
+        place_TD: The rows of the positions, from the first used one to the last.
+        others: No row of the other words is longer.
+        rank: Dimensions that were projected out.
+    """
+
+    word_MD: Tensor
+    words_M: Tensor
+    place_TD: Tensor
+    others: float
+    rank: int
+
+
+class Places(NamedTuple):
+    """Where the words of a batch stand.
+
+    Attributes:
+        words_M: The distinct words.
+        word_MD: Their rows.
+        table_TM: 1 where a word that occurs once stands, else near 0.
+        rank: Dimensions that were projected out.
+    """
+
+    words_M: Tensor
+    word_MD: Tensor
+    table_TM: Tensor
+    rank: int
+
+    def ambiguity(self) -> float:
+        """Returns how far the table is from whole numbers, in the mean."""
+        return float((self.table_TM - self.table_TM.round()).abs().mean())
+
+
+class Solution(NamedTuple):
+    """The only 0/1 matrix near W pinv(P).
+
+    Attributes:
+        ids: The text.
+        distance: How far the farthest number is from 0 or 1.
+        excess: The largest row that the text leaves, over the smallest singular value of P.
+        rank: Dimensions that were projected out.
+    """
+
+    ids: tuple[int, ...]
+    distance: float
+    excess: float
+    rank: int
+
+
+@dataclass(frozen=True)
+class PositionMarginals:
+    """One text in closed form from the word and position embeddings' gradients, dropout or not.
+
+    Attributes:
+        seconds: After which no proof is begun; None: no limit.
+    """
+
+    kind: ClassVar[str] = "position_marginals"
+    uses: ClassVar[frozenset[str]] = frozenset()
+    seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+
+    def obstacle(self, setting: AttackSetting) -> str | None:
+        """Needs the gradients of the word embedding and of learned positions."""
+        family = setting.family
+        if family.position_embedding is None:
+            return "reads rows of positions, and the model's are rotary: choose another model.name"
+        missing = {family.word_embedding, family.position_embedding} - setting.shared
+        if missing:
+            return f"needs {' and '.join(sorted(missing))}, and clients send none: see update.share"
+        return None
+
+    def reads(self, setting: AttackSetting) -> frozenset[str]:
+        """Reads both embeddings, and the classifier, which gives the label for a proof."""
+        family = setting.family
+        names = (family.word_embedding, family.position_embedding, *family.classifier)
+        return frozenset(name for name in names if name is not None)
+
+    def __call__(
+        self, seen: Observation, model: LanguageModel, *, rng: torch.Generator
+    ) -> Reconstruction:
+        """Returns the text that the two tables leave, or the words of a batch at their places."""
+        return self.read(seen, model).answer
+
+    @torch.no_grad()
+    def read(self, seen: Observation, model: LanguageModel) -> Reading:
+        """Returns the answer, and whether it is the only text that the tables admit."""
+        family, tensors = model.family, seen.update.tensors
+        assert family.position_embedding is not None
+        tables = marginals(
+            tensors[family.word_embedding], tensors[family.position_embedding], model.tied
+        )
+        if isinstance(tables, str):
+            return Reading(Reconstruction.none(Status.ABSTAINED, tables))
+        if seen.update.num_examples > 1:
+            return Reading(_batch(tables, seen.update.num_examples, model.hidden_size))
+        best = min((solved(table) for table in tables), key=lambda solution: solution.excess)
+        places = len(best.ids)
+        numbers: dict[str, Any] = {
+            "distance": best.distance,
+            "determined": best.excess < DETERMINED,
+            "budget": [places + best.rank, model.hidden_size],
+        }
+        if best.distance >= _HALF:
+            reason = (
+                f"the {places} position rows explain no text: a number of the solution is "
+                f"{best.distance:.2g} from 0 or 1 (noise, Adam, a mask, or more texts than one)"
+            )
+            return Reading(Reconstruction.none(Status.ABSTAINED, reason, **numbers))
+        verdict = _proof(best.ids, seen, model, Clock(self.seconds))
+        answer = Reconstruction(
+            status=Status.RECOVERED,
+            sequences=(best.ids,),
+            evidence=(best.excess,),
+            margins=(max(1 / best.excess - 1, 0.0) if best.excess else None,),
+            tokens=tuple(sorted(set(best.ids))),
+            diagnostics=numbers | verdict.diagnostics(),
+            verified=verdict.verified,
+            reason=verdict.remark() if verdict.verified else _NOT_PROVED[numbers["determined"]],
+        )
+        return Reading(answer, (best.ids,), determined=numbers["determined"])
+
+
+_NOT_PROVED = {
+    True: "not recomputed: the only text that both embedding gradients admit, if it is one text",
+    False: "nothing determined: the text nearest to both embedding gradients",
+}
+
+
+def marginals(word_VD: Tensor, position_PD: Tensor, tied: bool) -> list[Marginals] | str:
+    """Returns both tables, for each rank that a span to be projected out may have; or why not.
+
+    Args:
+        word_VD: Gradient of the word embedding.
+        position_PD: Gradient of the position embedding.
+        tied: The output layer is the word embedding.
+    """
+    norms_V = torch.linalg.vector_norm(word_VD, dim=1, dtype=torch.float64)
+    used = position_PD.any(1).nonzero()[:, 0].tolist()
+    if not used or not norms_V.any():
+        return "an embedding gradient holds only zeros: that table was frozen"
+    # The first place need not be the first row: RoBERTa's is row 2.
+    place_TD = position_PD[used[0] : used[-1] + 1].double()
+    places, width = place_TD.shape
+    if len(used) < places:
+        return f"{places - len(used)} of {places} position rows were not sent"
+    if places > width:
+        return (
+            f"{places} places are used, or blurred by noise: the hidden size, {width}, has no room"
+        )
+    # A text has at most one word for each place, and those of a text are among the largest rows.
+    order_V = norms_V.argsort(descending=True, stable=True)
+    few = min(2 * width, len(order_V) // 2)
+    words_M, others_X = order_V[:few], order_V[few:]
+    word_MD = word_VD[words_M].double()
+    if not tied:
+        return [Marginals(word_MD, words_M, place_TD, float(norms_V[others_X].max()), 0)]
+    others_XD = word_VD[others_X].double()
+    squares_D, basis_DD = torch.linalg.eigh(others_XD.T @ others_XD)
+    squares_D = squares_D.clamp_min(0)
+    tables = {}
+    for cut in _CUTS:
+        kept_D = squares_D <= cut**2 * squares_D[-1]
+        outside_DX = basis_DD[:, kept_D]
+        rank = width - outside_DX.shape[1]
+        if places + rank <= width:
+            tables[rank] = Marginals(
+                word_MD=word_MD @ outside_DX,
+                words_M=words_M,
+                place_TD=place_TD @ outside_DX,
+                others=float(squares_D[kept_D].sum().sqrt()),
+                rank=rank,
+            )
+    return list(tables.values()) or (
+        f"no room: {places} places and the span of the last hidden states, which the tied output "
+        f"layer adds, are more than the hidden size, {width}"
+    )
+
+
+def solved(tables: Marginals) -> Solution:
+    """Returns the text nearest to W pinv(P)."""
+    sizes_T = torch.linalg.svdvals(tables.place_TD)
+    smallest = max(float(sizes_T[-1]), _ZERO * float(sizes_T[0]))
+    near_MT = tables.word_MD @ torch.linalg.pinv(tables.place_TD)
+    text_T = near_MT.argmax(0)
+    whole_MT = F.one_hot(text_T, len(near_MT)).T.to(near_MT)
+    left_M = (tables.word_MD - whole_MT @ tables.place_TD).norm(dim=1)
+    left = max(float(left_M.max()), tables.others)
+    return Solution(
+        ids=tuple(tables.words_M[text_T].tolist()),
+        distance=float((near_MT - whole_MT).abs().max()),
+        excess=left / smallest,
+        rank=tables.rank,
+    )
+
+
+def placed(tables: Marginals) -> Places | None:
+    """Returns where the words of a batch stand; None if they are too many to tell."""
+    norms_M = tables.word_MD.norm(dim=1)
+    used_M = norms_M > _EMPTY * norms_M.max()
+    words, width = int(used_M.sum()), tables.place_TD.shape[1]
+    if words > width or tables.others > _EMPTY * norms_M.max():
+        return None
+    word_MD = tables.word_MD[used_M]
+    table_TM = tables.place_TD @ torch.linalg.pinv(word_MD, rtol=_CUTS[0])
+    return Places(tables.words_M[used_M], word_MD, table_TM, tables.rank)
+
+
+def grouped(places: Places, texts: int) -> list[list[int]]:
+    """Returns the texts of a batch, of words that stand at one place: those of similar gradients.
+
+    A text begins with the word at the first place if there is but one.
+    """
+    from scipy.optimize import linear_sum_assignment  # here, because it takes a while
+
+    unit_MD = F.normalize(places.word_MD, dim=1)
+    groups: list[list[int]] = [[] for _ in range(texts)]
+    sum_BD = unit_MD.new_zeros(texts, unit_MD.shape[1])
+    for place, row_M in enumerate(places.table_TM):
+        order_M = row_M.argsort(descending=True).tolist()
+        here = [word for word in order_M[:texts] if row_M[word] > _HALF]
+        if place == 0 and len(here) == 1:
+            groups = [[*here] for _ in range(texts)]
+            continue
+        similar_BX = F.normalize(sum_BD, dim=1) @ unit_MD[here].T
+        for text, k in zip(*linear_sum_assignment(similar_BX, maximize=True), strict=True):
+            groups[text].append(here[k])
+            sum_BD[text] += unit_MD[here[k]]
+    return [places.words_M[group].tolist() for group in groups if group]
+
+
+def _batch(tables: Sequence[Marginals], texts: int, width: int) -> Reconstruction:
+    """Returns the words of a batch, and a guess of its texts from those that stand at a place."""
+    places = [found for table in tables if (found := placed(table)) is not None]
+    if not places:
+        reason = f"distinct words are more than the hidden size, {width}, has room for, or blurred"
+        return Reconstruction.none(Status.ABSTAINED, reason)
+    best = min(places, key=lambda found: found.ambiguity())
+    words, standing = len(best.words_M), int((best.table_TM > _HALF).any(0).sum())
+    diagnostics = {
+        "budget": [words + best.rank, width],
+        "candidates": {"words": words, "placed": standing},
+    }
+    if standing < _HALF * words:
+        reason = f"only {standing} of {words} words stand at one place"
+        return Reconstruction.none(Status.ABSTAINED, reason, **diagnostics)
+    sequences = [tuple(group) for group in grouped(best, texts)]
+    return Reconstruction(
+        status=Status.RECOVERED,
+        sequences=tuple(sequences),
+        # Nothing tells a right group from a wrong one.
+        evidence=(1.0,) * len(sequences),
+        tokens=tuple(sorted(best.words_M.tolist())),
+        diagnostics=diagnostics,
+        reason=f"nothing proved: {standing} of {words} words stand at a place, and which of them "
+        "belong to one text is guessed",
+    )
+
+
+def _proof(
+    ids: tuple[int, ...], seen: Observation, model: LanguageModel, clock: Clock
+) -> certificate.Verdict:
+    """Returns what recomputing the gradient of a text says, where it can be recomputed."""
+    if not certificate.is_linear(seen) or clock.up():
+        return certificate.NOTHING_PROVED
+    members = certificate.explain(model, [ids], seen, clock)
+    return certificate.verify(model, members, seen, clock)
