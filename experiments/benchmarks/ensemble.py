@@ -37,6 +37,7 @@ from subspace_attacks import MINILM, load, read_corpus
 
 from fedleak import data
 from fedleak.attacks import Attack, clock
+from fedleak.attacks.analytic.position_marginals import PositionMarginals
 from fedleak.attacks.auto.attack import Auto
 from fedleak.attacks.matching.lamp import Lamp
 from fedleak.attacks.subspace.dager import Dager
@@ -48,7 +49,7 @@ from fedleak.training.observation import ClientUpdate, Knowledge, Observation, U
 from fedleak.training.settings import LocalTraining
 from fedleak.util.rng import stream
 
-ATTACKS: tuple[type[Any], ...] = (Keyspan, Dager, Lamp, Auto)
+ATTACKS: tuple[type[Any], ...] = (PositionMarginals, Keyspan, Dager, Lamp, Auto)
 
 Ids = tuple[int, ...]
 
@@ -107,7 +108,7 @@ def main() -> None:
                 some = [one for one in answers if one[:3] == (size, noise, attack.kind)]
                 if some:
                     print(line(some), flush=True)
-    print(f"\n{'batch':>5} {'attack':<8} {'its ms':>9} {'auto ms':>9} {'step ms':>9} {'ratio':>6}")
+    print(f"\n{'batch':>5} {'attack':<18} {'its ms':>9} {'auto ms':>9} {'step ms':>9} {'ratio':>6}")
     for size in args.sizes:
         print(cost(model, corpus, size, args), flush=True)
 
@@ -210,11 +211,11 @@ def cost(model: LanguageModel, corpus: Corpus, size: int, args: Any) -> str:
         repeats=5,
     )
     figures = f"{1e3 * its:>9.0f} {1e3 * auto:>9.0f} {1e3 * step:>9.0f}"
-    return f"{size:>5} {single.kind:<8} {figures} {(auto - its) / step:>6.2f}"
+    return f"{size:>5} {single.kind:<18} {figures} {(auto - its) / step:>6.2f}"
 
 
 HEADING = (
-    f"{'batch':>5} {'noise':>6} {'attack':<8} {'words':>9} {'exact':>7} {'proved':>7} "
+    f"{'batch':>5} {'noise':>6} {'attack':<18} {'words':>9} {'exact':>7} {'proved':>7} "
     f"{'likely':>7} {'seconds':>8} {'longest':>8}"
 )
 
@@ -228,7 +229,7 @@ def line(some: Sequence[Answer]) -> str:
     known = [each.likely for each in some if each.likely is not None]
     likely = f"{sum(known)}/{len(known)}" if known else "-"
     return (
-        f"{one.size:>5} {one.noise:>6g} {one.attack:<8} {words:>9} {exact:>7} {proved:>7} "
+        f"{one.size:>5} {one.noise:>6g} {one.attack:<18} {words:>9} {exact:>7} {proved:>7} "
         f"{likely:>7} {sum(seconds) / len(seconds):>8.1f} {max(seconds):>8.1f}"
     )
 

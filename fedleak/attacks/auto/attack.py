@@ -1,12 +1,11 @@
 """The strongest attack that a setting admits, without settings: an ensemble of fixed order.
 
 What AutoAttack (Croce and Hein 2020) is for adversarial examples. The attacks of `ENSEMBLE` are
-asked one after the other, the cheapest first, until a whole batch is proved, or one text is
-determined in closed form. Each gets what the
-others found: sequences that are proved are taken out of the update (`peeling`), likely tokens and
-guesses are where gradient matching begins. At the end the batch is chosen from what all of them
-read, by the observed gradient alone (`evidence`), so that a sequence of one attack can stand beside
-another attack's.
+asked one after the other, the cheapest first, until a whole batch is proved, or a single text is
+determined in closed form. Each gets what the others found: sequences that are proved are taken out
+of the update (`peeling`), likely tokens and guesses are where gradient matching begins. At the end
+the batch is chosen from what all of them read, by the observed gradient alone (`evidence`), so that
+a sequence of one attack can stand beside another attack's.
 """
 
 from collections.abc import Callable, Sequence

@@ -272,6 +272,7 @@ def test_the_plan_names_every_attack_and_why_it_is_out(small, observe):
     truth = observe(model, 2)
     plan = Auto().plan(AttackSetting.of(truth.seen, model))
     assert [(step.kind, step.obstacle is None) for step in plan] == [
+        ("position_marginals", False),
         ("keyspan", False),
         ("dager", True),
         ("lamp", True),
@@ -342,3 +343,32 @@ def test_what_gradients_take_is_measured_once_and_only_where_it_is_asked_for(
     assert not tried
     ask(Auto(seconds=1.0), noisy_of(truth, 1e-2, granted=False), model)
     assert len(tried) == 2
+
+
+def test_a_single_text_is_determined_with_dropout_on_and_nobody_else_is_asked(
+    small, observe, asked
+):
+    model = small("bert", layers=3, width=48)
+    truth = observe(model, 1, dropout=True, max_length=20)
+    answer = ask(Auto(), truth.seen, model)
+    assert [attack.kind for attack, _, _ in asked[0]] == ["position_marginals"]
+    assert answer.sequences == tuple(truth.sequences)
+    assert not answer.verified
+    assert answer.diagnostics["likely"] == [True]
+    assert answer.diagnostics["from"] == ["position_marginals"]
+    assert answer.reason.startswith("not recomputed: the only text")
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_where_the_closed_form_determines_nothing_the_others_are_asked(small, observe, asked, size):
+    model = small("bert", layers=3, width=48)
+    truth = observe(model, size, max_length=10)
+    tensors = dict(truth.seen.update.tensors)
+    if size == 1:
+        del tensors[model.family.position_embedding]  # a client that freezes them
+    answer = ask(
+        Auto(), replace(truth.seen, update=replace(truth.seen.update, tensors=tensors)), model
+    )
+    assert [attack.kind for attack, _, _ in asked[0]] == ["keyspan"]
+    assert answer.verified
+    assert sorted(answer.sequences) == sorted(truth.sequences)
