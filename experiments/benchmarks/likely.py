@@ -7,7 +7,8 @@ hold nothing of the guessed kind:
 
   noise     Gaussian noise alone, as large as a gradient
   shuffled  a real gradient, the numbers of each tensor in a random order
-  other     the gradient of a model with other weights, on real texts
+  other     the gradient of a model with other weights, on two and four real texts; both embedding
+            gradients give a single one away, whatever the weights
   hidden    a real gradient under noise of 300 root mean squares of it
   lora      adapters of rank 4 in round 1, when half of the matrices are zero, as they are sent:
             they hold something of their texts, but what `auto` reads is not the texts
@@ -152,7 +153,8 @@ def observed(
     kind: str, name: str, number: int, model: LanguageModel, args: Any
 ) -> tuple[Observation, list[str]]:
     """Returns what the server sees of a batch, and its texts."""
-    size = SIZES[number % len(SIZES)]
+    sizes = SIZES[1:] if kind == "other" else SIZES
+    size = sizes[number % len(sizes)]
     drawn, rng = corpus(name, args), stream(number, kind, name)
     batch = [drawn[(4 * number + i) % len(drawn)] for i in range(size)]
     ids = data.tokenise(batch, model.encode, limit=model.max_length, max_length=24)

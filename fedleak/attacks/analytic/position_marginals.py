@@ -21,7 +21,8 @@ The weights play no part in it: the gradient of another model gives its text as 
 **Next-token training with a tied output layer** adds sum_i (p_i(v) - [v = y_i]) h_i to each word
 row, with h_i the last hidden states. The rows of words that are in no text have nothing else, so
 they span the h_i. With that span projected out of W and P, W = A P is left, as long as places and
-the rank of the span are together no more than the hidden size.
+the rank of the span are together no more than the hidden size. What is projected out holds the last
+target, which is no input: it is taken to be the end token, as everywhere else.
 
 **Several texts** share positions, and P pinv(W) is a table of positions and words: it has a 1 for
 each word that occurs once. Which places belong to one text it does not say. Words go to the text
@@ -291,7 +292,7 @@ def grouped(places: Places, texts: int) -> list[list[int]]:
         if place == 0 and len(here) == 1:
             groups = [[*here] for _ in range(texts)]
             continue
-        similar_BX = F.normalize(sum_BD, dim=1) @ unit_MD[here].T
+        similar_BX = (F.normalize(sum_BD, dim=1) @ unit_MD[here].T).cpu()
         for text, k in zip(*linear_sum_assignment(similar_BX, maximize=True), strict=True):
             groups[text].append(here[k])
             sum_BD[text] += unit_MD[here[k]]

@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from fedleak.attacks import AttackSetting
+from fedleak.attacks import AttackSetting, certificate
 from fedleak.attacks.analytic.position_marginals import (
     DETERMINED,
     PositionMarginals,
@@ -88,13 +88,27 @@ def test_five_steps_of_sgd_with_momentum_and_dropout(small, observe):
     assert answer.diagnostics["determined"]
 
 
-def test_without_dropout_the_gradient_proves_it(small, observe):
-    model = small("bert", width=48)
+@pytest.mark.parametrize(
+    ("family", "task"), [("bert", CLASSIFICATION), ("gpt2", CLASSIFICATION), ("gpt2", CAUSAL_LM)]
+)
+def test_without_dropout_the_gradient_proves_it(small, observe, family, task):
+    model = small(family, task, width=64)
     truth = observe(model, 1, max_length=20)
     answer = ask(truth.seen, model)
     assert answer.verified
-    assert answer.sequences == tuple(truth.sequences)
+    assert certificate.proves(model, answer.sequences, truth.seen)
+    assert answer.sequences == tuple(
+        ids[: 20 if task == CLASSIFICATION else -1] for ids in truth.sequences
+    )
     assert answer.reason == ""
+
+
+def test_the_gradient_of_another_model_gives_its_text_and_is_not_called_proved(small, observe):
+    truth = observe(small("bert", width=48, seed=1), 1, max_length=20)
+    answer = ask(truth.seen, small("bert", width=48))
+    assert answer.sequences == tuple(truth.sequences)
+    assert not answer.verified
+    assert answer.reason.startswith("not recomputed")
 
 
 @pytest.mark.parametrize("factor", [1e-6, 1e4])
