@@ -301,11 +301,11 @@ def grouped(places: Places, texts: int) -> list[list[int]]:
 
 def _batch(tables: Sequence[Marginals], texts: int, width: int) -> Reconstruction:
     """Returns the words of a batch, and a guess of its texts from those that stand at a place."""
-    places = [found for table in tables if (found := placed(table)) is not None]
+    places = [known for table in tables if (known := placed(table)) is not None]
     if not places:
         reason = f"distinct words are more than the hidden size, {width}, has room for, or blurred"
         return Reconstruction.none(Status.ABSTAINED, reason)
-    best = min(places, key=lambda found: found.ambiguity())
+    best = min(places, key=Places.ambiguity)
     words, standing = len(best.words_M), int((best.table_TM > _HALF).any(0).sum())
     diagnostics = {
         "budget": [words + best.rank, width],
