@@ -95,7 +95,10 @@ BAD = [
     ({"attack": [{"kind": "dagger"}]}, ["attack[0].kind", "'dagger'", "did you mean 'dager'?"]),
     (
         {"attack": [{"steps": 1}]},
-        ["attack[0].kind is missing", "dager, dlg, keyspan, lamp, membership, probes, tag"],
+        [
+            "attack[0].kind is missing",
+            "dager, dlg, keyspan, lamp, membership, position_marginals, probes, tag",
+        ],
     ),
     ({"attack": "dager"}, ["attack = 'dager'", "list"]),
     ({"attack": [{"kind": "dlg", "step": 3}]}, ["attack", "'step'", "did you mean 'steps'?"]),
