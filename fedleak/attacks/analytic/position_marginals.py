@@ -16,7 +16,8 @@ A' that differs in a row by whole numbers, at least one, so that row of W - A' P
 s - r. With `excess` = r / s, every other text leaves 1 / excess - 1 times as much. The text is
 `determined` if that is nine times. This rests on three things: that the update is a sum over one
 text, that it is what its gradients add up to but for r, and that every used position has a row.
-The weights play no part in it: the gradient of another model gives its text as well.
+The weights play no part in it: the gradient of another model gives its text as well. So where one
+gradient without dropout is known to be there, and recomputing it fails, nothing is determined.
 
 **Next-token training with a tied output layer** adds sum_i (p_i(v) - [v = y_i]) h_i to each word
 row, with h_i the last hidden states. The rows of words that are in no text have nothing else, so
@@ -168,7 +169,7 @@ class PositionMarginals:
         places = len(best.ids)
         numbers: dict[str, Any] = {
             "distance": best.distance,
-            "determined": best.excess < DETERMINED,
+            "determined": False,
             "budget": [places + best.rank, model.hidden_size],
         }
         if best.distance >= _HALF:
@@ -178,17 +179,22 @@ class PositionMarginals:
             )
             return Reading(Reconstruction.none(Status.ABSTAINED, reason, **numbers))
         verdict = _proof(best.ids, seen, model, Clock(self.seconds))
+        # Where dropout may be on, it is the usual reason why a right text is not proved.
+        refuted = (
+            certificate.is_linear(seen) and seen.knowledge.dropout is False and not verdict.verified
+        )
+        determined = best.excess < DETERMINED and not refuted
         answer = Reconstruction(
             status=Status.RECOVERED,
             sequences=(best.ids,),
             evidence=(best.excess,),
             margins=(max(1 / best.excess - 1, 0.0) if best.excess else None,),
             tokens=tuple(sorted(set(best.ids))),
-            diagnostics=numbers | verdict.diagnostics(),
+            diagnostics=numbers | {"determined": determined} | verdict.diagnostics(),
             verified=verdict.verified,
-            reason=verdict.remark() if verdict.verified else _NOT_PROVED[numbers["determined"]],
+            reason=verdict.remark() if verdict.verified else _NOT_PROVED[determined],
         )
-        return Reading(answer, (best.ids,), determined=numbers["determined"])
+        return Reading(answer, (best.ids,), determined=determined)
 
 
 _NOT_PROVED = {
