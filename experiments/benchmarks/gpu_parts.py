@@ -198,7 +198,7 @@ def _recovered(
     """Yields what attacks recover, and how long they take beside one thread of the CPU."""
     shape = f"{model.num_layers}x{model.hidden_size}"
     batches = 1 if settings.small else 3
-    corpus = data.read(
+    corpus = data.read_split(
         "builtin/notes",
         split="train",
         text=None,
@@ -381,7 +381,7 @@ def _cola(
     sentences = _asset(settings, "data/cola/in_domain_train.tsv")
     prior = _asset(settings, "models/prior-bert-vocab")
     model = loading.load(ModelSpec(name=str(minilm), task=CLASSIFICATION, num_labels=2, seed=101))
-    split = data.read(
+    split = data.read_split(
         str(sentences), split="train", text=3, label=1, samples=number, held_out=100, seed=101
     )
     return model, split.train, split.held_out, str(prior)
@@ -392,7 +392,7 @@ def _notes(settings: Settings, number: int) -> tuple[LanguageModel, data.Corpus,
     model = loading.load(
         ModelSpec(name="builtin/bert-tiny", task=CLASSIFICATION, num_labels=2, seed=settings.seed)
     )
-    split = data.read(
+    split = data.read_split(
         "builtin/notes",
         split="train",
         text=None,

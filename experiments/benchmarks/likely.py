@@ -145,7 +145,9 @@ def corpus(name: str, args: Any) -> Sequence[str]:
     if name in builtin.BUILTIN:
         return [note.text for note in notes(TEXTS, seed=3)]
     path = args.assets / "data/cola/out_of_domain_dev.tsv"
-    drawn = data.read(str(path), split="train", text=3, label=1, samples=TEXTS, held_out=0, seed=3)
+    drawn = data.read_split(
+        str(path), split="train", text=3, label=1, samples=TEXTS, held_out=0, seed=3
+    )
     return drawn.train.texts
 
 

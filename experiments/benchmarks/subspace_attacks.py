@@ -159,7 +159,7 @@ def read_corpus(assets: Path, seed: int) -> data.Corpus:
     path = assets / "data/cola/out_of_domain_dev.tsv"
     with path.open(encoding="utf-8") as file:
         samples = sum(1 for _ in file)
-    drawn = data.read(
+    drawn = data.read_split(
         str(path), split="train", text=3, label=1, samples=samples, held_out=0, seed=seed
     )
     return drawn.train

@@ -104,7 +104,7 @@ def bench_table(
     """
     from fedleak.running.bench import markdown
 
-    tables = markdown.markdown(markdown.read(paths))
+    tables = markdown.markdown(markdown.read_results(paths))
     if page is None:
         print(tables)  # noqa: T201 - Markdown as it is, however wide
         return

@@ -37,7 +37,7 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Experiment:
     Raises:
         ConfigError: Anything about the file that is not right.
     """
-    table = read(path, overrides)
+    table = read_tables(path, overrides)
     if "sweep" in table:
         raise ConfigError(
             f"experiment file {str(path)!r} has a [sweep]: use `fedleak sweep {path}`"
@@ -75,7 +75,7 @@ def with_defense(kind: str, overrides: Sequence[str] = ()) -> Experiment:
         ) from error
 
 
-def read(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+def read_tables(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Returns the tables of an experiment file, as `load` does, but as they are written there."""
     named, text = f"experiment file {str(path)!r}", ""
     try:

@@ -96,7 +96,7 @@ class Split(NamedTuple):
     dropped: int = 0
 
 
-def read(
+def read_split(
     name: str,
     *,
     split: str,

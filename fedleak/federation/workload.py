@@ -47,7 +47,7 @@ def read_data(experiment: Experiment) -> data.Split:
             "there is nothing to train; `fedleak attack RUN` attacks it"
         )
     table = experiment.data
-    split = data.read(
+    split = data.read_split(
         table.name,
         split=table.split,
         text=table.text,

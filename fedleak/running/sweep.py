@@ -119,7 +119,7 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Sweep:
     Raises:
         ConfigError: Anything about the file that is not right, with the cell that it is in.
     """
-    table = loading.read(path, overrides)
+    table = loading.read_tables(path, overrides)
     if "sweep" not in table or path.suffix == loading.RUN_JSON:
         raise ConfigError(
             f"experiment file {str(path)!r} has no [sweep]: use `fedleak run {path}`, or add one, "

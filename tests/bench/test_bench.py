@@ -277,7 +277,7 @@ def test_the_page_of_the_benchmark_is_current():
     results = sorted((ROOT / "experiments" / "bench" / "results").glob("*.json"))
     assert results
     page = (ROOT / "docs" / "benchmark.md").read_text()
-    read = markdown.read(results)
+    read = markdown.read_results(results)
     assert markdown.into(page, markdown.markdown(read)) == page, (
         "run `fedleak bench-table experiments/bench/results/*.json --into docs/benchmark.md`"
     )
@@ -289,4 +289,4 @@ def test_the_page_of_the_benchmark_is_current():
 
 def test_results_are_refused_where_there_is_no_file():
     with pytest.raises(ConfigError, match="No such file"):
-        markdown.read([Path("no-such-result.json")])
+        markdown.read_results([Path("no-such-result.json")])

@@ -342,7 +342,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, name, content, words):
     assert [word for word in words if word not in str(caught.value)] == []
 
 
-@pytest.mark.parametrize("read", [load, lambda path: markdown.read([path])])
+@pytest.mark.parametrize("read", [load, lambda path: markdown.read_results([path])])
 def test_a_device_that_never_ends_is_refused(read, monkeypatch):
     monkeypatch.setattr(plain_files, "MOST_SETTINGS", 1000)
     with pytest.raises(ConfigError, match=r"'/dev/zero'.*: it has more than 1,000 bytes: give a "):

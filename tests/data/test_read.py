@@ -47,7 +47,7 @@ FORMATS = {
 
 
 def read(path, text="text", label="label", *, samples=4, held_out=2, seed=0, **options):
-    found = data.read(
+    found = data.read_split(
         str(path),
         split="train",
         text=text,
@@ -262,7 +262,7 @@ def test_rows_without_text_are_refused_or_dropped_and_counted(tmp_path):
     (tmp_path / "a.csv").write_text("\n".join(lines))
     with pytest.raises(ConfigError, match=r"3 of 6 rows .* row 2\).* data\.drop_empty = true"):
         read(tmp_path / "a.csv", samples=3, held_out=0)
-    found = data.read(
+    found = data.read_split(
         str(tmp_path / "a.csv"), split="train", text="text", label="label", samples=3, held_out=0,
         seed=0, drop_empty=True,
     )  # fmt: skip
@@ -329,7 +329,7 @@ def test_a_classifier_needs_a_label(tmp_path):
 
 def test_training_and_held_out_texts_are_disjoint_and_the_seed_decides():
     def drawn(seed):
-        return data.read(
+        return data.read_split(
             "builtin/notes", split="", text=None, label=None, samples=30, held_out=20, seed=seed
         )[:2]
 

@@ -209,7 +209,7 @@ class _Attempt:
             timed = self._timed(attack, clues, share)
             if timed is None:
                 break
-            reading = read(timed, self.rest, model, clues, self._rng, tell)
+            reading = read_with(timed, self.rest, model, clues, self._rng, tell)
             self.findings = self.findings.and_(attack.kind, reading)
             if reading.answer.verified or reading.determined:
                 return None
@@ -392,7 +392,7 @@ _NOT_PROVED = {
 }
 
 
-def read(
+def read_with(
     attack: Single,
     seen: Observation,
     model: LanguageModel,

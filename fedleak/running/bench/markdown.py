@@ -21,7 +21,7 @@ LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 """Marks of the results in one table; more results are refused."""
 
 
-def read(paths: Sequence[Path]) -> list[Result]:
+def read_results(paths: Sequence[Path]) -> list[Result]:
     """Reads results that can stand in one table.
 
     Raises:

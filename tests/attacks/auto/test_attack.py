@@ -34,14 +34,14 @@ def ask(attack, seen, model):
 @pytest.fixture
 def asked(monkeypatch):
     """Notes who is asked, with what is left and which clues; answers may be planted by kind."""
-    notes, planted, real = [], {}, auto.read
+    notes, planted, real = [], {}, auto.read_with
 
     def read(attack, seen, model, clues, rng, on_progress):
         notes.append((attack, seen, clues))
         plant = planted.get(attack.kind)
         return plant if plant is not None else real(attack, seen, model, clues, rng, on_progress)
 
-    monkeypatch.setattr(auto, "read", read)
+    monkeypatch.setattr(auto, "read_with", read)
     return notes, planted
 
 
