@@ -11,6 +11,7 @@ import os
 import shutil
 import string
 from collections.abc import Callable, Mapping
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,7 @@ def folder(name: str) -> Path:
     return made
 
 
+@cache
 def _recipe() -> str:
     """Returns a hash of all that decides what is made: a changed recipe makes a new folder."""
     here = Path(__file__)
