@@ -205,6 +205,13 @@ def test_a_copy_computes_what_the_original_does(small, family, adapted):
 
 
 @PEFT
+def test_no_weight_is_drawn_for_a_copy(own, monkeypatch):
+    """To draw GPT-2's takes longer than a client's step."""
+    for name in ("normal_", "uniform_"):
+        monkeypatch.setattr(torch.Tensor, name, lambda *args, **kwargs: pytest.fail("drawn"))
+    adopt(own.module, own.tokenizer)
+
+
 def test_adapters_are_matched_under_every_name_that_peft_gives_them(small):
     user = plain(small("bert", layers=2))
     settings = peft.LoraConfig(r=4, task_type="SEQ_CLS", init_lora_weights=False)

@@ -34,6 +34,7 @@ def adopt(module: nn.Module, tokenizer: Any, *, loss: str = "cross-entropy") -> 
         ConfigError: A model, a tokenizer or a loss that fedleak cannot attack.
     """
     from transformers import PreTrainedTokenizerBase
+    from transformers.initialization import no_init_weights
 
     theirs = inner(module)
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
@@ -47,8 +48,10 @@ def adopt(module: nn.Module, tokenizer: Any, *, loss: str = "cross-entropy") -> 
     tokenizer, config = copy.deepcopy(tokenizer), copy.deepcopy(theirs.config)
     check_tokenizer_(named, tokenizer, config.vocab_size, task)
     set_up_(config, tokenizer)
-    with torch.random.fork_rng(devices=[]):  # weights are drawn, and overwritten below
+    # To draw what is overwritten below would take longer than a client's step.
+    with torch.random.fork_rng(devices=[]), no_init_weights():
         own = auto_class(task).from_config(config, dtype=torch.float32)
+    own.tie_weights()
     if (adapters := _adapters(module)) is not None:
         from peft import inject_adapter_in_model
 
