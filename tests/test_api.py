@@ -204,7 +204,6 @@ def test_a_copy_computes_what_the_original_does(small, family, adapted):
     assert sum(p.numel() for p in own.trained().values()) == trained
 
 
-@PEFT
 def test_no_weight_is_drawn_for_a_copy(own, monkeypatch):
     """To draw GPT-2's takes longer than a client's step."""
     for name in ("normal_", "uniform_"):
@@ -212,6 +211,7 @@ def test_no_weight_is_drawn_for_a_copy(own, monkeypatch):
     adopt(own.module, own.tokenizer)
 
 
+@PEFT
 def test_adapters_are_matched_under_every_name_that_peft_gives_them(small):
     user = plain(small("bert", layers=2))
     settings = peft.LoraConfig(r=4, task_type="SEQ_CLS", init_lora_weights=False)
