@@ -17,7 +17,7 @@ from cases import some
 from tiny import DLG, Here, toml
 from tiny import call as call_tiny
 
-from fedleak.audit import scoring
+from fedleak.audit import score_files
 from fedleak.config.loading import load
 from fedleak.flower.engines import train
 from fedleak.models import loading
@@ -651,13 +651,13 @@ def test_a_full_disk_is_purged(run, monkeypatch):
         write(self, name, value)
 
     monkeypatch.setattr(Run, "write_unsealed", full)
-    keep = scoring.write
+    keep = score_files.write
 
-    def write_scores(run, scores):
+    def write_scores(run, rows, summary):
         assert "purged" in run.info(), "what was scored is written already"
-        keep(run, scores)
+        keep(run, rows, summary)
 
-    monkeypatch.setattr(scoring, "write", write_scores)
+    monkeypatch.setattr(score_files, "write", write_scores)
     done = purging.purge(run)
     assert not done.left
     assert not PURGED & {path.name for path in run.path.iterdir()}

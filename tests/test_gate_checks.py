@@ -15,7 +15,7 @@ from scored import row
 from tiny import DLG, call, tables
 
 from fedleak.attacks.reconstruction import Status
-from fedleak.audit import scoring
+from fedleak.audit import score_files, scoring
 from fedleak.audit.gate.abstentions import with_abstentions
 from fedleak.audit.gate.check import Check, Outcome
 from fedleak.audit.gate.control import control_checks
@@ -791,7 +791,7 @@ def test_files_that_nobody_here_wrote_are_named(tmp_path: Path) -> None:
 def written(folder: Path, evidence: Evidence) -> Evidence:
     """Returns evidence of a run in whose folder scoring has written just that."""
     run, rows = run_of(folder, evidence.experiment), evidence.rows
-    scoring.write(run, scoring.RunScores([], rows, evidence.summary))
+    score_files.write(run, rows, evidence.summary)
     return replace(evidence, run=run)
 
 

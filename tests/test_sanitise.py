@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from fedleak.attacks.reconstruction import Status
-from fedleak.audit.scoring import Scored, TextPair
+from fedleak.audit.answer_scores import Scored, TextPair
 from fedleak.cli.mistakes import mended
 from fedleak.report.drawings import figures, frontier, tradeoff
 from fedleak.report.tables.sweep import attacks_table

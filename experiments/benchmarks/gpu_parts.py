@@ -337,7 +337,7 @@ def _scored(
     model: LanguageModel,
 ) -> Figure:
     """Returns the ROUGE of an attack's answers, and that of other texts."""
-    from fedleak.audit import scoring
+    from fedleak.audit import answer_scores
     from fedleak.audit.metrics import rouge
     from fedleak.training.truth import GroundTruth
 
@@ -352,8 +352,8 @@ def _scored(
     seconds = (time.perf_counter() - begin) / len(seen)
     content, paper, chance = [], [], []
     for one, (answer, truth) in enumerate(zip(answers, ids, strict=True)):
-        scores = scoring.score_sequences(answer.sequences or (), [truth], model)
-        guessed = scoring.guess(
+        scores = answer_scores.score_sequences(answer.sequences or (), [truth], model)
+        guessed = answer_scores.guess(
             others,
             GroundTruth(round=1, client=one, sequences=(truth,), labels=(), batch_size=1),
             model,

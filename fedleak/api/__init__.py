@@ -47,7 +47,7 @@ from torch import nn
 from fedleak.api.own_update import Tensors, observe
 from fedleak.attacks import Equipped, Progress
 from fedleak.attacks.reconstruction import Reconstruction, Status
-from fedleak.audit.scoring import Scored, score_one, vocabulary_of
+from fedleak.audit.answer_scores import Scored, score_one
 from fedleak.config.components import NamedAttack, build_attack
 from fedleak.config.experiment import LARGEST_SEED, Experiment
 from fedleak.config.loading import load, parse
@@ -491,7 +491,7 @@ def _token_ids(
         raise ConfigError(f"{name} is one text: give a list of texts")
     if not isinstance(texts, Iterable):
         raise ConfigError(f"{name} is {type(texts).__name__}: give a list of texts")
-    most, token_ids = vocabulary_of(model) - 1, []
+    most, token_ids = model.vocabulary - 1, []
     for number, text in enumerate(texts):
         at = f"{name}[{number}]"
         if isinstance(text, str):

@@ -14,7 +14,6 @@ from typing import Any
 from pydantic import ValidationError
 
 from fedleak.audit.privacy.ledger import ClientNote
-from fedleak.audit.scoring import vocabulary_of
 from fedleak.audit.vault import check_truth, weight
 from fedleak.federation.lookup import examples, stored
 from fedleak.federation.schedule import clients_of_round
@@ -126,7 +125,7 @@ class _Check:
         self._run, self._experiment = run, stored(run)
         self._num_labels = run.info()["num_labels"]
         model = loading.outline(self._experiment.model_spec(self._num_labels))
-        self._vocabulary = vocabulary_of(model)
+        self._vocabulary = model.vocabulary
         self._captured = set(run.captures.all_keys())
         rounds = range(1, self._experiment.federation.rounds + 1)
         self._keys = {

@@ -12,7 +12,7 @@ from rich.console import Console
 from fedleak.api import AttackResult
 from fedleak.attacks import Progress
 from fedleak.attacks.reconstruction import Status
-from fedleak.audit.scoring import Scored
+from fedleak.audit.answer_scores import Scored
 from fedleak.config.loading import override_
 from fedleak.store.files import new_file
 from fedleak.util.errors import ConfigError, FedleakError

@@ -114,6 +114,11 @@ class LanguageModel:
         return int(self.module.config.max_position_embeddings)  # type: ignore[union-attr,arg-type]
 
     @property
+    def vocabulary(self) -> int:
+        """Token ids that a text may have; a model may have more than its tokenizer."""
+        return max(int(self.module.config.vocab_size), len(self.tokenizer))  # type: ignore[union-attr,arg-type]
+
+    @property
     def hidden_size(self) -> int:
         """Width of the residual stream."""
         return int(self.module.config.hidden_size)  # type: ignore[union-attr,arg-type]

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fedleak.audit.scoring import score_answer
+from fedleak.audit.answer_scores import score_answer
 from fedleak.audit.vault import read_truth
 from fedleak.federation.lookup import stored
 from fedleak.federation.workload import outline

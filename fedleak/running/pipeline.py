@@ -5,8 +5,8 @@ from contextlib import contextmanager, suppress
 
 from fedleak.attacks.reconstruction import Status
 from fedleak.audit import central_baseline, defense_checks, positive_control, scoring
+from fedleak.audit.answer_scores import Scored
 from fedleak.audit.answered import answered
-from fedleak.audit.scoring import Scored
 from fedleak.config.experiment import Experiment
 from fedleak.federation.lookup import examples
 from fedleak.federation.schedule import expected_captures

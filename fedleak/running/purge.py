@@ -7,7 +7,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedleak.audit import scoring
+from fedleak.audit import score_files, scoring
+from fedleak.store.records import ScoredRows
 from fedleak.store.run import Run
 from fedleak.store.shards import begun
 from fedleak.store.summaries import SUMMARY
@@ -76,10 +77,10 @@ def purge(run: Run) -> Purged:
                 f"{path} ({link or (f'{files} files: {description}' if folder else description)})"
             )
     run.update_info(purged=date, purge_complete=not left)
-    scores = scoring.score(run, scoring.salvaged(run))
-    scoring.write(run, scores)  # so that the summary says it too
+    scores = scoring.score(run, score_files.salvaged(run))
+    score_files.write(run, scores.rows, scores.summary)  # so that the summary says it too
     if "figures" not in run.info():  # run.json has a seal, and rows have none
-        run.update_info(figures=scoring.mark(scores.rows, scores.summary.positive_control))
+        run.update_info(figures=score_files.mark(scores.rows, scores.summary.positive_control))
     kept = sorted(path.name for path in run.path.iterdir() if not path.name.startswith("."))
     return Purged(tuple(deleted), tuple(left), (f"{run.path}: {', '.join(kept)}",))
 
@@ -130,15 +131,15 @@ def _score(run: Run) -> None:
             f"{str(run.path)!r} is not finished ({info['status']}), so nothing was deleted: "
             "`fedleak run` with the experiment's file finishes it; or delete the folder"
         )
-    scores = scoring.score(run, scoring.salvaged(run))
+    scores = scoring.score(run, score_files.salvaged(run))
     if scores.summary.unscored:
         raise FedleakError(
             f"{scores.summary.unscored} answers of {str(run.path)!r} are not scored, so nothing "
             f"was deleted: `fedleak score {run.path}` says why; or delete the folder"
         )
     try:
-        written = run.read(SUMMARY) == scores.summary and scoring.scored_rows(run) == scores.rows
+        written = run.read(SUMMARY) == scores.summary and ScoredRows.read(run.rows) == scores.rows
     except FedleakError:  # damaged, or not there
         written = False
     if not written:
-        scoring.write(run, scores)
+        score_files.write(run, scores.rows, scores.summary)

@@ -1,9 +1,9 @@
 """What a run's files hold: answers of attacks and what became of them, a value a line."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from pydantic import JsonValue
 
@@ -307,6 +307,19 @@ class ScoredRows:
     canary: Sequence[CanaryRow] = ()
     members: Sequence[MembershipRow] = ()
 
+    @classmethod
+    def read(cls, rows_of: Callable[[Lines[Any]], Sequence[Any]]) -> "ScoredRows":
+        """Returns what the files hold.
+
+        Args:
+            rows_of: Reads the rows of a file, such as `Run.rows`.
+        """
+        return cls(**{name: rows_of(lines) for name, lines in _FILES.items()})
+
+    def by_file(self) -> list[tuple[Lines[Any], Sequence[Record]]]:
+        """Returns each file with its rows."""
+        return [(lines, getattr(self, name)) for name, lines in _FILES.items()]
+
 
 def _check_canaries(row: CanaryRow) -> None:
     if len(row.scores) != len(row.inside) or not row.scores:
@@ -340,6 +353,15 @@ CANARIES = Lines("canaries.jsonl", CanaryRow, check=_check_canaries)
 MEMBERSHIP = Lines("membership.jsonl", MembershipRow, check=_check_membership)
 DEFENSES = Lines("defenses.jsonl", DefenseRow)
 UTILITY = Lines("utility.jsonl", Utility, sealed=True)
+
+_FILES: Mapping[str, Lines[Any]] = {
+    "leakage": LEAKAGE,
+    "ledger": LEDGER,
+    "defended": DEFENSES,
+    "canary": CANARIES,
+    "members": MEMBERSHIP,
+}
+"""The files that scoring writes, by their names in `ScoredRows`."""
 
 
 def answers(fingerprint: str | None, vocabulary: int | None = None) -> Lines[Answer]:

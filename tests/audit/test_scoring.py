@@ -14,14 +14,16 @@ from rouge_score.rouge_scorer import RougeScorer
 
 from fedleak.attacks.analytic.probes import Probes
 from fedleak.attacks.reconstruction import Reconstruction, Status
-from fedleak.audit import scoring
+from fedleak.audit import answer_scores, scoring
+from fedleak.audit.answer_scores import guess, score_sequences
 from fedleak.audit.gaps import refuse_gaps
 from fedleak.audit.grants import knowledge
 from fedleak.audit.metrics.rouge import rouge
-from fedleak.audit.scoring import guess, primary, score, score_run, score_sequences
+from fedleak.audit.score_files import mark, primary
+from fedleak.audit.scoring import score, score_run
 from fedleak.config.components import NamedAttack
 from fedleak.config.loading import parse
-from fedleak.models import CLASSIFICATION, ModelSpec
+from fedleak.models import CLASSIFICATION, ModelSpec, loading
 from fedleak.report.tables.attacks import attack_table
 from fedleak.report.terminal.table import print_table
 from fedleak.running.workers.answers import checked
@@ -171,7 +173,7 @@ def test_a_guess_scores_what_chance_does(bert_tiny, sequences):
         found.append(guess(held_out, truth_of(1, n, [one]), bert_tiny, 0).content.rougeL)
         each = [rouge(other, texts[n]).rougeL for other in texts[20:]]
         chance.append(statistics.fmean(each))
-        variance.append(statistics.pvariance(each) / scoring.GUESSES)
+        variance.append(statistics.pvariance(each) / answer_scores.GUESSES)
     error = math.sqrt(sum(variance)) / 20
     assert statistics.fmean(found) == pytest.approx(statistics.fmean(chance), abs=4 * error)
     assert 0 < statistics.fmean(chance) < 30
@@ -181,7 +183,7 @@ def test_a_guess_scores_what_chance_does(bert_tiny, sequences):
 def test_a_guess_finds_the_share_of_tokens_that_its_draws_find_on_average(bert_tiny, sequences):
     truth, held_out = truth_of(1, 0, sequences[:2]), sequences[20:]
     rng, recalls = stream(0, "guess", 1, 0), []
-    for _ in range(scoring.GUESSES):
+    for _ in range(answer_scores.GUESSES):
         drawn = [held_out[i] for i in torch.randint(len(held_out), (2,), generator=rng).tolist()]
         recalls.append(score_sequences(drawn, truth.sequences, bert_tiny).token_recall)
     guessed = guess(held_out, truth, bert_tiny, 0)
@@ -196,7 +198,7 @@ def test_a_guess_looks_at_nothing_but_the_number_of_texts(bert_tiny, sequences):
     # Held-out texts that are the truth: what is drawn does not depend on it.
     cheat = guess(sequences[:2], truth_of(1, 0, sequences[:2]), bert_tiny, 0)
     assert 0 < cheat.content.rougeL < 100
-    assert guess([], truth_of(1, 0, sequences[:2]), bert_tiny, 0) == scoring.Scores()
+    assert guess([], truth_of(1, 0, sequences[:2]), bert_tiny, 0) == answer_scores.Scores()
 
 
 def test_no_pair_of_texts_is_compared_twice(bert_tiny, sequences, monkeypatch):
@@ -410,7 +412,9 @@ def test_a_row_says_all_that_was_measured(bert_tiny, sequences):
         granted=("labels",), knows=("labels", "lengths"), reason="why",
     )  # fmt: skip
     other = answer_of(3, 5, [sequences[6]])
-    one = scoring.score_one(answer, truth, bert_tiny, other=other, held_out=sequences[20:], seed=7)
+    one = answer_scores.score_one(
+        answer, truth, bert_tiny, other=other, held_out=sequences[20:], seed=7
+    )
     scores = score_sequences([first, near], [first, second], bert_tiny)
     control = score_sequences([sequences[6]], [first, second], bert_tiny)
     drawn = guess(sequences[20:], truth, bert_tiny, 7)
@@ -439,7 +443,7 @@ def test_a_row_says_all_that_was_measured(bert_tiny, sequences):
         (bert_tiny.decode(second), bert_tiny.decode(near)),
     ]
     assert [pair.rougeL for pair in pairs] == [text.rougeL for text in one.row.texts]
-    alone = scoring.score_one(answer, truth, bert_tiny).row
+    alone = answer_scores.score_one(answer, truth, bert_tiny).row
     assert alone.control_rougeL is alone.guess_rougeL is alone.guess_token_recall is None
 
 
@@ -503,6 +507,19 @@ def test_the_work_of_an_outside_program_is_noted(make, sequences):
     assert any(note.startswith("command runs an outside program") for note in notes)
 
 
+def test_the_model_of_a_run_is_made_once(make, sequences, monkeypatch):
+    run = make([truth_of(1, 0, sequences[:1])], [answer_of(1, 0, sequences[1:2])])
+    make_model, made = loading.outline, []
+
+    def counted(spec):
+        made.append(spec)
+        return make_model(spec)
+
+    monkeypatch.setattr(loading, "outline", counted)
+    score_run(run)
+    assert len(made) == 1
+
+
 def test_a_control_whose_answer_is_gone_stays(make, sequences):
     truths = [truth_of(1, c, sequences[c : c + 1]) for c in (0, 1)]
     answers = [answer_of(1, c, [sequences[5 + c]]) for c in (0, 1)]
@@ -522,12 +539,12 @@ def test_the_mark_of_rows_changes_with_each_file(make, sequences):
     row = score_run(make([truth_of(1, 0, sequences[:1])], [answer_of(1, 0, sequences[:1])]))[0].row
     nothing = records.ScoredRows()
     marks = {
-        scoring.mark(records.ScoredRows(**{field: [row]}), None)
+        mark(records.ScoredRows(**{field: [row]}), None)
         for field in ("leakage", "ledger", "defended", "canary", "members")
     }
     reading = CopiesRead(read=1, exact=1.0, rougeL=1.0, token_recall=1.0)
     copies = PositiveControl(copies=1, texts=1, together=reading, attacks={})
-    assert len(marks | {scoring.mark(nothing, None), scoring.mark(nothing, copies)}) == 7
+    assert len(marks | {mark(nothing, None), mark(nothing, copies)}) == 7
 
 
 def test_ids_outside_the_vocabulary_are_a_damaged_vault(make, sequences):
@@ -750,7 +767,7 @@ def test_a_proof_of_what_the_client_did_not_train_on_is_none_and_the_results_are
         (False, 0.5),
         (False, None),
     ]
-    assert [row.reason for row in rows] == ["", scoring.REFUTED, scoring.REFUTED]
+    assert [row.reason for row in rows] == ["", answer_scores.REFUTED, answer_scores.REFUTED]
     summary = run.read(SUMMARY)
     assert summary.attacks["dager"].verified == 1
     assert shown(run)["batches proved"] == ["1 of 3"]

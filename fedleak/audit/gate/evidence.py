@@ -8,27 +8,18 @@ import hashlib
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from fedleak.audit import positive_control, scoring
+from fedleak.audit import positive_control, score_files, scoring
 from fedleak.audit.answered import answered
 from fedleak.audit.gaps import NAMED
 from fedleak.audit.gate.check import Check, Outcome, untold
 from fedleak.config.experiment import Experiment
-from fedleak.federation.lookup import stored
 from fedleak.federation.schedule import expected_captures
 from fedleak.store.lines import Record
 from fedleak.store.provenance import unsealed
-from fedleak.store.records import (
-    CANARIES,
-    DEFENSES,
-    LEAKAGE,
-    LEDGER,
-    MEMBERSHIP,
-    Answer,
-    ScoredRows,
-)
+from fedleak.store.records import Answer, ScoredRows
 from fedleak.store.run import Run
 from fedleak.store.summaries import SUMMARY, RunSummary
 from fedleak.util.errors import CaptureError, ConfigError, FedleakError
@@ -68,7 +59,7 @@ class Evidence:
     @property
     def mark(self) -> str:
         """A mark of all rows."""
-        return scoring.mark(self.rows, self.summary.positive_control)
+        return score_files.mark(self.rows, self.summary.positive_control)
 
     def digest(self, limits: Any) -> str:
         """Returns a mark of the experiment, the limits and all figures, in 16 hex digits."""
@@ -83,12 +74,11 @@ def gather(run: Run) -> Evidence:
         ConfigError: There is no run here.
         FedleakError: A file that figures are made of cannot be read.
     """
-    experiment = stored(run)
     purged = run.info().get("purged")
-    recorded = scoring.primary(run)
+    recorded = score_files.primary(run)
+    experiment = recorded.experiment
     if purged:
-        kept = scoring.scored_rows(run)
-        recorded = scoring.Recorded(recorded.answers, recorded.utility, kept)
+        recorded = replace(recorded, earlier=ScoredRows.read(run.rows))
     # An attack that has answered anything has to have answered for all.
     names = [named.name for named in experiment.attacks]
     names += sorted({answer.attack for answer in recorded.answers} - {*names})
@@ -153,17 +143,13 @@ def figures(evidence: Evidence, *, accept_purged: bool) -> Check:
             lacks.append("rows are not those that were there when the run was purged")
         return untold(name, lacks, f"{sentence}; --purged takes them as they are")
     try:
-        rows, summary = scoring.scored_rows(run), run.read(SUMMARY)
+        rows, summary = ScoredRows.read(run.rows), run.read(SUMMARY)
     except FedleakError as error:
         return Check(name, Outcome.UNTOLD, str(error))
     changed = [
-        file
-        for file, written, scored in (
-            (LEAKAGE.name, rows.leakage, evidence.rows.leakage),
-            (LEDGER.name, rows.ledger, evidence.rows.ledger),
-            (DEFENSES.name, rows.defended, evidence.rows.defended),
-            (CANARIES.name, rows.canary, evidence.rows.canary),
-            (MEMBERSHIP.name, rows.members, evidence.rows.members),
+        lines.name
+        for (lines, written), (_, scored) in zip(
+            rows.by_file(), evidence.rows.by_file(), strict=True
         )
         if not _agree(_plain(written), _plain(scored))
     ]

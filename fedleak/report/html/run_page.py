@@ -8,8 +8,8 @@ from itertools import chain, zip_longest
 import tomli_w
 from pydantic import JsonValue, TypeAdapter, ValidationError
 
+from fedleak.audit.answer_scores import Scored, TextPair
 from fedleak.audit.defense_checks import Finding
-from fedleak.audit.scoring import Scored, TextPair
 from fedleak.config.experiment import Experiment
 from fedleak.federation.lookup import stored
 from fedleak.federation.schedule import captures_made

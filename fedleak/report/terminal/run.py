@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.text import Text
 
 from fedleak.attacks.reconstruction import Status
+from fedleak.audit.answer_scores import Scored, TextPair
 from fedleak.audit.metrics import intervals
-from fedleak.audit.scoring import Scored, TextPair
 from fedleak.report.tables.attacks import attack_table
 from fedleak.report.tables.canaries import canary_table
 from fedleak.report.tables.ladder import ladder_table

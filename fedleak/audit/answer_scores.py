@@ -1,0 +1,266 @@
+"""Scores one answer of an attack against what the client held.
+
+Every row says what the attacker knew and what two controls score against the same truth: the same
+attack's answer for another client's update, and held-out texts that were drawn without looking
+at any update.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+
+import torch
+
+from fedleak.attacks.reconstruction import Status
+from fedleak.audit.metrics import rouge
+from fedleak.audit.metrics.matching import assign
+from fedleak.audit.metrics.rouge import Rouge
+from fedleak.audit.metrics.tokens import Overlap, overlap
+from fedleak.models import LanguageModel
+from fedleak.store.records import UNSCORED, Answer, Fact, LeakageRow, TextScore
+from fedleak.training.truth import GroundTruth
+from fedleak.util.rng import stream
+
+REFUTED = "it claims a proof of these texts, and they are not what the client trained on"
+"""The reason of a row whose answer is proved and not exact."""
+
+GUESSES = 10
+"""Draws of held-out texts that the guess control is the mean of."""
+
+
+@dataclass(frozen=True)
+class TextPair:
+    """A private text and what an attack made of it; None where it has no answer for it."""
+
+    truth: str
+    answer: str | None
+    rougeL: float
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A row and the texts behind it; of an answer without truth there are none."""
+
+    row: LeakageRow
+    pairs: tuple[TextPair, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """An answer's scores against one truth."""
+
+    content: Rouge | None = None
+    paper: Rouge | None = None
+    exact_match: float | None = None
+    token_recall: float | None = None
+    token_precision: float | None = None
+    texts: tuple[TextScore, ...] | None = None
+    pairs: tuple[TextPair, ...] = ()
+
+
+def score_sequences(
+    answers: Sequence[Sequence[int]], truths: Sequence[Sequence[int]], model: LanguageModel
+) -> Scores:
+    """Scores sequences one-to-one, content only.
+
+    Only as many answers count as there are sequences, in the attack's own order, so that more
+    answers do not buy a better score.
+    """
+    special = model.special_ids()
+
+    def content(sequences: Iterable[Sequence[int]]) -> list[tuple[int, ...]]:
+        return [tuple(t for t in sequence if t not in special) for sequence in sequences]
+
+    # Whoever wrote a run may have put a book into an answer; clients train on none.
+    answers = [ids[: model.max_length] for ids in answers]
+    answers = _each_once(answers, len(truths))[: len(truths)]
+    answer_ids, truth_ids = content(answers), content(truths)
+    answer_texts = [model.decode(ids) for ids in answer_ids]
+    truth_texts = [model.decode(ids) for ids in truth_ids]
+
+    def similarity(answer: int, truth: int) -> float:
+        exact = 100.0 * (answer_ids[answer] == truth_ids[truth])
+        return exact + sum(rouge.rouge(answer_texts[answer], truth_texts[truth]))
+
+    chosen = assign(range(len(answers)), range(len(truths)), similarity)
+    texts = [None if a is None else answer_texts[a] for a in chosen]
+    scores = [rouge.rouge(a or "", t) for a, t in zip(texts, truth_texts, strict=True)]
+    paper = [
+        rouge.rouge("" if a is None else model.decode(answers[a], special=True), true)
+        for a, true in zip(chosen, (model.decode(t, special=True) for t in truths), strict=True)
+    ]
+    exact = [a is not None and answer_ids[a] == t for a, t in zip(chosen, truth_ids, strict=True)]
+    tokens = score_tokens(chain(*answers), truths, model)
+    answered_tokens = set(chain(*answers))
+    scored = zip(truth_texts, texts, scores, strict=True)
+    return Scores(
+        content=rouge.mean(scores),
+        paper=rouge.mean(paper),
+        exact_match=sum(exact) / len(exact),
+        token_recall=tokens.recall,
+        token_precision=tokens.precision,
+        texts=tuple(
+            TextScore(
+                exact=e,
+                rougeL=s.rougeL,
+                token_recall=score_tokens(answered_tokens, [t], model).recall,
+            )
+            for e, s, t in zip(exact, scores, truths, strict=True)
+        ),
+        pairs=tuple(TextPair(t, a, s.rougeL) for t, a, s in scored),
+    )
+
+
+def _each_once(answers: Sequence[Sequence[int]], size: int) -> Sequence[Sequence[int]]:
+    """Returns what is left of an answer that has every text of a batch several times over.
+
+    A client that reports twice as many texts as it has sends the same mean, and each of its texts
+    is proved to be in the batch twice.
+    """
+    times, rest = divmod(len(answers), size)
+    counts = Counter(map(tuple, answers))
+    if rest or times < 2 or any(count % times for count in counts.values()):
+        return answers
+    return [ids for ids, count in counts.items() for _ in range(count // times)]
+
+
+def score_tokens(
+    answer: Iterable[int], truths: Iterable[Sequence[int]], model: LanguageModel
+) -> Overlap:
+    """Scores a set of tokens, content only."""
+    special = model.special_ids()
+    return overlap(set(answer) - special, set(chain(*truths)) - special)
+
+
+def score_answer(answer: Answer, truth: GroundTruth, model: LanguageModel) -> Scores:
+    """Scores an answer by what its attack looks for."""
+    scores = Scores()
+    if answer.sequences is not None:
+        scores = score_sequences(answer.sequences, truth.sequences, model)
+    if answer.tokens is not None:
+        tokens = score_tokens(answer.tokens, truth.sequences, model)
+        texts = scores.texts or [TextScore(exact=None, rougeL=None, token_recall=None)] * len(
+            truth.sequences
+        )
+        scores = replace(
+            scores,
+            token_recall=tokens.recall,
+            token_precision=tokens.precision,
+            texts=tuple(
+                text.model_copy(
+                    update={"token_recall": score_tokens(answer.tokens, [true], model).recall}
+                )
+                for text, true in zip(texts, truth.sequences, strict=True)
+            ),
+        )
+    return scores
+
+
+def guess(
+    held_out: Sequence[Sequence[int]], truth: GroundTruth, model: LanguageModel, seed: int
+) -> Scores:
+    """Returns the mean scores of held-out texts, drawn without any update."""
+    if not held_out:
+        return Scores()
+    rng = stream(seed, "guess", truth.round, truth.client)
+    drawn = []
+    for _ in range(GUESSES):
+        picks = torch.randint(len(held_out), (len(truth.sequences),), generator=rng).tolist()
+        drawn.append(score_sequences([held_out[i] for i in picks], truth.sequences, model))
+    return Scores(
+        content=rouge.mean([scores.content for scores in drawn if scores.content]),
+        token_recall=sum(scores.token_recall or 0.0 for scores in drawn) / GUESSES,
+    )
+
+
+def score_one(
+    answer: Answer,
+    truth: GroundTruth,
+    model: LanguageModel,
+    *,
+    other: Answer | None = None,
+    held_out: Sequence[Sequence[int]] = (),
+    seed: int = 0,
+) -> Scored:
+    """Scores one answer, as `scoring.score_run` scores those of a run.
+
+    Args:
+        answer: What an attack answered.
+        truth: What the client trained on.
+        model: For its tokenizer; its weights are not used.
+        other: The same attack's answer for the update of another client, for the first control.
+        held_out: Token ids of texts that the client did not have, for the second control.
+        seed: Decides which of them are drawn.
+    """
+    control = Scores() if other is None else score_answer(other, truth, model)
+    guessed = guess(held_out, truth, model, seed)
+    return compared(answer, truth, model, control=control, guessed=guessed)
+
+
+def compared(
+    answer: Answer, truth: GroundTruth, model: LanguageModel, *, control: Scores, guessed: Scores
+) -> Scored:
+    """Returns the row of an answer whose truth is known.
+
+    Args:
+        answer: What an attack answered.
+        truth: What the client trained on.
+        model: For its tokenizer.
+        control: What the attack's answer for another update scores against the same truth.
+        guessed: What held-out texts score against it.
+    """
+    recovered = answer.status == Status.RECOVERED
+    scores = score_answer(answer, truth, model) if recovered else Scores()
+    only_tokens = recovered and answer.sequences is None
+    # A proof covers all texts, and the truth outweighs it.
+    refuted = answer.verified and scores.exact_match != 1
+    true = truth.facts(model.num_labels)
+    row = unscored(answer).model_copy(
+        update={
+            "status": answer.status,
+            **({"verified": False, "reason": REFUTED} if refuted else {}),
+            "batch_size": len(truth.sequences),
+            "num_tokens": sum(map(len, truth.sequences)),
+            **_named("", scores.content),
+            **_named("paper_", scores.paper),
+            "exact_match": scores.exact_match,
+            "token_recall": scores.token_recall,
+            "token_precision": scores.token_precision,
+            "control_rougeL": control.content and control.content.rougeL,
+            "control_token_recall": control.token_recall,
+            "guess_rougeL": guessed.content.rougeL if guessed.content and not only_tokens else None,
+            "guess_token_recall": guessed.token_recall,
+            "texts": scores.texts,
+            "facts": {
+                name: Fact(found=value, true=true.get(name)) for name, value in answer.facts.items()
+            },
+        }
+    )
+    return Scored(row, scores.pairs)
+
+
+def _named(prefix: str, scores: Rouge | None) -> dict[str, float]:
+    """Returns ROUGE scores by the names that they have in a row."""
+    return {} if scores is None else {prefix + name: f for name, f in scores._asdict().items()}
+
+
+def unscored(answer: Answer) -> LeakageRow:
+    """Returns the row of an answer that is compared with nothing: what the attack itself says."""
+    # Below 1 is a guess; null had nothing to be compared with.
+    margins = [m for m in answer.margins if m is not None and m >= 1]
+    return LeakageRow(
+        round=answer.round,
+        client=answer.client,
+        attack=answer.attack,
+        status=UNSCORED if answer.status == Status.RECOVERED else answer.status,
+        reason=answer.reason,
+        verified=answer.verified,
+        facts={name: Fact(found=value) for name, value in answer.facts.items()},
+        margin=min(margins, default=None),
+        diagnostics=answer.diagnostics,
+        seconds=answer.seconds,
+        device=answer.device,
+        granted=answer.granted,
+        knows=answer.knows,
+    )

@@ -1,0 +1,81 @@
+"""The files that scoring works on: what it can read of a run, and what it writes."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fedleak.config.experiment import Experiment
+from fedleak.federation.lookup import stored
+from fedleak.federation.workload import outline
+from fedleak.models import LanguageModel
+from fedleak.store.records import CANARIES, MEMBERSHIP, UTILITY, Answer, ScoredRows, Utility
+from fedleak.store.run import Run
+from fedleak.store.shards import read_answers, salvage_answers
+from fedleak.store.summaries import SUMMARY, PositiveControl, RunSummary
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What a run directory says without its vault and its captures.
+
+    Attributes:
+        experiment: What was prepared there.
+        model: Its model without weights, for its tokenizer.
+        answers: Of attacks, in the order in which they came.
+        utility: Of the model, after each round in which it was measured.
+        earlier: Rows of the last scoring. They stay where their answers or truths are gone.
+    """
+
+    experiment: Experiment
+    model: LanguageModel
+    answers: Sequence[Answer]
+    utility: Sequence[Utility]
+    earlier: ScoredRows
+
+
+def salvaged(run: Run) -> Recorded:
+    """Reads what can be read, and moves damaged lines to damaged.jsonl.
+
+    Whoever calls this holds the lock.
+
+    Raises:
+        ConfigError: There is no run here.
+        FedleakError: run.json is damaged.
+    """
+    experiment = stored(run)
+    model = outline(experiment, run.info()["num_labels"])
+    answers = salvage_answers(run, model.vocabulary)
+    return Recorded(experiment, model, answers, run.salvage(UTILITY), ScoredRows.read(run.salvage))
+
+
+def primary(run: Run, model: LanguageModel | None = None) -> Recorded:
+    """Reads what attacks answered and training measured, and nothing that scoring made of it.
+
+    Args:
+        run: The run directory.
+        model: Its model, if it is at hand: making one takes a while.
+
+    Raises:
+        ConfigError: There is no run here.
+        FedleakError: A line cannot be read.
+    """
+    experiment = stored(run)
+    model = model or outline(experiment, run.info()["num_labels"])
+    answers = read_answers(run, model.vocabulary)
+    return Recorded(experiment, model, answers, run.rows(UTILITY), ScoredRows())
+
+
+def write(run: Run, rows: ScoredRows, summary: RunSummary) -> None:
+    """Writes scores into the run directory; whoever calls this holds the lock."""
+    for lines, of_file in rows.by_file():
+        if of_file or lines not in (CANARIES, MEMBERSHIP):
+            run.write_rows(lines, of_file)
+    run.write(SUMMARY, summary)
+
+
+def mark(rows: ScoredRows, copies: PositiveControl | None) -> str:
+    """Returns a SHA-256 of rows and positive control, which tells later whether they changed."""
+    plain = [[row.model_dump(mode="json") for row in of_file] for _, of_file in rows.by_file()]
+    figures = [*plain, copies and copies.model_dump(mode="json")]
+    return hashlib.sha256(json.dumps(figures, sort_keys=True).encode()).hexdigest()
