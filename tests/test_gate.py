@@ -146,10 +146,10 @@ def test_every_limit_is_compared(small: Path) -> None:
     }  # fmt: skip
     for name in ("epsilon", "auc", "canary"):
         assert found[name].outcome is Outcome.UNTOLD
-    assert "nothing is guaranteed" in found["epsilon"].said
+    assert "nothing is guaranteed" in found["epsilon"].sentence
     assert found["complete"].passed
     assert found["texts"].passed
-    assert found["attack dlg"].said == "it answered 10 of 10 updates"
+    assert found["attack dlg"].sentence == "it answered 10 of 10 updates"
 
 
 def test_an_epsilon_alone_needs_no_attack(folder: Path, in_process: None) -> None:
@@ -235,7 +235,7 @@ def test_a_search_that_used_what_was_agreed_has_answered(scored: Evidence) -> No
         return next(check for check in checks if check.name == "attack dlg")
 
     assert check(30).passed
-    assert "10 of them with all of the 30 s that were agreed" in check(30).said
+    assert "10 of them with all of the 30 s that were agreed" in check(30).sentence
     assert check(31).outcome is Outcome.UNTOLD
 
 
@@ -280,7 +280,7 @@ def test_texts_without_a_sequence_close_it(small: Path, limit: str) -> None:
         lambda answer: of("dlg", **ABSTAINED)(answer) if answer.client == 3 else answer,
     )
     checks = judged(f"{limit}=1", may_abstain=["dlg"])
-    assert "2 of 20 texts: no attack named sequences" in checks["texts"].said
+    assert "2 of 20 texts: no attack named sequences" in checks["texts"].sentence
     assert not checks["texts"].passed
 
 
@@ -329,8 +329,8 @@ def test_texts_without_tokens_close_it(scored: Evidence) -> None:
     rows = [row.model_copy(update={"texts": None}) for row in scored.rows.leakage]
     bare = replace(scored, rows=replace(scored.rows, leakage=rows))
     checks = {check.name: check for check in measured_checks(GateTable(), bare, {"token_recall"})}
-    assert checks["texts"].said == "20 of 20 texts: no attack named tokens"
-    assert "`fedleak score` adds them" in checks["attack dlg"].said
+    assert checks["texts"].sentence == "20 of 20 texts: no attack named tokens"
+    assert "`fedleak score` adds them" in checks["attack dlg"].sentence
 
 
 def test_probes_alone_say_nothing_of_whole_texts(folder: Path, in_process: None) -> None:
@@ -351,7 +351,7 @@ def test_clients_unlike_those_attacked_are_named_and_close_it(scored: Evidence) 
         return next(check for check in checks if check.name == "clients")
 
     defended = list(range(8))
-    assert check(defended, defended).said == (
+    assert check(defended, defended).sentence == (
         "clients 8, 9 use no defense and were never attacked, and no client like them was: add one "
         "to threat.clients"
     )
@@ -381,9 +381,11 @@ def test_alarms_of_other_rows_close_it(scored: Evidence) -> None:
         return {**words_known(row), "token_precision": 0.01}
 
     assert check(lambda row: {}).passed
-    assert "dlg reads less of an update than its answer for another client" in check(swapped).said
+    assert (
+        "dlg reads less of an update than its answer for another client" in check(swapped).sentence
+    )
     assert check(chance).passed
-    assert "probes found every token of 10 of 10 updates" in check(words_known).said
+    assert "probes found every token of 10 of 10 updates" in check(words_known).sentence
     assert check(all_words).passed  # whoever names every word finds every word
     assert check(words_known, "token_recall").passed
 
@@ -411,8 +413,8 @@ def test_membership_is_limited_by_its_best_score(scored: Evidence) -> None:
     assert compare(asked, auc=0.9) == {}
     check = compare(asked, auc=0.89)["auc"]
     assert check.outcome is Outcome.EXCEEDED
-    assert "membership by residual: area under the ROC curve" in check.said
-    assert compare(asked, tpr=0.9)["tpr"].said == (
+    assert "membership by residual: area under the ROC curve" in check.sentence
+    assert compare(asked, tpr=0.9)["tpr"].sentence == (
         "membership by loss: 20 members and 20 others are too few"
     )
     # What is not known does not hide what is exceeded.
@@ -433,8 +435,8 @@ def test_a_canary_bound_is_limited_and_of_every_client(scored: Evidence) -> None
         return compare(replace(scored, summary=summary), canary=limit)
 
     assert check(1.5, everyone) == {}
-    assert "canaries show 1.5 or more" in check(1.4, everyone)["canary"].said
-    assert check(1.5, everyone[:-1])["canaries of clients"].said == (
+    assert "canaries show 1.5 or more" in check(1.4, everyone)["canary"].sentence
+    assert check(1.5, everyone[:-1])["canaries of clients"].sentence == (
         "clients without a scored canary: 9"
     )
 
@@ -459,12 +461,12 @@ def test_coverage_counts_the_texts_of_all_rounds_and_clients(scored: Evidence) -
     without = replace(scored, rows=replace(scored.rows, leakage=rows))
     assert check(0.9, without).passed
     assert check(0.91, without).outcome is Outcome.EXCEEDED
-    assert "an attack answered for 18 of 20 private texts" in check(0.91, without).said
+    assert "an attack answered for 18 of 20 private texts" in check(0.91, without).sentence
 
 
 def test_attacks_are_required_by_their_kind(scored: Evidence) -> None:
     assert compare(scored, require=["dlg"]) == {}
-    said = compare(scored, require=["auto"])["required auto"].said
+    said = compare(scored, require=["auto"])["required auto"].sentence
     assert said == "no attack of this kind answered for 10 of 10 updates"
     rows = [row.model_copy(update={"attack": "auto"}) for row in scored.rows.leakage]
     called = replace(scored, rows=replace(scored.rows, leakage=rows))
@@ -688,7 +690,7 @@ def test_a_purged_run_opens_it_only_where_that_is_accepted(small: Path) -> None:
     assert call("purge", str(small))[0] == 0
     check = judged("exact=0.9")["figures"]
     assert check.outcome is Outcome.UNTOLD
-    assert "not checked again: the private data was purged on" in check.said
+    assert "not checked again: the private data was purged on" in check.sentence
     checks = judged("exact=0.9", accept_purged=True)
     assert all(check.passed for check in checks.values()), checks
     assert not judged("exact=0.1", accept_purged=True)["exact"].passed

@@ -67,7 +67,7 @@ def measured(
     evidence: Evidence, leaks: Sequence[str] = (), **limits: Any
 ) -> dict[str, tuple[Outcome, str]]:
     checks = measured_checks(GateTable(**limits), evidence, leaks)
-    return {check.name: (check.outcome, check.said) for check in checks}
+    return {check.name: (check.outcome, check.sentence) for check in checks}
 
 
 def required(evidence: Evidence, **limits: Any) -> list[Check]:
@@ -475,7 +475,7 @@ def test_canaries_are_of_every_client_and_alarm() -> None:
 
 def limited(evidence: Evidence, **limits: Any) -> dict[str, tuple[Outcome, str]]:
     checks = limit_checks(GateTable(**limits), evidence)
-    return {check.name: (check.outcome, check.said) for check in checks}
+    return {check.name: (check.outcome, check.sentence) for check in checks}
 
 
 def estimate(mean: float, high: float) -> Estimate:
@@ -660,7 +660,7 @@ def copies_read(read: int, exact: float, recall: float = 0.0) -> CopiesRead:
 def control_of(leaks: Mapping[str, float], evidence: Evidence) -> tuple[Outcome, str]:
     check, _ = control_checks(leaks, evidence)
     assert check.name == "positive control"
-    return check.outcome, check.said
+    return check.outcome, check.sentence
 
 
 def test_each_limit_has_to_be_exceeded_where_nothing_is_defended_by_who_answers() -> None:
@@ -739,7 +739,7 @@ def test_the_attackers_that_limits_hold_for_are_named() -> None:
     assert attackers(rows, "dlg") == Check("attackers", WITHIN, weak)
     strong = Check("attackers", WITHIN, "the limits hold for dlg, tag")
     assert attackers(rows, "dlg", "auto") == strong
-    assert attackers([], "auto").said == "the limits hold for no attack"
+    assert attackers([], "auto").sentence == "the limits hold for no attack"
 
 
 # --- whether it is the run, and all of it ---------------------------------------------------------
@@ -763,12 +763,12 @@ def test_captures_and_answers_are_of_this_experiment(tmp_path: Path) -> None:
     strange = [answer_of(1, 0, attack="dlg"), answer_of(1, 0, attack="other")]
     check = own(evidence_of(changes, answers=strange, folder=run.path))
     assert (check.name, check.outcome) == ("own", UNTOLD)
-    first, second, third = check.said.split("; ", 2)
+    first, second, third = check.sentence.split("; ", 2)
     assert "r0001-c00" in first
     assert "r0001-c02" in second
     assert third.startswith("attack 'dlg' already ran here with other settings (")
     purged = own(evidence_of(changes, answers=strange, folder=run.path, purged="today"))
-    assert purged.said == third
+    assert purged.sentence == third
 
 
 def test_files_that_nobody_here_wrote_are_named(tmp_path: Path) -> None:
@@ -839,7 +839,7 @@ def test_each_file_that_scoring_wrote_is_what_the_answers_give(tmp_path: Path) -
     def changed(evidence: Evidence) -> str:
         check = figures(evidence, accept_purged=False)
         assert check.outcome is UNTOLD
-        return check.said.removesuffix(remedy)
+        return check.sentence.removesuffix(remedy)
 
     names = ["leakage.jsonl", "privacy.jsonl", "defenses.jsonl", "canaries.jsonl"]
     names.append("membership.jsonl")
@@ -857,7 +857,7 @@ def test_each_file_that_scoring_wrote_is_what_the_answers_give(tmp_path: Path) -
     (scored.run.path / "summary.json").unlink()
     gone = figures(scored, accept_purged=False)
     assert gone.outcome is UNTOLD
-    assert "summary.json" in gone.said
+    assert "summary.json" in gone.sentence
 
 
 def test_figures_agree_but_for_rounding(tmp_path: Path) -> None:
@@ -884,7 +884,7 @@ def test_figures_of_a_purged_run_are_those_that_were_left(tmp_path: Path) -> Non
     asks = f"{before}: --purged takes them as they are"
     other = "rows are not those that were there when the run was purged"
     assert figures(evidence, accept_purged=True) == Check("figures", UNTOLD, other)
-    assert figures(evidence, accept_purged=False).said == f"{asks}; {other}"
+    assert figures(evidence, accept_purged=False).sentence == f"{asks}; {other}"
     run.update_info(figures=evidence.mark)
     assert figures(evidence, accept_purged=True) == Check("figures", WITHIN, accepted)
     assert figures(evidence, accept_purged=False) == Check("figures", UNTOLD, asks)
@@ -1104,12 +1104,12 @@ def test_a_run_that_cannot_be_scored_closes_the_gate_and_has_no_digest(built: Ru
     verdict = judge(built, GateTable(exact=1.0))
     (check,) = verdict.checks
     assert (check.name, check.outcome, verdict.digest) == ("figures", UNTOLD, None)
-    assert "reconstructions.jsonl" in check.said
+    assert "reconstructions.jsonl" in check.sentence
 
 
 def test_every_attack_that_answered_has_to_have_answered_for_all(built: Run) -> None:
     """Also one that the experiment does not name."""
     built.append(records.answers(built.fingerprint()), answer_of(1, 0, tokens=[50], attack="late"))
     checks = {check.name: check for check in judge(built, GateTable(exact=1.0)).checks}
-    assert checks["attack late"].said == "it has no answer for 1 of 2 updates"
-    assert checks["complete"].said.startswith("1 of 8 answers are missing (for r0001-c01): ")
+    assert checks["attack late"].sentence == "it has no answer for 1 of 2 updates"
+    assert checks["complete"].sentence.startswith("1 of 8 answers are missing (for r0001-c01): ")

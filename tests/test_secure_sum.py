@@ -186,7 +186,7 @@ def findings_of(**settings):
 
 def test_the_check_says_what_rounding_does_apart_from_summing():
     def error_of(finding):
-        return float(finding.found.split("the error is ")[1].split()[0])
+        return float(finding.figures.split("the error is ")[1].split()[0])
 
     fine, *summing = findings_of(clipping=2.0, max_weight=4.0)
     assert "cut off at 2 and moves by less than a step of 9.54e-07" in fine.claim

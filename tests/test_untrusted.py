@@ -140,7 +140,7 @@ def test_a_fact_that_nobody_knows_is_kept_and_not_compared(run, monkeypatch, in_
     dispatcher.attack_captures(run, experiment, no_more=lambda: True)
     scored = scoring.score_run(run)
     told = [one.row.facts for one in scored if one.row.attack == "forecaster"]
-    assert [facts["weather"].found for facts in told] == [["rain", 1]] * 2
+    assert [facts["weather"].claimed for facts in told] == [["rain", 1]] * 2
     assert [facts["weather"].right for facts in told] == [None] * 2
     assert [facts["longest_sequence"].right for facts in told] == [False] * 2
     console = Console(file=io.StringIO(), width=400)

@@ -233,7 +233,8 @@ def compared(
             "guess_token_recall": guessed.token_recall,
             "texts": scores.texts,
             "facts": {
-                name: Fact(found=value, true=true.get(name)) for name, value in answer.facts.items()
+                name: Fact(claimed=value, true=true.get(name))
+                for name, value in answer.facts.items()
             },
         }
     )
@@ -256,7 +257,7 @@ def unscored(answer: Answer) -> LeakageRow:
         status=UNSCORED if answer.status == Status.RECOVERED else answer.status,
         reason=answer.reason,
         verified=answer.verified,
-        facts={name: Fact(found=value) for name, value in answer.facts.items()},
+        facts={name: Fact(claimed=value) for name, value in answer.facts.items()},
         margin=min(margins, default=None),
         diagnostics=answer.diagnostics,
         seconds=answer.seconds,

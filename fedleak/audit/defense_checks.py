@@ -13,10 +13,11 @@ The file is long because it has a test for each claim that a defense can make.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field, TypeAdapter
 from torch import Tensor
 
 from fedleak import models
@@ -69,13 +70,17 @@ class Finding:
         defense: Its place in the file and its kind; or what else was tested.
         claim: What should be so.
         holds: Whether it is.
-        found: The figures.
+        figures: What was measured; "found" in checks.json.
     """
 
     defense: str
     claim: str
     holds: bool
-    found: str
+    figures: Annotated[str, Field(alias="found")]
+
+
+FINDINGS = TypeAdapter(list[Finding])
+"""The content of checks.json."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,9 +172,9 @@ def refuse_broken(run: Run, experiment: Experiment) -> None:
     if not experiment.defense or run.captures.all_keys():
         return
     findings = check(experiment, node_sizes(run))
-    run.write_json("checks.json", [asdict(finding) for finding in findings])
+    run.write_json("checks.json", FINDINGS.dump_python(findings, by_alias=True))
     broken = [
-        f"{finding.defense}: {finding.claim}: {finding.found}"
+        f"{finding.defense}: {finding.claim}: {finding.figures}"
         for finding in findings
         if not finding.holds
     ]
@@ -206,7 +211,7 @@ def check(experiment: Experiment, sizes: Sequence[int] | None = None) -> list[Fi
         name = f"defense[{number}] ({placed.defense.kind})"
         bench = _bench(experiment, model, of_client, of_client.defenses[number])
         findings += [
-            Finding(defense=name, claim=claim, holds=holds, found=figures)
+            Finding(defense=name, claim=claim, holds=holds, figures=figures)
             for claim, holds, figures in (
                 *_changes(bench),
                 *_keeps(bench),
@@ -526,7 +531,7 @@ def _all_together(
         defense="the update",
         claim="what is shared and trained is sent, and nothing else",
         holds=sent.tensors.keys() == wanted,
-        found=f"{len(sent.tensors)} of {len(before)} tensors",
+        figures=f"{len(sent.tensors)} of {len(before)} tensors",
     )
     total = WeightedSum(lambda name: before[name].dtype)
     total.add_(sent)
@@ -536,7 +541,7 @@ def _all_together(
         defense="the update",
         claim="the global weights move, and stay finite",
         holds=moved > 0 and all(map(all_finite, after.values())),
-        found=f"{moved} of {len(before)} tensors move",
+        figures=f"{moved} of {len(before)} tensors move",
     )
 
 

@@ -42,7 +42,7 @@ def check_defense(file: File, changes: Set = None) -> None:
         console.print(f"[bold]{markup(defense)}[/]")
         for finding in its_findings:
             mark = "[green]holds[/]" if finding.holds else "[red]FAILS[/]"
-            console.print(f"  {mark}  {markup(finding.claim)}: [dim]{markup(finding.found)}[/]")
+            console.print(f"  {mark}  {markup(finding.claim)}: [dim]{markup(finding.figures)}[/]")
     broken = {finding.defense for finding in findings if not finding.holds}
     if broken:
         raise FedleakError(f"{', '.join(sorted(broken))}: does not do what it says")

@@ -124,7 +124,7 @@ def gate(
     marks = {"within": "[green]within[/]", "exceeded": "[red]EXCEEDED[/]"}
     for check in verdict.checks:
         mark = marks.get(check.outcome, "[yellow]NOT TOLD[/]")
-        console.print(f"{mark}  {markup(check.name)}: {markup(check.said)}", soft_wrap=True)
+        console.print(f"{mark}  {markup(check.name)}: {markup(check.sentence)}", soft_wrap=True)
     for name, value in rests_on.items():
         console.print(f"{name}: {markup(value)}", soft_wrap=True)
     if junit is not None:

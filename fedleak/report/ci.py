@@ -40,10 +40,10 @@ def write_junit(
         names = {"classname": f"fedleak.gate.{printable(run)}", "name": printable(check.name)}
         case = ElementTree.SubElement(suite, "testcase", names)
         if check.passed:
-            ElementTree.SubElement(case, "system-out").text = printable(check.said)
+            ElementTree.SubElement(case, "system-out").text = printable(check.sentence)
         else:
             kind = "failure" if check.outcome is Outcome.EXCEEDED else "error"
-            attributes = {"type": check.outcome.value, "message": printable(check.said)}
+            attributes = {"type": check.outcome.value, "message": printable(check.sentence)}
             ElementTree.SubElement(case, kind, attributes)
     ElementTree.indent(suites)
     publish(path, ElementTree.tostring(suites, encoding="utf-8", xml_declaration=True))
@@ -53,7 +53,7 @@ def annotations(run: str, checks: Sequence[Check]) -> list[str]:
     """Returns a line for each check that did not pass, which GitHub shows beside a change."""
     title = _property(f"fedleak gate: {run}")
     return [
-        f"::error title={title}::{_escaped(f'{check.name}: {check.outcome}: {check.said}')}"
+        f"::error title={title}::{_escaped(f'{check.name}: {check.outcome}: {check.sentence}')}"
         for check in checks
         if not check.passed
     ]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Final, Literal
 
-from pydantic import JsonValue
+from pydantic import ConfigDict, Field, JsonValue
 
 from fedleak.attacks.reconstruction import Status
 from fedleak.store.lines import Lines, Measured, Record
@@ -82,17 +82,19 @@ class Fact(Record):
     """A fact that an attack read.
 
     Attributes:
-        found: What it said.
+        claimed: What it says; "found" in the file.
         true: What is true; None if that cannot be told.
     """
 
-    found: JsonValue
+    model_config = ConfigDict(serialize_by_alias=True, validate_by_name=True)
+
+    claimed: JsonValue = Field(alias="found")
     true: JsonValue = None
 
     @property
     def right(self) -> bool | None:
         """Whether it is right; None: not compared, for nobody knows what is true."""
-        return None if self.true is None else self.found == self.true
+        return None if self.true is None else self.claimed == self.true
 
 
 class TextScore(Record):

@@ -179,8 +179,8 @@ class Rung(Record):
     worth: tuple[Difference, ...]
 
     @property
-    def told(self) -> str:
-        """The facts in words."""
+    def granted_in_words(self) -> str:
+        """The facts, for a sentence."""
         return ", ".join(self.granted) or "nothing more"
 
 

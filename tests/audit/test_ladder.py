@@ -234,7 +234,7 @@ def test_the_gate_takes_the_rung_that_reads_most(ran: Path) -> None:
 
     exceeded = check(most - 0.01, evidence)
     assert exceeded.outcome is Outcome.EXCEEDED
-    assert exceeded.said.startswith("told ")
+    assert exceeded.sentence.startswith("told ")
     assert check(most, evidence).outcome is Outcome.WITHIN
     first, *others = summary.ladder.rungs
     silent = summary.ladder.model_copy(

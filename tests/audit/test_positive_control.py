@@ -391,9 +391,9 @@ def test_the_gate_wants_each_limit_exceeded_where_nothing_is_defended(run: Run) 
     answered = replace(gather(run), rows=gather(control_of(run)).rows)
     control, attackers = control_checks(limits, answered)
     assert control.outcome is Outcome.WITHIN
-    assert "keyspan read a text of 3 of 3 undefended copies" in control.said
-    assert "dlg read a text of 0 of 3 undefended copies" in control.said
-    assert "for dlg, keyspan, probes alone: auto, the strongest" in attackers.said
+    assert "keyspan read a text of 3 of 3 undefended copies" in control.sentence
+    assert "dlg read a text of 0 of 3 undefended copies" in control.sentence
+    assert "for dlg, keyspan, probes alone: auto, the strongest" in attackers.sentence
     # Nothing can exceed such a limit, so no attack can show that it means something.
     assert control_checks({"exact": 1.0}, answered)[0].outcome is Outcome.UNTOLD
 
@@ -401,7 +401,7 @@ def test_the_gate_wants_each_limit_exceeded_where_nothing_is_defended(run: Run) 
 def test_an_attack_that_abstained_does_not_vouch_for_one_that_cannot_read(run: Run) -> None:
     control = checked(run, exact=0.5)["positive control"]
     assert control.outcome is Outcome.UNTOLD
-    assert "exact rests on dlg here, and keyspan exceeds it there" in control.said
+    assert "exact rests on dlg here, and keyspan exceeds it there" in control.sentence
 
 
 def test_attacks_that_read_no_copy_close_the_gate(run: Run) -> None:
@@ -411,8 +411,8 @@ def test_attacks_that_read_no_copy_close_the_gate(run: Run) -> None:
     run.write_rows(lines, of_run)
     control = checked(run, exact=0.0)["positive control"]
     assert control.outcome is Outcome.UNTOLD
-    assert "dlg read a text of 0 of 3 undefended copies" in control.said
-    assert "the attacks stay within exact, too" in control.said
+    assert "dlg read a text of 0 of 3 undefended copies" in control.sentence
+    assert "the attacks stay within exact, too" in control.sentence
 
 
 def test_without_copies_the_gate_is_closed_and_says_why(run: Run) -> None:
@@ -421,13 +421,15 @@ def test_without_copies_the_gate_is_closed_and_says_why(run: Run) -> None:
     assert status == 3
     assert f"fedleak attack {run.path} --positive-control" in shown.replace("\n", "")
     shutil.rmtree(run.path / "vault")
-    assert "no private batch is in the vault" in checked(run, exact=0.5)["positive control"].said
+    assert (
+        "no private batch is in the vault" in checked(run, exact=0.5)["positive control"].sentence
+    )
 
 
 def test_an_undefended_run_is_judged_by_its_own_updates(run: Run) -> None:
     control = checked(control_of(run), exact=0.99)["positive control"]
     assert control.outcome is Outcome.WITHIN
-    assert "keyspan read a text of 3 of 3 updates, none of them defended" in control.said
+    assert "keyspan read a text of 3 of 3 updates, none of them defended" in control.sentence
 
 
 def test_answers_for_copies_that_nobody_here_wrote_close_the_gate(run: Run) -> None:
@@ -436,4 +438,4 @@ def test_answers_for_copies_that_nobody_here_wrote_close_the_gate(run: Run) -> N
     file.write_text(file.read_text().replace("dlg", "gld"))
     check = genuine(gather(run))
     assert not check.passed
-    assert "positive-control/reconstructions.jsonl, line" in check.said
+    assert "positive-control/reconstructions.jsonl, line" in check.sentence

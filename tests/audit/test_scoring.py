@@ -354,8 +354,8 @@ def test_a_set_of_tokens_is_scored_as_a_set_of_content_tokens(make):
     assert row.rougeL is row.exact_match is row.guess_rougeL is None
     assert row.num_tokens == 9
     assert row.facts == {
-        "longest_sequence": Fact(found=5, true=5),
-        "label_counts": Fact(found=[1, 1], true=[0, 2]),
+        "longest_sequence": Fact(claimed=5, true=5),
+        "label_counts": Fact(claimed=[1, 1], true=[0, 2]),
     }
     facts = run.read_json("summary.json")["attacks"]["dager"]["facts"]
     assert (facts["longest_sequence"]["mean"], facts["label_counts"]["mean"]) == (1.0, 0.0)
@@ -428,8 +428,8 @@ def test_a_row_says_all_that_was_measured(bert_tiny, sequences):
         guess_rougeL=drawn.content.rougeL, guess_token_recall=drawn.token_recall,
         texts=scores.texts,
         facts={
-            "longest_sequence": Fact(found=9, true=max(len(first), len(second))),
-            "colour": Fact(found="red"),
+            "longest_sequence": Fact(claimed=9, true=max(len(first), len(second))),
+            "colour": Fact(claimed="red"),
         },
         margin=1.0, diagnostics={"a": 1}, seconds=2.5, device="gpu", granted=("labels",),
         knows=("labels", "lengths"),
@@ -740,7 +740,7 @@ def test_an_answer_without_truth_says_what_the_attack_says_and_no_score(make, se
     measured = [*SCORES, "batch_size", "num_tokens", "texts"]
     assert {getattr(unscored, name) for name in measured} == {None}
     assert (unscored.status, unscored.verified, unscored.margin) == ("unscored", True, 7.0)
-    assert unscored.facts == {"longest_sequence": Fact(found=5)}
+    assert unscored.facts == {"longest_sequence": Fact(claimed=5)}
     assert (failed.status, failed.reason) == ("failed", "it crashed")
     summary = run.read(SUMMARY)
     assert summary.worst_case is None

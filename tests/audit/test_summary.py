@@ -43,7 +43,7 @@ def test_an_attack_is_summed_up_over_its_rows() -> None:
             name: most * (client + 1) / (9 + i) for i, (name, most) in enumerate(FIGURES.items())
         }
 
-    right, wrong = Fact(found=5, true=5), Fact(found=4, true=5)
+    right, wrong = Fact(claimed=5, true=5), Fact(claimed=4, true=5)
     rows = [
         row(
             "dlg", 0, READ, MISSED, MISSED, **figures(0), exact_match=1 / 3, verified=True,
@@ -52,7 +52,7 @@ def test_an_attack_is_summed_up_over_its_rows() -> None:
         ),
         row(
             "dlg", 1, READ, **figures(1), exact_match=1.0, margin=3.0, seconds=4.0,
-            knows=("labels",), facts={"longest": wrong, "classes": Fact(found=1)},
+            knows=("labels",), facts={"longest": wrong, "classes": Fact(claimed=1)},
             diagnostics={"budget": [3.0, 4.0], "candidates": {"pairs": 2, "odd": "many"}},
         ),
         row("dlg", 1, round=2, status=Status.FAILED, texts=None, diagnostics={"budget": [1, 0]}),

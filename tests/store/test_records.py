@@ -173,9 +173,9 @@ def test_ids_of_a_vocabulary_begin_with_zero() -> None:
 
 
 def test_a_fact_is_compared_where_somebody_knows_what_is_true() -> None:
-    assert Fact(found=2).right is None
-    assert Fact(found=2, true=2).right is True
-    assert Fact(found=2, true=3).right is False
+    assert Fact(claimed=2).right is None
+    assert Fact(claimed=2, true=2).right is True
+    assert Fact(claimed=2, true=3).right is False
 
 
 def test_texts_are_counted_by_update_where_the_truth_is_known() -> None:

@@ -63,7 +63,11 @@ def test_the_top_of_a_ladder_is_told_all() -> None:
     ]
     ladder = Ladder(rungs=tuple(rungs), left_out={}, correction="")
     assert ladder.top is rungs[2]
-    assert [rung.told for rung in rungs] == ["nothing more", "labels", "labels, lengths"]
+    assert [rung.granted_in_words for rung in rungs] == [
+        "nothing more",
+        "labels",
+        "labels, lengths",
+    ]
 
 
 def test_the_main_score_of_an_attack_is_the_one_that_it_names_first() -> None:

@@ -58,7 +58,7 @@ class Findings:
         read: For each sequence the attack that read it first, in the order of finding.
         members: Proved sequences, taken out of the update.
         tokens: Tokens beside which there are no others, as far as any of them knows.
-        said: What each attack said, by its kind.
+        answers: Of each attack, by its kind.
         whole: The rest of the batch, with repetitions, if the last attack proved it, or determined
             it by closed form.
         scale: How many times its mean gradient the update is, as far as members tell.
@@ -67,7 +67,7 @@ class Findings:
     read: dict[Ids, str] = field(default_factory=dict)
     members: tuple[certificate.Member, ...] = ()
     tokens: frozenset[int] = frozenset()
-    said: dict[str, Reconstruction] = field(default_factory=dict)
+    answers: dict[str, Reconstruction] = field(default_factory=dict)
     whole: tuple[Ids, ...] = ()
     scale: float = 1.0
 
@@ -77,7 +77,7 @@ class Findings:
             read={ids: kind for ids in reading.sequences if ids} | self.read,
             members=(*self.members, *reading.members),
             tokens=self.tokens.union(reading.tokens),
-            said={**self.said, kind: reading.answer},
+            answers={**self.answers, kind: reading.answer},
             whole=reading.sequences if reading.answer.verified or reading.determined else (),
             scale=self.scale * reading.scale,
         )
@@ -90,7 +90,9 @@ class Findings:
         """Returns the sequences that are not proved, at most so many of each attack."""
         proved = {member.ids for member in self.members}
         left = [ids for ids in self.read if ids not in proved]
-        of_each = ([ids for ids in left if self.read[ids] == kind] for kind in reversed(self.said))
+        of_each = (
+            [ids for ids in left if self.read[ids] == kind] for kind in reversed(self.answers)
+        )
         return tuple(ids for some in of_each for ids in some[:most])
 
 
@@ -199,7 +201,7 @@ class _Attempt:
         ]
         share = share_of_spans(seen, model)
         for number, attack in enumerate(able, 1):
-            if self.findings.said and clock.up():
+            if self.findings.answers and clock.up():
                 break
 
             def tell(how: Progress, name: str = f"{attack.kind} ({number} of {len(able)})") -> None:
@@ -297,7 +299,7 @@ class _Attempt:
 
     def settled(self) -> Reconstruction:
         """Returns the answer of the last attack, which settled the whole batch by itself."""
-        *_, (kind, answer) = self.findings.said.items()
+        *_, (kind, answer) = self.findings.answers.items()
         sequences = tuple(certificate.close(self._model, ids) for ids in self.findings.whole)
         own = {"from": [kind] * len(sequences), "likely": [True] * len(sequences)}
         return replace(
@@ -315,11 +317,11 @@ class _Attempt:
         proved = tuple(member.ids for member, n in members for _ in range(n))
         certain = {*proved, *findings.whole}
         likely, diagnostics = self._likely(choice)
-        recovered = (answer.status == Status.RECOVERED for answer in findings.said.values())
+        recovered = (answer.status == Status.RECOVERED for answer in findings.answers.values())
         batch = (*proved, *findings.whole, *choice.evidence)
         if not batch or not (certain or likely or any(recovered)):
             reasons = "; ".join(
-                f"{kind}: {answer.reason}" for kind, answer in findings.said.items()
+                f"{kind}: {answer.reason}" for kind, answer in findings.answers.items()
             )
             diagnostics |= self._common_diagnostics()
             return Reconstruction.none(Status.ABSTAINED, reasons, **diagnostics)
@@ -363,7 +365,7 @@ class _Attempt:
 
     def _common_diagnostics(self) -> dict[str, Any]:
         """Returns the diagnostics of every answer."""
-        answers = self.findings.said
+        answers = self.findings.answers
         # Who was asked last had all the time that was left.
         late = any(answer.diagnostics.get("time_up") for answer in [*answers.values()][-1:])
         return {

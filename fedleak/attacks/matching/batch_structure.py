@@ -69,11 +69,11 @@ class Shapes(NamedTuple):
 
     Attributes:
         each: One, if all is known.
-        told: Lengths were granted, or stand in the update; else they are only tried.
+        lengths_known: They were granted, or stand in the update; else they are only tried.
     """
 
     each: list[Shape]
-    told: bool
+    lengths_known: bool
 
 
 def frame(model: LanguageModel) -> Frame:

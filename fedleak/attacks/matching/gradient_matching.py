@@ -312,7 +312,7 @@ def rows_in_time(victims: Sequence[Victim], starts: int, step: float, clock: Clo
             chosen, of_each = [*range(shapes)], most // shapes
         else:
             # The likeliest lengths come first; lengths that are only tried should be unlike.
-            spread = 1 if victim.shapes.told else shapes / most
+            spread = 1 if victim.shapes.lengths_known else shapes / most
             chosen, of_each = [int(i * spread) for i in range(most)], 1
         rows += [first + shape * starts + start for shape in chosen for start in range(of_each)]
         first += shapes * starts
@@ -369,7 +369,7 @@ def answer(
         chance: The distance that random tokens have.
         clock: Of the proof.
     """
-    if not victim.shapes.told and not apart < _CHANCE * chance:
+    if not victim.shapes.lengths_known and not apart < _CHANCE * chance:
         reason = "lengths are not known, and none of those tried comes near the update"
         return Reconstruction.none(Status.ABSTAINED, reason, distance=apart)
     seen = victim.seen

@@ -23,12 +23,12 @@ class Check:
     Attributes:
         name: What is checked: a limit, such as `exact`, or what has to be measured for the limits.
         outcome: How it ended.
-        said: What was found, in one line.
+        sentence: What was found, in one line.
     """
 
     name: str
     outcome: Outcome
-    said: str
+    sentence: str
 
     @property
     def passed(self) -> bool:

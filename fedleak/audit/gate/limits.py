@@ -77,12 +77,12 @@ class Case(NamedTuple):
     """A worst case that the limits hold for.
 
     Attributes:
-        told: What the attacker is told, before a sentence about the case; empty without a ladder.
+        prefix: What the attacker is told, before a sentence about the case; empty without a ladder.
         attacks: Names of its rows; None: of all rows.
         worst: The figures; None: no attack gave an answer.
     """
 
-    told: str
+    prefix: str
     attacks: Container[str] | None
     worst: WorstCase | None
 
@@ -95,7 +95,7 @@ def worst_cases(summary: RunSummary) -> list[Case]:
     if summary.ladder is None:
         return [Case("", None, summary.worst_case)]
     return [
-        Case(f"told {rung.told}: ", set(rung.attacks.values()), rung.worst_case)
+        Case(f"told {rung.granted_in_words}: ", set(rung.attacks.values()), rung.worst_case)
         for rung in summary.ladder.rungs
     ]
 
@@ -108,9 +108,9 @@ def _leak(name: str, limit: float, cases: Sequence[Case]) -> Check:
     for case in cases:
         figure = None if case.worst is None else getattr(case.worst, leak.figure)
         if figure is None:
-            lacks.append(f"{case.told}no attack gave an answer that has a {leak.says}")
+            lacks.append(f"{case.prefix}no attack gave an answer that has a {leak.says}")
         else:
-            figures.append((case.told, figure))
+            figures.append((case.prefix, figure))
     return _highest(name, leak.says, limit, figures, lacks)
 
 

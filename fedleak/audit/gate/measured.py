@@ -121,7 +121,7 @@ def _text_count(evidence: Evidence, key: Key) -> int | None:
 
 def _texts(cases: Sequence[Case], rows: Sequence[LeakageRow], leaks: Collection[str]) -> Check:
     """Checks that each worst case is about enough clients and texts, and about all of them."""
-    lacks = [f"{case.told}{lack}" for case in cases for lack in _lacks(case, rows, leaks)]
+    lacks = [f"{case.prefix}{lack}" for case in cases for lack in _lacks(case, rows, leaks)]
     worst = cases[-1].worst
     if worst is None:
         return untold("texts", lacks, "")

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, zip_longest
 
 import tomli_w
-from pydantic import JsonValue, TypeAdapter, ValidationError
+from pydantic import JsonValue, ValidationError
 
 from fedleak.audit.answer_scores import Scored, TextPair
-from fedleak.audit.defense_checks import Finding
+from fedleak.audit.defense_checks import FINDINGS, Finding
 from fedleak.config.experiment import Experiment
 from fedleak.federation.lookup import stored
 from fedleak.federation.schedule import captures_made
@@ -363,7 +363,7 @@ def _defense_tables(run: Run, experiment: Experiment, summary: RunSummary) -> li
         [
             *plain(finding.defense, finding.claim),
             Cell("holds") if finding.holds else Cell("FAILS", Tone.ALARM),
-            Cell(finding.found),
+            Cell(finding.figures),
         ]
         for finding in _checks(run)
     ]
@@ -383,7 +383,7 @@ def _checks(run: Run) -> list[Finding]:
     if not (run.path / "checks.json").is_file():
         return []
     try:
-        return TypeAdapter(list[Finding]).validate_python(run.read_json("checks.json"))
+        return FINDINGS.validate_python(run.read_json("checks.json"))
     except ValidationError:
         path = run.path / "checks.json"
         raise FedleakError(

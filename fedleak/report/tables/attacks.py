@@ -39,7 +39,7 @@ def attack_table(summary: RunSummary) -> Table:
         summaries.append(worst)
         names.append(starred(ANY_ATTACK, worst.warning))
     facts = sorted({name for attack in attacks.values() for name in attack.facts})
-    told_most = summary.ladder.top.told if summary.ladder else ""
+    told_most = summary.ladder.top.granted_in_words if summary.ladder else ""
     rows = [
         ["was told", *_each(attacks, lambda attack: granted(attack.knows)), told_most],
         ["answers", *_each(attacks, answers)],

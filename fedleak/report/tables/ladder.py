@@ -64,7 +64,7 @@ def _rows(summary: RunSummary, ladder: Ladder, attack: str | None) -> Iterator[l
             )
             for figure, name in FIGURES.items()
         ]
-        yield [*plain(attack or ANY_ATTACK, rung.told.replace("_", " ")), *cells]
+        yield [*plain(attack or ANY_ATTACK, rung.granted_in_words.replace("_", " ")), *cells]
 
 
 def _marked(change: Difference) -> str:

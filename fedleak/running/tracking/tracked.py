@@ -183,6 +183,6 @@ def _tags(info: Mapping[str, Any], summary: RunSummary) -> dict[str, str]:
         "fedleak.epsilon": held and held.epsilon,
         "fedleak.delta": held and held.delta,
         "fedleak.warning": worst and worst.warning,
-        "fedleak.told": summary.ladder and summary.ladder.top.told,
+        "fedleak.told": summary.ladder and summary.ladder.top.granted_in_words,
     }
     return {name: str(value) for name, value in tags.items() if value is not None}

@@ -90,7 +90,7 @@ def test_the_length_of_a_single_text_stands_in_its_update(small, observe, texts,
         truth = observe(model, texts[i : i + 1], granted=("labels",))
         for seen in (truth.seen, shared(truth.seen, INNER)):
             found = told_of(seen, model)
-            assert found.told
+            assert found.lengths_known
             assert [one.lengths for one in found.each] == [lengths(truth)]
 
 
@@ -99,7 +99,7 @@ def test_the_last_layer_of_a_classifier_does_not_tell_lengths(small, observe, te
     model = small(family, width=64, layers=2)
     truth = observe(model, texts[:1], granted=("labels",))
     found = told_of(shared(truth.seen, INNER), model)
-    assert not found.told or lengths(truth) in [one.lengths for one in found.each]
+    assert not found.lengths_known or lengths(truth) in [one.lengths for one in found.each]
 
 
 @pytest.mark.parametrize(("family", "task"), WITH_POSITIONS)
@@ -108,7 +108,7 @@ def test_the_lengths_of_two_texts_stand_in_their_update(small, observe, family, 
     for two in (TEXTS[:2], TEXTS[1:], (TEXTS[2], TEXTS[0])):
         truth = observe(model, two, granted=("labels",))
         found = told_of(truth.seen, model)
-        assert found.told
+        assert found.lengths_known
         assert found.each[0].lengths == lengths(truth)
         # Decoders cannot tell whether the texts begin alike.
         assert family != "bert" or len(found.each) == 1
@@ -122,14 +122,14 @@ def test_the_lengths_of_two_texts_that_begin_alike_are_among_those_told(
     model = small(family, task, width=64, layers=3)
     truth = observe(model, ["she told us that it is over", second], granted=("labels",))
     found = told_of(truth.seen, model)
-    assert not found.told or lengths(truth) in [one.lengths for one in found.each]
+    assert not found.lengths_known or lengths(truth) in [one.lengths for one in found.each]
 
 
 def test_the_lengths_of_a_batch_with_a_text_twice_are_among_those_told(small, observe):
     model = small("bert", width=64, layers=3)
     truth = observe(model, ["nobody knows it", "nobody knows it", "he pays"], granted=("labels",))
     found = told_of(truth.seen, model)
-    assert not found.told or lengths(truth) in [one.lengths for one in found.each]
+    assert not found.lengths_known or lengths(truth) in [one.lengths for one in found.each]
 
 
 def test_the_lengths_of_three_texts_are_among_those_with_their_sum_and_longest(small, observe):
@@ -137,7 +137,7 @@ def test_the_lengths_of_three_texts_are_among_those_with_their_sum_and_longest(s
     truth = observe(model, TEXTS, granted=("labels",))
     found = told_of(truth.seen, model)
     each = [one.lengths for one in found.each]
-    assert found.told
+    assert found.lengths_known
     assert lengths(truth) in each
     # At least a token between the special ones.
     longest, total = lengths(truth)[0], sum(lengths(truth))
@@ -201,7 +201,7 @@ def test_where_nothing_tells_lengths_are_only_tried(small, observe, family, task
     model = small(family, task)
     truth = observe(model, TEXTS[:2], granted=("labels",))
     found = told_of(shared(truth.seen, ["norm", "Norm", "ln_"]), model, 4)
-    assert not found.told
+    assert not found.lengths_known
     assert all(len(set(one.lengths)) == 1 and len(one.lengths) == 2 for one in found.each)
     tried = [one.lengths[0] for one in found.each]
     assert 1 < len(tried) == len(set(tried)) <= 4
