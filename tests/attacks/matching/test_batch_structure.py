@@ -212,8 +212,8 @@ def test_where_nothing_tells_lengths_are_only_tried(small, observe, family, task
 def test_noise_hides_lengths(small, observe):
     model = small("bert")
     truth = observe(model, TEXTS[:1], granted=("labels",))
-    assert told_of(truth.seen, model).told
-    assert not told_of(noisy(truth.seen, 1.0), model).told
+    assert told_of(truth.seen, model).lengths_known
+    assert not told_of(noisy(truth.seen, 1.0), model).lengths_known
 
 
 # --- tokens -----------------------------------------------------------------------------------
