@@ -17,7 +17,7 @@ import torch
 
 from fedleak import attacks, models
 from fedleak.audit.pairing import FIGURES, best
-from fedleak.audit.vault import read_truth
+from fedleak.audit.vault import read_truth, text_count
 from fedleak.config.experiment import Experiment
 from fedleak.config.loading import parse
 from fedleak.federation.lookup import stored
@@ -30,7 +30,7 @@ from fedleak.store.summaries import CopiesRead, PositiveControl
 from fedleak.training.local import local_update_
 from fedleak.training.observation import QUESTIONS, Knowledge
 from fedleak.training.truth import GroundTruth
-from fedleak.util.errors import CaptureError, FedleakError
+from fedleak.util.errors import FedleakError
 from fedleak.util.rng import stream
 from fedleak.util.versions import versions
 
@@ -163,19 +163,11 @@ def chosen(run: Run, experiment: Experiment) -> list[Key]:
     for round in range(1, experiment.federation.rounds + 1):
         clients = clients_of_round(experiment, round)
         keys = [Key(round, client) for client in clients if experiment.attacked(round, client)]
-        there = [key for key in keys if _text_count(run, key)]
+        there = [key for key in keys if text_count(run, key)]
         if there:
             order = torch.randperm(len(there), generator=stream(experiment.seed, FOLDER))
             return sorted(there[i] for i in order[:COPIES].tolist())
     return []
-
-
-def _text_count(run: Run, key: Key) -> int:
-    """Returns how many texts a batch has; 0 where the vault has none that can be read."""
-    with suppress(CaptureError):  # scoring says so
-        if (truth := read_truth(run, key)) is not None:
-            return len(truth.sequences)
-    return 0
 
 
 def unsealed_copies(run: Run) -> list[str]:

@@ -31,6 +31,15 @@ def read_truth(run: Run, key: Key) -> GroundTruth | None:
     return None if value is None else check_truth(value, key, run.path / "vault" / f"{key}.json")
 
 
+def text_count(run: Run, key: Key) -> int | None:
+    """Returns how many private texts an update was computed from; None: nobody here knows."""
+    try:
+        truth = read_truth(run, key)
+    except CaptureError:  # scoring says so
+        return None
+    return None if truth is None else len(truth.sequences)
+
+
 def check_truth(value: Any, key: Key, file: Path) -> GroundTruth:
     """Returns the private batch that the content of a file is.
 

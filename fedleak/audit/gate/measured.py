@@ -8,14 +8,13 @@ from fedleak.audit.gate.check import Check, compared, untold
 from fedleak.audit.gate.evidence import Evidence
 from fedleak.audit.gate.limits import Case, listed, worst_cases
 from fedleak.audit.metrics import intervals
-from fedleak.audit.vault import read_truth
+from fedleak.audit.vault import text_count
 from fedleak.config.components import listed_as
 from fedleak.config.tables import CANARY_OF_EVERY_CLIENT, GateTable
 from fedleak.federation.schedule import captures_made, expected_captures
 from fedleak.store.records import UNSCORED, LeakageRow, text_counts
 from fedleak.store.run import EVERYONE, Key
 from fedleak.store.summaries import SURE
-from fedleak.util.errors import CaptureError
 
 FOUND_ALL, MOST_WRONG = 1.0, 0.5
 """Tokens are found if all are, and at most half of those that are named are wrong."""
@@ -91,14 +90,10 @@ def _coverage(limit: float, evidence: Evidence) -> Check:
     """Compares a limit with the share of private texts whose updates an attack answered for."""
     rows = evidence.rows.leakage
     answered = {row.key for row in rows if _has_answered(row)}
-    here, everywhere, unknown = 0, 0, 0
-    for key in captures_made(evidence.experiment):
-        size = _text_count(evidence, key)
-        if size is None:
-            unknown += 1
-            continue
-        everywhere += size
-        here += size if key in answered else 0
+    sizes = {key: text_count(evidence.run, key) for key in captures_made(evidence.experiment)}
+    known = {key: size for key, size in sizes.items() if size is not None}
+    unknown, everywhere = len(sizes) - len(known), sum(known.values())
+    here = sum(size for key, size in known.items() if key in answered)
     if unknown or not everywhere:
         return untold("coverage", [f"{unknown} updates have no truth in the vault"], "")
     sentence = f"an attack answered for {here} of {everywhere} private texts; limit {limit:g}"
@@ -108,15 +103,6 @@ def _coverage(limit: float, evidence: Evidence) -> Check:
 def _has_answered(row: LeakageRow) -> bool:
     """Whether a row is an answer; label counts, for example, score no text."""
     return row.status == Status.RECOVERED or row.texts is not None
-
-
-def _text_count(evidence: Evidence, key: Key) -> int | None:
-    """Returns how many private texts an update was computed from; None: nobody here knows."""
-    try:
-        truth = read_truth(evidence.run, key)
-    except CaptureError:
-        return None
-    return None if truth is None else len(truth.sequences)
 
 
 def _texts(cases: Sequence[Case], rows: Sequence[LeakageRow], leaks: Collection[str]) -> Check:
