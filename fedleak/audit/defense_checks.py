@@ -7,13 +7,12 @@ mean clipped and not each example, a budget that began anew in every round
 
 The checks feed texts of random tokens to the experiment's own model, and never a client's data. A
 loud batch is one whose first example has a gradient some thousand times too large.
-
-The file is long because it has a test for each claim that a defense can make.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Annotated, Any
 
 import torch
@@ -79,6 +78,9 @@ class Finding:
     figures: Annotated[str, Field(alias="found")]
 
 
+Test = tuple[str, bool, str]
+"""Claim, whether it holds, and the figures."""
+
 FINDINGS = TypeAdapter(list[Finding])
 """The content of checks.json."""
 
@@ -112,7 +114,7 @@ class Bench:
 
     def raw(self, *, loud: bool = False) -> ClientUpdate:
         """Returns the update of a client without the defense."""
-        return self.trained(self.plain, range(EXAMPLES), loud, 0)
+        return self.trained(loud=loud, local=self.plain)
 
     def sent(
         self, chosen: Sequence[int] = range(EXAMPLES), *, loud: bool = False, noise: int = 0
@@ -124,7 +126,7 @@ class Bench:
             loud: The first example of all is loud.
             noise: Another number draws other noise.
         """
-        return self.defended(self.trained(self.local, chosen, loud, noise), noise)
+        return self.defended(self.trained(chosen, loud=loud, noise=noise), noise)
 
     def defended(self, update: ClientUpdate, noise: int = 0) -> ClientUpdate:
         """Returns an update as the defense leaves it and the wire delivers it."""
@@ -139,27 +141,33 @@ class Bench:
 
     def trained(
         self,
-        local: LocalTraining,
-        chosen: Sequence[int],
-        loud: bool,
-        noise: int,
+        chosen: Sequence[int] = range(EXAMPLES),
+        *,
+        loud: bool = False,
+        noise: int = 0,
+        local: LocalTraining | None = None,
         planted: Planted | None = None,
     ) -> ClientUpdate:
-        """Returns the update before the defense has it."""
+        """Returns the update before the defense has it.
+
+        Args:
+            chosen, loud, noise: As in `sent`.
+            local: How to train; None: as a client with only this defense.
+            planted: Canaries.
+        """
         sequences = random_texts(self.model, self.seed)
         labels = _labels(self.model, sequences)
         family: Any = _Loud(self.model.family) if loud else self.model.family
-        model = replace(self.model, family=family)
-        own = {name: value.clone() for name, value in model.parameters().items()}
+        before = {name: value.clone() for name, value in self.model.parameters().items()}
         update = local_update_(
-            model,
+            replace(self.model, family=family),
             [sequences[i] for i in chosen],
             [labels[i] for i in chosen],
-            local,
+            local or self.local,
             seed=stream_seed(self.seed, "check", noise),
             planted=planted,
         )
-        models.load_parameters_(model, own)
+        models.load_parameters_(self.model, before)
         return update
 
 
@@ -210,16 +218,21 @@ def check(experiment: Experiment, sizes: Sequence[int] | None = None) -> list[Fi
         of_client = protection(experiment, client, len(parts[client]))
         name = f"defense[{number}] ({placed.defense.kind})"
         bench = _bench(experiment, model, of_client, of_client.defenses[number])
-        findings += [
-            Finding(defense=name, claim=claim, holds=holds, figures=figures)
-            for claim, holds, figures in (
-                *_changes(bench),
-                *_keeps(bench),
-                *_guarantees(bench),
-                *_measured(bench, experiment, client),
-            )
-        ]
-    return [*findings, *_all_together(experiment, model, parts)]
+        tests = chain(
+            _changes(bench),
+            _keeps(bench),
+            _guarantees(bench),
+            _measured(bench, experiment, client),
+        )
+        findings += _findings(name, tests)
+    return findings + _findings("the update", _all_together(experiment, model, parts))
+
+
+def _findings(name: str, tests: Iterable[Test]) -> list[Finding]:
+    return [
+        Finding(defense=name, claim=claim, holds=holds, figures=figures)
+        for claim, holds, figures in tests
+    ]
 
 
 def _bench(
@@ -241,10 +254,6 @@ def _bench(
         seed=experiment.seed,
         sends=experiment.local_training.kind,
     )
-
-
-Test = tuple[str, bool, str]
-"""Claim, whether it holds, and the figures."""
 
 
 def _changes(bench: Bench) -> Iterator[Test]:
@@ -297,9 +306,7 @@ def _combines(bench: Bench) -> Iterator[Test]:
 def _client_bounded(bench: Bench, norm: float, other: ClientUpdate) -> Test:
     """Tests by how much a loud client moves the sum of two, against one that sends zeros."""
     loud = bench.sent(loud=True)
-    zeros = {name: torch.zeros_like(value) for name, value in loud.tensors.items()}
-    there = bench.combined([other, loud])
-    gone = bench.combined([other, replace(loud, tensors=zeros)])
+    there, gone = bench.combined([other, loud]), bench.combined([other, _zeroed(loud)])
     moved = 2 * _distance(there, gone)
     return (
         f"a loud client moves the sum of updates by no more than {norm:g}",
@@ -313,10 +320,8 @@ def _rounds(bench: Bench) -> Iterator[Test]:
 
     It says how large the error is beside the update: rounding that loses the update hides it too.
     """
-    raw = bench.trained(bench.local, range(EXAMPLES), False, 0)
-    before = torch.cat([value.double().flatten() for value in raw.tensors.values()])
-    sent = bench.defended(raw)
-    after = torch.cat([sent.tensors[name].double().flatten() for name in raw.tensors])
+    raw = bench.trained()
+    before, after = _numbers(raw).double(), _numbers(bench.defended(raw)).double()
     claims = bench.defense.claims(bench.local, raw.num_examples)
     assert claims.step is not None
     assert claims.largest_number is not None
@@ -339,11 +344,8 @@ def _keeps(bench: Bench) -> Iterator[Test]:
     """Tests the defense's own claims."""
     claims = bench.claims
     if claims.max_norm is not None:
-        loud = bench.trained(bench.local, range(EXAMPLES), True, 0)
-        nothing = replace(
-            loud, tensors={name: torch.zeros_like(v) for name, v in loud.tensors.items()}
-        )
-        sent, noise = bench.defended(loud), bench.defended(nothing)
+        loud = bench.trained(loud=True)
+        sent, noise = bench.defended(loud), bench.defended(_zeroed(loud))
         moved = _distance(sent, noise)
         yield (
             f"the update is no longer than {claims.max_norm:g}, its noise aside",
@@ -356,13 +358,12 @@ def _keeps(bench: Bench) -> Iterator[Test]:
         yield (
             f"a loud example moves the update by no more than {claims.example_norm:g}",
             moved <= claims.example_norm * (1 + ROUNDING) + _rounded(sent, without),
-            f"by {moved:.4g}; a raw one by {_distance_of_raw(bench):.2g}",
+            f"by {moved:.4g}; a raw one by {_distance(bench.raw(loud=True), bench.raw()):.2g}",
         )
-    if claims.noise_scale is not None:
-        yield _noise(bench.sent(), bench.sent(noise=1), claims.noise_scale)
+    scale = claims.noise_scale
     if claims.relative_noise is not None:
-        raw = bench.trained(bench.local, range(EXAMPLES), False, 0)
-        scale = claims.relative_noise * root_mean_square(raw)
+        scale = claims.relative_noise * root_mean_square(bench.trained())
+    if scale is not None:
         yield _noise(bench.sent(), bench.sent(noise=1), scale)
     if claims.masked is not None:
         yield _masked(bench, claims.masked)
@@ -377,11 +378,6 @@ def _keeps(bench: Bench) -> Iterator[Test]:
         yield (f"{len(names)} tensors are not sent", not there, f"{len(there)} were sent")
 
 
-def _distance_of_raw(bench: Bench) -> float:
-    """Returns how far a loud example moves an update without the defense."""
-    return _distance(bench.raw(loud=True), bench.raw())
-
-
 def _noise(first: ClientUpdate, second: ClientUpdate, scale: float) -> Test:
     """Tests the variance of the noise, by two updates that differ in nothing else.
 
@@ -389,12 +385,7 @@ def _noise(first: ClientUpdate, second: ClientUpdate, scale: float) -> Test:
     normal distribution; the deviation of their mean is taken from the numbers themselves, which is
     right for any.
     """
-    ratio_N = torch.cat(
-        [
-            (value.double() - second.tensors[name].double()).flatten().square()
-            for name, value in first.tensors.items()
-        ]
-    ) / (2 * scale**2)
+    ratio_N = (_numbers(first).double() - _numbers(second).double()).square() / (2 * scale**2)
     mean, deviation = float(ratio_N.mean()), float(ratio_N.std()) / math.sqrt(len(ratio_N))
     off = (mean - 1) / max(deviation, 1e-300)
     return (
@@ -406,7 +397,7 @@ def _noise(first: ClientUpdate, second: ClientUpdate, scale: float) -> Test:
 
 def _masked(bench: Bench, fraction: float) -> Test:
     """Tests a mask on the numbers that were not zero before."""
-    before, after = _numbers(bench)
+    before, after = _numbers(bench.raw()), _numbers(bench.sent())
     used = before != 0
     dropped, numbers = float((after[used] == 0).double().mean()), int(used.sum())
     deviation = math.sqrt(fraction * (1 - fraction) / numbers)
@@ -420,7 +411,7 @@ def _masked(bench: Bench, fraction: float) -> Test:
 
 def _zeros(bench: Bench, fraction: float) -> Test:
     """Tests how many numbers are zero, and that they were the smallest."""
-    before, after = _numbers(bench)
+    before, after = _numbers(bench.raw()), _numbers(bench.sent())
     zero = after == 0
     share = float(zero.double().mean())
     largest = float(before[zero].abs().max()) if zero.any() else 0.0
@@ -433,13 +424,9 @@ def _zeros(bench: Bench, fraction: float) -> Test:
     )
 
 
-def _numbers(bench: Bench) -> tuple[Tensor, Tensor]:
-    """Returns all numbers of an update before and after."""
-    raw, sent = bench.raw(), bench.sent()
-    return (
-        torch.cat([value.flatten() for value in raw.tensors.values()]),
-        torch.cat([sent.tensors[name].flatten() for name in raw.tensors]),
-    )
+def _numbers(update: ClientUpdate) -> Tensor:
+    """Returns all numbers of an update [N]."""
+    return torch.cat([update.tensors[name].flatten() for name in sorted(update.tensors)])
 
 
 def _guarantees(bench: Bench) -> Iterator[Test]:
@@ -456,8 +443,8 @@ def _guarantees(bench: Bench) -> Iterator[Test]:
             for spent in privacy.compose([event for event in events if event], 1e-5, "rdp")
         )
 
-    resumed = [event and Event.from_json(event.to_json()) for event in (first,)] + [second]
-    single, whole, later = epsilon([first]), epsilon([first, second]), epsilon(resumed)
+    noted = first and Event.from_json(first.to_json())
+    single, whole, later = epsilon([first]), epsilon([first, second]), epsilon([noted, second])
     yield (
         "two runs of one round spend what one run of two does, and more than one round",
         whole == later and whole > single > 0,
@@ -506,20 +493,19 @@ def _measured(bench: Bench, experiment: Experiment, client: int) -> Iterator[Tes
 def _with_canaries(bench: Bench, made: ClientCanaries, noise: int) -> ClientUpdate:
     """Returns an update with canaries before the defense has it."""
     if made.planted is None:
-        return made.copied(bench.trained(bench.local, range(EXAMPLES), False, noise))
-    every_step = replace(made.planted, rate=None)
-    return bench.trained(bench.local, range(EXAMPLES), False, noise, every_step)
+        return made.copied(bench.trained(noise=noise))
+    return bench.trained(noise=noise, planted=replace(made.planted, rate=None))  # in every step
 
 
 def _all_together(
     experiment: Experiment, model: LanguageModel, parts: Sequence[Sequence[int]]
-) -> Iterator[Finding]:
+) -> Iterator[Test]:
     """Tests the update of the first client with all of its defenses, and what it does."""
-    sequences = random_texts(model, experiment.seed)
     of_client = protection(experiment, 0, len(parts[0]))
     # As many examples as a step takes, so that FedAvg makes one.
     local = replace(of_client.local, batch_size=EXAMPLES, epochs=1)
     before = {name: value.clone() for name, value in model.parameters().items()}
+    sequences = random_texts(model, experiment.seed)
     labels = _labels(model, sequences)
     update = local_update_(model, sequences, labels, local, seed=experiment.seed)
     models.load_parameters_(model, before)
@@ -527,21 +513,19 @@ def _all_together(
     sent = partial_update(update, selected_parameters(experiment, model))
     frozen = set(select(model, local.frozen, "parameters")) if local.frozen else set()
     wanted = set(selected_parameters(experiment, model)) - frozen
-    yield Finding(
-        defense="the update",
-        claim="what is shared and trained is sent, and nothing else",
-        holds=sent.tensors.keys() == wanted,
-        figures=f"{len(sent.tensors)} of {len(before)} tensors",
+    yield (
+        "what is shared and trained is sent, and nothing else",
+        sent.tensors.keys() == wanted,
+        f"{len(sent.tensors)} of {len(before)} tensors",
     )
     total = WeightedSum(lambda name: before[name].dtype)
     total.add_(sent)
     after, _ = aggregate(before, total, experiment.server_optimiser, {})
     moved = sum(not torch.equal(after[name], before[name]) for name in before)
-    yield Finding(
-        defense="the update",
-        claim="the global weights move, and stay finite",
-        holds=moved > 0 and all(map(all_finite, after.values())),
-        figures=f"{moved} of {len(before)} tensors move",
+    yield (
+        "the global weights move, and stay finite",
+        moved > 0 and all(map(all_finite, after.values())),
+        f"{moved} of {len(before)} tensors move",
     )
 
 
@@ -578,6 +562,11 @@ class _Loud:
         of_family: Callable[..., Tensor] = self._family.logits
         logits = of_family(*args, **kwargs)
         return torch.cat([LOUD * logits[:1], logits[1:]])
+
+
+def _zeroed(update: ClientUpdate) -> ClientUpdate:
+    zeros = {name: torch.zeros_like(value) for name, value in update.tensors.items()}
+    return replace(update, tensors=zeros)
 
 
 def _dense(like: ClientUpdate, norm: float, seed: int) -> ClientUpdate:
