@@ -8,6 +8,7 @@ V the prior's vocabulary.
 """
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -89,6 +90,22 @@ class Prior:
             nll_U = nll_U.masked_fill(_lengths(tokens_UT) < 2, 0)
         # Indexed out here: the copy is an ordinary tensor, which autograd may keep.
         return nll_U[which_N]
+
+    def next_token(self, ids_NT: Tensor) -> Tensor:
+        """Returns the log probability [N, V] of the victim's token after beginnings of one length.
+
+        All are alike to a prior of another vocabulary, and so are those after more tokens than it
+        has positions for: then it is [1, 1] zero.
+
+        Args:
+            ids_NT: The victim's token ids, at least one in each row.
+        """
+        if self.victim_tokenizer is not None or ids_NT.shape[1] > (self.max_length or math.inf):
+            return ids_NT.new_zeros((1, 1), dtype=torch.float32)
+        with torch.inference_mode():
+            logits_N1V = self.module(input_ids=ids_NT, use_cache=False, logits_to_keep=1).logits
+            log_NV = logits_N1V[:, -1].float().log_softmax(-1)
+        return log_NV.clone()
 
     def to(self, dtype: torch.dtype) -> "Prior":
         """Returns this prior with weights and arithmetic of another precision.

@@ -1,0 +1,489 @@
+"""Maximum likelihood: one text of a classifier, sought by one probability of a noisy update.
+
+Noise adds N(0, s^2) to each number of the gradient G of one text. No text uses most words, so the
+median square of the word embedding's rows is s^2, and nothing need be granted. A text x has the log
+probability prior(x) + rows(x) + head(x), up to a constant.
+
+**Rows.** Let d_q be the gradient at the q-th token of what the embeddings add up (see
+`position_marginals`). The row of position q is P_q = d_q + noise, that of a word is W_v = d_q +
+noise if v stands at q alone. With d_q ~ N(0, t I), t taken from |P_q|^2, what P_q tells of W_v is
+W_v ~ N(a P_q, (s^2 + t s^2 / (t + s^2)) I) where v is at q, with a = t / (t + s^2), and N(0, same)
+elsewhere. The log odds of word v at place q are thus a matched filter of two rows,
+`(a <W_v, P_q> - a^2 |P_q|^2 / 2) / variance`. A word that wins by far is taken out of its row, so
+that it does not hide the same word elsewhere (interference cancellation). Likewise |P_q|^2 gives
+the log odds that place q is used, with t unknown over a grid: that tells the length.
+
+**Head.** What stands behind the last layer (pooler, classifier) sees the text through one vector,
+so it is computed by a forward pass alone, and it has most of the gradient's energy: 5.2 of 6.0 in
+MiniLM. Up to a positive factor on the update, the misfit of a text with gradient g is
+`E = (|G - w g|^2) / s^2 - n` with w = <G, g> / |g|^2, over the n numbers of the head. For the right
+text and label, E + n follows a chi-square: E is 0, give or take sqrt(2 n). For a text with other
+words wrong, E is no noise: if it is Gaussian of unknown size in k directions, its log probability
+is `-k/2 log E`. So head(x) = -k/2 log(E + k + 3 sqrt(2 n)), which is also the white likelihood,
+-E / 2 up to a factor, near the right text.
+
+**Search.** A beam from left to right on prior and rows, over all lengths at once; then coordinate
+ascent on all three from the best of it: each place gets other words, the end moves by a word. One
+rule stops it: the chi-square accepts a text (|E| < 3 sqrt(2 n)). That text is `likely` if the test
+also rejects every other text that was tried, and the nearest by rows and prior are tried at each
+place. It proves nothing: texts that were not tried may fit as well.
+
+Without a prior all words are alike to it. Limits: one text, one gradient, no dropout; Gaussian
+noise of one size on the embeddings and the head.
+
+Shapes: V words, T places, D hidden size, N texts, C labels, X numbers of a tensor.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, NamedTuple
+
+import torch
+from pydantic import AfterValidator, Field
+from torch import Tensor
+
+from fedleak.attacks import AttackSetting, OneByOne, Progress
+from fedleak.attacks.analytic.embedding_rows import above_noise
+from fedleak.attacks.auto.evidence import gradients_of
+from fedleak.attacks.certificate import as_gradient, is_linear
+from fedleak.attacks.clock import Clock
+from fedleak.attacks.matching.batch_structure import Frame, frame
+from fedleak.attacks.matching.factored_gradients import BatchGradients
+from fedleak.attacks.matching.gradient_distance import Gradient
+from fedleak.attacks.reconstruction import Reconstruction, Status
+from fedleak.attacks.subspace.answer import Reading
+from fedleak.models import CLASSIFICATION, LanguageModel, absolute
+from fedleak.models import prior as priors
+from fedleak.models.prior import Prior
+from fedleak.training.observation import Observation
+from fedleak.util.rng import stream
+
+Ids = tuple[int, ...]
+
+_SIGMAS = 3.0
+"""Standard deviations by which a chi-square may miss what is expected."""
+
+_DIRECTIONS = 100.0
+"""k: directions in which wrong words move the head's input."""
+
+_ROUNDING = 1e-4
+"""The noise is at least this share of the head's root mean square: rounding, with room."""
+
+_ENERGIES = tuple(0.02 * 10 ** (i / 2) for i in range(8))
+"""Energies of a used row that are thought alike probable, in units of the noise's."""
+
+_FAINT = 0.03
+"""Energy of a row that noise hides, in the same units: at least this is assumed of a used row."""
+
+_CLEAR = 12.0
+"""Nats by which a word must beat all others to be taken out of its row."""
+
+_LENGTHS = 8.0
+"""Nats by which the rows may speak against a length that is tried."""
+
+_APART = 30.0
+"""Nats below the best word of a place at which other words are not tried."""
+
+_BEAM, _STARTS, _STATES, _WORDS, _READ, _NEAREST = 32, 64, 4, 32, 12, 8
+"""Texts of the beam; that are judged of it; that are improved side by side; words that are tried
+at a place; texts of them that the prior reads whole; words that must be rejected at each place."""
+
+_AT_ONCE = 32
+"""Texts of a forward pass."""
+
+
+class Evidence(NamedTuple):
+    """What the word and position rows say of a text's places.
+
+    Attributes:
+        word_TV: Log odds of each word at each place.
+        used_T: Log odds that a place is used.
+        lengths: Tokens that the text may have.
+    """
+
+    word_TV: Tensor
+    used_T: Tensor
+    lengths: range
+
+    def __call__(self, ids: Ids) -> float:
+        """Returns the log odds of a text."""
+        places = range(len(ids))
+        return float(self.used_T[: len(ids)].sum() + self.word_TV[places, list(ids)].sum())
+
+
+class Guess(NamedTuple):
+    """A text that was judged.
+
+    Attributes:
+        score: Its log probability, up to a constant.
+        ids: Its tokens.
+        label: Its class.
+        excess: The head's chi-square, in standard deviations from its mean.
+    """
+
+    score: float
+    ids: Ids
+    label: int
+    excess: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaximumLikelihood(OneByOne):
+    """One text under noise, by the likelihood of the embeddings' rows and of the classifier.
+
+    Attributes:
+        seconds: After which the most probable text so far is the answer; None: no limit.
+        prior: A causal language model (hub id, folder or built-in) in the victim's vocabulary;
+            None: no prior.
+    """
+
+    kind: ClassVar[str] = "maximum_likelihood"
+    slow: ClassVar[bool] = True
+    uses: ClassVar[frozenset[str]] = frozenset({"labels", "lengths"})
+    seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = 30.0
+    prior: Annotated[str, AfterValidator(absolute)] | None = None
+
+    def check_equipment(self) -> None:
+        """Refuses a prior that cannot be loaded."""
+        if self.prior is not None:
+            priors.check(self.prior)
+
+    def obstacle(self, setting: AttackSetting) -> str | None:
+        """Needs a classifier, and the gradients of its weights and both embeddings."""
+        family = setting.family
+        if setting.task != CLASSIFICATION:
+            return "reads updates of classifiers: choose model.task = sequence-classification"
+        if family.position_embedding is None:
+            return "reads rows of positions, and the model's are rotary: choose another model.name"
+        needed = {family.word_embedding, family.position_embedding, family.classifier[0]}
+        if missing := needed - setting.shared:
+            return f"needs {' and '.join(sorted(missing))}, and clients send none: see update.share"
+        return None
+
+    def reads(self, setting: AttackSetting) -> frozenset[str]:
+        """Reads both embeddings and what stands behind the layers."""
+        family, embeddings = setting.family, setting.family.embeddings
+        behind = (name for name in setting.shared if not name.startswith(family.layers))
+        rows = {family.word_embedding, family.position_embedding}
+        return frozenset(name for name in behind if name in rows or name not in embeddings)
+
+    def __call__(
+        self,
+        seen: Observation,
+        model: LanguageModel,
+        *,
+        rng: torch.Generator,
+        on_progress: Callable[[Progress], None] = lambda progress: None,
+    ) -> Reconstruction:
+        """Returns the most probable text that was found."""
+        return self.read(seen, model, on_progress).answer
+
+    @torch.no_grad()
+    def read(
+        self,
+        seen: Observation,
+        model: LanguageModel,
+        on_progress: Callable[[Progress], None] = lambda progress: None,
+    ) -> Reading:
+        """Returns the answer, and whether nothing but noise is left beside it."""
+        observed, around = as_gradient(seen), frame(model)
+        names = self.reads(AttackSetting.of(seen, model)) - set(model.family.embeddings)
+        noise = noise_scale(
+            observed[model.family.word_embedding], [observed[name] for name in sorted(names)]
+        )
+        if seen.update.num_examples > 1:
+            noise = "it reads updates of one text, and this is of more"
+        elif not is_linear(seen):
+            noise = "it reads one gradient without dropout, and this is none"
+        if isinstance(noise, str):
+            return Reading(Reconstruction.none(Status.ABSTAINED, noise))
+        known = seen.knowledge.lengths
+        rows = evidence_of(
+            observed[model.family.word_embedding],
+            observed[model.family.position_embedding or ""],
+            noise,
+            around,
+            known[0] if known else None,
+        )
+        if rows is None:
+            reason = f"no position's row stands out of the noise, of {noise:.2g}"
+            return Reading(Reconstruction.none(Status.ABSTAINED, reason, noise_scale=noise))
+        head = Head(model, {name: observed[name] for name in sorted(names)}, noise)
+        prior = None if self.prior is None else priors.load(self.prior, model)
+        labels = seen.knowledge.labels or tuple(range(model.num_labels))
+        search = _Search(model, around, rows, head, prior, labels, Clock(self.seconds))
+        best = search.run(on_progress)
+        numbers: dict[str, Any] = {"noise_scale": noise, "time_up": search.clock.rang}
+        if best is None:
+            reason = "time was up before a text was complete: raise seconds"
+            return Reading(Reconstruction.none(Status.ABSTAINED, reason, **numbers))
+        others = [guess.excess for ids, guess in search.judged.items() if ids != best.ids]
+        nearest = min(others, default=math.nan)
+        accepted = abs(best.excess) < _SIGMAS
+        likely = accepted and search.compared and nearest > _SIGMAS
+        answer = Reconstruction(
+            status=Status.RECOVERED,
+            sequences=(best.ids,),
+            evidence=(max(best.excess, 0.0),),
+            tokens=tuple(sorted(set(best.ids))),
+            diagnostics=numbers
+            | {"likely": [likely], "excess": best.excess, "nearest": nearest}
+            | {"label": best.label, "tried": len(others) + 1},
+            reason=_REASONS[likely, accepted],
+        )
+        return Reading(answer, (best.ids,), determined=likely)
+
+
+_REASONS = {
+    (True, True): "nothing proved: it leaves all but noise, and no other text that was tried does",
+    (False, True): "nothing proved: it leaves all but noise, and so do others, or none were tried",
+    (False, False): "nothing proved: a guess, which leaves more than noise",
+}
+
+
+def noise_scale(word_VD: Tensor, head: Sequence[Tensor]) -> float | str:
+    """Returns the standard deviation of the noise, from rows of words in no text; or why not.
+
+    Without noise it is rounding.
+
+    Args:
+        word_VD: Gradient of the word embedding.
+        head: Those of what stands behind the layers.
+    """
+    squares_V, width = word_VD.float().square().sum(1).double(), word_VD.shape[1]
+    # The median of a chi-square (Wilson and Hilferty 1931).
+    noise = math.sqrt(float(squares_V.median()) / (width * (1 - 2 / (9 * width)) ** 3))
+    if noise and not above_noise(squares_V, width).any():
+        return "rows of words that no text has are not Gaussian noise of one size"
+    energy = sum(float(tensor.double().square().sum()) for tensor in head)
+    numbers = sum(tensor.numel() for tensor in head)
+    rounding = _ROUNDING * math.sqrt(energy / numbers)
+    return max(noise, rounding) or "the classifier's gradient is zero"
+
+
+def evidence_of(
+    word_VD: Tensor, place_PD: Tensor, noise: float, around: Frame, length: int | None
+) -> Evidence | None:
+    """Returns what word and position rows say of places; None if noise hides all of them.
+
+    Args:
+        word_VD, place_PD: Gradients of the embeddings.
+        noise: Standard deviation of the noise in them.
+        around: Marks that begin and end the text.
+        length: Of the text, if it is known.
+    """
+    width, first, last = word_VD.shape[1], around.first, around.last
+    used_P = used_odds(place_PD.double().square().sum(1) / noise**2, width)
+    ends_P = used_P.cumsum(0)
+    if last:
+        ends_P += word_odds(word_VD[[last[-1]]], place_PD, noise)[:, 0]
+    ends_P[: len(first) + len(last)] = -math.inf
+    if float(ends_P.max()) < math.log(len(place_PD)):
+        return None
+    possible = (ends_P > ends_P.max() - _LENGTHS).nonzero()[:, 0] + 1
+    lengths = range(int(possible[0]), int(possible[-1]) + 1)
+    if length is not None:
+        lengths = range(length, length + 1)
+    place_TD = place_PD[: lengths[-1]].float()
+    clear = dict(enumerate(first))
+    for _ in range(2):
+        rest_VD = word_VD.float().clone()
+        for place, word in clear.items():
+            rest_VD[word] -= place_TD[place]
+        word_TV = word_odds(rest_VD, place_TD, noise)
+        for place, word in clear.items():
+            own_1D = rest_VD[[word]] + place_TD[place]
+            word_TV[place, word] = word_odds(own_1D, place_TD[[place]], noise)[0, 0]
+        best = word_TV.topk(2, dim=1)
+        won_T = (best.values[:, 0] - best.values[:, 1] > _CLEAR).tolist()
+        winners = best.indices[:, 0].tolist()
+        clear |= {place: winners[place] for place in range(len(first), len(won_T)) if won_T[place]}
+    return Evidence(word_TV, used_P[: lengths[-1]].float(), lengths)
+
+
+def used_odds(energy_P: Tensor, width: int) -> Tensor:
+    """Returns the log odds [P] that rows are used, by their squares in units of the noise's."""
+    ratio_E = energy_P.new_tensor(_ENERGIES)
+    gain_PE = 0.5 * energy_P[:, None] * ratio_E / (1 + ratio_E) - 0.5 * width * ratio_E.log1p()
+    odds_P: Tensor = gain_PE.logsumexp(1) - math.log(len(_ENERGIES))
+    return odds_P
+
+
+def word_odds(word_VD: Tensor, place_TD: Tensor, noise: float) -> Tensor:
+    """Returns the log odds [T, V] that a word's row holds a place's, against that it does not."""
+    square_T = place_TD.square().sum(1)
+    energy_T = (square_T / place_TD.shape[1] - noise**2).clamp_min(_FAINT * noise**2)
+    share_T = energy_T / (energy_T + noise**2)
+    variance_T = noise**2 * (1 + share_T)
+    inner_TV = place_TD @ word_VD.to(place_TD.dtype).T
+    odds_TV = share_T[:, None] * inner_TV - 0.5 * (share_T.square() * square_T)[:, None]
+    return (odds_TV / variance_T[:, None]).float()
+
+
+class Head:
+    """How well texts explain the gradient behind the last layer.
+
+    Args:
+        model: At the broadcast weights.
+        observed: The gradient there by parameter name.
+        noise: Its standard deviation.
+    """
+
+    def __init__(self, model: LanguageModel, observed: Mapping[str, Tensor], noise: float) -> None:
+        self._model, self._own = model, BatchGradients(model, list(observed))
+        self._observed_X = torch.cat([value.flatten() for value in observed.values()]) / noise
+        self._names, self._noise = list(observed), noise
+        self.spread = math.sqrt(2 * len(self._observed_X))
+
+    def excess(self, texts: Sequence[Ids], labels: Sequence[int]) -> Tensor:
+        """Returns the chi-square [N, C], in standard deviations from its mean.
+
+        It is infinite where the gradient points the other way.
+        """
+        parts = [texts[i : i + _AT_ONCE] for i in range(0, len(texts), _AT_ONCE)]
+        return torch.cat([self._excess(part, labels) for part in parts])
+
+    def _excess(self, texts: Sequence[Ids], labels: Sequence[int]) -> Tensor:
+        labels_NC = torch.tensor([list(labels)] * len(texts), device=self._model.device)
+        no_words_0 = torch.zeros(0, dtype=torch.long, device=self._model.device)
+        with self._own.ready():
+            gradients = gradients_of(self._model, self._own, texts, labels_NC, no_words_0)
+        formed_KX = torch.cat([_formed(gradients[name]) for name in self._names], 1)
+        inner_K = formed_KX @ self._observed_X
+        factor_K = inner_K / formed_KX.square().sum(1).clamp_min(1e-30)
+        left_K = (self._observed_X - factor_K[:, None] * formed_KX).double().square().sum(1)
+        excess_K = (left_K - len(self._observed_X)) / self.spread
+        return excess_K.masked_fill(inner_K <= 0, math.inf).view(labels_NC.shape).cpu()
+
+    def log_probability(self, excess: float) -> float:
+        """Returns what a chi-square tells of a text of which other words may be wrong."""
+        misfit = max(excess, 0.0) * self.spread
+        return -_DIRECTIONS / 2 * math.log(misfit + _DIRECTIONS + _SIGMAS * self.spread)
+
+
+def _formed(gradient: Gradient) -> Tensor:
+    """Returns the numbers [K, X] of the gradients of K guesses."""
+    if isinstance(gradient, Tensor):
+        return gradient.flatten(0, 1).flatten(1)
+    left, right = (torch.cat(side, 2).flatten(0, 1) for side in zip(*gradient, strict=True))
+    return (left.mT @ right).flatten(1)
+
+
+@dataclass
+class _Search:
+    """One update under attack.
+
+    Attributes:
+        judged: The guesses so far by their tokens.
+        compared: The nearest texts of the answer were judged, too.
+    """
+
+    model: LanguageModel
+    around: Frame
+    rows: Evidence
+    head: Head
+    prior: Prior | None
+    labels: Sequence[int]
+    clock: Clock
+    judged: dict[Ids, Guess] = field(default_factory=dict)
+    compared: bool = False
+
+    def run(self, on_progress: Callable[[Progress], None]) -> Guess | None:
+        """Returns the most probable text; None: there was no time for any."""
+        states = self._best_of(self._begun())[-_STATES:]
+        if not states:
+            return None
+        self.labels = [states[-1].label]
+        before: list[Guess] = []
+        end, sweep = self.rows.lengths[-1] - len(self.around.last), 0
+        while states != before and not self._accepted(states):
+            before, sweep = states, sweep + 1
+            order = torch.randperm(end + 1, generator=stream(sweep, "places")).tolist()
+            for step, place in enumerate(self.clock.paced(order)):
+                if place < len(self.around.first) or self._accepted(states):
+                    continue
+                near = {ids for state in states for ids in self._near(state.ids, place, _WORDS)}
+                states = sorted({*states, *self._best_of(near - self.judged.keys())})[-_STATES:]
+                text = self.model.decode(states[-1].ids)
+                on_progress(Progress(step, end, states[-1].excess, text, f"sweep {sweep}"))
+        best = self._accepted(states) or states[-1]
+        if self._accepted(states):
+            places = range(len(self.around.first), end + 1)
+            near_each = [self._near(best.ids, place, _NEAREST) for place in self.clock.paced(places)]
+            self._judge({ids for near in near_each for ids in near} - self.judged.keys())
+            self.compared = len(near_each) == len(places)
+        return best
+
+    def _accepted(self, states: Iterable[Guess]) -> Guess | None:
+        """Returns the best state whose chi-square is that of noise; None if there is none."""
+        fitting = [state for state in states if abs(state.excess) < _SIGMAS]
+        return max(fitting, default=None)
+
+    def _begun(self) -> set[Ids]:
+        """Returns texts of all lengths that are probable by prior and rows, from left to right."""
+        first, last, lengths = *self.around, self.rows.lengths
+        beam, texts = [(0.0, first)], set[Ids]()
+        for place in self.clock.paced(range(len(first), lengths[-1] - len(last))):
+            score_N = torch.tensor([score for score, _ in beam])
+            score_NV = score_N[:, None] + self._words([ids for _, ids in beam], place)
+            best = score_NV.flatten().topk(min(_BEAM, score_NV.numel()))
+            pairs = [divmod(int(i), score_NV.shape[1]) for i in best.indices]
+            beam = [
+                (float(score), (*beam[n][1], word))
+                for score, (n, word) in zip(best.values, pairs, strict=True)
+                if score > -math.inf
+            ]
+            if place + 1 + len(last) in lengths:
+                texts |= {(*ids, *last) for _, ids in beam}
+        return texts
+
+    def _words(self, beginnings: Sequence[Ids], place: int) -> Tensor:
+        """Returns the log probability [N, V] of the next word after beginnings of one length."""
+        odds_V = self.rows.word_TV[place].clone()
+        odds_V[[*self.model.special_ids()]] = -math.inf
+        if self.prior is None or not place:
+            return odds_V.expand(len(beginnings), -1)
+        next_NV = self.prior.next_token(torch.tensor(beginnings, device=self.prior.device))
+        return odds_V + next_NV.to(odds_V.device)
+
+    def _near(self, ids: Ids, place: int, most: int) -> set[Ids]:
+        """Returns texts with another word at a place, or at the end with a word more or less."""
+        end = len(ids) - len(self.around.last)
+        if place > end or (place == end and len(ids) + 1 not in self.rows.lengths):
+            longer = set[Ids]()
+        else:
+            odds_V = self._words([ids[:place]], place)[0]
+            best = odds_V.topk(most)
+            words = best.indices[best.values > best.values[0] - _APART].tolist()
+            longer = {(*ids[:place], word, *ids[place + (place < end) :]) for word in words}
+        if place == end and len(ids) - 1 in self.rows.lengths:
+            longer.add((*ids[: end - 1], *ids[end:]))
+        return longer - {ids}
+
+    def _best_of(self, texts: Iterable[Ids]) -> list[Guess]:
+        """Judges texts; returns the most probable ones, in rising order."""
+        guesses = self._judge(texts)
+        guesses = sorted(guesses)[-_READ:]
+        if self.prior is not None and guesses:
+            longest = max(len(guess.ids) for guess in guesses)
+            ids_NT = torch.tensor([[*g.ids, *[0] * (longest - len(g.ids))] for g in guesses])
+            count_N = torch.tensor([len(guess.ids) for guess in guesses])
+            mask_NT = (torch.arange(longest) < count_N[:, None]).long()
+            nll_N = self.prior.nll(ids_NT.to(self.prior.device), mask_NT.to(self.prior.device))
+            read_N = (nll_N.cpu() * (count_N - 1)).tolist()
+            guesses = [g._replace(score=g.score - nll) for g, nll in zip(guesses, read_N, strict=True)]
+        return sorted(guesses)[-_STATES:]
+
+    def _judge(self, texts: Iterable[Ids]) -> list[Guess]:
+        """Returns texts with their best label, by rows and head alone."""
+        some = sorted(texts, key=lambda ids: (len(ids), ids))
+        if not some:
+            return []
+        excess_N, label_N = self.head.excess(some, self.labels).min(1)
+        guesses = [
+            Guess(self.rows(ids) + self.head.log_probability(excess), ids, self.labels[c], excess)
+            for ids, excess, c in zip(some, excess_N.tolist(), label_N.tolist(), strict=True)
+        ]
+        self.judged |= {guess.ids: guess for guess in guesses}
+        return guesses
