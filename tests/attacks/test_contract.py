@@ -287,7 +287,7 @@ def test_without_what_it_does_not_read_its_answer_is_the_same(small, observe, ki
 def test_an_attack_that_does_not_say_what_it_reads_reads_all(small, observe):
     model = small("bert")
     setting = AttackSetting.of(observe(model, 1).seen, model)
-    assert SELECTIVE == ["dager", "keyspan", "position_marginals", "probes"]
+    assert SELECTIVE == ["dager", "keyspan", "maximum_likelihood", "position_marginals", "probes"]
     for kind in set(ALL) - set(SELECTIVE):
         assert read_by(quick(kind), setting) == setting.shared
 
@@ -378,6 +378,7 @@ EASY = {
     "command": Easy(settings=QUICK["command"]),
     # In a batch it only guesses which words belong to one text.
     "position_marginals": Easy(texts=("she told us that",)),
+    "maximum_likelihood": Easy(texts=("she told us that",)),
 }
 """By kind, for attacks that cannot work in the setting that is easy for others, or take long."""
 

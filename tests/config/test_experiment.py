@@ -97,7 +97,8 @@ BAD = [
         {"attack": [{"steps": 1}]},
         [
             "attack[0].kind is missing",
-            "dager, dlg, keyspan, lamp, membership, position_marginals, probes, tag",
+            "dager, dlg, keyspan, lamp, maximum_likelihood, membership, position_marginals, "
+            "probes, tag",
         ],
     ),
     ({"attack": "dager"}, ["attack = 'dager'", "list"]),

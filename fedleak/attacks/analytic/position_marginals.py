@@ -194,7 +194,7 @@ class PositionMarginals:
             verified=verdict.verified,
             reason=verdict.remark() if verdict.verified else _NOT_PROVED[determined],
         )
-        return Reading(answer, (best.ids,), determined=determined)
+        return Reading(answer, (best.ids,), settled=determined)
 
 
 _NOT_PROVED = {

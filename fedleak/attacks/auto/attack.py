@@ -2,10 +2,10 @@
 
 What AutoAttack (Croce and Hein 2020) is for adversarial examples. The attacks of `ENSEMBLE` are
 asked one after the other, the cheapest first, until a whole batch is proved, or a single text is
-determined in closed form. Each gets what the others found: sequences that are proved are taken out
-of the update (`peeling`), likely tokens and guesses are where gradient matching begins. At the end
-the batch is chosen from what all of them read, by the observed gradient alone (`evidence`), so that
-a sequence of one attack can stand beside another attack's.
+determined in closed form, or leaves nothing but noise. Each gets what the others found: sequences
+that are proved are taken out of the update (`peeling`), likely tokens and guesses are where
+gradient matching begins. At the end the batch is chosen from what all of them read, by the observed
+gradient alone (`evidence`), so that a sequence of one attack can stand beside another attack's.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,6 +20,7 @@ from fedleak.attacks.analytic.position_marginals import PositionMarginals
 from fedleak.attacks.auto.budget import Pace, Reserve, share_of_spans
 from fedleak.attacks.auto.chance import FEWEST, PLACEBOS, leaves_noise, noise_of, worth
 from fedleak.attacks.auto.evidence import choose, compare
+from fedleak.attacks.auto.maximum_likelihood import MaximumLikelihood, hides_proofs
 from fedleak.attacks.auto.peeling import occurrences, peel
 from fedleak.attacks.auto.sharpening import Ids, Labelled, sharpened
 from fedleak.attacks.clock import Clock
@@ -33,10 +34,11 @@ from fedleak.models import CLASSIFICATION, LanguageModel, absolute
 from fedleak.models import prior as priors
 from fedleak.training.observation import Observation
 
-Single = PositionMarginals | Keyspan | Dager | Lamp
+Single = PositionMarginals | MaximumLikelihood | Keyspan | Dager | Lamp
 
 ENSEMBLE: tuple[tuple[Single, str], ...] = (
     (PositionMarginals(), "reads a single text from both embeddings, in closed form"),
+    (MaximumLikelihood(), "reads a single text of a classifier under noise, by its likelihood"),
     (Keyspan(), "reads sentences from the attention of layer 1, and proves them one by one"),
     (Dager(), "reads sequences from the spans of layers 1 and 2"),
     (Lamp(), "matches the gradient of what is left, beginning with what the others found"),
@@ -45,6 +47,9 @@ ENSEMBLE: tuple[tuple[Single, str], ...] = (
 
 _CHOOSING = 0.5
 """Share of the time left that the choice among guesses may take."""
+
+_NOISY = 0.75
+"""Share of the time left that the likelihood of a single text under noise may take."""
 
 _READ = 2
 """Sequences of one attack that are compared with those of others, for each text of the batch."""
@@ -59,8 +64,7 @@ class Findings:
         members: Proved sequences, taken out of the update.
         tokens: Tokens beside which there are no others, as far as any of them knows.
         answers: Of each attack, by its kind.
-        whole: The rest of the batch, with repetitions, if the last attack proved it, or determined
-            it by closed form.
+        whole: The rest of the batch, with repetitions, if the last attack proved or settled it.
         scale: How many times its mean gradient the update is, as far as members tell.
     """
 
@@ -78,7 +82,7 @@ class Findings:
             members=(*self.members, *reading.members),
             tokens=self.tokens.union(reading.tokens),
             answers={**self.answers, kind: reading.answer},
-            whole=reading.sequences if reading.answer.verified or reading.determined else (),
+            whole=reading.sequences if reading.answer.verified or reading.settled else (),
             scale=self.scale * reading.scale,
         )
 
@@ -125,7 +129,7 @@ class Auto(OneByOne):
     """
 
     kind: ClassVar[str] = "auto"
-    version: ClassVar[int] = 4
+    version: ClassVar[int] = 5
     slow: ClassVar[bool] = True
     uses: ClassVar[frozenset[str]] = Lamp.uses | {"noise_scale"}
     seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 120.0
@@ -195,9 +199,7 @@ class _Attempt:
         able = [
             attack
             for attack, _ in ENSEMBLE
-            if attack.obstacle(setting) is None
-            # Of a batch it guesses which words belong together, and the others do that better.
-            and not (isinstance(attack, PositionMarginals) and seen.update.num_examples > 1)
+            if attack.obstacle(setting) is None and self._suits(attack)
         ]
         share = share_of_spans(seen, model)
         for number, attack in enumerate(able, 1):
@@ -213,7 +215,7 @@ class _Attempt:
                 break
             reading = read_with(timed, self.rest, model, clues, self._rng, tell)
             self.findings = self.findings.and_(attack.kind, reading)
-            if reading.answer.verified or reading.determined:
+            if reading.answer.verified or reading.settled:
                 return None
             if self.findings.members:
                 left = peel(seen, model, self.findings.members, self.findings.scale)
@@ -231,8 +233,21 @@ class _Attempt:
 
         return self._mended(self.findings.unproved(self._most), show)
 
+    def _suits(self, attack: Single) -> bool:
+        """Whether an attack that can work may read more than the others do."""
+        single = self._seen.update.num_examples == 1
+        if isinstance(attack, PositionMarginals):
+            return single  # of a batch it guesses which words belong together: others do it better
+        if isinstance(attack, MaximumLikelihood):
+            # Where there is no noise the others prove what they read.
+            known = certificate.is_linear(self._seen)
+            return single and known and hides_proofs(self._seen, self._model)
+        return True
+
     def _timed(self, attack: Single, clues: Clues, share: float) -> Single | None:
         """Returns an attack with its time and the settings of this one; None: there is no time."""
+        if isinstance(attack, MaximumLikelihood):
+            return replace(attack, seconds=_NOISY * self._clock.left(), prior=self._settings.prior)
         if not isinstance(attack, Lamp):
             return replace(attack, seconds=share * self._clock.left())
         reserve = Reserve.of(self._pace, self.rest, clues.sequences)
@@ -417,6 +432,8 @@ def read_with(
     """
     if isinstance(attack, PositionMarginals):
         return attack.read(seen, model)
+    if isinstance(attack, MaximumLikelihood):
+        return attack.read(seen, model, on_progress)
     if isinstance(attack, Keyspan):
         return attack.read(seen, model, rng=rng, on_progress=on_progress)
     if isinstance(attack, Dager):

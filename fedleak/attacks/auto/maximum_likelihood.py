@@ -24,7 +24,7 @@ is `-k/2 log E`. So head(x) = -k/2 log(E + k + 3 sqrt(2 n)), which is also the w
 
 **Search.** A beam from left to right on prior and rows, over all lengths at once; then coordinate
 ascent on all three from the best of it: each place gets other words, the end moves by a word. One
-rule stops it: the chi-square accepts a text (|E| < 3 sqrt(2 n)). That text is `likely` if the test
+rule stops it: the chi-square accepts a text (E < 3 sqrt(2 n)). That text is `likely` if the test
 also rejects every other text that was tried, and the nearest by rows and prior are tried at each
 place. It proves nothing: texts that were not tried may fit as well.
 
@@ -46,7 +46,7 @@ from torch import Tensor
 from fedleak.attacks import AttackSetting, OneByOne, Progress
 from fedleak.attacks.analytic.embedding_rows import above_noise
 from fedleak.attacks.auto.evidence import gradients_of
-from fedleak.attacks.certificate import as_gradient, is_linear
+from fedleak.attacks.certificate import PRECISION, as_gradient, is_linear
 from fedleak.attacks.clock import Clock
 from fedleak.attacks.matching.batch_structure import Frame, frame
 from fedleak.attacks.matching.factored_gradients import BatchGradients
@@ -219,9 +219,9 @@ class MaximumLikelihood(OneByOne):
             reason = "time was up before a text was complete: raise seconds"
             return Reading(Reconstruction.none(Status.ABSTAINED, reason, **numbers))
         others = [guess.excess for ids, guess in search.judged.items() if ids != best.ids]
-        nearest = min(others, default=math.nan)
-        accepted = abs(best.excess) < _SIGMAS
-        likely = accepted and search.compared and nearest > _SIGMAS
+        nearest = min(others, default=None)
+        accepted = best.excess < _SIGMAS
+        likely = accepted and search.compared and nearest is not None and nearest > _SIGMAS
         answer = Reconstruction(
             status=Status.RECOVERED,
             sequences=(best.ids,),
@@ -232,7 +232,7 @@ class MaximumLikelihood(OneByOne):
             | {"label": best.label, "tried": len(others) + 1},
             reason=_REASONS[likely, accepted],
         )
-        return Reading(answer, (best.ids,), determined=likely)
+        return Reading(answer, (best.ids,), settled=likely)
 
 
 _REASONS = {
@@ -257,9 +257,18 @@ def noise_scale(word_VD: Tensor, head: Sequence[Tensor]) -> float | str:
     if noise and not above_noise(squares_V, width).any():
         return "rows of words that no text has are not Gaussian noise of one size"
     energy = sum(float(tensor.double().square().sum()) for tensor in head)
-    numbers = sum(tensor.numel() for tensor in head)
+    numbers = sum(tensor.numel() for tensor in head) or 1
     rounding = _ROUNDING * math.sqrt(energy / numbers)
     return max(noise, rounding) or "the classifier's gradient is zero"
+
+
+def hides_proofs(seen: Observation, model: LanguageModel) -> bool:
+    """Whether an update is blurred by more noise than a proof admits, as far as its rows tell."""
+    observed = as_gradient(seen)
+    noise = noise_scale(observed[model.family.word_embedding], [])
+    energy = sum(float(value.double().square().sum()) for value in observed.values())
+    numbers = sum(value.numel() for value in observed.values())
+    return not isinstance(noise, str) and noise**2 * numbers > PRECISION**2 * energy
 
 
 def evidence_of(
@@ -286,19 +295,22 @@ def evidence_of(
     if length is not None:
         lengths = range(length, length + 1)
     place_TD = place_PD[: lengths[-1]].float()
-    clear = dict(enumerate(first))
-    for _ in range(2):
-        rest_VD = word_VD.float().clone()
-        for place, word in clear.items():
-            rest_VD[word] -= place_TD[place]
-        word_TV = word_odds(rest_VD, place_TD, noise)
-        for place, word in clear.items():
-            own_1D = rest_VD[[word]] + place_TD[place]
-            word_TV[place, word] = word_odds(own_1D, place_TD[[place]], noise)[0, 0]
-        best = word_TV.topk(2, dim=1)
-        won_T = (best.values[:, 0] - best.values[:, 1] > _CLEAR).tolist()
-        winners = best.indices[:, 0].tolist()
-        clear |= {place: winners[place] for place in range(len(first), len(won_T)) if won_T[place]}
+    rest_VD, clear = word_VD.float().clone(), dict[int, int]()
+    for place, word in enumerate(first):
+        clear[place] = word
+        rest_VD[word] -= place_TD[place]
+    strongest_first = place_TD[len(first) :].norm(dim=1).argsort(descending=True) + len(first)
+    for place in strongest_first.tolist() * 2:
+        if place in clear:
+            rest_VD[clear.pop(place)] += place_TD[place]
+        best = word_odds(rest_VD, place_TD[[place]], noise)[0].topk(2)
+        if best.values[0] - best.values[1] > _CLEAR:
+            clear[place] = int(best.indices[0])
+            rest_VD[clear[place]] -= place_TD[place]
+    word_TV = word_odds(rest_VD, place_TD, noise)
+    for place, word in clear.items():
+        own_1D = rest_VD[[word]] + place_TD[place]
+        word_TV[place, word] = word_odds(own_1D, place_TD[[place]], noise)[0, 0]
     return Evidence(word_TV, used_P[: lengths[-1]].float(), lengths)
 
 
@@ -339,7 +351,7 @@ class Head:
     def excess(self, texts: Sequence[Ids], labels: Sequence[int]) -> Tensor:
         """Returns the chi-square [N, C], in standard deviations from its mean.
 
-        It is infinite where the gradient points the other way.
+        A gradient that points the other way explains nothing.
         """
         parts = [texts[i : i + _AT_ONCE] for i in range(0, len(texts), _AT_ONCE)]
         return torch.cat([self._excess(part, labels) for part in parts])
@@ -351,10 +363,10 @@ class Head:
             gradients = gradients_of(self._model, self._own, texts, labels_NC, no_words_0)
         formed_KX = torch.cat([_formed(gradients[name]) for name in self._names], 1)
         inner_K = formed_KX @ self._observed_X
-        factor_K = inner_K / formed_KX.square().sum(1).clamp_min(1e-30)
+        factor_K = inner_K.clamp_min(0) / formed_KX.square().sum(1).clamp_min(1e-30)
         left_K = (self._observed_X - factor_K[:, None] * formed_KX).double().square().sum(1)
         excess_K = (left_K - len(self._observed_X)) / self.spread
-        return excess_K.masked_fill(inner_K <= 0, math.inf).view(labels_NC.shape).cpu()
+        return excess_K.view(labels_NC.shape).cpu()
 
     def log_probability(self, excess: float) -> float:
         """Returns what a chi-square tells of a text of which other words may be wrong."""
@@ -410,14 +422,16 @@ class _Search:
         best = self._accepted(states) or states[-1]
         if self._accepted(states):
             places = range(len(self.around.first), end + 1)
-            near_each = [self._near(best.ids, place, _NEAREST) for place in self.clock.paced(places)]
+            near_each = [
+                self._near(best.ids, place, _NEAREST) for place in self.clock.paced(places)
+            ]
             self._judge({ids for near in near_each for ids in near} - self.judged.keys())
             self.compared = len(near_each) == len(places)
         return best
 
     def _accepted(self, states: Iterable[Guess]) -> Guess | None:
         """Returns the best state whose chi-square is that of noise; None if there is none."""
-        fitting = [state for state in states if abs(state.excess) < _SIGMAS]
+        fitting = [state for state in states if state.excess < _SIGMAS]
         return max(fitting, default=None)
 
     def _begun(self) -> set[Ids]:
@@ -454,7 +468,7 @@ class _Search:
             longer = set[Ids]()
         else:
             odds_V = self._words([ids[:place]], place)[0]
-            best = odds_V.topk(most)
+            best = odds_V.topk(min(most, len(odds_V)))
             words = best.indices[best.values > best.values[0] - _APART].tolist()
             longer = {(*ids[:place], word, *ids[place + (place < end) :]) for word in words}
         if place == end and len(ids) - 1 in self.rows.lengths:
@@ -472,7 +486,9 @@ class _Search:
             mask_NT = (torch.arange(longest) < count_N[:, None]).long()
             nll_N = self.prior.nll(ids_NT.to(self.prior.device), mask_NT.to(self.prior.device))
             read_N = (nll_N.cpu() * (count_N - 1)).tolist()
-            guesses = [g._replace(score=g.score - nll) for g, nll in zip(guesses, read_N, strict=True)]
+            guesses = [
+                g._replace(score=g.score - nll) for g, nll in zip(guesses, read_N, strict=True)
+            ]
         return sorted(guesses)[-_STATES:]
 
     def _judge(self, texts: Iterable[Ids]) -> list[Guess]:

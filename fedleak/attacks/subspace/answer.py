@@ -40,7 +40,8 @@ class Reading(NamedTuple):
         members: Sequences that are proved one by one, even if the whole batch is not.
         tokens: Tokens beside which it says there are no others.
         scale: How many times its mean gradient the update is, as far as members tell.
-        determined: It is the whole batch by what the update adds up to: nobody else need be asked.
+        settled: It is the whole batch by what the update adds up to, or leaves nothing of it but
+            noise: nobody else need be asked.
     """
 
     answer: Reconstruction
@@ -48,7 +49,7 @@ class Reading(NamedTuple):
     members: tuple[Member, ...] = ()
     tokens: tuple[int, ...] = ()
     scale: float = 1.0
-    determined: bool = False
+    settled: bool = False
 
 
 OnJudged = Callable[[int, int, Judged], None]

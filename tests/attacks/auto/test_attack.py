@@ -273,6 +273,7 @@ def test_the_plan_names_every_attack_and_why_it_is_out(small, observe):
     plan = Auto().plan(AttackSetting.of(truth.seen, model))
     assert [(step.kind, step.obstacle is None) for step in plan] == [
         ("position_marginals", False),
+        ("maximum_likelihood", False),
         ("keyspan", False),
         ("dager", True),
         ("lamp", True),
