@@ -238,7 +238,7 @@ def test_marks_alone_are_no_text(small, observe, asked):
     model = small("bert", layers=3, width=48)
     truth = observe(model, TEXTS[:1])
     (ids,) = truth.sequences
-    for kind in ("keyspan", "dager"):
+    for kind in ("maximum_likelihood", "keyspan", "dager"):
         asked[1][kind] = NOTHING
     asked[1]["lamp"] = guess((ids[0], ids[-1]))
     answer = ask(Auto(), noisy_of(truth, 1e-2, granted=True), model)
@@ -373,3 +373,16 @@ def test_where_the_closed_form_determines_nothing_the_others_are_asked(small, ob
     assert [attack.kind for attack, _, _ in asked[0]] == ["keyspan"]
     assert answer.verified
     assert sorted(answer.sequences) == sorted(truth.sequences)
+
+
+def test_a_single_text_under_noise_is_likely_and_nobody_else_is_asked(small, observe, asked):
+    model = small("bert", layers=3, width=48)
+    truth = observe(model, TEXTS[2:])
+    answer = ask(Auto(), noisy_of(truth, 1e-4, granted=False), model)
+    kinds = [attack.kind for attack, _, _ in asked[0]]
+    assert kinds == ["position_marginals", "maximum_likelihood"]
+    assert answer.sequences == tuple(truth.sequences)
+    assert answer.diagnostics["likely"] == [True]
+    assert answer.diagnostics["from"] == ["maximum_likelihood"]
+    assert not answer.verified
+    assert answer.reason.startswith("nothing proved: it leaves all but noise")
