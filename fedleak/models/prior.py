@@ -104,7 +104,7 @@ class Prior:
             return ids_NT.new_zeros((1, 1), dtype=torch.float32)
         with torch.inference_mode():
             logits_N1V = self.module(input_ids=ids_NT, use_cache=False, logits_to_keep=1).logits
-            log_NV = logits_N1V[:, -1].float().log_softmax(-1)
+            log_NV: Tensor = logits_N1V[:, -1].float().log_softmax(-1)
         return log_NV.clone()
 
     def to(self, dtype: torch.dtype) -> "Prior":

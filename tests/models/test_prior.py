@@ -601,3 +601,13 @@ def test_a_full_disk_is_named_and_nothing_is_left(tmp_path):
     ):
         raise full
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_next_token_is_that_of_the_whole_network(scorer, gpt2_tiny, folder, bert_tiny, texts):
+    rows = [bert_tiny.encode([text])[0][:4] for text in texts[:3]]
+    ids_NT = torch.tensor([row for row in rows if len(row) == 4])
+    whole_NV = scorer.module(ids_NT).logits[:, -1].log_softmax(-1)
+    torch.testing.assert_close(scorer.next_token(ids_NT), whole_NV)
+    # More tokens than it has positions for, or another vocabulary: all are alike.
+    assert not scorer.next_token(torch.zeros(1, (scorer.max_length or 0) + 1).long()).any()
+    assert not prior.load(str(folder), gpt2_tiny).next_token(ids_NT).any()

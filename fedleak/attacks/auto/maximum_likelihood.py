@@ -25,8 +25,8 @@ is `-k/2 log E`. So head(x) = -k/2 log(E + k + 3 sqrt(2 n)), which is also the w
 **Search.** A beam from left to right on prior and rows, over all lengths at once; then coordinate
 ascent on all three from the best of it: each place gets other words, the end moves by a word. One
 rule stops it: the chi-square accepts a text (E < 3 sqrt(2 n)). That text is `likely` if the test
-also rejects every other text that was tried, and the nearest by rows and prior are tried at each
-place. It proves nothing: texts that were not tried may fit as well.
+also rejects, at twice the deviations, every other text that was tried, and the nearest by rows and
+prior are tried at each place. It proves nothing: texts that were not tried may fit as well.
 
 Without a prior all words are alike to it. Limits: one text, one gradient, no dropout; Gaussian
 noise of one size on the embeddings and the head.
@@ -221,7 +221,9 @@ class MaximumLikelihood(OneByOne):
         others = [guess.excess for ids, guess in search.judged.items() if ids != best.ids]
         nearest = min(others, default=None)
         accepted = best.excess < _SIGMAS
-        likely = accepted and search.compared and nearest is not None and nearest > _SIGMAS
+        # Twice: what is left may be as far below what is expected as it may be above.
+        clear = nearest is not None and nearest > 2 * _SIGMAS + max(best.excess, 0.0)
+        likely = accepted and search.compared and clear
         answer = Reconstruction(
             status=Status.RECOVERED,
             sequences=(best.ids,),
