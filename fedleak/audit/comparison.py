@@ -48,16 +48,11 @@ def compare(before: Run, after: Sequence[Run]) -> list[Comparison]:
         FedleakError: A file is damaged, or not a single text can be paired.
     """
     comparisons = [_compare(before, run) for run in after]
-    lines = corrected([line for comparison in comparisons for line in comparison.differences])
-    left = iter(lines)
+    groups = corrected(comparison.differences for comparison in comparisons)
+    tests = sum(map(len, groups))
     return [
-        comparison.model_copy(
-            update={
-                "differences": tuple(next(left) for _ in comparison.differences),
-                "tests": len(lines),
-            }
-        )
-        for comparison in comparisons
+        comparison.model_copy(update={"differences": differences, "tests": tests})
+        for comparison, differences in zip(comparisons, groups, strict=True)
     ]
 
 

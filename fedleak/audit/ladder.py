@@ -42,17 +42,17 @@ def ladder(
         rungs.append(tuple(sorted(facts)))
     named = [_attacks(rows, frozenset(granted)) for granted in rungs]
     # All rungs together are looked at, so they are corrected together.
-    worth = [
-        list(_worth(rows, named[0], of_rung, set(rungs[i]))) for i, of_rung in enumerate(named)
-    ]
-    family = iter(corrected([line for of_rung in worth for line in of_rung]))
+    worth = corrected(
+        _worth(rows, named[0], of_rung, set(granted))
+        for granted, of_rung in zip(rungs, named, strict=True)
+    )
     return Ladder(
         rungs=tuple(
             Rung(
                 granted=granted,
                 attacks=dict(of_rung),
                 worst_case=worst_case(_rows_of(rows, of_rung.values()), finished),
-                worth=tuple(next(family) for _ in differences),
+                worth=differences,
             )
             for granted, of_rung, differences in zip(rungs, named, worth, strict=True)
         ),

@@ -68,8 +68,8 @@ def difference(
     )
 
 
-def corrected(differences: Sequence[Difference]) -> list[Difference]:
-    """Returns differences that are shown together, with their p corrected for how many they are.
+def corrected(groups: Iterable[Iterable[Difference]]) -> list[tuple[Difference, ...]]:
+    """Returns groups of differences, their p corrected for how many there are in all of them.
 
     By Benjamini and Hochberg (1995): of all differences whose corrected p is at most 0.05, at most
     5 % are expected to be chance. That holds where tests are independent or depend on each other
@@ -77,10 +77,12 @@ def corrected(differences: Sequence[Difference]) -> list[Difference]:
     """
     from scipy.stats import false_discovery_control
 
-    adjusted = false_discovery_control([line.p for line in differences]) if differences else []
+    groups = [list(group) for group in groups]
+    ps = [line.p for group in groups for line in group]
+    adjusted = iter(false_discovery_control(ps).tolist() if ps else [])
     return [
-        line.model_copy(update={"p_adjusted": float(p)})
-        for line, p in zip(differences, adjusted, strict=True)
+        tuple(line.model_copy(update={"p_adjusted": next(adjusted)}) for line in group)
+        for group in groups
     ]
 
 

@@ -181,7 +181,7 @@ def test_p_are_corrected_for_how_many_they_are(ps: list[float]) -> None:
         )
         for p in ps
     ]  # fmt: skip
-    found = corrected(lines)
+    (found,) = corrected([lines])
     assert [one.p for one in found] == ps
     assert [one.p_adjusted for one in found] == pytest.approx(slowly_corrected(ps))
     told = [one.direction is Direction.WORSE for one in found]

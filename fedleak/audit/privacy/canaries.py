@@ -325,16 +325,7 @@ def _cells(tallied: Sequence[Tally]) -> Iterator[Sequence[Tally]]:
     yield from ([tally] for tally in tallied)
 
 
-@dataclass(frozen=True)
-class _Bounds:
-    """The three bounds of a cell; the first is None where canaries are sampled."""
-
-    gaussian: float | None
-    f_dp: float
-    epsilon_delta: float
-
-
-def _bounds(cell: Sequence[Tally], alpha: float, delta: float) -> _Bounds:
+def _bound(cell: Sequence[Tally], alpha: float, delta: float) -> CanaryBound:
     """Returns the bounds on the epsilon of the least protected client of a cell."""
     sampled = any(tally.sampled for tally in cell)
     scored = list(chain(*(tally.scores for tally in cell)))
@@ -348,25 +339,16 @@ def _bounds(cell: Sequence[Tally], alpha: float, delta: float) -> _Bounds:
         gaussian = bounds.gaussian_bound(
             inside, alpha, delta, per_score=2.0 if cell[0].whole else 1.0
         )
-    return _Bounds(
-        gaussian,
-        bounds.f_dp_bound(len(coins), rule.count, right, alpha, delta),
-        bounds.epsilon_delta_bound(len(coins), rule.count, right, alpha, delta),
-    )
-
-
-def _bound(cell: Sequence[Tally], alpha: float, delta: float) -> CanaryBound:
-    shown = _bounds(cell, alpha, delta)
     return CanaryBound(
         client=cell[0].client if len(cell) == 1 else EVERYONE,
         unit=cell[0].unit,
-        canaries=sum(len(tally.coins) for tally in cell),
+        canaries=len(coins),
         updates=sum(len(tally.rows) for tally in cell),
         in_copies=any(row.audited_copy for tally in cell for row in tally.rows),
         epsilon=_accounted(cell),
-        gaussian=shown.gaussian,
-        f_dp=shown.f_dp,
-        epsilon_delta=shown.epsilon_delta,
+        gaussian=gaussian,
+        f_dp=bounds.f_dp_bound(len(coins), rule.count, right, alpha, delta),
+        epsilon_delta=bounds.epsilon_delta_bound(len(coins), rule.count, right, alpha, delta),
     )
 
 
@@ -381,7 +363,7 @@ def _contradiction(cell: Sequence[Tally], alpha: float, delta: float) -> str | N
     accounted = _accounted(cell)
     if accounted == privacy.NONE:
         return None
-    shown = _bounds(cell, alpha, delta)
+    shown = _bound(cell, alpha, delta)
     largest = max(shown.gaussian or 0.0, shown.f_dp, shown.epsilon_delta)
     if largest <= float(accounted):
         return None
