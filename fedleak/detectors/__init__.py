@@ -1,0 +1,199 @@
+"""What a client can notice of a malicious server: one file per detector.
+
+A detector is a frozen dataclass of its settings with a `kind`. Called with what the client sees of
+a round (`Seen`), before the client trains, it returns a `Finding`: a statistic, the limit above
+which it alarms, and a sentence. What happens on an alarm is the client's `action`. A detector that
+has no limit by itself says so and alarms only at a limit that the user sets. Nothing here needs
+more than NumPy; `fedleak list` prints the first line of the docstring.
+"""
+
+import hashlib
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, is_dataclass
+from functools import cache
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedleak.detectors.movement import Movement
+from fedleak.util.errors import FedleakError, UnknownKindError, unknown
+from fedleak.util.plugins import discover
+
+Weights = Mapping[str, NDArray[Any]]
+"""Parameters by name."""
+
+REFUSED = 1001
+"""Code of the Flower error with which a client refuses a round. Its reason says no more."""
+
+REFUSAL = "this client refuses the round: it does not trust what it was sent"
+
+SECOND_FACTOR = "lora_B"
+"""In the name of an adapter's second factor, which is zero at first and of low rank for long."""
+
+EMBEDDINGS = ("embed", "wte", "wpe")
+"""In the names of tables of embeddings, whose rows are alike in honest models too."""
+
+
+@dataclass(frozen=True)
+class Broadcast:
+    """A model as a client received it; the public checkpoint is the broadcast of round 1."""
+
+    round: int
+    parameters: Weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class Own:
+    """What the client can compute on its own batch at the broadcast, each when it is asked for.
+
+    Attributes:
+        loss: The mean loss: a forward pass.
+        gradient_norm: The L2 norm of the gradient: a forward and a backward pass.
+        example_norms: By parameter the L2 norm of each example's gradient [B]: B such passes.
+    """
+
+    loss: Callable[[], float]
+    gradient_norm: Callable[[], float]
+    example_norms: Callable[[], Mapping[str, NDArray[Any]]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """All that one client sees of a round.
+
+    Attributes:
+        now: What it was sent.
+        before: The last broadcast without an alarm that it kept, at first the public checkpoint;
+            None: it has neither.
+        shapes: Of the parameters that it was promised.
+        settings, contract: What the server asks for now, and asked for when the client joined.
+        movement: How an honest server moves the model; None: nobody told the client.
+        longest: The L2 norm of the longest update that it sent in a round without an alarm; None:
+            it sent none.
+        hashes: By round the hashes of its own broadcasts, of this round and of `before`.
+        published: By round the hashes that other clients published.
+        own: None: the app does not hand over what this takes.
+    """
+
+    now: Broadcast
+    before: Broadcast | None = None
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    contract: Mapping[str, Any] = field(default_factory=dict)
+    movement: Movement | None = None
+    longest: float | None = None
+    hashes: Mapping[int, str] = field(default_factory=dict)
+    published: Mapping[int, Sequence[str]] = field(default_factory=dict)
+    own: Own | None = None
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a detector found.
+
+    Attributes:
+        sentence: In words, with the numbers.
+        statistic: None: there was nothing to look at.
+        limit: It alarms above this; None: it has no limit.
+    """
+
+    sentence: str
+    statistic: float | None = None
+    limit: float | None = None
+
+    @property
+    def alarm(self) -> bool:
+        """Whether the statistic is above the limit; one that is no number is."""
+        known = self.statistic is not None and self.limit is not None
+        return known and not self.statistic <= self.limit  # type: ignore[operator]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Detector:
+    """What every detector has.
+
+    Attributes:
+        kind: Its name in experiment files.
+        cost: What it costs a client in a round, in a sentence.
+        reads: What it needs of the client: the broadcast's "weights", an "earlier" broadcast, the
+            hashes of "others", the "settings", or its "own" loss or gradient.
+        action: "warn" notes an alarm; "refuse" also keeps the client out of the round.
+    """
+
+    kind: ClassVar[str]
+    cost: ClassVar[str]
+    reads: ClassVar[Literal["weights", "earlier", "others", "settings", "own"]] = "weights"
+    action: Literal["warn", "refuse"] = "warn"
+
+    def __call__(self, seen: Seen) -> Finding:
+        """Returns what it finds."""
+        raise NotImplementedError
+
+
+def flaw(cls: type) -> str | None:
+    """Returns why a class is no detector, and what it lacks; None if it is one."""
+    if not issubclass(cls, Detector):
+        return "it is no Detector: let it inherit from fedleak.detectors.Detector"
+    if not is_dataclass(cls):
+        return "it is no dataclass: put @dataclass(frozen=True, kw_only=True) above it"
+    if not isinstance(getattr(cls, "cost", None), str):
+        return "it does not say what it costs: give it a cost"
+    return None
+
+
+@cache
+def kinds() -> Mapping[str, type[Detector]]:
+    """Returns the detectors, fedleak's own and those of others, by kind."""
+    return discover(sys.modules[__name__]).kinds
+
+
+def named(kind: str, **settings: Any) -> Detector:
+    """Returns a detector by its kind, for an app that has no experiment file.
+
+    Raises:
+        UnknownKindError: There is no such kind.
+        TypeError: It has no such setting.
+    """
+    if kind not in kinds():
+        raise UnknownKindError(unknown("detector", kind, kinds()))
+    return kinds()[kind](**settings)
+
+
+def look(detectors: Sequence[Detector], seen: Seen) -> list[Finding]:
+    """Returns what each detector finds, in their order.
+
+    Raises:
+        FedleakError: A detector failed, which is named.
+    """
+    findings = []
+    for detector in detectors:
+        try:
+            findings.append(detector(seen))
+        except Exception as error:  # it may be anybody's detector
+            raise FedleakError(
+                f"the detector {detector.kind} failed: {type(error).__name__}: {error}"
+            ) from error
+    return findings
+
+
+def digest(parameters: Weights) -> str:
+    """Returns the SHA-256 of a broadcast: names, types, shapes and numbers, in 64 hex digits."""
+    hashed = hashlib.sha256()
+    for name, value in sorted(parameters.items()):
+        hashed.update(f"{len(name)} {name} {value.dtype.str} {value.shape} ".encode())
+        hashed.update(np.ascontiguousarray(value).data)
+    return hashed.hexdigest()
+
+
+def matrices(parameters: Weights, but: Sequence[str] = ()) -> Iterator[tuple[str, NDArray[Any]]]:
+    """Yields the matrices of a model by name, those with more axes flattened behind the first.
+
+    Args:
+        parameters: The model.
+        but: Parts of the names of those that are left out.
+    """
+    for name, value in sorted(parameters.items()):
+        if value.ndim >= 2 and value.dtype.kind == "f" and not any(part in name for part in but):
+            yield name, value.reshape(len(value), -1)

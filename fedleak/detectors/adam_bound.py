@@ -1,0 +1,54 @@
+"""Whether a number of the model moved further than Adam can move it."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from fedleak.detectors import Detector, Finding, Seen
+from fedleak.detectors.jump import ROUNDING
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamBound(Detector):
+    """Compares the farthest move of a single number with what Adam's steps allow.
+
+    It applies where every number moves by steps of Adam or AdamW alone: the server's own on the
+    mean update, or those of clients whose weights the server averages, as FedAvg does. It does not
+    where clients step with plain SGD, or add noise after Adam. The bound holds for any gradients,
+    so there is no false alarm (`fedleak.detectors.movement.longest_step`).
+    """
+
+    kind: ClassVar[str] = "adam_bound"
+    cost: ClassVar[str] = "one pass over the weights; a copy of the model on disk"
+    reads: ClassVar = "earlier"
+
+    def __call__(self, seen: Seen) -> Finding:
+        """Returns the largest move of a number, in what Adam allows."""
+        before, movement = seen.before, seen.movement
+        if before is None:
+            return Finding("the client has kept no earlier model, and has no public checkpoint")
+        if movement is None or movement.optimiser != "adam":
+            return Finding("the model does not move by Adam, so the bound does not apply")
+        rounds = seen.now.round - before.round
+        bound = movement.by_adam(before.round, seen.now.round)
+        decay = movement.rate * rounds * movement.steps * movement.weight_decay
+        largest, farthest = 0.0, "no number"
+        for name, value in seen.now.parameters.items():
+            earlier = before.parameters.get(name)
+            if earlier is None or earlier.shape != value.shape or value.dtype.kind != "f":
+                continue
+            moved = np.abs(value.astype(np.float64) - earlier)
+            sizes = np.abs(earlier.astype(np.float64)) + bound
+            allowed = bound + (decay + rounds * movement.steps * ROUNDING) * sizes
+            with np.errstate(divide="ignore", invalid="ignore"):
+                share = np.where(moved == 0, 0.0, moved / allowed)
+            # A number that is none counts as the farthest.
+            share = np.nan_to_num(share, nan=np.inf, posinf=np.inf)
+            if share.size and float(share.max()) > largest:
+                largest, farthest = float(share.max()), f"a number of {name!r}"
+        return Finding(
+            f"{farthest} moved {largest:.3g} times as far as {rounds} rounds of Adam allow",
+            largest,
+            1.0,
+        )

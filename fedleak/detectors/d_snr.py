@@ -1,0 +1,45 @@
+"""Whether one example drowns the others of its batch."""
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+from pydantic import Field
+
+from fedleak.detectors import EMBEDDINGS, Detector, Finding, Seen
+
+
+@dataclass(frozen=True, kw_only=True)
+class DSnr(Detector):
+    """Disaggregation signal-to-noise ratio (Garov et al. 2024). No limit by itself.
+
+    Over all matrices but embeddings, the largest ratio of one example's gradient norm to the sum of
+    the others'. It finds attacks that single an example out. It grows as batches shrink, in honest
+    rounds as well, so take a limit from honest rounds on public texts with as many examples. It
+    does not see imprints, which keep all examples apart within one layer.
+
+    Attributes:
+        limit: Ratio above which it alarms; None: never.
+    """
+
+    kind: ClassVar[str] = "d_snr"
+    cost: ClassVar[str] = "a forward and a backward pass for each example of the batch"
+    reads: ClassVar = "own"
+    limit: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+
+    def __call__(self, seen: Seen) -> Finding:
+        """Returns the ratio."""
+        if seen.own is None:
+            return Finding("the app does not hand over gradients of its examples")
+        ratios = {
+            name: float(norms_B.max() / max(norms_B.sum() - norms_B.max(), 1e-30))
+            for name, norms_B in seen.own.example_norms().items()
+            if len(norms_B) > 1 and not any(part in name for part in EMBEDDINGS)
+        }
+        if not ratios:
+            return Finding("a batch of one example has no others")
+        name = max(ratios, key=ratios.__getitem__)
+        return Finding(
+            f"in {name!r} one example's gradient is {ratios[name]:.3g} times those of all others",
+            ratios[name],
+            self.limit,
+        )

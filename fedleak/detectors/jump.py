@@ -1,0 +1,87 @@
+"""How far the model is from the last one that this client saw."""
+
+import math
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+import numpy as np
+from pydantic import Field
+
+from fedleak.detectors import Broadcast, Detector, Finding, Seen
+
+ROUNDING = float(np.finfo(np.float32).eps)
+"""Largest relative error of a number that is rounded once, twice over."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Jump(Detector):
+    """Compares the distance to the last broadcast with what honest updates can do.
+
+    In round 1 the public checkpoint takes the place of that broadcast, and every difference is an
+    alarm. Where clients clip their updates, or the model moves by Adam, the limit is a bound that
+    no honest round exceeds. Else the mean update of a round is taken to be at most `factor` times
+    as long as the longest that this client has sent itself: that is a convention, not a bound, and
+    there is no limit before the client has sent one.
+
+    Attributes:
+        factor: How many times longer than this client's own updates the mean of all may be.
+    """
+
+    kind: ClassVar[str] = "jump"
+    cost: ClassVar[str] = "one pass over the weights; a copy of the model on disk"
+    reads: ClassVar = "earlier"
+    factor: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 10.0
+
+    def __call__(self, seen: Seen) -> Finding:
+        """Returns the L2 distance to the last broadcast that the client kept."""
+        before = seen.before
+        if before is None:
+            return Finding("the client has kept no earlier model, and has no public checkpoint")
+        rounds = seen.now.round - before.round
+        squares, length, numbers = _moved(before, seen.now)
+        distance, movement = math.sqrt(squares), seen.movement
+        about = f"the model is {distance:.3g} away from that of round {before.round}"
+        rounding = rounds * ROUNDING * length
+        if rounds == 0:
+            return Finding(
+                f"{about}, or from the public checkpoint, and must equal it", distance, 0.0
+            )
+        if movement is None:
+            return Finding(f"{about}; nobody told this client how the model moves", distance)
+        if movement.optimiser == "adam":
+            limit = movement.by_adam(before.round, seen.now.round) * math.sqrt(numbers)
+            limit += movement.rate * rounds * movement.steps * movement.weight_decay * length
+            return Finding(
+                f"{about}, and Adam moves it by {limit:.3g} at most", distance, limit + rounding
+            )
+        longest = movement.most
+        if longest is None and seen.longest is not None:
+            longest = self.factor * seen.longest
+        if longest is None:
+            return Finding(
+                f"{about}; this client has sent no update to compare that with", distance
+            )
+        limit = rounds * movement.rate * (longest + movement.noise_norm(numbers))
+        return Finding(
+            f"{about}, and {rounds} rounds of honest updates move it by {limit:.3g} at most",
+            distance,
+            limit + rounding,
+        )
+
+
+def _moved(before: Broadcast, now: Broadcast) -> tuple[float, float, int]:
+    """Returns the squared distance, the length of the model before, and how many numbers it has.
+
+    Of parameters that both have alike; the others are for the detector of shapes.
+    """
+    squares = length = 0.0
+    numbers = 0
+    for name, value in now.parameters.items():
+        earlier = before.parameters.get(name)
+        if earlier is not None and earlier.shape == value.shape and value.dtype.kind == "f":
+            difference = (value.astype(np.float64) - earlier).ravel()
+            flat = earlier.astype(np.float64).ravel()
+            squares += float(difference @ difference)
+            length += float(flat @ flat)
+            numbers += value.size
+    return squares, math.sqrt(length), numbers

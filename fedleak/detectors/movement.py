@@ -1,0 +1,67 @@
+"""How far an honest server moves the model: bounds that follow from what clients agreed to."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+BETA1, BETA2 = 0.9, 0.999
+"""Of Adam, everywhere."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Movement:
+    """How an honest round moves the model.
+
+    Attributes:
+        optimiser: "sgd": the model moves by `rate` times the mean of the clients' updates. "adam":
+            every number moves by steps of Adam or AdamW, of the server's on the mean update, or of
+            clients whose weights are averaged.
+        rate: What "sgd" multiplies the mean update by, 1 for a mean of differences; Adam's learning
+            rate.
+        steps: Adam's steps in a round.
+        anew: Adam's moments begin anew in each round, as those of clients do.
+        weight_decay: Of AdamW.
+        most: L2 norm that every update has at most, its noise aside; None: nothing limits it.
+        noise: Standard deviation of the noise on a number of the mean update, beyond what `most`
+            or a client's own updates have.
+    """
+
+    optimiser: Literal["sgd", "adam"] = "sgd"
+    rate: float = 1.0
+    steps: int = 1
+    anew: bool = False
+    weight_decay: float = 0.0
+    most: float | None = None
+    noise: float = 0.0
+
+    def by_adam(self, first: int, last: int) -> float:
+        """Returns how far one number moves at most from the broadcast of round `first` to `last`.
+
+        Weight decay and rounding are not in it.
+        """
+        rounds = last - first
+        if self.anew:
+            return self.rate * rounds * sum(map(longest_step, range(1, self.steps + 1)))
+        made = range((first - 1) * self.steps + 1, (last - 1) * self.steps + 1)
+        return self.rate * sum(map(longest_step, made))
+
+    def noise_norm(self, numbers: int) -> float:
+        """Returns an L2 norm that the noise on so many numbers exceeds once in 60 million times.
+
+        A Gaussian vector is longer than sqrt(n) + t standard deviations with a probability of at
+        most exp(-t^2 / 2) (Boucheron, Lugosi and Massart 2013, theorem 5.6); t is 6.
+        """
+        return self.noise * (math.sqrt(numbers) + 6.0)
+
+
+def longest_step(step: int) -> float:
+    """Returns how far Adam moves a number in its `step`-th step at most, in learning rates.
+
+    By the inequality of Cauchy and Schwarz, |m_t| <= (1 - b1) sqrt(sum_i (b1^2 / b2)^i) sqrt(sum_i
+    b2^i g_(t-i)^2), and the last root is that of v_t / (1 - b2); both moments are then divided by
+    their bias (Kingma and Ba 2015, algorithm 1). It is 1 for the first step, 1.04 for the tenth and
+    below 7.28 for all, whatever the gradients.
+    """
+    ratio = BETA1**2 / BETA2
+    root = math.sqrt((1 - ratio**step) / (1 - ratio) / (1 - BETA2))
+    return (1 - BETA1) * root * math.sqrt(1 - BETA2**step) / (1 - BETA1**step)
