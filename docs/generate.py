@@ -6,7 +6,7 @@
 The pages are docs/experiment-file.md and docs/own-flower-app.md.
 
 The keys, types, bounds and defaults come from the JSON schema of `Experiment` and of the classes of
-attacks and defenses; the meanings, from their docstrings.
+attacks, defenses and server modes; the meanings, from their docstrings.
 """
 
 import inspect
@@ -19,8 +19,9 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from fedleak import attacks, defenses
+from fedleak import attacks, defenses, server_modes
 from fedleak.config.experiment import Experiment
+from fedleak.config.tables import ServerTable
 from fedleak.tap.about import About
 
 DOCS = Path(__file__).parent
@@ -59,6 +60,8 @@ def experiment_file() -> str:
             *plugins("attack", attacks.kinds()),
             "## Reference: settings of defenses\n",
             *plugins("defense", defenses.kinds()),
+            "## Reference: settings of server modes\n",
+            *server(),
         ]
     )
 
@@ -104,6 +107,19 @@ def plugins(table: str, kinds: Mapping[str, type]) -> Iterator[str]:
     yield f"Keys of every `[[{table}]]`:\n\n{HEADINGS}"
     yield from (_row(*row) for row in COMMON[table])
     yield ""
+    yield from settings(kinds)
+
+
+def server() -> Iterator[str]:
+    """Yields a section for the keys that `[server]` has in every mode, and one for each mode."""
+    schema = ServerTable.model_json_schema()
+    yield f"### `[server]`\n\n{_about(schema['description'])}\n"
+    yield from _rows(schema["properties"], (), "server")
+    yield from settings(server_modes.kinds())
+
+
+def settings(kinds: Mapping[str, type]) -> Iterator[str]:
+    """Yields a section for each kind."""
     for kind, cls in sorted(kinds.items()):
         schema = TypeAdapter(cls).json_schema()
         fields = {

@@ -40,6 +40,8 @@ class AttackSetting:
         family: The architecture.
         num_layers: Its transformer blocks.
         task: "sequence-classification" or "causal-lm".
+        server_mode: The kind of what a malicious server did to the model that it sent; None: it was
+            honest.
     """
 
     update: UpdateKind
@@ -48,6 +50,7 @@ class AttackSetting:
     family: ModelFamily
     num_layers: int
     task: str
+    server_mode: str | None = None
 
     @classmethod
     def of(cls, seen: Observation, model: LanguageModel) -> "AttackSetting":
@@ -59,6 +62,7 @@ class AttackSetting:
             family=model.family,
             num_layers=model.num_layers,
             task=model.task,
+            server_mode=seen.knowledge.server_mode,
         )
 
 

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from fedleak.audit.privacy.ledger import ClientNote
 from fedleak.audit.vault import check_truth, weight
+from fedleak.federation.assignment import client_fingerprint
 from fedleak.federation.lookup import examples, stored
 from fedleak.federation.schedule import clients_of_round
 from fedleak.models import CLASSIFICATION, loading
@@ -126,6 +127,7 @@ class _Check:
         self._num_labels = run.info()["num_labels"]
         model = loading.outline(self._experiment.model_spec(self._num_labels))
         self._vocabulary = model.vocabulary
+        self._mark = client_fingerprint(self._experiment)
         self._captured = set(run.captures.all_keys())
         rounds = range(1, self._experiment.federation.rounds + 1)
         self._keys = {
@@ -179,7 +181,7 @@ class _Check:
             raise _refused(f"{path} cannot be read: {error.strerror}") from error
         except ValueError as error:
             raise _refused(f"{path} is damaged (it is not JSON)") from error
-        own = self._experiment.fingerprint
+        own = self._mark
         mark = value.get("fingerprint") if isinstance(value, dict) else None
         if mark != own:
             raise _refused(f"{path} is of the experiment {printable(str(mark))[:40]}, not of {own}")

@@ -21,7 +21,7 @@ from fedleak.audit.vault import read_truth, text_count
 from fedleak.config.experiment import Experiment
 from fedleak.config.loading import parse
 from fedleak.federation.lookup import stored
-from fedleak.federation.schedule import clients_of_round
+from fedleak.federation.schedule import clients_of_round, target
 from fedleak.models import loading
 from fedleak.store.provenance import unsealed
 from fedleak.store.records import Answer, LeakageRow, text_counts
@@ -140,7 +140,7 @@ def make_copies(run: Run, experiment: Experiment) -> Experiment | None:
 
 def _make(run: Run, control: Run, plain: Experiment, keys: Sequence[Key]) -> None:
     round = keys[0].round
-    broadcast, local = run.models.read(round), plain.local_training
+    broadcast, local = run.model_sent(round).read(round), plain.local_training
     control.models.write(round, broadcast)
     model = loading.load(plain.model_spec(run.info()["num_labels"]), weights=False)
     models.load_parameters_(model, broadcast)
@@ -162,7 +162,12 @@ def chosen(run: Run, experiment: Experiment) -> list[Key]:
     """Returns clients, drawn by the seed, of the first round that is attacked and has batches."""
     for round in range(1, experiment.federation.rounds + 1):
         clients = clients_of_round(experiment, round)
-        keys = [Key(round, client) for client in clients if experiment.attacked(round, client)]
+        client_of_mode = target(experiment, round)
+        keys = [
+            Key(round, client)
+            for client in clients
+            if experiment.attacked(round, client) and client_of_mode in (None, client)
+        ]
         there = [key for key in keys if text_count(run, key)]
         if there:
             order = torch.randperm(len(there), generator=stream(experiment.seed, FOLDER))

@@ -1,6 +1,7 @@
 """Opens the vault: the private batches that clients wrote beside the wire."""
 
 import math
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 from fedleak.config.experiment import Experiment
 from fedleak.federation.lookup import dropped_out, stored
 from fedleak.federation.protection import aggregator_of
-from fedleak.federation.schedule import clients_of_round
+from fedleak.federation.schedule import clients_of_round, target
 from fedleak.store.run import EVERYONE, Key, Run
 from fedleak.training.truth import GroundTruth
 from fedleak.util.errors import CaptureError, FedleakError
@@ -24,11 +25,33 @@ def read_truth(run: Run, key: Key) -> GroundTruth | None:
     """
     if key.client == EVERYONE:
         return _truth_of_all(run, key.round)
+    truth = _truth_of_client(run, key)
+    if truth is None or truth.noise_scale is None:
+        return truth
+    experiment = stored(run)
+    if experiment.sees != "sum" or target(experiment, key.round) != key.client:
+        return truth
+    return replace(truth, noise_scale=_noise_around(run, experiment, key, truth))
+
+
+def _truth_of_client(run: Run, key: Key) -> GroundTruth | None:
+    """Opens the vault for one client and round."""
     try:
         value = run.vault.read(key)
     except FedleakError as error:
         raise CaptureError(str(error)) from error
     return None if value is None else check_truth(value, key, run.path / "vault" / f"{key}.json")
+
+
+def _noise_around(run: Run, experiment: Experiment, key: Key, truth: GroundTruth) -> float | None:
+    """Returns the scale of the noise on an update that was taken out of a sum; None: unknown.
+
+    The others sent nothing but their noise, and the sum was scaled to the weight of this client.
+    """
+    clients = summed_clients(run, experiment, key.round)
+    truths = [_truth_of_client(run, Key(key.round, client)) for client in clients]
+    scales = [weight(other, experiment) * (other.noise_scale or 0.0) for other in truths if other]
+    return math.hypot(*scales) / weight(truth, experiment) if None not in truths else None
 
 
 def text_count(run: Run, key: Key) -> int | None:

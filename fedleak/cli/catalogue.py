@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 
-from fedleak import attacks, data, defenses, models
+from fedleak import attacks, data, defenses, models, server_modes
 from fedleak.models import builtin
 from fedleak.util.plugins import OWN, Discovered, discover
 from fedleak.util.sanitise import markup
@@ -25,6 +25,7 @@ def show(console: Console) -> None:
     sections = (
         _kinds_by_heading(attacks)
         | _kinds_by_heading(defenses)
+        | _kinds_by_heading(server_modes)
         | _models(families)
         | {"data": _data()}
     )
@@ -36,7 +37,7 @@ def show(console: Console) -> None:
         for name, about in sorted(lines.items()):
             table.add_row(f"  {markup(name)}", markup(about))
         console.print(table)
-    discoveries = (discover(attacks), discover(defenses), families)
+    discoveries = (discover(attacks), discover(defenses), discover(server_modes), families)
     if broken := {
         name: reason for discovery in discoveries for name, reason in discovery.broken.items()
     }:
@@ -81,7 +82,7 @@ def _data() -> Mapping[str, str]:
 
 
 def _heading(section: str, origin: str) -> str:
-    return f"{section} from {origin}"
+    return f"{section.replace('_', ' ')} from {origin}"
 
 
 def _first_line(cls: type) -> str:

@@ -11,6 +11,7 @@ from fedleak.config.sent_parameters import captured_parameters, sent_by
 from fedleak.config.tables import CANARY_OF_EVERY_CLIENT, GateTable
 from fedleak.models import LanguageModel
 from fedleak.models.parameter_selection import freezing
+from fedleak.server_modes import ModeSetting, ServerMode
 from fedleak.training.canaries import FEWEST_NUMBERS, most_canaries
 from fedleak.training.observation import ThreatModel
 from fedleak.util.errors import ConfigError, unknown
@@ -37,6 +38,36 @@ def check_defenses(experiment: Experiment, model: LanguageModel) -> None:
         obstacle = aggregator.round_obstacle(experiment.clients_per_round, sent)
         if obstacle is not None:
             raise ConfigError(f"defense ({aggregator.kind}): {obstacle}")
+
+
+def check_server(experiment: Experiment, model: LanguageModel) -> None:
+    """Refuses a malicious server that cannot do what it is to do.
+
+    Raises:
+        ConfigError: The reason.
+    """
+    mode = experiment.server_built.mode
+    if not experiment.server_built.malicious:
+        return
+    where = f"server.mode = {mode.kind!r}"
+    if experiment.sees == "models":
+        raise ConfigError(
+            f"{where}: the attacker of threat.sees = 'models' sees no more than published models, "
+            "and a server that changes what it sends sees updates or their sum: choose one of both"
+        )
+    setting = ModeSetting(
+        sees=experiment.sees,
+        clients=experiment.clients_per_round,
+        local=experiment.local_training,
+        sent=frozenset().union(*captured_parameters(experiment, model)),
+    )
+    if (obstacle := mode.obstacle(setting, model)) is not None:
+        raise ConfigError(f"{where}: {obstacle}")
+    if experiment.canary is not None and mode.isolated(setting.sent, model) is not None:
+        raise ConfigError(
+            f"{where} takes one client's update out of a sum, and [canary] measures whole sums: "
+            "leave one of them out"
+        )
 
 
 def check_gate(gate: GateTable, names: Collection[str], kinds: Collection[str]) -> None:
@@ -95,15 +126,25 @@ def attack_settings(experiment: Experiment, model: LanguageModel) -> list[Attack
     Raises:
         ConfigError: A client sends nothing.
     """
-    return [setting_of(experiment, sent, model) for sent in captured_parameters(experiment, model)]
+    return [
+        setting_of(experiment, sent, model, mode)
+        for mode in experiment.modes_attacked
+        for sent in captured_parameters(experiment, model, mode)
+    ]
 
 
-def setting_of(experiment: Experiment, sent: frozenset[str], model: LanguageModel) -> AttackSetting:
+def setting_of(
+    experiment: Experiment,
+    sent: frozenset[str],
+    model: LanguageModel,
+    mode: ServerMode | None = None,
+) -> AttackSetting:
     """Returns the setting of an attack on what was sent, as far as the server set it."""
     return AttackSetting(
         update=experiment.local_training.kind,
         shared=sent,
-        knows=experiment.server_facts,
+        knows=experiment.server_facts | ({"server_mode"} if mode else set()),
+        server_mode=None if mode is None else mode.kind,
         family=model.family,
         num_layers=model.num_layers,
         task=model.task,

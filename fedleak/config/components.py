@@ -1,4 +1,4 @@
-"""The attacks and defenses that an experiment file lists, built and validated from its tables."""
+"""Attacks, defenses and the server's mode in an experiment file, built from its tables."""
 
 import json
 import re
@@ -9,10 +9,13 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from fedleak import attacks, defenses
+from fedleak import attacks, defenses, server_modes
 from fedleak.attacks import Asked, Attack
+from fedleak.config.tables import ServerTable
 from fedleak.config.wording import one_line
 from fedleak.defenses import Defense, TrustedAggregator
+from fedleak.server_modes import ServerMode
+from fedleak.server_modes.honest import Honest
 from fedleak.training.observation import QUESTIONS, ThreatModel
 from fedleak.util.errors import ConfigError, UnknownKindError, unknown
 from fedleak.util.plugins import discover
@@ -53,6 +56,48 @@ class PlacedDefense:
 
     defense: Defense
     clients: tuple[int, ...] | None
+
+
+@dataclass(frozen=True)
+class Server:
+    """What the server does to the model that it sends, and when.
+
+    Attributes:
+        mode: What it does.
+        rounds: In which rounds; None: in all.
+        aggregate: Whether the updates of such a round move the global model.
+    """
+
+    mode: ServerMode
+    rounds: tuple[int, ...] | None
+    aggregate: bool
+
+    @property
+    def malicious(self) -> bool:
+        """Whether it changes anything in any round."""
+        return not isinstance(self.mode, Honest)
+
+    def mode_in(self, round: int) -> ServerMode | None:
+        """Returns the mode of a round; None: the server is honest then."""
+        chosen = self.rounds is None or round in self.rounds
+        return self.mode if self.malicious and chosen else None
+
+
+def build_server(table: dict[str, Any]) -> Server:
+    """Builds what `[server]` says.
+
+    Raises:
+        ConfigError: Its mode or a setting is not right.
+    """
+    names = ServerTable.model_fields
+    try:
+        common = ServerTable.model_validate({k: v for k, v in table.items() if k in names})
+    except ValidationError as error:
+        raise ConfigError(f"server.{one_line(error, ServerTable)}") from error
+    kind = _kind("server", {"mode": common.mode}, server_modes, "mode")
+    own = {key: value for key, value in table.items() if key not in names}
+    mode = _build("server", server_modes.kinds()[kind], own)
+    return Server(mode, None if common.rounds is None else tuple(common.rounds), common.aggregate)
 
 
 def build_attack(index: int, table: dict[str, Any]) -> NamedAttack:
@@ -130,15 +175,14 @@ def build_defense(index: int, table: dict[str, Any], num_clients: int) -> Placed
     return PlacedDefense(defense, clients)
 
 
-def _kind(where: str, settings: dict[str, Any], package: ModuleType) -> str:
+def _kind(where: str, settings: dict[str, Any], package: ModuleType, key: str = "kind") -> str:
     known = package.kinds()
-    kind = settings.pop("kind", None)
+    kind = settings.pop(key, None)
     if kind is None:
-        raise ConfigError(f"{where}.kind is missing: one of {', '.join(sorted(known))}")
+        raise ConfigError(f"{where}.{key} is missing: one of {', '.join(sorted(known))}")
     if not isinstance(kind, str) or kind not in known:
         raise UnknownKindError(
-            f"{where}.kind: {unknown('kind', str(kind), known)}"
-            + discover(package).cannot_be_used()
+            f"{where}.{key}: {unknown(key, str(kind), known)}" + discover(package).cannot_be_used()
         )
     return str(kind)
 

@@ -15,8 +15,10 @@ from fedleak.config.components import (
     NAME,
     NamedAttack,
     PlacedDefense,
+    Server,
     build_attack,
     build_defense,
+    build_server,
     on_each_rung,
 )
 from fedleak.config.tables import (
@@ -39,6 +41,7 @@ from fedleak.config.tables import (
 from fedleak.defenses import Defense, TrustedAggregator
 from fedleak.models import CAUSAL_LM, ModelSpec
 from fedleak.models.lora import Lora
+from fedleak.server_modes import ServerMode
 from fedleak.training.observation import GRANTABLE, Sight, ThreatModel, UpdateKind
 from fedleak.training.settings import LocalTraining, ServerOptimiser
 from fedleak.util.errors import ConfigError
@@ -60,6 +63,8 @@ class Experiment(Table):
     """What the model is trained on."""
     federation: FederationTable = FederationTable()
     """Who trains, how, and through which engine."""
+    server: dict[str, Any] = {}
+    """`[server]`: what a malicious server changes of the model that it sends; left out: nothing."""
     update: UpdateTable = UpdateTable()
     """Which parameters a client sends."""
     defense: list[dict[str, Any]] = []
@@ -120,17 +125,33 @@ class Experiment(Table):
             build_defense(i, table, self.federation.clients) for i, table in enumerate(self.defense)
         )
 
+    @cached_property
+    def server_built(self) -> Server:
+        """What the server does to the model that it sends, and when."""
+        return build_server(self.server)
+
+    def mode_in(self, round: int) -> ServerMode | None:
+        """Returns what a malicious server does in a round; None: it is honest then."""
+        return self.server_built.mode_in(round)
+
+    @property
+    def modes_attacked(self) -> list[ServerMode | None]:
+        """What the server does in the rounds that are attacked: each once; None is honest."""
+        rounds = self.threat.rounds or range(1, self.federation.rounds + 1)
+        malicious = {round: self.mode_in(round) is not None for round in rounds}
+        return [self.server_built.mode if bad else None for bad in sorted({*malicious.values()})]
+
     @property
     def fingerprint(self) -> str:
         """The mark of what these clients send, in 16 hex digits.
 
-        It depends on the seed and the tables model, data, federation, update, defense, canary and
-        privacy (whose delta decides how much noise an epsilon takes), and not on what is done with
-        updates afterwards, nor on the engine and how many clients it asks at once: all give the
-        same. A setting left out and its default are the same. What the attacker sees counts if it
-        is not the default of the defenses, because captures differ then. Sizes of the data are
-        left out if they are 400 and 100: these were once the defaults, and runs of that time can
-        go on.
+        It depends on the seed and the tables model, data, federation, server (unless it is honest),
+        update, defense, canary and privacy (whose delta decides how much noise an epsilon takes),
+        and not on what is done with updates afterwards, nor on the engine and how many clients it
+        asks at once: all give the same. A setting left out and its default are the same. What the
+        attacker sees counts if it is not the default of the defenses, because captures differ then.
+        Sizes of the data are left out if they are 400 and 100: these were once the defaults, and
+        runs of that time can go on.
         """
         after = ["attack", "threat", "utility", "audit", "gate", "workers"]
         others = dict.fromkeys(["name", *after], True)
@@ -145,6 +166,8 @@ class Experiment(Table):
                 del data[key]
         if self.sees != self.possible_sights[0]:
             table["sees"] = self.sees
+        if not self.server_built.malicious:
+            table.pop("server", None)
         return hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()[:16]
 
     @property

@@ -119,7 +119,7 @@ def parse(table: Mapping[str, Any]) -> Experiment:
     except ValidationError as error:
         raise ConfigError(one_line(error, Experiment)) from error
     # Building them is what checks their settings.
-    _ = experiment.attacks, experiment.defenses
+    _ = experiment.attacks, experiment.defenses, experiment.server_built
     _check_workers(experiment.workers)
     _check_rounds(experiment)
     _check_clients(experiment)
@@ -233,6 +233,7 @@ def _check_rounds(experiment: Experiment) -> None:
     last, utility = experiment.federation.rounds, experiment.utility.rounds
     chosen = {"threat.rounds": experiment.threat.rounds or []}
     chosen["utility.rounds"] = [] if utility == "all" else utility
+    chosen["server.rounds"] = [*(experiment.server_built.rounds or ())]
     for key, rounds in chosen.items():
         if beyond := [round for round in rounds if round > last]:
             raise ConfigError(

@@ -3,6 +3,7 @@
 from fedleak.config.experiment import Experiment
 from fedleak.models import LanguageModel
 from fedleak.models.parameter_selection import freezing, select
+from fedleak.server_modes import ServerMode
 from fedleak.util.errors import ConfigError
 
 
@@ -26,8 +27,15 @@ def sent_by(experiment: Experiment, client: int, model: LanguageModel) -> frozen
     return frozenset(name for name in selected if name in trained)
 
 
-def captured_parameters(experiment: Experiment, model: LanguageModel) -> list[frozenset[str]]:
+def captured_parameters(
+    experiment: Experiment, model: LanguageModel, mode: ServerMode | None = None
+) -> list[frozenset[str]]:
     """Returns the different sets of parameters that are captured: clients' defenses may differ.
+
+    Args:
+        experiment: What is run.
+        model: With names; no weights are needed.
+        mode: What a malicious server does in the round; None: it is honest.
 
     Raises:
         ConfigError: What `selected_parameters` raises, or a client has nothing left to send.
@@ -41,5 +49,7 @@ def captured_parameters(experiment: Experiment, model: LanguageModel) -> list[fr
                 "something else"
             )
     if experiment.sees != "updates":
-        return [frozenset().union(*sent_sets)]
+        together = frozenset().union(*sent_sets)
+        isolated = None if mode is None else mode.isolated(together, model)
+        return [together if isolated is None else isolated]
     return list(dict.fromkeys(sent_sets))

@@ -4,17 +4,28 @@ from fedleak.attacks import AttackSetting, read_by
 from fedleak.config.checks import attack_settings, grant, setting_of
 from fedleak.config.experiment import Experiment
 from fedleak.models import LanguageModel
+from fedleak.server_modes import ServerMode
 from fedleak.util.errors import ConfigError
 
 
 def stored_parameters(
-    experiment: Experiment, sent: frozenset[str], model: LanguageModel
+    experiment: Experiment,
+    sent: frozenset[str],
+    model: LanguageModel,
+    mode: ServerMode | None = None,
 ) -> frozenset[str]:
-    """Returns which of the parameters that were sent a capture holds."""
+    """Returns which of the parameters that were sent a capture holds.
+
+    Args:
+        experiment: What is run.
+        sent: The parameters that there are to be stored.
+        model: The model, which names its parameters.
+        mode: What a malicious server does in the round; None: it is honest.
+    """
     if experiment.audit.store == "all":
         return sent
     return frozenset().union(
-        *_parameters_read(experiment, setting_of(experiment, sent, model)).values()
+        *_parameters_read(experiment, setting_of(experiment, sent, model, mode)).values()
     )
 
 
@@ -32,7 +43,8 @@ def check_stored(made: Experiment, wanted: Experiment, model: LanguageModel) -> 
     if made.audit.store == "all":
         return
     for setting in attack_settings(wanted, model):
-        held = stored_parameters(made, setting.shared, model)
+        mode = None if setting.server_mode is None else made.server_built.mode
+        held = stored_parameters(made, setting.shared, model, mode)
         for name, names_read in _parameters_read(wanted, setting).items():
             if missing := sorted(names_read - held):
                 raise ConfigError(

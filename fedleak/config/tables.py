@@ -226,6 +226,23 @@ class FederationTable(Table):
         return self
 
 
+class ServerTable(Table):
+    """`[server]`: what a malicious server changes of the model that it sends.
+
+    The other keys of the table are those of its mode.
+    """
+
+    mode: str = "honest"
+    """Which mode. The clients are told nothing of it."""
+    rounds: Annotated[list[Positive], Field(min_length=1)] | None = None
+    """The rounds in which it does so; left out: every round."""
+    aggregate: bool = True
+    """Whether what clients send in such a round moves the global model, from its honest weights.
+
+    `false`: the model stays as it is in such a round.
+    """
+
+
 class UpdateTable(Table):
     """`[update]`: which parameters a client sends."""
 

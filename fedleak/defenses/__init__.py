@@ -185,6 +185,10 @@ class TrustedAggregator(Defense, ABC):
             rng: Of the round; all that is random is drawn from it.
         """
 
+    def weight(self, examples: int) -> int:
+        """Returns the weight in the mean of an update of so many examples."""
+        return examples
+
     def noise_on_mean(self, clients: int) -> float:
         """Returns the standard deviation of the noise that it adds to a number, for so many."""
         return 0.0

@@ -130,7 +130,7 @@ class SecureSum(TrustedAggregator):
         def as_weighed() -> Iterator[ClientUpdate]:
             for update in updates:
                 examples.append(update.num_examples)
-                yield replace(update, num_examples=self._weight(update.num_examples))
+                yield replace(update, num_examples=self.weight(update.num_examples))
 
         return replace(mean_update(as_weighed()), num_examples=sum(examples))
 
@@ -149,14 +149,15 @@ class SecureSum(TrustedAggregator):
             "raise max_weight"
         )
 
-    def _weight(self, examples: int) -> int:
+    def weight(self, examples: int) -> int:
         """Returns the weight of an update in the sum: a whole number, at most `levels`."""
-        assert self.max_weight is not None
+        if self.max_weight is None:
+            return examples
         return round(examples / self.max_weight * self.levels)
 
     def _share(self, examples: int) -> float:
         """Returns by what an update is multiplied before it is clipped, at most 1."""
-        return self._weight(examples) / self.levels
+        return self.weight(examples) / self.levels
 
     def _in_steps(self, value: Tensor, examples: int) -> Tensor:
         """Returns numbers as steps from the lower end of the clipping, in float64."""

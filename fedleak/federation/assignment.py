@@ -9,8 +9,13 @@ from fedleak.config.experiment import Experiment
 from fedleak.config.loading import parse
 from fedleak.util.errors import ConfigError
 
-NOT_FOR_CLIENTS = frozenset({"attack", "threat", "gate", "audit", "utility", "workers"})
-"""Tables about what the server does with updates. Clients send the same whatever they say."""
+NOT_FOR_CLIENTS = frozenset({"attack", "threat", "gate", "audit", "utility", "workers", "server"})
+"""Tables about what the server does, also of a malicious one: clients are told nothing of it."""
+
+
+def client_fingerprint(experiment: Experiment) -> str:
+    """Returns the fingerprint of an experiment as its clients know it, which their vaults carry."""
+    return parse(experiment.model_dump(mode="json", exclude=set(NOT_FOR_CLIENTS))).fingerprint
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from functools import lru_cache
 from fedleak.config.experiment import Experiment
 from fedleak.store.run import EVERYONE, Key
 from fedleak.training.batches import round_clients
+from fedleak.util.rng import stream
 
 
 def clients_of_round(experiment: Experiment, round: int) -> list[int]:
@@ -45,9 +46,25 @@ def _rounds_of_clients(
     return rounds_by_client
 
 
+def target(experiment: Experiment, round: int) -> int | None:
+    """Returns the client that a malicious server is after in a round; None: all of them."""
+    if (mode := experiment.mode_in(round)) is None:
+        return None
+    clients = clients_of_round(experiment, round)
+    return mode.target(clients, round, rng=stream(experiment.seed, "target", round))
+
+
+def key_of_sum(experiment: Experiment, round: int) -> Key:
+    """Returns the key of what is captured of a round's sum: of the target's part, if it has one."""
+    client = target(experiment, round)
+    return Key(round, EVERYONE if client is None else client)
+
+
 def expected_captures(experiment: Experiment) -> list[Key]:
     """Returns the captures of a complete run: of all rounds and clients that are attacked."""
-    return [key for key in captures_made(experiment) if experiment.attacked(*key)]
+    keys = [key for key in captures_made(experiment) if experiment.attacked(*key)]
+    targets = {round: target(experiment, round) for round in {key.round for key in keys}}
+    return [key for key in keys if targets[key.round] in (None, key.client)]
 
 
 def rounds_attacked(experiment: Experiment) -> frozenset[int]:
@@ -71,7 +88,8 @@ def captures_made(experiment: Experiment) -> list[Key]:
     rounds = range(1, experiment.federation.rounds + 1)
     if experiment.sees != "updates":
         # Of a round of another app the sum is not always to be had.
-        return [Key(round, EVERYONE) for round in rounds if clients_of_round(experiment, round)]
+        trained = [round for round in rounds if clients_of_round(experiment, round)]
+        return [key_of_sum(experiment, round) for round in trained]
     return [
         Key(round, client) for round in rounds for client in clients_of_round(experiment, round)
     ]

@@ -38,6 +38,7 @@ def bytes_kept(experiment: Experiment, model: LanguageModel) -> int:
     models = 2 + len(attacked - {1, last})
     if experiment.server_optimiser.kind == "adam":
         models += _MOMENTS * len(attacked - {1})
+    models += sum(experiment.mode_in(round) is not None for round in attacked)
     kept = [stored(client) for client in captures.elements()]
     if experiment.audit.keep == "none" and experiment.audit.waiting is not None:
         kept = sorted(kept)[-experiment.audit.waiting :]
@@ -49,7 +50,8 @@ def bytes_there(experiment: Experiment, model: LanguageModel, run: Run) -> int:
     stored, of_model = _sizes(experiment, model)
     here = run.captures.stored()
     captures = [key for key in expected_captures(experiment) if key in here]
-    models = len(run.models.rounds()) + _MOMENTS * len(run.moments.rounds())
+    models = len(run.models.rounds()) + len(run.sent_models.rounds())
+    models += _MOMENTS * len(run.moments.rounds())
     return sum(stored(key.client) for key in captures) + models * of_model
 
 

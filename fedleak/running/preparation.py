@@ -19,7 +19,12 @@ from fedleak.config.tables import WorkersTable
 from fedleak.config.wording import difference
 from fedleak.federation.lookup import Examples, examples, stored
 from fedleak.federation.protection import protection
-from fedleak.federation.schedule import expected_captures, first_of_adapters
+from fedleak.federation.schedule import (
+    clients_of_round,
+    expected_captures,
+    first_of_adapters,
+    target,
+)
 from fedleak.federation.workload import (
     Workload,
     candidates,
@@ -95,6 +100,8 @@ def plan(experiment: Experiment) -> Plan:
         )
     checks.check_defenses(experiment, model)
     checks.check_canaries(experiment, model)
+    checks.check_server(experiment, model)
+    check_targets(experiment, model)
     checks.check_attacks(experiment, model)
     checks.check_waiting(experiment)
     names = [named_attack.name for named_attack in experiment.attacks]
@@ -117,6 +124,24 @@ def plan(experiment: Experiment) -> Plan:
         remarks=_remarks(experiment, model, split.dropped, unknown, workload),
         disk=forecast.bytes_kept(experiment, model),
     )
+
+
+def check_targets(experiment: Experiment, model: LanguageModel) -> None:
+    """Refuses a malicious server that is after clients of which none trains in a round.
+
+    Raises:
+        ConfigError: The first such round.
+    """
+    mode = experiment.server_built.mode
+    if mode.isolated(model.trained(), model) is None:
+        return
+    for round in range(1, experiment.federation.rounds + 1):
+        if experiment.mode_in(round) is not None and target(experiment, round) is None:
+            raise ConfigError(
+                f"server.mode = {mode.kind!r} has no target in round {round}, in which the clients "
+                f"{clients_of_round(experiment, round)} train: choose others, or other "
+                "server.rounds"
+            )
 
 
 def read_candidates(

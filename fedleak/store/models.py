@@ -1,4 +1,4 @@
-"""What each round of a run starts from: the server's model, and the moments of its optimiser."""
+"""What belongs to each round of a run: its model, one that was sent, the optimiser's moments."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class Models:
 
     def write(self, round: int, tensors: Mapping[str, Tensor]) -> None:
         """Writes what a round starts from."""
-        self.folder.write_tensors(self._name(round), tensors)
+        self.folder.write_tensors(self.name(round), tensors)
 
     def read(self, round: int) -> dict[str, Tensor]:
         """Reads what a round starts from.
@@ -31,13 +31,13 @@ class Models:
         Raises:
             CaptureError: The file is damaged, missing, or of another experiment.
         """
-        name = self._name(round)
+        name = self.name(round)
         with refusing_damage(f"model {self.folder.file(name)}", f": {REMEDY}"):
             return self.folder.read_tensors(name)
 
     def has(self, round: int) -> bool:
         """Returns whether that is here."""
-        return self.folder.has(self._name(round))
+        return self.folder.has(self.name(round))
 
     def rounds(self) -> list[int]:
         """Returns the rounds that have a file, in order."""
@@ -47,7 +47,8 @@ class Models:
 
     def delete(self, round: int) -> None:
         """Deletes what a round starts from."""
-        self.folder.delete(self._name(round))
+        self.folder.delete(self.name(round))
 
-    def _name(self, round: int) -> str:
+    def name(self, round: int) -> str:
+        """Returns the name of a round's file in the run directory."""
         return f"models/{self.prefix}{round:04d}.safetensors"

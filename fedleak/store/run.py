@@ -5,6 +5,7 @@
       captures/r0001-c03.safetensors   what the server received, with what it knows as metadata
       captures/r0001-c03.json          that metadata, once the capture is answered and may go
       models/r0001.safetensors         the broadcast of a round; the last one is the trained model
+      models/sent-r0001.safetensors    what a malicious server sent in its place, to its target
       models/moments-r0002.safetensors what the server's Adam goes on from in that round
       vault/r0001-c03.json             the private batch, written by the client
       vault/r0001-c03.safetensors      what an audited copy of its update has of canaries
@@ -97,6 +98,15 @@ class Run(Folder):
         return Models(self, "r")
 
     @property
+    def sent_models(self) -> Models:
+        """What a malicious server sent in place of the model that a round starts from."""
+        return Models(self, "sent-r")
+
+    def model_sent(self, round: int) -> Models:
+        """Returns where the model is that what is captured in a round was computed at."""
+        return self.sent_models if self.sent_models.has(round) else self.models
+
+    @property
     def moments(self) -> Models:
         """What the server's optimiser goes on from in each round but the first."""
         return Models(self, "moments-r")
@@ -139,6 +149,7 @@ class Run(Folder):
         if round > 1:
             self.models.delete(round)
             self.moments.delete(round)
+        self.sent_models.delete(round)
 
     # --- locks -----------------------------------------------------------------------------
 

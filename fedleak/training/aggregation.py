@@ -56,6 +56,30 @@ def mean_update(updates: Iterable[ClientUpdate]) -> ClientUpdate:
     return ClientUpdate(total.kind, mean, total.all_examples)
 
 
+def taken_out(
+    mean: ClientUpdate,
+    names: Iterable[str],
+    client: int,
+    weights: Mapping[str, Mapping[int, int]],
+    examples: int,
+) -> ClientUpdate:
+    """Returns a client's update out of the mean of a round to which nobody else contributed.
+
+    Args:
+        mean: Weighted, of each parameter over the clients that sent it.
+        names: Of the parameters to which nobody else contributed.
+        client: Whose update it is.
+        weights: By parameter, the weight of each client that sent it.
+        examples: That the client reported.
+    """
+    tensors = {}
+    for name in sorted(set(names) & mean.tensors.keys()):
+        own = weights[name].get(client, 0)
+        whole = sum(weights[name].values())
+        tensors[name] = mean.tensors[name] * (whole / own if own else 0.0)
+    return ClientUpdate(mean.kind, tensors, examples)
+
+
 def aggregate(
     broadcast: Mapping[str, Tensor],
     total: WeightedSum,

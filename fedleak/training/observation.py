@@ -81,6 +81,8 @@ class Knowledge:
         noise_scale: Standard deviation of the noise that the client added to each number.
         optimiser: What the client steps with; the server's own setting too. None: plain SGD.
         candidates: What an attack on membership is asked about.
+        server_mode: The kind of what a malicious server did to the model that it sent; None: it was
+            honest.
     """
 
     learning_rate: float | None = None
@@ -92,6 +94,7 @@ class Knowledge:
     noise_scale: float | None = None
     optimiser: Optimiser | None = None
     candidates: Candidates | None = None
+    server_mode: str | None = None
 
     def granted(self) -> tuple[str, ...]:
         """Returns the names of the facts that are known."""

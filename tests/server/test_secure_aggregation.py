@@ -359,5 +359,5 @@ def test_a_client_sends_nothing_that_is_not_masked(answers):
         (reply,) = grid.send_and_receive([Message(content, 2, "train")])
         return reply.error.reason
 
-    assert "this client does not send it" in refusal(stages.task)
+    assert "this client does not send it" in refusal(stages.tasks[2])
     assert "did not say which experiment" in refusal(RecordDict({"config": ConfigRecord()}))

@@ -66,7 +66,7 @@ class SummingServer(CuriousServer):
         self._names = sorted(sent_by(self._experiment, client, self._model))
         stages = Stages(
             grid=grid,
-            task=training_messages[0].content,
+            tasks={message.metadata.dst_node_id: message.content for message in training_messages},
             shapes=[tuple(parameters[name].shape) for name in self._names],
             most_examples=max(
                 most_examples(self._experiment, self._run, client)
@@ -104,6 +104,7 @@ class SummingServer(CuriousServer):
             name: torch.from_numpy(value).to(parameters[name].dtype)
             for name, value in zip(self._names, total.mean, strict=True)
         }
+        self._examples = {self._clients[node]: count for node, count in total.examples.items()}
         # Who has most examples made most steps.
         self._local_steps = max(map(local.steps, total.examples.values()))
         absent = [c for node, c in self._clients.items() if node not in total.examples]
@@ -133,14 +134,14 @@ class Stages:
 
     Attributes:
         grid: Flower's.
-        task: What a client is told with the message that it trains for.
+        tasks: What each node is told with the message that it trains for.
         shapes: Of the arrays that a client sends.
         most_examples: That a client can have used.
         problems: Why a node was lost, by node.
     """
 
     grid: Grid
-    task: RecordDict
+    tasks: Mapping[int, RecordDict]
     shapes: Sequence[tuple[int, ...]]
     most_examples: int
     problems: dict[int, str] = field(default_factory=dict)
@@ -158,7 +159,8 @@ class Stages:
         if stage == Stage.COLLECT_MASKED_VECTORS:
             for message in messages:
                 of_protocol = message.content.config_records[RECORD_KEY_CONFIGS]
-                message.content = RecordDict({**self.task, RECORD_KEY_CONFIGS: of_protocol})
+                task = self.tasks[message.metadata.dst_node_id]
+                message.content = RecordDict({**task, RECORD_KEY_CONFIGS: of_protocol})
         waiting_for = {message.metadata.dst_node_id for message in messages}
         right = []
         for reply in self.grid.send_and_receive(messages, timeout=timeout):

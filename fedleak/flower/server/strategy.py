@@ -1,6 +1,6 @@
-"""The curious server: aggregates honestly, and keeps what it is to attack of each update."""
+"""The curious or malicious server: sums updates, and keeps what it is to attack of them."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from flwr.app import (
@@ -15,19 +15,22 @@ from flwr.app import (
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
+from fedleak import models
+from fedleak.audit.kept_texts import read_held_out
 from fedleak.config.experiment import Experiment
 from fedleak.config.sent_parameters import sent_by
 from fedleak.config.stored_parameters import stored_parameters
 from fedleak.defenses import TrustedAggregator
 from fedleak.federation.lookup import most_examples
 from fedleak.federation.protection import aggregator_of
-from fedleak.federation.schedule import clients_of_round, rounds_attacked
+from fedleak.federation.schedule import clients_of_round, key_of_sum, rounds_attacked, target
 from fedleak.flower.server.assignments import assignment
 from fedleak.flower.server.replies import RefusedError, client_error, take_update
 from fedleak.flower.server.round_sum import Beside, RoundSum
-from fedleak.models import LanguageModel
-from fedleak.store.run import EVERYONE, Capture, Key, Run
-from fedleak.training.aggregation import WeightedSum, aggregate, difference
+from fedleak.models import CLASSIFICATION, LanguageModel
+from fedleak.server_modes import ServerMode, changed_state
+from fedleak.store.run import Capture, Key, Run
+from fedleak.training.aggregation import WeightedSum, aggregate, difference, taken_out
 from fedleak.training.observation import ClientUpdate, Knowledge
 from fedleak.util.errors import FedleakError
 from fedleak.util.rng import stream
@@ -49,6 +52,9 @@ class CuriousServer(Strategy):
     first. Memory does not grow with the number of clients: an update is in it while it is summed,
     and while it is written, beside the training of the next one. Updates that are not
     attacked never reach the disk.
+
+    A malicious server sends what its mode makes of the global model, and keeps that aside: what
+    clients send then is summed as ever, and moves the global model unless the experiment says no.
 
     Args:
         experiment: What is run.
@@ -76,6 +82,9 @@ class CuriousServer(Strategy):
         self._arrays = ArrayRecord()
         self._sum: RoundSum | None = None  # None: an aggregator has the updates of a round
         self._local_steps = 0  # the most that a client of the round made
+        self._mode: ServerMode | None = None  # of the round
+        self._target: int | None = None  # of the mode
+        self._examples: dict[int, int] = {}  # that clients of the round report
         self._beside = Beside()
 
     def on_reply(self, reply: Message) -> RecordDict:
@@ -103,6 +112,7 @@ class CuriousServer(Strategy):
         update = take_update(reply, key, local.kind, expected, most)
         steps = local.steps(update.num_examples)
         self._local_steps = max(self._local_steps, steps)
+        self._examples[client] = update.num_examples
         capture = Capture(key, update, self._knowledge(steps))
         if self._sum is None:
             self._run.held.write(capture)
@@ -114,6 +124,7 @@ class CuriousServer(Strategy):
         run, key = self._run, capture.key
         is_next = total.is_next(key.client)
         seen = self._experiment.sees == "updates" and self._experiment.attacked(*key)
+        seen = seen and self._target in (None, key.client)
         kept = seen and not run.captures.is_closed(key)
 
         def write() -> None:
@@ -136,7 +147,7 @@ class CuriousServer(Strategy):
     def _stored(self, capture: Capture) -> Capture:
         """Returns what of a capture is stored: all of it, or what the attacks of the run read."""
         tensors = capture.update.tensors
-        names = stored_parameters(self._experiment, frozenset(tensors), self._model)
+        names = stored_parameters(self._experiment, frozenset(tensors), self._model, self._mode)
         if len(names) == len(tensors):
             return capture
         read = {name: value for name, value in tensors.items() if name in names}
@@ -154,26 +165,59 @@ class CuriousServer(Strategy):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Sends the global model to this round's clients."""
+        """Sends this round's clients the global model, or what a malicious server makes of it."""
         round = self._round = server_round + self._offset
         clients = clients_of_round(self._experiment, round)
         self._waiting_for = {self._nodes[client]: client for client in clients}
-        self._problems, self._local_steps = [], 0
+        self._problems, self._local_steps, self._examples = [], 0, {}
+        self._mode, self._target = self._experiment.mode_in(round), target(self._experiment, round)
         self._arrays = arrays
         self._run.held.drop()  # by a process that was killed in this round
         if self._aggregator is None:
             self._sum = RoundSum(self._run, round, clients, self._model.parameters())
-        record = RecordDict(
-            {
-                "arrays": arrays,
-                "config": ConfigRecord({"round": round}),
-                "assignment": self._assignment,
-            }
-        )
+        about = {"config": ConfigRecord({"round": round}), "assignment": self._assignment}
+        sent_to = self._sent(round, arrays)
         return [
-            Message(record, message_type=MessageType.TRAIN, dst_node_id=node)
-            for node in self._waiting_for
+            Message(
+                RecordDict({"arrays": sent_to(client), **about}),
+                message_type=MessageType.TRAIN,
+                dst_node_id=node,
+            )
+            for node, client in self._waiting_for.items()
         ]
+
+    def _sent(self, round: int, arrays: ArrayRecord) -> Callable[[int], ArrayRecord]:
+        """Returns what each client is sent, and keeps what the target of a malicious server is.
+
+        Raises:
+            FedleakError: The mode failed, or sends what is no model of this shape.
+        """
+        if (mode := self._mode) is None:
+            return lambda client: arrays
+        state = self._run.models.read(round)
+        models.lend_parameters_(self._model, state)
+        labelled = self._experiment.model.task == CLASSIFICATION
+        public = read_held_out(self._run).examples(labelled=labelled)
+
+        def changed(*, targeted: bool) -> ArrayRecord:
+            rng = stream(self._experiment.seed, "server", round)
+            try:
+                changes = mode.broadcast(self._model, targeted=targeted, public=public, rng=rng)
+            except Exception as error:  # it may be anybody's mode
+                raise FedleakError(
+                    f"round {round}: server.mode = {mode.kind!r} failed: "
+                    f"{type(error).__name__}: {error}"
+                ) from error
+            if not changes:
+                return arrays
+            sent = changed_state(state, changes, mode.kind)
+            if targeted:
+                self._run.sent_models.write(round, sent)
+            return ArrayRecord(sent)
+
+        to_target = changed(targeted=True)
+        to_others = to_target if self._target is None else changed(targeted=False)
+        return lambda client: to_target if self._target in (None, client) else to_others
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -197,12 +241,15 @@ class CuriousServer(Strategy):
         optimiser = self._experiment.server_optimiser
         goes_on = optimiser.kind == "adam" and round > 1
         moments = self._run.moments.read(round) if goes_on else {}
-        following, moments = aggregate(broadcast, total, optimiser, moments)
+        if self._mode is None or self._experiment.server_built.aggregate:
+            following, moments = aggregate(broadcast, total, optimiser, moments)
+        else:
+            following = broadcast
         if self._experiment.sees == "models":
             rate = optimiser.learning_rate
             self._capture_of_all(round, difference(broadcast, following, total, rate))
         elif combined is not None:
-            self._capture_of_all(round, combined)
+            self._capture_of_all(round, self._seen_of_sum(combined, round))
         if combined is not None:
             self._run.held.drop()
         if moments and round < self._experiment.federation.rounds:
@@ -238,16 +285,36 @@ class CuriousServer(Strategy):
         )
         return aggregator.combined(held, rng=stream(self._experiment.seed, "combined", round))
 
+    def _seen_of_sum(self, combined: ClientUpdate, round: int) -> ClientUpdate:
+        """Returns what is captured of a sum: all of it, or the target's update."""
+        names = None
+        if self._mode is not None:
+            names = self._mode.isolated(combined.tensors, self._model)
+        if names is None or self._target is None:
+            return combined
+        assert self._aggregator is not None
+        weights: dict[str, dict[int, int]] = {name: {} for name in names}
+        for client, examples in self._examples.items():
+            for name in names & sent_by(self._experiment, client, self._model):
+                weights[name][client] = self._aggregator.weight(examples)
+        own = self._examples.get(self._target, 0)  # none if it dropped out
+        self._local_steps = self._experiment.local_training.steps(own)
+        return taken_out(combined, names, self._target, weights, own)
+
     def _capture_of_all(self, round: int, update: ClientUpdate) -> None:
-        """Captures what stands for all clients of a round."""
-        capture = Capture(Key(round, EVERYONE), update, self._knowledge(self._local_steps))
+        """Captures what stands for a round: of all of its clients, or of a target in the sum."""
+        key = key_of_sum(self._experiment, round)
+        capture = Capture(key, update, self._knowledge(self._local_steps))
         self._run.captures.write(self._stored(capture))
 
     def _knowledge(self, local_steps: int) -> Knowledge:
         """Returns what the server itself set."""
         local = self._experiment.local_training
         return Knowledge(
-            learning_rate=local.learning_rate, local_steps=local_steps, dropout=local.dropout
+            learning_rate=local.learning_rate,
+            local_steps=local_steps,
+            dropout=local.dropout,
+            server_mode=None if self._mode is None else self._mode.kind,
         )
 
     def _check_all_answered(self, failed: Iterable[Message]) -> None:

@@ -144,7 +144,8 @@ class Shipping:
 
     def files(self, jobs: Sequence[Job]) -> dict[str, Any]:
         """Returns references to all that jobs of one round need, by name in the run directory."""
-        run, model = jobs[0].run, f"models/r{jobs[0].key.round:04d}.safetensors"
+        run, round = jobs[0].run, jobs[0].key.round
+        model = Run(run).model_sent(round).name(round)
         if run / model not in self._models:
             while len(self._models) >= MODELS_KEPT:
                 del self._models[next(iter(self._models))]  # the store frees it after its last use

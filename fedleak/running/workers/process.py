@@ -415,12 +415,12 @@ def _model(spec: ModelSpec, device: str) -> LanguageModel:
 def _model_at(
     run: Path, round: int, spec: ModelSpec, device: str
 ) -> tuple[LanguageModel, Mapping[str, object]]:
-    """Returns the model at a round's broadcast and its state then.
+    """Returns the model at what the target of a round was sent, and its state then.
 
     One model is in memory, whatever the round.
     """
     model = _model(spec, device)
-    models.load_parameters_(model, Run(run).models.read(round))
+    models.load_parameters_(model, Run(run).model_sent(round).read(round))
     return model, state(model)
 
 
