@@ -16,6 +16,7 @@ from tiny import DLG, Here, call, toml
 
 from fedleak.attacks.reconstruction import Status
 from fedleak.audit import scoring
+from fedleak.audit.estimates import Largest
 from fedleak.audit.gate.abstentions import with_abstentions
 from fedleak.audit.gate.check import Check, Outcome
 from fedleak.audit.gate.evidence import Evidence, gather
@@ -299,7 +300,7 @@ def test_an_abstention_of_the_strongest_is_an_answer_where_it_reads_undefended_c
             for row in scored.rows.leakage
         ]
         summary = scored.summary.model_copy(
-            update={"positive_control": copies, "worst_case": worst_case(rows, {})}
+            update={"positive_control": copies, "worst_case": worst_case(rows, {}, Largest())}
         )
         table = scored.experiment.model_dump(mode="json")
         table["attack"] = [{"kind": kind, "name": "dlg"}]

@@ -16,6 +16,7 @@ from tiny import DLG, call, tables
 
 from fedleak.attacks.reconstruction import Status
 from fedleak.audit import score_files, scoring
+from fedleak.audit.estimates import Largest
 from fedleak.audit.gate.abstentions import with_abstentions
 from fedleak.audit.gate.check import Check, Outcome
 from fedleak.audit.gate.control import control_checks
@@ -324,7 +325,7 @@ def test_abstentions_of_the_strongest_count_on_each_rung() -> None:
     assert counted.rows.leakage == expected
     # Of two that answer alike the first is named, in the order of answers.
     places = {answer.id: place for place, answer in enumerate(answers)}
-    worst = worst_case(expected, places)
+    worst = worst_case(expected, places, Largest())
     assert counted.summary == plain.summary.model_copy(update={"worst_case": worst})
     ladder = Ladder(rungs=rungs, left_out={"lengths": "no"}, correction="none")
     climbed = with_abstentions(evidence_of(TEN, rows, answers, ladder=ladder, **figures), ["auto"])
@@ -332,9 +333,13 @@ def test_abstentions_of_the_strongest_count_on_each_rung() -> None:
         update={
             "rungs": (
                 rungs[0].model_copy(
-                    update={"worst_case": worst_case(expected[:10] + expected[20:], places)}
+                    update={
+                        "worst_case": worst_case(expected[:10] + expected[20:], places, Largest())
+                    }
                 ),
-                rungs[1].model_copy(update={"worst_case": worst_case(expected[10:20], places)}),
+                rungs[1].model_copy(
+                    update={"worst_case": worst_case(expected[10:20], places, Largest())}
+                ),
             )
         }
     )

@@ -7,9 +7,11 @@ difference of a pair does not depend on how hard the text is, so it shows less t
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
+from fedleak.audit.estimates import largest_client
 from fedleak.audit.pairing import CORRECTION, FIGURES, Text, best, corrected, difference
 from fedleak.audit.vault import read_truth
 from fedleak.config.components import listed_as
+from fedleak.federation.lookup import stored
 from fedleak.store.lines import Record
 from fedleak.store.records import LEAKAGE, LEDGER, LeakageRow, text_counts
 from fedleak.store.run import Run
@@ -71,6 +73,7 @@ def _compare(before: Run, after: Run) -> Comparison:
     common = [name for name in attacks[0] if name in attacks[1]]
     for name in sorted({*attacks[0], *attacks[1]} - {*common}):
         unpaired[f"attack {name} is in one run only"] += len(texts)
+    largest = largest_client(before, stored(before))
     differences = []
     alone: list[tuple[str | None, list[str]]] = [(name, [name]) for name in common]
     for attack, chosen in [(None, _most_granted(common, rows)), *alone]:
@@ -80,7 +83,7 @@ def _compare(before: Run, after: Run) -> Comparison:
             )
             both = [text for text in texts if text in old and text in new]
             if both:
-                differences.append(difference(attack, figure, both, old, new))
+                differences.append(difference(attack, figure, both, old, new, largest))
             lost = sum((text in old) != (text in new) for text in texts)
             if lost:
                 why = f"{attack or 'all attacks'}: one run has no answer ({figure})"

@@ -28,7 +28,7 @@ from fedleak.config.sent_parameters import selected_parameters
 from fedleak.config.tables import CanaryTable
 from fedleak.defenses import Claims, Defense, TrustedAggregator, root_mean_square
 from fedleak.federation.canaries import ClientCanaries, client_canaries, sent_sizes
-from fedleak.federation.lookup import node_sizes
+from fedleak.federation.lookup import client_sizes
 from fedleak.federation.protection import Protection, protection
 from fedleak.federation.workload import divide, read_data
 from fedleak.models import CLASSIFICATION, LanguageModel, loading, pad
@@ -179,7 +179,7 @@ def refuse_broken(run: Run, experiment: Experiment) -> None:
     """
     if not experiment.defense or run.captures.all_keys():
         return
-    findings = check(experiment, node_sizes(run))
+    findings = check(experiment, client_sizes(run))
     run.write_json("checks.json", FINDINGS.dump_python(findings, by_alias=True))
     broken = [
         f"{finding.defense}: {finding.claim}: {finding.figures}"

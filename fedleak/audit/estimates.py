@@ -1,20 +1,77 @@
 """Means over rows with their intervals, and whether they are rates at all."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
 
 from fedleak.audit.metrics import intervals
+from fedleak.config.experiment import Experiment
+from fedleak.federation.lookup import client_sizes
+from fedleak.federation.schedule import rounds_of_clients
 from fedleak.store.records import LeakageRow
-from fedleak.store.run import EVERYONE
-from fedleak.store.summaries import Estimate
+from fedleak.store.run import EVERYONE, Run
+from fedleak.store.summaries import Estimate, MeanOfClients
+from fedleak.training.observation import UpdateKind
 
 FEW_TEXTS, FEW_CLIENTS = 20, 10
 """Fewer than these are reported with a warning."""
+
+
+class Largest(NamedTuple):
+    """The most that a client of the federation has in the rounds that are attacked.
+
+    What is 0 is not known. It is of all clients, as who has many texts may be read more or less
+    than others, and be missed among the few that are attacked.
+    """
+
+    texts: int = 0
+    updates: int = 0
+
+
+def largest_client(run: Run, experiment: Experiment) -> Largest:
+    """Returns the most texts and updates of a client, whether it is attacked or not."""
+    attacked, local = experiment.threat.rounds, experiment.local_training
+    rounds = rounds_of_clients(experiment)
+    updates = max(
+        sum(attacked is None or round in attacked for round in of_client) for of_client in rounds
+    )
+    size = max(client_sizes(run) or [0])
+    if local.kind == UpdateKind.GRADIENT:
+        size = min(local.batch_size, size)
+    return Largest(texts=updates * size, updates=updates)
+
+
+def estimate(
+    values: Sequence[float],
+    clients: Sequence[int],
+    weights: Sequence[float] | None = None,
+    *,
+    most: float,
+    largest: float,
+) -> Estimate:
+    """Returns the mean of values and the mean of clients' means, each with its interval.
+
+    The first is of a text (or update) of a client, the second of a client: it says the same where
+    all have as many, and needs nothing to be known of the sizes of others.
+
+    Args:
+        values, clients, weights, most, largest: As in `intervals.clustered_mean`.
+    """
+    counted = np.ones(len(values)) if weights is None else np.asarray(weights, float)
+    names, indices = np.unique(np.asarray(clients), return_inverse=True)
+    means = np.bincount(indices, counted * np.asarray(values)) / np.bincount(indices, counted)
+    of_client = intervals.clustered_mean(means.tolist(), names.tolist(), most=most)
+    of_value = intervals.clustered_mean(values, clients, weights, most=most, largest=largest)
+    return Estimate(**of_value._asdict(), of_clients=MeanOfClients(**of_client._asdict()))
 
 
 def mean_over_clients(
     rows_and_values: Sequence[tuple[LeakageRow, float]],
     most: float,
     weights: Sequence[float] | None = None,
+    *,
+    largest: float,
 ) -> Estimate | None:
     """Returns the mean of values with its interval over clients; None if there are none.
 
@@ -22,6 +79,7 @@ def mean_over_clients(
         rows_and_values: Values, each with the row that it is about.
         most: The largest value that there can be; the smallest is 0.
         weights: How much each value counts; None: all alike.
+        largest: How much the values of a client can count, of any client of the federation.
     """
     if not rows_and_values:
         return None
@@ -29,7 +87,7 @@ def mean_over_clients(
         [value for _, value in rows_and_values],
         [row.client for row, _ in rows_and_values],
     )
-    return Estimate(**intervals.clustered_mean(values, clients, weights, most=most)._asdict())
+    return estimate(values, clients, weights, most=most, largest=largest)
 
 
 def too_few(answered: Sequence[LeakageRow]) -> str | None:

@@ -9,6 +9,7 @@ rungs: the best of two tries is better than one, even if what was told is worth 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 
+from fedleak.audit.estimates import Largest
 from fedleak.audit.pairing import CORRECTION, FIGURES, best, corrected, difference
 from fedleak.audit.worst_case import worst_case
 from fedleak.config.components import RUNG, listed_as
@@ -23,6 +24,7 @@ def ladder(
     experiment: Experiment,
     rows: Sequence[LeakageRow],
     finished: Mapping[tuple[Key, str], int],
+    largest: Largest,
 ) -> Ladder | None:
     """Returns what each fact is worth; None where no rung was asked for and none was attacked.
 
@@ -30,6 +32,7 @@ def ladder(
         experiment: What was prepared.
         rows: Of leakage.jsonl.
         finished: The place of each answer in the order in which they came.
+        largest: Of the federation's clients.
     """
     climbed = [row for row in rows if RUNG in row.attack]
     if not (experiment.threat.ladder or climbed):
@@ -43,7 +46,7 @@ def ladder(
     named = [_attacks(rows, frozenset(granted)) for granted in rungs]
     # All rungs together are looked at, so they are corrected together.
     worth = corrected(
-        _worth(rows, named[0], of_rung, set(granted))
+        _worth(rows, named[0], of_rung, set(granted), largest)
         for granted, of_rung in zip(rungs, named, strict=True)
     )
     return Ladder(
@@ -51,7 +54,7 @@ def ladder(
             Rung(
                 granted=granted,
                 attacks=dict(of_rung),
-                worst_case=worst_case(_rows_of(rows, of_rung.values()), finished),
+                worst_case=worst_case(_rows_of(rows, of_rung.values()), finished, largest),
                 worth=differences,
             )
             for granted, of_rung, differences in zip(rungs, named, worth, strict=True)
@@ -79,6 +82,7 @@ def _worth(
     nothing: Mapping[str, str],
     rung: Mapping[str, str],
     granted: Set[str],
+    largest: Largest,
 ) -> Iterator[Difference]:
     """Yields the differences of a rung to the one where nothing is granted."""
     # A client without noise, for example, has no noise scale that could be told.
@@ -98,7 +102,7 @@ def _worth(
                 for of_rung in (nothing, rung)
             )
             if pairs := [text for text in old if text in new and text.key in there]:
-                yield difference(attack, figure, pairs, old, new)
+                yield difference(attack, figure, pairs, old, new, largest)
 
 
 def _rows_of(rows: Sequence[LeakageRow], names: Iterable[str]) -> list[LeakageRow]:

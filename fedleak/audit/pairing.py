@@ -4,17 +4,19 @@ The difference of a pair does not depend on how hard the text is, so it shows le
 do. Where many differences are shown together some are large by chance: `corrected` allows for that.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from fedleak.audit.estimates import Largest
 from fedleak.audit.metrics import intervals
 from fedleak.store.records import LeakageRow, TextScore
 from fedleak.store.run import Key
 from fedleak.store.summaries import Difference
 
-FIGURES = ("exact", "rougeL", "token_recall")
-"""What is compared of each text."""
+FIGURES = {"exact": 1.0, "rougeL": 100.0, "token_recall": 1.0}
+"""What is compared of each text, and the most that it can be."""
 
 CORRECTION = "Benjamini-Hochberg"
 """How the p of differences that are shown together are corrected."""
@@ -44,15 +46,19 @@ def difference(
     texts: Sequence[Text],
     old: Mapping[Text, float],
     new: Mapping[Text, float],
+    largest: Largest,
 ) -> Difference:
     """Returns the mean difference of `new` to `old` over texts that both have, at least one."""
+    clients, most = [text.key.client for text in texts], FIGURES[figure]
+    differences = [new[text] - old[text] for text in texts]
     of_client: dict[int, list[float]] = defaultdict(list)
-    for text in texts:
-        of_client[text.key.client].append(new[text] - old[text])
-    differences = list(of_client.values())
-    ends = intervals.bootstrapped(differences) if len(differences) > 1 else None
+    for client, apart in zip(clients, differences, strict=True):
+        of_client[client].append(apart)
+    ends = intervals.clustered_mean(
+        differences, clients, most=most, least=-most, largest=largest.texts
+    )
     before, after = (sum(scores[text] for text in texts) / len(texts) for scores in (old, new))
-    p = intervals.sign_test([sum(client_differences) for client_differences in differences])
+    p = intervals.sign_flip_test([math.fsum(apart) for apart in of_client.values()])
     return Difference(
         attack=attack,
         figure=figure,
@@ -61,8 +67,8 @@ def difference(
         before=before,
         after=after,
         mean=after - before,
-        low=None if ends is None else ends.low,
-        high=None if ends is None else ends.high,
+        low=ends.low,
+        high=ends.high,
         p=p,
         p_adjusted=p,
     )

@@ -7,7 +7,7 @@ from itertools import chain
 from pydantic import JsonValue, ValidationError
 
 from fedleak.attacks.reconstruction import Status
-from fedleak.audit.estimates import mean_over_clients, too_few
+from fedleak.audit.estimates import Largest, largest_client, mean_over_clients, too_few
 from fedleak.audit.gaps import Gaps
 from fedleak.audit.ladder import ladder
 from fedleak.audit.privacy import canaries, membership
@@ -49,9 +49,9 @@ def summarise(
         utility: Of the model, round by round.
         positive_control: What attacks read of undefended copies; None: there are none.
     """
-    leakage = rows.leakage
+    leakage, largest = rows.leakage, largest_client(run, experiment)
     attacks = {
-        name: attack_summary([row for row in leakage if row.attack == name])
+        name: attack_summary([row for row in leakage if row.attack == name], largest)
         for name in sorted({row.attack for row in leakage})
     }
     info = run.info()
@@ -64,7 +64,7 @@ def summarise(
                 "FILE --fresh` measures them again"
             )
     baseline = _baseline(run, gaps)
-    rungs = ladder(experiment, leakage, finished)
+    rungs = ladder(experiment, leakage, finished, largest)
     return RunSummary(
         name=experiment.name,
         status=info["status"],
@@ -72,13 +72,13 @@ def summarise(
         model_fingerprint=info.get("model_fingerprint"),
         captures=len(run.captures.all_keys()),
         attacks=attacks,
-        worst_case=rungs.top.worst_case if rungs else worst_case(leakage, finished),
+        worst_case=rungs.top.worst_case if rungs else worst_case(leakage, finished, largest),
         ladder=rungs,
         defenses=circumstances(experiment),
         defended=defense_means(rows.defended),
         privacy=guarantee(rows.ledger),
         canary=canaries.summarised(experiment, rows.canary, rows.ledger),
-        membership=membership.summarised(experiment, rows.members),
+        membership=membership.summarised(experiment, rows.members, largest),
         positive_control=positive_control,
         utility_before=utility[0] if utility and utility[0].round == 0 else None,
         utility=utility[-1] if utility else None,
@@ -122,14 +122,19 @@ def circumstances(experiment: Experiment) -> Circumstances:
     return Circumstances(defense=tuple(experiment.defense), **settings)
 
 
-def attack_summary(rows: Sequence[LeakageRow]) -> AttackSummary:
-    """Sums up one attack. A failed or abstaining attack counts among rows, not as a zero."""
+def attack_summary(rows: Sequence[LeakageRow], largest: Largest) -> AttackSummary:
+    """Sums up one attack. A failed or abstaining attack counts among rows, not as a zero.
+
+    Args:
+        rows: Of the attack.
+        largest: Of the federation's clients.
+    """
     measured = [row for row in rows if row.rougeL is not None]
     sizes = [row.batch_size or 0 for row in measured]
 
     def mean_of(name: str, most: float) -> Estimate | None:
         values = [(row, value) for row in rows if (value := getattr(row, name)) is not None]
-        return mean_over_clients(values, most)
+        return mean_over_clients(values, most, largest=largest.updates)
 
     seconds = [row.seconds for row in rows if row.seconds is not None]
     return AttackSummary(
@@ -143,6 +148,7 @@ def attack_summary(rows: Sequence[LeakageRow]) -> AttackSummary:
             [(row, row.exact_match or 0.0) for row in measured],
             1.0,
             sizes,
+            largest=largest.texts,
         ),
         rouge1=mean_of("rouge1", 100.0),
         rouge2=mean_of("rouge2", 100.0),
@@ -154,7 +160,7 @@ def attack_summary(rows: Sequence[LeakageRow]) -> AttackSummary:
         control_token_recall=mean_of("control_token_recall", 1.0),
         guess_token_recall=mean_of("guess_token_recall", 1.0),
         facts={
-            name: mean_over_clients(_right(rows, name), 1.0)
+            name: mean_over_clients(_right(rows, name), 1.0, largest=largest.updates)
             for name in sorted({name for row in rows for name in row.facts})
         },
         budget=_budget(rows),

@@ -9,20 +9,21 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 
-from fedleak.audit.estimates import mean_over_clients, too_few
+from fedleak.audit.estimates import Largest, mean_over_clients, too_few
 from fedleak.store.records import LeakageRow, TextScore, text_counts
 from fedleak.store.run import Key
 from fedleak.store.summaries import NEARLY, WorstCase
 
 
 def worst_case(
-    rows: Sequence[LeakageRow], finished: Mapping[tuple[Key, str], int]
+    rows: Sequence[LeakageRow], finished: Mapping[tuple[Key, str], int], largest: Largest
 ) -> WorstCase | None:
     """Sums up all attacks over a run; None where no row has scores of single texts.
 
     Args:
         rows: Of leakage.jsonl.
         finished: The place of each answer in the order in which they came.
+        largest: Of the federation's clients.
     """
     answered = [row for row in rows if row.texts is not None]
     if not answered:
@@ -55,11 +56,15 @@ def worst_case(
         clients=len({key.client for key in texts}),
         unattacked=sum(texts.values()) - len(exact),
         nearly=nearly,
-        exact_match=mean_over_clients(exact, 1.0),
-        rougeL=mean_over_clients(rouge, 100.0),
-        token_recall=mean_over_clients(recall, 1.0),
-        control_rougeL=mean_over_clients(list(chain(*control_rouge)), 100.0),
-        control_token_recall=mean_over_clients(list(chain(*control_recall)), 1.0),
+        exact_match=mean_over_clients(exact, 1.0, largest=largest.texts),
+        rougeL=mean_over_clients(rouge, 100.0, largest=largest.texts),
+        token_recall=mean_over_clients(recall, 1.0, largest=largest.texts),
+        control_rougeL=mean_over_clients(
+            list(chain(*control_rouge)), 100.0, largest=largest.updates
+        ),
+        control_token_recall=mean_over_clients(
+            list(chain(*control_recall)), 1.0, largest=largest.updates
+        ),
         first=dict(sorted(first.items())),
         warning=too_few([rows[0] for rows in captures]),
     )

@@ -84,8 +84,11 @@ def examples(run: Run) -> Examples:
     )
 
 
-def node_sizes(run: Run) -> Sequence[int] | None:
-    """Returns how many examples each client has, as its node reported; None: nobody did."""
+def client_sizes(run: Run) -> Sequence[int] | None:
+    """Returns how many examples each client has; None: its node has not said so yet.
+
+    Nor is it known of a run of an older version whose data is not on nodes.
+    """
     return run.info().get("node_examples")
 
 
@@ -96,7 +99,7 @@ def most_examples(experiment: Experiment, run: Run, client: int) -> int:
         ConfigError: There is no run here.
         FedleakError: The run.json is damaged.
     """
-    table, sizes, training = experiment.federation, node_sizes(run), examples(run).training
+    table, sizes, training = experiment.federation, client_sizes(run), examples(run).training
     if sizes is not None:
         most = sizes[client]
     elif table.partition == "iid":  # parts of equal sizes, up to one

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fedleak.store.summaries import Estimate
+from fedleak.store.summaries import Estimate, MeanOfClients
 from fedleak.training.observation import Sight
 from fedleak.util.sanitise import printable
 
@@ -83,7 +83,7 @@ def share(value: Estimate | None) -> str:
     return f"{percent(value.low)} and {percent(value.high)}" if value else NOT_MEASURED
 
 
-def interval(value: Estimate | None, scale: float = 1) -> str:
+def interval(value: Estimate | MeanOfClients | None, scale: float = 1) -> str:
     """Returns `mean [low, high]`, or that it was not measured."""
     if value is None:
         return NOT_MEASURED

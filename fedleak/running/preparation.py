@@ -65,6 +65,8 @@ class Plan:
     """Names of the classes, for nodes with data of their own."""
     remarks: tuple[str, ...] = ()
     """What may not be meant, for the user to read."""
+    sizes: tuple[int, ...] = ()
+    """How many examples each client has; none: that is for the nodes to say."""
     disk: int = 0
     """Bytes of all captures and models."""
 
@@ -122,6 +124,7 @@ def plan(experiment: Experiment) -> Plan:
         candidates=read_candidates(experiment, classes, model),
         classes=classes if experiment.data.on_nodes else (),
         remarks=_remarks(experiment, model, split.dropped, unknown, workload),
+        sizes=() if experiment.data.on_nodes else tuple(map(len, workload.parts)),
         disk=forecast.bytes_kept(experiment, model),
     )
 
@@ -267,6 +270,7 @@ def open_run(plan: Plan, path: Path, *, fresh: bool = False) -> Run:
             status="new",
             num_labels=plan.num_labels,
             examples=plan.examples._asdict(),
+            **({"node_examples": list(plan.sizes)} if plan.sizes else {}),
             **({"classes": list(plan.classes)} if plan.classes else {}),
             versions=versions(),
             git_commit=git_commit(),

@@ -40,7 +40,7 @@ class Info(Begun, total=False):
     Attributes:
         begun, user, machine: When, by whom and where the run was made.
         classes: Names of the classes, which nodes with data of their own are told.
-        node_examples: How many examples each client has by the word of its node.
+        node_examples: How many examples each client has; of data on nodes, by the word of its node.
         dropped_out: By round, the clients whose updates are not in its sum.
         failure: Why the run failed.
         tapped, nodes: The folder of a tap, and its node of each client.

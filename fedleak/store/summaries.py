@@ -15,12 +15,26 @@ SURE = 0.05
 """The largest corrected p of a difference that is called one."""
 
 
-class Estimate(Record):
-    """A mean and its 95 % interval."""
+class MeanOfClients(Record):
+    """The mean of clients' means and its 95 % interval: each client counts once."""
 
     mean: float
     low: float
     high: float
+
+
+class Estimate(Record):
+    """A mean and its 95 % interval.
+
+    Attributes:
+        mean, low, high: Each text, or update, counts once.
+        of_clients: Each client counts once; None: a version that did not say so wrote this.
+    """
+
+    mean: float
+    low: float
+    high: float
+    of_clients: MeanOfClients | None = None
 
 
 class RankBudget(Record):
@@ -134,8 +148,9 @@ class Difference(Record):
         texts, clients: Pairs, and their clients.
         before, after: Both means, over these pairs.
         mean: Of the differences.
-        low, high: Its 95 % interval, by a bootstrap over clients; None: there is one client.
-        p: Of a sign test over clients; small: clients would rarely agree so by chance.
+        low, high: Its 95 % interval, for other clients like these.
+        p: Of a sign-flip test over these clients: how often the mean would be so far from 0 if it
+            did not matter which set is called the first.
         p_adjusted: The same, corrected for the number of differences that are shown with it.
     """
 
@@ -146,19 +161,17 @@ class Difference(Record):
     before: float
     after: float
     mean: float
-    low: float | None
-    high: float | None
+    low: float
+    high: float
     p: float
     p_adjusted: float
 
     @property
     def direction(self) -> Direction:
-        """What it says: nothing, unless the interval leaves out 0 and the clients agree."""
-        if self.low is None or self.high is None or self.p_adjusted > SURE:
+        """What it says: nothing, unless chance would rarely make so large a difference."""
+        if self.p_adjusted > SURE:
             return Direction.UNTOLD
-        if self.low <= 0 <= self.high:
-            return Direction.UNTOLD
-        return Direction.WORSE if self.low > 0 else Direction.BETTER
+        return Direction.WORSE if self.mean > 0 else Direction.BETTER
 
 
 class Rung(Record):

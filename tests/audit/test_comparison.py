@@ -1,4 +1,6 @@
+import itertools
 import json
+import math
 import shutil
 from contextlib import nullcontext
 from pathlib import Path
@@ -71,6 +73,8 @@ def change(run: Run, attack: str, **scores: Any) -> None:
 def test_a_run_does_not_differ_from_itself(runs: tuple[Run, Run]) -> None:
     found = compare(*runs)
     assert (found.texts, found.unpaired) == (2 * CLIENTS, {})
+    sizes = runs[0].info()["node_examples"]
+    assert (len(sizes), sum(sizes)) == (CLIENTS, runs[0].info()["examples"]["training"])
     assert {(one.mean, one.p, one.direction) for one in found.differences} == {
         (0.0, 1.0, Direction.UNTOLD)
     }
@@ -84,7 +88,7 @@ def test_who_reads_more_and_less_is_told(runs: tuple[Run, Run]) -> None:
         of = {(one.attack, one.figure): one for one in compare(*pair).differences}
         worst = of[None, "rougeL"]
         assert (worst.mean, worst.direction) == (sign * 90.0, direction)
-        assert (worst.low, worst.high) == (worst.mean, worst.mean)
+        assert -100.0 <= worst.low < worst.mean < worst.high <= 100.0
         assert worst.p == pytest.approx(2 * 0.5**CLIENTS)
         assert (worst.texts, worst.clients) == (2 * CLIENTS, CLIENTS)
         assert of["dlg", "exact"].mean == sign
@@ -155,9 +159,26 @@ def test_what_cannot_be_compared_is_one_line(
 def test_few_clients_that_agree_show_nothing() -> None:
     assert intervals.sign_test([1.0] * 5) > 0.05 > intervals.sign_test([1.0] * 6)
     assert intervals.sign_test([0.0, 0.0]) == 1.0
-    ends = intervals.bootstrapped([[0.0, 1.0], [1.0], [0.0]])
-    assert ends.mean == 0.5
-    assert ends.low < 0.5 < ends.high
+    assert intervals.sign_flip_test([1.0] * 5) > 0.05 > intervals.sign_flip_test([1.0] * 6)
+    assert intervals.sign_flip_test([0.0, 0.0]) == 1.0
+
+
+def test_a_sign_flip_test_tries_all_signs() -> None:
+    differences = [0.5, -0.2, 0.9, 0.4, 0.0, 0.7]
+    means = [
+        abs(sum(sign * apart for sign, apart in zip(signs, differences, strict=True)))
+        for signs in itertools.product((1, -1), repeat=len(differences))
+    ]
+    expected = sum(mean >= abs(sum(differences)) - 1e-9 for mean in means) / len(means)
+    assert intervals.sign_flip_test(differences) == pytest.approx(expected)
+    # Of many, random signs are near it: here sums are of two binomial numbers.
+    expected = sum(
+        math.comb(10, a) * math.comb(10, b) / 2**20
+        for a in range(11)
+        for b in range(11)
+        if abs((2 * a - 10) + 0.5 * (2 * b - 10)) >= 5
+    )
+    assert intervals.sign_flip_test([1.0, -0.5] * 10) == pytest.approx(expected, abs=0.02)
 
 
 def slowly_corrected(ps: list[float]) -> list[float]:

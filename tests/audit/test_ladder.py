@@ -14,6 +14,7 @@ from scored import row
 from tiny import DLG, Here, call, tables, toml
 
 from fedleak.audit.comparison import compare
+from fedleak.audit.estimates import Largest
 from fedleak.audit.gate.check import Check, Outcome
 from fedleak.audit.gate.evidence import Evidence, gather
 from fedleak.audit.gate.limits import limit_checks
@@ -82,7 +83,7 @@ def of_clients(
 
 
 def climbed(*parts: Sequence[LeakageRow]) -> Ladder:
-    found = ladder(experiment(), list(itertools.chain(*parts)), {})
+    found = ladder(experiment(), list(itertools.chain(*parts)), {}, Largest())
     assert found is not None
     return found
 
@@ -131,8 +132,8 @@ def test_a_client_that_has_no_such_fact_is_not_counted() -> None:
 
 def test_without_rungs_there_is_no_ladder() -> None:
     plain = experiment(**{"threat.ladder": False})
-    assert ladder(plain, of_clients("dlg", BOTH, [1.0]), {}) is None
-    asked = ladder(experiment(), of_clients("dager", (), [1.0]), {})
+    assert ladder(plain, of_clients("dlg", BOTH, [1.0]), {}, Largest()) is None
+    asked = ladder(experiment(), of_clients("dager", (), [1.0]), {}, Largest())
     assert asked is not None
     # They were asked for, and none has an answer yet.
     assert [rung.attacks for rung in asked.rungs] == [{"dager": "dager"}] * 4

@@ -14,6 +14,7 @@ from fedleak import models
 from fedleak.attacks.membership.attack import Membership
 from fedleak.attacks.reconstruction import Status
 from fedleak.audit import scoring
+from fedleak.audit.estimates import Largest
 from fedleak.audit.grants import knowledge
 from fedleak.audit.kept_texts import KeptTexts, read_held_out
 from fedleak.audit.privacy import membership
@@ -178,7 +179,7 @@ def test_texts_that_are_not_in_the_update_are_told_apart_by_chance(attacked):
         truths[other] = read_truth(attacked, other)
         answers[other, "membership"] = answer_of(other, found.scores)
     rows = membership.membership_rows(experiment, held_out, {}, answers, truths, [])
-    summary = membership.summarised(experiment, rows)
+    summary = membership.summarised(experiment, rows, Largest())
     assert len(summary.figures) == 4
     for each in summary.figures:
         assert abs(each.auc.mean - 0.5) < 0.2
@@ -285,7 +286,7 @@ def test_the_area_is_the_share_of_pairs_of_a_list_in_the_right_order():
                 if was_in and not other_in:
                     a, b = one.scores["s"][i], one.scores["s"][j]
                     right, count = right + (a > b) + 0.5 * (a == b), count + 1
-    (found,) = membership.summarised(experiment_of(), rows).figures
+    (found,) = membership.summarised(experiment_of(), rows, Largest()).figures
     assert found.auc.mean == pytest.approx(right / count)
     assert found.auc.low < found.auc.mean < found.auc.high
 
@@ -297,12 +298,12 @@ def test_those_found_are_above_all_but_a_share_of_the_others(accused):
     members = [membership._Text(i % 20, score, True) for i, score in enumerate(scores)]
     allowed = [t for t in sorted([*controls, *scores]) if (controls > t).mean() <= accused]
     slow = (scores > allowed[0]).mean()
-    found = membership.found_where(members, controls, accused)
+    found = membership.found_where(members, controls, accused, 0)
     assert found.mean == pytest.approx(slow, abs=0.003)
     assert found.low < found.mean <= found.high
     enough = math.ceil(1 / accused - 1e-9)
-    assert membership.found_where(members, controls[:enough], accused) is not None
-    assert membership.found_where(members, controls[: enough - 1], accused) is None
+    assert membership.found_where(members, controls[:enough], accused, 0) is not None
+    assert membership.found_where(members, controls[: enough - 1], accused, 0) is None
 
 
 def test_several_scores_share_the_error_of_p_and_of_the_bounds():
@@ -312,9 +313,9 @@ def test_several_scores_share_the_error_of_p_and_of_the_bounds():
         row(client, map(bool, inside), rng.normal(size=16) + 2.0 * np.array(inside))
         for client, inside in enumerate(insides)
     ]
-    (alone,) = membership.summarised(experiment_of(), rows).figures
+    (alone,) = membership.summarised(experiment_of(), rows, Largest()).figures
     twice = [one.model_copy(update={"scores": one.scores | {"t": one.scores["s"]}}) for one in rows]
-    for shared in membership.summarised(experiment_of(), twice).figures:
+    for shared in membership.summarised(experiment_of(), twice, Largest()).figures:
         assert 0 < alone.p < 0.5
         assert shared.p / alone.p == pytest.approx(2)
         assert 0 < shared.epsilon < alone.epsilon
@@ -330,7 +331,7 @@ def test_a_text_has_the_same_number_and_partner_in_every_round():
     ]
     assert paired[0] == paired[1]
     assert rows[0].texts != rows[1].texts  # the order is another
-    (found,) = membership.summarised(experiment_of(), rows).figures
+    (found,) = membership.summarised(experiment_of(), rows, Largest()).figures
     assert (found.members, found.controls, found.pairs, found.updates) == (4, 4, 4, 2)
 
 
@@ -352,7 +353,7 @@ def test_rounds_together_tell_more_than_one_alone():
         for client, texts in ((c, range(100 * c, 100 * c + 16)) for c in range(20))
         for round in range(1, 26)
     ]
-    (found,) = membership.summarised(experiment_of(), rows).figures
+    (found,) = membership.summarised(experiment_of(), rows, Largest()).figures
     # Of one round N(0.5, 1) against N(0, 1), of 25 together N(2.5, 1).
     assert np.mean([each.auc for each in found.rounds]) == pytest.approx(0.638, abs=0.02)
     assert found.auc.mean == pytest.approx(0.961, abs=0.02)
@@ -469,6 +470,6 @@ def test_there_is_no_bound_where_nobody_threw_a_coin(unfair):
             "federation": experiment.federation.model_copy(update={"partition": "dirichlet"}),
         }
     rows = [row(client, [True, False], [1.0, 0.0]) for client in range(3)]
-    summary = membership.summarised(experiment.model_copy(update=changed), rows)
+    summary = membership.summarised(experiment.model_copy(update=changed), rows, Largest())
     assert summary.figures[0].no_bound
     assert (summary.figures[0].p, summary.figures[0].epsilon) == (None, None)

@@ -9,7 +9,7 @@ from scored import row
 from tiny import DLG, tables
 
 from fedleak.attacks.reconstruction import Status
-from fedleak.audit.estimates import mean_over_clients, too_few
+from fedleak.audit.estimates import Largest, estimate, largest_client, mean_over_clients, too_few
 from fedleak.audit.gaps import Gaps
 from fedleak.audit.metrics import intervals
 from fedleak.audit.summary import attack_summary, circumstances, summarise
@@ -59,21 +59,24 @@ def test_an_attack_is_summed_up_over_its_rows() -> None:
         row("dlg", 2, status=UNSCORED, texts=None, batch_size=None, diagnostics={"budget": 7}),
     ]  # fmt: skip
     means = {
-        name: mean_over_clients([(one, figures(one.client)[name]) for one in rows[:2]], most)
+        name: mean_over_clients(
+            [(one, figures(one.client)[name]) for one in rows[:2]], most, largest=0
+        )
         for name, most in FIGURES.items()
     }
-    exact = intervals.clustered_mean([1 / 3, 1.0], [0, 1], [3, 1], most=1.0)
-    assert attack_summary(rows) == AttackSummary(
+    exact = estimate([1 / 3, 1.0], [0, 1], [3, 1], most=1.0, largest=0)
+    assert attack_summary(rows, Largest()) == AttackSummary(
         rows=4,
         status={Status.RECOVERED: 2, Status.FAILED: 1, UNSCORED: 1},
         verified=1,
         knows=("labels", "lengths"),
         sequences=4,
         clients=2,
-        exact_match=exact._asdict(),
+        exact_match=exact,
         **means,
         facts={
-            "classes": None, "longest": mean_over_clients([(rows[0], 1.0), (rows[1], 0.0)], 1.0)
+            "classes": None,
+            "longest": mean_over_clients([(rows[0], 1.0), (rows[1], 0.0)], 1.0, largest=0),
         },
         budget=RankBudget(mean=0.5, max=0.75, rows=2),
         candidates={"pairs": 4.0, "passed": 1.0},
@@ -91,11 +94,34 @@ def test_a_mean_is_over_clients_and_bounded() -> None:
     pairs = list(zip(rows, values, strict=True))
     for most in (1.0, 100.0):
         for weigh in (None, weights):
-            expected = intervals.clustered_mean(values, [0, 0, 1], weigh, most=most)
-            mean = mean_over_clients(pairs, most, weigh)
+            expected = intervals.clustered_mean(values, [0, 0, 1], weigh, most=most, largest=9)
+            first = 0.75 if weigh is None else 2.5 / 3
+            once = intervals.clustered_mean([first, 0.25], [0, 1], most=most)
+            mean = mean_over_clients(pairs, most, weigh, largest=9)
             assert mean is not None
-            assert mean.model_dump() == expected._asdict()
-    assert mean_over_clients([], 1.0) is None
+            of_clients = {"of_clients": pytest.approx(once._asdict())}
+            assert mean.model_dump() == expected._asdict() | of_clients
+    assert mean_over_clients([], 1.0, largest=0) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "sizes", "largest"),
+    [
+        ({}, [3, 5, 2, 4], Largest(3, 3)),
+        ({"federation.batch_size": 4}, [3, 5, 2, 4], Largest(12, 3)),
+        ({"federation.algorithm": "fedavg"}, [3, 5, 2, 4], Largest(15, 3)),
+        ({"federation.algorithm": "fedavg", "threat.rounds": [2, 3]}, [3, 5, 2, 4], Largest(10, 2)),
+        ({}, None, Largest(0, 3)),
+    ],
+)
+def test_the_largest_client_is_of_all_clients_in_the_rounds_that_are_attacked(
+    tmp_path: Path, changes: dict[str, Any], sizes: list[int] | None, largest: Largest
+) -> None:
+    federation = {"federation.clients": 4, "federation.rounds": 3, "threat.clients": [2]}
+    experiment = parse(tables(federation | changes))
+    known = {} if sizes is None else {"node_examples": sizes}
+    run = run_of(tmp_path / "run", experiment, **known)
+    assert largest_client(run, experiment) == largest
 
 
 @pytest.mark.parametrize(
@@ -135,11 +161,18 @@ def test_what_is_in_the_way_of_an_attack_is_all_listed() -> None:
     }  # fmt: skip
 
 
+LARGEST = Largest(texts=2, updates=2)
+
+
 def summed_up(
     folder: Path, rows: Any = (), utility: Any = (), reference: str | None = None, **info: Any
 ) -> tuple[RunSummary, Gaps]:
     changes = {"federation.rounds": 2, "attack": [DLG]}
-    about = {"examples": {"training": 8, "held_out": 4}, "model_fingerprint": "abc"}
+    about = {
+        "examples": {"training": 8, "held_out": 4},
+        "node_examples": [5, 3],
+        "model_fingerprint": "abc",
+    }
     run = run_of(folder, parse(tables(changes)), captures=[Key(1, 0)], **about | info)
     if reference is not None:
         (run.path / "reference.json").write_text(reference)
@@ -162,9 +195,11 @@ def test_a_run_is_summed_up(tmp_path: Path) -> None:
         "awaited": ("a",), "notes": ("n",), "unscored": 2,
     }  # fmt: skip
     assert list(summary.attacks) == ["dlg", "tag"]
-    assert summary.attacks["dlg"] == attack_summary([rows[0], rows[2]])
+    assert summary.attacks["dlg"] == attack_summary([rows[0], rows[2]], LARGEST)
     # Who finished first is decided by the order of answers.
-    assert summary.worst_case == worst_case(rows, {one.id: i for i, one in enumerate(rows)})
+    assert summary.worst_case == worst_case(
+        rows, {one.id: i for i, one in enumerate(rows)}, LARGEST
+    )
     later, _ = summed_up(tmp_path / "later", rows, utility[1:])
     assert (later.utility_before, later.utility) == (None, utility[2])
     assert later.utility_reference is None

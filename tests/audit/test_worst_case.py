@@ -4,6 +4,7 @@ from hypothesis import strategies as st
 from scored import row
 
 from fedleak.attacks.reconstruction import Status
+from fedleak.audit.estimates import Largest
 from fedleak.audit.worst_case import worst_case
 from fedleak.store.records import LEAKAGE
 
@@ -35,7 +36,7 @@ def test_a_text_is_read_if_any_attack_read_it():
         row("a", 1, (False, 10.0, 0.1)),
         abstained("b", 1, 1),
     ]
-    found = worst_case(rows, {one.id: place for place, one in enumerate(rows)})
+    found = worst_case(rows, {one.id: place for place, one in enumerate(rows)}, Largest())
     assert (found.attacks, found.texts, found.clients) == (("a", "b"), 3, 2)
     assert found.exact_match.mean == pytest.approx(2 / 3)
     assert found.rougeL.mean == pytest.approx(210 / 3)
@@ -52,19 +53,22 @@ def test_a_text_is_nearly_read_if_its_best_answer_is_and_none_is_exact():
         row("a", 0, (False, 90.0, 1.0), (False, 89.9, 1.0), (False, 95.0, 1.0), (None, None, 1.0)),
         row("b", 0, (False, 10.0, 0.1), (False, 10.0, 0.1), (True, 100.0, 1.0), (None, None, 1.0)),
     ]
-    assert worst_case(rows, {}).nearly == 1
+    assert worst_case(rows, {}, Largest()).nearly == 1
 
 
 def test_who_answered_first_read_it_first():
     quick = row("quick", 0, (True, 100.0, 1.0), (False, 0.0, 0.0))
     slow = row("slow", 0, (True, 100.0, 1.0), (True, 100.0, 1.0))
-    assert worst_case([quick, slow], {quick.id: 0, slow.id: 1}).first == {"quick": 1, "slow": 1}
-    assert worst_case([quick, slow], {quick.id: 1, slow.id: 0}).first == {"slow": 2}
+    assert worst_case([quick, slow], {quick.id: 0, slow.id: 1}, Largest()).first == {
+        "quick": 1,
+        "slow": 1,
+    }
+    assert worst_case([quick, slow], {quick.id: 1, slow.id: 0}, Largest()).first == {"slow": 2}
 
 
 def test_what_no_attack_named_is_not_taken_for_unread():
     bags = row("probes", 0, (None, None, 0.9), (None, None, 0.7))
-    found = worst_case([bags, abstained("dager", 0, 2), abstained("dager", 1, 3)], {})
+    found = worst_case([bags, abstained("dager", 0, 2), abstained("dager", 1, 3)], {}, Largest())
     assert (found.texts, found.unattacked) == (5, 5)
     assert found.exact_match is None
     assert found.rougeL is None
@@ -72,8 +76,8 @@ def test_what_no_attack_named_is_not_taken_for_unread():
 
 
 def test_without_scores_of_texts_there_is_none():
-    assert worst_case([], {}) is None
-    assert worst_case([abstained("dager", 0, 2)], {}) is None
+    assert worst_case([], {}, Largest()) is None
+    assert worst_case([abstained("dager", 0, 2)], {}, Largest()) is None
 
 
 SCORES = st.tuples(st.booleans(), st.floats(0, 100), st.floats(0, 1))
@@ -82,7 +86,7 @@ SCORES = st.tuples(st.booleans(), st.floats(0, 100), st.floats(0, 1))
 @given(st.lists(st.lists(SCORES, min_size=2, max_size=2), min_size=2, max_size=4))
 def test_it_is_no_better_than_the_best_attack_and_no_worse_than_any(batches):
     rows = [row(f"a{i}", 0, *texts) for i, texts in enumerate(batches)]
-    found = worst_case(rows, {})
+    found = worst_case(rows, {}, Largest())
     for part, values in (
         (found.exact_match, [[e for e, _, _ in texts] for texts in batches]),
         (found.rougeL, [[r for _, r, _ in texts] for texts in batches]),

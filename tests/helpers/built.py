@@ -9,6 +9,7 @@ import torch
 from tiny import tables
 
 from fedleak.attacks.reconstruction import Status
+from fedleak.audit.estimates import Largest
 from fedleak.audit.gate.evidence import Evidence
 from fedleak.audit.worst_case import worst_case
 from fedleak.config.experiment import Experiment
@@ -133,5 +134,6 @@ def evidence_of(
         purged,
         answers,
         ScoredRows(leakage=rows, **others),
-        summary_of(**{"worst_case": worst_case(rows, {})} | figures),
+        summary_of(**{"worst_case": worst_case(rows, {}, Largest())} | figures),
+        Largest(),
     )

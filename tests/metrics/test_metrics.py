@@ -1,7 +1,9 @@
 import itertools
 import math
+import runpy
 from collections import Counter
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,7 +11,7 @@ import torch
 from cases import some
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy.stats import beta
+from scipy.stats import beta, binomtest
 
 from fedleak.audit.metrics import intervals
 from fedleak.audit.metrics.matching import assign
@@ -249,6 +251,31 @@ def test_intervals_cover_the_rate_of_correlated_batches(monkeypatch, rate, shape
             )
             covered[i] += found.low <= true <= found.high
     assert (covered / runs >= 0.93).all()
+
+
+COVERAGE = runpy.run_path(
+    str(Path(__file__).parents[2] / "experiments" / "benchmarks" / "coverage.py")
+)
+POPULATIONS = COVERAGE["POPULATIONS"]
+
+
+@pytest.mark.parametrize("population", POPULATIONS, ids=[one.name for one in POPULATIONS])
+@pytest.mark.parametrize("clients", [3, 12])
+def test_intervals_hold_where_the_size_of_a_client_says_how_much_of_it_is_read(
+    monkeypatch, population, clients
+):
+    """No more than one and a half times nominal; `coverage.py` has all numbers of clients."""
+    monkeypatch.setattr(intervals, "MOST_DRAWS", 1000)
+    samples, most = 200, 1.5 * 0.025
+    found = COVERAGE["misses"](population, clients, samples)
+    for share in (found.below, found.above, found.below_of_clients, found.above_of_clients):
+        assert binomtest(round(share * samples), samples, most, "greater").pvalue > 1e-3
+    if population.name == "few large ones are read" and clients == 12:  # so this can fail
+        assert found.below_unknown > 0.2
+    if clients == 3:
+        none = COVERAGE["differences"](population, clients, 50)
+        assert none.apart <= 0.1
+        assert none.rejected == 0  # three clients may agree by chance
 
 
 # --- utility --------------------------------------------------------------------------------

@@ -48,12 +48,16 @@ def with_abstentions(evidence: Evidence, may_abstain: Collection[str]) -> Eviden
     if rows == list(evidence.rows.leakage):
         return evidence
     finished = {answer.id: place for place, answer in enumerate(evidence.answers)}
-    summary = evidence.summary.model_copy(update={"worst_case": worst_case(rows, finished)})
+    summary = evidence.summary.model_copy(
+        update={"worst_case": worst_case(rows, finished, evidence.largest)}
+    )
     if summary.ladder is not None:
         rungs = []
         for rung in summary.ladder.rungs:
             names = {*rung.attacks.values()}
-            of_rung = worst_case([row for row in rows if row.attack in names], finished)
+            of_rung = worst_case(
+                [row for row in rows if row.attack in names], finished, evidence.largest
+            )
             rungs.append(rung.model_copy(update={"worst_case": of_rung}))
         ladder = summary.ladder.model_copy(update={"rungs": tuple(rungs)})
         summary = summary.model_copy(update={"ladder": ladder})

@@ -13,6 +13,7 @@ from typing import Any
 
 from fedleak.audit import positive_control, score_files, scoring
 from fedleak.audit.answered import answered
+from fedleak.audit.estimates import Largest, largest_client
 from fedleak.audit.gaps import NAMED
 from fedleak.audit.gate.check import Check, Outcome, untold
 from fedleak.config.experiment import Experiment
@@ -41,6 +42,7 @@ class Evidence:
         purged: When its private data was deleted: its rows stay as they were; None: it is here.
         answers: Of its attacks; none of a run that was purged.
         rows, summary: What they are worth.
+        largest: Of the federation's clients.
     """
 
     run: Run
@@ -49,6 +51,7 @@ class Evidence:
     answers: Sequence[Answer]
     rows: ScoredRows
     summary: RunSummary
+    largest: Largest
 
     @property
     def kinds(self) -> dict[str, str]:
@@ -83,7 +86,15 @@ def gather(run: Run) -> Evidence:
     names = [named.name for named in experiment.attacks]
     names += sorted({answer.attack for answer in recorded.answers} - {*names})
     scores = scoring.score(run, recorded, names)
-    return Evidence(run, experiment, purged, recorded.answers, scores.rows, scores.summary)
+    return Evidence(
+        run,
+        experiment,
+        purged,
+        recorded.answers,
+        scores.rows,
+        scores.summary,
+        largest_client(run, experiment),
+    )
 
 
 def complete(evidence: Evidence) -> Check:

@@ -12,7 +12,7 @@ from fedleak.audit.metrics.utility import evaluate
 from fedleak.config.tables import GateTable
 from fedleak.federation.schedule import clients_of_round
 from fedleak.models import loading
-from fedleak.store.summaries import CanarySummary, Estimate, RunSummary, WorstCase
+from fedleak.store.summaries import CanarySummary, Estimate, MeanOfClients, RunSummary, WorstCase
 from fedleak.training.privacy import NONE
 from fedleak.util.errors import FedleakError
 
@@ -103,22 +103,29 @@ def worst_cases(summary: RunSummary) -> list[Case]:
 def _leak(name: str, limit: float, cases: Sequence[Case]) -> Check:
     """Compares the figure of the highest case with a limit."""
     leak = LEAKS[name]
-    figures: list[tuple[str, Estimate]] = []
+    figures: list[tuple[str, Estimate | MeanOfClients]] = []
     lacks = []
     for case in cases:
         figure = None if case.worst is None else getattr(case.worst, leak.figure)
         if figure is None:
             lacks.append(f"{case.prefix}no attack gave an answer that has a {leak.says}")
         else:
-            figures.append((case.prefix, figure))
+            figures += _both(case.prefix, figure)
     return _highest(name, leak.says, limit, figures, lacks)
+
+
+def _both(prefix: str, figure: Estimate) -> list[tuple[str, Estimate | MeanOfClients]]:
+    """Returns the mean over texts and the mean over clients, each with what it is of."""
+    if figure.of_clients is None:
+        return [(prefix, figure)]
+    return [(prefix, figure), (f"{prefix}each client counted once, ", figure.of_clients)]
 
 
 def _highest(
     name: str,
     says: str,
     limit: float,
-    figures: Sequence[tuple[str, Estimate]],
+    figures: Sequence[tuple[str, Estimate | MeanOfClients]],
     lacks: Sequence[str],
 ) -> Check:
     """Compares the highest upper end of an interval with a limit.
@@ -155,7 +162,7 @@ def _membership(name: str, limit: float, evidence: Evidence) -> Check:
                 f"{prefix}{scored.members} members and {scored.controls} others are too few"
             )
         else:
-            figures.append((prefix, figure))
+            figures += _both(prefix, figure)
     return _highest(name, leak.says, limit, figures, lacks)
 
 

@@ -4,6 +4,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Sequence
 
 from fedleak.attacks.reconstruction import Status
+from fedleak.audit.estimates import Largest
 from fedleak.audit.gate.check import Check, compared, untold
 from fedleak.audit.gate.evidence import Evidence
 from fedleak.audit.gate.limits import Case, listed, worst_cases
@@ -36,7 +37,7 @@ def measured_checks(limits: GateTable, evidence: Evidence, leaks: Collection[str
     if limits.coverage is not None:
         checks.append(_coverage(limits.coverage, evidence))
     if leaks:
-        checks.append(_texts(cases, rows, leaks))
+        checks.append(_texts(cases, rows, leaks, evidence.largest))
         checks.append(_alarms(rows, leaks))
     names = {*(row.attack for row in rows), *(named.name for named in evidence.experiment.attacks)}
     for name in sorted(names):
@@ -105,13 +106,20 @@ def _has_answered(row: LeakageRow) -> bool:
     return row.status == Status.RECOVERED or row.texts is not None
 
 
-def _texts(cases: Sequence[Case], rows: Sequence[LeakageRow], leaks: Collection[str]) -> Check:
+def _texts(
+    cases: Sequence[Case],
+    rows: Sequence[LeakageRow],
+    leaks: Collection[str],
+    largest: Largest,
+) -> Check:
     """Checks that each worst case is about enough clients and texts, and about all of them."""
     lacks = [f"{case.prefix}{lack}" for case in cases for lack in _lacks(case, rows, leaks)]
     worst = cases[-1].worst
     if worst is None:
         return untold("texts", lacks, "")
     sentence = f"{worst.texts} texts of {worst.clients} clients, by {', '.join(worst.attacks)}"
+    if most := largest.texts:
+        sentence += f"; it holds for clients who have at most {most} texts, as all have here"
     return untold("texts", lacks, sentence)
 
 

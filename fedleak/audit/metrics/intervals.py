@@ -2,9 +2,9 @@
 
 Texts of one client are not independent, neither within a batch nor over rounds. Clients are, so a
 client is a cluster, and the estimand of `clustered_mean` is the mean over texts (or updates) of
-*other clients like these*. Texts that all go one way say little if
-they are of one client, however many they are. `wilson` is for what is independent, such as the
-held-out texts that a model is scored on.
+*other clients like these*, none of whom has more of them than the largest client that is known.
+Texts that all go one way say little if they are of one client, however many they are. `wilson` is
+for what is independent, such as the held-out texts that a model is scored on.
 """
 
 from collections.abc import Sequence
@@ -14,6 +14,9 @@ import numpy as np
 
 FEWEST_DRAWS, MOST_DRAWS, NUMBERS = 1_000, 10_000, 4_000_000
 """Random weightings of the clusters for the quantiles at both ends; fewer for many clusters."""
+
+SIGNS = 9_999
+"""Random signs of a sign-flip test."""
 
 SEED = 0
 
@@ -40,31 +43,39 @@ def clustered_mean(
     weights: Sequence[float] | None = None,
     *,
     most: float,
+    least: float = 0.0,
+    largest: float = 0.0,
 ) -> Interval:
     """Returns a mean of bounded values with an interval that holds at the bounds too.
 
     It is Gaffke's (2005; see Phan, Thomas and Learned-Miller, ICML 2021): the clusters are weighted
-    at random, beside one more that nobody has seen, which is 0 for the lower end and `most` for the
-    upper one. So it is never of zero width. Where clusters of one size are all or nothing, it is
-    Clopper and Pearson's (1934) and holds exactly; else it is narrower, the more alike they are,
-    and that it holds is a conjecture to which no exception is known.
+    at random, beside one more that nobody has seen, which is `least` for the lower end and `most`
+    for the upper one. So it is never of zero width. Where clusters of one size are all or nothing,
+    it is Clopper and Pearson's (1934) and holds exactly; else it is narrower, the more alike they
+    are, and that it holds is a conjecture to which no exception is known.
+
+    Where sizes differ it is the test that the sum of (value - mean) times weight has expectation 0,
+    for all means that this does not reject. Such a sum is bounded only if the size of a cluster is,
+    so the interval is for clusters that are no larger than the largest that is known.
 
     Args:
-        values: From 0 to `most`; at least one.
+        values: From `least` to `most`; at least one.
         clusters: The cluster of each value.
         weights: How much each value counts, such as how many texts it is the mean of; None: all
             alike.
-        most: The largest value there can be.
+        most, least: The largest and the smallest value there can be.
+        largest: The most that a cluster can count, also one that is not here; less than the largest
+            one here: no other is known.
     """
     counted = np.ones(len(values)) if weights is None else np.asarray(weights, float)
     indices = np.unique(np.asarray(clusters), return_inverse=True)[1]
     sizes = np.bincount(indices, counted)
     sums = np.bincount(indices, counted * np.asarray(values, float))
     mean = float(sums.sum() / sizes.sum())
-    # In the place of the unseen cluster: as large as the largest, so that none could weigh more.
+    unseen = max(largest, sizes.max())
     sizes, lowest, highest = (
-        np.append(known, unseen)
-        for known, unseen in ((sizes, sizes.max()), (sums, 0.0), (sums, most * sizes.max()))
+        np.append(known, added)
+        for known, added in ((sizes, unseen), (sums, least * unseen), (sums, most * unseen))
     )
     count = min(MOST_DRAWS, max(FEWEST_DRAWS, NUMBERS // len(sizes)))
     # In proportion to Dirichlet's.
@@ -72,32 +83,29 @@ def clustered_mean(
     low = np.quantile(draws @ lowest / (draws @ sizes), 0.025)
     high = np.quantile(draws @ highest / (draws @ sizes), 0.975)
     # Rounding must not put the mean, or a bound, outside.
-    return Interval(mean, min(float(low), mean), min(max(float(high), mean), most))
+    return Interval(mean, max(min(float(low), mean), least), min(max(float(high), mean), most))
 
 
-def bootstrapped(clusters: Sequence[Sequence[float]]) -> Interval:
-    """Returns the mean of all values, with an interval by a bootstrap over clusters.
+def sign_flip_test(differences: Sequence[float]) -> float:
+    """Returns the p for a mean of differences, if each is as likely as its negative.
 
-    Where all clusters are alike its width is zero, however few they are: see `sign_test`.
-
-    Args:
-        clusters: The values of each; at least two clusters.
+    So it is where two treatments of a client do the same: then it does not matter which is called
+    the first. Of up to 13 differences all signs are tried, so it is exact (Fisher 1935); of more
+    it is by random signs, and holds too.
     """
-    from scipy.stats import bootstrap
+    from scipy.stats import permutation_test
 
-    sums, sizes = (
-        np.array([measure(values) for values in clusters], float) for measure in (sum, len)
-    )
-    interval = bootstrap(
-        (sums, sizes),
-        lambda s, n, axis: s.sum(axis) / n.sum(axis),
-        paired=True,
+    if not any(differences):
+        return 1.0
+    p = permutation_test(
+        (np.asarray(differences, float),),
+        np.mean,
+        permutation_type="samples",
         vectorized=True,
-        method="percentile",
-        n_resamples=FEWEST_DRAWS,
+        n_resamples=SIGNS,
         rng=np.random.default_rng(SEED),
-    ).confidence_interval
-    return Interval(float(sums.sum() / sizes.sum()), float(interval.low), float(interval.high))
+    ).pvalue
+    return float(p)
 
 
 def sign_test(differences: Sequence[float]) -> float:

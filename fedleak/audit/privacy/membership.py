@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from fedleak.audit.estimates import Largest, estimate
 from fedleak.audit.kept_texts import KeptTexts
 from fedleak.audit.metrics import intervals
 from fedleak.audit.privacy import bounds
@@ -101,8 +102,16 @@ def membership_rows(
     return [rows[name] for name in sorted(rows)]
 
 
-def summarised(experiment: Experiment, rows: Sequence[MembershipRow]) -> MembershipSummary | None:
-    """Returns what a run's rows say; None: there are none."""
+def summarised(
+    experiment: Experiment, rows: Sequence[MembershipRow], largest: Largest
+) -> MembershipSummary | None:
+    """Returns what a run's rows say; None: there are none.
+
+    Args:
+        experiment: What was prepared.
+        rows: Of membership.jsonl.
+        largest: Of the federation's clients.
+    """
     by_score: dict[tuple[str, str], list[MembershipRow]] = defaultdict(list)
     for row in rows:
         for score in row.scores:
@@ -115,7 +124,7 @@ def summarised(experiment: Experiment, rows: Sequence[MembershipRow]) -> Members
         confidence=CONFIDENCE,
         delta=delta,
         figures=tuple(
-            _figures(attack, score, of_score, unfair[attack, score], cells, delta)
+            _figures(attack, score, of_score, unfair[attack, score], cells, delta, largest.texts)
             for (attack, score), of_score in by_score.items()
         ),
     )
@@ -179,6 +188,7 @@ def _figures(
     unfair: str | None,
     cells: int,
     delta: float,
+    largest: int,
 ) -> MembershipFigures:
     """Returns the figures of one score.
 
@@ -188,15 +198,18 @@ def _figures(
         unfair: Why coins may not be fair; None: they are.
         cells: How many attacks and scores share the error of the bounds.
         delta: Of the bounds.
+        largest: How many members a client has at most.
     """
     texts = _texts(rows, score)
     members = [text for text in texts.values() if text.inside]
     controls = np.array([text.score for text in texts.values() if not text.inside])
     clients = {client for client, _ in texts}
+    if len(clients) == 1:
+        largest = 0  # its rounds stand for themselves
     roc = {
         accused: share
         for accused in ACCUSED
-        if (share := found_where(members, controls, accused)) is not None
+        if (share := found_where(members, controls, accused, largest)) is not None
     }
     differences, coins = _pairs(rows, texts)
     return MembershipFigures(
@@ -206,7 +219,7 @@ def _figures(
         clients=None if EVERYONE in clients else len(clients),
         members=len(members),
         controls=len(controls),
-        auc=_area(texts),
+        auc=_area(texts, largest),
         rounds=_by_round(rows, score),
         roc=tuple(RocPoint(accused=accused, found=share) for accused, share in roc.items()),
         found_at_1_percent=roc.get(ONE_PERCENT),
@@ -218,7 +231,7 @@ def _figures(
     )
 
 
-def _area(texts: Mapping[tuple[int, int], _Text]) -> Estimate | None:
+def _area(texts: Mapping[tuple[int, int], _Text], largest: int) -> Estimate | None:
     """Returns the area under the ROC curve over texts of the same client, with its interval."""
     by_client: dict[int, list[_Text]] = defaultdict(list)
     for (client, _), text in texts.items():
@@ -233,7 +246,7 @@ def _area(texts: Mapping[tuple[int, int], _Text]) -> Estimate | None:
             clusters += [text.cluster for text in members]
     if not wins:
         return None
-    return Estimate(**intervals.clustered_mean(wins, clusters, most=1.0)._asdict())
+    return estimate(wins, clusters, most=1.0, largest=largest)
 
 
 def _by_round(rows: Sequence[MembershipRow], score: str) -> tuple[RoundFigure, ...]:
@@ -264,7 +277,7 @@ def _wins(members: Sequence[float], controls: Sequence[float]) -> list[float]:
 
 
 def found_where(
-    members: Sequence[_Text], controls: npt.NDArray[np.float64], accused: float
+    members: Sequence[_Text], controls: npt.NDArray[np.float64], accused: float, largest: int
 ) -> Estimate | None:
     """Returns the share of members above all but a share of the controls; None: too few controls.
 
@@ -273,6 +286,7 @@ def found_where(
         controls: Scores of the others.
         accused: The largest share of the controls that may be above. The interval takes the
             threshold that follows from it as given.
+        largest: How many members a client has at most.
     """
     most = math.floor(accused * len(controls) + 1e-9)
     if not most or not members:
@@ -280,7 +294,7 @@ def found_where(
     threshold = np.sort(controls)[-most - 1]
     above = [float(text.score > threshold) for text in members]
     clusters = [text.cluster for text in members]
-    return Estimate(**intervals.clustered_mean(above, clusters, most=1.0)._asdict())
+    return estimate(above, clusters, most=1.0, largest=largest)
 
 
 def _by_chance(differences: Sequence[float], coins: Sequence[bool]) -> float:

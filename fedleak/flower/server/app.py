@@ -15,7 +15,7 @@ from fedleak.audit import scoring
 from fedleak.audit.gaps import refuse_gaps
 from fedleak.audit.metrics.utility import evaluate
 from fedleak.config.experiment import Experiment
-from fedleak.federation.lookup import node_sizes, of_app
+from fedleak.federation.lookup import client_sizes, of_app
 from fedleak.federation.protection import protection, protocol_of
 from fedleak.federation.schedule import expected_captures
 from fedleak.flower.server.assignments import assignment
@@ -224,7 +224,7 @@ def note_sizes(experiment: Experiment, run: Run, sizes: Sequence[int]) -> None:
     Raises:
         FedleakError: A client has more or fewer than before, or too few for its defenses.
     """
-    before = node_sizes(run)
+    before = client_sizes(run)
     for client, size in enumerate(sizes):
         if before is not None and before[client] != size:
             raise FedleakError(

@@ -12,7 +12,7 @@ from fedleak.report.words import (
     starred,
     warnings,
 )
-from fedleak.store.summaries import AttackSummary, RunSummary, WorstCase
+from fedleak.store.summaries import AttackSummary, Estimate, MeanOfClients, RunSummary, WorstCase
 from fedleak.training.observation import GRANTABLE
 
 FIGURES = [
@@ -28,6 +28,9 @@ FIGURES = [
     ("tokens right, %", "token_precision", 100),
 ]
 """Heading, name in a summary, and what is shown for a figure of 1."""
+
+LIMITED = ("exact_match", "rougeL", "token_recall")
+"""Figures that the gate limits, also with each client counted once."""
 
 
 def attack_table(summary: RunSummary) -> Table:
@@ -53,6 +56,12 @@ def attack_table(summary: RunSummary) -> Table:
         ),
         ["seconds", *_each(attacks, lambda attack: number(attack.seconds, 1))],
     ]
+    once = [
+        [f"{heading}, clients' mean", *(_of_clients(row, name, scale) for row in summaries)]
+        for heading, name, scale in FIGURES
+        if name in LIMITED and any(_differs(getattr(row, name, None)) for row in summaries)
+    ]
+    rows[-1:-1] = once
     optional = [
         ["an update", *_each(attacks, lambda attack: number(attack.seconds_per_update, 3))],
         ["batches proved", *_each(attacks, _proved)],
@@ -68,6 +77,20 @@ def attack_table(summary: RunSummary) -> Table:
         [*warnings([row.warning for row in summaries]), INTERVALS],
         kept=1,
     )
+
+
+def _differs(figure: Estimate | None) -> bool:
+    """Returns whether the mean of clients is another than the mean of their texts."""
+    return figure is not None and figure.of_clients not in (
+        None,
+        MeanOfClients(mean=figure.mean, low=figure.low, high=figure.high),
+    )
+
+
+def _of_clients(row: AttackSummary | WorstCase, name: str, scale: float) -> str:
+    """Returns a mean for which each client counts once."""
+    figure: Estimate | None = getattr(row, name, None)
+    return interval(figure and figure.of_clients, scale)
 
 
 def _each(attacks: Mapping[str, AttackSummary], show: Callable[[AttackSummary], str]) -> list[str]:

@@ -38,8 +38,9 @@ def comparison_table(comparison: Comparison) -> Table:
         ],
         rows,
         [
-            "difference: mean over texts, 95 % interval by a bootstrap over clients; p: sign test "
-            f"over clients, corrected for {comparison.tests} lines ({comparison.correction})"
+            "difference: mean over texts, 95 % interval for other clients like these; p: sign-flip "
+            "test over these clients, corrected for "
+            f"{comparison.tests} lines ({comparison.correction})"
         ],
         groups=1,
     )
@@ -48,7 +49,4 @@ def comparison_table(comparison: Comparison) -> Table:
 def difference(change: Difference) -> str:
     """Returns `mean [low,high]`."""
     scale = SCALE[change.figure]
-    mean = f"{change.mean * scale:+.1f}"
-    if change.low is None or change.high is None:
-        return mean
-    return f"{mean} [{change.low * scale:+.1f},{change.high * scale:+.1f}]"
+    return f"{change.mean * scale:+.1f} [{change.low * scale:+.1f},{change.high * scale:+.1f}]"

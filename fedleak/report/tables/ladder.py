@@ -37,8 +37,8 @@ def ladder_table(summary: RunSummary, ladder: Ladder) -> Table:
         [row for attack in shown for row in _rows(summary, ladder, attack)],
         [
             "Below a figure: how much more it is than told nothing more. It is the mean over texts "
-            "that have an answer on both rungs, with its 95 % interval by a bootstrap over "
-            f"clients. {MARK}: the interval leaves out 0, and a sign test over clients agrees (p "
+            "that have an answer on both rungs, with its 95 % interval for other clients like "
+            f"these. {MARK}: chance would rarely make so much of these clients (sign-flip test, p "
             f"at most 0.05, corrected for {tests} differences by {ladder.correction}).",
             *(f"{fact} is on no rung: {reason}." for fact, reason in ladder.left_out.items()),
         ],

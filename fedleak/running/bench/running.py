@@ -19,6 +19,7 @@ from typing import Any
 from fedleak import attacks
 from fedleak.attacks import Equipped
 from fedleak.attacks.reconstruction import Status
+from fedleak.audit.estimates import Largest, largest_client
 from fedleak.audit.summary import attack_summary
 from fedleak.audit.worst_case import worst_case
 from fedleak.config.checks import attack_settings
@@ -273,7 +274,8 @@ def _result(bench: Bench, setting: Setting, failures: Mapping[str, str]) -> Sett
     experiment = ready.cell.experiment
     names = [named_attack.name for named_attack in experiment.attacks]
     rows = [row for row in run.salvage(LEAKAGE) if row.attack in names]
-    together = worst_case(rows, {})
+    largest = largest_client(run, experiment)
+    together = worst_case(rows, {}, largest)
     return SettingResult(
         name=setting.name,
         about=setting.about,
@@ -285,7 +287,11 @@ def _result(bench: Bench, setting: Setting, failures: Mapping[str, str]) -> Sett
         cells=tuple(
             Cell(attack=named_attack.name, left_out=why)
             if (why := ready.left_out.get(named_attack.name)) is not None
-            else _cell(named_attack.name, [row for row in rows if row.attack == named_attack.name])
+            else _cell(
+                named_attack.name,
+                [row for row in rows if row.attack == named_attack.name],
+                largest,
+            )
             for named_attack in bench.attacks
         ),
         together=None
@@ -294,10 +300,12 @@ def _result(bench: Bench, setting: Setting, failures: Mapping[str, str]) -> Sett
     )
 
 
-def _cell(attack: str, rows: Sequence[LeakageRow]) -> Cell:
+def _cell(attack: str, rows: Sequence[LeakageRow], largest: Largest) -> Cell:
     why = Counter(row.reason[:LONGEST_REASON] for row in rows if row.status != Status.RECOVERED)
     return Cell(
-        attack=attack, figures=attack_summary(rows), reasons=dict(why.most_common(MOST_REASONS))
+        attack=attack,
+        figures=attack_summary(rows, largest),
+        reasons=dict(why.most_common(MOST_REASONS)),
     )
 
 
