@@ -343,7 +343,8 @@ def test_a_sight_that_the_defenses_do_not_leave_is_refused(defense, sees, words)
         (
             [{"kind": "local_dp", "max_norm": 1.0, "noise_multiplier": 1.0}],
             {},
-            "two defenses protect clients, one under 'replace one' and one under 'zero out one'",
+            "two defenses protect clients, one under 'replace one, given n' and one under 'zero "
+            "out one'",
         ),
     ],
 )

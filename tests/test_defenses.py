@@ -255,7 +255,7 @@ def test_dp_sgd_claims_noise_and_how_far_an_example_moves_the_update():
     assert claims.noise_scale == pytest.approx(0.1 * math.sqrt(9) * 2 * 0.5 / 4)
 
 
-POISSON = {"unit": "example", "neighbouring": "add or remove one", "sampling": "Poisson"}
+POISSON = {"unit": "example", "neighbouring": "zero out one", "sampling": "Poisson"}
 
 
 @pytest.mark.parametrize(
@@ -323,7 +323,7 @@ POISSON = {"unit": "example", "neighbouring": "add or remove one", "sampling": "
                 sampling_rate=1.0,
                 steps=1,
                 unit="client",
-                neighbouring="replace one",
+                neighbouring="replace one, given n",
             ),
         ),
     ],

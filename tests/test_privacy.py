@@ -27,11 +27,15 @@ STEP = Event(
     sampling_rate=0.05,
     steps=1,
     unit="example",
-    neighbouring="add or remove one",
+    neighbouring="zero out one",
     sampling="Poisson",
 )
 WHOLE = Event(
-    noise_multiplier=4.0, sampling_rate=1.0, steps=1, unit="client", neighbouring="replace one"
+    noise_multiplier=4.0,
+    sampling_rate=1.0,
+    steps=1,
+    unit="client",
+    neighbouring="replace one, given n",
 )
 DELTA = 1e-5
 FEDSGD = LocalTraining(
@@ -134,7 +138,18 @@ def test_without_sampling_prv_is_the_truth_but_for_its_tolerance(noise, uses):
 )
 def test_prv_is_not_above_rdp(noise, rate, steps):
     event = replace(STEP, noise_multiplier=noise, sampling_rate=rate, steps=steps)
-    assert epsilon([event], accountant="prv") <= epsilon([event]) + 0.02
+    assert epsilon([event], accountant="prv") <= epsilon([event])
+
+
+@pytest.mark.parametrize("accountant", ["rdp", "prv"])
+def test_no_epsilon_is_negative(accountant):
+    event = replace(WHOLE, noise_multiplier=20.0)
+    assert epsilon([event], delta=0.5, accountant=accountant) == 0
+
+
+def test_an_epsilon_too_large_for_prv_is_that_of_rdp():
+    event = replace(WHOLE, noise_multiplier=0.01)
+    assert epsilon([event], accountant="prv") == epsilon([event]) > privacy.PRV_MOST
 
 
 def test_less_noise_more_of_the_data_and_a_smaller_delta_cost_more():

@@ -715,7 +715,7 @@ def traded(
                 delta=1e-5,
                 accountant="rdp",
                 unit="example",
-                neighbouring="replace one",
+                neighbouring="replace one, given n",
                 noise_multiplier=multipliers[i],
             )
             cell = changed(cell, privacy=guarantee)

@@ -71,7 +71,6 @@ class DpSgd(NoiseOrEpsilon):
                 event,
                 sampling_rate=self._expected(local, num_examples) / num_examples,
                 steps=local.steps(num_examples),
-                neighbouring="add or remove one",
                 sampling="Poisson",
             )
         if local.kind == UpdateKind.DELTA:

@@ -20,7 +20,8 @@ Finite = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 class LocalDp(NoiseOrEpsilon):
     """Clips the update and adds Gaussian noise: (epsilon, delta) of all that the client has.
 
-    Any two updates are at most twice the norm apart, so that is the sensitivity.
+    Any two updates are at most twice the norm apart, so that is the sensitivity. How many examples
+    the client has is not protected: it sends their number beside the update.
 
     Attributes:
         max_norm: L2 norm that the update is clipped to.
@@ -48,7 +49,7 @@ class LocalDp(NoiseOrEpsilon):
             sampling_rate=1.0,
             steps=1,
             unit="client",
-            neighbouring="replace one",
+            neighbouring="replace one, given n",
         )
 
     @property

@@ -10,7 +10,7 @@ from pydantic import ConfigDict, Field, JsonValue
 from fedleak.attacks.reconstruction import Status
 from fedleak.store.lines import Lines, Measured, Record
 from fedleak.store.run import Key
-from fedleak.training.privacy import NONE
+from fedleak.training.privacy import NONE, Use
 
 
 class _OfUpdate(Record):
@@ -190,6 +190,7 @@ class LedgerRow(_OfUpdate):
         sampling, sampling_rate: How examples are drawn, as far as it amplifies the guarantee.
         steps: Uses of the mechanism so far.
         noise_multiplier: Of each use.
+        uses: All that the epsilon is composed of: noise multiplier, sampling rate, and how many.
     """
 
     epsilon: Epsilon
@@ -201,6 +202,7 @@ class LedgerRow(_OfUpdate):
     sampling_rate: float | None
     steps: int | None
     noise_multiplier: float | None
+    uses: tuple[Use, ...] = ()
 
     @classmethod
     def nothing_guaranteed(cls, key: Key) -> "LedgerRow":

@@ -6,19 +6,20 @@ defense that bounds nobody's influence has no event, and a client without events
 """
 
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cache
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, NamedTuple
 
 from pydantic import Field
 
 from fedleak.util.errors import ConfigError
 
 Accountant = Literal["rdp", "prv"]
-"""Rényi differential privacy (Mironov 2017), or the numerical composition of privacy loss
-distributions (Gopi et al. 2021), which is tighter."""
+"""Rényi differential privacy (Mironov 2017); or the numerical composition of privacy loss
+distributions (Gopi et al. 2021) where that is tighter, which takes longer."""
 
 Noise = Annotated[float, Field(ge=1e-6, allow_inf_nan=False)]
 Epsilon = Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
@@ -27,6 +28,9 @@ neither guarantees anything."""
 
 PRV_MOST = 200.0
 """The largest epsilon that PRV is asked for: Opacus lays out all losses up to it in memory."""
+
+BOTH_ACCOUNTANTS: Final = "prv"
+"""What a bound from below is compared with: the smallest epsilon that anybody accounts for."""
 
 NONE: Final = "none"
 """Stands where a guarantee would: not a number, and not a blank."""
@@ -41,8 +45,9 @@ class Event:
         sampling_rate: Probability with which a unit takes part in a use; 1: in every one.
         steps: Uses.
         unit: What is protected: an "example", or all that a "client" has.
-        neighbouring: What is changed about the data: an example more or less ("add or remove one"),
-            its part left out ("zero out one"), or another one ("replace one").
+        neighbouring: What is changed about the data: what the unit contributes is left out ("zero
+            out one"), or it is another ("replace one, given n"). How many examples a client has
+            is the same in both, as clients send it beside their updates.
         sampling: "Poisson", or "none": no amplification is counted.
         disjoint: Events with the same mark are on different units: together they count once.
     """
@@ -51,7 +56,7 @@ class Event:
     sampling_rate: float
     steps: int
     unit: Literal["example", "client"]
-    neighbouring: Literal["add or remove one", "zero out one", "replace one"]
+    neighbouring: Literal["zero out one", "replace one, given n"]
     sampling: Literal["Poisson", "none"] = "none"
     disjoint: int | None = None
 
@@ -63,6 +68,14 @@ class Event:
     def from_json(cls, value: Mapping[str, Any]) -> "Event":
         """Reads what `to_json` gave."""
         return cls(**value)
+
+
+class Use(NamedTuple):
+    """So many uses of a mechanism on one unit; the fields are those of an `Event`."""
+
+    noise_multiplier: float
+    sampling_rate: float
+    steps: int
 
 
 @dataclass(frozen=True)
@@ -84,13 +97,17 @@ class Spent:
         """Returns the last event: it says unit, sampling and neighbouring relation."""
         return self.events[-1]
 
+    @property
+    def uses(self) -> tuple[Use, ...]:
+        """What the epsilon is composed of; of events on different units only one counts."""
+        return _uses(self.events)
+
 
 def compose(events: Sequence[Event], delta: float, accountant: Accountant) -> list[Spent]:
     """Returns what events spend together, for each unit that they protect.
 
     Raises:
-        ConfigError: Events of one unit are under different neighbouring relations, or PRV cannot
-            count so large an epsilon.
+        ConfigError: Events of one unit are under different neighbouring relations.
     """
     spent = []
     for unit in sorted({event.unit for event in events}):
@@ -100,13 +117,16 @@ def compose(events: Sequence[Event], delta: float, accountant: Accountant) -> li
                 f"two defenses protect {unit}s, one under {relations[0]!r} and one under "
                 f"{relations[1]!r}: no epsilon is of both: keep one"
             )
-        history: dict[tuple[float, float], int] = {}
-        for event in _distinct(of_unit):
-            use = event.noise_multiplier, event.sampling_rate
-            history[use] = history.get(use, 0) + event.steps
-        uses = tuple(sorted((*use, steps) for use, steps in history.items()))
-        spent.append(Spent(_epsilon(uses, delta, accountant), delta, of_unit))
+        spent.append(Spent(epsilon(_uses(of_unit), delta, accountant), delta, of_unit))
     return spent
+
+
+def _uses(events: Sequence[Event]) -> tuple[Use, ...]:
+    """Returns what events of one unit come to, in a fixed order."""
+    history: Counter[tuple[float, float]] = Counter()
+    for event in _distinct(events):
+        history[event.noise_multiplier, event.sampling_rate] += event.steps
+    return tuple(sorted(Use(*use, steps) for use, steps in history.items()))
 
 
 def noise_multiplier(
@@ -153,26 +173,24 @@ def _distinct(events: Sequence[Event]) -> list[Event]:
 
 
 @cache
-def _epsilon(
-    uses: tuple[tuple[float, float, int], ...], delta: float, accountant: Accountant
-) -> float:
+def epsilon(uses: tuple[Use, ...], delta: float, accountant: Accountant) -> float:
+    """Returns the epsilon of uses at a delta, at least 0.
+
+    Each accountant gives an upper bound, so "prv" takes the smaller of both: it is never looser.
+    Where the bound of "rdp" is above `PRV_MOST`, it is the only one.
+    """
     from opacus.accountants import RDPAccountant, create_accountant  # it takes seconds to import
     from opacus.accountants.analysis.rdp import get_privacy_spent
 
     with _loose_bounds():
         orders = RDPAccountant.DEFAULT_ALPHAS
         rdp = sum(steps * _rdp(noise, rate) for noise, rate, steps in uses)
-        bound = float(get_privacy_spent(orders=orders, rdp=rdp, delta=delta)[0])
-        if accountant == "rdp":
+        bound = max(0.0, float(get_privacy_spent(orders=orders, rdp=rdp, delta=delta)[0]))
+        if accountant == "rdp" or bound > PRV_MOST:
             return bound
-        if bound > PRV_MOST:
-            raise ConfigError(
-                f"privacy.accountant = 'prv' cannot count an epsilon of about {bound:.3g}: its "
-                "memory grows with it: use 'rdp'"
-            )
         counting = create_accountant(accountant)
         counting.history = list(uses)
-        return float(counting.get_epsilon(delta))
+        return max(0.0, min(bound, float(counting.get_epsilon(delta))))
 
 
 @cache

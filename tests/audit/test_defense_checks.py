@@ -39,6 +39,7 @@ from fedleak.store.captures import Captures
 from fedleak.store.run import Run
 from fedleak.training import private_steps
 from fedleak.training.aggregation import mean_update
+from fedleak.training.observation import ClientUpdate, UpdateKind
 from fedleak.training.privacy import Event
 from fedleak.util.errors import ConfigError, FedleakError
 
@@ -617,6 +618,13 @@ def test_a_budget_that_begins_anew_in_every_round_is_noticed(monkeypatch, how):
 
     monkeypatch.setattr(LocalDp, "event", event)
     assert broken(defense_checks.check(experiment_of(LOCAL_DP)))
+
+
+def test_noise_that_is_not_there_is_short_to_say():
+    update = ClientUpdate(UpdateKind.GRADIENT, {"a": torch.zeros(9)}, 1)
+    _, holds, figures = defense_checks._noise(update, update, 0.5)
+    assert not holds
+    assert figures == "0 on 9 numbers, -inf deviations off"
 
 
 def test_noise_that_is_added_to_a_copy_on_the_way_out_is_noticed(monkeypatch):

@@ -17,7 +17,7 @@ from fedleak.store.records import DefenseRow, LedgerRow
 from fedleak.store.run import EVERYONE, Capture, Key, Run
 from fedleak.training import privacy
 from fedleak.training.observation import ClientUpdate, Knowledge, UpdateKind
-from fedleak.training.privacy import Event
+from fedleak.training.privacy import Event, Use
 
 pytestmark = pytest.mark.core
 
@@ -75,9 +75,28 @@ def test_each_round_adds_what_was_noted_of_it(run: Run) -> None:
     assert rows[-1] == LedgerRow(
         round=2, client=0, epsilon=spent(2), delta=1e-5, accountant="rdp", unit="example",
         neighbouring="zero out one", sampling="none", sampling_rate=1.0, steps=6,
-        noise_multiplier=2.0,
+        noise_multiplier=2.0, uses=(Use(2.0, 1.0, 6),),
     )  # fmt: skip
     assert (gaps.missing, gaps.notes) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("delta", "unit", "says"),
+    [
+        (0.25, "example", "privacy.delta = 0.25 is at least 1/4, and a client has 4 examples: "),
+        (0.2, "example", None),
+        (0.5, "client", "privacy.delta = 0.5 is at least 1/2, and there are 2 clients: "),
+        (0.4, "client", None),
+    ],
+)
+def test_a_delta_that_allows_to_publish_one_whole_is_said(
+    run: Run, delta: float, unit: Any, says: str | None
+) -> None:
+    run.update_info(node_examples=[4, 9])
+    notes = {Key(1, client): note(replace(EVENT, unit=unit)) for client in (0, 1)}
+    gaps = Gaps()
+    ledger(run, experiment(privacy={"delta": delta}), notes, gaps, [])
+    assert [sentence[: len(says or "")] for sentence in gaps.notes] == ([says] if says else [])
 
 
 def test_without_noise_nothing_is_guaranteed(run: Run) -> None:

@@ -224,6 +224,20 @@ def test_an_alarm_comes_where_the_noise_is_half_of_what_is_said():
     assert all(summary.alarms for summary in found)
 
 
+def test_a_bound_is_compared_with_the_smaller_epsilon_of_two_accountants():
+    """Of one step that samples 1 %: that of Rényi divergences is more than four times as large."""
+    use = privacy.Use(1.0, 0.01, 1)
+    by_rdp, by_prv = (privacy.epsilon((use,), DELTA, name) for name in ("rdp", "prv"))
+    assert by_rdp > 4 * by_prv
+    rng = np.random.default_rng(0)
+    coins = (rng.random(CANARIES) < 0.5).tolist()
+    ledger = spent(0, by_rdp).model_copy(update={"uses": (use,)})
+    (tally,) = canaries.tallies([one_round(rng, 0, ROUNDS, coins, 0.0)], [ledger])
+    assert (tally.epsilon, tally.least_epsilon) == (by_rdp, by_prv)
+    (old,) = canaries.tallies([one_round(rng, 0, ROUNDS, coins, 0.0)], [spent(0, by_rdp)])
+    assert old.least_epsilon == by_rdp
+
+
 def test_clients_that_guarantee_nothing_have_bounds_and_no_alarm():
     rng = np.random.default_rng(0)
     coins = (rng.random(CANARIES) < 0.5).tolist()

@@ -56,7 +56,7 @@ def cell(kind, strength, share, figure=None, epsilon="none", *, done=True, **mor
         return CellSummary(**about, status="new")
     guarantee = Guarantee(
         epsilon=epsilon, delta=1e-5, accountant="rdp", unit="example",
-        neighbouring="add or remove one", noise_multiplier=None,
+        neighbouring="zero out one", noise_multiplier=None,
     )  # fmt: skip
     return CellSummary(
         **about,

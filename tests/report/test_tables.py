@@ -29,7 +29,7 @@ def spent(round, client, epsilon, unit="example"):
         delta=1e-5,
         accountant="rdp",
         unit=unit,
-        neighbouring="replace one",
+        neighbouring="replace one, given n",
         sampling="none",
         sampling_rate=1.0,
         steps=round,
@@ -116,7 +116,8 @@ def test_the_report_names_defenses_guarantee_and_cost():
         "share q1, t2, lora rank=4 alpha=8.0",
         "algorithm fedavg, batch size 8, local epochs 2, dropout true",
         "dp_sgd, mean of an update: clipped 0.5, noise norm 12",
-        "epsilon 3.142 at delta 1e-05, noise multiplier 1 (unit: example, replace one; prv)",
+        "epsilon 3.142 at delta 1e-05, noise multiplier 1 (unit: example, replace one, given n; "
+        "prv)",
         "utility after round 3: loss 0.5, MCC -",
         "trained centrally, without defenses: loss 0.4, MCC 0.61",
     ):

@@ -655,11 +655,15 @@ def test_the_ledger_composes_all_rounds_of_each_client(ledgered):
         sampling_rate=1 / 3,
         steps=1,
         unit="example",
-        neighbouring="add or remove one",
+        neighbouring="zero out one",
         sampling="Poisson",
     )
     of_client = Event(
-        noise_multiplier=0.4, sampling_rate=1.0, steps=1, unit="client", neighbouring="replace one"
+        noise_multiplier=0.4,
+        sampling_rate=1.0,
+        steps=1,
+        unit="client",
+        neighbouring="replace one, given n",
     )
     fixed = Event(
         noise_multiplier=1.0,

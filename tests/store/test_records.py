@@ -193,4 +193,5 @@ def test_nothing_is_guaranteed_in_every_word() -> None:
         "client": 3,
         **dict.fromkeys(("epsilon", "accountant", "unit", "neighbouring", "sampling"), "none"),
         **dict.fromkeys(("delta", "sampling_rate", "steps", "noise_multiplier")),
+        "uses": (),
     }

@@ -179,7 +179,7 @@ WRONG: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
                 {"kind": "local_dp", "max_norm": 1.0, "noise_multiplier": 1.0},
             ]
         },
-        ("'replace one'", "'zero out one'", "keep one"),
+        ("'replace one, given n'", "'zero out one'", "keep one"),
     ),
     "secure sum of some": (
         {"defense": [{"kind": "secure_sum", "clients": [0]}]},

@@ -2,14 +2,14 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from pydantic import BaseModel, ValidationError
 
 from fedleak import defenses
 from fedleak.audit.gaps import Gaps
 from fedleak.config.experiment import Experiment
-from fedleak.federation.lookup import dropped_out
+from fedleak.federation.lookup import client_sizes, dropped_out
 from fedleak.federation.schedule import clients_of_round
 from fedleak.store.lines import Measured
 from fedleak.store.records import DefenseRow, LedgerRow
@@ -90,6 +90,7 @@ def ledger(
             rows += [_ledger_row(key, spending, table.accountant) for spending in spent] or [
                 LedgerRow.nothing_guaranteed(key)
             ]
+    gaps.notes += _large_delta(experiment, client_sizes(run), rows)
     if experiment.aggregator is not None and experiment.aggregator.trust is not None:
         gaps.notes.append(experiment.aggregator.trust)
     if lost:
@@ -101,6 +102,23 @@ def ledger(
             "files from the vault of a node, else only `fedleak run FILE --fresh` writes them again"
         )
     return rows
+
+
+def _large_delta(
+    experiment: Experiment, sizes: Sequence[int] | None, rows: Sequence[LedgerRow]
+) -> Iterator[str]:
+    """Yields a sentence for each unit whose delta allows to publish one of them whole."""
+    delta = experiment.privacy.delta
+    numbers = {"client": experiment.federation.clients}
+    if sizes is not None:
+        numbers["example"] = min(sizes[row.client] for row in rows) if rows else 0
+    for unit in sorted({row.unit for row in rows} & numbers.keys()):
+        if delta * (number := numbers[unit]) >= 1:
+            who = "a client has" if unit == "example" else "there are"
+            yield (
+                f"privacy.delta = {delta:g} is at least 1/{number}, and {who} {number} {unit}s: to "
+                f"publish one of them whole would satisfy it: choose a delta far below 1/{number}"
+            )
 
 
 def _ledger_row(key: Key, spent: Spent, accountant: str) -> LedgerRow:
@@ -116,6 +134,7 @@ def _ledger_row(key: Key, spent: Spent, accountant: str) -> LedgerRow:
         sampling_rate=spent.of.sampling_rate,
         steps=sum(event.steps for event in spent.events),
         noise_multiplier=spent.of.noise_multiplier,
+        uses=spent.uses,
     )
 
 
