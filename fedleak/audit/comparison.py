@@ -12,6 +12,7 @@ from fedleak.audit.pairing import CORRECTION, FIGURES, Text, best, corrected, di
 from fedleak.audit.vault import read_truth
 from fedleak.config.components import listed_as
 from fedleak.federation.lookup import stored
+from fedleak.federation.schedule import malicious_server
 from fedleak.store.lines import Record
 from fedleak.store.records import LEAKAGE, LEDGER, LeakageRow, text_counts
 from fedleak.store.run import Run
@@ -26,6 +27,8 @@ class Comparison(Record):
         before, after: The folders.
         texts: Private texts that both runs have.
         unpaired: Why texts of either run have no partner, and how many they are.
+        servers: What the malicious server of the earlier and of the later run did; None: it was
+            honest.
         differences: Of each figure that both have.
         correction: How the p of all differences that are shown together were corrected.
         tests: How many these are.
@@ -35,6 +38,7 @@ class Comparison(Record):
     after: str
     texts: int
     unpaired: dict[str, int]
+    servers: tuple[str | None, str | None]
     differences: tuple[Difference, ...]
     correction: str
     tests: int
@@ -93,6 +97,7 @@ def _compare(before: Run, after: Run) -> Comparison:
         after=str(after.path),
         texts=len(texts),
         unpaired=dict(unpaired),
+        servers=(malicious_server(stored(before)), malicious_server(stored(after))),
         differences=tuple(differences),
         correction=CORRECTION,
         tests=len(differences),

@@ -15,6 +15,7 @@ from fedleak.audit.privacy.ledger import defense_means, guarantee
 from fedleak.audit.worst_case import worst_case
 from fedleak.config.experiment import Experiment
 from fedleak.federation.lookup import examples
+from fedleak.federation.schedule import malicious_server
 from fedleak.store.records import LeakageRow, ScoredRows, Utility
 from fedleak.store.run import Key, Run
 from fedleak.store.summaries import (
@@ -68,6 +69,7 @@ def summarise(
     return RunSummary(
         name=experiment.name,
         status=info["status"],
+        server=malicious_server(experiment),
         fedleak=info.get("versions", {}).get("fedleak"),
         model_fingerprint=info.get("model_fingerprint"),
         captures=len(run.captures.all_keys()),

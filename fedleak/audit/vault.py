@@ -26,7 +26,7 @@ def read_truth(run: Run, key: Key) -> GroundTruth | None:
     if key.client == EVERYONE:
         return _truth_of_all(run, key.round)
     truth = _truth_of_client(run, key)
-    if truth is None or truth.noise_scale is None:
+    if truth is None or truth.noise_scale is None or not run.info()["experiment"].get("server"):
         return truth
     experiment = stored(run)
     if experiment.sees != "sum" or target(experiment, key.round) != key.client:

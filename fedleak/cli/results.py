@@ -111,7 +111,9 @@ def gate(
     from fedleak.audit.gate.judge import described, judge
     from fedleak.config.loading import limited
     from fedleak.federation.lookup import stored
+    from fedleak.federation.schedule import malicious_server
     from fedleak.report import ci
+    from fedleak.report.words import MALICIOUS
     from fedleak.store.run import Run
 
     at = Run(path)
@@ -119,6 +121,8 @@ def gate(
     limits = limited(of_run, at_most or (), at_least or (), may_abstain or (), require or ())
     verdict = judge(at, limits, accept_purged=purged)
     rests_on = {"limits": described(limits, of_run)}
+    if (malicious := malicious_server(stored(at))) is not None:
+        rests_on[MALICIOUS] = malicious
     if verdict.digest is not None:
         rests_on["digest"] = f"{verdict.digest} (SHA-256 of limits and figures)"
     marks = {"within": "[green]within[/]", "exceeded": "[red]EXCEEDED[/]"}

@@ -1,12 +1,15 @@
 """Who trains in which round, and which captures the server makes of it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 from fedleak.config.experiment import Experiment
 from fedleak.store.run import EVERYONE, Key
 from fedleak.training.batches import round_clients
 from fedleak.util.rng import stream
+
+MOST_NAMED = 12
+"""Rounds that a sentence names."""
 
 
 def clients_of_round(experiment: Experiment, round: int) -> list[int]:
@@ -81,6 +84,34 @@ def first_of_adapters(experiment: Experiment) -> str | None:
         "in round 1 one factor of each LoRA adapter is zero, so that the other has no gradient: "
         "what is not read of round 1 is no evidence of later rounds (threat.rounds)"
     )
+
+
+def malicious_server(experiment: Experiment) -> str | None:
+    """Returns what a malicious server does, when, and to whom; None: it follows the protocol.
+
+    Every table and report shows this sentence.
+    """
+    server, table = experiment.server_built, experiment.federation
+    if not server.malicious:
+        return None
+    rounds = [r for r in range(1, table.rounds + 1) if server.mode_in(r) is not None]
+    targets = {round: target(experiment, round) for round in rounds}
+    when = "every round" if len(rounds) == table.rounds else f"round {_first(map(str, rounds))}"
+    named = [f"{client} in round {r}" for r, client in targets.items() if client is not None]
+    whom = f"; its targets: client {_first(named)}" if named else ""
+    after = (
+        "the honest model, which it keeps, is trained on what clients send then"
+        if server.aggregate
+        else "what clients send then is left out of the honest model, which it keeps"
+    )
+    return f"in {when} the server ({server.mode.kind}) {server.mode.changes()}{whom}; {after}"
+
+
+def _first(words: Iterable[str]) -> str:
+    """Returns the first words of many."""
+    every = list(words)
+    more = f" and {len(every) - MOST_NAMED} more" if len(every) > MOST_NAMED else ""
+    return ", ".join(every[:MOST_NAMED]) + more
 
 
 def captures_made(experiment: Experiment) -> list[Key]:

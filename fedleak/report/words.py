@@ -9,6 +9,9 @@ from fedleak.util.sanitise import printable
 
 NOT_MEASURED = "-"
 
+MALICIOUS = "malicious server"
+"""What stands before the sentence on what a server changed."""
+
 ANY_ATTACK = "any attack"
 """What all attacks together are called."""
 

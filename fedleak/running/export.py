@@ -10,6 +10,7 @@ from fedleak.audit.vault import read_truth
 from fedleak.federation.lookup import stored
 from fedleak.federation.workload import outline
 from fedleak.running.preparation import refuse_purged
+from fedleak.server_modes.honest import Honest
 from fedleak.store.files import new_file
 from fedleak.store.records import LEAKAGE, LeakageRow
 from fedleak.store.run import Key, Run
@@ -25,7 +26,8 @@ _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 def export(run: Run, path: Path, *, texts: bool = False) -> int:
     """Writes a run's rows of leakage.jsonl as a table, and returns how many there are.
 
-    What is a table or a list in leakage.jsonl is JSON in one cell. Only the owner can open the
+    What is a table or a list in leakage.jsonl is JSON in one cell. A column `server` has the
+    server's mode in the round. Only the owner can open the
     file.
 
     Args:
@@ -51,7 +53,15 @@ def export(run: Run, path: Path, *, texts: bool = False) -> int:
     if not rows:
         raise FedleakError(f"{str(run.path)!r} has no rows: `fedleak score {run.path}` makes them")
     read = _texts(run) if texts else {}
-    table = [_flat(row) | ({"pairs": read.get(row.id)} if texts else {}) for row in rows]
+    experiment = stored(run)
+    table = [
+        {
+            **_flat(row),
+            "server": mode.kind if (mode := experiment.mode_in(row.round)) else Honest.kind,
+            **({"pairs": read.get(row.id)} if texts else {}),
+        }
+        for row in rows
+    ]
     with new_file(path) as temporary:
         if kind == ".csv":
             harmless = [{name: _harmless(value) for name, value in row.items()} for row in table]

@@ -23,6 +23,7 @@ from fedleak.federation.schedule import (
     clients_of_round,
     expected_captures,
     first_of_adapters,
+    malicious_server,
     target,
 )
 from fedleak.federation.workload import (
@@ -237,9 +238,10 @@ def _remarks(
         f"their batches are all that they have, {min(small, default=0)} examples or more": small,
         f"audit.store = 'read' stores whole updates, because {', '.join(whole)} read them": whole,
     }
-    adapters = first_of_adapters(experiment)
+    adapters, malicious = first_of_adapters(experiment), malicious_server(experiment)
     remarks = [remark for remark, holds in possible.items() if holds]
-    return (*remarks, *([adapters] if adapters else []))
+    server = f"malicious server: {malicious}" if malicious else None
+    return tuple(filter(None, (server, *remarks, adapters)))
 
 
 def open_run(plan: Plan, path: Path, *, fresh: bool = False) -> Run:

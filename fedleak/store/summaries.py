@@ -407,6 +407,7 @@ class RunSummary(Record):
     Attributes:
         name: Of the run.
         status: Of the run when this was written.
+        server: What a malicious server did; None: it followed the protocol.
         fedleak: The version that made the run.
         model_fingerprint: Of the weights that training started from.
         captures: That are here.
@@ -431,6 +432,7 @@ class RunSummary(Record):
 
     name: str
     status: str
+    server: str | None = None
     fedleak: str | None
     model_fingerprint: str | None
     captures: int
@@ -465,13 +467,14 @@ class CellSummary(Record):
         cell: Its name.
         values: Its value of each swept key.
         status: Of its run.
-        missing, attacks, worst_case, utility, utility_reference, privacy, canary, membership: As
-            in a `RunSummary`.
+        server, missing, attacks, worst_case, utility, utility_reference, privacy, canary,
+            membership: As in a `RunSummary`.
     """
 
     cell: str
     values: dict[str, JsonValue]
     status: str
+    server: str | None = None
     missing: tuple[str, ...] = ()
     attacks: dict[str, AttackSummary] = {}
     worst_case: WorstCase | None = None

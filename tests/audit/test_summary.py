@@ -187,7 +187,8 @@ def test_a_run_is_summed_up(tmp_path: Path) -> None:
     utility = [Utility(round=number, accuracy=number / 4) for number in (0, 1, 2)]
     summary, _ = summed_up(tmp_path / "run", rows, utility, '{"steps": 3, "accuracy": 0.5}')
     assert summary.model_dump(exclude={"attacks", "worst_case", "defenses"}) == {
-        "name": "small", "status": "finished", "fedleak": "0", "model_fingerprint": "abc",
+        "name": "small", "status": "finished", "server": None, "fedleak": "0",
+        "model_fingerprint": "abc",
         "captures": 1, "ladder": None, "defended": (), "privacy": None, "canary": None,
         "membership": None, "positive_control": None, "utility_before": utility[0].model_dump(),
         "utility": utility[2].model_dump(), "held_out": 4,

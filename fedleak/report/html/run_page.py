@@ -219,6 +219,8 @@ def _server_step(experiment: Experiment) -> str:
 def _threat(experiment: Experiment, summary: RunSummary) -> list[Entry]:
     """Returns who the attacker is, and what it sees and is told."""
     attacker = "the server; it follows the protocol and is curious"
+    if summary.server is not None:
+        attacker = f"the server, which is malicious: {summary.server}"
     if experiment.sees == "models":
         attacker = "whoever has the models that the server publishes; not the server itself"
     rounds, clients = experiment.threat.rounds, experiment.threat.clients
@@ -228,7 +230,7 @@ def _threat(experiment: Experiment, summary: RunSummary) -> list[Entry]:
         grants = f"{grants} (and less: see what each fact is worth)"
     return [
         Entry("attacker", attacker),
-        Entry("sees", f"{SEES[experiment.sees]}, and the model that it broadcast"),
+        Entry("sees", f"{SEES[experiment.sees]}, and the models that it broadcast"),
         Entry("knows anyway", "learning rate, number of local steps, whether there is dropout"),
         Entry("is granted", grants),
         Entry("attacked rounds", "all" if rounds is None else listed(_first_numbers(rounds))),

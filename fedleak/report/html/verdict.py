@@ -1,10 +1,10 @@
 """The verdict: sentences that stand on figures. None of them calls a setting safe."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fedleak.report.html.page import Level, Verdict
-from fedleak.report.words import counted, figure, listed, percent, share
+from fedleak.report.words import MALICIOUS, counted, figure, listed, percent, share
 from fedleak.store.summaries import (
     NEARLY,
     AttackSummary,
@@ -86,6 +86,7 @@ class Extent:
             attack was up and nothing is proved.
         granted: Facts that the attacker was told beyond the protocol.
         sees: What the attacker sees.
+        malicious: Whether the server changed the model that it sent.
     """
 
     attacked: int
@@ -93,6 +94,7 @@ class Extent:
     unordered: int
     granted: Sequence[str]
     sees: Sight
+    malicious: bool = False
 
 
 @dataclass(frozen=True)
@@ -118,13 +120,16 @@ HEADLINES: Mapping[Level, str] = {
 def run_verdict(summary: RunSummary, extent: Extent, guaranteed: Guaranteed) -> Verdict:
     """Returns the verdict on a run."""
     leakage = strongest(summary.worst_case, summary.attacks)
+    extent = replace(extent, malicious=summary.server is not None)
     attacks, membership = summary.attacks, _membership_sentence(summary.membership)
     level = _level(leakage, attacks)
     level = Level.PARTLY if membership and level == Level.UNKNOWN else level
+    by = f", by a {MALICIOUS}" if summary.server else ""
     return Verdict(
         level,
-        HEADLINES[level] + _epsilon_clause(guaranteed.epsilon, summary.canary),
+        HEADLINES[level] + by + _epsilon_clause(guaranteed.epsilon, summary.canary),
         (
+            *([f"The server is malicious: {summary.server}."] if summary.server else []),
             _what_was_read(leakage, attacks, extent),
             guaranteed.sentence,
             f"{_order_unknown(extent)}{_read_without_facts(summary)}{_read_of_copies(summary)}"
@@ -151,7 +156,7 @@ def _level(leakage: Strongest | None, attacks: Mapping[str, AttackSummary]) -> L
 def _what_was_read(
     leakage: Strongest | None, attacks: Mapping[str, AttackSummary], extent: Extent
 ) -> str:
-    who = "A server that follows the protocol"
+    who = "This server" if extent.malicious else "A server that follows the protocol"
     if extent.sees == "models":
         who = "An attacker who has the published models"
     who += f" and was told {listed(extent.granted).replace('_', ' ')}" if extent.granted else ""

@@ -2,7 +2,7 @@
 
 from fedleak.audit.comparison import Comparison
 from fedleak.report.table import Table, figures, plain, words
-from fedleak.report.words import ANY_ATTACK
+from fedleak.report.words import ANY_ATTACK, MALICIOUS
 from fedleak.store.summaries import Difference
 
 SCALE = {"exact": 100.0, "rougeL": 1.0, "token_recall": 100.0}
@@ -40,10 +40,21 @@ def comparison_table(comparison: Comparison) -> Table:
         [
             "difference: mean over texts, 95 % interval for other clients like these; p: sign-flip "
             "test over these clients, corrected for "
-            f"{comparison.tests} lines ({comparison.correction})"
+            f"{comparison.tests} lines ({comparison.correction})",
+            *_servers(comparison),
         ],
         groups=1,
     )
+
+
+def _servers(comparison: Comparison) -> list[str]:
+    """Returns what the servers of both runs did, if one of them is malicious."""
+    if not any(comparison.servers):
+        return []
+    runs = zip((comparison.before, comparison.after), comparison.servers, strict=True)
+    return [
+        f"{run}: {f'{MALICIOUS}: {server}' if server else 'honest server'}" for run, server in runs
+    ]
 
 
 def difference(change: Difference) -> str:

@@ -4,11 +4,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fedleak.attacks.reconstruction import Status
-from fedleak.report.table import Cell, Column, Table, Tone, figures, plain
+from fedleak.report.table import Cell, Column, Table, Tone, figures, plain, words
 from fedleak.report.words import NOT_MEASURED, number, percent
 from fedleak.store.records import LeakageRow, LedgerRow, text_counts
 from fedleak.store.run import EVERYONE, Key
 from fedleak.training.privacy import NONE
+
+CHANGED = "server_mode"
+"""The fact that the rows of an attacker have whose server changed the model that it sent."""
 
 MOST_ROWS = 500
 """Rows of a table; of a run with more, the file leakage.jsonl has the others."""
@@ -89,8 +92,11 @@ def leakage_table(
         ledger: Rows of privacy.jsonl.
         of_models: Whether differences of published models were attacked, in place of updates.
     """
+    changed = {row.key for row in rows if CHANGED in (row.knows or ())}
     subject = (
-        "what the published models tell" if of_models else "what the server read in each update"
+        "what the published models tell"
+        if of_models
+        else f"what {'a malicious' if changed else 'the'} server read in each update"
     )
     attacks = sorted({row.attack for row in rows})
     of_update = {key: of_key for key, of_key in by_update(rows).items() if key in read}
@@ -111,8 +117,15 @@ def leakage_table(
             Column("word for word", page_only=True),
             Column("tokens found", page_only=True),
             *figures("no update", "epsilon", *attacks),
+            *words(*["model sent"] * bool(changed)),
         ],
-        [_row(key, of_update[key], read[key], spent.get(key.round, ()), attacks) for key in shown],
+        [
+            [
+                *_row(key, of_update[key], read[key], spent.get(key.round, ()), attacks),
+                *[_sent(key in changed)] * bool(changed),
+            ]
+            for key in shown
+        ],
         notes,
         groups=1,
         kept=8,
@@ -143,6 +156,11 @@ def _row(
         ),
         *(_answer(answers.get(attack)) for attack in attacks),
     ]
+
+
+def _sent(changed: bool) -> Cell:
+    """Returns whether clients were sent the model of the protocol."""
+    return Cell("changed", Tone.ALARM) if changed else Cell("honest")
 
 
 def _answer(row: LeakageRow | None) -> Cell:

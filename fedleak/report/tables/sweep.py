@@ -1,9 +1,12 @@
 """The table of a sweep: a line per cell and attack."""
 
+from collections import defaultdict
+
 from fedleak.report.table import Cell, Table, Tone, figures, plain, words
 from fedleak.report.tables.membership import area
 from fedleak.report.words import (
     INTERVALS,
+    MALICIOUS,
     few_digits,
     in_words,
     number,
@@ -14,6 +17,7 @@ from fedleak.report.words import (
 )
 from fedleak.store.summaries import AttackSummary, CellSummary, Estimate, SweepSummary
 from fedleak.training.privacy import NONE
+from fedleak.util.sanitise import printable
 
 UTILITIES = {"mcc": "MCC", "perplexity": "perplexity"}
 """The figures that stand for the utility of classifiers and of causal models, and their names."""
@@ -38,6 +42,7 @@ def attacks_table(collected: SweepSummary) -> Table:
     notes = [*warnings([summary.warning for summary in summaries]), INTERVALS]
     if any(summary.answers < summary.rows for summary in summaries):
         notes.append("answers that are missing: `fedleak score` of the cell's folder says why")
+    notes += [f"{MALICIOUS}: {sentence}" for sentence in _servers(collected)]
     measure = utility_measure(collected)
     known = [cell.privacy for cell in collected.cells if cell.privacy is not None]
     guaranteed = any(
@@ -77,6 +82,19 @@ def attacks_table(collected: SweepSummary) -> Table:
         notes,
         groups=len(about_cells),
     )
+
+
+def _servers(collected: SweepSummary) -> list[str]:
+    """Returns what malicious servers did, each with the cells where they did."""
+    cells: dict[str, list[str]] = defaultdict(list)
+    for cell in collected.cells:
+        if cell.server is not None:
+            cells[cell.server].append(cell.cell)
+    all_cells = len(collected.cells)
+    return [
+        f"{'all cells' if len(names) == all_cells else ', '.join(names)}: {printable(sentence)}"
+        for sentence, names in cells.items()
+    ]
 
 
 def _attack_cells(

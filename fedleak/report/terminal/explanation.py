@@ -5,12 +5,15 @@ from rich.table import Table
 
 from fedleak.audit.explanation import Applicability, Explanation
 from fedleak.config.experiment import Experiment
-from fedleak.federation.schedule import first_of_adapters, rounds_attacked
+from fedleak.federation.schedule import first_of_adapters, malicious_server, rounds_attacked
+from fedleak.report.words import MALICIOUS
 from fedleak.util.sanitise import markup
 
 
 def show(experiment: Experiment, explanation: Explanation, console: Console) -> None:
     """Prints what the server sees and knows, and a line for each attack."""
+    if (malicious := malicious_server(experiment)) is not None:
+        console.print(f"[red]{MALICIOUS}[/]: {markup(malicious)}", soft_wrap=True)
     for line in (
         _sees(experiment, explanation),
         *_trusts(experiment),

@@ -17,7 +17,7 @@ from fedleak.report.tables.ladder import ladder_table
 from fedleak.report.tables.leakage import leakage_table, shares
 from fedleak.report.tables.membership import membership_tables
 from fedleak.report.terminal.table import print_table
-from fedleak.report.words import few_digits, in_words, percent
+from fedleak.report.words import MALICIOUS, few_digits, in_words, percent
 from fedleak.store.lines import Measured
 from fedleak.store.records import LEDGER
 from fedleak.store.run import Run
@@ -42,6 +42,8 @@ def print_run(
     """
     console = console or Console(emoji=False)
     summary = run.read(SUMMARY)
+    if summary.server is not None:
+        console.print(f"[red]{MALICIOUS}[/]: {markup(summary.server)}", soft_wrap=True)
     if not scored:
         console.print(f"nothing scored yet in {markup(run.path)}")
         _print_measured(summary, console)

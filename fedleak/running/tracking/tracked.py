@@ -179,6 +179,7 @@ def _tags(info: Mapping[str, Any], summary: RunSummary) -> dict[str, str]:
         "fedleak.fingerprint": info["fingerprint"],
         "fedleak.weights": summary.model_fingerprint,
         "fedleak.status": summary.status,
+        "fedleak.malicious_server": summary.server,
         "fedleak.missing": len(summary.missing) or None,
         "fedleak.epsilon": held and held.epsilon,
         "fedleak.delta": held and held.delta,

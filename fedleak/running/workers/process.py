@@ -353,6 +353,9 @@ def _look(job: Job, model: LanguageModel, device: str) -> Observation | Reconstr
     lengths = job.knowledge.lengths
     if lengths == ():
         return Reconstruction.none(Status.ABSTAINED, "the batch is empty: sampling drew nobody")
+    if not update.num_examples:
+        reason = "the client dropped out of the sum, so nothing of it is there"
+        return Reconstruction.none(Status.ABSTAINED, reason)
     examples = update.num_examples if lengths is None else len(lengths)
     update = dataclasses.replace(update, tensors=tensors, num_examples=examples)
     seen = Observation(
