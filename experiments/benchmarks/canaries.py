@@ -30,6 +30,7 @@ from fedleak.config.loading import parse
 from fedleak.models import LanguageModel
 from fedleak.running import preparation
 from fedleak.store.records import UTILITY
+from fedleak.training.batches import Records
 from fedleak.training.canaries import Canaries, Planted, scores
 from fedleak.training.local import local_update_
 from fedleak.training.observation import UpdateKind
@@ -103,7 +104,8 @@ def _update(
     if count:
         sizes = {name: value.numel() for name, value in model.parameters().items()}
         canaries = Canaries(sizes, count, seed)
-        planted = Planted(canaries, coins_K, 10.0, None)
+        everyone_K = torch.ones(count, dtype=torch.bool)
+        planted = Planted(canaries, coins_K, 10.0, Records(case.batch, count, False), everyone_K)
     local = LocalTraining(
         kind=UpdateKind.GRADIENT,
         batch_size=case.batch,

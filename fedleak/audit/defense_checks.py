@@ -494,7 +494,8 @@ def _with_canaries(bench: Bench, made: ClientCanaries, noise: int) -> ClientUpda
     """Returns an update with canaries before the defense has it."""
     if made.planted is None:
         return made.copied(bench.trained(noise=noise))
-    return bench.trained(noise=noise, planted=replace(made.planted, rate=None))  # in every step
+    in_every_step = torch.ones(made.canaries.count, dtype=torch.bool)
+    return bench.trained(noise=noise, planted=replace(made.planted, drawn_K=in_every_step))
 
 
 def _all_together(

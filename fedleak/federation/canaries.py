@@ -3,7 +3,8 @@
 There are three ways:
 
 - in steps of DP-SGD, as the gradients of further examples, in the update that is sent: beside the
-  noise they are nothing;
+  noise they are nothing. They are dummy records of the client's data set, and its own sampler draws
+  them, for a round and for a local step;
 - as the whole update, plus or minus a direction, where a defense protects all that a client has:
   any two updates are neighbours then;
 - added to the update, where nothing bounds what an example contributes.
@@ -26,7 +27,7 @@ from fedleak.config.experiment import Experiment
 from fedleak.config.sent_parameters import sent_by
 from fedleak.federation.protection import Protection
 from fedleak.models import LanguageModel
-from fedleak.training.batches import passes
+from fedleak.training.batches import Records, passes
 from fedleak.training.canaries import Canaries, Planted
 from fedleak.training.observation import ClientUpdate, UpdateKind
 from fedleak.training.truth import Coins
@@ -129,7 +130,11 @@ def client_canaries(
         uses=steps if poisson or private is None or of_fedsgd else local.epochs,
     )
     if private is not None:
-        planted = Planted(canaries, coins_K < 0.5, TOO_LONG * private.max_grad_norm, coins.rate)
+        records = Records(held, canaries.count, poisson)
+        # A set of canaries for each batch of a pass: it is in that batch, and in no other one.
+        drawn_K = torch.ones_like(coins_K, dtype=torch.bool) if of_fedsgd and not poisson else None
+        norm = TOO_LONG * private.max_grad_norm
+        planted = Planted(canaries, coins_K < 0.5, norm, records, drawn_K)
         return ClientCanaries(canaries, coins, planted, 0.0)
     scale = TOO_LONG * _longest(protection) if whole else experiment.canary.norm / size
     if not of_fedsgd:

@@ -1,6 +1,10 @@
 """Which clients train in a round, and on which of their examples."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
 import torch
+from torch import Tensor
 
 from fedleak.training.observation import UpdateKind
 from fedleak.training.settings import LocalTraining
@@ -34,6 +38,50 @@ def round_batch(
     order = torch.randperm(num_examples, generator=stream(seed, "batches", client, sweep)).tolist()
     chosen: list[int] = order[step * batch : (step + 1) * batch]
     return chosen
+
+
+@dataclass(frozen=True)
+class Records:
+    """A client's examples and the dummy records of canaries, as one data set for the sampler.
+
+    Under Poisson sampling each canary is a record of its own, and batches are expected to be larger
+    in the same proportion, so that every record has the rate of an example. Else a canary stands
+    beside an example, so that batches have as many examples as without canaries.
+
+    Attributes:
+        examples: The client's.
+        canaries: K.
+        sampled: Poisson sampling is announced.
+    """
+
+    examples: int
+    canaries: int
+    sampled: bool
+
+    @property
+    def _times(self) -> int:
+        return 1 + -(-self.canaries // self.examples) if self.sampled else 1
+
+    @property
+    def count(self) -> int:
+        """Records; those from `examples` on are dummies."""
+        return self.examples * self._times
+
+    def training(self, local: LocalTraining) -> LocalTraining:
+        """Returns training whose batches are of records."""
+        size = min(local.batch_size, self.examples)
+        return replace(local, batch_size=size * self._times)
+
+    def drawn_examples(self, drawn: Sequence[int]) -> list[int]:
+        """Returns the examples among records that were drawn."""
+        return [record for record in drawn if record < self.examples]
+
+    def drawn_canaries(self, drawn: Sequence[int]) -> Tensor:
+        """Returns which canaries are among records that were drawn [K]."""
+        drawn_R = torch.zeros(self.count, dtype=torch.bool)
+        drawn_R[list(drawn)] = True
+        records_K = torch.arange(self.canaries)
+        return drawn_R[self.examples + records_K if self.sampled else records_K % self.examples]
 
 
 def passes(num_examples: int, training: LocalTraining) -> int:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fedleak.training.batches import Records
 from fedleak.util.rng import stream
 
 MOST_NUMBERS, FEWEST_NUMBERS = 4096, 256
@@ -110,24 +111,16 @@ class Planted:
         canaries: Where they are.
         coins_K: Which are in: nobody but the client knows.
         norm: Of each before it is clipped.
-        rate: Probability with which one that is in takes part in a step; None: batches are not
-            sampled, so it takes part in one step of a pass, as an example does.
+        records: Canaries and examples as the sampler draws them.
+        drawn_K: Which take part in the step of a FedSGD round, in or not; None: not drawn yet, or
+            drawn in every local step.
     """
 
     canaries: Canaries
     coins_K: Tensor
     norm: float
-    rate: float | None
-
-    def steps(self, passes: int, per_pass: int, rng: torch.Generator) -> Iterator[Tensor]:
-        """Yields for each step which canaries take part, in or not [K]."""
-        places_K = torch.arange(self.canaries.count) % per_pass
-        for _ in range(passes):
-            for step in range(per_pass):
-                if self.rate is None:
-                    yield places_K == step
-                else:
-                    yield torch.rand(self.canaries.count, generator=rng) < self.rate
+    records: Records
+    drawn_K: Tensor | None = None
 
     def norms(self) -> Tensor:
         """Returns the norm of each [K]."""

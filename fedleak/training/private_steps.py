@@ -9,8 +9,9 @@ pass. It is cheaper for whole matrices, most of all for the word embedding, whos
 otherwise be stored once per example. Adapters are small, and ghost clipping has no norm for a
 parameter that is in two places (a tied output layer): there each example's gradient is made.
 
-Canaries of an audit enter a step as the gradients of further examples: they are clipped by the same
-function, and then in the sum that noise is added to.
+Canaries of an audit enter a step as the gradients of further examples: dummy records of the
+client's data set, which its sampler draws. They are clipped by the same function, and then in the
+sum that noise is added to.
 
 Shapes: B examples, K canaries.
 """
@@ -19,7 +20,6 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from fedleak.models import LanguageModel, example_losses, pad
+from fedleak.training.batches import Records
 from fedleak.training.canaries import Planted
 from fedleak.training.observation import ClientUpdate, UpdateKind
 from fedleak.training.settings import LocalTraining, OnFigures, PrivateSteps
@@ -99,26 +100,29 @@ def private_update_(
     noise, seen, private = stream(seed, "private"), Seen(), training.private
     assert private is not None
     sequences, labels = examples
-    passes = 1 if training.kind == UpdateKind.GRADIENT else training.epochs
-    per_pass = training.steps(len(sequences)) // passes
-    joining: Iterator[Joining | None] = repeat(None)
-    if planted is not None:
-        taking_part = planted.steps(passes, per_pass, stream(seed, "canaries"))
-        joining = (Joining(planted, takes_part_K) for takes_part_K in taking_part)
+    joining: Joining | None = None
     if training.kind == UpdateKind.GRADIENT:
         # How many were drawn is private.
         num_examples = training.batch_size
+        if planted is not None:
+            assert planted.drawn_K is not None
+            joining = Joining(planted, planted.drawn_K)
         tensors = private_gradient(
-            model, examples, num_examples, private, noise, seen, joining=next(joining)
+            model, examples, num_examples, private, noise, seen, joining=joining
         )
     else:
         num_examples = len(sequences)
         before = {name: p.clone() for name, p in model.parameters().items()}
         expected = min(training.batch_size, num_examples)
-        for chosen in local_batches(num_examples, training, private, seed):
+        records = Records(num_examples, 0, False) if planted is None else planted.records
+        of_records = records.training(training)
+        for drawn in local_batches(records.count, of_records, private, seed):
+            chosen = records.drawn_examples(drawn)
             batch = [sequences[i] for i in chosen], [labels[i] for i in chosen]
+            if planted is not None:
+                joining = Joining(planted, records.drawn_canaries(drawn))
             gradient = private_gradient(
-                model, batch, expected, private, noise, seen, joining=next(joining)
+                model, batch, expected, private, noise, seen, joining=joining
             )
             for name, parameter in model.parameters().items():
                 parameter.sub_(gradient[name], alpha=training.learning_rate)

@@ -16,6 +16,7 @@ from fedleak.audit.privacy import canaries, ledger
 from fedleak.config.loading import parse
 from fedleak.defenses.dp_sgd import DpSgd
 from fedleak.defenses.local_dp import LocalDp
+from fedleak.flower.client import app as client_app
 from fedleak.flower.client import context as client_context
 from fedleak.flower.engines import train
 from fedleak.running import preparation
@@ -421,10 +422,25 @@ def batches_in_place_of_sampling(patch):
     patch.setattr(DpSgd, "training", training)
 
 
+def a_sampler_that_takes_all(patch):
+    patch.setattr(client_app, "round_batch", lambda records, *_, **__: list(range(records)))
+
+
+def local_steps_that_take_all(patch):
+    def local_batches(records, training, *_, **__):
+        yield from [list(range(records))] * training.steps(records)
+
+    patch.setattr(private_steps, "local_batches", local_batches)
+
+
 QUIET = LOCAL_DP | {"noise_multiplier": 0.125}
 EIGHT = {"clients": 8, "rounds": 1, "batch_size": 1}
 WHOLE_BATCHES = {"batch_size": 4, "rounds": 4}
 """A client's batch is all that it has, so every example is in every round."""
+
+LOCAL_STEPS = {"algorithm": "fedavg", "local_epochs": 1, "learning_rate": 0.1, "rounds": 1}
+
+SAMPLED = (batches_in_place_of_sampling, a_sampler_that_takes_all, local_steps_that_take_all)
 
 MISTAKES = [
     (no_clipping, DP_SGD, {}, 64),
@@ -435,6 +451,14 @@ MISTAKES = [
     (a_ledger_that_begins_anew, DP_SGD, WHOLE_BATCHES, 128),
     (noise_for_another_neighbour, QUIET, EIGHT, 1),
     (batches_in_place_of_sampling, POISSON, {}, 128),
+    pytest.param(
+        a_sampler_that_takes_all,
+        POISSON,
+        {"rounds": 9, "batch_size": 1},
+        128,
+        marks=pytest.mark.slow,
+    ),
+    (local_steps_that_take_all, POISSON, LOCAL_STEPS, 128),
 ]
 NAMES = [
     "no clipping",
@@ -445,12 +469,14 @@ NAMES = [
     "a ledger that begins anew",
     "the noise of another neighbouring relation",
     "fixed batches announced as Poisson",
+    "a sampler that takes all",
+    "local steps that take all",
 ]
 
 
 @pytest.mark.parametrize(("plant", "defense", "federation", "count"), MISTAKES, ids=NAMES)
 def test_a_mistake_contradicts_the_ledger(monkeypatch, tmp_path, plant, defense, federation, count):
-    samples = 64 if plant is batches_in_place_of_sampling else 4 * federation.get("clients", 2)
+    samples = 64 if plant in SAMPLED else 4 * federation.get("clients", 2)
     experiment = experiment_of(defense, federation=federation, count=count, samples=samples)
     with monkeypatch.context() as patch:
         plant(patch)

@@ -99,6 +99,35 @@ def test_a_delta_that_allows_to_publish_one_whole_is_said(
     assert [sentence[: len(says or "")] for sentence in gaps.notes] == ([says] if says else [])
 
 
+def taking(examples: int, event: Event) -> ClientNote:
+    return ClientNote(defenses=[], training={"examples": examples}, events=[event])
+
+
+@pytest.mark.parametrize(
+    ("event", "examples", "says"),
+    [
+        (replace(EVENT, steps=1, disjoint=0), 2, None),
+        (replace(EVENT, steps=1, disjoint=0), 3, "r0001-c00 had 3 examples, and the ledger counts"),
+        (EVENT, 24, None),
+        (EVENT, 25, "the steps of r0001-c00 had 25 examples, and the ledger counts 24"),
+        (replace(EVENT, sampling="Poisson", sampling_rate=0.25, steps=9), 32, None),
+        (
+            replace(EVENT, sampling="Poisson", sampling_rate=0.25, steps=9),
+            72,
+            "72 examples were drawn in 72 draws, and the ledger says 0.25 of them (p < 1e-06)",
+        ),
+    ],
+)
+def test_more_examples_than_the_ledger_counts_are_an_alarm(
+    run: Run, event: Event, examples: int, says: str | None
+) -> None:
+    run.update_info(node_examples=[8, 8])
+    gaps = Gaps()
+    ledger(run, experiment(), {Key(1, 0): taking(examples, event)}, gaps, [])
+    assert len(gaps.missing) == (says is not None)
+    assert all(says and says in sentence for sentence in gaps.missing)
+
+
 def test_without_noise_nothing_is_guaranteed(run: Run) -> None:
     silent, endless = note(), note(replace(EVENT, noise_multiplier=0.0))
     rows = ledger(run, experiment(), {Key(1, 0): silent, Key(1, 1): endless}, Gaps(), [])

@@ -690,6 +690,7 @@ def test_the_ledger_composes_all_rounds_of_each_client(ledgered):
     assert [(row["round"], row["client"], row["unit"], row["epsilon"]) for row in rows] == expected
     for row in rows:
         if row["client"] > 1:
+            assert row.pop("uses") == []
             assert set(row.values()) <= {"none", None, row["round"], row["client"]}
             continue
         times = rounds[row["client"]].index(row["round"]) + 1

@@ -8,9 +8,11 @@ from scipy.stats import kstest
 
 from fedleak.models import CLASSIFICATION
 from fedleak.training import private_steps
+from fedleak.training.batches import Records, round_batch
 from fedleak.training.canaries import Canaries, Planted, scores
-from fedleak.training.private_steps import Joining, Seen, private_gradient
-from fedleak.training.settings import PrivateSteps
+from fedleak.training.observation import UpdateKind
+from fedleak.training.private_steps import Joining, Seen, local_batches, private_gradient
+from fedleak.training.settings import LocalTraining, PrivateSteps
 from fedleak.util.rng import stream
 
 pytestmark = pytest.mark.core
@@ -70,10 +72,10 @@ def test_a_score_is_the_cosine_on_the_numbers_that_are_left():
     assert scores(values_SK, directions_SK).tolist() == pytest.approx([expected, 0.0])
 
 
-def planted_in(model, *, norm=5.0, rate=None, count=8):
+def planted_in(model, *, norm=5.0, count=8):
     sizes = {name: value.numel() for name, value in model.parameters().items()}
     coins_K = torch.tensor([True, False] * (count // 2))
-    return Planted(Canaries(sizes, count, seed=3), coins_K, norm, rate)
+    return Planted(Canaries(sizes, count, seed=3), coins_K, norm, Records(2, count, False))
 
 
 def step_with(model, batch, planted, takes_part_K, most, ghost):
@@ -122,12 +124,42 @@ def test_an_empty_batch_has_canaries_still(small):
     )
 
 
-def test_canaries_take_part_in_steps_as_examples_do():
-    canaries = Canaries({"a": 10_000}, 10, seed=0)
-    fixed = Planted(canaries, torch.ones(10, dtype=torch.bool), 1.0, None)
-    found = torch.stack(list(fixed.steps(3, 4, stream(0, "x"))))
-    assert found.shape == (12, 10)
-    assert found.view(3, 4, 10).sum(1).eq(1).all(), "in one step of each pass"
-    sampled = Planted(canaries, torch.ones(10, dtype=torch.bool), 1.0, 0.25)
-    drawn = torch.stack(list(sampled.steps(200, 4, stream(0, "x")))).float()
-    assert abs(float(drawn.mean()) - 0.25) < 4 * math.sqrt(0.25 * 0.75 / 8000)
+def test_canaries_of_local_steps_are_drawn_as_examples_are():
+    """With batches of a pass each is in one step of it; sampled, in as many as an example is."""
+    plain = LocalTraining(
+        kind=UpdateKind.DELTA, batch_size=3, epochs=400, learning_rate=0.1, dropout=False
+    )
+    for sampling in ("fixed", "poisson"):
+        private = PrivateSteps(1.0, 1.0, sampling)
+        records = Records(6, 10, sampling == "poisson")
+        steps = list(local_batches(records.count, records.training(plain), private, seed=0))
+        assert len(steps) == plain.steps(6) == 800
+        examples = torch.zeros(800, 6)
+        for step, drawn in enumerate(steps):
+            examples[step, records.drawn_examples(drawn)] = 1
+        canaries = torch.stack([records.drawn_canaries(drawn) for drawn in steps]).float()
+        if sampling == "fixed":
+            assert canaries.view(400, 2, 10).sum(1).eq(1).all()
+            assert torch.equal(canaries[:, :6], examples)
+            assert examples.sum(1).eq(3).all(), "batches are as large as without canaries"
+            continue
+        for shares in (canaries.mean(0), examples.mean(0)):
+            assert float((shares - 0.5).abs().max()) < 5 * 0.5 / math.sqrt(800)
+        apart = torch.corrcoef(torch.cat([canaries, examples], dim=1).T) - torch.eye(16)
+        assert float(apart.abs().max()) < 5 / math.sqrt(800), "each by itself"
+
+
+def test_examples_of_a_round_are_the_same_with_canaries():
+    sampled = LocalTraining(
+        kind=UpdateKind.GRADIENT,
+        batch_size=3,
+        epochs=1,
+        learning_rate=0.1,
+        dropout=False,
+        private=PrivateSteps(1.0, 1.0, "poisson"),
+    )
+    records = Records(10, 64, True)
+    for round in range(1, 40):
+        which = {"seed": 3, "client": 1, "round": round}
+        drawn = round_batch(records.count, records.training(sampled), **which)
+        assert records.drawn_examples(drawn) == round_batch(10, sampled, **which)

@@ -19,6 +19,9 @@ from fedleak.training import privacy
 from fedleak.training.privacy import Event, Spent
 from fedleak.util.errors import FedleakError
 
+UNLIKELY = 1e-6
+"""How often a sampler that does what the ledger says is accused."""
+
 
 class _DefenseNote(Measured):
     """What one defense did to one update; its figures are by name."""
@@ -91,6 +94,7 @@ def ledger(
                 LedgerRow.nothing_guaranteed(key)
             ]
     gaps.notes += _large_delta(experiment, client_sizes(run), rows)
+    gaps.missing += _drawn_too_often(experiment, client_sizes(run), notes)
     if experiment.aggregator is not None and experiment.aggregator.trust is not None:
         gaps.notes.append(experiment.aggregator.trust)
     if lost:
@@ -102,6 +106,41 @@ def ledger(
             "files from the vault of a node, else only `fedleak run FILE --fresh` writes them again"
         )
     return rows
+
+
+def _drawn_too_often(
+    experiment: Experiment, sizes: Sequence[int] | None, notes: Mapping[Key, ClientNote | None]
+) -> Iterator[str]:
+    """Yields a sentence if the steps of `dp_sgd` had more examples than its events announce.
+
+    Under Poisson sampling their number is binomial; else a batch or a pass has so many.
+    """
+    from scipy.stats import binom  # it takes half a second to import
+
+    trials, drawn, rate = 0, 0, 0.0
+    for key, note in notes.items():
+        taken = note.training.get("examples") if note is not None else None
+        if note is None or taken is None or sizes is None:
+            continue
+        for event in note.events:
+            if event.unit != "example":
+                continue
+            if event.sampling == "Poisson":
+                trials, drawn = trials + sizes[key.client] * event.steps, drawn + int(taken)
+                rate = max(rate, event.sampling_rate)
+                continue
+            of_batch = min(experiment.local_training.batch_size, sizes[key.client])
+            most = of_batch if event.disjoint is not None else sizes[key.client] * event.steps
+            if taken > most:
+                yield (
+                    f"the steps of {key} had {int(taken)} examples, and the ledger counts {most}: "
+                    "the mechanism does not do what the ledger says"
+                )
+    if binom.sf(drawn - 1, trials, rate) < UNLIKELY:
+        yield (
+            f"{drawn} examples were drawn in {trials} draws, and the ledger says {rate:.3g} of "
+            f"them (p < {UNLIKELY:g}): the mechanism does not do what the ledger says"
+        )
 
 
 def _large_delta(

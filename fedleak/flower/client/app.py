@@ -5,6 +5,8 @@ inside out. What a client finds out about its own defenses goes to a file beside
 nobody else.
 """
 
+from dataclasses import replace
+
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
@@ -15,7 +17,7 @@ from fedleak.flower.client.masking import mask
 from fedleak.flower.client.mods import defend, encode, report_errors, select
 from fedleak.flower.client.outgoing import Outgoing
 from fedleak.store.run import Key
-from fedleak.training.batches import round_batch
+from fedleak.training.batches import Records, round_batch
 from fedleak.training.local import local_update_
 from fedleak.training.truth import GroundTruth
 from fedleak.util.rng import stream_seed
@@ -50,13 +52,20 @@ def train(message: Message, context: Context) -> Message:
         refuse_another_run(work.private, key, experiment.fingerprint)
     protection = work.protection
     seed, local, part = experiment.seed, protection.local, workload.parts[client]
-    chosen = round_batch(len(part), local, seed=seed, client=client, round=round)
+    canaries = planted = None
+    if work.private is not None:  # without one nobody could tell later which canaries were in
+        canaries = client_canaries(experiment, protection, client, round, model)
+        planted = canaries.planted if canaries else None
+    records = planted.records if planted else Records(len(part), 0, False)
+    drawn = round_batch(
+        records.count, records.training(local), seed=seed, client=client, round=round
+    )
+    chosen = records.drawn_examples(drawn)
+    if planted is not None and planted.drawn_K is None:
+        planted = replace(planted, drawn_K=records.drawn_canaries(drawn))
     sequences = [workload.sequences[part[i]] for i in chosen]
     labels = [workload.labels[part[i]] for i in chosen]
     figures: dict[str, float] = {}
-    canaries = None
-    if work.private is not None:  # without one nobody could tell later which canaries were in
-        canaries = client_canaries(experiment, protection, client, round, model)
     update = local_update_(
         model,
         sequences,
@@ -64,7 +73,7 @@ def train(message: Message, context: Context) -> Message:
         local,
         seed=stream_seed(seed, "local", round, client),
         report=figures.update,
-        planted=canaries.planted if canaries else None,
+        planted=planted,
     )
     if work.private is not None:
         truth = GroundTruth(
