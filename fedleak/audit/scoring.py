@@ -19,7 +19,7 @@ from fedleak.audit.kept_texts import read_candidates, read_held_out
 from fedleak.audit.privacy import canaries, ledger, membership
 from fedleak.audit.score_files import Recorded, primary, salvaged, write
 from fedleak.audit.summary import summarise
-from fedleak.audit.vault import read_truth
+from fedleak.audit.vault import own_truth, read_truth
 from fedleak.models import LanguageModel
 from fedleak.store import records
 from fedleak.store.records import Answer, LeakageRow, MembershipRow, ScoredRows
@@ -90,6 +90,7 @@ def score(run: Run, recorded: Recorded, attack_names: Iterable[str] | None = Non
     scored = _scored(run, recorded, answers, truths)
     leakage = [scored_answer.row for scored_answer in scored]
     find_gaps(run, experiment, list(attack_names), answers, leakage, truths, gaps)
+    gaps.notes += _noise_notes(run, truths)
     gaps.notes += unchecked(str(answer.settings.get("kind")) for answer in answers.values())
     notes = ledger.client_notes(run, gaps)
     earlier = recorded.earlier
@@ -121,6 +122,22 @@ def _truths(
                 "writes such a file again"
             )
     return truths
+
+
+def _noise_notes(run: Run, truths: Truths) -> list[str]:
+    """Returns what noise is on updates that a malicious server took out of sums, by round."""
+    notes = []
+    for key, truth in truths.items():
+        own = None if truth is None or truth.noise_scale is None else own_truth(run, key)
+        if truth is None or own is None or own.noise_scale is None or own == truth:
+            continue
+        assert truth.noise_scale is not None
+        notes.append(
+            f"round {key.round}: the noise of all clients of the sum stays on the update of client "
+            f"{key.client}: its standard deviation is {truth.noise_scale:.3g}, "
+            f"{truth.noise_scale / own.noise_scale:.3g} times that of its own"
+        )
+    return notes
 
 
 def _readable_truth(run: Run, key: Key, model: LanguageModel) -> GroundTruth | None:

@@ -25,7 +25,7 @@ def read_truth(run: Run, key: Key) -> GroundTruth | None:
     """
     if key.client == EVERYONE:
         return _truth_of_all(run, key.round)
-    truth = _truth_of_client(run, key)
+    truth = own_truth(run, key)
     if truth is None or truth.noise_scale is None or not run.info()["experiment"].get("server"):
         return truth
     experiment = stored(run)
@@ -34,8 +34,8 @@ def read_truth(run: Run, key: Key) -> GroundTruth | None:
     return replace(truth, noise_scale=_noise_around(run, experiment, key, truth))
 
 
-def _truth_of_client(run: Run, key: Key) -> GroundTruth | None:
-    """Opens the vault for one client and round."""
+def own_truth(run: Run, key: Key) -> GroundTruth | None:
+    """Opens the vault for one client and round, with the scale of that client's own noise."""
     try:
         value = run.vault.read(key)
     except FedleakError as error:
@@ -49,7 +49,7 @@ def _noise_around(run: Run, experiment: Experiment, key: Key, truth: GroundTruth
     The others sent nothing but their noise, and the sum was scaled to the weight of this client.
     """
     clients = summed_clients(run, experiment, key.round)
-    truths = [_truth_of_client(run, Key(key.round, client)) for client in clients]
+    truths = [own_truth(run, Key(key.round, client)) for client in clients]
     scales = [weight(other, experiment) * (other.noise_scale or 0.0) for other in truths if other]
     return math.hypot(*scales) / weight(truth, experiment) if None not in truths else None
 

@@ -49,7 +49,7 @@ def check_defense(file: File, changes: Set = None) -> None:
 
 
 def list_() -> None:
-    """Name the attacks, defenses, models and data sets, and where each comes from."""
+    """Name the attacks, defenses, server modes, models and data sets, and where each comes from."""
     from fedleak.cli import catalogue
 
     catalogue.show(console)

@@ -193,14 +193,16 @@ def test_a_target_that_drops_out_is_no_error_and_nothing_is_read(tmp_path, monke
     assert "dropped out of the sum" in run.rows(LEAKAGE)[0].reason
 
 
-def test_noise_of_all_clients_is_on_the_targets_update(tmp_path, monkeypatch):
+def test_noise_of_all_clients_is_on_the_targets_update(tmp_path, monkeypatch, in_process):
     monkeypatch.setattr(Captures, "drop", lambda captures: None)
     noise = {"kind": "gaussian_noise", "sigma": 0.01}
-    run = trained(tmp_path / "run", experiment_of(ONE_TARGET, defense=[noise, SUM]))
+    run = carried_out(tmp_path / "run", experiment_of(ONE_TARGET, defense=[noise, SUM]))
     truths = [run.vault.read(Key(1, client)) for client in range(4)]
     weights = [min(2, len(truth["sequences"])) for truth in truths]
     scale = vault.read_truth(run, Key(1, 2)).noise_scale
     assert scale == pytest.approx(0.01 * math.hypot(*weights) / weights[2])
+    (note,) = [note for note in run.read(SUMMARY).notes if "noise of all clients" in note]
+    assert note.endswith(f"{scale:.3g}, {scale / 0.01:.3g} times that of its own")
     # What a client without data adds is that noise: the embedding rows of words of nobody.
     found = run.captures.read(Key(1, 2)).update.tensors
     rows = found["bert.embeddings.word_embeddings.weight"]

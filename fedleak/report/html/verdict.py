@@ -318,10 +318,14 @@ def sweep_verdict(collected: SweepSummary) -> Verdict:
             Level.UNKNOWN, HEADLINES[Level.UNKNOWN], (first, second, _gaps_of_sweep(without))
         )
     exact = [(cell, leakage) for cell, leakage in answered if leakage.exact_texts]
+    malicious = sum(cell.server is not None for cell in collected.cells)
+    who = "An attacker who follows the protocol"
+    if malicious:
+        who = f"An attacker (a {MALICIOUS} in {malicious} of {cells})"
     if exact:
         cell, leakage = max(exact, key=lambda pair: _strength(pair[1].read)[0])
         first = (
-            f"An attacker who follows the protocol could read private texts word for word in "
+            f"{who} could read private texts word for word in "
             f"{len(exact)} of {cells}, most in {_cell(cell)}: {leakage.exact_texts:,} of "
             f"{counted(leakage.texts, 'text')}."
         )
@@ -331,7 +335,7 @@ def sweep_verdict(collected: SweepSummary) -> Verdict:
         )
     else:
         first = (
-            f"An attacker who follows the protocol could read no private text word for word in "
+            f"{who} could read no private text word for word in "
             f"{cells}, but attacks answered in {len(answered)} of them."
         )
         shares = [leakage.read.exact_match for _, leakage in answered]
