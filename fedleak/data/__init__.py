@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 
 from fedleak.data import files
@@ -224,22 +225,21 @@ def partition(
             f"federation.clients = {clients} leaves a client with no data: data.samples is only "
             f"{len(labels)}; raise it or use fewer clients"
         )
-    from datasets import Dataset  # both here, because they take a second
-    from flwr_datasets.partitioner import DirichletPartitioner, IidPartitioner
+    if how == "iid":  # the order is random already
+        return [part.tolist() for part in np.array_split(np.arange(len(labels)), clients)]
+    from datasets import Dataset  # both here, because they take two seconds
+    from flwr_datasets.partitioner import DirichletPartitioner
 
-    table = Dataset.from_dict({"index": list(range(len(labels))), "label": list(labels)})
-    partitioner = (
-        IidPartitioner(clients)
-        if how == "iid"
-        else DirichletPartitioner(
-            clients,
-            partition_by="label",
-            alpha=alpha,
-            min_partition_size=1,
-            seed=stream_seed(seed, "partition") % 2**32,
-        )
+    partitioner = DirichletPartitioner(
+        clients,
+        partition_by="label",
+        alpha=alpha,
+        min_partition_size=1,
+        seed=stream_seed(seed, "partition") % 2**32,
     )
-    partitioner.dataset = table
+    partitioner.dataset = Dataset.from_dict(
+        {"index": list(range(len(labels))), "label": list(labels)}
+    )
     try:
         return [list(partitioner.load_partition(client)["index"]) for client in range(clients)]
     except ValueError as error:

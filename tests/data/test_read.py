@@ -341,6 +341,7 @@ def test_training_and_held_out_texts_are_disjoint_and_the_seed_decides():
     assert len(set(train.labels)) == 2
 
 
+@pytest.mark.filterwarnings("ignore:The specified min_partition_size")
 @given(
     st.integers(1, 12), st.integers(0, 40), st.sampled_from(["iid", "dirichlet"]), st.integers(0, 5)
 )
@@ -350,6 +351,7 @@ def test_every_example_is_of_one_client(clients, more, how, seed):
     assert len(parts) == clients
     assert all(parts)
     assert sorted(i for part in parts for i in part) == list(range(len(labels)))
+    assert how == "dirichlet" or max(map(len, parts)) - min(map(len, parts)) <= 1
     assert parts == data.partition(labels, clients, how=how, alpha=5.0, seed=seed)
 
 
