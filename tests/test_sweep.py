@@ -835,14 +835,20 @@ def test_the_table_fits_a_terminal_of_eighty_columns():
 def test_no_word_of_a_cell_is_broken_where_room_is_short():
     noise = [[], [{"kind": "gaussian_noise", "sigma": 1e-4}], [{"kind": "dp_sgd", "epsilon": 8.0}]]
     figures = traded("mcc", [0.6, 0.5, 0.0], ["none", 31.25, 3.1], [None, 0.25, 1.0])
-    swept = {"defense": noise, "federation.batch_size": [1, 2, 4]}
+    algorithms = ["fedsgd", "fedavg", "fedsgd"]
+    swept = {
+        "defense": noise,
+        "federation.batch_size": [1, 2, 4],
+        "federation.algorithm": algorithms,
+    }
     cells = tuple(
         changed(cell, values={key: values[i] for key, values in swept.items()})
         for i, cell in enumerate(figures.cells)
     )
     found = changed(figures, axes=swept, cells=cells)
     words = {"gaussian_noise", "sigma=0.0001", "dp_sgd", "epsilon=8.0", "defense", "dager", "31.2"}
-    for width in range(72, 140, 4):
+    words |= {"fedavg", "ROUGE-L", "seconds"}  # also the last column
+    for width in range(44, 160, 3):
         console = Console(width=width, record=True, file=io.StringIO())
         print_table(console, attacks_table(found))
         text = console.export_text()

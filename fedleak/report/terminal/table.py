@@ -24,19 +24,39 @@ def print_table(console: Console, table: Table) -> None:
     """Prints a table, in parts where it is too wide, and its notes."""
     table = table.only(place for place, col in enumerate(table.columns) if not col.page_only)
     for part in table.parts(lambda part: _fits(_rich_table(part), console)):
-        shown = _rich_table(part)
-        if not _fits(shown, console):
-            shown = _rich_table(part, breaks=True)
-        if table.groups and not _fits(shown, console):
-            shown = _rich_table(_stacked(part), breaks=True)
-        console.print(shown)
+        shown = [_rich_table(part)]
+        if not _fits(shown[0], console):
+            shown = [_rich_table(part, breaks=True)]
+        if table.groups and not _fits(shown[0], console):
+            stacked = _stacked(part).parts(lambda p: _fits(_rich_table(p, breaks=True), console))
+            shown = [_rich_table(piece, breaks=True) for piece in stacked]
+        for piece in shown:
+            _share_room(piece, console)
+            console.print(piece)
     for note in table.notes:
         console.print(f"[dim]{markup(note)}[/]")
 
 
 def _fits(shown: RichTable, console: Console) -> bool:
+    return _least_width(shown) <= console.width
+
+
+def _least_width(shown: RichTable) -> int:
     anywhere = Console(width=10_000, force_terminal=False)
-    return Measurement.get(anywhere, anywhere.options, shown).minimum <= console.width
+    return Measurement.get(anywhere, anywhere.options, shown).minimum
+
+
+def _share_room(shown: RichTable, console: Console) -> None:
+    """Sets the widths of columns: Rich may cut off the last one although all have room."""
+    columns = shown.columns
+    widths, most = ([getattr(c, f"{end}_width") or 0 for c in columns] for end in ("min", "max"))
+    for _ in range(console.width - _least_width(shown)):
+        short = [place for place, width in enumerate(widths) if width < most[place]]
+        if not short:
+            return
+        widths[min(short, key=lambda place: widths[place] / most[place])] += 1
+    for column, width in zip(columns, widths, strict=True):
+        column.width = width
 
 
 def _rich_table(table: Table, *, breaks: bool = False) -> RichTable:
@@ -74,6 +94,7 @@ def _add_column(shown: RichTable, column: Column, lines: Sequence[str], breaks: 
         overflow="fold",
         no_wrap=not breaks or widest <= longest,
         min_width=min(longest, LONGEST_WORD) if breaks else widest,
+        max_width=widest,
     )
 
 
@@ -84,7 +105,10 @@ def _text(cell: Cell) -> Text:
 
 
 def _stacked(table: Table) -> Table:
-    """Returns a table whose columns that name a group are one, with a line for each."""
+    """Returns a table whose columns that name a group are one, with a line for each.
+
+    Where even that is too wide, its parts repeat the group and the column behind it.
+    """
     headings = [column.heading for column in table.columns[: table.groups]]
     rows = []
     for row in table.rows:
@@ -92,4 +116,4 @@ def _stacked(table: Table) -> Table:
         first, *below = [f"{heading} {cell.text}" for heading, cell in named]
         rows.append([Cell(first, below=below), *row[table.groups :]])
     columns = [Column("", words=True), *table.columns[table.groups :]]
-    return replace(table, columns=columns, rows=rows, groups=1)
+    return replace(table, columns=columns, rows=rows, groups=1, kept=2)
