@@ -13,6 +13,8 @@ from typer.testing import CliRunner
 
 from fedleak import defenses
 from fedleak.audit import defense_checks, scoring
+from fedleak.audit.defense_checks import bench, sent_update
+from fedleak.audit.privacy import bounds as privacy_bounds
 from fedleak.cli import app
 from fedleak.config.loading import parse
 from fedleak.defenses.cast import Cast
@@ -97,7 +99,8 @@ def broken(findings):
 @pytest.mark.parametrize(
     ("model", "algorithm"),
     [
-        (BERT, "fedsgd"),
+        (SMALL, "fedsgd"),
+        pytest.param(BERT, "fedsgd", marks=pytest.mark.slow),
         pytest.param(GPT2, "fedavg", marks=pytest.mark.slow),
         pytest.param(BERT, "fedavg", marks=pytest.mark.slow),
         pytest.param(GPT2, "fedsgd", marks=pytest.mark.slow),
@@ -180,6 +183,15 @@ def noise_relative_to_the_largest_tensor(patch):
     patch.setattr(GaussianNoise, "__call__", call)
 
 
+def a_tenth_more_noise(patch):
+    original = GaussianNoise.__call__
+
+    def call(self, update, *, rng):
+        return original(dataclasses.replace(self, sigma=1.1 * self.sigma), update, rng=rng)
+
+    patch.setattr(GaussianNoise, "__call__", call)
+
+
 def noise_that_is_not_sent(patch):
     original = GaussianNoise.__call__
 
@@ -216,7 +228,7 @@ def a_mask_of_too_few(patch):
     original = Mask.__call__
 
     def call(self, update, *, rng):
-        return original(dataclasses.replace(self, fraction=0.7 * self.fraction), update, rng=rng)
+        return original(dataclasses.replace(self, fraction=0.9 * self.fraction), update, rng=rng)
 
     patch.setattr(Mask, "__call__", call)
 
@@ -232,6 +244,25 @@ def a_mask_that_scales(patch):
     patch.setattr(Mask, "__call__", call)
 
 
+def pruning_of_any(patch):
+    """As many numbers as should be zero, but not the smallest."""
+
+    def call(self, update, *, rng):
+        return Mask(fraction=0.95)(update, rng=rng)
+
+    patch.setattr(Prune, "__call__", call)
+
+
+def pruning_that_scales(patch):
+    original = Prune.__call__
+
+    def call(self, update, *, rng):
+        pruned = original(self, update, rng=rng).tensors
+        return dataclasses.replace(update, tensors={n: 1.01 * v for n, v in pruned.items()})
+
+    patch.setattr(Prune, "__call__", call)
+
+
 def pruning_of_too_few(patch):
     original = Prune.__call__
 
@@ -243,6 +274,13 @@ def pruning_of_too_few(patch):
 
 def clipping_of_nothing(patch):
     patch.setattr(Clip, "__call__", lambda self, update, *, rng: update)
+
+
+def clipping_at_a_hundredth_more(patch):
+    def call(self, update, *, rng):
+        return clipped(update, 1.01 * self.max_norm)
+
+    patch.setattr(Clip, "__call__", call)
 
 
 def clipping_of_each_tensor(patch):
@@ -297,6 +335,20 @@ def clipping_of_the_mean(patch):
     patch.setattr(private_steps, "clipped_sum_", clipped_sum_)
 
 
+def clipping_of_examples_at_half_more(patch):
+    training = DpSgd.training
+
+    def looser(self, local):
+        loose = dataclasses.replace(self, max_grad_norm=1.5 * self.max_grad_norm)
+        steps = dataclasses.replace(
+            training(loose, local).private,
+            noise_multiplier=self.noise_multiplier / 1.5,  # so that the noise is what it should be
+        )
+        return dataclasses.replace(local, private=steps)
+
+    patch.setattr(DpSgd, "training", looser)
+
+
 def private_without_noise(patch):
     def training(self, local):
         steps = private_steps.PrivateSteps(1e-9, self.max_grad_norm, self.sampling)
@@ -346,6 +398,15 @@ def a_mean_of_raw_updates(patch):
     patch.setattr("fedleak.defenses.central_dp.clipped", lambda update, norm: update)
 
 
+def clipping_of_clients_at_a_half_more(patch):
+    original = clipped
+
+    def looser(update, max_norm):
+        return original(update, 1.5 * max_norm)
+
+    patch.setattr("fedleak.defenses.central_dp.clipped", looser)
+
+
 def noise_that_the_server_leaves_out(patch):
     def combined(self, updates, *, rng):
         return original(dataclasses.replace(self, noise_multiplier=1e-9), updates, rng=rng)
@@ -371,18 +432,23 @@ STEP = "a step without sampling spends no more than"
 BROKEN = [
     (RELATIVE, noise_relative_to_the_largest_tensor, [NOISE]),
     (GAUSS, half_the_noise, [NOISE]),
+    (GAUSS, a_tenth_more_noise, [NOISE]),
     (GAUSS, noise_that_is_not_sent, [DIFFERS, NOISE]),
     (GAUSS, noise_on_weights_alone, [NOISE]),
     (LAPLACE, scale_taken_for_the_deviation, [NOISE]),
     (MASK, a_mask_of_too_few, [MASKED]),
     (MASK, a_mask_that_scales, [MASKED]),
     (PRUNE, pruning_of_too_few, [ZEROS]),
+    (PRUNE, pruning_of_any, [ZEROS]),
+    (PRUNE, pruning_that_scales, [ZEROS]),
     (CLIP, clipping_of_nothing, [DIFFERS, "the update is no longer than 0.5"]),
+    (CLIP, clipping_at_a_hundredth_more, ["the update is no longer than 0.5"]),
     (CLIP, clipping_of_each_tensor, ["the update is no longer than 0.5"]),
     (LOCAL_DP, noise_in_norms_and_not_in_sensitivities, [NOISE, STEP]),
     (LOCAL_DP, noise_without_clipping, ["the update is no longer than 0.5", STEP]),
     (LOCAL_DP, an_event_that_a_file_changes, ["two runs of one round spend"]),
     (DP_SGD, clipping_of_the_mean, ["a loud example moves the update by no more than 0.25"]),
+    (DP_SGD, clipping_of_examples_at_half_more, ["a loud example moves the update by", STEP]),
     (DP_SGD, private_without_noise, [NOISE, STEP]),
     (DP_SGD, plain_training, [DIFFERS, "a loud example moves", NOISE, STEP]),
     (FREEZE, freezing_of_nothing, [DIFFERS, "tensors are not sent"]),
@@ -391,6 +457,7 @@ BROKEN = [
     (CAST, no_cast, [DIFFERS]),
     (SECURE_SUM, a_sum_that_is_the_last, ["neither of two", "weighted mean"]),
     (CENTRAL_DP, a_mean_of_raw_updates, ["a loud client moves the sum", STEP]),
+    (CENTRAL_DP, clipping_of_clients_at_a_half_more, ["a loud client moves the sum", STEP]),
     (CENTRAL_DP, noise_that_the_server_leaves_out, [NOISE, STEP]),
     (CENTRAL_DP, clients_that_are_weighed_by_their_examples, ["a loud client moves the sum"]),
 ]
@@ -413,17 +480,45 @@ def test_one_broken_defense_of_several_is_named_by_its_place(monkeypatch):
 
 
 def test_a_parameter_that_a_client_leaves_out_is_missed(monkeypatch):
-    original = defense_checks.local_update_
+    original = bench.local_update_
 
     def without_one(*args, **kwargs):
         update = original(*args, **kwargs)
         rest = {n: v for n, v in update.tensors.items() if n != "classifier.bias"}
         return dataclasses.replace(update, tensors=rest)
 
-    monkeypatch.setattr(defense_checks, "local_update_", without_one)
+    monkeypatch.setattr(bench, "local_update_", without_one)
     assert ("the update", "what is shared and trained is sent, and nothing else") in broken(
         defense_checks.check(experiment_of(MASK))
     )
+
+
+@pytest.mark.parametrize(
+    "aggregate",
+    [
+        pytest.param(lambda before, *_: (before, {}), id="nothing moves"),
+        pytest.param(
+            lambda before, *_: ({n: v + math.inf for n, v in before.items()}, {}), id="not finite"
+        ),
+    ],
+)
+def test_a_server_that_does_nothing_with_an_update_or_breaks_is_noticed(monkeypatch, aggregate):
+    monkeypatch.setattr(defense_checks, "aggregate", aggregate)
+    findings = defense_checks.check(experiment_of(MASK))
+    assert broken(findings) == [("the update", "the global weights move, and stay finite")]
+
+
+@pytest.mark.parametrize(("table", "apart"), [(LOCAL_DP, 2.0), (DP_SGD, 1.0)])
+def test_canaries_are_as_far_apart_as_the_neighbours_of_the_event(monkeypatch, table, apart):
+    asked, original = [], privacy_bounds.gaussian_bound
+
+    def watched(*scores, per_score):
+        asked.append(per_score)
+        return original(*scores, per_score=per_score)
+
+    monkeypatch.setattr(privacy_bounds, "gaussian_bound", watched)
+    assert not broken(defense_checks.check(experiment_of(table)))
+    assert asked == [apart]
 
 
 # --- a run with a broken defense ----------------------------------------------------------------
@@ -622,7 +717,7 @@ def test_a_budget_that_begins_anew_in_every_round_is_noticed(monkeypatch, how):
 
 def test_noise_that_is_not_there_is_short_to_say():
     update = ClientUpdate(UpdateKind.GRADIENT, {"a": torch.zeros(9)}, 1)
-    _, holds, figures = defense_checks._noise(update, update, 0.5)
+    _, holds, figures = sent_update.noise_test(update, update, 0.5)
     assert not holds
     assert figures == "0 on 9 numbers, -inf deviations off"
 

@@ -1,0 +1,186 @@
+"""Does each defense do what it says? Tested on the update as a client would send it.
+
+Published results were wrong where nobody looked: noise measured before it was added, the batch's
+mean clipped and not each example, a budget that began anew in every round
+(docs/how-a-number-can-lie.md). Every run with defenses is checked before it trains, and
+`fedleak check-defense` prints the figures.
+
+The checks feed texts of random tokens to the experiment's own model, and never a client's data:
+`bench` makes the updates, and the other modules test them.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Annotated
+
+import torch
+from pydantic import Field, TypeAdapter
+
+from fedleak.audit.defense_checks.bench import (
+    EXAMPLES,
+    Bench,
+    Test,
+    Texts,
+    random_texts,
+    trained_on,
+)
+from fedleak.audit.defense_checks.combined_updates import combines
+from fedleak.audit.defense_checks.privacy import guarantees, measured
+from fedleak.audit.defense_checks.sent_update import changes, keeps
+from fedleak.config.checks import check_defenses
+from fedleak.config.experiment import Experiment
+from fedleak.config.sent_parameters import selected_parameters
+from fedleak.defenses import Defense, TrustedAggregator
+from fedleak.federation.lookup import client_sizes
+from fedleak.federation.protection import Protection, protection
+from fedleak.federation.workload import divide, read_data
+from fedleak.models import LanguageModel, loading
+from fedleak.models.parameter_selection import select
+from fedleak.store.run import Run
+from fedleak.training.aggregation import WeightedSum, aggregate
+from fedleak.training.observation import UpdateKind
+from fedleak.training.wire import partial_update
+from fedleak.util.errors import FedleakError
+from fedleak.util.finite import all_finite
+from fedleak.util.rng import stream
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One claim of a defense, put to the test.
+
+    Attributes:
+        defense: Its place in the file and its kind; or what else was tested.
+        claim: What should be so.
+        holds: Whether it is.
+        figures: What was measured; "found" in checks.json.
+    """
+
+    defense: str
+    claim: str
+    holds: bool
+    figures: Annotated[str, Field(alias="found")]
+
+
+FINDINGS = TypeAdapter(list[Finding])
+"""The content of checks.json."""
+
+
+def refuse_broken(run: Run, experiment: Experiment) -> None:
+    """Checks the defenses of a run that has not begun, and notes the findings in checks.json.
+
+    Raises:
+        FedleakError: One does not do what it says.
+    """
+    if not experiment.defense or run.captures.all_keys():
+        return
+    findings = check(experiment, client_sizes(run))
+    run.write_json("checks.json", FINDINGS.dump_python(findings, by_alias=True))
+    broken = [
+        f"{finding.defense}: {finding.claim}: {finding.figures}"
+        for finding in findings
+        if not finding.holds
+    ]
+    if broken:
+        raise FedleakError(
+            f"a defense fails its check ({'; '.join(broken)}): nothing was trained; see "
+            f"`fedleak check-defense` and {run.path / 'checks.json'}"
+        )
+
+
+def check(experiment: Experiment, sizes: Sequence[int] | None = None) -> list[Finding]:
+    """Puts every claim of every defense to the test, and the update of all together.
+
+    Args:
+        experiment: The experiment.
+        sizes: How many examples each client has, where that is for the nodes to say; None: not
+            known yet, a batch each.
+
+    Raises:
+        ConfigError: The experiment cannot work.
+    """
+    split = read_data(experiment)
+    model = loading.load(experiment.model_spec(len(split.train.label_names)))
+    check_defenses(experiment, model)
+    parts = divide(experiment, split, model).parts
+    if experiment.data.on_nodes:
+        table = experiment.federation
+        sizes = [table.batch_size] * table.clients if sizes is None else sizes
+        parts = [list(range(size)) for size in sizes]
+    texts, findings = random_texts(model, experiment.seed), []
+    for number, placed in enumerate(experiment.defenses):
+        client = placed.clients[0] if placed.clients else 0
+        of_client = protection(experiment, client, len(parts[client]))
+        name = f"defense[{number}] ({placed.defense.kind})"
+        bench = _bench(experiment, model, texts, of_client, of_client.defenses[number])
+        tests = chain(
+            combines(bench) if isinstance(bench.defense, TrustedAggregator) else changes(bench),
+            keeps(bench),
+            guarantees(bench),
+            measured(bench, experiment, client),
+        )
+        findings += _findings(name, tests)
+    return findings + _findings("the update", _all_together(experiment, model, texts, parts))
+
+
+def _findings(name: str, tests: Iterable[Test]) -> list[Finding]:
+    return [
+        Finding(defense=name, claim=claim, holds=holds, figures=figures)
+        for claim, holds, figures in tests
+    ]
+
+
+def _bench(
+    experiment: Experiment,
+    model: LanguageModel,
+    texts: Texts,
+    of_client: Protection,
+    defense: Defense,
+) -> Bench:
+    """Returns the bench of one defense. FedAvg takes one step: its noise is what was added."""
+    plain = replace(
+        experiment.local_training,
+        kind=UpdateKind.GRADIENT,
+        batch_size=min(experiment.federation.batch_size, of_client.num_examples),
+        dropout=False,
+    )
+    return Bench(
+        model=model,
+        texts=texts,
+        plain=plain,
+        local=defense.training(plain),
+        defense=defense,
+        num_examples=of_client.num_examples,
+        seed=experiment.seed,
+        sends=experiment.local_training.kind,
+    )
+
+
+def _all_together(
+    experiment: Experiment, model: LanguageModel, texts: Texts, parts: Sequence[Sequence[int]]
+) -> Iterator[Test]:
+    """Tests the update of the first client with all of its defenses, and what it does."""
+    of_client = protection(experiment, 0, len(parts[0]))
+    # As many examples as a step takes, so that FedAvg makes one.
+    local = replace(of_client.local, batch_size=EXAMPLES, epochs=1)
+    before = model.parameters()
+    update = trained_on(model, texts, local, seed=experiment.seed)
+    update, _ = of_client.defend(update, lambda n: stream(experiment.seed, "check", n))
+    sent = partial_update(update, selected_parameters(experiment, model))
+    frozen = set(select(model, local.frozen, "parameters")) if local.frozen else set()
+    wanted = set(selected_parameters(experiment, model)) - frozen
+    yield (
+        "what is shared and trained is sent, and nothing else",
+        sent.tensors.keys() == wanted,
+        f"{len(sent.tensors)} of {len(before)} tensors",
+    )
+    total = WeightedSum(lambda name: before[name].dtype)
+    total.add_(sent)
+    after, _ = aggregate(before, total, experiment.server_optimiser, {})
+    moved = sum(not torch.equal(after[name], before[name]) for name in before)
+    yield (
+        "the global weights move, and stay finite",
+        moved > 0 and all(map(all_finite, after.values())),
+        f"{moved} of {len(before)} tensors move",
+    )

@@ -1,0 +1,237 @@
+"""Where one defense is tested: updates of a client that has it, and of one that has not.
+
+Texts are of random tokens. A loud batch is one whose first example has a gradient some thousand
+times too large.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedleak import models
+from fedleak.defenses import Claims, Defense, TrustedAggregator
+from fedleak.federation.protection import Protection
+from fedleak.models import CLASSIFICATION, LanguageModel, pad
+from fedleak.training.canaries import Planted
+from fedleak.training.local import local_update_
+from fedleak.training.observation import ClientUpdate, UpdateKind
+from fedleak.training.settings import LocalTraining
+from fedleak.training.wire import from_wire, to_wire
+from fedleak.util.rng import stream, stream_seed
+
+EXAMPLES, TOKENS = 4, 8
+LOUD = 1e4
+"""Factor of the loud example's logits, and so of its gradient."""
+
+ROUNDING = 1e-3
+"""Relative error of a norm: half of the numbers of a large model may round the same way."""
+
+Test = tuple[str, bool, str]
+"""Claim, whether it holds, and the figures."""
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Texts, and their classes.
+
+    Attributes:
+        sequences: Of random tokens, as a client would feed them.
+        labels: The class that the model holds least likely: it has a gradient.
+    """
+
+    sequences: Sequence[Sequence[int]]
+    labels: Sequence[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """Where one defense is tested.
+
+    Attributes:
+        model: At the weights that are broadcast; tests leave it so.
+        texts: What clients train on.
+        plain: How a client without defenses trains; dropout is off, because it is random too.
+        local: How a client with only this defense trains.
+        defense: With its noise worked out.
+        num_examples: Examples that its client has.
+        seed: Of all that is random.
+        sends: What clients of the experiment send; a test always takes a single step.
+    """
+
+    model: LanguageModel
+    texts: Texts
+    plain: LocalTraining
+    local: LocalTraining
+    defense: Defense
+    num_examples: int
+    seed: int
+    sends: UpdateKind
+
+    @property
+    def claims(self) -> Claims:
+        """What the defense says of a single step's update."""
+        return self.defense.claims(self.local, self.num_examples)
+
+    def raw(self, *, loud: bool = False) -> ClientUpdate:
+        """Returns the update of a client without the defense."""
+        return self.trained(loud=loud, local=self.plain)
+
+    def sent(
+        self, chosen: Sequence[int] = range(EXAMPLES), *, loud: bool = False, noise: int = 0
+    ) -> ClientUpdate:
+        """Returns the update that arrives at the server.
+
+        Args:
+            chosen: Which of the examples the client has.
+            loud: The first example of all is loud.
+            noise: Another number draws other noise.
+        """
+        return self.defended(self.trained(chosen, loud=loud, noise=noise), noise)
+
+    def defended(self, update: ClientUpdate, noise: int = 0) -> ClientUpdate:
+        """Returns an update as the defense leaves it and the wire delivers it."""
+        client = Protection(self.local, {0: self.defense}, self.num_examples)
+        update, _ = client.defend(update, lambda _: stream(self.seed, "check", noise))
+        return replace(update, tensors=from_wire(to_wire(update.tensors)))
+
+    def combined(self, updates: Sequence[ClientUpdate], noise: int = 0) -> ClientUpdate:
+        """Returns what is seen of the updates of several clients, where that is one update."""
+        assert isinstance(self.defense, TrustedAggregator)
+        return self.defense.combined(updates, rng=stream(self.seed, "check", "combined", noise))
+
+    def trained(
+        self,
+        chosen: Sequence[int] = range(EXAMPLES),
+        *,
+        loud: bool = False,
+        noise: int = 0,
+        local: LocalTraining | None = None,
+        planted: Planted | None = None,
+    ) -> ClientUpdate:
+        """Returns the update before the defense has it.
+
+        Args:
+            chosen, loud, noise: As in `sent`.
+            local: How to train; None: as a client with only this defense.
+            planted: Canaries.
+        """
+        return trained_on(
+            self.model,
+            self.texts,
+            local or self.local,
+            seed=stream_seed(self.seed, "check", noise),
+            chosen=chosen,
+            loud=loud,
+            planted=planted,
+        )
+
+
+def trained_on(
+    model: LanguageModel,
+    texts: Texts,
+    local: LocalTraining,
+    *,
+    seed: int,
+    chosen: Sequence[int] = range(EXAMPLES),
+    loud: bool = False,
+    planted: Planted | None = None,
+) -> ClientUpdate:
+    """Returns the update of a client that trains; the model stays as it is.
+
+    Args:
+        model: At the weights that are broadcast.
+        texts: Some of which are the client's.
+        local: How it trains.
+        seed: Of the training.
+        chosen: Which of the texts it has.
+        loud: The first of them is loud.
+        planted: Canaries.
+    """
+    family: Any = _Loud(model.family) if loud else model.family
+    before = {name: value.clone() for name, value in model.parameters().items()}
+    update = local_update_(
+        replace(model, family=family),
+        [texts.sequences[i] for i in chosen],
+        [texts.labels[i] for i in chosen],
+        local,
+        seed=seed,
+        planted=planted,
+    )
+    models.load_parameters_(model, before)
+    return update
+
+
+def random_texts(model: LanguageModel, seed: int) -> Texts:
+    """Returns texts to train on."""
+    rng, special = stream(seed, "check"), model.special_ids()
+    usable = [i for i in range(len(model.tokenizer)) if i not in special]
+    picks_BT = torch.randint(len(usable), (EXAMPLES, TOKENS), generator=rng).tolist()
+    sequences = model.encode([model.decode([usable[i] for i in row]) for row in picks_BT])
+    if model.task != CLASSIFICATION:
+        return Texts(sequences, [0] * len(sequences))
+    ids_BT, mask_BT = pad(sequences, model.tokenizer.pad_token_id, model.device)
+    with torch.no_grad():
+        logits_BC = model.family.logits(model.module, mask_BT, ids_BT=ids_BT, embeds_BTD=None)
+    return Texts(sequences, logits_BC.argmin(-1).tolist())
+
+
+class _Loud:
+    """A family whose first example of a batch has its logits, and so its gradient, magnified."""
+
+    def __init__(self, family: Any) -> None:
+        self._family = family
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._family, name)
+
+    def logits(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Returns the family's logits, the first row magnified."""
+        of_family: Callable[..., Tensor] = self._family.logits
+        logits = of_family(*args, **kwargs)
+        return torch.cat([LOUD * logits[:1], logits[1:]])
+
+
+def all_numbers(update: ClientUpdate) -> Tensor:
+    """Returns all numbers of an update [N]."""
+    return torch.cat([update.tensors[name].flatten() for name in sorted(update.tensors)])
+
+
+def zeroed(update: ClientUpdate) -> ClientUpdate:
+    """Returns an update of as many zeros."""
+    zeros = {name: torch.zeros_like(value) for name, value in update.tensors.items()}
+    return replace(update, tensors=zeros)
+
+
+def dense(like: ClientUpdate, norm: float, seed: int) -> ClientUpdate:
+    """Returns an update of the same parameters, without zeros and with about this norm."""
+    rng = stream(seed, "check", "dense")
+    scale = norm / math.sqrt(sum(value.numel() for value in like.tensors.values()))
+    numbers = {
+        name: scale * torch.randn(value.shape, generator=rng)
+        for name, value in like.tensors.items()
+    }
+    return replace(like, tensors=numbers)
+
+
+def rounded(first: ClientUpdate, second: ClientUpdate) -> float:
+    """Returns how far apart rounding alone may put two updates that were added up in float32."""
+    return 4 * torch.finfo(torch.float32).eps * (norm_of(first) + norm_of(second))
+
+
+def norm_of(update: ClientUpdate) -> float:
+    """Returns the L2 norm of all numbers."""
+    return float(torch.stack([v.double().norm() for v in update.tensors.values()]).norm())
+
+
+def distance(first: ClientUpdate, second: ClientUpdate) -> float:
+    """Returns the L2 distance, over the tensors that both have."""
+    apart = [
+        (value.double() - second.tensors[name].double()).norm()
+        for name, value in first.tensors.items()
+        if name in second.tensors
+    ]
+    return float(torch.stack(apart).norm())

@@ -1,0 +1,88 @@
+"""Tests of what is captured of several clients in place of their updates."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from fedleak.audit.defense_checks.bench import (
+    EXAMPLES,
+    ROUNDING,
+    Bench,
+    Test,
+    all_numbers,
+    distance,
+    norm_of,
+    rounded,
+    zeroed,
+)
+from fedleak.audit.defense_checks.sent_update import noise_test
+from fedleak.defenses import TrustedAggregator
+from fedleak.training.observation import ClientUpdate
+
+
+def combines(bench: Bench) -> Iterator[Test]:
+    """Tests what is captured of two clients in place of their updates."""
+    first, second = bench.sent(range(1)), bench.sent(range(1, EXAMPLES))
+    total = bench.combined([first, second])
+    if bench.claims.step is not None:
+        yield from _rounds(bench)
+    apart = min(
+        distance(total, update) / max(norm_of(update), 1e-300) for update in (first, second)
+    )
+    yield (
+        "the capture is neither of two updates",
+        apart > ROUNDING,
+        f"{apart:.2g} of an update away from it",
+    )
+    if bench.claims.mean_of_clients:
+        mean = {
+            name: (value * first.num_examples + second.tensors[name] * second.num_examples)
+            / (first.num_examples + second.num_examples)
+            for name, value in first.tensors.items()
+        }
+        off = distance(total, replace(first, tensors=mean)) / max(norm_of(total), 1e-300)
+        yield "the capture is the weighted mean of two updates", off < ROUNDING, f"{off:.1g} off"
+    if bench.claims.client_norm is not None:
+        yield _client_bounded(bench, bench.claims.client_norm, second)
+    assert isinstance(bench.defense, TrustedAggregator)
+    if scale := bench.defense.noise_on_mean(2):
+        again = bench.combined([first, second], noise=1)
+        yield noise_test(total, again, scale)
+
+
+def _client_bounded(bench: Bench, norm: float, other: ClientUpdate) -> Test:
+    """Tests by how much a loud client moves the sum of two, against one that sends zeros."""
+    loud = bench.sent(loud=True)
+    there, gone = bench.combined([other, loud]), bench.combined([other, zeroed(loud)])
+    moved = 2 * distance(there, gone)
+    return (
+        f"a loud client moves the sum of updates by no more than {norm:g}",
+        moved <= norm * (1 + ROUNDING) + 2 * rounded(there, gone),
+        f"by {moved:.4g}, of {norm_of(loud):.2g} before",
+    )
+
+
+def _rounds(bench: Bench) -> Iterator[Test]:
+    """Tests the rounding of one client's update, before it is added to others.
+
+    It says how large the error is beside the update: rounding that loses the update hides it too.
+    """
+    raw = bench.trained()
+    before, after = all_numbers(raw).double(), all_numbers(bench.defended(raw)).double()
+    claims = bench.defense.claims(bench.local, raw.num_examples)
+    assert claims.step is not None
+    assert claims.largest_number is not None
+    inside = before.clamp(-claims.largest_number, claims.largest_number)
+    moved = float((after - inside).abs().max())
+    float32 = torch.finfo(torch.float32).eps * float(after.abs().max())
+    size, error = (float(numbers.square().mean().sqrt()) for numbers in (before, after - before))
+    lost = (after == 0) & (before != 0)
+    yield (
+        f"each number is cut off at {claims.largest_number:.3g} and moves by less than a step of "
+        f"{claims.step:.3g}",
+        moved <= claims.step + float32,
+        f"by up to {moved:.3g}; the error is {error / size:.3g} of the update's root mean square, "
+        f"{100 * float(lost.double().mean()):.3g} % of the numbers become zero and "
+        f"{100 * float((before != inside).double().mean()):.3g} % are cut off",
+    )

@@ -1,0 +1,92 @@
+"""Tests of what a defense guarantees: that rounds add up, and that a step spends no more."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+
+from fedleak.audit.defense_checks.bench import Bench, Test
+from fedleak.audit.privacy import bounds as privacy_bounds
+from fedleak.audit.privacy.canaries import ALARM
+from fedleak.config.experiment import Experiment
+from fedleak.config.tables import CanaryTable
+from fedleak.defenses import TrustedAggregator
+from fedleak.federation.canaries import ClientCanaries, client_canaries, sent_sizes
+from fedleak.federation.protection import Protection
+from fedleak.training import privacy
+from fedleak.training.batches import passes
+from fedleak.training.canaries import most_canaries, scores
+from fedleak.training.observation import ClientUpdate, UpdateKind
+from fedleak.training.privacy import Event
+
+CANARIES, CANARY_UPDATES, WHOLE_UPDATES = 64, 4, 16
+"""Canaries of an update, and updates that they are in; a canary may be a whole update."""
+
+
+def guarantees(bench: Bench) -> Iterator[Test]:
+    """Tests that two rounds with the same example cost more than one, in one run as in two."""
+    local = replace(bench.local, kind=bench.sends)
+    again = 1 + (passes(bench.num_examples, local) if bench.sends == UpdateKind.GRADIENT else 1)
+    first, second = (bench.defense.event(local, bench.num_examples, round) for round in (1, again))
+    if first is None and second is None:
+        return
+
+    def epsilon(events: Sequence[Event | None]) -> float:
+        return sum(
+            spent.epsilon
+            for spent in privacy.compose([event for event in events if event], 1e-5, "rdp")
+        )
+
+    noted = first and Event.from_json(first.to_json())
+    single, whole, later = epsilon([first]), epsilon([first, second]), epsilon([noted, second])
+    yield (
+        "two runs of one round spend what one run of two does, and more than one round",
+        whole == later and whole > single > 0,
+        f"epsilon {whole:.4g} and {later:.4g} at delta 1e-5; one round {single:.4g}",
+    )
+
+
+def measured(bench: Bench, experiment: Experiment, client: int) -> Iterator[Test]:
+    """Tests by canaries that a step spends no more than its event says.
+
+    It is a step that every canary takes part in, so it is compared without sampling.
+    """
+    event = bench.defense.event(bench.local, bench.num_examples, 1)
+    room = most_canaries(sum(sent_sizes(experiment, client, bench.model).values()))
+    if event is None or not room:
+        return
+    whole = event.unit == "client"
+    updates = WHOLE_UPDATES if whole else CANARY_UPDATES
+    table = CanaryTable(count=1 if whole else min(CANARIES, room))
+    with_canaries = experiment.model_copy(update={"canary": table})
+    client_alone = Protection(bench.local, {0: bench.defense}, bench.num_examples)
+    inside: list[float] = []
+    for noise in range(updates):
+        made = client_canaries(with_canaries, client_alone, client, 1 + noise, bench.model)
+        assert made is not None
+        captured = bench.defended(_with_canaries(bench, made, noise), noise)
+        if isinstance(bench.defense, TrustedAggregator):
+            captured = bench.combined([captured], noise)
+        scores_K = scores(made.canaries.taken(captured.tensors), made.canaries.directions())
+        pairs = zip(scores_K.tolist(), made.coins.inside, strict=True)
+        inside += [z if coin else -z for z, coin in pairs if coin or whole]
+    delta = experiment.privacy.delta
+    # Plus and minus are as far apart as any two updates, and twice as far as one and nothing.
+    apart = 2.0 if event.neighbouring.startswith("replace") else 1.0
+    bound = privacy_bounds.gaussian_bound(inside, ALARM, delta, per_score=apart)
+    step = replace(event, steps=1, sampling_rate=1.0, sampling="none", disjoint=None)
+    (spent,) = privacy.compose([step], delta, privacy.BOTH_ACCOUNTANTS)
+    yield (
+        f"a step without sampling spends no more than epsilon {spent.epsilon:.4g} at delta "
+        f"{delta:g}",
+        bound <= spent.epsilon,
+        f"{len(inside)} canaries show at least {bound:.4g} (p < {ALARM:g})",
+    )
+
+
+def _with_canaries(bench: Bench, made: ClientCanaries, noise: int) -> ClientUpdate:
+    """Returns an update with canaries before the defense has it."""
+    if made.planted is None:
+        return made.copied(bench.trained(noise=noise))
+    in_every_step = torch.ones(made.canaries.count, dtype=torch.bool)
+    return bench.trained(noise=noise, planted=replace(made.planted, drawn_K=in_every_step))
