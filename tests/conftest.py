@@ -108,7 +108,7 @@ def llama_tiny() -> LanguageModel:
 @pytest.fixture(scope="session")
 def small(bert_tiny, gpt2_tiny, llama_tiny) -> Callable[..., LanguageModel]:
     """Makes a model of any size with the vocabulary of a built-in one, from its own seed."""
-    tiny = {"bert": bert_tiny, "gpt2": gpt2_tiny, "llama": llama_tiny}
+    built_in = {"bert": bert_tiny, "gpt2": gpt2_tiny, "llama": llama_tiny}
 
     def make(
         family: str,
@@ -122,7 +122,7 @@ def small(bert_tiny, gpt2_tiny, llama_tiny) -> Callable[..., LanguageModel]:
         **options: Any,
     ) -> LanguageModel:
         """Makes one; a LLaMA has `kv_heads`, and `options` go to the config."""
-        like = tiny[family]
+        like = built_in[family]
         shared = {
             "vocab_size": len(like.tokenizer),
             "pad_token_id": like.tokenizer.pad_token_id,
@@ -178,13 +178,20 @@ def small(bert_tiny, gpt2_tiny, llama_tiny) -> Callable[..., LanguageModel]:
 def saved(small, tmp_path_factory) -> Callable[..., str]:
     """Saves a model of a built-in one's vocabulary that costs a tenth, and returns its folder."""
 
-    def save(family: str, task: str = CLASSIFICATION) -> str:
-        model, folder = small(family, task, num_labels=2), tmp_path_factory.mktemp(family)
+    def save(family: str, task: str = CLASSIFICATION, **sizes: int) -> str:
+        model = small(family, task, num_labels=2, **sizes)
+        folder = tmp_path_factory.mktemp(family)
         model.module.save_pretrained(folder)
         model.tokenizer.save_pretrained(folder)
         return str(folder)
 
     return save
+
+
+@pytest.fixture(scope="session", autouse=True)
+def tiny_experiment(saved) -> None:
+    """Gives the tiny experiment the smallest model that every attack can work on."""
+    tiny.TABLES["model"]["name"] = saved("bert", layers=3, width=48)
 
 
 @pytest.fixture(scope="session")

@@ -641,7 +641,7 @@ def of_run(run: Run) -> tuple[nn.Module, Any]:
     """Returns the model that the first round of a run starts from, and its tokenizer."""
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-    folder = fedleak.builtin_model("bert-tiny")
+    folder = run.info()["experiment"]["model"]["name"]
     module = AutoModelForSequenceClassification.from_pretrained(folder)
     module.load_state_dict(run.models.read(1))
     return module, AutoTokenizer.from_pretrained(folder)

@@ -26,7 +26,7 @@ TEXTS = ["the patient has a fever", "my sister lost her job"]
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory) -> Path:
+def saved_update(tmp_path_factory) -> Path:
     """A folder with a model, an update of it in both formats, and the texts."""
     folder = tmp_path_factory.mktemp("own")
     builtin = fedleak.builtin_model("bert-tiny")
@@ -49,9 +49,9 @@ def saved(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def here(saved: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(saved)
-    return saved
+def here(saved_update: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(saved_update)
+    return saved_update
 
 
 @pytest.mark.parametrize(

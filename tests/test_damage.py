@@ -238,7 +238,7 @@ def lengthened(path: Path) -> None:
 
 
 OTHER = {
-    "vault-long": (lengthened, 1, "is damaged (a text of more than the 128 tokens"),
+    "vault-long": (lengthened, 1, "is damaged (a text of more than the 64 tokens"),
     "vault-labels": (labelled_twice, 1, "vault/r0001-c00.json is damaged (not every text has one"),
     "run-versions": (said(versions="1.0"), 1, "run.json cannot be read (versions: "),
     "run-left-out": (said(left_out=5), 1, "run.json cannot be read (left_out: "),

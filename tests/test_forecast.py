@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
-from tiny import DLG, call, toml
+from tiny import DLG, TABLES, call, toml
 
 from fedleak.cli import display
 from fedleak.config.loading import parse
@@ -18,7 +18,7 @@ from fedleak.util.errors import ConfigError
 
 TABLE = {
     "name": "small",
-    "model": {"name": "builtin/bert-tiny"},
+    "model": TABLES["model"],
     "data": {"name": "builtin/notes", "samples": 12, "held_out": 2},
     "federation": {"clients": 3, "rounds": 3, "batch_size": 1, "learning_rate": 0.1},
     "utility": {"rounds": []},
@@ -62,7 +62,7 @@ def test_a_run_that_does_not_fit_is_refused_before_anything_is_written(tmp_path,
     assert plan.disk > 10**6
     free = SimpleNamespace(free=plan.disk - 1)
     monkeypatch.setattr(forecast.shutil, "disk_usage", lambda path: free)
-    with pytest.raises(ConfigError, match=r"needs 56 MB for captures and models, but only 56 MB "):
+    with pytest.raises(ConfigError, match=r"needs 8 MB for captures and models, but only 8 MB "):
         preparation.open_run(plan, tmp_path / "runs" / "small")
     assert list(tmp_path.iterdir()) == []
     free.free = plan.disk

@@ -89,7 +89,7 @@ def trained_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def small(folder: Path, in_process: None, trained_once: Path) -> Path:
+def judged_run(folder: Path, in_process: None, trained_once: Path) -> Path:
     shutil.copytree(trained_once, folder, dirs_exist_ok=True)
     return folder / "runs" / "small"
 
@@ -127,20 +127,20 @@ def of(attack: str, **changes: Any) -> Callable[[Answer], Answer]:
 ABSTAINED = {"status": Status.ABSTAINED, "sequences": None, "tokens": None}
 
 
-def test_the_upper_end_of_the_interval_decides(small: Path) -> None:
-    exact = Run(small).read(SUMMARY).worst_case.exact_match
+def test_the_upper_end_of_the_interval_decides(judged_run: Path) -> None:
+    exact = Run(judged_run).read(SUMMARY).worst_case.exact_match
     assert exact.mean == 0 < exact.high < 1
-    status, text, errors = call("gate", str(small), "--max", f"exact={exact.high + 0.001}")
+    status, text, errors = call("gate", str(judged_run), "--max", f"exact={exact.high + 0.001}")
     assert (status, errors) == (0, "")
     assert "within  exact: " in text
     assert "safe" not in text
-    status, text, errors = call("gate", str(small), "--max", f"exact={exact.high - 0.001}")
+    status, text, errors = call("gate", str(judged_run), "--max", f"exact={exact.high - 0.001}")
     assert status == 3
     assert f"up to {exact.high:.3g}; limit" in text
     assert errors == "fedleak: the gate is closed, because of: exact\n"
 
 
-def test_every_limit_is_compared(small: Path) -> None:
+def test_every_limit_is_compared(judged_run: Path) -> None:
     found = judged("exact=0", "rougeL=0", "token_recall=0", "epsilon=8", "auc=1", "canary=1")
     assert {name: found[name].outcome for name in ("exact", "rougeL", "token_recall")} == {
         "exact": Outcome.EXCEEDED, "rougeL": Outcome.EXCEEDED, "token_recall": Outcome.EXCEEDED
@@ -162,14 +162,14 @@ def test_an_epsilon_alone_needs_no_attack(folder: Path, in_process: None) -> Non
     assert "EXCEEDED  epsilon: epsilon 5.998 at delta 1e-05" in text
 
 
-def test_limits_of_the_file_are_those_of_the_gate_and_may_change(small: Path) -> None:
-    status, _, errors = call("gate", str(small))
+def test_limits_of_the_file_are_those_of_the_gate_and_may_change(judged_run: Path) -> None:
+    status, _, errors = call("gate", str(judged_run))
     assert status == 2
     assert "there is no limit" in errors
     Path("small.toml").write_text(toml(ENOUGH | {"gate": {"exact": 0.9}}))
     assert call("run", "small.toml")[0] == 0
-    assert call("gate", str(small))[0] == 0
-    assert call("gate", str(small), "--max", "exact=0.001")[0] == 3
+    assert call("gate", str(judged_run))[0] == 0
+    assert call("gate", str(judged_run), "--max", "exact=0.001")[0] == 3
 
 
 @pytest.mark.parametrize(
@@ -185,8 +185,8 @@ def test_limits_of_the_file_are_those_of_the_gate_and_may_change(small: Path) ->
         (["--max", "exact=0.9", "--junit", "no/such/folder.xml"], "no/such/folder.xml"),
     ],
 )
-def test_a_wrong_limit_is_one_line(small: Path, arguments: list[str], says: str) -> None:
-    status, _, errors = call("gate", str(small), *arguments)
+def test_a_wrong_limit_is_one_line(judged_run: Path, arguments: list[str], says: str) -> None:
+    status, _, errors = call("gate", str(judged_run), *arguments)
     assert status == (1 if "--junit" in arguments else 2)
     assert says in errors
     assert errors.count("\n") == 1
@@ -216,8 +216,8 @@ def test_an_attack_without_time_closes_it(folder: Path, in_process: None, kind: 
     assert f"NOT TOLD  attack {kind}: {late}" in text, text
 
 
-def test_less_than_a_second_cannot_be_agreed(small: Path) -> None:
-    status, _, errors = call("gate", str(small), "--max", "exact=1", "--min", "seconds=0.001")
+def test_less_than_a_second_cannot_be_agreed(judged_run: Path) -> None:
+    status, _, errors = call("gate", str(judged_run), "--max", "exact=1", "--min", "seconds=0.001")
     assert status == 2
     assert "greater than or equal to 1" in errors
 
@@ -265,8 +265,8 @@ def test_a_time_limit_that_nobody_can_keep_closes_it(folder: Path) -> None:
     assert call("gate", "runs/small", "--max", "exact=1")[0] == 3
 
 
-def test_an_abstention_closes_it_unless_it_may(small: Path) -> None:
-    change_answers(small, of("probes", **ABSTAINED))
+def test_an_abstention_closes_it_unless_it_may(judged_run: Path) -> None:
+    change_answers(judged_run, of("probes", **ABSTAINED))
     assert judged("exact=1")["attack probes"].outcome is Outcome.UNTOLD
     checks = judged("exact=1", "token_recall=1", may_abstain=["probes"])
     assert checks["attack probes"].passed
@@ -275,9 +275,9 @@ def test_an_abstention_closes_it_unless_it_may(small: Path) -> None:
 
 
 @pytest.mark.parametrize("limit", ["exact", "rougeL"])
-def test_texts_without_a_sequence_close_it(small: Path, limit: str) -> None:
+def test_texts_without_a_sequence_close_it(judged_run: Path, limit: str) -> None:
     change_answers(
-        small,
+        judged_run,
         lambda answer: of("dlg", **ABSTAINED)(answer) if answer.client == 3 else answer,
     )
     checks = judged(f"{limit}=1", may_abstain=["dlg"])
@@ -442,13 +442,13 @@ def test_a_canary_bound_is_limited_and_of_every_client(scored: Evidence) -> None
     )
 
 
-def test_the_trained_model_is_measured_anew(small: Path) -> None:
-    told = Run(small).read(SUMMARY).utility.figures["accuracy"]
+def test_the_trained_model_is_measured_anew(judged_run: Path) -> None:
+    told = Run(judged_run).read(SUMMARY).utility.figures["accuracy"]
     assert judged(least=[f"accuracy={told}", "mcc=-1"])["accuracy"].passed
     assert judged(least=[f"accuracy={told + 0.01}"])["accuracy"].outcome is Outcome.EXCEEDED
     # Of a classifier there is no perplexity.
     assert judged("perplexity=100")["perplexity"].outcome is Outcome.UNTOLD
-    (small / "models" / "r0002.safetensors").unlink()
+    (judged_run / "models" / "r0002.safetensors").unlink()
     assert judged(least=["accuracy=0"])["accuracy"].outcome is Outcome.UNTOLD
 
 
@@ -497,11 +497,11 @@ def test_a_wrong_gate_is_refused_before_training(
 # --- what nobody cheats ---------------------------------------------------------------------------
 
 
-def test_an_honest_run_opens_it_and_nothing_is_written(small: Path) -> None:
+def test_an_honest_run_opens_it_and_nothing_is_written(judged_run: Path) -> None:
     def files() -> dict[str, tuple[int, bytes]]:
         return {
             str(path): (path.stat().st_mtime_ns, path.read_bytes())
-            for path in sorted(small.rglob("*"))
+            for path in sorted(judged_run.rglob("*"))
             if path.is_file()
         }
 
@@ -670,40 +670,40 @@ def unfinished(run: Path) -> str:
         weaker_settings, unfinished,
     ],
 )  # fmt: skip
-def test_nobody_cheats_it(small: Path, cheat: Callable[[Path], str]) -> None:
-    closing = cheat(small)
+def test_nobody_cheats_it(judged_run: Path, cheat: Callable[[Path], str]) -> None:
+    closing = cheat(judged_run)
     checks = judged("exact=0.31")
     assert not checks[closing].passed, checks
 
 
-def test_an_experiment_that_was_changed_is_refused(small: Path) -> None:
+def test_an_experiment_that_was_changed_is_refused(judged_run: Path) -> None:
     def weaker(table: Any) -> Any:
         table["experiment"]["defense"] = []
         return table
 
-    edit(small / "run.json", weaker)
-    status, _, errors = call("gate", str(small), "--max", "exact=1")
+    edit(judged_run / "run.json", weaker)
+    status, _, errors = call("gate", str(judged_run), "--max", "exact=1")
     assert status == 1
     assert "its experiment was changed after its updates were captured" in errors
 
 
-def test_a_purged_run_opens_it_only_where_that_is_accepted(small: Path) -> None:
-    assert call("purge", str(small))[0] == 0
+def test_a_purged_run_opens_it_only_where_that_is_accepted(judged_run: Path) -> None:
+    assert call("purge", str(judged_run))[0] == 0
     check = judged("exact=0.9")["figures"]
     assert check.outcome is Outcome.UNTOLD
     assert "not checked again: the private data was purged on" in check.sentence
     checks = judged("exact=0.9", accept_purged=True)
     assert all(check.passed for check in checks.values()), checks
     assert not judged("exact=0.1", accept_purged=True)["exact"].passed
-    edited_rows(small)
+    edited_rows(judged_run)
     assert not judged("exact=0.9", accept_purged=True)["figures"].passed
 
 
 # --- for continuous integration -------------------------------------------------------------------
 
 
-def test_junit_has_a_case_for_every_check(small: Path) -> None:
-    assert call("gate", str(small), "--max", "exact=0", "--junit", "gate.xml")[0] == 3
+def test_junit_has_a_case_for_every_check(judged_run: Path) -> None:
+    assert call("gate", str(judged_run), "--max", "exact=0", "--junit", "gate.xml")[0] == 3
     suites = ElementTree.parse("gate.xml").getroot()
     (suite,) = suites
     assert (suites.tag, suite.tag, suite.get("name")) == ("testsuites", "testsuite", "small")
@@ -730,8 +730,10 @@ def test_what_others_wrote_is_inert_in_reports(tmp_path: Path) -> None:
     assert "%250A" in line
 
 
-def test_github_gets_a_line_for_every_reason(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_github_gets_a_line_for_every_reason(
+    judged_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("GITHUB_ACTIONS", "true")
-    _, text, _ = call("gate", str(small), "--max", "exact=0", "--max", "epsilon=8")
+    _, text, _ = call("gate", str(judged_run), "--max", "exact=0", "--max", "epsilon=8")
     found = [line for line in text.splitlines() if line.startswith("::error ")]
     assert [line.split("::")[2].split(":")[0] for line in found] == ["exact", "epsilon"]

@@ -13,7 +13,7 @@ import psutil
 import pytest
 from tiny import call, toml
 
-ROUNDS = 6
+ROUNDS = 4
 ALL = 2 * ROUNDS  # captures of two clients
 CHANGES = {
     "name": "killed",

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import tomli_w
+from tiny import TABLES
 from typer.testing import CliRunner
 
 from fedleak import attacks, cli, defenses, models
@@ -28,7 +29,7 @@ LITTLE = Path(__file__).parent / "little_package"
 
 TABLE = {
     "name": "small",
-    "model": {"name": "builtin/bert-tiny"},
+    "model": TABLES["model"],
     "data": {"name": "builtin/notes", "samples": 8, "held_out": 4},
     "federation": {"clients": 2, "rounds": 1, "batch_size": 1, "learning_rate": 0.1},
 }

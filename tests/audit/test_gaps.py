@@ -34,7 +34,7 @@ def trained_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def small(trained_once: Path, tmp_path: Path, in_process: None) -> Run:
+def damaged_run(trained_once: Path, tmp_path: Path, in_process: None) -> Run:
     return Run(shutil.copytree(trained_once / "runs" / "small", tmp_path / "small"))
 
 
@@ -51,38 +51,38 @@ def without_a_capture(run: Run) -> str:
 @pytest.mark.parametrize("command", ["score", "report", "attack"])
 @pytest.mark.parametrize("lacking", [interrupted, without_a_capture])
 def test_what_is_missing_is_the_last_line_and_status_1(
-    small: Run, lacking: Callable[[Run], str], command: str
+    damaged_run: Run, lacking: Callable[[Run], str], command: str
 ) -> None:
-    says = lacking(small)
-    status, _, errors = call(command, str(small.path))
+    says = lacking(damaged_run)
+    status, _, errors = call(command, str(damaged_run.path))
     assert status == 1
     assert says in errors.splitlines()[-1]
 
 
 @pytest.mark.parametrize("content", [None, "{"])
 def test_a_shard_that_lost_its_mark_still_lacks_its_answers(
-    small: Run, content: str | None
+    damaged_run: Run, content: str | None
 ) -> None:
     """Shard 1 of 2 tried another attack on one of two updates, and shard 2 was never begun."""
-    shard, given = Shard(2, 1), small.rows(answers(small.fingerprint()))
-    small.write(share(shard), Share(attacks=("other",), complete=False))
+    shard, given = Shard(2, 1), damaged_run.rows(answers(damaged_run.fingerprint()))
+    damaged_run.write(share(shard), Share(attacks=("other",), complete=False))
     other = given[0].model_copy(update={"attack": "other"})
-    small.append(shard.lines(answers(small.fingerprint())), other)
+    damaged_run.append(shard.lines(answers(damaged_run.fingerprint())), other)
     lacks = "1 of 4 answers are missing (for r0001-c01)"
-    status, _, errors = call("score", str(small.path))
+    status, _, errors = call("score", str(damaged_run.path))
     assert status == 1
     assert lacks in errors
-    mark = small.path / shard.folder / "shard.json"
+    mark = damaged_run.path / shard.folder / "shard.json"
     mark.unlink() if content is None else mark.write_text(content)
-    status, _, errors = call("score", str(small.path))
+    status, _, errors = call("score", str(damaged_run.path))
     assert status == 1
     assert lacks in errors
     assert "shard.json of shard 1/2 is missing or damaged" in errors
 
 
-def test_a_report_prints_the_notes(small: Run) -> None:
-    small.update_info(left_out=["a message"])
-    status, text, _ = call("report", str(small.path))
+def test_a_report_prints_the_notes(damaged_run: Run) -> None:
+    damaged_run.update_info(left_out=["a message"])
+    status, text, _ = call("report", str(damaged_run.path))
     assert status == 0
     assert "note: 1 messages were left out of the run when it was imported" in text
 

@@ -12,7 +12,7 @@ from fedleak.attacks.analytic.probes import Probes
 from fedleak.attacks.auto.attack import Auto
 from fedleak.attacks.matching.dlg import Dlg
 from fedleak.attacks.subspace.dager import Dager
-from fedleak.config.checks import check_attacks
+from fedleak.config.checks import attack_settings, check_attacks
 from fedleak.config.loading import load, parse
 from fedleak.config.sent_parameters import captured_parameters
 from fedleak.config.wording import difference
@@ -308,7 +308,11 @@ def test_an_attack_that_cannot_work_is_refused_with_what_would_mend_it(tables, w
 )
 def test_an_attack_that_can_work_is_let_through(tables):
     experiment = parse(table_of(**tables))
-    check_attacks(experiment, outline(experiment, 2))
+    model = outline(experiment, 2)
+    check_attacks(experiment, model)
+    settings = attack_settings(experiment, model)
+    for named in experiment.attacks:
+        assert None in [named.attack.obstacle(setting) for setting in settings]
 
 
 # --- files and overrides --------------------------------------------------------------------

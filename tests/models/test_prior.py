@@ -297,6 +297,8 @@ def test_what_is_no_prior_is_refused_in_one_line(make, says, tmp_path, bert_tiny
 
 def test_a_bert_that_is_a_decoder_is_a_prior(folder, tmp_path):
     builtin_folder = shutil.copytree(builtin.folder("bert-tiny"), tmp_path / "decoder")
+    with pytest.raises(ConfigError, match="does not predict the next token"):
+        prior.check(str(builtin.folder("bert-tiny")))
     config = json.loads((builtin_folder / "config.json").read_text())
     (builtin_folder / "config.json").write_text(json.dumps(config | {"is_decoder": True}))
     prior.check(str(builtin_folder))

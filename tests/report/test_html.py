@@ -515,7 +515,7 @@ def ran_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a small run, defended and attacked."""
     changes = {
         "attack": [DLG],
-        "defense": [{"kind": "gaussian_noise", "sigma": 1e-9}],
+        "defense": [{"kind": "gaussian_noise", "sigma": 1e-6}],
         "utility.reference": True,
     }
     folder = tmp_path_factory.mktemp("ran")

@@ -10,6 +10,7 @@ import pytest
 import torch
 from cases import some
 from flwr.app import ArrayRecord
+from tiny import TABLES
 
 from fedleak import models
 from fedleak.attacks.matching.dlg import Dlg
@@ -39,7 +40,7 @@ RATE = 0.5
 TABLE = {
     "name": "inline",
     "seed": 11,
-    "model": {"name": "builtin/bert-tiny"},
+    "model": TABLES["model"],
     "data": {"name": "builtin/notes", "samples": 8, "held_out": 6},
     "federation": {"clients": 2, "rounds": 2, "batch_size": 1, "learning_rate": RATE},
     "attack": [{"kind": "dager"}],
@@ -122,7 +123,7 @@ def test_the_summary_of_a_finished_run_says_so(finished):
 def test_captures_are_gradients_of_the_truth_at_the_broadcast_and_add_up(finished):
     experiment = experiment_of()
     model = loading.load(
-        ModelSpec(name="builtin/bert-tiny", task=CLASSIFICATION, num_labels=2, seed=11)
+        ModelSpec(name=TABLES["model"]["name"], task=CLASSIFICATION, num_labels=2, seed=11)
     )
     fingerprint = models.fingerprint(model.parameters())
     assert finished.info()["model_fingerprint"] == fingerprint

@@ -15,6 +15,7 @@ from pkgutil import resolve_name
 import psutil
 import pytest
 import tomli_w
+from tiny import TABLES
 
 from fedleak.config.experiment import Experiment
 from fedleak.config.loading import parse
@@ -28,7 +29,7 @@ from fedleak.util.errors import FedleakError
 TINY = {
     "name": "tiny",
     "seed": 1,
-    "model": {"name": "builtin/bert-tiny"},
+    "model": TABLES["model"],
     "data": {"name": "builtin/notes", "samples": 16, "held_out": 4},
     "federation": {"clients": 2, "rounds": 2, "batch_size": 2, "learning_rate": 0.5},
     "attack": [],

@@ -17,7 +17,7 @@ import pytest
 import torch
 from patient import Patient
 from rich.console import Console
-from tiny import Here
+from tiny import TABLES, Here
 
 from fedleak import attacks
 from fedleak.attacks import Batched, Progress
@@ -39,7 +39,7 @@ CLIENTS, ROUNDS = 5, 2
 TABLE = {
     "name": "together",
     "seed": 4,
-    "model": {"name": "builtin/bert-tiny"},
+    "model": TABLES["model"],
     "data": {"name": "builtin/notes", "samples": 12, "held_out": 2},
     "federation": {
         "clients": CLIENTS,

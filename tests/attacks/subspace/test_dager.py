@@ -333,8 +333,10 @@ def tiny():
     }
 
 
-@pytest.mark.parametrize("batch", [1, 2, 3, 4])
-@pytest.mark.parametrize(("family", "task"), ALL[1:])
+@pytest.mark.parametrize(
+    ("family", "task", "batch"),
+    some([(*kind, batch) for kind in ALL[1:] for batch in (1, 2, 3, 4)], every=3),
+)
 def test_decoders_are_read_exactly_but_for_the_last_token_that_has_no_target(
     tiny, observe, texts, family, task, batch
 ):
@@ -384,18 +386,19 @@ def test_the_activation_does_not_matter(small, observe, task, activation):
     assert_exact(answer_of(model, truth.seen), model, truth)
 
 
-@pytest.mark.parametrize(("family", "task"), ALL)
+SHORT = [
+    ["nobody"],
+    ["nobody", "knows"],
+    ["nobody knows", "nobody knows", "he pays"],
+    ["nobody knows", "nobody knows"],
+    ["nobody knows that we pay", "nobody knows"],
+    ["pay", "pay pay", "pay pay pay"],
+]
+
+
 @pytest.mark.parametrize(
-    "texts",
-    [
-        ["nobody"],
-        ["nobody", "knows"],
-        ["nobody knows", "nobody knows", "he pays"],
-        ["nobody knows", "nobody knows"],
-        ["nobody knows that we pay", "nobody knows"],
-        ["pay", "pay pay", "pay pay pay"],
-    ],
-    ids="; ".join,
+    ("family", "task", "texts"),
+    some([(*kind, texts) for texts in SHORT for kind in ALL], every=2),
 )
 def test_short_repeated_and_beginning_texts_are_read(small, observe, family, task, texts):
     model = small(family, task, width=64, layers=3)
@@ -546,8 +549,13 @@ WORK = (
 )
 
 
-@pytest.mark.parametrize(("family", "task"), ALL)
-@pytest.mark.parametrize("ticks", [0, 1, 3, 6, 10, 20, 40, 80, math.inf])
+@pytest.mark.parametrize(
+    ("family", "task", "ticks"),
+    some(
+        [(*kind, n) for kind in ALL for n in (0, 1, 3, 6, 10, 20, 40, 80, math.inf)],
+        every=2,
+    ),
+)
 def test_when_time_is_up_what_was_found_counts(small, observe, ticking, family, task, ticks):
     model = small(family, task, width=64, layers=3)
     truth = observe(model, 2, max_length=8)
@@ -639,9 +647,10 @@ def test_a_little_noise_leaves_the_likeliest_sentences(small, observe, family, t
     assert not answer.verified or sorted(answer.sequences) == scored(model, truth)
 
 
-@pytest.mark.parametrize(("family", "task"), ALL)
-@pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("relative", [0.1, 1.0, 10.0])
+@pytest.mark.parametrize(
+    ("family", "task", "batch", "relative"),
+    some([(*kind, *case) for case in product([1, 2], [0.1, 1.0, 10.0]) for kind in ALL], every=2),
+)
 def test_much_noise_is_answered_without_a_proof(small, observe, family, task, batch, relative):
     model = small(family, task, width=64, layers=3)
     truth = observe(model, batch, max_length=8)
@@ -723,8 +732,10 @@ def test_several_steps_of_fedavg_prove_nothing_and_small_ones_are_read(
         assert sorted(answer.sequences) == scored(model, truth)
 
 
-@pytest.mark.parametrize(("family", "task"), ALL)
-@pytest.mark.parametrize("batch", [2, 3, 4, 6])
+@pytest.mark.parametrize(
+    ("family", "task", "batch"),
+    some([(*kind, batch) for batch in (2, 3, 4, 6) for kind in ALL], every=2),
+)
 def test_more_tokens_than_dimensions_are_never_proved(small, observe, family, task, batch):
     model = small(family, task, width=32, layers=3)
     truth = observe(model, batch)

@@ -370,13 +370,13 @@ def test_a_sentence_is_whole_when_it_has_every_position_up_to_its_end():
 # --- whole attacks ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("batch", "first"), some(product([1, 2, 4], [20, 30, 50]), every=2))
+@pytest.mark.parametrize(("batch", "first"), some(product([1, 2, 4], [20, 30, 50]), every=4))
 def test_bert_is_read_exactly_and_proved(bert_tiny, observe, texts, batch, first):
     truth = observe(bert_tiny, texts[first : first + batch])
     assert_exact(answer_of(bert_tiny, truth.seen), bert_tiny, truth)
 
 
-@pytest.mark.parametrize(("batch", "first"), some(product([1, 2, 4], [0, 10, 20]), every=2))
+@pytest.mark.parametrize(("batch", "first"), some(product([1, 2, 4], [0, 10, 20]), every=4))
 def test_gpt2_is_read_exactly_and_proved(gpt2_tiny, observe, texts, batch, first):
     truth = observe(gpt2_tiny, texts[first : first + batch])
     assert_exact(answer_of(gpt2_tiny, truth.seen), gpt2_tiny, truth)
@@ -429,19 +429,20 @@ def test_keys_alone_are_either_refused_or_read(small, observe):
         assert "query" in obstacle
 
 
-@pytest.mark.parametrize(("family", "task"), KINDS)
+SHORT = [
+    ["nobody"],
+    ["nobody", "knows"],
+    ["nobody knows", "he pays", "nobody pays for it"],
+    ["nobody knows", "nobody knows", "he pays for it"],
+    ["he pays for it", "he pays for it", "he pays for it"],
+    ["nobody knows", "nobody knows", "he pays", "he pays"],
+    ["he pays", "she told us that it is over and that we pay"],
+]
+
+
 @pytest.mark.parametrize(
-    "texts",
-    [
-        ["nobody"],
-        ["nobody", "knows"],
-        ["nobody knows", "he pays", "nobody pays for it"],
-        ["nobody knows", "nobody knows", "he pays for it"],
-        ["he pays for it", "he pays for it", "he pays for it"],
-        ["nobody knows", "nobody knows", "he pays", "he pays"],
-        ["he pays", "she told us that it is over and that we pay"],
-    ],
-    ids="; ".join,
+    ("family", "task", "texts"),
+    some([(*kind, texts) for texts in SHORT for kind in KINDS], every=2),
 )
 def test_short_repeated_and_unequal_texts_are_read(small, observe, family, task, texts):
     model = small(family, task, **WIDE)
@@ -509,8 +510,12 @@ def fedavg(model, observe, batch, batch_size, epochs, learning_rate):
     return truth
 
 
-@pytest.mark.parametrize(("batch", "batch_size", "epochs"), [(2, 1, 1), (2, 2, 2), (4, 2, 1)])
-@pytest.mark.parametrize(("family", "task"), KINDS)
+@pytest.mark.parametrize(
+    ("family", "task", "batch", "batch_size", "epochs"),
+    some(
+        [(*kind, *steps) for steps in ((2, 1, 1), (2, 2, 2), (4, 2, 1)) for kind in KINDS], every=2
+    ),
+)
 def test_several_small_steps_of_fedavg_are_read_but_prove_nothing(
     small, observe, family, task, batch, batch_size, epochs
 ):
@@ -546,8 +551,9 @@ def test_half_precision_is_read_and_not_falsely_proved(small, observe, family, t
         assert_not_falsely_proved(answer, model, truth)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("first", [0, 10, 20])
+@pytest.mark.parametrize(
+    ("dtype", "first"), some(product([torch.float16, torch.bfloat16], [0, 10, 20]), every=4)
+)
 def test_half_precision_of_a_built_in_model_is_not_falsely_proved(
     gpt2_tiny, observe, texts, dtype, first
 ):
@@ -557,8 +563,10 @@ def test_half_precision_of_a_built_in_model_is_not_falsely_proved(
     assert_not_falsely_proved(answer, model, truth)
 
 
-@pytest.mark.parametrize("relative", [1e-6, 1e-3, 0.1, 1.0, 10.0])
-@pytest.mark.parametrize(("family", "task"), KINDS)
+@pytest.mark.parametrize(
+    ("family", "task", "relative"),
+    some([(*kind, noise) for noise in (1e-6, 1e-3, 0.1, 1.0, 10.0) for kind in KINDS], every=2),
+)
 def test_noise_is_no_reason_to_crash_or_to_prove_what_is_wrong(
     small, observe, family, task, relative
 ):
