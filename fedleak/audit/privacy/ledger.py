@@ -10,10 +10,10 @@ from fedleak import defenses
 from fedleak.audit.gaps import Gaps
 from fedleak.config.experiment import Experiment
 from fedleak.federation.lookup import client_sizes, dropped_out
-from fedleak.federation.schedule import clients_of_round
+from fedleak.federation.schedule import clients_of_round, key_of_sum
 from fedleak.store.lines import Measured
 from fedleak.store.records import DefenseRow, LedgerRow
-from fedleak.store.run import EVERYONE, Key, Run
+from fedleak.store.run import Key, Run
 from fedleak.store.summaries import DefenseMeans, Guarantee
 from fedleak.training import privacy
 from fedleak.training.privacy import Event, Spent
@@ -75,7 +75,7 @@ def ledger(
     lost: set[int] = set()
     rows: list[LedgerRow] = []
     for round in range(1, experiment.federation.rounds + 1):
-        summed = Key(round, EVERYONE) in captured
+        summed = key_of_sum(experiment, round) in captured
         absent = dropped_out(run, round)
         for client in clients_of_round(experiment, round):
             key = Key(round, client)
