@@ -19,7 +19,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from fedleak import attacks, defenses, server_modes
+from fedleak import attacks, defenses, detectors, server_modes
 from fedleak.config.experiment import Experiment
 from fedleak.config.tables import ServerTable
 from fedleak.tap.about import About
@@ -38,8 +38,12 @@ COMMON = {
         ("kind", "the name of a defense", "**required**", "Which defense."),
         ("clients", "list of whole numbers", "every client", "The clients that use it."),
     ],
+    "detector": [
+        ("kind", "the name of a detector", "**required**", "Which detector."),
+        ("clients", "list of whole numbers", "every client", "The clients that use it."),
+    ],
 }
-"""Keys that every entry of `[[attack]]` and `[[defense]]` has, beside its class's own."""
+"""Keys that every entry of these tables has, beside its class's own."""
 
 
 class UndocumentedError(Exception):
@@ -60,6 +64,8 @@ def experiment_file() -> str:
             *plugins("attack", attacks.kinds()),
             "## Reference: settings of defenses\n",
             *plugins("defense", defenses.kinds()),
+            "## Reference: settings of detectors\n",
+            *plugins("detector", detectors.kinds()),
             "## Reference: settings of server modes\n",
             *server(),
         ]

@@ -1094,8 +1094,8 @@ def test_a_gate_without_a_limit_and_names_of_nobody_are_refused(built: Run) -> N
         judge(built, GateTable(seconds=5.0, may_abstain=["dlg"]))
     assert str(refused.value) == (
         "there is no limit: give --max exact=0.01, for example, or a [gate] in the experiment file "
-        "(limits: exact, rougeL, token_recall, epsilon, canary, auc, tpr, perplexity, accuracy, "
-        "f1, mcc, coverage, seconds)"
+        "(limits: exact, rougeL, token_recall, epsilon, canary, auc, tpr, perplexity, alarms, "
+        "accuracy, f1, mcc, coverage, seconds)"
     )
     for wrong in ({"require": ["dgl"]}, {"may_abstain": ["dgl"]}):
         with pytest.raises(ConfigError, match="did you mean 'dlg'"):

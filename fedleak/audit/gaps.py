@@ -7,7 +7,7 @@ from itertools import chain, product
 
 from fedleak.attacks.reconstruction import Status
 from fedleak.config.experiment import Experiment
-from fedleak.federation.schedule import expected_captures
+from fedleak.federation.lookup import captures_of
 from fedleak.store.records import UNSCORED, Answer, LeakageRow
 from fedleak.store.run import Key, Run
 from fedleak.store.shards import Shard, Share, attacks_in, damaged, shares
@@ -79,7 +79,7 @@ def find_gaps(
     """
     known = _Known(run, experiment, attack_names, answers, rows, truths)
     gaps.missing += [*_failed(known), *_refuted(known)]
-    gaps.notes += [*_no_answers(known), *_dropped_out(known), *_left_out(known)]
+    gaps.notes += [*_no_answers(known), *absences(known.run), *_left_out(known)]
     if purged := run.info().get("purged"):
         if not run.info().get("purge_complete", True):
             gaps.missing.append(
@@ -118,7 +118,7 @@ class _Known:
     @cached_property
     def expected(self) -> Sequence[Key]:
         """What should be captured."""
-        return expected_captures(self.experiment)
+        return captures_of(self.run, self.experiment)
 
     @cached_property
     def shards(self) -> Mapping[Shard, Share | None]:
@@ -192,20 +192,41 @@ def _no_answers(known: _Known) -> Iterator[str]:
         yield f"no attack gave an answer: all {len(answers)} abstained or are inadmissible"
 
 
-def _dropped_out(known: _Known) -> Iterator[str]:
-    """Says which clients are not in a secure sum."""
-    absent = known.run.info().get("dropped_out", {})
-    listed = [
-        f"{', '.join(map(str, clients))} in round {round}"
-        for round, clients in absent.items()
-        if clients
-    ]
-    if listed:
+def absences(run: Run) -> Iterator[str]:
+    """Says which clients are in no sum, which of them refused a round, and what was skipped."""
+    info = run.info()
+    refused, skipped = info.get("refused", {}), info.get("skipped", [])
+    lost = {
+        round: sorted({*clients} - {*refused.get(round, ())})
+        for round, clients in info.get("dropped_out", {}).items()
+        if int(round) not in skipped
+    }
+    if listed := _by_round(lost):
         yield (
-            "clients dropped out of the secure sum "
-            f"({_listed(listed, '; ', 'and others in {} more rounds')}): their "
+            f"clients dropped out of the secure sum ({listed}): their "
             "texts are not in it, and nothing is scored against them"
         )
+    if listed := _by_round(refused):
+        yield (
+            f"clients refused what they were sent ({listed}): they sent nothing in these rounds, "
+            "and nothing is scored against them"
+        )
+    if skipped:
+        rounds = _listed(skipped, most=MOST_SHARDS)
+        yield (
+            f"too few clients were left to sum in the rounds {rounds}, which were skipped: the "
+            "model stayed as it was"
+        )
+
+
+def _by_round(clients_by_round: Mapping[str, Sequence[int]]) -> str:
+    """Returns which clients, in which rounds; empty if there are none."""
+    listed = [
+        f"{', '.join(map(str, clients))} in round {round}"
+        for round, clients in clients_by_round.items()
+        if clients
+    ]
+    return _listed(listed, "; ", "and others in {} more rounds")
 
 
 def _left_out(known: _Known) -> Iterator[str]:

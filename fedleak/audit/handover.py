@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from fedleak.audit.detection import DetectionNote
 from fedleak.audit.privacy.ledger import ClientNote
 from fedleak.audit.vault import check_truth, weight
 from fedleak.federation.assignment import client_fingerprint
@@ -62,11 +63,13 @@ def take_vaults(run: Run, folders: Sequence[Path]) -> HandedOver:
     check = _Check(run)
     truths: dict[Key, Any] = {}
     notes: dict[Key, Any] = {}
+    detected: dict[Key, Any] = {}
     for folder in folders:
         vault = _folder_of_run(run, folder)
         for kind, collected, checked in (
             ("vault", truths, check.truth),
             ("defended", notes, check.note),
+            ("detected", detected, check.detection),
         ):
             for key, path in check.files(vault / kind):
                 value = checked(key, path)
@@ -76,10 +79,13 @@ def take_vaults(run: Run, folders: Sequence[Path]) -> HandedOver:
                         f"node that holds the data of client {key.client}, and no other for it"
                     )
     new_truths, new_notes = _lacking(run.vault, truths), _lacking(run.defended, notes)
+    new_detected = _lacking(run.detected, detected)
     for key, value in new_truths.items():
         run.vault.write(key, value)
     for key, value in new_notes.items():
         run.defended.write(key, value)
+    for key, value in new_detected.items():
+        run.detected.write(key, value)
     return HandedOver(truths=tuple(sorted(new_truths)), notes=tuple(sorted(new_notes)))
 
 
@@ -170,6 +176,21 @@ class _Check:
             raise _refused(f"{path} is damaged (it is no note on defenses)") from error
         if reason := self._why_wrong_note(key.client, note):
             raise _refused(f"{path}: {reason}")
+        return value
+
+    def detection(self, key: Key, path: Path) -> Any:
+        """Returns the content of a note on detectors that can be of this run."""
+        value = self._read_marked(path)
+        try:
+            note = DetectionNote.model_validate(value)
+        except ValidationError as error:
+            raise _refused(f"{path} is damaged (it is no note on detectors)") from error
+        own = self._experiment.detectors_of(key.client)
+        if any(
+            finding.place not in own or own[finding.place].kind != finding.detector
+            for finding in note.findings
+        ):
+            raise _refused(f"{path}: client {key.client} has other detectors in this run")
         return value
 
     def _read_marked(self, path: Path) -> Any:

@@ -9,7 +9,15 @@ from fedleak.config.experiment import Experiment
 from fedleak.federation.lookup import stored
 from fedleak.federation.workload import outline
 from fedleak.models import LanguageModel
-from fedleak.store.records import CANARIES, MEMBERSHIP, UTILITY, Answer, ScoredRows, Utility
+from fedleak.store.records import (
+    CANARIES,
+    DETECTIONS,
+    MEMBERSHIP,
+    UTILITY,
+    Answer,
+    ScoredRows,
+    Utility,
+)
 from fedleak.store.run import Run
 from fedleak.store.shards import read_answers, salvage_answers
 from fedleak.store.summaries import SUMMARY, PositiveControl, RunSummary
@@ -69,13 +77,17 @@ def primary(run: Run, model: LanguageModel | None = None) -> Recorded:
 def write(run: Run, rows: ScoredRows, summary: RunSummary) -> None:
     """Writes scores into the run directory; whoever calls this holds the lock."""
     for lines, of_file in rows.by_file():
-        if of_file or lines not in (CANARIES, MEMBERSHIP):
+        if of_file or lines not in (CANARIES, DETECTIONS, MEMBERSHIP):
             run.write_rows(lines, of_file)
     run.write(SUMMARY, summary)
 
 
 def mark(rows: ScoredRows, copies: PositiveControl | None) -> str:
     """Returns a SHA-256 of rows and positive control, which tells later whether they changed."""
-    plain = [[row.model_dump(mode="json") for row in of_file] for _, of_file in rows.by_file()]
+    plain = [
+        [row.model_dump(mode="json") for row in of_file]
+        for lines, of_file in rows.by_file()
+        if of_file or lines is not DETECTIONS  # which runs of an older version lack
+    ]
     figures = [*plain, copies and copies.model_dump(mode="json")]
     return hashlib.sha256(json.dumps(figures, sort_keys=True).encode()).hexdigest()

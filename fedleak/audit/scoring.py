@@ -12,7 +12,7 @@ from itertools import chain
 
 from fedleak.attacks import unchecked
 from fedleak.attacks.reconstruction import Status
-from fedleak.audit import positive_control
+from fedleak.audit import detection, positive_control
 from fedleak.audit.answer_scores import Scored, Scores, compared, guess, score_answer, unscored
 from fedleak.audit.gaps import Gaps, find_gaps
 from fedleak.audit.kept_texts import read_candidates, read_held_out
@@ -100,6 +100,7 @@ def score(run: Run, recorded: Recorded, attack_names: Iterable[str] | None = Non
         defended=ledger.defense_rows(notes, earlier.defended),
         canary=canaries.canary_rows(run, experiment, recorded.model, gaps, earlier.canary),
         members=_members(run, recorded, answers, truths),
+        detected=detection.detection_rows(run, gaps, earlier.detected),
     )
     finished = {answer_id: place for place, answer_id in enumerate(answers)}
     copies = _copies(run, recorded, gaps)

@@ -7,6 +7,7 @@ from itertools import chain
 from pydantic import JsonValue, ValidationError
 
 from fedleak.attacks.reconstruction import Status
+from fedleak.audit import detection
 from fedleak.audit.estimates import Largest, largest_client, mean_over_clients, too_few
 from fedleak.audit.gaps import Gaps
 from fedleak.audit.ladder import ladder
@@ -82,6 +83,7 @@ def summarise(
         canary=canaries.summarised(experiment, rows.canary, rows.ledger),
         membership=membership.summarised(experiment, rows.members, largest),
         positive_control=positive_control,
+        detections=detection.summarised(rows.detected),
         utility_before=utility[0] if utility and utility[0].round == 0 else None,
         utility=utility[-1] if utility else None,
         held_out=held_out,

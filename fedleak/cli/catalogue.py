@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 
-from fedleak import attacks, data, defenses, models, server_modes
+from fedleak import attacks, data, defenses, detectors, models, server_modes
 from fedleak.models import builtin
 from fedleak.util.plugins import OWN, Discovered, discover
 from fedleak.util.sanitise import markup
@@ -26,6 +26,7 @@ def show(console: Console) -> None:
         _kinds_by_heading(attacks)
         | _kinds_by_heading(defenses)
         | _kinds_by_heading(server_modes)
+        | _kinds_by_heading(detectors)
         | _models(families)
         | {"data": _data()}
     )
@@ -37,7 +38,8 @@ def show(console: Console) -> None:
         for name, about in sorted(lines.items()):
             table.add_row(f"  {markup(name)}", markup(about))
         console.print(table)
-    discoveries = (discover(attacks), discover(defenses), discover(server_modes), families)
+    packages = (attacks, defenses, server_modes, detectors)
+    discoveries = (*map(discover, packages), families)
     if broken := {
         name: reason for discovery in discoveries for name, reason in discovery.broken.items()
     }:

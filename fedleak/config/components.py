@@ -1,4 +1,4 @@
-"""Attacks, defenses and the server's mode in an experiment file, built from its tables."""
+"""Attacks, defenses, detectors and the server's mode in an experiment file, from its tables."""
 
 import json
 import re
@@ -9,11 +9,12 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from fedleak import attacks, defenses, server_modes
+from fedleak import attacks, defenses, detectors, server_modes
 from fedleak.attacks import Asked, Attack
 from fedleak.config.tables import ServerTable
 from fedleak.config.wording import one_line
 from fedleak.defenses import Defense, TrustedAggregator
+from fedleak.detectors import Detector
 from fedleak.server_modes import ServerMode
 from fedleak.server_modes.honest import Honest
 from fedleak.training.observation import QUESTIONS, ThreatModel
@@ -55,6 +56,14 @@ class PlacedDefense:
     """A defense and the clients that use it; None is every client."""
 
     defense: Defense
+    clients: tuple[int, ...] | None
+
+
+@dataclass(frozen=True)
+class PlacedDetector:
+    """A detector and the clients that use it; None is every client."""
+
+    detector: Detector
     clients: tuple[int, ...] | None
 
 
@@ -159,20 +168,39 @@ def build_defense(index: int, table: dict[str, Any], num_clients: int) -> Placed
     settings = dict(table)
     where = f"defense[{index}]"
     kind = _kind(where, settings, defenses)
-    clients = settings.pop("clients", None)
-    if clients is not None:
-        right = isinstance(clients, list) and all(
-            isinstance(c, int) and 0 <= c < num_clients for c in clients or [None]
-        )
-        if not right:
-            raise ConfigError(
-                f"{where}.clients = {clients!r}: list clients from 0 to {num_clients - 1}"
-            )
-        clients = tuple(clients)
+    clients = _clients(where, settings, num_clients)
     defense = _build(where, defenses.kinds()[kind], settings)
     if isinstance(defense, TrustedAggregator) and clients is not None:
         raise ConfigError(f"{where}.clients: {kind} is of all clients: leave the key out")
     return PlacedDefense(defense, clients)
+
+
+def build_detector(index: int, table: dict[str, Any], num_clients: int) -> PlacedDetector:
+    """Builds the detector of the `index`-th `[[detector]]`, and says who uses it.
+
+    Raises:
+        ConfigError: Its kind, its clients or a setting is not right.
+    """
+    settings = dict(table)
+    where = f"detector[{index}]"
+    kind = _kind(where, settings, detectors)
+    clients = _clients(where, settings, num_clients)
+    return PlacedDetector(_build(where, detectors.kinds()[kind], settings), clients)
+
+
+def _clients(where: str, settings: dict[str, Any], num_clients: int) -> tuple[int, ...] | None:
+    """Takes the clients that use a defense or a detector out of its settings; None: all."""
+    clients = settings.pop("clients", None)
+    if clients is None:
+        return None
+    right = isinstance(clients, list) and all(
+        isinstance(c, int) and 0 <= c < num_clients for c in clients or [None]
+    )
+    if not right:
+        raise ConfigError(
+            f"{where}.clients = {clients!r}: list clients from 0 to {num_clients - 1}"
+        )
+    return tuple(clients)
 
 
 def _kind(where: str, settings: dict[str, Any], package: ModuleType, key: str = "kind") -> str:

@@ -15,9 +15,11 @@ from fedleak.config.components import (
     NAME,
     NamedAttack,
     PlacedDefense,
+    PlacedDetector,
     Server,
     build_attack,
     build_defense,
+    build_detector,
     build_server,
     on_each_rung,
 )
@@ -39,6 +41,7 @@ from fedleak.config.tables import (
     WorkersTable,
 )
 from fedleak.defenses import Defense, TrustedAggregator
+from fedleak.detectors import Detector
 from fedleak.models import CAUSAL_LM, ModelSpec
 from fedleak.models.lora import Lora
 from fedleak.server_modes import ServerMode
@@ -69,6 +72,8 @@ class Experiment(Table):
     """Which parameters a client sends."""
     defense: list[dict[str, Any]] = []
     """`[[defense]]`: what clients do for their privacy, in this order."""
+    detector: list[dict[str, Any]] = []
+    """`[[detector]]`: what clients look for before they train, to notice a malicious server."""
     threat: ThreatTable = ThreatTable()
     """What the attacker sees and is told, and which updates it keeps."""
     attack: list[dict[str, Any]] = [{"kind": "auto"}]
@@ -126,6 +131,14 @@ class Experiment(Table):
         )
 
     @cached_property
+    def detectors(self) -> tuple[PlacedDetector, ...]:
+        """The detectors, built, in the order of the file."""
+        return tuple(
+            build_detector(i, table, self.federation.clients)
+            for i, table in enumerate(self.detector)
+        )
+
+    @cached_property
     def server_built(self) -> Server:
         """What the server does to the model that it sends, and when."""
         return build_server(self.server)
@@ -146,12 +159,12 @@ class Experiment(Table):
         """The mark of what these clients send, in 16 hex digits.
 
         It depends on the seed and the tables model, data, federation, server (unless it is honest),
-        update, defense, canary and privacy (whose delta decides how much noise an epsilon takes),
-        and not on what is done with updates afterwards, nor on the engine and how many clients it
-        asks at once: all give the same. A setting left out and its default are the same. What the
-        attacker sees counts if it is not the default of the defenses, because captures differ then.
-        Sizes of the data are left out if they are 400 and 100: these were once the defaults, and
-        runs of that time can go on.
+        update, defense, detector (a client may refuse a round), canary and privacy (whose delta
+        decides how much noise an epsilon takes), and not on what is done with updates afterwards,
+        nor on the engine and how many clients it asks at once: all give the same. A setting left
+        out and its default are the same. What the attacker sees counts if it is not the default of
+        the defenses, because captures differ then. Sizes of the data are left out if they are 400
+        and 100: these were once the defaults, and runs of that time can go on.
         """
         after = ["attack", "threat", "utility", "audit", "gate", "workers"]
         others = dict.fromkeys(["name", *after], True)
@@ -198,6 +211,14 @@ class Experiment(Table):
         # What stands between clients and server comes after all that clients do.
         last = {n: defense for n, defense in used.items() if isinstance(defense, TrustedAggregator)}
         return {n: defense for n, defense in used.items() if n not in last} | last
+
+    def detectors_of(self, client: int) -> dict[int, Detector]:
+        """Returns the detectors that a client uses, by their place in the file."""
+        return {
+            number: placed.detector
+            for number, placed in enumerate(self.detectors)
+            if placed.clients is None or client in placed.clients
+        }
 
     def carries_canaries(self, client: int) -> bool:
         """Whether a client takes in canaries."""

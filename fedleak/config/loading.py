@@ -119,7 +119,7 @@ def parse(table: Mapping[str, Any]) -> Experiment:
     except ValidationError as error:
         raise ConfigError(one_line(error, Experiment)) from error
     # Building them is what checks their settings.
-    _ = experiment.attacks, experiment.defenses, experiment.server_built
+    _ = experiment.attacks, experiment.defenses, experiment.detectors, experiment.server_built
     _check_workers(experiment.workers)
     _check_rounds(experiment)
     _check_clients(experiment)

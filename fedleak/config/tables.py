@@ -430,6 +430,8 @@ class GateTable(Table):
     """The least F1 of the trained model on held-out texts."""
     mcc: Annotated[float, Field(ge=-1, le=1)] | None = None
     """The least Matthews correlation of the trained model on held-out texts."""
+    alarms: Annotated[int, Field(ge=0)] | None = None
+    """The most rounds of a client in which a detector may have alarmed."""
     coverage: Share | None = None
     """The least share of all private texts of the run that an attack has to have answered for."""
     seconds: Annotated[float, Field(ge=1)] = 120.0

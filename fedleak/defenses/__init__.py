@@ -185,6 +185,10 @@ class TrustedAggregator(Defense, ABC):
             rng: Of the round; all that is random is drawn from it.
         """
 
+    def fewest(self, clients: int) -> int:
+        """Returns how many of so many clients have to answer, or there is no update of a round."""
+        return 1
+
     def weight(self, examples: int) -> int:
         """Returns the weight in the mean of an update of so many examples."""
         return examples

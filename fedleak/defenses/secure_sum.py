@@ -41,7 +41,8 @@ class SecureSum(TrustedAggregator):
             `clipping`.
         levels: Steps between both ends of the clipping; the default is Flower's.
         protocol: "secagg+" runs Flower's SecAgg+; left out: the same sum without its cryptography.
-        threshold: Share of a round's clients that must answer each stage of the protocol.
+        threshold: Share of a round's clients that must answer each stage of the protocol, two of
+            them at least where some refuse.
     """
 
     kind: ClassVar[str] = "secure_sum"
@@ -120,6 +121,10 @@ class SecureSum(TrustedAggregator):
             name: self._from_steps(self._in_steps(value, count).round(), count)
             for name, value in update.tensors.items()
         }
+
+    def fewest(self, clients: int) -> int:
+        """Returns how many must answer: below two a sum would be a client's own update."""
+        return max(2, round(self.threshold * clients))
 
     def combined(self, updates: Iterable[ClientUpdate], *, rng: torch.Generator) -> ClientUpdate:
         """Returns the mean of the updates, weighted by examples: their sum, divided."""

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from fedleak.detectors.movement import Movement
+from fedleak.detectors.movement import Movement as Movement
 from fedleak.util.errors import FedleakError, UnknownKindError, unknown
 from fedleak.util.plugins import discover
 
@@ -51,12 +51,17 @@ class Own:
     Attributes:
         loss: The mean loss: a forward pass.
         gradient_norm: The L2 norm of the gradient: a forward and a backward pass.
-        example_norms: By parameter the L2 norm of each example's gradient [B]: B such passes.
+        example_norms: By parameter the L2 norms of each example's gradient [B]: B such passes.
     """
 
     loss: Callable[[], float]
     gradient_norm: Callable[[], float]
     example_norms: Callable[[], Mapping[str, NDArray[Any]]]
+
+    def longest(self) -> float:
+        """Returns the L2 norm of the longest gradient of an example: B passes, too."""
+        squares_B = sum(norms_B.astype(float) ** 2 for norms_B in self.example_norms().values())
+        return float(np.sqrt(np.max(squares_B)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +75,8 @@ class Seen:
         shapes: Of the parameters that it was promised.
         settings, contract: What the server asks for now, and asked for when the client joined.
         movement: How an honest server moves the model; None: nobody told the client.
-        longest: The L2 norm of the longest update that it sent in a round without an alarm; None:
-            it sent none.
+        longest: The L2 norm of the longest gradient of an example of its own, in earlier rounds
+            without an alarm, or of an update where the app hands over no more; None: there is none.
         hashes: By round the hashes of its own broadcasts, of this round and of `before`.
         published: By round the hashes that other clients published.
         own: None: the app does not hand over what this takes.

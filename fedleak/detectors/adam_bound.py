@@ -1,5 +1,6 @@
 """Whether a number of the model moved further than Adam can move it."""
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -31,6 +32,8 @@ class AdamBound(Detector):
         if movement is None or movement.optimiser != "adam":
             return Finding("the model does not move by Adam, so the bound does not apply")
         rounds = seen.now.round - before.round
+        if rounds < 0:
+            return Finding(f"the server went back from round {before.round}", math.inf, 1.0)
         bound = movement.by_adam(before.round, seen.now.round)
         decay = movement.rate * rounds * movement.steps * movement.weight_decay
         largest, farthest = 0.0, "no number"

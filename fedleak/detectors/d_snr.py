@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from fedleak.detectors import EMBEDDINGS, Detector, Finding, Seen
+from fedleak.detectors import EMBEDDINGS, Detector, Finding, Seen, matrices
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,10 +30,11 @@ class DSnr(Detector):
         """Returns the ratio."""
         if seen.own is None:
             return Finding("the app does not hand over gradients of its examples")
+        layers = {name for name, _ in matrices(seen.now.parameters, EMBEDDINGS)}
         ratios = {
             name: float(norms_B.max() / max(norms_B.sum() - norms_B.max(), 1e-30))
             for name, norms_B in seen.own.example_norms().items()
-            if len(norms_B) > 1 and not any(part in name for part in EMBEDDINGS)
+            if len(norms_B) > 1 and name in layers
         }
         if not ratios:
             return Finding("a batch of one example has no others")

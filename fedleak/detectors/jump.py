@@ -19,16 +19,22 @@ class Jump(Detector):
 
     In round 1 the public checkpoint takes the place of that broadcast, and every difference is an
     alarm. Where clients clip their updates, or the model moves by Adam, the limit is a bound that
-    no honest round exceeds. Else the mean update of a round is taken to be at most `factor` times
-    as long as the longest that this client has sent itself: that is a convention, not a bound, and
-    there is no limit before the client has sent one.
+    no honest round exceeds. Else a mean gradient is no longer than the longest gradient of a single
+    example, and that is taken to be at most `factor` times as long as the longest of this client's
+    own examples so far. The factor is a convention, not a bound, and there is no limit before the
+    client has taken part in a round, or where noise has no known scale. The server says which round
+    it is, so one that skips numbers is allowed more.
 
     Attributes:
-        factor: How many times longer than this client's own updates the mean of all may be.
+        factor: How many times longer the gradient of another's example may be than those of this
+            client's own.
     """
 
     kind: ClassVar[str] = "jump"
-    cost: ClassVar[str] = "one pass over the weights; a copy of the model on disk"
+    cost: ClassVar[str] = (
+        "one pass over the weights; a copy of the model on disk; without clipping or Adam, a "
+        "forward and a backward pass for each example of a batch"
+    )
     reads: ClassVar = "earlier"
     factor: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 10.0
 
@@ -42,6 +48,8 @@ class Jump(Detector):
         distance, movement = math.sqrt(squares), seen.movement
         about = f"the model is {distance:.3g} away from that of round {before.round}"
         rounding = rounds * ROUNDING * length
+        if rounds < 0:
+            return Finding(f"the server went back from round {before.round}", math.inf, 0.0)
         if rounds == 0:
             return Finding(
                 f"{about}, or from the public checkpoint, and must equal it", distance, 0.0
@@ -54,14 +62,12 @@ class Jump(Detector):
             return Finding(
                 f"{about}, and Adam moves it by {limit:.3g} at most", distance, limit + rounding
             )
-        longest = movement.most
-        if longest is None and seen.longest is not None:
-            longest = self.factor * seen.longest
-        if longest is None:
-            return Finding(
-                f"{about}; this client has sent no update to compare that with", distance
-            )
-        limit = rounds * movement.rate * (longest + movement.noise_norm(numbers))
+        noise, round_moves = movement.noise_norm(numbers), movement.most
+        if round_moves is None and seen.longest is not None:
+            round_moves = self.factor * seen.longest * movement.rate * movement.steps
+        if round_moves is None or noise is None:
+            return Finding(f"{about}, and this client has nothing to compare that with", distance)
+        limit = rounds * (round_moves + noise)
         return Finding(
             f"{about}, and {rounds} rounds of honest updates move it by {limit:.3g} at most",
             distance,

@@ -13,17 +13,17 @@ class Movement:
     """How an honest round moves the model.
 
     Attributes:
-        optimiser: "sgd": the model moves by `rate` times the mean of the clients' updates. "adam":
-            every number moves by steps of Adam or AdamW, of the server's on the mean update, or of
-            clients whose weights are averaged.
-        rate: What "sgd" multiplies the mean update by, 1 for a mean of differences; Adam's learning
-            rate.
-        steps: Adam's steps in a round.
+        optimiser: "sgd": the model moves by steps against mean gradients, of the server or of
+            clients whose weights are averaged. "adam": every number moves by such steps of Adam or
+            AdamW.
+        rate: The learning rate of these steps.
+        steps: How many there are in a round.
         anew: Adam's moments begin anew in each round, as those of clients do.
         weight_decay: Of AdamW.
-        most: L2 norm that every update has at most, its noise aside; None: nothing limits it.
-        noise: Standard deviation of the noise on a number of the mean update, beyond what `most`
-            or a client's own updates have.
+        most: How far an update moves the model at most where clients clip it, its noise aside;
+            None: nothing limits that.
+        noise: Standard deviation of the noise in a round on each number of the model, at most;
+            None: nobody knows.
     """
 
     optimiser: Literal["sgd", "adam"] = "sgd"
@@ -32,7 +32,12 @@ class Movement:
     anew: bool = False
     weight_decay: float = 0.0
     most: float | None = None
-    noise: float = 0.0
+    noise: float | None = 0.0
+
+    @property
+    def by_examples(self) -> bool:
+        """Whether only the gradients of examples tell how far a round moves the model."""
+        return self.optimiser == "sgd" and self.most is None and self.noise is not None
 
     def by_adam(self, first: int, last: int) -> float:
         """Returns how far one number moves at most from the broadcast of round `first` to `last`.
@@ -45,13 +50,13 @@ class Movement:
         made = range((first - 1) * self.steps + 1, (last - 1) * self.steps + 1)
         return self.rate * sum(map(longest_step, made))
 
-    def noise_norm(self, numbers: int) -> float:
+    def noise_norm(self, numbers: int) -> float | None:
         """Returns an L2 norm that the noise on so many numbers exceeds once in 60 million times.
 
         A Gaussian vector is longer than sqrt(n) + t standard deviations with a probability of at
         most exp(-t^2 / 2) (Boucheron, Lugosi and Massart 2013, theorem 5.6); t is 6.
         """
-        return self.noise * (math.sqrt(numbers) + 6.0)
+        return None if self.noise is None else self.noise * (math.sqrt(numbers) + 6.0)
 
 
 def longest_step(step: int) -> float:

@@ -12,7 +12,7 @@ from fedleak.detectors import EMBEDDINGS, SECOND_FACTOR, Detector, Finding, Seen
 FEWEST = 16
 """Rows from which on a median says something: those of a head of two classes oppose each other."""
 
-MOST = 1024
+MOST = 256
 """Rows of a matrix that are compared; which, follows from its numbers."""
 
 

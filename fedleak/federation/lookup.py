@@ -5,11 +5,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fedleak.config.experiment import Experiment
 from fedleak.config.loading import load, parse
-from fedleak.store.run import Run
+from fedleak.federation.schedule import expected_captures
+from fedleak.store.run import EVERYONE, Key, Run
 from fedleak.training.observation import UpdateKind
 from fedleak.util.errors import ConfigError, FedleakError, UnknownKindError
 
@@ -110,16 +111,51 @@ def most_examples(experiment: Experiment, run: Run, client: int) -> int:
     return min(local.batch_size, most) if local.kind == UpdateKind.GRADIENT else most
 
 
-def note_dropped_out(run: Run, round: int, clients: Sequence[int]) -> None:
-    """Notes in run.json which of a round's clients are not in its sum."""
-    noted = run.info().get("dropped_out", {})
-    if clients or str(round) in noted:  # noted by an attempt that was cut short
-        run.update_info(dropped_out=noted | {str(round): sorted(clients)})
+def note_dropped_out(
+    run: Run,
+    round: int,
+    clients: Sequence[int],
+    refused: Sequence[int] = (),
+    *,
+    skipped: bool = False,
+) -> None:
+    """Notes in run.json which of a round's clients are not in its sum.
+
+    Args:
+        run: The run directory.
+        round: The round.
+        clients: All of them.
+        refused: Those that refused the round.
+        skipped: Whether nothing was summed.
+    """
+    info, key = run.info(), str(round)
+    out, refusing = info.get("dropped_out", {}), info.get("refused", {})
+    if clients or key in out:  # noted by an attempt that was cut short
+        others = [other for other in info.get("skipped", []) if other != round]
+        run.update_info(
+            dropped_out=out | {key: sorted(clients)},
+            refused=refusing | {key: sorted(refused)},
+            skipped=sorted([*others, round] if skipped else others),
+        )
 
 
 def dropped_out(run: Run, round: int) -> frozenset[int]:
     """Returns which of a round's clients are not in its sum."""
     return frozenset(run.info().get("dropped_out", {}).get(str(round), ()))
+
+
+def absent(run: Run) -> frozenset[Key]:
+    """Returns what is no capture and will be none: of clients that dropped out, and of no sum."""
+    info: Mapping[str, Any] = run.info() if run.exists() else {}
+    out = info.get("dropped_out", {})
+    keys = [Key(int(round), client) for round, clients in out.items() for client in clients]
+    return frozenset([*keys, *(Key(round, EVERYONE) for round in info.get("skipped", ()))])
+
+
+def captures_of(run: Run, experiment: Experiment) -> list[Key]:
+    """Returns the captures of a complete run: those that are expected and not `absent`."""
+    gone = absent(run)
+    return [key for key in expected_captures(experiment) if key not in gone]
 
 
 @lru_cache(maxsize=1)

@@ -8,7 +8,7 @@ from fedleak.audit import central_baseline, defense_checks, positive_control, sc
 from fedleak.audit.answer_scores import Scored
 from fedleak.audit.answered import answered
 from fedleak.config.experiment import Experiment
-from fedleak.federation.lookup import examples
+from fedleak.federation.lookup import absent, captures_of, examples
 from fedleak.federation.schedule import expected_captures
 from fedleak.federation.workload import outline
 from fedleak.running import forecast
@@ -49,7 +49,7 @@ def finished(run: Run, experiment: Experiment) -> bool:
         return True
     wanted = {
         (key, named_attack.name)
-        for key in expected_captures(experiment)
+        for key in captures_of(run, experiment)
         for named_attack in experiment.attacks
     }
     try:
@@ -239,7 +239,8 @@ def attack_shard(
             groups(experiment.attacks, expected_captures(experiment), experiment.workers.at_once),
             shard,
         )
-        wanted = {(key, task.attack.name) for task in work for key in task.keys}
+        gone = absent(run)
+        wanted = {(key, task.attack.name) for task in work for key in task.keys if key not in gone}
         status = {
             answer.id: answer.status for answer in answers_for(run, shard) if answer.id in wanted
         }

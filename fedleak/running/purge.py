@@ -19,6 +19,7 @@ PRIVATE = {
     "captures": "updates, from which they can be read",
     "held": "updates that were summed",
     "models": "models: two of a row differ by an update",
+    "kept": "models that clients kept to compare with",
     "positive-control": "undefended copies of batches, and what attacks read of them",
     "held_out.json": "held-out texts",
     "candidates": "texts that attacks on membership were asked about",

@@ -119,7 +119,7 @@ def read(path: Path, most: int = -1) -> bytes:
 
 
 @contextmanager
-def tensor_file(path: Path) -> Iterator[Any]:
+def tensor_file(path: Path, framework: str = "pt") -> Iterator[Any]:
     """Opens a plain file of tensors, as `safetensors.safe_open` does.
 
     Raises:
@@ -128,7 +128,7 @@ def tensor_file(path: Path) -> Iterator[Any]:
     handle = opened(path)
     try:
         # The file that was opened and looked at, whatever has its name by now.
-        with safetensors.safe_open(f"/dev/fd/{handle}", framework="pt") as file:
+        with safetensors.safe_open(f"/dev/fd/{handle}", framework=framework) as file:
             yield file
     finally:
         os.close(handle)

@@ -41,7 +41,9 @@ class Info(Begun, total=False):
         begun, user, machine: When, by whom and where the run was made.
         classes: Names of the classes, which nodes with data of their own are told.
         node_examples: How many examples each client has; of data on nodes, by the word of its node.
-        dropped_out: By round, the clients whose updates are not in its sum.
+        dropped_out: By round, the clients that were asked and whose updates are not in its sum.
+        refused: By round, those among them that refused it.
+        skipped: Rounds with too few updates to sum: the model stayed as it was.
         failure: Why the run failed.
         tapped, nodes: The folder of a tap, and its node of each client.
         left_out: Messages of the tap that are not in the run.
@@ -63,6 +65,8 @@ class Info(Begun, total=False):
     remarks: list[str]
     node_examples: list[Annotated[int, Field(gt=0)]]
     dropped_out: dict[str, list[Count]]
+    refused: dict[str, list[Count]]
+    skipped: list[Count]
     failure: dict[str, str] | None
     tapped: str
     nodes: dict[str, str]

@@ -9,7 +9,7 @@ from fedleak.store.run import Run
 from fedleak.store.shards import begun
 
 FILES = ("run.json", "held_out.json", "reference.json")
-FOLDERS = ("captures", "candidates", "defended", "models", "vault")
+FOLDERS = ("captures", "candidates", "defended", "detected", "models", "vault")
 """What figures rest on, beside answers and utilities."""
 
 

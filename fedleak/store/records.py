@@ -287,6 +287,36 @@ class DefenseRow(_OfUpdate, Measured):
     kind: str
 
 
+Action = Literal["warn", "refuse"]
+"""What a client does when a detector alarms."""
+
+
+class DetectionRow(_OfUpdate):
+    """What one detector found in what a client was sent: a line of detections.jsonl.
+
+    Attributes:
+        hash: Of the model that the client was sent.
+        refused: Whether the client stayed out of the round.
+        place: Of the detector in the experiment file.
+        detector: Its kind.
+        action: What an alarm makes the client do.
+        statistic: None: it had nothing to look at, or what it found is no finite number.
+        limit: It alarms above this; None: it has no limit.
+        alarm: Whether it alarmed.
+        sentence: What it found, in its own words.
+    """
+
+    hash: str
+    refused: bool
+    place: int
+    detector: str
+    action: Action
+    statistic: float | None
+    limit: float | None
+    alarm: bool
+    sentence: str
+
+
 class Utility(Measured):
     """How good the model is after a round: a line of utility.jsonl; its figures are by name."""
 
@@ -303,6 +333,7 @@ class ScoredRows:
         defended: What each defense did.
         canary: What canaries score.
         members: What attacks on membership say.
+        detected: What clients' detectors found.
     """
 
     leakage: Sequence[LeakageRow] = ()
@@ -310,6 +341,7 @@ class ScoredRows:
     defended: Sequence[DefenseRow] = ()
     canary: Sequence[CanaryRow] = ()
     members: Sequence[MembershipRow] = ()
+    detected: Sequence[DetectionRow] = ()
 
     @classmethod
     def read(cls, rows_of: Callable[[Lines[Any]], Sequence[Any]]) -> "ScoredRows":
@@ -356,6 +388,7 @@ LEDGER = Lines("privacy.jsonl", LedgerRow)
 CANARIES = Lines("canaries.jsonl", CanaryRow, check=_check_canaries)
 MEMBERSHIP = Lines("membership.jsonl", MembershipRow, check=_check_membership)
 DEFENSES = Lines("defenses.jsonl", DefenseRow)
+DETECTIONS = Lines("detections.jsonl", DetectionRow)
 UTILITY = Lines("utility.jsonl", Utility, sealed=True)
 
 _FILES: Mapping[str, Lines[Any]] = {
@@ -364,6 +397,7 @@ _FILES: Mapping[str, Lines[Any]] = {
     "defended": DEFENSES,
     "canary": CANARIES,
     "members": MEMBERSHIP,
+    "detected": DETECTIONS,
 }
 """The files that scoring writes, by their names in `ScoredRows`."""
 

@@ -10,9 +10,13 @@
       vault/r0001-c03.json             the private batch, written by the client
       vault/r0001-c03.safetensors      what an audited copy of its update has of canaries
       defended/r0001-c03.json          what the client's defenses did, in its own figures
+      detected/r0001-c03.json          what the client's detectors found in what it was sent
+      published/r0001-c03.json         the hash of that, which clients show each other
+      kept/c03/                        the contract of a client, and the last model it trusts
       reconstructions.jsonl            a line per attack and capture, as each finishes
       attempts.jsonl                   a line per try of an attack that crashed
       leakage.jsonl privacy.jsonl defenses.jsonl utility.jsonl summary.json held_out.json
+      detections.jsonl                 what clients' detectors found
       candidates/                      texts of files that attacks on membership are asked about
       membership.jsonl                 what these attacks say of each text of a list
       canaries.jsonl                   what the audit's canaries score in each update
@@ -120,6 +124,16 @@ class Run(Folder):
     def defended(self) -> Notes:
         """What clients' defenses did, in their own figures."""
         return Notes(self, "defended")
+
+    @property
+    def detected(self) -> Notes:
+        """What clients' detectors found."""
+        return Notes(self, "detected")
+
+    @property
+    def published(self) -> Notes:
+        """The hashes of broadcasts, which clients show each other."""
+        return Notes(self, "published")
 
     def create(self, **values: Any) -> None:
         """Makes run.json, in a folder that only its owner can open.

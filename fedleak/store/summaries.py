@@ -6,7 +6,7 @@ from pydantic import ConfigDict, Field, JsonValue
 
 from fedleak.attacks.reconstruction import Status
 from fedleak.store.lines import Document, Measured, Record
-from fedleak.store.records import UNSCORED, Epsilon, RowStatus, Utility
+from fedleak.store.records import UNSCORED, Action, Epsilon, RowStatus, Utility
 
 NEARLY = 90.0
 """The smallest ROUGE-L of a text that is called nearly read."""
@@ -344,6 +344,51 @@ class MembershipSummary(Record):
         return next((figures for figures in self.figures if figures.attack == attack), None)
 
 
+class DetectorSummary(Record):
+    """What one detector found over all clients and rounds.
+
+    Attributes:
+        place: In the experiment file.
+        detector: Its kind.
+        action: What an alarm makes a client do.
+        looked: Rounds of a client in which it had something to look at.
+        has_limit: Whether it can alarm at all.
+        alarms: By round, the clients for which it alarmed.
+    """
+
+    place: int
+    detector: str
+    action: Action
+    looked: int
+    has_limit: bool
+    alarms: dict[int, tuple[int, ...]]
+
+
+class Detections(Record):
+    """What clients noticed of the server.
+
+    Attributes:
+        detectors: In the order of the experiment file.
+        refused: By round, the clients that took no part.
+        unequal: Rounds in which clients were sent different models, by the hashes that they noted.
+    """
+
+    detectors: tuple[DetectorSummary, ...]
+    refused: dict[int, tuple[int, ...]]
+    unequal: tuple[int, ...]
+
+    @property
+    def alarms(self) -> int:
+        """Rounds of a client in which any detector alarmed."""
+        keys = {
+            (round, client)
+            for detector in self.detectors
+            for round, clients in detector.alarms.items()
+            for client in clients
+        }
+        return len(keys)
+
+
 class CopiesRead(Record):
     """What was read of undefended copies: of each text the best, and 0 where there is no answer.
 
@@ -421,6 +466,7 @@ class RunSummary(Record):
         canary: What canaries measured of it; None: there are none.
         membership: How well texts that were in updates are told from others; None: nobody asked.
         positive_control: What attacks read of undefended copies; None: there are none.
+        detections: What clients noticed of the server; None: no client looked.
         utility_before, utility: Of the model before training, and now, if measured.
         held_out: Texts that it is measured on.
         utility_reference: Of the central baseline, if it was asked for.
@@ -445,6 +491,7 @@ class RunSummary(Record):
     canary: CanarySummary | None = None
     membership: MembershipSummary | None = None
     positive_control: PositiveControl | None = None
+    detections: Detections | None = None
     utility_before: Utility | None
     utility: Utility | None
     held_out: int

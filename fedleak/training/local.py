@@ -52,7 +52,7 @@ def local_update_(
             )
         else:
             tensors = (
-                _gradient(model, sequences, labels)
+                mean_gradient(model, sequences, labels)
                 if training.kind == UpdateKind.GRADIENT
                 else _delta_(model, sequences, labels, training, seed)
             )
@@ -61,7 +61,7 @@ def local_update_(
     return update
 
 
-def _gradient(
+def mean_gradient(
     model: LanguageModel, sequences: Sequence[Sequence[int]], labels: Sequence[int]
 ) -> dict[str, Tensor]:
     """Returns the gradient of the mean loss, by parameter name."""
@@ -88,7 +88,8 @@ def _delta_(
         order = torch.randperm(len(sequences), generator=shuffle)
         for start in range(0, len(order), training.batch_size):
             chosen = order[start : start + training.batch_size].tolist()
-            gradient = _gradient(model, [sequences[i] for i in chosen], [labels[i] for i in chosen])
+            batch = [sequences[i] for i in chosen], [labels[i] for i in chosen]
+            gradient = mean_gradient(model, *batch)
             while gradient:  # nothing else may hold them, or `zero_grad` frees no memory
                 name, value = gradient.popitem()
                 trained[name].grad = value

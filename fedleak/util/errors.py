@@ -20,6 +20,10 @@ class StoppedError(FedleakError):
     """Training that was told to stop, because what goes on beside it has failed."""
 
 
+class RoundRefusedError(FedleakError):
+    """A client that stays out of a round, because of what it was sent."""
+
+
 class CaptureError(FedleakError):
     """A captured update that cannot be read back."""
 

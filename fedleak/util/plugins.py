@@ -1,4 +1,4 @@
-"""Finds attacks, defenses and model families: files in the tree, and packages of others.
+"""Finds attacks, defenses, detectors and model families: files in the tree, and packages of others.
 
 One new attack, defense or model family is one new file in its package. An installed distribution
 adds its own with an entry point, whose group is the name of that package and whose value is the

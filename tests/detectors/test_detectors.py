@@ -201,9 +201,10 @@ def test_shapes_finds_what_is_missing_new_or_wider():
 
 
 @pytest.mark.parametrize("times", [0.99, 1.01])
-def test_a_jump_is_farther_than_factor_times_the_own_updates(times):
-    limit = 2 * RATE * 7.0 * LONGEST
-    seen = honest(now=Broadcast(3, moved(weights(), times * limit)))
+def test_a_jump_is_farther_than_factor_times_the_gradients_of_own_examples(times):
+    limit = 2 * RATE * 5 * 7.0 * LONGEST
+    movement = Movement(rate=RATE, steps=5)
+    seen = honest(now=Broadcast(3, moved(weights(), times * limit)), movement=movement)
     assert named("jump", factor=7.0)(seen).alarm == (times > 1)
 
 
@@ -212,7 +213,7 @@ def test_a_jump_is_farther_than_clipping_and_noise_allow(times):
     """The norm of Gaussian noise on n numbers is about sqrt(n): the bound adds six to it."""
     numbers = sum(value.size for value in weights().values())
     movement = Movement(rate=RATE, most=3.0, noise=0.5)
-    limit = 2 * RATE * (3.0 + 0.5 * (math.sqrt(numbers) + 6))
+    limit = 2 * (3.0 + 0.5 * (math.sqrt(numbers) + 6))
     seen = honest(now=Broadcast(3, moved(weights(), times * limit)), movement=movement)
     assert named("jump")(replace(seen, longest=1e-9)).alarm == (times > 1)
 
@@ -226,9 +227,18 @@ def test_in_its_first_round_the_model_equals_the_public_checkpoint():
     assert named("jump")(replace(same, now=Broadcast(1, one))).alarm
 
 
-def test_a_client_that_has_sent_nothing_has_no_limit():
-    finding = named("jump")(honest(longest=None))
+@pytest.mark.parametrize(
+    "lacks", [{"longest": None}, {"movement": None}, {"movement": Movement(noise=None)}]
+)
+def test_where_nothing_is_known_of_honest_updates_there_is_no_limit(lacks):
+    finding = named("jump")(honest(**lacks))
     assert (finding.limit, finding.alarm) == (None, False)
+
+
+@pytest.mark.parametrize("kind", ["jump", "adam_bound"])
+def test_a_server_that_goes_back_is_suspect(kind):
+    adam = Movement(optimiser="adam", rate=0.1)
+    assert named(kind)(honest(now=Broadcast(0, weights()), movement=adam)).alarm
 
 
 def test_a_model_that_is_no_numbers_jumps():
@@ -327,7 +337,11 @@ def test_parallel_rows_are_found_in_rows_and_in_columns():
 
 
 def test_d_snr_is_the_ratio_of_the_paper_and_leaves_embeddings_out():
-    norms = {"layer.0.w": np.array([3.0, 1.0, 1.0]), "embeddings.w": np.array([9.0, 1.0])}
+    norms = {
+        "layer.0.dense.weight": np.array([3.0, 1.0, 1.0]),
+        "embeddings.word.weight": np.array([9.0, 1.0]),
+        "layer.0.dense.bias": np.array([9.0, 1.0]),
+    }
     own = replace(honest().own, example_norms=lambda: norms)
     assert named("d_snr")(honest(own=own)).statistic == 1.5
 

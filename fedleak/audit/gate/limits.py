@@ -64,6 +64,8 @@ def limit_checks(limits: GateTable, evidence: Evidence) -> list[Check]:
             if summary.canary is None
             else _bounded("canary", limits.canary, summary.canary)
         )
+    if limits.alarms is not None:
+        checks.append(_alarms(limits.alarms, summary))
     if useful := _named(limits, UTILITY):
         checks += _utility(useful, evidence)
     return checks
@@ -186,6 +188,14 @@ def _epsilon(limit: float, evidence: Evidence) -> Check:
         f"accountant {privacy.accountant}; limit {limit:g}"
     )
     return compared("epsilon", sentence, holds=float(privacy.epsilon) <= limit)
+
+
+def _alarms(limit: int, summary: RunSummary) -> Check:
+    """Compares the rounds in which clients noticed something with their limit."""
+    if (detections := summary.detections) is None:
+        return untold("alarms", ["no client looked: the file has no [[detector]]"], "")
+    sentence = f"detectors alarmed in {detections.alarms} rounds of a client; limit {limit}"
+    return compared("alarms", sentence, holds=detections.alarms <= limit)
 
 
 def _bounded(name: str, limit: float, canary: CanarySummary) -> Check:

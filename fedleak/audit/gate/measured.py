@@ -12,7 +12,8 @@ from fedleak.audit.metrics import intervals
 from fedleak.audit.vault import text_count
 from fedleak.config.components import listed_as
 from fedleak.config.tables import CANARY_OF_EVERY_CLIENT, GateTable
-from fedleak.federation.schedule import captures_made, expected_captures
+from fedleak.federation.lookup import absent, captures_of
+from fedleak.federation.schedule import captures_made
 from fedleak.store.records import UNSCORED, LeakageRow, text_counts
 from fedleak.store.run import EVERYONE, Key
 from fedleak.store.summaries import SURE
@@ -62,8 +63,8 @@ def required_checks(limits: GateTable, evidence: Evidence) -> list[Check]:
 def _clients(evidence: Evidence) -> Check:
     """Checks that for every client one with the same defenses was attacked."""
     experiment = evidence.experiment
-    attacked = {key.client for key in expected_captures(experiment)}
-    trained = {key.client for key in captures_made(experiment)}
+    attacked = {key.client for key in captures_of(evidence.run, experiment)}
+    trained = {key.client for key in _made(evidence)}
 
     def defenses(client: int) -> tuple[int, ...]:
         return tuple(experiment.defenses_of(client))
@@ -91,7 +92,7 @@ def _coverage(limit: float, evidence: Evidence) -> Check:
     """Compares a limit with the share of private texts whose updates an attack answered for."""
     rows = evidence.rows.leakage
     answered = {row.key for row in rows if _has_answered(row)}
-    sizes = {key: text_count(evidence.run, key) for key in captures_made(evidence.experiment)}
+    sizes = {key: text_count(evidence.run, key) for key in _made(evidence)}
     known = {key: size for key, size in sizes.items() if size is not None}
     unknown, everywhere = len(sizes) - len(known), sum(known.values())
     here = sum(size for key, size in known.items() if key in answered)
@@ -99,6 +100,12 @@ def _coverage(limit: float, evidence: Evidence) -> Check:
         return untold("coverage", [f"{unknown} updates have no truth in the vault"], "")
     sentence = f"an attack answered for {here} of {everywhere} private texts; limit {limit:g}"
     return compared("coverage", sentence, holds=here >= limit * everywhere)
+
+
+def _made(evidence: Evidence) -> list[Key]:
+    """Returns the captures that the run made, kept or not."""
+    gone = absent(evidence.run)
+    return [key for key in captures_made(evidence.experiment) if key not in gone]
 
 
 def _has_answered(row: LeakageRow) -> bool:
@@ -191,7 +198,7 @@ def _tokens_unread(rows: Sequence[LeakageRow]) -> Iterator[str]:
 def _attack(name: str, evidence: Evidence, least_seconds: float, *, may_abstain: bool) -> Check:
     """Checks that an attack was free to work on every update that it was for."""
     rows = [row for row in evidence.rows.leakage if row.attack == name]
-    expected = expected_captures(evidence.experiment)
+    expected = captures_of(evidence.run, evidence.experiment)
     ended = Counter(row.status for row in rows)
     # Label counts alone, for example, are an answer without a score of any text.
     old = sum(
@@ -244,7 +251,7 @@ def _seconds(name: str, evidence: Evidence) -> float | None:
 
 def _required(kind: str, evidence: Evidence) -> Check:
     """Checks that an attack of a kind has answered for every update that is attacked."""
-    expected = {*expected_captures(evidence.experiment)}
+    expected = {*captures_of(evidence.run, evidence.experiment)}
     kinds = evidence.kinds
     answered = {
         row.key

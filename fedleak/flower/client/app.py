@@ -1,7 +1,9 @@
 """The ClientApp. Training is the library's; this turns messages into calls and back.
 
 The order on the way out is train, defend, select, mask, encode: `mods` wrap training from the
-inside out. What a client finds out about its own defenses goes to a file beside the vault and to
+inside out. What the client's detectors find wrong with the model that it is sent comes before it
+trains, and can end the round for it. What a
+client finds out about that, and about its own defenses, goes to files beside the vault and to
 nobody else.
 """
 
@@ -16,6 +18,7 @@ from fedleak.flower.client.context import refuse_another_run, work_of
 from fedleak.flower.client.masking import mask
 from fedleak.flower.client.mods import defend, encode, report_errors, select
 from fedleak.flower.client.outgoing import Outgoing
+from fedleak.flower.client.watching import refuse_suspect
 from fedleak.store.run import Key
 from fedleak.training.batches import Records, round_batch
 from fedleak.training.local import local_update_
@@ -44,9 +47,7 @@ def train(message: Message, context: Context) -> Message:
     experiment, client = work.experiment, work.client
     model, workload = work.model_and_data
     round = int(message.content.config_records["config"]["round"])  # type: ignore[arg-type]
-    models.load_parameters_(
-        model, message.content.array_records["arrays"].to_torch_state_dict(keep_input=False)
-    )
+    sent = message.content.array_records["arrays"].to_torch_state_dict(keep_input=False)
     key = Key(round, client)
     if work.private is not None:
         refuse_another_run(work.private, key, experiment.fingerprint)
@@ -65,6 +66,9 @@ def train(message: Message, context: Context) -> Message:
         planted = replace(planted, drawn_K=records.drawn_canaries(drawn))
     sequences = [workload.sequences[part[i]] for i in chosen]
     labels = [workload.labels[part[i]] for i in chosen]
+    in_step = slice(min(local.batch_size, len(part)))
+    refuse_suspect(work, key, sent, (sequences[in_step], labels[in_step]))
+    models.load_parameters_(model, sent)
     figures: dict[str, float] = {}
     update = local_update_(
         model,

@@ -45,12 +45,14 @@ class Work:
         client: Whose data this node holds.
         own: Its file; None: the client's part of what the experiment names.
         private: Where it keeps what it trained on; None: nowhere.
+        board: Where it publishes hashes beside other clients; None: where it keeps its own.
     """
 
     experiment: Experiment
     client: int
     own: OwnFile | None
     private: Run | None
+    board: Run | None = None
 
     @property
     def model_and_data(self) -> tuple[LanguageModel, Workload]:
@@ -77,6 +79,7 @@ def work_of(message: Message, context: Context) -> Work:
         client,
         _own_file(context, assignment, client),
         vault(context, assignment.run_name),
+        _folder(context, "board", assignment.run_name),
     )
 
 
@@ -147,11 +150,20 @@ def vault(context: Context, run_name: str) -> Run | None:
     Raises:
         ConfigError: The vault is not an absolute path.
     """
-    folder = context.node_config.get("vault", os.environ.get("FEDLEAK_VAULT", ""))
+    return _folder(context, "vault", run_name, os.environ.get("FEDLEAK_VAULT", ""))
+
+
+def _folder(context: Context, key: str, run_name: str, default: str = "") -> Run | None:
+    """Returns the folder of a run in one that the node's configuration names; None: it names none.
+
+    Raises:
+        ConfigError: That is not an absolute path.
+    """
+    folder = context.node_config.get(key, default)
     if folder in ("", False):
         return None
     if not isinstance(folder, str) or not os.path.isabs(folder):
-        raise ConfigError(f"the node's vault = {folder!r}: give the absolute path of a folder")
+        raise ConfigError(f"the node's {key} = {folder!r}: give the absolute path of a folder")
     return Run(Path(folder, os.path.basename(os.path.normpath(f"/{run_name}"))))
 
 

@@ -12,11 +12,12 @@ from torch import Generator
 
 from fedleak.config.experiment import Experiment
 from fedleak.config.sent_parameters import selected_parameters
+from fedleak.detectors import REFUSED
 from fedleak.flower.client.context import work_of
 from fedleak.flower.client.outgoing import Outgoing
 from fedleak.store.files import plain
 from fedleak.training.wire import partial_update
-from fedleak.util.errors import FedleakError
+from fedleak.util.errors import FedleakError, RoundRefusedError
 from fedleak.util.rng import stream
 
 Next = Callable[[Message, Context], Message]
@@ -89,6 +90,8 @@ def report_errors(message: Message, context: Context, call_next: Next) -> Messag
     """Answers a crash with what the server may know; the client's log has all of it."""
     try:
         return call_next(message, context)
+    except RoundRefusedError as error:
+        return Message(Error(REFUSED, str(error)), reply_to=message)
     except Exception as error:  # noqa: BLE001 - any error's words may quote a text
         _log.exception("client %s failed", context.node_config.get("partition-id"))
         return Message(Error(CLIENT_FAILED, public(error)), reply_to=message)

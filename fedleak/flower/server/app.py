@@ -15,9 +15,8 @@ from fedleak.audit import scoring
 from fedleak.audit.gaps import refuse_gaps
 from fedleak.audit.metrics.utility import evaluate
 from fedleak.config.experiment import Experiment
-from fedleak.federation.lookup import client_sizes, of_app
+from fedleak.federation.lookup import captures_of, client_sizes, of_app
 from fedleak.federation.protection import protection, protocol_of
-from fedleak.federation.schedule import expected_captures
 from fedleak.flower.server.assignments import assignment
 from fedleak.flower.server.capturing_grid import AT_ONCE, CapturingGrid
 from fedleak.flower.server.replies import (
@@ -154,7 +153,7 @@ def first_open_round(experiment: Experiment, run: Run) -> int:
     A complete round has all of its captures that are kept, and the model of the next round.
     """
     captured, broadcast = set(run.captures.all_keys()), set(run.models.rounds())
-    missing = [key.round for key in expected_captures(experiment) if key not in captured]
+    missing = [key.round for key in captures_of(run, experiment) if key not in captured]
     first = min([*missing, max(broadcast, default=1)])
     while first > 1 and first not in broadcast:
         first -= 1

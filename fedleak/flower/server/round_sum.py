@@ -1,6 +1,6 @@
 """What becomes of the updates of a round: some are captured, all are summed."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from torch import Tensor
@@ -44,6 +44,14 @@ class RoundSum:
         assert self.is_next(capture.key.client)
         self.total.add_(capture.update)
         self._awaited.pop()
+        self._add_held_()
+
+    def leave_out_(self, clients: Collection[int]) -> None:
+        """Waits no longer for clients, and adds those held that follow them."""
+        self._awaited = [client for client in self._awaited if client not in clients]
+        self._add_held_()
+
+    def _add_held_(self) -> None:
         while self._awaited and self._awaited[-1] in self._early:
             key = Key(self._round, self._awaited.pop())
             self.total.add_(self._run.held.read(key).update)

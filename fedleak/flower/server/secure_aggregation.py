@@ -22,6 +22,7 @@ from flwr.serverapp import Grid
 from fedleak.config.sent_parameters import sent_by
 from fedleak.defenses import TrustedAggregator
 from fedleak.defenses.secure_sum import MODULUS, SecureSum
+from fedleak.detectors import REFUSED
 from fedleak.federation.lookup import most_examples, note_dropped_out
 from fedleak.flower.server.replies import RefusedError, client_error, whole_number
 from fedleak.flower.server.strategy import CuriousServer, quoted
@@ -73,13 +74,17 @@ class SummingServer(CuriousServer):
                 for client in self._clients.values()
             ),
         )
-        self._total = self._summed(stages)
+        self._total, self._refused = self._summed(stages), stages.refused
         return []
 
-    def _summed(self, stages: "Stages") -> "Sum":
-        """Runs the protocol, again without those who were lost before it came to training."""
+    def _summed(self, stages: "Stages") -> "Sum | None":
+        """Runs the protocol, again without those who were lost before it came to training.
+
+        Returns:
+            The sum; None: so many clients refused the round that there is none.
+        """
         left = list(self._clients)
-        needed = max(2, round(self._settings.threshold * len(left)))
+        needed = self._settings.fewest(len(left))
         while len(left) >= needed:
             try:
                 total = run_protocol(stages, left, self._settings, self._patience)
@@ -89,6 +94,8 @@ class SummingServer(CuriousServer):
             if total is None:
                 break
             return total
+        if stages.problems.keys() == stages.refused:
+            return None
         lines = [f"{self._name(node)}: {why}" for node, why in stages.problems.items()]
         raise FedleakError(
             f"round {self._round}: SecAgg+ gave no sum: {len(stages.problems)} of "
@@ -96,9 +103,16 @@ class SummingServer(CuriousServer):
             f"{quoted(lines) or 'see the log of Flower'}"
         )
 
-    def _combined(self, aggregator: TrustedAggregator, round: int) -> ClientUpdate:
-        """Returns the sum that the protocol gave, and notes who is not in it."""
+    def _combined(
+        self, aggregator: TrustedAggregator, round: int, refusing: Sequence[int]
+    ) -> ClientUpdate | None:
+        """Returns the sum of the protocol, and notes who is not in it; None: there is none."""
         local, total = self._experiment.local_training, self._total
+        refusing = [client for node, client in self._clients.items() if node in self._refused]
+        if total is None:
+            everyone = list(self._clients.values())
+            note_dropped_out(self._run, round, everyone, refusing, skipped=True)
+            return None
         parameters = self._model.parameters()
         tensors = {
             name: torch.from_numpy(value).to(parameters[name].dtype)
@@ -108,7 +122,7 @@ class SummingServer(CuriousServer):
         # Who has most examples made most steps.
         self._local_steps = max(map(local.steps, total.examples.values()))
         absent = [c for node, c in self._clients.items() if node not in total.examples]
-        note_dropped_out(self._run, round, absent)
+        note_dropped_out(self._run, round, absent, refusing)
         return ClientUpdate(local.kind, tensors, sum(total.examples.values()))
 
 
@@ -138,6 +152,7 @@ class Stages:
         shapes: Of the arrays that a client sends.
         most_examples: That a client can have used.
         problems: Why a node was lost, by node.
+        refused: The nodes among them that refused to train.
     """
 
     grid: Grid
@@ -145,6 +160,7 @@ class Stages:
     shapes: Sequence[tuple[int, ...]]
     most_examples: int
     problems: dict[int, str] = field(default_factory=dict)
+    refused: set[int] = field(default_factory=set)
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
@@ -170,6 +186,8 @@ class Stages:
             waiting_for.remove(node)
             if reply.has_error():
                 self.problems[node] = client_error(reply)
+                if reply.error.code == REFUSED and stage == Stage.COLLECT_MASKED_VECTORS:
+                    self.refused.add(node)
                 continue
             try:
                 self._check(str(stage), reply.content)

@@ -1,6 +1,6 @@
 """The curious or malicious server: sums updates, and keeps what it is to attack of them."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from flwr.app import (
@@ -21,7 +21,8 @@ from fedleak.config.experiment import Experiment
 from fedleak.config.sent_parameters import sent_by
 from fedleak.config.stored_parameters import stored_parameters
 from fedleak.defenses import TrustedAggregator
-from fedleak.federation.lookup import most_examples
+from fedleak.detectors import REFUSED
+from fedleak.federation.lookup import dropped_out, most_examples, note_dropped_out
 from fedleak.federation.protection import aggregator_of
 from fedleak.federation.schedule import clients_of_round, key_of_sum, rounds_attacked, target
 from fedleak.flower.server.assignments import assignment
@@ -222,37 +223,42 @@ class CuriousServer(Strategy):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord, None]:
-        """Returns the next global model.
+        """Returns the next global model; with too few updates it is the one before.
 
         Raises:
             FedleakError: A client failed, did not answer, or gave an answer that was refused.
         """
         round = server_round + self._offset
         self.finish()
-        self._check_all_answered(reply for reply in replies if reply.has_error())
+        refusing = self._take_answers(reply for reply in replies if reply.has_error())
         broadcast, combined = self._run.models.read(round), None
         if self._sum is not None:
+            self._sum.leave_out_(refusing)
             total, self._sum = self._sum.total, None
+            skipped = not total.tensors
+            note_dropped_out(self._run, round, refusing, refusing, skipped=skipped)
         else:
             assert self._aggregator is not None
-            combined = self._combined(self._aggregator, round)
             total = WeightedSum(lambda name: broadcast[name].dtype)
-            total.add_(combined)
+            combined = self._combined(self._aggregator, round, refusing)
+            if combined is not None:
+                total.add_(combined)
         optimiser = self._experiment.server_optimiser
-        goes_on = optimiser.kind == "adam" and round > 1
-        moments = self._run.moments.read(round) if goes_on else {}
+        adam = optimiser.kind == "adam"
+        moments = self._run.moments.read(round) if adam and round > 1 else {}
         if self._mode is None or self._experiment.server_built.aggregate:
             following, moments = aggregate(broadcast, total, optimiser, moments)
         else:
             following = broadcast
-        if self._experiment.sees == "models":
+        captured = key_of_sum(self._experiment, round).client
+        if self._experiment.sees == "models" and total.tensors:
             rate = optimiser.learning_rate
             self._capture_of_all(round, difference(broadcast, following, total, rate))
-        elif combined is not None:
+        elif combined is not None and captured not in dropped_out(self._run, round):
             self._capture_of_all(round, self._seen_of_sum(combined, round))
-        if combined is not None:
+        if self._aggregator is not None:
             self._run.held.drop()
-        if moments and round < self._experiment.federation.rounds:
+        if adam and round < self._experiment.federation.rounds:
             self._run.moments.write(round + 1, moments)
         self._run.models.write(round + 1, following)
         if round not in rounds_attacked(self._experiment):
@@ -277,12 +283,17 @@ class CuriousServer(Strategy):
     def summary(self) -> None:
         """Logs nothing: the run directory says it all."""
 
-    def _combined(self, aggregator: TrustedAggregator, round: int) -> ClientUpdate:
-        """Returns what the aggregator makes of the updates held."""
-        held = (
-            self._run.held.read(Key(round, client)).update
-            for client in clients_of_round(self._experiment, round)
-        )
+    def _combined(
+        self, aggregator: TrustedAggregator, round: int, refusing: Sequence[int]
+    ) -> ClientUpdate | None:
+        """Returns what the aggregator makes of the updates held; None: too few are left of them."""
+        clients = clients_of_round(self._experiment, round)
+        left = [client for client in clients if client not in refusing]
+        if refusing and len(left) < aggregator.fewest(len(clients)):
+            note_dropped_out(self._run, round, clients, refusing, skipped=True)
+            return None
+        note_dropped_out(self._run, round, refusing, refusing)
+        held = (self._run.held.read(Key(round, client)).update for client in left)
         return aggregator.combined(held, rng=stream(self._experiment.seed, "combined", round))
 
     def _seen_of_sum(self, combined: ClientUpdate, round: int) -> ClientUpdate:
@@ -317,16 +328,24 @@ class CuriousServer(Strategy):
             server_mode=None if self._mode is None else self._mode.kind,
         )
 
-    def _check_all_answered(self, failed: Iterable[Message]) -> None:
-        """Fails the round unless each client's update is there and nothing else came."""
+    def _take_answers(self, failed: Iterable[Message]) -> list[int]:
+        """Returns the clients that refused the round.
+
+        Raises:
+            FedleakError: Of another client there is no update, or something else came.
+        """
+        refusing = []
         for reply in failed:
             node = reply.metadata.src_node_id
+            if reply.error.code == REFUSED and node in self._waiting_for:
+                refusing.append(self._waiting_for.pop(node))
+                continue
             self._problems.append(f"{self._name(node)}: {client_error(reply)}")
             self._waiting_for.pop(node, None)
         self._problems += [f"client {c}: did not answer" for c in self._waiting_for.values()]
-        if not self._problems:
-            return
-        raise FedleakError(f"round {self._round}: {quoted(self._problems)}")
+        if self._problems:
+            raise FedleakError(f"round {self._round}: {quoted(self._problems)}")
+        return sorted(refusing)
 
     def _name(self, node: int) -> str:
         """Returns what a node is called: by its client, if it has one."""

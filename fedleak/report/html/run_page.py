@@ -21,6 +21,7 @@ from fedleak.report.html.verdict import Extent, Guaranteed, run_verdict
 from fedleak.report.table import Cell, Table, Tone, figures, plain, words
 from fedleak.report.tables.attacks import attack_table
 from fedleak.report.tables.canaries import canary_table
+from fedleak.report.tables.detections import detections_table
 from fedleak.report.tables.ladder import ladder_table
 from fedleak.report.tables.leakage import (
     MOST_ROWS,
@@ -373,6 +374,8 @@ def _defense_tables(run: Run, experiment: Experiment, summary: RunSummary) -> li
         note = "The check uses made-up updates and no private text."
         title = "What the check before the run found"
         tables.append(Table(title, words("tested", "claim", "result", "figures"), rows, [note]))
+    if summary.detections is not None:
+        tables.append(detections_table(summary.detections))
     return tables
 
 

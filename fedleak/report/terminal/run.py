@@ -13,6 +13,7 @@ from fedleak.audit.answer_scores import Scored, TextPair
 from fedleak.audit.metrics import intervals
 from fedleak.report.tables.attacks import attack_table
 from fedleak.report.tables.canaries import canary_table
+from fedleak.report.tables.detections import detections_table
 from fedleak.report.tables.ladder import ladder_table
 from fedleak.report.tables.leakage import leakage_table, shares
 from fedleak.report.tables.membership import membership_tables
@@ -87,12 +88,14 @@ def print_run(
 
 
 def _print_measured(summary: RunSummary, console: Console) -> None:
-    """Prints what canaries and attacks on membership measured, if there are any."""
+    """Prints what canaries, attacks on membership and detectors measured, if there are any."""
     if summary.canary is not None:
         print_table(console, canary_table(summary.canary))
     if summary.membership is not None:
         for table in membership_tables(summary.membership):
             print_table(console, table)
+    if summary.detections is not None:
+        print_table(console, detections_table(summary.detections))
 
 
 def _print_notes(summary: RunSummary, console: Console) -> None:

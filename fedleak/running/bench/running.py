@@ -24,7 +24,7 @@ from fedleak.audit.summary import attack_summary
 from fedleak.audit.worst_case import worst_case
 from fedleak.config.checks import attack_settings
 from fedleak.config.components import NamedAttack, build_attack
-from fedleak.federation.schedule import expected_captures
+from fedleak.federation.lookup import captures_of
 from fedleak.federation.workload import divide, outline, read_data
 from fedleak.running import preparation
 from fedleak.running import sweep as sweeps
@@ -282,7 +282,7 @@ def _result(bench: Bench, setting: Setting, failures: Mapping[str, str]) -> Sett
         fingerprint=setting.fingerprint,
         model=run.info()["model_fingerprint"],
         texts=ready.texts,
-        updates=len(expected_captures(experiment)),
+        updates=len(captures_of(run, experiment)),
         sequences=sum(text_counts(rows).values()),
         cells=tuple(
             Cell(attack=named_attack.name, left_out=why)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from fedleak.attacks import Batched, is_slow
 from fedleak.config.components import NamedAttack
+from fedleak.federation.lookup import absent
 from fedleak.store.run import Key, Run
 from fedleak.store.shards import Shard
 
@@ -70,6 +71,15 @@ class Agenda:
         for awaited in self._awaited.pop(key, ()):
             awaited.missing.discard(key)
             if not awaited.missing:
+                self._add(awaited.place, awaited.work)
+
+    def absent(self, key: Key) -> None:
+        """Notes that a capture will not come: what waited for it goes on without."""
+        for awaited in self._awaited.pop(key, ()):
+            self._quick_left.discard((key, awaited.work.attack.name))
+            awaited.missing.discard(key)
+            awaited.work.keys.remove(key)
+            if awaited.work.keys and not awaited.missing:
                 self._add(awaited.place, awaited.work)
 
     def close(self) -> None:
@@ -145,6 +155,13 @@ class Arrivals:
         self.here += len(arrivals)
         first, self._first = self._first, []
         return first + arrivals
+
+    def absent(self) -> list[Key]:
+        """Returns the captures that are known since the last call not to come."""
+        gone = [key for key in sorted(absent(self._run)) if key in self._awaited]
+        for key in gone:
+            del self._awaited[key]
+        return gone
 
     def round(self) -> int:
         """Returns the round in training; once all are trained, one more than their number."""

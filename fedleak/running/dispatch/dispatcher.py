@@ -150,6 +150,10 @@ class Dispatcher:
         # Asked before the captures are looked for, so that a complete round has all of them.
         before, self._round = self._round, self._arrivals.round()
         self._summed += sum(self._forgotten[round] for round in range(before, self._round))
+        if self._round > before or last_look:
+            for key in self._arrivals.absent():
+                self._agenda.absent(key)
+                self._wanted -= len(self._experiment.attacks)
         for key in self._arrivals.new(everywhere=last_look):
             self._agenda.arrived(key)
             self._retention.arrived(key)

@@ -74,6 +74,7 @@ def tracked(run: Run) -> Tracked:
             if value is not None
         ),
         *_epsilons(ledger),
+        *_alarms(summary),
         *_leakage(rows, summary),
         *_totals(summary, experiment.federation.rounds),
     ]
@@ -85,6 +86,17 @@ def tracked(run: Run) -> Tracked:
         metrics=metrics,
         tags=_tags(info, summary),
     )
+
+
+def _alarms(summary: RunSummary) -> Iterator[Metric]:
+    """Yields how many clients warned by each detector, and how many refused, in each round."""
+    if (detections := summary.detections) is None:
+        return
+    for detector in detections.detectors:
+        for round, clients in detector.alarms.items():
+            yield Metric(("alarms", detector.detector), round, len(clients))
+    for round, clients in detections.refused.items():
+        yield Metric(("refused",), round, len(clients))
 
 
 def _flat(value: Any, key: str = "") -> Iterator[tuple[str, str]]:

@@ -1,0 +1,124 @@
+"""How one client runs its detectors, round by round, and what it keeps for the next.
+
+Nothing here needs torch, so that a client of another app can use it.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fedleak.detectors import (
+    Broadcast,
+    Detector,
+    Finding,
+    Movement,
+    Own,
+    Seen,
+    Weights,
+    digest,
+    look,
+)
+from fedleak.store.memory import Memory, Remembered
+
+
+@dataclass(frozen=True)
+class Watched:
+    """What a client noticed in a round.
+
+    Attributes:
+        hash: Of the model that it was sent.
+        findings: Each detector, and what it found.
+    """
+
+    hash: str
+    findings: Sequence[tuple[Detector, Finding]]
+
+    @property
+    def alarms(self) -> Sequence[tuple[Detector, Finding]]:
+        """Those that alarm."""
+        return [(detector, finding) for detector, finding in self.findings if finding.alarm]
+
+    @property
+    def refuses(self) -> bool:
+        """Whether the client stays out of the round."""
+        return any(detector.action == "refuse" for detector, _ in self.alarms)
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """Returns the findings as plain values; a statistic that is no number is left out."""
+        return [
+            {
+                "detector": detector.kind,
+                "action": detector.action,
+                "statistic": finding.statistic,
+                "limit": finding.limit,
+                "alarm": finding.alarm,
+                "sentence": finding.sentence,
+            }
+            for detector, finding in self.findings
+        ]
+
+
+def watch(
+    memory: Memory,
+    detectors: Sequence[Detector],
+    now: Broadcast,
+    *,
+    settings: Mapping[str, Any],
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+    movement: Movement | None = None,
+    checkpoint: Callable[[], Weights] | None = None,
+    own: Own | None = None,
+    publish: Callable[[str, Iterable[int]], Mapping[int, Sequence[str]]] | None = None,
+) -> Watched:
+    """Looks at a broadcast before anything is trained on it, and remembers it if nothing alarms.
+
+    Args:
+        memory: Of the client.
+        detectors: That it uses.
+        now: What it was sent.
+        settings: What the server asks for.
+        shapes: Of the parameters that it was promised; None: those that it was sent at first.
+        movement, own: As in `Seen`.
+        checkpoint: Loads the public model of round 1; None: the client has none.
+        publish: Publishes the hash of the broadcast, and returns what others have published of
+            some rounds, by round; None: there is no place for that.
+
+    Raises:
+        FedleakError: A detector failed, or the client's memory is damaged.
+    """
+    here = {name: tuple(value.shape) for name, value in now.parameters.items()}
+    known = memory.read() or Remembered(settings=dict(settings), shapes=here)
+    compares = any(detector.reads == "earlier" for detector in detectors)
+    before = memory.broadcast() if compares else None
+    if compares and before is None and checkpoint is not None:
+        before = Broadcast(1, checkpoint())
+    own_hash = digest(now.parameters)
+    hashes = {**known.hashes, now.round: own_hash}
+    asks = publish is not None and any(detector.reads == "others" for detector in detectors)
+    seen = Seen(
+        now=now,
+        before=before,
+        shapes=known.shapes if shapes is None else shapes,
+        settings=settings,
+        contract=known.settings,
+        movement=movement,
+        longest=known.longest,
+        hashes=hashes,
+        published=publish(own_hash, hashes) if asks and publish else {},
+        own=own,
+    )
+    watched = Watched(own_hash, list(zip(detectors, look(detectors, seen), strict=True)))
+    longest = known.longest
+    if compares and not watched.alarms:
+        memory.write_broadcast(now)
+        if own is not None and movement is not None and movement.by_examples:
+            longest = max(own.longest(), longest or 0.0)
+    update = {"hashes": {now.round: own_hash}, "longest": longest}
+    memory.write(known.model_copy(update=update))
+    return watched
+
+
+def remember_sent(memory: Memory, norm: float) -> None:
+    """Remembers the L2 norm of an update that was sent in a round without an alarm."""
+    if (known := memory.read()) is not None:
+        memory.write(known.model_copy(update={"longest": max(norm, known.longest or 0.0)}))

@@ -1,0 +1,188 @@
+"""What a client of an experiment looks for before it trains, and what it does about it."""
+
+import logging
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache, lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedleak import models
+from fedleak.config.experiment import Experiment
+from fedleak.defenses import TrustedAggregator
+from fedleak.detectors import REFUSAL, Broadcast, Movement, Own
+from fedleak.federation.protection import Protection
+from fedleak.federation.schedule import clients_of_round
+from fedleak.federation.watching import watch
+from fedleak.flower.client.context import Work
+from fedleak.models import LanguageModel, loading
+from fedleak.store.files import plain
+from fedleak.store.memory import Memory
+from fedleak.store.run import Key, Run
+from fedleak.training.local import mean_gradient
+from fedleak.training.observation import UpdateKind
+from fedleak.util.errors import FedleakError, RoundRefusedError
+
+_log = logging.getLogger(__name__)
+
+Batch = tuple[Sequence[Sequence[int]], Sequence[int]]
+"""Token ids and classes of examples."""
+
+
+def refuse_suspect(work: Work, key: Key, sent: Mapping[str, Tensor], batch: Batch) -> None:
+    """Looks at what the server sent, and notes beside the vault what the detectors found.
+
+    Args:
+        work: What the client is asked to do.
+        key: The round and the client.
+        sent: The broadcast.
+        batch: What the client would train on: as many examples as in one step.
+
+    Raises:
+        RoundRefusedError: A detector alarms whose action is to refuse.
+        FedleakError: A detector failed.
+    """
+    experiment, detectors = work.experiment, work.experiment.detectors_of(key.client)
+    if not detectors:
+        return
+    if work.private is None:
+        raise FedleakError(
+            "the experiment has detectors, and this node keeps nothing between rounds: give its "
+            "configuration a vault"
+        )
+    model, _ = work.model_and_data
+    promised = {name: tuple(value.shape) for name, value in model.parameters().items()}
+    watched = watch(
+        _memory(work.private, key.client),
+        list(detectors.values()),
+        Broadcast(key.round, _arrays(sent)),
+        settings=_settings(experiment, work.protection),
+        shapes=promised,
+        movement=movement(experiment, work.protection),
+        checkpoint=lambda: _checkpoint(experiment, model.num_labels),
+        own=own(model, sent, batch) if batch[0] else None,
+        publish=lambda own_hash, rounds: _published(work, key, own_hash, rounds),
+    )
+    findings = [
+        {"place": place, **finding}
+        for place, finding in zip(detectors, watched.to_json(), strict=True)
+    ]
+    note = {"hash": watched.hash, "refused": watched.refuses, "findings": findings}
+    work.private.detected.write(key, plain({"fingerprint": experiment.fingerprint, **note}))
+    for detector, finding in watched.alarms:
+        _log.warning("%s: %s: %s", key, detector.kind, finding.sentence)
+    if watched.refuses:
+        raise RoundRefusedError(REFUSAL)
+
+
+def movement(experiment: Experiment, protection: Protection) -> Movement:
+    """Returns how an honest server moves the model, as far as its clients agreed on that."""
+    optimiser, local = experiment.server_optimiser, protection.local
+    if optimiser.kind == "adam":
+        return Movement(optimiser="adam", rate=optimiser.learning_rate)
+    of_fedsgd = local.kind == UpdateKind.GRADIENT
+    rate = optimiser.learning_rate if of_fedsgd else local.learning_rate
+    scale = rate if of_fedsgd else 1.0  # what an update is multiplied by
+    most: float | None = None
+    noises: list[float] = []
+    for defense in protection.defenses.values():
+        claims = defense.claims(local, protection.num_examples)
+        longest = claims.max_norm or claims.client_norm
+        most = None if claims.relative_noise or claims.levels or claims.step else longest or most
+        noises.append(claims.noise_scale or 0.0)
+        if isinstance(defense, TrustedAggregator):
+            noises.append(defense.noise_on_mean(1))  # most of all, where others refuse the round
+    if len(experiment.unlike_clients) > 1:  # others may clip nothing
+        most = None
+    return Movement(
+        rate=rate,
+        steps=local.steps(protection.num_examples),
+        most=None if most is None else scale * most,
+        noise=None if protection.scales_with_update() else scale * math.hypot(*noises),
+    )
+
+
+def own(model: LanguageModel, sent: Mapping[str, Tensor], batch: Batch) -> Own:
+    """Returns what can be computed on a batch at a broadcast, without dropout.
+
+    The model is left with the broadcast's weights, if any of it was asked for.
+    """
+    sequences, labels = batch
+
+    def gradient(chosen: slice = slice(None)) -> dict[str, Tensor]:
+        models.load_parameters_(model, sent)
+        model.module.eval()
+        return mean_gradient(model, sequences[chosen], labels[chosen])
+
+    def loss() -> float:
+        models.load_parameters_(model, sent)
+        model.module.eval()
+        ids_BT, mask_BT = models.pad(sequences, model.tokenizer.pad_token_id, model.device)
+        with torch.no_grad():
+            return float(models.batch_loss(model, ids_BT, mask_BT, torch.tensor(labels)))
+
+    @cache
+    def example_norms() -> dict[str, NDArray[Any]]:
+        norms: dict[str, list[float]] = {}
+        for i in range(len(sequences)):
+            for name, value in gradient(slice(i, i + 1)).items():
+                norms.setdefault(name, []).append(float(value.norm()))
+        return {name: np.array(values) for name, values in norms.items()}
+
+    return Own(loss=loss, gradient_norm=lambda: _norm(gradient()), example_norms=example_norms)
+
+
+def _settings(experiment: Experiment, protection: Protection) -> dict[str, Any]:
+    """Returns all that the server asks of a client's training."""
+    table, model = experiment.federation, experiment.model
+    return {
+        "algorithm": table.algorithm,
+        "batch_size": table.batch_size,
+        "local_epochs": table.local_epochs,
+        "learning_rate": table.learning_rate,
+        "dropout": table.dropout,
+        "frozen": list(protection.local.frozen),
+        "share": experiment.update.share,
+        "model": model.model_dump(mode="json"),
+        "defense": experiment.defense,
+    }
+
+
+@lru_cache(maxsize=1)
+def _checkpoint(experiment: Experiment, num_labels: int) -> dict[str, NDArray[Any]]:
+    """Returns the public model, which training starts from; loaded once per process."""
+    return _arrays(loading.load(experiment.model_spec(num_labels)).parameters())
+
+
+def _published(work: Work, key: Key, own_hash: str, rounds: Iterable[int]) -> dict[int, list[str]]:
+    """Publishes a hash, and returns those that others have published of some rounds."""
+    place = work.board or work.private
+    assert place is not None
+    notes = place.published
+    notes.write(key, {"hash": own_hash})
+    others = {
+        round: [
+            client for client in clients_of_round(work.experiment, round) if client != key.client
+        ]
+        for round in rounds
+    }
+    return {
+        round: [str(note["hash"]) for client in clients if (note := notes.read(Key(round, client)))]
+        for round, clients in others.items()
+    }
+
+
+def _norm(tensors: Mapping[str, Tensor]) -> float:
+    return math.sqrt(math.fsum(float(value.double().square().sum()) for value in tensors.values()))
+
+
+def _memory(private: Run, client: int) -> Memory:
+    return Memory(private.path / "kept" / f"c{client:02d}")
+
+
+def _arrays(tensors: Mapping[str, Tensor]) -> dict[str, NDArray[Any]]:
+    return {name: value.numpy() for name, value in tensors.items()}

@@ -1,0 +1,51 @@
+"""Which clients noticed something, which refused a round, and when."""
+
+from collections.abc import Mapping, Sequence
+
+from fedleak.report.table import Cell, Table, Tone, figures, plain, words
+from fedleak.store.summaries import Detections, DetectorSummary
+
+MOST_ROUNDS = 8
+"""Rounds that are named at most."""
+
+
+def detections_table(summary: Detections) -> Table:
+    """Returns a line for each detector."""
+    notes = [
+        "Looks: rounds of a client in which the detector had something to look at. Alarms: those "
+        "of them in which it alarmed.",
+    ]
+    if any(not detector.has_limit for detector in summary.detectors):
+        notes.append("No limit: the detector measured, and nothing it finds is an alarm.")
+    if summary.refused:
+        notes.append(f"Refused, and took no part: {by_round(summary.refused)}.")
+    if summary.unequal:
+        notes.append(
+            "Clients were sent different models, by the hashes that they noted: round "
+            f"{', '.join(map(str, summary.unequal[:MOST_ROUNDS]))}."
+        )
+    return Table(
+        "what clients noticed of the server",
+        [*words("detector", "action"), *figures("looks", "alarms"), *words("clients that alarmed")],
+        [_row(detector) for detector in summary.detectors],
+        notes,
+    )
+
+
+def by_round(clients: Mapping[int, Sequence[int]]) -> str:
+    """Returns clients by round in words."""
+    listed = [
+        f"{', '.join(map(str, of_round))} in round {round}"
+        for round, of_round in list(clients.items())[:MOST_ROUNDS]
+    ]
+    more = len(clients) - MOST_ROUNDS
+    return "; ".join(listed) + (f"; others in {more} more rounds" if more > 0 else "")
+
+
+def _row(detector: DetectorSummary) -> list[Cell]:
+    count = sum(map(len, detector.alarms.values()))
+    alarms = Cell(str(count), Tone.ALARM if count else Tone.PLAIN)
+    if not detector.has_limit:
+        alarms = Cell("no limit")
+    left = plain(detector.detector, detector.action, str(detector.looked))
+    return [*left, alarms, Cell(by_round(detector.alarms))]

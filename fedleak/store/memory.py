@@ -1,0 +1,80 @@
+"""What one client keeps between rounds, to notice when the server does something else.
+
+FOLDER/client.json            the contract, hashes, and how long its updates were
+FOLDER/broadcast.safetensors  the last model without an alarm, with its round
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import safetensors.numpy
+from pydantic import JsonValue
+
+from fedleak.detectors import Broadcast
+from fedleak.store.files import naming, new_file, read, replace, tensor_file
+from fedleak.store.lines import Document, Record
+from fedleak.util.errors import FedleakError
+
+
+class Remembered(Record):
+    """What a client knows of earlier rounds.
+
+    Attributes:
+        settings, shapes: The contract: what the server asked for, and sent, when the client joined.
+        hashes: Of the last model that it was sent, by its round.
+        longest: The L2 norm of the longest gradient of its examples, or of its updates; None: there
+            is none yet.
+    """
+
+    settings: dict[str, JsonValue]
+    shapes: dict[str, tuple[int, ...]]
+    hashes: dict[int, str] = {}
+    longest: float | None = None
+
+
+_CLIENT = Document("client.json", Remembered, "delete the folder, and the client begins anew")
+_BROADCAST = "broadcast.safetensors"
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The folder of a client. Only its owner can open it and what is in it."""
+
+    folder: Path
+
+    def read(self) -> Remembered | None:
+        """Returns what it knows; None: it has just joined.
+
+        Raises:
+            FedleakError: The file is damaged.
+        """
+        path = self.folder / _CLIENT.name
+        if not path.is_file():
+            return None
+        try:
+            return _CLIENT.read(read(path))
+        except ValueError as error:
+            raise FedleakError(f"{path} cannot be read ({error}): {_CLIENT.remedy}") from error
+
+    def write(self, remembered: Remembered) -> None:
+        """Writes what it knows."""
+        with naming(self.folder):
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        replace(self.folder / _CLIENT.name, _CLIENT.written(remembered))
+
+    def broadcast(self) -> Broadcast | None:
+        """Returns the last model without an alarm; None: there was none."""
+        path = self.folder / _BROADCAST
+        if not path.is_file():
+            return None
+        with tensor_file(path, "numpy") as file:
+            parameters = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            return Broadcast(int(file.metadata()["round"]), parameters)
+
+    def write_broadcast(self, broadcast: Broadcast) -> None:
+        """Keeps a model in place of the last one."""
+        with naming(self.folder):
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with new_file(self.folder / _BROADCAST) as temporary:
+            about = {"round": str(broadcast.round)}
+            safetensors.numpy.save_file(dict(broadcast.parameters), temporary, about)
