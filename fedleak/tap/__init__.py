@@ -1,10 +1,15 @@
-"""Keeps what the server of any Flower app receives, for `fedleak import`.
+"""Two lines for any Flower app: one keeps what its server receives, one guards its clients.
 
-One line of a ServerApp changes:
+For `fedleak import`, in a ServerApp:
 
     strategy.start(grid=tap(grid, "runs/mine"), ...)
+
+To notice a malicious server, in a ClientApp:
+
+    app = ClientApp(mods=[guard("guard/mine")])
 """
 
 from fedleak.tap.grid import tap
+from fedleak.tap.guard import guard
 
-__all__ = ["tap"]
+__all__ = ["guard", "tap"]

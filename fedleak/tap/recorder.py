@@ -70,7 +70,7 @@ class Recorder:
             for i, (message, kind) in enumerate(zip(messages, kinds, strict=True)):
                 if kind not in ("train", "evaluate") or not message.has_content():
                     continue
-                round = _round(message) or self._exchanges
+                round = round_of(message) or self._exchanges
                 rounds[i] = round if kind == "train" else None
                 node = message.metadata.dst_node_id
                 with self._noting(round, node):
@@ -98,7 +98,7 @@ class Recorder:
             arrays = []
             for i, (name, record) in enumerate(content.array_records.items()):
                 file = f"r{round:04d}-m{numbers:05d}-{i}"
-                kept = self._tapped.write_arrays(file, _arrays(record))
+                kept = self._tapped.write_arrays(file, decoded(record))
                 arrays.append(KeptArrays(record=name, file=kept))
             self._note("received", round, node, arrays, content)
 
@@ -108,7 +108,7 @@ class Recorder:
             digest = _digest(record)
             if digest not in self._files:
                 name = f"r{round:04d}-m{next(self._numbers):05d}-0"
-                self._files[digest] = self._tapped.write_arrays(name, _arrays(record))
+                self._files[digest] = self._tapped.write_arrays(name, decoded(record))
                 self._most = max(self._most, MOST_TIMES * _size(record) + MOST_BESIDE)
             same[id(record)] = self._files[digest]
         return same[id(record)]
@@ -116,7 +116,7 @@ class Recorder:
     def _note(
         self, way: Any, round: int, node: int, arrays: Sequence[KeptArrays], content: RecordDict
     ) -> None:
-        numbers = _numbers(content)
+        numbers = plain_numbers(content)
         self._tapped.append(
             TappedMessage(way=way, round=round, node=node, arrays=tuple(arrays), numbers=numbers)
         )
@@ -140,7 +140,7 @@ def _say(message: str) -> None:
     print(f"fedleak tap: {printable(message)}", file=sys.stderr, flush=True)  # noqa: T201
 
 
-def _round(message: Message) -> int | None:
+def round_of(message: Message) -> int | None:
     """Returns the round that a strategy says, in a config or, as workflows do, as the group."""
     stated_rounds = (
         config.get("server-round") for config in message.content.config_records.values()
@@ -164,7 +164,7 @@ def _digest(record: ArrayRecord) -> bytes:
     return digest.digest()
 
 
-def _arrays(record: ArrayRecord) -> dict[str, NDArray[Any]]:
+def decoded(record: ArrayRecord) -> dict[str, NDArray[Any]]:
     """Decodes an array record, executing nothing in it.
 
     Raises:
@@ -189,7 +189,7 @@ def _arrays(record: ArrayRecord) -> dict[str, NDArray[Any]]:
     return arrays
 
 
-def _numbers(content: RecordDict) -> dict[str, dict[str, Any]]:
+def plain_numbers(content: RecordDict) -> dict[str, dict[str, Any]]:
     """Returns metrics and configs as JSON can hold them.
 
     Raises:

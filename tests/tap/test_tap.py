@@ -15,7 +15,7 @@ from own_app import task
 from fedleak.flower.inline import InlineGrid
 from fedleak.tap import tap
 from fedleak.tap.folder import Tapped
-from fedleak.tap.recorder import _arrays
+from fedleak.tap.recorder import decoded
 from fedleak.util.errors import ConfigError
 
 
@@ -147,7 +147,7 @@ def test_a_reply_that_cannot_be_read_is_noted(what, federate, tmp_path, capsys):
 @pytest.mark.parametrize("name", ["__metadata__", "__x"])
 def test_a_name_that_safetensors_keeps_for_itself_is_refused(name):
     with pytest.raises(ValueError, match=f"an array is called '{name}', as none of a model is"):
-        _arrays(ArrayRecord({name: Array(np.zeros(2))}))
+        decoded(ArrayRecord({name: Array(np.zeros(2))}))
 
 
 def test_a_reply_that_is_too_large_is_noted(federate, tmp_path):

@@ -1,0 +1,162 @@
+"""What a client of somebody else's Flower app can notice of its server: a mod of its ClientApp.
+
+app = ClientApp(mods=[guard("guard/mine")])
+"""
+
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from flwr.app import Context, Error, Message, MessageType, RecordDict
+from numpy.typing import NDArray
+
+from fedleak.detectors import (
+    REFUSAL,
+    REFUSED,
+    Broadcast,
+    Detector,
+    Movement,
+    Weights,
+    kinds,
+    named,
+)
+from fedleak.federation.watching import Watched, remember_sent, watch
+from fedleak.store.files import append_together, naming, plain, read, replace
+from fedleak.store.memory import Memory
+from fedleak.tap.recorder import decoded, plain_numbers, round_of
+from fedleak.util.sanitise import printable
+
+Next = Callable[[Message, Context], Message]
+Mod = Callable[[Message, Context, Next], Message]
+
+ROUND_KEYS = ("server-round", "server_round", "round")
+"""Keys of a config that change from round to round in any app."""
+
+FINDINGS = "findings.jsonl"
+
+
+def guard(
+    folder: str | os.PathLike[str],
+    *detectors: Detector,
+    movement: Movement | None = None,
+    checkpoint: Callable[[], Weights] | None = None,
+    sends: Literal["weights", "update"] = "weights",
+    board: str | os.PathLike[str] | None = None,
+) -> Mod:
+    """Returns a mod that looks at each model before the app trains on it.
+
+    What it finds is in `findings.jsonl` of a folder for each node, and alarms are on stderr. A
+    client that refuses answers with a Flower error, which strategies leave out of the round.
+
+    Args:
+        folder: What the client keeps: the contract, and a copy of the last model. One per run.
+        detectors: Made by `fedleak.detectors.named`; none: all that look at no more than what the
+            server sends, and warn. Those that need the client's own loss or gradient are silent.
+        movement: How an honest round moves the model; None: by the mean of the clients' updates.
+        checkpoint: Returns the public model that training starts from, with the names that arrays
+            have in messages; None: the first broadcast is believed.
+        sends: Whether replies hold weights after training, or an update.
+        board: A folder that clients share and the server cannot write to, for hashes.
+    """
+    chosen = detectors or tuple(
+        named(kind) for kind, cls in sorted(kinds().items()) if cls.reads != "own"
+    )
+    how = movement or Movement()
+    place, shared = Path(folder).absolute(), None if board is None else Path(board).absolute()
+
+    def mod(message: Message, context: Context, call_next: Next) -> Message:
+        if message.metadata.message_type.split(".")[0] != MessageType.TRAIN:
+            return call_next(message, context)
+        memory = Memory(place / f"n{context.node_id}")
+        watched = sent = None
+        try:
+            sent = arrays(message.content)
+            round = round_of(message) or 1
+            watched = watch(
+                memory,
+                chosen,
+                Broadcast(round, sent),
+                settings=_settings(message.content),
+                movement=how,
+                checkpoint=checkpoint,
+                publish=None
+                if shared is None
+                else lambda own, rounds: _published(shared, context.node_id, round, own, rounds),
+            )
+            _note(memory, round, watched)
+            refuses = watched.refuses
+        except Exception as error:  # noqa: BLE001 - what the server sent may be anything
+            refuses = any(detector.action == "refuse" for detector in chosen)
+            _say(f"NOT CHECKED: {type(error).__name__}: {error}")
+        if refuses:
+            return Message(Error(REFUSED, REFUSAL), reply_to=message)
+        reply = call_next(message, context)
+        if watched is not None and sent is not None and not watched.alarms and reply.has_content():
+            remember_sent(
+                memory, _length(arrays(reply.content), sent if sends == "weights" else {})
+            )
+        return reply
+
+    return mod
+
+
+def arrays(content: RecordDict) -> dict[str, NDArray[Any]]:
+    """Returns the arrays of a message by name, with that of their record if there are several."""
+    records = content.array_records
+    return {
+        name if len(records) == 1 else f"{record}/{name}": value
+        for record, values in records.items()
+        for name, value in decoded(values).items()
+    }
+
+
+def _settings(content: RecordDict) -> dict[str, Any]:
+    """Returns what the configs of a message ask for, but for the round."""
+    configs = plain_numbers(RecordDict(dict(content.config_records)))
+    return {
+        f"{record}.{key}": value
+        for record, config in configs.items()
+        for key, value in config.items()
+        if key not in ROUND_KEYS
+    }
+
+
+def _length(update: Weights, before: Weights) -> float:
+    """Returns the L2 norm of an update, or of weights minus those before."""
+    squares = 0.0
+    for name, value in update.items():
+        if value.dtype.kind == "f":
+            moved = value.astype(np.float64) - before.get(name, 0.0)
+            squares += float((moved**2).sum())
+    return math.sqrt(squares)
+
+
+def _note(memory: Memory, round: int, watched: Watched) -> None:
+    lines = [json.dumps(plain({"round": round, **finding})) for finding in watched.to_json()]
+    append_together(memory.folder / FINDINGS, lines)
+    for detector, finding in watched.alarms:
+        action = "refused" if watched.refuses else "warning"
+        _say(f"round {round}: {action}: {detector.kind}: {finding.sentence}")
+
+
+def _published(
+    board: Path, node: int, round: int, own_hash: str, rounds: Iterable[int]
+) -> Mapping[int, Sequence[str]]:
+    """Publishes a hash, and returns those of others, by round."""
+    hashes: dict[int, list[str]] = {}
+    with naming(board):
+        board.mkdir(parents=True, exist_ok=True)
+    replace(board / f"r{round}-n{node}", own_hash.encode())
+    for other in rounds:
+        files = [path for path in board.glob(f"r{other}-n*") if path.name != f"r{other}-n{node}"]
+        hashes[other] = [read(path, 64).decode("ascii", "replace") for path in sorted(files)]
+    return hashes
+
+
+def _say(message: str) -> None:
+    print(f"fedleak guard: {printable(message)}", file=sys.stderr, flush=True)  # noqa: T201
