@@ -1,0 +1,232 @@
+"""Measures what detectors of clients find, beside how often they alarm in honest rounds.
+
+    python experiments/benchmarks/detectors.py [FILE] [--runs FOLDER] [--no-run] [--out PAGE]
+
+It trains the runs of detectors.toml, or of another file like it, without attacks; the same command
+goes on where it was stopped. A round of a client is one trial, and a run is a cluster. What has no
+limit by itself gets one for this table: the largest statistic of the honest runs with public seeds,
+whose texts no judged run has. The tables are written into the page, docs/detectors.md, below its
+marker; --no-run writes what there is.
+"""
+
+import argparse
+import copy
+import sys
+import tomllib
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fedleak import detectors
+from fedleak.audit.metrics.intervals import clustered_mean
+from fedleak.cli.mistakes import mended
+from fedleak.config.experiment import Experiment
+from fedleak.config.loading import expanded, parse, set_
+from fedleak.federation.schedule import clients_of_round, target
+from fedleak.flower.engines import train
+from fedleak.report.marked_pages import above
+from fedleak.running import preparation
+from fedleak.store.run import Key, Run
+
+HERE = Path(__file__).parent
+PAGE = HERE.parents[1] / "docs" / "detectors.md"
+MARKER = (
+    "<!-- Below this line everything is written by `python experiments/benchmarks/detectors.py`. "
+    "-->\n"
+)
+
+HONEST = "honest"
+
+
+class Cell(NamedTuple):
+    """A run.
+
+    Attributes:
+        setting: The name of its setting.
+        mode: What the server does; "honest": nothing.
+        seed: Of the experiment.
+        public: Whether limits may be taken from it.
+        experiment: All of it.
+    """
+
+    setting: str
+    mode: str
+    seed: int
+    public: bool
+    experiment: Experiment
+
+    @property
+    def folder(self) -> str:
+        """The name of its run directory."""
+        return f"{self.experiment.fingerprint}-{'public' if self.public else self.seed}"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What one detector found for one client in one round.
+
+    Attributes:
+        cell: The run.
+        key: The round and the client.
+        kind: Of the detector.
+        statistic: None: it had nothing to look at, or what it found is no number.
+        alarm: Whether it alarmed, by its own limit.
+        changed: Whether the client was sent something else than the global model.
+    """
+
+    cell: Cell
+    key: Key
+    kind: str
+    statistic: float | None
+    alarm: bool
+    changed: bool
+
+
+def main() -> int:
+    """Trains what is left and writes the page."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("file", nargs="?", type=Path, default=HERE / "detectors.toml")
+    parser.add_argument("--runs", type=Path, default=Path("runs/detectors"), metavar="FOLDER")
+    parser.add_argument("--no-run", action="store_true", help="only write what there is")
+    parser.add_argument("--out", type=Path, default=PAGE, help="the page", metavar="PAGE")
+    args = parser.parse_args()
+    with mended():
+        written_above = above(args.out, MARKER)
+        trials: list[Trial] = []
+        for cell in cells(expanded(tomllib.loads(args.file.read_text()))):
+            run = Run((args.runs / cell.folder).absolute())
+            if not (run.exists() and run.info()["status"] == "finished"):
+                if args.no_run:
+                    continue
+                print(f"{cell.setting}; {cell.mode}; seed {cell.seed}", flush=True)
+                run = preparation.prepare(cell.experiment, run.path)
+                train(run, cell.experiment)
+                run.update_info(status="finished")
+            trials += trials_of(run, cell)
+        args.out.write_text(written_above + "\n" + "\n".join(page(trials)) + "\n", encoding="utf-8")
+        print(f"written: {args.out}")
+    return 0
+
+
+def cells(tables: Mapping[str, Any]) -> Iterator[Cell]:
+    """Yields all runs of a file: the public ones of each setting, its judged ones, the modes."""
+    settings = {setting["name"]: setting for setting in tables["setting"]}
+
+    def cell(setting: str, mode: str, seed: int, changes: Mapping[str, Any], public: bool) -> Cell:
+        table = copy.deepcopy({"name": "detectors", "seed": seed, **tables["base"]})
+        for key, value in {**settings[setting].get("set", {}), **changes}.items():
+            set_(table, key, value, setting)
+        table["detector"] = [{"kind": kind} for kind in sorted(detectors.kinds())]
+        return Cell(setting, mode, seed, public, parse(table))
+
+    for name, setting in settings.items():
+        for seed in tables["public"]:
+            yield cell(name, HONEST, seed, setting.get("public", {}), public=True)
+        for seed in tables["seeds"]:
+            yield cell(name, HONEST, seed, {}, public=False)
+    for mode in tables["mode"]:
+        for name in mode["settings"]:
+            for seed in tables["seeds"]:
+                yield cell(name, mode["name"], seed, mode["set"], public=False)
+
+
+def trials_of(run: Run, cell: Cell) -> Iterator[Trial]:
+    """Yields what all detectors found in a run; of a malicious one, in the rounds that are."""
+    experiment = cell.experiment
+    for round in range(1, experiment.federation.rounds + 1):
+        malicious = experiment.mode_in(round) is not None
+        if malicious != (cell.mode != HONEST):
+            continue
+        spared = target(experiment, round)
+        for client in clients_of_round(experiment, round):
+            key = Key(round, client)
+            note = run.detected.read(key) or {"findings": []}
+            for finding in note["findings"]:
+                yield Trial(
+                    cell,
+                    key,
+                    finding["detector"],
+                    finding["statistic"],
+                    finding["alarm"],
+                    malicious and client != spared,
+                )
+
+
+def limits(trials: Sequence[Trial]) -> Mapping[tuple[str, str], float]:
+    """Returns by setting and kind the largest statistic of public runs, for what has no limit."""
+    largest: dict[tuple[str, str], float] = {}
+    for trial in trials:
+        cls = detectors.kinds()[trial.kind]
+        has_none = getattr(cls(), "limit", 0.0) is None
+        if trial.cell.public and has_none and trial.statistic is not None:
+            place = (trial.cell.setting, trial.kind)
+            largest[place] = max(largest.get(place, 0.0), trial.statistic)
+    return largest
+
+
+def alarmed(trial: Trial, public: Mapping[tuple[str, str], float]) -> bool:
+    """Returns whether a detector alarms, by its own limit or by that of public runs."""
+    limit = public.get((trial.cell.setting, trial.kind))
+    return trial.alarm or (
+        limit is not None and trial.statistic is not None and trial.statistic > limit
+    )
+
+
+def page(trials: Sequence[Trial]) -> Iterator[str]:
+    """Yields the lines of the tables."""
+    public = limits(trials)
+    judged = [trial for trial in trials if not trial.cell.public]
+    modes = list(dict.fromkeys(trial.cell.mode for trial in judged if trial.cell.mode != HONEST))
+    honest = [trial for trial in judged if trial.cell.mode == HONEST]
+    count = len({(trial.cell.folder, trial.key) for trial in honest})
+    runs = len({trial.cell.folder for trial in honest})
+    yield (
+        f"Per cent of a client's rounds with an alarm, with 95 % intervals over runs. Honest: "
+        f"{count} rounds of clients in {runs} runs. Malicious: of the clients that were sent a "
+        "changed model. A star: the detector has no limit by itself, and has that of public runs."
+    )
+    yield ""
+    yield "| detector | false alarms | " + " | ".join(modes) + " |"
+    yield "|---" * (len(modes) + 2) + "|"
+    for kind in sorted(detectors.kinds()):
+        star = "*" if any(place[1] == kind for place in public) else ""
+        row = [_rate([t for t in honest if t.kind == kind], public)]
+        for mode in modes:
+            of_mode = [t for t in judged if (t.kind, t.cell.mode) == (kind, mode) and t.changed]
+            row.append(_rate(of_mode, public))
+        yield f"| `{kind}`{star} | " + " | ".join(row) + " |"
+    yield ""
+    yield "False alarms by setting:"
+    yield ""
+    settings = list(dict.fromkeys(trial.cell.setting for trial in honest))
+    yield "| setting | rounds | " + " | ".join(f"`{k}`" for k in sorted(detectors.kinds())) + " |"
+    yield "|---" * (len(detectors.kinds()) + 2) + "|"
+    for setting in settings:
+        of_setting = [trial for trial in honest if trial.cell.setting == setting]
+        rounds = len({(trial.cell.folder, trial.key) for trial in of_setting})
+        cells = []
+        for kind in sorted(detectors.kinds()):
+            of_kind = [trial for trial in of_setting if trial.kind == kind]
+            looked = any(trial.statistic is not None for trial in of_kind)
+            alarms = sum(alarmed(trial, public) for trial in of_kind)
+            cells.append(str(alarms) if looked else "-")
+        yield f"| {setting} | {rounds} | " + " | ".join(cells) + " |"
+
+
+def _rate(trials: Sequence[Trial], public: Mapping[tuple[str, str], float]) -> str:
+    """Returns a rate with its interval, in per cent; trials of a run are a cluster."""
+    if not any(trial.statistic is not None for trial in trials):
+        return "-"
+    numbers: dict[str, int] = defaultdict(lambda: len(numbers))
+    clusters = [numbers[trial.cell.folder] for trial in trials]
+    values = [float(alarmed(trial, public)) for trial in trials]
+    mean, low, high = (100 * part for part in clustered_mean(values, clusters, most=1.0))
+    return f"{mean:.3g} [{low:.2g}, {high:.2g}]"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
