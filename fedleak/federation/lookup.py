@@ -145,11 +145,13 @@ def dropped_out(run: Run, round: int) -> frozenset[int]:
 
 
 def absent(run: Run) -> frozenset[Key]:
-    """Returns what is no capture and will be none: of clients that dropped out, and of no sum."""
+    """Returns what is no capture and will be none: of clients that refused, and of no sum."""
     info: Mapping[str, Any] = run.info() if run.exists() else {}
-    out = info.get("dropped_out", {})
-    keys = [Key(int(round), client) for round, clients in out.items() for client in clients]
-    return frozenset([*keys, *(Key(round, EVERYONE) for round in info.get("skipped", ()))])
+    out, skipped = info.get("dropped_out", {}), info.get("skipped", [])
+    lost = info.get("refused", {}) | {str(round): [*out[str(round)], EVERYONE] for round in skipped}
+    return frozenset(
+        Key(int(round), client) for round, clients in lost.items() for client in clients
+    )
 
 
 def captures_of(run: Run, experiment: Experiment) -> list[Key]:

@@ -12,7 +12,7 @@ from fedleak.config.loading import parse
 from fedleak.config.tables import GateTable
 from fedleak.detectors import Finding, digest, named
 from fedleak.detectors.settings import Settings
-from fedleak.federation.lookup import absent, captures_of, dropped_out
+from fedleak.federation.lookup import absent, captures_of, dropped_out, stored
 from fedleak.federation.protection import protection
 from fedleak.flower.client.watching import movement
 from fedleak.flower.engines import train
@@ -261,6 +261,7 @@ def test_who_refuses_inconsistent_models_leaves_no_sum(tmp_path):
     )
     assert run.info()["refused"] == {"2": [0, 1, 3]}
     assert not run.captures.has(Key(2, 2))
+    assert {key.round for key in captures_of(run, stored(run))} == {1}
 
 
 # --- what is agreed -------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from fedleak.config.sent_parameters import sent_by
 from fedleak.config.stored_parameters import stored_parameters
 from fedleak.defenses import TrustedAggregator
 from fedleak.detectors import REFUSED
-from fedleak.federation.lookup import dropped_out, most_examples, note_dropped_out
+from fedleak.federation.lookup import absent, most_examples, note_dropped_out
 from fedleak.federation.protection import aggregator_of
 from fedleak.federation.schedule import clients_of_round, key_of_sum, rounds_attacked, target
 from fedleak.flower.server.assignments import assignment
@@ -250,11 +250,11 @@ class CuriousServer(Strategy):
             following, moments = aggregate(broadcast, total, optimiser, moments)
         else:
             following = broadcast
-        captured = key_of_sum(self._experiment, round).client
+        captured = key_of_sum(self._experiment, round)
         if self._experiment.sees == "models" and total.tensors:
             rate = optimiser.learning_rate
             self._capture_of_all(round, difference(broadcast, following, total, rate))
-        elif combined is not None and captured not in dropped_out(self._run, round):
+        elif combined is not None and captured not in absent(self._run):
             self._capture_of_all(round, self._seen_of_sum(combined, round))
         if self._aggregator is not None:
             self._run.held.drop()
