@@ -37,9 +37,9 @@ def test_every_attack_is_in_it_and_those_of_the_file_are_marked():
 
 def test_an_attack_that_cannot_work_says_why_whether_it_is_listed_or_not():
     model = {"name": "builtin/llama-tiny"}
-    found = by_name(explained(model=model, attack=[{"kind": "keyspan"}]))
-    assert "learned positions" in found["keyspan"].reason
-    assert found["keyspan"].listed
+    found = by_name(explained(model=model, attack=[{"kind": "position_marginals"}]))
+    assert "rows of positions" in found["position_marginals"].reason
+    assert found["position_marginals"].listed
     assert found["dager"].reason is None
     embedding = {"share": ["classifier"]}
     assert "needs" in by_name(explained(update=embedding))["dager"].reason

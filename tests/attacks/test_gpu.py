@@ -40,8 +40,6 @@ def _moved(model, seen):
     ],
 )
 def test_a_gpu_recovers_what_a_cpu_does(small, observe, attack, family, task) -> None:
-    if (attack.kind, family) == ("keyspan", "llama"):
-        pytest.skip("keyspan reads learned positions")
     model = small(family, task, width=96, layers=3)
     truth = observe(model, 2, max_length=10)
     expected = attack(truth.seen, model, rng=stream(0, "attack"))

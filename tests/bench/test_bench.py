@@ -28,7 +28,7 @@ TINY = {
         "data": {"name": "builtin/notes", "samples": 8, "held_out": 4},
         "federation": {"clients": 2, "rounds": 1, "batch_size": 1, "learning_rate": 0.1},
     },
-    "attack": [{"kind": "dager"}, {"kind": "keyspan"}],
+    "attack": [{"kind": "dager"}, {"kind": "position_marginals"}],
     "setting": [
         {"name": "bert", "about": "a BERT"},
         {"name": "llama", "about": "a LLaMA", "experiment": {"model.name": "x"}},
@@ -65,15 +65,15 @@ def test_a_suite_is_run_once_and_another_attack_takes_no_more_than_itself(here):
     status, out, err = call("bench", write())
     assert (status, err) == (0, "")
     assert "setting real is left out: needs models and data" in " ".join(out.split())
-    assert "keyspan cannot work in llama: reads learned positions" in out
+    assert "position_marginals cannot work in llama: reads rows of positions" in out
     path, found = result()
-    assert [each.name for each in found.attacks] == ["probes", "dager", "keyspan"]
+    assert [each.name for each in found.attacks] == ["probes", "dager", "position_marginals"]
     assert found.missing == ()
     bert, llama = cells(found, "bert"), cells(found, "llama")
     assert bert["dager"].figures.exact_match.mean == 1.0
     assert bert["dager"].figures.verified == 2
-    assert "reads learned positions" in llama["keyspan"].left_out
-    assert llama["keyspan"].figures is None
+    assert "reads rows of positions" in llama["position_marginals"].left_out
+    assert llama["position_marginals"].figures is None
     assert [each.left_out is None for each in found.settings] == [True, True, False]
     assert str(here) not in path.read_text()
 
@@ -104,9 +104,9 @@ def test_a_suite_is_run_once_and_another_attack_takes_no_more_than_itself(here):
     assert status == 0
     assert "## tiny, version 1" in out
     assert re.search(r"\| `dager` \(A\) \| 100 \(100\) \| 100 \(100\) \|", out)
-    assert "| `keyspan` (A) | 100 (100) | cannot |" in out
+    assert "| `position_marginals` (A) | 100 (100) | cannot |" in out
     assert "`dager` (A) | 2 of 2 | 100 [15, 100] (few) | 100 [15, 100] | " in out
-    assert "cannot work here: reads learned positions" in out
+    assert "cannot work here: reads rows of positions" in out
     assert "Not run: needs models and data" in out
 
 

@@ -22,10 +22,10 @@ from fedleak.models import LanguageModel
 NOTHING = 1e-300
 """A norm that is below this is zero."""
 
-_ROUNDING = 4 * torch.finfo(torch.float32).eps
+ROUNDING = 4 * torch.finfo(torch.float32).eps
 """Relative error of each term of dq and dk as the client's float32 sums them."""
 
-_SUBTRACTED = 1e-5
+SUBTRACTED = 1e-5
 """Relative error of a sentence's gradient that was taken out of the update."""
 
 _NO_MORE = 0.1
@@ -33,35 +33,44 @@ _NO_MORE = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Atoms:
-    """Keys and queries of each token of the bag at each position, and the gradients at them.
+class Targets:
+    """The gradients at the tokens of a batch, and how sure they are.
 
     Attributes:
         bag: The tokens of the batch.
-        span: The row space from which the bag was read.
+        span: The row space of the gradients.
         noise: The norm of each gradient's noise, by parameter name.
+        target_NHK: The gradient at each token's query, then key, up to scale.
+        noise_NH: Standard deviation of the noise in each number of a target.
+    """
+
+    bag: TokenBag
+    span: Span
+    noise: dict[str, float]
+    target_NHK: Tensor
+    noise_NH: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Atoms(Targets):
+    """Keys and queries of each token of the bag at each position.
+
+    Attributes:
         bag_A: The token of each atom, as an index of the bag.
         token_A: The token of each atom, as an id.
         position_A: The position of each atom.
         vector_HAK: The keys of each atom (heads of query gradients), then its queries (heads of key
             gradients).
         of_keys_H: Which heads are of key gradients.
-        target_NHK: The gradient at each token's query, then key, up to scale.
-        noise_NH: Standard deviation of the noise in each number of a target.
         causal: A token sees no later tokens.
         first, last: Tokens that begin and end every sequence and stand nowhere else, or None.
     """
 
-    bag: TokenBag
-    span: Span
-    noise: dict[str, float]
     bag_A: Tensor
     token_A: Tensor
     position_A: Tensor
     vector_HAK: Tensor
     of_keys_H: Tensor
-    target_NHK: Tensor
-    noise_NH: Tensor
     causal: bool
     first: int | None
     last: int | None
@@ -145,7 +154,7 @@ class Atoms:
         size_HM = vector_HMK.norm(dim=-1)
         freedom_H = (target_HK.shape[1] - (size_HM > 0).sum(1)).clamp_min(1)
         terms_H = (weight_HM1[..., 0] * size_HM).norm(dim=-1)
-        bound_H = freedom_H * self.noise_NH[seed].square() + (_ROUNDING * terms_H).square()
+        bound_H = freedom_H * self.noise_NH[seed].square() + (ROUNDING * terms_H).square()
         return float((rest_HK.square().sum(-1) / bound_H.clamp_min(NOTHING)).mean().sqrt())
 
 
@@ -171,7 +180,7 @@ def make_atoms(
     table, block = family.token_table(model.module), family.first_block(model.module)
     directions = table.directions()
     taken = max(float(whole[name].norm() / g.norm()) for name, g in gradients.items())
-    rounding = _SUBTRACTED * taken if gradients is not whole else 0.0
+    rounding = SUBTRACTED * taken if gradients is not whole else 0.0
     span = row_space(list(by_side.values()), rounding) if rounding < _NO_MORE else None
     bag = None if span is None else read_token_bag(directions, span, rng, among_N=among_N)
     if span is None or bag is None or not len(bag.tokens_N):
@@ -194,7 +203,7 @@ def make_atoms(
     return Atoms(
         bag=bag,
         span=span,
-        noise={name: _noise(model, bag, name, gradient) for name, gradient in gradients.items()},
+        noise=noises(model, bag, gradients),
         bag_A=bag_A,
         token_A=token_A,
         position_A=position_A,
@@ -212,7 +221,12 @@ def make_atoms(
     )
 
 
-def _noise(model: LanguageModel, bag: TokenBag, name: str, gradient: Tensor) -> float:
-    """Returns the norm of the noise in a parameter's gradient, over its parts of equal inputs."""
-    parts = model.family.projections({name: gradient}, 0).values()
-    return float(sum(bag.noise(part_OD) ** 2 for part_OD in parts) ** 0.5)
+def noises(
+    model: LanguageModel, bag: TokenBag, gradients: Mapping[str, Tensor]
+) -> dict[str, float]:
+    """Returns the norm of the noise in each gradient, over its parts of equal inputs."""
+    parts = {name: model.family.projections({name: g}, 0).values() for name, g in gradients.items()}
+    return {
+        name: float(sum(bag.noise(part_OD) ** 2 for part_OD in of_name) ** 0.5)
+        for name, of_name in parts.items()
+    }

@@ -12,6 +12,8 @@ bag. For a token that occurs once (a seed), its sequence is the smallest set of 
 pairs (`atoms`) that spans its gradient in all heads. Orthogonal least squares with a beam finds it
 (`beam_search`; for decoders, SOMP, arXiv 2603.16761, is the closest relative), and the residual
 certifies it: a right set leaves rounding, a set with one wrong token thousands of times as much.
+Of a rotary model, whose inputs say nothing of positions, sentences grow from their beginnings
+(`prefix_tree`).
 
 The sentences that the model's own gradient confirms (`certificate`) are subtracted from the update,
 and the rest is read anew: tokens that two sentences shared become seeds. Batch size, lengths and
@@ -40,14 +42,22 @@ from fedleak.attacks.subspace.answer import (
     recovered,
     telling,
 )
-from fedleak.attacks.subspace.atoms import Atoms, make_atoms
+from fedleak.attacks.subspace.atoms import Atoms, Targets, make_atoms
 from fedleak.attacks.subspace.beam_search import Spanned, read_seeds
+from fedleak.attacks.subspace.prefix_tree import Prefixes, make_prefixes, read_tree
 from fedleak.attacks.subspace.span import ACCEPT, margin
 from fedleak.models import LanguageModel
 from fedleak.training.observation import Observation
 
 _WIDER = 4
 """How much wider the beam of the last try is, before the rest of an update is given up."""
+
+_TRIES = 2
+"""How often all seeds are tried before the rest of an update is given up."""
+
+_RUNS = (1, 2, 8)
+"""Tokens in a row whose gradient is a mixture that a tree of prefixes steps over: a longer run is
+tried where shorter ones leave nothing to prove."""
 
 _NOISY_SEEDS = 4
 """Seeds for each text of the batch that are read where noise leaves no sentence certain."""
@@ -71,12 +81,12 @@ class Keyspan(OneByOne):
     seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
 
     def obstacle(self, setting: AttackSetting) -> str | None:
-        """Needs the query or the key matrix of the first layer, and learned positions."""
+        """Needs the query or the key matrix of the first layer; of a rotary model, the query."""
         if setting.num_layers < 2:
             return "needs 2 layers, and the model has 1: choose another model.name"
-        if setting.family.position_embedding is None:
-            return "reads learned positions, and the model's are rotary: use kind = 'dager'"
-        names = setting.family.attention_parameters(0)[:2]
+        family = setting.family
+        # Of a rotary model the tree grows by queries; keys only end it.
+        names = family.attention_parameters(0)[: 1 if family.position_embedding is None else 2]
         if not setting.shared.intersection(names):
             return (
                 f"needs one of {', '.join(names)} itself, and clients send none: see update.share; "
@@ -85,9 +95,13 @@ class Keyspan(OneByOne):
         return None
 
     def reads(self, setting: AttackSetting) -> frozenset[str]:
-        """Reads the first attention layer, and the classifier, which gives labels."""
+        """Reads the first attention layer, and the classifier, which gives labels.
+
+        Of a rotary model also the word embedding: without positions its rows are the token bag.
+        """
         family = setting.family
-        return frozenset((*family.attention_parameters(0), *family.classifier))
+        words = (family.word_embedding,) if family.position_embedding is None else ()
+        return frozenset((*family.attention_parameters(0), *family.classifier, *words))
 
     def __call__(
         self,
@@ -114,24 +128,35 @@ class Keyspan(OneByOne):
         observed = certificate.as_gradient(seen)
         names = [name for name in model.family.attention_parameters(0) if name in observed]
         whole = left = {name: observed[name] for name in names}
-        among_N, width = None, self.beam
-        passes: list[Atoms] = []
+        rotary = model.family.position_embedding is None
+        make = make_prefixes if rotary else make_atoms
+        most = len(_RUNS) if rotary else _TRIES
+        among_N, effort = _looked_up(model, observed) if rotary else None, 1
+        passes: list[Targets] = []
         passed: dict[tuple[int, ...], Spanned] = {}
         nearest: list[Spanned] = []
         proofs: list[Proof] = []
         counted = certificate.Counted([], 1.0)
-        while (atoms := make_atoms(model, left, whole, among_N=among_N, rng=rng)) is not None:
+        while (atoms := make(model, left, whole, among_N=among_N, rng=rng)) is not None:
             passes.append(atoms)
-            seeds = seeds_of(atoms, model.special_ids(), seen.update.num_examples)
-            spanned, nearest = read_sentences(atoms, seeds, width, clock, tell)
-            passed = {sentence.ids: sentence for sentence in spanned} | passed
+            if isinstance(atoms, Prefixes):
+                spanned, nearest = read_tree(atoms, _RUNS[effort - 1], clock, tell)
+            else:
+                seeds = seeds_of(atoms, model.special_ids(), seen.update.num_examples)
+                width = self.beam * _WIDER ** (effort - 1)
+                spanned, nearest = read_sentences(atoms, seeds, width, clock, tell)
             linear = certificate.is_linear(seen)
             explained = explain(spanned, atoms, model, names, clock) if linear else []
+            if isinstance(atoms, Prefixes) and atoms.key is None:
+                # Without keys only its own gradient tells where a sentence ends.
+                known = {proof.pull.unit.ids for proof in explained}
+                spanned = [sentence for sentence in spanned if sentence.ids in known]
+            passed = {sentence.ids: sentence for sentence in spanned} | passed
             counted = _counted(model, [*proofs, *explained], seen, passes[0])
             old, fresh = counted.of_pulls[: len(proofs)], counted.of_pulls[len(proofs) :]
             new = [proof for proof, known in zip(explained, fresh, strict=True) if known]
             proofs = [proof for proof, known in zip(proofs, old, strict=True) if known] + new
-            if clock.up() or (not new and (width > self.beam or not atoms.span.exact)):
+            if clock.up() or (not new and (effort == most or not (rotary or atoms.span.exact))):
                 break
             # A token that these share with others had a sum of gradients: read the rest anew.
             left = {
@@ -139,7 +164,7 @@ class Keyspan(OneByOne):
             }
             if all(left[name].norm() < 2 * noise for name, noise in passes[0].noise.items()):
                 break
-            width = self.beam if new else _WIDER * self.beam
+            effort = 1 if new else effort + 1
             among_N = atoms.bag.tokens_N
         members = [known for known in counted.of_pulls if known]
         answer = _answer(passes, list(passed.values()), nearest, members, seen, model, clock)
@@ -230,7 +255,7 @@ def read_sentences(
 
 def explain(
     spanned: Sequence[Spanned],
-    atoms: Atoms,
+    atoms: Targets,
     model: LanguageModel,
     names: Sequence[str],
     clock: Clock,
@@ -267,8 +292,15 @@ def explain(
     return proofs
 
 
+def _looked_up(model: LanguageModel, observed: Mapping[str, Tensor]) -> Tensor | None:
+    """Returns the tokens whose word rows have a gradient; None if all have one, or none is sent."""
+    rows_VD = observed.get(model.family.word_embedding)
+    used_V = None if rows_VD is None else rows_VD.any(1)
+    return None if used_V is None or used_V.all() else used_V.nonzero().flatten()
+
+
 def _counted(
-    model: LanguageModel, proofs: Sequence[Proof], seen: Observation, atoms: Atoms
+    model: LanguageModel, proofs: Sequence[Proof], seen: Observation, atoms: Targets
 ) -> certificate.Counted:
     """Returns which labels, if any, explain how hard each sentence pulls."""
     pulls, size = [proof.pull for proof in proofs], seen.update.num_examples
@@ -279,7 +311,7 @@ def _counted(
 
 
 def _at_seed(
-    atoms: Atoms, model: LanguageModel, gradients: Mapping[str, Tensor], seed: int
+    atoms: Targets, model: LanguageModel, gradients: Mapping[str, Tensor], seed: int
 ) -> Tensor:
     """Returns a gradient's coefficient of one token [H, K], as the targets are."""
     by_side = model.family.projections(gradients, 0)
@@ -289,7 +321,7 @@ def _at_seed(
 
 
 def _answer(
-    passes: Sequence[Atoms],
+    passes: Sequence[Targets],
     passed: Sequence[Spanned],
     nearest: Sequence[Spanned],
     members: Sequence[certificate.Member],
@@ -305,7 +337,7 @@ def _answer(
         return Reconstruction.none(
             Status.ABSTAINED,
             "nothing proved: the gradients' row space has no end, or has no room for tokens "
-            f"(distinct tokens + positions + 1 must stay below the hidden size, "
+            f"(distinct tokens + learned positions + 1 must stay below the hidden size, "
             f"{model.hidden_size})",
         )
     first = passes[0]
@@ -325,7 +357,7 @@ def _answer(
         "budget": list(first.bag.basis_MD.shape),
         "candidates": {
             "tokens": len(first.bag.tokens_N),
-            "pairs": len(first.token_A),
+            "pairs": len(first.token_A) if isinstance(first, Atoms) else len(first.bag.tokens_N),
             "spanned": len(passed),
             "proved": len(members),
         },

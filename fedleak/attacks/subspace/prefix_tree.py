@@ -1,0 +1,501 @@
+"""Sentences of a rotary model from its first layer alone, grown from their beginnings.
+
+A rotary layer's input depends on the token alone, `x_v = token_v / sigma_v`, so least squares over
+the distinct tokens splits the gradient of W_Q into one sum for each token: of `dq_i`, turned back
+to position 0, over its places i. In causal attention
+
+    dq_i = sum_(j <= i) dS_ij R_(j - i) k_j / sqrt(K)      in every head,
+
+with R_o the rotation by o positions: the gradient at a query lies in the span of the keys before it
+and its own, whatever comes later and whatever the loss is. If all places of a token v have the same
+prefix P (it occurs once, or only in equal beginnings), so does the sum of their gradients, and
+
+    v follows P   <=>   dq_v lies in the span of {R_(j - |P|) k_j: j in P} and k_v
+
+is a test of H (K - |P| - 1) equations: a right token leaves rounding. So the prefixes of a batch
+grow as a tree. That needs room for the distinct tokens (fewer than the hidden size), and none for
+the number of tokens or of texts. A text stays shorter than a head is wide.
+
+A token with several prefixes passes nowhere. It is stepped over: a run of such tokens between a
+prefix and the next token that passes belongs to the span, and all runs are tried. After the last
+token that passes the same holds for keys,
+
+    dk_j = sum_(i >= j) dS_ij R_(i - j) q_i / sqrt(K),
+
+so that the tokens that are left behind it are found likewise; if its own query is enough, it is the
+last. Where heads share keys, a key's gradient has the queries of all of them in its span. What is
+proved is taken out of the update (`keyspan`): repeated tokens then have fewer prefixes.
+
+Shapes: N tokens of the bag, U of them that are sought, R that may stand between, H heads of
+queries, G of keys, S heads of queries that share one of keys, K head size, D hidden size, O
+outputs, M members of a span, W runs side by side; X: any axes.
+"""
+
+import functools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedleak.attacks.clock import Clock
+from fedleak.attacks.subspace.answer import OnJudged, by_excess
+from fedleak.attacks.subspace.atoms import NOTHING, ROUNDING, SUBTRACTED, Targets, noises
+from fedleak.attacks.subspace.beam_search import Spanned
+from fedleak.attacks.subspace.span import ACCEPT, SPARE, row_space
+from fedleak.attacks.subspace.token_bag import TokenBag, read_token_bag
+from fedleak.models import LanguageModel
+from fedleak.models.family import FirstBlock
+
+_HEARD = ACCEPT**2
+"""How many times its noise a gradient must be, or it may be none."""
+
+_CLEAR = 300.0
+"""Likewise, or it lies in wrong spans, too: these leave a thirtieth of it at the least."""
+
+_LEFT = 10 * SUBTRACTED
+"""Share of a token's gradient below which it is no more in what is left of an update."""
+
+_SIDE_BY_SIDE = 32
+"""Runs that grow side by side."""
+
+_FREE = 2
+"""Dimensions of each head that a span must leave, or it says nothing."""
+
+_TRIED = 2
+"""Longest run of which all are tried."""
+
+LONGEST_TAIL = 4
+"""Tokens behind the last one that passes, at most."""
+
+
+class Side(NamedTuple):
+    """Gradients at the queries or at the keys of tokens, and what noise does to them.
+
+    Attributes:
+        target_NGK: Of each token, up to scale: the sum over its places.
+        noise_NG: Standard deviation of the noise in each number.
+        slack_N: Square of the errors that are proportional to what was summed.
+    """
+
+    target_NGK: Tensor
+    noise_NG: Tensor
+    slack_N: Tensor
+
+    def bound(self, freedom: int) -> Tensor:
+        """Returns the square [N] of what errors leave in so many dimensions of each head."""
+        bound_N: Tensor = freedom * self.noise_NG.square().sum(1) + self.slack_N
+        return bound_N.clamp_min(NOTHING)
+
+    def excess(self, square_NX: Tensor, members: int, tokens_N: Tensor) -> Tensor:
+        """Returns residuals' squares [N, X] of some tokens as an excess over their noise."""
+        freedom = max(self.target_NGK.shape[-1] - members, 1)
+        excess_NX: Tensor = (square_NX.clamp_min(0) / self.bound(freedom)[tokens_N, None]).sqrt()
+        return excess_NX
+
+    def square(self) -> Tensor:
+        """Returns the square [N] of each token's gradient."""
+        return self.target_NGK.square().sum((1, 2))
+
+    def above(self, times: float) -> Tensor:
+        """Returns which tokens [N] have a gradient of so many times its noise."""
+        bound_N = self.bound(self.target_NGK.shape[-1])
+        above_N: Tensor = self.square() > times**2 * bound_N
+        return above_N
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prefixes(Targets):
+    """What a tree of prefixes is grown from.
+
+    Attributes:
+        x_ND: The attention input of each token of the bag.
+        block: The first block.
+        begin: The mark that begins every sentence, as an index of the bag; None: there is none.
+        query, key: The gradients; those at keys may not be sent.
+        first_N: Which tokens begin a sentence, for their query alone has no gradient: it attends
+            to itself, whatever it is.
+        present_N: Which tokens are in what is left of the update.
+    """
+
+    x_ND: Tensor
+    block: FirstBlock
+    begin: int | None
+    query: Side
+    key: Side | None
+    first_N: Tensor
+    present_N: Tensor
+    _turned: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def turned(self, offset: int) -> tuple[Tensor, Tensor]:
+        """Returns queries and keys [N, H, K] of all tokens so many places from another."""
+        if offset not in self._turned:
+            offset_N = torch.full((len(self.x_ND),), offset, device=self.x_ND.device)
+            q_NHK, k_NHK, _ = self.block.project(self.x_ND, offset_N)
+            self._turned[offset] = q_NHK.double(), k_NHK.double()
+        return self._turned[offset]
+
+    def grouped(self, offset: int, heads: int) -> Tensor:
+        """Returns queries [N, G, K, S] by the heads of keys that they share."""
+        q_NHK = self.turned(offset)[0]
+        grouped_NGKS: Tensor = q_NHK.reshape(len(q_NHK), heads, -1, q_NHK.shape[-1]).mT
+        return grouped_NGKS
+
+    def before(self, path: Sequence[int], run: int) -> Tensor:
+        """Returns an orthonormal basis [H, K, M] of a prefix's keys, seen over a run behind it."""
+        keys = [self.turned(at - len(path) - run)[1][token] for at, token in enumerate(path)]
+        if not keys:
+            heads, size = self.query.target_NGK.shape[1:]
+            return self.query.target_NGK.new_empty(heads, size, 0)
+        basis_HKM: Tensor = torch.linalg.qr(torch.stack(keys, -1))[0]
+        return basis_HKM
+
+
+class Fit(NamedTuple):
+    """The best places of tokens that are sought.
+
+    Attributes:
+        excess_U: Of the best.
+        second_U: The smallest excess in another place.
+        path: Of each token, the prefix and the run before it, as indices of the bag.
+    """
+
+    excess_U: Tensor
+    second_U: Tensor
+    path: list[tuple[int, ...]]
+
+    def or_(self, other: "Fit") -> "Fit":
+        """Returns the better of two places of each token."""
+        both_2U = torch.stack([self.excess_U, other.excess_U])
+        second_U = torch.minimum(both_2U.amax(0), torch.minimum(self.second_U, other.second_U))
+        path = [
+            own if first else others
+            for own, others, first in zip(
+                self.path, other.path, (both_2U[0] <= both_2U[1]).tolist(), strict=True
+            )
+        ]
+        return Fit(both_2U.amin(0), second_U, path)
+
+
+class Filled(NamedTuple):
+    """Tokens that fill places one after the other.
+
+    Attributes:
+        tokens: Indices of the bag.
+        excess: Of a gradient outside the span that they complete.
+        second: The next smallest excess of as many tokens; 0 where these are only the nearest.
+    """
+
+    tokens: tuple[int, ...]
+    excess: float
+    second: float
+
+
+class Node(NamedTuple):
+    """A token that follows one prefix.
+
+    Attributes:
+        path: The prefix and the token, as indices of the bag.
+        excess: Of its gradient outside the span.
+        rejected: The smallest excess elsewhere.
+    """
+
+    path: tuple[int, ...]
+    excess: float
+    rejected: float
+
+
+def make_prefixes(
+    model: LanguageModel,
+    gradients: Mapping[str, Tensor],
+    whole: Mapping[str, Tensor],
+    *,
+    among_N: Tensor | None,
+    rng: torch.Generator,
+) -> Prefixes | None:
+    """Returns the gradient of each token of the bag; None if the bag cannot be read.
+
+    Args:
+        model: At the broadcast weights.
+        gradients: Of the first layer's attention, by parameter name.
+        whole: The same gradients before any sentence was subtracted.
+        among_N: The tokens of the batch, in rising order; None: they are not known yet.
+        rng: For sketches.
+    """
+    family = model.family
+    table, block = family.token_table(model.module), family.first_block(model.module)
+    directions = table.directions()
+    span = row_space(list(family.projections(whole, 0).values()))
+    if span is None:
+        return None
+    tokens_N, accepted, rejected = among_N, 0.0, math.inf
+    if tokens_N is None:
+        read = read_token_bag(directions, span, rng)
+        if read is None:
+            return None
+        tokens_N, accepted, rejected = read.tokens_N, read.worst_accepted, read.best_rejected
+    # The first token attends to itself alone: its query has no gradient that would show it.
+    mark = model.encode([""])[0][:1]
+    mark = mark if mark == [model.tokenizer.bos_token_id] else []
+    tokens_N = torch.unique(torch.cat([tokens_N, tokens_N.new_tensor(mark)]))
+    if not len(tokens_N) or len(tokens_N) + SPARE > span.width:
+        return None
+    bag = TokenBag(
+        tokens_N=tokens_N,
+        positions=0,
+        basis_MD=directions.token_VD[tokens_N].double(),
+        worst_accepted=accepted,
+        best_rejected=rejected,
+        exact=span.exact,
+    )
+    sides, of_whole = (
+        _sides(bag, family.projections(tensors, 0), block.num_heads)
+        for tensors in (gradients, whole)
+    )
+    square_N, whole_N = (
+        torch.stack([side.square() for side in some.values()]).sum(0) for some in (sides, of_whole)
+    )
+    present_N = square_N > _LEFT**2 * whole_N
+    if not present_N.any():
+        return None
+    for name, side in sides.items():
+        taken_N = (of_whole[name].target_NGK - side.target_NGK).square().sum((1, 2))
+        sides[name] = side._replace(slack_N=side.slack_N + SUBTRACTED**2 * taken_N)
+    spanning = [sides[name] for name in ("query", "key") if name in sides]
+    heard_N = torch.stack([side.above(_HEARD) for side in sides.values()]).any(0)
+    return Prefixes(
+        bag=bag,
+        span=span,
+        noise=noises(model, bag, gradients),
+        target_NHK=torch.cat([side.target_NGK for side in spanning], 1),
+        noise_NH=torch.cat([side.noise_NG for side in spanning], 1),
+        x_ND=table(bag.tokens_N, torch.zeros_like(bag.tokens_N)),
+        block=block,
+        begin=tokens_N.tolist().index(mark[0]) if mark else None,
+        query=sides["query"],
+        key=sides.get("key"),
+        first_N=heard_N & ~sides["query"].above(_HEARD),
+        present_N=present_N,
+    )
+
+
+def _sides(bag: TokenBag, by_side: Mapping[str, Tensor], num_heads: int) -> dict[str, Side]:
+    """Returns gradients [O, D] by token, those of queries with so many heads."""
+    size = len(by_side["query"]) // num_heads
+    sides = {}
+    for name, gradient_OD in by_side.items():
+        value_NO, noise_NO = bag.coefficients(gradient_OD)
+        target_NGK, noise_NGK = (x_NO.reshape(len(x_NO), -1, size) for x_NO in (value_NO, noise_NO))
+        slack_N = ROUNDING**2 * value_NO.square().sum(1)
+        sides[name] = Side(target_NGK, noise_NGK.square().mean(-1).sqrt(), slack_N)
+    return sides
+
+
+def read_tree(
+    prefixes: Prefixes, longest_run: int, clock: Clock, tell: OnJudged
+) -> tuple[list[Spanned], list[Spanned]]:
+    """Returns the sentences that passed, and the nearest of the others.
+
+    Args:
+        prefixes: What the tree is grown from.
+        longest_run: Tokens between two that pass, at most.
+        clock: Ends with the prefixes that are being extended.
+        tell: Is told how many tokens have passed, of how many, and each new sentence.
+    """
+    nodes, loose_R = grow(prefixes, longest_run, clock)
+    inner = {node.path[:length] for node in nodes for length in range(1, len(node.path))}
+    passed: list[Spanned] = []
+    nearest: list[Spanned] = []
+    for node in clock.paced([node for node in nodes if node.path not in inner]):
+        for tail, excess, second in tails(prefixes, node.path[-1], loose_R):
+            if (*node.path, *tail) == (prefixes.begin,):
+                continue
+            sentence = Spanned(
+                ids=tuple(prefixes.bag.tokens_N[[*node.path, *tail]].tolist()),
+                excess=max(node.excess, excess),
+                rejected=min(node.rejected, second),
+                seed=node.path[-1],
+            )
+            (passed if sentence.passed else nearest).append(sentence)
+            tell(len(nodes), len(prefixes.x_ND), sentence)
+    return passed, sorted(nearest, key=by_excess)
+
+
+def grow(prefixes: Prefixes, longest_run: int, clock: Clock) -> tuple[list[Node], Tensor]:
+    """Returns the tokens that follow one prefix, and the others [R], as indices of the bag.
+
+    Each prefix is extended by a token, and only where no prefix can be, by a longer run.
+    """
+    first = prefixes.first_N.nonzero().flatten().tolist()
+    if prefixes.begin is not None:
+        first = [prefixes.begin]
+    nodes = [Node((token,), 0.0, math.inf) for token in first]
+    loose_N = prefixes.present_N.clone()
+    loose_N[first] = False
+    clear_N = prefixes.query.above(_CLEAR if prefixes.span.exact else _HEARD)
+    pending = [[node.path for node in nodes], *[[] for _ in range(longest_run)]]
+    if prefixes.begin is None and longest_run:
+        pending[1].append(())
+    while any(pending) and (sought_N := loose_N & clear_N).any() and not clock.up():
+        run = next(run for run, paths in enumerate(pending) if paths)
+        paths, pending[run] = pending[run], []
+        if run < longest_run:
+            pending[run + 1] += paths
+        if run > 1:
+            # Long runs are tried where a sentence breaks off, and where all begin.
+            inner = {path[:length] for path in paths for length in range(2, len(path))}
+            paths = [path for path in paths if path not in inner]
+        loose_R, sought_U = (which_N.nonzero().flatten() for which_N in (loose_N, sought_N))
+        best: Fit | None = None
+        for path in clock.paced(paths):
+            fit = followers(prefixes, path, run, loose_R, sought_U)
+            best = fit if best is None else best.or_(fit)
+        if best is None:
+            break
+        for token, path, excess, second in zip(
+            sought_U.tolist(),
+            best.path,
+            best.excess_U.tolist(),
+            best.second_U.tolist(),
+            strict=True,
+        ):
+            if excess < ACCEPT:
+                nodes.append(Node((*path, token), excess, second))
+                pending[0].append((*path, token))
+                loose_N[token] = False
+    return nodes, loose_N.nonzero().flatten()
+
+
+def followers(
+    prefixes: Prefixes, path: tuple[int, ...], run: int, loose_R: Tensor, sought_U: Tensor
+) -> Fit:
+    """Returns how well each token that is sought follows a prefix and some run of that length.
+
+    Args:
+        prefixes: The gradients.
+        path: The prefix, as indices of the bag.
+        run: Length of the run.
+        loose_R: What a run may consist of, as indices of the bag.
+        sought_U: Likewise, the tokens that may follow.
+    """
+    basis_HKM = prefixes.before(path, run)
+    members = basis_HKM.shape[-1] + 1
+    if members + run + _FREE > basis_HKM.shape[1]:
+        none_U = torch.full((len(sought_U),), math.inf, device=sought_U.device).double()
+        return Fit(none_U, none_U, [path] * len(sought_U))
+    own_UHK1 = _outside(basis_HKM, prefixes.turned(0)[1][sought_U][..., None])
+    own_UHK1 = own_UHK1 / own_UHK1.norm(dim=-2, keepdim=True).clamp_min(NOTHING)
+    if run > _TRIED:
+        keys = [prefixes.turned(-offset)[1][loose_R][..., None] for offset in range(1, run + 1)]
+        fits = []
+        for token, own_HK1 in zip(sought_U.tolist(), own_UHK1, strict=True):
+            known_HKM = torch.cat([basis_HKM, own_HK1], -1)
+            *_, fit = filled(prefixes.query, token, known_HKM, keys, loose_R)
+            fits.append(fit)
+        backwards, excess, second = zip(*fits, strict=True)
+        of_runs = [(*path, *tokens[::-1]) for tokens in backwards]
+        return Fit(basis_HKM.new_tensor(excess), basis_HKM.new_tensor(second), of_runs)
+    if run > 1:
+        return functools.reduce(
+            Fit.or_,
+            (
+                followers(prefixes, (*path, token), run - 1, loose_R, sought_U)
+                for token in loose_R.tolist()
+            ),
+        )
+    target_UHK1 = _outside(basis_HKM, prefixes.query.target_NGK[sought_U][..., None])
+    target_UHK = _outside(own_UHK1, target_UHK1)[..., 0]
+    square_U1 = target_UHK.square().sum((1, 2))[:, None]
+    if not run:
+        excess_U = prefixes.query.excess(square_U1, members, sought_U)[:, 0]
+        return Fit(excess_U, torch.full_like(excess_U, torch.inf), [path] * len(sought_U))
+    key_RHK = _outside(basis_HKM, prefixes.turned(-1)[1][loose_R][..., None])[..., 0]
+    along_URH = torch.einsum("uhk,rhk->urh", target_UHK, key_RHK)
+    own_URH = torch.einsum("uhk,rhk->urh", own_UHK1[..., 0], key_RHK)
+    left_URH = (key_RHK.square().sum(-1) - own_URH.square()).clamp_min(NOTHING)
+    square_UR = square_U1 - (along_URH.square() / left_URH).sum(-1)
+    excess_UR = prefixes.query.excess(square_UR, members + 1, sought_U)
+    excess_U, chosen_U = excess_UR.min(1)
+    second_U = excess_UR.scatter(1, chosen_U[:, None], torch.inf).amin(1)
+    return Fit(excess_U, second_U, [(*path, token) for token in loose_R[chosen_U].tolist()])
+
+
+def tails(prefixes: Prefixes, seed: int, loose_R: Tensor) -> list[Filled]:
+    """Returns what follows the last token that passed.
+
+    It is none where its own query explains the gradient at its key. If no tail does, it is the
+    nearest; without that gradient, all that may be.
+    """
+    side = prefixes.key
+    if side is None:
+        return [Filled((), 0.0, 1.0), *(Filled((token,), 0.0, 1.0) for token in loose_R.tolist())]
+    heads = side.target_NGK.shape[1]
+    own_GKS = prefixes.grouped(0, heads)[seed]
+    basis_GKM = torch.linalg.qr(own_GKS)[0]
+    rest_GK1 = _outside(basis_GKM, side.target_NGK[seed][..., None])
+    members, seed_1 = basis_GKM.shape[-1], loose_R.new_tensor([seed])
+    own = float(side.excess(rest_GK1.square().sum()[None, None], members, seed_1))
+    if own < ACCEPT:
+        return [Filled((), own, math.inf)]
+    behind = [prefixes.grouped(offset, heads)[loose_R] for offset in range(1, LONGEST_TAIL + 1)]
+    of_each_length = [Filled((), own, 0.0)]
+    for tail in filled(side, seed, basis_GKM, behind, loose_R):
+        if tail.excess < ACCEPT:
+            return [tail]
+        of_each_length.append(tail._replace(second=0.0))
+    # More tokens always leave less: the shortest that leaves about as little as any.
+    least = min(tail.excess for tail in of_each_length)
+    return [next(tail for tail in of_each_length if tail.excess < ACCEPT * least)]
+
+
+def filled(
+    side: Side, seed: int, basis_GKM: Tensor, places: Sequence[Tensor], loose_R: Tensor
+) -> Iterator[Filled]:
+    """Yields after each place the tokens that fill all so far best.
+
+    Orthogonal least squares with a beam, as `beam_search` does it for sentences without an order.
+
+    Args:
+        side: The gradients.
+        seed: The token at whose gradient it is.
+        basis_GKM: Orthonormal, of what is known to be in the span.
+        places: What each token adds to the span in each place [R, G, K, S].
+        loose_R: Tokens that may stand there, as indices of the bag.
+    """
+    seed_1, heads = loose_R.new_tensor([seed]), len(basis_GKM)
+    floor = float(side.bound(1)[seed]) / heads
+    rest_WGK = _outside(basis_GKM, side.target_NGK[seed][None, ..., None])[..., 0]
+    basis_WGKM, grown_WM = basis_GKM.new_empty(1, *basis_GKM.shape[:2], 0), loose_R.new_empty(1, 0)
+    for place_RGKS in places:
+        members = basis_GKM.shape[-1] + basis_WGKM.shape[-1] + place_RGKS.shape[-1]
+        if members + _FREE > basis_GKM.shape[1] or not len(loose_R):
+            return
+        new_WRGKS = _outside(basis_WGKM[:, None], _outside(basis_GKM, place_RGKS))
+        along_WRGS1 = torch.einsum("wgk,wrgks->wrgs", rest_WGK, new_WRGKS)[..., None]
+        gram_WRGSS = new_WRGKS.mT @ new_WRGKS
+        if gram_WRGSS.shape[-1] == 1:
+            taken_WRGS1 = along_WRGS1 / gram_WRGSS.clamp_min(NOTHING)
+        else:
+            taken_WRGS1 = torch.linalg.pinv(gram_WRGSS, hermitian=True) @ along_WRGS1
+        taken_WRG = (along_WRGS1 * taken_WRGS1).sum((3, 4))
+        square_WRG = (rest_WGK.square().sum(2)[:, None] - taken_WRG).clamp_min(0)
+        # As a product over heads: a right token counts in all of them.
+        score_X = (square_WRG + floor).log().sum(2).flatten()
+        chosen_W = score_X.topk(min(_SIDE_BY_SIDE, len(score_X)), largest=False).indices
+        parent_W, token_W = chosen_W // len(loose_R), chosen_W % len(loose_R)
+        grown_WM = torch.cat([grown_WM[parent_W], loose_R[token_W][:, None]], 1)
+        square_1W = square_WRG[parent_W, token_W].sum(1)[None]
+        excess_W, order_W = side.excess(square_1W, members, seed_1)[0].sort()
+        second = float(excess_W[1]) if len(excess_W) > 1 else math.inf
+        yield Filled(tuple(grown_WM[order_W[0]].tolist()), float(excess_W[0]), second)
+        new_WGKS = torch.linalg.qr(new_WRGKS[parent_W, token_W])[0]
+        basis_WGKM = torch.cat([basis_WGKM[parent_W], new_WGKS], -1)
+        rest_WGK = _outside(new_WGKS, rest_WGK[parent_W][..., None])[..., 0]
+
+
+def _outside(basis_XKM: Tensor, x_XKS: Tensor) -> Tensor:
+    """Returns the part of columns outside the spans of orthonormal bases."""
+    outside_XKS: Tensor = x_XKS - basis_XKM @ (basis_XKM.mT @ x_XKS)
+    return outside_XKS
