@@ -208,6 +208,7 @@ def observe() -> Callable[..., SimpleNamespace]:
         max_length: int | None = None,
         dropout: bool = False,
         learning_rate: float = 0.1,
+        server_mode: str | None = None,
     ) -> SimpleNamespace:
         chosen = TEXTS[:of] if isinstance(of, int) else of
         cut = max_length or 10**6
@@ -246,6 +247,7 @@ def observe() -> Callable[..., SimpleNamespace]:
             learning_rate=learning_rate,
             local_steps=1,
             dropout=dropout,
+            server_mode=server_mode,
             **{fact: private[fact] for fact in granted},
         )
         seen = Observation(round=1, client=0, update=update, knowledge=knowledge)

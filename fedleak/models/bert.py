@@ -26,6 +26,7 @@ class Bert(ModelFamily):
     )
     layers: ClassVar[str] = "bert.encoder.layer"
     classifier: ClassVar[tuple[str, ...]] = ("classifier.weight", "classifier.bias")
+    feed_forward_norm: ClassVar[str] = "bert.encoder.layer.0.attention.output.LayerNorm.weight"
 
     def modules(self, layer: int) -> Mapping[str, tuple[str, ...]]:
         """Returns a weight for each letter."""

@@ -117,6 +117,9 @@ class ModelFamily(Protocol):
         embeddings: Parameter names of all tables that are looked up, and of their norm.
         layers: Name of the list of transformer layers.
         classifier: Parameter names of the classification layer, weight first.
+        feed_forward_norm: Name of the weight of the LayerNorm that the first block applies to what
+            its feed-forward layer reads, where that layer is linear, has biases and GELUs, and the
+            weights of queries, keys and values are separate; else None.
     """
 
     model_type: ClassVar[str]
@@ -127,6 +130,7 @@ class ModelFamily(Protocol):
     embeddings: ClassVar[tuple[str, ...]]
     layers: ClassVar[str]
     classifier: ClassVar[tuple[str, ...]]
+    feed_forward_norm: ClassVar[str | None] = None
 
     def modules(self, layer: int) -> Mapping[str, tuple[str, ...]]:
         """Returns the weights of a layer, without adapters, by what they are.

@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from fedleak import attacks
+from fedleak import attacks, server_modes
 from fedleak.attacks import (
     AttackSetting,
     Batched,
@@ -33,7 +33,7 @@ from fedleak.attacks import (
     read_by,
 )
 from fedleak.attacks.reconstruction import Reconstruction, Status
-from fedleak.models import CAUSAL_LM, CLASSIFICATION, ModelSpec, loading
+from fedleak.models import CAUSAL_LM, CLASSIFICATION, ModelSpec, load_parameters_, loading
 from fedleak.training.observation import ClientUpdate, Knowledge, Observation, UpdateKind
 from fedleak.training.wire import partial_update
 from fedleak.util.rng import stream
@@ -57,7 +57,7 @@ MODELS = [
 ]
 ONE_OF_EACH_FAMILY = [("bert", CLASSIFICATION), ("gpt2", CAUSAL_LM), ("llama", CAUSAL_LM)]
 GRANTED = ("batch_size", "labels", "lengths", "candidates")
-KEYS = r"algorithm = |task = |update\.share|threat\.knows|model\.name|kind = "
+KEYS = r"algorithm = |task = |update\.share|threat\.knows|model\.name|kind = |server\.mode"
 PARTS = (
     ("embedding", "wte", "wpe"),
     ("word_embeddings", "wte"),
@@ -288,7 +288,8 @@ def test_without_what_it_does_not_read_its_answer_is_the_same(small, observe, ki
 def test_an_attack_that_does_not_say_what_it_reads_reads_all(small, observe):
     model = small("bert")
     setting = AttackSetting.of(observe(model, 1).seen, model)
-    assert SELECTIVE == ["dager", "keyspan", "maximum_likelihood", "position_marginals", "probes"]
+    others = ["keyspan", "maximum_likelihood", "position_marginals", "probes"]
+    assert ["dager", "imprint", *others] == SELECTIVE
     for kind in set(ALL) - set(SELECTIVE):
         assert read_by(quick(kind), setting) == setting.shared
 
@@ -359,6 +360,7 @@ class Easy:
         texts: The batch.
         granted: Facts.
         settings: Hyper-parameters; the rest are the attack's defaults.
+        server_mode: What a malicious server does to the model first; None: it is honest.
     """
 
     family: str = "bert"
@@ -368,6 +370,7 @@ class Easy:
     texts: tuple[str, ...] = ("she told us that", "nobody knows it")
     granted: tuple[str, ...] = GRANTED
     settings: Mapping[str, Any] = field(default_factory=dict)
+    server_mode: str | None = None
 
 
 EASY = {
@@ -380,6 +383,7 @@ EASY = {
     # In a batch it only guesses which words belong to one text.
     "position_marginals": Easy(texts=("she told us that",)),
     "maximum_likelihood": Easy(texts=("she told us that",)),
+    "imprint": Easy(width=48, server_mode="imprint"),
 }
 """By kind, for attacks that cannot work in the setting that is easy for others, or take long."""
 
@@ -420,8 +424,13 @@ def shuffled(update):
 def check_that_it_finds(attack, easy, small, observe):
     """Refuses an attack that finds nothing, or nothing that it has from the update."""
     model = small(easy.family, easy.task, layers=easy.layers, width=easy.width)
-    truth = observe(model, easy.texts, granted=easy.granted)
-    others = observe(model, ["he pays for all of his", "my old friends"], [2, 2])
+    if easy.server_mode is not None:
+        mode, public = server_modes.kinds()[easy.server_mode](), observe(model, 1).candidates.public
+        changes = mode.broadcast(model, targeted=True, public=public, rng=stream(0, "server"))
+        load_parameters_(model, {**model.parameters(), **changes})
+    truth = observe(model, easy.texts, granted=easy.granted, server_mode=easy.server_mode)
+    unread = ["he pays for all of his", "my old friends"]
+    others = observe(model, unread, [2, 2], server_mode=easy.server_mode)
     obstacle = attack.obstacle(AttackSetting.of(truth.seen, model))
     assert obstacle is None, f"cannot work in its easy setting, name one in EASY: {obstacle}"
 

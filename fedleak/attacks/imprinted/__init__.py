@@ -1,0 +1,6 @@
+"""What an imprinted first block leaves in an update, read back.
+
+`bins` is the gradient of the feed-forward layer, split into sums over few tokens each; `tags` are
+the texts' tags, from tokens that are alone in a bin; `slots` is every bin, split among the tokens
+that can be in it; `checksum` holds a whole text against its tag; `attack` puts them together.
+"""

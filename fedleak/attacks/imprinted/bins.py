@@ -1,0 +1,257 @@
+"""Bins: what the gradient of an imprinted feed-forward layer says of few tokens at a time.
+
+Neuron n is on for the tokens above edge n. So the rows of neighbouring neurons differ by a sum over
+the tokens between two edges, `sum_i c_i y_i`, with `y_i = (x_i + tag - mean) / sigma` the normed
+input of token i. The weights c_i are not known. A norm without bias leaves nothing along (1, ...,
+1), so what a bin has there is its noise: of rounding, of a cast, of what the client added.
+
+Outside the tag's numbers x_i depends on word and place alone, so a bin is a sum of few rows of a
+known table, up to a constant. Orthogonal matching pursuit (Pati et al. 1993) finds them. The rows
+are much alike, and are whitened before: else pursuit takes what is between two rows first.
+
+Shapes: N bins, D hidden size, K numbers of a tag, V words, T places, L numbers outside the tag, A
+rows of the table, R picks.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedleak.attacks.matching.batch_structure import Frame
+from fedleak.models.family import TokenTable
+from fedleak.server_modes.imprint import Planted
+
+ROOM = 1.5
+"""How many times the size of the noise what is left of an explained bin may have."""
+
+ROUNDING = 1e-5
+"""What recomputed inputs may leave of a bin, as a share of it."""
+
+PICKS = 4
+"""Tokens of a bin that are looked for before the tags are known."""
+
+_NEIGHBOURS = 31
+"""Bins on either side whose noise is alike."""
+
+_FLATTEST = 1e-4
+"""Whitening raises no direction whose variance is below this share of the largest one's."""
+
+_SAMPLE = 4096
+"""Rows of the table whose covariance is taken."""
+
+_AT_ONCE = 20_000_000
+"""Numbers of a table of scores."""
+
+
+class Bins(NamedTuple):
+    """The gradient of an imprinted layer, by bin.
+
+    Attributes:
+        sum_ND: The weighted sum of the inputs of a bin's tokens.
+        noise_N: Standard deviation of each number of that.
+        limit_N: What is left of a bin that is explained is no longer than this.
+        low_N, high_N: Where its tokens are on the probe.
+    """
+
+    sum_ND: Tensor
+    noise_N: Tensor
+    limit_N: Tensor
+    low_N: Tensor
+    high_N: Tensor
+
+    def used(self) -> list[int]:
+        """Returns the bins that hold more than noise."""
+        used: list[int] = (self.sum_ND.norm(dim=1) > self.limit_N).nonzero()[:, 0].tolist()
+        return used
+
+    def noise(self) -> float:
+        """Returns the noise of a number of a bin, as a share of the bin, in the middle."""
+        used = self.used()
+        return float((self.noise_N / self.sum_ND.norm(dim=1))[used].median()) if used else 0.0
+
+
+def read_bins(gradient_ND: Tensor, planted: Planted) -> Bins:
+    """Returns the bins of a gradient of the first feed-forward matrix.
+
+    Args:
+        gradient_ND: A row for each neuron, in any float type.
+        planted: What the layer does.
+    """
+    rows_ND = gradient_ND.double().cpu() * planted.sign_N[:, None]
+    sum_ND = rows_ND - torch.cat([rows_ND[1:], torch.zeros_like(rows_ND[:1])])
+    square_N = sum_ND.sum(1).square() / sum_ND.shape[1]
+    ends = (_NEIGHBOURS, _NEIGHBOURS)
+    padded_N = torch.nn.functional.pad(square_N[None, None], ends, mode="replicate")
+    noise_N = torch.nn.functional.avg_pool1d(padded_N, 2 * _NEIGHBOURS + 1, 1)[0, 0].sqrt()
+    sum_ND, noise_N = sum_ND.float(), noise_N.float()
+    limit_N = ROOM * math.sqrt(sum_ND.shape[1]) * noise_N + ROUNDING * sum_ND.norm(dim=1)
+    ends_N = torch.cat([planted.edge_N[1:], planted.edge_N.new_tensor([math.inf])])
+    return Bins(sum_ND, noise_N, limit_N, planted.edge_N - planted.step, ends_N + planted.step)
+
+
+@dataclass(frozen=True)
+class Words:
+    """The tokens that a bin may hold.
+
+    Attributes:
+        table: The inputs of all tokens at all positions.
+        ids_V: The words that are considered.
+        places: Positions that the batch uses.
+    """
+
+    table: TokenTable
+    ids_V: Tensor
+    places: int
+
+    def rows(self, word_A: Tensor, place_A: Tensor) -> Tensor:
+        """Returns the inputs [A, D] of words, as indices, at places; in memory."""
+        device = self.table.token_VD.device
+        return self.table(self.ids_V[word_A].to(device), place_A.to(device)).cpu()
+
+    def only(self, word_NR: Tensor) -> "Words":
+        """Returns the words that bins name, by index, -1 for none: the others are in no text."""
+        named_X = sorted(set(word_NR[word_NR >= 0].tolist()))
+        return replace(self, ids_V=self.ids_V[named_X])
+
+    def marks(self, frame: Frame) -> tuple[int | None, int | None]:
+        """Returns the words, as indices, that begin and end every text, if these are known."""
+        ids = self.ids_V.tolist()
+        first, last = (ends[0] if len(ends) == 1 else None for ends in frame)
+        return (
+            ids.index(first) if first in ids else None,
+            ids.index(last) if last in ids else None,
+        )
+
+    def whole(self) -> Tensor:
+        """Returns the inputs [V, T, D] of every word at every place."""
+        words = len(self.ids_V)
+        place_A = torch.arange(self.places).repeat(words)
+        word_A = torch.arange(words).repeat_interleave(self.places)
+        return self.rows(word_A, place_A).reshape(words, self.places, -1)
+
+
+class Picked(NamedTuple):
+    """The words and places that explain bins, before tags are known.
+
+    Attributes:
+        word_NR, place_NR: Of each pick; -1 where no more was needed.
+    """
+
+    word_NR: Tensor
+    place_NR: Tensor
+
+
+@torch.no_grad()
+def pursue(bins: Bins, words: Words, outside: slice, rng: torch.Generator) -> Picked:
+    """Returns the few words and places that explain each bin best, outside the tag's numbers.
+
+    Args:
+        bins: The bins.
+        words: What they may hold.
+        outside: The numbers outside the tag.
+        rng: For a sample of the table.
+    """
+    vocabulary, places = len(words.ids_V), words.places
+    sample_A = torch.randint(vocabulary * places, (_SAMPLE,), generator=rng)
+    sample_AL = words.rows(sample_A // places, sample_A % places)[:, outside]
+    constant_L = torch.ones(sample_AL.shape[1])
+    white_LL = whitening(sample_AL, bins.noise() * float(sample_AL.norm(dim=1).mean()))
+    fixed_LX = torch.linalg.qr(white_LL @ torch.stack([sample_AL.mean(0), constant_L], 1))[0]
+    apart_LL = white_LL - (white_LL @ fixed_LX) @ fixed_LX.T
+
+    rest_NL = bins.sum_ND[:, outside] @ apart_LL
+    enough_N = bins.limit_N * float(apart_LL.norm()) / math.sqrt(len(apart_LL))
+    enough_N = enough_N + ROUNDING * rest_NL.norm(dim=1)
+    scores = _Scores.of(words, outside, apart_LL)
+    basis_NRL = torch.zeros(len(rest_NL), PICKS, rest_NL.shape[1])
+    word_NR = torch.full((len(rest_NL), PICKS), -1)
+    place_NR = word_NR.clone()
+    for pick in range(PICKS):
+        live_X = ((rest_NL.norm(dim=1) > enough_N) & (bins.noise_N > 0)).nonzero()[:, 0]
+        if not len(live_X):
+            break
+        word_X, place_X = scores.best(rest_NL[live_X])
+        word_NR[live_X, pick], place_NR[live_X, pick] = word_X, place_X
+        row_XL = words.rows(word_X, place_X)[:, outside] @ apart_LL
+        for _ in range(2):  # twice is enough (Giraud et al. 2005)
+            inner_XR = torch.einsum("xl,xrl->xr", row_XL, basis_NRL[live_X])
+            row_XL = row_XL - torch.einsum("xr,xrl->xl", inner_XR, basis_NRL[live_X])
+        row_XL = torch.nn.functional.normalize(row_XL, dim=1)
+        basis_NRL[live_X, pick] = row_XL
+        rest_XL = rest_NL[live_X]
+        rest_NL[live_X] = rest_XL - (rest_XL * row_XL).sum(1, keepdim=True) * row_XL
+    return Picked(word_NR, place_NR)
+
+
+def whitening(sample_AL: Tensor, noise: float) -> Tensor:
+    """Returns the symmetric matrix [L, L] that makes rows of a table as little alike as it can.
+
+    Args:
+        sample_AL: Rows.
+        noise: Standard deviation of what is added to each number of a row.
+    """
+    squares_L, basis_LL = torch.linalg.eigh(torch.cov(sample_AL.T.double()))
+    floor = max(_FLATTEST * float(squares_L[-1]), noise**2)
+    white_LL: Tensor = (basis_LL * squares_L.clamp_min(floor) ** -0.5) @ basis_LL.T
+    return white_LL.float()
+
+
+class _Scores(NamedTuple):
+    """The cosines of bins with all rows of a table, without the table.
+
+    A row is `(word + position) / sigma + constant`, so all inner products are sums of a few.
+
+    Attributes:
+        word_VL, position_TL, constant_L: Of the table.
+        per_sigma_VT: 1 / sigma.
+        per_norm_VT: 1 / the norm of a row.
+    """
+
+    word_VL: Tensor
+    position_TL: Tensor
+    constant_L: Tensor
+    per_sigma_VT: Tensor
+    per_norm_VT: Tensor
+
+    @classmethod
+    def of(cls, words: Words, outside: slice, map_LL: Tensor) -> "_Scores":
+        """Returns them for the rows of a table, mapped by a matrix."""
+        directions, places = words.table.directions(), words.places
+        device = words.table.token_VD.device
+        word_VL = directions.token_VD[words.ids_V.to(device)][:, outside].cpu() @ map_LL
+        position_TL = directions.position_PD[:places, outside].cpu() @ map_LL
+        constant_L = directions.constant_CD[:, outside].sum(0).cpu() @ map_LL
+        ids_A = words.ids_V.repeat_interleave(places).to(device)
+        place_A = torch.arange(places, device=device).repeat(len(words.ids_V))
+        starts = range(0, len(ids_A), _SAMPLE)
+        parts = ((ids_A[a : a + _SAMPLE], place_A[a : a + _SAMPLE]) for a in starts)
+        sigma_A = torch.cat([words.table.scale(*part) for part in parts])
+        sigma_VT = sigma_A.reshape(-1, places).cpu()
+        both_VT = word_VL @ position_TL.T
+        square_VT = word_VL.square().sum(1)[:, None] + position_TL.square().sum(1) + 2 * both_VT
+        cross_VT = (word_VL @ constant_L)[:, None] + position_TL @ constant_L
+        square_VT = square_VT / sigma_VT**2 + 2 * cross_VT / sigma_VT + constant_L @ constant_L
+        # The row that is projected out has a length of rounding alone.
+        floor = 1e-6 * float(square_VT.max())
+        return cls(
+            word_VL, position_TL, constant_L, 1 / sigma_VT, square_VT.clamp_min(floor) ** -0.5
+        )
+
+    def best(self, rest_XL: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns word and place of the row that is nearest to each of these, whatever its sign."""
+        words, places = self.per_sigma_VT.shape
+        picks = []
+        bins = max(1, _AT_ONCE // (words * places))
+        for start in range(0, len(rest_XL), bins):
+            part_XL = rest_XL[start : start + bins]
+            at_place_XT = part_XL @ self.position_TL.T
+            score_XVT = (part_XL @ self.word_VL.T)[:, :, None] + at_place_XT[:, None]
+            score_XVT *= self.per_sigma_VT
+            score_XVT += (part_XL @ self.constant_L)[:, None, None]
+            score_XVT *= self.per_norm_VT
+            picks.append(score_XVT.abs_().flatten(1).argmax(1))
+        pick_X = torch.cat(picks)
+        return pick_X // places, pick_X % places

@@ -1,0 +1,232 @@
+"""A model that writes each token of a batch into the gradient of its first block.
+
+From the ideas of Decepticons (Fowl et al. 2022) and of the bins of Robbing the Fed (Fowl et al.
+2021), without an added layer and without a change outside the first block:
+
+- Queries and keys are zero, so that every token attends to its whole text alike. Values are K
+  random projections of the inputs, and the output matrix writes them into the first K numbers of
+  the stream. So each token carries the mean of K projections over its text: the text's *tag*. It
+  tells which tokens belong together, and a whole text can be checked against it: a checksum.
+- The norm before the feed-forward layer has no bias and the same gain at every number.
+- All rows of the first feed-forward matrix are one random direction, the probe, at a slope so steep
+  that a neuron is on or off. The biases are quantiles of the probe on public texts. So neuron n is
+  on for the tokens that the probe puts above edge n, and the difference of the gradients of two
+  neighbouring neurons is a sum over the tokens between two edges: a bin.
+- All neurons write along one direction, with alternating signs, so that what they write is small.
+
+Departs from Fowl et al. in the tag (theirs is the first token, which is [CLS] in every text that
+BERT sees), and in the gain: the larger it is, the larger is the part of the update that is the
+imprint, so that less of it is lost to rounding and noise.
+
+Shapes: N neurons, D hidden size, K numbers of a tag, M tokens of public texts.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, NamedTuple
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.nn import functional as F
+
+from fedleak.models import LanguageModel
+from fedleak.server_modes import ModeSetting, ServerMode
+from fedleak.training.observation import Example
+
+_SHARE = 0.01
+"""The size of what the neurons write, as a share of what they are added to."""
+
+_PARALLEL = 1e-4
+"""How far the rows of an imprinted matrix may be from one direction, as rounding has it."""
+
+
+@dataclass(frozen=True)
+class Imprint(ServerMode):
+    """Sends a first block that sorts tokens into bins, and tags them with their text.
+
+    Attributes:
+        slope: How steep a neuron is, in standard deviations of the probe: the step of a neuron
+            must be narrower than a bin.
+        gain: Of the norm before the feed-forward layer. The larger, the more of the update is the
+            imprint.
+        tag: Numbers of a text's tag; at most a quarter of the hidden size is used.
+    """
+
+    kind: ClassVar[str] = "imprint"
+    slope: Annotated[float, Field(ge=100, le=1e7)] = 2e4
+    gain: Annotated[float, Field(gt=0, le=1e12)] = 1e5
+    tag: Annotated[int, Field(ge=4, le=64)] = 16
+
+    def changes(self) -> str:
+        """Returns what the clients are sent."""
+        return (
+            "sends all clients a model whose first block sorts tokens into bins of its "
+            "feed-forward layer and tags them with their text, so that this layer's gradient "
+            "holds them"
+        )
+
+    def obstacle(self, setting: ModeSetting, model: LanguageModel) -> str | None:
+        """Returns that the first block cannot be changed, or is not sent."""
+        names = _names(model)
+        if names is None:
+            return (
+                f"imprints models like BERT, and this one is a {model.family.model_type}: choose "
+                "another model.name"
+            )
+        missing = sorted(set(names) - model.parameters().keys())
+        if missing:
+            return f"changes {missing[0]}, which is not trained: remove model.lora"
+        if names.first not in setting.sent:
+            return f"reads {names.first}, and clients send none: see update.share"
+        return None
+
+    @torch.no_grad()
+    def broadcast(
+        self,
+        model: LanguageModel,
+        *,
+        targeted: bool,
+        public: Sequence[Example],
+        rng: torch.Generator,
+    ) -> Mapping[str, Tensor]:
+        """Returns the parameters of the first block, but for its last norm."""
+        names = _names(model)
+        assert names is not None
+        table, width = model.family.token_table(model.module), model.hidden_size
+        device = model.device
+        inputs = [
+            table(torch.tensor(ids, device=device), torch.arange(len(ids), device=device)).cpu()
+            for ids, _ in public
+        ]
+        size = min(self.tag, width // 4)
+        changed = {name: torch.zeros_like(model.parameters()[name]).cpu() for name in names}
+
+        # Tags of public texts are as wide as the numbers of the stream that they are added to.
+        mean_XD = torch.stack([input_TD.mean(0) for input_TD in inputs])
+        project_KD = torch.randn(size, width, generator=rng)
+        wanted = float(torch.cat(inputs).var(0).mean()) ** 0.5
+        project_KD *= wanted / (mean_XD @ project_KD.T).std(0)[:, None]
+        changed[names.value][:size] = project_KD
+        changed[names.value_bias][:size] = -(mean_XD @ project_KD.T).mean(0)
+        changed[names.output][:size, :size] = torch.eye(size)
+        changed[names.norm] += self.gain
+
+        # The tag moves the probe as much as the token does: equal tokens of two texts part.
+        probe_D = torch.randn(width, generator=rng)
+        probe_D[:size] *= probe_D[size:].norm() / probe_D[:size].norm()
+        probe_D /= probe_D.norm()
+        tags_XK = (mean_XD - mean_XD.mean(0)) @ project_KD.T
+        position_M = torch.cat(
+            [
+                F.layer_norm(input_TD + F.pad(tag_K, (0, width - size)), (width,)) @ probe_D
+                for input_TD, tag_K in zip(inputs, tags_XK, strict=True)
+            ]
+        )
+        neurons = len(changed[names.first])
+        edge_N = position_M.quantile((torch.arange(neurons) + 0.5) / neurons)
+        edge_N[0] -= 10 * position_M.std()  # no token is below the first bin
+        steep = self.slope / float(position_M.std())
+        changed[names.first] += steep / self.gain * probe_D
+        changed[names.first_bias] -= steep * edge_N
+
+        along_D = F.pad(torch.randn(width - size, generator=rng), (size, 0))
+        along_D /= along_D.norm()
+        sign_N = torch.ones(neurons)
+        sign_N[1::2] = -1
+        written = _SHARE * self.gain * math.sqrt(width) / self.slope
+        changed[names.second] += written * along_D[:, None] * sign_N
+        return {name: value.to(device) for name, value in changed.items()}
+
+
+class Planted(NamedTuple):
+    """What a first block that was imprinted does.
+
+    Attributes:
+        project_KD, shift_K: A tag is the mean of `project_KD @ x + shift_K` over a text.
+        probe_D: The direction that sorts tokens.
+        edge_N: Where the bins begin, in rising order, on normed inputs of gain 1.
+        step: Farther than this above or below its edge a neuron is on or off.
+        sign_N: Of what the neurons write, 1 for the first.
+        eps: What the norm adds to the variance.
+    """
+
+    project_KD: Tensor
+    shift_K: Tensor
+    probe_D: Tensor
+    edge_N: Tensor
+    step: float
+    sign_N: Tensor
+    eps: float
+
+
+_STEP = 6.0
+"""Farther than this below its edge, a GELU's derivative is under 1e-8."""
+
+
+@torch.no_grad()
+def planted(model: LanguageModel) -> Planted | None:
+    """Returns what the first block of a model does to tokens; None if it was not imprinted.
+
+    All of it stands in the weights, so whoever has the model has it.
+    """
+    names = _names(model)
+    own = {name: value.detach().cpu() for name, value in model.module.named_parameters()}
+    if names is None or own[names.query].any() or own[names.key].any():
+        return None
+    first_ND, gain_D = own[names.first].double(), own[names.norm]
+    output_DD = own[names.output]
+    size = int(output_DD.any(1).sum())
+    probe_D = first_ND[0] / first_ND[0].norm()
+    slope_N = first_ND @ probe_D
+    apart = (first_ND - slope_N[:, None] * probe_D).norm()
+    edge_N = -own[names.first_bias] / slope_N / gain_D[0]
+    sorts = bool((slope_N > 0).all() and (edge_N.diff() >= 0).all())
+    flat = bool((gain_D == gain_D[0]).all()) and not own[names.norm_bias].any()
+    if not (size and sorts and flat and apart < _PARALLEL * first_ND.norm()):
+        return None
+    row_N = own[names.second][own[names.second].abs().sum(1).argmax()]
+    norm = model.module.get_submodule(names.norm.removesuffix(".weight"))
+    assert isinstance(norm, torch.nn.LayerNorm)
+    return Planted(
+        project_KD=(output_DD @ own[names.value])[:size],
+        shift_K=(output_DD @ own[names.value_bias])[:size],
+        probe_D=probe_D.float(),
+        edge_N=edge_N.float(),
+        step=_STEP / float(slope_N[0] * gain_D[0]),
+        sign_N=row_N.sign() * row_N[0].sign(),
+        eps=norm.eps,
+    )
+
+
+class _Names(NamedTuple):
+    """The parameters of a first block that are changed, by what they are."""
+
+    query: str
+    query_bias: str
+    key: str
+    key_bias: str
+    value: str
+    value_bias: str
+    output: str
+    output_bias: str
+    norm: str
+    norm_bias: str
+    first: str
+    first_bias: str
+    second: str
+    second_bias: str
+
+
+def _names(model: LanguageModel) -> _Names | None:
+    """Returns the names of what is changed; None of a family that cannot be imprinted."""
+    family = model.family
+    if family.feed_forward_norm is None:
+        return None
+    parts = family.modules(0)
+    weights = [*(parts[part][0] for part in "qkvo"), family.feed_forward_norm, parts["f"][0]]
+    weights.append(parts["p"][0])
+    return _Names(
+        *(name for weight in weights for name in (weight, f"{weight.removesuffix('weight')}bias"))
+    )
