@@ -39,6 +39,7 @@ from fedleak.training import private_steps
 from fedleak.training.local import local_update_
 from fedleak.training.observation import UpdateKind
 from fedleak.training.settings import LocalTraining, PrivateSteps
+from fedleak.training.steps import Batch
 from fedleak.util.rng import stream
 
 VOCABULARY, RANK = 30522, 8
@@ -142,7 +143,7 @@ def work(
     private = PrivateSteps(1.0, 1.0, "fixed")
     return lambda: private_steps.private_gradient(
         model,
-        (ids, labels),
+        Batch(ids, labels),
         len(ids),
         private,
         stream(0, "noise"),

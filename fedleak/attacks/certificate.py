@@ -101,7 +101,8 @@ def as_gradient(seen: Observation) -> dict[str, Tensor]:
 def is_linear(seen: Observation) -> bool:
     """Whether the update is one gradient of the model as it was broadcast."""
     known = seen.knowledge
-    return known.local_steps in (None, 1) and not known.dropout and known.optimiser is None
+    adds_up = known.recipe is None or known.recipe.adds_up
+    return known.local_steps in (None, 1) and not known.dropout and adds_up
 
 
 def close(model: LanguageModel, ids: Sequence[int]) -> tuple[int, ...]:

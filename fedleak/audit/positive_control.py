@@ -2,8 +2,8 @@
 
 That attacks read little shows something only if they can read. A copy is the plain gradient, of all
 that is trained, at the model that a round starts from, of texts that a client trained on in that
-round: no defense, no local steps, no dropout. The audit makes it from the vault; the attack gets
-an observation of it as of any update, and no more facts than it is granted in the run.
+round: no defense, no local steps, no dropout, in float32. The audit makes it from the vault; the
+attack gets an observation of it as of any update, and no more facts than it is granted in the run.
 
 The copies are captures of a run of their own below the run.
 """
@@ -66,6 +66,8 @@ def undefended(experiment: Experiment, keys: Sequence[Key]) -> Experiment:
     table = experiment.model_dump(mode="json")
     kinds = attacks.kinds()
     table |= {
+        "preset": None,
+        "client": {},
         "update": {"share": "all"},
         "defense": [],
         "canary": None,

@@ -116,11 +116,12 @@ def circumstances(experiment: Experiment) -> Circumstances:
     table, lora = experiment.federation, experiment.model.lora
     settings: dict[str, JsonValue] = {
         "share": experiment.update.share,  # type: ignore[dict-item]  # of str
-        "lora": None if lora is None else lora.model_dump(mode="json"),
+        "lora": None if lora is None else lora.settings,
         "algorithm": table.algorithm,
         "batch_size": table.batch_size,
         **({"local_epochs": table.local_epochs} if table.algorithm == "fedavg" else {}),
         "dropout": table.dropout,
+        **({"client": client} if (client := experiment.client.changed) else {}),
         **({"sees": experiment.sees} if experiment.sees == "models" else {}),
     }
     return Circumstances(defense=tuple(experiment.defense), **settings)

@@ -106,6 +106,18 @@ def check_canaries(experiment: Experiment, model: LanguageModel) -> None:
             "leaves a client: leave [canary] out; `fedleak check-defense` tests this defense by "
             "canaries of its own"
         )
+    changed = next(iter(experiment.client.changed), None)
+    local = experiment.local_training
+    protected = [
+        any(e is not None and e.unit == "client" for e in (d.event(local, 1, 1) for d in used))
+        for used in (experiment.defenses_of(c).values() for c in experiment.unlike_clients)
+    ]
+    if changed and not all(protected):
+        raise ConfigError(
+            f"canary: canaries are scored in sums of gradients, and client.{changed} changes "
+            "these: leave one of them out; canaries can stay where each is a whole update, as with "
+            "local_dp"
+        )
     if beyond := [client for client in table.clients or () if client >= clients]:
         raise ConfigError(f"canary.clients has {beyond[0]}: list clients from 0 to {clients - 1}")
     sizes = {name: value.numel() for name, value in model.parameters().items()}

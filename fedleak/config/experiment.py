@@ -7,9 +7,10 @@ from functools import cached_property
 from itertools import islice
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from fedleak.attacks import always_on
+from fedleak.config.client_table import ClientTable
 from fedleak.config.components import (
     LONGEST_NAME,
     NAME,
@@ -23,6 +24,7 @@ from fedleak.config.components import (
     build_server,
     on_each_rung,
 )
+from fedleak.config.presets import PresetName, with_preset
 from fedleak.config.tables import (
     HELD_OUT,
     SAMPLES,
@@ -56,6 +58,8 @@ LARGEST_SEED = 2**63 - 1
 class Experiment(Table):
     """One run, with the tables of its experiment file."""
 
+    preset: PresetName | None = None
+    """Published settings that fill in what the file leaves out: see [presets](#presets)."""
     name: Annotated[str, Field(pattern=f"^{NAME}$", max_length=LONGEST_NAME)]
     """Of the run; its results are in `runs/<name>`."""
     seed: Annotated[int, Field(ge=0, le=LARGEST_SEED)] = 0
@@ -66,6 +70,8 @@ class Experiment(Table):
     """What the model is trained on."""
     federation: FederationTable = FederationTable()
     """Who trains, how, and through which engine."""
+    client: ClientTable = ClientTable()
+    """How a client steps under `fedavg`."""
     server: dict[str, Any] = {}
     """`[server]`: what a malicious server changes of the model that it sends; left out: nothing."""
     update: UpdateTable = UpdateTable()
@@ -95,6 +101,12 @@ class Experiment(Table):
     """Limits that `fedleak gate` compares the run with."""
     tapped: TappedTable | None = None
     """What another app trained; left out: fedleak trains."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_preset(cls, table: Any) -> Any:
+        """Fills in what a preset says and the file does not."""
+        return with_preset(table) if isinstance(table, dict) else table
 
     def __hash__(self) -> int:
         """Lets an experiment be the key of a cache; equal ones have equal names and seeds."""
@@ -158,16 +170,16 @@ class Experiment(Table):
     def fingerprint(self) -> str:
         """The mark of what these clients send, in 16 hex digits.
 
-        It depends on the seed and the tables model, data, federation, server (unless it is honest),
-        update, defense, detector (a client may refuse a round), canary and privacy (whose delta
-        decides how much noise an epsilon takes), and not on what is done with updates afterwards,
-        nor on the engine and how many clients it asks at once: all give the same. A setting left
-        out and its default are the same. What the attacker sees counts if it is not the default of
-        the defenses, because captures differ then. Sizes of the data are left out if they are 400
-        and 100: these were once the defaults, and runs of that time can go on.
+        It depends on the seed and the tables model, data, federation, client, server (unless it is
+        honest), update, defense, detector (a client may refuse a round), canary and privacy (whose
+        delta decides how much noise an epsilon takes), and not on what is done with updates
+        afterwards, nor on the engine and how many clients it asks at once: all give the same. A
+        setting left out and its default are the same. What the attacker sees counts if it is not
+        the default of the defenses, because captures differ then. Sizes of the data are left out if
+        they are 400 and 100: these were once the defaults, and runs of that time can go on.
         """
         after = ["attack", "threat", "utility", "audit", "gate", "workers"]
-        others = dict.fromkeys(["name", *after], True)
+        others = dict.fromkeys(["name", "preset", *after], True)
         exclude: dict[str, Any] = {**others, "federation": {"engine", "at_once"}}
         table = self.model_dump(mode="json", exclude=exclude, exclude_defaults=True)
         data = table["data"]
@@ -242,6 +254,11 @@ class Experiment(Table):
             local = defense.training(local)
         return local
 
+    @property
+    def trains_privately(self) -> bool:
+        """Whether a client makes steps of DP-SGD."""
+        return any(self.local_training_of(c).private is not None for c in self.unlike_clients)
+
     def attacked(self, round: int, client: int) -> bool:
         """Whether the update of a client in a round is kept and attacked."""
         rounds, clients = self.threat.rounds, self.threat.clients
@@ -262,8 +279,15 @@ class Experiment(Table):
         table, adapters = self.model, self.model.lora
         lora = None
         if adapters is not None:
-            targets = None if adapters.targets is None else tuple(adapters.targets)
-            lora = Lora(adapters.rank, adapters.alpha, targets)
+            targets = adapters.targets
+            lora = Lora(
+                adapters.rank,
+                adapters.alpha,
+                tuple(targets) if isinstance(targets, list) else targets,
+                adapters.dropout,
+                adapters.rslora,
+                adapters.dora,
+            )
         return ModelSpec(
             name=table.name,
             tokenizer=table.tokenizer,
@@ -281,10 +305,13 @@ class Experiment(Table):
         kind = UpdateKind.GRADIENT if table.algorithm == "fedsgd" else UpdateKind.DELTA
         return LocalTraining(
             kind=kind,
-            batch_size=table.batch_size,
+            batch_size=table.batch_size * self.client.accumulate,
             epochs=table.local_epochs,
             learning_rate=table.learning_rate,
             dropout=table.dropout,
+            recipe=self.client.recipe,
+            schedule=self.client.schedule_of_rate,
+            max_steps=self.client.max_steps,
         )
 
     @property
@@ -307,6 +334,8 @@ class Experiment(Table):
             absent["labels"] = f"a text has no class under {CAUSAL_LM}"
         if not any(placed.defense.noisy for placed in self.defenses):
             absent["noise_scale"] = "no defense adds noise"
+        elif not self.client.recipe.plain and self.trains_privately:
+            absent["noise_scale"] = "the clients' optimiser scales noise as it scales the gradient"
         elif any(placed.defense.scales_with_update for placed in self.defenses):
             absent["noise_scale"] = "noise that is relative to an update has a scale in each"
         return absent
@@ -314,6 +343,7 @@ class Experiment(Table):
     @property
     def server_facts(self) -> frozenset[str]:
         """Facts that the server set itself, so every observation of it has them."""
-        always = frozenset({"learning_rate", "local_steps", "dropout"})
-        plain = self.tapped is None or self.tapped.optimiser == "sgd"
-        return always if plain else always | {"optimiser"}
+        facts = {"learning_rate", "local_steps", "dropout"}
+        if self.local_training.kind == UpdateKind.DELTA:
+            facts |= {"local_epochs", "recipe"}
+        return frozenset(facts)

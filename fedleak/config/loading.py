@@ -127,11 +127,32 @@ def parse(table: Mapping[str, Any]) -> Experiment:
     _check_exclusive(experiment)
     _check_sight(experiment)
     _check_nodes(experiment)
+    _check_client(experiment)
     if experiment.model.task == CAUSAL_LM and experiment.federation.partition == "dirichlet":
         raise ConfigError(
             "federation.partition = 'dirichlet' divides by class and causal-lm has none: use 'iid'"
         )
     return experiment
+
+
+def _check_client(experiment: Experiment) -> None:
+    """Refuses steps that nobody makes, or that something else cannot follow."""
+    changed = next(iter(experiment.client.changed), None)
+    absent = {} if experiment.client.recipe.plain else experiment.absent_facts
+    if changed and experiment.federation.algorithm == "fedsgd":
+        raise ConfigError(
+            f"client.{changed} is about a client's steps, and under fedsgd a client makes none: "
+            "leave it out, or set federation.algorithm = 'fedavg'"
+        )
+    if "noise_scale" in experiment.threat.knows and "noise_scale" in absent:
+        raise ConfigError(
+            f"threat.knows has noise_scale, and {absent['noise_scale']}: do not grant it"
+        )
+    if changed and experiment.utility.reference:
+        raise ConfigError(
+            f"utility.reference trains by plain SGD, and clients do not (client.{changed}): "
+            "leave one of them out"
+        )
 
 
 def _check_nodes(experiment: Experiment) -> None:

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from fedleak.config.tables import Positive, Table
 from fedleak.config.wording import one_line
-from fedleak.training.observation import GRANTABLE, Knowledge, Optimiser
+from fedleak.training.observation import GRANTABLE, Knowledge
+from fedleak.training.recipe import Optimiser, Recipe
 from fedleak.util.errors import ConfigError, unknown
 from fedleak.util.sanitise import printable
 
@@ -131,24 +132,17 @@ class SentUpdate(Table):
             learning_rate=self.learning_rate,
             local_steps=self.local_steps,
             dropout=self.dropout,
-            optimiser=None if self.optimiser == "sgd" else self.optimiser,
+            recipe=None if self.payload == "gradient" else self.recipe,
             **facts,
         )
 
-    def without_decay(self, delta: Tensor, before: Tensor) -> Tensor:
-        """Returns a delta of a parameter less what weight decay alone made of it.
+    @property
+    def recipe(self) -> Recipe:
+        """How the client stepped."""
+        return Recipe(optimiser=self.optimiser, weight_decay=self.weight_decay)
 
-        The decay is computed as PyTorch does, step by step, so that a row of an embedding that was
-        not used is zero to the last bit without it. Adam's cannot be told apart, so it stays. What
-        did not change at all was not trained, so that nothing decayed either.
-        """
-        rate, decay = self.learning_rate, self.weight_decay
-        if not (decay and rate) or self.optimiser not in ("sgd", "adamw") or not bool(delta.any()):
+    def without_decay(self, delta: Tensor, before: Tensor) -> Tensor:
+        """Returns a delta of a parameter less what weight decay alone made of it."""
+        if self.learning_rate is None:
             return delta
-        after = before.clone()
-        for _ in range(self.local_steps):
-            if self.optimiser == "adamw":
-                after.mul_(1 - rate * decay)
-            else:
-                after.add_(after * decay, alpha=-rate)
-        return delta - (after - before).to(delta.dtype)
+        return self.recipe.without_decay(delta, before, self.learning_rate, self.local_steps)

@@ -9,8 +9,9 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from fedleak.models import CAUSAL_LM, absolute
-from fedleak.training.observation import GRANTABLE, Optimiser, Sight
+from fedleak.training.observation import GRANTABLE, Sight
 from fedleak.training.privacy import Accountant
+from fedleak.training.recipe import Optimiser
 from fedleak.util.errors import unknown
 
 MOST_UPDATES = 1_000_000
@@ -71,8 +72,21 @@ class LoraTable(Table):
     """Rank of the adapters (Hu et al. 2022)."""
     alpha: Annotated[float, Field(gt=0)] = 16.0
     """Scale of the adapters: their product counts alpha / rank times."""
-    targets: Annotated[list[str], Field(min_length=1)] | None = None
-    """Linear layers by name; left out: the query and value projections."""
+    targets: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] | None = None
+    """Linear layers by name, or all but the last; left out: the query and value projections."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Dropout on the adapters' inputs; it is on where `federation.dropout` is."""
+    rslora: bool = False
+    """Scale by alpha / sqrt(rank), as rsLoRA does (Kalajdzievski 2023)."""
+    dora: bool = False
+    """Train the norms of the weights' rows, too, as DoRA does (Liu et al. 2024)."""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Its keys, without variants that are not used."""
+        variants = ("dropout", "rslora", "dora")
+        table = self.model_dump(mode="json")
+        return {key: value for key, value in table.items() if value or key not in variants}
 
 
 class ModelTable(Table):

@@ -53,6 +53,8 @@ class DpSgd(NoiseOrEpsilon):
         moved = self.max_grad_norm / self._expected(local, num_examples)
         if local.kind == UpdateKind.GRADIENT:
             return Claims(noise_scale=self.noise_multiplier * moved, example_norm=moved)
+        if not local.recipe.plain:
+            return Claims()  # an optimiser scales the noise as it scales the gradient
         # Later steps start from weights that earlier noise has moved: this is the noise added.
         steps = math.sqrt(local.steps(num_examples))
         return Claims(noise_scale=local.learning_rate * steps * self.noise_multiplier * moved)
@@ -79,7 +81,16 @@ class DpSgd(NoiseOrEpsilon):
         return replace(event, disjoint=(round - 1) // passes(num_examples, local))
 
     def obstacle(self, local: LocalTraining, model: LanguageModel) -> str | None:
-        """Needs layers that treat examples apart."""
+        """Needs layers that treat examples apart, in float32."""
+        if local.recipe.precision != "float32":
+            return (
+                f"its noise is counted in float32, and client.precision = "
+                f"{local.recipe.precision!r}: leave that out"
+            )
+        if any(".lora_magnitude_vector." in name for name in model.trained()):
+            return (
+                "Opacus takes no gradients of single examples of DoRA: set model.lora.dora = false"
+            )
         for name, layer in model.module.named_modules():
             if isinstance(layer, _SHARED_STATISTICS):
                 return (

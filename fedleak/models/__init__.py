@@ -215,6 +215,8 @@ def batch_loss(
         ids_BT=None if embeds_BTD is not None else ids_BT,
         embeds_BTD=embeds_BTD,
     )
+    if logits.dtype == torch.bfloat16:
+        logits = logits.float()  # as transformers computes the loss
     if model.task == CLASSIFICATION:
         assert labels is not None
         return model.class_loss(logits, labels)
@@ -222,6 +224,13 @@ def batch_loss(
     return F.cross_entropy(
         logits[:, :-1].flatten(0, 1), targets_BT[:, 1:].flatten(), ignore_index=_IGNORED
     )
+
+
+def num_targets(model: LanguageModel, sequences: Sequence[Sequence[int]]) -> int:
+    """Returns how many terms the mean loss of a batch has: texts, or tokens to be predicted."""
+    if model.task == CLASSIFICATION:
+        return len(sequences)
+    return sum(len(sequence) - 1 for sequence in sequences)
 
 
 def example_losses(

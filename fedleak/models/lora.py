@@ -5,6 +5,7 @@ Shapes: O outputs and I inputs of a linear layer, R rank.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import nn
 
@@ -18,13 +19,20 @@ class Lora:
     Attributes:
         rank: R, of A [R, I] and B [O, R].
         alpha: Their scale.
-        targets: Names of the linear layers, or the ends of names; None is peft's choice for the
-            architecture, the query and value projections.
+        targets: Names of the linear layers, or the ends of names; "all-linear": all but the output
+            layer and the classifier; None is peft's choice for the architecture, the query and
+            value projections.
+        dropout: Probability with which a number of an adapter's input is zero in training.
+        rslora: Scales by `alpha / sqrt(rank)` (Kalajdzievski 2023).
+        dora: Trains the norm of each output's weights, too (Liu et al. 2024).
     """
 
     rank: int
     alpha: float
-    targets: tuple[str, ...] | None = None
+    targets: tuple[str, ...] | Literal["all-linear"] | None = None
+    dropout: float = 0.0
+    rslora: bool = False
+    dora: bool = False
 
 
 def adapt_(module: nn.Module, lora: Lora, trained: Sequence[str]) -> None:
@@ -51,7 +59,12 @@ def adapt_(module: nn.Module, lora: Lora, trained: Sequence[str]) -> None:
     }
     names = {name.rpartition(".")[2] for name in layers}
     model_type: str = module.config.model_type  # type: ignore[union-attr,assignment]
-    targets = lora.targets or DEFAULT.get(model_type)
+    output = module.get_output_embeddings()  # type: ignore[operator]
+    targets: Sequence[str] | None = (
+        [name for name, layer in layers.items() if layer is not output]
+        if lora.targets == "all-linear"
+        else lora.targets or DEFAULT.get(model_type)
+    )
     if targets is None:
         raise ConfigError(
             f"model.lora.targets is missing, and peft has no default for the family "
@@ -66,6 +79,9 @@ def adapt_(module: nn.Module, lora: Lora, trained: Sequence[str]) -> None:
         r=lora.rank,
         lora_alpha=lora.alpha,
         target_modules=list(targets),
+        lora_dropout=lora.dropout,
+        use_rslora=lora.rslora,
+        use_dora=lora.dora,
         fan_in_fan_out=any(isinstance(layer, Conv1D) for layer in layers.values()),
     )
     inject_adapter_in_model(settings, module)

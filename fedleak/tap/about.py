@@ -9,7 +9,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from fedleak.config.tables import ModelTable, Positive, Source, Table
 from fedleak.config.wording import one_line
-from fedleak.training.observation import Optimiser
+from fedleak.training.recipe import Optimiser
 from fedleak.util.errors import ConfigError
 from fedleak.util.plain_files import content
 from fedleak.util.sanitise import is_whole

@@ -24,14 +24,23 @@ def round_batch(
 ) -> list[int]:
     """Returns which of its examples a client trains on in a round.
 
-    FedAvg uses all, and draws batches of its own. FedSGD takes the next batch of a shuffled pass;
-    what is left over at the end of a pass, too little for a batch, waits for the next. With Poisson
-    sampling it takes each example with the same probability, so a batch may be empty.
+    FedAvg uses all, and draws batches of its own; where it makes fewer steps, it uses as many
+    random ones as these take, unless each step samples from all. FedSGD takes the next batch of a
+    shuffled pass; what is left over at the end of a pass, too little for a batch, waits for the
+    next. With Poisson sampling it takes each example with the same probability, so a batch may be
+    empty.
     """
+    poisson = training.private is not None and training.private.sampling == "poisson"
     if training.kind == UpdateKind.DELTA:
-        return list(range(num_examples))
+        room = (
+            num_examples if training.max_steps is None else training.max_steps * training.batch_size
+        )
+        if room >= num_examples or poisson:
+            return list(range(num_examples))
+        drawn = torch.randperm(num_examples, generator=stream(seed, "batches", client, round))
+        return sorted(drawn[:room].tolist())
     batch = min(training.batch_size, num_examples)
-    if training.private is not None and training.private.sampling == "poisson":
+    if poisson:
         drawn = torch.rand(num_examples, generator=stream(seed, "poisson", client, round))
         return (drawn < batch / num_examples).nonzero()[:, 0].tolist()
     sweep, step = divmod(round - 1, passes(num_examples, training))

@@ -3,16 +3,18 @@
 FedSGD and FedAvg: McMahan et al. 2017, algorithm 1 (FedSGD with the gradient on the wire).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from fedleak.models import LanguageModel, batch_loss, pad
+from fedleak.models import LanguageModel
 from fedleak.models.parameter_selection import freezing
 from fedleak.training.canaries import Planted
 from fedleak.training.observation import ClientUpdate, UpdateKind
+from fedleak.training.recipe import in_weights_of
 from fedleak.training.settings import LocalTraining, OnFigures
+from fedleak.training.steps import Batch, gradient, moved, steps_
 from fedleak.util.rng import stream, stream_seed
 
 
@@ -33,7 +35,8 @@ def local_update_(
     """Trains on the given examples from the model's weights and returns the update.
 
     Args:
-        model: Holds the broadcast weights; FedAvg leaves it trained.
+        model: Holds the broadcast weights; FedAvg leaves it trained, unless it trains copies of
+            the weights in half precision.
         sequences: Token ids of each example.
         labels: Class of each example; not used by a causal model.
         training: How to train.
@@ -42,58 +45,37 @@ def local_update_(
         planted: Canaries that take part in private steps.
     """
     model.module.train(training.dropout)
+    examples = Batch(sequences, labels)
     with torch.random.fork_rng(devices=[]), freezing(model, training.frozen):
         torch.default_generator.manual_seed(stream_seed(seed, "dropout"))
         if training.private is not None:
             from fedleak.training import private_steps  # it takes seconds to import
 
             update = private_steps.private_update_(
-                model, (sequences, labels), training, seed=seed, report=report, planted=planted
+                model, examples, training, seed=seed, report=report, planted=planted
             )
         else:
-            tensors = (
-                mean_gradient(model, sequences, labels)
-                if training.kind == UpdateKind.GRADIENT
-                else _delta_(model, sequences, labels, training, seed)
-            )
+            with in_weights_of(model.module, training.recipe.precision):
+                tensors = (
+                    gradient(model, examples, training.recipe)
+                    if training.kind == UpdateKind.GRADIENT
+                    else _delta_(model, examples, training, seed)
+                )
             update = ClientUpdate(training.kind, tensors, len(sequences))
     model.module.eval()
     return update
 
 
-def mean_gradient(
-    model: LanguageModel, sequences: Sequence[Sequence[int]], labels: Sequence[int]
-) -> dict[str, Tensor]:
-    """Returns the gradient of the mean loss, by parameter name."""
-    ids_BT, mask_BT = pad(sequences, model.tokenizer.pad_token_id, model.device)
-    loss = batch_loss(model, ids_BT, mask_BT, torch.tensor(labels, device=model.device))
-    trained = model.trained()
-    gradients = torch.autograd.grad(loss, list(trained.values()), materialize_grads=True)
-    return dict(zip(trained, gradients, strict=True))
-
-
 def _delta_(
-    model: LanguageModel,
-    sequences: Sequence[Sequence[int]],
-    labels: Sequence[int],
-    training: LocalTraining,
-    seed: int,
+    model: LanguageModel, examples: Batch, training: LocalTraining, seed: int
 ) -> dict[str, Tensor]:
-    """Runs the local epochs and returns trained minus broadcast weights, by name."""
+    """Makes the local steps and returns trained minus broadcast weights, by name."""
     before = {name: p.clone() for name, p in model.parameters().items()}
-    trained = model.trained()
-    optimiser = torch.optim.SGD(trained.values(), lr=training.learning_rate)
-    shuffle = stream(seed, "order")
-    for _ in range(training.epochs):
-        order = torch.randperm(len(sequences), generator=shuffle)
-        for start in range(0, len(order), training.batch_size):
-            chosen = order[start : start + training.batch_size].tolist()
-            batch = [sequences[i] for i in chosen], [labels[i] for i in chosen]
-            gradient = mean_gradient(model, *batch)
-            while gradient:  # nothing else may hold them, or `zero_grad` frees no memory
-                name, value = gradient.popitem()
-                trained[name].grad = value
-            optimiser.step()
-            optimiser.zero_grad()
+
+    def gradients() -> Iterator[dict[str, Tensor]]:
+        for chosen in training.batches(len(examples.sequences), stream(seed, "order")):
+            yield gradient(model, examples.of(chosen), training.recipe)
+
+    steps_(model, gradients(), training.recipe, training.learning_rate)
     # In the place of the broadcast weights: one model less in memory.
-    return {name: before[name].neg_().add_(after) for name, after in model.parameters().items()}
+    return moved(before, model.parameters())

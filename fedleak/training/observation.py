@@ -10,9 +10,7 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-Optimiser = Literal["sgd", "adam", "adamw", "other"]
-"""What a client steps with; "sgd" is without momentum."""
-
+from fedleak.training.recipe import Recipe
 
 Sight = Literal["updates", "sum", "models"]
 """What an attacker sees: each client's update, the sum of a round's, or the models alone that the
@@ -74,12 +72,14 @@ class Knowledge:
     """Facts that the attacker holds beside the update; `None` is a fact not granted.
 
     Attributes:
-        learning_rate, local_steps, dropout: The server's own settings, so always known to it.
+        learning_rate, local_steps, dropout: The server's own settings, so always known to it. A
+            learning rate that changes within the round is the mean over the steps.
         batch_size: Examples in one step of the client.
         labels: The class of each example, in the order of `lengths`.
         lengths: Tokens in each example, special tokens included, longest first.
         noise_scale: Standard deviation of the noise that the client added to each number.
-        optimiser: What the client steps with; the server's own setting too. None: plain SGD.
+        local_epochs: Passes over its data that the client makes; the server's own setting, too.
+        recipe: How the client steps; the server's own setting, too. None: by plain SGD.
         candidates: What an attack on membership is asked about.
         server_mode: The kind of what a malicious server did to the model that it sent; None: it was
             honest.
@@ -92,7 +92,8 @@ class Knowledge:
     labels: tuple[int, ...] | None = None
     lengths: tuple[int, ...] | None = None
     noise_scale: float | None = None
-    optimiser: Optimiser | None = None
+    local_epochs: int | None = None
+    recipe: Recipe | None = None
     candidates: Candidates | None = None
     server_mode: str | None = None
 

@@ -17,7 +17,7 @@ Shapes: B examples, K canaries.
 """
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -38,10 +38,8 @@ from fedleak.training.batches import Records
 from fedleak.training.canaries import Planted
 from fedleak.training.observation import ClientUpdate, UpdateKind
 from fedleak.training.settings import LocalTraining, OnFigures, PrivateSteps
+from fedleak.training.steps import Batch, moved, steps_
 from fedleak.util.rng import stream
-
-Batch = tuple[Sequence[Sequence[int]], Sequence[int]]
-"""Token ids and class of each example."""
 
 
 class Joining(NamedTuple):
@@ -99,7 +97,7 @@ def private_update_(
     """
     noise, seen, private = stream(seed, "private"), Seen(), training.private
     assert private is not None
-    sequences, labels = examples
+    num_examples = len(examples.sequences)
     joining: Joining | None = None
     if training.kind == UpdateKind.GRADIENT:
         # How many were drawn is private.
@@ -111,22 +109,23 @@ def private_update_(
             model, examples, num_examples, private, noise, seen, joining=joining
         )
     else:
-        num_examples = len(sequences)
         before = {name: p.clone() for name, p in model.parameters().items()}
         expected = min(training.batch_size, num_examples)
         records = Records(num_examples, 0, False) if planted is None else planted.records
         of_records = records.training(training)
-        for drawn in local_batches(records.count, of_records, private, seed):
-            chosen = records.drawn_examples(drawn)
-            batch = [sequences[i] for i in chosen], [labels[i] for i in chosen]
-            if planted is not None:
-                joining = Joining(planted, records.drawn_canaries(drawn))
-            gradient = private_gradient(
-                model, batch, expected, private, noise, seen, joining=joining
-            )
-            for name, parameter in model.parameters().items():
-                parameter.sub_(gradient[name], alpha=training.learning_rate)
-        tensors = {name: after - before[name] for name, after in model.parameters().items()}
+
+        def gradients() -> Iterator[dict[str, Tensor]]:
+            for drawn in local_batches(records.count, of_records, private, seed):
+                batch = examples.of(records.drawn_examples(drawn))
+                of_canaries = None
+                if planted is not None:
+                    of_canaries = Joining(planted, records.drawn_canaries(drawn))
+                yield private_gradient(
+                    model, batch, expected, private, noise, seen, joining=of_canaries
+                )
+
+        steps_(model, gradients(), training.recipe, training.learning_rate)
+        tensors = moved(before, model.parameters())
     report(seen.figures())
     return ClientUpdate(training.kind, tensors, num_examples)
 
@@ -283,17 +282,13 @@ def local_batches(
     num_examples: int, training: LocalTraining, private: PrivateSteps, seed: int
 ) -> Iterator[list[int]]:
     """Yields the examples of each local step."""
-    size = min(training.batch_size, num_examples)
     if private.sampling == "poisson":
-        drawn = stream(seed, "poisson")
+        size, drawn = min(training.batch_size, num_examples), stream(seed, "poisson")
         for _ in range(training.steps(num_examples)):
             chosen_N = torch.rand(num_examples, generator=drawn) < size / num_examples
             yield chosen_N.nonzero()[:, 0].tolist()
         return
-    shuffle = stream(seed, "order")
-    for _ in range(training.epochs):
-        order = torch.randperm(num_examples, generator=shuffle).tolist()
-        yield from (order[start : start + size] for start in range(0, num_examples, size))
+    yield from training.batches(num_examples, stream(seed, "order"))
 
 
 @dataclass(kw_only=True)

@@ -1,10 +1,14 @@
 """How a client trains, as values."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Literal, NamedTuple
 
+import torch
+
 from fedleak.training.observation import UpdateKind
+from fedleak.training.recipe import Recipe, Schedule
 
 OnFigures = Callable[[Mapping[str, float]], None]
 """Receives figures about the training, which the client keeps to itself."""
@@ -38,6 +42,9 @@ class ServerOptimiser(NamedTuple):
     learning_rate: float
 
 
+PLAIN, CONSTANT = Recipe(), Schedule()
+
+
 @dataclass(frozen=True, kw_only=True)
 class LocalTraining:
     """How a client trains.
@@ -46,11 +53,14 @@ class LocalTraining:
         kind: GRADIENT sends the gradient of one batch; DELTA trains and sends the difference.
         batch_size: Examples in a step.
         epochs: Passes over the client's data in a round, for DELTA.
-        learning_rate: Of plain SGD.
-        dropout: Train with the model's dropout on.
+        learning_rate: Of the steps; the first where there is a schedule.
+        dropout: Train with the model's dropout, and that of adapters.
         frozen: Parameters that are not trained: parts and patterns, as in
             `fedleak.models.parameter_selection`.
         private: Each step is one of DP-SGD; None: plain.
+        recipe: How a client steps, for DELTA.
+        schedule: How the learning rate falls, for DELTA.
+        max_steps: Steps of a round at most, for DELTA; None: all that the epochs have.
     """
 
     kind: UpdateKind
@@ -60,9 +70,37 @@ class LocalTraining:
     dropout: bool
     frozen: tuple[str, ...] = ()
     private: PrivateSteps | None = None
+    recipe: Recipe = PLAIN
+    schedule: Schedule = CONSTANT
+    max_steps: int | None = None
 
     def steps(self, num_examples: int) -> int:
-        """Returns the number of SGD steps over `num_examples` examples."""
+        """Returns the number of steps over `num_examples` examples."""
         if self.kind == UpdateKind.GRADIENT:
             return 1
-        return self.epochs * -(-num_examples // self.batch_size)
+        steps = self.epochs * -(-num_examples // self.batch_size)
+        return steps if self.max_steps is None else min(steps, self.max_steps)
+
+    def in_round(self, round: int, num_examples: int) -> "LocalTraining":
+        """Returns how a client trains in a round on so many examples.
+
+        The learning rate is then the mean over the steps, and the recipe has that of each step if
+        they differ.
+        """
+        if self.schedule.shape == "constant" or self.kind == UpdateKind.GRADIENT:
+            return self
+        rates = self.schedule.rates(self.learning_rate, max(1, self.steps(num_examples)), round)
+        recipe = replace(self.recipe, rates=rates if len(set(rates)) > 1 else ())
+        mean = sum(rates) / len(rates) if recipe.rates else rates[0]
+        return replace(self, learning_rate=mean, recipe=recipe, schedule=CONSTANT)
+
+    def batches(self, num_examples: int, order: torch.Generator) -> Iterator[list[int]]:
+        """Yields the examples of each step, by number: passes in random orders."""
+        size = min(self.batch_size, num_examples)
+
+        def passes() -> Iterator[list[int]]:
+            for _ in range(self.epochs):
+                order_N = torch.randperm(num_examples, generator=order).tolist()
+                yield from (order_N[start : start + size] for start in range(0, len(order_N), size))
+
+        yield from islice(passes(), self.max_steps)

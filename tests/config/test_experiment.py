@@ -2,6 +2,7 @@ import copy
 import json
 import os
 import tomllib
+from functools import reduce
 from pathlib import Path
 from threading import Thread
 
@@ -12,8 +13,14 @@ from fedleak.attacks.analytic.probes import Probes
 from fedleak.attacks.auto.attack import Auto
 from fedleak.attacks.matching.dlg import Dlg
 from fedleak.attacks.subspace.dager import Dager
-from fedleak.config.checks import attack_settings, check_attacks
+from fedleak.config.checks import (
+    attack_settings,
+    check_attacks,
+    check_canaries,
+    check_defenses,
+)
 from fedleak.config.loading import load, parse
+from fedleak.config.presets import PRESETS, settings
 from fedleak.config.sent_parameters import captured_parameters
 from fedleak.config.wording import difference
 from fedleak.defenses.gaussian_noise import GaussianNoise
@@ -25,6 +32,7 @@ from fedleak.running import sweep
 from fedleak.running.bench import markdown
 from fedleak.store.run import Run
 from fedleak.training.observation import ThreatModel, UpdateKind
+from fedleak.training.recipe import Recipe
 from fedleak.util import plain_files
 from fedleak.util.errors import ConfigError, FedleakError, unknown
 
@@ -90,6 +98,25 @@ BAD = [
         {"federation": {"server_optimiser": "adam"}, "threat": {"sees": "models"}},
         ["federation.server_optimiser = 'adam'", "models alone", "use 'sgd'"],
     ),
+    ({"client": {"optimiser": "adagrad"}}, ["client.optimiser", "'adamw'"]),
+    ({"client": {"optimiser": "adamw"}}, ["client.optimiser", "fedsgd", "'fedavg'"]),
+    (
+        {"client": {"optimiser": "adam", "momentum": 0.5}},
+        ["client", "momentum", "'sgd'", "leave it out"],
+    ),
+    ({"client": {"final_learning_rate": 1e-6}}, ["client", "final_learning_rate", "set schedule"]),
+    (
+        {"client": {"optimiser": "adam"}, "utility": {"reference": True}}
+        | {"federation": {"algorithm": "fedavg"}},
+        ["utility.reference", "client.optimiser", "leave one of them out"],
+    ),
+    (
+        {"client": {"optimiser": "adam"}, "federation": {"algorithm": "fedavg"}}
+        | {"threat": {"knows": ["noise_scale"]}}
+        | {"defense": [{"kind": "dp_sgd", "noise_multiplier": 1.0}]},
+        ["threat.knows has noise_scale", "optimiser", "do not grant it"],
+    ),
+    ({"preset": "flowertunes"}, ["preset = 'flowertunes'", "'flowertune'"]),
     ({"threat": {"knows": ["labels"], "ladder": True}}, ["threat", "ladder = true", "keep one"]),
     ({"threat": {"knows": ["label"]}}, ["threat", "'label'", "did you mean 'labels'?"]),
     ({"attack": [{"kind": "dagger"}]}, ["attack[0].kind", "'dagger'", "did you mean 'dager'?"]),
@@ -313,6 +340,87 @@ def test_an_attack_that_can_work_is_let_through(tables):
     settings = attack_settings(experiment, model)
     for named in experiment.attacks:
         assert None in [named.attack.obstacle(setting) for setting in settings]
+
+
+# --- clients as people run them -----------------------------------------------------------
+
+
+def test_a_preset_fills_in_what_the_file_leaves_out():
+    experiment = parse(
+        table_of(
+            preset="flowertune",
+            model={"name": "builtin/llama-tiny", "lora": {"rank": 4}},
+            federation={"clients": 4},
+            attack=[{"kind": "dager"}],
+        )
+    )
+    lora = experiment.model.lora
+    assert (lora.rank, lora.alpha, lora.dropout) == (4, 64.0, 0.075)
+    assert (experiment.federation.clients, experiment.federation.batch_size) == (4, 16)
+    assert experiment.client.max_steps == 10
+    assert parse(experiment.model_dump(mode="json")) == experiment
+    written_out = parse(experiment.model_dump(mode="json") | {"preset": None})
+    assert written_out.fingerprint == experiment.fingerprint
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_what_a_preset_sets_are_keys_of_an_experiment(preset):
+    experiment = parse(table_of(preset=preset, model={"name": "builtin/llama-tiny"}, attack=[]))
+    table = experiment.model_dump(mode="json")
+    for key, value in settings(preset):
+        assert reduce(lambda part, name: part[name], key.split("."), table) == value
+
+
+def test_experiments_without_a_client_table_are_what_they_were():
+    experiment = parse(table_of())
+    assert experiment.local_training.recipe == Recipe()
+    assert experiment.fingerprint == parse(table_of(client={})).fingerprint
+    fedavg = {"algorithm": "fedavg"}
+    plain, adam = (
+        parse(table_of(federation=fedavg, client=client)).fingerprint
+        for client in ({}, {"optimiser": "adam"})
+    )
+    assert plain != adam
+
+
+NO_ROOM = [
+    (
+        {"client": {"precision": "bfloat16"}, "defense": [{"kind": "dp_sgd", "epsilon": 8.0}]},
+        ["defense[0] (dp_sgd)", "client.precision = 'bfloat16'"],
+    ),
+    (
+        {"model": {"lora": {"dora": True}}, "defense": [{"kind": "dp_sgd", "epsilon": 8.0}]},
+        ["defense[0] (dp_sgd)", "model.lora.dora = false"],
+    ),
+    ({"client": {"max_steps": 1}, "canary": {"count": 1}}, ["canary", "client.max_steps"]),
+]
+
+
+@pytest.mark.parametrize(("tables", "words"), NO_ROOM, ids=lambda value: json.dumps(value)[:60])
+def test_what_is_not_accounted_for_is_refused(tables, words):
+    experiment = parse(table_of(**{"federation": {"algorithm": "fedavg"}, **tables}))
+    model = outline(experiment, 2)
+
+    def check():
+        check_defenses(experiment, model)
+        check_canaries(experiment, model)
+
+    with pytest.raises(ConfigError) as caught:
+        check()
+    assert [word for word in words if word not in str(caught.value)] == []
+    assert "\n" not in str(caught.value)
+
+
+def test_a_canary_that_is_a_whole_update_goes_with_any_optimiser():
+    experiment = parse(
+        table_of(
+            federation={"algorithm": "fedavg"},
+            client={"optimiser": "adamw"},
+            canary={"count": 1},
+            defense=[{"kind": "local_dp", "max_norm": 1.0, "epsilon": 8.0}],
+        )
+    )
+    check_canaries(experiment, outline(experiment, 2))
 
 
 # --- files and overrides --------------------------------------------------------------------

@@ -1,16 +1,19 @@
 """Adapters: what is trained and travels, and that training is that of W + alpha / rank * B A."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
 from torch.func import functional_call
+from transformers.pytorch_utils import Conv1D
 
 from fedleak import models
+from fedleak.attacks.subspace.dager import Dager
 from fedleak.models import CAUSAL_LM, CLASSIFICATION, ModelSpec, loading, pad
 from fedleak.models.lora import Lora, adapt_
 from fedleak.training.local import local_update_
-from fedleak.training.observation import UpdateKind
+from fedleak.training.observation import Knowledge, Observation, UpdateKind
 from fedleak.training.settings import LocalTraining
 from fedleak.util.errors import ConfigError
 from fedleak.util.rng import stream
@@ -267,3 +270,66 @@ def test_an_architecture_that_peft_does_not_know_needs_targets(small):
     with pytest.raises(ConfigError, match=r"model\.lora\.targets is missing.*'new'.*key, query"):
         adapt_(module, Lora(RANK, ALPHA), ())
     adapt_(module, Lora(RANK, ALPHA, ("query",)), ())
+
+
+# --- variants -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "task"), TINY)
+def test_all_linear_is_every_linear_layer_but_the_last(name, task):
+    model = loading.load(spec_of(name, task, targets="all-linear"))
+    adapted = {n.partition(".lora_A.")[0] for n in model.trained() if ".lora_A." in n}
+    last = model.module.get_output_embeddings()
+    linear = {
+        n.removesuffix(".base_layer")
+        for n, layer in model.module.named_modules()
+        if isinstance(layer, (torch.nn.Linear, Conv1D)) and ".lora_" not in n
+        if layer is not last and not n.startswith(("score", "classifier"))
+    }
+    assert adapted == linear
+    assert len(adapted) >= 4 * model.num_layers
+
+
+def test_rslora_scales_by_the_root_of_the_rank():
+    plain, rooted = (
+        loading.load(spec_of("llama-tiny", CAUSAL_LM, rslora=rslora)) for rslora in (False, True)
+    )
+    for model, scale in ((plain, ALPHA / RANK), (rooted, ALPHA / RANK**0.5)):
+        layer = model.module.get_submodule("model.layers.0.self_attn.q_proj")
+        layer.lora_B["default"].weight.data.fill_(0.5)
+        x = torch.ones(1, layer.in_features)
+        low = x @ layer.lora_A["default"].weight.T @ layer.lora_B["default"].weight.T
+        torch.testing.assert_close(layer(x) - layer.base_layer(x), scale * low)
+
+
+def test_dora_trains_the_norms_too_and_dager_reads_its_adapters(texts):
+    spec = replace(spec_of("llama-tiny", CAUSAL_LM), lora=Lora(48, ALPHA, dora=True))
+    model = loading.load(spec)
+    norms = [name for name in model.trained() if ".lora_magnitude_vector." in name]
+    assert len(norms) == 2 * model.num_layers
+    for name, parameter in model.trained().items():
+        if ".lora_B." in name:  # as after a round
+            parameter.data.normal_(0, 0.1, generator=stream(0, name))
+    sequences = model.encode(texts[:1])
+    how = LocalTraining(
+        kind=UpdateKind.GRADIENT, batch_size=1, epochs=1, learning_rate=RATE, dropout=False
+    )
+    update = local_update_(model, sequences, [0], how, seed=0)
+    seen = Observation(round=2, client=0, update=update, knowledge=Knowledge(local_steps=1))
+    answer = Dager()(seen, model, rng=stream(0, "attack"))
+    assert answer.verified
+    assert answer.sequences == (tuple(sequences[0][:-1]),)
+
+
+def test_dropout_of_adapters_is_on_where_that_of_the_model_is(texts):
+    sequences = loading.load(spec_of("llama-tiny", CAUSAL_LM)).encode(texts[:2])
+
+    def update(on, p):
+        model = loading.load(spec_of("llama-tiny", CAUSAL_LM, dropout=p))
+        how = LocalTraining(
+            kind=UpdateKind.GRADIENT, batch_size=2, epochs=1, learning_rate=RATE, dropout=on
+        )
+        return local_update_(model, sequences, [0, 0], how, seed=0).tensors
+
+    assert equal(update(False, 0.5), update(False, 0.0))
+    assert not equal(update(True, 0.5), update(True, 0.0))

@@ -21,6 +21,7 @@ from fedleak.tap.about import load_about
 from fedleak.tap.folder import KeptArrays, Problem, Tapped, TappedMessage
 from fedleak.tap.importing import import_run
 from fedleak.training.observation import UpdateKind
+from fedleak.training.recipe import Recipe
 from fedleak.util.errors import ConfigError, FedleakError
 
 RATE = 0.5
@@ -125,7 +126,7 @@ def test_weights_become_the_delta_of_a_step(wire, step, imported):
         assert torch.equal(step.after[name], step.before[name])
     known = found.run.captures.about(Key(1, 0)).knowledge
     assert (known.learning_rate, known.local_steps, known.dropout) == (RATE, 1, False)
-    assert known.optimiser is None
+    assert known.recipe == Recipe()
     broadcast = found.run.models.read(1)
     assert all(torch.equal(broadcast[name], step.before[name]) for name in step.gradient)
     assert not found.left_out
@@ -308,8 +309,8 @@ def test_weight_decay_is_taken_out_to_the_last_bit(
     rows = update_of(found).tensors["bert.embeddings.word_embeddings.weight"]
     used = set(batch["input_ids"].flatten().tolist())
     assert set(rows.any(1).nonzero().flatten().tolist()) == used
-    assert found.run.captures.about(Key(1, 0)).knowledge.optimiser == (
-        None if optimiser == "sgd" else "adamw"
+    assert found.run.captures.about(Key(1, 0)).knowledge.recipe == Recipe(
+        optimiser=optimiser, weight_decay=0.1
     )
 
 

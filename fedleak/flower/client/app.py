@@ -74,7 +74,7 @@ def train(message: Message, context: Context) -> Message:
         model,
         sequences,
         labels,
-        local,
+        local.in_round(round, len(chosen)),
         seed=stream_seed(seed, "local", round, client),
         report=figures.update,
         planted=planted,

@@ -23,7 +23,8 @@ from fedleak.models import LanguageModel, loading
 from fedleak.store.files import plain
 from fedleak.store.memory import Memory
 from fedleak.store.run import Key, Run
-from fedleak.training.local import mean_gradient
+from fedleak.training.recipe import Recipe
+from fedleak.training.steps import Batch, gradient
 from fedleak.training.observation import UpdateKind
 from fedleak.util.errors import FedleakError, RoundRefusedError
 
@@ -116,7 +117,7 @@ def own(model: LanguageModel, sent: Mapping[str, Tensor], batch: Batch) -> Own:
     def gradient(chosen: slice = slice(None)) -> dict[str, Tensor]:
         models.load_parameters_(model, sent)
         model.module.eval()
-        return mean_gradient(model, sequences[chosen], labels[chosen])
+        return gradient(model, Batch(sequences[chosen], labels[chosen]), Recipe())
 
     def loss() -> float:
         models.load_parameters_(model, sent)

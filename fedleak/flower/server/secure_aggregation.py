@@ -119,8 +119,6 @@ class SummingServer(CuriousServer):
             for name, value in zip(self._names, total.mean, strict=True)
         }
         self._examples = {self._clients[node]: count for node, count in total.examples.items()}
-        # Who has most examples made most steps.
-        self._local_steps = max(map(local.steps, total.examples.values()))
         absent = [c for node, c in self._clients.items() if node not in total.examples]
         note_dropped_out(self._run, round, absent, refusing)
         return ClientUpdate(local.kind, tensors, sum(total.examples.values()))

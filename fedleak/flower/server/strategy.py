@@ -32,7 +32,7 @@ from fedleak.models import CLASSIFICATION, LanguageModel
 from fedleak.server_modes import ServerMode, changed_state
 from fedleak.store.run import Capture, Key, Run
 from fedleak.training.aggregation import WeightedSum, aggregate, difference, taken_out
-from fedleak.training.observation import ClientUpdate, Knowledge
+from fedleak.training.observation import ClientUpdate, Knowledge, UpdateKind
 from fedleak.util.errors import FedleakError
 from fedleak.util.rng import stream
 
@@ -82,7 +82,6 @@ class CuriousServer(Strategy):
         self._aggregator = aggregator_of(experiment)
         self._arrays = ArrayRecord()
         self._sum: RoundSum | None = None  # None: an aggregator has the updates of a round
-        self._local_steps = 0  # the most that a client of the round made
         self._mode: ServerMode | None = None  # of the round
         self._target: int | None = None  # of the mode
         self._examples: dict[int, int] = {}  # that clients of the round report
@@ -111,10 +110,8 @@ class CuriousServer(Strategy):
         expected = {name: parameters[name] for name in sent_by(experiment, client, self._model)}
         most = most_examples(experiment, self._run, client)
         update = take_update(reply, key, local.kind, expected, most)
-        steps = local.steps(update.num_examples)
-        self._local_steps = max(self._local_steps, steps)
         self._examples[client] = update.num_examples
-        capture = Capture(key, update, self._knowledge(steps))
+        capture = Capture(key, update, self._knowledge(update.num_examples))
         if self._sum is None:
             self._run.held.write(capture)
         else:
@@ -146,8 +143,19 @@ class CuriousServer(Strategy):
             total.held(key.client)
 
     def _stored(self, capture: Capture) -> Capture:
-        """Returns what of a capture is stored: all of it, or what the attacks of the run read."""
-        tensors = capture.update.tensors
+        """Returns what of a capture is stored: all of it, or what the attacks of the run read.
+
+        What weight decay alone did to the weights everybody can compute, so it is taken out.
+        """
+        tensors, known = capture.update.tensors, capture.knowledge
+        if known.recipe is not None and known.recipe.weight_decay:
+            before = self._run.model_sent(self._round).read(self._round)
+            rate, steps = known.learning_rate or 0.0, known.local_steps or 1
+            tensors = {
+                name: known.recipe.without_decay(value, before[name], rate, steps)
+                for name, value in tensors.items()
+            }
+            capture = replace(capture, update=replace(capture.update, tensors=tensors))
         names = stored_parameters(self._experiment, frozenset(tensors), self._model, self._mode)
         if len(names) == len(tensors):
             return capture
@@ -170,7 +178,7 @@ class CuriousServer(Strategy):
         round = self._round = server_round + self._offset
         clients = clients_of_round(self._experiment, round)
         self._waiting_for = {self._nodes[client]: client for client in clients}
-        self._problems, self._local_steps, self._examples = [], 0, {}
+        self._problems, self._examples = [], {}
         self._mode, self._target = self._experiment.mode_in(round), target(self._experiment, round)
         self._arrays = arrays
         self._run.held.drop()  # by a process that was killed in this round
@@ -309,24 +317,28 @@ class CuriousServer(Strategy):
             for name in names & sent_by(self._experiment, client, self._model):
                 weights[name][client] = self._aggregator.weight(examples)
         own = self._examples.get(self._target, 0)  # none if it dropped out
-        self._local_steps = self._experiment.local_training.steps(own)
         return taken_out(combined, names, self._target, weights, own)
 
     def _capture_of_all(self, round: int, update: ClientUpdate) -> None:
         """Captures what stands for a round: of all of its clients, or of a target in the sum."""
         key = key_of_sum(self._experiment, round)
-        capture = Capture(key, update, self._knowledge(self._local_steps))
+        # Who has most examples made most steps; a target's update has fewer examples.
+        examples = min(update.num_examples, max(self._examples.values()))
+        capture = Capture(key, update, self._knowledge(examples))
         self._run.captures.write(self._stored(capture))
 
-    def _knowledge(self, local_steps: int) -> Knowledge:
-        """Returns what the server itself set."""
-        local = self._experiment.local_training
-        return Knowledge(
+    def _knowledge(self, num_examples: int) -> Knowledge:
+        """Returns what the server itself set for a client of so many examples in this round."""
+        local = self._experiment.local_training.in_round(self._round, num_examples)
+        known = Knowledge(
             learning_rate=local.learning_rate,
-            local_steps=local_steps,
+            local_steps=local.steps(num_examples),
             dropout=local.dropout,
             server_mode=None if self._mode is None else self._mode.kind,
         )
+        if local.kind == UpdateKind.GRADIENT:
+            return known
+        return replace(known, local_epochs=local.epochs, recipe=local.recipe)
 
     def _take_answers(self, failed: Iterable[Message]) -> list[int]:
         """Returns the clients that refused the round.

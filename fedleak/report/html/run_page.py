@@ -203,6 +203,7 @@ def _setting(experiment: Experiment) -> list[Entry]:
         Entry("learning rate", f"{table.learning_rate:g}"),
         Entry("server's step", _server_step(experiment)),
         Entry("dropout", "on" if table.dropout else "off"),
+        Entry("a client's step", in_words(experiment.client.changed) or "plain SGD in float32"),
         Entry("defenses", "; ".join(map(in_words, experiment.defense)) or "none"),
     ]
 

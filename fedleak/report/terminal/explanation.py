@@ -1,12 +1,15 @@
 """What `fedleak explain` prints."""
 
+from typing import Any
+
 from rich.console import Console
 from rich.table import Table
 
 from fedleak.audit.explanation import Applicability, Explanation
+from fedleak.config import presets
 from fedleak.config.experiment import Experiment
 from fedleak.federation.schedule import first_of_adapters, malicious_server, rounds_attacked
-from fedleak.report.words import MALICIOUS
+from fedleak.report.words import MALICIOUS, in_words
 from fedleak.util.sanitise import markup
 
 
@@ -15,6 +18,7 @@ def show(experiment: Experiment, explanation: Explanation, console: Console) -> 
     if (malicious := malicious_server(experiment)) is not None:
         console.print(f"[red]{MALICIOUS}[/]: {markup(malicious)}", soft_wrap=True)
     for line in (
+        *_preset(experiment),
         _sees(experiment, explanation),
         *_trusts(experiment),
         *filter(None, [first_of_adapters(experiment)]),
@@ -48,6 +52,21 @@ def _show_plans(attack: Applicability, console: Console) -> None:
             mark = "[yellow]out[/]" if step.obstacle else "in"
             table.add_row(f"    {markup(step.kind)}", mark, markup(step.obstacle or step.purpose))
         console.print(table)
+
+
+def _preset(experiment: Experiment) -> list[str]:
+    """Returns what the preset sets, and what the file has in its place."""
+    if experiment.preset is None:
+        return []
+    table = experiment.model_dump(mode="json")
+    lines = [f"preset {experiment.preset}"]
+    for key, value in presets.settings(experiment.preset):
+        own: Any = table
+        for part in key.split("."):
+            own = own and own[part]
+        instead = "" if own == value else f" (here {in_words(own)})"
+        lines.append(f"  {key} = {in_words(value)}{instead}")
+    return lines
 
 
 def _sees(experiment: Experiment, explanation: Explanation) -> str:

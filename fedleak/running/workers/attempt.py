@@ -99,7 +99,7 @@ def _answer(answer: object, seen: Observation, model: LanguageModel) -> Reconstr
                 "update"
                 if certificate.is_linear(seen)
                 else "it claims a proof, and nothing proves an update of several local steps, "
-                "dropout or another optimiser than plain SGD"
+                "dropout, half precision or another optimiser than SGD"
             )
         return plain
     except InvalidAnswerError as error:

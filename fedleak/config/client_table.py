@@ -1,0 +1,89 @@
+"""The table `[client]`: how a client steps under `fedavg`."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, JsonValue, model_validator
+
+from fedleak.config.tables import Positive, Table
+from fedleak.training.recipe import Precision, Recipe, Schedule, Shape
+
+
+class ClientTable(Table):
+    """`[client]`: how a client steps under `fedavg`; left out: by plain SGD in float32."""
+
+    optimiser: Literal["sgd", "adam", "adamw"] = "sgd"
+    """An optimiser of `torch.optim`, new in each round, with torch's defaults for what is not here.
+
+    After any but plain SGD an update is no sum of gradients: most attacks read less of it, or
+    nothing.
+    """
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Momentum of `sgd`."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Weight decay; by default PyTorch's AdamW has 0.01, and the Trainer of transformers 0."""
+    schedule: Shape = "constant"
+    """How the learning rate falls from `federation.learning_rate`: not, or along a line or half a
+    cosine."""
+    schedule_rounds: Positive | None = None
+    """Rounds that it takes to fall, with one rate in each round. Left out: it falls over the steps
+    of every round."""
+    final_learning_rate: Annotated[float, Field(ge=0)] = 0.0
+    """Where the schedule ends."""
+    accumulate: Positive = 1
+    """Batches of `federation.batch_size` whose examples make one step."""
+    max_grad_norm: Annotated[float, Field(gt=0)] | None = None
+    """L2 norm that the gradient of each step is clipped to, as trainers do; left out: not clipped.
+
+    It is no defense: it does not bound what an example contributes.
+    """
+    precision: Precision = "float32"
+    """What clients compute in: `bfloat16-mixed` is autocast; under `bfloat16` weights have it, too.
+
+    An update is sent in float32; the defense `cast` changes that.
+    """
+    max_steps: Positive | None = None
+    """Steps of a round at most; a client then trains on as many random examples as these take.
+
+    It reports their number. Left out: all steps of `federation.local_epochs`.
+    """
+
+    @model_validator(mode="after")
+    def _used(self) -> "ClientTable":
+        if self.momentum and self.optimiser != "sgd":
+            raise ValueError(
+                f"momentum is for 'sgd', and optimiser = {self.optimiser!r}: leave it out"
+            )
+        lines = {
+            "schedule_rounds": self.schedule_rounds,
+            "final_learning_rate": self.final_learning_rate,
+        }
+        for key, value in lines.items():
+            if self.schedule == "constant" and value:
+                raise ValueError(
+                    f"{key} = {value:g} is for a schedule, and there is none: set schedule"
+                )
+        return self
+
+    @property
+    def changed(self) -> dict[str, JsonValue]:
+        """What is not at its default."""
+        return self.model_dump(mode="json", exclude_defaults=True)
+
+    @property
+    def recipe(self) -> Recipe:
+        """How a client steps."""
+        return Recipe(
+            optimiser=self.optimiser,
+            momentum=self.momentum,
+            weight_decay=self.weight_decay,
+            max_grad_norm=self.max_grad_norm,
+            accumulate=self.accumulate,
+            precision=self.precision,
+        )
+
+    @property
+    def schedule_of_rate(self) -> Schedule:
+        """How the learning rate falls."""
+        return Schedule(
+            shape=self.schedule, final=self.final_learning_rate, rounds=self.schedule_rounds
+        )
