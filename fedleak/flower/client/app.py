@@ -22,6 +22,7 @@ from fedleak.flower.client.watching import refuse_suspect
 from fedleak.store.run import Key
 from fedleak.training.batches import Records, round_batch
 from fedleak.training.local import local_update_
+from fedleak.training.steps import Batch
 from fedleak.training.truth import GroundTruth
 from fedleak.util.rng import stream_seed
 from fedleak.util.versions import code
@@ -67,7 +68,7 @@ def train(message: Message, context: Context) -> Message:
     sequences = [workload.sequences[part[i]] for i in chosen]
     labels = [workload.labels[part[i]] for i in chosen]
     in_step = slice(min(local.batch_size, len(part)))
-    refuse_suspect(work, key, sent, (sequences[in_step], labels[in_step]))
+    refuse_suspect(work, key, sent, Batch(sequences[in_step], labels[in_step]))
     models.load_parameters_(model, sent)
     figures: dict[str, float] = {}
     update = local_update_(

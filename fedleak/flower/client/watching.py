@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import cache, lru_cache
 from typing import Any
 
@@ -23,15 +23,12 @@ from fedleak.models import LanguageModel, loading
 from fedleak.store.files import plain
 from fedleak.store.memory import Memory
 from fedleak.store.run import Key, Run
-from fedleak.training.recipe import Recipe
-from fedleak.training.steps import Batch, gradient
 from fedleak.training.observation import UpdateKind
+from fedleak.training.recipe import Recipe
+from fedleak.training.steps import Batch
 from fedleak.util.errors import FedleakError, RoundRefusedError
 
 _log = logging.getLogger(__name__)
-
-Batch = tuple[Sequence[Sequence[int]], Sequence[int]]
-"""Token ids and classes of examples."""
 
 
 def refuse_suspect(work: Work, key: Key, sent: Mapping[str, Tensor], batch: Batch) -> None:
