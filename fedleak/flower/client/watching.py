@@ -23,8 +23,9 @@ from fedleak.models import LanguageModel, loading
 from fedleak.store.files import plain
 from fedleak.store.memory import Memory
 from fedleak.store.run import Key, Run
+from fedleak.training import steps
 from fedleak.training.observation import UpdateKind
-from fedleak.training.recipe import Recipe
+from fedleak.training.settings import PLAIN
 from fedleak.training.steps import Batch
 from fedleak.util.errors import FedleakError, RoundRefusedError
 
@@ -114,7 +115,7 @@ def own(model: LanguageModel, sent: Mapping[str, Tensor], batch: Batch) -> Own:
     def gradient(chosen: slice = slice(None)) -> dict[str, Tensor]:
         models.load_parameters_(model, sent)
         model.module.eval()
-        return gradient(model, Batch(sequences[chosen], labels[chosen]), Recipe())
+        return steps.gradient(model, Batch(sequences[chosen], labels[chosen]), PLAIN)
 
     def loss() -> float:
         models.load_parameters_(model, sent)
