@@ -80,7 +80,20 @@ class Bert(ModelFamily):
             out_ND: Tensor = layer.output(layer.intermediate(x_ND), x_ND)
             return out_ND
 
-        return FirstBlock(num_heads=num_heads, enter=enter, project=project, leave=leave)
+        def behind(ids_N: Tensor, positions_N: Tensor, d_ND: Tensor, through_ND: Tensor) -> Tensor:
+            # The norm takes from a gradient what lies along the ones and along its own output.
+            embed_ND = table.embed(ids_N, positions_N).double()
+            sigma_N1 = table.scale(ids_N, positions_N).double()[:, None]
+            unit_ND = (embed_ND - embed_ND.mean(-1, keepdim=True)) / sigma_N1
+            gain_D = table.norm.get_parameter("weight").detach().double()
+            dx_NFD = torch.stack([sigma_N1 * d_ND, torch.ones_like(d_ND), unit_ND], 1) / gain_D
+            dx_NFD[:, 0] -= through_ND
+            do_NFD: Tensor = dx_NFD @ layer.attention.output.dense.weight.detach().double()
+            return do_NFD
+
+        return FirstBlock(
+            num_heads=num_heads, enter=enter, project=project, leave=leave, behind=behind
+        )
 
     def logits(
         self,

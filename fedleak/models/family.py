@@ -94,12 +94,17 @@ class FirstBlock:
         project: (attention inputs [N, D], positions_N) -> queries, keys and values, each
             [N, H, K]: rotated to their positions, and repeated where query heads share them.
         leave: (residual [N, D], mixed values [N, H K]) -> inputs [N, D] of the next attention.
+        behind: (ids_N, positions_N, gradients [N, D] of `TokenTable.embed`, their part [N, D] at
+            the attention input that comes through queries, keys and values) -> gradients at mixed
+            values [N, F, H K]: the first row, and rows that any number of times may be added to it,
+            because a norm hides them. None where nobody needs it.
     """
 
     num_heads: int
     enter: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
     project: Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
     leave: Callable[[Tensor, Tensor], Tensor]
+    behind: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None = None
 
 
 @runtime_checkable

@@ -125,7 +125,7 @@ BAD = [
         [
             "attack[0].kind is missing",
             "dager, dlg, keyspan, lamp, maximum_likelihood, membership, position_marginals, "
-            "probes, tag",
+            "probes, query_gradients, tag",
         ],
     ),
     ({"attack": "dager"}, ["attack = 'dager'", "list"]),

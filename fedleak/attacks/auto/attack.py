@@ -17,6 +17,7 @@ from pydantic import AfterValidator, Field
 
 from fedleak.attacks import AttackSetting, OneByOne, Progress, Step, certificate
 from fedleak.attacks.analytic.position_marginals import PositionMarginals
+from fedleak.attacks.analytic.query_gradients import QueryGradients
 from fedleak.attacks.auto.budget import Pace, Reserve, share_of_spans
 from fedleak.attacks.auto.chance import FEWEST, PLACEBOS, leaves_noise, noise_of, worth
 from fedleak.attacks.auto.evidence import choose, compare
@@ -34,22 +35,29 @@ from fedleak.models import CLASSIFICATION, LanguageModel, absolute
 from fedleak.models import prior as priors
 from fedleak.training.observation import Observation
 
-Single = PositionMarginals | MaximumLikelihood | Keyspan | Dager | Lamp
+Single = PositionMarginals | MaximumLikelihood | QueryGradients | Keyspan | Dager | Lamp
 
 ENSEMBLE: tuple[tuple[Single, str], ...] = (
     (PositionMarginals(), "reads a single text from both embeddings, in closed form"),
     (MaximumLikelihood(), "reads a single text of a classifier under noise, by its likelihood"),
     (Keyspan(), "reads sentences from the attention of layer 1, and proves them one by one"),
+    (QueryGradients(), "reads long texts of a batch, each from the gradient at one word's query"),
     (Dager(), "reads sequences from the spans of layers 1 and 2"),
     (Lamp(), "matches the gradient of what is left, beginning with what the others found"),
 )
-"""Cheapest first: the next is asked only where those before proved no whole batch."""
+"""Cheapest first: the next is asked only where those before proved no whole batch.
+
+Where a text is longer than a head is wide, `keyspan` is not cheap: `query_gradients` goes first.
+"""
 
 _CHOOSING = 0.5
 """Share of the time left that the choice among guesses may take."""
 
 _NOISY = 0.75
 """Share of the time left that the likelihood of a single text under noise may take."""
+
+_LONG_TEXTS = 0.5
+"""Share of the time of an attack on spans that the one on queries may take."""
 
 _READ = 2
 """Sequences of one attack that are compared with those of others, for each text of the batch."""
@@ -201,6 +209,8 @@ class _Attempt:
             for attack, _ in ENSEMBLE
             if attack.obstacle(setting) is None and self._suits(attack)
         ]
+        if self._is_long():
+            able.sort(key=lambda attack: isinstance(attack, Keyspan | Dager | Lamp))
         share = share_of_spans(seen, model)
         for number, attack in enumerate(able, 1):
             if self.findings.answers and clock.up():
@@ -238,16 +248,29 @@ class _Attempt:
         single = self._seen.update.num_examples == 1
         if isinstance(attack, PositionMarginals):
             return single  # of a batch it guesses which words belong together: others do it better
+        if isinstance(attack, QueryGradients):
+            return not single  # the closed form reads one text, and proves it
         if isinstance(attack, MaximumLikelihood):
             # Where there is no noise the others prove what they read.
             known = certificate.is_linear(self._seen)
             return single and known and hides_proofs(self._seen, self._model)
         return True
 
+    def _is_long(self) -> bool:
+        """Whether a text is longer than a head is wide, as far as rows of positions tell."""
+        model = self._model
+        rows_PD = self._seen.update.tensors.get(model.family.position_embedding or "")
+        if rows_PD is None:
+            return False
+        width = model.hidden_size // model.family.first_block(model.module).num_heads
+        return int(rows_PD.any(1).sum()) > width
+
     def _timed(self, attack: Single, clues: Clues, share: float) -> Single | None:
         """Returns an attack with its time and the settings of this one; None: there is no time."""
         if isinstance(attack, MaximumLikelihood):
             return replace(attack, seconds=_NOISY * self._clock.left(), prior=self._settings.prior)
+        if isinstance(attack, QueryGradients):
+            return replace(attack, seconds=_LONG_TEXTS * share * self._clock.left())
         if not isinstance(attack, Lamp):
             return replace(attack, seconds=share * self._clock.left())
         reserve = Reserve.of(self._pace, self.rest, clues.sequences)
@@ -434,6 +457,8 @@ def read_with(
         return attack.read(seen, model)
     if isinstance(attack, MaximumLikelihood):
         return attack.read(seen, model, on_progress)
+    if isinstance(attack, QueryGradients):
+        return attack.read(seen, model, on_progress=on_progress)
     if isinstance(attack, Keyspan):
         return attack.read(seen, model, rng=rng, on_progress=on_progress)
     if isinstance(attack, Dager):

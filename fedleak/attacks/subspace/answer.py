@@ -108,6 +108,17 @@ def ranked(sequences: Iterable[Judged], verdict: Verdict, most: int) -> list[Jud
     return every[:most]
 
 
+def distinct(nearest: Sequence[Judged], passed: Sequence[Judged]) -> list[Judged]:
+    """Returns the nearest sentences, without those that repeat most of a better sentence."""
+    kept: list[Judged] = []
+    for sentence in nearest:
+        others = (set(enumerate(other.ids)) for other in (*passed, *kept))
+        own = set(enumerate(sentence.ids))
+        if all(2 * len(own & other) <= len(own) for other in others):
+            kept.append(sentence)
+    return kept
+
+
 def recovered(
     sequences: Sequence[Judged],
     verdict: Verdict,

@@ -38,6 +38,7 @@ from fedleak.attacks.subspace.answer import (
     OnJudged,
     Reading,
     by_excess,
+    distinct,
     ranked,
     recovered,
     telling,
@@ -345,7 +346,7 @@ def _answer(
     most = seen.update.num_examples
     sequences = ranked(passed, verdict, most)
     if not verdict.verified:
-        sequences = [*sequences, *_distinct(nearest, passed)][:most]
+        sequences = [*sequences, *distinct(nearest, passed)][:most]
     reason = "" if passed else "nothing proved: tokens and sentences are the likeliest ones"
     if reason and first.span.full:
         reason = (
@@ -366,14 +367,3 @@ def _answer(
     }
     tokens = first.bag.tokens_N.tolist()
     return recovered(sequences, verdict, tokens=tokens, diagnostics=diagnostics, reason=reason)
-
-
-def _distinct(nearest: Sequence[Spanned], passed: Sequence[Spanned]) -> list[Spanned]:
-    """Returns the nearest sentences, without those that repeat most of a better sentence."""
-    kept: list[Spanned] = []
-    for sentence in nearest:
-        others = (set(enumerate(other.ids)) for other in (*passed, *kept))
-        own = set(enumerate(sentence.ids))
-        if all(2 * len(own & other) <= len(own) for other in others):
-            kept.append(sentence)
-    return kept

@@ -8,6 +8,7 @@ import torch
 
 from fedleak import attacks
 from fedleak.attacks import AttackSetting, clock
+from fedleak.attacks.analytic.query_gradients import QueryGradients
 from fedleak.attacks.auto import attack as auto
 from fedleak.attacks.auto import budget
 from fedleak.attacks.auto.attack import Auto
@@ -33,8 +34,13 @@ def ask(attack, seen, model):
 
 @pytest.fixture
 def asked(monkeypatch):
-    """Notes who is asked, with what is left and which clues; answers may be planted by kind."""
+    """Notes who is asked, with what is left and which clues; answers may be planted by kind.
+
+    Without `query_gradients`, which reads all of these batches by itself.
+    """
     notes, planted, real = [], {}, auto.read_with
+    others = tuple(x for x in auto.ENSEMBLE if not isinstance(x[0], QueryGradients))
+    monkeypatch.setattr(auto, "ENSEMBLE", others)
 
     def read(attack, seen, model, clues, rng, on_progress):
         notes.append((attack, seen, clues))
@@ -275,6 +281,7 @@ def test_the_plan_names_every_attack_and_why_it_is_out(small, observe):
         ("position_marginals", False),
         ("maximum_likelihood", False),
         ("keyspan", False),
+        ("query_gradients", False),
         ("dager", True),
         ("lamp", True),
     ]
@@ -358,6 +365,21 @@ def test_a_single_text_is_determined_with_dropout_on_and_nobody_else_is_asked(
     assert answer.diagnostics["likely"] == [True]
     assert answer.diagnostics["from"] == ["position_marginals"]
     assert answer.reason.startswith("not recomputed: the only text")
+
+
+def test_texts_longer_than_a_head_is_wide_are_not_read_by_keyspan_first(small, observe):
+    model = small("bert", width=96)
+    texts = [
+        "she told us that nobody knows it and the old man who lives near the river sold his books",
+        "it is said that John gave Mary what they wanted before the children left the house",
+    ]
+    truth = observe(model, texts)
+    assert max(map(len, truth.sequences)) > 24
+    answer = ask(Auto(), truth.seen, model)
+    assert answer.diagnostics["asked"] == {"query_gradients": "recovered"}
+    assert answer.verified
+    assert sorted(answer.sequences) == sorted(truth.sequences)
+    assert set(answer.diagnostics["from"]) == {"query_gradients"}
 
 
 @pytest.mark.parametrize("size", [1, 2])
