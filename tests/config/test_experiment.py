@@ -124,8 +124,8 @@ BAD = [
         {"attack": [{"steps": 1}]},
         [
             "attack[0].kind is missing",
-            "dager, dlg, keyspan, lamp, maximum_likelihood, membership, position_marginals, "
-            "probes, query_gradients, tag",
+            "dager, dlg, imprint, keyspan, lamp, maximum_likelihood, membership, "
+            "position_marginals, probes, query_gradients, tag",
         ],
     ),
     ({"attack": "dager"}, ["attack = 'dager'", "list"]),

@@ -280,7 +280,7 @@ def test_the_plan_names_every_attack_and_why_it_is_out(small, observe):
     assert [(step.kind, step.obstacle is None) for step in plan] == [
         ("position_marginals", False),
         ("maximum_likelihood", False),
-        ("keyspan", False),
+        ("keyspan", True),
         ("query_gradients", False),
         ("dager", True),
         ("lamp", True),
