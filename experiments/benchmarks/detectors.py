@@ -11,24 +11,32 @@ marker; --no-run writes what there is.
 
 import argparse
 import copy
+import statistics
 import sys
 import tomllib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fedleak import detectors
+from fedleak.audit import scoring
 from fedleak.audit.metrics.intervals import clustered_mean
 from fedleak.cli.mistakes import mended
 from fedleak.config.experiment import Experiment
 from fedleak.config.loading import expanded, parse, set_
 from fedleak.federation.schedule import clients_of_round, target
 from fedleak.flower.engines import train
+from fedleak.report.drawings import common as drawing
 from fedleak.report.marked_pages import above
 from fedleak.running import preparation
+from fedleak.running.dispatch.dispatcher import attack_captures
+from fedleak.store.records import LEAKAGE, LeakageRow
 from fedleak.store.run import Key, Run
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 HERE = Path(__file__).parent
 PAGE = HERE.parents[1] / "docs" / "detectors.md"
@@ -38,6 +46,15 @@ MARKER = (
 )
 
 HONEST = "honest"
+LEFT = "left:"
+"""Begins the names of what an adaptive attacker does."""
+
+
+DRAWN = ("same_model", "zeros", "rank", "jump", "parallel_rows")
+"""Detectors that see an inconsistent model."""
+
+NOTHING_LEFT = 1e-8
+"""Where nothing is drawn: a log axis has no 0."""
 
 
 class Cell(NamedTuple):
@@ -58,6 +75,11 @@ class Cell(NamedTuple):
     experiment: Experiment
 
     @property
+    def adaptive(self) -> bool:
+        """Whether its server knows the detectors."""
+        return self.mode.startswith(LEFT)
+
+    @property
     def folder(self) -> str:
         """The name of its run directory."""
         return f"{self.experiment.fingerprint}-{'public' if self.public else self.seed}"
@@ -72,6 +94,7 @@ class Trial:
         key: The round and the client.
         kind: Of the detector.
         statistic: None: it had nothing to look at, or what it found is no number.
+        limit: Its own; None: it has none.
         alarm: Whether it alarmed, by its own limit.
         changed: Whether the client was sent something else than the global model.
     """
@@ -80,6 +103,7 @@ class Trial:
     key: Key
     kind: str
     statistic: float | None
+    limit: float | None
     alarm: bool
     changed: bool
 
@@ -97,6 +121,7 @@ def main() -> int:
     with mended():
         written_above = above(args.out, MARKER)
         trials: list[Trial] = []
+        read: list[tuple[Cell, LeakageRow]] = []
         for cell in cells(expanded(tomllib.loads(args.file.read_text()))):
             run = Run((args.runs / cell.folder).absolute())
             if not (run.exists() and run.info()["status"] == "finished"):
@@ -105,9 +130,16 @@ def main() -> int:
                 print(f"{cell.setting}; {cell.mode}; seed {cell.seed}", flush=True)
                 run = preparation.prepare(cell.experiment, run.path)
                 train(run, cell.experiment)
+                if cell.adaptive:
+                    attack_captures(run, cell.experiment, no_more=lambda: True)
+                    scoring.score_run(run)
                 run.update_info(status="finished")
             trials += trials_of(run, cell)
-        args.out.write_text(written_above + "\n" + "\n".join(page(trials)) + "\n", encoding="utf-8")
+            if cell.adaptive:
+                read += [(cell, row) for row in run.rows(LEAKAGE) if row.attack == "dager"]
+        drawing.save("detectors", lambda: figure(trials, read), args.out.with_suffix(".svg"))
+        lines = [*page(trials), *adaptive_page(trials, read, args.out.with_suffix(".svg").name)]
+        args.out.write_text(written_above + "\n" + "\n".join(lines) + "\n", encoding="utf-8")
         print(f"written: {args.out}")
     return 0
 
@@ -128,6 +160,12 @@ def cells(tables: Mapping[str, Any]) -> Iterator[Cell]:
             yield cell(name, HONEST, seed, setting.get("public", {}), public=True)
         for seed in tables["seeds"]:
             yield cell(name, HONEST, seed, {}, public=False)
+    adaptive = tables["adaptive"]
+    for left in adaptive["left"]:
+        server = {"mode": "inconsistent", "rounds": [2], "left": left}
+        for seed in tables["seeds"]:
+            changes = adaptive["set"] | {"server": server}
+            yield cell(adaptive["setting"], f"{LEFT} {left:g}", seed, changes, public=False)
     for mode in tables["mode"]:
         for name in mode["settings"]:
             for seed in tables["seeds"]:
@@ -151,6 +189,7 @@ def trials_of(run: Run, cell: Cell) -> Iterator[Trial]:
                     key,
                     finding["detector"],
                     finding["statistic"],
+                    finding["limit"],
                     finding["alarm"],
                     malicious and client != spared,
                 )
@@ -179,7 +218,7 @@ def alarmed(trial: Trial, public: Mapping[tuple[str, str], float]) -> bool:
 def page(trials: Sequence[Trial]) -> Iterator[str]:
     """Yields the lines of the tables."""
     public = limits(trials)
-    judged = [trial for trial in trials if not trial.cell.public]
+    judged = [trial for trial in trials if not (trial.cell.public or trial.cell.adaptive)]
     modes = list(dict.fromkeys(trial.cell.mode for trial in judged if trial.cell.mode != HONEST))
     honest = [trial for trial in judged if trial.cell.mode == HONEST]
     count = len({(trial.cell.folder, trial.key) for trial in honest})
@@ -215,6 +254,85 @@ def page(trials: Sequence[Trial]) -> Iterator[str]:
             alarms = sum(alarmed(trial, public) for trial in of_kind)
             cells.append(str(alarms) if looked else "-")
         yield f"| {setting} | {rounds} | " + " | ".join(cells) + " |"
+    yield from _rounds_needed(judged)
+
+
+Points = Mapping[float, tuple[float, Mapping[str, float]]]
+"""By what is left: per cent of the target's texts that were read, and of alarms by detector."""
+
+
+def points(trials: Sequence[Trial], read: Sequence[tuple[Cell, LeakageRow]]) -> Points:
+    """Returns what an adaptive attacker reads, and which of the others notice."""
+    found = {}
+    for mode in dict.fromkeys(cell.mode for cell, _ in read):
+        rows = [row for cell, row in read if cell.mode == mode]
+        texts = sum(row.batch_size or 0 for row in rows)
+        exact = sum((row.exact_match or 0.0) * (row.batch_size or 0) for row in rows)
+        alarms = {
+            kind: [t.alarm for t in trials if (t.cell.mode, t.kind) == (mode, kind) and t.changed]
+            for kind in DRAWN
+        }
+        rates = {kind: 100 * sum(of_kind) / len(of_kind) for kind, of_kind in alarms.items()}
+        found[float(mode.removeprefix(LEFT))] = (100 * exact / max(1, texts), rates)
+    return found
+
+
+def figure(trials: Sequence[Trial], read: Sequence[tuple[Cell, LeakageRow]]) -> "Figure | None":
+    """Draws what is read against what is noticed; None: nothing was."""
+    from matplotlib.figure import Figure
+
+    by_left = points(trials, read)
+    if not by_left:
+        return None
+    drawn = Figure(figsize=(6.4, 3.2), layout="constrained")
+    axes = drawn.subplots()
+    x = [max(left, NOTHING_LEFT) for left in by_left]
+    axes.plot(x, [exact for exact, _ in by_left.values()], color="black", marker="X", lw=2.5)
+    axes.lines[-1].set_label("texts read")
+    for kind, colour, marker in zip(DRAWN, drawing.COLOURS, drawing.MARKERS, strict=False):
+        rates = [alarms[kind] for _, alarms in by_left.values()]
+        axes.plot(x, rates, color=colour, marker=marker, ls="-.", label=f"alarms of {kind}")
+    axes.set_xscale("log")
+    axes.set_xlabel("share left of what the server would set to zero (leftmost: nothing)")
+    axes.set_ylabel("%")
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    return drawn
+
+
+def adaptive_page(
+    trials: Sequence[Trial], read: Sequence[tuple[Cell, LeakageRow]], picture: str
+) -> Iterator[str]:
+    """Yields the lines about an attacker that knows the detectors."""
+    by_left = points(trials, read)
+    if not by_left:
+        return
+    runs = len({cell.folder for cell, _ in read})
+    yield (
+        "\nAn attacker that knows the detectors leaves a share of what it would set to zero "
+        f"({runs} runs, the attack `dager` on the sum). Per cent of the target's texts read "
+        "word for word, and of the other clients that notice:\n"
+    )
+    yield f"![What an adaptive attacker reads, and which detectors notice]({picture})\n"
+    yield "| left | texts read | " + " | ".join(f"`{kind}`" for kind in DRAWN) + " |"
+    yield "|---" * (len(DRAWN) + 2) + "|"
+    for left, (exact, alarms) in by_left.items():
+        yield f"| {left:g} | {exact:.3g} | {' | '.join(f'{alarms[k]:.3g}' for k in DRAWN)} |"
+
+
+def _rounds_needed(judged: Sequence[Trial]) -> Iterator[str]:
+    """Yields the lines about an attacker that moves the model a little in each round."""
+    yield (
+        "\nA server that moves the model there a little in each round stays below the limit of "
+        "`jump` on one round if it takes this many rounds (median distance / limit on one round; "
+        "below 1 one round is enough, and nothing alarms):\n"
+    )
+    yield "| mode | setting | rounds |\n|---|---|---|"
+    ratios: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for trial in judged:
+        if trial.kind == "jump" and trial.changed and trial.statistic is not None and trial.limit:
+            ratios[trial.cell.mode, trial.cell.setting].append(trial.statistic / trial.limit)
+    for (mode, setting), of_setting in ratios.items():
+        yield f"| {mode} | {setting} | {statistics.median(of_setting):.3g} |"
 
 
 def _rate(trials: Sequence[Trial], public: Mapping[tuple[str, str], float]) -> str:

@@ -28,16 +28,20 @@ class Inconsistent(ServerMode):
     Attributes:
         targets: The clients whose updates it is after: those that train in a round take turns.
             None: any client of the round, drawn by the seed.
+        left: The share that is left of what is otherwise zero. It hides from a detector of zeros,
+            and leaves the others' updates in the sum, at about this share of their size.
     """
 
     kind: ClassVar[str] = "inconsistent"
     targets: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] | None = None
+    left: Annotated[float, Field(ge=0, le=1)] = 0.0
 
     def changes(self) -> str:
         """Returns what the other clients are sent."""
+        size = f"are {self.left:g} times as large" if self.left else "are zero"
         return (
             "sends every client but one a model whose gradients vanish (both factors of adapters, "
-            "or all that is behind the layers, are zero), so that the secure sum is the update of "
+            f"or all that is behind the layers, {size}), so that the secure sum is the update of "
             "that one client"
         )
 
@@ -70,11 +74,11 @@ class Inconsistent(ServerMode):
         public: Sequence[Example],
         rng: torch.Generator,
     ) -> Mapping[str, Tensor]:
-        """Returns zeros for all but the target, which is sent the model as it is."""
+        """Returns zeros, or little, for all but the target, which is sent the model as it is."""
         if targeted:
             return {}
         parameters = model.parameters()
-        return {name: torch.zeros_like(parameters[name]) for name in _zeroed(parameters, model)}
+        return {name: self.left * parameters[name] for name in _zeroed(parameters, model)}
 
     def isolated(self, names: Iterable[str], model: LanguageModel) -> frozenset[str]:
         """Returns all but what multiplies or shifts what is not zero at the other clients.

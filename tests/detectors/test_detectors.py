@@ -5,6 +5,7 @@ import math
 import subprocess
 import sys
 from dataclasses import FrozenInstanceError, replace
+from importlib.metadata import EntryPoint
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from torch.optim.adam import adam
 from fedleak import detectors
 from fedleak.detectors import Broadcast, Finding, Own, Seen, digest, look, named
 from fedleak.detectors.movement import Movement, longest_step
+from fedleak.util import plugins
 from fedleak.util.errors import FedleakError, UnknownKindError
 
 pytestmark = pytest.mark.core
@@ -141,6 +143,40 @@ def test_a_detector_is_found_by_its_kind():
     assert named("jump", action="refuse").action == "refuse"
     with pytest.raises(UnknownKindError, match="did you mean 'jump'"):
         named("jumb")
+
+
+@pytest.fixture
+def forget():
+    def forget():
+        detectors.kinds.cache_clear()
+        plugins.discover.cache_clear()
+
+    forget()
+    yield
+    forget()
+
+
+def test_a_package_adds_a_detector_and_a_wrong_one_is_said(forget, monkeypatch, tmp_path):
+    (tmp_path / "acme_watch.py").write_text(
+        "from dataclasses import dataclass\n"
+        "from fedleak.detectors import Detector, Finding\n"
+        "@dataclass(frozen=True, kw_only=True)\n"
+        "class Moon(Detector):\n"
+        "    kind = 'moon'\n"
+        "    cost = 'a look out of the window'\n"
+        "    def __call__(self, seen):\n"
+        "        return Finding('it is full', 1.0, 0.5)\n"
+        "class Sun:\n"
+        "    kind = 'sun'\n"
+    )
+    point = EntryPoint("anything", "acme_watch", "fedleak.detectors")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(
+        plugins, "entry_points", lambda group: [point] if group == "fedleak.detectors" else []
+    )
+    assert look([named("moon")], honest())[0].alarm
+    (reason,) = plugins.discover(detectors).broken.values()
+    assert reason == "it is no Detector: let it inherit from fedleak.detectors.Detector"
 
 
 def test_a_detector_that_fails_is_named():

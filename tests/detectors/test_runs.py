@@ -22,7 +22,7 @@ from fedleak.running import preparation
 from fedleak.running.dispatch.dispatcher import attack_captures
 from fedleak.running.tracking.tracked import _alarms
 from fedleak.store.memory import Memory
-from fedleak.store.records import DETECTIONS
+from fedleak.store.records import DETECTIONS, LEDGER
 from fedleak.store.run import EVERYONE, Key
 from fedleak.training.aggregation import WeightedSum, aggregate, mean_update
 from fedleak.util.errors import ConfigError, FedleakError
@@ -215,6 +215,7 @@ def test_what_is_left_is_attacked_and_scored_and_the_run_is_complete(refuse, tmp
     summary = run.read(scoring.SUMMARY)
     assert summary.missing == ()
     assert any("refused what they were sent (1 in round 1)" in note for note in summary.notes)
+    assert Key(1, 1) not in {row.key for row in run.rows(LEDGER)}, "nothing left the client"
 
 
 @pytest.mark.parametrize("optimiser", ["sgd", "adam"])
