@@ -16,8 +16,9 @@ class AdamBound(Detector):
 
     It applies where every number moves by steps of Adam or AdamW alone: the server's own on the
     mean update, or those of clients whose weights the server averages, as FedAvg does. It does not
-    where clients step with plain SGD, or add noise after Adam. The bound holds for any gradients,
-    so there is no false alarm (`fedleak.detectors.movement.longest_step`).
+    where clients step with plain SGD, add noise after Adam, or keep weights in bfloat16. The bound
+    holds for any gradients, so there is no false alarm
+    (`fedleak.detectors.movement.longest_step`).
     """
 
     kind: ClassVar[str] = "adam_bound"

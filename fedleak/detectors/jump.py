@@ -56,9 +56,9 @@ class Jump(Detector):
             )
         if movement is None:
             return Finding(f"{about}; nobody told this client how the model moves", distance)
+        decay = movement.rate * rounds * movement.steps * movement.weight_decay * length
         if movement.optimiser == "adam":
-            limit = movement.by_adam(before.round, seen.now.round) * math.sqrt(numbers)
-            limit += movement.rate * rounds * movement.steps * movement.weight_decay * length
+            limit = movement.by_adam(before.round, seen.now.round) * math.sqrt(numbers) + decay
             return Finding(
                 f"{about}, and Adam moves it by {limit:.3g} at most", distance, limit + rounding
             )
@@ -67,7 +67,7 @@ class Jump(Detector):
             round_moves = self.factor * seen.longest * movement.rate * movement.steps
         if round_moves is None or noise is None:
             return Finding(f"{about}, and this client has nothing to compare that with", distance)
-        limit = rounds * (round_moves + noise)
+        limit = rounds * (round_moves + noise) + decay
         return Finding(
             f"{about}, and {rounds} rounds of honest updates move it by {limit:.3g} at most",
             distance,

@@ -19,7 +19,7 @@ class Movement:
         rate: The learning rate of these steps.
         steps: How many there are in a round.
         anew: Adam's moments begin anew in each round, as those of clients do.
-        weight_decay: Of AdamW.
+        weight_decay: Of SGD or AdamW.
         most: How far an update moves the model at most where clients clip it, its noise aside;
             None: nothing limits that.
         noise: Standard deviation of the noise in a round on each number of the model, at most;

@@ -23,10 +23,9 @@ from fedleak.models import LanguageModel, loading
 from fedleak.store.files import plain
 from fedleak.store.memory import Memory
 from fedleak.store.run import Key, Run
-from fedleak.training import steps
 from fedleak.training.observation import UpdateKind
 from fedleak.training.settings import PLAIN
-from fedleak.training.steps import Batch
+from fedleak.training.steps import Batch, gradient
 from fedleak.util.errors import FedleakError, RoundRefusedError
 
 _log = logging.getLogger(__name__)
@@ -84,24 +83,39 @@ def movement(experiment: Experiment, protection: Protection) -> Movement:
     if optimiser.kind == "adam":
         return Movement(optimiser="adam", rate=optimiser.learning_rate)
     of_fedsgd = local.kind == UpdateKind.GRADIENT
+    recipe = PLAIN if of_fedsgd else local.recipe
+    # Parts of equal sizes differ by one example.
+    steps = local.steps(protection.num_examples + 1)
+    scale = optimiser.learning_rate if of_fedsgd else 1.0  # what an update is multiplied by
     rate = optimiser.learning_rate if of_fedsgd else local.learning_rate
-    scale = rate if of_fedsgd else 1.0  # what an update is multiplied by
-    most: float | None = None
+    rate /= 1 - recipe.momentum
+    most = None if recipe.max_grad_norm is None else rate * steps * recipe.max_grad_norm
     noises: list[float] = []
     for defense in protection.defenses.values():
         claims = defense.claims(local, protection.num_examples)
-        longest = claims.max_norm or claims.client_norm
-        most = None if claims.relative_noise or claims.levels or claims.step else longest or most
+        if (longest := claims.max_norm or claims.client_norm) is not None:
+            most = scale * longest
+        if claims.relative_noise or claims.levels or claims.step:
+            most = None
         noises.append(claims.noise_scale or 0.0)
         if isinstance(defense, TrustedAggregator):
             noises.append(defense.noise_on_mean(1))  # most of all, where others refuse the round
+    noise = scale * math.hypot(*noises) / (1 - recipe.momentum)
+    unknown = protection.scales_with_update() or recipe.precision == "bfloat16"
     if len(experiment.unlike_clients) > 1:  # others may clip nothing
         most = None
+    if recipe.optimiser != "sgd" and most is None:
+        after_adam = noise and local.private is None
+        if after_adam or unknown:
+            return Movement(noise=None)
+        decay = recipe.weight_decay if recipe.optimiser == "adamw" else 0.0
+        return Movement(optimiser="adam", rate=rate, steps=steps, anew=True, weight_decay=decay)
     return Movement(
         rate=rate,
-        steps=local.steps(protection.num_examples),
-        most=None if most is None else scale * most,
-        noise=None if protection.scales_with_update() else scale * math.hypot(*noises),
+        steps=steps,
+        weight_decay=recipe.weight_decay,
+        most=most,
+        noise=None if unknown else noise,
     )
 
 
@@ -112,10 +126,10 @@ def own(model: LanguageModel, sent: Mapping[str, Tensor], batch: Batch) -> Own:
     """
     sequences, labels = batch
 
-    def gradient(chosen: slice = slice(None)) -> dict[str, Tensor]:
+    def gradient_of(chosen: slice = slice(None)) -> dict[str, Tensor]:
         models.load_parameters_(model, sent)
         model.module.eval()
-        return steps.gradient(model, Batch(sequences[chosen], labels[chosen]), PLAIN)
+        return gradient(model, Batch(sequences[chosen], labels[chosen]), PLAIN)
 
     def loss() -> float:
         models.load_parameters_(model, sent)
@@ -128,11 +142,11 @@ def own(model: LanguageModel, sent: Mapping[str, Tensor], batch: Batch) -> Own:
     def example_norms() -> dict[str, NDArray[Any]]:
         norms: dict[str, list[float]] = {}
         for i in range(len(sequences)):
-            for name, value in gradient(slice(i, i + 1)).items():
+            for name, value in gradient_of(slice(i, i + 1)).items():
                 norms.setdefault(name, []).append(float(value.norm()))
         return {name: np.array(values) for name, values in norms.items()}
 
-    return Own(loss=loss, gradient_norm=lambda: _norm(gradient()), example_norms=example_norms)
+    return Own(loss=loss, gradient_norm=lambda: _norm(gradient_of()), example_norms=example_norms)
 
 
 def _settings(experiment: Experiment, protection: Protection) -> dict[str, Any]:
@@ -144,6 +158,7 @@ def _settings(experiment: Experiment, protection: Protection) -> dict[str, Any]:
         "local_epochs": table.local_epochs,
         "learning_rate": table.learning_rate,
         "dropout": table.dropout,
+        "client": experiment.client.model_dump(mode="json"),
         "frozen": list(protection.local.frozen),
         "share": experiment.update.share,
         "model": model.model_dump(mode="json"),
