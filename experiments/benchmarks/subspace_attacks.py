@@ -11,6 +11,9 @@ no other fact.
   minilm-keyspan  the same
   minilm-query    keyspan on the query matrix of layer 1 alone
   gpt2-keyspan    as gpt2-dager
+  stories-*       stories15m (LLaMA, 6 x 288, pretrained), classifier, whole update
+  stories-f16-*   the same, sent in float16; stories-bf16-*: in bfloat16
+  smollm-*        SmolLM2-135M (LLaMA, 30 x 576, pretrained), from the folder of --smollm
 
 The columns:
 
@@ -51,26 +54,36 @@ from fedleak.training.settings import LocalTraining
 from fedleak.training.wire import partial_update
 from fedleak.util.rng import stream
 
-MINILM, GPT2 = "minilm", "gpt2"
+MINILM, GPT2, STORIES, SMOLLM = "minilm", "gpt2", "stories", "smollm"
+FOLDERS = {MINILM: "minilm-l6-h384", STORIES: "stories15m"}
 QUERY = ["layer.0.attention.self.query.weight"]
 
 
 class Case(NamedTuple):
-    """An attack on one model. `shared`: patterns of what is sent; None is all."""
+    """An attack on one model. `shared`: patterns of what is sent, None is all; `dtype`: how."""
 
     name: str
     model: str
     attack: Attack
     batch_sizes: tuple[int, ...]
     shared: list[str] | None = None
+    dtype: torch.dtype = torch.float32
 
 
+LIMITED: dict[str, Attack] = {"dager": Dager(seconds=60), "keyspan": Keyspan(seconds=300)}
 CASES = (
     Case("gpt2-dager", GPT2, Dager(), (1, 2, 4, 16, 32)),
     Case("minilm-dager", MINILM, Dager(), (1, 2, 4)),
     Case("minilm-keyspan", MINILM, Keyspan(), (1, 4, 8, 16, 32, 64)),
     Case("minilm-query", MINILM, Keyspan(), (1, 4, 8, 16, 32), QUERY),
     Case("gpt2-keyspan", GPT2, Keyspan(), (4, 16, 32)),
+    *(Case(f"stories-{name}", STORIES, LIMITED[name], (1, 2, 4, 8, 16, 32)) for name in LIMITED),
+    *(
+        Case(f"stories-{how}-{name}", STORIES, LIMITED[name], (2,), dtype=dtype)
+        for how, dtype in (("f16", torch.float16), ("bf16", torch.bfloat16))
+        for name in LIMITED
+    ),
+    *(Case(f"smollm-{name}", SMOLLM, LIMITED[name], (1, 4, 8)) for name in LIMITED),
 )
 
 
@@ -105,11 +118,12 @@ def main() -> None:
         "--task", default=CAUSAL_LM, choices=[CAUSAL_LM, CLASSIFICATION], help="of GPT-2"
     )
     parser.add_argument("--assets", type=Path, default=os.environ.get("FEDLEAK_ASSETS"))
+    parser.add_argument("--smollm", type=Path, help="folder of SmolLM2-135M")
     parser.add_argument("--json", type=Path, help="keep the rows in this file")
     args = parser.parse_args()
     if args.assets is None:
         parser.error("say where models and data are: --assets, or FEDLEAK_ASSETS")
-    wanted = args.rows or names
+    wanted = args.rows or [name for name in names if args.smollm or SMOLLM not in name]
     for one in wanted:
         if one not in names and one not in [case.name for case in CASES]:
             parser.error(f"there is no row {one!r}: choose from {', '.join(names)}")
@@ -133,9 +147,10 @@ def main() -> None:
 
 def load(name: str, args: argparse.Namespace) -> LanguageModel:
     """Returns a model on its device; GPT-2's is made, from random numbers of the seed."""
-    if name == MINILM:
+    if name != GPT2:
+        folder = args.smollm if name == SMOLLM else args.assets / "models" / FOLDERS[name]
         spec = ModelSpec(
-            name=f"{args.assets}/models/minilm-l6-h384",
+            name=str(folder),
             task=CLASSIFICATION,
             num_labels=2,
             seed=args.seed,
@@ -185,6 +200,8 @@ def measure(
         update = local_update_(model, ids[at], corpus.labels[at], local, seed=seed)
         if case.shared is not None:
             update = partial_update(update, case.shared)
+        sent = {name: value.to(case.dtype) for name, value in update.tensors.items()}
+        update = replace(update, tensors=sent)
         seen = Observation(round=1, client=0, update=update, knowledge=Knowledge())
         if batch == 0 and model.device.type != "cpu":
             timed(attack, seen, model, seed, batch)  # the first call on a GPU loads its kernels
@@ -224,7 +241,7 @@ def timed(
 
 
 HEADING = (
-    f"{'case':<18} {'batches':>7}  {'exact':<26} {'bags':>7} {'proved':>7}  "
+    f"{'case':<21} {'batches':>7}  {'exact':<26} {'bags':>7} {'proved':>7}  "
     f"{'seconds: mean':>13} {'max':>7} {'w/o cert.':>9} {'margin':>9}"
 )
 
@@ -238,7 +255,7 @@ def line(row: Row) -> str:
     bags, proved = (f"{count}/{row.batches}" for count in (row.bags, row.proved))
     bare = row.seconds_without_certificate
     return (
-        f"{row.name:<18} {row.batches:>7}  {exact:<26} {bags:>7} {proved:>7}  "
+        f"{row.name:<21} {row.batches:>7}  {exact:<26} {bags:>7} {proved:>7}  "
         f"{_mean(row.seconds):>13.2f} {max(row.seconds):>7.2f} "
         f"{'-' if bare is None else format(_mean(bare), '.2f'):>9} "
         f"{'-' if row.margin is None else format(row.margin, ',.0f'):>9}"

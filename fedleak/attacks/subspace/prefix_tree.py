@@ -381,45 +381,85 @@ def followers(
         sought_U: Likewise, the tokens that may follow.
     """
     basis_HKM = prefixes.before(path, run)
-    members = basis_HKM.shape[-1] + 1
-    if members + run + _FREE > basis_HKM.shape[1]:
+    if basis_HKM.shape[-1] + 1 + run + _FREE > basis_HKM.shape[1]:
         none_U = torch.full((len(sought_U),), math.inf, device=sought_U.device).double()
         return Fit(none_U, none_U, [path] * len(sought_U))
     own_UHK1 = _outside(basis_HKM, prefixes.turned(0)[1][sought_U][..., None])
-    own_UHK1 = own_UHK1 / own_UHK1.norm(dim=-2, keepdim=True).clamp_min(NOTHING)
-    if run > _TRIED:
-        keys = [prefixes.turned(-offset)[1][loose_R][..., None] for offset in range(1, run + 1)]
+    keys = [prefixes.turned(-offset)[1][loose_R][..., None] for offset in range(run, 0, -1)]
+    if run <= _TRIED:
+        target_UHK1 = _outside(basis_HKM, prefixes.query.target_NGK[sought_U][..., None])
+        keys = [_outside(basis_HKM, key_RHK1) for key_RHK1 in keys]
+        step = _Step(path, basis_HKM.shape[-1], target_UHK1, own_UHK1)
+        return _all_runs(prefixes, step, keys, loose_R, sought_U)
+    fits = []
+    for token, own_HK1 in zip(sought_U.tolist(), _unit(own_UHK1), strict=True):
+        known_HKM = torch.cat([basis_HKM, own_HK1], -1)
+        # The nearest first: they weigh most.
+        *_, fit = filled(prefixes.query, token, known_HKM, keys[::-1], loose_R)
+        fits.append(fit)
+    backwards, excess, second = zip(*fits, strict=True)
+    of_runs = [(*path, *tokens[::-1]) for tokens in backwards]
+    return Fit(basis_HKM.new_tensor(excess), basis_HKM.new_tensor(second), of_runs)
+
+
+class _Step(NamedTuple):
+    """A prefix, with what is outside the span of its keys.
+
+    Attributes:
+        path: The prefix, as indices of the bag.
+        members: Its keys.
+        target_UHK1: The gradients of the tokens that are sought.
+        own_UHK1: Their keys.
+    """
+
+    path: tuple[int, ...]
+    members: int
+    target_UHK1: Tensor
+    own_UHK1: Tensor
+
+
+def _all_runs(
+    prefixes: Prefixes, step: _Step, keys: Sequence[Tensor], loose_R: Tensor, sought_U: Tensor
+) -> Fit:
+    """Returns the best of all runs between a prefix and the tokens that are sought.
+
+    Args:
+        prefixes: The gradients.
+        step: The prefix.
+        keys: For each place of the run the keys [R, H, K, 1] outside the span of the prefix.
+        loose_R: What a run may consist of, as indices of the bag.
+        sought_U: Likewise, the tokens that may follow.
+    """
+    if len(keys) > 1:
         fits = []
-        for token, own_HK1 in zip(sought_U.tolist(), own_UHK1, strict=True):
-            known_HKM = torch.cat([basis_HKM, own_HK1], -1)
-            *_, fit = filled(prefixes.query, token, known_HKM, keys, loose_R)
-            fits.append(fit)
-        backwards, excess, second = zip(*fits, strict=True)
-        of_runs = [(*path, *tokens[::-1]) for tokens in backwards]
-        return Fit(basis_HKM.new_tensor(excess), basis_HKM.new_tensor(second), of_runs)
-    if run > 1:
-        return functools.reduce(
-            Fit.or_,
-            (
-                followers(prefixes, (*path, token), run - 1, loose_R, sought_U)
-                for token in loose_R.tolist()
-            ),
-        )
-    target_UHK1 = _outside(basis_HKM, prefixes.query.target_NGK[sought_U][..., None])
-    target_UHK = _outside(own_UHK1, target_UHK1)[..., 0]
+        for token, key_HK1 in zip(loose_R.tolist(), _unit(keys[0]), strict=True):
+            longer = _Step(
+                (*step.path, token),
+                step.members + 1,
+                _outside(key_HK1, step.target_UHK1),
+                _outside(key_HK1, step.own_UHK1),
+            )
+            behind = [_outside(key_HK1, key_RHK1) for key_RHK1 in keys[1:]]
+            fits.append(_all_runs(prefixes, longer, behind, loose_R, sought_U))
+        return functools.reduce(Fit.or_, fits)
+    own_UHK1 = _unit(step.own_UHK1)
+    target_UHK = _outside(own_UHK1, step.target_UHK1[:, None])[:, 0, ..., 0]
     square_U1 = target_UHK.square().sum((1, 2))[:, None]
-    if not run:
+    members = step.members + 1 + len(keys)
+    if not keys:
         excess_U = prefixes.query.excess(square_U1, members, sought_U)[:, 0]
-        return Fit(excess_U, torch.full_like(excess_U, torch.inf), [path] * len(sought_U))
-    key_RHK = _outside(basis_HKM, prefixes.turned(-1)[1][loose_R][..., None])[..., 0]
-    along_URH = torch.einsum("uhk,rhk->urh", target_UHK, key_RHK)
-    own_URH = torch.einsum("uhk,rhk->urh", own_UHK1[..., 0], key_RHK)
-    left_URH = (key_RHK.square().sum(-1) - own_URH.square()).clamp_min(NOTHING)
-    square_UR = square_U1 - (along_URH.square() / left_URH).sum(-1)
-    excess_UR = prefixes.query.excess(square_UR, members + 1, sought_U)
+        return Fit(excess_U, torch.full_like(excess_U, math.inf), [step.path] * len(sought_U))
+    key_RHK = keys[0][..., 0]
+    # One product with all keys in each head, not a small one with each.
+    along_HUR, own_HUR = (
+        x_UHK.transpose(0, 1) @ key_RHK.permute(1, 2, 0) for x_UHK in (target_UHK, own_UHK1[..., 0])
+    )
+    left_HUR = key_RHK.square().sum(-1).T[:, None] - own_HUR.square()
+    square_UR = square_U1 - (along_HUR.square() / left_HUR.clamp_min(NOTHING)).sum(0)
+    excess_UR = prefixes.query.excess(square_UR, members, sought_U)
     excess_U, chosen_U = excess_UR.min(1)
-    second_U = excess_UR.scatter(1, chosen_U[:, None], torch.inf).amin(1)
-    return Fit(excess_U, second_U, [(*path, token) for token in loose_R[chosen_U].tolist()])
+    second_U = excess_UR.scatter(1, chosen_U[:, None], math.inf).amin(1)
+    return Fit(excess_U, second_U, [(*step.path, token) for token in loose_R[chosen_U].tolist()])
 
 
 def tails(prefixes: Prefixes, seed: int, loose_R: Tensor) -> list[Filled]:
@@ -434,9 +474,9 @@ def tails(prefixes: Prefixes, seed: int, loose_R: Tensor) -> list[Filled]:
     heads = side.target_NGK.shape[1]
     own_GKS = prefixes.grouped(0, heads)[seed]
     basis_GKM = torch.linalg.qr(own_GKS)[0]
-    rest_GK1 = _outside(basis_GKM, side.target_NGK[seed][..., None])
+    rest_1GK1 = _outside(basis_GKM, side.target_NGK[seed][None, ..., None])
     members, seed_1 = basis_GKM.shape[-1], loose_R.new_tensor([seed])
-    own = float(side.excess(rest_GK1.square().sum()[None, None], members, seed_1))
+    own = float(side.excess(rest_1GK1.square().sum()[None, None], members, seed_1))
     if own < ACCEPT:
         return [Filled((), own, math.inf)]
     behind = [prefixes.grouped(offset, heads)[loose_R] for offset in range(1, LONGEST_TAIL + 1)]
@@ -446,8 +486,8 @@ def tails(prefixes: Prefixes, seed: int, loose_R: Tensor) -> list[Filled]:
             return [tail]
         of_each_length.append(tail._replace(second=0.0))
     # More tokens always leave less: the shortest that leaves about as little as any.
-    least = min(tail.excess for tail in of_each_length)
-    return [next(tail for tail in of_each_length if tail.excess < ACCEPT * least)]
+    lowest = min(tail.excess for tail in of_each_length)
+    return [next(tail for tail in of_each_length if tail.excess < ACCEPT * lowest)]
 
 
 def filled(
@@ -472,7 +512,7 @@ def filled(
         members = basis_GKM.shape[-1] + basis_WGKM.shape[-1] + place_RGKS.shape[-1]
         if members + _FREE > basis_GKM.shape[1] or not len(loose_R):
             return
-        new_WRGKS = _outside(basis_WGKM[:, None], _outside(basis_GKM, place_RGKS))
+        new_WRGKS = _outside(basis_WGKM, _outside(basis_GKM, place_RGKS)[None])
         along_WRGS1 = torch.einsum("wgk,wrgks->wrgs", rest_WGK, new_WRGKS)[..., None]
         gram_WRGSS = new_WRGKS.mT @ new_WRGKS
         if gram_WRGSS.shape[-1] == 1:
@@ -492,10 +532,20 @@ def filled(
         yield Filled(tuple(grown_WM[order_W[0]].tolist()), float(excess_W[0]), second)
         new_WGKS = torch.linalg.qr(new_WRGKS[parent_W, token_W])[0]
         basis_WGKM = torch.cat([basis_WGKM[parent_W], new_WGKS], -1)
-        rest_WGK = _outside(new_WGKS, rest_WGK[parent_W][..., None])[..., 0]
+        rest_W1GK1 = _outside(new_WGKS, rest_WGK[parent_W][:, None, ..., None])
+        rest_WGK = rest_W1GK1[:, 0, ..., 0]
 
 
-def _outside(basis_XKM: Tensor, x_XKS: Tensor) -> Tensor:
-    """Returns the part of columns outside the spans of orthonormal bases."""
-    outside_XKS: Tensor = x_XKS - basis_XKM @ (basis_XKM.mT @ x_XKS)
-    return outside_XKS
+def _unit(x_XK1: Tensor) -> Tensor:
+    """Returns columns of unit norm."""
+    unit_XK1: Tensor = x_XK1 / x_XK1.norm(dim=-2, keepdim=True).clamp_min(NOTHING)
+    return unit_XK1
+
+
+def _outside(basis_XGKM: Tensor, x_XNGKS: Tensor) -> Tensor:
+    """Returns the part of columns of N tokens outside the spans of orthonormal bases."""
+    # One product with all tokens in each head, not a small one with each.
+    columns_XGKY = x_XNGKS.movedim(-4, -2).flatten(-2)
+    outside_XGKY: Tensor = columns_XGKY - basis_XGKM @ (basis_XGKM.mT @ columns_XGKY)
+    tokens = x_XNGKS.shape[-4]
+    return outside_XGKY.reshape(*outside_XGKY.shape[:-1], tokens, -1).movedim(-2, -4)
