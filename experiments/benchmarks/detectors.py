@@ -95,7 +95,7 @@ class Trial:
         kind: Of the detector.
         statistic: None: it had nothing to look at, or what it found is no number.
         limit: Its own; None: it has none.
-        alarm: Whether it alarmed, by its own limit.
+        alarm: Whether it alarmed, by its own limit; for hashes, in the next round, too.
         changed: Whether the client was sent something else than the global model.
     """
 
@@ -122,10 +122,12 @@ def main() -> int:
         written_above = above(args.out, MARKER)
         trials: list[Trial] = []
         read: list[tuple[Cell, LeakageRow]] = []
+        left = 0
         for cell in cells(expanded(tomllib.loads(args.file.read_text()))):
             run = Run((args.runs / cell.folder).absolute())
             if not (run.exists() and run.info()["status"] == "finished"):
                 if args.no_run:
+                    left += 1
                     continue
                 print(f"{cell.setting}; {cell.mode}; seed {cell.seed}", flush=True)
                 run = preparation.prepare(cell.experiment, run.path)
@@ -138,6 +140,8 @@ def main() -> int:
             if cell.adaptive:
                 read += [(cell, row) for row in run.rows(LEAKAGE) if row.attack == "dager"]
         drawing.save("detectors", lambda: figure(trials, read), args.out.with_suffix(".svg"))
+        if left:
+            print(f"{left} runs are not there, and are in no figure")
         lines = [*page(trials), *adaptive_page(trials, read, args.out.with_suffix(".svg").name)]
         args.out.write_text(written_above + "\n" + "\n".join(lines) + "\n", encoding="utf-8")
         print(f"written: {args.out}")
@@ -190,9 +194,16 @@ def trials_of(run: Run, cell: Cell) -> Iterator[Trial]:
                     finding["detector"],
                     finding["statistic"],
                     finding["limit"],
-                    finding["alarm"],
+                    finding["alarm"] or _learns_later(run, key, finding["detector"]),
                     malicious and client != spared,
                 )
+
+
+def _learns_later(run: Run, key: Key, kind: str) -> bool:
+    """Returns whether a client learns in its next round that others were sent another model."""
+    note = run.detected.read(Key(key.round + 1, key.client))
+    findings = note["findings"] if note and kind == "same_model" else ()
+    return any(finding["detector"] == kind and finding["alarm"] for finding in findings)
 
 
 def limits(trials: Sequence[Trial]) -> Mapping[tuple[str, str], float]:
@@ -226,7 +237,8 @@ def page(trials: Sequence[Trial]) -> Iterator[str]:
     yield (
         f"Per cent of a client's rounds with an alarm, with 95 % intervals over runs. Honest: "
         f"{count} rounds of clients in {runs} runs. Malicious: of the clients that were sent a "
-        "changed model. A star: the detector has no limit by itself, and has that of public runs."
+        "changed model. A star: the detector has no limit by itself, and has that of public runs. "
+        "`same_model` counts if it alarms in the client's next round, as far as there is one."
     )
     yield ""
     yield "| detector | false alarms | " + " | ".join(modes) + " |"
@@ -343,7 +355,7 @@ def _rate(trials: Sequence[Trial], public: Mapping[tuple[str, str], float]) -> s
     clusters = [numbers[trial.cell.folder] for trial in trials]
     values = [float(alarmed(trial, public)) for trial in trials]
     mean, low, high = (100 * part for part in clustered_mean(values, clusters, most=1.0))
-    return f"{mean:.3g} [{low:.2g}, {high:.2g}]"
+    return f"{mean:.3g} [{low:.1f}, {high:.1f}]"
 
 
 if __name__ == "__main__":

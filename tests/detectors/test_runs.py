@@ -1,5 +1,8 @@
 """Detectors of clients in runs: what is noted, who is absent, and what the server makes of it."""
 
+import json
+import shutil
+
 import pytest
 import torch
 from rich.console import Console
@@ -8,6 +11,7 @@ from fedleak.audit import gaps, scoring
 from fedleak.audit.detection import detection_rows
 from fedleak.audit.gate.check import Outcome
 from fedleak.audit.gate.judge import judge
+from fedleak.audit.handover import take_vaults
 from fedleak.config.loading import parse
 from fedleak.config.tables import GateTable
 from fedleak.detectors import Finding, digest, named
@@ -23,7 +27,7 @@ from fedleak.running.dispatch.dispatcher import attack_captures
 from fedleak.running.tracking.tracked import _alarms
 from fedleak.store.memory import Memory
 from fedleak.store.records import DETECTIONS, LEDGER
-from fedleak.store.run import EVERYONE, Key
+from fedleak.store.run import EVERYONE, Key, Run
 from fedleak.training.aggregation import WeightedSum, aggregate, mean_update
 from fedleak.util.errors import ConfigError, FedleakError
 
@@ -370,6 +374,21 @@ def test_the_gate_limits_alarms(limit, outcome, scored):
     (check,) = [check for check in verdict.checks if check.name == "alarms"]
     assert check.outcome == outcome
     assert check.sentence == f"detectors alarmed in 3 rounds of a client; limit {limit}"
+
+
+def test_notes_come_from_the_vault_of_a_node_and_wrong_ones_are_refused(scored, tmp_path):
+    name = scored.path.name
+    shutil.copytree(scored.path, tmp_path / "vault" / name)
+    shutil.copytree(scored.path, tmp_path / "here" / name)
+    here, path = Run(tmp_path / "here" / name), tmp_path / "vault" / name / "detected"
+    shutil.rmtree(here.path / "detected")
+    take_vaults(here, [tmp_path / "vault"])
+    assert here.detected.read(Key(2, 1)) == scored.detected.read(Key(2, 1))
+    note = json.loads((path / "r0002-c01.json").read_text())
+    note["findings"][0]["detector"] = "jump"
+    (path / "r0002-c01.json").write_text(json.dumps(note))
+    with pytest.raises(FedleakError, match="client 1 has other detectors in this run"):
+        take_vaults(here, [tmp_path / "vault"])
 
 
 def test_a_damaged_note_is_said_and_what_was_counted_stays(scored):
