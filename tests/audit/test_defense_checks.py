@@ -69,6 +69,7 @@ MASK = {"kind": "mask", "fraction": 0.3}
 PRUNE = {"kind": "prune", "fraction": 0.9}
 QUANTIZE = {"kind": "quantize", "bits": 4}
 SECURE_SUM = {"kind": "secure_sum"}
+ROUNDED_SUM = SECURE_SUM | {"clipping": 2.0, "max_weight": 4.0}
 CENTRAL_DP = {"kind": "central_dp", "max_norm": 0.5, "noise_multiplier": 0.1}
 SIGN = {"kind": "sign"}
 STOCHASTIC = {"kind": "quantize", "bits": 6, "stochastic": True}
@@ -394,6 +395,20 @@ def a_sum_that_is_the_last(patch):
     patch.setattr(SecureSum, "combined", combined)
 
 
+def a_sum_that_is_the_first(patch):
+    patch.setattr(SecureSum, "combined", lambda self, updates, *, rng: next(iter(updates)))
+
+
+def rounding_to_every_sixteenth_step(patch):
+    original = SecureSum.__call__
+
+    def call(self, update, *, rng):
+        coarse = dataclasses.replace(self, levels=self.levels // 16)
+        return original(coarse, update, rng=rng)
+
+    patch.setattr(SecureSum, "__call__", call)
+
+
 def a_mean_of_raw_updates(patch):
     patch.setattr("fedleak.defenses.central_dp.clipped", lambda update, norm: update)
 
@@ -456,6 +471,8 @@ BROKEN = [
     (SIGN, sizes_beside_signs, ["no more than 3 numbers a tensor"]),
     (CAST, no_cast, [DIFFERS]),
     (SECURE_SUM, a_sum_that_is_the_last, ["neither of two", "weighted mean"]),
+    (SECURE_SUM, a_sum_that_is_the_first, ["neither of two", "weighted mean"]),
+    (ROUNDED_SUM, rounding_to_every_sixteenth_step, ["moves by less than a step"]),
     (CENTRAL_DP, a_mean_of_raw_updates, ["a loud client moves the sum", STEP]),
     (CENTRAL_DP, clipping_of_clients_at_a_half_more, ["a loud client moves the sum", STEP]),
     (CENTRAL_DP, noise_that_the_server_leaves_out, [NOISE, STEP]),
