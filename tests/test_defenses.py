@@ -227,7 +227,10 @@ def test_an_update_of_zeros_survives(kind):
         (SecureSum(), Claims(mean_of_clients=True)),
         (GaussianNoise(sigma=0.25), Claims(noise_scale=0.25)),
         (GaussianNoise(relative=0.25), Claims(relative_noise=0.25)),
-        (LaplaceNoise(scale=0.25), Claims(noise_scale=0.25 * math.sqrt(2))),
+        (
+            LaplaceNoise(scale=0.25),
+            Claims(noise_scale=0.25 * math.sqrt(2), laplace=True),
+        ),
         (Clip(max_norm=3.0), Claims(max_norm=3.0)),
         (LocalDp(max_norm=3.0, noise_multiplier=0.5), Claims(noise_scale=3.0, max_norm=3.0)),
         (Mask(fraction=0.5), Claims(masked=0.5)),

@@ -37,6 +37,7 @@ class Claims:
 
     Attributes:
         noise_scale: Standard deviation of the noise on each number.
+        laplace: The noise is Laplace's and not normal.
         relative_noise: The same, in root mean squares of the update before it.
         max_norm: L2 norm that the update has at most, the noise aside.
         example_norm: L2 norm by which one example moves it at most, the noise aside.
@@ -52,6 +53,7 @@ class Claims:
     """
 
     noise_scale: float | None = None
+    laplace: bool = False
     relative_noise: float | None = None
     max_norm: float | None = None
     example_norm: float | None = None

@@ -41,4 +41,4 @@ class LaplaceNoise(Defense):
 
     def claims(self, local: LocalTraining, num_examples: int) -> Claims:
         """Returns the standard deviation."""
-        return Claims(noise_scale=math.sqrt(2) * self.scale)
+        return Claims(noise_scale=math.sqrt(2) * self.scale, laplace=True)

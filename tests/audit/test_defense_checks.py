@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from fedleak import defenses
 from fedleak.audit import defense_checks, scoring
-from fedleak.audit.defense_checks import bench, sent_update
+from fedleak.audit.defense_checks import bench, sampling, sent_update
 from fedleak.audit.privacy import bounds as privacy_bounds
 from fedleak.cli import app
 from fedleak.config.loading import parse
@@ -123,7 +123,9 @@ def test_every_defense_does_what_it_says(model, algorithm):
             assert "neither of two" in first
         else:
             assert first == DIFFERS
-        assert len(others) == {"dp_sgd": 4, "local_dp": 4, "cast": 0}.get(each["kind"], 1)
+        noisy = ("gaussian_noise", "laplace_noise")
+        number = {"dp_sgd": 7, "local_dp": 5, "cast": 0, **dict.fromkeys(noisy, 2)}
+        assert len(others) == number.get(each["kind"], 1)
     assert [f.claim for f in findings if f.defense == "the update"] == [
         "what is shared and trained is sent, and nothing else",
         "the global weights move, and stay finite",
@@ -140,6 +142,7 @@ def test_a_server_that_is_trusted_with_the_noise_is_checked(algorithm):
     assert [claim.split(" by ")[0].split(" than ")[0] for claim in others] == [
         "a loud client moves the sum of updates",
         "the noise has standard deviation 0.025",  # 0.1 * 0.5 over two clients
+        "the noise is normal, and independent from number to number",
         "two runs of one round spend what one run of two does, and more",
         "a step without sampling spends no more",
     ]
@@ -440,7 +443,124 @@ def clients_that_are_weighed_by_their_examples(patch):
     patch.setattr(CentralDp, "combined", combined)
 
 
+def other_noise(noise):
+    """Draws the noise of `gaussian_noise` and `local_dp` otherwise."""
+
+    def plant(patch):
+        def with_noise(update, sigma, rng):
+            noises = noise({name: value.shape for name, value in update.tensors.items()}, rng)
+            noisy = {name: value + sigma * noises[name] for name, value in update.tensors.items()}
+            return dataclasses.replace(update, tensors=noisy)
+
+        patch.setattr("fedleak.defenses.gaussian_noise.with_noise", with_noise)
+        patch.setattr("fedleak.defenses.local_dp.with_noise", with_noise)
+
+    plant.__name__ = noise.__name__
+    return plant
+
+
+def drawn(shapes, rng):
+    return {name: torch.randn(shape, generator=rng) for name, shape in shapes.items()}
+
+
+def a_seed_for_each_tensor(shapes, rng):
+    seed = int(torch.randint(2**31, (), generator=rng))
+    return {
+        name: drawn({0: shape}, torch.Generator().manual_seed(seed))[0]
+        for name, shape in shapes.items()
+    }
+
+
+def the_first_half_again(shapes, rng):
+    noises = drawn(shapes, rng)
+    for value in noises.values():
+        half = value.numel() // 2
+        value.view(-1)[half : 2 * half] = value.reshape(-1)[:half]
+    return noises
+
+
+def nothing_on_the_smallest_tensor(shapes, rng):
+    noises = drawn(shapes, rng)
+    noises[min(noises, key=lambda name: noises[name].numel())].zero_()
+    return noises
+
+
+def two_points(shapes, rng):
+    return {name: noise.sign() for name, noise in drawn(shapes, rng).items()}
+
+
+def a_uniform_range(shapes, rng):
+    return {
+        name: math.sqrt(12) * (torch.rand(shape, generator=rng) - 0.5)
+        for name, shape in shapes.items()
+    }
+
+
+def sums_of_a_few(shapes, rng):
+    noises = drawn(shapes, rng)
+    for name, shape in shapes.items():
+        if len(shape) == 2:
+            parts = drawn({0: (shape[0], 8), 1: (8, shape[1])}, rng)
+            noises[name] = parts[0] @ parts[1] / math.sqrt(8)
+    return noises
+
+
+def long_texts_clipped_less(patch):
+    original = private_steps._clipped_examples_
+
+    def clipped_examples_(model, batch, *rest):
+        most_B = torch.tensor([4.0 if len(text) > 14 else 1.0 for text in batch[0]])
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(
+                private_steps,
+                "clipping_factors",
+                lambda norms_B, most: (most_B * most / (norms_B + 1e-6)).clamp(max=1.0),
+            )
+            return original(model, batch, *rest)
+
+    patch.setattr(private_steps, "_clipped_examples_", clipped_examples_)
+
+
+def clipping_beyond_twice_the_norm(patch):
+    patch.setattr(
+        private_steps,
+        "clipping_factors",
+        lambda norms, most: torch.where(norms > 2 * most, most / norms, 1.0),
+    )
+
+
+def a_loss_over_the_batch_s_tokens(patch):
+    original = private_steps.example_losses
+
+    def example_losses(model, ids, mask, labels):
+        return original(model, ids, mask, labels) * 8 / mask.sum()
+
+    patch.setattr(private_steps, "example_losses", example_losses)
+
+
+def other_sampler(patch, round_batch):
+    for module in ("fedleak.audit.defense_checks.sampling", "fedleak.flower.client.app"):
+        patch.setattr(f"{module}.round_batch", round_batch)
+
+
+def a_sampler_that_takes_all(patch):
+    other_sampler(patch, lambda held, *_, **__: list(range(held)))
+
+
+def a_sampler_that_takes_some_twice_as_often(patch):
+    original = sampling.round_batch
+
+    def round_batch(held, local, **which):
+        rest = original(held, local, **which | {"seed": which["seed"] + 1})
+        return sorted({*original(held, local, **which), *(i for i in rest if i == 0)})
+
+    other_sampler(patch, round_batch)
+
+
 NOISE = "the noise has standard deviation"
+INDEPENDENT = "the noise is normal, and independent from number to number"
+BOUNDED = "no example of a batch moves the update by more than"
+DRAWN = "each example is in a step with a probability of"
 MASKED = "% of the numbers are set to zero"
 ZEROS = "% of the numbers are zero"
 STEP = "a step without sampling spends no more than"
@@ -450,6 +570,23 @@ BROKEN = [
     (GAUSS, a_tenth_more_noise, [NOISE]),
     (GAUSS, noise_that_is_not_sent, [DIFFERS, NOISE]),
     (GAUSS, noise_on_weights_alone, [NOISE]),
+    *(
+        (table, other_noise(noise), [INDEPENDENT])
+        for noise, table in [
+            (a_seed_for_each_tensor, GAUSS),
+            (a_seed_for_each_tensor, LOCAL_DP),
+            (the_first_half_again, GAUSS),
+            (nothing_on_the_smallest_tensor, GAUSS),
+            (two_points, GAUSS),
+            (a_uniform_range, LOCAL_DP),
+        ]
+    ),
+    (GAUSS, other_noise(sums_of_a_few), [NOISE]),
+    (DP_SGD, long_texts_clipped_less, [BOUNDED]),
+    (DP_SGD, clipping_beyond_twice_the_norm, [BOUNDED]),
+    (DP_SGD, a_loss_over_the_batch_s_tokens, [BOUNDED]),
+    (DP_SGD, a_sampler_that_takes_all, [DRAWN]),
+    (DP_SGD, a_sampler_that_takes_some_twice_as_often, [DRAWN]),
     (LAPLACE, scale_taken_for_the_deviation, [NOISE]),
     (MASK, a_mask_of_too_few, [MASKED]),
     (MASK, a_mask_that_scales, [MASKED]),
@@ -734,7 +871,7 @@ def test_a_budget_that_begins_anew_in_every_round_is_noticed(monkeypatch, how):
 
 def test_noise_that_is_not_there_is_short_to_say():
     update = ClientUpdate(UpdateKind.GRADIENT, {"a": torch.zeros(9)}, 1)
-    _, holds, figures = sent_update.noise_test(update, update, 0.5)
+    ((_, holds, figures),) = sent_update.noise_tests(update, update, 0.5)
     assert not holds
     assert figures == "0 on 9 numbers, -inf deviations off"
 

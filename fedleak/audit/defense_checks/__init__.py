@@ -27,6 +27,7 @@ from fedleak.audit.defense_checks.bench import (
 )
 from fedleak.audit.defense_checks.combined_updates import combines
 from fedleak.audit.defense_checks.privacy import guarantees, measured
+from fedleak.audit.defense_checks.sampling import draws
 from fedleak.audit.defense_checks.sent_update import changes, keeps
 from fedleak.config.checks import check_defenses
 from fedleak.config.experiment import Experiment
@@ -117,6 +118,7 @@ def check(experiment: Experiment, sizes: Sequence[int] | None = None) -> list[Fi
         tests = chain(
             combines(bench) if isinstance(bench.defense, TrustedAggregator) else changes(bench),
             keeps(bench),
+            draws(bench),
             guarantees(bench),
             measured(bench, experiment, client),
         )

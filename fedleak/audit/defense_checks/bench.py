@@ -138,6 +138,7 @@ def trained_on(
     seed: int,
     chosen: Sequence[int] = range(EXAMPLES),
     loud: bool = False,
+    scales: Sequence[float] = (),
     planted: Planted | None = None,
 ) -> ClientUpdate:
     """Returns the update of a client that trains; the model stays as it is.
@@ -149,9 +150,11 @@ def trained_on(
         seed: Of the training.
         chosen: Which of the texts it has.
         loud: The first of them is loud.
+        scales: What the gradient of each of them is multiplied by; none: 1.
         planted: Canaries.
     """
     family: Any = _Loud(model.family) if loud else model.family
+    family = _Scaled(family, scales) if scales else family
     before = {name: value.clone() for name, value in model.parameters().items()}
     update = local_update_(
         replace(model, family=family),
@@ -165,18 +168,42 @@ def trained_on(
     return update
 
 
-def random_texts(model: LanguageModel, seed: int) -> Texts:
-    """Returns texts to train on."""
+def random_texts(
+    model: LanguageModel, seed: int, lengths: Sequence[int] = (TOKENS,) * EXAMPLES
+) -> Texts:
+    """Returns texts to train on, of about so many tokens."""
     rng, special = stream(seed, "check"), model.special_ids()
     usable = [i for i in range(len(model.tokenizer)) if i not in special]
-    picks_BT = torch.randint(len(usable), (EXAMPLES, TOKENS), generator=rng).tolist()
-    sequences = model.encode([model.decode([usable[i] for i in row]) for row in picks_BT])
+    longest = model.max_length - len(special)
+    rows = [
+        torch.randint(len(usable), (min(length, longest),), generator=rng).tolist()
+        for length in lengths
+    ]
+    encoded = model.encode([model.decode([usable[i] for i in row]) for row in rows])
+    sequences = [ids[: model.max_length] for ids in encoded]
     if model.task != CLASSIFICATION:
         return Texts(sequences, [0] * len(sequences))
     ids_BT, mask_BT = pad(sequences, model.tokenizer.pad_token_id, model.device)
     with torch.no_grad():
         logits_BC = model.family.logits(model.module, mask_BT, ids_BT=ids_BT, embeds_BTD=None)
     return Texts(sequences, logits_BC.argmin(-1).tolist())
+
+
+class _Scaled:
+    """A family whose examples have their gradients, and nothing else, multiplied."""
+
+    def __init__(self, family: Any, scales: Sequence[float]) -> None:
+        self._family, self._scales = family, torch.tensor(scales)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._family, name)
+
+    def logits(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Returns the family's logits."""
+        of_family: Callable[..., Tensor] = self._family.logits
+        logits = of_family(*args, **kwargs)
+        scales = self._scales.to(logits).view(-1, *[1] * (logits.dim() - 1))
+        return logits.detach() + scales * (logits - logits.detach())
 
 
 class _Loud:

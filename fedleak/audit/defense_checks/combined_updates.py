@@ -16,7 +16,7 @@ from fedleak.audit.defense_checks.bench import (
     rounded,
     zeroed,
 )
-from fedleak.audit.defense_checks.sent_update import noise_test
+from fedleak.audit.defense_checks.sent_update import noise_tests
 from fedleak.defenses import TrustedAggregator
 from fedleak.training.observation import ClientUpdate
 
@@ -48,7 +48,7 @@ def combines(bench: Bench) -> Iterator[Test]:
     assert isinstance(bench.defense, TrustedAggregator)
     if scale := bench.defense.noise_on_mean(2):
         again = bench.combined([first, second], noise=1)
-        yield noise_test(total, again, scale)
+        yield from noise_tests(total, again, scale)
 
 
 def _client_bounded(bench: Bench, norm: float, other: ClientUpdate) -> Test:

@@ -17,6 +17,8 @@ from fedleak.audit.defense_checks.bench import (
     rounded,
     zeroed,
 )
+from fedleak.audit.defense_checks.examples import left_out
+from fedleak.audit.metrics import noise
 from fedleak.defenses import root_mean_square
 from fedleak.models.parameter_selection import select
 from fedleak.training.observation import ClientUpdate
@@ -46,26 +48,29 @@ def keeps(bench: Bench) -> Iterator[Test]:
     claims = bench.claims
     if claims.max_norm is not None:
         loud = bench.trained(loud=True)
-        sent, noise = bench.defended(loud), bench.defended(zeroed(loud))
-        moved = distance(sent, noise)
+        sent, nothing = bench.defended(loud), bench.defended(zeroed(loud))
+        moved = distance(sent, nothing)
         yield (
             f"the update is no longer than {claims.max_norm:g}, its noise aside",
-            moved <= claims.max_norm * (1 + ROUNDING) + rounded(sent, noise),
+            moved <= claims.max_norm * (1 + ROUNDING) + rounded(sent, nothing),
             f"{moved:.4g}, of {norm_of(loud):.2g} before",
         )
     if claims.example_norm is not None:
         sent, without = bench.sent(loud=True), bench.sent(range(1, EXAMPLES))
         moved = distance(sent, without)
+        holds = moved <= claims.example_norm * (1 + ROUNDING) + rounded(sent, without)
         yield (
             f"a loud example moves the update by no more than {claims.example_norm:g}",
-            moved <= claims.example_norm * (1 + ROUNDING) + rounded(sent, without),
+            holds,
             f"by {moved:.4g}; a raw one by {distance(bench.raw(loud=True), bench.raw()):.2g}",
         )
+        if holds:
+            yield left_out(bench, claims.example_norm)
     scale = claims.noise_scale
     if claims.relative_noise is not None:
         scale = claims.relative_noise * root_mean_square(bench.trained())
     if scale is not None:
-        yield noise_test(bench.sent(), bench.sent(noise=1), scale)
+        yield from noise_tests(bench.sent(), bench.sent(noise=1), scale, laplace=claims.laplace)
     if claims.masked is not None:
         yield _masked(bench, claims.masked)
     if claims.zeros is not None:
@@ -79,8 +84,10 @@ def keeps(bench: Bench) -> Iterator[Test]:
         yield (f"{len(names)} tensors are not sent", not there, f"{len(there)} were sent")
 
 
-def noise_test(first: ClientUpdate, second: ClientUpdate, scale: float) -> Test:
-    """Tests the variance of the noise, by two updates that differ in nothing else.
+def noise_tests(
+    first: ClientUpdate, second: ClientUpdate, scale: float, *, laplace: bool = False
+) -> Iterator[Test]:
+    """Tests the noise, by two updates that differ in nothing else: its variance, then the rest.
 
     The sum of n squared differences over 2 scale^2 is chi-square with n degrees of freedom for a
     normal distribution; the deviation of their mean is taken from the numbers themselves, which is
@@ -89,10 +96,22 @@ def noise_test(first: ClientUpdate, second: ClientUpdate, scale: float) -> Test:
     ratio_N = (all_numbers(first).double() - all_numbers(second).double()).square() / (2 * scale**2)
     mean, deviation = float(ratio_N.mean()), float(ratio_N.std()) / math.sqrt(len(ratio_N))
     off = (mean - 1) / deviation if deviation else math.copysign(math.inf, mean - 1)
-    return (
+    yield (
         f"the noise has standard deviation {scale:.4g}",
         abs(off) < DEVIATIONS,
         f"{scale * math.sqrt(mean):.4g} on {len(ratio_N):,} numbers, {off:+.1f} deviations off",
+    )
+    if abs(off) >= DEVIATIONS:
+        return
+    apart = {name: value - second.tensors[name] for name, value in first.tensors.items()}
+    tested = list(noise.tests(apart, noise.laplace if laplace else noise.normal))
+    wrong = [test for test in tested if test.p < noise.UNLIKELY]
+    yield (
+        f"the noise is {'Laplace' if laplace else 'normal'}, and independent from number to number",
+        not wrong,
+        "not by the test of " + ", ".join(f"{test.name} (p {test.p:.1g})" for test in wrong)
+        if wrong
+        else "each test sees: " + ", ".join(f"{test.name}, {test.sees}" for test in tested),
     )
 
 

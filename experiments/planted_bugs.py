@@ -1,0 +1,121 @@
+"""Which detector finds which planted bug of a private mechanism.
+
+    python experiments/planted_bugs.py [--only WORD]
+
+The bugs are those that tests plant, each in the code that a run uses: `BROKEN` of
+tests/audit/test_defense_checks.py and `MISTAKES` of tests/audit/test_canaries.py. Detectors:
+
+  check      what `fedleak check-defense` says, before anything is trained
+  canaries   alarms of `[canary]` in a run of two clients, or of the ledger about drawn examples
+  honest     the last lines: the same without a bug, where a detector must be silent
+
+A dash says that a detector is not for this defense: nothing is guaranteed, so there is no ledger,
+or the noise is the server's. It needs pytest. Each line takes some seconds.
+"""
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForSequenceClassification
+
+from fedleak.audit import defense_checks
+from fedleak.config.loading import parse
+from fedleak.models import loading
+from fedleak.util.errors import FedleakError
+
+TESTS = Path(__file__).parents[1] / "tests"
+sys.path += [str(TESTS / "audit"), str(TESTS / "helpers")]
+
+# After the path to them is there.
+test_canaries: Any = import_module("test_canaries")
+test_defense_checks: Any = import_module("test_defense_checks")
+
+Plant = Callable[[pytest.MonkeyPatch], object]
+
+CONTRADICTED = "the mechanism does not do what the ledger says"
+
+GUARANTEED = ("dp_sgd", "local_dp")
+AUDITED = (*GUARANTEED, "central_dp", "gaussian_noise")
+
+
+def main() -> None:
+    """Prints the table, a line as soon as it is known."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--only", default="", help="bugs whose name has this in it")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        small_model(Path(folder, "model"))
+        test_canaries.MODEL["name"] = test_defense_checks.SMALL["name"] = f"{folder}/model"
+        print("| planted | defense | check | canaries |\n|---|---|---|---|")
+        for number, (name, table, plant, settings) in enumerate(planted()):
+            if args.only in name:
+                found = (
+                    checked(table, plant),
+                    audited(Path(folder, str(number)), table, plant, settings),
+                )
+                print(f"| {name} | {table['kind']} | {' | '.join(found)} |", flush=True)
+
+
+def small_model(folder: Path) -> None:
+    """Saves a BERT of the built-in one's vocabulary that costs a tenth."""
+    table = test_defense_checks.TABLE | {"model": {"name": "builtin/bert-tiny"}}
+    model = loading.load(parse(table).model_spec(2))
+    config: Any = model.module.config
+    config.hidden_size, config.num_attention_heads, config.intermediate_size = 32, 2, 64
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
+    model.tokenizer.save_pretrained(folder)
+
+
+def planted() -> Iterator[tuple[str, dict[str, Any], Plant, dict[str, Any]]]:
+    """Yields each bug: its name, the defense, how it is planted, and a federation that shows it."""
+    for table, plant, _ in test_defense_checks.BROKEN:
+        if table["kind"] in AUDITED:
+            yield named(plant), table, plant, {}
+    for mistake, name in zip(test_canaries.MISTAKES, test_canaries.NAMES, strict=True):
+        plant, table, federation, count = getattr(mistake, "values", mistake)
+        yield name, table, plant, {"federation": federation, "count": count}
+    for table in (test_canaries.DP_SGD, test_canaries.POISSON, test_canaries.LOCAL_DP):
+        yield "nothing: honest", table, lambda patch: None, {}
+
+
+def named(plant: Plant) -> str:
+    """Returns what a bug is called."""
+    return str(getattr(plant, "__name__", plant)).replace("_", " ")
+
+
+def checked(table: dict[str, Any], plant: Plant) -> str:
+    """Returns what the check of defenses says, in short."""
+    with pytest.MonkeyPatch.context() as patch:
+        plant(patch)
+        findings = defense_checks.check(test_defense_checks.experiment_of(table))
+    failed = [finding.claim for finding in findings if not finding.holds]
+    return f"**found**: {failed[0]}" if failed else "not found"
+
+
+def audited(folder: Path, table: dict[str, Any], plant: Plant, settings: dict[str, Any]) -> str:
+    """Returns whether a run with canaries contradicts the ledger."""
+    if table["kind"] not in GUARANTEED:
+        return "-"
+    settings = {"count": 1 if table["kind"] == "local_dp" else 128, "samples": 64} | settings
+    experiment = test_canaries.experiment_of(table, **settings)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(defense_checks, "refuse_broken", lambda run, experiment: None)
+        test_canaries.client_context._protection.cache_clear()
+        plant(patch)
+        try:
+            wrong = test_canaries.audited(folder, experiment).read(test_canaries.SUMMARY).wrong
+        except FedleakError:  # some bugs are planted for a step that has texts, and others for none
+            return "the run fails"
+    return "**found**" if any(CONTRADICTED in sentence for sentence in wrong) else "not found"
+
+
+if __name__ == "__main__":
+    main()
