@@ -23,13 +23,15 @@ from fedleak.running import preparation
 
 EXPERIMENT = Path(__file__).parents[1] / "inconsistent-minilm.toml"
 
-LLAMA = ('model.name="${FEDLEAK_ASSETS}/models/stories15m"', "model.task=causal-lm")
-LORA = ("model.lora={rank=8}", "server.rounds=[2]", "threat.rounds=[2]", "federation.rounds=2")
+WHOLE = ("update.share=all",)
+LLAMA = (*WHOLE, 'model.name="${FEDLEAK_ASSETS}/models/stories15m"', "model.task=causal-lm")
+LORA = ("model.lora={rank=8}",)
 FEDAVG = ("federation.algorithm=fedavg", "federation.local_epochs=2", "federation.batch_size=4")
 PROTOCOL = '"secure_sum", protocol="secagg+", clipping=1.0, max_weight=8'
 
 SETTINGS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "MiniLM, gradient": ('"secure_sum"', ()),
+    "MiniLM, gradient of all parameters": ('"secure_sum"', WHOLE),
     "MiniLM, delta of 4 steps": ('"secure_sum"', FEDAVG),
     "MiniLM, gradient, SecAgg+": (PROTOCOL, ()),
     "LLaMA, next token, gradient": ('"secure_sum"', LLAMA),
@@ -39,14 +41,14 @@ SETTINGS: Mapping[str, tuple[str, tuple[str, ...]]] = {
 
 
 def captured(folder: Path, *changes: str) -> Mapping[str, Tensor]:
-    """Returns the last capture of a run that attacks nothing."""
+    """Returns the capture of a run of one round that attacks nothing."""
     shared = ("federation.rounds=1", "attack=[]", "utility.rounds=[]", "data.held_out=8")
     tables = read_tables(EXPERIMENT, [*shared, *changes])
     del tables["sweep"]
     experiment = parse(expanded(tables))
     run = preparation.prepare(experiment, folder)
     train(run, experiment)
-    return run.captures.read(expected_captures(experiment)[-1]).update.tensors
+    return run.captures.read(expected_captures(experiment)[0]).update.tensors
 
 
 def distance(found: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> float:
@@ -77,11 +79,8 @@ def main() -> None:
             server: tuple[str, ...] = ("server.mode=inconsistent", f"server.targets=[{target}]")
             with TemporaryDirectory() as folder:
                 found = captured(Path(folder, "sum"), *sized, *server, f"defense=[{{kind={kind}}}]")
-                # The same global model, which an honest round has made, and the same client.
-                alone = [change for change in sized if not change.startswith("server.")]
-                own = captured(
-                    Path(folder, "own"), *alone, "defense=[]", f"threat.clients=[{target}]"
-                )
+                alone = ("defense=[]", f"threat.clients=[{target}]")
+                own = captured(Path(folder, "own"), *sized, *alone)
             print(
                 f"| {name} | {clients} | {distance(found, own):.1e} "
                 f"| {', '.join(sorted(own.keys() - found.keys())) or 'none'} "

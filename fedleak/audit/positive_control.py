@@ -1,9 +1,9 @@
 """The positive control: what the same attacks read of undefended copies of the same batches.
 
 That attacks read little shows something only if they can read. A copy is the plain gradient, of all
-that is trained, at the model that a round starts from, of texts that a client trained on in that
-round: no defense, no local steps, no dropout, in float32. The audit makes it from the vault; the
-attack gets an observation of it as of any update, and no more facts than it is granted in the run.
+that is trained, at the model that a client was sent, of texts that it trained on in that round: no
+defense, no local steps, no dropout, in float32. The audit makes it from the vault; the attack gets
+an observation of it as of any update, and no more facts than it is granted in the run.
 
 The copies are captures of a run of their own below the run.
 """
@@ -143,6 +143,7 @@ def make_copies(run: Run, experiment: Experiment) -> Experiment | None:
 def _make(run: Run, control: Run, plain: Experiment, keys: Sequence[Key]) -> None:
     round = keys[0].round
     broadcast, local = run.model_sent(round).read(round), plain.local_training
+    mode = plain.mode_in(round)
     control.models.write(round, broadcast)
     model = loading.load(plain.model_spec(run.info()["num_labels"]), weights=False)
     models.load_parameters_(model, broadcast)
@@ -156,6 +157,7 @@ def _make(run: Run, control: Run, plain: Experiment, keys: Sequence[Key]) -> Non
             learning_rate=local.learning_rate,
             local_steps=local.steps(batch.batch_size),
             dropout=local.dropout,
+            server_mode=None if mode is None else mode.kind,
         )
         control.captures.write(Capture(key, update, known))
 

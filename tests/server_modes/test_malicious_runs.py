@@ -283,6 +283,8 @@ def test_attack_and_certificate_use_the_model_that_was_sent(shifted, in_process)
     assert is_undefended(experiment)
     assert distance(control.models.read(2), shifted.sent_models.read(2)) == 0
     assert shifted.read(SUMMARY).positive_control.together.exact == 1
+    known = {control.captures.about(key).knowledge.server_mode for key in control.captures.stored()}
+    assert known == {"shift"}
 
 
 def test_a_malicious_round_that_was_cut_short_gives_the_same_again(shifted, tmp_path):
