@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fedleak import detectors
+from fedleak.attacks.reconstruction import Status
 from fedleak.audit import scoring
 from fedleak.audit.metrics.intervals import clustered_mean
 from fedleak.cli.mistakes import mended
@@ -138,7 +139,8 @@ def main() -> int:
                 run.update_info(status="finished")
             trials += trials_of(run, cell)
             if cell.adaptive:
-                read += [(cell, row) for row in run.rows(LEAKAGE) if row.attack == "dager"]
+                rows = [row for row in run.rows(LEAKAGE) if row.attack == "dager"]
+                read += [(cell, row) for row in rows if row.status != Status.FAILED]
         drawing.save("detectors", lambda: figure(trials, read), args.out.with_suffix(".svg"))
         if left:
             print(f"{left} runs are not there, and are in no figure")
@@ -236,7 +238,8 @@ def page(trials: Sequence[Trial]) -> Iterator[str]:
     runs = len({trial.cell.folder for trial in honest})
     yield (
         f"Per cent of a client's rounds with an alarm, with 95 % intervals over runs. Honest: "
-        f"{count} rounds of clients in {runs} runs. Malicious: of the clients that were sent a "
+        f"{count} rounds of clients in {runs} runs, those in which the detector had something to "
+        "look at. Malicious: of the clients that were sent a "
         "changed model. A star: the detector has no limit by itself, and has that of public runs. "
         "`same_model` counts if it alarms in the client's next round, as far as there is one."
     )
@@ -245,7 +248,9 @@ def page(trials: Sequence[Trial]) -> Iterator[str]:
     yield "|---" * (len(modes) + 2) + "|"
     for kind in sorted(detectors.kinds()):
         star = "*" if any(place[1] == kind for place in public) else ""
-        row = [_rate([t for t in honest if t.kind == kind], public)]
+        # Where it had nothing to look at, its silence is no merit; a miss is a miss anyway.
+        looked = [t for t in honest if t.kind == kind and (t.statistic is not None or t.alarm)]
+        row = [f"{_rate(looked, public)} of {len(looked)}"]
         for mode in modes:
             of_mode = [t for t in judged if (t.kind, t.cell.mode) == (kind, mode) and t.changed]
             row.append(_rate(of_mode, public))
