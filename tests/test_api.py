@@ -263,7 +263,7 @@ def test_weight_decay_is_taken_out_of_a_delta(own, optimiser, dtype):
     untold = attack(own, delta, optimiser=optimiser, **options)
     assert len(untold.words) > 10 * len(used), "every row has moved"
     if optimiser == "adamw":
-        assert told.answer.knows == ("dropout", "learning_rate", "local_steps", "optimiser")
+        assert told.answer.knows == ("dropout", "learning_rate", "local_steps", "recipe")
 
 
 def test_what_was_not_trained_did_not_decay(own):

@@ -79,7 +79,7 @@ class SentUpdate(Table):
     """How many there were."""
     optimiser: Annotated[Optimiser, _one_of("optimiser", get_args(Optimiser))] = "sgd"
     """What the client stepped with: `sgd` (without momentum), `adam`, `adamw` or `other`. After any
-    but plain SGD an update is no gradient, and nothing is proved."""
+    but plain SGD an update is no gradient, and an answer is proved by replay alone."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Of that optimiser. It is taken out of a delta, but for that of `adam`, which is in the
     gradient."""

@@ -319,8 +319,8 @@ def _remarks(about: About) -> list[str]:
     """Returns what the reader of a run should know of how its clients train."""
     training = about.training
     possible = {
-        "an optimiser other than plain SGD changes how large each number of an update is: nothing "
-        "can be proved": training.optimiser != "sgd",
+        "an optimiser other than plain SGD changes how large each number of an update is: answers "
+        "are proved by replay alone": training.optimiser != "sgd",
         "weight decay was taken out of the updates": training.weight_decay > 0
         and training.optimiser in ("sgd", "adamw"),
         "Adam's weight decay is part of its gradient and stays in the updates": (

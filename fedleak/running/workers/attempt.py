@@ -1,14 +1,16 @@
 """One call of an attack, wherever the observations come from: what goes in, and what comes out.
 
 An attack may be anybody's, so what it returns is checked before it is believed: a claim of a proof
-is recomputed here.
+is recomputed here. Where a client's steps can be made again, a right answer is proved here, whoever
+gave it.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
-from fedleak.attacks import Attack, AttackSetting, Batched, OnProgress, certificate
+from fedleak.attacks import Attack, AttackSetting, Batched, OnProgress, certificate, replay
 from fedleak.attacks.reconstruction import Reconstruction, Status
 from fedleak.models import LanguageModel
 from fedleak.running.workers.answers import InvalidAnswerError, checked, one_line
@@ -93,15 +95,40 @@ def _answer(answer: object, seen: Observation, model: LanguageModel) -> Reconstr
             examples=seen.update.num_examples,
             listed=len(candidates.listed) if candidates else 0,
         )
+        if not certificate.is_linear(seen):
+            return _replayed(plain, seen, model)
         if plain.verified and not certificate.proves(model, plain.sequences or (), seen):
             raise InvalidAnswerError(
                 "it claims a proof, and the gradient of its sequences, recomputed, is not the "
                 "update"
-                if certificate.is_linear(seen)
-                else "it claims a proof, and nothing proves an update of several local steps, "
-                "dropout, half precision or another optimiser than SGD"
             )
         return plain
     except InvalidAnswerError as error:
         reason = one_line(f"the attack's answer is invalid: {error}")
         return Reconstruction.none(Status.FAILED, reason)
+
+
+def _replayed(answer: Reconstruction, seen: Observation, model: LanguageModel) -> Reconstruction:
+    """Returns an answer with what making the client's steps again says of it.
+
+    Raises:
+        InvalidAnswerError: It claims a proof that this does not confirm.
+    """
+    reason = replay.obstacle(seen)
+    replayed = replay.replay(model, answer.sequences or (), seen) if reason is None else None
+    if replayed is not None and replayed.verified:
+        proof = "proved by replay: the client's steps on these texts, made again, give the update"
+        return replace(
+            answer,
+            verified=True,
+            reason=proof,
+            diagnostics={**answer.diagnostics, **replayed.diagnostics()},
+        )
+    if answer.verified:
+        raise InvalidAnswerError(
+            "it claims a proof, and the client's steps on its sequences, made again, do not give "
+            f"the update{'' if reason is None else f': {reason}'}"
+        )
+    if replayed is None:
+        return answer
+    return replace(answer, diagnostics={**answer.diagnostics, **replayed.diagnostics()})

@@ -1,0 +1,140 @@
+"""Answers after several steps and after Adam: proved by making the client's steps again."""
+
+from dataclasses import replace
+
+import pytest
+
+from fedleak.attacks import replay
+from fedleak.attacks.reconstruction import Reconstruction, Status
+from fedleak.models import CAUSAL_LM, CLASSIFICATION, load_parameters_
+from fedleak.running.workers import attempt
+from fedleak.running.workers.model_state import changed, state
+from fedleak.training.local import local_update_
+from fedleak.training.observation import Knowledge, Observation, UpdateKind
+from fedleak.training.recipe import Recipe
+from fedleak.training.settings import LocalTraining
+
+pytestmark = pytest.mark.core
+
+RECIPES = {
+    "sgd": (Recipe(), 0.05),
+    "momentum": (Recipe(momentum=0.9), 0.05),
+    "adam": (Recipe(optimiser="adam", max_grad_norm=1.0), 1e-4),
+    "adamw": (Recipe(optimiser="adamw", weight_decay=0.01), 1e-4),
+    "mixed": (Recipe(optimiser="adamw", precision="bfloat16-mixed"), 1e-4),
+}
+LABELS = [0, 2, 1, 2]
+
+
+def sent_by_client(model, sequences, name, *, steps=2, **known):
+    """What the server sees of a client that makes its steps on these texts."""
+    recipe, rate = RECIPES[name]
+    how = LocalTraining(
+        kind=UpdateKind.DELTA,
+        batch_size=-(-len(sequences) // steps),
+        epochs=1,
+        learning_rate=rate,
+        dropout=False,
+        recipe=recipe,
+    )
+    before = {name: value.clone() for name, value in model.parameters().items()}
+    update = local_update_(model, sequences, LABELS[: len(sequences)], how, seed=11)
+    load_parameters_(model, before)
+    tensors = {
+        name: recipe.without_decay(value, before[name], rate, steps)
+        for name, value in update.tensors.items()
+    }
+    facts = {"learning_rate": rate, "local_steps": steps, "dropout": False, "local_epochs": 1}
+    return Observation(
+        round=1,
+        client=0,
+        update=replace(update, tensors=tensors),
+        knowledge=Knowledge(**facts | {"recipe": recipe} | known),
+    )
+
+
+def other_word(sequences):
+    """The texts with one word changed."""
+    first = list(sequences[0])
+    first[2] = first[2] + 1
+    return [tuple(first), *map(tuple, sequences[1:])]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_texts_of_two_steps_are_proved_and_no_others(small, texts, name):
+    model = small("llama", CAUSAL_LM)
+    sequences = [tuple(ids) for ids in model.encode(texts[:3])]
+    seen = sent_by_client(model, sequences, name)
+    before = state(model)
+    right = replay.replay(model, sequences[::-1], seen)  # in an order that is not the client's
+    wrong = replay.replay(model, other_word(sequences)[::-1], seen)
+    assert right.verified
+    assert right.apart < right.limit
+    assert not wrong.verified
+    assert wrong.cosine < right.cosine
+    assert changed(model, before) == []
+
+
+def test_classes_that_nobody_granted_are_found(small, texts):
+    model = small("bert", CLASSIFICATION)
+    sequences = [tuple(ids) for ids in model.encode(texts[:2])]
+    seen = sent_by_client(model, sequences, "adamw", steps=1)
+    assert replay.replay(model, sequences, seen).verified
+    assert not replay.replay(model, other_word(sequences), seen).verified
+
+
+def test_what_cannot_be_made_again_is_not_proved(small, texts):
+    model = small("llama", CAUSAL_LM)
+    sequences = [tuple(ids) for ids in model.encode(texts[:2])]
+    seen = sent_by_client(model, sequences, "adamw", steps=1)
+    assert replay.replay(model, sequences, seen).verified
+    for fact in ({"dropout": True}, {"dropout": None}, {"noise_scale": 0.1}):
+        known = replace(seen.knowledge, **fact)
+        assert replay.replay(model, sequences, replace(seen, knowledge=known)) is None, fact
+    other = replace(seen.knowledge, recipe=Recipe(optimiser="other"))
+    assert replay.replay(model, sequences, replace(seen, knowledge=other)) is None
+    assert replay.replay(model, sequences, replace(seen, client=-1)) is None
+    assert replay.replay(model, sequences[:1], seen) is None
+    few = {name: v for name, v in seen.update.tensors.items() if name.endswith("norm.weight")}
+    assert not replay.replay(
+        model, sequences, replace(seen, update=replace(seen.update, tensors=few))
+    ).verified
+
+
+def test_another_rounding_is_within_the_limit_and_another_recipe_is_not(small, texts):
+    model = small("llama", CAUSAL_LM)
+    sequences = [tuple(ids) for ids in model.encode(texts[:2])]
+    seen = sent_by_client(model, sequences, "adamw", steps=1)
+    twice = small("llama", CAUSAL_LM)
+    twice.module.double()
+    load_parameters_(twice, model.parameters())
+    exact = sent_by_client(twice, sequences, "adamw", steps=1).update
+    tensors = {name: value.float() for name, value in exact.tensors.items()}
+    assert replay.replay(
+        model, sequences, replace(seen, update=replace(exact, tensors=tensors))
+    ).verified
+    adam = replace(seen.knowledge, recipe=Recipe(optimiser="adamw"), learning_rate=2e-4)
+    assert not replay.replay(model, sequences, replace(seen, knowledge=adam)).verified
+
+
+def test_a_worker_proves_right_answers_and_refuses_wrong_claims(small, texts):
+    model = small("llama", CAUSAL_LM)
+    sequences = tuple(tuple(ids) for ids in model.encode(texts[:2]))
+    seen = sent_by_client(model, sequences, "adamw", steps=1)
+
+    def answered(texts, *, claims):
+        guess = Reconstruction(
+            status=Status.RECOVERED, sequences=tuple(texts), evidence=(0.0, 0.0), verified=claims
+        )
+        (answer,) = attempt.answers([guess], [seen], model, ())
+        return answer
+
+    right = answered(sequences, claims=False)
+    assert right.verified
+    assert "replay" in right.reason
+    wrong = answered(other_word(sequences), claims=False)
+    assert not wrong.verified
+    assert (
+        wrong.diagnostics["replay_cosine"] < right.diagnostics["replay_cosine"] == pytest.approx(1)
+    )
+    assert answered(other_word(sequences), claims=True).status == Status.FAILED
