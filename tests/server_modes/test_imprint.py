@@ -4,9 +4,14 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from fedleak.attacks.reconstruction import Status
+from fedleak.config.loading import parse
+from fedleak.flower.engines import train
 from fedleak.models import CAUSAL_LM, load_parameters_, pad
+from fedleak.running import pipeline, preparation
 from fedleak.server_modes import ModeSetting
 from fedleak.server_modes.imprint import Imprint, planted
+from fedleak.store.records import LEAKAGE
 from fedleak.training.observation import UpdateKind
 from fedleak.training.settings import LocalTraining
 from fedleak.util.rng import stream
@@ -105,3 +110,25 @@ def test_it_says_where_it_cannot_work(small):
     sent = setting(bert)
     bert.module.requires_grad_(False)
     assert "model.lora" in Imprint().obstacle(sent, bert)
+
+
+def test_a_run_reads_the_batches_of_its_malicious_round_and_no_other(tmp_path, saved, in_process):
+    table = {
+        "name": "imprinted",
+        "seed": 3,
+        "model": {"name": saved("bert")},
+        "data": {"name": "builtin/notes", "samples": 4, "held_out": 30, "max_length": 6},
+        "federation": {"clients": 2, "rounds": 2, "batch_size": 2, "learning_rate": 0.1},
+        "server": {"mode": "imprint", "rounds": [2]},
+        "attack": [{"kind": "imprint"}],
+        "audit": {"controls": False},
+        "utility": {"rounds": []},
+        "workers": {"devices": ["cpu"]},
+    }
+    experiment = parse(table)
+    run = preparation.prepare(experiment, tmp_path / "run")
+    pipeline.carry_out(run, experiment, train)
+    rows = [row for row in run.rows(LEAKAGE) if row.attack == "imprint"]
+    assert [row.status for row in rows if row.round == 1] == [Status.INADMISSIBLE] * 2
+    read = [(row.exact_match, row.verified) for row in rows if row.round == 2]
+    assert read == [(1.0, True)] * 2

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 
 from fedleak.attacks import AttackSetting, certificate
 from fedleak.attacks.analytic.embedding_rows import used_rows
+from fedleak.attacks.certificate import PRECISION
 from fedleak.attacks.clock import UNLIMITED
 from fedleak.attacks.imprinted.bins import Words, pursue, read_bins
 from fedleak.attacks.imprinted.checksum import Checksum, Text, read_texts
@@ -26,10 +26,10 @@ from fedleak.attacks.matching.batch_structure import frame
 from fedleak.attacks.reconstruction import Reconstruction, Status
 from fedleak.models import LanguageModel
 from fedleak.server_modes.imprint import Imprint, planted
-from fedleak.training.observation import Observation
+from fedleak.training.observation import Observation, UpdateKind
 
-_PLACES = 64
-"""Positions that are considered where noise hides how many were used."""
+_PLACES = 40
+"""Positions that are considered where it is not known how many were used."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class ImprintReader:
             return Reconstruction.none(Status.ABSTAINED, reason)
         (first,) = model.family.modules(0)["f"]
         bins = read_bins(tensors[first], known)
-        words = _words(model, tensors)
+        words = _words(model, seen)
         size = len(known.project_KD)
         picked = pursue(bins, words, slice(size, None), rng)
         exact = splits(bins, words, picked, size)
@@ -98,16 +98,22 @@ class ImprintReader:
         return _answer(seen, model, words.ids_V.tolist(), read, numbers)
 
 
-def _words(model: LanguageModel, tensors: Mapping[str, Tensor]) -> Words:
-    """Returns the words and positions that have a gradient, or all where noise hides which."""
-    family = model.family
+def _words(model: LanguageModel, seen: Observation) -> Words:
+    """Returns the words and positions that have a gradient, or all where these may be lost.
+
+    The imprint takes most of the update, so that the embeddings' gradients are small: half
+    precision makes zeros of them, and a delta is rounded as the weights are.
+    """
+    family, update = model.family, seen.update
     word, place = (
-        used_rows(tensors[name]) if name is not None and name in tensors else None
+        used_rows(update.tensors[name]) if name is not None and name in update.tensors else None
         for name in (family.word_embedding, family.position_embedding)
     )
-    ids_V = torch.tensor(word.rows) if word and word.complete else torch.arange(model.vocabulary)
-    places = place.rows[-1] + 1 if place else min(_PLACES, model.max_length)
-    return Words(family.token_table(model.module), ids_V, places)
+    precise = update.kind == UpdateKind.GRADIENT and certificate.precision(seen) <= PRECISION
+    if not (precise and word and word.complete and place):
+        places = min(_PLACES, model.max_length)
+        return Words(family.token_table(model.module), torch.arange(model.vocabulary), places)
+    return Words(family.token_table(model.module), torch.tensor(word.rows), place.rows[-1] + 1)
 
 
 def _answer(

@@ -24,7 +24,7 @@ from fedleak.attacks.matching.batch_structure import Frame
 from fedleak.models.family import TokenTable
 from fedleak.server_modes.imprint import Planted
 
-ROOM = 1.5
+ROOM = 2.0
 """How many times the size of the noise what is left of an explained bin may have."""
 
 ROUNDING = 1e-5
@@ -82,14 +82,22 @@ def read_bins(gradient_ND: Tensor, planted: Planted) -> Bins:
     """
     rows_ND = gradient_ND.double().cpu() * planted.sign_N[:, None]
     sum_ND = rows_ND - torch.cat([rows_ND[1:], torch.zeros_like(rows_ND[:1])])
+    # Rows of neurons without a token between them are equal, and so is their rounding.
+    differ_N = sum_ND.any(1).double()
     square_N = sum_ND.sum(1).square() / sum_ND.shape[1]
-    ends = (_NEIGHBOURS, _NEIGHBOURS)
-    padded_N = torch.nn.functional.pad(square_N[None, None], ends, mode="replicate")
-    noise_N = torch.nn.functional.avg_pool1d(padded_N, 2 * _NEIGHBOURS + 1, 1)[0, 0].sqrt()
+    squares_N, counts_N = (_around(value_N) for value_N in (square_N, differ_N))
+    noise_N = (squares_N / counts_N.clamp_min(1)).sqrt()
     sum_ND, noise_N = sum_ND.float(), noise_N.float()
     limit_N = ROOM * math.sqrt(sum_ND.shape[1]) * noise_N + ROUNDING * sum_ND.norm(dim=1)
     ends_N = torch.cat([planted.edge_N[1:], planted.edge_N.new_tensor([math.inf])])
     return Bins(sum_ND, noise_N, limit_N, planted.edge_N - planted.step, ends_N + planted.step)
+
+
+def _around(value_N: Tensor) -> Tensor:
+    """Returns the sum over the neighbours of each number, and itself."""
+    ones = value_N.new_ones(1, 1, 2 * _NEIGHBOURS + 1)
+    sums_N: Tensor = torch.nn.functional.conv1d(value_N[None, None], ones, padding=_NEIGHBOURS)
+    return sums_N[0, 0]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,155 @@
+"""What the attack `imprint` reads of real sentences, plain and after what clients do to updates.
+
+    python experiments/benchmarks/imprint.py [--batches 20] [--data cola] [--sizes 64]
+        [--only plain]
+
+Needs FEDLEAK_ASSETS: MiniLM with CoLA and Rotten Tomatoes. Sentences and batches are drawn with the
+seed; half of each data set is the clients' and 400 sentences of the other half are public. A line
+for each setting: the share of sentences that are certified and right, with its interval over
+batches, the certified ones that are wrong, the batches that are proved, and CPU seconds for each.
+Noise is relative to the root mean square of the whole update.
+"""
+
+import argparse
+import math
+import os
+import random
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from time import process_time
+
+import torch
+from torch import Tensor
+
+from fedleak.attacks.imprinted.attack import ImprintReader
+from fedleak.audit.metrics.intervals import clustered_mean
+from fedleak.models import CLASSIFICATION, LanguageModel, ModelSpec, load_parameters_, loading
+from fedleak.server_modes.imprint import Imprint
+from fedleak.training.local import local_update_
+from fedleak.training.observation import Example, Knowledge, Observation, UpdateKind
+from fedleak.training.settings import LocalTraining
+from fedleak.util.rng import stream
+
+ASSETS = Path(os.environ.get("FEDLEAK_ASSETS", "shared"))
+PUBLIC = 400
+
+SETTINGS: Mapping[str, Mapping[str, float]] = {
+    "plain": {},
+    "clipped to a norm of 0.1": {"clip": 0.1},
+    "float16": {"half": 1},
+    "noise 1e-5": {"noise": 1e-5},
+    "noise 1e-4": {"noise": 1e-4},
+    "noise 1e-3": {"noise": 1e-3},
+    "one step, delta": {"steps": 1},
+    "two steps, delta": {"steps": 2},
+    "four steps, delta": {"steps": 4},
+}
+"""By name what the client does."""
+
+
+def sentences(name: str) -> list[str]:
+    """Returns all sentences of a data set, shuffled."""
+    folder = ASSETS / "data" / name
+    if name == "cola":
+        rows = (folder / "in_domain_train.tsv").read_text().splitlines()
+        texts = [row.split("\t")[3] for row in rows]
+    else:
+        files = sorted(folder.glob("rt-polarity.utf8.*"))
+        texts = [row.strip() for file in files for row in file.read_text().splitlines()]
+    random.Random(0).shuffle(texts)
+    return texts
+
+
+def changed(tensors: Mapping[str, Tensor], change: Mapping[str, float]) -> dict[str, Tensor]:
+    """Returns an update as it is sent."""
+    square = math.fsum(float(value.double().square().sum()) for value in tensors.values())
+    numbers = sum(value.numel() for value in tensors.values())
+    factor = min(1.0, change.get("clip", math.inf) / math.sqrt(square))
+    noise, rng = change.get("noise", 0.0) * math.sqrt(square / numbers), stream(0, "noise")
+    sent = {}
+    for name, value in tensors.items():
+        other = factor * value
+        if noise:
+            other = other + noise * torch.randn(value.shape, generator=rng)
+        sent[name] = other.half() if change.get("half") else other
+    return sent
+
+
+def observed(
+    model: LanguageModel, texts: list[str], change: Mapping[str, float], seed: int
+) -> tuple[Observation, Counter[tuple[int, ...]]]:
+    """Returns what the server sees of a client with these texts, and the texts."""
+    ids = [tuple(text) for text in model.encode(texts)]
+    labels = torch.randint(2, (len(ids),), generator=stream(seed, "labels")).tolist()
+    steps = int(change.get("steps", 0))
+    local = LocalTraining(
+        kind=UpdateKind.DELTA if steps else UpdateKind.GRADIENT,
+        batch_size=math.ceil(len(ids) / max(steps, 1)),
+        epochs=1,
+        learning_rate=0.05,
+        dropout=False,
+    )
+    before = {name: value.clone() for name, value in model.parameters().items()}
+    update = local_update_(model, ids, labels, local, seed=seed)
+    load_parameters_(model, before)
+    model.module.zero_grad()
+    known = Knowledge(
+        learning_rate=0.05, local_steps=max(steps, 1), dropout=False, server_mode="imprint"
+    )
+    sent = replace(update, tensors=changed(update.tensors, change))
+    return Observation(round=1, client=0, update=sent, knowledge=known), Counter(ids)
+
+
+def row(name: str, size: int, setting: str, batches: int) -> str:
+    """Returns a line of the table."""
+    texts = sentences(name)
+    half = len(texts) // 2
+    spec = ModelSpec(
+        name=str(ASSETS / "models" / "minilm-l6-h384"), task=CLASSIFICATION, num_labels=2
+    )
+    model = loading.load(spec)
+    public = [Example(tuple(ids), 0) for ids in model.encode(texts[half : half + PUBLIC])]
+    changes = Imprint().broadcast(model, targeted=True, public=public, rng=stream(0, "server"))
+    load_parameters_(model, {**model.parameters(), **changes})
+    right, wrong, proved, seconds = [], 0, 0, 0.0
+    for batch in range(batches):
+        drawn = random.Random(batch).sample(texts[:half], size)
+        seen, truth = observed(model, drawn, SETTINGS[setting], batch)
+        begun = process_time()
+        answer = ImprintReader()(seen, model, rng=stream(batch, "attack"))
+        seconds += process_time() - begun
+        certain = Counter((answer.sequences or ())[: answer.diagnostics.get("certified", 0)])
+        if answer.verified:
+            certain = Counter(answer.sequences or ())
+        right.append((certain & truth).total() / size)
+        wrong += (certain - truth).total()
+        proved += answer.verified
+    share = clustered_mean(right, list(range(batches)), most=1.0)
+    return (
+        f"| {name} | {size} | {setting} | {batches} | {100 * share.mean:.1f} "
+        f"[{100 * share.low:.1f}, {100 * share.high:.1f}] | {wrong} | {proved} "
+        f"| {seconds / batches:.1f} |"
+    )
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--batches", type=int, default=20)
+    parser.add_argument("--data", nargs="+", default=["cola", "rotten_tomatoes"])
+    parser.add_argument("--sizes", type=int, nargs="+", default=[64, 128])
+    parser.add_argument("--only", nargs="+", choices=list(SETTINGS), default=list(SETTINGS))
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    print("| data | texts | the client | batches | certified, % | wrong | proved | CPU seconds |")
+    print("|---|---|---|---|---|---|---|---|")
+    for name in options.data:
+        for size in options.sizes:
+            for setting in options.only:
+                print(row(name, size, setting, options.batches), flush=True)
+
+
+if __name__ == "__main__":
+    main()
