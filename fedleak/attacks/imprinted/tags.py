@@ -36,10 +36,12 @@ class Tags(NamedTuple):
     Attributes:
         tag_SK: Of each text.
         error_S: Standard deviation of its numbers.
+        bins_S: How many bins gave it.
     """
 
     tag_SK: Tensor
     error_S: Tensor
+    bins_S: Tensor
 
     def spread(self) -> float:
         """Returns how far tags are apart: the root of the mean squared number of a tag."""
@@ -149,10 +151,8 @@ def more_tags(exact: Sequence[Split], tags: Tags, word_ST: Tensor | None = None)
         new_S = torch.tensor(known.query(more.tag_SK.numpy())[0] > radius)
         if not new_S.any():
             return tags
-        tags = Tags(
-            torch.cat([tags.tag_SK, more.tag_SK[new_S]]),
-            torch.cat([tags.error_S, more.error_S[new_S]]),
-        )
+        both = zip(tags, more, strict=True)
+        tags = Tags(*(torch.cat([old, new[new_S]]) for old, new in both))
         if word_ST is not None:
             return tags  # whose texts are to be read first
 
@@ -179,10 +179,12 @@ def without_mixtures(tags: Tags) -> Tags:
     """Returns the tags that are not on a line through two others.
 
     Two equal tokens of two texts in one bin look like a single token, with a mixture of both tags.
+    Of three tags on a line, the one that the fewest bins gave is the mixture.
     """
     kept = torch.ones(len(tags.tag_SK), dtype=torch.bool)
     size = tags.tag_SK.shape[1]
-    for text in tags.error_S.argsort(descending=True).tolist():
+    order = sorted(range(len(kept)), key=lambda t: (int(tags.bins_S[t]), -float(tags.error_S[t])))
+    for text in order:
         others_XK = tags.tag_SK[kept & (torch.arange(len(kept)) != text)] - tags.tag_SK[text]
         sizes_X = others_XK.norm(dim=1)
         cosine_XX = (others_XK / sizes_X[:, None]) @ (others_XK / sizes_X[:, None]).T
@@ -192,7 +194,7 @@ def without_mixtures(tags: Tags) -> Tags:
         room_X = _ALIKE * math.sqrt(size) * error / sizes_X
         sine_XX = (1 - cosine_XX.double().square()).clamp_min(0).sqrt()
         kept[text] = not bool((sine_XX < room_X[:, None] + room_X).any())
-    return Tags(tags.tag_SK[kept], tags.error_S[kept])
+    return Tags(*(values[kept] for values in tags))
 
 
 def _clusters(points_PK: Tensor, errors_P: Tensor, exact: float) -> Tags:
@@ -206,7 +208,7 @@ def _clusters(points_PK: Tensor, errors_P: Tensor, exact: float) -> Tags:
     room = math.sqrt(points_PK.shape[1])
     weight_P = errors_P.double().clamp_min(1e-30) ** -2
     free_P = torch.ones(len(points_PK), dtype=torch.bool)
-    centres, errors = [], []
+    centres, errors, bins = [], [], []
     for point in errors_P.argsort().tolist():
         if not free_P[point]:
             continue
@@ -216,4 +218,5 @@ def _clusters(points_PK: Tensor, errors_P: Tensor, exact: float) -> Tags:
         total = weight_P[own_P].sum()
         centres.append(((points_PK[own_P] * weight_P[own_P, None]).sum(0) / total).float())
         errors.append(float(total) ** -0.5)
-    return Tags(torch.stack(centres), torch.tensor(errors))
+        bins.append(int(own_P.sum()))
+    return Tags(torch.stack(centres), torch.tensor(errors), torch.tensor(bins))

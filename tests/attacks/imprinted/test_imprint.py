@@ -69,7 +69,11 @@ def exactly(model, truth):
         word_ST[text, : len(ids)] = torch.tensor([index[token] for token in ids])
     checksum = Checksum(words.whole() @ known.project_KD.T + known.shift_K, 1.0)
     rows = [[word for word in row if word >= 0] for row in word_ST.tolist()]
-    tags = Tags(torch.stack([checksum.tag(row) for row in rows]), torch.full((len(rows),), 1e-6))
+    tags = Tags(
+        torch.stack([checksum.tag(row) for row in rows]),
+        torch.full((len(rows),), 1e-6),
+        torch.ones(len(rows)),
+    )
     return words, checksum, tags, word_ST
 
 
@@ -140,7 +144,8 @@ def test_a_mixture_of_two_tags_is_no_tag():
     rng = torch.Generator().manual_seed(1)
     tag_SK = torch.randn(20, 16, generator=rng)
     mixed_1K = 1.7 * tag_SK[3] - 0.7 * tag_SK[11]
-    tags = Tags(torch.cat([tag_SK, mixed_1K[None]]), torch.tensor([1e-6] * 20 + [2e-6]))
+    bins = torch.tensor([2] * 20 + [1])
+    tags = Tags(torch.cat([tag_SK, mixed_1K[None]]), torch.full((21,), 1e-6), bins)
     assert without_mixtures(tags).tag_SK.equal(tag_SK)
 
 
@@ -164,7 +169,7 @@ def test_right_texts_fit_and_one_wrong_word_is_found_or_refused(model, truth):
         assert text.words == tuple(word for word in right_T if word >= 0)
     # Two wrong words, and a tag of another text.
     wrong_ST[:, 3] = (word_ST[:, 3] + 1) % len(checksum.part_VTK)
-    swapped = Tags(tags.tag_SK.roll(1, 0), tags.error_S)
+    swapped = tags._replace(tag_SK=tags.tag_SK.roll(1, 0))
     for read in (
         read_texts(wrong_ST, checksum, tags, None, closing),
         read_texts(word_ST, checksum, swapped, None, closing),
@@ -181,7 +186,7 @@ def test_missing_words_follow_from_the_tag_unless_it_is_too_coarse(model, truth)
         tuple(word for word in row if word >= 0) for row in word_ST.tolist()
     ]
     assert all(text.certified for text in read)
-    coarse = Tags(tags.tag_SK, torch.full_like(tags.error_S, 0.3))
+    coarse = tags._replace(error_S=torch.full_like(tags.error_S, 0.3))
     assert not any(text.certified for text in read_texts(gaps_ST, checksum, coarse, None, None))
     gaps_ST[:, 2] = -1
     assert not any(text.certified for text in read_texts(gaps_ST, checksum, tags, None, None))
