@@ -95,8 +95,8 @@ def read_bins(gradient_ND: Tensor, planted: Planted) -> Bins:
 
 def _around(value_N: Tensor) -> Tensor:
     """Returns the sum over the neighbours of each number, and itself."""
-    ones = value_N.new_ones(1, 1, 2 * _NEIGHBOURS + 1)
-    sums_N: Tensor = torch.nn.functional.conv1d(value_N[None, None], ones, padding=_NEIGHBOURS)
+    window = value_N.new_ones(1, 1, 2 * _NEIGHBOURS + 1)
+    sums_N: Tensor = torch.nn.functional.conv1d(value_N[None, None], window, padding=_NEIGHBOURS)
     return sums_N[0, 0]
 
 
