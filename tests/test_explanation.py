@@ -31,8 +31,8 @@ def test_every_attack_is_in_it_and_those_of_the_file_are_marked():
     found = explained(attack=[{"kind": "dlg", "name": "mine"}])
     assert {one.name for one in found.attacks} == (attacks.kinds().keys() - {"dlg"}) | {"mine"}
     assert {one.name for one in found.attacks if one.listed} == {"probes", "mine"}
-    # Only what runs somebody's program does not know which.
-    assert {one.name for one in found.attacks if one.reason} == {"command"}
+    # What runs somebody's program does not know which, and an honest server imprints nothing.
+    assert {one.name for one in found.attacks if one.reason} == {"command", "imprint"}
 
 
 def test_an_attack_that_cannot_work_says_why_whether_it_is_listed_or_not():

@@ -199,7 +199,7 @@ def absences(run: Run) -> Iterator[str]:
     lost = {
         round: sorted({*clients} - {*refused.get(round, ())})
         for round, clients in info.get("dropped_out", {}).items()
-        if int(round) not in skipped
+        if round not in map(str, skipped)
     }
     if listed := _by_round(lost):
         yield (

@@ -17,6 +17,9 @@ REMEDY = (
 
 Count = Annotated[int, Field(ge=0)]
 
+RoundName = Annotated[str, Field(pattern=r"^[1-9][0-9]{0,8}$")]
+"""A round as the key of a table."""
+
 
 class Sizes(TypedDict):
     """Examples of the data: those of all clients, and those that nobody trains on."""
@@ -65,7 +68,7 @@ class Info(Begun, total=False):
     remarks: list[str]
     node_examples: list[Annotated[int, Field(gt=0)]]
     dropped_out: dict[str, list[Count]]
-    refused: dict[str, list[Count]]
+    refused: dict[RoundName, list[Count]]
     skipped: list[Count]
     failure: dict[str, str] | None
     tapped: str

@@ -10,6 +10,7 @@ from fedleak.attacks.certificate import PRECISION, Member, Units
 from fedleak.attacks.clock import Clock
 from fedleak.models import CAUSAL_LM, CLASS_LOSSES, CLASSIFICATION, pad
 from fedleak.training.observation import Knowledge, UpdateKind
+from fedleak.training.recipe import Recipe
 from fedleak.training.wire import partial_update
 from fedleak.util.rng import stream
 
@@ -357,7 +358,7 @@ def test_a_claim_of_a_proof_stands_on_the_tokens_of_the_whole_batch_alone(
     }
     for what, sequences in wrong.items():
         assert not certificate.proves(model, sequences, truth.seen), what
-    for blurred in ({"local_steps": 2}, {"dropout": True}, {"optimiser": "adam"}):
+    for blurred in ({"local_steps": 2}, {"dropout": True}, {"recipe": Recipe(optimiser="adam")}):
         seen = replace(truth.seen, knowledge=Knowledge(learning_rate=0.1, **blurred))
         assert not certificate.proves(model, right, seen), blurred
 

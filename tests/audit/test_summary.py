@@ -190,7 +190,7 @@ def test_a_run_is_summed_up(tmp_path: Path) -> None:
         "name": "small", "status": "finished", "server": None, "fedleak": "0",
         "model_fingerprint": "abc",
         "captures": 1, "ladder": None, "defended": (), "privacy": None, "canary": None,
-        "membership": None, "positive_control": None, "utility_before": utility[0].model_dump(),
+        "membership": None, "positive_control": None, "detections": None, "utility_before": utility[0].model_dump(),
         "utility": utility[2].model_dump(), "held_out": 4,
         "utility_reference": Baseline(steps=3, accuracy=0.5).model_dump(), "missing": ("m",),
         "awaited": ("a",), "notes": ("n",), "unscored": 2,

@@ -178,8 +178,13 @@ def _totals(summary: RunSummary, last: int) -> Iterator[Metric]:
     for parts, figures in of_all.items():
         for figure in ("exact_match", "rougeL", "token_recall"):
             estimate: Estimate | None = getattr(figures, figure)
-            for end, value in (estimate.model_dump() if estimate else {}).items():
+            if estimate is None:
+                continue
+            for end, value in estimate.model_dump(exclude={"of_clients"}).items():
                 yield Metric(("total", *parts, figure, end), last, value)
+            if estimate.of_clients is not None:
+                for end, value in estimate.of_clients.model_dump().items():
+                    yield Metric(("total", *parts, figure, "of_clients", end), last, value)
 
 
 def _tags(info: Mapping[str, Any], summary: RunSummary) -> dict[str, str]:

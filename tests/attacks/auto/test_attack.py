@@ -71,7 +71,7 @@ NOTHING = Reading(Reconstruction.none(Status.ABSTAINED, "read nothing"), ())
     [
         (("bert",), ["keyspan"]),
         (("gpt2", CAUSAL_LM), ["keyspan"]),
-        (("llama", CAUSAL_LM), ["dager"]),
+        (("llama", CAUSAL_LM), ["keyspan"]),
     ],
 )
 def test_nobody_is_asked_after_a_proof(small, observe, asked, built, kinds):

@@ -80,7 +80,9 @@ def test_it_gets_the_update_the_knowledge_and_the_model(program, seen, bert_tiny
         "labels": list(seen.labels),
         "lengths": None,
         "noise_scale": None,
-        "optimiser": None,
+        "local_epochs": None,
+        "recipe": None,
+        "server_mode": None,
     }
     assert table["update"] == {"kind": "gradient", "num_examples": 2}
     update = load_file(kept / "update.safetensors")
