@@ -267,9 +267,9 @@ def page(trials: Sequence[Trial]) -> Iterator[str]:
         cells = []
         for kind in sorted(detectors.kinds()):
             of_kind = [trial for trial in of_setting if trial.kind == kind]
-            looked = any(trial.statistic is not None for trial in of_kind)
             alarms = sum(alarmed(trial, public) for trial in of_kind)
-            cells.append(str(alarms) if looked else "-")
+            had_something = any(trial.statistic is not None for trial in of_kind)
+            cells.append(str(alarms) if had_something else "-")
         yield f"| {setting} | {rounds} | " + " | ".join(cells) + " |"
     yield from _rounds_needed(judged)
 

@@ -148,7 +148,8 @@ def absent(run: Run) -> frozenset[Key]:
     """Returns what is no capture and will be none: of clients that refused, and of no sum."""
     info: Mapping[str, Any] = run.info() if run.exists() else {}
     out, skipped = info.get("dropped_out", {}), info.get("skipped", [])
-    lost = info.get("refused", {}) | {str(round): [*out.get(str(round), ()), EVERYONE] for round in skipped}
+    not_summed = {str(round): [*out.get(str(round), ()), EVERYONE] for round in skipped}
+    lost = info.get("refused", {}) | not_summed
     return frozenset(
         Key(int(round), client) for round, clients in lost.items() for client in clients
     )

@@ -193,10 +193,12 @@ def candidates(
         return [] if table.position_PD is None else tokens_in_span(table, span, rng, clock)
     if table.position_PD is None:
         begin = bag.tokens_N == model.tokenizer.bos_token_id
+        # The last target of next-token training is no input, and has a place in the text.
+        places = model.max_length - len(certificate.close(model, ()))
         if not begin.any():
-            return [bag.tokens_N] * model.max_length
+            return [bag.tokens_N] * places
         # A token after itself alone changes nothing: only its first place counts.
-        return [bag.tokens_N[begin], *[bag.tokens_N[~begin]] * (model.max_length - 1)]
+        return [bag.tokens_N[begin], *[bag.tokens_N[~begin]] * (places - 1)]
     bag_A, position_A = pairs(table, bag, span)
     return [bag.tokens_N[bag_A[position_A == p]] for p in range(bag.positions)]
 

@@ -243,6 +243,14 @@ def test_a_search_of_one_length_ends_with_its_nearest_when_time_is_up(
     assert all(one.excess < ACCEPT for one in passed)
 
 
+@pytest.mark.parametrize(("family", "task"), ROTARY)
+def test_a_sequence_and_its_last_target_fit_the_model(small, observe, family, task):
+    model = small(family, task)
+    spans = layer_spans(model.family, observe(model, ["she said so"]).seen.update.tensors)
+    slots = dager.candidates(model, spans.first, stream(0, "dager"), ENDLESS)
+    assert len(certificate.close(model, range(len(slots)))) == model.max_length
+
+
 @torch.no_grad()
 def test_of_all_that_noise_lets_pass_only_those_answered_get_a_margin(sentences, monkeypatch):
     make, model, _ = sentences
