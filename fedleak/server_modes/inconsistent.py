@@ -57,6 +57,11 @@ class Inconsistent(ServerMode):
                 "clients send no parameter whose gradient it can make vanish: let them send more "
                 "than the classifier (update.share, model.lora)"
             )
+        if setting.local.recipe.weight_decay and not _adapters(setting.sent):
+            return (
+                "client.weight_decay moves the weights of all clients, also where no gradient is: "
+                "set it to 0, or train adapters (model.lora), which are zero at the others"
+            )
         return None
 
     def target(self, clients: Sequence[int], round: int, *, rng: torch.Generator) -> int | None:

@@ -9,6 +9,7 @@ from fedleak.models.lora import Lora
 from fedleak.server_modes import ModeSetting, changed_state
 from fedleak.training.local import local_update_
 from fedleak.training.observation import Example, UpdateKind
+from fedleak.training.recipe import Recipe
 from fedleak.training.settings import LocalTraining
 from fedleak.util.errors import FedleakError
 from fedleak.util.rng import stream
@@ -103,8 +104,22 @@ def test_a_target_is_one_of_the_round_and_the_same_again(kind):
         {},
         {"dropout": True},
         {"kind": UpdateKind.DELTA, "batch_size": 1, "epochs": 3, "learning_rate": 1.0},
+        {
+            "kind": UpdateKind.DELTA,
+            "batch_size": 1,
+            "epochs": 2,
+            "learning_rate": 1e-3,
+            "recipe": Recipe(optimiser="adamw", weight_decay=0.1),
+        },
+        {
+            "kind": UpdateKind.DELTA,
+            "batch_size": 1,
+            "epochs": 2,
+            "learning_rate": 0.1,
+            "recipe": Recipe(momentum=0.9),
+        },
     ],
-    ids=["a gradient", "dropout", "several steps"],
+    ids=["a gradient", "dropout", "several steps", "AdamW with weight decay", "momentum"],
 )
 def test_other_clients_send_nothing_of_what_is_called_the_targets(kind, local, model):
     mode, names = made(kind), frozenset(model.trained())
