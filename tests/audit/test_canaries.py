@@ -364,7 +364,9 @@ def clipping_of_the_mean(patch):
     def clipped_sum_(model, batch, joining, hooks, optimizer, ghost):
         norms = private_steps._clipped_examples_(model, batch, hooks, optimizer, ghost)
         sums = {name: p.summed_grad for name, p in model.trained().items()}
-        joining.planted.add_(sums, joining.takes_part_K, torch.ones(joining.planted.canaries.count))
+        if joining is not None:
+            planted = joining.planted
+            planted.add_(sums, joining.takes_part_K, torch.ones(planted.canaries.count))
         whole = torch.stack([value.norm() for value in sums.values()]).norm()
         for value in sums.values():
             value *= min(1.0, float(optimizer.max_grad_norm * len(batch[0]) / whole))
