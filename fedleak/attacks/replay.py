@@ -148,6 +148,8 @@ def replay(
     cosine, arrangement = best
     own_X = flat(steps_again(model, arrangement.batches(closed), seen))
     apart = float((sent_X - own_X).norm() / sent_X.norm())
+    if not math.isfinite(apart):  # an update of zeros, or steps that diverge
+        return None
     if apart > PROMISING or not can_tell(model, closed, seen):
         return Replayed(cosine, apart, None, False)
     rng = torch.Generator().manual_seed(0)

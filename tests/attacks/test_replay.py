@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from fedleak.attacks import replay
 from fedleak.attacks.reconstruction import Reconstruction, Status
@@ -99,6 +100,15 @@ def test_what_cannot_be_made_again_is_not_proved(small, texts):
     assert not replay.replay(
         model, sequences, replace(seen, update=replace(seen.update, tensors=few))
     ).verified
+
+
+def test_an_update_of_zeros_is_told_nothing(small, texts):
+    model = small("llama", CAUSAL_LM)
+    sequences = [tuple(ids) for ids in model.encode(texts[:2])]
+    seen = sent_by_client(model, sequences, "sgd")
+    nothing = {name: torch.zeros_like(value) for name, value in seen.update.tensors.items()}
+    seen = replace(seen, update=replace(seen.update, tensors=nothing))
+    assert replay.replay(model, sequences, seen) is None
 
 
 def test_another_rounding_is_within_the_limit_and_another_recipe_is_not(small, texts):
