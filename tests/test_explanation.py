@@ -2,6 +2,7 @@ import dataclasses
 import io
 from typing import ClassVar
 
+import pytest
 from rich.console import Console
 from tiny import call, tables, toml
 
@@ -10,6 +11,7 @@ from fedleak.audit.explanation import explain
 from fedleak.config.loading import parse
 from fedleak.report.terminal import explanation
 from fedleak.training.observation import GRANTABLE
+from fedleak.util.errors import ConfigError
 
 
 def explained(**changes):
@@ -33,6 +35,11 @@ def test_every_attack_is_in_it_and_those_of_the_file_are_marked():
     assert {one.name for one in found.attacks if one.listed} == {"probes", "mine"}
     # What runs somebody's program does not know which, and an honest server imprints nothing.
     assert {one.name for one in found.attacks if one.reason} == {"command", "imprint"}
+
+
+def test_a_server_that_cannot_do_what_it_is_to_do_is_refused():
+    with pytest.raises(ConfigError, match="imprints models like BERT"):
+        explained(model={"name": "builtin/gpt2-tiny"}, server={"mode": "imprint"})
 
 
 def test_an_attack_that_cannot_work_says_why_whether_it_is_listed_or_not():

@@ -62,10 +62,12 @@ def explain(experiment: Experiment) -> Explanation:
     """Explains an experiment.
 
     Raises:
-        ConfigError: Its data or its model cannot be read, or its defenses cannot work.
+        ConfigError: Its data or its model cannot be read, or its defenses or its
+            server cannot work.
     """
     model = outline(experiment, num_labels(experiment))
     checks.check_defenses(experiment, model)
+    checks.check_server(experiment, model)
     settings = checks.attack_settings(experiment, model)
     knows = experiment.server_facts | experiment.threat_model.knows
     listed = {named.attack.kind for named in experiment.attacks}

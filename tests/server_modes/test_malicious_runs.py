@@ -413,7 +413,7 @@ def test_a_comparison_says_whose_server_is_malicious(pair, tmp_path):
 
 def test_purge_deletes_what_was_sent_and_keeps_what_was_said(shifted, tmp_path):
     shutil.copytree(shifted.path, tmp_path / "run")
-    run = Run(tmp_path / "run")
+    run = attacked(Run(tmp_path / "run"))
     with run.lock():
         run.update_info(status="finished")
         scoring.score_run(run)
