@@ -38,7 +38,7 @@ def picture(run: Run) -> str:
     console = Console(record=True, width=WIDTH, file=io.StringIO(), emoji=False, highlight=False)
     with run.lock():
         scored = scoring.score_run(run)
-    name = run.read(SUMMARY).name
+    name = run.read_document(SUMMARY).name
     short = [one for one in best_examples(scored) if len(one[1].truth) < WIDTH - 11]
     console.print("some private texts, and what the server read\n", style="italic")
     for attack, pair in short[:TEXTS]:

@@ -111,7 +111,9 @@ def audited(folder: Path, table: dict[str, Any], plant: Plant, settings: dict[st
         test_canaries.client_context._protection.cache_clear()
         plant(patch)
         try:
-            wrong = test_canaries.audited(folder, experiment).read(test_canaries.SUMMARY).wrong
+            wrong = (
+                test_canaries.audited(folder, experiment).read_document(test_canaries.SUMMARY).wrong
+            )
         except FedleakError:  # some bugs are planted for a step that has texts, and others for none
             return "the run fails"
     return "**found**" if any(CONTRADICTED in sentence for sentence in wrong) else "not found"

@@ -1,7 +1,7 @@
 """What can a federated-learning server read out of the updates that its clients send?
 
-The public functions are `attack`, `score`, `run` and `read`; `docs/own-update.md` shows them. They
-are imported when they are first used, so that `import fedleak` takes no time.
+The public functions are `attack`, `score`, `run` and `read_results`; `docs/own-update.md` shows
+them. They are imported when they are first used, so that `import fedleak` takes no time.
 """
 
 import importlib
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         SentUpdate,
         attack,
         builtin_model,
-        read,
+        read_results,
         run,
         score,
     )
@@ -41,7 +41,7 @@ __all__ = [
     "__version__",
     "attack",
     "builtin_model",
-    "read",
+    "read_results",
     "run",
     "score",
 ]

@@ -596,7 +596,7 @@ def test_a_run_is_run_and_read(tmp_path, monkeypatch, in_process):
     at = Run(Path("runs/small"))
     assert results.rows == tuple(at.rows(LEAKAGE))
     assert results.summary.status == "finished"
-    table = fedleak.read("runs/small").to_pandas()
+    table = fedleak.read_results("runs/small").to_pandas()
     lines = [json.loads(line) for line in Path("runs/small/leakage.jsonl").read_text().splitlines()]
     assert len(table) == len(lines) == 4
     for name in ("round", "client", "attack", "status"):
@@ -616,13 +616,13 @@ def test_an_update_of_a_run_is_scored_as_the_run_scores_it(tmp_path, in_process)
     key = run.captures.all_keys()[0]
     model = adopt(*of_run(run))
     result = fedleak.attack(
-        run.captures.read(key).update.tensors,
+        run.captures.read_capture(key).update.tensors,
         model.module,
         model.tokenizer,
         sent=fedleak.SentUpdate(num_examples=1),
         kind="keyspan",
     )
-    truth = run.vault.read(key)
+    truth = run.vault.read_note(key)
     scored = fedleak.score(result, truth["sequences"], labels=truth["labels"]).row
     (row,) = [row for row in results.rows if row.key == key and row.attack == "keyspan"]
     same = (
@@ -643,14 +643,14 @@ def of_run(run: Run) -> tuple[nn.Module, Any]:
 
     folder = run.info()["experiment"]["model"]["name"]
     module = AutoModelForSequenceClassification.from_pretrained(folder)
-    module.load_state_dict(run.models.read(1))
+    module.load_state_dict(run.models.read_model(1))
     return module, AutoTokenizer.from_pretrained(folder)
 
 
 @pytest.mark.parametrize(
     "call",
     [
-        lambda: fedleak.read(5),
+        lambda: fedleak.read_results(5),
         lambda: fedleak.run(None),
         lambda: fedleak.run([]),
         lambda: fedleak.builtin_model(None),
@@ -663,6 +663,6 @@ def test_what_is_no_path_is_refused(call):
 
 def test_reading_what_is_no_run_is_refused(tmp_path):
     with pytest.raises(fedleak.ConfigError, match="not a run directory"):
-        fedleak.read(tmp_path)
+        fedleak.read_results(tmp_path)
     with pytest.raises(fedleak.ConfigError, match="did you mean 'bert-tiny'"):
         fedleak.builtin_model("bert-tinny")

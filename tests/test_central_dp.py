@@ -145,11 +145,11 @@ def test_a_capture_is_the_noisy_mean_of_clipped_updates_by_hand(held, round):
         for name, value in tensors.items():
             total[name] = total.get(name, 0.0) + value.double() * factor
     rng = stream(TABLE["seed"], "combined", round)
-    capture = run.captures.read(Key(round, EVERYONE)).update
+    capture = run.captures.read_capture(Key(round, EVERYONE)).update
     assert capture.tensors.keys() == total.keys()
     assert capture.num_examples == 6
     assert capture.kind == UpdateKind.GRADIENT
-    before, after = run.models.read(round), run.models.read(round + 1)
+    before, after = run.models.read_model(round), run.models.read_model(round + 1)
     for name in sorted(total):
         noise = 0.8 * 0.5 / 3 * torch.randn(total[name].shape, generator=rng)
         mean = total[name] / 3 + noise
@@ -169,8 +169,8 @@ def test_a_run_that_goes_on_draws_the_same_noise(held, tmp_path):
     (once.path / "models" / "r0003.safetensors").unlink()
     again = carried_out(once.path, experiment_of(CENTRAL))
     for key in run.captures.all_keys():
-        for name, value in run.captures.read(key).update.tensors.items():
-            assert torch.equal(value, again.captures.read(key).update.tensors[name])
+        for name, value in run.captures.read_capture(key).update.tensors.items():
+            assert torch.equal(value, again.captures.read_capture(key).update.tensors[name])
 
 
 # --- what it guarantees ---------------------------------------------------------------------
@@ -211,7 +211,7 @@ def test_one_noise_suffices_for_the_client_that_takes_part_most_often():
 
 def test_what_is_said_of_whose_epsilon_it_is(held):
     run, _ = held
-    summary = run.read(SUMMARY)
+    summary = run.read_document(SUMMARY)
     assert summary.privacy.unit == "client"
     assert [note for note in summary.notes if "the server itself sees each client's update" in note]
     assert summary.defenses.settings["sees"] == "models"
@@ -252,10 +252,10 @@ def test_a_difference_of_models_is_the_mean_of_updates(tmp_path, algorithm, defe
     assert not (run.path / "held").exists() or not list((run.path / "held").iterdir())
     rate = 0.1 if algorithm == "fedsgd" else 1.0
     for key in run.captures.all_keys():
-        one, other = run.captures.read(key), apart.captures.read(key)
+        one, other = run.captures.read_capture(key), apart.captures.read_capture(key)
         assert one.knowledge == other.knowledge
         assert one.update.num_examples == other.update.num_examples
-        before = run.models.read(key.round)
+        before = run.models.read_model(key.round)
         for name, value in one.update.tensors.items():
             rounding = 2**-23 * float(before[name].abs().max()) / rate
             torch.testing.assert_close(
@@ -268,7 +268,7 @@ def test_what_is_not_sent_is_not_in_a_difference(tmp_path):
     share, once = {"share": ["embeddings"]}, {"rounds": 1}
     experiment = experiment_of(threat=MODELS, update=share, federation=once)
     run = carried_out(tmp_path / "run", experiment)
-    tensors = run.captures.read(Key(1, EVERYONE)).update.tensors
+    tensors = run.captures.read_capture(Key(1, EVERYONE)).update.tensors
     assert tensors
     assert all("embeddings" in name for name in tensors)
 
@@ -287,7 +287,7 @@ def test_canaries_of_clients_are_looked_for_in_a_difference(tmp_path):
     dp_sgd = {"kind": "dp_sgd", "noise_multiplier": 0.05, "sampling": "fixed"}
     experiment = experiment_of(dp_sgd, threat=MODELS, canary={"count": 16})
     run = carried_out(tmp_path / "run", experiment)
-    found = run.read(SUMMARY).canary
+    found = run.read_document(SUMMARY).canary
     assert {bound.client for bound in found.bounds} == {EVERYONE, 0, 1, 2}
     # A third of the mean is this client's, beside noise of three clients.
     (together,) = [bound for bound in found.bounds if bound.client == EVERYONE]

@@ -82,7 +82,9 @@ def scores(run: Run) -> dict[tuple[int, int, str], dict[str, object]]:
 def texts(run: Run) -> list[str]:
     """Returns the private texts of a run, as text and as ids."""
     model = loading.outline(load(Path("small.toml")).model_spec(2))
-    sequences = [ids for key in run.vault.all_keys() for ids in run.vault.read(key)["sequences"]]
+    sequences = [
+        ids for key in run.vault.all_keys() for ids in run.vault.read_note(key)["sequences"]
+    ]
     return [model.decode(ids) for ids in sequences] + [str(ids)[1:-1] for ids in sequences]
 
 
@@ -389,9 +391,9 @@ def foreign(path: Path, name: str) -> None:
     other = Run(path.parent / "other")
     other.create(**{k: v for k, v in info.items() if k != "schema_version"} | {"fingerprint": "f"})
     if name.startswith("captures"):
-        other.captures.write(Run(path).captures.read(Key(1, 0)))
+        other.captures.write(Run(path).captures.read_capture(Key(1, 0)))
     else:
-        other.models.write(1, Run(path).models.read(1))
+        other.models.write(1, Run(path).models.read_model(1))
     shutil.copy(other.path / name, path / name)
 
 
@@ -571,7 +573,7 @@ def everything(path: Path) -> bytes:
 def test_a_purge_deletes_what_texts_can_be_read_from_and_keeps_the_figures(run):
     before, spent = scores(run), run.rows(Lines("privacy.jsonl", dict))
     there = {each.name for each in run.path.iterdir()}
-    private = [json.dumps(run.vault.read(key)["sequences"][0]) for key in run.vault.all_keys()]
+    private = [json.dumps(run.vault.read_note(key)["sequences"][0]) for key in run.vault.all_keys()]
     (run.path / f".{REC}.4711").write_text("half written")
     for status, text, _ in [call_on(run, "purge")]:
         assert status == 0

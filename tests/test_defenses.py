@@ -242,18 +242,18 @@ def test_an_update_of_zeros_survives(kind):
     ],
 )
 def test_a_defense_claims_what_its_settings_say_however_one_trains(defense, claims):
-    assert defense.claims(FEDSGD, 9) == defense.claims(FEDAVG, 2) == claims
+    assert defense.update_claims(FEDSGD, 9) == defense.update_claims(FEDAVG, 2) == claims
     assert defense.noisy == ({claims.noise_scale, claims.relative_noise} != {None})
 
 
 def test_dp_sgd_claims_noise_and_how_far_an_example_moves_the_update():
     made = DpSgd(noise_multiplier=2.0, max_grad_norm=0.5)
-    assert made.claims(FEDSGD, 100) == Claims(noise_scale=2 * 0.5 / 4, example_norm=0.5 / 4)
+    assert made.update_claims(FEDSGD, 100) == Claims(noise_scale=2 * 0.5 / 4, example_norm=0.5 / 4)
     # A client with fewer examples than a batch divides by those.
     assert made.noisy
-    assert made.claims(FEDSGD, 2) == Claims(noise_scale=2 * 0.5 / 2, example_norm=0.5 / 2)
+    assert made.update_claims(FEDSGD, 2) == Claims(noise_scale=2 * 0.5 / 2, example_norm=0.5 / 2)
     # Three epochs of ceil(10 / 4) steps, each with noise of its own.
-    claims = made.claims(FEDAVG, 10)
+    claims = made.update_claims(FEDAVG, 10)
     assert claims.example_norm is None
     assert claims.noise_scale == pytest.approx(0.1 * math.sqrt(9) * 2 * 0.5 / 4)
 

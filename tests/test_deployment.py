@@ -434,10 +434,10 @@ def check_sum(made: Any, nodes: Iterable[int]) -> None:
     experiment = stored(run)
     assert run.captures.all_keys() == [Key(1, EVERYONE)]
     assert isinstance(experiment.aggregator, SecureSum)
-    step = experiment.aggregator.claims(experiment.local_training, 2).step
+    step = experiment.aggregator.update_claims(experiment.local_training, 2).step
     assert step is not None
     expected = mean_update(gradient(made, experiment, Key(1, node)) for node in nodes)
-    found = run.captures.read(Key(1, EVERYONE)).update
+    found = run.captures.read_capture(Key(1, EVERYONE)).update
     assert found.num_examples == expected.num_examples
     for name, value in expected.tensors.items():
         torch.testing.assert_close(found.tensors[name], value, rtol=1e-4, atol=step)
@@ -449,7 +449,7 @@ def gradient(made: Any, experiment: Experiment, key: Key) -> ClientUpdate:
     truth = vault.read_truth(key)
     assert truth is not None
     model = loading.load(experiment.model_spec(2))
-    models.load_parameters_(model, Run(made.run).models.read(key.round))
+    models.load_parameters_(model, Run(made.run).models.read_model(key.round))
     local = experiment.local_training
     return local_update_(model, truth["sequences"], truth["labels"], local, seed=0)
 

@@ -47,9 +47,9 @@ def test_bytes_are_those_of_the_tensors_of_a_run(tmp_path, changes):
     run = preparation.prepare(experiment, tmp_path / "run")
     needed = forecast.bytes_kept(experiment, outline(experiment, 2))
     inline.train(run, experiment)
-    kept = [run.captures.read(key).update.tensors for key in run.captures.all_keys()]
-    kept += [run.models.read(round) for round in run.models.rounds()]
-    moments = [run.moments.read(round) for round in run.moments.rounds()]
+    kept = [run.captures.read_capture(key).update.tensors for key in run.captures.all_keys()]
+    kept += [run.models.read_model(round) for round in run.models.rounds()]
+    moments = [run.moments.read_model(round) for round in run.moments.rounds()]
     kept += [{n: v for n, v in each.items() if not n.startswith("steps.")} for each in moments]
     assert needed == sum(t.numel() * 4 for tensors in kept for t in tensors.values())
     assert forecast.bytes_there(experiment, outline(experiment, 2), run) == needed

@@ -128,7 +128,7 @@ ABSTAINED = {"status": Status.ABSTAINED, "sequences": None, "tokens": None}
 
 
 def test_the_upper_end_of_the_interval_decides(judged_run: Path) -> None:
-    exact = Run(judged_run).read(SUMMARY).worst_case.exact_match
+    exact = Run(judged_run).read_document(SUMMARY).worst_case.exact_match
     assert exact.mean == 0 < exact.high < 1
     status, text, errors = call("gate", str(judged_run), "--max", f"exact={exact.high + 0.001}")
     assert (status, errors) == (0, "")
@@ -443,7 +443,7 @@ def test_a_canary_bound_is_limited_and_of_every_client(scored: Evidence) -> None
 
 
 def test_the_trained_model_is_measured_anew(judged_run: Path) -> None:
-    told = Run(judged_run).read(SUMMARY).utility.figures["accuracy"]
+    told = Run(judged_run).read_document(SUMMARY).utility.figures["accuracy"]
     assert judged(least=[f"accuracy={told}", "mcc=-1"])["accuracy"].passed
     assert judged(least=[f"accuracy={told + 0.01}"])["accuracy"].outcome is Outcome.EXCEEDED
     # Of a classifier there is no perplexity.
@@ -538,7 +538,7 @@ def stale_figures(run: Path) -> str:
 
 
 def true_texts(run: Run, answer: Answer) -> Any:
-    return tuple(map(tuple, run.vault.read(answer.key)["sequences"]))
+    return tuple(map(tuple, run.vault.read_note(answer.key)["sequences"]))
 
 
 def late_attack_is_not_complete(run: Path) -> str:

@@ -994,7 +994,7 @@ def said_by(run: Run, *first: str) -> list[list[str]]:
 
 
 def test_the_gate_prints_each_check_and_what_they_rest_on(built: Run) -> None:
-    high = built.read(SUMMARY).worst_case.exact_match.high
+    high = built.read_document(SUMMARY).worst_case.exact_match.high
     read = f"share of texts read word for word: 0, with its interval up to {high:.3g}; limit"
     status, text, errors = call(
         "gate", "built", "--max", "exact=0.1", "--require", "auto", "--require", "canary",

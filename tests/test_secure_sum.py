@@ -74,9 +74,9 @@ def test_rounding_is_that_of_flower_s_own_functions(defense, monkeypatch):
 
 def test_rounding_is_right_on_average_and_off_by_less_than_a_step():
     update = update_of(1)
-    step = COARSE.claims(None, 2).step
+    step = COARSE.update_claims(None, 2).step
     assert step == pytest.approx(2 * 0.004 / 3000 * 3 / 2)
-    largest = COARSE.claims(None, 2).largest_number
+    largest = COARSE.update_claims(None, 2).largest_number
     inside = update.tensors["a"].clamp(-largest, largest)
     draws = torch.stack([rounded(COARSE, update, n).tensors["a"] for n in range(400)])
     assert float((draws - inside).abs().max()) < step * (1 + 1e-9)

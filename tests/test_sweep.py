@@ -312,7 +312,7 @@ def test_a_sweep_is_collected_drawn_and_not_done_twice(write, here):
     assert "of 2" not in text
     assert [stamps(folder / cell) for cell in CELLS] == before
     assert read(folder / "sweep.json") == collected
-    assert [cell.cell for cell in Run(folder).read(summaries.SWEEP).cells] == CELLS
+    assert [cell.cell for cell in Run(folder).read_document(summaries.SWEEP).cells] == CELLS
     assert (folder / "sweep.svg").read_text() == drawn
 
     # Another value is one more cell; what else is changed is another experiment.

@@ -55,7 +55,7 @@ def private_words(run: Run) -> list[str]:
 
 
 def test_figures_are_those_of_the_files(run: Run) -> None:
-    found, rows, summary = tracked(run), run.rows(LEAKAGE), run.read(SUMMARY)
+    found, rows, summary = tracked(run), run.rows(LEAKAGE), run.read_document(SUMMARY)
     values = {(each.name, each.round): each.value for each in found.metrics}
     assert len(values) == len(found.metrics)
     for round in (1, 2):
@@ -147,8 +147,8 @@ def test_what_mlflow_does_not_take_is_one_line(run: Run, monkeypatch: pytest.Mon
 
 def test_names_of_others_are_no_paths(run: Run) -> None:
     hostile = "../../x\x1b[31m<script>"
-    mean = run.read(SUMMARY).worst_case.rougeL
-    summary = run.read(SUMMARY)
+    mean = run.read_document(SUMMARY).worst_case.rougeL
+    summary = run.read_document(SUMMARY)
     run.write_rows(LEAKAGE, [row(hostile, 0, (True, 100.0, 1.0))])
     attacks = {hostile: summary.attacks["dlg"].model_copy(update={"rougeL": mean})}
     run.write(SUMMARY, summary.model_copy(update={"attacks": attacks, "ladder": None}))

@@ -187,7 +187,7 @@ def test_a_changed_model_is_noted_and_the_next_attack_answers_as_if_alone(traine
         assert change.partition(":")[0] in row.reason
         assert row.sequences is None
     fresh = loading.load(honest.model)
-    models.load_parameters_(fresh, trained.models.read(1))
+    models.load_parameters_(fresh, trained.models.read_model(1))
     assert changed(model_given(trained), state(fresh)) == []
     assert timeless(work(honest, "cpu")) == expected
 
@@ -215,5 +215,5 @@ def test_what_an_attack_writes_into_the_update_no_other_sees(trained):
     work(job_of(trained, Hostile(update=True)), "cpu")
     assert path.read_bytes() == content
     assert timeless(work(job_of(trained, Probes()), "cpu")) == expected
-    update = trained.captures.read(Key(1, 0)).update
+    update = trained.captures.read_capture(Key(1, 0)).update
     assert all(torch.count_nonzero(t) for t in update.tensors.values())

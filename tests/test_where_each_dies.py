@@ -68,7 +68,7 @@ def test_page_and_drawing_are_of_the_runs(draw):
     folder = Path("runs", "grid")
     of = {}
     for cell in sweep.load(Path("grid.toml")).cells:
-        of[cell.values[FAMILY]["kind"]] = Run(folder / cell.name).read(SUMMARY)
+        of[cell.values[FAMILY]["kind"]] = Run(folder / cell.name).read_document(SUMMARY)
     assert rows[0][1].startswith("100 [")
     assert rows[0][5:] == ["-"] * 4
     for row, name in zip(rows, ("none", "attacks"), strict=True):

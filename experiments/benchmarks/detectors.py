@@ -188,7 +188,7 @@ def trials_of(run: Run, cell: Cell) -> Iterator[Trial]:
         spared = target(experiment, round)
         for client in clients_of_round(experiment, round):
             key = Key(round, client)
-            note = run.detected.read(key) or {"findings": []}
+            note = run.detected.read_note(key) or {"findings": []}
             for finding in note["findings"]:
                 yield Trial(
                     cell,
@@ -203,7 +203,7 @@ def trials_of(run: Run, cell: Cell) -> Iterator[Trial]:
 
 def _learns_later(run: Run, key: Key, kind: str) -> bool:
     """Returns whether a client learns in its next round that others were sent another model."""
-    note = run.detected.read(Key(key.round + 1, key.client))
+    note = run.detected.read_note(Key(key.round + 1, key.client))
     findings = note["findings"] if note and kind == "same_model" else ()
     return any(finding["detector"] == kind and finding["alarm"] for finding in findings)
 

@@ -48,7 +48,7 @@ def captured(folder: Path, *changes: str) -> Mapping[str, Tensor]:
     experiment = parse(expanded(tables))
     run = preparation.prepare(experiment, folder)
     train(run, experiment)
-    return run.captures.read(expected_captures(experiment)[0]).update.tensors
+    return run.captures.read_capture(expected_captures(experiment)[0]).update.tensors
 
 
 def distance(found: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> float:

@@ -224,7 +224,7 @@ def result(path: Path) -> tuple[str, list[tuple[Any, ...]]]:
         (row.id, row.status, row.token_recall, row.token_precision, row.num_tokens)
         for row in run.rows(records.LEAKAGE)
     ]
-    return models.fingerprint(run.models.read(2)), rows
+    return models.fingerprint(run.models.read_model(2)), rows
 
 
 def main() -> int:

@@ -373,7 +373,7 @@ def run(
 
     Raises:
         ConfigError: The experiment cannot work.
-        FedleakError: It failed, or its results are not complete. What there is can be `read`.
+        FedleakError: It failed, or its results are not complete. `read_results` reads what there is.
     """
     from fedleak.audit.gaps import refuse_gaps
     from fedleak.federation.lookup import run_folder
@@ -386,10 +386,10 @@ def run(
     at = prepare(wanted, path, fresh=fresh)
     pipeline.carry_out(at, wanted, train)
     refuse_gaps(at)
-    return read(at.path)
+    return read_results(at.path)
 
 
-def read(folder: str | os.PathLike[str]) -> Results:
+def read_results(folder: str | os.PathLike[str]) -> Results:
     """Reads the results of a run that was scored.
 
     Args:
@@ -401,7 +401,9 @@ def read(folder: str | os.PathLike[str]) -> Results:
     """
     at = Run(_path("folder", folder))
     at.info()  # refuses a folder that is no run
-    return Results(at.path, tuple(at.rows(LEAKAGE)), tuple(at.rows(MEMBERSHIP)), at.read(SUMMARY))
+    return Results(
+        at.path, tuple(at.rows(LEAKAGE)), tuple(at.rows(MEMBERSHIP)), at.read_document(SUMMARY)
+    )
 
 
 def builtin_model(name: str) -> str:

@@ -28,7 +28,7 @@ def central(experiment: Experiment, run: Run) -> Baseline:
     with their learning rate.
     """
     model = loading.load(experiment.model_spec(run.info()["num_labels"]), weights=False)
-    models.load_parameters_(model, run.models.read(1))
+    models.load_parameters_(model, run.models.read_model(1))
     workload = divide(experiment, read_data(experiment), model)
     local = experiment.local_training
     steps = sum(

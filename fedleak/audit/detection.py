@@ -43,7 +43,7 @@ def detection_rows(run: Run, gaps: Gaps, before: Iterable[DetectionRow]) -> list
     notes: dict[Key, DetectionNote] = {}
     for key in run.detected.all_keys():
         try:
-            notes[key] = DetectionNote.model_validate(run.detected.read(key))
+            notes[key] = DetectionNote.model_validate(run.detected.read_note(key))
         except (FedleakError, ValidationError):
             gaps.missing.append(
                 f"{run.detected.path(key)} is damaged: what was counted with it stays, and only "

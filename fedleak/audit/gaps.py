@@ -52,7 +52,7 @@ def refuse_gaps(*runs: Run, besides: Collection[str] = ()) -> None:
         FedleakError: Answers failed, captures are damaged or could not be scored, or canaries
             contradict the ledger.
     """
-    wrong = chain(*(run.read(SUMMARY).wrong for run in runs))
+    wrong = chain(*(run.read_document(SUMMARY).wrong for run in runs))
     if refused := [sentence for sentence in wrong if sentence not in besides]:
         raise FedleakError("; ".join(refused))
 

@@ -112,7 +112,7 @@ def _lacking(own: Notes, collected: Mapping[Key, Any]) -> dict[Key, Any]:
     new = {}
     for key, value in collected.items():
         try:
-            before = own.read(key)
+            before = own.read_note(key)
         except FedleakError:  # damaged: this mends it
             before = None
         if before is None:

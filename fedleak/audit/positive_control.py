@@ -142,7 +142,7 @@ def make_copies(run: Run, experiment: Experiment) -> Experiment | None:
 
 def _make(run: Run, control: Run, plain: Experiment, keys: Sequence[Key]) -> None:
     round = keys[0].round
-    broadcast, local = run.model_sent(round).read(round), plain.local_training
+    broadcast, local = run.model_sent(round).read_model(round), plain.local_training
     mode = plain.mode_in(round)
     control.models.write(round, broadcast)
     model = loading.load(plain.model_spec(run.info()["num_labels"]), weights=False)

@@ -54,7 +54,9 @@ def salvaged(run: Run) -> Recorded:
     experiment = stored(run)
     model = outline(experiment, run.info()["num_labels"])
     answers = salvage_answers(run, model.vocabulary)
-    return Recorded(experiment, model, answers, run.salvage(UTILITY), ScoredRows.read(run.salvage))
+    return Recorded(
+        experiment, model, answers, run.salvage(UTILITY), ScoredRows.read_files(run.salvage)
+    )
 
 
 def primary(run: Run, model: LanguageModel | None = None) -> Recorded:

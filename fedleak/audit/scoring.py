@@ -262,7 +262,7 @@ def _copies(run: Run, recorded: Recorded, gaps: Gaps) -> PositiveControl | None:
     """Scores the positive control; None where there is none, or it is not finished."""
     if run.info().get("purged"):
         with suppress(FedleakError):  # without a summary nobody knows
-            return run.read(SUMMARY).positive_control
+            return run.read_document(SUMMARY).positive_control
         return None
     try:
         control = positive_control.control_of(run)

@@ -37,7 +37,7 @@ def read_truth(run: Run, key: Key) -> GroundTruth | None:
 def own_truth(run: Run, key: Key) -> GroundTruth | None:
     """Opens the vault for one client and round, with the scale of that client's own noise."""
     try:
-        value = run.vault.read(key)
+        value = run.vault.read_note(key)
     except FedleakError as error:
         raise CaptureError(str(error)) from error
     return None if value is None else check_truth(value, key, run.path / "vault" / f"{key}.json")

@@ -59,7 +59,7 @@ def report(
             lacks += reports.sweep_gaps(path)
         else:
             written = reports.report_run(Run(path), out, redact=redact)
-            summary = Run(path).read(SUMMARY)
+            summary = Run(path).read_document(SUMMARY)
             lacks += summary.wrong
             remark(summary.notes)
         tell(written)

@@ -174,9 +174,9 @@ def read_own(
 
     Args:
         path: The file.
-        text, label: Columns, as for `read`.
+        text, label: Columns, as for `read_split`.
         classes: Names of the classes, in the order of their numbers; None: nobody uses them.
-        drop_empty, encoding, delimiter: As for `read`.
+        drop_empty, encoding, delimiter: As for `read_split`.
         what: What a refusal calls the file.
 
     Raises:
@@ -341,7 +341,7 @@ def _rows(
         _refuse_format(name, encoding, delimiter)
         rows = _from_hub(name, name, None, split)
     elif path.is_file():
-        rows = file.read()
+        rows = file.read_dataset()
     else:
         raise ConfigError(f"data.name = {name!r}: there is no such file: check the path")
     for key, column in (("data.text", text), ("data.label", label)):

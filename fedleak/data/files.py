@@ -79,7 +79,7 @@ class TableFile:
             return gzip.open(self.path)  # type: ignore[return-value]
         return self.path.open("rb")
 
-    def read(self) -> "Dataset":
+    def read_dataset(self) -> "Dataset":
         """Returns the table; what csv and tsv files hold is strings.
 
         Raises:

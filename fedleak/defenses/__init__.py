@@ -119,7 +119,7 @@ class Defense:
         """Returns the defended update."""
         return update
 
-    def claims(self, local: LocalTraining, num_examples: int) -> Claims:
+    def update_claims(self, local: LocalTraining, num_examples: int) -> Claims:
         """Returns what it says of an update of a client that has so many examples."""
         return Claims()
 

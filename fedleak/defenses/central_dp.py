@@ -73,7 +73,7 @@ class CentralDp(NoiseOrEpsilon, TrustedAggregator):
             "different parameters: freeze the same for all"
         )
 
-    def claims(self, local: LocalTraining, num_examples: int) -> Claims:
+    def update_claims(self, local: LocalTraining, num_examples: int) -> Claims:
         """Returns by how much a client moves the sum."""
         return Claims(client_norm=self.max_norm)
 

@@ -29,7 +29,7 @@ class Clip(Defense):
         """Returns the update, no longer than that."""
         return clipped(update, self.max_norm)
 
-    def claims(self, local: LocalTraining, num_examples: int) -> Claims:
+    def update_claims(self, local: LocalTraining, num_examples: int) -> Claims:
         """Returns the norm."""
         return Claims(max_norm=self.max_norm)
 

@@ -47,7 +47,7 @@ class DpSgd(NoiseOrEpsilon):
         noise = self.noise_multiplier or math.nan
         return replace(local, private=PrivateSteps(noise, self.max_grad_norm, self.sampling))
 
-    def claims(self, local: LocalTraining, num_examples: int) -> Claims:
+    def update_claims(self, local: LocalTraining, num_examples: int) -> Claims:
         """Returns the noise on the update, and how far an example moves a FedSGD gradient."""
         assert self.noise_multiplier is not None
         moved = self.max_grad_norm / self._expected(local, num_examples)

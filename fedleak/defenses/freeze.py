@@ -27,7 +27,7 @@ class Freeze(Defense):
         """Returns training without them."""
         return replace(local, frozen=(*local.frozen, *self.parameters))
 
-    def claims(self, local: LocalTraining, num_examples: int) -> Claims:
+    def update_claims(self, local: LocalTraining, num_examples: int) -> Claims:
         """Returns that they are absent."""
         return Claims(absent=self.parameters)
 

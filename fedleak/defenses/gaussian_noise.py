@@ -45,7 +45,7 @@ class GaussianNoise(Defense):
         sigma = self.sigma or (self.relative or 0.0) * root_mean_square(update)
         return with_noise(update, sigma, rng)
 
-    def claims(self, local: LocalTraining, num_examples: int) -> Claims:
+    def update_claims(self, local: LocalTraining, num_examples: int) -> Claims:
         """Returns sigma."""
         return Claims(noise_scale=self.sigma, relative_noise=self.relative)
 

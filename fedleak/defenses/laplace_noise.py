@@ -39,6 +39,6 @@ class LaplaceNoise(Defense):
         noisy = {name: value + noise(value) for name, value in update.tensors.items()}
         return replace(update, tensors=noisy)
 
-    def claims(self, local: LocalTraining, num_examples: int) -> Claims:
+    def update_claims(self, local: LocalTraining, num_examples: int) -> Claims:
         """Returns the standard deviation."""
         return Claims(noise_scale=math.sqrt(2) * self.scale, laplace=True)

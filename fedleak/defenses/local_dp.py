@@ -38,7 +38,7 @@ class LocalDp(NoiseOrEpsilon):
         """Returns the clipped update plus noise."""
         return with_noise(clipped(update, self.max_norm), self._sigma, rng)
 
-    def claims(self, local: LocalTraining, num_examples: int) -> Claims:
+    def update_claims(self, local: LocalTraining, num_examples: int) -> Claims:
         """Returns norm and noise."""
         return Claims(noise_scale=self._sigma, max_norm=self.max_norm)
 

@@ -30,6 +30,6 @@ class Mask(Defense):
         }
         return replace(update, tensors=masked)
 
-    def claims(self, local: LocalTraining, num_examples: int) -> Claims:
+    def update_claims(self, local: LocalTraining, num_examples: int) -> Claims:
         """Returns the fraction."""
         return Claims(masked=self.fraction)

@@ -42,6 +42,6 @@ class Prune(Defense):
         }
         return replace(update, tensors=pruned)
 
-    def claims(self, local: LocalTraining, num_examples: int) -> Claims:
+    def update_claims(self, local: LocalTraining, num_examples: int) -> Claims:
         """Returns the fraction."""
         return Claims(zeros=self.fraction)

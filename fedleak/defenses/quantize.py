@@ -45,6 +45,6 @@ class Quantize(Defense):
         rounded: torch.Tensor = (levels + up).floor().clamp(-most, most) * step
         return rounded.to(value.dtype)
 
-    def claims(self, local: LocalTraining, num_examples: int) -> Claims:
+    def update_claims(self, local: LocalTraining, num_examples: int) -> Claims:
         """Returns how many numbers there are."""
         return Claims(levels=2**self.bits - 1)

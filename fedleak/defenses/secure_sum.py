@@ -139,7 +139,7 @@ class SecureSum(TrustedAggregator):
 
         return replace(mean_update(as_weighed()), num_examples=sum(examples))
 
-    def claims(self, local: LocalTraining, num_examples: int) -> Claims:
+    def update_claims(self, local: LocalTraining, num_examples: int) -> Claims:
         """Returns that the server sees a mean, and to what numbers are rounded."""
         if self.clipping is None:
             return Claims(mean_of_clients=True)

@@ -25,6 +25,6 @@ class Sign(Defense):
         signs = {name: value.sign() * value.abs().mean() for name, value in update.tensors.items()}
         return replace(update, tensors=signs)
 
-    def claims(self, local: LocalTraining, num_examples: int) -> Claims:
+    def update_claims(self, local: LocalTraining, num_examples: int) -> Claims:
         """Returns three levels: minus, zero and plus."""
         return Claims(levels=3)

@@ -146,7 +146,8 @@ def client_canaries(
 def _longest(protection: Protection) -> float:
     """Returns the L2 norm that the defense of a client's whole update allows."""
     claims = (
-        d.claims(protection.local, protection.num_examples) for d in protection.defenses.values()
+        d.update_claims(protection.local, protection.num_examples)
+        for d in protection.defenses.values()
     )
     norms = [norm for claim in claims for norm in (claim.max_norm, claim.client_norm) if norm]
     return max(norms, default=1.0)

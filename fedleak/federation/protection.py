@@ -69,7 +69,7 @@ class Protection:
 
         None without noise, and where it depends on the update.
         """
-        claims = (d.claims(self.local, self.num_examples) for d in self.defenses.values())
+        claims = (d.update_claims(self.local, self.num_examples) for d in self.defenses.values())
         scales = [claim.noise_scale for claim in claims if claim.noise_scale is not None]
         return math.hypot(*scales) if scales and not self.scales_with_update() else None
 

@@ -87,7 +87,7 @@ def watch(
         FedleakError: A detector failed, or the client's memory is damaged.
     """
     here = {name: tuple(value.shape) for name, value in now.parameters.items()}
-    known = memory.read() or Remembered(settings=dict(settings), shapes=here)
+    known = memory.remembered() or Remembered(settings=dict(settings), shapes=here)
     compares = any(detector.reads == "earlier" for detector in detectors)
     before = memory.broadcast() if compares else None
     if compares and before is None and checkpoint is not None:
@@ -120,5 +120,5 @@ def watch(
 
 def remember_sent(memory: Memory, norm: float) -> None:
     """Remembers the L2 norm of an update that was sent in a round without an alarm."""
-    if (known := memory.read()) is not None:
+    if (known := memory.remembered()) is not None:
         memory.write(known.model_copy(update={"longest": max(norm, known.longest or 0.0)}))

@@ -53,7 +53,7 @@ def finished(run: Run, experiment: Experiment) -> bool:
         for named_attack in experiment.attacks
     }
     try:
-        summary = run.read(SUMMARY)
+        summary = run.read_document(SUMMARY)
         answers = read_answers(run)
     except FedleakError:  # missing or damaged: running mends what it can
         return False

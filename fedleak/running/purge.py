@@ -139,7 +139,10 @@ def _score(run: Run) -> None:
             f"was deleted: `fedleak score {run.path}` says why; or delete the folder"
         )
     try:
-        written = run.read(SUMMARY) == scores.summary and ScoredRows.read(run.rows) == scores.rows
+        written = (
+            run.read_document(SUMMARY) == scores.summary
+            and ScoredRows.read_files(run.rows) == scores.rows
+        )
     except FedleakError:  # damaged, or not there
         written = False
     if not written:

@@ -65,7 +65,7 @@ def report_sweep(
         ConfigError: There is no sweep here.
         FedleakError: A file is missing or damaged, or a report cannot be written.
     """
-    collected = Run(path).read(SWEEP)
+    collected = Run(path).read_document(SWEEP)
     file = out or path / _name(redact)
     reports = {}
     for cell in collected.cells:
@@ -90,7 +90,7 @@ def sweep_gaps(path: Path) -> list[str]:
     Raises:
         FedleakError: A file is missing or damaged.
     """
-    cells = Run(path).read(SWEEP).cells
+    cells = Run(path).read_document(SWEEP).cells
     runs = {cell.cell: Run(path).inside(cell.cell) for cell in cells}
     without = {cell.cell: cell.status for cell in cells if cell.status != "finished"}
     without |= {
@@ -102,7 +102,7 @@ def sweep_gaps(path: Path) -> list[str]:
         f"cell {name!r}: {reason}"
         for name, run in runs.items()
         if name not in without
-        for reason in run.read(SUMMARY).wrong
+        for reason in run.read_document(SUMMARY).wrong
     ]
     if without:
         listed = "; ".join(f"{name!r}: {reason}" for name, reason in without.items())

@@ -494,7 +494,7 @@ def _summary(cell: Cell, run: Run) -> CellSummary:
     status = run.info()["status"] if run.exists() else "new"
     cell_summary = CellSummary(cell=cell.name, values=dict(cell.values), status=status)
     with suppress(FedleakError):  # missing, or damaged: then the cell is run again
-        summary = run.read(SUMMARY)
+        summary = run.read_document(SUMMARY)
         if summary.status == "finished":
             names = CellSummary.model_fields.keys() - {"cell", "values", "status"}
             return cell_summary.model_copy(update={name: getattr(summary, name) for name in names})

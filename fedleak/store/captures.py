@@ -12,7 +12,7 @@ from typing import Annotated, NamedTuple
 from pydantic import Field
 from torch import Tensor
 
-from fedleak.store.files import new_file, parse_json, read
+from fedleak.store.files import new_file, parse_json, read_file
 from fedleak.store.folder import DAMAGE, Folder, flat, refusing_damage, stored_table, stored_tensors
 from fedleak.store.lines import Record, validated
 from fedleak.store.zero_rows import shapes, with_zero_rows, without_zero_rows
@@ -92,7 +92,7 @@ class Captures:
             **({"rows": heights} if heights else {}),
         )
 
-    def read(self, key: Key, parameters: Mapping[str, Tensor] | None = None) -> Capture:
+    def read_capture(self, key: Key, parameters: Mapping[str, Tensor] | None = None) -> Capture:
         """Reads a capture.
 
         Args:
@@ -126,7 +126,7 @@ class Captures:
         closed = self.is_closed(key)
         path = self.folder.file(self._note(key) if closed else self._tensors(key))
         with refusing_damage(f"capture {path}", _REMEDY, (*DAMAGE, FedleakError)):
-            return self._parsed(read(path) if closed else stored_table(path).encode())
+            return self._parsed(read_file(path) if closed else stored_table(path).encode())
 
     def _parsed(self, content: bytes) -> About:
         table = parse_json(content)  # refuses numbers that are not finite

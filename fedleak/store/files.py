@@ -108,7 +108,7 @@ def append_together(path: Path, lines: Sequence[str]) -> None:
         os.fsync(file.fileno())
 
 
-def read(path: Path, most: int = -1) -> bytes:
+def read_file(path: Path, most: int = -1) -> bytes:
     """Returns the content of a plain file, of at most `most` bytes.
 
     Raises:
@@ -138,7 +138,7 @@ def complete_lines(path: Path) -> list[bytes]:
     """Returns the lines of a file that count; none if there is no file."""
     if not os.path.lexists(path):
         return []
-    written = read(path)
+    written = read_file(path)
     complete = _complete(written)
     lines, rest = written[:complete].split(b"\n")[:-1], written[complete:]
     # What a killed process wrote last does not count, but it begins as a line does.

@@ -85,7 +85,7 @@ class Folder:
                 "of a run, such as runs/NAME"
             )
         # The seal covers the content, and is no part of it.
-        return cast(Info, seal.without(self.read(INFO)))
+        return cast(Info, seal.without(self.read_document(INFO)))
 
     def fingerprint(self) -> str | None:
         """Returns the mark of what belongs to this run; None before it has a run.json."""
@@ -106,16 +106,16 @@ class Folder:
         """Writes a JSON file at once."""
         files.replace(self.place(document.name), document.written(value))
 
-    def read(self, document: Document[T]) -> T:
+    def read_document(self, document: Document[T]) -> T:
         """Reads a JSON file.
 
         Raises:
             FedleakError: It is missing, damaged, or of another version of fedleak.
         """
         path = self.file(document.name)
-        content = files.read(path)
+        content = files.read_file(path)
         try:
-            return document.read(content)
+            return document.parse(content)
         except ValueError as error:
             reason = files.one_line(error)
             raise FedleakError(f"{path} cannot be read ({reason}): {document.remedy}") from error
@@ -138,7 +138,7 @@ class Folder:
             FedleakError: It is missing or damaged.
         """
         path = self.file(name)
-        content = files.read(path)
+        content = files.read_file(path)
         try:
             return seal.without(files.parse_json(content))
         except ValueError as error:  # not UTF-8, or not JSON
@@ -183,7 +183,7 @@ class Folder:
         try:
             path, place = self.file(name), self.sealed_place(name)
             if path.suffix == ".json":
-                return seal.is_genuine(place, files.read(path))
+                return seal.is_genuine(place, files.read_file(path))
             tensors, content = stored_tensors(path)
             table = json.loads(content)
             parts = seal.tensor_parts(tensors, json.dumps(seal.without(table)))

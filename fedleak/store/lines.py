@@ -58,7 +58,7 @@ class Lines(Generic[T]):
     check: Callable[[T], None] = lambda value: None
     sealed: bool = False
 
-    def read(self, line: bytes) -> T:
+    def parse_line(self, line: bytes) -> T:
         """Reads a line.
 
         Raises:
@@ -103,7 +103,7 @@ class Document(Generic[T]):
     value_type: type[T]
     remedy: str
 
-    def read(self, content: bytes) -> T:
+    def parse(self, content: bytes) -> T:
         """Reads the content of the file.
 
         Raises:

@@ -11,7 +11,7 @@ import safetensors.numpy
 from pydantic import JsonValue
 
 from fedleak.detectors import Broadcast
-from fedleak.store.files import naming, new_file, read, replace, tensor_file
+from fedleak.store.files import naming, new_file, read_file, replace, tensor_file
 from fedleak.store.lines import Document, Record
 from fedleak.util.errors import FedleakError
 
@@ -42,7 +42,7 @@ class Memory:
 
     folder: Path
 
-    def read(self) -> Remembered | None:
+    def remembered(self) -> Remembered | None:
         """Returns what it knows; None: it has just joined.
 
         Raises:
@@ -52,7 +52,7 @@ class Memory:
         if not path.is_file():
             return None
         try:
-            return _CLIENT.read(read(path))
+            return _CLIENT.parse(read_file(path))
         except ValueError as error:
             raise FedleakError(f"{path} cannot be read ({error}): {_CLIENT.remedy}") from error
 

@@ -25,7 +25,7 @@ class Models:
         """Writes what a round starts from."""
         self.folder.write_tensors(self.name(round), tensors)
 
-    def read(self, round: int) -> dict[str, Tensor]:
+    def read_model(self, round: int) -> dict[str, Tensor]:
         """Reads what a round starts from.
 
         Raises:

@@ -344,7 +344,7 @@ class ScoredRows:
     detected: Sequence[DetectionRow] = ()
 
     @classmethod
-    def read(cls, rows_of: Callable[[Lines[Any]], Sequence[Any]]) -> "ScoredRows":
+    def read_files(cls, rows_of: Callable[[Lines[Any]], Sequence[Any]]) -> "ScoredRows":
         """Returns what the files hold.
 
         Args:

@@ -284,7 +284,7 @@ class Run(Folder):
         damaged: list[tuple[int, bytes, str]] = []
         for number, line in enumerate(files.complete_lines(self.file(lines.name)), 1):
             try:
-                rows.append((lines.read(line), line))
+                rows.append((lines.parse_line(line), line))
             except ValueError as error:
                 damaged.append((number, line, files.one_line(error)))
         return rows, damaged

@@ -120,7 +120,7 @@ def shares(run: Run) -> dict[Shard, Share | None]:
     shares_by_shard: dict[Shard, Share | None] = {}
     for shard in begun(run):
         try:
-            shares_by_shard[shard] = run.read(share(shard))
+            shares_by_shard[shard] = run.read_document(share(shard))
         except FedleakError:
             shares_by_shard[shard] = None
     return shares_by_shard

@@ -32,7 +32,7 @@ class Notes:
         """Writes what a client notes."""
         self.folder.write_json(self._name(key), value)
 
-    def read(self, key: Key) -> dict[str, Any] | None:
+    def read_note(self, key: Key) -> dict[str, Any] | None:
         """Returns what a client noted; None: nothing.
 
         Raises:

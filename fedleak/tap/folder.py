@@ -120,7 +120,7 @@ class Tapped:
             ValueError: It could not be read back.
         """
         line = MESSAGES.written(message)
-        MESSAGES.read(line.encode())
+        MESSAGES.parse_line(line.encode())
         append_together(self.path / MESSAGES.name, [line])
 
     def complain(self, problem: Problem) -> None:
@@ -141,7 +141,7 @@ class Tapped:
         messages, damaged = [], []
         for number, line in enumerate(complete_lines(self.path / MESSAGES.name), 1):
             try:
-                messages.append(MESSAGES.read(line))
+                messages.append(MESSAGES.parse_line(line))
             except ValueError as error:
                 damaged.append(f"line {number} of {MESSAGES.name} is damaged ({one_line(error)})")
         return messages, damaged
@@ -151,7 +151,7 @@ class Tapped:
         problems = []
         for line in complete_lines(self.path / PROBLEMS.name):
             try:
-                problems.append(PROBLEMS.read(line))
+                problems.append(PROBLEMS.parse_line(line))
             except ValueError as error:
                 problems.append(Problem(round=None, node=None, reason=one_line(error)))
         return problems
@@ -165,7 +165,7 @@ class Tapped:
         with self._opened(kept) as file:
             return list(file.keys())
 
-    def read(self, kept: KeptArrays, names: Sequence[str]) -> dict[str, Tensor]:
+    def read_arrays(self, kept: KeptArrays, names: Sequence[str]) -> dict[str, Tensor]:
         """Reads arrays of a record by their names.
 
         Raises:

@@ -26,7 +26,7 @@ from fedleak.detectors import (
     named,
 )
 from fedleak.federation.watching import Watched, remember_sent, watch
-from fedleak.store.files import append_together, naming, plain, read, replace
+from fedleak.store.files import append_together, naming, plain, read_file, replace
 from fedleak.store.memory import Memory
 from fedleak.tap.recorder import decoded, plain_numbers, round_of
 from fedleak.util.sanitise import printable
@@ -154,7 +154,7 @@ def _published(
     replace(board / f"r{round}-n{node}", own_hash.encode())
     for other in rounds:
         files = [path for path in board.glob(f"r{other}-n*") if path.name != f"r{other}-n{node}"]
-        hashes[other] = [read(path, 64).decode("ascii", "replace") for path in sorted(files)]
+        hashes[other] = [read_file(path, 64).decode("ascii", "replace") for path in sorted(files)]
     return hashes
 
 

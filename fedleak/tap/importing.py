@@ -14,7 +14,7 @@ from fedleak.config.loading import parse
 from fedleak.config.tables import MOST_UPDATES
 from fedleak.models import CLASSIFICATION
 from fedleak.running.preparation import ask_again, git_commit, refuse_purged
-from fedleak.store.files import read
+from fedleak.store.files import read_file
 from fedleak.store.run import EVERYONE, Capture, Key, Run
 from fedleak.tap.about import About, TruthLine, load_truth
 from fedleak.tap.folder import MESSAGES, Tapped
@@ -166,7 +166,7 @@ def _experiment(
     names = frozenset[str]().union(*(update.names for update in updates))
     share = [name for name in tap.model.trained() if name in names]
     rounds = max(of_round)
-    content = read(tap.tapped.path / MESSAGES.name)
+    content = read_file(tap.tapped.path / MESSAGES.name)
     table = {
         "name": _name(out),
         "model": about.model,

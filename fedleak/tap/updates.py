@@ -150,7 +150,7 @@ class Tap:
         place = places.get(self.model.family.classifier[0])
         if place is None:
             return None
-        weight_CD, *_ = self.tapped.read(place.kept, place.names).values()
+        weight_CD, *_ = self.tapped.read_arrays(place.kept, place.names).values()
         return len(weight_CD)
 
     # --- replies ----------------------------------------------------------------------------
@@ -394,7 +394,7 @@ class Tap:
         tensors = {}
         for name, place in places.items():
             like = self._known[name]
-            value, *others = self.tapped.read(place.kept, place.names).values()
+            value, *others = self.tapped.read_arrays(place.kept, place.names).values()
             if value.shape != like.shape:
                 shapes = f"{list(value.shape)}, but the model's {list(like.shape)}"
                 raise RefusedError(f"{name} has the shape {shapes}")

@@ -78,7 +78,7 @@ def audited(path, experiment):
 
 
 def bounds(run):
-    return run.read(SUMMARY).canary
+    return run.read_document(SUMMARY).canary
 
 
 def split(run):
@@ -216,7 +216,7 @@ def test_what_guarantees_nothing_is_audited_in_a_copy(tmp_path):
     with_canaries = audited(tmp_path / "a", experiment_of(noise))
     without = audited(tmp_path / "b", experiment_of(noise, canary=None))
     for key in without.captures.all_keys():
-        one, other = with_canaries.captures.read(key), without.captures.read(key)
+        one, other = with_canaries.captures.read_capture(key), without.captures.read_capture(key)
         for name, value in one.update.tensors.items():
             assert torch.equal(value, other.update.tensors[name])
     inside, outside = split(with_canaries)
@@ -317,9 +317,9 @@ def test_a_damaged_copy_is_said(tmp_path):
     (run.path / "vault" / "r0001-c01.safetensors").unlink()
     (run.path / "canaries.jsonl").unlink()
     scoring.score_run(run)
-    (said,) = [each for each in run.read(SUMMARY).missing if "canaries" in each]
+    (said,) = [each for each in run.read_document(SUMMARY).missing if "canaries" in each]
     assert "r0001-c00 cannot be scored" in said
-    (said,) = [each for each in run.read(SUMMARY).notes if "canaries" in each]
+    (said,) = [each for each in run.read_document(SUMMARY).notes if "canaries" in each]
     assert said == "the audited copy of r0001-c01 is not here: its canaries have no score"
     assert len(run.rows(CANARIES)) == 2
 
@@ -334,7 +334,7 @@ def test_a_capture_of_no_number_is_named_and_the_others_are_scored(tmp_path):
     save_file(tensors, file, metadata)
     (run.path / "canaries.jsonl").unlink()
     scoring.score_run(run)
-    (missing,) = [line for line in run.read(SUMMARY).missing if "canaries" in line]
+    (missing,) = [line for line in run.read_document(SUMMARY).missing if "canaries" in line]
     assert missing.endswith("not every number of r0001-c00 is finite")
     assert len(run.rows(CANARIES)) == 3
 

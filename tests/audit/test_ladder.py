@@ -180,7 +180,7 @@ def test_a_rung_is_what_a_run_with_these_facts_is(ran: Path) -> None:
     for name, rung in (("nothing", "dlg"), ("all", "dlg+all")):
         assert answers(ran / name, "dlg") == answers(ran / "rungs", rung) != []
     assert answers(ran / "rungs", "dlg") != answers(ran / "rungs", "dlg+lengths")
-    summary, plain = (Run(ran / name).read(SUMMARY) for name in ("rungs", "all"))
+    summary, plain = (Run(ran / name).read_document(SUMMARY) for name in ("rungs", "all"))
     assert summary.worst_case == summary.ladder.top.worst_case
     for figure in ("exact_match", "rougeL", "token_recall", "control_rougeL"):
         assert getattr(summary.worst_case, figure) == getattr(plain.worst_case, figure)
@@ -196,7 +196,7 @@ def test_a_run_without_a_ladder_gets_one_from_the_same_captures(ran: Path) -> No
     assert "what each fact is worth" in text
     assert answers(ran / "nothing", "dlg") == before
     assert answers(ran / "nothing", "dlg+all") == answers(ran / "rungs", "dlg+all")
-    found = [Run(ran / name).read(SUMMARY).ladder for name in ("nothing", "rungs")]
+    found = [Run(ran / name).read_document(SUMMARY).ladder for name in ("nothing", "rungs")]
     assert found[0] == found[1]
     Path("nothing.toml").write_text(toml(CHANGES | {"name": "nothing", "threat.ladder": True}))
     status, _, errors = call("run", "nothing.toml")
@@ -214,7 +214,7 @@ def test_it_is_shown_on_a_terminal_and_in_a_report(ran: Path) -> None:
     last = next(i for i, line in enumerate(shown) if line.startswith("Below a figure"))
     assert max(map(len, shown[:last])) <= 80
     assert "noise_scale is on no rung: no defense adds noise." in shown
-    *_, any_attack = attack_table(Run(ran / "rungs").read(SUMMARY)).rows[0]
+    *_, any_attack = attack_table(Run(ran / "rungs").read_document(SUMMARY)).rows[0]
     assert any_attack.text == "labels, lengths"
     assert call("report", "runs/rungs", "--redact")[0] == 0
     page = (ran / "rungs" / "report-redacted.html").read_text()
@@ -225,7 +225,7 @@ def test_it_is_shown_on_a_terminal_and_in_a_report(ran: Path) -> None:
 
 def test_the_gate_takes_the_rung_that_reads_most(ran: Path) -> None:
     run = Run(ran / "rungs")
-    summary = run.read(SUMMARY)
+    summary = run.read_document(SUMMARY)
     most = max(rung.worst_case.rougeL.high for rung in summary.ladder.rungs)
     evidence = gather(run)
 
@@ -259,7 +259,9 @@ def test_runs_with_ladders_are_compared_rung_by_rung(ran: Path) -> None:
         None, "dlg", "dlg+labels", "dlg+lengths", "dlg+all", "probes"
     }  # fmt: skip
     best = next(one for one in found.differences if (one.attack, one.figure) == (None, "rougeL"))
-    assert best.before == pytest.approx(run.read(SUMMARY).ladder.top.worst_case.rougeL.mean)
+    assert best.before == pytest.approx(
+        run.read_document(SUMMARY).ladder.top.worst_case.rougeL.mean
+    )
     # Another rung reads more, and is another attacker.
     rungs = [one.before for one in found.differences if one.attack and one.figure == "rougeL"]
     assert best.before < max(rungs) == 100.0

@@ -72,7 +72,7 @@ def attacked(folder, tmp_path_factory):
 
 
 def figures(run):
-    summary = run.read(SUMMARY)
+    summary = run.read_document(SUMMARY)
     assert not summary.missing
     return {each.score: each for each in summary.membership.figures}
 
@@ -167,12 +167,12 @@ def test_texts_that_are_not_in_the_update_are_told_apart_by_chance(attacked):
     model = loading.load(experiment.model_spec(2))
     answers, truths = {}, {}
     for key in attacked.captures.all_keys():
-        models.load_parameters_(model, attacked.models.read(key.round))
+        models.load_parameters_(model, attacked.models.read_model(key.round))
         other = Key(key.round, (key.client + 1) % 6)
         seen = Observation(
             round=key.round,
             client=key.client,
-            update=attacked.captures.read(key).update,
+            update=attacked.captures.read_capture(key).update,
             knowledge=knowledge(attacked, other, ASKED),
         )
         found = Membership()(seen, model, rng=stream(0))
@@ -417,8 +417,8 @@ def test_a_file_asks_about_its_texts(tmp_path, suspects):
     trained = {ids for key in run.captures.all_keys() for ids in read_truth(run, key).sequences}
     listed = [tuple(ids) for ids in run.read_json("candidates/suspects.json")["sequences"]]
     assert asked == {line for line, ids in enumerate(listed) if ids in trained}
-    assert rows == list(fedleak.read(run.path).membership)
-    table = fedleak.read(run.path).membership_to_pandas()
+    assert rows == list(fedleak.read_results(run.path).membership)
+    table = fedleak.read_results(run.path).membership_to_pandas()
     assert len(table) == 40 * 12
     assert table[table.inside].residual.mean() > table[~table.inside].residual.mean()
 

@@ -87,17 +87,17 @@ def run(
 
 def rescored(run: Run) -> Any:
     status, _, errors = call("score", str(run.path))
-    return run.read(SUMMARY).positive_control, status, errors
+    return run.read_document(SUMMARY).positive_control, status, errors
 
 
 def test_it_tells_attacks_that_can_read_from_those_that_cannot(run: Run) -> None:
-    control = run.read(SUMMARY).positive_control
+    control = run.read_document(SUMMARY).positive_control
     assert (control.copies, control.texts) == (COPIES, 2 * COPIES)
     assert (control.attacks["keyspan"].read, control.attacks["keyspan"].exact) == (COPIES, 1.0)
     assert control.attacks["dlg"].read == 0
     assert control.attacks["probes"].token_recall == 1.0
     assert control.together.rougeL == 100.0
-    assert run.read(SUMMARY).attacks["keyspan"].answers == 0
+    assert run.read_document(SUMMARY).attacks["keyspan"].answers == 0
     _, shown, _ = call("score", str(run.path))
     assert "positive control: 3 batches without any defense (6 texts)" in shown
     assert "keyspan read a text of 3 of 3 word for word; texts exact 100 %" in shown
@@ -121,9 +121,9 @@ def test_a_copy_is_the_plain_gradient_of_the_clients_first_texts(run: Run) -> No
     assert expected_captures(plain) == control.captures.all_keys()
     assert plain.local_training == stored(control).local_training
     model = loading.load(plain.model_spec(run.info()["num_labels"]))
-    models.load_parameters_(model, run.models.read(2))
+    models.load_parameters_(model, run.models.read_model(2))
     for key in control.captures.all_keys():
-        truth, capture = read_truth(run, key), control.captures.read(key)
+        truth, capture = read_truth(run, key), control.captures.read_capture(key)
         assert read_truth(control, key).sequences == truth.sequences[:2]
         assert read_truth(control, key).noise_scale is None
         expected = local_update_(
@@ -136,14 +136,14 @@ def test_a_copy_is_the_plain_gradient_of_the_clients_first_texts(run: Run) -> No
 
 
 def test_it_is_made_where_the_gate_limits_what_is_read_or_somebody_asks(run: Run) -> None:
-    made = run.read(SUMMARY).positive_control
+    made = run.read_document(SUMMARY).positive_control
     shutil.rmtree(control_of(run).path)
     run.update_info(experiment=run.info()["experiment"] | {"gate": {"epsilon": 8.0}})
     assert rescored(run)[0] is None
     assert call("attack", str(run.path))[0] == 0
-    assert run.read(SUMMARY).positive_control is None
+    assert run.read_document(SUMMARY).positive_control is None
     assert call("attack", str(run.path), "--positive-control")[0] == 0
-    assert run.read(SUMMARY).positive_control == made
+    assert run.read_document(SUMMARY).positive_control == made
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_a_run_is_its_own_where_nothing_protects_updates(protected: dict[str, An
 
 
 def test_what_is_missing_is_made_again(run: Run) -> None:
-    control, before = control_of(run), run.read(SUMMARY).positive_control
+    control, before = control_of(run), run.read_document(SUMMARY).positive_control
     lost = control.captures.all_keys()[1]
     (control.path / "captures" / f"{lost}.safetensors").unlink()
     (control.path / "reconstructions.jsonl").unlink()
@@ -175,7 +175,7 @@ def test_what_is_missing_is_made_again(run: Run) -> None:
     assert status == 0
     assert f"copy: keyspan round 2 client {lost.client}: recovered" in shown
     assert finished(run, stored(run))
-    assert run.read(SUMMARY).positive_control == before
+    assert run.read_document(SUMMARY).positive_control == before
 
 
 def test_an_attack_on_copies_alone_does_not_count(run: Run) -> None:
@@ -200,7 +200,7 @@ def test_an_attack_that_failed_on_copies_is_tried_again(run: Run) -> None:
     assert (found.attacks["keyspan"].read, status) == (0, 1)
     assert "positive control: 3 of 9 answers failed (keyspan: crashed)" in errors
     assert call("attack", str(run.path), "--retry")[0] == 0
-    assert run.read(SUMMARY).positive_control.attacks["keyspan"].read == COPIES
+    assert run.read_document(SUMMARY).positive_control.attacks["keyspan"].read == COPIES
 
 
 def test_copies_of_other_batches_do_not_count(run: Run) -> None:
@@ -213,10 +213,10 @@ def test_copies_of_other_batches_do_not_count(run: Run) -> None:
 
 
 def test_purge_deletes_the_copies_and_keeps_the_figures(run: Run) -> None:
-    before = run.read(SUMMARY).positive_control
+    before = run.read_document(SUMMARY).positive_control
     assert call("purge", str(run.path))[0] == 0
     assert not control_of(run).path.exists()
-    assert run.read(SUMMARY).positive_control == before
+    assert run.read_document(SUMMARY).positive_control == before
 
 
 def test_a_link_in_its_place_is_not_followed(run: Run, tmp_path: Path) -> None:

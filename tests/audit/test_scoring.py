@@ -550,7 +550,7 @@ def test_the_mark_of_rows_changes_with_each_file(make, sequences):
 def test_ids_outside_the_vocabulary_are_a_damaged_vault(make, sequences):
     run = make([truth_of(1, 0, [(2, 10**6, 3)])], [answer_of(1, 0, sequences[:1])])
     assert [one.row.status for one in score_run(run)] == ["unscored"]
-    assert run.read(SUMMARY).missing[0] == (
+    assert run.read_document(SUMMARY).missing[0] == (
         f"{run.path / 'vault' / 'r0001-c00.json'} is damaged (token ids outside the vocabulary): "
         "what was scored with it stays, and only `fedleak run FILE --fresh` writes such a file "
         "again"
@@ -625,7 +625,7 @@ def test_few_clients_and_few_texts_are_examples(make, sequences, clients, size, 
     assert of["dager"]["warning"] == (warning and f"{warning}: an example, not a rate")
     assert of["silent"]["warning"] is None
     console = Console(width=100, record=True, file=io.StringIO())
-    print_table(console, attack_table(run.read(SUMMARY)))
+    print_table(console, attack_table(run.read_document(SUMMARY)))
     text = console.export_text()
     assert ("dager *" in text, f"* {warning}" in " ".join(text.split())) == (
         bool(warning),
@@ -662,7 +662,7 @@ def test_without_evidence_none_is_reported(make, sequences):
 def shown(run):
     """The summary as it is printed, by heading."""
     console = Console(width=100, record=True, file=io.StringIO())
-    print_table(console, attack_table(run.read(SUMMARY)))
+    print_table(console, attack_table(run.read_document(SUMMARY)))
     lines = (re.split(r"\s{2,}", line.strip()) for line in console.export_text().splitlines())
     return {line[0]: line[1:] for line in lines if len(line) > 1}
 
@@ -743,7 +743,7 @@ def test_an_answer_without_truth_says_what_the_attack_says_and_no_score(make, se
     assert (unscored.status, unscored.verified, unscored.margin) == ("unscored", True, 7.0)
     assert unscored.facts == {"longest_sequence": Fact(claimed=5)}
     assert (failed.status, failed.reason) == ("failed", "it crashed")
-    summary = run.read(SUMMARY)
+    summary = run.read_document(SUMMARY)
     assert summary.worst_case is None
     of = summary.attacks["dager"]
     assert (of.answers, of.unscored, of.verified, of.rougeL) == (1, 1, 1, None)
@@ -769,7 +769,7 @@ def test_a_proof_of_what_the_client_did_not_train_on_is_none_and_the_results_are
         (False, None),
     ]
     assert [row.reason for row in rows] == ["", answer_scores.REFUTED, answer_scores.REFUTED]
-    summary = run.read(SUMMARY)
+    summary = run.read_document(SUMMARY)
     assert summary.attacks["dager"].verified == 1
     assert shown(run)["batches proved"] == ["1 of 3"]
     (wrong,) = (each for each in summary.wrong if "claim a proof" in each)
@@ -780,7 +780,7 @@ def test_a_proof_of_what_the_client_did_not_train_on_is_none_and_the_results_are
     # Without the truth what was seen with it stays.
     (run.path / "vault" / "r0002-c00.json").unlink()
     assert [one.row.verified for one in score_run(run)] == [True, False, False]
-    assert any("2 of 3 answers claim a proof" in each for each in run.read(SUMMARY).wrong)
+    assert any("2 of 3 answers claim a proof" in each for each in run.read_document(SUMMARY).wrong)
 
 
 def test_a_truth_that_comes_later_scores_what_was_unscored(make, sequences):
@@ -791,7 +791,7 @@ def test_a_truth_that_comes_later_scores_what_was_unscored(make, sequences):
     assert [one.row.exact_match for one in score_run(run)] == [1.0]
     (run.path / "vault" / "r0001-c00.json").unlink()
     assert [one.row.exact_match for one in score_run(run)] == [1.0]
-    assert not any("unscored" in each for each in run.read(SUMMARY).missing)
+    assert not any("unscored" in each for each in run.read_document(SUMMARY).missing)
 
 
 def test_rows_have_the_public_fields(make, sequences):

@@ -99,6 +99,6 @@ def test_it_is_no_better_than_the_best_attack_and_no_worse_than_any(batches):
 
 def test_a_row_whose_texts_do_not_fit_is_damaged():
     line = LEAKAGE.written(row("a", 0, (True, 100.0, 1.0))).encode()
-    assert LEAKAGE.read(line).texts[0].exact
+    assert LEAKAGE.parse_line(line).texts[0].exact
     with pytest.raises(ValueError, match="texts: 1 for a batch of 2"):
-        LEAKAGE.read(line.replace(b'"batch_size": 1', b'"batch_size": 2'))
+        LEAKAGE.parse_line(line.replace(b'"batch_size": 1', b'"batch_size": 2'))

@@ -53,7 +53,7 @@ def write(name="suite.toml", **changes):
 
 def result(suite="tiny-1"):
     path = Path("runs", f"bench-{suite}", "bench.json")
-    return path, RESULT.read(path.read_bytes())
+    return path, RESULT.parse(path.read_bytes())
 
 
 def cells(found, setting):
@@ -97,7 +97,7 @@ def test_a_suite_is_run_once_and_another_attack_takes_no_more_than_itself(here):
     status, out, _ = call("bench", "suite.toml", "--out", "again.json")
     assert status == 0
     assert "round" not in out, "something was done again"
-    again = RESULT.read(Path("again.json").read_bytes())
+    again = RESULT.parse(Path("again.json").read_bytes())
     assert again.settings == found.settings
 
     status, out, _ = call("bench-table", "again.json", str(path))

@@ -72,14 +72,14 @@ def test_a_server_cannot_have_an_earlier_run_written_over(answer, tmp_path):
     kept = Run(tmp_path / "node" / "run")
     assert not answer(tmp_path / "node").has_error()
     assert not answer(tmp_path / "node").has_error()  # the same run goes on
-    earlier = kept.vault.read(Key(1, 1)) | {"fingerprint": "of another experiment"}
+    earlier = kept.vault.read_note(Key(1, 1)) | {"fingerprint": "of another experiment"}
     kept.vault.write(Key(1, 1), earlier)
     reply = answer(tmp_path / "node")
     assert reply.error.reason == (
         "ConfigError: this node's vault has another run called 'run', and what it trained on: give "
         "this run another run-dir, or move that folder out of the vault"
     )
-    assert kept.vault.read(Key(1, 1)) == earlier
+    assert kept.vault.read_note(Key(1, 1)) == earlier
 
 
 @pytest.mark.parametrize("submitted", [{}, {"vault": True}, {"vault": "/tmp"}])

@@ -89,7 +89,7 @@ def test_each_node_trains_on_its_file_keeps_it_and_can_hand_it_over(federation: 
         client: {
             tuple(ids)
             for round in (1, 2)
-            for ids in run.vault.read(Key(round, client))["sequences"]
+            for ids in run.vault.read_note(Key(round, client))["sequences"]
         }
         for client in (0, 1)
     }

@@ -102,7 +102,7 @@ def test_beside_the_update_there_are_three_numbers(reply_of, bert_tiny):
 @pytest.mark.parametrize("round", [1, 2])
 def test_the_vault_holds_what_the_update_was_made_of(reply_of, round):
     content, run = reply_of(1, round=round, vault=True)
-    truth = run.vault.read(Key(round, 1))
+    truth = run.vault.read_note(Key(round, 1))
     model = loading.load(
         models.ModelSpec(name="builtin/bert-tiny", task=models.CLASSIFICATION, num_labels=2)
     )
@@ -123,7 +123,7 @@ def test_clients_and_rounds_train_on_different_texts(reply_of):
     held = []
     for client, round in [(0, 1), (0, 2), (0, 3), (1, 1), (1, 2), (1, 3)]:
         _, run = reply_of(client, round=round, vault=True)
-        held += map(tuple, run.vault.read(Key(round, client))["sequences"])
+        held += map(tuple, run.vault.read_note(Key(round, client))["sequences"])
     assert len(set(held)) == len(held) == 12
 
 
@@ -258,4 +258,4 @@ def test_the_vault_knows_the_scale_of_all_noise_together(reply_of):
     defense = [NOISE | {"sigma": 0.3}, {"kind": "mask", "fraction": 0.1}, NOISE | {"sigma": 0.4}]
     defense.append(NOISE | {"sigma": 9.0, "clients": [1]})
     _, run = reply_of(0, vault=True, defense=defense)
-    assert run.vault.read(Key(1, 0))["noise_scale"] == pytest.approx(0.5)
+    assert run.vault.read_note(Key(1, 0))["noise_scale"] == pytest.approx(0.5)

@@ -72,7 +72,7 @@ def all_kinds(action="warn"):
 
 
 def findings(run, round, client):
-    note = run.detected.read(Key(round, client))
+    note = run.detected.read_note(Key(round, client))
     return {finding["detector"]: finding for finding in note["findings"]}
 
 
@@ -131,7 +131,7 @@ def test_nothing_is_noticed_where_nothing_is_wrong_and_nothing_changes(setting, 
             assert noted["jump"]["limit"] is not None
             assert (noted["adam_bound"]["limit"] is not None) == (setting in ("adam", "adamw"))
             assert noted["same_model"]["statistic"] == 0 or (round, client) == (1, 0)
-    first, second = watched.models.read(3), without.models.read(3)
+    first, second = watched.models.read_model(3), without.models.read_model(3)
     assert all(torch.equal(first[name], second[name]) for name in second)
     assert absent(watched) == frozenset()
 
@@ -139,15 +139,15 @@ def test_nothing_is_noticed_where_nothing_is_wrong_and_nothing_changes(setting, 
 def test_a_client_remembers_what_it_was_sent_last(tmp_path):
     run = trained(tmp_path / "run", detector=[{"kind": "jump"}])
     memory = Memory(run.path / "kept" / "c03")
-    kept, sent = memory.broadcast(), run.models.read(2)
+    kept, sent = memory.broadcast(), run.models.read_model(2)
     assert kept.round == 2
     assert all((kept.parameters[name] == value.numpy()).all() for name, value in sent.items())
-    known = memory.read()
+    known = memory.remembered()
     assert known.hashes == {2: digest(kept.parameters)}
     assert known.longest > 0
     (memory.folder / "client.json").write_text("{")
     with pytest.raises(FedleakError, match="the client begins anew"):
-        memory.read()
+        memory.remembered()
 
 
 # --- a malicious server ---------------------------------------------------------------------
@@ -176,8 +176,8 @@ def test_inconsistent_models_are_noticed_by_all_but_the_target(lora, tmp_path):
         later = findings(run, 3, client)
         assert later["same_model"]["alarm"]
         assert not any(finding["alarm"] for kind, finding in later.items() if kind != "same_model")
-    assert {run.detected.read(Key(2, c))["hash"] for c in (0, 1, 3)} != {
-        run.detected.read(Key(2, 2))["hash"]
+    assert {run.detected.read_note(Key(2, c))["hash"] for c in (0, 1, 3)} != {
+        run.detected.read_note(Key(2, 2))["hash"]
     }
 
 
@@ -186,10 +186,10 @@ def test_inconsistent_models_are_noticed_by_all_but_the_target(lora, tmp_path):
 
 def next_model(run, round, clients, rate=RATE):
     """The model after a round of these clients alone."""
-    broadcast = run.models.read(round)
+    broadcast = run.models.read_model(round)
     total = WeightedSum(lambda name: broadcast[name].dtype)
     for client in clients:
-        total.add_(run.captures.read(Key(round, client)).update)
+        total.add_(run.captures.read_capture(Key(round, client)).update)
     return aggregate(broadcast, total, run_optimiser(rate), {})[0]
 
 
@@ -209,9 +209,9 @@ def test_a_client_that_refuses_is_absent_and_the_others_are_summed(refuse, tmp_p
         Key(2, 1),
         Key(2, 3),
     ]
-    assert equal(run.models.read(3), next_model(run, 2, [1, 3]))
+    assert equal(run.models.read_model(3), next_model(run, 2, [1, 3]))
     for client in range(CLIENTS):
-        assert (run.vault.read(Key(2, client)) is None) == (client in (0, 2)), "it trained"
+        assert (run.vault.read_note(Key(2, client)) is None) == (client in (0, 2)), "it trained"
     assert not any(run.held.all_keys())
 
 
@@ -223,7 +223,7 @@ def test_what_is_left_is_attacked_and_scored_and_the_run_is_complete(refuse, tmp
         attack_captures(run, experiment_of(**tables), no_more=lambda: True)
         scored = scoring.score_run(run)
     assert sorted(answer.row.key for answer in scored) == captures_of(run, experiment_of(**tables))
-    summary = run.read(scoring.SUMMARY)
+    summary = run.read_document(scoring.SUMMARY)
     assert summary.missing == ()
     assert any("refused what they were sent (1 in round 1)" in note for note in summary.notes)
     assert Key(1, 1) not in {row.key for row in run.rows(LEDGER)}, "nothing left the client"
@@ -233,8 +233,8 @@ def test_what_is_left_is_attacked_and_scored_and_the_run_is_complete(refuse, tmp
 def test_a_round_that_all_refuse_is_skipped(optimiser, refuse, tmp_path):
     federation = {"server_optimiser": optimiser, "rounds": 3}
     run = trained(tmp_path / "run", detector=refuse(1), federation=federation)
-    assert equal(run.models.read(2), run.models.read(1))
-    assert not equal(run.models.read(3), run.models.read(2))
+    assert equal(run.models.read_model(2), run.models.read_model(1))
+    assert not equal(run.models.read_model(3), run.models.read_model(2))
     assert run.info()["skipped"] == [1]
     assert any("were skipped" in sentence for sentence in gaps.absences(run))
 
@@ -244,12 +244,12 @@ def test_a_secure_sum_goes_over_those_who_answered(defense, refuse, tmp_path):
     run = trained(tmp_path / "run", defense=[defense], detector=refuse(2, clients=[3]))
     assert dropped_out(run, 2) == {3}
     assert run.info()["refused"] == {"2": [3]}
-    capture = run.captures.read(Key(2, EVERYONE))
+    capture = run.captures.read_capture(Key(2, EVERYONE))
     assert capture.update.num_examples == 6
     alone = trained(tmp_path / "alone", detector=refuse(2, clients=[3]))
-    updates = [alone.captures.read(Key(1, client)).update for client in range(CLIENTS)]
+    updates = [alone.captures.read_capture(Key(1, client)).update for client in range(CLIENTS)]
     expected = mean_update(updates)
-    for name, value in run.captures.read(Key(1, EVERYONE)).update.tensors.items():
+    for name, value in run.captures.read_capture(Key(1, EVERYONE)).update.tensors.items():
         torch.testing.assert_close(value, expected.tensors[name], rtol=1e-3, atol=1e-6)
 
 
@@ -259,7 +259,7 @@ def test_no_sum_is_made_of_one_client_that_is_left(defense, refuse, tmp_path):
     assert not run.captures.has(Key(2, EVERYONE))
     assert run.info()["skipped"] == [2]
     assert dropped_out(run, 2) == set(range(CLIENTS))
-    assert equal(run.models.read(3), run.models.read(2))
+    assert equal(run.models.read_model(3), run.models.read_model(2))
     assert not any(run.held.all_keys())
 
 
@@ -343,7 +343,7 @@ def scored(folder, tmp_path_factory):
 
 
 def test_the_summary_says_who_warned_and_who_refused_and_when(scored):
-    detections = scored.read(scoring.SUMMARY).detections
+    detections = scored.read_document(scoring.SUMMARY).detections
     rank, zeros, loss = detections.detectors
     assert rank.alarms == {2: (0, 1, 3)}
     assert (rank.looked, zeros.looked) == (12, 3)
@@ -364,7 +364,7 @@ def test_table_report_and_trackers_say_it_too(scored):
     assert "Clients were sent different models, by the hashes that they noted: round 2." in shown
     page = run_page(scored, [], redact=False)
     assert any("what clients noticed" in table.title for table in page.defenses)
-    metrics = {(m.name, m.round): m.value for m in _alarms(scored.read(scoring.SUMMARY))}
+    metrics = {(m.name, m.round): m.value for m in _alarms(scored.read_document(scoring.SUMMARY))}
     assert metrics == {("alarms/rank", 2): 3, ("alarms/zeros", 2): 1, ("refused", 2): 1}
 
 
@@ -383,7 +383,7 @@ def test_notes_come_from_the_vault_of_a_node_and_wrong_ones_are_refused(scored, 
     here, path = Run(tmp_path / "here" / name), tmp_path / "vault" / name / "detected"
     shutil.rmtree(here.path / "detected")
     take_vaults(here, [tmp_path / "vault"])
-    assert here.detected.read(Key(2, 1)) == scored.detected.read(Key(2, 1))
+    assert here.detected.read_note(Key(2, 1)) == scored.detected.read_note(Key(2, 1))
     note = json.loads((path / "r0002-c01.json").read_text())
     note["findings"][0]["detector"] = "jump"
     (path / "r0002-c01.json").write_text(json.dumps(note))

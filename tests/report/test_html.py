@@ -585,7 +585,7 @@ def test_a_run_is_reported_for_its_owner_alone_and_redacted_for_others(
     monkeypatch.setenv("A_SECRET", "swordfish")
     Run(ran).update_info(dropped_out={private: [1]}, experiment=experiment)
     assert call("report", str(ran), "--redact", "--out", "open.html")[0] == 1  # an answer failed
-    summary = Run(ran).read(SUMMARY)
+    summary = Run(ran).read_document(SUMMARY)
     assert private in summary.missing[0]
     assert private in summary.notes[0]
     redacted = Path("open.html").read_text()

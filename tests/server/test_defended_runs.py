@@ -161,9 +161,9 @@ def model_of(name, task):
 
 def updates_by_hand(run, experiment, key):
     """What a client's training gives, and after it each of its defenses, in their order."""
-    truth = run.vault.read(key)
+    truth = run.vault.read_note(key)
     model = model_of(experiment.model.name, experiment.model.task)
-    models.load_parameters_(model, run.models.read(key.round))
+    models.load_parameters_(model, run.models.read_model(key.round))
     of_client = protection(experiment, key.client, 3)  # of six samples
     seed = stream_seed(SEED, "local", key.round, key.client)
     labels = truth["labels"] or [0] * len(truth["sequences"])
@@ -253,7 +253,7 @@ def test_what_arrives_is_what_the_defenses_left_and_no_word_beside_it(
                 assert {name: row[name] for name in figures} == pytest.approx(figures, rel=1e-5)
                 assert row["examples"] == (2 if algorithm == "fedsgd" else 3)
         if experiment.aggregator is None:
-            capture = run.captures.read(key)
+            capture = run.captures.read_capture(key)
             assert_same(capture.update, sent[key])
             assert capture.update.num_examples == sent[key].num_examples
     # Beside the update there are three numbers, whatever the defenses.
@@ -272,13 +272,13 @@ def test_what_arrives_is_what_the_defenses_left_and_no_word_beside_it(
     ]
     for round in (1, 2):
         mean = mean_by_hand([sent[Key(round, client)] for client in (0, 1)])
-        before, after = run.models.read(round), run.models.read(round + 1)
+        before, after = run.models.read_model(round), run.models.read_model(round + 1)
         scale = 1.0 if algorithm == "fedavg" else -0.1
         for name, value in before.items():
             expected = value + scale * mean[name].float() if name in mean else value
             torch.testing.assert_close(after[name], expected, atol=1e-6, rtol=1e-5)
         if experiment.aggregator is not None:
-            capture = run.captures.read(Key(round, EVERYONE))
+            capture = run.captures.read_capture(Key(round, EVERYONE))
             assert capture.update.num_examples == sum(
                 sent[Key(round, c)].num_examples for c in (0, 1)
             )
@@ -317,7 +317,7 @@ def test_only_the_clients_that_are_named_use_a_defense(tmp_path):
         for client in (0, 1):
             key = Key(round, client)
             _, (raw,), _ = updates_by_hand(run, plain, key)
-            captured = run.captures.read(key).update
+            captured = run.captures.read_capture(key).update
             if client == 0:
                 assert_same(captured, raw)
             else:
@@ -329,8 +329,8 @@ def test_only_the_clients_that_are_named_use_a_defense(tmp_path):
         True,
         False,
     ] * 2
-    assert run.vault.read(Key(1, 0))["noise_scale"] is None
-    assert run.vault.read(Key(1, 1))["noise_scale"] == pytest.approx(2 * 0.5 * 0.4)
+    assert run.vault.read_note(Key(1, 0))["noise_scale"] is None
+    assert run.vault.read_note(Key(1, 1))["noise_scale"] == pytest.approx(2 * 0.5 * 0.4)
     # Client 0 has nothing, so to all nothing is guaranteed.
     assert run.read_json("summary.json")["privacy"]["epsilon"] == "none"
     assert "epsilon none" in printed(run)
@@ -411,9 +411,9 @@ def test_the_server_gets_the_sum_and_nothing_of_a_single_client(summed, tmp_path
     assert summed.captures.all_keys() == [Key(1, EVERYONE), Key(2, EVERYONE)]
     # The first round is that of the same clients without a sum.
     apart = carried_out(tmp_path / "apart", experiment_of(NOISE, federation=SUMMED, **SEVEN))
-    single = [apart.captures.read(Key(1, client)).update for client in range(3)]
+    single = [apart.captures.read_capture(Key(1, client)).update for client in range(3)]
     assert sorted(one.num_examples for one in single) == [2, 2, 3]
-    captured = summed.captures.read(Key(1, EVERYONE))
+    captured = summed.captures.read_capture(Key(1, EVERYONE))
     assert captured.update.num_examples == 7
     # Two steps for three texts, one for two: the server knows of the most.
     assert captured.knowledge.local_steps == 2
@@ -422,7 +422,7 @@ def test_the_server_gets_the_sum_and_nothing_of_a_single_client(summed, tmp_path
             captured.update.tensors[name], value.float(), atol=1e-7, rtol=1e-5
         )
     for round in (2,):
-        one, other = summed.models.read(round), apart.models.read(round)
+        one, other = summed.models.read_model(round), apart.models.read_model(round)
         for name, value in one.items():
             torch.testing.assert_close(value, other[name], atol=1e-6, rtol=1e-5)
 
@@ -433,7 +433,7 @@ def test_answers_on_a_sum_are_scored_against_the_texts_of_all(summed):
     ]
     for round in (1, 2):
         truth = vault.read_truth(summed, Key(round, EVERYONE))
-        alone = [summed.vault.read(Key(round, client)) for client in range(3)]
+        alone = [summed.vault.read_note(Key(round, client)) for client in range(3)]
         texts = [list(ids) for one in alone for ids in one["sequences"]]
         assert [list(ids) for ids in truth.sequences] == texts
         assert list(truth.labels) == [label for one in alone for label in one["labels"]]
@@ -483,10 +483,10 @@ def test_a_new_aggregator_is_one_class(tmp_path, monkeypatch):
     monkeypatch.setattr(defenses, "kinds", lambda: kinds)
     once = {"rounds": 1}
     apart = carried_out(tmp_path / "apart", experiment_of(federation=once))
-    each = [apart.captures.read(key).update for key in apart.captures.all_keys()]
+    each = [apart.captures.read_capture(key).update for key in apart.captures.all_keys()]
     run = carried_out(tmp_path / "run", experiment_of({"kind": "largest"}, federation=once))
     assert run.captures.all_keys() == [Key(1, EVERYONE)]
-    seen = run.captures.read(Key(1, EVERYONE)).update
+    seen = run.captures.read_capture(Key(1, EVERYONE)).update
     for name, value in seen.tensors.items():
         assert torch.equal(value, torch.stack([one.tensors[name] for one in each]).amax(0))
     findings = defense_checks.check(experiment_of({"kind": "largest"}))
@@ -586,11 +586,15 @@ def sampled(folders, tmp_path_factory):
 def test_a_client_that_drew_nobody_looks_like_any_other_to_the_server(sampled):
     run = sampled["apart"]
     assert run.captures.all_keys() == [Key(1, 0), Key(1, 1), Key(2, 0), Key(2, 1)]
-    assert {run.captures.read(key).update.num_examples for key in run.captures.all_keys()} == {1}
-    assert run.vault.read(Key(1, 0))["sequences"] == []
-    lengths = [float(flat(run.captures.read(key).update).norm()) for key in run.captures.all_keys()]
+    assert {
+        run.captures.read_capture(key).update.num_examples for key in run.captures.all_keys()
+    } == {1}
+    assert run.vault.read_note(Key(1, 0))["sequences"] == []
+    lengths = [
+        float(flat(run.captures.read_capture(key).update).norm()) for key in run.captures.all_keys()
+    ]
     assert max(lengths) < 1.05 * min(lengths)
-    noted = run.defended.read(Key(1, 0))
+    noted = run.defended.read_note(Key(1, 0))
     assert (noted["training"]["examples"], noted["training"]["signal_norm"]) == (0, 0.0)
     # There is nothing to score an answer against.
     scored = [(row["round"], row["client"]) for row in run.rows(Lines("leakage.jsonl", dict))]
@@ -606,7 +610,7 @@ def test_a_client_that_drew_nobody_looks_like_any_other_to_the_server(sampled):
 
 def test_who_drew_nobody_has_a_weight_in_the_sum_all_the_same(sampled):
     run = sampled["sum"]
-    assert run.captures.read(Key(1, EVERYONE)).update.num_examples == 2
+    assert run.captures.read_capture(Key(1, EVERYONE)).update.num_examples == 2
     truth = vault.read_truth(run, Key(1, EVERYONE))
     assert len(truth.sequences) == 2
     (row,) = [row for row in run.rows(Lines("leakage.jsonl", dict)) if row["round"] == 1]
@@ -618,7 +622,7 @@ def test_the_scale_of_the_noise_in_a_sum_is_that_of_the_weights_it_was_made_with
     run = sampled["sum"]
     # Two clients, one expected example each: half of each, of noise 1.0 * 0.5 / 1.
     expected = math.hypot(0.25, 0.25)
-    quiet = flat(run.captures.read(Key(1, EVERYONE)).update)
+    quiet = flat(run.captures.read_capture(Key(1, EVERYONE)).update)
     assert float(quiet.square().mean().sqrt()) == pytest.approx(expected, rel=0.02)
     assert vault.read_truth(run, Key(1, EVERYONE)).noise_scale == pytest.approx(expected)
 
@@ -744,9 +748,11 @@ def test_a_run_that_was_stopped_spends_no_more_than_one_that_was_not(ledgered, t
     for name in ("privacy.jsonl", "defenses.jsonl"):
         assert (run.path / name).read_bytes() == (ledgered.path / name).read_bytes()
     for key in ledgered.captures.all_keys():
-        assert_same(run.captures.read(key).update, ledgered.captures.read(key).update)
+        assert_same(
+            run.captures.read_capture(key).update, ledgered.captures.read_capture(key).update
+        )
     for key in ledgered.defended.all_keys():
-        assert run.defended.read(key) == ledgered.defended.read(key)
+        assert run.defended.read_note(key) == ledgered.defended.read_note(key)
 
 
 def test_the_weakest_client_is_the_guarantee_of_a_run(tmp_path):
@@ -768,8 +774,8 @@ def test_an_epsilon_is_spent_by_the_end_and_the_noise_is_sent(tmp_path):
     last = [row for row in run.rows(Lines("privacy.jsonl", dict)) if row["round"] == 2]
     assert all(0.99 * 20 <= row["epsilon"] <= 20 for row in last)
     scale = 2 * 0.5 * last[0]["noise_multiplier"]
-    assert run.vault.read(Key(1, 0))["noise_scale"] == pytest.approx(scale)
-    sent = flat(run.captures.read(Key(1, 0)).update)
+    assert run.vault.read_note(Key(1, 0))["noise_scale"] == pytest.approx(scale)
+    sent = flat(run.captures.read_capture(Key(1, 0)).update)
     # On tens of thousands of numbers, beside a signal of norm 0.5.
     assert float(sent.square().mean().sqrt()) == pytest.approx(scale, rel=0.02)
 

@@ -127,12 +127,12 @@ def test_captures_are_gradients_of_the_truth_at_the_broadcast_and_add_up(finishe
     )
     fingerprint = models.fingerprint(model.parameters())
     assert finished.info()["model_fingerprint"] == fingerprint
-    assert models.fingerprint(finished.models.read(1)) == fingerprint
+    assert models.fingerprint(finished.models.read_model(1)) == fingerprint
     for round in (1, 2):
-        before, after = finished.models.read(round), finished.models.read(round + 1)
-        updates = [finished.captures.read(Key(round, client)) for client in (0, 1)]
+        before, after = finished.models.read_model(round), finished.models.read_model(round + 1)
+        updates = [finished.captures.read_capture(Key(round, client)) for client in (0, 1)]
         for client, capture in enumerate(updates):
-            truth = finished.vault.read(Key(round, client))
+            truth = finished.vault.read_note(Key(round, client))
             models.load_parameters_(model, before)
             again = local_update_(
                 model,
@@ -205,14 +205,14 @@ def test_adam_of_the_server_goes_on_where_it_was(tmp_path, federation):
 def test_adam_of_the_server_is_stepped_along_the_mean_of_what_was_captured(tmp_path):
     experiment = experiment_of(attacks=[], server_optimiser="adam", learning_rate=0.01, rounds=3)
     run = trained(tmp_path / "run", experiment)
-    weights = {n: torch.nn.Parameter(v) for n, v in run.models.read(1).items()}
+    weights = {n: torch.nn.Parameter(v) for n, v in run.models.read_model(1).items()}
     optimiser = torch.optim.Adam(weights.values(), lr=0.01)
     for round in (1, 2, 3):
-        sent = [run.captures.read(Key(round, client)).update.tensors for client in (0, 1)]
+        sent = [run.captures.read_capture(Key(round, client)).update.tensors for client in (0, 1)]
         for name, value in weights.items():
             value.grad = (sent[0][name] + sent[1][name]) / 2
         optimiser.step()
-        for name, value in run.models.read(round + 1).items():
+        for name, value in run.models.read_model(round + 1).items():
             torch.testing.assert_close(value, weights[name].detach(), atol=1e-5, rtol=1e-5)
 
 
@@ -298,8 +298,8 @@ def test_fedavg_with_some_of_the_clients(tmp_path):
     assert run.captures.all_keys() == run.vault.all_keys() == keys
     assert [key.round for key in keys] == [1, 1, 2, 2]
     for round in (1, 2):
-        before, after = run.models.read(round), run.models.read(round + 1)
-        captures = [run.captures.read(key) for key in keys if key.round == round]
+        before, after = run.models.read_model(round), run.models.read_model(round + 1)
+        captures = [run.captures.read_capture(key) for key in keys if key.round == round]
         counts = [one.update.num_examples for one in captures]
         assert all(one.update.kind == UpdateKind.DELTA for one in captures)
         assert [one.knowledge.local_steps for one in captures] == [2 * n for n in counts]
@@ -319,12 +319,12 @@ def test_parts_of_the_model_arrive_as_attacks_are_told_and_only_they_change(tmp_
     expected = {
         *models.families()[name].attention_parameters(0),
         *models.families()[name].classifier,
-        *(one for one in run.models.read(1) if ".2." in one),
+        *(one for one in run.models.read_model(1) if ".2." in one),
     }
     assert set(told) == expected
     for key in KEYS:
-        assert run.captures.read(key).update.tensors.keys() == expected
-    before, after = run.models.read(1), run.models.read(3)
+        assert run.captures.read_capture(key).update.tensors.keys() == expected
+    before, after = run.models.read_model(1), run.models.read_model(3)
     changed = {one for one in before if not torch.equal(before[one], after[one])}
     null = models.families()[name].null_parameters(expected)
     assert expected - null <= changed <= expected
@@ -389,12 +389,14 @@ def assert_followed(run, experiment, model, defend=lambda client, update: update
     """Checks every capture against training on the truth, and every model against the mean."""
     rate = experiment.federation.learning_rate
     for round in range(1, experiment.federation.rounds + 1):
-        before, after = run.models.read(round), run.models.read(round + 1)
+        before, after = run.models.read_model(round), run.models.read_model(round + 1)
         captures = {
-            k: run.captures.read(k).update for k in run.captures.all_keys() if k.round == round
+            k: run.captures.read_capture(k).update
+            for k in run.captures.all_keys()
+            if k.round == round
         }
         for key, update in captures.items():
-            truth = run.vault.read(key)
+            truth = run.vault.read_note(key)
             models.load_parameters_(model, before)
             again = local_update_(
                 model,
@@ -434,13 +436,13 @@ def test_with_adapters_only_they_and_the_classifier_are_sent(tmp_path, model, al
     fresh = loading.load(experiment.model_spec(2))
     names = fresh.parameters().keys()
     assert all("lora_" in name or name.startswith("classifier.") for name in names)
-    assert models.fingerprint(run.models.read(1)) == models.fingerprint(fresh.parameters())
+    assert models.fingerprint(run.models.read_model(1)) == models.fingerprint(fresh.parameters())
     # What was adapted does not travel, and decides the result all the same.
     whole = models.fingerprint(dict(fresh.module.named_parameters()))
     assert run.info()["model_fingerprint"] == whole
     assert_followed(run, experiment, fresh)
     for key in run.captures.all_keys():
-        for name, value in run.captures.read(key).update.tensors.items():
+        for name, value in run.captures.read_capture(key).update.tensors.items():
             # B is zero before the first step, and A learns nothing through it.
             still = algorithm == "fedsgd" and key.round == 1 and "lora_A" in name
             assert bool(value.any()) != still
@@ -462,7 +464,7 @@ def test_the_attacks_know_a_model_with_adapters(tmp_path):
         uses: ClassVar[frozenset[str]] = frozenset()
 
         def obstacle(self, setting):
-            assert setting.shared == run.models.read(1).keys()
+            assert setting.shared == run.models.read_model(1).keys()
 
         def __call__(self, seen, model, *, rng):
             looked.append(model)
@@ -483,7 +485,7 @@ def test_the_attacks_know_a_model_with_adapters(tmp_path):
 
     row_of(Look(), Knowledge())
     expected = loading.load(experiment.model_spec(2))
-    models.load_parameters_(expected, run.models.read(2))
+    models.load_parameters_(expected, run.models.read_model(2))
     found = dict(looked[0].module.named_parameters())
     for name, value in expected.module.named_parameters():
         assert torch.equal(found[name], value)
@@ -503,4 +505,4 @@ def test_a_cast_is_captured_as_it_is_and_summed_in_float32(tmp_path):
         return replace(update, tensors={n: t.to(dtype) for n, t in update.tensors.items()})
 
     assert_followed(run, experiment, loading.load(experiment.model_spec(2)), defend)
-    assert {value.dtype for value in run.models.read(3).values()} == {torch.float32}
+    assert {value.dtype for value in run.models.read_model(3).values()} == {torch.float32}

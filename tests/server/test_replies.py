@@ -85,7 +85,7 @@ def test_a_reply_is_filed_under_the_node_that_sent_it_whatever_it_does_not_say(r
     arrays, _ = round.end()
     assert round.run.captures.all_keys() == [Key(4, 0), Key(4, 1), Key(4, 2)]
     for client in (0, 1, 2):
-        (value, *_) = round.run.captures.read(Key(4, client)).update.tensors.values()
+        (value, *_) = round.run.captures.read_capture(Key(4, client)).update.tensors.values()
         assert set(value.unique().tolist()) == {float(client)}
     expected = round.weights[NAME] - 0.1 * 1.0  # the mean of 0, 1 and 2
     torch.testing.assert_close(arrays.to_torch_state_dict()[NAME], expected)
@@ -158,13 +158,13 @@ def test_a_reply_without_an_update_is_refused(round, content):
 def test_a_second_answer_is_refused_and_the_first_stays(round):
     for client in (0, 1, 2):
         round.reply(client)
-    before = round.run.captures.read(Key(4, 1)).update.tensors[NAME].clone()
+    before = round.run.captures.read_capture(Key(4, 1)).update.tensors[NAME].clone()
     round.reply(1, tensors=like(9.0))
     assert round.refusal() == (
         "round 4: client 1 (node 71): its answer is refused: it was not asked, or has answered "
         "already"
     )
-    assert torch.equal(round.run.captures.read(Key(4, 1)).update.tensors[NAME], before)
+    assert torch.equal(round.run.captures.read_capture(Key(4, 1)).update.tensors[NAME], before)
 
 
 @pytest.mark.parametrize("claim", [{}, {"client": 0, "round": 4}])
@@ -215,7 +215,7 @@ def test_a_part_of_the_model_and_half_precision_are_right_where_they_were_asked_
     round.reply(1, without=rest, tensors={NAME: bits})
     round.reply(2)
     assert "client 2 (node 72): its answer is refused: it holds a parameter" in round.refusal()
-    update = round.run.captures.read(Key(4, 1)).update
+    update = round.run.captures.read_capture(Key(4, 1)).update
     assert update.tensors[NAME].tolist() == [1.5, -2.0]
     assert update.tensors.keys() == {"classifier.weight", NAME}
 

@@ -57,7 +57,7 @@ def tensors(run):
 
 def assert_same_models(run, other, rounds):
     for round in rounds:
-        ours, theirs = run.models.read(round), other.models.read(round)
+        ours, theirs = run.models.read_model(round), other.models.read_model(round)
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
@@ -95,8 +95,8 @@ def test_of_rounds_without_such_a_client_no_model_stays(tmp_path):
     needed = forecast.bytes_kept(experiment, outline(experiment, 2))
     inline.train(run, experiment)
     assert run.models.rounds() == sorted(mine | {1, 6})
-    kept = [run.captures.read(key).update.tensors for key in run.captures.all_keys()]
-    kept += [run.models.read(round) for round in run.models.rounds()]
+    kept = [run.captures.read_capture(key).update.tensors for key in run.captures.all_keys()]
+    kept += [run.models.read_model(round) for round in run.models.rounds()]
     assert needed == sum(t.numel() * 4 for each in kept for t in each.values())
 
 
@@ -149,7 +149,7 @@ def test_captures_go_once_they_are_answered_and_rows_and_models_are_the_same(tmp
         assert run.captures.about(key).knowledge == plain.captures.about(key).knowledge
         assert run.captures.about(key).num_examples == plain.captures.about(key).num_examples
         with pytest.raises(CaptureError, match="was deleted once every attack had answered"):
-            run.captures.read(key)
+            run.captures.read_capture(key)
     assert rows(run) == rows(plain)
     assert_same_models(run, plain, (1, 2, 3))
     refuse_gaps(run)
@@ -294,7 +294,7 @@ def test_captures_hold_what_is_read_and_answers_and_models_are_the_same(tmp_path
     run = carried_out(tmp_path / "run", experiment)
     assert experiment.fingerprint == stored(whole).fingerprint
     for key in whole.captures.all_keys():
-        ours, all_of_it = run.captures.read(key), whole.captures.read(key)
+        ours, all_of_it = run.captures.read_capture(key), whole.captures.read_capture(key)
         names = ours.update.tensors.keys()
         assert "classifier.bias" in names
         assert "bert.encoder.layer.0.attention.self.query.weight" in names
@@ -303,9 +303,9 @@ def test_captures_hold_what_is_read_and_answers_and_models_are_the_same(tmp_path
         assert all(torch.equal(ours.update.tensors[n], all_of_it.update.tensors[n]) for n in names)
     assert_same_models(run, whole, (1, 2, 3))
     assert rows(run) == rows(whole)
-    sizes = [sum(t.numel() * 4 for t in run.models.read(1).values())]
+    sizes = [sum(t.numel() * 4 for t in run.models.read_model(1).values())]
     sizes += [
-        sum(t.numel() * 4 for t in run.captures.read(key).update.tensors.values())
+        sum(t.numel() * 4 for t in run.captures.read_capture(key).update.tensors.values())
         for key in run.captures.all_keys()
     ]
     model = outline(experiment, 2)
@@ -317,7 +317,7 @@ def test_of_a_sum_what_is_read_is_stored(tmp_path):
     experiment = experiment_of(**READ, defense=[{"kind": "secure_sum"}])
     run = carried_out(tmp_path / "run", experiment)
     (first, _) = run.captures.all_keys()
-    assert len(run.captures.read(first).update.tensors) < len(run.models.read(1)) / 2
+    assert len(run.captures.read_capture(first).update.tensors) < len(run.models.read_model(1)) / 2
 
 
 def test_an_attack_that_reads_more_is_refused_afterwards(tmp_path):

@@ -76,13 +76,13 @@ def modelled(folder, tmp_path_factory):
 
 
 def sum_of(modelled, *clients):
-    held = (modelled.held.read(Key(1, client)).update for client in clients)
+    held = (modelled.held.read_capture(Key(1, client)).update for client in clients)
     return SecureSum(**SETTINGS).combined(held, rng=stream(0))
 
 
 def check_sum(run, expected):
     """The protocol's sum is the model's: all but float rounding is whole numbers."""
-    found = run.captures.read(Key(1, EVERYONE)).update
+    found = run.captures.read_capture(Key(1, EVERYONE)).update
     assert found.num_examples == expected.num_examples
     assert found.tensors.keys() == expected.tensors.keys()
     for name, value in expected.tensors.items():
@@ -119,7 +119,7 @@ def test_the_sum_is_that_of_the_model(tmp_path, algorithm):
         for name, each in (("model", SUM), ("protocol", PROTOCOL))
     ]
     for round in (1, 2):
-        one, other = (run.captures.read(Key(round, EVERYONE)) for run in pair)
+        one, other = (run.captures.read_capture(Key(round, EVERYONE)) for run in pair)
         assert one.knowledge == other.knowledge
         assert one.update.num_examples == other.update.num_examples
         for name, value in one.update.tensors.items():
@@ -177,10 +177,10 @@ def test_a_client_that_is_lost_in_training_is_not_in_the_sum(modelled, tmp_path,
     alone = [vault.read_truth(run, Key(1, client)) for client in others]
     assert truth.sequences == tuple(text for one in alone for text in one.sequences)
     scoring.score_run(run)
-    (note,) = [note for note in run.read(SUMMARY).notes if "dropped out" in note]
+    (note,) = [note for note in run.read_document(SUMMARY).notes if "dropped out" in note]
     assert f"secure sum ({absent} in round 1)" in note
     # What rounding did to a client's update is said apart from the sum.
-    (rounded,) = [line for line in circumstances(run.read(SUMMARY)) if "mean of" in line]
+    (rounded,) = [line for line in circumstances(run.read_document(SUMMARY)) if "mean of" in line]
     assert rounded.startswith("  secure_sum, mean of an update: change norm")
     assert "zeroed" in rounded
     assert "what the sum itself hides is not" in report_run(run, None).read_text()

@@ -141,7 +141,7 @@ def test_a_sum_is_the_update_of_its_target(tmp_path, monkeypatch, model, federat
     run = trained(tmp_path / "run", experiment)
     assert run.captures.all_keys() == expected_captures(experiment) == [Key(1, -1), Key(2, 2)]
     assert run.sent_models.rounds() == []  # the target was sent the global model
-    capture, own = run.captures.read(Key(2, 2)), run.held.read(Key(2, 2))
+    capture, own = run.captures.read_capture(Key(2, 2)), run.held.read_capture(Key(2, 2))
     assert capture.update.num_examples == own.update.num_examples
     assert capture.knowledge == replace(own.knowledge, server_mode="inconsistent")
     bias = own.update.tensors.keys() - capture.update.tensors.keys()
@@ -155,7 +155,7 @@ def test_the_masked_sum_is_the_targets_update_but_for_rounding(tmp_path, monkeyp
     sent = {}
     monkeypatch.setattr(client, "local_update_", _keeping(sent))
     run = trained(tmp_path / "run", experiment_of(ONE_TARGET, defense=[PROTOCOL]))
-    found = run.captures.read(Key(1, 2)).update
+    found = run.captures.read_capture(Key(1, 2)).update
     assert found.num_examples == 2
     # The third of four that trained; one step of the quantisation, at a weight of half.
     step = 2 * PROTOCOL["clipping"] / 2**22 / 0.5
@@ -197,14 +197,14 @@ def test_noise_of_all_clients_is_on_the_targets_update(tmp_path, monkeypatch, in
     monkeypatch.setattr(Captures, "drop", lambda captures: None)
     noise = {"kind": "gaussian_noise", "sigma": 0.01}
     run = carried_out(tmp_path / "run", experiment_of(ONE_TARGET, defense=[noise, SUM]))
-    truths = [run.vault.read(Key(1, client)) for client in range(4)]
+    truths = [run.vault.read_note(Key(1, client)) for client in range(4)]
     weights = [min(2, len(truth["sequences"])) for truth in truths]
     scale = vault.read_truth(run, Key(1, 2)).noise_scale
     assert scale == pytest.approx(0.01 * math.hypot(*weights) / weights[2])
-    (note,) = [note for note in run.read(SUMMARY).notes if "noise of all clients" in note]
+    (note,) = [note for note in run.read_document(SUMMARY).notes if "noise of all clients" in note]
     assert note.endswith(f"{scale:.3g}, {scale / 0.01:.3g} times that of its own")
     # What a client without data adds is that noise: the embedding rows of words of nobody.
-    found = run.captures.read(Key(1, 2)).update.tensors
+    found = run.captures.read_capture(Key(1, 2)).update.tensors
     rows = found["bert.embeddings.word_embeddings.weight"]
     used = {token for truth in truths for ids in truth["sequences"] for token in ids}
     unused = [token for token in range(len(rows)) if token not in used]
@@ -249,12 +249,12 @@ def shifted(tmp_path_factory, folders):
 
 def test_what_was_sent_stands_beside_the_honest_model(shifted):
     assert shifted.sent_models.rounds() == [2]
-    sent, honest = shifted.sent_models.read(2), shifted.models.read(2)
+    sent, honest = shifted.sent_models.read_model(2), shifted.models.read_model(2)
     assert sum(not torch.equal(sent[name], honest[name]) for name in honest) == 1
     # The updates, which are computed at what was sent, move the honest model.
-    updates = [shifted.captures.read(Key(2, c)).update for c in range(4)]
+    updates = [shifted.captures.read_capture(Key(2, c)).update for c in range(4)]
     total = sum(update.num_examples for update in updates)
-    for name, value in shifted.models.read(3).items() if 3 in shifted.models.rounds() else ():
+    for name, value in shifted.models.read_model(3).items() if 3 in shifted.models.rounds() else ():
         mean = sum(u.num_examples * u.tensors[name] for u in updates) / total
         torch.testing.assert_close(value, honest[name] - 0.1 * mean)
 
@@ -263,9 +263,9 @@ def test_the_attack_sees_the_model_that_its_victim_was_sent(shifted):
     experiment = preparation.stored(shifted)
     model = loading.load(experiment.model_spec(2), weights=False)
     truth = vault.read_truth(shifted, Key(2, 0))
-    sent = shifted.captures.read(Key(2, 0)).update.tensors
+    sent = shifted.captures.read_capture(Key(2, 0)).update.tensors
     for read, same in ((shifted.model_sent(2), True), (shifted.models, False)):
-        models.load_parameters_(model, read.read(2))
+        models.load_parameters_(model, read.read_model(2))
         update = local_update_(
             model, truth.sequences, truth.labels, experiment.local_training, seed=0
         )
@@ -281,8 +281,8 @@ def test_attack_and_certificate_use_the_model_that_was_sent(shifted, in_process)
     # Without defenses a run is its own positive control, which copies at the same model.
     control = control_of(shifted)
     assert is_undefended(experiment)
-    assert distance(control.models.read(2), shifted.sent_models.read(2)) == 0
-    assert shifted.read(SUMMARY).positive_control.together.exact == 1
+    assert distance(control.models.read_model(2), shifted.sent_models.read_model(2)) == 0
+    assert shifted.read_document(SUMMARY).positive_control.together.exact == 1
     known = {control.captures.about(key).knowledge.server_mode for key in control.captures.stored()}
     assert known == {"shift"}
 
@@ -291,25 +291,25 @@ def test_a_malicious_round_that_was_cut_short_gives_the_same_again(shifted, tmp_
     """As if it had been killed while its clients trained."""
     run = trained(tmp_path / "run", preparation.stored(shifted))
     keys = [Key(2, 1), Key(2, 3)]
-    before = {key: run.captures.read(key).update.tensors for key in keys}
-    last = run.models.read(4)
+    before = {key: run.captures.read_capture(key).update.tensors for key in keys}
+    last = run.models.read_model(4)
     for key in keys:
         run.captures.delete(key)
     run.sent_models.delete(2)
     for round in (3, 4):
         run.models.delete(round)
     train(run, preparation.stored(shifted))
-    assert distance(run.sent_models.read(2), shifted.sent_models.read(2)) == 0
+    assert distance(run.sent_models.read_model(2), shifted.sent_models.read_model(2)) == 0
     for key in keys:
-        assert distance(run.captures.read(key).update.tensors, before[key]) == 0
-    assert distance(run.models.read(4), last) == 0
+        assert distance(run.captures.read_capture(key).update.tensors, before[key]) == 0
+    assert distance(run.models.read_model(4), last) == 0
 
 
 def test_a_malicious_round_can_be_left_out_of_the_model(tmp_path):
     server = {"mode": "shift", "rounds": [2], "aggregate": False}
     run = trained(tmp_path / "run", experiment_of(server, defense=[], federation={"rounds": 2}))
-    assert distance(run.models.read(2), run.models.read(1)) > 0
-    assert distance(run.models.read(3), run.models.read(2)) == 0
+    assert distance(run.models.read_model(2), run.models.read_model(1)) > 0
+    assert distance(run.models.read_model(3), run.models.read_model(2)) == 0
 
 
 # --- honest servers, and what clients are told ------------------------------------------------
@@ -320,7 +320,7 @@ def test_an_honest_server_is_what_no_table_is(tmp_path):
     assert plain.fingerprint == named.fingerprint
     assert plain.fingerprint != experiment_of(ONE_TARGET).fingerprint
     runs = [trained(tmp_path / str(i), each) for i, each in enumerate((plain, named))]
-    one, other = (run.captures.read(Key(1, EVERYONE)).update.tensors for run in runs)
+    one, other = (run.captures.read_capture(Key(1, EVERYONE)).update.tensors for run in runs)
     assert all(torch.equal(one[name], other[name]) for name in one)
     assert not runs[1].sent_models.rounds()
     assert malicious_server(named) is None
@@ -373,9 +373,9 @@ def printed(run: Run) -> str:
 
 def test_a_malicious_run_cannot_be_mistaken_for_an_honest_one(pair, tmp_path):
     honest, bad = pair
-    assert honest.read(SUMMARY).server is None
-    assert all(words in bad.read(SUMMARY).server for words in SAID)
-    assert "is trained on what clients send then" in bad.read(SUMMARY).server
+    assert honest.read_document(SUMMARY).server is None
+    assert all(words in bad.read_document(SUMMARY).server for words in SAID)
+    assert "is trained on what clients send then" in bad.read_document(SUMMARY).server
     for text in (printed(bad), report_run(bad, None).read_text()):
         assert all(words in text for words in SAID)
         assert "alicious server" in text
@@ -405,7 +405,7 @@ def test_a_comparison_says_whose_server_is_malicious(pair, tmp_path):
     alone = experiment_of({}, defense=[], federation={"rounds": 2})
     twin = attacked(trained(tmp_path / "twin", alone))
     (comparison,) = compare(twin, [bad])
-    assert comparison.servers == (None, bad.read(SUMMARY).server)
+    assert comparison.servers == (None, bad.read_document(SUMMARY).server)
     assert any(
         "malicious server: in round 2" in note for note in comparison_table(comparison).notes
     )
@@ -419,7 +419,7 @@ def test_purge_deletes_what_was_sent_and_keeps_what_was_said(shifted, tmp_path):
         scoring.score_run(run)
         purge(run)
     assert not (run.path / "models").exists()
-    assert "(shift) shifts the first matrix" in run.read(SUMMARY).server
+    assert "(shift) shifts the first matrix" in run.read_document(SUMMARY).server
 
 
 # --- what is refused --------------------------------------------------------------------------

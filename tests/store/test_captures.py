@@ -54,10 +54,10 @@ def test_a_capture_that_is_answered_and_deleted_leaves_what_stood_beside_it(run:
     for key in (KEY, OTHER, SUM):
         about = run.captures.about(key)
         assert (about.knowledge, about.num_examples) == (SERVER, 5)
-    assert run.captures.read(KEY).update.num_examples == 5
+    assert run.captures.read_capture(KEY).update.num_examples == 5
     path = run.path / f"captures/{OTHER}.safetensors"
     with pytest.raises(CaptureError) as refused:
-        run.captures.read(OTHER)
+        run.captures.read_capture(OTHER)
     assert str(refused.value) == (
         f"capture {path} was deleted once every attack had answered (audit.keep): nothing can "
         "attack it again; `fedleak run FILE --fresh` with audit.keep = 'all' keeps it"
@@ -84,11 +84,13 @@ def test_what_is_held_is_no_capture_until_it_is_admitted(run: Run) -> None:
     run.held.write(captured())
     run.held.write(captured(OTHER))
     assert run.captures.all_keys() == []
-    assert torch.equal(run.held.read(KEY).update.tensors["weight"], HERE["weight"])
-    assert (run.held.read(KEY).key, run.held.read(OTHER).key) == (KEY, OTHER)
+    assert torch.equal(run.held.read_capture(KEY).update.tensors["weight"], HERE["weight"])
+    assert (run.held.read_capture(KEY).key, run.held.read_capture(OTHER).key) == (KEY, OTHER)
     run.captures.admit(KEY, run.held)
     assert run.captures.all_keys() == [KEY]
-    assert run.captures.read(KEY).knowledge == run.held.read(KEY).knowledge == SERVER
+    assert (
+        run.captures.read_capture(KEY).knowledge == run.held.read_capture(KEY).knowledge == SERVER
+    )
     assert run.is_genuine(f"captures/{KEY}.safetensors")
     run.held.delete(KEY)
     assert not (run.path / f"held/{KEY}.safetensors").exists()
@@ -115,7 +117,7 @@ def test_where_a_file_can_have_one_name_only_what_is_held_is_copied(
     run.held.write(captured())
     run.captures.admit(KEY, run.held)
     run.held.delete(KEY)
-    assert torch.equal(run.captures.read(KEY).update.tensors["weight"], HERE["weight"])
+    assert torch.equal(run.captures.read_capture(KEY).update.tensors["weight"], HERE["weight"])
 
 
 def test_a_round_is_forgotten_but_for_the_first_model(run: Run) -> None:
@@ -133,8 +135,8 @@ def test_a_round_is_forgotten_but_for_the_first_model(run: Run) -> None:
     assert run.captures.all_keys() == [SUM]
     assert run.models.rounds() == run.moments.rounds() == [1, 3]
     assert [run.models.has(round) for round in (1, 2, 3)] == [True, False, True]
-    assert run.moments.read(3)["first"].tolist() == [3.0, 3.0]
-    assert torch.equal(run.models.read(3)["weight"], HERE["weight"])
+    assert run.moments.read_model(3)["first"].tolist() == [3.0, 3.0]
+    assert torch.equal(run.models.read_model(3)["weight"], HERE["weight"])
 
 
 def test_moments_of_another_experiment_are_not_read(run: Run) -> None:
@@ -142,7 +144,7 @@ def test_moments_of_another_experiment_are_not_read(run: Run) -> None:
     path = run.path / "models/moments-r0002.safetensors"
     remarked(path, "f01")
     with pytest.raises(CaptureError) as refused:
-        run.moments.read(2)
+        run.moments.read_model(2)
     assert str(refused.value).startswith(
         f"model {path} is damaged (it is of another experiment, f01; this one is f00): "
     )
@@ -181,9 +183,9 @@ def test_what_defenses_did_is_listed_also_where_it_cannot_be_read(run: Run) -> N
     run.defended.write(KEY, {"noise": 0.5})
     run.defended.path(KEY).write_text("{")
     assert run.defended.all_keys() == [KEY, OTHER]
-    assert run.defended.read(OTHER) == {"noise": None, "norms": [1.0, None], "of": {"a": 2.0}}
+    assert run.defended.read_note(OTHER) == {"noise": None, "norms": [1.0, None], "of": {"a": 2.0}}
     with pytest.raises(FedleakError, match="is damaged"):
-        run.defended.read(KEY)
+        run.defended.read_note(KEY)
 
 
 def test_what_is_asked_of_a_lock_is_whether_somebody_has_it(run: Run) -> None:

@@ -104,7 +104,7 @@ BAD = [
 
 @pytest.mark.parametrize(("lines", "table"), GOOD)
 def test_a_row_that_keeps_the_rules_is_read(lines: Lines[Any], table: dict[str, Any]) -> None:
-    row = lines.read(json.dumps(table).encode())
+    row = lines.parse_line(json.dumps(table).encode())
     assert row.key == Key(2, 3)
     assert json.loads(lines.written(row)).items() >= table.items()
 
@@ -114,7 +114,7 @@ def test_a_row_that_breaks_a_rule_is_refused(
     lines: Lines[Any], table: dict[str, Any], says: str
 ) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(says)}$"):
-        lines.read(json.dumps(table).encode())
+        lines.parse_line(json.dumps(table).encode())
 
 
 def answered(**changes: Any) -> Answer:
@@ -137,7 +137,7 @@ def answered(**changes: Any) -> Answer:
         "reason": "",
     }
     lines = answers("f00")
-    return lines.read(json.dumps({**table, "fingerprint": "f00", **changes}).encode())
+    return lines.parse_line(json.dumps({**table, "fingerprint": "f00", **changes}).encode())
 
 
 def test_an_answer_is_of_its_experiment_and_its_ids_are_of_the_vocabulary() -> None:
@@ -146,23 +146,23 @@ def test_an_answer_is_of_its_experiment_and_its_ids_are_of_the_vocabulary() -> N
     assert answers("f00").name == "reconstructions.jsonl"
     assert answers("f00").sealed
     line = answers("f00").written(answer).encode()
-    assert answers("f00", 10).read(line) == answer
+    assert answers("f00", 10).parse_line(line) == answer
     with pytest.raises(ValueError, match=r"^it is of another experiment$"):
-        answers("f01").read(line)
+        answers("f01").parse_line(line)
     with pytest.raises(ValueError, match=r"^it has token ids outside the vocabulary of 9$"):
-        answers("f00", 9).read(line)
+        answers("f00", 9).parse_line(line)
 
 
 @pytest.mark.parametrize("changes", [{"tokens": [-1]}, {"sequences": [[1], [12]]}])
 def test_each_id_of_an_answer_is_looked_at(changes: dict[str, Any]) -> None:
     line = answers("f00").written(answered(**changes)).encode()
     with pytest.raises(ValueError, match="outside the vocabulary of 12"):
-        answers("f00", 12).read(line)
+        answers("f00", 12).parse_line(line)
 
 
 def test_an_answer_without_ids_has_none_outside() -> None:
     answer = answered(tokens=None, sequences=None)
-    assert answers("f00", 1).read(answers("f00").written(answer).encode()) == answer
+    assert answers("f00", 1).parse_line(answers("f00").written(answer).encode()) == answer
 
 
 def test_ids_of_a_vocabulary_begin_with_zero() -> None:

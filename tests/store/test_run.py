@@ -64,7 +64,7 @@ def rows(run):
 def test_a_capture_comes_back_as_it_was(run, kind):
     capture = capture_of(kind=kind)
     run.captures.write(capture)
-    back = run.captures.read(capture.key)
+    back = run.captures.read_capture(capture.key)
     assert (back.key, back.knowledge) == (capture.key, SERVER)
     assert run.captures.about(capture.key).knowledge == SERVER
     assert (back.update.kind, back.update.num_examples) == (kind, 5)
@@ -95,7 +95,7 @@ def test_a_cut_capture_is_damaged_wherever_it_was_cut(run, where):
     path = run.path / "captures" / "r0003-c07.safetensors"
     content = path.read_bytes()
     path.write_bytes(content[: int(where * len(content))])
-    for read in (run.captures.read, run.captures.about):
+    for read in (run.captures.read_capture, run.captures.about):
         with pytest.raises(CaptureError, match=r"r0003-c07\.safetensors is damaged"):
             read(Key(3, 7))
 
@@ -107,12 +107,12 @@ def test_garbage_is_a_damaged_capture_and_a_damaged_model(run, garbage):
     run.captures.write(capture_of())
     run.models.write(3, {"a": torch.ones(1)})
     (run.path / "captures" / "r0003-c07.safetensors").write_bytes(garbage)
-    for read in (run.captures.read, run.captures.about):
+    for read in (run.captures.read_capture, run.captures.about):
         with pytest.raises(CaptureError, match=r"r0003-c07\.safetensors is damaged.*delete it"):
             read(Key(3, 7))
     (run.path / "models" / "r0003.safetensors").write_bytes(garbage[:8])
     with pytest.raises(CaptureError, match=r"r0003\.safetensors is damaged"):
-        run.models.read(3)
+        run.models.read_model(3)
 
 
 BESIDE = {
@@ -132,13 +132,13 @@ def test_what_stands_beside_a_capture_is_checked_before_it_is_used(run, name):
     rows, parameters = torch.zeros(9, 4), {"b": torch.empty(9, 4, device="meta")}
     rows[3] = 1
     run.captures.write(Capture(KEY, ClientUpdate(UpdateKind.DELTA, {"b": rows}, 5), SERVER))
-    assert torch.equal(run.captures.read(KEY, parameters).update.tensors["b"], rows)
+    assert torch.equal(run.captures.read_capture(KEY, parameters).update.tensors["b"], rows)
     file = run.path / "captures" / "r0003-c07.safetensors"
     with safe_open(file, framework="pt") as opened:
         table = json.loads(opened.metadata()["fedleak"])
     save_file(load_file(file), file, {"fedleak": json.dumps(table | changes)})
     with pytest.raises(CaptureError, match=rf"r0003-c07\.safetensors is damaged \(.*{says}"):
-        run.captures.read(KEY, parameters)
+        run.captures.read_capture(KEY, parameters)
 
 
 @pytest.mark.parametrize(
@@ -152,17 +152,17 @@ def test_what_stands_beside_a_capture_is_checked_before_it_is_used(run, name):
 def test_a_capture_of_another_model_is_damaged(run, tensor, says):
     run.captures.write(Capture(KEY, ClientUpdate(UpdateKind.DELTA, tensor, 5), SERVER))
     with pytest.raises(CaptureError, match=says):
-        run.captures.read(KEY, {"b": torch.empty(2, device="meta")})
+        run.captures.read_capture(KEY, {"b": torch.empty(2, device="meta")})
 
 
 def test_what_is_not_there_is_named(run):
     with pytest.raises(CaptureError, match=r"r0001-c00\.safetensors"):
-        run.captures.read(Key(1, 0))
+        run.captures.read_capture(Key(1, 0))
     with pytest.raises(CaptureError, match=r"r0001\.safetensors"):
-        run.models.read(1)
+        run.models.read_model(1)
     with pytest.raises(FedleakError, match="not a run directory"):
         run.info()
-    assert run.vault.read(Key(1, 0)) is None
+    assert run.vault.read_note(Key(1, 0)) is None
     assert run.rows(Lines("leakage.jsonl", dict)) == []
 
 
@@ -214,7 +214,7 @@ def test_a_folder_that_was_there_becomes_its_owners(run):
 def test_a_private_batch_is_replaced(run):
     run.vault.write(Key(1, 2), {"sequences": [[1, 2]]})
     run.vault.write(Key(1, 2), {"sequences": [[1, 3]]})
-    assert run.vault.read(Key(1, 2)) == {"sequences": [[1, 3]]}
+    assert run.vault.read_note(Key(1, 2)) == {"sequences": [[1, 3]]}
 
 
 def test_captures_and_models_of_another_experiment_are_not_read(run, tmp_path):
@@ -228,11 +228,16 @@ def test_captures_and_models_of_another_experiment_are_not_read(run, tmp_path):
     files = ("captures/r0003-c07.safetensors", "held/r0003-c07.safetensors")
     for name in (*files, "models/r0003.safetensors"):
         (run.path / name).write_bytes((other.path / name).read_bytes())
-    reads = (run.captures.read, run.captures.about, run.held.read, lambda _: run.models.read(3))
+    reads = (
+        run.captures.read_capture,
+        run.captures.about,
+        run.held.read_capture,
+        lambda _: run.models.read_model(3),
+    )
     for read in reads:
         with pytest.raises(CaptureError, match="of another experiment, f01; this one is f00"):
             read(KEY)
-    assert other.captures.read(KEY).key == KEY
+    assert other.captures.read_capture(KEY).key == KEY
 
 
 def test_information_is_added_to_and_replaced(run):
@@ -456,12 +461,12 @@ NOTHING = SweepSummary(name="empty", axes={"seed": [1, 2]}, cells=())
 )
 def test_a_document_of_another_version_is_refused_with_what_to_do(rows, version, says):
     rows.write(SWEEP, NOTHING)
-    assert rows.read(SWEEP) == NOTHING
+    assert rows.read_document(SWEEP) == NOTHING
     table = rows.read_json("sweep.json")
     assert table.pop("schema_version") == SCHEMA_VERSION
     rows.write_json("sweep.json", table | ({"schema_version": version} if version else {}))
     with pytest.raises(FedleakError, match=re.escape(says)) as caught:
-        rows.read(SWEEP)
+        rows.read_document(SWEEP)
     assert "sweep.json cannot be read" in str(caught.value)
     assert "`fedleak sweep` with the experiment's file writes it" in str(caught.value)
 
@@ -479,7 +484,7 @@ def test_a_document_of_another_version_is_refused_with_what_to_do(rows, version,
 def test_a_document_that_is_none_is_refused(rows, content, says):
     (rows.path / "sweep.json").write_text(content)
     with pytest.raises(FedleakError) as caught:
-        rows.read(SWEEP)
+        rows.read_document(SWEEP)
     assert str(caught.value) == (
         f"{rows.path / 'sweep.json'} cannot be read ({says}): {SWEEP.remedy}"
     )

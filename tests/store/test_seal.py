@@ -112,7 +112,7 @@ def test_what_is_held_becomes_a_capture_with_its_seal(tmp_path: Path) -> None:
 def test_the_seal_is_no_part_of_a_value(tmp_path: Path) -> None:
     run = sealed_run(tmp_path)
     assert "seal" in json.loads((run.path / TRUTH).read_text())
-    assert run.vault.read(KEY) == {"texts": ["a"], "of": {"1": [2, 3]}}
+    assert run.vault.read_note(KEY) == {"texts": ["a"], "of": {"1": [2, 3]}}
 
 
 def test_a_seal_is_an_hmac_of_place_and_content() -> None:

@@ -132,7 +132,7 @@ def test_shards_that_have_begun_are_listed_with_what_they_say(run: Run) -> None:
     assert shards.attacks_in(run, SECOND) == ["dager", "tag"]
     assert shards.attacks_in(run, Shard(count=3, number=1)) == []
     with pytest.raises(FedleakError) as refused:
-        run.read(shards.share(wide))
+        run.read_document(shards.share(wide))
     assert str(refused.value).endswith("): `fedleak attack RUN --shard 2/10` makes it anew")
 
 

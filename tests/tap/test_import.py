@@ -99,7 +99,7 @@ def imported(tmp_path):
 
 
 def update_of(found, key=None):
-    return found.run.captures.read(key or Key(1, 0)).update
+    return found.run.captures.read_capture(key or Key(1, 0)).update
 
 
 def near(tensors, gradient):
@@ -127,7 +127,7 @@ def test_weights_become_the_delta_of_a_step(wire, step, imported):
     known = found.run.captures.about(Key(1, 0)).knowledge
     assert (known.learning_rate, known.local_steps, known.dropout) == (RATE, 1, False)
     assert known.recipe == Recipe()
-    broadcast = found.run.models.read(1)
+    broadcast = found.run.models.read_model(1)
     assert all(torch.equal(broadcast[name], step.before[name]) for name in step.gradient)
     assert not found.left_out
 
@@ -202,7 +202,7 @@ def test_what_is_not_sent_stays_as_in_the_checkpoint(wire, step, imported, folde
     assert update_of(found).tensors.keys() <= set(some)
     assert near(update_of(found).tensors, step.gradient)
     word = bert_tiny.family.word_embedding
-    assert torch.equal(found.run.models.read(1)[word], bert_tiny.parameters()[word])
+    assert torch.equal(found.run.models.read_model(1)[word], bert_tiny.parameters()[word])
     assert set(stored(found.run).update.share) == set(update_of(found).tensors)
 
 

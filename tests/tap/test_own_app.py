@@ -86,7 +86,7 @@ def test_stock_fedavg_is_read_and_reported(tmp_path, folder, config, grid_of, in
     assert tiny.call("report", str(run))[0] == 0
     assert tiny.call("gate", str(run), "--max", "token_recall=0.5")[0] == 3
     assert tiny.call("attack", str(run), "--positive-control")[0] == 0
-    control = Run(run).read(SUMMARY).positive_control
+    control = Run(run).read_document(SUMMARY).positive_control
     assert (control.copies, control.attacks["probes"].token_recall) == (3, 1.0)
 
 
@@ -97,7 +97,7 @@ def test_adams_first_step_keeps_the_words_and_loses_the_magnitudes(
     server_app.app(grid_of(**changes), Context(RUN_ID, NODE_ID, {}, RecordDict(), config | changes))
     about = load_about(Path(about_file(tmp_path, folder, optimiser="adamw", weight_decay=0.01)))
     run = import_run(Tapped(tmp_path / "mine"), about, tmp_path / "run").run
-    update = run.captures.read(Key(1, 0)).update
+    update = run.captures.read_capture(Key(1, 0)).update
     rows = update.tensors["bert.embeddings.word_embeddings.weight"]
     changed = rows[rows != 0].abs() / 5e-5
     assert changed.median() == pytest.approx(1, abs=0.01)  # all numbers are of one size
@@ -114,7 +114,7 @@ def test_clipping_at_the_client_scales_what_is_read(tmp_path, folder, config):
     about = load_about(Path(about_file(tmp_path, folder)))
     run = import_run(Tapped(tmp_path / "mine"), about, tmp_path / "run").run
     for client in range(3):
-        tensors = run.captures.read(Key(1, client)).update.tensors
+        tensors = run.captures.read_capture(Key(1, client)).update.tensors
         norm = torch.stack([value.norm() for value in tensors.values()]).norm()
         assert float(norm) == pytest.approx(clipped.CLIPPING_NORM, rel=1e-2)
 
@@ -152,8 +152,8 @@ def test_masked_replies_are_said_and_the_sum_is_read(tmp_path, folder, grid_of):
     assert "where clients use secure aggregation, set reply.payload = 'sum'" in errors
     Path(path).write_text(Path(path).read_text() + '\n[reply]\npayload = "sum"\n')
     found = import_run(Tapped(tmp_path / "mine"), load_about(Path(path)), tmp_path / "run")
-    update = found.run.captures.read(Key(1, EVERYONE)).update
-    before = found.run.models.read(1)
+    update = found.run.captures.read_capture(Key(1, EVERYONE)).update
+    before = found.run.models.read_model(1)
     for name, value in update.tensors.items():
         mean = sum(each[name] for each in weights) / 3
         assert torch.allclose(value, mean - before[name], atol=2e-7), name
@@ -214,7 +214,7 @@ def test_flowers_own_secure_aggregation_is_tapped_and_its_sum_is_read(tmp_path, 
     assert found.left_out == [
         "round 2: its model was sent to nobody, so what changed it is not here"
     ]
-    assert found.run.captures.read(Key(1, EVERYONE)).update.num_examples == 6
+    assert found.run.captures.read_capture(Key(1, EVERYONE)).update.num_examples == 6
 
 
 SIMULATED = """

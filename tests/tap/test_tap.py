@@ -95,13 +95,13 @@ def test_it_keeps_what_was_sent_and_received(federate, tmp_path, folder):
             assert each.numbers == {"config": {"lr": 0.5, "server-round": each.round}}
         if (each.way, each.round) == ("sent", 1):
             (kept,) = each.arrays
-            read = tapped.read(kept, tapped.names(kept))
+            read = tapped.read_arrays(kept, tapped.names(kept))
             assert all(torch.equal(read[name], first[name]) for name in first)
         if (each.way, each.round) == ("received", 2):
             sent = replies[each.node]
             assert [kept.record for kept in each.arrays] == ["arrays", "extra"]
             for kept in each.arrays:
-                read = tapped.read(kept, tapped.names(kept))
+                read = tapped.read_arrays(kept, tapped.names(kept))
                 assert same(
                     {k: v.numpy() for k, v in read.items()},
                     {name: array.numpy() for name, array in sent[kept.record].items()},

@@ -204,7 +204,7 @@ def test_a_run_that_is_killed_after_a_failure_goes_on_alone(run, trained, patien
 def test_a_damaged_or_infinite_capture_fails_alone(run, patient, tmp_path):
     unreadable = capture_file(run, 1, 0)
     unreadable.write_bytes(unreadable.read_bytes()[:3000])
-    capture = run.captures.read(Key(1, 1))
+    capture = run.captures.read_capture(Key(1, 1))
     tensors = {n: torch.full_like(t, math.inf) for n, t in capture.update.tensors.items()}
     run.captures.write(replace(capture, update=replace(capture.update, tensors=tensors)))
     found = of_patient(attack(run, patient(at_once=4)))

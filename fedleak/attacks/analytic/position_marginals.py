@@ -151,10 +151,10 @@ class PositionMarginals:
         self, seen: Observation, model: LanguageModel, *, rng: torch.Generator
     ) -> Reconstruction:
         """Returns the text that the two tables leave, or the words of a batch at their places."""
-        return self.read(seen, model).answer
+        return self.reading(seen, model).answer
 
     @torch.no_grad()
-    def read(self, seen: Observation, model: LanguageModel) -> Reading:
+    def reading(self, seen: Observation, model: LanguageModel) -> Reading:
         """Returns the answer, and whether it is the only text that the tables admit."""
         family, tensors = model.family, seen.update.tensors
         assert family.position_embedding is not None

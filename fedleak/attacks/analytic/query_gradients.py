@@ -137,10 +137,10 @@ class QueryGradients(OneByOne):
         on_progress: Callable[[Progress], None] = lambda progress: None,
     ) -> Reconstruction:
         """Returns the texts that the equations of their words leave."""
-        return self.read(seen, model, on_progress=on_progress).answer
+        return self.reading(seen, model, on_progress=on_progress).answer
 
     @torch.no_grad()
-    def read(
+    def reading(
         self,
         seen: Observation,
         model: LanguageModel,

@@ -454,13 +454,13 @@ def read_with(
         on_progress: Is told how far it is.
     """
     if isinstance(attack, PositionMarginals):
-        return attack.read(seen, model)
+        return attack.reading(seen, model)
     if isinstance(attack, MaximumLikelihood):
-        return attack.read(seen, model, on_progress)
+        return attack.reading(seen, model, on_progress)
     if isinstance(attack, QueryGradients):
-        return attack.read(seen, model, on_progress=on_progress)
+        return attack.reading(seen, model, on_progress=on_progress)
     if isinstance(attack, Keyspan):
-        return attack.read(seen, model, rng=rng, on_progress=on_progress)
+        return attack.reading(seen, model, rng=rng, on_progress=on_progress)
     if isinstance(attack, Dager):
         answer = attack(seen, model, rng=rng, on_progress=on_progress)
         return Reading(answer, answer.sequences or ())

@@ -177,10 +177,10 @@ class MaximumLikelihood(OneByOne):
         on_progress: Callable[[Progress], None] = lambda progress: None,
     ) -> Reconstruction:
         """Returns the most probable text that was found."""
-        return self.read(seen, model, on_progress).answer
+        return self.reading(seen, model, on_progress).answer
 
     @torch.no_grad()
-    def read(
+    def reading(
         self,
         seen: Observation,
         model: LanguageModel,

@@ -346,7 +346,7 @@ def by_chance(objective: Objective, victims: int) -> list[Found]:
     of_each = objective.take(torch.tensor(rows, device=objective.victim_R.device))
     rng = [torch.Generator().manual_seed(0) for _ in rows]
     # Not a start, which may follow the update's hint.
-    ids_UBT = of_each.read(of_each.space.random(of_each.rows, rng))
+    ids_UBT = of_each.nearest_tokens(of_each.space.random(of_each.rows, rng))
     return [Found(row, ids_BT, 0.0) for row, ids_BT in zip(rows, ids_UBT, strict=True)]
 
 

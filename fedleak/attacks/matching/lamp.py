@@ -139,7 +139,7 @@ def better_order(search: Search, variables_RBTF: Tensor) -> Tensor:
     space, rows = search.objective.space, search.objective.rows
     for b in range(variables_RBTF.shape[1]):
         order_RKT = _orders_to_try(search, b).to(variables_RBTF.device)
-        ids_RT = space.read(rows, variables_RBTF[:, None])[:, 0, b]
+        ids_RT = space.nearest_tokens(rows, variables_RBTF[:, None])[:, 0, b]
         now = space.guess(rows, variables_RBTF[:, None])
 
         def inputs(tried_RKT: Tensor, b: int = b, variables_RBTF: Tensor = variables_RBTF) -> Guess:

@@ -107,9 +107,9 @@ class Objective:
         gradients = self.gradients(guess, self.rows, differentiable=True)
         return self._distance(gradients)[:, 0]
 
-    def read(self, variables_RBTF: Tensor) -> Tensor:
+    def nearest_tokens(self, variables_RBTF: Tensor) -> Tensor:
         """Returns the nearest tokens [R, B, T]."""
-        return self.space.read(self.rows, variables_RBTF[:, None])[:, 0]
+        return self.space.nearest_tokens(self.rows, variables_RBTF[:, None])[:, 0]
 
     def norm_gap(self, variables_RBTF: Tensor) -> Tensor:
         """Returns the squared difference [R] of mean embedding norms: a row's and the table's.

@@ -372,11 +372,13 @@ def match_gradients(search: Search, discrete_step: DiscreteStep | None = None) -
             # Adam's memory stays where it was, as in the code of LAMP's authors.
             descent.change_(discrete_step)
         if step % _READ_EVERY == 0 or step == config.steps:
-            watch.at(step, best_of_each(objective.victim_R, objective.read(best_RBTF), best_R))
+            watch.at(
+                step, best_of_each(objective.victim_R, objective.nearest_tokens(best_RBTF), best_R)
+            )
         else:
             watch.at(step)
     for _ in range(config.rounds if config.discrete_at == "at-end" else 0):
         if discrete_step is None or watch.up():
             break
         best_RBTF = discrete_step(best_RBTF)
-    return best_of_each(objective.victim_R, objective.read(best_RBTF), best_R)
+    return best_of_each(objective.victim_R, objective.nearest_tokens(best_RBTF), best_R)

@@ -101,10 +101,10 @@ class FreeEmbeddings:
         x_RKBTD = torch.where(fixed_R1BT[..., None], known_R1BTD, variables_RKBTF)
         if self.model.task == CLASSIFICATION:
             return Guess(x_RKBTD, None, None)
-        ids_RKBT = self.read(rows, variables_RKBTF.detach())
+        ids_RKBT = self.nearest_tokens(rows, variables_RKBTF.detach())
         return Guess(x_RKBTD, None, _one_hot(ids_RKBT, self.table_VD))
 
-    def read(self, rows: Rows, variables_RKBTF: Tensor) -> Tensor:
+    def nearest_tokens(self, rows: Rows, variables_RKBTF: Tensor) -> Tensor:
         """Returns the allowed tokens of the largest cosine."""
         table_MD = F.normalize(self.table_VD[self.allowed_M], dim=-1)
         # The length of a vector does not change which token is the nearest.
@@ -182,7 +182,7 @@ class TokenMixtures:
         """Returns the logits as they are."""
         return variables_RBTF
 
-    def read(self, rows: Rows, variables_RKBTF: Tensor) -> Tensor:
+    def nearest_tokens(self, rows: Rows, variables_RKBTF: Tensor) -> Tensor:
         """Returns the likeliest tokens: every token of a complete row is there at least once."""
         from scipy.optimize import linear_sum_assignment  # here, because it takes a while
 

@@ -72,7 +72,7 @@ def reconstruct(search: Search) -> list[Found]:
     objective, config, rng, watch = search
     everyone, alive_R = objective, torch.arange(len(rng), device=objective.victim_R.device)
     descent = Descent(initial(search), config)
-    best_ids_RBT = objective.read(descent.now())
+    best_ids_RBT = objective.nearest_tokens(descent.now())
     best_R = torch.full_like(objective.normalizer_R, torch.inf)
     for step in (*range(0, config.steps, config.every), config.steps):
         # First without changes, so that no time is spent on rows that are exact or lag behind.
@@ -92,7 +92,7 @@ def reconstruct(search: Search) -> list[Found]:
             )
             if not len(going_S) or watch.up():
                 return best_of_each(everyone.victim_R, best_ids_RBT, best_R)
-            changed_R = (ids_RBT != objective.read(descent.now())).flatten(1).any(1)
+            changed_R = (ids_RBT != objective.nearest_tokens(descent.now())).flatten(1).any(1)
             _restart_(descent, objective, ids_RBT, changed_R)
             if len(going_S) < len(alive_R):
                 alive_R, objective = alive_R[going_S], objective.take(going_S)
@@ -113,7 +113,7 @@ def improved(search: Search, variables_RBTF: Tensor) -> tuple[Tensor, Tensor]:
     exactly are spared.
     """
     objective, config, rng, watch = search
-    ids_RBT = objective.read(variables_RBTF)
+    ids_RBT = objective.nearest_tokens(variables_RBTF)
     lm_penalty_R = _batch_penalty(search, ids_RBT)
     apart_R = objective.scores(objective.space.exact(objective.rows, ids_RBT[:, None]))[:, 0]
     going_S = torch.arange(len(rng), device=ids_RBT.device)

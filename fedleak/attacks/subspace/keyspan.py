@@ -113,10 +113,10 @@ class Keyspan(OneByOne):
         on_progress: Callable[[Progress], None] = lambda progress: None,
     ) -> Reconstruction:
         """Returns the sentences whose keys and queries span the gradients at their tokens."""
-        return self.read(seen, model, rng=rng, on_progress=on_progress).answer
+        return self.reading(seen, model, rng=rng, on_progress=on_progress).answer
 
     @torch.no_grad()
-    def read(
+    def reading(
         self,
         seen: Observation,
         model: LanguageModel,

@@ -74,7 +74,7 @@ class Bench:
     @property
     def claims(self) -> Claims:
         """What the defense says of a single step's update."""
-        return self.defense.claims(self.local, self.num_examples)
+        return self.defense.update_claims(self.local, self.num_examples)
 
     def raw(self, *, loud: bool = False) -> ClientUpdate:
         """Returns the update of a client without the defense."""

@@ -70,7 +70,7 @@ def _rounds(bench: Bench) -> Iterator[Test]:
     """
     raw = bench.trained()
     before, after = all_numbers(raw).double(), all_numbers(bench.defended(raw)).double()
-    claims = bench.defense.claims(bench.local, raw.num_examples)
+    claims = bench.defense.update_claims(bench.local, raw.num_examples)
     assert claims.step is not None
     assert claims.largest_number is not None
     inside = before.clamp(-claims.largest_number, claims.largest_number)

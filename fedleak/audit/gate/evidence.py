@@ -81,7 +81,7 @@ def gather(run: Run) -> Evidence:
     recorded = score_files.primary(run)
     experiment = recorded.experiment
     if purged:
-        recorded = replace(recorded, earlier=ScoredRows.read(run.rows))
+        recorded = replace(recorded, earlier=ScoredRows.read_files(run.rows))
     # An attack that has answered anything has to have answered for all.
     names = [named.name for named in experiment.attacks]
     names += sorted({answer.attack for answer in recorded.answers} - {*names})
@@ -154,7 +154,7 @@ def figures(evidence: Evidence, *, accept_purged: bool) -> Check:
             lacks.append("rows are not those that were there when the run was purged")
         return untold(name, lacks, f"{sentence}; --purged takes them as they are")
     try:
-        rows, summary = ScoredRows.read(run.rows), run.read(SUMMARY)
+        rows, summary = ScoredRows.read_files(run.rows), run.read_document(SUMMARY)
     except FedleakError as error:
         return Check(name, Outcome.UNTOLD, str(error))
     changed = [

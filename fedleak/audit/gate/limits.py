@@ -247,7 +247,7 @@ def _evaluated(evidence: Evidence) -> Mapping[str, float | None]:
         return {} if evidence.summary.utility is None else evidence.summary.utility.figures
     held_out = read_held_out(run)
     model = loading.load(experiment.model_spec(run.info()["num_labels"]), weights=False)
-    models.lend_parameters_(model, run.models.read(experiment.federation.rounds + 1))
+    models.lend_parameters_(model, run.models.read_model(experiment.federation.rounds + 1))
     return evaluate(model, held_out.sequences, held_out.labels)
 
 

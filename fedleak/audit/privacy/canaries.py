@@ -97,7 +97,7 @@ def _scored(
             gaps.notes.append(f"the audited copy of {key} is not here: its canaries have no score")
             continue
         if capture is None:
-            capture = run.captures.read(captured, dict(model.module.named_parameters()))
+            capture = run.captures.read_capture(captured, dict(model.module.named_parameters()))
             if not all(map(all_finite, capture.update.tensors.values())):
                 raise CaptureError(f"not every number of {captured} is finite")
             noise_share = _noise_share(capture.update, read_truth(run, captured))

@@ -43,7 +43,7 @@ def client_notes(run: Run, gaps: Gaps) -> dict[Key, ClientNote | None]:
     notes: dict[Key, ClientNote | None] = {}
     for key in run.defended.all_keys():
         try:
-            notes[key] = ClientNote.model_validate(run.defended.read(key))
+            notes[key] = ClientNote.model_validate(run.defended.read_note(key))
         except (FedleakError, ValidationError):
             notes[key] = None
             gaps.missing.append(

@@ -175,7 +175,7 @@ def refuse_another_run(private: Run, key: Key, fingerprint: str) -> None:
     Raises:
         ConfigError: The vault has a private batch of another experiment there.
     """
-    kept = private.vault.read(key)
+    kept = private.vault.read_note(key)
     if kept is not None and kept.get("fingerprint") != fingerprint:
         raise ConfigError(
             f"this node's vault has another run called {private.path.name!r}, and what it trained "

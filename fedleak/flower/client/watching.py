@@ -92,7 +92,7 @@ def movement(experiment: Experiment, protection: Protection) -> Movement:
     most = None if recipe.max_grad_norm is None else rate * steps * recipe.max_grad_norm
     noises: list[float] = []
     for defense in protection.defenses.values():
-        claims = defense.claims(local, protection.num_examples)
+        claims = defense.update_claims(local, protection.num_examples)
         if (longest := claims.max_norm or claims.client_norm) is not None:
             most = scale * longest
         if claims.relative_noise or claims.levels or claims.step:
@@ -185,7 +185,9 @@ def _published(work: Work, key: Key, own_hash: str, rounds: Iterable[int]) -> di
         for round in rounds
     }
     return {
-        round: [str(note["hash"]) for client in clients if (note := notes.read(Key(round, client)))]
+        round: [
+            str(note["hash"]) for client in clients if (note := notes.read_note(Key(round, client)))
+        ]
         for round, clients in others.items()
     }
 

@@ -81,7 +81,7 @@ def main(grid: Grid, context: Context) -> None:
         with pipeline.under_way(run, experiment) as stop:
             federate(grid, experiment, run, nodes, wait, stop, attacked=True)
         print_run(run, scoring.score_run(run))
-    awaited = run.read(SUMMARY).awaited
+    awaited = run.read_document(SUMMARY).awaited
     refuse_gaps(run, besides=awaited)
     for sentence in awaited:  # a good end, as nodes keep their vaults
         logger.info("the run is complete, and its scores wait for the nodes' vaults: %s", sentence)
@@ -118,7 +118,7 @@ def federate(
         run.update_info(model_fingerprint=models.fingerprint(dict(model.module.named_parameters())))
         run.models.write(1, model.parameters())
     # Mapped from its file, it takes no memory beside the model that clients are sent.
-    models.lend_parameters_(model, run.models.read(first))
+    models.lend_parameters_(model, run.models.read_model(first))
     rounds = experiment.federation.rounds - first + 1
     if rounds < 1:
         return
@@ -248,7 +248,7 @@ def evaluation(
         round = server_round + offset
         if round in written or not held_out["sequences"] or not experiment.evaluated(round):
             return None
-        models.lend_parameters_(model, run.models.read(round + 1))
+        models.lend_parameters_(model, run.models.read_model(round + 1))
         scores = evaluate(model, held_out["sequences"], held_out["labels"])
         run.append(UTILITY, Utility(round=round, **plain(scores)))
         return MetricRecord(dict(scores))

@@ -54,7 +54,7 @@ class RoundSum:
     def _add_held_(self) -> None:
         while self._awaited and self._awaited[-1] in self._early:
             key = Key(self._round, self._awaited.pop())
-            self.total.add_(self._run.held.read(key).update)
+            self.total.add_(self._run.held.read_capture(key).update)
             self._run.held.delete(key)
 
 

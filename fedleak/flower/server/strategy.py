@@ -149,7 +149,7 @@ class CuriousServer(Strategy):
         """
         tensors, known = capture.update.tensors, capture.knowledge
         if known.recipe is not None and known.recipe.weight_decay:
-            before = self._run.model_sent(self._round).read(self._round)
+            before = self._run.model_sent(self._round).read_model(self._round)
             rate, steps = known.learning_rate or 0.0, known.local_steps or 1
             tensors = {
                 name: known.recipe.without_decay(value, before[name], rate, steps)
@@ -203,7 +203,7 @@ class CuriousServer(Strategy):
         """
         if (mode := self._mode) is None:
             return lambda client: arrays
-        state = self._run.models.read(round)
+        state = self._run.models.read_model(round)
         models.lend_parameters_(self._model, state)
         labelled = self._experiment.model.task == CLASSIFICATION
         public = read_held_out(self._run).examples(labelled=labelled)
@@ -239,7 +239,7 @@ class CuriousServer(Strategy):
         round = server_round + self._offset
         self.finish()
         refusing = self._take_answers(reply for reply in replies if reply.has_error())
-        broadcast, combined = self._run.models.read(round), None
+        broadcast, combined = self._run.models.read_model(round), None
         if self._sum is not None:
             self._sum.leave_out_(refusing)
             total, self._sum = self._sum.total, None
@@ -253,7 +253,7 @@ class CuriousServer(Strategy):
                 total.add_(combined)
         optimiser = self._experiment.server_optimiser
         adam = optimiser.kind == "adam"
-        moments = self._run.moments.read(round) if adam and round > 1 else {}
+        moments = self._run.moments.read_model(round) if adam and round > 1 else {}
         if self._mode is None or self._experiment.server_built.aggregate:
             following, moments = aggregate(broadcast, total, optimiser, moments)
         else:
@@ -301,7 +301,7 @@ class CuriousServer(Strategy):
             note_dropped_out(self._run, round, clients, refusing, skipped=True)
             return None
         note_dropped_out(self._run, round, refusing, refusing)
-        held = (self._run.held.read(Key(round, client)).update for client in left)
+        held = (self._run.held.read_capture(Key(round, client)).update for client in left)
         return aggregator.combined(held, rng=stream(self._experiment.seed, "combined", round))
 
     def _seen_of_sum(self, combined: ClientUpdate, round: int) -> ClientUpdate:

@@ -65,7 +65,7 @@ def run_page(run: Run, scored: Sequence[Scored], *, redact: bool = False) -> Run
     Raises:
         FedleakError: A file is missing or damaged.
     """
-    experiment, info, summary = stored(run), run.info(), run.read(SUMMARY)
+    experiment, info, summary = stored(run), run.info(), run.read_document(SUMMARY)
     model = outline(experiment.model_spec(info["num_labels"]))
     if redact:
         experiment = _without_folders(experiment)

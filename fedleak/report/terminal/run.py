@@ -42,7 +42,7 @@ def print_run(
         texts: Print private texts to a pipe or file, too; a terminal always shows some.
     """
     console = console or Console(emoji=False)
-    summary = run.read(SUMMARY)
+    summary = run.read_document(SUMMARY)
     if summary.server is not None:
         console.print(f"[red]{MALICIOUS}[/]: {markup(summary.server)}", soft_wrap=True)
     if not scored:

@@ -30,7 +30,7 @@ def read_results(paths: Sequence[Path]) -> list[Result]:
     results: list[Result] = []
     for path in paths:
         try:
-            results.append(RESULT.read(settings_text(path).encode()))
+            results.append(RESULT.parse(settings_text(path).encode()))
         except (OSError, ValueError) as error:
             problem = error.strerror if isinstance(error, OSError) else error
             raise ConfigError(
@@ -69,7 +69,7 @@ def _difference(first: Result, second: Result) -> str | None:
 
 
 def markdown(results: Sequence[Result]) -> str:
-    """Returns the tables of results that `read` has accepted."""
+    """Returns the tables of results that `read_results` has accepted."""
     first = results[0]
     heading = f"\n## {_safe(first.suite)}, version {first.version}\n"
     return "\n".join(

@@ -62,7 +62,7 @@ def tracked(run: Run) -> Tracked:
         FedleakError: It was not scored, or a file is damaged.
     """
     info, experiment = run.info(), stored(run)
-    summary, rows, ledger = run.read(SUMMARY), run.rows(LEAKAGE), run.rows(LEDGER)
+    summary, rows, ledger = run.read_document(SUMMARY), run.rows(LEAKAGE), run.rows(LEDGER)
     if not rows:
         raise FedleakError(f"{str(run.path)!r} has no rows: `fedleak score {run.path}` makes them")
     settings = experiment.model_dump(mode="json", exclude_none=True)

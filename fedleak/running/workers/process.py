@@ -345,7 +345,7 @@ def _look(job: Job, model: LanguageModel, device: str) -> Observation | Reconstr
     """Returns what there is to attack, or the answer if it cannot be attacked."""
     try:
         parameters = dict(model.module.named_parameters())
-        update = Run(job.run).captures.read(job.key, parameters).update
+        update = Run(job.run).captures.read_capture(job.key, parameters).update
     except CaptureError as error:
         return Reconstruction.none(Status.FAILED, str(error))
     tensors = {name: value.to(device) for name, value in update.tensors.items()}
@@ -423,7 +423,7 @@ def _model_at(
     One model is in memory, whatever the round.
     """
     model = _model(spec, device)
-    models.load_parameters_(model, Run(run).model_sent(round).read(round))
+    models.load_parameters_(model, Run(run).model_sent(round).read_model(round))
     return model, state(model)
 
 

@@ -185,7 +185,7 @@ def test_out_of_time_two_sentences_exchange_nothing_more(small, observe, passes)
 
     def algorithm(search):
         objective, config, rng, _ = search
-        ids_RBT = objective.read(objective.space.random(objective.rows, rng))
+        ids_RBT = objective.nearest_tokens(objective.space.random(objective.rows, rng))
         for now in (0, 2):
             passes.now = now
             found_RKBT = relaxed_tokens.exchange_candidates(

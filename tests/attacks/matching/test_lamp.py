@@ -230,7 +230,7 @@ def test_what_is_returned_had_the_lowest_loss_on_the_way(small, observe, monkeyp
         least, before = min(way, key=lambda one: one[0])
         assert way[-1][0] > least
         assert found.loss == pytest.approx(least)
-        assert torch.equal(found.ids_BT, objective.read(before)[0])
+        assert torch.equal(found.ids_BT, objective.nearest_tokens(before)[0])
 
     inside(check, [without_null(truth.seen, model)], model, replace(LAMP, discrete="never"))
 
@@ -347,7 +347,7 @@ def test_of_equally_distant_orders_the_one_that_the_prior_likes_is_chosen(
             variables = lamp.better_order(
                 Search(judged, replace(config, lm_weight=1.0), rng), variables
             )
-        read = objective.read(variables)
+        read = objective.nearest_tokens(variables)
         for b in range(2):
             places = objective.rows.content(0, b)
             assert read[0, b, places].tolist() == sorted(ids[0, b, places].tolist())
@@ -355,7 +355,7 @@ def test_of_equally_distant_orders_the_one_that_the_prior_likes_is_chosen(
             Search(flat, replace(config, lm_weight=1.0), rng),
             objective.space.variables(objective.rows, ids),
         )
-        assert torch.equal(objective.read(kept), ids), "the present order, of equals"
+        assert torch.equal(objective.nearest_tokens(kept), ids), "the present order, of equals"
 
     inside(check, [without_null(truth.seen, model)], model, LAMP)
 
@@ -373,9 +373,9 @@ def test_wrong_orders_are_mended_by_the_gradient(small, observe, kind, inside):
         places = objective.rows.content(0, 0)
         wrong[0, 0, places[:2]] = ids[0, 0, places[:2]].flip(0)
         variables = objective.space.variables(objective.rows, wrong)
-        assert not torch.equal(objective.read(variables), ids)
+        assert not torch.equal(objective.nearest_tokens(variables), ids)
         found = lamp.better_order(Search(objective, config, rng), variables)
-        assert torch.equal(objective.read(found), ids)
+        assert torch.equal(objective.nearest_tokens(found), ids)
 
     inside(check, [without_null(truth.seen, model)], model, LAMP)
 

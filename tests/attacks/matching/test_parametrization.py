@@ -23,14 +23,16 @@ def test_what_begins_with_tokens_is_read_as_these_tokens(
     def check(objective):
         assert isinstance(objective.space, TokenMixtures if space == "mixtures" else FreeEmbeddings)
         ids_RBT = true_ids(truth, objective)
-        assert not torch.equal(objective.read(random_variables(objective)), ids_RBT)
+        assert not torch.equal(objective.nearest_tokens(random_variables(objective)), ids_RBT)
         flat = (
             replace(objective.space, hint_RTM=0 * objective.space.hint_RTM)
             if (space == "mixtures")
             else objective.space
         )
         assert torch.equal(
-            flat.read(objective.rows, flat.variables(objective.rows, ids_RBT)[:, None])[:, 0],
+            flat.nearest_tokens(objective.rows, flat.variables(objective.rows, ids_RBT)[:, None])[
+                :, 0
+            ],
             ids_RBT,
         )
 
@@ -49,7 +51,7 @@ def test_known_tokens_and_padding_stay_and_have_no_derivative(
         assert not grad[rows.fixed_RBT].any()
         assert grad[~rows.fixed_RBT].any(-1).all()
         guess = objective.space.guess(rows, variables_RBTF[:, None])
-        x_RBTD, ids_RBT = guess.x_RKBTD[:, 0], objective.read(variables_RBTF.detach())
+        x_RBTD, ids_RBT = guess.x_RKBTD[:, 0], objective.nearest_tokens(variables_RBTF.detach())
         assert torch.equal(x_RBTD[rows.fixed_RBT], table_VD[rows.ids_RBT][rows.fixed_RBT])
         assert torch.equal(ids_RBT[rows.fixed_RBT], rows.ids_RBT[rows.fixed_RBT])
         assert rows.fixed_RBT[rows.mask_RBT == 0].all()
@@ -66,7 +68,7 @@ def test_a_guess_that_is_sure_of_tokens_is_as_far_as_the_tokens_are(
 
     def check(objective):
         ids_RBT = true_ids(truth, objective)
-        for tokens in (ids_RBT, objective.read(random_variables(objective))):
+        for tokens in (ids_RBT, objective.nearest_tokens(random_variables(objective))):
             exact = objective.space.exact(objective.rows, tokens[:, None])
             assert torch.equal(exact.x_RKBTD, objective.space.table_VD[tokens[:, None]])
             variables = objective.space.variables(objective.rows, tokens)
@@ -97,7 +99,7 @@ def test_a_mixture_is_read_with_every_token_of_the_bag(
         assert bag == content
         variables_RKBTM = random_variables(objective, 20)
         variables_RKBTM[:, :10] = variables_RKBTM[:, :10, ..., :1] * 100  # all want one token
-        read = objective.space.read(objective.rows, variables_RKBTM)[0]
+        read = objective.space.nearest_tokens(objective.rows, variables_RKBTM)[0]
         likeliest = objective.space.ids_RM[0][variables_RKBTM[0].argmax(-1)]
         free = ~objective.rows.fixed_RBT[0]
         for k in range(20):
@@ -120,7 +122,7 @@ def test_with_more_tokens_than_places_every_place_has_its_own(small, observe, on
         variables = torch.randn(
             1, 5, *objective.rows.mask_RBT.shape[1:], 20, generator=stream(0, "x")
         )
-        for ids_BT in bigger.read(objective.rows, variables)[0]:
+        for ids_BT in bigger.nearest_tokens(objective.rows, variables)[0]:
             tokens = ids_BT[~objective.rows.fixed_RBT[0]].tolist()
             assert len(set(tokens)) == len(tokens)
             assert set(tokens) <= set(range(100, 120))
@@ -138,7 +140,7 @@ def test_the_nearest_token_is_that_of_the_largest_cosine_that_is_allowed(
         space, rows = objective.space, objective.rows
         allowed = space.allowed_M[::7]
         variables = random_variables(objective, 2)
-        found = replace(space, allowed_M=allowed).read(rows, variables)
+        found = replace(space, allowed_M=allowed).nearest_tokens(rows, variables)
         for k in range(2):
             for t in rows.content(0, 0):
                 x_D = variables[0, k, 0, t]
