@@ -60,7 +60,7 @@ def here(saved_update: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("gradient.safetensors", ()),
         ("gradient.pt", ()),
         ("in-order.pt", ("--attack", "keyspan", "--set", "beam=4")),
-        ("delta.safetensors", ("--kind", "delta", "--lr", "0.1")),
+        ("delta.safetensors", ("--sent", "payload=delta", "--sent", "learning_rate=0.1")),
     ],
 )
 def test_an_update_is_read_and_scored_beside_chance(here, file, options):
@@ -79,7 +79,7 @@ def test_an_update_is_read_and_scored_beside_chance(here, file, options):
 def test_all_of_it_is_written_for_its_owner_alone(here, tmp_path):
     out = tmp_path / "out.json"
     status, text, _ = call(
-        *("attack-update", "gradient.pt", "--model", "model", "--examples", "2"),
+        *("attack-update", "gradient.pt", "--model", "model", "--sent", "num_examples=2"),
         *("--attack", "probes", "--out", str(out)),
     )
     assert status == 0
@@ -93,8 +93,8 @@ def test_all_of_it_is_written_for_its_owner_alone(here, tmp_path):
 def test_what_was_granted_is_in_the_answer(here, tmp_path):
     out = tmp_path / "out.json"
     status, _, errors = call(
-        *("attack-update", "gradient.pt", "--model", "model", "--examples", "2"),
-        *("--attack", "keyspan", "--knows", "labels=[1, 0]", "--knows", "batch_size=2"),
+        *("attack-update", "gradient.pt", "--model", "model", "--sent", "num_examples=2"),
+        *("--attack", "keyspan", "--sent", "labels=[1, 0]", "--sent", "batch_size=2"),
         *("--out", str(out), "--held-out", "truth.txt", "--texts", "truth.txt"),
     )
     assert (status, errors) == (0, "")
@@ -119,26 +119,26 @@ def test_a_pipe_of_a_shell_is_called_one(here):
 @pytest.mark.parametrize(
     ("arguments", "status", "says"),
     [
-        (("gradient.pt",), 2, "--examples is missing"),
-        (("gradient.pt", "--examples", "3", "--texts", "truth.txt"), 2, "but --texts has 2"),
-        (("none.pt", "--examples", "2"), 2, "there is no such file"),
-        (("truth.txt", "--examples", "2"), 2, "end it in .safetensors, .pt"),
+        (("gradient.pt",), 2, "num_examples is missing"),
+        (("gradient.pt", "--sent", "num_examples=3", "--texts", "truth.txt"), 2, "but --texts has 2"),
+        (("none.pt", "--sent", "num_examples=2"), 2, "there is no such file"),
+        (("truth.txt", "--sent", "num_examples=2"), 2, "end it in .safetensors, .pt"),
         (("gradient.pt", "--texts", "none.txt"), 2, "No such file"),
         (("gradient.pt", "--texts", "/dev/zero"), 2, "it is a device, and no plain file"),
-        (("gradient.pt", "--examples", "2", "--kind", "delta"), 2, "learning_rate is missing"),
-        (("gradient.pt", "--examples", "2", "--optimiser", "adm"), 2, "unknown optimiser 'adm'"),
-        (("gradient.pt", "--examples", "2", "--weight-decay", "0.1"), 2, "leave optimiser and"),
-        (("gradient.pt", "--examples", "2", "--kind", "dleta"), 2, "did you mean 'delta'?"),
-        (("gradient.pt", "--examples", "2", "--attack", "dagr"), 2, "did you mean 'dager'?"),
-        (("gradient.pt", "--examples", "2", "--task", "causal-lm"), 2, "needs a causal model"),
-        (("gradient.pt", "--examples", "2", "--task", "tagging"), 2, "unknown task 'tagging'"),
-        (("gradient.pt", "--examples", "2", "--loss", "hinge"), 2, "unknown loss 'hinge'"),
-        (("gradient.pt", "--examples", "2", "--knows", "labels"), 2, "--knows 'labels': write it"),
-        (("classifier.pt", "--examples", "2", "--attack", "dager"), 2, "needs one of"),
-        (("gradient.pt", "--examples", "2", "--out", "."), 2, "--out '.' is a folder: give a file"),
-        (("gradient.pt", "--examples", "2", "--out", ""), 2, "--out '.' is a folder: give a file"),
+        (("gradient.pt", "--sent", "num_examples=2", "--sent", "payload=delta"), 2, "learning_rate is missing"),
+        (("gradient.pt", "--sent", "num_examples=2", "--sent", "optimiser=adm"), 2, "unknown optimiser 'adm'"),
+        (("gradient.pt", "--sent", "num_examples=2", "--sent", "weight_decay=0.1"), 2, "leave optimiser and"),
+        (("gradient.pt", "--sent", "num_examples=2", "--sent", "payload=dleta"), 2, "did you mean 'delta'?"),
+        (("gradient.pt", "--sent", "num_examples=2", "--attack", "dagr"), 2, "did you mean 'dager'?"),
+        (("gradient.pt", "--sent", "num_examples=2", "--task", "causal-lm"), 2, "needs a causal model"),
+        (("gradient.pt", "--sent", "num_examples=2", "--task", "tagging"), 2, "unknown task 'tagging'"),
+        (("gradient.pt", "--sent", "num_examples=2", "--sent", "loss=hinge"), 2, "unknown loss 'hinge'"),
+        (("gradient.pt", "--sent", "num_examples=2", "--sent", "labels"), 2, "--sent 'labels': write it"),
+        (("classifier.pt", "--sent", "num_examples=2", "--attack", "dager"), 2, "needs one of"),
+        (("gradient.pt", "--sent", "num_examples=2", "--out", "."), 2, "--out '.' is a folder: give a file"),
+        (("gradient.pt", "--sent", "num_examples=2", "--out", ""), 2, "--out '.' is a folder: give a file"),
         (
-            ("gradient.pt", "--examples", "2", "--attack", "lamp", "--set", "kind=dager"),
+            ("gradient.pt", "--sent", "num_examples=2", "--attack", "lamp", "--set", "kind=dager"),
             2,
             "settings: kind = 'dager' is the attack itself, and that is 'lamp'",
         ),
@@ -156,7 +156,7 @@ def test_a_checkpoint_without_its_classifier_is_refused(here):
     """Its weights would be drawn anew, and not those that the update is of."""
     status, _, errors = call(
         *("attack-update", "gradient.pt", "--model", fedleak.builtin_model("bert-tiny")),
-        *("--task", "sequence-classification", "--examples", "2"),
+        *("--task", "sequence-classification", "--sent", "num_examples=2"),
     )
     assert status == 2
     assert "lacks 2 of its 73 weights" in errors
@@ -168,7 +168,7 @@ def test_a_crash_ends_with_status_1(here, monkeypatch):
 
     monkeypatch.setattr("fedleak.attacks.subspace.keyspan.Keyspan.__call__", crash)
     status, text, errors = call(
-        *("attack-update", "gradient.pt", "--model", "model", "--examples", "2"),
+        *("attack-update", "gradient.pt", "--model", "model", "--sent", "num_examples=2"),
         *("--attack", "keyspan"),
     )
     assert status == 1
@@ -304,7 +304,7 @@ def test_a_hostile_file_is_refused_in_one_line(here, tmp_path, name):
     suffix, content, says = HOSTILE[name]
     path = tmp_path / f"hostile{suffix}"
     path.write_bytes(content) if isinstance(content, bytes) else content(path)
-    status, _, errors = call("attack-update", str(path), "--model", "model", "--examples", "2")
+    status, _, errors = call("attack-update", str(path), "--model", "model", "--sent", "num_examples=2")
     assert status == 2
     assert says in errors
     assert errors.count("\n") == 1

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from fedleak.cli.display import console
-from fedleak.util.errors import ConfigError, unknown
+from fedleak.util.errors import ConfigError
 from fedleak.util.sanitise import markup
 
 
@@ -15,42 +15,24 @@ def attack_update(
     model: Annotated[
         str, typer.Option(metavar="MODEL", help="A folder or hub id with all weights it had.")
     ],
-    examples: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="Texts that it is of; left out: as many as in --texts."),
+    about: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--sent",
+            metavar="KEY=VALUE",
+            help="What the server knows of the update, such as num_examples=2; in TOML.",
+        ),
     ] = None,
-    kind: Annotated[
-        str, typer.Option(help="What FILE holds: gradient, delta or weights.")
-    ] = "gradient",
-    lr: Annotated[
-        float | None, typer.Option(help="Learning rate of the client, for delta and weights.")
-    ] = None,
-    steps: Annotated[int, typer.Option(help="Local steps of the client.")] = 1,
-    optimiser: Annotated[
-        str, typer.Option(help="Of the client: sgd, adam, adamw or other.")
-    ] = "sgd",
-    weight_decay: Annotated[float, typer.Option(help="Of the client's optimiser.")] = 0.0,
-    dropout: Annotated[bool, typer.Option("--dropout", help="The client had dropout on.")] = False,
     task: Annotated[
         str | None,
         typer.Option(help="sequence-classification or causal-lm; left out: as MODEL was saved."),
     ] = None,
-    loss: Annotated[
-        str, typer.Option(help="Of a classifier: cross-entropy or squared.")
-    ] = "cross-entropy",
     attack_: Annotated[
         str, typer.Option("--attack", help="A kind of attack, as fedleak list names it.")
     ] = "auto",
     changes: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="A setting of the attack, in TOML."),
-    ] = None,
-    knows: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="FACT=VALUE",
-            help="A fact that the attacker is granted: batch_size, labels, lengths, noise_scale.",
-        ),
     ] = None,
     texts: Annotated[
         Path | None,
@@ -68,7 +50,10 @@ def attack_update(
     """Attack one update of your own training, and print what could be read of its texts.
 
     FILE is a file of the update, by parameter name: .safetensors, or what torch.save wrote (.pt,
-    .pth, .bin), of which nothing is run.
+    .pth, .bin), of which nothing is run. `--sent num_examples=2 --sent payload=delta --sent
+    learning_rate=0.1` is what the server knows of it, by the fields of `fedleak.SentUpdate`: how
+    many texts it is of (left out: as many as in `--texts`), how it was made, and facts that are
+    granted.
 
     The texts that it reads are private, and they are printed to a pipe or file, too.
     """
@@ -77,33 +62,18 @@ def attack_update(
     import fedleak
     from fedleak.api.update_files import read_update
     from fedleak.cli import own_update
-    from fedleak.training.observation import GRANTABLE
 
     private = own_update.text_lines("--texts", texts)
     others = own_update.text_lines("--held-out", held_out)
-    if examples is None and private is None:
-        raise ConfigError("--examples is missing: give the number of texts that FILE is of")
-    if None not in (examples, private) and examples != len(private or ()):
+    known = {"dropout": False, **own_update.values("--sent", about or ())}
+    if private is not None and known.setdefault("num_examples", len(private)) != len(private):
         raise ConfigError(
-            f"--examples {examples}, but --texts has {len(private or ())}: give all texts that "
-            "FILE is of, and leave --examples out"
+            f"--sent num_examples={known['num_examples']}, but --texts has {len(private)}: give "
+            "all texts that FILE is of, and leave num_examples out"
         )
     if out is not None and out.is_dir():
         raise ConfigError(f"--out {str(out)!r} is a folder: give a file")
-    facts = own_update.values("--knows", knows or ())
-    if strangers := sorted(facts.keys() - GRANTABLE):
-        raise ConfigError(f"--knows: {unknown('fact', strangers[0], GRANTABLE)}")
-    sent = fedleak.SentUpdate(
-        num_examples=len(private or ()) if examples is None else examples,
-        payload=kind,
-        loss=loss,
-        learning_rate=lr,
-        local_steps=steps,
-        optimiser=optimiser,
-        weight_decay=weight_decay,
-        dropout=dropout,
-        **facts,
-    )
+    sent = fedleak.SentUpdate(**known)
     torch.set_num_threads(1)  # as in a worker: sums have one order, so results are repeatable
     with own_update.working(console) as tell:
         result = fedleak.attack(
