@@ -8,6 +8,7 @@ import sys
 import time
 from multiprocessing import Pipe
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -49,6 +50,25 @@ def test_a_wrong_command_is_told_what_is_right(monkeypatch, capsys, arguments, s
     with pytest.raises(SystemExit):
         BENCHMARK["main"]()
     assert says in " ".join(capsys.readouterr().err.split())
+
+
+def test_reading_counts_what_was_read(bert_tiny, texts):
+    reading = runpy.run_path(str(PATH.with_name("reading.py")))
+    args = SimpleNamespace(seed=0, steps=0, dropout=True, seconds=5.0, prior=None)
+    pairs = [
+        reading["observe"](bert_tiny, [(text, 1)], reading["SENT"]["plain"](""), i, args)
+        for i, text in enumerate(texts[:3])
+    ]
+    attack = reading["make"]("position_marginals", args)
+    answers = [reading["answered"](attack, *pair, bert_tiny, 0) for pair in pairs]
+    assert [(one.exact, one.likely) for one in answers] == [(1, True)] * 3
+    answers[0] = answers[0]._replace(truth=pairs[1][1])
+    words = reading["line"]("1 plain", answers, bert_tiny).split()
+    assert words[2:4] == ["2/3", "[21,"]
+    assert words[8:10] == ["3", "(2)"]
+    with reading["asked_without"]("keyspan"):
+        assert "keyspan" not in [attack.kind for attack, _ in reading["ensemble"].ENSEMBLE]
+    assert "keyspan" in [attack.kind for attack, _ in reading["ensemble"].ENSEMBLE]
 
 
 GRADIENT_MATCHING = PATH.with_name("gradient_matching.py")

@@ -47,7 +47,8 @@ ENSEMBLE: tuple[tuple[Single, str], ...] = (
 )
 """Cheapest first: the next is asked only where those before proved no whole batch.
 
-Where a text is longer than a head is wide, `keyspan` is not cheap: `query_gradients` goes first.
+Where a text is longer than a head is wide, `keyspan` is not cheap: `query_gradients` goes first, of
+decoders `dager`.
 """
 
 _CHOOSING = 0.5
@@ -137,7 +138,7 @@ class Auto(OneByOne):
     """
 
     kind: ClassVar[str] = "auto"
-    version: ClassVar[int] = 7
+    version: ClassVar[int] = 8
     slow: ClassVar[bool] = True
     uses: ClassVar[frozenset[str]] = Lamp.uses | {"noise_scale"}
     seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 120.0
@@ -210,7 +211,9 @@ class _Attempt:
             if attack.obstacle(setting) is None and self._suits(attack)
         ]
         if self._is_long():
-            able.sort(key=lambda attack: isinstance(attack, Keyspan | Dager | Lamp))
+            # Of a decoder DAGER reads texts of any length, one token after the other.
+            rest = Keyspan | Lamp if model.family.causal else Keyspan | Dager | Lamp
+            able.sort(key=lambda attack: isinstance(attack, rest))
         share = share_of_spans(seen, model)
         for number, attack in enumerate(able, 1):
             if self.findings.answers and clock.up():

@@ -382,6 +382,16 @@ def test_texts_longer_than_a_head_is_wide_are_not_read_by_keyspan_first(small, o
     assert set(answer.diagnostics["from"]) == {"query_gradients"}
 
 
+def test_long_texts_of_a_decoder_are_read_by_dager_first(small, observe, asked):
+    model = small("gpt2", width=64, layers=3)
+    long = "she told us that nobody knows it and the old man who lives near the river sold books"
+    truth = observe(model, [long, TEXTS[1]])
+    assert max(map(len, truth.sequences)) > 16
+    answer = ask(Auto(), truth.seen, model)
+    assert [attack.kind for attack, _, _ in asked[0]] == ["dager"]
+    assert answer.verified
+
+
 @pytest.mark.parametrize("size", [1, 2])
 def test_where_the_closed_form_determines_nothing_the_others_are_asked(small, observe, asked, size):
     model = small("bert", layers=3, width=48)
