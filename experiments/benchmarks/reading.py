@@ -233,7 +233,7 @@ def line(begin: str, answers: Sequence[Answer], model: LanguageModel) -> str:
     shifted = [answers[-1], *answers[:-1]]
     own, others = (
         mean(
-            text.rougeL
+            text.rougeL or 0.0
             for one, other in zip(answers, some, strict=True)
             for text in score_sequences(other.texts, one.truth, model).texts or ()
         )
