@@ -25,30 +25,20 @@ class Bert(ModelFamily):
         "bert.embeddings.LayerNorm.bias",
     )
     layers: ClassVar[str] = "bert.encoder.layer"
+    weights: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "q": ("attention.self.query",),
+        "k": ("attention.self.key",),
+        "v": ("attention.self.value",),
+        "o": ("attention.output.dense",),
+        "f": ("intermediate.dense",),
+        "p": ("output.dense",),
+    }
     classifier: ClassVar[tuple[str, ...]] = ("classifier.weight", "classifier.bias")
     feed_forward_norm: ClassVar[str] = "bert.encoder.layer.0.attention.output.LayerNorm.weight"
-
-    def modules(self, layer: int) -> Mapping[str, tuple[str, ...]]:
-        """Returns a weight for each letter."""
-        stem = f"{self.layers}.{layer}"
-        query, key, value = self.attention_parameters(layer)
-        return {
-            "q": (query,),
-            "k": (key,),
-            "v": (value,),
-            "o": (f"{stem}.attention.output.dense.weight",),
-            "f": (f"{stem}.intermediate.dense.weight",),
-            "p": (f"{stem}.output.dense.weight",),
-        }
 
     def null_parameters(self, names: Iterable[str]) -> frozenset[str]:
         """Returns the key biases: one shifts a query's scores all alike, which softmax ignores."""
         return frozenset(name for name in names if name.endswith(".attention.self.key.bias"))
-
-    def attention_parameters(self, layer: int) -> tuple[str, ...]:
-        """Returns query, key and value weights, each its own [O, I] parameter."""
-        stem = f"bert.encoder.layer.{layer}.attention.self"
-        return tuple(f"{stem}.{part}.weight" for part in ("query", "key", "value"))
 
     def token_table(self, module: nn.Module) -> TokenTable:
         """Returns token and position rows; every token is of type 0, folded into the positions."""

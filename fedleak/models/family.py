@@ -59,6 +59,11 @@ class TokenTable(NamedTuple):
             return self.token_VD[ids_N]
         return self.token_VD[ids_N] + self.position_PD[positions_N]
 
+    def enter_before_norm(self, ids_N: Tensor, positions_N: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns residual stream and attention input [N, D] of a block that begins with a norm."""
+        residual_ND = self.embed(ids_N, positions_N)
+        return residual_ND, self.norm(residual_ND)
+
     def directions(self) -> Directions:
         """Returns the rows as the norm scales and shifts them, before it divides."""
         gain_D = self.norm.get_parameter("weight").detach()
@@ -121,6 +126,7 @@ class ModelFamily(Protocol):
         token_type_embedding: Parameter name; None where tokens are all of one type.
         embeddings: Parameter names of all tables that are looked up, and of their norm.
         layers: Name of the list of transformer layers.
+        weights: Names of the weights of a layer, in it, by what they are (`modules`).
         classifier: Parameter names of the classification layer, weight first.
         feed_forward_norm: Name of the weight of the LayerNorm that the first block applies to what
             its feed-forward layer reads, where that layer is linear, has biases and GELUs, and the
@@ -134,6 +140,7 @@ class ModelFamily(Protocol):
     token_type_embedding: ClassVar[str | None]
     embeddings: ClassVar[tuple[str, ...]]
     layers: ClassVar[str]
+    weights: ClassVar[Mapping[str, tuple[str, ...]]]
     classifier: ClassVar[tuple[str, ...]]
     feed_forward_norm: ClassVar[str | None] = None
 
@@ -143,7 +150,10 @@ class ModelFamily(Protocol):
         q, k, v: of query, key and value; o: attention output; f, p: first and second
         feed-forward. What one parameter holds together is named together: "qkv".
         """
-        ...
+        return {
+            letters: tuple(f"{self.layers}.{layer}.{name}.weight" for name in names)
+            for letters, names in self.weights.items()
+        }
 
     def null_parameters(self, names: Iterable[str]) -> frozenset[str]:
         """Returns those of `names` whose gradient is zero, whatever the batch and the weights."""
@@ -154,7 +164,8 @@ class ModelFamily(Protocol):
 
         `lora_a` names their adapters.
         """
-        ...
+        of_layer = self.modules(layer).items()
+        return tuple(name for letters, names in of_layer if letters in "qkv" for name in names)
 
     def projections(self, tensors: Mapping[str, Tensor], layer: int) -> dict[str, Tensor]:
         """Returns those gradients [O, I] of "query", "key" and "value" that `tensors` holds."""

@@ -23,21 +23,13 @@ class Gpt2(ModelFamily):
     token_type_embedding: ClassVar[None] = None
     embeddings: ClassVar[tuple[str, ...]] = (word_embedding, position_embedding)
     layers: ClassVar[str] = "transformer.h"
+    weights: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "qkv": ("attn.c_attn",),
+        "o": ("attn.c_proj",),
+        "f": ("mlp.c_fc",),
+        "p": ("mlp.c_proj",),
+    }
     classifier: ClassVar[tuple[str, ...]] = ("score.weight",)
-
-    def modules(self, layer: int) -> Mapping[str, tuple[str, ...]]:
-        """Returns the fused weight for q, k and v together, and one for each other letter."""
-        stem = f"{self.layers}.{layer}"
-        return {
-            "qkv": self.attention_parameters(layer),
-            "o": (f"{stem}.attn.c_proj.weight",),
-            "f": (f"{stem}.mlp.c_fc.weight",),
-            "p": (f"{stem}.mlp.c_proj.weight",),
-        }
-
-    def attention_parameters(self, layer: int) -> tuple[str, ...]:
-        """Returns the one fused parameter."""
-        return (f"transformer.h.{layer}.attn.c_attn.weight",)
 
     def projections(self, tensors: Mapping[str, Tensor], layer: int) -> dict[str, Tensor]:
         """Returns the three gradients [O, I], cut out of the fused one."""
@@ -48,7 +40,7 @@ class Gpt2(ModelFamily):
 
     def output_gradient(self, tensors: Mapping[str, Tensor], layer: int) -> Tensor | None:
         """Returns the gradient [O, I] of the attention output matrix, or of its adapter."""
-        name = f"transformer.h.{layer}.attn.c_proj.weight"
+        (name,) = self.modules(layer)["o"]
         # An adapter of a Conv1D is made of nn.Linear.
         return tensors[name].T if name in tensors else tensors.get(lora_a(name))
 
@@ -66,10 +58,6 @@ class Gpt2(ModelFamily):
         num_heads: int = block.attn.num_heads
         table = self.token_table(module)
 
-        def enter(ids_N: Tensor, positions_N: Tensor) -> tuple[Tensor, Tensor]:
-            residual_ND = table.embed(ids_N, positions_N)
-            return residual_ND, table.norm(residual_ND)
-
         def project(x_ND: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             q, k, v = block.attn.c_attn(x_ND).chunk(3, dim=-1)
             return heads(q, num_heads), heads(k, num_heads), heads(v, num_heads)
@@ -79,4 +67,6 @@ class Gpt2(ModelFamily):
             out_ND: Tensor = following.ln_1(x_ND + block.mlp(block.ln_2(x_ND)))
             return out_ND
 
-        return FirstBlock(num_heads=num_heads, enter=enter, project=project, leave=leave)
+        return FirstBlock(
+            num_heads=num_heads, enter=table.enter_before_norm, project=project, leave=leave
+        )

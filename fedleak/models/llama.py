@@ -24,25 +24,15 @@ class Llama(ModelFamily):
     token_type_embedding: ClassVar[None] = None
     embeddings: ClassVar[tuple[str, ...]] = (word_embedding,)
     layers: ClassVar[str] = "model.layers"
+    weights: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "q": ("self_attn.q_proj",),
+        "k": ("self_attn.k_proj",),
+        "v": ("self_attn.v_proj",),
+        "o": ("self_attn.o_proj",),
+        "f": ("mlp.gate_proj", "mlp.up_proj"),  # two, because both come first
+        "p": ("mlp.down_proj",),
+    }
     classifier: ClassVar[tuple[str, ...]] = ("score.weight",)
-
-    def modules(self, layer: int) -> Mapping[str, tuple[str, ...]]:
-        """Returns a weight for each letter; for f two, gate and up, because both come first."""
-        stem = f"{self.layers}.{layer}"
-        query, key, value = self.attention_parameters(layer)
-        return {
-            "q": (query,),
-            "k": (key,),
-            "v": (value,),
-            "o": (f"{stem}.self_attn.o_proj.weight",),
-            "f": (f"{stem}.mlp.gate_proj.weight", f"{stem}.mlp.up_proj.weight"),
-            "p": (f"{stem}.mlp.down_proj.weight",),
-        }
-
-    def attention_parameters(self, layer: int) -> tuple[str, ...]:
-        """Returns query, key and value weights, each its own [O, I] parameter."""
-        stem = f"model.layers.{layer}.self_attn"
-        return tuple(f"{stem}.{part}_proj.weight" for part in ("q", "k", "v"))
 
     def token_table(self, module: nn.Module) -> TokenTable:
         """Returns token rows, and the RMSNorm before the first attention."""
@@ -58,10 +48,6 @@ class Llama(ModelFamily):
         num_heads: int = model.config.num_attention_heads
         sharing: int = attention.num_key_value_groups
         table = self.token_table(module)
-
-        def enter(ids_N: Tensor, positions_N: Tensor) -> tuple[Tensor, Tensor]:
-            residual_ND = table.embed(ids_N, positions_N)
-            return residual_ND, table.norm(residual_ND)
 
         def turn(x_NHK: Tensor, positions_N: Tensor) -> Tensor:
             # The model's own: it knows which frequencies a long-context checkpoint has.
@@ -84,4 +70,6 @@ class Llama(ModelFamily):
             out_ND: Tensor = following.input_layernorm(x_ND)
             return out_ND
 
-        return FirstBlock(num_heads=num_heads, enter=enter, project=project, leave=leave)
+        return FirstBlock(
+            num_heads=num_heads, enter=table.enter_before_norm, project=project, leave=leave
+        )

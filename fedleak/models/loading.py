@@ -78,7 +78,7 @@ def load_checkpoint(
         raise ConfigError(unknown("task", str(task), (CLASSIFICATION, CAUSAL_LM)))
     if loss not in CLASS_LOSSES:
         raise ConfigError(unknown("loss", loss, CLASS_LOSSES))
-    config = _config(name)
+    config = read_config(f"model.name = {name!r}", name)
     task = task or _task(name, config)
     spec = ModelSpec(name=name, task=task, num_labels=config.num_labels, loss=loss)
     return _make(spec, checkpoint=True, whole=True)
@@ -102,20 +102,13 @@ def _make(spec: ModelSpec, *, checkpoint: bool, whole: bool = False) -> Language
         checkpoint: Whether to load weights.
         whole: Whether a classifier must be among them.
     """
-    from transformers import AutoTokenizer  # here, because it takes a second
-
     name, task = spec.name, spec.task
-    named, source, config = f"model.name = {name!r}", _source(name), _config(name)
+    named = f"model.name = {name!r}"
+    place, config = source(named, name), read_config(named, name)
     family = family_of(named, config, task)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            source if spec.tokenizer is None else _source(spec.tokenizer), trust_remote_code=False
-        )
-    except Exception as error:
-        raise ConfigError(
-            f"model.name = {name!r} has no tokenizer that can be loaded ({_one_line(error)}): "
-            "save it beside config.json, as tokenizer.save_pretrained does, or set model.tokenizer"
-        ) from error
+    tokenizer = read_tokenizer(
+        named, place if spec.tokenizer is None else source(named, spec.tokenizer)
+    )
     check_tokenizer_(named, tokenizer, config.vocab_size, task)
     set_up_(config, tokenizer)
     config.num_labels = spec.num_labels
@@ -125,7 +118,7 @@ def _make(spec: ModelSpec, *, checkpoint: bool, whole: bool = False) -> Language
         try:
             if checkpoint:
                 module, loading_info = auto.from_pretrained(
-                    source,
+                    place,
                     config=config,
                     dtype=torch.float32,
                     output_loading_info=True,
@@ -135,8 +128,8 @@ def _make(spec: ModelSpec, *, checkpoint: bool, whole: bool = False) -> Language
                 module = auto.from_config(config, dtype=torch.float32)
         except Exception as error:
             raise ConfigError(
-                f"model.name = {name!r} has weights that cannot be loaded "
-                f"({_one_line(error)}): save it again, or download it again"
+                f"{named} has weights that cannot be loaded "
+                f"({one_line(error)}): save it again, or download it again"
             ) from error
         if checkpoint:
             _check_weights(name, task, module, loading_info, whole=whole)
@@ -159,20 +152,53 @@ def auto_class(task: str) -> Any:
     return AutoModelForCausalLM if task == CAUSAL_LM else AutoModelForSequenceClassification
 
 
-def _config(name: str) -> Any:
-    """Returns the configuration of a checkpoint."""
+def read_config(named: str, name: str) -> Any:
+    """Returns the configuration of a checkpoint; the arguments are those of `source`.
+
+    Raises:
+        ConfigError: There is none.
+    """
     from transformers import AutoConfig
 
-    source = _source(name)
+    place = source(named, name)
     try:
         # Code that comes with a checkpoint is not run.
-        return AutoConfig.from_pretrained(source, trust_remote_code=False)
+        return AutoConfig.from_pretrained(place, trust_remote_code=False)
     except Exception as error:
         raise ConfigError(
-            f"model.name = {name!r} cannot be loaded ({_one_line(error)}): give a hub id "
+            f"{named} cannot be loaded ({one_line(error)}): give a hub id "
             f"that can be reached from here, a folder with config.json, weights and tokenizer, or "
             f"one of {', '.join('builtin/' + known for known in builtin.BUILTIN)}"
         ) from error
+
+
+def read_tokenizer(named: str, place: str) -> Any:
+    """Returns the tokenizer at a place that `source` returned.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    from transformers import AutoTokenizer  # here, because it takes a second
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
+    except Exception as error:
+        raise ConfigError(
+            f"{named} has no tokenizer that can be loaded ({one_line(error)}): "
+            "save it beside config.json, as tokenizer.save_pretrained does; of the model that is "
+            "trained, model.tokenizer may name another"
+        ) from error
+    refuse_empty(named, tokenizer)
+    return tokenizer
+
+
+def refuse_empty(named: str, tokenizer: Any) -> None:
+    """Refuses the tokenizer that transformers makes where there is none."""
+    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
+        raise ConfigError(
+            f"{named} has no tokenizer: save it beside config.json, as "
+            "tokenizer.save_pretrained does"
+        )
 
 
 def _task(name: str, config: Any) -> str:
@@ -237,16 +263,12 @@ def check_tokenizer_(named: str, tokenizer: Any, rows: int, task: str) -> None:
 
     Args:
         named: The model, as a message names it.
-        tokenizer: What was found beside it; transformers makes an empty one where there is none.
+        tokenizer: What was found beside it.
         rows: Tokens that the model has an embedding for.
         task: What is trained.
     """
+    refuse_empty(named, tokenizer)
     vocabulary = tokenizer.get_vocab()
-    if set(vocabulary) <= set(tokenizer.all_special_tokens):
-        raise ConfigError(
-            f"{named} has no tokenizer: save it beside config.json, as "
-            "tokenizer.save_pretrained does"
-        )
     largest = max(vocabulary.values())
     # Tables are padded to a round number, by a few rows of many thousand.
     if largest >= rows or len(vocabulary) < rows / 2:
@@ -314,21 +336,31 @@ def _check_weights(
         _log.info("%s: new weights for %s", name, ", ".join(new))
 
 
-def _source(name: str) -> str:
+def source(named: str, name: str) -> str:
+    """Returns the hub id, or the absolute path of the folder, that a name stands for.
+
+    Args:
+        named: The model, as a message names it.
+        name: A hub id, a folder, or `builtin/<name>`.
+
+    Raises:
+        ConfigError: There is no such folder, or no such built-in model.
+    """
     if name.startswith("builtin/"):
         try:
             return str(builtin.folder(name.removeprefix("builtin/")))
         except ValueError as error:
-            raise ConfigError(f"model.name: {error}") from error
+            raise ConfigError(f"{named}: {error}") from error
     path = os.path.expanduser(name)  # an unknown user's ~name stays as it is
-    if name.startswith((".", "/", "~")) and not os.path.isdir(path):
+    if os.path.isdir(path):
+        return os.path.abspath(path)
+    if name.startswith((".", "/", "~")):
         raise ConfigError(
-            f"model.name = {name!r}: there is no such folder: give one with config.json, weights "
-            "and tokenizer"
+            f"{named}: there is no such folder: give one with config.json, weights and tokenizer"
         )
-    return path if os.path.isdir(path) else name
+    return name
 
 
-def _one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
     """Returns what an error of another library says, in one line that is not too long."""
     return " ".join(str(error).split())[:_LONGEST].rstrip(" .") or type(error).__name__

@@ -12,15 +12,13 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedleak.models import LanguageModel, builtin, pad
+from fedleak.models import LanguageModel, loading, pad
 from fedleak.util.errors import ConfigError
 
 _NONE = -1
@@ -175,7 +173,7 @@ def load(name: str, victim: LanguageModel) -> Prior:
     Raises:
         ConfigError: No such model, or not a causal one.
     """
-    module, tokenizer = _loaded(name, _source("prior =", name), victim.device)
+    module, tokenizer = _loaded(name, loading.source(f"prior = {name!r}", name), victim.device)
     same = _same_vocabulary(tokenizer, victim.tokenizer)
     return Prior(module, tokenizer, None if same else victim.tokenizer)
 
@@ -186,37 +184,21 @@ def check(name: str) -> None:
     Raises:
         ConfigError: No such model, or not a causal one.
     """
-    _causal_outline(name, _source("prior =", name))
+    _causal_outline(name, loading.source(f"prior = {name!r}", name))
 
 
-def outline(setting: str, name: str) -> tuple[Any, Any]:
+def outline(named: str, name: str) -> tuple[Any, Any]:
     """Returns the config and the tokenizer of a model, without reading weights.
 
     Args:
-        setting: What the user called the name, for an error to begin with.
+        named: The model, as a message names it.
         name: A hub id, a folder, or `builtin/<name>`.
 
     Raises:
         ConfigError: There is none.
     """
-    from transformers import AutoConfig, AutoTokenizer
-
-    source = _source(setting, name)
-    try:
-        config = AutoConfig.from_pretrained(source)
-        tokenizer = AutoTokenizer.from_pretrained(source)
-    except (ImportError, OSError, ValueError) as error:
-        raise ConfigError(
-            f"{setting} {name!r} cannot be loaded ({_first_line(error)}): give a hub id that can "
-            "be reached from here, a folder with config.json and tokenizer, or a builtin/ model"
-        ) from error
-    # A folder without a tokenizer gets an empty one of the architecture's kind.
-    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
-        raise ConfigError(
-            f"{setting} {name!r} has no tokenizer: save it beside config.json, as "
-            "tokenizer.save_pretrained does"
-        )
-    return config, tokenizer
+    config = loading.read_config(named, name)
+    return config, loading.read_tokenizer(named, loading.source(named, name))
 
 
 @lru_cache(maxsize=8)
@@ -230,7 +212,7 @@ def _causal_outline(name: str, source: str) -> tuple[Any, Any]:
         MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     )
 
-    config, tokenizer = outline("prior =", name)
+    config, tokenizer = outline(f"prior = {name!r}", name)
     kind = config.model_type
     # These architectures read both ways unless they are told not to: each token would see itself.
     both_ways = kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(
@@ -254,9 +236,10 @@ def _loaded(name: str, source: str, device: torch.device) -> tuple[nn.Module, An
         module, loading_info = AutoModelForCausalLM.from_pretrained(
             source, config=config, dtype=torch.float32, output_loading_info=True
         )
-    except (ImportError, OSError, RuntimeError, ValueError, SafetensorError) as error:
+    except Exception as error:
         raise ConfigError(
-            f"prior = {name!r} has weights that cannot be loaded: {_first_line(error)}"
+            f"prior = {name!r} has weights that cannot be loaded ({loading.one_line(error)}): "
+            "save it again, or download it again"
         ) from error
     if missing := sorted(loading_info["missing_keys"]):
         raise ConfigError(
@@ -296,22 +279,3 @@ def chunks(lengths: Sequence[int], limit: int) -> Iterator[slice]:
         stop = min(end, start + max(1, limit // lengths[start]))
         yield slice(start, stop)
         start = stop
-
-
-def _source(setting: str, name: str) -> str:
-    """Returns the hub id, or the absolute path of the folder, that a name stands for."""
-    if name.startswith("builtin/"):
-        try:
-            return str(builtin.folder(name.removeprefix("builtin/")))
-        except ValueError as error:
-            raise ConfigError(f"{setting} {name!r}: {error}") from error
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        return str(folder.absolute())
-    if name.startswith((".", "/", "~")):
-        raise ConfigError(f"{setting} {name!r}: there is no such folder")
-    return name
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

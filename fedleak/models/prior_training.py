@@ -165,7 +165,7 @@ def read_sentences(text: Path, tokenizer: str, plan: PriorConfig) -> PriorText:
     Raises:
         ConfigError: No such model, or a text that cannot be read or has no two sentences.
     """
-    config, of_model = outline("--tokenizer", tokenizer)
+    config, of_model = outline(f"--tokenizer {tokenizer!r}", tokenizer)
     family = families().get(config.model_type)
     if family is None:
         raise ConfigError(unknown("model family of --tokenizer", config.model_type, families()))
