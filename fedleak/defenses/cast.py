@@ -1,6 +1,6 @@
 """The update in half precision."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
@@ -26,4 +26,4 @@ class Cast(Defense):
     def __call__(self, update: ClientUpdate, *, rng: torch.Generator) -> ClientUpdate:
         """Returns the update in that precision."""
         dtype = {"float16": torch.float16, "bfloat16": torch.bfloat16}[self.dtype]
-        return replace(update, tensors={n: value.to(dtype) for n, value in update.tensors.items()})
+        return update.changed(lambda value: value.to(dtype))

@@ -2,16 +2,15 @@
 
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
 import torch
-from pydantic import Field
 
 from fedleak.defenses import Claims, NoiseOrEpsilon, TrustedAggregator
 from fedleak.defenses.clip import clipped
 from fedleak.training.aggregation import mean_update
 from fedleak.training.observation import ClientUpdate, Sight
-from fedleak.training.privacy import Epsilon, Event, Noise
+from fedleak.training.privacy import Epsilon, Event, Noise, Positive
 from fedleak.training.settings import LocalTraining
 
 
@@ -38,7 +37,7 @@ class CentralDp(NoiseOrEpsilon, TrustedAggregator):
         "epsilon holds for those who see the models that the server publishes; the server itself "
         "sees each client's update, and has to be trusted"
     )
-    max_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    max_norm: Positive
     noise_multiplier: Noise | None = None
     epsilon: Epsilon | None = None
 
@@ -81,8 +80,6 @@ class CentralDp(NoiseOrEpsilon, TrustedAggregator):
         """Returns one use on all that the client has."""
         return Event(
             noise_multiplier=self.noise_multiplier or 0.0,
-            sampling_rate=1.0,
-            steps=1,
             unit="client",
             neighbouring="zero out one",
         )

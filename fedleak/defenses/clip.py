@@ -1,13 +1,13 @@
 """A limit on the length of the update."""
 
-from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
-from pydantic import Field
 
 from fedleak.defenses import Claims, Defense
 from fedleak.training.observation import ClientUpdate
+from fedleak.training.privacy import Positive
 from fedleak.training.settings import LocalTraining
 
 
@@ -23,7 +23,7 @@ class Clip(Defense):
     """
 
     kind: ClassVar[str] = "clip"
-    max_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    max_norm: Positive
 
     def __call__(self, update: ClientUpdate, *, rng: torch.Generator) -> ClientUpdate:
         """Returns the update, no longer than that."""
@@ -36,7 +36,7 @@ class Clip(Defense):
 
 def clipped(update: ClientUpdate, max_norm: float) -> ClientUpdate:
     """Returns the update scaled down to an L2 norm; what is not finite in it is left out."""
-    finite = {name: value.nan_to_num(0.0, 0.0, 0.0) for name, value in update.tensors.items()}
-    norms = [value.double().norm() for value in finite.values()]
+    finite = update.changed(lambda value: value.nan_to_num(0.0, 0.0, 0.0))
+    norms = [value.double().norm() for value in finite.tensors.values()]
     factor = min(1.0, max_norm / max(float(torch.stack(norms).norm()), 1e-300))
-    return replace(update, tensors={name: value * factor for name, value in finite.items()})
+    return finite.changed(lambda value: value * factor)

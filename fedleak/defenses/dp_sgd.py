@@ -2,19 +2,16 @@
 
 import math
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from pydantic import Field
 from torch import nn
 
 from fedleak.defenses import Claims, NoiseOrEpsilon
 from fedleak.models import LanguageModel
 from fedleak.training.batches import passes
 from fedleak.training.observation import UpdateKind
-from fedleak.training.privacy import Epsilon, Event, Noise
+from fedleak.training.privacy import Epsilon, Event, Noise, Positive
 from fedleak.training.settings import LocalTraining, PrivateSteps
-
-Finite = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 _SHARED_STATISTICS = (nn.modules.batchnorm._BatchNorm, nn.SyncBatchNorm)
 
@@ -38,7 +35,7 @@ class DpSgd(NoiseOrEpsilon):
     reports_training: ClassVar[bool] = True
     noise_multiplier: Noise | None = None
     epsilon: Epsilon | None = None
-    max_grad_norm: Finite = 1.0
+    max_grad_norm: Positive = 1.0
     sampling: Literal["poisson", "fixed"] = "poisson"
 
     def training(self, local: LocalTraining) -> LocalTraining:
@@ -63,8 +60,6 @@ class DpSgd(NoiseOrEpsilon):
         """Returns a round's steps."""
         event = Event(
             noise_multiplier=self.noise_multiplier or 0.0,
-            sampling_rate=1.0,
-            steps=1,
             unit="example",
             neighbouring="zero out one",
         )

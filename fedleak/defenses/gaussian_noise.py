@@ -1,17 +1,15 @@
 """Normal noise on every number of the update."""
 
-from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
-from pydantic import Field
 
 from fedleak.defenses import Claims, Defense, root_mean_square
 from fedleak.training.observation import ClientUpdate
+from fedleak.training.privacy import Positive
 from fedleak.training.settings import LocalTraining
 from fedleak.util.errors import ConfigError
-
-Finite = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +26,8 @@ class GaussianNoise(Defense):
 
     kind: ClassVar[str] = "gaussian_noise"
     noisy: ClassVar[bool] = True
-    sigma: Finite | None = None
-    relative: Finite | None = None
+    sigma: Positive | None = None
+    relative: Positive | None = None
 
     def __post_init__(self) -> None:
         if (self.sigma is None) == (self.relative is None):
@@ -52,8 +50,6 @@ class GaussianNoise(Defense):
 
 def with_noise(update: ClientUpdate, sigma: float, rng: torch.Generator) -> ClientUpdate:
     """Returns the update plus N(0, sigma^2) on every number."""
-    noisy = {
-        name: value + sigma * torch.randn(value.shape, generator=rng, dtype=value.dtype)
-        for name, value in update.tensors.items()
-    }
-    return replace(update, tensors=noisy)
+    return update.changed(
+        lambda value: value + sigma * torch.randn(value.shape, generator=rng, dtype=value.dtype)
+    )

@@ -1,14 +1,14 @@
 """Laplace noise of a fixed size on every number of the update."""
 
 import math
-from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
-from pydantic import Field
 
 from fedleak.defenses import Claims, Defense
 from fedleak.training.observation import ClientUpdate
+from fedleak.training.privacy import Positive
 from fedleak.training.settings import LocalTraining
 
 
@@ -25,7 +25,7 @@ class LaplaceNoise(Defense):
 
     kind: ClassVar[str] = "laplace_noise"
     noisy: ClassVar[bool] = True
-    scale: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    scale: Positive
 
     def __call__(self, update: ClientUpdate, *, rng: torch.Generator) -> ClientUpdate:
         """Returns the update plus noise."""
@@ -36,8 +36,7 @@ class LaplaceNoise(Defense):
             drawn = -u.sign() * torch.log1p(-2 * u.abs().clamp_max(0.5 - 1e-16))
             return (self.scale * drawn).to(value.dtype)
 
-        noisy = {name: value + noise(value) for name, value in update.tensors.items()}
-        return replace(update, tensors=noisy)
+        return update.changed(lambda value: value + noise(value))
 
     def update_claims(self, local: LocalTraining, num_examples: int) -> Claims:
         """Returns the standard deviation."""

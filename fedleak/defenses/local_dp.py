@@ -1,19 +1,16 @@
 """Local differential privacy of the whole update: clip and Gaussian noise."""
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
 import torch
-from pydantic import Field
 
 from fedleak.defenses import Claims, NoiseOrEpsilon
 from fedleak.defenses.clip import clipped
 from fedleak.defenses.gaussian_noise import with_noise
 from fedleak.training.observation import ClientUpdate
-from fedleak.training.privacy import Epsilon, Event, Noise
+from fedleak.training.privacy import Epsilon, Event, Noise, Positive
 from fedleak.training.settings import LocalTraining
-
-Finite = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 @dataclass(frozen=True)
@@ -30,7 +27,7 @@ class LocalDp(NoiseOrEpsilon):
     """
 
     kind: ClassVar[str] = "local_dp"
-    max_norm: Finite
+    max_norm: Positive
     noise_multiplier: Noise | None = None
     epsilon: Epsilon | None = None
 
@@ -46,8 +43,6 @@ class LocalDp(NoiseOrEpsilon):
         """Returns one use on all that the client has."""
         return Event(
             noise_multiplier=self.noise_multiplier or 0.0,
-            sampling_rate=1.0,
-            steps=1,
             unit="client",
             neighbouring="replace one, given n",
         )

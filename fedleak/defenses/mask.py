@@ -1,6 +1,6 @@
 """A random part of the update set to zero."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 import torch
@@ -24,11 +24,11 @@ class Mask(Defense):
 
     def __call__(self, update: ClientUpdate, *, rng: torch.Generator) -> ClientUpdate:
         """Returns the update with each number kept with probability 1 - fraction."""
-        masked = {
-            name: value.masked_fill(torch.rand(value.shape, generator=rng) < self.fraction, 0)
-            for name, value in update.tensors.items()
-        }
-        return replace(update, tensors=masked)
+        return update.changed(
+            lambda value: value.masked_fill(
+                torch.rand(value.shape, generator=rng) < self.fraction, 0
+            )
+        )
 
     def update_claims(self, local: LocalTraining, num_examples: int) -> Claims:
         """Returns the fraction."""

@@ -1,6 +1,6 @@
 """The update in few bits."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 import torch
@@ -31,9 +31,7 @@ class Quantize(Defense):
 
     def __call__(self, update: ClientUpdate, *, rng: torch.Generator) -> ClientUpdate:
         """Returns the rounded update."""
-        return replace(
-            update, tensors={n: self._rounded(v, rng) for n, v in update.tensors.items()}
-        )
+        return update.changed(lambda value: self._rounded(value, rng))
 
     def _rounded(self, value: torch.Tensor, rng: torch.Generator) -> torch.Tensor:
         most = 2 ** (self.bits - 1) - 1

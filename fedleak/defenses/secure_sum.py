@@ -12,10 +12,9 @@ from fedleak.defenses import Claims, TrustedAggregator
 from fedleak.models import LanguageModel
 from fedleak.training.aggregation import mean_update
 from fedleak.training.observation import ClientUpdate, UpdateKind
+from fedleak.training.privacy import Positive
 from fedleak.training.settings import LocalTraining
 from fedleak.util.errors import ConfigError
-
-Finite = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 MODULUS = 2**32
 """The modulus of the masked sums, as Flower sets it."""
@@ -46,8 +45,8 @@ class SecureSum(TrustedAggregator):
     """
 
     kind: ClassVar[str] = "secure_sum"
-    clipping: Finite | None = None
-    max_weight: Finite | None = None
+    clipping: Positive | None = None
+    max_weight: Positive | None = None
     levels: Annotated[int, Field(ge=2, le=2**30, multiple_of=2)] = 2**22
     protocol: Literal["secagg+"] | None = None
     threshold: Annotated[float, Field(gt=0, le=1)] = 0.5
@@ -102,25 +101,25 @@ class SecureSum(TrustedAggregator):
             return update
         if (reason := self._overweight(update.num_examples)) is not None:
             raise ConfigError(reason)
-        rounded = {}
-        for name, value in update.tensors.items():
+
+        def rounded(value: Tensor) -> Tensor:
             exact = self._in_steps(value, update.num_examples)
             # Down if the draw is below the distance to the step above: right on average.
             draw = torch.rand(value.shape, generator=rng, dtype=torch.float64)
             above = exact.ceil()
             steps = torch.where(draw < above - exact, above - 1, above)
-            rounded_value = self._from_steps(steps, update.num_examples)
+            in_float64 = self._from_steps(steps, update.num_examples)
             # 16 bits would round again, to other numbers.
-            rounded[name] = rounded_value if value.dtype == torch.float64 else rounded_value.float()
-        return replace(update, tensors=rounded)
+            return in_float64 if value.dtype == torch.float64 else in_float64.float()
 
-    def on_grid(self, update: ClientUpdate) -> dict[str, Tensor]:
+        return update.changed(rounded)
+
+    def on_grid(self, update: ClientUpdate) -> ClientUpdate:
         """Returns a rounded update in float64, in which no number is off by a part of a step."""
         count = update.num_examples
-        return {
-            name: self._from_steps(self._in_steps(value, count).round(), count)
-            for name, value in update.tensors.items()
-        }
+        return update.changed(
+            lambda value: self._from_steps(self._in_steps(value, count).round(), count)
+        )
 
     def fewest(self, clients: int) -> int:
         """Returns how many must answer: below two a sum would be a client's own update."""

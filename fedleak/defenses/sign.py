@@ -1,6 +1,6 @@
 """Nothing of the update but its signs."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -22,8 +22,7 @@ class Sign(Defense):
 
     def __call__(self, update: ClientUpdate, *, rng: torch.Generator) -> ClientUpdate:
         """Returns the update's signs, scaled."""
-        signs = {name: value.sign() * value.abs().mean() for name, value in update.tensors.items()}
-        return replace(update, tensors=signs)
+        return update.changed(lambda value: value.sign() * value.abs().mean())
 
     def update_claims(self, local: LocalTraining, num_examples: int) -> Claims:
         """Returns three levels: minus, zero and plus."""

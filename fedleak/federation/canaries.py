@@ -18,7 +18,7 @@ and bounds by it are about the whole run, as the ledger is.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -60,13 +60,13 @@ class ClientCanaries:
         """Returns the update as it would be with the canaries, before defenses."""
         inside_K = torch.tensor(self.coins.inside).float()
         if self.coins.whole:
-            tensors = {name: torch.zeros_like(value) for name, value in update.tensors.items()}
+            copy = update.changed(torch.zeros_like)
             sizes_K = self.scale * (2 * inside_K - 1)
         else:
-            tensors = {name: value.clone() for name, value in update.tensors.items()}
+            copy = update.changed(torch.clone)
             sizes_K = self.scale * inside_K
-        self.canaries.add_(tensors, self.canaries.directions() * sizes_K)
-        return replace(update, tensors=tensors)
+        self.canaries.add_(copy.tensors, self.canaries.directions() * sizes_K)
+        return copy
 
     def difference(self, audited: ClientUpdate, sent: ClientUpdate) -> Tensor:
         """Returns by how much the copy differs at the canaries' numbers, after defenses [S, K]."""

@@ -3,7 +3,7 @@
 A fact that was not granted is `None`. What is not a field here, an attack cannot know.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from typing import Literal, NamedTuple
@@ -40,6 +40,10 @@ class ClientUpdate:
     kind: UpdateKind
     tensors: Mapping[str, Tensor]
     num_examples: int
+
+    def changed(self, change: Callable[[Tensor], Tensor]) -> "ClientUpdate":
+        """Returns the update with each of its tensors changed, one after the other."""
+        return replace(self, tensors={name: change(value) for name, value in self.tensors.items()})
 
 
 class Example(NamedTuple):

@@ -21,6 +21,7 @@ Accountant = Literal["rdp", "prv"]
 """Rényi differential privacy (Mironov 2017); or the numerical composition of privacy loss
 distributions (Gopi et al. 2021) where that is tighter, which takes longer."""
 
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Noise = Annotated[float, Field(ge=1e-6, allow_inf_nan=False)]
 Epsilon = Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
 """A noise multiplier, and an epsilon to reach: Opacus does not end far beyond these bounds, where
@@ -53,8 +54,8 @@ class Event:
     """
 
     noise_multiplier: float
-    sampling_rate: float
-    steps: int
+    sampling_rate: float = 1.0
+    steps: int = 1
     unit: Literal["example", "client"]
     neighbouring: Literal["zero out one", "replace one, given n"]
     sampling: Literal["Poisson", "none"] = "none"

@@ -21,7 +21,6 @@ from fedleak.audit.defense_checks.bench import (
     EXAMPLES,
     Bench,
     Test,
-    Texts,
     random_texts,
     trained_on,
 )
@@ -41,6 +40,7 @@ from fedleak.models.parameter_selection import select
 from fedleak.store.run import Run
 from fedleak.training.aggregation import WeightedSum, aggregate
 from fedleak.training.observation import UpdateKind
+from fedleak.training.steps import Batch
 from fedleak.training.wire import partial_update
 from fedleak.util.errors import FedleakError
 from fedleak.util.finite import all_finite
@@ -136,7 +136,7 @@ def _findings(name: str, tests: Iterable[Test]) -> list[Finding]:
 def _bench(
     experiment: Experiment,
     model: LanguageModel,
-    texts: Texts,
+    texts: Batch,
     of_client: Protection,
     defense: Defense,
 ) -> Bench:
@@ -160,7 +160,7 @@ def _bench(
 
 
 def _all_together(
-    experiment: Experiment, model: LanguageModel, texts: Texts, parts: Sequence[Sequence[int]]
+    experiment: Experiment, model: LanguageModel, texts: Batch, parts: Sequence[Sequence[int]]
 ) -> Iterator[Test]:
     """Tests the update of the first client with all of its defenses, and what it does."""
     of_client = protection(experiment, 0, len(parts[0]))

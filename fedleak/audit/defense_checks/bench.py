@@ -7,6 +7,7 @@ times too large.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from fedleak.training.canaries import Planted
 from fedleak.training.local import local_update_
 from fedleak.training.observation import ClientUpdate, UpdateKind
 from fedleak.training.settings import LocalTraining
+from fedleak.training.steps import Batch
 from fedleak.training.wire import from_wire, to_wire
 from fedleak.util.rng import stream, stream_seed
 
@@ -32,19 +34,6 @@ ROUNDING = 1e-3
 
 Test = tuple[str, bool, str]
 """Claim, whether it holds, and the figures."""
-
-
-@dataclass(frozen=True)
-class Texts:
-    """Texts, and their classes.
-
-    Attributes:
-        sequences: Of random tokens, as a client would feed them.
-        labels: The class that the model holds least likely: it has a gradient.
-    """
-
-    sequences: Sequence[Sequence[int]]
-    labels: Sequence[int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +52,7 @@ class Bench:
     """
 
     model: LanguageModel
-    texts: Texts
+    texts: Batch
     plain: LocalTraining
     local: LocalTraining
     defense: Defense
@@ -121,10 +110,9 @@ class Bench:
         """
         return trained_on(
             self.model,
-            self.texts,
+            self.texts.of(chosen),
             local or self.local,
             seed=stream_seed(self.seed, "check", noise),
-            chosen=chosen,
             loud=loud,
             planted=planted,
         )
@@ -132,11 +120,10 @@ class Bench:
 
 def trained_on(
     model: LanguageModel,
-    texts: Texts,
+    texts: Batch,
     local: LocalTraining,
     *,
     seed: int,
-    chosen: Sequence[int] = range(EXAMPLES),
     loud: bool = False,
     scales: Sequence[float] = (),
     planted: Planted | None = None,
@@ -145,21 +132,20 @@ def trained_on(
 
     Args:
         model: At the weights that are broadcast.
-        texts: Some of which are the client's.
+        texts: What it has.
         local: How it trains.
         seed: Of the training.
-        chosen: Which of the texts it has.
         loud: The first of them is loud.
         scales: What the gradient of each of them is multiplied by; none: 1.
         planted: Canaries.
     """
-    family: Any = _Loud(model.family) if loud else model.family
-    family = _Scaled(family, scales) if scales else family
+    family: Any = _Family(model.family, _loud) if loud else model.family
+    family = _Family(family, partial(_scaled, scales)) if scales else family
     before = {name: value.clone() for name, value in model.parameters().items()}
     update = local_update_(
         replace(model, family=family),
-        [texts.sequences[i] for i in chosen],
-        [texts.labels[i] for i in chosen],
+        texts.sequences,
+        texts.labels,
         local,
         seed=seed,
         planted=planted,
@@ -170,8 +156,11 @@ def trained_on(
 
 def random_texts(
     model: LanguageModel, seed: int, lengths: Sequence[int] = (TOKENS,) * EXAMPLES
-) -> Texts:
-    """Returns texts to train on, of about so many tokens."""
+) -> Batch:
+    """Returns texts to train on, of about so many tokens.
+
+    Their classes are those that the model holds least likely: they have a gradient.
+    """
     rng, special = stream(seed, "check"), model.special_ids()
     usable = [i for i in range(len(model.tokenizer)) if i not in special]
     longest = model.max_length - len(special)
@@ -182,44 +171,41 @@ def random_texts(
     encoded = model.encode([model.decode([usable[i] for i in row]) for row in rows])
     sequences = [ids[: model.max_length] for ids in encoded]
     if model.task != CLASSIFICATION:
-        return Texts(sequences, [0] * len(sequences))
+        return Batch(sequences, [0] * len(sequences))
     ids_BT, mask_BT = pad(sequences, model.tokenizer.pad_token_id, model.device)
     with torch.no_grad():
         logits_BC = model.family.logits(model.module, mask_BT, ids_BT=ids_BT, embeds_BTD=None)
-    return Texts(sequences, logits_BC.argmin(-1).tolist())
+    return Batch(sequences, logits_BC.argmin(-1).tolist())
 
 
-class _Scaled:
-    """A family whose examples have their gradients, and nothing else, multiplied."""
+class _Family:
+    """A family whose logits are changed, and nothing else.
 
-    def __init__(self, family: Any, scales: Sequence[float]) -> None:
-        self._family, self._scales = family, torch.tensor(scales)
+    Args:
+        family: The family.
+        change: Of its logits.
+    """
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._family, name)
-
-    def logits(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Returns the family's logits."""
-        of_family: Callable[..., Tensor] = self._family.logits
-        logits = of_family(*args, **kwargs)
-        scales = self._scales.to(logits).view(-1, *[1] * (logits.dim() - 1))
-        return logits.detach() + scales * (logits - logits.detach())
-
-
-class _Loud:
-    """A family whose first example of a batch has its logits, and so its gradient, magnified."""
-
-    def __init__(self, family: Any) -> None:
-        self._family = family
+    def __init__(self, family: Any, change: Callable[[Tensor], Tensor]) -> None:
+        self._family, self._change = family, change
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._family, name)
 
     def logits(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Returns the family's logits, the first row magnified."""
-        of_family: Callable[..., Tensor] = self._family.logits
-        logits = of_family(*args, **kwargs)
-        return torch.cat([LOUD * logits[:1], logits[1:]])
+        """Returns the changed logits."""
+        return self._change(self._family.logits(*args, **kwargs))
+
+
+def _scaled(scales: Sequence[float], logits: Tensor) -> Tensor:
+    """Returns logits of which each example's gradients, and nothing else, are multiplied."""
+    factors = torch.tensor(scales).to(logits).view(-1, *[1] * (logits.dim() - 1))
+    return logits.detach() + factors * (logits - logits.detach())
+
+
+def _loud(logits: Tensor) -> Tensor:
+    """Returns logits of which the first example's, and so its gradient, are magnified."""
+    return torch.cat([LOUD * logits[:1], logits[1:]])
 
 
 def all_numbers(update: ClientUpdate) -> Tensor:
@@ -229,19 +215,14 @@ def all_numbers(update: ClientUpdate) -> Tensor:
 
 def zeroed(update: ClientUpdate) -> ClientUpdate:
     """Returns an update of as many zeros."""
-    zeros = {name: torch.zeros_like(value) for name, value in update.tensors.items()}
-    return replace(update, tensors=zeros)
+    return update.changed(torch.zeros_like)
 
 
 def dense(like: ClientUpdate, norm: float, seed: int) -> ClientUpdate:
     """Returns an update of the same parameters, without zeros and with about this norm."""
     rng = stream(seed, "check", "dense")
     scale = norm / math.sqrt(sum(value.numel() for value in like.tensors.values()))
-    numbers = {
-        name: scale * torch.randn(value.shape, generator=rng)
-        for name, value in like.tensors.items()
-    }
-    return replace(like, tensors=numbers)
+    return like.changed(lambda value: scale * torch.randn(value.shape, generator=rng))
 
 
 def rounded(first: ClientUpdate, second: ClientUpdate) -> float:

@@ -7,7 +7,6 @@ from fedleak.audit.defense_checks.bench import (
     ROUNDING,
     Bench,
     Test,
-    Texts,
     distance,
     norm_of,
     random_texts,
@@ -17,6 +16,7 @@ from fedleak.audit.defense_checks.bench import (
 from fedleak.models import CLASSIFICATION
 from fedleak.training.observation import ClientUpdate
 from fedleak.training.settings import LocalTraining
+from fedleak.training.steps import Batch
 from fedleak.util.rng import stream_seed
 
 LENGTHS, NORMS, ALIKE = (3, 8, 15, 100), (0.5, 1.5, 30.0, 1e4), (3.0, 30.0)
@@ -24,16 +24,16 @@ LENGTHS, NORMS, ALIKE = (3, 8, 15, 100), (0.5, 1.5, 30.0, 1e4), (3.0, 30.0)
 all of a batch have, too."""
 
 
-class Batch(NamedTuple):
+class Examples(NamedTuple):
     """Examples of a test; their gradients are multiplied by `scales`, or by 1."""
 
     sequences: Sequence[Sequence[int]]
     labels: Sequence[int]
     scales: Sequence[float] = ()
 
-    def without(self, place: int) -> "Batch":
-        """Returns the batch without one example."""
-        return Batch(*([*part[:place], *part[place + 1 :]] for part in self))
+    def without(self, place: int) -> "Examples":
+        """Returns the examples without one of them."""
+        return Examples(*([*part[:place], *part[place + 1 :]] for part in self))
 
 
 def left_out(bench: Bench, norm: float) -> Test:
@@ -46,16 +46,16 @@ def left_out(bench: Bench, norm: float) -> Test:
     made = random_texts(bench.model, bench.seed, LENGTHS)
     texts, labels = made.sequences, made.labels
     lengths = [
-        norm_of(_trained(bench, Batch([x], [y]), bench.plain))
+        norm_of(_trained(bench, Examples([x], [y]), bench.plain))
         for x, y in zip(texts, labels, strict=True)
     ]
 
-    def batch(places: Sequence[int], norms: Sequence[float]) -> Batch:
+    def batch(places: Sequence[int], norms: Sequence[float]) -> Examples:
         scales = [
             norm * most / max(lengths[place], 1e-30)
             for place, norm in zip(places, norms, strict=True)
         ]
-        return Batch([texts[i] for i in places], [labels[i] for i in places], scales)
+        return Examples([texts[i] for i in places], [labels[i] for i in places], scales)
 
     # Each step is as dear as one of training, so of a batch two examples are left out.
     tried = [
@@ -66,7 +66,7 @@ def left_out(bench: Bench, norm: float) -> Test:
     tried += [(batch([0, 0, 0, 3], [norm] * 4), [3]) for norm in ALIKE]
     if bench.model.task == CLASSIFICATION:
         scale = NORMS[2] * most / max(lengths[1], 1e-30)
-        tried.append((Batch([texts[1]] * 2, [0, 1], [scale] * 2), [0]))
+        tried.append((Examples([texts[1]] * 2, [0, 1], [scale] * 2), [0]))
     moved, where = 0.0, 0
     for examples, places in tried:
         whole = bench.defended(_trained(bench, examples))
@@ -84,13 +84,12 @@ def left_out(bench: Bench, norm: float) -> Test:
     )
 
 
-def _trained(bench: Bench, batch: Batch, local: LocalTraining | None = None) -> ClientUpdate:
+def _trained(bench: Bench, examples: Examples, local: LocalTraining | None = None) -> ClientUpdate:
     """Returns the update of a client with these examples, before the defense has it."""
     return trained_on(
         bench.model,
-        Texts(batch.sequences, batch.labels),
+        Batch(examples.sequences, examples.labels),
         local or bench.local,
         seed=stream_seed(bench.seed, "check", 0),
-        chosen=range(len(batch.sequences)),
-        scales=batch.scales,
+        scales=examples.scales,
     )

@@ -50,7 +50,7 @@ def _for_protocol(message: Message, context: Context, call_next: Next) -> Messag
     reply = call_next(message, context)
     assert isinstance(reply, Outgoing)
     exact = protocol.on_grid(reply.update)
-    arrays = [exact[name].numpy() for name in sorted(exact)]
+    arrays = [exact.tensors[name].numpy() for name in sorted(exact.tensors)]
     result = FitRes(
         Status(Code.OK, ""), ndarrays_to_parameters(arrays), reply.update.num_examples, {}
     )
