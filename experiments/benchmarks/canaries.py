@@ -25,15 +25,16 @@ import torch
 from private_training import VOCABULARY, Case, made, peak
 from scipy.stats import kstest
 
-from fedleak.audit.privacy.bounds import gaussian_bound, gaussian_epsilon
 from fedleak.config.loading import parse
 from fedleak.models import LanguageModel
+from fedleak.privacy.canaries import Canaries
+from fedleak.privacy.lower_bounds import gaussian_bound, gaussian_epsilon
 from fedleak.running import preparation
 from fedleak.store.records import UTILITY
 from fedleak.training.batches import Records
-from fedleak.training.canaries import Canaries, Planted, scores
 from fedleak.training.local import local_update_
 from fedleak.training.observation import UpdateKind
+from fedleak.training.planted import Planted
 from fedleak.training.settings import LocalTraining, PrivateSteps
 from fedleak.util.rng import stream
 
@@ -81,7 +82,7 @@ def _cost(case: Case, count: int, repeats: int) -> tuple[float, float]:
     def work() -> None:
         canaries, _, update = _update(model, case, count, 1.0, seed=0)
         if canaries is not None:
-            scores(canaries.taken(update), canaries.directions())
+            canaries.score(update)
 
     with peak() as most:
         work()
@@ -134,9 +135,9 @@ def bounds(case: Case, args: argparse.Namespace) -> Iterator[str]:
             # Other seeds for each sigma: so their errors are independent.
             canaries, coins_K, update = _update(model, case, 1024, sigma, int(1000 * sigma) + seed)
             assert canaries is not None
-            found_K = scores(canaries.taken(update), canaries.directions())
-            inside += found_K[coins_K].tolist()
-            outside += found_K[~coins_K].tolist()
+            found_K = canaries.score(update)
+            inside += found_K[coins_K.numpy()].tolist()
+            outside += found_K[~coins_K.numpy()].tolist()
         medians = []
         for size in (64, 256, 1024):
             groups = [inside[at : at + size] for at in range(0, len(inside) - size + 1, size)]

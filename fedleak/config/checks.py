@@ -11,8 +11,8 @@ from fedleak.config.sent_parameters import captured_parameters, sent_by
 from fedleak.config.tables import CANARY_OF_EVERY_CLIENT, GateTable
 from fedleak.models import LanguageModel
 from fedleak.models.parameter_selection import freezing
+from fedleak.privacy.canaries import FEWEST_NUMBERS, most_canaries
 from fedleak.server_modes import ModeSetting, ServerMode
-from fedleak.training.canaries import FEWEST_NUMBERS, most_canaries
 from fedleak.training.observation import ThreatModel
 from fedleak.util.errors import ConfigError, unknown
 

@@ -20,6 +20,7 @@ and bounds by it are about the whole run, as the ledger is.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,9 +28,10 @@ from fedleak.config.experiment import Experiment
 from fedleak.config.sent_parameters import sent_by
 from fedleak.federation.protection import Protection
 from fedleak.models import LanguageModel
+from fedleak.privacy.canaries import Canaries
 from fedleak.training.batches import Records, passes
-from fedleak.training.canaries import Canaries, Planted
 from fedleak.training.observation import ClientUpdate, UpdateKind
+from fedleak.training.planted import Planted
 from fedleak.training.truth import Coins
 from fedleak.util.rng import stream, stream_seed
 
@@ -58,7 +60,7 @@ class ClientCanaries:
 
     def copied(self, update: ClientUpdate) -> ClientUpdate:
         """Returns the update as it would be with the canaries, before defenses."""
-        inside_K = torch.tensor(self.coins.inside).float()
+        inside_K = np.array(self.coins.inside, dtype=np.float32)
         if self.coins.whole:
             copy = update.changed(torch.zeros_like)
             sizes_K = self.scale * (2 * inside_K - 1)
@@ -70,7 +72,8 @@ class ClientCanaries:
 
     def difference(self, audited: ClientUpdate, sent: ClientUpdate) -> Tensor:
         """Returns by how much the copy differs at the canaries' numbers, after defenses [S, K]."""
-        return self.canaries.taken(audited.tensors) - self.canaries.taken(sent.tensors)
+        taken = self.canaries.taken
+        return torch.from_numpy(taken(audited.tensors) - taken(sent.tensors))
 
 
 def places(

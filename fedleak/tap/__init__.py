@@ -1,4 +1,4 @@
-"""Two lines for any Flower app: one keeps what its server receives, one guards its clients.
+"""One line each for any Flower app: keep what its server receives, guard its clients, audit its DP.
 
 For `fedleak import`, in a ServerApp:
 
@@ -7,9 +7,14 @@ For `fedleak import`, in a ServerApp:
 To notice a malicious server, in a ClientApp:
 
     app = ClientApp(mods=[guard("guard/mine")])
+
+To measure what its differential privacy is worth, in a ClientApp:
+
+    app = ClientApp(mods=[fixedclipping_mod, canary_clients("canaries/mine", 64, norm=10.0)])
 """
 
+from fedleak.tap.canaries import canary_clients
 from fedleak.tap.grid import tap
 from fedleak.tap.guard import guard
 
-__all__ = ["guard", "tap"]
+__all__ = ["canary_clients", "guard", "tap"]

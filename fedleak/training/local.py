@@ -10,8 +10,8 @@ from torch import Tensor
 
 from fedleak.models import LanguageModel
 from fedleak.models.parameter_selection import freezing
-from fedleak.training.canaries import Planted
 from fedleak.training.observation import ClientUpdate, UpdateKind
+from fedleak.training.planted import Planted
 from fedleak.training.recipe import in_weights_of
 from fedleak.training.settings import LocalTraining, OnFigures
 from fedleak.training.steps import Batch, gradient, moved, steps_

@@ -35,8 +35,8 @@ from transformers.pytorch_utils import Conv1D
 
 from fedleak.models import LanguageModel, example_losses, pad
 from fedleak.training.batches import Records
-from fedleak.training.canaries import Planted
 from fedleak.training.observation import ClientUpdate, UpdateKind
+from fedleak.training.planted import Planted
 from fedleak.training.settings import LocalTraining, OnFigures, PrivateSteps
 from fedleak.training.steps import Batch, moved, steps_
 from fedleak.util.rng import stream

@@ -14,7 +14,6 @@ from typer.testing import CliRunner
 from fedleak import defenses
 from fedleak.audit import defense_checks, scoring
 from fedleak.audit.defense_checks import bench, sampling, sent_update
-from fedleak.audit.privacy import bounds as privacy_bounds
 from fedleak.cli import app
 from fedleak.config.loading import parse
 from fedleak.defenses.cast import Cast
@@ -35,6 +34,7 @@ from fedleak.flower.client.app import app as client_app
 from fedleak.flower.engines import train
 from fedleak.flower.inline import InlineGrid
 from fedleak.flower.server.app import app as server_app
+from fedleak.privacy import lower_bounds
 from fedleak.running import pipeline, preparation
 from fedleak.running.dispatch import dispatcher
 from fedleak.store.captures import Captures
@@ -664,13 +664,13 @@ def test_a_server_that_does_nothing_with_an_update_or_breaks_is_noticed(monkeypa
 
 @pytest.mark.parametrize(("table", "apart"), [(LOCAL_DP, 2.0), (DP_SGD, 1.0)])
 def test_canaries_are_as_far_apart_as_the_neighbours_of_the_event(monkeypatch, table, apart):
-    asked, original = [], privacy_bounds.gaussian_bound
+    asked, original = [], lower_bounds.gaussian_bound
 
     def watched(*scores, per_score):
         asked.append(per_score)
         return original(*scores, per_score=per_score)
 
-    monkeypatch.setattr(privacy_bounds, "gaussian_bound", watched)
+    monkeypatch.setattr(lower_bounds, "gaussian_bound", watched)
     assert not broken(defense_checks.check(experiment_of(table)))
     assert asked == [apart]
 

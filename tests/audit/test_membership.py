@@ -18,12 +18,12 @@ from fedleak.audit.estimates import Largest
 from fedleak.audit.grants import knowledge
 from fedleak.audit.kept_texts import KeptTexts, read_held_out
 from fedleak.audit.privacy import membership
-from fedleak.audit.privacy.bounds import gaussian_epsilon
 from fedleak.audit.privacy.candidates import PUBLIC, questions
 from fedleak.audit.vault import read_truth
 from fedleak.config.loading import parse
 from fedleak.flower.engines import train
 from fedleak.models import loading
+from fedleak.privacy.lower_bounds import gaussian_epsilon
 from fedleak.running import pipeline, preparation
 from fedleak.store.records import LEAKAGE, MEMBERSHIP, Answer, MembershipRow
 from fedleak.store.run import EVERYONE, Key

@@ -17,9 +17,9 @@ from fedleak import models
 from fedleak.defenses import Claims, Defense, TrustedAggregator
 from fedleak.federation.protection import Protection
 from fedleak.models import CLASSIFICATION, LanguageModel, pad
-from fedleak.training.canaries import Planted
 from fedleak.training.local import local_update_
 from fedleak.training.observation import ClientUpdate, UpdateKind
+from fedleak.training.planted import Planted
 from fedleak.training.settings import LocalTraining
 from fedleak.training.steps import Batch
 from fedleak.training.wire import from_wire, to_wire

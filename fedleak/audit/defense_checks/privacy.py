@@ -6,16 +6,16 @@ from dataclasses import replace
 import torch
 
 from fedleak.audit.defense_checks.bench import Bench, Test
-from fedleak.audit.privacy import bounds as privacy_bounds
 from fedleak.audit.privacy.canaries import ALARM
 from fedleak.config.experiment import Experiment
 from fedleak.config.tables import CanaryTable
 from fedleak.defenses import TrustedAggregator
 from fedleak.federation.canaries import ClientCanaries, client_canaries, sent_sizes
 from fedleak.federation.protection import Protection
+from fedleak.privacy import lower_bounds
+from fedleak.privacy.canaries import most_canaries
 from fedleak.training import privacy
 from fedleak.training.batches import passes
-from fedleak.training.canaries import most_canaries, scores
 from fedleak.training.observation import ClientUpdate, UpdateKind
 from fedleak.training.privacy import Event
 
@@ -67,13 +67,12 @@ def measured(bench: Bench, experiment: Experiment, client: int) -> Iterator[Test
         captured = bench.defended(_with_canaries(bench, made, noise), noise)
         if isinstance(bench.defense, TrustedAggregator):
             captured = bench.combined([captured], noise)
-        scores_K = scores(made.canaries.taken(captured.tensors), made.canaries.directions())
-        pairs = zip(scores_K.tolist(), made.coins.inside, strict=True)
+        pairs = zip(made.canaries.score(captured.tensors).tolist(), made.coins.inside, strict=True)
         inside += [z if coin else -z for z, coin in pairs if coin or whole]
     delta = experiment.privacy.delta
     # Plus and minus are as far apart as any two updates, and twice as far as one and nothing.
     apart = 2.0 if event.neighbouring.startswith("replace") else 1.0
-    bound = privacy_bounds.gaussian_bound(inside, ALARM, delta, per_score=apart)
+    bound = lower_bounds.gaussian_bound(inside, ALARM, delta, per_score=apart)
     step = replace(event, steps=1, sampling_rate=1.0, sampling="none", disjoint=None)
     (spent,) = privacy.compose([step], delta, privacy.BOTH_ACCOUNTANTS)
     yield (

@@ -21,19 +21,18 @@ from functools import cached_property
 from itertools import chain
 
 import numpy as np
-import numpy.typing as npt
 
 from fedleak.audit.gaps import Gaps
-from fedleak.audit.privacy import bounds
 from fedleak.audit.vault import read_truth, summed_clients, weight
 from fedleak.config.experiment import Experiment
 from fedleak.federation import canaries
 from fedleak.models import LanguageModel
+from fedleak.privacy.canaries import log_ratios, scores
+from fedleak.privacy.lower_bounds import UNBOUNDED_MU, lower_bounds
 from fedleak.store.records import CanaryRow, Epsilon, LedgerRow
 from fedleak.store.run import EVERYONE, Capture, Key, Run
 from fedleak.store.summaries import CanaryBound, CanarySummary
 from fedleak.training import privacy
-from fedleak.training.canaries import scores
 from fedleak.training.observation import ClientUpdate, UpdateKind
 from fedleak.training.truth import GroundTruth
 from fedleak.util.errors import CaptureError
@@ -52,9 +51,6 @@ was used twice."""
 LOUD_NOISE = 0.97
 """With this share of noise in an update's squared norm, witnesses see it and not the gradient,
 which is much the same in every round."""
-
-UNBOUNDED_MU = 10.0
-"""What canaries are expected to score where nothing is announced."""
 
 
 def canary_rows(
@@ -131,11 +127,11 @@ def _row(
     values_SK = where.taken(update.tensors)
     if coins.copy:
         differences_SK = run.vault.read_differences(key)
-        if differences_SK.shape != values_SK.shape:
+        if tuple(differences_SK.shape) != values_SK.shape:
             raise CaptureError(f"the audited copy of {key} has other numbers than its update")
         summed = capture.key.client == EVERYONE
         counts = weight(truth, experiment) / update.num_examples if summed else 1.0
-        values_SK += counts * differences_SK
+        values_SK += counts * differences_SK.numpy()
     return CanaryRow(
         round=key.round,
         client=key.client,
@@ -157,8 +153,7 @@ def _witnessed(
     experiment: Experiment, update: ClientUpdate, sizes: Mapping[str, int]
 ) -> tuple[float, ...]:
     where = canaries.witnesses(experiment, sizes)
-    witness_scores: list[float] = scores(where.taken(update.tensors), where.directions()).tolist()
-    return tuple(witness_scores)
+    return tuple(where.score(update.tensors).tolist())
 
 
 @dataclass(frozen=True)
@@ -240,45 +235,21 @@ class Tally:
     def _together(self, rows: Sequence[CanaryRow]) -> list[float]:
         """Returns the scores of a slot's canaries over its rounds [K]."""
         if self.sampled:
-            scores_TK, scale = np.array([self._log_ratio(row) for row in rows]), 1.0
+            ratios = [
+                log_ratios(
+                    row.scores,
+                    self._mu_of_update,
+                    rate=row.rate or 1.0,
+                    steps=row.steps,
+                    numbers=row.numbers,
+                )
+                for row in rows
+            ]
+            scores_TK, scale = np.array(ratios), 1.0
         else:
             scores_TK, scale = np.array([row.scores for row in rows]), math.sqrt(len(rows))
         pooled: list[float] = (scores_TK.sum(0) / scale).tolist()
         return pooled
-
-    def _log_ratio(self, row: CanaryRow) -> npt.NDArray[np.float64]:
-        """Returns the log likelihood ratio of in to out, if each step takes it with `rate` [K].
-
-        In n of S steps the mean is n / (sqrt(S) sigma), but no score is larger than the square root
-        of a canary's numbers; n is binomial.
-        """
-        from scipy.special import gammaln, logsumexp  # here, because it takes a while
-
-        assert row.rate is not None
-        n = np.arange(row.steps + 1)
-        mean = n * self._mu_of_update / row.steps
-        mean /= np.sqrt(1 + mean**2 / row.numbers)
-        # Where every example is in every step, log(1 - rate) is minus infinity, as it should be.
-        with np.errstate(divide="ignore", invalid="ignore"):
-            absent = np.where(n < row.steps, (row.steps - n) * np.log1p(-row.rate), 0.0)
-        weight = (
-            gammaln(row.steps + 1)
-            - gammaln(n + 1)
-            - gammaln(row.steps - n + 1)
-            + n * math.log(row.rate)
-            + absent
-        )
-        ratios_KN = np.outer(row.scores, mean) - mean**2 / 2 + weight
-        log_ratios_K: npt.NDArray[np.float64] = logsumexp(ratios_KN, axis=1)
-        return log_ratios_K
-
-    @cached_property
-    def inside(self) -> list[float]:
-        """Scores of the canaries that are in; of whole updates all, with the sign of their coin."""
-        pairs = zip(self.scores, self.coins, strict=True)
-        if self.whole:
-            return [score if coin else -score for score, coin in pairs]
-        return [score for score, coin in pairs if coin]
 
 
 def tallies(rows: Iterable[CanaryRow], ledger: Sequence[LedgerRow]) -> list[Tally]:
@@ -338,18 +309,16 @@ def _cells(tallied: Sequence[Tally]) -> Iterator[Sequence[Tally]]:
 
 def _bound(cell: Sequence[Tally], alpha: float, delta: float) -> CanaryBound:
     """Returns the bounds on the epsilon of the least protected client of a cell."""
-    sampled = any(tally.sampled for tally in cell)
-    scored = list(chain(*(tally.scores for tally in cell)))
     coins = list(chain(*(tally.coins for tally in cell)))
-    mu = max(tally.mu for tally in cell)
-    rule = bounds.settled_rule(len(coins), mu, two_sided=not sampled)
-    right = rule.right(scored, coins)
-    gaussian = None
-    if not sampled:
-        inside = list(chain(*(tally.inside for tally in cell)))
-        gaussian = bounds.gaussian_bound(
-            inside, alpha, delta, per_score=2.0 if cell[0].whole else 1.0
-        )
+    shown = lower_bounds(
+        list(chain(*(tally.scores for tally in cell))),
+        coins,
+        alpha,
+        delta,
+        mu=max(tally.mu for tally in cell),
+        sampled=any(tally.sampled for tally in cell),
+        signed=cell[0].whole,
+    )
     return CanaryBound(
         client=cell[0].client if len(cell) == 1 else EVERYONE,
         unit=cell[0].unit,
@@ -357,9 +326,9 @@ def _bound(cell: Sequence[Tally], alpha: float, delta: float) -> CanaryBound:
         updates=sum(len(tally.rows) for tally in cell),
         in_copies=any(row.audited_copy for tally in cell for row in tally.rows),
         epsilon=_accounted(cell),
-        gaussian=gaussian,
-        f_dp=bounds.f_dp_bound(len(coins), rule.count, right, alpha, delta),
-        epsilon_delta=bounds.epsilon_delta_bound(len(coins), rule.count, right, alpha, delta),
+        gaussian=shown.gaussian,
+        f_dp=shown.f_dp,
+        epsilon_delta=shown.epsilon_delta,
     )
 
 

@@ -8,7 +8,7 @@ about in several rounds counts with the mean of its scores. From these come for 
   enough others to say so;
 - the area under it (AUC), for texts of the same client: the chance that one that was in scores
   higher than one that was not. 0.5 is chance, 1 is certainty;
-- a lower bound on epsilon (`bounds.epsilon_delta_bound`) for replacing one text by another.
+- a lower bound on epsilon (`lower_bounds.epsilon_delta_bound`) for replacing one text by another.
   Of each pair (`candidates`) the auditor guesses which text was in. A pair counts once,
   because its coin was thrown once, and a text is in one pair only.
 
@@ -26,10 +26,10 @@ import numpy.typing as npt
 from fedleak.audit.estimates import Largest, estimate
 from fedleak.audit.kept_texts import KeptTexts
 from fedleak.audit.metrics import intervals
-from fedleak.audit.privacy import bounds
 from fedleak.audit.privacy.candidates import questions
 from fedleak.config.experiment import Experiment
 from fedleak.models import CAUSAL_LM
+from fedleak.privacy import lower_bounds
 from fedleak.store.records import Answer, MembershipRow
 from fedleak.store.run import EVERYONE, Key
 from fedleak.store.summaries import (
@@ -335,6 +335,6 @@ def pair_bound(
     """
     if not coins:
         return 0.0
-    rule = bounds.settled_rule(len(coins), ANNOUNCED_MU, two_sided=True)
+    rule = lower_bounds.settled_rule(len(coins), ANNOUNCED_MU, two_sided=True)
     right = rule.right(differences, coins)
-    return bounds.epsilon_delta_bound(len(coins), rule.count, right, alpha, delta)
+    return lower_bounds.epsilon_delta_bound(len(coins), rule.count, right, alpha, delta)

@@ -27,6 +27,9 @@ import numpy as np
 SHARES = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0)
 """Shares of the canaries that a guesser may commit itself on."""
 
+UNBOUNDED_MU = 10.0
+"""How far apart scores are expected to be where no noise is announced."""
+
 LARGEST_MU, SMALLEST_MU = 500.0, 1e-4
 """Ends of the search for mu. Scores end far below the first: they grow with the square root of
 the numbers that a canary is spread over. An epsilon of the second is nothing."""
@@ -178,3 +181,58 @@ def settled_rule(m: int, mu: float, *, two_sided: bool) -> Rule:
 
     usable = [share for share in SHARES if two_sided or share <= 0.5]
     return Rule(max(1, round(max(usable, key=worth) * m)), two_sided)
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Lower bounds on epsilon. Each holds by itself with the confidence that was asked for.
+
+    Attributes:
+        gaussian: Assumes Gaussian noise; None where canaries are sampled.
+        f_dp: Assumes the trade-off curve of a Gaussian mechanism.
+        epsilon_delta: Assumes nothing.
+    """
+
+    gaussian: float | None
+    f_dp: float
+    epsilon_delta: float
+
+    @property
+    def largest(self) -> float:
+        """The largest of them; it is wrong up to three times as often as each."""
+        return max(self.gaussian or 0.0, self.f_dp, self.epsilon_delta)
+
+
+def lower_bounds(
+    scores: Sequence[float],
+    coins: Sequence[bool],
+    alpha: float,
+    delta: float,
+    *,
+    mu: float,
+    sampled: bool,
+    signed: bool,
+) -> Bounds:
+    """Returns all bounds, each wrong with a probability of at most alpha.
+
+    Args:
+        scores: One for each canary; of variance 1 unless they are log likelihood ratios.
+        coins: Whether each is in; or, where it is signed, whether its sign is plus.
+        alpha: How often each bound may be wrong.
+        delta: Of the statement.
+        mu: How far apart the scores of those in and out should be, as is announced.
+        sampled: Whether scores are log likelihood ratios of canaries that are sampled.
+        signed: Whether a canary that is not in is the opposite, and not nothing.
+    """
+    rule = settled_rule(len(coins), mu, two_sided=not sampled)
+    right = rule.right(scores, coins)
+    gaussian = None
+    if not sampled:
+        pairs = zip(scores, coins, strict=True)
+        inside = [score if coin else -score for score, coin in pairs if coin or signed]
+        gaussian = gaussian_bound(inside, alpha, delta, per_score=2.0 if signed else 1.0)
+    return Bounds(
+        gaussian=gaussian,
+        f_dp=f_dp_bound(len(coins), rule.count, right, alpha, delta),
+        epsilon_delta=epsilon_delta_bound(len(coins), rule.count, right, alpha, delta),
+    )

@@ -8,7 +8,7 @@ from scipy.integrate import quad
 from scipy.stats import binom, norm
 
 from fedleak.audit.privacy import canaries
-from fedleak.audit.privacy.bounds import (
+from fedleak.privacy.lower_bounds import (
     SHARES,
     Rule,
     epsilon_delta_bound,
