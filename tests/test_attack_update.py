@@ -22,6 +22,7 @@ import fedleak
 from fedleak.api.update_files import read_update
 from fedleak.util.errors import ConfigError
 
+OF_TWO = ("gradient.pt", "--sent", "num_examples=2")
 TEXTS = ["the patient has a fever", "my sister lost her job"]
 
 
@@ -120,25 +121,29 @@ def test_a_pipe_of_a_shell_is_called_one(here):
     ("arguments", "status", "says"),
     [
         (("gradient.pt",), 2, "num_examples is missing"),
-        (("gradient.pt", "--sent", "num_examples=3", "--texts", "truth.txt"), 2, "but --texts has 2"),
+        (
+            ("gradient.pt", "--sent", "num_examples=3", "--texts", "truth.txt"),
+            2,
+            "but --texts has 2",
+        ),
         (("none.pt", "--sent", "num_examples=2"), 2, "there is no such file"),
         (("truth.txt", "--sent", "num_examples=2"), 2, "end it in .safetensors, .pt"),
         (("gradient.pt", "--texts", "none.txt"), 2, "No such file"),
         (("gradient.pt", "--texts", "/dev/zero"), 2, "it is a device, and no plain file"),
-        (("gradient.pt", "--sent", "num_examples=2", "--sent", "payload=delta"), 2, "learning_rate is missing"),
-        (("gradient.pt", "--sent", "num_examples=2", "--sent", "optimiser=adm"), 2, "unknown optimiser 'adm'"),
-        (("gradient.pt", "--sent", "num_examples=2", "--sent", "weight_decay=0.1"), 2, "leave optimiser and"),
-        (("gradient.pt", "--sent", "num_examples=2", "--sent", "payload=dleta"), 2, "did you mean 'delta'?"),
-        (("gradient.pt", "--sent", "num_examples=2", "--attack", "dagr"), 2, "did you mean 'dager'?"),
-        (("gradient.pt", "--sent", "num_examples=2", "--task", "causal-lm"), 2, "needs a causal model"),
-        (("gradient.pt", "--sent", "num_examples=2", "--task", "tagging"), 2, "unknown task 'tagging'"),
-        (("gradient.pt", "--sent", "num_examples=2", "--sent", "loss=hinge"), 2, "unknown loss 'hinge'"),
-        (("gradient.pt", "--sent", "num_examples=2", "--sent", "labels"), 2, "--sent 'labels': write it"),
+        ((*OF_TWO, "--sent", "payload=delta"), 2, "learning_rate is missing"),
+        ((*OF_TWO, "--sent", "optimiser=adm"), 2, "unknown optimiser 'adm'"),
+        ((*OF_TWO, "--sent", "weight_decay=0.1"), 2, "leave optimiser and"),
+        ((*OF_TWO, "--sent", "payload=dleta"), 2, "did you mean 'delta'?"),
+        ((*OF_TWO, "--attack", "dagr"), 2, "did you mean 'dager'?"),
+        ((*OF_TWO, "--task", "causal-lm"), 2, "needs a causal model"),
+        ((*OF_TWO, "--task", "tagging"), 2, "unknown task 'tagging'"),
+        ((*OF_TWO, "--sent", "loss=hinge"), 2, "unknown loss 'hinge'"),
+        ((*OF_TWO, "--sent", "labels"), 2, "--sent 'labels': write it"),
         (("classifier.pt", "--sent", "num_examples=2", "--attack", "dager"), 2, "needs one of"),
-        (("gradient.pt", "--sent", "num_examples=2", "--out", "."), 2, "--out '.' is a folder: give a file"),
-        (("gradient.pt", "--sent", "num_examples=2", "--out", ""), 2, "--out '.' is a folder: give a file"),
+        ((*OF_TWO, "--out", "."), 2, "--out '.' is a folder: give a file"),
+        ((*OF_TWO, "--out", ""), 2, "--out '.' is a folder: give a file"),
         (
-            ("gradient.pt", "--sent", "num_examples=2", "--attack", "lamp", "--set", "kind=dager"),
+            (*OF_TWO, "--attack", "lamp", "--set", "kind=dager"),
             2,
             "settings: kind = 'dager' is the attack itself, and that is 'lamp'",
         ),
@@ -304,7 +309,9 @@ def test_a_hostile_file_is_refused_in_one_line(here, tmp_path, name):
     suffix, content, says = HOSTILE[name]
     path = tmp_path / f"hostile{suffix}"
     path.write_bytes(content) if isinstance(content, bytes) else content(path)
-    status, _, errors = call("attack-update", str(path), "--model", "model", "--sent", "num_examples=2")
+    status, _, errors = call(
+        "attack-update", str(path), "--model", "model", "--sent", "num_examples=2"
+    )
     assert status == 2
     assert says in errors
     assert errors.count("\n") == 1

@@ -373,7 +373,7 @@ def run(
 
     Raises:
         ConfigError: The experiment cannot work.
-        FedleakError: It failed, or its results are not complete; `read_results` reads what is there.
+        FedleakError: It failed, or it is not complete; `read_results` reads what is there.
     """
     from fedleak.audit.gaps import refuse_gaps
     from fedleak.federation.lookup import run_folder
