@@ -20,7 +20,7 @@ def _circle():
 ANSWERS = {
     "nothing": lambda: None,
     "a dict": lambda: {"status": "recovered"},
-    "a status of text": lambda: Reconstruction(status="recovered", tokens=(1,)),
+    "a status that is none": lambda: Reconstruction(status="proved", tokens=(1,)),
     "an id that is no token": lambda: Reconstruction(
         status=RECOVERED, sequences=((2000,),), evidence=(0.0,)
     ),
@@ -65,7 +65,7 @@ ANSWERS = {
         status=RECOVERED, facts={"label_counts": torch.ones(2)}
     ),
     "facts in a list": lambda: Reconstruction(status=RECOVERED, facts=[1]),
-    "a key that is no text": lambda: Reconstruction(status=RECOVERED, diagnostics={1: 2}),
+    "a key of tokens": lambda: Reconstruction(status=RECOVERED, diagnostics={(1, 2): 2}),
     "a circle": lambda: Reconstruction(status=RECOVERED, diagnostics={"circle": _circle()}),
     "half a character": lambda: Reconstruction(status=RECOVERED, diagnostics={"a": ["\ud800"]}),
     "a fact of half a character": lambda: Reconstruction(status=RECOVERED, facts={"\udfff": 1}),

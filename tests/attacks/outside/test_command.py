@@ -229,9 +229,9 @@ REFUSED = {
     "token": ('"tokens": [2147483647]', "no token id"),
     "long": ('"sequences": [[%s5]]' % ("5, " * 600), "at most 128"),
     "many": ('"sequences": [%s[5]]' % ("[5], " * 500), "501 sequences"),
-    "empty": ('"sequences": [[]]', "a sequence is empty"),
+    "empty": ('"sequences": [[]]', "sequences.0: .* at least 1 item"),
     "evidence": ('"sequences": [[5]], "evidence": [1, 2]', "2 numbers of evidence"),
-    "facts": ('"facts": {"": 1}', "a fact's name"),
+    "facts": ('"facts": {"": 1}', "facts.*: .* at least 1 character"),
 }
 
 
