@@ -24,9 +24,9 @@ def check_defenses(experiment: Experiment, model: LanguageModel) -> None:
         ConfigError: The first such defense, with the reason.
     """
     for number, placed in enumerate(experiment.defenses):
-        obstacle = placed.defense.obstacle(experiment.local_training, model)
+        obstacle = placed.part.obstacle(experiment.local_training, model)
         if obstacle is not None:
-            raise ConfigError(f"defense[{number}] ({placed.defense.kind}): {obstacle}")
+            raise ConfigError(f"defense[{number}] ({placed.part.kind}): {obstacle}")
     for client in experiment.unlike_clients:
         with freezing(model, experiment.local_training_of(client).frozen):
             if not model.trained():

@@ -2,14 +2,14 @@
 
 import json
 import re
-from collections.abc import Set
+from collections.abc import Iterable, Set
 from dataclasses import dataclass, field, fields, replace
 from types import ModuleType
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from fedleak import attacks, defenses, detectors, server_modes
+from fedleak import attacks, server_modes
 from fedleak.attacks import Asked, Attack
 from fedleak.config.tables import ServerTable
 from fedleak.config.wording import one_line
@@ -51,20 +51,24 @@ class NamedAttack:
         return self.attack.candidates if isinstance(self.attack, Asked) else None
 
 
-@dataclass(frozen=True)
-class PlacedDefense:
-    """A defense and the clients that use it; None is every client."""
-
-    defense: Defense
-    clients: tuple[int, ...] | None
+T = TypeVar("T", bound=Defense | Detector)
 
 
 @dataclass(frozen=True)
-class PlacedDetector:
-    """A detector and the clients that use it; None is every client."""
+class Placed(Generic[T]):
+    """A defense or a detector, and the clients that use it; None is every client."""
 
-    detector: Detector
+    part: T
     clients: tuple[int, ...] | None
+
+
+def used_by(client: int, placed: Iterable[Placed[T]]) -> dict[int, T]:
+    """Returns what a client uses, by its place in the file."""
+    return {
+        number: entry.part
+        for number, entry in enumerate(placed)
+        if entry.clients is None or client in entry.clients
+    }
 
 
 @dataclass(frozen=True)
@@ -159,33 +163,22 @@ def on_each_rung(named: NamedAttack, facts: Set[str]) -> list[NamedAttack]:
     ]
 
 
-def build_defense(index: int, table: dict[str, Any], num_clients: int) -> PlacedDefense:
-    """Builds the defense of the `index`-th `[[defense]]`, and says who uses it.
+def build_placed(
+    section: str, package: ModuleType, index: int, table: dict[str, Any], num_clients: int
+) -> Placed[Any]:
+    """Builds the defense or detector of the `index`-th `[[section]]`, and says who uses it.
 
     Raises:
         ConfigError: Its kind, its clients or a setting is not right.
     """
     settings = dict(table)
-    where = f"defense[{index}]"
-    kind = _kind(where, settings, defenses)
+    where = f"{section}[{index}]"
+    kind = _kind(where, settings, package)
     clients = _clients(where, settings, num_clients)
-    defense = _build(where, defenses.kinds()[kind], settings)
-    if isinstance(defense, TrustedAggregator) and clients is not None:
+    part = _build(where, package.kinds()[kind], settings)
+    if isinstance(part, TrustedAggregator) and clients is not None:
         raise ConfigError(f"{where}.clients: {kind} is of all clients: leave the key out")
-    return PlacedDefense(defense, clients)
-
-
-def build_detector(index: int, table: dict[str, Any], num_clients: int) -> PlacedDetector:
-    """Builds the detector of the `index`-th `[[detector]]`, and says who uses it.
-
-    Raises:
-        ConfigError: Its kind, its clients or a setting is not right.
-    """
-    settings = dict(table)
-    where = f"detector[{index}]"
-    kind = _kind(where, settings, detectors)
-    clients = _clients(where, settings, num_clients)
-    return PlacedDetector(_build(where, detectors.kinds()[kind], settings), clients)
+    return Placed(part, clients)
 
 
 def _clients(where: str, settings: dict[str, Any], num_clients: int) -> tuple[int, ...] | None:

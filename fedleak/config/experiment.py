@@ -9,20 +9,20 @@ from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
+from fedleak import defenses, detectors
 from fedleak.attacks import always_on
 from fedleak.config.client_table import ClientTable
 from fedleak.config.components import (
     LONGEST_NAME,
     NAME,
     NamedAttack,
-    PlacedDefense,
-    PlacedDetector,
+    Placed,
     Server,
     build_attack,
-    build_defense,
-    build_detector,
+    build_placed,
     build_server,
     on_each_rung,
+    used_by,
 )
 from fedleak.config.presets import PresetName, with_preset
 from fedleak.config.tables import (
@@ -136,17 +136,20 @@ class Experiment(Table):
         )
 
     @cached_property
-    def defenses(self) -> tuple[PlacedDefense, ...]:
+    def defenses(self) -> tuple[Placed[Defense], ...]:
         """The defenses, built, in the order in which a client applies them."""
+        count = self.federation.clients
         return tuple(
-            build_defense(i, table, self.federation.clients) for i, table in enumerate(self.defense)
+            build_placed("defense", defenses, i, table, count)
+            for i, table in enumerate(self.defense)
         )
 
     @cached_property
-    def detectors(self) -> tuple[PlacedDetector, ...]:
+    def detectors(self) -> tuple[Placed[Detector], ...]:
         """The detectors, built, in the order of the file."""
+        count = self.federation.clients
         return tuple(
-            build_detector(i, table, self.federation.clients)
+            build_placed("detector", detectors, i, table, count)
             for i, table in enumerate(self.detector)
         )
 
@@ -198,10 +201,8 @@ class Experiment(Table):
     @property
     def aggregator(self) -> TrustedAggregator | None:
         """What stands between clients and attacker; None: each client's update may be seen."""
-        defenses = (placed.defense for placed in self.defenses)
-        return next(
-            (defense for defense in defenses if isinstance(defense, TrustedAggregator)), None
-        )
+        parts = (placed.part for placed in self.defenses)
+        return next((defense for defense in parts if isinstance(defense, TrustedAggregator)), None)
 
     @property
     def possible_sights(self) -> tuple[Sight, ...]:
@@ -215,22 +216,14 @@ class Experiment(Table):
 
     def defenses_of(self, client: int) -> dict[int, Defense]:
         """Returns the defenses that a client uses, in their order, by their place in the file."""
-        used = {
-            number: placed.defense
-            for number, placed in enumerate(self.defenses)
-            if placed.clients is None or client in placed.clients
-        }
+        used = used_by(client, self.defenses)
         # What stands between clients and server comes after all that clients do.
         last = {n: defense for n, defense in used.items() if isinstance(defense, TrustedAggregator)}
         return {n: defense for n, defense in used.items() if n not in last} | last
 
     def detectors_of(self, client: int) -> dict[int, Detector]:
         """Returns the detectors that a client uses, by their place in the file."""
-        return {
-            number: placed.detector
-            for number, placed in enumerate(self.detectors)
-            if placed.clients is None or client in placed.clients
-        }
+        return used_by(client, self.detectors)
 
     def carries_canaries(self, client: int) -> bool:
         """Whether a client takes in canaries."""
@@ -332,11 +325,11 @@ class Experiment(Table):
         absent = {}
         if self.model.task == CAUSAL_LM:
             absent["labels"] = f"a text has no class under {CAUSAL_LM}"
-        if not any(placed.defense.noisy for placed in self.defenses):
+        if not any(placed.part.noisy for placed in self.defenses):
             absent["noise_scale"] = "no defense adds noise"
         elif not self.client.recipe.plain and self.trains_privately:
             absent["noise_scale"] = "the clients' optimiser scales noise as it scales the gradient"
-        elif any(placed.defense.scales_with_update for placed in self.defenses):
+        elif any(placed.part.scales_with_update for placed in self.defenses):
             absent["noise_scale"] = "noise that is relative to an update has a scale in each"
         return absent
 

@@ -521,7 +521,7 @@ def test_overrides_are_toml_or_bare_words_and_make_tables(file):
     assert (found.federation.rounds, found.seed) == (5, 7)
     assert (found.model.name, found.data.name) == ("org/model", "quoted")
     (placed,) = found.defenses
-    assert (placed.defense, placed.clients) == (GaussianNoise(sigma=0.1), (1,))
+    assert (placed.part, placed.clients) == (GaussianNoise(sigma=0.1), (1,))
     assert found.threat_model.knows == {"labels"}
     assert found == parse(
         table_of(

@@ -113,7 +113,7 @@ def check(experiment: Experiment, sizes: Sequence[int] | None = None) -> list[Fi
     for number, placed in enumerate(experiment.defenses):
         client = placed.clients[0] if placed.clients else 0
         of_client = protection(experiment, client, len(parts[client]))
-        name = f"defense[{number}] ({placed.defense.kind})"
+        name = f"defense[{number}] ({placed.part.kind})"
         bench = _bench(experiment, model, texts, of_client, of_client.defenses[number])
         tests = chain(
             combines(bench) if isinstance(bench.defense, TrustedAggregator) else changes(bench),
