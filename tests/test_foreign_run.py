@@ -139,7 +139,7 @@ def test_a_damaged_line_is_not_appended_through_a_link(run, tmp_path_factory, na
 
 
 @pytest.mark.parametrize(
-    "command", ["report RUN --out", "export RUN --to", "gate RUN --max exact=1 --junit"]
+    "command", ["report RUN --out", "export RUN --to", "gate RUN --set gate.exact=1 --junit"]
 )
 def test_a_link_or_a_pipe_is_not_replaced(run, command):
     Path("target.csv").write_bytes(SECRET)

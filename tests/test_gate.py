@@ -100,15 +100,15 @@ def scored(trained_once: Path) -> Evidence:
     return gather(Run(trained_once / "runs" / "small"))
 
 
-def verdict(*most: str, least: Sequence[str] = (), **options: Any) -> Verdict:
+def verdict(*limits: str, may_abstain: Sequence[str] = (), accept_purged: bool = False) -> Verdict:
     run = Run(Path("runs/small"))
-    accept_purged = options.pop("accept_purged", False)
-    table = limited(stored(run).gate, most, least, **options)
-    return judge(run, table, accept_purged=accept_purged)
+    changes = [f"gate.{limit}" for limit in limits]
+    changes += [f"gate.may_abstain={json.dumps(may_abstain)}"] if may_abstain else []
+    return judge(run, limited(stored(run).gate, changes), accept_purged=accept_purged)
 
 
-def judged(*most: str, **options: Any) -> dict[str, Check]:
-    return {check.name: check for check in verdict(*most, **options).checks}
+def judged(*limits: str, **options: Any) -> dict[str, Check]:
+    return {check.name: check for check in verdict(*limits, **options).checks}
 
 
 def change_answers(run: Path, change: Callable[[Answer], Answer | None]) -> None:
@@ -130,11 +130,15 @@ ABSTAINED = {"status": Status.ABSTAINED, "sequences": None, "tokens": None}
 def test_the_upper_end_of_the_interval_decides(judged_run: Path) -> None:
     exact = Run(judged_run).read_document(SUMMARY).worst_case.exact_match
     assert exact.mean == 0 < exact.high < 1
-    status, text, errors = call("gate", str(judged_run), "--max", f"exact={exact.high + 0.001}")
+    status, text, errors = call(
+        "gate", str(judged_run), "--set", f"gate.exact={exact.high + 0.001}"
+    )
     assert (status, errors) == (0, "")
     assert "within  exact: " in text
     assert "safe" not in text
-    status, text, errors = call("gate", str(judged_run), "--max", f"exact={exact.high - 0.001}")
+    status, text, errors = call(
+        "gate", str(judged_run), "--set", f"gate.exact={exact.high - 0.001}"
+    )
     assert status == 3
     assert f"up to {exact.high:.3g}; limit" in text
     assert errors == "fedleak: the gate is closed, because of: exact\n"
@@ -156,8 +160,8 @@ def test_every_limit_is_compared(judged_run: Path) -> None:
 def test_an_epsilon_alone_needs_no_attack(folder: Path, in_process: None) -> None:
     noise = {"kind": "local_dp", "epsilon": 6.0, "max_norm": 1.0}
     trained({"attack": [], "defense": [noise]})
-    assert call("gate", "runs/small", "--max", "epsilon=8")[0] == 0
-    status, text, _ = call("gate", "runs/small", "--max", "epsilon=2")
+    assert call("gate", "runs/small", "--set", "gate.epsilon=8")[0] == 0
+    status, text, _ = call("gate", "runs/small", "--set", "gate.epsilon=2")
     assert status == 3
     assert "EXCEEDED  epsilon: epsilon 5.998 at delta 1e-05" in text
 
@@ -169,20 +173,21 @@ def test_limits_of_the_file_are_those_of_the_gate_and_may_change(judged_run: Pat
     Path("small.toml").write_text(toml(ENOUGH | {"gate": {"exact": 0.9}}))
     assert call("run", "small.toml")[0] == 0
     assert call("gate", str(judged_run))[0] == 0
-    assert call("gate", str(judged_run), "--max", "exact=0.001")[0] == 3
+    assert call("gate", str(judged_run), "--set", "gate.exact=0.001")[0] == 3
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--max", "exact"], "NAME=NUMBER"),
-        (["--max", "exact=much"], "'much' is not a number"),
-        (["--max", "exact=nan"], "finite number"),
-        (["--max", "exact=20"], "less than or equal to 1"),
-        (["--max", "exact=-1"], "greater than or equal to 0"),
-        (["--max", "exatc=0.1"], "did you mean 'exact'?"),
-        (["--max", "exact=0.1", "--may-abstain", "dagger"], "unknown attack 'dagger'"),
-        (["--max", "exact=0.9", "--junit", "no/such/folder.xml"], "no/such/folder.xml"),
+        (["--set", "gate.exact"], "write it as dotted.key=value"),
+        (["--set", "gate.exact=much"], "gate.exact = 'much': input should be a valid number"),
+        (["--set", "gate.exact=nan"], "finite number"),
+        (["--set", "gate.exact=20"], "less than or equal to 1"),
+        (["--set", "gate.exact=-1"], "greater than or equal to 0"),
+        (["--set", "gate.exatc=0.1"], "did you mean 'exact'?"),
+        (["--set", 'gate.may_abstain=["dagger"]', "--set", "gate.exact=1"], "attack 'dagger'"),
+        (["--set", "federation.rounds=1"], "only gate can change here"),
+        (["--set", "gate.exact=0.9", "--junit", "no/such/folder.xml"], "no/such/folder.xml"),
     ],
 )
 def test_a_wrong_limit_is_one_line(judged_run: Path, arguments: list[str], says: str) -> None:
@@ -197,7 +202,7 @@ def test_a_wrong_limit_is_one_line(judged_run: Path, arguments: list[str], says:
 
 def test_few_texts_and_clients_close_it(folder: Path, in_process: None) -> None:
     trained(TWO)
-    status, text, _ = call("gate", "runs/small", "--max", "exact=1")
+    status, text, _ = call("gate", "runs/small", "--set", "gate.exact=1")
     assert status == 3
     assert "NOT TOLD  texts: fewer than 10 clients and fewer than 20 texts" in text
 
@@ -209,15 +214,17 @@ def test_an_attack_without_time_closes_it(folder: Path, in_process: None, kind: 
     preset = {"preset": "faithful"} if kind == "dlg" else {}
     hurried = {"kind": kind, "seconds": 0.001} | preset
     trained(TWO | {"attack": [DLG | {"name": "weak"}, hurried]})
-    allowed = ["--may-abstain", kind] if kind in ("dager", "keyspan") else []
-    status, text, _ = call("gate", "runs/small", "--max", "exact=1", *allowed)
+    allowed = ["--set", f'gate.may_abstain=["{kind}"]'] if kind in ("dager", "keyspan") else []
+    status, text, _ = call("gate", "runs/small", "--set", "gate.exact=1", *allowed)
     assert status == 3
     late = "its time (`seconds`) was up after 0.001 s on 2 of 2 updates: the gate asks for 120 s"
     assert f"NOT TOLD  attack {kind}: {late}" in text, text
 
 
 def test_less_than_a_second_cannot_be_agreed(judged_run: Path) -> None:
-    status, _, errors = call("gate", str(judged_run), "--max", "exact=1", "--min", "seconds=0.001")
+    status, _, errors = call(
+        "gate", str(judged_run), "--set", "gate.exact=1", "--set", "gate.seconds=0.001"
+    )
     assert status == 2
     assert "greater than or equal to 1" in errors
 
@@ -251,7 +258,7 @@ def test_attacks_whose_workers_are_killed_close_it(
         "PYTHONPATH", os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
     )
     trained(TWO, status=1)
-    status, text, errors = call("gate", "runs/small", "--max", "exact=1")
+    status, text, errors = call("gate", "runs/small", "--set", "gate.exact=1")
     assert status == 3, text
     assert "NOT TOLD  attack dlg: it failed on 2 of 2 updates" in text
     assert "complete" in errors
@@ -262,7 +269,7 @@ def test_a_time_limit_that_nobody_can_keep_closes_it(folder: Path) -> None:
     attack = {"kind": "dlg", "preset": "faithful", "steps": 100_000}
     limit = {"devices": ["cpu"], "time_limit": 0.001}
     trained(TWO | {"attack": [attack], "workers": limit}, status=1)
-    assert call("gate", "runs/small", "--max", "exact=1")[0] == 3
+    assert call("gate", "runs/small", "--set", "gate.exact=1")[0] == 3
 
 
 def test_an_abstention_closes_it_unless_it_may(judged_run: Path) -> None:
@@ -444,12 +451,12 @@ def test_a_canary_bound_is_limited_and_of_every_client(scored: Evidence) -> None
 
 def test_the_trained_model_is_measured_anew(judged_run: Path) -> None:
     told = Run(judged_run).read_document(SUMMARY).utility.figures["accuracy"]
-    assert judged(least=[f"accuracy={told}", "mcc=-1"])["accuracy"].passed
-    assert judged(least=[f"accuracy={told + 0.01}"])["accuracy"].outcome is Outcome.EXCEEDED
+    assert judged(f"accuracy={told}", "mcc=-1")["accuracy"].passed
+    assert judged(f"accuracy={told + 0.01}")["accuracy"].outcome is Outcome.EXCEEDED
     # Of a classifier there is no perplexity.
     assert judged("perplexity=100")["perplexity"].outcome is Outcome.UNTOLD
     (judged_run / "models" / "r0002.safetensors").unlink()
-    assert judged(least=["accuracy=0"])["accuracy"].outcome is Outcome.UNTOLD
+    assert judged("accuracy=0")["accuracy"].outcome is Outcome.UNTOLD
 
 
 def test_coverage_counts_the_texts_of_all_rounds_and_clients(scored: Evidence) -> None:
@@ -682,7 +689,7 @@ def test_an_experiment_that_was_changed_is_refused(judged_run: Path) -> None:
         return table
 
     edit(judged_run / "run.json", weaker)
-    status, _, errors = call("gate", str(judged_run), "--max", "exact=1")
+    status, _, errors = call("gate", str(judged_run), "--set", "gate.exact=1")
     assert status == 1
     assert "its experiment was changed after its updates were captured" in errors
 
@@ -703,7 +710,7 @@ def test_a_purged_run_opens_it_only_where_that_is_accepted(judged_run: Path) -> 
 
 
 def test_junit_has_a_case_for_every_check(judged_run: Path) -> None:
-    assert call("gate", str(judged_run), "--max", "exact=0", "--junit", "gate.xml")[0] == 3
+    assert call("gate", str(judged_run), "--set", "gate.exact=0", "--junit", "gate.xml")[0] == 3
     suites = ElementTree.parse("gate.xml").getroot()
     (suite,) = suites
     assert (suites.tag, suite.tag, suite.get("name")) == ("testsuites", "testsuite", "small")
@@ -734,6 +741,6 @@ def test_github_gets_a_line_for_every_reason(
     judged_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GITHUB_ACTIONS", "true")
-    _, text, _ = call("gate", str(judged_run), "--max", "exact=0", "--max", "epsilon=8")
+    _, text, _ = call("gate", str(judged_run), "--set", "gate.exact=0", "--set", "gate.epsilon=8")
     found = [line for line in text.splitlines() if line.startswith("::error ")]
     assert [line.split("::")[2].split(":")[0] for line in found] == ["exact", "epsilon"]

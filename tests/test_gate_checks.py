@@ -92,10 +92,9 @@ def test_what_an_attack_did_not_do_is_said_in_one_line() -> None:
         "it has no answer for 1 of 6 updates",
         "it failed on 1 of 6 updates",
         "its answers for 1 of 6 updates are unscored: the truth is not here",
-        "its time (`seconds`) was up on 2 of 6 updates: the gate asks for 120 s (--min, "
-        "gate.seconds)",
+        "its time (`seconds`) was up on 2 of 6 updates: the gate asks for 120 s (gate.seconds)",
         "it abstained on 1 of 6 updates, which is no evidence that nothing can be read: where the "
-        "other attacks are enough for you, let it (--may-abstain, gate.may_abstain)",
+        "other attacks are enough for you, name it in gate.may_abstain",
         "1 of 6 updates have no scores of single texts: `fedleak score` adds them",
     ]
     assert measured(evidence)["attack dlg"] == (UNTOLD, "; ".join(parts))
@@ -155,7 +154,7 @@ def test_the_least_time_that_any_answer_was_given_is_what_was_agreed(
         assert (outcome, said) == (
             UNTOLD,
             f"its time (`seconds`) was up {says}on 1 of 6 updates: the gate asks for {least:g} s "
-            "(--min, gate.seconds)",
+            "(gate.seconds)",
         )
 
 
@@ -997,7 +996,7 @@ def test_the_gate_prints_each_check_and_what_they_rest_on(built: Run) -> None:
     high = built.read_document(SUMMARY).worst_case.exact_match.high
     read = f"share of texts read word for word: 0, with its interval up to {high:.3g}; limit"
     status, text, errors = call(
-        "gate", "built", "--max", "exact=0.1", "--require", "auto", "--require", "canary",
+        "gate", "built", "--set", "gate.exact=0.1", '--set', 'gate.require=["auto", "canary"]',
         "--junit", "gate.xml",
     )  # fmt: skip
     checks = said_by(
@@ -1093,8 +1092,8 @@ def test_a_gate_without_a_limit_and_names_of_nobody_are_refused(built: Run) -> N
     with pytest.raises(ConfigError) as refused:
         judge(built, GateTable(seconds=5.0, may_abstain=["dlg"]))
     assert str(refused.value) == (
-        "there is no limit: give --max exact=0.01, for example, or a [gate] in the experiment file "
-        "(limits: exact, rougeL, token_recall, epsilon, canary, auc, tpr, perplexity, alarms, "
+        "there is no limit: give --set gate.exact=0.01, for example, or a [gate] in the experiment "
+        "file (limits: exact, rougeL, token_recall, epsilon, canary, auc, tpr, perplexity, alarms, "
         "accuracy, f1, mcc, coverage, seconds)"
     )
     for wrong in ({"require": ["dgl"]}, {"may_abstain": ["dgl"]}):

@@ -52,7 +52,7 @@ def answers(asked: list[Any], monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_an_open_gate_says_what_it_rests_on(asked: list[Any], answers: Any) -> None:
     answers(WITHIN)
-    status, text, errors = call("gate", "runs/mine", "--max", "exact=0.5")
+    status, text, errors = call("gate", "runs/mine", "--set", "gate.exact=0.5")
     assert (status, errors) == (0, "")
     first, limits, digest, last = text.splitlines()
     assert first == "within  exact: at most 1 % [0, 4], of 10"
@@ -69,8 +69,9 @@ def test_an_open_gate_says_what_it_rests_on(asked: list[Any], answers: Any) -> N
 def test_every_option_reaches_the_judge(asked: list[Any], answers: Any) -> None:
     answers(WITHIN)
     status, _, errors = call(
-        "gate", "runs/mine", "--purged", "--max", "rougeL=60", "--max", "exact=0.2",
-        "--min", "coverage=0.75", "--may-abstain", "probes", "--require", "probes",
+        "gate", "runs/mine", "--purged", "--set", "gate.rougeL=60", "--set", "gate.exact=0.2",
+        "--set", "gate.coverage=0.75", "--set", 'gate.may_abstain=["probes"]',
+        "--set", 'gate.require=["probes"]',
     )  # fmt: skip
     assert (status, errors) == (0, "")
     ((_, table, accept_purged),) = asked
@@ -154,7 +155,7 @@ def test_junit_is_this_word_for_word(tmp_path: Path) -> None:
 
 
 def test_what_is_no_run_has_no_gate(tmp_path: Path) -> None:
-    status, text, errors = call("gate", str(tmp_path), "--max", "exact=1")
+    status, text, errors = call("gate", str(tmp_path), "--set", "gate.exact=1")
     assert (status, text) == (2, "")
     assert errors == (
         f"fedleak: {str(tmp_path)!r} is not a run directory: it has no run.json: name the folder "

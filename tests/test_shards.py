@@ -126,7 +126,7 @@ def test_shards_give_the_answers_and_the_scores_of_one_process(run, tmp_path):
     assert call("score", "runs/small")[0] == 0
     assert answers(run) == answers(Run(tmp_path / "whole"))
     assert rows(run.path) == rows(tmp_path / "whole")
-    assert call("gate", "runs/small", "--max", "exact=1")[0] in (0, 3)
+    assert call("gate", "runs/small", "--set", "gate.exact=1")[0] in (0, 3)
     assert call("report", "runs/small")[0] == 0
     assert call("export", "runs/small", "--to", "rows.csv", "--texts")[0] == 0
     assert call("run", "small.toml")[0] == 0  # finished: nothing is attacked again

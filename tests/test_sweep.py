@@ -766,14 +766,23 @@ def test_the_tradeoff_draws_each_attack_at_its_utility_and_at_its_epsilon(tmp_pa
         [control] = [line for line in axes.lines if line.get_label() == "no update"]
         assert control.get_xdata() == pytest.approx(x)
         assert set(control.get_ydata()) == {7.0}
-        assert sorted(text.get_text() for text in axes.texts) == list("0123")[: len(x)]
+        assert sorted(text.get_text() for text in axes.texts) == list("1234")[: len(x)]
     [reference] = [line for line in by_utility.lines if line.get_label() == "central, undefended"]
     assert set(reference.get_xdata()) == {0.75}
     assert by_utility.get_xlabel() == "MCC"
 
     tradeoff.draw_tradeoff(traded(*CLASSES), tmp_path / "tradeoff.svg")
     drawn = (tmp_path / "tradeoff.svg").read_text()
-    for words in ("MCC", "ROUGE-L", "epsilon", "none", "dager", "no update", "labels: seed"):
+    for words in (
+        "MCC",
+        "ROUGE-L",
+        "epsilon",
+        "none",
+        "dager",
+        "no update",
+        "cells by seed",
+        "4: 3",
+    ):
         assert f">{words}<" in drawn
     tradeoff.draw_tradeoff(traded(*CLASSES), tmp_path / "again.svg")
     assert (tmp_path / "again.svg").read_text() == drawn

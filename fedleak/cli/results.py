@@ -8,7 +8,7 @@ import typer
 
 from fedleak.cli.display import console, remark
 from fedleak.cli.mistakes import end
-from fedleak.cli.options import RunPath, RunPaths
+from fedleak.cli.options import RunPath, RunPaths, Set
 from fedleak.util.errors import ConfigError, FedleakError
 from fedleak.util.sanitise import markup
 
@@ -71,30 +71,7 @@ def report(
 
 def gate(
     path: RunPath,
-    at_most: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--max",
-            metavar="NAME=NUMBER",
-            help="A largest value, such as exact=0.01; it counts over that of [gate].",
-        ),
-    ] = None,
-    at_least: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--min",
-            metavar="NAME=NUMBER",
-            help="A least value, such as coverage=1; it counts over that of [gate].",
-        ),
-    ] = None,
-    may_abstain: Annotated[
-        list[str] | None,
-        typer.Option(metavar="ATTACK", help="An attack that may abstain; it can be repeated."),
-    ] = None,
-    require: Annotated[
-        list[str] | None,
-        typer.Option(metavar="WHAT", help="What has to be measured: a kind of attack, or canary."),
-    ] = None,
+    changes: Set = None,
     purged: Annotated[
         bool, typer.Option("--purged", help="Take the figures of a purged run as they are.")
     ] = False,
@@ -105,8 +82,9 @@ def gate(
     """Score a run anew, compare it with limits, and exit with status 3 if one is broken.
 
     RUN is a run directory; nothing is written there. Limits are those of [gate] in its experiment,
-    and of --max and --min. The upper end of the interval is what is compared. The status is 3, too,
-    if too little was measured to tell, or if files of the run are gone or were changed.
+    and of `--set gate.exact=0.01`, for example. The upper end of the interval is what is compared.
+    The status is 3, too, if too little was measured to tell, or if files of the run are gone or
+    were changed.
     """
     from fedleak.audit.gate.judge import described, judge
     from fedleak.config.loading import limited
@@ -118,7 +96,7 @@ def gate(
 
     at = Run(path)
     of_run = stored(at).gate
-    limits = limited(of_run, at_most or (), at_least or (), may_abstain or (), require or ())
+    limits = limited(of_run, changes or ())
     verdict = judge(at, limits, accept_purged=purged)
     rests_on = {"limits": described(limits, of_run)}
     if (malicious := malicious_server(stored(at))) is not None:

@@ -17,10 +17,10 @@ import torch
 from pydantic import ValidationError
 
 from fedleak.config.experiment import Experiment
-from fedleak.config.tables import LEAST, MOST, GateTable, WorkersTable
+from fedleak.config.tables import GateTable, WorkersTable
 from fedleak.config.wording import one_line
 from fedleak.models import CAUSAL_LM
-from fedleak.util.errors import ConfigError, unknown
+from fedleak.util.errors import ConfigError
 from fedleak.util.plain_files import settings_text
 
 RUN_JSON = ".json"
@@ -171,54 +171,25 @@ def _check_nodes(experiment: Experiment) -> None:
         )
 
 
-def limited(
-    gate: GateTable,
-    at_most: Sequence[str] = (),
-    at_least: Sequence[str] = (),
-    may_abstain: Sequence[str] = (),
-    require: Sequence[str] = (),
-) -> GateTable:
+def limited(gate: GateTable, changes: Sequence[str]) -> GateTable:
     """Returns the limits of a gate with others from the command line.
 
     Args:
         gate: The gate of the experiment.
-        at_most, at_least: `name=number` each; they take the place of the experiment's.
-        may_abstain: Names of further attacks that may abstain.
-        require: What else has to be measured.
+        changes: `gate.key=value` each, as for `load`.
 
     Raises:
-        ConfigError: No such limit, or a number that it cannot be.
+        ConfigError: No such limit, or a value that it cannot have.
     """
-    table = gate.model_dump()
-    for option, names, others, limits in (
-        ("--max", MOST, LEAST, at_most),
-        ("--min", LEAST, MOST, at_least),
-    ):
-        for limit in limits:
-            name, equals, text = limit.partition("=")
-            if not equals:
-                raise ConfigError(
-                    f"{option} {limit!r}: write it as NAME=NUMBER, such as {names[0]}=0.5"
-                )
-            if name in others:
-                other = "--min" if option == "--max" else "--max"
-                raise ConfigError(
-                    f"{option} {limit!r}: {name} has a limit on the other side: {other}"
-                )
-            if name not in names:
-                raise ConfigError(f"{option} {limit!r}: {unknown('limit', name, names)}")
-            try:
-                table[name] = float(text)
-            except ValueError as error:
-                raise ConfigError(
-                    f"{option} {limit!r}: {text!r} is not a number: give one"
-                ) from error
-    table["may_abstain"] = [*gate.may_abstain, *may_abstain]
-    table["require"] = [*gate.require, *require]
+    tables: dict[str, Any] = {"gate": gate.model_dump()}
+    for change in changes:
+        if not change.startswith("gate."):
+            raise ConfigError(f"--set {change!r}: only gate can change here")
+        override_(tables, change)
     try:
-        return GateTable.model_validate(table)
+        return GateTable.model_validate(tables["gate"])
     except ValidationError as error:
-        raise ConfigError(f"[gate] {one_line(error, GateTable)}") from error
+        raise ConfigError(f"gate.{one_line(error, GateTable)}") from error
 
 
 def _check_exclusive(experiment: Experiment) -> None:

@@ -519,6 +519,6 @@ def test_an_alarm_ends_the_command_with_status_1(monkeypatch, tmp_path, in_proce
     status, _, _ = call("report", "runs/wrong")
     assert status == 1
     assert "Contradicted:" in (tmp_path / "runs" / "wrong" / "report.html").read_text()
-    status, text, _ = call("gate", "runs/wrong", "--require", "canary")
+    status, text, _ = call("gate", "runs/wrong", "--set", 'gate.require=["canary"]')
     assert status == 3
     assert "EXCEEDED  canaries of clients: canaries of 2 clients together show" in text

@@ -67,7 +67,7 @@ def test_a_server_without_vaults_scores_nothing_and_says_so(apart: Run) -> None:
     assert "--vault FOLDER` takes" in errors
     assert "unscored" in text
     assert {row["epsilon"] for row in lines(apart, "privacy.jsonl")} == {"none"}
-    status, text, _ = call("gate", str(apart.path), "--max", "exact=0.9")
+    status, text, _ = call("gate", str(apart.path), "--set", "gate.exact=0.9")
     assert status == 3
     assert "its answers for 2 of 2 updates are unscored" in text
     assert call("report", str(apart.path))[0] == 1

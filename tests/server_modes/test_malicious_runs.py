@@ -391,7 +391,7 @@ def test_a_malicious_run_cannot_be_mistaken_for_an_honest_one(pair, tmp_path):
 
 def test_the_gate_and_explain_say_it(pair, tmp_path, monkeypatch):
     _, bad = pair
-    status, text, _ = call("gate", str(bad.path), "--max", "exact=1")
+    status, text, _ = call("gate", str(bad.path), "--set", "gate.exact=1")
     assert status in (0, 3)
     assert f"malicious server: {SAID[0]}" in text
     experiment = bad.path / "run.json"

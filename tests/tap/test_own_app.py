@@ -84,7 +84,7 @@ def test_stock_fedavg_is_read_and_reported(tmp_path, folder, config, grid_of, in
     assert all(row.batch_size == 2 for row in rows_of(Run(run), "keyspan"))
     assert tiny.call("score", str(run))[0] == 0
     assert tiny.call("report", str(run))[0] == 0
-    assert tiny.call("gate", str(run), "--max", "token_recall=0.5")[0] == 3
+    assert tiny.call("gate", str(run), "--set", "gate.token_recall=0.5")[0] == 3
     assert tiny.call("attack", str(run), "--positive-control")[0] == 0
     control = Run(run).read_document(SUMMARY).positive_control
     assert (control.copies, control.attacks["probes"].token_recall) == (3, 1.0)

@@ -45,8 +45,8 @@ def judge(run: Run, limits: GateTable, *, accept_purged: bool = False) -> Verdic
     wanted = chosen(limits)
     if not wanted:
         raise ConfigError(
-            "there is no limit: give --max exact=0.01, for example, or a [gate] in the experiment "
-            f"file (limits: {', '.join([*MOST, *LEAST])})"
+            "there is no limit: give --set gate.exact=0.01, for example, or a [gate] in the "
+            f"experiment file (limits: {', '.join([*MOST, *LEAST])})"
         )
     try:
         evidence = gather(run)

@@ -221,12 +221,12 @@ def _attack(name: str, evidence: Evidence, least_seconds: float, *, may_abstain:
         had = "" if agreed is None else f"after {agreed:g} s "
         lacks.append(
             f"its time (`seconds`) was up {had}on {late} {of_all}: the gate asks for "
-            f"{least_seconds:g} s (--min, gate.seconds)"
+            f"{least_seconds:g} s (gate.seconds)"
         )
     if (abstained := ended[Status.ABSTAINED]) and not may_abstain:
         lacks.append(
             f"it abstained on {abstained} {of_all}, which is no evidence that nothing can be read: "
-            "where the other attacks are enough for you, let it (--may-abstain, gate.may_abstain)"
+            "where the other attacks are enough for you, name it in gate.may_abstain"
         )
     if old:
         lacks.append(f"{old} {of_all} have no scores of single texts: `fedleak score` adds them")

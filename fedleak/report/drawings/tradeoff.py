@@ -1,6 +1,5 @@
 """A drawing of leakage against utility and epsilon: a point per attack and cell of a sweep."""
 
-import itertools
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -37,10 +36,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FEW_CELLS = 8
-"""Up to so many cells are labelled with their values."""
-
-LABEL_DX, LABEL_DY = (8, -8), sorted(range(-144, 145, 9), key=abs)
-"""Where a label may be from its point, in points; the first that is free is taken."""
+"""Up to so many cells are numbered, and the legend says which is which."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,13 +109,15 @@ def tradeoff(collected: SweepSummary) -> "Figure | None":
         placed = ((none_at if p.epsilon == NONE else p.epsilon, p) for p in points)
         by_epsilon = [(x, p) for x, p in placed if _on_log_axis(x)]
         _scatter(axes, attacks, by_epsilon)
-    few = len({point.label for point in points}) <= FEW_CELLS
+    cells = list(dict.fromkeys(point.label for point in points))
+    if len(cells) > FEW_CELLS:
+        drawing.legend(figure)
+        return figure
+    for axes, spots in zip(figure.axes, (by_utility, by_epsilon), strict=False):
+        _number(axes, spots, cells)
     keys = ", ".join(map(short_key, collected.axes))
-    drawing.legend(figure, textwrap.fill(f"labels: {keys}", 3 * SHORT) if few else None)
-    if few:
-        figure.draw_without_rendering()  # places the panels, and so the points
-        for axes, spots in zip(figure.axes, (by_utility, by_epsilon), strict=False):
-            _label(axes, spots)
+    named = [f"{number}: {label}" for number, label in enumerate(cells, 1)]
+    drawing.legend(figure, "\n".join([textwrap.fill(f"cells by {keys}", 3 * SHORT), *named]))
     return figure
 
 
@@ -213,39 +211,9 @@ def _prepare_epsilons_(axes: "Axes", epsilons: Sequence[float], nones: bool) -> 
     return none_at
 
 
-def _label(axes: "Axes", spots: Sequence[tuple[float, Point]]) -> None:
-    """Writes each cell's label beside its highest point, where it hides neither point nor label."""
-    from matplotlib.text import Text
-    from matplotlib.transforms import Bbox
-
-    highest: dict[str, tuple[float, float]] = {}
-    taken = []
-    for x, point in sorted(spots, key=lambda spot: spot[1].shown.mean):
-        highest[point.label] = (x, point.shown.mean)
-        drawn = [[x, point.shown.low], [x, point.shown.high]]
-        taken.append(Bbox(axes.transData.transform(drawn)).padded(4))
-        if point.no_update is not None:
-            [at] = axes.transData.transform([(x, point.no_update)])
-            taken.append(Bbox([at, at]).padded(4))
-    for label, at in sorted(highest.items(), key=lambda item: item[1], reverse=True):
-        note = axes.annotate(
-            label,
-            at,
-            (0, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=7,
-            arrowprops={"arrowstyle": "-", "color": GREY, "linewidth": 0.5, "shrinkB": 3},
-        )
-        note.set_in_layout(False)  # the panels stay where the points are
-        for dy, dx in itertools.product(LABEL_DY, LABEL_DX):
-            note.set_position((dx, dy))
-            note.set_horizontalalignment("left" if dx > 0 else "right")
-            note.get_window_extent()  # moves the note; it includes the arrow
-            box = Text.get_window_extent(note)
-            inside = all(axes.bbox.contains(*corner) for corner in (box.min, box.max))
-            if inside and not any(box.overlaps(other) for other in taken):
-                taken.append(box)
-                break
-        else:
-            note.remove()  # no room
+def _number(axes: "Axes", spots: Sequence[tuple[float, Point]], cells: Sequence[str]) -> None:
+    """Writes the number of each cell beside its highest point."""
+    for number, label in enumerate(cells, 1):
+        if own := [(point.shown.mean, x) for x, point in spots if point.label == label]:
+            height, x = max(own)
+            axes.annotate(str(number), (x, height), (4, 4), textcoords="offset points", fontsize=7)
