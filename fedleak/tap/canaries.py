@@ -12,7 +12,7 @@ from flwr.app import Array, ArrayRecord, Context, Message, MessageType
 from numpy.typing import NDArray
 
 from fedleak.privacy.own_training import directions, flip
-from fedleak.store.files import naming, read, replace
+from fedleak.store.files import naming, read_file, replace
 from fedleak.tap.guard import Mod, Next, arrays
 from fedleak.tap.recorder import round_of
 
@@ -90,7 +90,7 @@ def _coin(place: Path, client: int) -> bool:
 
 
 def _kept(file: Path) -> bool:
-    return read(file, 8) == b"in"
+    return read_file(file, 8) == b"in"
 
 
 def _file(place: Path, client: int) -> Path:
