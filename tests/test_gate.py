@@ -39,6 +39,7 @@ from fedleak.store.summaries import (
     Estimate,
     MembershipFigures,
     MembershipSummary,
+    PersonalData,
     PositiveControl,
 )
 
@@ -428,6 +429,30 @@ def test_membership_is_limited_by_its_best_score(scored: Evidence) -> None:
     # What is not known does not hide what is exceeded.
     assert compare(asked, tpr=0.5)["tpr"].outcome is Outcome.EXCEEDED
     assert compare(scored, auc=1.0)["auc"].outcome is Outcome.UNTOLD
+
+
+def test_personal_data_is_limited_where_there_is_any(scored: Evidence) -> None:
+    worst = scored.summary.worst_case
+    assert worst is not None
+    share = Estimate(mean=0.02, low=0.0, high=0.3)
+    read = PersonalData(kinds={}, unanswered=0, read=share, control=None, guess=None)
+
+    def with_data(personal: PersonalData | None) -> Evidence:
+        case = worst.model_copy(update={"personal": personal})
+        summary = scored.summary.model_copy(update={"worst_case": case, "ladder": None})
+        return replace(scored, summary=summary)
+
+    assert compare(with_data(read), personal_data=0.3) == {}
+    exceeded = compare(with_data(read), personal_data=0.29)["personal_data"]
+    assert exceeded.outcome is Outcome.EXCEEDED
+    assert "share of the personal data in the texts read: 0.02" in exceeded.sentence
+    none = compare(with_data(None), personal_data=1.0)["personal_data"]
+    assert none.outcome is Outcome.UNTOLD
+    assert none.sentence == "no personal data was found in the private texts"
+    unanswered = read.model_copy(update={"read": None, "unanswered": 3})
+    assert compare(with_data(unanswered), personal_data=1.0)["personal_data"].outcome is (
+        Outcome.UNTOLD
+    )
 
 
 def test_a_canary_bound_is_limited_and_of_every_client(scored: Evidence) -> None:

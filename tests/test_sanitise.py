@@ -98,7 +98,7 @@ def row(**values):
     fields = dict.fromkeys(LeakageRow.model_fields)
     texts = {"attack": "dager", "status": Status.RECOVERED, "reason": "", "knows": ()}
     numbers = {"round": 1, "client": 0, "batch_size": 2, "num_tokens": 9, "rougeL": 50.0}
-    rest = {"verified": False, "facts": {}, "diagnostics": {}}
+    rest = {"verified": False, "facts": {}, "diagnostics": {}, "personal": ()}
     return LeakageRow(**fields | texts | numbers | rest | values)
 
 
@@ -108,6 +108,7 @@ def summary_of(warning=None, **values):
         "rows": 2, "status": {Status.RECOVERED: 1}, "verified": 0, "knows": (), "sequences": 2,
         "clients": 1, "facts": {STORED: None}, "budget": None, "candidates": {STORED: 2.0},
         "margin": None, "seconds": 1.0, "seconds_per_update": 0.5, "warning": warning,
+        "personal": None,
     }  # fmt: skip
     return AttackSummary(**fields | rest | values)
 

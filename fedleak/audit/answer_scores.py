@@ -13,12 +13,20 @@ from itertools import chain
 import torch
 
 from fedleak.attacks.reconstruction import Status
-from fedleak.audit.metrics import rouge
+from fedleak.audit.metrics import personal_data, rouge
 from fedleak.audit.metrics.matching import assign
+from fedleak.audit.metrics.personal_data import Item
 from fedleak.audit.metrics.rouge import Rouge
 from fedleak.audit.metrics.tokens import Overlap, overlap
 from fedleak.models import LanguageModel
-from fedleak.store.records import UNSCORED, Answer, Fact, LeakageRow, TextScore
+from fedleak.store.records import (
+    UNSCORED,
+    Answer,
+    Fact,
+    LeakageRow,
+    PersonalItem,
+    TextScore,
+)
 from fedleak.training.truth import GroundTruth
 from fedleak.util.rng import stream
 
@@ -48,7 +56,7 @@ class Scored:
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """An answer's scores against one truth."""
+    """An answer's scores against one truth; `personal`: which pieces of personal data it has."""
 
     content: Rouge | None = None
     paper: Rouge | None = None
@@ -56,11 +64,15 @@ class Scores:
     token_recall: float | None = None
     token_precision: float | None = None
     texts: tuple[TextScore, ...] | None = None
+    personal: tuple[float, ...] | None = None
     pairs: tuple[TextPair, ...] = ()
 
 
 def score_sequences(
-    answers: Sequence[Sequence[int]], truths: Sequence[Sequence[int]], model: LanguageModel
+    answers: Sequence[Sequence[int]],
+    truths: Sequence[Sequence[int]],
+    model: LanguageModel,
+    items: Sequence[Item] = (),
 ) -> Scores:
     """Scores sequences one-to-one, content only.
 
@@ -108,6 +120,7 @@ def score_sequences(
             )
             for e, s, t in zip(exact, scores, truths, strict=True)
         ),
+        personal=personal_data.read(items, answers, model),
         pairs=tuple(TextPair(t, a, s.rougeL) for t, a, s in scored),
     )
 
@@ -133,11 +146,13 @@ def score_tokens(
     return overlap(set(answer) - special, set(chain(*truths)) - special)
 
 
-def score_answer(answer: Answer, truth: GroundTruth, model: LanguageModel) -> Scores:
+def score_answer(
+    answer: Answer, truth: GroundTruth, model: LanguageModel, items: Sequence[Item] = ()
+) -> Scores:
     """Scores an answer by what its attack looks for."""
     scores = Scores()
     if answer.sequences is not None:
-        scores = score_sequences(answer.sequences, truth.sequences, model)
+        scores = score_sequences(answer.sequences, truth.sequences, model, items)
     if answer.tokens is not None:
         tokens = score_tokens(answer.tokens, truth.sequences, model)
         texts = scores.texts or [TextScore(exact=None, rougeL=None, token_recall=None)] * len(
@@ -158,7 +173,11 @@ def score_answer(answer: Answer, truth: GroundTruth, model: LanguageModel) -> Sc
 
 
 def guess(
-    held_out: Sequence[Sequence[int]], truth: GroundTruth, model: LanguageModel, seed: int
+    held_out: Sequence[Sequence[int]],
+    truth: GroundTruth,
+    model: LanguageModel,
+    seed: int,
+    items: Sequence[Item] = (),
 ) -> Scores:
     """Returns the mean scores of held-out texts, drawn without any update."""
     if not held_out:
@@ -167,10 +186,14 @@ def guess(
     drawn = []
     for _ in range(GUESSES):
         picks = torch.randint(len(held_out), (len(truth.sequences),), generator=rng).tolist()
-        drawn.append(score_sequences([held_out[i] for i in picks], truth.sequences, model))
+        drawn.append(score_sequences([held_out[i] for i in picks], truth.sequences, model, items))
     return Scores(
         content=rouge.mean([scores.content for scores in drawn if scores.content]),
         token_recall=sum(scores.token_recall or 0.0 for scores in drawn) / GUESSES,
+        personal=tuple(
+            sum(of_item) / GUESSES
+            for of_item in zip(*(scores.personal or () for scores in drawn), strict=True)
+        ),
     )
 
 
@@ -182,6 +205,7 @@ def score_one(
     other: Answer | None = None,
     held_out: Sequence[Sequence[int]] = (),
     seed: int = 0,
+    items: Sequence[Item] = (),
 ) -> Scored:
     """Scores one answer, as `scoring.score_run` scores those of a run.
 
@@ -192,14 +216,21 @@ def score_one(
         other: The same attack's answer for the update of another client, for the first control.
         held_out: Token ids of texts that the client did not have, for the second control.
         seed: Decides which of them are drawn.
+        items: Personal data of the truth.
     """
-    control = Scores() if other is None else score_answer(other, truth, model)
-    guessed = guess(held_out, truth, model, seed)
-    return compared(answer, truth, model, control=control, guessed=guessed)
+    control = Scores() if other is None else score_answer(other, truth, model, items)
+    guessed = guess(held_out, truth, model, seed, items)
+    return compared(answer, truth, model, control=control, guessed=guessed, items=items)
 
 
 def compared(
-    answer: Answer, truth: GroundTruth, model: LanguageModel, *, control: Scores, guessed: Scores
+    answer: Answer,
+    truth: GroundTruth,
+    model: LanguageModel,
+    *,
+    control: Scores,
+    guessed: Scores,
+    items: Sequence[Item] = (),
 ) -> Scored:
     """Returns the row of an answer whose truth is known.
 
@@ -209,9 +240,11 @@ def compared(
         model: For its tokenizer.
         control: What the attack's answer for another update scores against the same truth.
         guessed: What held-out texts score against it.
+        items: Personal data of the truth.
     """
     recovered = answer.status == Status.RECOVERED
-    scores = score_answer(answer, truth, model) if recovered else Scores()
+    scores = score_answer(answer, truth, model, items) if recovered else Scores()
+    personal = _personal(items, scores, control, guessed)
     only_tokens = recovered and answer.sequences is None
     # A proof covers all texts, and the truth outweighs it.
     refuted = answer.verified and scores.exact_match != 1
@@ -231,7 +264,8 @@ def compared(
             "control_token_recall": control.token_recall,
             "guess_rougeL": guessed.content.rougeL if guessed.content and not only_tokens else None,
             "guess_token_recall": guessed.token_recall,
-            "texts": scores.texts,
+            "texts": _with_personal(scores.texts, personal),
+            "personal": personal,
             "facts": {
                 name: Fact(claimed=value, true=true.get(name))
                 for name, value in answer.facts.items()
@@ -239,6 +273,46 @@ def compared(
         }
     )
     return Scored(row, scores.pairs)
+
+
+def _personal(
+    items: Sequence[Item], scores: Scores, control: Scores, guessed: Scores
+) -> tuple[PersonalItem, ...]:
+    """Returns which pieces of personal data an answer has, and each control."""
+    nobody = [None] * len(items)
+    return tuple(
+        PersonalItem(
+            kind=item.kind,
+            text=item.place,
+            read=None if read is None else bool(read),
+            control=None if other is None else bool(other),
+            guess=guess_share,
+        )
+        for item, read, other, guess_share in zip(
+            items,
+            nobody if scores.personal is None else scores.personal,
+            nobody if control.personal is None else control.personal,
+            guessed.personal or nobody,
+            strict=True,
+        )
+    )
+
+
+def _with_personal(
+    texts: Sequence[TextScore] | None, personal: Sequence[PersonalItem]
+) -> tuple[TextScore, ...] | None:
+    """Returns the scores of texts, with the share of the personal data in each that was read."""
+    if texts is None:
+        return None
+    read: dict[int, list[bool]] = {}
+    for item in personal:
+        if item.read is not None:
+            read.setdefault(item.text, []).append(item.read)
+    shares = {place: sum(of_text) / len(of_text) for place, of_text in read.items()}
+    return tuple(
+        text.model_copy(update={"personal_data": shares.get(place)})
+        for place, text in enumerate(texts)
+    )
 
 
 def _named(prefix: str, scores: Rouge | None) -> dict[str, float]:

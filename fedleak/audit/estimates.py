@@ -1,6 +1,7 @@
 """Means over rows with their intervals, and whether they are rates at all."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -9,9 +10,9 @@ from fedleak.audit.metrics import intervals
 from fedleak.config.experiment import Experiment
 from fedleak.federation.lookup import client_sizes
 from fedleak.federation.schedule import rounds_of_clients
-from fedleak.store.records import LeakageRow
+from fedleak.store.records import LeakageRow, PersonalItem
 from fedleak.store.run import EVERYONE, Run
-from fedleak.store.summaries import Estimate, MeanOfClients
+from fedleak.store.summaries import Estimate, KindRead, MeanOfClients, PersonalData
 from fedleak.training.observation import UpdateKind
 
 FEW_TEXTS, FEW_CLIENTS = 20, 10
@@ -88,6 +89,53 @@ def mean_over_clients(
         [row.client for row, _ in rows_and_values],
     )
     return estimate(values, clients, weights, most=most, largest=largest)
+
+
+def personal_data(
+    rows_and_items: Sequence[tuple[LeakageRow, PersonalItem]],
+) -> PersonalData | None:
+    """Returns what was read of personal data; None where there is none.
+
+    Nobody knows how much of it the other clients of a federation have, so the interval is for
+    clients that have no more than the one with the most here.
+
+    Args:
+        rows_and_items: Pieces, each with the row that it is about.
+    """
+    if not rows_and_items:
+        return None
+    answered = [(row, item) for row, item in rows_and_items if item.read is not None]
+
+    def share_of(name: str) -> Estimate | None:
+        values = [(row, getattr(item, name)) for row, item in answered]
+        known = [(row, float(value)) for row, value in values if value is not None]
+        return mean_over_clients(known, 1.0, largest=0)
+
+    items, read, control = (
+        Counter(item.kind for _, item in answered if counts(item))
+        for counts in (lambda item: True, lambda item: item.read, lambda item: item.control)
+    )
+    return PersonalData(
+        kinds={
+            kind: KindRead(items=items[kind], read=read[kind], control=control[kind])
+            for kind in sorted(items)
+        },
+        unanswered=len(rows_and_items) - len(answered),
+        read=share_of("read"),
+        control=share_of("control"),
+        guess=share_of("guess"),
+    )
+
+
+def best_of(several: Iterable[PersonalItem]) -> PersonalItem:
+    """Returns what all attacks together read of one piece of personal data, and their controls."""
+    several = list(several)
+
+    def most(name: str) -> bool | float | None:
+        values = [value for item in several if (value := getattr(item, name)) is not None]
+        return max(values, default=None)
+
+    return several[0].model_copy(update={name: most(name) for name in ("read", "control", "guess")})
 
 
 def too_few(answered: Sequence[LeakageRow]) -> str | None:

@@ -15,7 +15,7 @@ from fedleak.store.records import LeakageRow, TextScore
 from fedleak.store.run import Key
 from fedleak.store.summaries import Difference
 
-FIGURES = {"exact": 1.0, "rougeL": 100.0, "token_recall": 1.0}
+FIGURES = {"exact": 1.0, "rougeL": 100.0, "token_recall": 1.0, "personal_data": 1.0}
 """What is compared of each text, and the most that it can be."""
 
 CORRECTION = "Benjamini-Hochberg"

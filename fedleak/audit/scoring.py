@@ -16,6 +16,8 @@ from fedleak.audit import detection, positive_control
 from fedleak.audit.answer_scores import Scored, Scores, compared, guess, score_answer, unscored
 from fedleak.audit.gaps import Gaps, find_gaps
 from fedleak.audit.kept_texts import read_candidates, read_held_out
+from fedleak.audit.metrics import personal_data
+from fedleak.audit.metrics.personal_data import Item
 from fedleak.audit.privacy import canaries, ledger, membership
 from fedleak.audit.score_files import Recorded, primary, salvaged, write
 from fedleak.audit.summary import summarise
@@ -63,8 +65,8 @@ def score_run(run: Run, attack_names: Iterable[str] | None = None) -> list[Score
 
     Raises:
         ConfigError: There is no run here.
-        FedleakError: run.json, held_out.json or a list of candidates is damaged; nothing was
-            changed then.
+        FedleakError: run.json, held_out.json, a list of candidates or one of names cannot be read;
+            nothing was changed then.
     """
     scores = score(run, salvaged(run), attack_names)
     write(run, scores.rows, scores.summary)
@@ -80,7 +82,7 @@ def score(run: Run, recorded: Recorded, attack_names: Iterable[str] | None = Non
         attack_names: Names of the attacks that should have answered; None: those of its experiment.
 
     Raises:
-        FedleakError: held_out.json or a list of candidates is damaged.
+        FedleakError: held_out.json, a list of candidates or one of names cannot be read.
     """
     experiment, gaps = recorded.experiment, Gaps()
     if attack_names is None:
@@ -168,7 +170,12 @@ def _scored(
         by_attack[attack][key] = answer
     # Poisson sampling may draw nobody, and then there is nothing to find.
     known = {key: truth for key, truth in truths.items() if truth is not None and truth.sequences}
-    guesses = _guesses(run, recorded, known)
+    recognise = personal_data.recogniser(recorded.experiment.audit, recorded.model)
+    items = {
+        key: personal_data.find(truth.sequences, recorded.model, recognise)
+        for key, truth in known.items()
+    }
+    guesses = _guesses(run, recorded, known, items)
     scored = []
     for key, attack in sorted({*answers, *earlier}):
         given, before = answers.get((key, attack)), earlier.get((key, attack))
@@ -177,7 +184,9 @@ def _scored(
             scored.append(Scored(unscored(given), ()))
         elif given is not None and key in known and not _would_lose_scores(given, before):
             of_attack = by_attack[attack]
-            scored.append(_new(recorded, given, known[key], before, of_attack, guesses[key]))
+            scored.append(
+                _new(recorded, given, known[key], before, of_attack, guesses[key], items[key])
+            )
         # What failed was not measured, so without its answer there is nothing to keep.
         elif before is not None and (given is not None or before.status != Status.FAILED):
             scored.append(Scored(before, ()))
@@ -185,14 +194,20 @@ def _scored(
 
 
 def _guesses(
-    run: Run, recorded: Recorded, known: Mapping[Key, GroundTruth]
+    run: Run,
+    recorded: Recorded,
+    known: Mapping[Key, GroundTruth],
+    items: Mapping[Key, tuple[Item, ...]],
 ) -> Mapping[Key, Scores]:
     """Returns what held-out texts score against each truth."""
     model, experiment = recorded.model, recorded.experiment
     if not (experiment.audit.controls and known):
         return {key: Scores() for key in known}
     held_out = read_held_out(run, model.vocabulary).sequences
-    return {key: guess(held_out, truth, model, experiment.seed) for key, truth in known.items()}
+    return {
+        key: guess(held_out, truth, model, experiment.seed, items[key])
+        for key, truth in known.items()
+    }
 
 
 def _new(
@@ -202,17 +217,23 @@ def _new(
     before: LeakageRow | None,
     of_attack: Mapping[Key, Answer],
     guessed: Scores,
+    items: tuple[Item, ...],
 ) -> Scored:
     """Returns the row of an answer whose truth is known."""
     controls, model = recorded.experiment.audit.controls, recorded.model
     other = _other_client(answer.key, of_attack) if controls else None
-    control = score_answer(other, truth, model) if other else Scores()
-    new = compared(answer, truth, model, control=control, guessed=guessed)
+    control = score_answer(other, truth, model, items) if other else Scores()
+    new = compared(answer, truth, model, control=control, guessed=guessed, items=items)
     if controls and other is None and before is not None:  # the other's answer is gone
-        kept = {
+        kept: dict[str, object] = {
             "control_rougeL": before.control_rougeL,
             "control_token_recall": before.control_token_recall,
         }
+        if len(before.personal) == len(new.row.personal):
+            kept["personal"] = tuple(
+                item.model_copy(update={"control": earlier.control})
+                for item, earlier in zip(new.row.personal, before.personal, strict=True)
+            )
         new = replace(new, row=new.row.model_copy(update=kept))
     return new
 

@@ -8,9 +8,16 @@ from pydantic import JsonValue, ValidationError
 
 from fedleak.attacks.reconstruction import Status
 from fedleak.audit import detection
-from fedleak.audit.estimates import Largest, largest_client, mean_over_clients, too_few
+from fedleak.audit.estimates import (
+    Largest,
+    largest_client,
+    mean_over_clients,
+    personal_data,
+    too_few,
+)
 from fedleak.audit.gaps import Gaps
 from fedleak.audit.ladder import ladder
+from fedleak.audit.metrics.personal_data import looked_for
 from fedleak.audit.privacy import canaries, membership
 from fedleak.audit.privacy.ledger import defense_means, guarantee
 from fedleak.audit.worst_case import worst_case
@@ -90,6 +97,7 @@ def summarise(
         utility_reference=baseline,
         missing=tuple(gaps.missing),
         awaited=tuple(gaps.awaited),
+        looked_for=looked_for(experiment.audit),
         notes=tuple(gaps.notes),
         unscored=gaps.unscored,
     )
@@ -164,6 +172,7 @@ def attack_summary(rows: Sequence[LeakageRow], largest: Largest) -> AttackSummar
         token_precision=mean_of("token_precision", 1.0),
         control_token_recall=mean_of("control_token_recall", 1.0),
         guess_token_recall=mean_of("guess_token_recall", 1.0),
+        personal=personal_data([(row, item) for row in rows for item in row.personal]),
         facts={
             name: mean_over_clients(_right(rows, name), 1.0, largest=largest.updates)
             for name in sorted({name for row in rows for name in row.facts})

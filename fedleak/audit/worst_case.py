@@ -9,8 +9,14 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 
-from fedleak.audit.estimates import Largest, mean_over_clients, too_few
-from fedleak.store.records import LeakageRow, TextScore, text_counts
+from fedleak.audit.estimates import (
+    Largest,
+    best_of,
+    mean_over_clients,
+    personal_data,
+    too_few,
+)
+from fedleak.store.records import LeakageRow, PersonalItem, TextScore, text_counts
 from fedleak.store.run import Key
 from fedleak.store.summaries import NEARLY, WorstCase
 
@@ -65,6 +71,7 @@ def worst_case(
         control_token_recall=mean_over_clients(
             list(chain(*control_recall)), 1.0, largest=largest.updates
         ),
+        personal=personal_data(_personal(rows)),
         first=dict(sorted(first.items())),
         warning=too_few([rows[0] for rows in captures]),
     )
@@ -74,6 +81,20 @@ def _best(row: LeakageRow, scores: Iterable[float | None]) -> list[tuple[Leakage
     """Returns the best score that was measured, with the row that it is about; or nothing."""
     measured = [float(score) for score in scores if score is not None]
     return [(row, max(measured))] if measured else []
+
+
+def _personal(rows: Iterable[LeakageRow]) -> list[tuple[LeakageRow, PersonalItem]]:
+    """Returns what was read of each piece of personal data, with a row that it is about."""
+    of_capture: dict[Key, list[LeakageRow]] = defaultdict(list)
+    for row in rows:
+        of_capture[row.key].append(row)
+    best = []
+    for several in of_capture.values():
+        # Rows whose answers are gone may have been scored when other things were looked for.
+        alike = [row for row in several if len(row.personal) == len(several[-1].personal)]
+        pieces = zip(*(row.personal for row in alike), strict=True)
+        best += [(several[0], best_of(of_piece)) for of_piece in pieces]
+    return best
 
 
 def _first(rows: Sequence[LeakageRow], scores: Sequence[TextScore]) -> list[str]:

@@ -388,6 +388,16 @@ class AuditTable(Table):
 
     controls: bool = True
     """Also score the answer for another client and held-out texts against the same truth."""
+    personal_data: Literal["rules", "presidio", "none"] = "rules"
+    """What finds personal data in private texts, to tell what share of it was read.
+
+    `rules` find mail, web and IP addresses, IBANs, card numbers, dates, streets and numbers of six
+    or more digits, and no names. `presidio` also finds names, in texts that keep their capitals.
+    """
+    names: Source | None = None
+    """A text file of names and other terms that are personal data, too, one a line."""
+    spacy_model: str = "en_core_web_sm"
+    """The model of spaCy that Presidio finds names with: its name, or its folder."""
     keep: Literal["all", "unproved", "none"] = "all"
     """Which captures stay once every attack has answered.
 
@@ -428,6 +438,8 @@ class GateTable(Table):
     """The largest mean ROUGE-L of what the best attack reads of each text."""
     token_recall: Share | None = None
     """The largest mean share of a text's tokens that the best attack finds."""
+    personal_data: Share | None = None
+    """The largest share of the personal data in the texts that all attacks together may read."""
     epsilon: Annotated[float, Field(ge=0)] | None = None
     """The largest epsilon of any client, accounted and, where canaries measured it, bounded."""
     canary: Annotated[float, Field(ge=0)] | None = None
@@ -458,7 +470,8 @@ class GateTable(Table):
     @property
     def limits_leaks(self) -> bool:
         """Whether it limits what attacks read of texts."""
-        return any(limit is not None for limit in (self.exact, self.rougeL, self.token_recall))
+        leaks = (self.exact, self.rougeL, self.token_recall, self.personal_data)
+        return any(limit is not None for limit in leaks)
 
 
 CANARY_OF_EVERY_CLIENT = "canary"

@@ -73,9 +73,10 @@ def export(run: Run, path: Path, *, texts: bool = False) -> int:
 
 def _flat(row: LeakageRow) -> dict[str, Any]:
     """Returns a row as cells: what is a table or a list is JSON."""
+    personal = [item.model_dump(mode="json") for item in row.personal]
     return {
         name: json.dumps(value) if isinstance(value, dict | list) else value
-        for name, value in row.model_dump(mode="json").items()
+        for name, value in {**row.model_dump(mode="json"), "personal": personal}.items()
     }
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fedleak.audit.kept_texts import candidates_file
+from fedleak.audit.metrics import personal_data
 from fedleak.config import checks
 from fedleak.config.components import NamedAttack
 from fedleak.config.experiment import Experiment
@@ -106,6 +107,7 @@ def plan(experiment: Experiment) -> Plan:
     checks.check_server(experiment, model)
     check_targets(experiment, model)
     checks.check_attacks(experiment, model)
+    personal_data.recogniser(experiment.audit, model)  # refuses what is not installed
     checks.check_waiting(experiment)
     names = [named_attack.name for named_attack in experiment.attacks]
     checks.check_gate(

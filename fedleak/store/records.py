@@ -104,11 +104,33 @@ class TextScore(Record):
         exact: Whether the whole text was read; None of an attack that names no sequences.
         rougeL: Of the sequence that stands for it, content only, 0 to 100; 0 without one.
         token_recall: The share of its distinct content tokens that the whole answer has.
+        personal_data: The share of the personal data in it that was read; None: it has none.
     """
 
     exact: bool | None
     rougeL: float | None
     token_recall: float | None
+    personal_data: float | None = Field(default=None, exclude_if=lambda share: share is None)
+
+
+class PersonalItem(Record):
+    """A piece of personal data in a private text, and whether it was read; not what it says.
+
+    It was read if all of its tokens stand side by side in one text that the attack named.
+
+    Attributes:
+        kind: Such as `mail address`.
+        text: The place of the text in its batch.
+        read: None: the attack named no texts.
+        control: Whether it stands in the attack's answer for another client's update.
+        guess: The share of draws of held-out texts, without any update, in which it stands.
+    """
+
+    kind: str
+    text: int
+    read: bool | None
+    control: bool | None = None
+    guess: float | None = None
 
 
 UNSCORED: Final = "unscored"
@@ -134,6 +156,7 @@ class LeakageRow(_OfAttack):
         control_rougeL, control_token_recall: The attack's answer for another client's update.
         guess_rougeL, guess_token_recall: Held-out texts, no update.
         texts: The same for each private text of the batch, in its order; None without an answer.
+        personal: The personal data in these texts, in their order, by the rules of the experiment.
         facts: Each other fact that the attack read, by name.
         margin: The smallest of the sequences that the attack is certain of; None where it is of
             none, or nothing was rejected in their place.
@@ -162,6 +185,7 @@ class LeakageRow(_OfAttack):
     guess_rougeL: float | None = None
     guess_token_recall: float | None = None
     texts: tuple[TextScore, ...] | None = None
+    personal: tuple[PersonalItem, ...] = Field(default=(), exclude_if=lambda items: not items)
     facts: dict[str, Fact]
     margin: float | None
     diagnostics: dict[str, JsonValue]
@@ -380,6 +404,8 @@ def _check_membership(row: MembershipRow) -> None:
 def _check_texts(row: LeakageRow) -> None:
     if row.texts is not None and len(row.texts) != row.batch_size:
         raise ValueError(f"texts: {len(row.texts)} for a batch of {row.batch_size}")
+    if not all(0 <= item.text < (row.batch_size or 0) for item in row.personal):
+        raise ValueError(f"personal: of a text that a batch of {row.batch_size} has not")
 
 
 ATTEMPTS = Lines("attempts.jsonl", Attempt)

@@ -45,7 +45,60 @@ class RankBudget(Record):
     rows: int
 
 
-class AttackSummary(Record):
+class KindRead(Record):
+    """How many pieces of personal data of a kind there are, in texts that an attack named.
+
+    Attributes:
+        items: That there are.
+        read: Of them, those that were read.
+        control: Those that stand in an answer for another client's update.
+    """
+
+    items: int
+    read: int
+    control: int
+
+
+class PersonalData(Record):
+    """What was read of the personal data in private texts. Each piece counts once.
+
+    Attributes:
+        kinds: By kind.
+        unanswered: Pieces in texts for which no attack named a text: they are in no share.
+        read: The share that was read; None: no attack named texts.
+        control, guess: The share that stands in an answer for another client's update, and in
+            held-out texts that were drawn without any update.
+    """
+
+    kinds: dict[str, KindRead]
+    unanswered: int
+    read: Estimate | None
+    control: Estimate | None
+    guess: Estimate | None
+
+
+class WithPersonalData(Record):
+    """Figures with what was read of personal data; None: there is none in the private texts."""
+
+    personal: PersonalData | None = Field(default=None, exclude_if=lambda data: data is None)
+
+    @property
+    def personal_data(self) -> Estimate | None:
+        """The share of personal data that was read."""
+        return None if self.personal is None else self.personal.read
+
+    @property
+    def control_personal_data(self) -> Estimate | None:
+        """The share that stands in an answer for another client's update."""
+        return None if self.personal is None else self.personal.control
+
+    @property
+    def guess_personal_data(self) -> Estimate | None:
+        """The share that stands in held-out texts."""
+        return None if self.personal is None else self.personal.guess
+
+
+class AttackSummary(WithPersonalData):
     """One attack, summed up over a run. None is "not measured", never zero.
 
     Attributes:
@@ -101,7 +154,7 @@ class AttackSummary(Record):
         return self.status.get(UNSCORED, 0)
 
 
-class WorstCase(Record):
+class WorstCase(WithPersonalData):
     """What all attacks together read: of each text, what the best attack read of it.
 
     Attributes:
@@ -396,12 +449,15 @@ class CopiesRead(Record):
         read: Copies of which a text was read word for word.
         exact, token_recall: Means over all texts, from 0 to 1.
         rougeL: From 0 to 100.
+        personal_data: The share of the personal data in a text, the mean over texts that have any;
+            None: none has.
     """
 
     read: int
     exact: float
     rougeL: float
     token_recall: float
+    personal_data: float | None = Field(default=None, exclude_if=lambda share: share is None)
 
 
 class PositiveControl(Record):
@@ -472,6 +528,7 @@ class RunSummary(Record):
         utility_reference: Of the central baseline, if it was asked for.
         missing: What makes the results incomplete, and the command that mends it.
         awaited: The part of it that nodes keep by design, until their owners hand it over.
+        looked_for: What counts as personal data.
         notes: What else should be known.
         unscored: Answers that should have a score and have none.
     """
@@ -498,6 +555,7 @@ class RunSummary(Record):
     utility_reference: Baseline | None
     missing: tuple[str, ...]
     awaited: tuple[str, ...] = ()
+    looked_for: str = ""
     notes: tuple[str, ...]
     unscored: int
 

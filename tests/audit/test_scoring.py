@@ -808,3 +808,99 @@ def test_rows_have_the_public_fields(make, sequences):
 def test_a_folder_without_a_run_is_refused(tmp_path):
     with pytest.raises(FedleakError, match="not a run directory"):
         score_run(Run(tmp_path / "none"))
+
+
+# --- personal data ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def with_numbers(bert_tiny):
+    """Private texts of which two have personal data, and other texts."""
+    return [
+        tuple(ids)
+        for ids in bert_tiny.encode(
+            ["call 12345678 or 87654321 today", "she slept well", "born 3 march 1984", "i ran home"]
+        )
+    ]
+
+
+def test_personal_data_is_read_piece_by_piece(make, bert_tiny, with_numbers):
+    two, none, born, other = with_numbers
+    # The first number is read, the second is not, and of the date one word is missing.
+    half = bert_tiny.encode(["call 12345678 or 8765 today"])[0]
+    run = make(
+        [truth_of(1, 0, [two, none]), truth_of(1, 1, [born])],
+        [answer_of(1, 0, [other, half]), answer_of(1, 1, [born])],
+    )
+    first, second = (scored.row for scored in score_run(run))
+    assert [(item.kind, item.text, item.read) for item in first.personal] == [
+        ("number", 0, True),
+        ("number", 0, False),
+    ]
+    assert [text.personal_data for text in first.texts] == [0.5, None]
+    assert [(item.kind, item.read, item.control) for item in second.personal] == [
+        ("date", True, False)
+    ]
+    summary = run.read_document(SUMMARY)
+    personal = summary.worst_case.personal
+    assert summary.attacks["dager"].personal == personal
+    assert {kind: (row.items, row.read, row.control) for kind, row in personal.kinds.items()} == {
+        "date": (1, 1, 0),
+        "number": (2, 1, 0),
+    }
+    assert personal.read.mean == pytest.approx(2 / 3)
+    assert personal.read.of_clients.mean == pytest.approx(3 / 4)
+    assert personal.control.mean == 0
+    for name in ("leakage.jsonl", "summary.json"):
+        assert not re.search("12345678|87654321|1984", (run.path / name).read_text())
+
+
+def test_what_stands_in_another_clients_answer_is_said_beside_it(make, with_numbers):
+    two, _, _, other = with_numbers
+    run = make(
+        [truth_of(1, 0, [two]), truth_of(1, 1, [two])],
+        [answer_of(1, 0, [other]), answer_of(1, 1, [two])],
+    )
+    first, second = (scored.row for scored in score_run(run))
+    assert [(item.read, item.control) for item in first.personal] == [(False, True)] * 2
+    assert [(item.read, item.control) for item in second.personal] == [(True, False)] * 2
+    # The answer of the other client is gone: what was known of it stays.
+    run.write_rows(records.answers(run.fingerprint()), [answer_of(1, 1, [two])])
+    assert score_run(run)[1].row.personal == second.personal
+
+
+def test_more_answers_than_texts_read_no_more_personal_data(make, with_numbers):
+    _, _, born, other = with_numbers
+    run = make([truth_of(1, 0, [born])], [answer_of(1, 0, [other, born])])
+    assert [item.read for item in score_run(run)[0].row.personal] == [False]
+
+
+def test_all_attacks_together_read_what_any_reads(make, bert_tiny, with_numbers):
+    two = with_numbers[0]
+    halves = [
+        bert_tiny.encode([text])[0] for text in ("call 12345678 or it", "call it or 87654321")
+    ]
+    answers = [
+        answer_of(1, 0, [halves[0]]),
+        answer_of(1, 0, [halves[1]], attack="keyspan"),
+        answer_of(1, 0, tokens=two, attack="probes"),
+        answer_of(1, 0, attack="dlg", status="abstained"),
+    ]
+    run = make([truth_of(1, 0, [two])], answers)
+    score_run(run)
+    summary = run.read_document(SUMMARY)
+    read = {
+        name: attack.personal.read and attack.personal.read.mean
+        for name, attack in summary.attacks.items()
+    }
+    assert read == {"dager": 0.5, "dlg": None, "keyspan": 0.5, "probes": None}
+    assert summary.attacks["dlg"].personal.unanswered == 2
+    assert summary.worst_case.personal.read.mean == 1.0
+    assert summary.worst_case.personal.unanswered == 0
+
+
+def test_files_of_texts_without_personal_data_are_as_before(make, sequences):
+    run = make([truth_of(1, 0, sequences[4:5])], [answer_of(1, 0, [sequences[4]])])
+    score_run(run)
+    assert "personal" not in (run.path / "leakage.jsonl").read_text()
+    assert "personal_data" not in json.dumps(run.read_json("summary.json")["attacks"])

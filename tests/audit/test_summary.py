@@ -12,9 +12,11 @@ from fedleak.attacks.reconstruction import Status
 from fedleak.audit.estimates import Largest, estimate, largest_client, mean_over_clients, too_few
 from fedleak.audit.gaps import Gaps
 from fedleak.audit.metrics import intervals
+from fedleak.audit.metrics.personal_data import looked_for
 from fedleak.audit.summary import attack_summary, circumstances, summarise
 from fedleak.audit.worst_case import worst_case
 from fedleak.config.loading import parse
+from fedleak.config.tables import AuditTable
 from fedleak.store.records import UNSCORED, Fact, ScoredRows, Utility
 from fedleak.store.run import EVERYONE, Key
 from fedleak.store.summaries import AttackSummary, Baseline, RankBudget, RunSummary
@@ -194,7 +196,7 @@ def test_a_run_is_summed_up(tmp_path: Path) -> None:
         "utility_before": utility[0].model_dump(),
         "utility": utility[2].model_dump(), "held_out": 4,
         "utility_reference": Baseline(steps=3, accuracy=0.5).model_dump(), "missing": ("m",),
-        "awaited": ("a",), "notes": ("n",), "unscored": 2,
+        "awaited": ("a",), "looked_for": looked_for(AuditTable()), "notes": ("n",), "unscored": 2,
     }  # fmt: skip
     assert list(summary.attacks) == ["dlg", "tag"]
     assert summary.attacks["dlg"] == attack_summary([rows[0], rows[2]], LARGEST)

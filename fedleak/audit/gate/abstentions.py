@@ -42,7 +42,9 @@ def with_abstentions(evidence: Evidence, may_abstain: Collection[str]) -> Eviden
         may = row.attack in able and not {row.attack, listed_as(row.attack)}.isdisjoint(may_abstain)
         if not may or row.status != Status.ABSTAINED or row.batch_size is None:
             return row
-        return row.model_copy(update={"texts": (NOTHING,) * row.batch_size})
+        unread = tuple(item.model_copy(update={"read": False}) for item in row.personal)
+        texts = (NOTHING,) * row.batch_size
+        return row.model_copy(update={"texts": texts, "personal": unread})
 
     rows = [counted(row) for row in evidence.rows.leakage]
     if rows == list(evidence.rows.leakage):

@@ -6,6 +6,7 @@ from fedleak.audit import positive_control
 from fedleak.audit.gate.check import Check, Outcome, untold
 from fedleak.audit.gate.evidence import Evidence
 from fedleak.audit.gate.limits import LEAKS
+from fedleak.store.summaries import CopiesRead
 
 STRONGEST = "auto"
 """The kind of the strongest attack here."""
@@ -40,15 +41,13 @@ def _control(leaks: Mapping[str, float], evidence: Evidence) -> Check:
     )
     lacks = []
     for figure, limit in leaks.items():
-        read = getattr(control.together, figure)
+        read = _read(control.together, figure)
         sentence += f"; {LEAKS[figure].says}: {read:.3g}, limit {limit:g}"
         if read <= limit:
             lacks.append(f"where nothing is in their way the attacks stay within {figure}, too")
             continue
         able = {
-            attack
-            for attack, reading in control.attacks.items()
-            if getattr(reading, figure) > limit
+            attack for attack, reading in control.attacks.items() if _read(reading, figure) > limit
         }
         answered = {
             row.attack
@@ -60,6 +59,11 @@ def _control(leaks: Mapping[str, float], evidence: Evidence) -> Check:
             who = f"{able_ or 'no single attack'} exceeds it there"
             lacks.append(f"{figure} rests on {rest or 'no answer'} here, and {who}")
     return untold(name, [sentence, *lacks] if lacks else [], sentence)
+
+
+def _read(reading: CopiesRead, figure: str) -> float:
+    """Returns how much was read; nothing where there is no personal data to be read."""
+    return getattr(reading, figure) or 0.0
 
 
 def _why_none(evidence: Evidence) -> str:

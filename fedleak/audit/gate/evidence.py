@@ -28,7 +28,7 @@ from fedleak.util.errors import CaptureError, ConfigError, FedleakError
 AGREEMENT = 1e-9
 """Relative difference that the order of additions makes on another machine."""
 
-SENTENCES = {"status", "fedleak", "missing", "notes", "unscored"}
+SENTENCES = {"status", "fedleak", "looked_for", "missing", "notes", "unscored"}
 """Fields of a summary that depend on when, and by which command, a run was scored."""
 
 

@@ -29,10 +29,14 @@ class Leak(NamedTuple):
     says: str
 
 
+SEQUENCES = frozenset({"exact", "rougeL", "personal_data"})
+"""Limits that need attacks which name texts, and not only words."""
+
 LEAKS: Mapping[str, Leak] = {
     "exact": Leak("exact_match", "share of texts read word for word"),
     "rougeL": Leak("rougeL", "mean ROUGE-L of the texts"),
     "token_recall": Leak("token_recall", "share of a text's tokens found"),
+    "personal_data": Leak("personal_data", "share of the personal data in the texts read"),
 }
 """Limits on the worst case over attacks, by their names."""
 
@@ -109,7 +113,9 @@ def _leak(name: str, limit: float, cases: Sequence[Case]) -> Check:
     lacks = []
     for case in cases:
         figure = None if case.worst is None else getattr(case.worst, leak.figure)
-        if figure is None:
+        if name == "personal_data" and case.worst is not None and case.worst.personal is None:
+            lacks.append(f"{case.prefix}no personal data was found in the private texts")
+        elif figure is None:
             lacks.append(f"{case.prefix}no attack gave an answer that has a {leak.says}")
         else:
             figures += _both(case.prefix, figure)

@@ -7,7 +7,7 @@ from fedleak.attacks.reconstruction import Status
 from fedleak.audit.estimates import Largest
 from fedleak.audit.gate.check import Check, compared, untold
 from fedleak.audit.gate.evidence import Evidence
-from fedleak.audit.gate.limits import Case, listed, worst_cases
+from fedleak.audit.gate.limits import SEQUENCES, Case, listed, worst_cases
 from fedleak.audit.metrics import intervals
 from fedleak.audit.vault import text_count
 from fedleak.config.components import listed_as
@@ -136,7 +136,7 @@ def _lacks(case: Case, rows: Sequence[LeakageRow], leaks: Collection[str]) -> li
         return ["no attack gave an answer with scores of single texts"]
     rows = [row for row in rows if case.attacks is None or row.attack in case.attacks]
     lacks = [worst.warning] if worst.warning is not None else []
-    if worst.unattacked and {"exact", "rougeL"} & {*leaks}:
+    if worst.unattacked and SEQUENCES & {*leaks}:
         lacks.append(f"{worst.unattacked} of {worst.texts} texts: no attack named sequences")
     searched = {
         row.key for row in rows if any(text.token_recall is not None for text in row.texts or ())
@@ -150,7 +150,7 @@ def _lacks(case: Case, rows: Sequence[LeakageRow], leaks: Collection[str]) -> li
 def _alarms(rows: Sequence[LeakageRow], leaks: Collection[str]) -> Check:
     """Checks that no row of the run says that the figures are too low."""
     alarms = [*_below_control(rows)]
-    if {"exact", "rougeL"} & {*leaks}:
+    if SEQUENCES & {*leaks}:
         alarms += _tokens_unread(rows)
     return untold("alarms", alarms, "no other row of the run says that more was to be read")
 

@@ -31,6 +31,7 @@ from fedleak.report.tables.leakage import (
     shares,
 )
 from fedleak.report.tables.membership import membership_tables
+from fedleak.report.tables.personal_data import personal_data_tables
 from fedleak.report.words import NOT_MEASURED, SEES, counted, figure, in_words, listed, number
 from fedleak.store.records import (
     LEDGER,
@@ -275,7 +276,11 @@ def _training_tables(utility: Sequence[Utility], summary: RunSummary) -> list[Ta
 def _attacks(summary: RunSummary) -> list[Shown]:
     if not summary.attacks:
         return []
-    return [*pictures.attacks(summary.name, summary.attacks), attack_table(summary)]
+    return [
+        *pictures.attacks(summary.name, summary.attacks),
+        attack_table(summary),
+        *personal_data_tables(summary),
+    ]
 
 
 def _membership(summary: RunSummary) -> list[Shown]:

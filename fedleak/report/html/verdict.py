@@ -130,7 +130,7 @@ def run_verdict(summary: RunSummary, extent: Extent, guaranteed: Guaranteed) -> 
         HEADLINES[level] + by + _epsilon_clause(guaranteed.epsilon, summary.canary),
         (
             *([f"The server is malicious: {summary.server}."] if summary.server else []),
-            _what_was_read(leakage, attacks, extent),
+            _what_was_read(leakage, attacks, extent) + _personal_data(leakage),
             guaranteed.sentence,
             f"{_order_unknown(extent)}{_read_without_facts(summary)}{_read_of_copies(summary)}"
             f"{membership}{_certainty(leakage, attacks, extent)}",
@@ -184,6 +184,20 @@ def _what_was_read(
         f"{who} could read {exact} of {counted(leakage.texts, 'private text')} word for "
         f"word{nearly} out of {updates}{by}. It could find {tokens}."
     )
+
+
+def _personal_data(leakage: Strongest | None) -> str:
+    """Returns how much personal data was read; empty where there is none, or no text was named."""
+    personal = leakage.read.personal if leakage else None
+    if personal is None or personal.read is None:
+        return ""
+    kinds = personal.kinds.values()
+    items, read = (sum(getattr(kind, name) for kind in kinds) for name in ("items", "read"))
+    pieces = counted(items, "piece") + " of personal data in these texts"
+    sentence = f" Of {pieces} it could read {read:,} whole"
+    if personal.control is not None:
+        sentence += f" (an answer for another client has {percent(personal.control.mean)})"
+    return f"{sentence}."
 
 
 def _order_unknown(extent: Extent) -> str:

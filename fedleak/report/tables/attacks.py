@@ -26,10 +26,13 @@ FIGURES = [
     ("tokens found, other update", "control_token_recall", 100),
     ("tokens found, no update", "guess_token_recall", 100),
     ("tokens right, %", "token_precision", 100),
+    ("personal data read, %", "personal_data", 100),
+    ("personal data, other update", "control_personal_data", 100),
+    ("personal data, no update", "guess_personal_data", 100),
 ]
 """Heading, name in a summary, and what is shown for a figure of 1."""
 
-LIMITED = ("exact_match", "rougeL", "token_recall")
+LIMITED = ("exact_match", "rougeL", "token_recall", "personal_data")
 """Figures that the gate limits, also with each client counted once."""
 
 
@@ -49,6 +52,7 @@ def attack_table(summary: RunSummary) -> Table:
         *(
             [heading, *(interval(getattr(row, name, None), scale) for row in summaries)]
             for heading, name, scale in FIGURES
+            if "personal" not in name or any(row.personal for row in summaries)
         ),
         *(
             [f"{fact.replace('_', ' ')}, %", *(_fact(attack, fact) for attack in attacks.values())]

@@ -5,10 +5,15 @@ from fedleak.report.table import Table, figures, plain, words
 from fedleak.report.words import ANY_ATTACK, MALICIOUS
 from fedleak.store.summaries import Difference
 
-SCALE = {"exact": 100.0, "rougeL": 1.0, "token_recall": 100.0}
+SCALE = {"exact": 100.0, "rougeL": 1.0, "token_recall": 100.0, "personal_data": 100.0}
 """What is shown for a figure of 1, by its name."""
 
-HEADINGS = {"exact": "exact, %", "rougeL": "ROUGE-L", "token_recall": "tokens, %"}
+HEADINGS = {
+    "exact": "exact, %",
+    "rougeL": "ROUGE-L",
+    "token_recall": "tokens, %",
+    "personal_data": "personal data, %",
+}
 """Headings, by figure."""
 
 

@@ -33,7 +33,7 @@ def ladder_table(summary: RunSummary, ladder: Ladder) -> Table:
     tests = sum(len(rung.worth) for rung in ladder.rungs)
     return Table(
         "what each fact is worth to the server",
-        [*words("attack", "told"), *figures(*HEADINGS.values())],
+        [*words("attack", "told"), *figures(*(HEADINGS[name] for name in FIGURES))],
         [row for attack in shown for row in _rows(summary, ladder, attack)],
         [
             "Below a figure: how much more it is than told nothing more. It is the mean over texts "

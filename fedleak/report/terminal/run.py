@@ -17,6 +17,7 @@ from fedleak.report.tables.detections import detections_table
 from fedleak.report.tables.ladder import ladder_table
 from fedleak.report.tables.leakage import leakage_table, shares
 from fedleak.report.tables.membership import membership_tables
+from fedleak.report.tables.personal_data import personal_data_tables
 from fedleak.report.terminal.table import print_table
 from fedleak.report.words import MALICIOUS, few_digits, in_words, percent
 from fedleak.store.lines import Measured
@@ -57,6 +58,8 @@ def print_run(
         leakage_table(summary.name, rows, shares(rows), run.rows(LEDGER), of_models),
     )
     print_table(console, attack_table(summary))
+    for table in personal_data_tables(summary):
+        print_table(console, table)
     if summary.ladder is not None:
         print_table(console, ladder_table(summary, summary.ladder))
     for line in [*any_attack(summary), *positive_control(summary), *circumstances(summary)]:

@@ -176,7 +176,7 @@ def _totals(summary: RunSummary, last: int) -> Iterator[Metric]:
     if summary.worst_case is not None:
         of_all["any_attack",] = summary.worst_case
     for parts, figures in of_all.items():
-        for figure in ("exact_match", "rougeL", "token_recall"):
+        for figure in ("exact_match", "rougeL", "token_recall", "personal_data"):
             estimate: Estimate | None = getattr(figures, figure)
             if estimate is None:
                 continue
