@@ -1,4 +1,4 @@
-"""The command line: `fedleak run | sweep | attack | score | report | ...`."""
+"""The command line: `fedleak audit | run | sweep | attack | score | report | ...`."""
 
 import os
 from typing import Annotated
@@ -13,6 +13,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import typer
 
+from fedleak.cli.audit import audit
 from fedleak.cli.benchmarks import bench, bench_table
 from fedleak.cli.display import console
 from fedleak.cli.flower import import_, watch
@@ -64,7 +65,7 @@ def main(
 
 
 for command in (
-    *(run, sweep, attack, attack_update, score, watch),
+    *(audit, run, sweep, attack, attack_update, score, watch),
     *(report, gate, compare, export, import_, bench, bench_table),
     *(purge, explain, check_defense, train_prior, list_),
 ):  # in this order they stand in the help

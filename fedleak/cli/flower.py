@@ -2,7 +2,7 @@
 
 from itertools import count
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -10,6 +10,9 @@ from fedleak.cli.display import console, remark
 from fedleak.cli.options import AllowCommands
 from fedleak.util.errors import FedleakError
 from fedleak.util.sanitise import markup
+
+if TYPE_CHECKING:
+    from fedleak.tap.importing import Imported
 
 
 def watch(
@@ -59,6 +62,18 @@ def import_(
 
     The same command again adds what is not there yet, such as the truth.
     """
+    imported = import_tapped(tapped, about, out, allow_commands=allow_commands)
+    imported.refuse_gaps()
+
+
+def import_tapped(
+    tapped: Path, about: Path | None, out: Path | None, *, allow_commands: bool
+) -> "Imported":
+    """Makes a run of what a tap kept, and says what it has.
+
+    Raises:
+        ConfigError: It cannot be imported, or names programs that are not allowed.
+    """
     from fedleak.config.components import build_attack
     from fedleak.running.preparation import refuse_programs_of_others
     from fedleak.tap.about import load_about
@@ -78,4 +93,4 @@ def import_(
         soft_wrap=True,
     )
     remark(imported.remarks)
-    imported.refuse_gaps()
+    return imported

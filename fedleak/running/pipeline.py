@@ -7,6 +7,7 @@ from fedleak.attacks.reconstruction import Status
 from fedleak.audit import central_baseline, defense_checks, positive_control, scoring
 from fedleak.audit.answer_scores import Scored
 from fedleak.audit.answered import answered
+from fedleak.audit.defense_checks import Finding
 from fedleak.config.experiment import Experiment
 from fedleak.federation.lookup import absent, captures_of, examples
 from fedleak.federation.schedule import expected_captures
@@ -70,6 +71,9 @@ def carry_out(
     train: Engine,
     report: Callable[[RunProgress], None] = lambda progress: None,
     on: Sequence[Worker] | None = None,
+    *,
+    control: bool = False,
+    findings: Sequence[Finding] | None = None,
 ) -> list[Scored]:
     """Trains, attacks and scores, as far as the run directory lacks that.
 
@@ -79,9 +83,11 @@ def carry_out(
         train: The engine, which the library does not know: `fedleak.flower.engines.train`.
         report: Is told how far the run is.
         on: Workers for the attacks; None: as many as the experiment asks for, for this run only.
+        control: Attack undefended copies, too; they are in any case where limits need them.
+        findings: Of the check of its defenses; None: it is made first.
     """
     with run.lock():
-        with under_way(run, experiment, report, on) as stop:
+        with under_way(run, experiment, report, on, control=control, findings=findings) as stop:
             train(run, experiment, stop)
         return scoring.score_run(run)
 
@@ -92,6 +98,9 @@ def under_way(
     experiment: Experiment,
     report: Callable[[RunProgress], None] = lambda progress: None,
     on: Sequence[Worker] | None = None,
+    *,
+    control: bool = False,
+    findings: Sequence[Finding] | None = None,
 ) -> Iterator[Callable[[], bool]]:
     """Does all that is around training: checks of defenses, attacks, the central reference.
 
@@ -102,10 +111,10 @@ def under_way(
         FedleakError: A defense does not do what it says.
     """
     with noting_status(run):
-        defense_checks.refuse_broken(run, experiment)
+        defense_checks.refuse_broken(run, experiment, findings)
         with attacking(run, experiment, report, on) as stop:
             yield stop
-        if wants_control(experiment):
+        if control or wants_control(experiment):
             attack_copies(run, experiment, report, on)
         if _wants_reference(run, experiment):
             baseline = central_baseline.central(experiment, run)

@@ -108,7 +108,8 @@ def page_of(texts: list[PrivateText], word: str = "a word", **changes: Any) -> R
         **{
             "name": word,
             "redacted": False,
-            "verdict": Verdict(Level.READ, word, (word, word, word)),
+            "verdict": Verdict(Level.READ, word, (Entry(word, word),)),
+            "audit": [table],
             "missing": [word],
             "notes": [word],
             "setting": entries,
@@ -222,7 +223,7 @@ def test_a_link_to_a_cell_is_an_address_beside_the_file() -> None:
     page = SweepPage(
         name="s",
         redacted=False,
-        verdict=Verdict(Level.UNKNOWN, "?", ("a", "b", "c")),
+        verdict=Verdict(Level.UNKNOWN, "?", (Entry("a", "b"),)),
         missing=[],
         axes=[],
         grid=table,
@@ -330,6 +331,10 @@ def worst(exact: Estimate | None, **changes: Any) -> WorstCase:
     )
 
 
+def paragraphs(verdict: Verdict) -> dict[str, str]:
+    return {paragraph.word: paragraph.value for paragraph in verdict.paragraphs}
+
+
 EXTENT = Extent(attacked=12, sent=720, unordered=0, granted=(), sees="updates")
 NOTHING = Guaranteed(None, "Nothing is guaranteed.")
 
@@ -338,15 +343,68 @@ def test_the_verdict_says_what_was_read_by_whom_how_sure_and_what_was_not_measur
     found = worst(estimate(23 / 24, 0.69, 0.999), first={"dager": 20, "lamp": 3})
     attacks = {"dager": attack(verified=11), "lamp": attack()}
     verdict = run_verdict(summary(found, attacks), EXTENT, NOTHING)
-    read, guaranteed, sure, unmeasured = verdict.sentences
-    assert guaranteed == NOTHING.sentence
+    said = paragraphs(verdict)
+    assert [*said] == ["Read", "Who was in", "Guaranteed", "Model", "How sure", "Not seen", "Next"]
+    assert said["Guaranteed"] == NOTHING.sentence
     assert verdict.level is Level.READ
-    assert "23 of 24 private texts word for word out of 12 updates" in read
-    assert "2 attacks together (dager 20 and lamp 3)" in read
-    assert "between 69 % and 99.9 %" in sure
-    assert "11 of 12 updates" in sure
-    assert "708 of 720 updates" in unmeasured
-    assert "told batch size, labels, lengths or noise scale" in unmeasured
+    assert verdict.headline == "23 of 24 private texts were read word for word"
+    assert "23 of 24 private texts word for word out of 12 updates" in said["Read"]
+    assert "2 attacks together (dager 20 and lamp 3)" in said["Read"]
+    assert "between 69 % and 99.9 %" in said["How sure"]
+    assert "11 of 12 updates" in said["How sure"]
+    assert "708 of 720 updates" in said["Not seen"]
+    assert "told batch size, labels, lengths or noise scale" in said["Not seen"]
+    assert "was not measured" in said["Who was in"]
+    assert "was not measured" in said["Model"]
+    assert said["Next"].startswith("Change how clients train")
+
+
+@pytest.mark.parametrize(
+    ("changes", "headline"),
+    [
+        (
+            {"exact_match": estimate(1 / 24, 0.0, 0.2)},
+            "1 of 24 private texts was read word for word",
+        ),
+        ({"nearly": 2}, "2 of 24 texts were read nearly word for word"),
+        ({}, "97 % of the private texts' words were found"),
+        ({"token_recall": estimate(1.0, 0.9, 1.0)}, "All of the private texts' words were found"),
+        ({"token_recall": estimate(0.2, 0.1, 0.3)}, "No text was read word for word in this test"),
+        ({"token_recall": None}, "No text was read word for word in this test"),
+    ],
+)
+def test_the_headline_is_the_worst_that_was_found(changes: dict[str, Any], headline: str) -> None:
+    leak = worst(estimate(0.0, 0.0, 0.2)).model_copy(update=changes)
+    assert run_verdict(summary(leak, {"dager": attack()}), EXTENT, NOTHING).headline == headline
+
+
+def test_the_verdict_says_what_the_model_is_worth_and_whether_so_few_texts_can_tell() -> None:
+    before, after = (Utility(round=n, loss=1.0, accuracy=a) for n, a in ((0, 0.5), (3, 0.625)))
+    trained = summary(worst(None), {}, utility_before=before, utility=after, held_out=24)
+    said = paragraphs(run_verdict(trained, EXTENT, NOTHING))["Model"]
+    assert said.startswith(
+        "After round 3 its accuracy is 0.625 (95 % interval 0.43 to 0.79) on 24 "
+    )
+    assert said.endswith(
+        "before training it was 0.5. So few texts do not show that training changed it."
+    )
+    many = trained.model_copy(update={"held_out": 2400})
+    assert paragraphs(run_verdict(many, EXTENT, NOTHING))["Model"].endswith("it was 0.5.")
+
+
+def test_the_next_step_asks_for_more_time_before_it_asks_for_more_noise() -> None:
+    read = CopiesRead(read=0, exact=0.0, rougeL=9.0, token_recall=0.1)
+    control = PositiveControl(copies=3, texts=6, together=read, attacks={"dager": read})
+    unable = summary(worst(estimate(0.0, 0.0, 0.2), token_recall=None), {"dager": attack()})
+    unable = unable.model_copy(update={"positive_control": control})
+    verdict = run_verdict(unable, replace(EXTENT, late=4), NOTHING)
+    steps = paragraphs(verdict)["Next"].split("; ")
+    assert steps[0].startswith("Give the attacks more time")
+    assert steps[1].startswith("find settings with which the attacks read the undefended copies")
+    assert steps[2].startswith("add a defense that guarantees an epsilon")
+    held = Guaranteed(1.0, "Every client has an epsilon of at most 1.")
+    able = summary(worst(estimate(0.0, 0.0, 0.2), token_recall=None), {"dager": attack()})
+    assert paragraphs(run_verdict(able, EXTENT, held))["Next"].startswith("Audit again whenever")
 
 
 @pytest.mark.parametrize(
@@ -359,9 +417,9 @@ def test_the_verdict_says_what_the_same_attacks_read_without_defenses(
     read = CopiesRead(read=3, exact=exact, rougeL=70.0, token_recall=1.0)
     control = PositiveControl(copies=3, texts=6, together=read, attacks={"dager": read})
     of_run = summary(worst(estimate(0.0, 0.0, 0.2)), {"dager": attack()})
-    assert "without any" not in run_verdict(of_run, EXTENT, NOTHING).sentences[2]
+    assert "without any" not in paragraphs(run_verdict(of_run, EXTENT, NOTHING))["How sure"]
     controlled = of_run.model_copy(update={"positive_control": control})
-    sure = run_verdict(controlled, EXTENT, NOTHING).sentences[2]
+    sure = paragraphs(run_verdict(controlled, EXTENT, NOTHING))["How sure"]
     assert sure.startswith("Of 3 plain gradients of these batches, without any defense,")
     assert says in sure
 
@@ -372,7 +430,7 @@ def test_a_verdict_without_the_worst_case_is_of_the_strongest_attack() -> None:
     verdict = run_verdict(summary(None, {"weak": weak, "strong": strong}), EXTENT, NOTHING)
     assert (
         "12 of 24 private texts word for word out of 12 updates, by the attack strong"
-        in (verdict.sentences[0])
+        in paragraphs(verdict)["Read"]
     )
 
 
@@ -394,7 +452,7 @@ def test_no_verdict_calls_a_setting_safe(
 ) -> None:
     extent = replace(EXTENT, sees=sees, granted=("lengths",))
     verdict = run_verdict(summary(found, attacks, missing=("something",)), extent, NOTHING)
-    text = " ".join(verdict.sentences)
+    text = " ".join(paragraphs(verdict).values())
     assert verdict.level is level
     assert not re.search(r"\b(safe|secure|protected|private\.|no leak)\b", text.lower())
     assert "cannot show that they do not" in text
@@ -412,12 +470,13 @@ def test_three_sentences_say_what_is_read_nearly_read_and_found_and_which_epsilo
     found = worst(estimate(4 / 24, 0.1, 0.3), nearly=6, token_recall=estimate(1.0, 0.9, 1.0))
     held = Guaranteed(7.996, "Every client has an epsilon of at most 7.996.")
     verdict = run_verdict(summary(found, {"dager": attack()}), EXTENT, held)
-    assert " ".join(verdict.sentences).startswith(
+    assert paragraphs(verdict)["Read"].startswith(
         "A server that follows the protocol could read 4 of 24 private texts word for word, and 6 "
         "nearly (ROUGE-L of 90 or more) out of 12 updates, by 2 attacks together (dager and lamp). "
         "It could find all of the distinct words and word parts of the private texts (an answer "
-        "for another client has 15 %). Every client has an epsilon of at most 7.996."
+        "for another client has 15 %)."
     )
+    assert verdict.headline.endswith("were read word for word; an epsilon of 7.996 holds")
 
 
 def test_the_headline_has_the_epsilon_that_holds_where_no_attack_answered() -> None:
@@ -452,9 +511,9 @@ def test_where_words_are_known_and_time_was_up_more_time_may_read_their_order() 
     ]
     assert unordered(known, shares(known)) == 1
     extent = replace(EXTENT, unordered=1)
-    sentences = run_verdict(summary(None, {"auto": attack()}), extent, NOTHING).sentences
-    assert "Of 1 update the words are known" in sentences[2]
-    assert "more time may read it" in sentences[2]
+    said = paragraphs(run_verdict(summary(None, {"auto": attack()}), extent, NOTHING))
+    assert "Of 1 update the words are known" in said["How sure"]
+    assert "more time may read it" in said["How sure"]
 
 
 def test_a_picture_is_drawn_once_for_light_and_dark_pages() -> None:
@@ -502,12 +561,12 @@ def test_the_page_of_a_sweep_has_the_grid_and_the_addresses_of_reports() -> None
     assert first[-1] == Cell("open", address="./one/report.html")
     assert second[2].text == "new"
     assert second[-1].text == "-"
-    assert "1 of 2 cells" in page.verdict.sentences[0]
-    assert "1 cell without an answer" in page.verdict.sentences[2]
+    assert "1 of 2 cells" in paragraphs(page.verdict)["Read"]
+    assert "1 cell without an answer" in paragraphs(page.verdict)["Not seen"]
     assert len(page.pictures) >= 1
     assert sweep_verdict(sweep_of()).level is Level.UNKNOWN
     nothing = worst(estimate(0.0, 0.0, 0.26))
-    assert "up to 26 %" in sweep_verdict(sweep_of(worst_case=nothing)).sentences[1]
+    assert "up to 26 %" in paragraphs(sweep_verdict(sweep_of(worst_case=nothing)))["How sure"]
 
 
 @pytest.fixture(scope="module")

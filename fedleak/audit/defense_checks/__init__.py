@@ -68,16 +68,24 @@ FINDINGS = TypeAdapter(list[Finding])
 """The content of checks.json."""
 
 
-def refuse_broken(run: Run, experiment: Experiment) -> None:
+def refuse_broken(
+    run: Run, experiment: Experiment, findings: Sequence[Finding] | None = None
+) -> None:
     """Checks the defenses of a run that has not begun, and notes the findings in checks.json.
+
+    Args:
+        run: The run directory.
+        experiment: What was prepared there.
+        findings: Of the check, where it was made just before; None: it is made now.
 
     Raises:
         FedleakError: One does not do what it says.
     """
     if not experiment.defense or run.captures.all_keys():
         return
-    findings = check(experiment, client_sizes(run))
-    run.write_json("checks.json", FINDINGS.dump_python(findings, by_alias=True))
+    if findings is None:
+        findings = check(experiment, client_sizes(run))
+    run.write_json("checks.json", FINDINGS.dump_python([*findings], by_alias=True))
     broken = [
         f"{finding.defense}: {finding.claim}: {finding.figures}"
         for finding in findings

@@ -7,6 +7,14 @@ from enum import StrEnum
 from fedleak.report.table import Table
 
 
+@dataclass(frozen=True)
+class Entry:
+    """A word and its explanation."""
+
+    word: str
+    value: str
+
+
 class Level(StrEnum):
     """What the test has shown; there is none for "safe", which no test can show."""
 
@@ -24,22 +32,14 @@ class Verdict:
 
     Attributes:
         level: What the test has shown.
-        headline: The same in words, with the epsilon that holds.
-        sentences: Paragraphs: what could be read by whom, what is guaranteed, how sure that is, and
-            what was not measured.
+        headline: The worst that was found, with the epsilon that holds.
+        paragraphs: By their headings: what could be read by whom, what is guaranteed, what the
+            model is worth, how sure that is, what was not measured, and what to do next.
     """
 
     level: Level
     headline: str
-    sentences: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A word and its explanation."""
-
-    word: str
-    value: str
+    paragraphs: tuple[Entry, ...]
 
 
 @dataclass(frozen=True)
@@ -109,6 +109,7 @@ class RunPage:
         name: The name of the run.
         redacted: Whether private texts, and what attacks and files say in words, are left out.
         verdict: What a reader must know.
+        audit: What an audit planned and what its limits say; none if there was no audit.
         missing: Why the results are not complete.
         notes: What else should be known.
         setting, threat: How clients train; what the attacker sees and is told.
@@ -131,6 +132,7 @@ class RunPage:
     name: str
     redacted: bool
     verdict: Verdict
+    audit: Sequence[Table]
     missing: Sequence[str]
     notes: Sequence[str]
     setting: Sequence[Entry]

@@ -20,6 +20,7 @@ from fedleak.report.html.page import Entry, PrivateText, RunPage, Shown, TextAns
 from fedleak.report.html.verdict import Extent, Guaranteed, run_verdict
 from fedleak.report.table import Cell, Table, Tone, figures, plain, words
 from fedleak.report.tables.attacks import attack_table
+from fedleak.report.tables.audit import audit_tables
 from fedleak.report.tables.canaries import canary_table
 from fedleak.report.tables.detections import detections_table
 from fedleak.report.tables.ladder import ladder_table
@@ -33,6 +34,7 @@ from fedleak.report.tables.leakage import (
 from fedleak.report.tables.membership import membership_tables
 from fedleak.report.tables.personal_data import personal_data_tables
 from fedleak.report.words import NOT_MEASURED, SEES, counted, figure, in_words, listed, number
+from fedleak.store.audits import AUDIT
 from fedleak.store.records import (
     LEDGER,
     UTILITY,
@@ -81,6 +83,7 @@ def run_page(run: Run, scored: Sequence[Scored], *, redact: bool = False) -> Run
         name=summary.name,
         redacted=redact,
         verdict=run_verdict(most, _extent(experiment, most, rows, read), guaranteed),
+        audit=audit_tables(run.read(AUDIT)) if (run.path / AUDIT.name).exists() else [],
         missing=_sentences_or_count(summary.missing, redact),
         notes=_sentences_or_count(summary.notes, redact),
         setting=_setting(experiment),
@@ -168,19 +171,26 @@ def _extent(
         attacked=len(read),
         sent=len(captures_made(experiment)),
         unordered=unordered(rows, read),
+        late=len(late(rows)),
         granted=_granted(experiment, summary),
         sees=experiment.sees,
     )
 
 
+def late(rows: Iterable[LeakageRow]) -> frozenset[Key]:
+    """Returns the updates of which an attack's time was up and nothing is proved."""
+    rows = list(rows)
+    up = {row.key for row in rows if row.diagnostics.get("time_up")}
+    return frozenset(up - {row.key for row in rows if row.verified})
+
+
 def unordered(rows: Iterable[LeakageRow], read: Mapping[Key, ReadShare]) -> int:
     """Counts the updates whose words are known and whose order more time may read."""
-    late = {row.key for row in rows if row.diagnostics.get("time_up")}
-    proved = {row.key for row in rows if row.verified}
+    unfinished = late(rows)
     return sum(
         (share.tokens or 0.0) >= WORDS_KNOWN and (share.exact or 0.0) < ORDER_UNKNOWN
         for key, share in read.items()
-        if key in late - proved
+        if key in unfinished
     )
 
 

@@ -3,8 +3,17 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from fedleak.report.html.page import Level, Verdict
-from fedleak.report.words import MALICIOUS, counted, figure, listed, percent, share
+from fedleak.audit.metrics.intervals import wilson
+from fedleak.report.html.page import Entry, Level, Verdict
+from fedleak.report.words import (
+    MALICIOUS,
+    counted,
+    few_digits,
+    figure,
+    listed,
+    percent,
+    share,
+)
 from fedleak.store.summaries import (
     NEARLY,
     AttackSummary,
@@ -84,6 +93,7 @@ class Extent:
         attacked, sent: Updates that attacks were tried on, and that clients sent in all.
         unordered: Updates whose words are known and whose order is not, where the time of an
             attack was up and nothing is proved.
+        late: Updates of which an attack's time was up and nothing is proved.
         granted: Facts that the attacker was told beyond the protocol.
         sees: What the attacker sees.
         malicious: Whether the server changed the model that it sent.
@@ -92,6 +102,7 @@ class Extent:
     attacked: int
     sent: int
     unordered: int
+    late: int = 0
     granted: Sequence[str]
     sees: Sight
     malicious: bool = False
@@ -110,11 +121,8 @@ class Guaranteed:
     sentence: str
 
 
-HEADLINES: Mapping[Level, str] = {
-    Level.READ: "Private texts were read",
-    Level.PARTLY: "No text was read word for word in this test",
-    Level.UNKNOWN: "What can be read was not measured",
-}
+NOT_MEASURED = "What can be read was not measured"
+"""The headline where no attack gave an answer that could be compared."""
 
 
 def run_verdict(summary: RunSummary, extent: Extent, guaranteed: Guaranteed) -> Verdict:
@@ -125,22 +133,76 @@ def run_verdict(summary: RunSummary, extent: Extent, guaranteed: Guaranteed) -> 
     level = _level(leakage, attacks)
     level = Level.PARTLY if membership and level == Level.UNKNOWN else level
     by = f", by a {MALICIOUS}" if summary.server else ""
+    certainty = (
+        f"{_order_unknown(extent)}{_read_without_facts(summary)}{_read_of_copies(summary)}"
+        f"{_certainty(leakage, attacks, extent)}"
+    )
     return Verdict(
         level,
-        HEADLINES[level] + by + _epsilon_clause(guaranteed.epsilon, summary.canary),
+        _worst(leakage, level, membership) + by + _epsilon_clause(guaranteed, summary.canary),
         (
-            *([f"The server is malicious: {summary.server}."] if summary.server else []),
-            _what_was_read(leakage, attacks, extent) + _personal_data(leakage),
-            guaranteed.sentence,
-            f"{_order_unknown(extent)}{_read_without_facts(summary)}{_read_of_copies(summary)}"
-            f"{membership}{_certainty(leakage, attacks, extent)}",
-            _unmeasured(summary, extent),
+            *([Entry("Server", f"It is malicious: {summary.server}.")] if summary.server else []),
+            Entry("Read", _what_was_read(leakage, attacks, extent) + _personal_data(leakage)),
+            Entry("Who was in", membership or _nobody_told(summary.membership)),
+            Entry("Guaranteed", guaranteed.sentence),
+            Entry("Model", _worth(summary)),
+            Entry("How sure", certainty),
+            Entry("Not seen", _unmeasured(summary, extent)),
+            Entry("Next", next_step(summary, extent, guaranteed, leakage, membership)),
         ),
     )
 
 
-def _epsilon_clause(epsilon: float | None, canary: CanarySummary | None) -> str:
-    if epsilon is None:
+def _worst(leakage: Strongest | None, level: Level, membership: str) -> str:
+    """Returns the worst that was found, in a few words."""
+    were = "was" if leakage is not None and leakage.exact_texts == 1 else "were"
+    if leakage is not None and leakage.exact_texts:
+        texts = counted(leakage.texts, "private text")
+        return f"{leakage.exact_texts:,} of {texts} {were} read word for word"
+    if level == Level.READ:
+        return "Private texts were read: a proof confirms whole answers"
+    if leakage is not None and leakage.nearly:
+        were, texts = "was" if leakage.nearly == 1 else "were", counted(leakage.texts, "text")
+        return f"{leakage.nearly:,} of {texts} {were} read nearly word for word"
+    if leakage is not None and (share := words_found(leakage)) is not None:
+        amount = "All" if share == 1 else percent(share)
+        return f"{amount} of the private texts' words were found"
+    if membership:
+        return "It could be told which texts were in an update"
+    return NOT_MEASURED if leakage is None else "No text was read word for word in this test"
+
+
+def words_found(leakage: Strongest) -> float | None:
+    """Returns the share of words that was found; None: it is not more than chance finds."""
+    recall, control = leakage.read.token_recall, leakage.read.control_token_recall
+    if recall is None or recall.low <= (0.0 if control is None else control.mean):
+        return None
+    return recall.mean
+
+
+def _worth(summary: RunSummary) -> str:
+    """Returns what the trained model is worth on texts that nobody trained on."""
+    if (after := summary.utility) is None:
+        return "What it is worth was not measured."
+    name = next((name for name in ("accuracy", "perplexity") if name in after.figures), None)
+    if name is None or after.figures[name] is None:
+        return f"After round {after.round} its utility was not measured."
+    begun = summary.utility_before
+    before = None if begun is None else begun.figures.get(name)
+    value, interval, few = few_digits(after.figures[name]), "", ""
+    if name == "accuracy":
+        right = round((after.figures[name] or 0.0) * summary.held_out)
+        _, low, high = wilson(right, summary.held_out)
+        interval = f" (95 % interval {low:.2f} to {high:.2f})"
+        if before is not None and low <= before <= high:
+            few = " So few texts do not show that training changed it."
+    earlier = "" if before is None else f"; before training it was {few_digits(before)}"
+    texts = counted(summary.held_out, "held-out text")
+    return f"After round {after.round} its {name} is {value}{interval} on {texts}{earlier}.{few}"
+
+
+def _epsilon_clause(guaranteed: Guaranteed, canary: CanarySummary | None) -> str:
+    if (epsilon := guaranteed.epsilon) is None:
         return ""
     if canary is not None and canary.alarms:
         return f"; canaries contradict the epsilon of {figure(epsilon)}"
@@ -248,9 +310,20 @@ def _membership_sentence(membership: MembershipSummary | None) -> str:
         return ""
     p, area, surest = min(clear, key=lambda ranked: ranked[:2])
     return (
-        f"It could tell which of the texts that it has already were in an update: by the score "
-        f"{surest.score} of {surest.attack} one that was in ranks above one that was not in "
-        f"{percent(-area)} of the pairs (p = {p:.1g} for chance, over all scores). "
+        "An attacker could tell which of the texts that it has already were in an update: by the "
+        f"score {surest.score} of {surest.attack} one that was in ranks above one that was not in "
+        f"{percent(-area)} of the pairs (p = {p:.1g} for chance, over all scores)."
+    )
+
+
+def _nobody_told(membership: MembershipSummary | None) -> str:
+    """Returns that no attack told which texts were in an update, or that none tried."""
+    if membership is None or not membership.figures:
+        return "Whether it can be told which texts were in an update was not measured."
+    figures = max(membership.figures, key=lambda row: row.members + row.controls)
+    return (
+        f"No score told texts that were in an update from others so well that chance would rarely "
+        f"do it ({figures.members:,} that were in, {figures.controls:,} that were not)."
     )
 
 
@@ -319,6 +392,39 @@ def _unmeasured(summary: RunSummary, extent: Extent) -> str:
     )
 
 
+def next_step(
+    summary: RunSummary,
+    extent: Extent,
+    guaranteed: Guaranteed,
+    leakage: Strongest | None,
+    membership: str,
+) -> str:
+    """Returns what to try next, in an order in which it can be done."""
+    control, defended = summary.positive_control, bool(summary.defenses.defense)
+    read = leakage is not None and (leakage.exact_texts or leakage.nearly)
+    leaks = read or membership or (leakage is not None and words_found(leakage) is not None)
+    steps = {
+        "complete the results, as said below": summary.missing,
+        "give the attacks more time (--minutes, or seconds of an attack): on "
+        f"{counted(extent.late, SEEN[extent.sees][0])} it was up": extent.late,
+        "find settings with which the attacks read the undefended copies: before that, reading "
+        "nothing says nothing": control is not None and not control.together.exact and not read,
+        "make these defenses stronger, or use others": leaks and defended,
+        "change how clients train: larger batches, more local steps, adapters, frozen embeddings, "
+        "secure_sum, or noise (`fedleak list` names the defenses)": leaks and not defended,
+        "attack more clients: so few are an example": (
+            leakage is not None and leakage.read.warning
+        ),
+        "add a defense that guarantees an epsilon (dp_sgd, local_dp): other attacks may read what "
+        "these did not": guaranteed.epsilon is None,
+    }
+    wanted = [step for step, holds in steps.items() if holds]
+    if not wanted:
+        return "Audit again whenever the model, the batches or the defenses change."
+    first = wanted[0][0].upper() + wanted[0][1:]
+    return f"{'; '.join([first, *wanted[1:]])}. Then audit again."
+
+
 def sweep_verdict(collected: SweepSummary) -> Verdict:
     """Returns the verdict on a sweep."""
     measured = [(cell, strongest(cell.worst_case, cell.attacks)) for cell in collected.cells]
@@ -328,9 +434,7 @@ def sweep_verdict(collected: SweepSummary) -> Verdict:
     if not answered:
         first = f"How much an attacker could read was not measured in any of {cells}."
         second = "Where no attack has an answer, nothing is known."
-        return Verdict(
-            Level.UNKNOWN, HEADLINES[Level.UNKNOWN], (first, second, _gaps_of_sweep(without))
-        )
+        return Verdict(Level.UNKNOWN, NOT_MEASURED, _of_sweep(first, second, without))
     exact = [(cell, leakage) for cell, leakage in answered if leakage.exact_texts]
     malicious = sum(cell.server is not None for cell in collected.cells)
     who = "An attacker who follows the protocol"
@@ -362,8 +466,18 @@ def sweep_verdict(collected: SweepSummary) -> Verdict:
             )
     if any(leakage.read.warning for _, leakage in answered):
         second = f"{second[:-1]}; cells with few texts or clients are examples and not rates."
-    level = Level.READ if exact else Level.PARTLY
-    return Verdict(level, HEADLINES[level], (first, second, _gaps_of_sweep(without)))
+    if not exact:
+        headline = "No text was read word for word in this test"
+        return Verdict(Level.PARTLY, headline, _of_sweep(first, second, without))
+    return Verdict(Level.READ, "Private texts were read", _of_sweep(first, second, without))
+
+
+def _of_sweep(read: str, sure: str, without: int) -> tuple[Entry, ...]:
+    return (
+        Entry("Read", read),
+        Entry("How sure", sure),
+        Entry("Not seen", _gaps_of_sweep(without)),
+    )
 
 
 def _gaps_of_sweep(without: int) -> str:

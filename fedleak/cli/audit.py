@@ -1,0 +1,123 @@
+"""The command that goes from an experiment, a tap or a run to a decision."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fedleak.cli.completion import experiment_files
+from fedleak.cli.display import console, progress, remark
+from fedleak.cli.flower import import_tapped
+from fedleak.cli.mistakes import end
+from fedleak.cli.options import AllowCommands, Fresh, Set
+from fedleak.cli.questions import ask
+from fedleak.cli.results import GATE_CLOSED
+from fedleak.cli.runs import refuse_stored_programs
+from fedleak.util.errors import ConfigError, FedleakError
+from fedleak.util.sanitise import markup
+
+if TYPE_CHECKING:
+    from fedleak.config.experiment import Experiment
+    from fedleak.store.run import Run
+
+UPDATES = (".safetensors", ".pt", ".pth", ".bin")
+
+
+def audit(
+    file: Annotated[
+        Path | None,
+        typer.Argument(metavar="[FILE]", autocompletion=experiment_files, hidden=True),
+    ] = None,
+    minutes: Annotated[
+        float, typer.Option(min=1, help="That all of it takes at most: 10 or 60, for example.")
+    ] = 10,
+    changes: Set = None,
+    fresh: Fresh = False,
+    allow_commands: AllowCommands = False,
+) -> None:
+    """Find out what a setting leaks, with a plan that fits into the time, on one page.
+
+    FILE is an experiment file, the folder of a tap, or a run directory. Without one, a few
+    questions in a terminal make an experiment file.
+
+    The plan is printed first: attacks on a first and a later round, membership, canaries where
+    there is noise, undefended copies as a control, and what does not fit. The page says what leaks,
+    what is guaranteed, what the model is worth, what was not seen and what to do next. It is
+    report.html and audit.json in the run directory, too.
+
+    The exit status is 3 if a limit of [gate] is broken. The same command again goes on with an
+    audit that was stopped.
+    """
+    from fedleak.audit.gaps import refuse_gaps
+    from fedleak.config.experiment import Experiment
+    from fedleak.federation.lookup import stored
+    from fedleak.report.tables.audit import plan_table
+    from fedleak.report.terminal.audit import print_audit
+    from fedleak.report.terminal.table import print_table
+    from fedleak.running.audit.page import finish
+    from fedleak.running.workers.hiring import hire
+    from fedleak.store.audits import AUDIT
+
+    if file is None:
+        if not sys.stdin.isatty():
+            raise ConfigError("FILE is missing: questions are asked in a terminal only")
+        file, minutes = ask(minutes)
+    source, left_out = _source(file, changes or (), fresh=fresh, allow_commands=allow_commands)
+    console.print(
+        f"first, how long this takes is measured; all of it is to take {minutes:g} min at most"
+    )
+    from fedleak.flower.engines import train  # takes seconds, so after what may be refused
+    from fedleak.running.audit.begin import open_experiment, open_run, workers_for
+
+    experiment = source if isinstance(source, Experiment) else stored(source)
+    with hire(workers_for(experiment)) as on:
+        with progress(console) as show:
+            if isinstance(source, Experiment):
+                opened = open_experiment(source, minutes, train, on, show, fresh=fresh)
+            else:
+                opened = open_run(source, minutes, on, show)
+        remark([*opened.run.info().get("remarks", ()), *left_out])
+        print_table(console, plan_table(opened.audit))
+        with progress(console) as show:
+            scored = opened.carry_out(train, show, on)
+    finished = finish(opened, scored)
+    print_audit(finished.audit, finished.verdict, console)
+    console.print(f"page: {markup(finished.report)}", soft_wrap=True)
+    console.print(f"json: {markup(opened.run.path / AUDIT.name)}", soft_wrap=True)
+    if closed := [check.name for check in finished.audit.checks if check.outcome != "within"]:
+        end(f"the gate is closed, because of: {', '.join(closed)}", GATE_CLOSED)
+    if left_out:
+        raise FedleakError("; ".join(left_out))
+    refuse_gaps(opened.run)
+
+
+def _source(
+    path: Path, changes: Sequence[str], *, fresh: bool, allow_commands: bool
+) -> "tuple[Experiment | Run, Sequence[str]]":
+    """Returns what is audited: an experiment, or a run; and what an import left out.
+
+    Raises:
+        ConfigError: It is neither, or a run of somebody else that names programs.
+    """
+    from fedleak.config.loading import load
+    from fedleak.store.run import Run
+    from fedleak.tap.folder import MESSAGES
+
+    if path.suffix in UPDATES:
+        raise ConfigError(
+            f"{str(path)!r} is one update and no experiment: `fedleak attack-update` reads it"
+        )
+    if not path.is_dir():
+        return load(path, changes), ()
+    if changes or fresh:
+        raise ConfigError("--set and --fresh are for experiment files, and this is a folder")
+    run, left_out = Run(path), list[str]()
+    if (path / MESSAGES.name).exists():
+        imported = import_tapped(path, None, None, allow_commands=allow_commands)
+        run, left_out = imported.run, list(imported.left_out)
+    run.info()  # refuses a folder that is no run
+    if not allow_commands:
+        refuse_stored_programs(run.path, load(run.path / "run.json"), ())
+    return run, left_out

@@ -1,0 +1,35 @@
+"""What an audit planned, how long that took, and what the gate says, as tables."""
+
+from fedleak.report.table import Cell, Table, Tone, figures, plain, words
+from fedleak.report.words import number
+from fedleak.store.audits import Audit
+
+TONES = {"exceeded": Tone.ALARM, "untold": Tone.GAP}
+
+
+def plan_table(audit: Audit) -> Table:
+    """Returns the parts of an audit, how long each was to take, and how long all of it took."""
+    rows = [plain(part.what, number(part.seconds)) for part in audit.parts]
+    rows.append(plain("all of it", number(audit.estimate)))
+    if audit.seconds is not None:
+        rows.append(plain("it took", number(audit.seconds)))
+    notes = [f"not part of it: {reason}" for reason in audit.left_out]
+    if audit.interrupted:
+        notes.append("It was stopped and went on, so how long it took is not known.")
+    title = f"The plan of the audit, for {audit.minutes:g} minutes"
+    return Table(title, [*words("part"), *figures("seconds, about")], rows, notes)
+
+
+def audit_tables(audit: Audit) -> list[Table]:
+    """Returns the plan, and the checks of the gate if the experiment has limits."""
+    if not audit.checks:
+        return [plan_table(audit)]
+    rows = [
+        [
+            Cell(check.outcome, TONES.get(check.outcome, Tone.PLAIN)),
+            *plain(check.name, check.sentence),
+        ]
+        for check in audit.checks
+    ]
+    gate = Table("The gate", words("outcome", "check", "found"), rows)
+    return [gate, plan_table(audit)]

@@ -1,0 +1,30 @@
+"""Prints the page of an audit: the verdict of the report, the gate, and how long it took."""
+
+import textwrap
+
+from rich.console import Console
+from rich.text import Text
+
+from fedleak.report.html.page import Level, Verdict
+from fedleak.report.tables.audit import audit_tables
+from fedleak.report.terminal.table import print_table
+from fedleak.store.audits import Audit
+from fedleak.util.sanitise import printable
+
+STYLES = {Level.READ: "bold red", Level.PARTLY: "bold yellow", Level.UNKNOWN: "bold yellow"}
+
+INDENT = "  "
+
+
+def print_audit(audit: Audit, verdict: Verdict, console: Console) -> None:
+    """Prints what an audit found, the worst first."""
+    console.print()
+    console.print(Text(printable(f"{verdict.headline}."), style=STYLES[verdict.level]))
+    for paragraph in verdict.paragraphs:
+        console.print()
+        console.print(Text(printable(paragraph.word), style="bold"))
+        lines = textwrap.wrap(printable(paragraph.value), console.width - len(INDENT))
+        console.print(Text(textwrap.indent("\n".join(lines), INDENT)))
+    console.print()
+    for table in audit_tables(audit):
+        print_table(console, table)

@@ -1,0 +1,65 @@
+"""What an audit ends with: the gate, the page for a browser, and both in audit.json."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fedleak.attacks.clock import now
+from fedleak.audit.answer_scores import Scored
+from fedleak.audit.gate.judge import chosen, judge
+from fedleak.report.html.page import Verdict
+from fedleak.report.html.render import render
+from fedleak.report.html.run_page import run_page
+from fedleak.running import reports
+from fedleak.running.audit.begin import Opened
+from fedleak.store.audits import AUDIT, Audit, AuditPage, GateCheck
+from fedleak.store.files import replace
+
+
+@dataclass(frozen=True)
+class Finished:
+    """An audit that is done.
+
+    Attributes:
+        audit: What was planned, and what came of it.
+        verdict: Of the page.
+        report: The page for a browser.
+    """
+
+    audit: Audit
+    verdict: Verdict
+    report: Path
+
+
+def finish(opened: Opened, scored: Sequence[Scored]) -> Finished:
+    """Asks the gate, and writes report.html and audit.json.
+
+    Args:
+        opened: The audit.
+        scored: What it read.
+
+    Raises:
+        FedleakError: A file is damaged, or cannot be written.
+    """
+    run, limits, audit = opened.run, opened.experiment.gate, opened.audit
+    checks = judge(run, limits).checks if chosen(limits) else ()
+    took = audit.seconds
+    if took is None and not audit.interrupted:
+        took = now() - opened.begun
+    listed = (
+        GateCheck(name=check.name, outcome=str(check.outcome), sentence=check.sentence)
+        for check in checks
+    )
+    audit = audit.model_copy(update={"seconds": took, "checks": tuple(listed)})
+    with run.lock():
+        run.write(AUDIT, audit)
+        page = run_page(run, scored)
+        replace(run.path / reports.NAME, render(page))
+        summed_up = AuditPage(
+            level=str(page.verdict.level),
+            headline=page.verdict.headline,
+            paragraphs={entry.word: entry.value for entry in page.verdict.paragraphs},
+        )
+        audit = audit.model_copy(update={"page": summed_up})
+        run.write(AUDIT, audit)
+    return Finished(audit, page.verdict, run.path / reports.NAME)

@@ -1,0 +1,349 @@
+"""What of an audit fits into its time: which clients and rounds, and how long each attack may take.
+
+Plain functions of what a rehearsal measured. What does not fit is named and not silently left out.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fedleak.audit.positive_control import COPIES, is_undefended
+from fedleak.config import checks
+from fedleak.config.components import listed_as
+from fedleak.config.experiment import Experiment
+from fedleak.config.loading import parse
+from fedleak.federation.schedule import expected_captures
+from fedleak.models import LanguageModel
+from fedleak.report.words import counted, listed
+from fedleak.running.audit.rehearsal import Pace, timed
+from fedleak.running.forecast import duration
+from fedleak.store.audits import AuditPart
+from fedleak.util.errors import ConfigError
+
+PLANNED = 0.9
+"""The share of the time that is planned: no estimate is exact."""
+
+GOOD_SECONDS, FEWEST_SECONDS, MOST_SECONDS = 60.0, 5.0, 300.0
+"""Of an attack on an update: it gets the first, or more where all clients have it; less, down to
+the second, where there would be no time for one client; and never more than the last."""
+
+REPORT_SECONDS = 10.0
+"""Of the page and of the gate."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What an audit does.
+
+    Attributes:
+        experiment: All of it.
+        parts: What takes time.
+        left_out: What is not part of it, in sentences.
+    """
+
+    experiment: Experiment
+    parts: tuple[AuditPart, ...]
+    left_out: tuple[str, ...]
+
+    @property
+    def seconds(self) -> float:
+        """What all parts take."""
+        return sum(part.seconds for part in self.parts)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What attacks take, in seconds of one worker.
+
+    Attributes:
+        pace: What a rehearsal measured.
+        limits: By name the time that the file gives an attack for an update; None: it gives none.
+    """
+
+    pace: Pace
+    limits: Mapping[str, float | None]
+
+    @classmethod
+    def of(cls, experiment: Experiment, pace: Pace) -> "Costs":
+        """Returns what the attacks of an experiment take, before they are given any time."""
+        tables = {str(table.get("name", table["kind"])): table for table in experiment.attack}
+        given = {
+            named.name: tables.get(listed_as(named.name), {}).get("seconds")
+            for named in experiment.attacks
+        }
+        return cls(pace, given)
+
+    def of_updates(self, seconds: float) -> dict[str, float]:
+        """Returns by name what an update takes, if attacks without a time get so many seconds."""
+        return self._each(self.pace.attacks, self.pace.late, seconds)
+
+    def of_copies(self, seconds: float) -> dict[str, float]:
+        """Returns the same of an undefended copy."""
+        return self._each(self.pace.copies, self.pace.late_copies, seconds)
+
+    def all(self, updates: int, copies: int, seconds: float) -> float:
+        """Returns what so many updates and copies take, one after the other."""
+        of_updates, of_copies = self.of_updates(seconds), self.of_copies(seconds)
+        return updates * sum(of_updates.values()) + copies * sum(of_copies.values())
+
+    def _each(
+        self, took: Mapping[str, float], late: Container[str], seconds: float
+    ) -> dict[str, float]:
+        """Whose time was up in the rehearsal takes all that it gets."""
+        return {
+            name: float(self.limits.get(name) or seconds) if name in late else measured
+            for name, measured in took.items()
+        }
+
+
+def to_audit(
+    experiment: Experiment, model: LanguageModel, *, trained: bool = False
+) -> tuple[Experiment, list[str]]:
+    """Returns an experiment with what every audit has, and a sentence for what cannot be.
+
+    That is the attacks `auto` and `membership`, and canaries where clients add noise.
+
+    Args:
+        experiment: As its file says.
+        model: With its parameters' names; no weights are needed.
+        trained: Clients take in canaries while they train, and that is over.
+    """
+    left_out: list[str] = []
+    kinds = {named.attack.kind for named in experiment.attacks}
+    wanted = [kind for kind in ("auto", "membership") if kind not in kinds]
+    noisy = any(placed.defense.noisy for placed in experiment.defenses)
+    if experiment.canary is None and noisy:
+        if trained:
+            left_out.append("canaries: clients take them in while they train, and that is over")
+        else:
+            wanted.append("canaries")
+    for name in wanted:
+        tables: dict[str, Any] = {"attack": [*experiment.attack, {"kind": name}]}
+        if name == "canaries":
+            tables = {"canary": {}}
+        try:
+            changed = parse(experiment.model_dump(mode="json") | tables)
+            checks.check_attacks(changed, model)
+            checks.check_canaries(changed, model)
+        except ConfigError as error:
+            left_out.append(f"{name}: {error}")
+        else:
+            experiment = changed
+    return experiment, left_out
+
+
+def plan(experiment: Experiment, pace: Pace, minutes: float, workers: int = 1) -> Plan:
+    """Returns what of an audit fits into its time.
+
+    Args:
+        experiment: What `to_audit` returned.
+        pace: What the rehearsal measured.
+        minutes: For all of it, the rehearsal too.
+        workers: Attacks that run at once.
+
+    Raises:
+        ConfigError: Training takes most of the time, or no update can be attacked in what is left.
+    """
+    training, last = _training(experiment, pace), experiment.federation.rounds
+    around = pace.rehearsal + pace.around + REPORT_SECONDS
+    room = PLANNED * 60 * minutes - around
+    if training > room / 2:
+        raise ConfigError(
+            f"training alone takes about {duration(training)}, and the audit is to take "
+            f"{minutes:g} minutes: give --minutes {_minutes(2 * training + around)}, or train less "
+            "(--set federation.rounds=...)"
+        )
+    room = (room - training) * workers
+    costs, fewest = Costs.of(experiment, pace), 0.0
+    choices = [experiment.threat.rounds] if experiment.threat.rounds else [[1, last], [1]]
+    for rounds in choices:
+        in_rounds = with_threat(experiment, rounds, experiment.threat.clients)
+        chosen = _fitted(in_rounds, costs, room)
+        if chosen is not None:
+            break
+        fewest = costs.all(_fewest(in_rounds), _copies(in_rounds, pace), FEWEST_SECONDS)
+    else:
+        raise ConfigError(
+            f"no update can be attacked in {minutes:g} minutes: give --minutes "
+            f"{_minutes(fewest / workers + training + around)}"
+        )
+    final, seconds = chosen
+    parts = (
+        AuditPart(what="rehearsal, which told how long the rest takes", seconds=pace.rehearsal),
+        AuditPart(
+            what=f"training: {counted(last, 'round')} of "
+            f"{counted(experiment.clients_per_round, 'client')}",
+            seconds=training,
+        ),
+        *attack_parts(
+            costs.of_updates(seconds),
+            costs.of_copies(seconds),
+            dict.fromkeys(pace.attacks, len(expected_captures(final))),
+            _copies(final, pace),
+            workers,
+        ),
+        AuditPart(what="workers, scores, page and gate", seconds=pace.around + REPORT_SECONDS),
+    )
+    all_clients = with_threat(final, final.threat.rounds, experiment.threat.clients)
+    everything = costs.all(len(expected_captures(all_clients)), _copies(final, pace), seconds)
+    needed = _minutes(everything / workers + training + around)
+    left_out = _not_attacked(final, all_clients, choices[0], seconds, needed)
+    return Plan(final, parts, tuple(left_out))
+
+
+def attack_parts(
+    of_updates: Mapping[str, float],
+    of_copies: Mapping[str, float],
+    counts: Mapping[str, int],
+    copies: int,
+    workers: int,
+) -> Iterator[AuditPart]:
+    """Yields a part for each attack, on updates and on undefended copies of some.
+
+    Args:
+        of_updates, of_copies: By name the seconds of an attack on one.
+        counts: By name how many updates it is tried on.
+        copies: How many copies.
+        workers: Attacks that run at once.
+    """
+    for name, seconds in of_updates.items():
+        title = f"{name} on {counted(counts[name], 'update')}, {seconds:.1f} s each"
+        yield AuditPart(what=title, seconds=counts[name] * seconds / workers)
+    for name, seconds in of_copies.items() if copies else ():
+        title = f"{name} on undefended copies of {copies}, {seconds:.1f} s each"
+        yield AuditPart(what=title, seconds=copies * seconds / workers)
+
+
+def _not_attacked(
+    experiment: Experiment,
+    all_clients: Experiment,
+    rounds: Sequence[int],
+    seconds: float,
+    needed: int,
+) -> Iterator[str]:
+    """Yields what is not attacked, and what will close the gate.
+
+    Args:
+        experiment: What is run.
+        all_clients: The same with all clients in these rounds.
+        rounds: That were to be attacked.
+        seconds: That attacks get for an update.
+        needed: Minutes in which all clients can be attacked.
+    """
+    attacked, last = expected_captures(experiment), experiment.federation.rounds
+    if more := len(expected_captures(all_clients)) - len(attacked):
+        clients = len({key.client for key in attacked})
+        yield (
+            f"{counted(more, 'update')} of clients in these rounds: {counted(clients, 'client')} "
+            f"fit into the time (--minutes {needed} has time for all)"
+        )
+    here = sorted({key.round for key in attacked})
+    for round in sorted({*rounds} - {*here}):
+        yield f"round {round}: there is no time for it (--minutes {needed + 1})"
+    if len(here) < last:
+        named = listed([str(round) for round in here[:12]])
+        yield (
+            f"{counted(last - len(here), 'round')} of {last}: "
+            f"attacked {'is' if len(here) == 1 else 'are'} {named} (threat.rounds chooses others)"
+        )
+    if is_undefended(experiment):
+        yield "undefended copies: the updates are undefended, so they are their own control"
+    limits = experiment.gate
+    if limits.limits_leaks and seconds < limits.seconds:
+        yield (
+            f"what [gate] asks for: attacks get {seconds:.0f} s for an update, and it wants "
+            f"{limits.seconds:g} s of those whose time is up (gate.seconds)"
+        )
+
+
+def _minutes(seconds: float) -> int:
+    """Returns the minutes of which so many seconds can be planned."""
+    return math.ceil(seconds / 60 / PLANNED)
+
+
+def _training(experiment: Experiment, pace: Pace) -> float:
+    rounds = experiment.federation.rounds
+    scored = sum(map(experiment.evaluated, range(rounds + 1)))
+    updates = rounds * experiment.clients_per_round
+    return pace.training + pace.update * updates + pace.utility * scored
+
+
+def with_threat(
+    experiment: Experiment, rounds: Sequence[int] | None, clients: Sequence[int] | None
+) -> Experiment:
+    """Returns an experiment of which these rounds and clients are attacked; None: all."""
+    table = experiment.model_dump(mode="json")
+    table["threat"] |= {
+        "rounds": None if rounds is None else sorted({*rounds}),
+        "clients": None if clients is None else sorted(clients),
+    }
+    return parse(table)
+
+
+def with_time(experiment: Experiment, seconds: float) -> Experiment:
+    """Returns an experiment whose attacks have so much time, where its file gives them none."""
+    table = experiment.model_dump(mode="json")
+    return parse(table | {"attack": timed(experiment.attack, seconds)})
+
+
+def _fitted(experiment: Experiment, costs: Costs, room: float) -> tuple[Experiment, float] | None:
+    """Returns an experiment with the clients that fit, and the time of an attack on an update.
+
+    Args:
+        experiment: With its rounds.
+        costs: Of its attacks.
+        room: Seconds of all workers together.
+
+    Returns:
+        None: not one client of each round can be attacked.
+    """
+    copies = _copies(experiment, costs.pace)
+    wanted = experiment.gate.seconds if experiment.gate.limits_leaks else 0.0
+    good = max(GOOD_SECONDS, wanted)
+    for seconds in (good, FEWEST_SECONDS):
+        updates = _chosen(experiment, costs, room, seconds)
+        if updates is not None:
+            break
+    else:
+        return None
+    count = len(expected_captures(updates))
+    # What attacks take grows by as many seconds as there are tries whose time is up.
+    grows = costs.all(count, copies, seconds + 1) - costs.all(count, copies, seconds)
+    spare = room - costs.all(count, copies, seconds)
+    if grows:
+        seconds = min(seconds + spare // grows, max(good, MOST_SECONDS))
+    return with_time(updates, seconds), seconds
+
+
+def _chosen(experiment: Experiment, costs: Costs, room: float, seconds: float) -> Experiment | None:
+    """Returns an experiment with as many clients as there is time for; None: not for one.
+
+    Of each group of clients with the same defenses one comes first.
+    """
+    keys, copies = expected_captures(experiment), _copies(experiment, costs.pace)
+    if costs.all(len(keys), copies, seconds) <= room:
+        return experiment
+    by_client = Counter(key.client for key in keys)
+    clients: list[int] = []
+    for client in sorted(by_client, key=lambda c: (c not in experiment.unlike_clients, c)):
+        count = sum(by_client[c] for c in [*clients, client])
+        if costs.all(count, copies, seconds) <= room:
+            clients.append(client)
+    rounds = {key.round for key in keys if key.client in clients}
+    if experiment.sees != "updates" or rounds != {key.round for key in keys}:
+        return None
+    return with_threat(experiment, experiment.threat.rounds, clients)
+
+
+def _fewest(experiment: Experiment) -> int:
+    """Returns how many updates are attacked at least: one of each round, or as many sums."""
+    return len({key.round for key in expected_captures(experiment)})
+
+
+def _copies(experiment: Experiment, pace: Pace) -> int:
+    """Returns how many undefended copies are attacked."""
+    keys = expected_captures(experiment)
+    of_first = sum(key.round == keys[0].round for key in keys)
+    return min(COPIES, of_first) if pace.copies else 0

@@ -1,0 +1,194 @@
+"""How long an audit takes is measured: the experiment in small, with one client a round."""
+
+import itertools
+import shutil
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from fedleak.attacks.clock import now
+from fedleak.audit.positive_control import control_of, is_undefended
+from fedleak.config.components import build_attack
+from fedleak.config.experiment import Experiment
+from fedleak.config.loading import parse
+from fedleak.running import pipeline
+from fedleak.running.dispatch.progress import RunProgress
+from fedleak.running.pipeline import Engine
+from fedleak.running.preparation import prepare
+from fedleak.running.workers.process import Worker
+from fedleak.store.records import Answer
+from fedleak.store.run import Run
+from fedleak.store.shards import read_answers
+
+ROUNDS = 3
+"""Of a rehearsal: the first one pays for what is loaded once, and the last one for the end."""
+
+SECONDS = 10.0
+"""That an attack gets for an update in a rehearsal."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pace:
+    """What a rehearsal measured, in seconds.
+
+    Attributes:
+        rehearsal: All of it.
+        around: Workers that start and end, scores, and all else beside training and attacks.
+        training: Training, without the updates of clients and without utility.
+        update: One client's update: training, defenses, the wire and the capture.
+        utility: The score of the model on the held-out texts.
+        attacks, copies: By name of the attack, one update, or one undefended copy of one.
+        late: Attacks whose time was up, on updates and on copies: they take all that they get.
+        late_copies: The same on copies.
+    """
+
+    rehearsal: float
+    around: float
+    training: float = 0.0
+    update: float = 0.0
+    utility: float = 0.0
+    attacks: Mapping[str, float] = field(default_factory=dict)
+    copies: Mapping[str, float] = field(default_factory=dict)
+    late: frozenset[str] = frozenset()
+    late_copies: frozenset[str] = frozenset()
+
+
+def rehearse(
+    experiment: Experiment,
+    folder: Path,
+    train: Engine,
+    on: Sequence[Worker],
+    report: Callable[[RunProgress], None] = lambda progress: None,
+) -> Pace:
+    """Runs an experiment in small, attacks one update and its undefended copy, and deletes it all.
+
+    Args:
+        experiment: What is to be audited, with its attacks.
+        folder: Where to, beside the run: it holds private texts.
+        train: The engine.
+        on: Workers for the attacks.
+        report: Is told how far it is.
+    """
+    small, begin = in_small(experiment), now()
+    shutil.rmtree(folder, ignore_errors=True)
+    moments: list[float] = []
+
+    def watched(run: Run, experiment: Experiment, stop: Callable[[], bool]) -> None:
+        def asked_before_each_client() -> bool:
+            moments.append(now())
+            return stop()
+
+        moments.append(now())
+        train(run, experiment, asked_before_each_client)
+        moments.append(now())
+
+    try:
+        run, control = prepare(small, folder / small.name), not is_undefended(small)
+        pipeline.carry_out(run, small, watched, report, on, control=control, findings=())
+        given, copies = read_answers(run), read_answers(control_of(run)) if control else []
+    except Exception:  # its log says more
+        raise
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    shutil.rmtree(folder, ignore_errors=True)
+    return pace_of(now() - begin, moments, given, copies, small)
+
+
+def in_small(experiment: Experiment) -> Experiment:
+    """Returns an experiment with one client a round, of whose last update all attacks are tried.
+
+    A sum needs all of its clients. The last round and not the first: the first gradients of
+    adapters are not like the others.
+    """
+    table = experiment.model_dump(mode="json")
+    rounds = min(ROUNDS, experiment.federation.rounds)
+    table["federation"] |= {"rounds": rounds, "engine": "inline"}
+    if experiment.aggregator is None:
+        table["federation"]["clients_per_round"] = 1
+    table["threat"] |= {"rounds": [rounds], "clients": None}
+    table |= {"gate": {}, "utility": {"rounds": [0]}, "audit": {}}
+    if experiment.server_built.malicious:
+        table["server"] |= {"rounds": [rounds]}
+    table["attack"] = timed(experiment.attack, SECONDS, at_most=True)
+    return parse(table)
+
+
+def timed(
+    attacks: Sequence[Mapping[str, Any]], seconds: float, *, at_most: bool = False
+) -> list[dict[str, Any]]:
+    """Returns attacks with so much time for an update, where the file does not give them any.
+
+    Args:
+        attacks: As in an experiment file.
+        seconds: For an update.
+        at_most: Also where the file gives more.
+    """
+    tables = []
+    for number, table in enumerate(attacks):
+        own = table.get("seconds")
+        if not has_time(number, table) or (own is not None and not (at_most and own > seconds)):
+            tables.append(dict(table))
+        else:
+            tables.append({**table, "seconds": seconds})
+    return tables
+
+
+def has_time(number: int, table: Mapping[str, Any]) -> bool:
+    """Whether an attack can be given a time for an update."""
+    return hasattr(build_attack(number, dict(table)).attack, "seconds")
+
+
+def pace_of(
+    whole: float,
+    moments: Sequence[float],
+    answers: Sequence[Answer],
+    of_copies: Sequence[Answer],
+    small: Experiment,
+) -> Pace:
+    """Returns what a rehearsal measured.
+
+    Args:
+        whole: Seconds of all of it.
+        moments: When training began, when each client was asked, and when training ended.
+        answers, of_copies: Of the attacks, on an update and on its copy.
+        small: What was run.
+    """
+    begin, *asked_at, end = moments
+    apart = [after - before for before, after in itertools.pairwise(asked_at)]
+    update = mean(apart[1:] or apart) if apart else end - asked_at[0]
+    scored = sum(map(small.evaluated, range(small.federation.rounds + 1)))
+    utility = max(0.0, end - asked_at[-1] - update)
+    attacking = sum(answer.seconds or 0.0 for answer in (*answers, *of_copies))
+    return Pace(
+        rehearsal=whole,
+        around=max(0.0, whole - (end - begin) - attacking),
+        training=max(0.0, end - begin - update * len(asked_at) - utility * scored),
+        update=update,
+        utility=utility,
+        **pace_of_attacks(answers, of_copies),
+    )
+
+
+def pace_of_attacks(answers: Sequence[Answer], of_copies: Sequence[Answer]) -> dict[str, Any]:
+    """Returns what a `Pace` holds of attacks."""
+    return {
+        "attacks": _means(answers),
+        "copies": _means(of_copies),
+        "late": _late(answers),
+        "late_copies": _late(of_copies),
+    }
+
+
+def _means(answers: Sequence[Answer]) -> dict[str, float]:
+    seconds = defaultdict(list)
+    for answer in answers:
+        seconds[answer.attack].append(answer.seconds or 0.0)
+    return {name: mean(values) for name, values in seconds.items()}
+
+
+def _late(answers: Sequence[Answer]) -> frozenset[str]:
+    return frozenset(answer.attack for answer in answers if answer.diagnostics.get("time_up"))
