@@ -209,7 +209,7 @@ def audited(here: Path, first: tuple[Path, str]) -> Run:
 def test_one_command_goes_from_a_file_to_a_page(first: tuple[Path, str]) -> None:
     folder, text = first
     run = Run(folder / "runs/small-audit")
-    audit = run.read(AUDIT)
+    audit = run.read_document(AUDIT)
     assert audit.page is not None
     assert audit.page.headline == "2 of 2 private texts were read word for word"
     assert text.index("The plan of the audit") < text.index(audit.page.headline)
@@ -223,7 +223,7 @@ def test_one_command_goes_from_a_file_to_a_page(first: tuple[Path, str]) -> None
 
 
 def test_an_audit_that_was_stopped_goes_on_with_its_plan(audited: Run) -> None:
-    planned = audited.read(AUDIT).model_copy(update={"seconds": None, "page": None})
+    planned = audited.read_document(AUDIT).model_copy(update={"seconds": None, "page": None})
     audited.write(AUDIT, planned)
     file = audited.path / "reconstructions.jsonl"
     lines = file.read_bytes().splitlines(keepends=True)
@@ -231,7 +231,7 @@ def test_an_audit_that_was_stopped_goes_on_with_its_plan(audited: Run) -> None:
     status, text, _ = call("audit", "small.toml")
     assert status == 0
     assert "It was stopped and went on" in " ".join(text.split())
-    audit = audited.read(AUDIT)
+    audit = audited.read_document(AUDIT)
     assert (audit.parts, audit.seconds) == (planned.parts, None)
     after = file.read_bytes().splitlines(keepends=True)
     assert (after[:-1], len(after)) == (lines[:-1], len(lines))
@@ -253,13 +253,13 @@ def test_another_audit_of_the_same_name_is_refused(
 
 
 def test_the_gate_of_the_file_decides_the_status(audited: Run) -> None:
-    limited, before = toml({"attack": None, "gate": {"exact": 0.1}}), audited.read(AUDIT)
+    limited, before = toml({"attack": None, "gate": {"exact": 0.1}}), audited.read_document(AUDIT)
     Path("small.toml").write_text(limited)
     status, text, errors = call("audit", "small.toml")
     assert status == 3
     assert "the gate is closed, because of: exact" in errors
     assert "The gate" in text
-    audit = audited.read(AUDIT)
+    audit = audited.read_document(AUDIT)
     assert {check.name: check.outcome for check in audit.checks}["exact"] == "exceeded"
     # It was done before, and how long it took stays.
     assert (audit.page, audit.seconds) == (before.page, before.seconds)
@@ -267,7 +267,7 @@ def test_the_gate_of_the_file_decides_the_status(audited: Run) -> None:
     Path("small.toml").write_text(limited.replace("exact = 0.1", "accuracy = 0.0"))
     status, _, errors = call("audit", "small.toml")
     assert (status, errors) == (0, "")
-    assert {check.outcome for check in audited.read(AUDIT).checks} == {"within"}
+    assert {check.outcome for check in audited.read_document(AUDIT).checks} == {"within"}
 
 
 def test_a_run_is_audited_as_it_is(here: Path) -> None:

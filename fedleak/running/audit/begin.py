@@ -237,7 +237,7 @@ def _planned_before(run: Run, source: str, minutes: float) -> Audit:
         raise ConfigError(
             f"{str(run.path)!r} holds no audit: --fresh moves it aside, and audits anew"
         )
-    audit = run.read(AUDIT)
+    audit = run.read_document(AUDIT)
     if audit.source != source:
         raise ConfigError(
             f"{str(run.path)!r} holds the audit of another experiment: give this one another name, "

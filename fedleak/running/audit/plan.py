@@ -113,7 +113,7 @@ def to_audit(
     left_out: list[str] = []
     kinds = {named.attack.kind for named in experiment.attacks}
     wanted = [kind for kind in ("auto", "membership") if kind not in kinds]
-    noisy = any(placed.defense.noisy for placed in experiment.defenses)
+    noisy = any(placed.part.noisy for placed in experiment.defenses)
     if experiment.canary is None and noisy:
         if trained:
             left_out.append("canaries: clients take them in while they train, and that is over")
