@@ -39,7 +39,7 @@ Single = PositionMarginals | MaximumLikelihood | QueryGradients | Keyspan | Dage
 
 ENSEMBLE: tuple[tuple[Single, str], ...] = (
     (PositionMarginals(), "reads a single text from both embeddings, in closed form"),
-    (MaximumLikelihood(), "reads a single text of a classifier under noise, by its likelihood"),
+    (MaximumLikelihood(), "reads a single text under noise, or in few bits, by its likelihood"),
     (Keyspan(), "reads sentences from the attention of layer 1, and proves them one by one"),
     (QueryGradients(), "reads long texts of a batch, each from the gradient at one word's query"),
     (Dager(), "reads sequences from the spans of layers 1 and 2"),
@@ -138,7 +138,7 @@ class Auto(OneByOne):
     """
 
     kind: ClassVar[str] = "auto"
-    version: ClassVar[int] = 8
+    version: ClassVar[int] = 9
     slow: ClassVar[bool] = True
     uses: ClassVar[frozenset[str]] = Lamp.uses | {"noise_scale"}
     seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 120.0

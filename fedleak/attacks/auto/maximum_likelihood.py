@@ -1,4 +1,4 @@
-"""Maximum likelihood: one text of a classifier, sought by one probability of a noisy update.
+"""Maximum likelihood: one text of a classifier, sought by one probability of a blurred update.
 
 Noise adds N(0, s^2) to each number of the gradient G of one text. No text uses most words, so the
 median square of the word embedding's rows is s^2, and nothing need be granted. A text x has the log
@@ -28,8 +28,16 @@ rule stops it: the chi-square accepts a text (E < 3 sqrt(2 n)). That text is `li
 also rejects, at twice the deviations, every other text that was tried, and the nearest by rows and
 prior are tried at each place. It proves nothing: texts that were not tried may fit as well.
 
-Without a prior all words are alike to it. Limits: one text, one gradient, no dropout; Gaussian
-noise of one size on the embeddings and the head.
+**Other blur.** A number that was quantized, masked, pruned or cut down to its sign says between
+what it was (`coarseness`). So E is the square of what a text's gradient is outside these bounds,
+where rounding is what s is, and nothing is expected of a right text. In the rows what was lost
+counts as noise. Rows of words in no text are zero, so a row that is not is of a word of the text: a
+text is more probable by `_IN_TEXT` for each such word. A mask leaves of P_q and W_v what came of
+both; a word whose row is all masked is in the text with the probability of that.
+
+Without a prior all words are alike to it. Limits: one text, one gradient, no dropout; noise that is
+Gaussian and of one size on the embeddings and the head, or one of the other blurs, and no scale
+on the update where no number came as it was.
 
 Shapes: V words, T places, D hidden size, N texts, C labels, X numbers of a tensor.
 """
@@ -45,6 +53,7 @@ from torch import Tensor
 
 from fedleak.attacks import AttackSetting, OneByOne, Progress
 from fedleak.attacks.analytic.embedding_rows import above_noise
+from fedleak.attacks.auto.coarseness import EXACT, Coarseness, coarseness
 from fedleak.attacks.auto.evidence import gradients_of
 from fedleak.attacks.certificate import PRECISION, as_gradient, is_linear
 from fedleak.attacks.clock import Clock
@@ -92,6 +101,33 @@ at a place; texts of them that the prior reads whole; words that must be rejecte
 _AT_ONCE = 32
 """Texts of a forward pass."""
 
+_FREE = 0.01
+"""Share of the numbers that rounding may put outside their bounds, by its standard deviation."""
+
+_IN_TEXT = 30.0
+"""Nats by which a text is more probable with a word of which a row came, and less without it."""
+
+_SHARED = 20.0
+"""Nats by which a word's masked row speaks against a place, at most: it may be of several."""
+
+
+class Rows(NamedTuple):
+    """Gradients of the embeddings' rows, and the standard deviations of the noise in them.
+
+    Attributes:
+        word_VD, place_PD: Of words and of positions.
+        word_noise, place_noise: Of their noise.
+        kept: Share of their numbers that came; the others are zero.
+        zeros: Rows of words in no text are zero.
+    """
+
+    word_VD: Tensor
+    place_PD: Tensor
+    word_noise: float
+    place_noise: float
+    kept: float = 1.0
+    zeros: bool = False
+
 
 class Evidence(NamedTuple):
     """What the word and position rows say of a text's places.
@@ -100,16 +136,26 @@ class Evidence(NamedTuple):
         word_TV: Log odds of each word at each place.
         used_T: Log odds that a place is used.
         lengths: Tokens that the text may have.
+        in_text_V: What a word adds that is in the text, once.
     """
 
     word_TV: Tensor
     used_T: Tensor
     lengths: range
+    in_text_V: Tensor
 
     def __call__(self, ids: Ids) -> float:
         """Returns the log odds of a text."""
-        places = range(len(ids))
-        return float(self.used_T[: len(ids)].sum() + self.word_TV[places, list(ids)].sum())
+        places, words = range(len(ids)), list(set(ids))
+        odds = self.used_T[: len(ids)].sum() + self.word_TV[places, list(ids)].sum()
+        return float(odds + self.in_text_V[words].sum())
+
+    def next(self, beginnings: Sequence[Ids], place: int) -> Tensor:
+        """Returns the log odds [N, V] of each word behind some beginnings of one length."""
+        new_NV = self.in_text_V.repeat(len(beginnings), 1)
+        for n, ids in enumerate(beginnings):
+            new_NV[n, list(ids)] = 0.0
+        return self.word_TV[place] + new_NV
 
 
 class Guess(NamedTuple):
@@ -130,7 +176,7 @@ class Guess(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class MaximumLikelihood(OneByOne):
-    """One text under noise, by the likelihood of the embeddings' rows and of the classifier.
+    """One text under noise or in few bits, by the likelihood of embeddings' rows and classifier.
 
     Attributes:
         seconds: After which the most probable text so far is the answer; None: no limit.
@@ -163,10 +209,8 @@ class MaximumLikelihood(OneByOne):
 
     def reads(self, setting: AttackSetting) -> frozenset[str]:
         """Reads both embeddings and what stands behind the layers."""
-        family, embeddings = setting.family, setting.family.embeddings
-        behind = (name for name in setting.shared if not name.startswith(family.layers))
-        rows = {family.word_embedding, family.position_embedding}
-        return frozenset(name for name in behind if name in rows or name not in embeddings)
+        rows = {setting.family.word_embedding, setting.family.position_embedding}
+        return behind_layers(setting) | (setting.shared & rows)
 
     def __call__(
         self,
@@ -188,7 +232,7 @@ class MaximumLikelihood(OneByOne):
     ) -> Reading:
         """Returns the answer, and whether nothing but noise is left beside it."""
         observed, around = as_gradient(seen), frame(model)
-        names = self.reads(AttackSetting.of(seen, model)) - set(model.family.embeddings)
+        names = behind_layers(AttackSetting.of(seen, model))
         noise = noise_scale(
             observed[model.family.word_embedding], [observed[name] for name in sorted(names)]
         )
@@ -199,17 +243,15 @@ class MaximumLikelihood(OneByOne):
         if isinstance(noise, str):
             return Reading(Reconstruction.none(Status.ABSTAINED, noise))
         known = seen.knowledge.lengths
+        coarse = coarseness(seen, names)
         rows = evidence_of(
-            observed[model.family.word_embedding],
-            observed[model.family.position_embedding or ""],
-            noise,
-            around,
-            known[0] if known else None,
+            rows_of(model, observed, noise, coarse), around, known[0] if known else None
         )
         if rows is None:
             reason = f"no position's row stands out of the noise, of {noise:.2g}"
             return Reading(Reconstruction.none(Status.ABSTAINED, reason, noise_scale=noise))
-        head = Head(model, {name: observed[name] for name in sorted(names)}, noise)
+        behind = {name: observed[name] for name in sorted(names)}
+        head = Head(model, behind, noise, coarse)
         prior = None if self.prior is None else priors.load(self.prior, model)
         labels = seen.knowledge.labels or tuple(range(model.num_labels))
         search = _Search(model, around, rows, head, prior, labels, Clock(self.seconds))
@@ -235,6 +277,13 @@ class MaximumLikelihood(OneByOne):
             reason=_REASONS[likely, accepted],
         )
         return Reading(answer, (best.ids,), settled=likely)
+
+
+def behind_layers(setting: AttackSetting) -> frozenset[str]:
+    """Returns the parameters behind the last layer that are shared."""
+    family = setting.family
+    behind = (name for name in setting.shared if not name.startswith(family.layers))
+    return frozenset(name for name in behind if name not in family.embeddings)
 
 
 _REASONS = {
@@ -264,8 +313,28 @@ def noise_scale(word_VD: Tensor, head: Sequence[Tensor]) -> float | str:
     return max(noise, rounding) or "the classifier's gradient is zero"
 
 
+def rows_of(
+    model: LanguageModel, observed: Mapping[str, Tensor], noise: float, coarse: Coarseness
+) -> Rows:
+    """Returns the gradients of both embeddings, and the noise in them.
+
+    Args:
+        model: At the broadcast weights.
+        observed: The gradient by parameter name.
+        noise: Standard deviation of the noise, or of rounding.
+        coarse: What else was done to the numbers.
+    """
+    family = model.family
+    word_VD, of_words = coarse.as_noise(observed[family.word_embedding])
+    place_PD, of_places = coarse.as_noise(observed[family.position_embedding or ""])
+    noises = max(of_words, noise), max(of_places, noise)
+    return Rows(word_VD, place_PD, *noises, kept=coarse.kept, zeros=coarse is not EXACT)
+
+
 def hides_proofs(seen: Observation, model: LanguageModel) -> bool:
-    """Whether an update is blurred by more noise than a proof admits, as far as its rows tell."""
+    """Whether an update is blurred more than a proof admits, as far as its numbers tell."""
+    if coarseness(seen, behind_layers(AttackSetting.of(seen, model))) is not EXACT:
+        return True
     observed = as_gradient(seen)
     noise = noise_scale(observed[model.family.word_embedding], [])
     energy = sum(float(value.double().square().sum()) for value in observed.values())
@@ -273,22 +342,21 @@ def hides_proofs(seen: Observation, model: LanguageModel) -> bool:
     return not isinstance(noise, str) and noise**2 * numbers > PRECISION**2 * energy
 
 
-def evidence_of(
-    word_VD: Tensor, place_PD: Tensor, noise: float, around: Frame, length: int | None
-) -> Evidence | None:
+def evidence_of(rows: Rows, around: Frame, length: int | None) -> Evidence | None:
     """Returns what word and position rows say of places; None if noise hides all of them.
 
     Args:
-        word_VD, place_PD: Gradients of the embeddings.
-        noise: Standard deviation of the noise in them.
+        rows: Gradients of the embeddings.
         around: Marks that begin and end the text.
         length: Of the text, if it is known.
     """
+    word_VD, place_PD = rows.word_VD, rows.place_PD
     width, first, last = word_VD.shape[1], around.first, around.last
-    used_P = used_odds(place_PD.double().square().sum(1) / noise**2, width)
+    odds = word_odds if rows.kept == 1 else masked_odds
+    used_P = used_odds(place_PD.double().square().sum(1) / rows.place_noise**2, width)
     ends_P = used_P.cumsum(0)
     if last:
-        ends_P += word_odds(word_VD[[last[-1]]], place_PD, noise)[:, 0]
+        ends_P += odds(rows._replace(word_VD=word_VD[[last[-1]]]))[:, 0]
     ends_P[: len(first) + len(last)] = -math.inf
     if float(ends_P.max()) < math.log(len(place_PD)):
         return None
@@ -296,8 +364,27 @@ def evidence_of(
     lengths = range(int(possible[0]), int(possible[-1]) + 1)
     if length is not None:
         lengths = range(length, length + 1)
-    place_TD = place_PD[: lengths[-1]].float()
-    rest_VD, clear = word_VD.float().clone(), dict[int, int]()
+    some = rows._replace(place_PD=place_PD[: lengths[-1]].float())
+    word_TV = clear_odds(some, first) if rows.kept == 1 else masked_odds(some)
+    in_text_V = torch.zeros(len(word_VD))
+    if rows.zeros:
+        in_text_V += _IN_TEXT if rows.kept == 1 else width * math.log(1 - rows.kept)
+        in_text_V[word_VD.any(1)] = _IN_TEXT
+    return Evidence(word_TV, used_P[: lengths[-1]].float(), lengths, in_text_V)
+
+
+def clear_odds(rows: Rows, first: Ids) -> Tensor:
+    """Returns the log odds [T, V] of words at places, clear words taken out of their rows.
+
+    Args:
+        rows: Gradients of words and places.
+        first: Marks that begin the text.
+    """
+    rest_VD, place_TD, clear = rows.word_VD.float().clone(), rows.place_PD, dict[int, int]()
+
+    def at(place: int, rest_VD: Tensor) -> Tensor:
+        return word_odds(rows._replace(word_VD=rest_VD, place_PD=place_TD[[place]]))[0]
+
     for place, word in enumerate(first):
         clear[place] = word
         rest_VD[word] -= place_TD[place]
@@ -305,15 +392,14 @@ def evidence_of(
     for place in strongest_first.tolist() * 2:
         if place in clear:
             rest_VD[clear.pop(place)] += place_TD[place]
-        best = word_odds(rest_VD, place_TD[[place]], noise)[0].topk(2)
+        best = at(place, rest_VD).topk(2)
         if best.values[0] - best.values[1] > _CLEAR:
             clear[place] = int(best.indices[0])
             rest_VD[clear[place]] -= place_TD[place]
-    word_TV = word_odds(rest_VD, place_TD, noise)
+    word_TV = word_odds(rows._replace(word_VD=rest_VD))
     for place, word in clear.items():
-        own_1D = rest_VD[[word]] + place_TD[place]
-        word_TV[place, word] = word_odds(own_1D, place_TD[[place]], noise)[0, 0]
-    return Evidence(word_TV, used_P[: lengths[-1]].float(), lengths)
+        word_TV[place, word] = at(place, rest_VD[[word]] + place_TD[place])[0]
+    return word_TV
 
 
 def used_odds(energy_P: Tensor, width: int) -> Tensor:
@@ -324,15 +410,33 @@ def used_odds(energy_P: Tensor, width: int) -> Tensor:
     return odds_P
 
 
-def word_odds(word_VD: Tensor, place_TD: Tensor, noise: float) -> Tensor:
+def word_odds(rows: Rows) -> Tensor:
     """Returns the log odds [T, V] that a word's row holds a place's, against that it does not."""
+    place_TD, noise = rows.place_PD, rows.place_noise
     square_T = place_TD.square().sum(1)
     energy_T = (square_T / place_TD.shape[1] - noise**2).clamp_min(_FAINT * noise**2)
     share_T = energy_T / (energy_T + noise**2)
-    variance_T = noise**2 * (1 + share_T)
-    inner_TV = place_TD @ word_VD.to(place_TD.dtype).T
+    variance_T = rows.word_noise**2 + share_T * noise**2
+    inner_TV = place_TD @ rows.word_VD.to(place_TD.dtype).T
     odds_TV = share_T[:, None] * inner_TV - 0.5 * (share_T.square() * square_T)[:, None]
     return (odds_TV / variance_T[:, None]).float()
+
+
+def masked_odds(rows: Rows) -> Tensor:
+    """Returns the same of masked rows, by the numbers of which word and place both came.
+
+    They are equal but for rounding, or of other words. A word of several places is equal nowhere.
+    """
+    used_U = rows.word_VD.any(1).nonzero()[:, 0]
+    word_UD = rows.word_VD[used_U]
+    odds_TV = rows.place_PD.new_zeros(len(rows.place_PD), len(rows.word_VD))
+    spread = max(float(word_UD[word_UD != 0].square().mean().sqrt()), rows.word_noise)
+    for place, place_D in enumerate(rows.place_PD):
+        apart_UD = ((word_UD - place_D) / rows.word_noise).square() - (word_UD / spread).square()
+        gain_UD = math.log(spread / rows.word_noise) - 0.5 * apart_UD
+        both_UD = (word_UD != 0) & (place_D != 0)
+        odds_TV[place, used_U] = (gain_UD * both_UD).sum(1).clamp_min(-_SHARED)
+    return odds_TV
 
 
 class Head:
@@ -342,13 +446,29 @@ class Head:
         model: At the broadcast weights.
         observed: The gradient there by parameter name.
         noise: Its standard deviation.
+        coarse: What else was done to the numbers.
     """
 
-    def __init__(self, model: LanguageModel, observed: Mapping[str, Tensor], noise: float) -> None:
+    def __init__(
+        self,
+        model: LanguageModel,
+        observed: Mapping[str, Tensor],
+        noise: float,
+        coarse: Coarseness = EXACT,
+    ) -> None:
         self._model, self._own = model, BatchGradients(model, list(observed))
-        self._observed_X = torch.cat([value.flatten() for value in observed.values()]) / noise
-        self._names, self._noise = list(observed), noise
-        self.spread = math.sqrt(2 * len(self._observed_X))
+        low_and_high = [coarse.bounds(value) for value in observed.values()]
+        self._low_X, self._high_X = (
+            torch.cat([value.flatten() for value in some]) / noise
+            for some in zip(*low_and_high, strict=True)
+        )
+        exact_X = (self._low_X == self._high_X) & (self._low_X != 0)
+        self._exact_X, self._target_X = exact_X.float(), self._low_X.where(exact_X, 0.0)
+        self._names, self._noise, self._coarse = list(observed), noise, coarse is not EXACT
+        known = float((self._low_X.isfinite() | self._high_X.isfinite()).sum())
+        # Nothing is expected outside of bounds but rounding.
+        self._expected = 0.0 if self._coarse else known
+        self.spread = math.sqrt(2 * (1 + _FREE * known if self._coarse else known))
 
     def excess(self, texts: Sequence[Ids], labels: Sequence[int]) -> Tensor:
         """Returns the chi-square [N, C], in standard deviations from its mean.
@@ -364,16 +484,28 @@ class Head:
         with self._own.ready():
             gradients = gradients_of(self._model, self._own, texts, labels_NC, no_words_0)
         formed_KX = torch.cat([_formed(gradients[name]) for name in self._names], 1)
-        inner_K = formed_KX @ self._observed_X
-        factor_K = inner_K.clamp_min(0) / formed_KX.square().sum(1).clamp_min(1e-30)
-        left_K = (self._observed_X - factor_K[:, None] * formed_KX).double().square().sum(1)
-        excess_K = (left_K - len(self._observed_X)) / self.spread
+        factor_K = formed_KX.new_full((len(formed_KX),), 1 / self._noise)
+        if self._exact_X.any():
+            # The factor on the update is known from what came as it was.
+            square_K = formed_KX.square() @ self._exact_X
+            factor_K = (formed_KX @ self._target_X).clamp_min(0) / square_K.clamp_min(1e-30)
+        scaled_KX = factor_K[:, None] * formed_KX
+        nearest_X = scaled_KX.clamp(self._low_X, self._high_X) if self._coarse else self._target_X
+        left_KX = scaled_KX - nearest_X
+        excess_K = (left_KX.double().square().sum(1) - self._expected) / self.spread
         return excess_K.view(labels_NC.shape).cpu()
 
     def log_probability(self, excess: float) -> float:
         """Returns what a chi-square tells of a text of which other words may be wrong."""
         misfit = max(excess, 0.0) * self.spread
         return -_DIRECTIONS / 2 * math.log(misfit + _DIRECTIONS + _SIGMAS * self.spread)
+
+
+def _exchanged(ids: Ids, place: int, other: int) -> Ids:
+    """Returns a text with the words of two places exchanged."""
+    words = [*ids]
+    words[place], words[other] = words[other], words[place]
+    return tuple(words)
 
 
 def _formed(gradient: Gradient) -> Tensor:
@@ -456,12 +588,12 @@ class _Search:
 
     def _words(self, beginnings: Sequence[Ids], place: int) -> Tensor:
         """Returns the log probability [N, V] of the next word after beginnings of one length."""
-        odds_V = self.rows.word_TV[place].clone()
-        odds_V[[*self.model.special_ids()]] = -math.inf
+        odds_NV = self.rows.next(beginnings, place)
+        odds_NV[:, [*self.model.special_ids()]] = -math.inf
         if self.prior is None or not place:
-            return odds_V.expand(len(beginnings), -1)
+            return odds_NV
         next_NV = self.prior.next_token(torch.tensor(beginnings, device=self.prior.device))
-        return odds_V + next_NV.to(odds_V.device)
+        return odds_NV + next_NV.to(odds_NV.device)
 
     def _near(self, ids: Ids, place: int, most: int) -> set[Ids]:
         """Returns texts with another word at a place, or at the end with a word more or less."""
@@ -473,6 +605,10 @@ class _Search:
             best = odds_V.topk(min(most, len(odds_V)))
             words = best.indices[best.values > best.values[0] - _APART].tolist()
             longer = {(*ids[:place], word, *ids[place + (place < end) :]) for word in words}
+            if place < end and self.rows.in_text_V.any():
+                # Where rows tell which words there are, two of them may change places.
+                others = range(len(self.around.first), place)
+                longer |= {_exchanged(ids, place, other) for other in others}
         if place == end and len(ids) - 1 in self.rows.lengths:
             longer.add((*ids[: end - 1], *ids[end:]))
         return longer - {ids}
