@@ -435,7 +435,7 @@ def test_personal_data_is_limited_where_there_is_any(scored: Evidence) -> None:
     worst = scored.summary.worst_case
     assert worst is not None
     share = Estimate(mean=0.02, low=0.0, high=0.3)
-    read = PersonalData(kinds={}, unanswered=0, read=share, control=None, guess=None)
+    read = PersonalData(kinds={}, unanswered=0, read=share, control=None)
 
     def with_data(personal: PersonalData | None) -> Evidence:
         case = worst.model_copy(update={"personal": personal})

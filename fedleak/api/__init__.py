@@ -48,7 +48,6 @@ from fedleak.api.own_update import Tensors, observe
 from fedleak.attacks import Equipped, Progress
 from fedleak.attacks.reconstruction import Reconstruction, Status
 from fedleak.audit.answer_scores import Scored, score_one
-from fedleak.audit.metrics import personal_data
 from fedleak.config.components import NamedAttack, build_attack
 from fedleak.config.experiment import LARGEST_SEED, Experiment
 from fedleak.config.loading import load, parse
@@ -295,10 +294,7 @@ def score(
         batch_size=len(sequences),
     )
     control = None if other is None else other.answer
-    items = personal_data.find(sequences, model, personal_data.by_rules)
-    return score_one(
-        result.answer, truth, model, other=control, held_out=others, seed=seed, items=items
-    )
+    return score_one(result.answer, truth, model, other=control, held_out=others, seed=seed)
 
 
 @dataclass(frozen=True)

@@ -19,14 +19,7 @@ from fedleak.audit.metrics.personal_data import Item
 from fedleak.audit.metrics.rouge import Rouge
 from fedleak.audit.metrics.tokens import Overlap, overlap
 from fedleak.models import LanguageModel
-from fedleak.store.records import (
-    UNSCORED,
-    Answer,
-    Fact,
-    LeakageRow,
-    PersonalItem,
-    TextScore,
-)
+from fedleak.store.records import UNSCORED, Answer, Fact, LeakageRow, PersonalItem, TextScore
 from fedleak.training.truth import GroundTruth
 from fedleak.util.rng import stream
 
@@ -56,7 +49,7 @@ class Scored:
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """An answer's scores against one truth; `personal`: which pieces of personal data it has."""
+    """An answer's scores against one truth."""
 
     content: Rouge | None = None
     paper: Rouge | None = None
@@ -64,15 +57,11 @@ class Scores:
     token_recall: float | None = None
     token_precision: float | None = None
     texts: tuple[TextScore, ...] | None = None
-    personal: tuple[float, ...] | None = None
     pairs: tuple[TextPair, ...] = ()
 
 
 def score_sequences(
-    answers: Sequence[Sequence[int]],
-    truths: Sequence[Sequence[int]],
-    model: LanguageModel,
-    items: Sequence[Item] = (),
+    answers: Sequence[Sequence[int]], truths: Sequence[Sequence[int]], model: LanguageModel
 ) -> Scores:
     """Scores sequences one-to-one, content only.
 
@@ -84,9 +73,7 @@ def score_sequences(
     def content(sequences: Iterable[Sequence[int]]) -> list[tuple[int, ...]]:
         return [tuple(t for t in sequence if t not in special) for sequence in sequences]
 
-    # Whoever wrote a run may have put a book into an answer; clients train on none.
-    answers = [ids[: model.max_length] for ids in answers]
-    answers = _each_once(answers, len(truths))[: len(truths)]
+    answers = counted(answers, len(truths), model)
     answer_ids, truth_ids = content(answers), content(truths)
     answer_texts = [model.decode(ids) for ids in answer_ids]
     truth_texts = [model.decode(ids) for ids in truth_ids]
@@ -120,9 +107,16 @@ def score_sequences(
             )
             for e, s, t in zip(exact, scores, truths, strict=True)
         ),
-        personal=personal_data.read(items, answers, model),
         pairs=tuple(TextPair(t, a, s.rougeL) for t, a, s in scored),
     )
+
+
+def counted(
+    answers: Sequence[Sequence[int]], size: int, model: LanguageModel
+) -> Sequence[Sequence[int]]:
+    """Returns the answers that count for a batch of so many texts."""
+    # Whoever wrote a run may have put a book into an answer; clients train on none.
+    return _each_once([ids[: model.max_length] for ids in answers], size)[:size]
 
 
 def _each_once(answers: Sequence[Sequence[int]], size: int) -> Sequence[Sequence[int]]:
@@ -146,13 +140,11 @@ def score_tokens(
     return overlap(set(answer) - special, set(chain(*truths)) - special)
 
 
-def score_answer(
-    answer: Answer, truth: GroundTruth, model: LanguageModel, items: Sequence[Item] = ()
-) -> Scores:
+def score_answer(answer: Answer, truth: GroundTruth, model: LanguageModel) -> Scores:
     """Scores an answer by what its attack looks for."""
     scores = Scores()
     if answer.sequences is not None:
-        scores = score_sequences(answer.sequences, truth.sequences, model, items)
+        scores = score_sequences(answer.sequences, truth.sequences, model)
     if answer.tokens is not None:
         tokens = score_tokens(answer.tokens, truth.sequences, model)
         texts = scores.texts or [TextScore(exact=None, rougeL=None, token_recall=None)] * len(
@@ -173,11 +165,7 @@ def score_answer(
 
 
 def guess(
-    held_out: Sequence[Sequence[int]],
-    truth: GroundTruth,
-    model: LanguageModel,
-    seed: int,
-    items: Sequence[Item] = (),
+    held_out: Sequence[Sequence[int]], truth: GroundTruth, model: LanguageModel, seed: int
 ) -> Scores:
     """Returns the mean scores of held-out texts, drawn without any update."""
     if not held_out:
@@ -186,14 +174,10 @@ def guess(
     drawn = []
     for _ in range(GUESSES):
         picks = torch.randint(len(held_out), (len(truth.sequences),), generator=rng).tolist()
-        drawn.append(score_sequences([held_out[i] for i in picks], truth.sequences, model, items))
+        drawn.append(score_sequences([held_out[i] for i in picks], truth.sequences, model))
     return Scores(
         content=rouge.mean([scores.content for scores in drawn if scores.content]),
         token_recall=sum(scores.token_recall or 0.0 for scores in drawn) / GUESSES,
-        personal=tuple(
-            sum(of_item) / GUESSES
-            for of_item in zip(*(scores.personal or () for scores in drawn), strict=True)
-        ),
     )
 
 
@@ -205,7 +189,6 @@ def score_one(
     other: Answer | None = None,
     held_out: Sequence[Sequence[int]] = (),
     seed: int = 0,
-    items: Sequence[Item] = (),
 ) -> Scored:
     """Scores one answer, as `scoring.score_run` scores those of a run.
 
@@ -216,21 +199,14 @@ def score_one(
         other: The same attack's answer for the update of another client, for the first control.
         held_out: Token ids of texts that the client did not have, for the second control.
         seed: Decides which of them are drawn.
-        items: Personal data of the truth.
     """
-    control = Scores() if other is None else score_answer(other, truth, model, items)
-    guessed = guess(held_out, truth, model, seed, items)
-    return compared(answer, truth, model, control=control, guessed=guessed, items=items)
+    control = Scores() if other is None else score_answer(other, truth, model)
+    guessed = guess(held_out, truth, model, seed)
+    return compared(answer, truth, model, control=control, guessed=guessed)
 
 
 def compared(
-    answer: Answer,
-    truth: GroundTruth,
-    model: LanguageModel,
-    *,
-    control: Scores,
-    guessed: Scores,
-    items: Sequence[Item] = (),
+    answer: Answer, truth: GroundTruth, model: LanguageModel, *, control: Scores, guessed: Scores
 ) -> Scored:
     """Returns the row of an answer whose truth is known.
 
@@ -240,11 +216,9 @@ def compared(
         model: For its tokenizer.
         control: What the attack's answer for another update scores against the same truth.
         guessed: What held-out texts score against it.
-        items: Personal data of the truth.
     """
     recovered = answer.status == Status.RECOVERED
-    scores = score_answer(answer, truth, model, items) if recovered else Scores()
-    personal = _personal(items, scores, control, guessed)
+    scores = score_answer(answer, truth, model) if recovered else Scores()
     only_tokens = recovered and answer.sequences is None
     # A proof covers all texts, and the truth outweighs it.
     refuted = answer.verified and scores.exact_match != 1
@@ -264,8 +238,7 @@ def compared(
             "control_token_recall": control.token_recall,
             "guess_rougeL": guessed.content.rougeL if guessed.content and not only_tokens else None,
             "guess_token_recall": guessed.token_recall,
-            "texts": _with_personal(scores.texts, personal),
-            "personal": personal,
+            "texts": scores.texts,
             "facts": {
                 name: Fact(claimed=value, true=true.get(name))
                 for name, value in answer.facts.items()
@@ -275,44 +248,39 @@ def compared(
     return Scored(row, scores.pairs)
 
 
-def _personal(
-    items: Sequence[Item], scores: Scores, control: Scores, guessed: Scores
-) -> tuple[PersonalItem, ...]:
-    """Returns which pieces of personal data an answer has, and each control."""
-    nobody = [None] * len(items)
-    return tuple(
-        PersonalItem(
-            kind=item.kind,
-            text=item.place,
-            read=None if read is None else bool(read),
-            control=None if other is None else bool(other),
-            guess=guess_share,
-        )
-        for item, read, other, guess_share in zip(
-            items,
-            nobody if scores.personal is None else scores.personal,
-            nobody if control.personal is None else control.personal,
-            guessed.personal or nobody,
-            strict=True,
-        )
-    )
+def with_personal_data(
+    scored: Scored,
+    items: Sequence[Item],
+    answer: Answer,
+    other: Answer | None,
+    model: LanguageModel,
+) -> Scored:
+    """Returns an answer's row with what it has of the personal data in the truth.
 
+    Args:
+        scored: The answer, compared with the truth.
+        items: Personal data of the truth.
+        answer: What the attack answered.
+        other: The same attack's answer for another client's update, which is the control.
+        model: For its tokenizer.
+    """
+    size, texts = scored.row.batch_size or 0, list(scored.row.texts or ())
 
-def _with_personal(
-    texts: Sequence[TextScore] | None, personal: Sequence[PersonalItem]
-) -> tuple[TextScore, ...] | None:
-    """Returns the scores of texts, with the share of the personal data in each that was read."""
-    if texts is None:
-        return None
-    read: dict[int, list[bool]] = {}
-    for item in personal:
-        if item.read is not None:
-            read.setdefault(item.text, []).append(item.read)
-    shares = {place: sum(of_text) / len(of_text) for place, of_text in read.items()}
-    return tuple(
-        text.model_copy(update={"personal_data": shares.get(place)})
-        for place, text in enumerate(texts)
+    def in_answer(given: Answer | None) -> Sequence[bool | None]:
+        if given is None or given.status != Status.RECOVERED or given.sequences is None:
+            return [None] * len(items)
+        return personal_data.read(items, counted(given.sequences, size, model), model)
+
+    personal = tuple(
+        PersonalItem(kind=item.kind, text=item.place, read=read, control=control)
+        for item, read, control in zip(items, in_answer(answer), in_answer(other), strict=True)
     )
+    for place, text in enumerate(texts):
+        read = [item.read for item in personal if item.text == place and item.read is not None]
+        if read:
+            texts[place] = text.model_copy(update={"personal_data": sum(read) / len(read)})
+    update = {"personal": personal, "texts": tuple(texts) or scored.row.texts}
+    return replace(scored, row=scored.row.model_copy(update=update))
 
 
 def _named(prefix: str, scores: Rouge | None) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """Means over rows with their intervals, and whether they are rates at all."""
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -102,40 +102,27 @@ def personal_data(
     Args:
         rows_and_items: Pieces, each with the row that it is about.
     """
+    answered = [(row, item) for row, item in rows_and_items if item.read is not None]
     if not rows_and_items:
         return None
-    answered = [(row, item) for row, item in rows_and_items if item.read is not None]
-
-    def share_of(name: str) -> Estimate | None:
-        values = [(row, getattr(item, name)) for row, item in answered]
-        known = [(row, float(value)) for row, value in values if value is not None]
-        return mean_over_clients(known, 1.0, largest=0)
-
-    items, read, control = (
-        Counter(item.kind for _, item in answered if counts(item))
-        for counts in (lambda item: True, lambda item: item.read, lambda item: item.control)
-    )
+    kinds: dict[str, list[PersonalItem]] = defaultdict(list)
+    for _, item in answered:
+        kinds[item.kind].append(item)
+    read = [(row, float(bool(item.read))) for row, item in answered]
+    control = [(row, float(item.control)) for row, item in answered if item.control is not None]
     return PersonalData(
         kinds={
-            kind: KindRead(items=items[kind], read=read[kind], control=control[kind])
-            for kind in sorted(items)
+            kind: KindRead(
+                items=len(items),
+                read=sum(bool(item.read) for item in items),
+                control=sum(bool(item.control) for item in items),
+            )
+            for kind, items in sorted(kinds.items())
         },
         unanswered=len(rows_and_items) - len(answered),
-        read=share_of("read"),
-        control=share_of("control"),
-        guess=share_of("guess"),
+        read=mean_over_clients(read, 1.0, largest=0),
+        control=mean_over_clients(control, 1.0, largest=0),
     )
-
-
-def best_of(several: Iterable[PersonalItem]) -> PersonalItem:
-    """Returns what all attacks together read of one piece of personal data, and their controls."""
-    several = list(several)
-
-    def most(name: str) -> bool | float | None:
-        values = [value for item in several if (value := getattr(item, name)) is not None]
-        return max(values, default=None)
-
-    return several[0].model_copy(update={name: most(name) for name in ("read", "control", "guess")})
 
 
 def too_few(answered: Sequence[LeakageRow]) -> str | None:

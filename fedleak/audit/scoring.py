@@ -13,7 +13,15 @@ from itertools import chain
 from fedleak.attacks import unchecked
 from fedleak.attacks.reconstruction import Status
 from fedleak.audit import detection, positive_control
-from fedleak.audit.answer_scores import Scored, Scores, compared, guess, score_answer, unscored
+from fedleak.audit.answer_scores import (
+    Scored,
+    Scores,
+    compared,
+    guess,
+    score_answer,
+    unscored,
+    with_personal_data,
+)
 from fedleak.audit.gaps import Gaps, find_gaps
 from fedleak.audit.kept_texts import read_candidates, read_held_out
 from fedleak.audit.metrics import personal_data
@@ -170,12 +178,11 @@ def _scored(
         by_attack[attack][key] = answer
     # Poisson sampling may draw nobody, and then there is nothing to find.
     known = {key: truth for key, truth in truths.items() if truth is not None and truth.sequences}
-    recognise = personal_data.recogniser(recorded.experiment.audit, recorded.model)
+    guesses, model = _guesses(run, recorded, known), recorded.model
+    recognise = personal_data.recogniser(recorded.experiment.audit, model)
     items = {
-        key: personal_data.find(truth.sequences, recorded.model, recognise)
-        for key, truth in known.items()
+        key: personal_data.find(truth.sequences, model, recognise) for key, truth in known.items()
     }
-    guesses = _guesses(run, recorded, known, items)
     scored = []
     for key, attack in sorted({*answers, *earlier}):
         given, before = answers.get((key, attack)), earlier.get((key, attack))
@@ -183,10 +190,9 @@ def _scored(
         if given is not None and truths[key] is None and not has_scores:
             scored.append(Scored(unscored(given), ()))
         elif given is not None and key in known and not _would_lose_scores(given, before):
-            of_attack = by_attack[attack]
-            scored.append(
-                _new(recorded, given, known[key], before, of_attack, guesses[key], items[key])
-            )
+            of_attack, truth = by_attack[attack], known[key]
+            new = _new(recorded, given, truth, before, of_attack, guesses[key], items[key])
+            scored.append(new)
         # What failed was not measured, so without its answer there is nothing to keep.
         elif before is not None and (given is not None or before.status != Status.FAILED):
             scored.append(Scored(before, ()))
@@ -194,20 +200,14 @@ def _scored(
 
 
 def _guesses(
-    run: Run,
-    recorded: Recorded,
-    known: Mapping[Key, GroundTruth],
-    items: Mapping[Key, tuple[Item, ...]],
+    run: Run, recorded: Recorded, known: Mapping[Key, GroundTruth]
 ) -> Mapping[Key, Scores]:
     """Returns what held-out texts score against each truth."""
     model, experiment = recorded.model, recorded.experiment
     if not (experiment.audit.controls and known):
         return {key: Scores() for key in known}
     held_out = read_held_out(run, model.vocabulary).sequences
-    return {
-        key: guess(held_out, truth, model, experiment.seed, items[key])
-        for key, truth in known.items()
-    }
+    return {key: guess(held_out, truth, model, experiment.seed) for key, truth in known.items()}
 
 
 def _new(
@@ -222,17 +222,18 @@ def _new(
     """Returns the row of an answer whose truth is known."""
     controls, model = recorded.experiment.audit.controls, recorded.model
     other = _other_client(answer.key, of_attack) if controls else None
-    control = score_answer(other, truth, model, items) if other else Scores()
-    new = compared(answer, truth, model, control=control, guessed=guessed, items=items)
+    control = score_answer(other, truth, model) if other else Scores()
+    new = compared(answer, truth, model, control=control, guessed=guessed)
+    new = with_personal_data(new, items, answer, other, model)
     if controls and other is None and before is not None:  # the other's answer is gone
         kept: dict[str, object] = {
             "control_rougeL": before.control_rougeL,
             "control_token_recall": before.control_token_recall,
         }
-        if len(before.personal) == len(new.row.personal):
+        if len(before.personal) == len(items):
+            pieces = zip(new.row.personal, before.personal, strict=True)
             kept["personal"] = tuple(
-                item.model_copy(update={"control": earlier.control})
-                for item, earlier in zip(new.row.personal, before.personal, strict=True)
+                item.model_copy(update={"control": earlier.control}) for item, earlier in pieces
             )
         new = replace(new, row=new.row.model_copy(update=kept))
     return new

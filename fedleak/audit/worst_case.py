@@ -9,13 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 
-from fedleak.audit.estimates import (
-    Largest,
-    best_of,
-    mean_over_clients,
-    personal_data,
-    too_few,
-)
+from fedleak.audit.estimates import Largest, mean_over_clients, personal_data, too_few
 from fedleak.store.records import LeakageRow, PersonalItem, TextScore, text_counts
 from fedleak.store.run import Key
 from fedleak.store.summaries import NEARLY, WorstCase
@@ -92,8 +86,13 @@ def _personal(rows: Iterable[LeakageRow]) -> list[tuple[LeakageRow, PersonalItem
     for several in of_capture.values():
         # Rows whose answers are gone may have been scored when other things were looked for.
         alike = [row for row in several if len(row.personal) == len(several[-1].personal)]
-        pieces = zip(*(row.personal for row in alike), strict=True)
-        best += [(several[0], best_of(of_piece)) for of_piece in pieces]
+        for of_piece in zip(*(row.personal for row in alike), strict=True):
+            read, control = (
+                max((value for value in values if value is not None), default=None)
+                for values in zip(*((item.read, item.control) for item in of_piece), strict=True)
+            )
+            piece = of_piece[0].model_copy(update={"read": read, "control": control})
+            best.append((several[0], piece))
     return best
 
 

@@ -123,14 +123,12 @@ class PersonalItem(Record):
         text: The place of the text in its batch.
         read: None: the attack named no texts.
         control: Whether it stands in the attack's answer for another client's update.
-        guess: The share of draws of held-out texts, without any update, in which it stands.
     """
 
     kind: str
     text: int
     read: bool | None
     control: bool | None = None
-    guess: float | None = None
 
 
 UNSCORED: Final = "unscored"

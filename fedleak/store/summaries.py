@@ -66,15 +66,13 @@ class PersonalData(Record):
         kinds: By kind.
         unanswered: Pieces in texts for which no attack named a text: they are in no share.
         read: The share that was read; None: no attack named texts.
-        control, guess: The share that stands in an answer for another client's update, and in
-            held-out texts that were drawn without any update.
+        control: The share that stands in an answer for another client's update.
     """
 
     kinds: dict[str, KindRead]
     unanswered: int
     read: Estimate | None
     control: Estimate | None
-    guess: Estimate | None
 
 
 class WithPersonalData(Record):
@@ -91,11 +89,6 @@ class WithPersonalData(Record):
     def control_personal_data(self) -> Estimate | None:
         """The share that stands in an answer for another client's update."""
         return None if self.personal is None else self.personal.control
-
-    @property
-    def guess_personal_data(self) -> Estimate | None:
-        """The share that stands in held-out texts."""
-        return None if self.personal is None else self.personal.guess
 
 
 class AttackSummary(WithPersonalData):

@@ -25,6 +25,7 @@ from fedleak.config.components import NamedAttack
 from fedleak.config.loading import parse
 from fedleak.models import CLASSIFICATION, ModelSpec, loading
 from fedleak.report.tables.attacks import attack_table
+from fedleak.report.tables.personal_data import personal_data_tables
 from fedleak.report.terminal.table import print_table
 from fedleak.running.workers.answers import checked
 from fedleak.running.workers.process import Job
@@ -851,6 +852,12 @@ def test_personal_data_is_read_piece_by_piece(make, bert_tiny, with_numbers):
     assert personal.read.mean == pytest.approx(2 / 3)
     assert personal.read.of_clients.mean == pytest.approx(3 / 4)
     assert personal.control.mean == 0
+    (table,) = personal_data_tables(summary)
+    assert [[cell.text for cell in row] for row in table.rows] == [
+        ["date", "1", "1", "0"],
+        ["number", "2", "1", "0"],
+        ["all kinds", "3", "2", "0"],
+    ]
     for name in ("leakage.jsonl", "summary.json"):
         assert not re.search("12345678|87654321|1984", (run.path / name).read_text())
 

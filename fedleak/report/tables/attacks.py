@@ -28,7 +28,6 @@ FIGURES = [
     ("tokens right, %", "token_precision", 100),
     ("personal data read, %", "personal_data", 100),
     ("personal data, other update", "control_personal_data", 100),
-    ("personal data, no update", "guess_personal_data", 100),
 ]
 """Heading, name in a summary, and what is shown for a figure of 1."""
 
