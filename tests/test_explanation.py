@@ -87,7 +87,11 @@ def test_captures_of_clients_with_other_defenses_are_told_apart():
 
 
 def test_the_sum_of_clients_is_said():
-    assert "all clients of a round together" in shown(defense=[{"kind": "secure_sum"}])
+    summed = shown(defense=[{"kind": "secure_sum"}])
+    assert "all clients of a round together" in summed
+    assert "a sum hides an update among 2 clients: if one colludes, the server reads the other" in (
+        shown(defense=[{"kind": "secure_sum"}], federation={"clients_per_round": 2})
+    )
     assert "each client" in shown()
 
 

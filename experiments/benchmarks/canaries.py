@@ -36,6 +36,7 @@ from fedleak.training.local import local_update_
 from fedleak.training.observation import UpdateKind
 from fedleak.training.planted import Planted
 from fedleak.training.settings import LocalTraining, PrivateSteps
+from fedleak.training.steps import Batch
 from fedleak.util.rng import stream
 
 COUNTS = (0, 64, 256, 1024)
@@ -106,7 +107,9 @@ def _update(
         sizes = {name: value.numel() for name, value in model.parameters().items()}
         canaries = Canaries(sizes, count, seed)
         everyone_K = torch.ones(count, dtype=torch.bool)
-        planted = Planted(canaries, coins_K, 10.0, Records(case.batch, count, False), everyone_K)
+        dummies = Batch([ids[0], ids[-1]], [0, 1])
+        records = Records(case.batch, count, False)
+        planted = Planted(canaries, coins_K, dummies, (10.0, 3.0), records, everyone_K)
     local = LocalTraining(
         kind=UpdateKind.GRADIENT,
         batch_size=case.batch,

@@ -7,7 +7,9 @@ from itertools import chain, product
 
 from fedleak.attacks.reconstruction import Status
 from fedleak.config.experiment import Experiment
-from fedleak.federation.lookup import captures_of
+from fedleak.defenses.secure_sum import hidden_among
+from fedleak.federation.lookup import captures_of, dropped_out
+from fedleak.federation.schedule import clients_of_round
 from fedleak.store.records import UNSCORED, Answer, LeakageRow
 from fedleak.store.run import Key, Run
 from fedleak.store.shards import Shard, Share, attacks_in, damaged, shares
@@ -79,7 +81,12 @@ def find_gaps(
     """
     known = _Known(run, experiment, attack_names, answers, rows, truths)
     gaps.missing += [*_failed(known), *_refuted(known)]
-    gaps.notes += [*_no_answers(known), *absences(known.run), *_left_out(known)]
+    gaps.notes += [
+        *_no_answers(known),
+        *_smallest_sum(known.run, known.experiment),
+        *absences(known.run),
+        *_left_out(known),
+    ]
     if purged := run.info().get("purged"):
         if not run.info().get("purge_complete", True):
             gaps.missing.append(
@@ -190,6 +197,16 @@ def _no_answers(known: _Known) -> Iterator[str]:
     answers = known.answers.values()
     if answers and all(answer.status in _NO_ANSWER for answer in answers):
         yield f"no attack gave an answer: all {len(answers)} abstained or are inadmissible"
+
+
+def _smallest_sum(run: Run, experiment: Experiment) -> Iterator[str]:
+    """Says among how few clients an update of the run is hidden, if the server sees sums."""
+    sums = [
+        len({*clients_of_round(experiment, key.round)} - dropped_out(run, key.round))
+        for key in run.captures.all_keys()
+    ]
+    if experiment.sees == "sum" and sums:
+        yield f"the smallest sum: {hidden_among(min(sums))}"
 
 
 def absences(run: Run) -> Iterator[str]:

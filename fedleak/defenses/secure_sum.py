@@ -23,6 +23,22 @@ FINEST = 1000
 """Fewest levels for each example: a weight is then right to one in two thousand."""
 
 
+def hidden_among(clients: int) -> str:
+    """Returns what a sum of so many clients hides, in words.
+
+    Who colludes with the server knows its own update and takes it out of the sum, so the anonymity
+    set is the clients without colluders.
+    """
+    if clients <= 1:
+        return "a sum of one client is its update: nothing is hidden"
+    if clients == 2:
+        return "a sum hides an update among 2 clients: if one colludes, the server reads the other"
+    return (
+        f"a sum hides an update among {clients} clients, less those that collude with the server: "
+        f"{clients - 1} of them read the last one"
+    )
+
+
 @dataclass(frozen=True)
 class SecureSum(TrustedAggregator):
     """Shows the server only the sum of a round's updates, not who sent what. For all clients.

@@ -32,11 +32,13 @@ from fedleak.privacy.canaries import Canaries
 from fedleak.training.batches import Records, passes
 from fedleak.training.observation import ClientUpdate, UpdateKind
 from fedleak.training.planted import Planted
+from fedleak.training.steps import Batch
 from fedleak.training.truth import Coins
 from fedleak.util.rng import stream, stream_seed
 
 TOO_LONG = 10.0
-"""How many times longer a canary is than what clipping leaves: a missing clip shows."""
+"""How many times longer a canary is, at most, than what clipping leaves: a missing clip shows, and
+so does one that is too late."""
 
 WITNESSES = 64
 """Directions that are the same for all updates and are planted in none."""
@@ -108,8 +110,18 @@ def client_canaries(
     client: int,
     round: int,
     model: LanguageModel,
+    texts: Batch,
 ) -> ClientCanaries | None:
-    """Returns the canaries that a client takes in in a round; None: it takes in none."""
+    """Returns the canaries that a client takes in in a round; None: it takes in none.
+
+    Args:
+        experiment: Says how many.
+        protection: What the client's defenses do.
+        client: Whose.
+        round: Of the update.
+        model: Its parameters have canaries.
+        texts: The client's examples: dummies are copies of the shortest and the longest.
+    """
     if experiment.canary is None or not experiment.carries_canaries(client):
         return None
     local, held = protection.local, protection.num_examples
@@ -136,8 +148,13 @@ def client_canaries(
         records = Records(held, canaries.count, poisson)
         # A set of canaries for each batch of a pass: it is in that batch, and in no other one.
         drawn_K = torch.ones_like(coins_K, dtype=torch.bool) if of_fedsgd and not poisson else None
-        norm = TOO_LONG * private.max_grad_norm
-        planted = Planted(canaries, coins_K < 0.5, norm, records, drawn_K)
+        by_length = sorted(
+            range(len(texts.sequences)), key=lambda example: len(texts.sequences[example])
+        )
+        dummies = texts.of([by_length[0], by_length[-1]])
+        loudness_G = torch.rand(2, generator=stream(experiment.seed, "loudness", client, round))
+        norms = (private.max_grad_norm * TOO_LONG**loudness_G).tolist()
+        planted = Planted(canaries, coins_K < 0.5, dummies, tuple(norms), records, drawn_K)
         return ClientCanaries(canaries, coins, planted, 0.0)
     scale = TOO_LONG * _longest(protection) if whole else experiment.canary.norm / size
     if not of_fedsgd:

@@ -18,6 +18,7 @@ Shapes: K canaries, S numbers of each, B records of a batch.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -55,10 +56,7 @@ class Canaries:
 
     def directions(self) -> Floats:
         """Returns the directions, of norm 1 [S, K]."""
-        rng = np.random.default_rng(stream_seed(self.seed, "directions"))
-        directions_KS = rng.standard_normal((self.count, self.numbers), dtype=np.float32)
-        directions_KS /= np.linalg.norm(directions_KS, axis=1, keepdims=True)
-        return np.ascontiguousarray(directions_KS.T)
+        return _directions(self.count, self.numbers, self.seed)
 
     def add_(self, tensors: Tensors, values_SK: Floats) -> None:
         """Adds values at the canaries' numbers; of parameters that are not sent nothing changes."""
@@ -102,6 +100,14 @@ class Canaries:
             if coins[canary]:
                 _add_(own, self._places(canary), norm * directions_SK[:, canary])
 
+    def norms(self, canary: int) -> dict[str, float]:
+        """Returns the norm of a canary's direction on each parameter that it is on, by name."""
+        direction_S = self.directions()[:, canary]
+        return {
+            name: float(np.linalg.norm(direction_S[numbers]))
+            for name, _, numbers in self._places(canary)
+        }
+
     def _places(self, canary: int | None = None) -> Iterator[tuple[str, slice, slice]]:
         """Yields which numbers of a parameter are canaries', and which of all of theirs they are.
 
@@ -124,6 +130,16 @@ class Canaries:
                 stop = first + (high - 1) * stride - begin + 1
                 yield name, slice(start, stop, stride), slice(low, high)
             begin = end
+
+
+@lru_cache(maxsize=1)  # a step asks for them several times
+def _directions(count: int, numbers: int, seed: int) -> Floats:
+    rng = np.random.default_rng(stream_seed(seed, "directions"))
+    directions_KS = rng.standard_normal((count, numbers), dtype=np.float32)
+    directions_KS /= np.linalg.norm(directions_KS, axis=1, keepdims=True)
+    directions_SK = np.ascontiguousarray(directions_KS.T)
+    directions_SK.flags.writeable = False
+    return directions_SK
 
 
 def _add_(tensors: Tensors, places: Iterator[tuple[str, slice, slice]], values_N: Floats) -> None:

@@ -1,6 +1,6 @@
 """Canaries as they enter steps of DP-SGD.
 
-Shapes: K canaries, S numbers of each.
+Shapes: K canaries, G dummies with a text, S numbers of a canary.
 """
 
 from collections.abc import Mapping
@@ -11,16 +11,22 @@ from torch import Tensor
 
 from fedleak.privacy.canaries import Canaries
 from fedleak.training.batches import Records
+from fedleak.training.steps import Batch
 
 
 @dataclass(frozen=True)
 class Planted:
     """Canaries as they enter steps of DP-SGD, each as the gradient of one more example.
 
+    A few dummies go through the model with a text, and a canary is in the place of their gradient
+    before norms are taken. The other canaries are clipped as these are, in turn: a text for each
+    would cost many times what the examples cost.
+
     Attributes:
         canaries: Where they are.
         coins_K: Which are in: nobody but the client knows.
-        norm: Of each before it is clipped.
+        dummies: Texts, of which canary k has number k modulo G [G].
+        norms: Of each dummy's canary before it is clipped [G].
         records: Canaries and examples as the sampler draws them.
         drawn_K: Which take part in the step of a FedSGD round, in or not; None: not drawn yet, or
             drawn in every local step.
@@ -28,16 +34,29 @@ class Planted:
 
     canaries: Canaries
     coins_K: Tensor
-    norm: float
+    dummies: Batch
+    norms: tuple[float, ...]
     records: Records
     drawn_K: Tensor | None = None
 
-    def norms(self) -> Tensor:
-        """Returns the norm of each [K]."""
-        return torch.full((self.canaries.count,), self.norm)
+    def put_(self, gradients_G: Mapping[str, Tensor]) -> None:
+        """Puts a canary in the place of each dummy's gradient, by parameter name [G, *shape]."""
+        for dummy, norm in enumerate(self.norms):
+            own = {name: gradient[dummy : dummy + 1] for name, gradient in gradients_G.items()}
+            canary = dummy % self.canaries.count
+            self.canaries.put_(own, [canary], [True] * (canary + 1), norm)
 
-    def add_(self, sums: Mapping[str, Tensor], takes_part_K: Tensor, factors_K: Tensor) -> None:
-        """Adds those that are in and take part, each times its factor."""
-        sizes_K = self.norm * factors_K * self.coins_K * takes_part_K
+    def put_norms_(self, norms_G: Mapping[str, Tensor]) -> None:
+        """Puts a canary's norm in the place of each dummy's, by parameter name [G]."""
+        for dummy, norm in enumerate(self.norms):
+            of_parameters = self.canaries.norms(dummy % self.canaries.count)
+            for name, values_G in norms_G.items():
+                values_G[dummy] = norm * of_parameters.get(name, 0.0)
+
+    def add_(self, sums: Mapping[str, Tensor], takes_part_K: Tensor, factors_G: Tensor) -> None:
+        """Adds those that are in and take part, each times the factor of its dummy."""
+        sizes_G = factors_G.cpu() * torch.tensor(self.norms)
+        dummy_K = [canary % len(self.norms) for canary in range(self.canaries.count)]
+        sizes_K = sizes_G[dummy_K] * self.coins_K * takes_part_K
         if sizes_K.any():
             self.canaries.add_(sums, self.canaries.directions() * sizes_K.numpy())

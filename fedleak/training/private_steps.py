@@ -10,10 +10,10 @@ otherwise be stored once per example. Adapters are small, and ghost clipping has
 parameter that is in two places (a tied output layer): there each example's gradient is made.
 
 Canaries of an audit enter a step as the gradients of further examples: dummy records of the
-client's data set, which its sampler draws. They are clipped by the same function, and then in the
-sum that noise is added to.
+client's data set, which its sampler draws. They have a text that goes through the model, and a
+canary is in the place of its gradient before norms are taken (`Planted`).
 
-Shapes: B examples, K canaries.
+Shapes: B examples, K canaries, R records: examples and dummies of canaries.
 """
 
 import warnings
@@ -187,55 +187,76 @@ def clipped_sum_(
     ghost: bool,
 ) -> ClippedSum:
     """Leaves the sum of all clipped gradients, of examples and canaries, with the optimizer."""
-    most = optimizer.max_grad_norm
-    norms_B = _clipped_examples_(model, batch, hooks, optimizer, ghost)
+    planted = None
+    if joining is not None and joining.takes_part_K.any():
+        planted = joining.planted
+        batch = Batch(
+            [*batch.sequences, *planted.dummies.sequences], [*batch.labels, *planted.dummies.labels]
+        )
+    norms_R, factors_R = _clipped_records_(model, batch, planted, hooks, optimizer, ghost)
     signal = torch.stack([p.summed_grad.norm() for p in optimizer.params]).norm()
-    if joining is not None:
-        factors_K = clipping_factors(joining.planted.norms(), most)
-        sums = {name: p.summed_grad for name, p in model.trained().items()}  # type: ignore[attr-defined]
-        joining.planted.add_(sums, joining.takes_part_K, factors_K)
-    return ClippedSum(norms_B, signal)
+    if joining is None or planted is None:
+        return ClippedSum(norms_R, signal)
+    sums = {name: p.summed_grad for name, p in model.trained().items()}  # type: ignore[attr-defined]
+    examples = len(norms_R) - len(planted.norms)
+    planted.add_(sums, joining.takes_part_K, factors_R[examples:])
+    return ClippedSum(norms_R[:examples], signal)
 
 
-def clipping_factors(norms_B: Tensor, most: float) -> Tensor:
+def clipping_factors(norms_R: Tensor, most: float) -> Tensor:
     """Returns the factors that bring gradients of these norms down to the norm `most`.
 
-    It is Opacus's formula; examples and canaries go through this one place.
+    It is Opacus's formula.
     """
-    return (most / (norms_B + 1e-6)).clamp(max=1.0)
+    return (most / (norms_R + 1e-6)).clamp(max=1.0)
 
 
-def _clipped_examples_(
+def _clipped_records_(
     model: LanguageModel,
-    batch: Batch,
+    records: Batch,
+    planted: Planted | None,
     hooks: GradSampleHooks,
     optimizer: DPOptimizer,
     ghost: bool,
-) -> Tensor:
-    """Leaves the sum of the examples' clipped gradients; returns the norms before [B]."""
-    sequences, labels = batch
+) -> tuple[Tensor, Tensor]:
+    """Leaves the sum of the examples' clipped gradients with the optimizer.
+
+    The last records are dummies, if there are canaries. Each has a canary in the place of its
+    gradient before norms are taken, and is not in the sum.
+
+    Returns:
+        The norm of each record's gradient, and the factor that it is clipped by [R].
+    """
+    sequences, labels = records
     if not sequences:
         for parameter in optimizer.params:
             parameter.grad_sample = parameter.new_zeros(0, *parameter.shape)
             parameter.summed_grad = torch.zeros_like(parameter)
-        return torch.zeros(0)
-    ids_BT, mask_BT = pad(sequences, model.tokenizer.pad_token_id, model.device)
-    losses_B = example_losses(model, ids_BT, mask_BT, torch.tensor(labels, device=model.device))
-    torch.autograd.backward(losses_B.sum(), retain_graph=ghost)
+        return torch.zeros(0), torch.zeros(0)
+    ids_RT, mask_RT = pad(sequences, model.tokenizer.pad_token_id, model.device)
+    losses_R = example_losses(model, ids_RT, mask_RT, torch.tensor(labels, device=model.device))
+    torch.autograd.backward(losses_R.sum(), retain_graph=ghost)
+    examples = slice(len(sequences) - (0 if planted is None else len(planted.norms)))
+    parameters: dict[str, Any] = dict(model.trained())
     if ghost:
         optimizer.zero_grad()
-        norms_B: Tensor = hooks.get_norm_sample()
-        factors_B = clipping_factors(norms_B, optimizer.max_grad_norm)
+        if planted is not None:
+            planted.put_norms_({n: p._norm_sample[examples.stop :] for n, p in parameters.items()})
+        norms_R: Tensor = hooks.get_norm_sample()
+        factors_R = clipping_factors(norms_R, optimizer.max_grad_norm)
         hooks.disable_hooks()
-        torch.autograd.backward((factors_B * losses_B).sum())
+        torch.autograd.backward((factors_R[examples] * losses_R[examples]).sum())
         optimizer.accumulate()
-        return norms_B
+        return norms_R, factors_R
+    if planted is not None:
+        planted.put_({name: p.grad_sample[examples.stop :] for name, p in parameters.items()})
     norms = [p.grad_sample.flatten(1).norm(dim=1) for p in optimizer.params]
-    norms_B = torch.stack(norms, dim=1).norm(dim=1)
-    factors_B = clipping_factors(norms_B, optimizer.max_grad_norm)
+    norms_R = torch.stack(norms, dim=1).norm(dim=1)
+    factors_R = clipping_factors(norms_R, optimizer.max_grad_norm)
     for p in optimizer.params:
-        p.summed_grad = torch.einsum("i,i...", factors_B.to(p.dtype), p.grad_sample)
-    return norms_B
+        factors = factors_R[examples].to(p.dtype)
+        p.summed_grad = torch.einsum("i,i...", factors, p.grad_sample[examples])
+    return norms_R, factors_R
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from contextlib import contextmanager
 
 import pytest
 import tomli_w
@@ -362,17 +363,50 @@ def clipping_of_the_mean(patch):
     """The mean of the batch, canaries and all, is clipped in place of each gradient."""
 
     def clipped_sum_(model, batch, joining, hooks, optimizer, ghost):
-        norms = private_steps._clipped_examples_(model, batch, hooks, optimizer, ghost)
+        norms, _ = private_steps._clipped_records_(model, batch, None, hooks, optimizer, ghost)
         sums = {name: p.summed_grad for name, p in model.trained().items()}
         if joining is not None:
-            planted = joining.planted
-            planted.add_(sums, joining.takes_part_K, torch.ones(planted.canaries.count))
+            joining.planted.add_(sums, joining.takes_part_K, torch.ones(2))
         whole = torch.stack([value.norm() for value in sums.values()]).norm()
         for value in sums.values():
             value *= min(1.0, float(optimizer.max_grad_norm * len(batch[0]) / whole))
         return ClippedSum(norms, whole)
 
     patch.setattr(private_steps, "clipped_sum_", clipped_sum_)
+
+
+def long_texts_clipped_less(patch):
+    original = private_steps._clipped_records_
+
+    def clipped_records_(model, records, *rest):
+        most_R = torch.tensor([4.0 if len(text) > 14 else 1.0 for text in records[0]])
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(
+                private_steps,
+                "clipping_factors",
+                lambda norms_R, most: (most_R * most / (norms_R + 1e-6)).clamp(max=1.0),
+            )
+            return original(model, records, *rest)
+
+    patch.setattr(private_steps, "_clipped_records_", clipped_records_)
+
+
+def norms_without_the_embedding(patch):
+    original = private_steps.per_example
+
+    @contextmanager
+    def per_example(model, *rest):
+        with original(model, *rest) as hooks:
+            take = hooks.get_norm_sample
+
+            def get_norm_sample():
+                model.module.get_input_embeddings().weight._norm_sample.zero_()
+                return take()
+
+            hooks.get_norm_sample = get_norm_sample
+            yield hooks
+
+    patch.setattr(private_steps, "per_example", per_example)
 
 
 def other_noise(factor):
@@ -447,6 +481,8 @@ SAMPLED = (batches_in_place_of_sampling, a_sampler_that_takes_all, local_steps_t
 MISTAKES = [
     (no_clipping, DP_SGD, {}, 64),
     (clipping_of_the_mean, DP_SGD, WHOLE_BATCHES, 8),
+    (long_texts_clipped_less, DP_SGD, {}, 64),
+    (norms_without_the_embedding, DP_SGD, {}, 64),
     (other_noise(1e-3), DP_SGD, {}, 16),
     (other_noise(1 / 2), DP_SGD, {}, 64),
     (the_same_noise, DP_SGD, {}, 8),
@@ -465,6 +501,8 @@ MISTAKES = [
 NAMES = [
     "no clipping",
     "clipping of the mean",
+    "long texts clipped less",
+    "norms without the embedding",
     "no noise",
     "noise divided by the batch twice",
     "the same noise in all updates",

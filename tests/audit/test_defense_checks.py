@@ -506,19 +506,19 @@ def sums_of_a_few(shapes, rng):
 
 
 def long_texts_clipped_less(patch):
-    original = private_steps._clipped_examples_
+    original = private_steps._clipped_records_
 
-    def clipped_examples_(model, batch, *rest):
-        most_B = torch.tensor([4.0 if len(text) > 14 else 1.0 for text in batch[0]])
+    def clipped_records_(model, records, *rest):
+        most_R = torch.tensor([4.0 if len(text) > 14 else 1.0 for text in records[0]])
         with pytest.MonkeyPatch.context() as inner:
             inner.setattr(
                 private_steps,
                 "clipping_factors",
-                lambda norms_B, most: (most_B * most / (norms_B + 1e-6)).clamp(max=1.0),
+                lambda norms_R, most: (most_R * most / (norms_R + 1e-6)).clamp(max=1.0),
             )
-            return original(model, batch, *rest)
+            return original(model, records, *rest)
 
-    patch.setattr(private_steps, "_clipped_examples_", clipped_examples_)
+    patch.setattr(private_steps, "_clipped_records_", clipped_records_)
 
 
 def clipping_beyond_twice_the_norm(patch):

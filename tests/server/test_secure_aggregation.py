@@ -1,6 +1,9 @@
 """Flower's SecAgg+ through the engines: what the server sees, who may be lost, what is refused."""
 
 import pickle
+import runpy
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,12 +12,14 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.client.mod import secaggplus_mod
 from flwr.common import Code, FitRes, Status, ndarray_to_bytes, ndarrays_to_parameters
+from flwr.common.secure_aggregation.secaggplus_utils import pseudo_rand_gen
 from flwr.compat.common.parameter import bytes_to_ndarray
+from flwr.server.workflow.secure_aggregation import secaggplus_workflow
 from scipy.stats import kstest
 
 from fedleak.audit import scoring, vault
 from fedleak.config.loading import parse
-from fedleak.defenses.secure_sum import SecureSum
+from fedleak.defenses.secure_sum import MODULUS, SecureSum
 from fedleak.federation.lookup import dropped_out
 from fedleak.flower.client import masking
 from fedleak.flower.client.app import app as client_app
@@ -33,6 +38,9 @@ from fedleak.training.local import local_update_
 from fedleak.util.errors import FedleakError
 from fedleak.util.rng import stream
 
+UNMASK = SimpleNamespace(
+    **runpy.run_path(str(Path(__file__).parents[2] / "experiments" / "unmask.py"))
+)
 SETTINGS = {"clipping": 0.5, "max_weight": 4.0}
 SUM = {"kind": "secure_sum", **SETTINGS}
 PROTOCOL = SUM | {"protocol": "secagg+"}
@@ -154,6 +162,48 @@ def test_the_server_sees_keys_shares_and_masked_numbers_only(modelled, tmp_path,
         numbers = np.concatenate([bytes_to_ndarray(each).flatten() for each in masked])
         assert kstest(numbers / 2**32, "uniform").pvalue > 1e-6
     assert len(seen["masked_params"]) == CLIENTS
+
+
+def test_two_clients_are_unmasked_by_trying_seeds(modelled, tmp_path, monkeypatch):
+    """Seeds of 11 bits in place of 32; else it is Flower's protocol, and what its server holds."""
+    masked, private = [], []
+
+    def keep(server, reply):
+        said = reply.content.config_records["secaggplus_configs"]
+        if "masked_params" in said:
+            masked.append([bytes_to_ndarray(array) for array in said["masked_params"]])
+        return reply.content
+
+    def short(seed, *rest):
+        return pseudo_rand_gen(
+            (int.from_bytes(seed[:4], "little") % 2**11).to_bytes(4, "little"), *rest
+        )
+
+    def taken_off(seed, *rest):
+        private.append(short(seed, *rest))
+        return private[-1]
+
+    monkeypatch.setattr(SummingServer, "on_reply", keep)
+    monkeypatch.setattr(sys.modules[secaggplus_mod.__module__], "pseudo_rand_gen", short)
+    monkeypatch.setattr(secaggplus_workflow, "pseudo_rand_gen", taken_off)
+    run = trained(tmp_path / "run", experiment_of(PROTOCOL, federation={"clients": 2}))
+    flat = lambda arrays: np.concatenate([array.reshape(-1) for array in arrays])  # noqa: E731
+    read = []
+    # The server does not say whose private mask is whose: a wrong one leaves no small numbers.
+    for numbers in map(flat, masked):
+        for own in map(flat, private):
+            left = (numbers - own) % MODULUS
+            seed = UNMASK.pair_seed(left, range(2**11))
+            if seed is not None:
+                drawn = UNMASK.mask(seed, len(left))
+                read += [(left + sign * drawn) % MODULUS for sign in (1, -1)]
+    small = [numbers for numbers in read if (numbers <= UNMASK.SMALL).all()]
+    assert len(small) == 2
+    total = run.captures.read_capture(Key(1, EVERYONE)).update.tensors
+    sum_of_both = np.concatenate([value.flatten().numpy() for value in total.values()])
+    # The first number is the client's weight.
+    assert np.corrcoef(small[0][1:] + small[1][1:], sum_of_both)[0, 1] > 0.999
+    assert np.corrcoef(small[0][1:], small[1][1:])[0, 1] < 0.99
 
 
 # --- who is lost ----------------------------------------------------------------------------

@@ -5,6 +5,9 @@ import math
 import numpy as np
 import pytest
 import torch
+from opacus.grad_sample.grad_sample_module_fast_gradient_clipping import (
+    GradSampleHooksFastGradientClipping,
+)
 from scipy.stats import kstest
 
 from fedleak.models import CLASSIFICATION
@@ -15,6 +18,7 @@ from fedleak.training.observation import UpdateKind
 from fedleak.training.planted import Planted
 from fedleak.training.private_steps import Joining, Seen, local_batches, private_gradient
 from fedleak.training.settings import LocalTraining, PrivateSteps
+from fedleak.training.steps import Batch
 from fedleak.util.rng import stream
 
 pytestmark = pytest.mark.core
@@ -74,10 +78,14 @@ def test_a_score_is_the_cosine_on_the_numbers_that_are_left():
     assert scores(values_SK, directions_SK).tolist() == pytest.approx([expected, 0.0])
 
 
-def planted_in(model, *, norm=5.0, count=8):
+DUMMIES = Batch([[7, 8], [5, 6, 7, 8, 9, 10]], [1, 0])
+
+
+def planted_in(model, *, norms=(5.0, 2.0), count=8):
     sizes = {name: value.numel() for name, value in model.parameters().items()}
-    coins_K = torch.tensor([True, False] * (count // 2))
-    return Planted(Canaries(sizes, count, seed=3), coins_K, norm, Records(2, count, False))
+    coins_K = torch.tensor([True, True, False, False] * (count // 4))
+    records = Records(2, count, False)
+    return Planted(Canaries(sizes, count, seed=3), coins_K, DUMMIES, norms, records)
 
 
 def step_with(model, batch, planted, takes_part_K, most, ghost):
@@ -95,34 +103,63 @@ def step_with(model, batch, planted, takes_part_K, most, ghost):
 @pytest.mark.parametrize("family", ["bert", "gpt2"])
 def test_a_canary_is_clipped_and_summed_as_one_more_example(small, family, ghost):
     model = small(family, CLASSIFICATION)
-    batch = ([[5, 6, 7], [8, 9]], [0, 1])
+    batch = Batch([[5, 6, 7], [8, 9]], [0, 1])
     planted, takes_part_K = planted_in(model), torch.tensor([True] * 4 + [False] * 4)
     most = 0.5
     with_canaries, seen = step_with(model, batch, planted, takes_part_K, most, ghost)
     without, seen_without = step_with(model, batch, None, None, most, ghost)
     expected = {name: torch.zeros_like(value) for name, value in without.items()}
-    in_and_there = np.array([1.0, 0, 1, 0, 0, 0, 0, 0])
+    in_and_there = np.array([1.0, 1, 0, 0, 0, 0, 0, 0])
     planted.canaries.add_(expected, planted.canaries.directions() * in_and_there * most / 2)
     for name, value in with_canaries.items():
         assert torch.allclose(value - without[name], expected[name], atol=1e-6)
-    assert seen == seen_without, "the client's own figures are about its examples"
+    assert seen == pytest.approx(seen_without), "the client's own figures are about its examples"
 
 
-def test_no_clipping_shows_tenfold(small, monkeypatch):
+def test_no_clipping_shows_the_norms(small, monkeypatch):
     model = small("bert", CLASSIFICATION)
-    planted, all_K = planted_in(model, norm=5.0), torch.ones(8, dtype=torch.bool)
+    planted, all_K = planted_in(model), torch.ones(8, dtype=torch.bool)
     monkeypatch.setattr(private_steps, "clipping_factors", lambda norms, most: norms / norms)
-    gradient, _ = step_with(model, ([], []), planted, all_K, 0.5, False)
+    gradient, _ = step_with(model, Batch([], []), planted, all_K, 0.5, False)
     norms_K = np.linalg.norm(planted.canaries.taken(gradient), axis=0)
-    assert norms_K.tolist() == pytest.approx([2.5, 0] * 4, abs=1e-5)
+    assert norms_K.tolist() == pytest.approx([2.5, 1.0, 0, 0] * 2, abs=1e-5)
+
+
+@pytest.mark.parametrize("ghost", [False, True])
+def test_a_norm_that_leaves_out_the_embedding_is_seen(small, monkeypatch, ghost):
+    """The norm of a canary is taken where that of an example is."""
+    model = small("bert", CLASSIFICATION)
+    planted, all_K = planted_in(model), torch.ones(8, dtype=torch.bool)
+    embedding = model.module.get_input_embeddings().weight
+    if ghost:
+        original = GradSampleHooksFastGradientClipping.get_norm_sample
+
+        def get_norm_sample(hooks):
+            embedding._norm_sample.zero_()
+            return original(hooks)
+
+        monkeypatch.setattr(GradSampleHooksFastGradientClipping, "get_norm_sample", get_norm_sample)
+    else:
+        put = Planted.put_
+
+        def put_(self, gradients):
+            put(self, gradients)
+            embedding.grad_sample[-2:] *= 1e-3
+
+        monkeypatch.setattr(Planted, "put_", put_)
+    gradient, _ = step_with(model, Batch([[5, 6]], [0]), planted, all_K, 0.5, ghost)
+    without, _ = step_with(model, Batch([[5, 6]], [0]), None, None, 0.5, ghost)
+    apart = {name: value - without[name] for name, value in gradient.items()}
+    norms_K = np.linalg.norm(planted.canaries.taken(apart), axis=0)
+    assert min(norms_K[:2]) > 0.3, "0.25 is what clipping leaves of each"
 
 
 def test_an_empty_batch_has_canaries_still(small):
     model = small("bert", CLASSIFICATION)
     planted, all_K = planted_in(model), torch.ones(8, dtype=torch.bool)
-    gradient, _ = step_with(model, ([], []), planted, all_K, 0.5, True)
+    gradient, _ = step_with(model, Batch([], []), planted, all_K, 0.5, True)
     norms_K = np.linalg.norm(planted.canaries.taken(gradient), axis=0)
-    assert norms_K.tolist() == pytest.approx([0.25, 0] * 4, abs=1e-6)
+    assert norms_K.tolist() == pytest.approx([0.25, 0.25, 0, 0] * 2, abs=1e-6)
 
 
 def test_canaries_of_local_steps_are_drawn_as_examples_are():

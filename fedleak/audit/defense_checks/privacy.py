@@ -62,7 +62,9 @@ def measured(bench: Bench, experiment: Experiment, client: int) -> Iterator[Test
     client_alone = Protection(bench.local, {0: bench.defense}, bench.num_examples)
     inside: list[float] = []
     for noise in range(updates):
-        made = client_canaries(with_canaries, client_alone, client, 1 + noise, bench.model)
+        made = client_canaries(
+            with_canaries, client_alone, client, 1 + noise, bench.model, bench.texts
+        )
         assert made is not None
         captured = bench.defended(_with_canaries(bench, made, noise), noise)
         if isinstance(bench.defense, TrustedAggregator):

@@ -54,9 +54,10 @@ def train(message: Message, context: Context) -> Message:
         refuse_another_run(work.private, key, experiment.fingerprint)
     protection = work.protection
     seed, local, part = experiment.seed, protection.local, workload.parts[client]
+    own = Batch(workload.sequences, workload.labels).of(part)
     canaries = planted = None
     if work.private is not None:  # without one nobody could tell later which canaries were in
-        canaries = client_canaries(experiment, protection, client, round, model)
+        canaries = client_canaries(experiment, protection, client, round, model, own)
         planted = canaries.planted if canaries else None
     records = planted.records if planted else Records(len(part), 0, False)
     drawn = round_batch(
@@ -65,8 +66,7 @@ def train(message: Message, context: Context) -> Message:
     chosen = records.drawn_examples(drawn)
     if planted is not None and planted.drawn_K is None:
         planted = replace(planted, drawn_K=records.drawn_canaries(drawn))
-    sequences = [workload.sequences[part[i]] for i in chosen]
-    labels = [workload.labels[part[i]] for i in chosen]
+    sequences, labels = own.of(chosen)
     in_step = slice(min(local.batch_size, len(part)))
     refuse_suspect(work, key, sent, Batch(sequences[in_step], labels[in_step]))
     models.load_parameters_(model, sent)

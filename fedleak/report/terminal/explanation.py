@@ -8,8 +8,9 @@ from rich.table import Table
 from fedleak.audit.explanation import Applicability, Explanation
 from fedleak.config import presets
 from fedleak.config.experiment import Experiment
+from fedleak.defenses.secure_sum import hidden_among
 from fedleak.federation.schedule import first_of_adapters, malicious_server, rounds_attacked
-from fedleak.report.words import MALICIOUS, in_words
+from fedleak.report.words import MALICIOUS, counted, in_words
 from fedleak.util.sanitise import markup
 
 
@@ -20,6 +21,7 @@ def show(experiment: Experiment, explanation: Explanation, console: Console) -> 
     for line in (
         *_preset(experiment),
         _sees(experiment, explanation),
+        *_hidden_among(experiment),
         *_trusts(experiment),
         *filter(None, [first_of_adapters(experiment)]),
         *_knows(experiment, explanation),
@@ -86,6 +88,19 @@ def _sees(experiment: Experiment, explanation: Explanation) -> str:
         f"{seen}, {counts} of {explanation.parameters} parameters; "
         f"{len(rounds_attacked(experiment))} of {table.rounds} rounds{clients} are attacked"
     )
+
+
+def _hidden_among(experiment: Experiment) -> list[str]:
+    """Returns among how many clients an update is hidden, if the server sees sums."""
+    aggregator, clients = experiment.aggregator, experiment.clients_per_round
+    if experiment.sees != "sum" or aggregator is None:
+        return []
+    if (fewest := min(clients, aggregator.fewest(clients))) == clients:
+        return [hidden_among(clients)]
+    return [
+        hidden_among(clients),
+        f"where clients are lost, a sum of {counted(fewest, 'client')} still counts",
+    ]
 
 
 def _trusts(experiment: Experiment) -> list[str]:
