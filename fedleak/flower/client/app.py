@@ -84,7 +84,7 @@ def train(message: Message, context: Context) -> Message:
         truth = GroundTruth(
             round=round,
             client=client,
-            sequences=tuple(sequences),
+            sequences=tuple(map(tuple, sequences)),
             labels=tuple(labels) if experiment.model.task == models.CLASSIFICATION else (),
             batch_size=min(local.batch_size, len(part)),
             noise_scale=protection.noise_scale(),
