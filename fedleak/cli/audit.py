@@ -1,7 +1,8 @@
 """The command that goes from an experiment, a tap or a run to a decision."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,6 +21,7 @@ from fedleak.util.sanitise import markup
 
 if TYPE_CHECKING:
     from fedleak.config.experiment import Experiment
+    from fedleak.running.pipeline import Engine
     from fedleak.store.run import Run
 
 UPDATES = (".safetensors", ".pt", ".pth", ".bin")
@@ -36,6 +38,13 @@ def audit(
     changes: Set = None,
     fresh: Fresh = False,
     allow_commands: AllowCommands = False,
+    defend: Annotated[
+        bool,
+        typer.Option(
+            "--defend",
+            help="If a limit of [gate] is exceeded, try defenses and name the cheapest within all.",
+        ),
+    ] = False,
 ) -> None:
     """Find out what a setting leaks, with a plan that fits into the time, on one page.
 
@@ -86,11 +95,33 @@ def audit(
     print_audit(finished.audit, finished.verdict, console)
     console.print(f"page: {markup(finished.report)}", soft_wrap=True)
     console.print(f"json: {markup(opened.run.path / AUDIT.name)}", soft_wrap=True)
-    if closed := [check.name for check in finished.audit.checks if check.outcome != "within"]:
+    closed = [check.name for check in finished.audit.checks if check.outcome != "within"]
+    if defend:
+        _defend(opened.run, train)
+    if closed:
         end(f"the gate is closed, because of: {', '.join(closed)}", GATE_CLOSED)
     if left_out:
         raise FedleakError("; ".join(left_out))
     refuse_gaps(opened.run)
+
+
+def _defend(run: "Run", train: "Engine") -> None:
+    """Tries defenses on the setting of a run, and says which is the cheapest within its limits."""
+    from fedleak.report.tables.advice import advice_table
+    from fedleak.report.terminal.table import print_table
+    from fedleak.running.advice import ENDING, advise
+    from fedleak.running.reports import report_run
+
+    @contextmanager
+    def watch(name: str) -> Iterator[Callable[..., None]]:
+        console.print(f"tried: {markup(name)}", soft_wrap=True)
+        with progress(console) as show:
+            yield show
+
+    advice = advise(run, train, watch)
+    print_table(console, advice_table(advice))
+    console.print(f"their runs: {markup(run.path)}{ENDING}", soft_wrap=True)
+    report_run(run)  # which shows it, too
 
 
 def _source(

@@ -19,6 +19,7 @@ from fedleak.report.html import pictures
 from fedleak.report.html.page import Entry, PrivateText, RunPage, Shown, TextAnswer
 from fedleak.report.html.verdict import Extent, Guaranteed, run_verdict
 from fedleak.report.table import Cell, Table, Tone, figures, plain, words
+from fedleak.report.tables.advice import advice_table
 from fedleak.report.tables.attacks import attack_table
 from fedleak.report.tables.audit import audit_tables
 from fedleak.report.tables.canaries import canary_table
@@ -34,6 +35,7 @@ from fedleak.report.tables.leakage import (
 from fedleak.report.tables.membership import membership_tables
 from fedleak.report.tables.personal_data import personal_data_tables
 from fedleak.report.words import NOT_MEASURED, SEES, counted, figure, in_words, listed, number
+from fedleak.store.advice import ADVICE
 from fedleak.store.audits import AUDIT
 from fedleak.store.records import (
     LEDGER,
@@ -98,7 +100,7 @@ def run_page(run: Run, scored: Sequence[Scored], *, redact: bool = False) -> Run
         membership=_membership(summary),
         texts=texts,
         texts_note=_texts_note(rows, texts, model, redact),
-        defenses=_defense_tables(run, experiment, summary),
+        defenses=_defense_tables(run, experiment, summary, redact),
         privacy=guaranteed.sentence,
         canary_alarms=summary.canary.alarms if summary.canary else (),
         ledger=_ledger_tables(ledger, summary.canary),
@@ -360,7 +362,9 @@ def _texts_note(
     return " ".join(notes)
 
 
-def _defense_tables(run: Run, experiment: Experiment, summary: RunSummary) -> list[Table]:
+def _defense_tables(
+    run: Run, experiment: Experiment, summary: RunSummary, redact: bool
+) -> list[Table]:
     tables = []
     effects = {effect.defense: effect for effect in summary.defended}
     rows = [
@@ -392,6 +396,8 @@ def _defense_tables(run: Run, experiment: Experiment, summary: RunSummary) -> li
         tables.append(Table(title, words("tested", "claim", "result", "figures"), rows, [note]))
     if summary.detections is not None:
         tables.append(detections_table(summary.detections))
+    if (run.path / ADVICE.name).is_file():
+        tables.append(advice_table(run.read_document(ADVICE), reasons=not redact))
     return tables
 
 

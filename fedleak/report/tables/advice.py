@@ -1,0 +1,74 @@
+"""Which defenses were tried on a run's setting, and which is the cheapest within the limits."""
+
+from fedleak.report.table import Cell, Table, Tone, plain, words
+from fedleak.report.table import figures as figure_columns
+from fedleak.report.words import NOT_MEASURED, counted, few_digits, interval
+from fedleak.store.advice import Advice, Trial, Tried
+
+ORDER = (
+    "Order of cost: first the utility lost, as measured, where a loss within the 95 % interval of "
+    "the undefended model counts as none; of equals, what leaves the numbers that are sent as they "
+    "are comes before noise, masks and DP-SGD."
+)
+
+
+def advice_table(advice: Advice, *, reasons: bool = True) -> Table:
+    """Returns a line for each defense that was tried or could have been.
+
+    Args:
+        advice: What was tried.
+        reasons: With what files and limits say in words.
+    """
+    why = words("why") if reasons else []
+    return Table(
+        f"defenses tried; limits: {advice.limits}",
+        [
+            *words("defense", "limits"),
+            *figure_columns("texts exact, %", advice.measure or "utility", "lost", "epsilon"),
+            *why,
+        ],
+        [_row(tried)[: 6 + len(why)] for tried in advice.tried],
+        [advice_sentence(advice), ORDER],
+        groups=1,
+    )
+
+
+def _row(tried: Tried) -> list[Cell]:
+    tone = {Trial.EXCEEDED: Tone.ALARM, Trial.UNTOLD: Tone.GAP}.get(tried.trial, Tone.PLAIN)
+    return [
+        Cell(tried.name),
+        Cell(tried.trial, tone),
+        *plain(
+            interval(tried.exact, 100),
+            few_digits(tried.utility),
+            few_digits(tried.lost),
+            NOT_MEASURED if tried.epsilon is None else few_digits(tried.epsilon),
+            tried.why,
+        ),
+    ]
+
+
+def advice_sentence(advice: Advice) -> str:
+    """Returns which defense is the cheapest, or that none keeps within the limits."""
+    run = [tried for tried in advice.tried if tried.trial not in (Trial.IMPOSSIBLE, Trial.SKIPPED)]
+    of_tried = f"of {counted(len(run), 'defense')} that {'was' if len(run) == 1 else 'were'} tried"
+    if (best := advice.cheapest) is None:
+        return (
+            f"None {of_tried} keeps within the limits ({advice.limits}). That says nothing about "
+            "others, or about both together."
+        )
+    cost = "utility was not measured"
+    if best.utility is not None and advice.utility is not None and advice.measure:
+        cost = (
+            f"{advice.measure} {few_digits(best.utility)} in place of {few_digits(advice.utility)} "
+            f"on {counted(advice.held_out, 'held-out text')} after "
+            f"{counted(advice.rounds, 'round')}"
+        )
+    epsilon = (
+        "no epsilon" if best.epsilon in (None, "none") else f"epsilon {few_digits(best.epsilon)}"
+    )
+    return (
+        f"The cheapest {of_tried} and keeps within the limits ({advice.limits}) is {best.name}: "
+        f"{cost}; {epsilon}. It holds against these attacks, for clients like these; another "
+        "attack may read more."
+    )
