@@ -11,22 +11,12 @@ from typing import TYPE_CHECKING, Any
 from fedleak.util.versions import VERSION
 
 if TYPE_CHECKING:
-    from fedleak.api import (
-        AttackResult,
-        ConfigError,
-        FedleakError,
-        LeakageRow,
-        MembershipRow,
-        Results,
-        RunSummary,
-        Scored,
-        SentUpdate,
-        attack,
-        builtin_model,
-        read_results,
-        run,
-        score,
-    )
+    from fedleak.api import AttackResult, Results, attack, builtin_model, read_results, run, score
+    from fedleak.audit.answer_scores import Scored
+    from fedleak.config.sent_update import SentUpdate
+    from fedleak.store.records import LeakageRow, MembershipRow
+    from fedleak.store.summaries import RunSummary
+    from fedleak.util.errors import ConfigError, FedleakError
 
 __all__ = [
     "AttackResult",

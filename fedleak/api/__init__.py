@@ -63,29 +63,13 @@ from fedleak.store.run import Key, Run
 from fedleak.store.summaries import SUMMARY, RunSummary
 from fedleak.training.observation import Observation, ThreatModel
 from fedleak.training.truth import GroundTruth
-from fedleak.util.errors import ConfigError, FedleakError
+from fedleak.util.errors import ConfigError
+from fedleak.util.errors import FedleakError as FedleakError
 from fedleak.util.rng import stream
 from fedleak.util.sanitise import is_whole, printable
 
 if TYPE_CHECKING:
     import pandas
-
-__all__ = [
-    "AttackResult",
-    "ConfigError",
-    "FedleakError",
-    "LeakageRow",
-    "MembershipRow",
-    "Results",
-    "RunSummary",
-    "Scored",
-    "SentUpdate",
-    "attack",
-    "builtin_model",
-    "read",
-    "run",
-    "score",
-]
 
 _log = logging.getLogger(__name__)
 

@@ -1,12 +1,13 @@
 """The command that trains a prior."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from fedleak.cli.display import console, prior_progress
 from fedleak.cli.mistakes import INTERRUPTED, end
+from fedleak.cli.options import Set
 from fedleak.util.sanitise import markup
 
 
@@ -16,36 +17,26 @@ def train_prior(
         str, typer.Option(metavar="MODEL", help="The model whose vocabulary the prior gets.")
     ],
     out: Annotated[Path, typer.Option(help="The folder to make.")] = Path("prior"),
-    layers: Annotated[int, typer.Option(help="Transformer blocks.")] = 4,
-    width: Annotated[int, typer.Option(help="Hidden size.")] = 256,
-    heads: Annotated[int, typer.Option(help="Attention heads.")] = 4,
-    epochs: Annotated[int, typer.Option(help="Passes over the text.")] = 1,
-    steps: Annotated[
-        int | None, typer.Option(help="Batches to train on, in place of --epochs.")
-    ] = None,
-    batch_size: Annotated[int, typer.Option(help="Sentences in a batch.")] = 32,
-    learning_rate: Annotated[float, typer.Option(help="The highest.")] = 1e-3,
-    max_length: Annotated[int, typer.Option(help="Tokens; longer sentences are cut.")] = 64,
-    seed: Annotated[int, typer.Option(help="Decides all that is random.")] = 0,
+    changes: Set = None,
     device: Annotated[
         str | None, typer.Option(help="cpu or cuda:0; left out: a GPU if there is one.")
     ] = None,
 ) -> None:
-    """Train a small GPT-2 on a text, as a language-model prior for attacks."""
+    """Train a small GPT-2 on a text, as a language-model prior for attacks.
+
+    `--set KEY=VALUE` changes how large it is (layers, width, heads) and how it is trained: epochs,
+    or steps in their place; batch_size, in sentences; learning_rate, the highest; max_length, in
+    tokens, to which longer sentences are cut; seed.
+    """
+    from fedleak.config.components import build
+    from fedleak.config.loading import override_
     from fedleak.models import prior_training
 
+    settings: dict[str, Any] = {}
+    for change in changes or ():
+        override_(settings, change)
+    plan = build("prior", prior_training.PriorConfig, settings)
     try:
-        plan = prior_training.PriorConfig(
-            layers=layers,
-            width=width,
-            heads=heads,
-            epochs=epochs,
-            steps=steps,
-            batch_size=batch_size,
-            learning_rate=learning_rate,
-            max_length=max_length,
-            seed=seed,
-        )
         on = prior_training.device(device)
         with prior_training.new_folder(out) as folder:
             corpus = prior_training.read_sentences(text, tokenizer, plan)

@@ -55,8 +55,8 @@ def report(
     lacks: list[str] = []
     for path in paths:
         if reports.is_sweep(path):
-            written = reports.report_sweep(path, out, redact=redact, tell=tell)
-            lacks += reports.sweep_gaps(path)
+            written, gaps = reports.report_sweep(path, out, redact=redact, tell=tell)
+            lacks += gaps
         else:
             written = reports.report_run(Run(path), out, redact=redact)
             summary = Run(path).read_document(SUMMARY)

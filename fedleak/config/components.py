@@ -109,7 +109,7 @@ def build_server(table: dict[str, Any]) -> Server:
         raise ConfigError(f"server.{one_line(error, ServerTable)}") from error
     kind = _kind("server", {"mode": common.mode}, server_modes, "mode")
     own = {key: value for key, value in table.items() if key not in names}
-    mode = _build("server", server_modes.kinds()[kind], own)
+    mode = build("server", server_modes.kinds()[kind], own)
     return Server(mode, None if common.rounds is None else tuple(common.rounds), common.aggregate)
 
 
@@ -128,7 +128,7 @@ def build_attack(index: int, table: dict[str, Any]) -> NamedAttack:
             f"{where}.name = {name!r}: give it a word of letters, digits and . _ -, at most "
             f"{LONGEST_NAME} of them, a letter or digit first"
         )
-    attack = _build(where, attacks.kinds()[kind], settings)
+    attack = build(where, attacks.kinds()[kind], settings)
     return NamedAttack(name, attack, ThreatModel(attack.uses & QUESTIONS))
 
 
@@ -175,7 +175,7 @@ def build_placed(
     where = f"{section}[{index}]"
     kind = _kind(where, settings, package)
     clients = _clients(where, settings, num_clients)
-    part = _build(where, package.kinds()[kind], settings)
+    part = build(where, package.kinds()[kind], settings)
     if isinstance(part, TrustedAggregator) and clients is not None:
         raise ConfigError(f"{where}.clients: {kind} is of all clients: leave the key out")
     return Placed(part, clients)
@@ -208,8 +208,12 @@ def _kind(where: str, settings: dict[str, Any], package: ModuleType, key: str = 
     return str(kind)
 
 
-def _build(where: str, cls: type[Any], settings: dict[str, Any]) -> Any:
-    """Makes a validated dataclass from its settings."""
+def build(where: str, cls: type[Any], settings: dict[str, Any]) -> Any:
+    """Makes a validated dataclass from its settings.
+
+    Raises:
+        ConfigError: A key that it has not, or a value that it cannot have.
+    """
     names = [f.name for f in fields(cls)]
     for key in settings:
         if key not in names:

@@ -10,11 +10,12 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
+from pydantic import Field
 from safetensors import SafetensorError
 from torch import Tensor
 from torch.nn import functional as F
@@ -50,6 +51,9 @@ _PUNCTUATION = (
 )
 
 
+Positive = Annotated[int, Field(ge=1)]
+
+
 @dataclass(frozen=True, kw_only=True)
 class PriorConfig:
     """How large the model is, and how it is trained.
@@ -64,29 +68,20 @@ class PriorConfig:
         seed: Of the weights, the order of sentences and which are held back.
     """
 
-    layers: int
-    width: int
-    heads: int
-    epochs: int
-    steps: int | None
-    batch_size: int
-    learning_rate: float
-    max_length: int
-    seed: int
+    layers: Positive = 4
+    width: Positive = 256
+    heads: Positive = 4
+    epochs: Positive = 1
+    steps: Positive | None = None
+    batch_size: Positive = 32
+    learning_rate: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1e-3
+    max_length: Annotated[int, Field(ge=2)] = 64
+    seed: Annotated[int, Field(ge=0)] = 0
 
     def __post_init__(self) -> None:
-        minimums = {"max_length": 2, "seed": 0}
-        for field in fields(self):
-            value, bound = getattr(self, field.name), minimums.get(field.name, 1)
-            option = "--" + field.name.replace("_", "-")
-            if field.name == "learning_rate":
-                if not 0 < value < math.inf:
-                    raise ConfigError(f"{option} {value} has to be a positive number: try 1e-3")
-            elif value is not None and value < bound:
-                raise ConfigError(f"{option} = {value}: give at least {bound}")
         if self.width % self.heads:
             raise ConfigError(
-                f"--width {self.width} cannot be divided among --heads {self.heads}: give a "
+                f"width = {self.width} cannot be divided among heads = {self.heads}: give a "
                 f"multiple of {self.heads}, such as {-(-self.width // self.heads) * self.heads}"
             )
 
@@ -227,7 +222,7 @@ def train(
     nll = mean_nll(prior, corpus.held_out)
     if not math.isfinite(nll):
         raise FedleakError(
-            f"training diverged with --learning-rate {plan.learning_rate}: give a smaller one"
+            f"training diverged with learning_rate = {plan.learning_rate}: give a smaller one"
         )
     return Trained(prior, nll)
 

@@ -57,6 +57,8 @@ class Table:
         notes: What else a reader should know about the table.
         groups: So many columns name a group of neighbouring rows; a terminal shows them once.
         kept: Columns that each part repeats where the table is too wide; 0: it has no parts.
+        first: So many rows are shown at once: a page folds the others away, and a terminal leaves
+            them out; None: all.
     """
 
     title: str
@@ -65,6 +67,7 @@ class Table:
     notes: Sequence[str] = ()
     groups: int = 0
     kept: int = 0
+    first: int | None = None
 
     def only(self, places: Iterable[int]) -> "Table":
         """Returns the table with the columns at these places."""

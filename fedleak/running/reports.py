@@ -49,7 +49,7 @@ def report_sweep(
     *,
     redact: bool = False,
     tell: Callable[[Path], None] = lambda path: None,
-) -> Path:
+) -> tuple[Path, list[str]]:
     """Writes the reports of a sweep's cells, then the report of the sweep, which links to them.
 
     Args:
@@ -59,7 +59,7 @@ def report_sweep(
         tell: Is told each report that is written.
 
     Returns:
-        The file.
+        The file; which cells have no report, and what is missing in the others.
 
     Raises:
         ConfigError: There is no sweep here.
@@ -67,7 +67,7 @@ def report_sweep(
     """
     collected = Run(path).read_document(SWEEP)
     file = out or path / _name(redact)
-    reports = {}
+    reports, gaps, without = {}, [], []
     for cell in collected.cells:
         if Path(cell.cell).name != cell.cell or cell.cell in ("", ".", ".."):
             raise ConfigError(
@@ -75,42 +75,23 @@ def report_sweep(
                 "`fedleak sweep` with the experiment's file writes it anew"
             )
         run = Run(path).inside(cell.cell)
-        if cell.status == "finished" and run.exists():
-            of_cell = report_run(run, redact=redact)
-            tell(of_cell)
-            # Begins with a dot, so that no name is taken for the scheme of an address.
-            relative = os.path.relpath(of_cell.absolute(), file.absolute().parent)
-            reports[cell.cell] = "./" + quote(relative)
-    return _written(render(sweep_page(collected, reports, redact=redact)), file)
-
-
-def sweep_gaps(path: Path) -> list[str]:
-    """Returns which cells of a sweep have no report, and what is missing in the others.
-
-    Raises:
-        FedleakError: A file is missing or damaged.
-    """
-    cells = Run(path).read_document(SWEEP).cells
-    runs = {cell.cell: Run(path).inside(cell.cell) for cell in cells}
-    without = {cell.cell: cell.status for cell in cells if cell.status != "finished"}
-    without |= {
-        name: "its folder is gone"
-        for name, run in runs.items()
-        if name not in without and not run.exists()
-    }
-    lacks = [
-        f"cell {name!r}: {reason}"
-        for name, run in runs.items()
-        if name not in without
-        for reason in run.read_document(SUMMARY).wrong
-    ]
-    if without:
-        listed = "; ".join(f"{name!r}: {reason}" for name, reason in without.items())
-        lacks.append(
-            f"{len(without)} of {len(cells)} cells have no report ({listed}): `fedleak sweep` with "
-            "the experiment's file runs them"
+        if cell.status != "finished" or not run.exists():
+            why = "its folder is gone" if cell.status == "finished" else cell.status
+            without.append(f"{cell.cell!r}: {why}")
+            continue
+        of_cell = report_run(run, redact=redact)
+        tell(of_cell)
+        # Begins with a dot, so that no name is taken for the scheme of an address.
+        reports[cell.cell] = "./" + quote(
+            os.path.relpath(of_cell.absolute(), file.absolute().parent)
         )
-    return lacks
+        gaps += [f"cell {cell.cell!r}: {reason}" for reason in run.read_document(SUMMARY).wrong]
+    if without:
+        gaps.append(
+            f"{len(without)} of {len(collected.cells)} cells have no report "
+            f"({'; '.join(without)}): `fedleak sweep` with the experiment's file runs them"
+        )
+    return _written(render(sweep_page(collected, reports, redact=redact)), file), gaps
 
 
 def _name(redact: bool) -> str:

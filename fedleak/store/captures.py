@@ -1,6 +1,5 @@
 """What the server received: a file of tensors of each update, with what it knows of the update."""
 
-import json
 import os
 import re
 import shutil
@@ -129,11 +128,7 @@ class Captures:
             return self._parsed(read_file(path) if closed else stored_table(path).encode())
 
     def _parsed(self, content: bytes) -> About:
-        table = parse_json(content)  # refuses numbers that are not finite
-        known = table.get("knowledge") if isinstance(table, dict) else None
-        if isinstance(known, dict) and "optimiser" in known:  # once it was a fact by itself
-            known["recipe"] = {"optimiser": known.pop("optimiser")}
-            content = json.dumps(table).encode()
+        parse_json(content)  # refuses numbers that are not finite
         about = validated(About, content)
         self.folder.refuse_foreign(about.fingerprint)
         return about

@@ -377,9 +377,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def call(*options: str, tokenizer: str = "builtin/bert-tiny") -> SimpleNamespace:
-    small = {"layers": 1, "width": 32, "heads": 2, "batch-size": 8, "learning-rate": 1e-2}
-    small |= {"text": "notes.txt", "tokenizer": tokenizer, "device": "cpu"}
-    given = [f"--{option}={value}" for option, value in small.items()]
+    small = {"layers": 1, "width": 32, "heads": 2, "batch_size": 8, "learning_rate": 1e-2}
+    given = [f"--set={key}={value}" for key, value in small.items()]
+    given += ["--text=notes.txt", f"--tokenizer={tokenizer}", "--device=cpu"]
     done = CliRunner().invoke(app, ["train-prior", *given, *options])
     return SimpleNamespace(status=done.exit_code, out=done.stdout, errors=done.stderr)
 
@@ -388,7 +388,7 @@ def call(*options: str, tokenizer: str = "builtin/bert-tiny") -> SimpleNamespace
 def test_a_trained_prior_is_loaded_and_better_than_an_untrained_one(victim, here, request):
     victim = request.getfixturevalue(victim)
     name = f"builtin/{victim.family.model_type}-tiny"
-    done = call("--steps", "100", "--out", "made", tokenizer=name)
+    done = call("--set", "steps=100", "--out", "made", tokenizer=name)
     assert (done.status, done.errors) == (0, "")
     assert {path.name for path in here.iterdir()} == {"notes.txt", "made"}
     network = AutoModelForCausalLM.from_pretrained("made")
@@ -531,11 +531,12 @@ def test_without_a_token_for_unknown_words_sentences_with_them_are_left_out(here
         ("--text latin.txt", "--text latin.txt cannot be read"),
         ("--text /dev/zero", "it is a device, and no plain file"),
         ("--text pipe", "it is a pipe, and no plain file"),
-        ("--width 30 --heads 4", "give a multiple of 4, such as 32"),
-        ("--steps 0", "--steps = 0: give at least 1"),
-        ("--batch-size 0", "--batch-size = 0: give at least 1"),
-        ("--max-length 1", "--max-length = 1: give at least 2"),
-        ("--learning-rate nan", "--learning-rate nan has to be a positive number"),
+        ("--set width=30 --set heads=4", "give a multiple of 4, such as 32"),
+        ("--set steps=0", "prior.steps = 0: input should be greater than or equal to 1"),
+        ("--set batch_size=0", "batch_size = 0: input should be greater than or equal to 1"),
+        ("--set max_length=1", "max_length = 1: input should be greater than or equal to 2"),
+        ("--set learning_rate=nan", "learning_rate = nan: input should be a finite number"),
+        ("--set layer=2", "did you mean 'layers'?"),
         ("--tokenizer ./missing", "--tokenizer './missing': there is no such folder"),
         ("--tokenizer nobody/nothing", "--tokenizer 'nobody/nothing' cannot be loaded"),
         ("--tokenizer ./mistral", "unknown model family of --tokenizer 'mistral'"),
@@ -582,16 +583,16 @@ def test_ctrl_c_keeps_nothing(where, here, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(training, where, interrupted)
-    done = call("--steps", "2")
+    done = call("--set", "steps=2")
     assert done.status == 130
     assert done.errors == "fedleak: stopped; nothing was kept\n"
     assert [path.name for path in here.iterdir()] == ["notes.txt"]
 
 
 def test_a_training_that_diverged_keeps_nothing(here):
-    done = call("--steps", "6", "--learning-rate", "1e30")
+    done = call("--set", "steps=6", "--set", "learning_rate=1e30")
     assert done.status == 1
-    assert "training diverged with --learning-rate 1e+30: give a smaller one" in done.errors
+    assert "training diverged with learning_rate = 1e+30: give a smaller one" in done.errors
     assert [path.name for path in here.iterdir()] == ["notes.txt"]
 
 

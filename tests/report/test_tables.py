@@ -1,15 +1,22 @@
+import io
 from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 
 from fedleak.audit.privacy.ledger import defense_means, guarantee
+from fedleak.report.html.render import _environment
 from fedleak.report.tables.attacks import attack_table
+from fedleak.report.tables.canaries import FIRST_CLIENTS, canary_table
 from fedleak.report.tables.leakage import epsilon_of
 from fedleak.report.terminal.run import any_attack, circumstances
+from fedleak.report.terminal.table import print_table
 from fedleak.store.records import DefenseRow, LedgerRow, Utility
 from fedleak.store.run import EVERYONE, Key
 from fedleak.store.summaries import (
     Baseline,
+    CanaryBound,
+    CanarySummary,
     Circumstances,
     DefenseMeans,
     Estimate,
@@ -167,3 +174,34 @@ def test_the_worst_case_over_attacks_is_said_with_what_chance_gives():
     alone = worst.model_copy(update={"attacks": ("dager",)})
     assert any_attack(SimpleNamespace(worst_case=alone)) == []
     assert any_attack(SimpleNamespace(worst_case=None)) == []
+
+
+def test_a_page_has_the_bounds_of_all_clients_and_a_terminal_those_of_the_first():
+    bound = CanaryBound(
+        client=EVERYONE,
+        unit="example",
+        canaries=64,
+        updates=1,
+        in_copies=False,
+        epsilon=8.0,
+        gaussian=1.0,
+        f_dp=1.0,
+        epsilon_delta=0.5,
+    )
+    clients = range(FIRST_CLIENTS + 5)
+    alone = (bound.model_copy(update={"client": client}) for client in clients)
+    table = canary_table(
+        CanarySummary(confidence=0.95, delta=1e-5, bounds=(bound, *alone), alarms=())
+    )
+    assert [row[0].text for row in table.rows] == ["all, by example", *map(str, clients)]
+    page = _environment().from_string("{% from 'macros.html.j2' import table %}{{ table(shown) }}")
+    shown, folded = page.render(shown=table).split("<details>")
+    assert "<summary>5 more</summary>" in folded
+    for part, there in ((shown, clients[:FIRST_CLIENTS]), (folded, clients[FIRST_CLIENTS:])):
+        rows = [row for row in clients if f"<span>{row}</span></th>" in part]
+        assert rows == [*there]
+    console = Console(file=io.StringIO(), width=200)
+    print_table(console, table)
+    printed = console.file.getvalue()
+    assert "5 more are in the report of the run." in printed
+    assert printed.count("\n") < len(table.rows) + 20

@@ -188,21 +188,12 @@ def training(
         attacked: Rounds that are marked.
     """
     pictures = []
-    measured = {row.round: dict(row.figures) for row in utility}
-    measure = next(
-        (
-            candidate
-            for candidate in ("accuracy", "perplexity", "mcc", "loss")
-            if _is_measured(measured, candidate)
-        ),
-        None,
-    )
-    if measure is not None:
-        points = [
-            (r, value)
-            for r, figures in measured.items()
-            if (value := figures.get(measure)) is not None
-        ]
+    by_measure = {
+        name: [(row.round, v) for row in utility if (v := row.figures.get(name)) is not None]
+        for name in ("accuracy", "perplexity", "mcc", "loss")
+    }
+    if measure := next((name for name, points in by_measure.items() if points), None):
+        points = by_measure[measure]
         words = (
             f"{measure} of the model on held-out texts: {points[0][1]:.3g} at round "
             f"{points[0][0]}, {points[-1][1]:.3g} at round {points[-1][0]}."
@@ -234,10 +225,6 @@ def training(
             )
         )
     return pictures
-
-
-def _is_measured(measured: Mapping[int, Mapping[str, float | None]], name: str) -> bool:
-    return any(figures.get(name) is not None for figures in measured.values())
 
 
 def _lines(

@@ -8,8 +8,8 @@ from fedleak.store.summaries import CanaryBound, CanarySummary
 NOTHING = "nothing seen"
 """Stands for a bound of 0, which is no evidence of privacy."""
 
-MOST_CLIENTS = 20
-"""Clients that are shown at most: the first ones."""
+FIRST_CLIENTS = 20
+"""Clients that are shown at once."""
 
 
 def bound(epsilon: float) -> str:
@@ -37,13 +37,12 @@ def canary_table(summary: CanarySummary) -> Table:
         notes.append(
             "Copies: the canaries are in audited copies of the updates, which were never sent."
         )
-    if (more := len(alone) - MOST_CLIENTS) > 0:
-        notes.append(f"{more:,} more clients are in summary.json.")
     return Table(
         "privacy as canaries measure it: epsilon is at least",
         figures("client", *headings),
-        [plain(*_cells(row)) for row in [*together, *alone[:MOST_CLIENTS]]],
+        [plain(*_cells(row)) for row in [*together, *alone]],
         notes,
+        first=len(together) + FIRST_CLIENTS,
     )
 
 

@@ -23,6 +23,10 @@ STYLES = {Tone.PLAIN: "", Tone.ALARM: "red", Tone.GAP: "yellow"}
 def print_table(console: Console, table: Table) -> None:
     """Prints a table, in parts where it is too wide, and its notes."""
     table = table.only(place for place, col in enumerate(table.columns) if not col.page_only)
+    first_rows = table.rows[: table.first]
+    if left_out := len(table.rows) - len(first_rows):
+        more = f"{left_out:,} more are in the report of the run."
+        table = replace(table, rows=first_rows, notes=[*table.notes, more])
     for part in table.parts(lambda part: _fits(_rich_table(part), console)):
         shown = [_rich_table(part)]
         if not _fits(shown[0], console):

@@ -41,7 +41,6 @@ from fedleak.running.bench.suites import Setting, Suite
 from fedleak.running.preparation import Plan
 from fedleak.store.records import LEAKAGE, LeakageRow, text_counts
 from fedleak.store.run import Run
-from fedleak.store.summaries import CellSummary, SweepSummary
 from fedleak.util.errors import ConfigError, unknown
 from fedleak.util.plugins import discover
 from fedleak.util.versions import versions
@@ -211,25 +210,6 @@ def obstacles(result: Result) -> dict[tuple[str, str], list[str]]:
             if cell.left_out is not None:
                 blocked_settings[cell.attack, cell.left_out].append(setting.name)
     return blocked_settings
-
-
-def as_sweep(result: Result) -> SweepSummary:
-    """Returns a result as the table of a sweep takes it: a cell per setting."""
-    return SweepSummary(
-        name=f"{result.suite} {result.version}",
-        axes={"setting": [setting.name for setting in result.settings]},
-        cells=tuple(
-            CellSummary(
-                cell=setting.name,
-                values={"setting": setting.name},
-                status="not run",
-                attacks={
-                    cell.attack: cell.figures for cell in setting.cells if cell.figures is not None
-                },
-            )
-            for setting in result.settings
-        ),
-    )
 
 
 def _ready(

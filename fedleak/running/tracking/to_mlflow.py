@@ -2,11 +2,9 @@
 
 import os
 import time
-from collections.abc import Sequence
-from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import urlsplit
 
 from fedleak.running import reports
@@ -16,11 +14,6 @@ from fedleak.util.errors import ConfigError, FedleakError
 
 EXPERIMENT = "fedleak"
 """The experiment of MLflow that runs belong to, unless MLFLOW_EXPERIMENT_NAME names another."""
-
-MOST_METRICS, MOST_PARAMETERS = 1_000, 100
-"""Values of one request, as MLflow allows."""
-
-T = TypeVar("T")
 
 
 def export_to_mlflow(run: Run, place: str | None, *, texts: bool = False) -> str:
@@ -81,23 +74,14 @@ def _log(client: Any, tracked_run: Tracked, report: Path) -> str:
     run_id: str = made.info.run_id
     now = int(1000 * time.time())
     try:
-        for batch in _parts(list(tracked_run.parameters.items()), MOST_PARAMETERS):
-            client.log_batch(run_id, params=[Param(*parameter) for parameter in batch])
-        for metrics in _parts(tracked_run.metrics, MOST_METRICS):
-            client.log_batch(
-                run_id,
-                metrics=[
-                    Metric(metric.name, metric.value, now, metric.round) for metric in metrics
-                ],
-            )
+        parameters = [Param(*parameter) for parameter in tracked_run.parameters.items()]
+        metrics = [
+            Metric(metric.name, metric.value, now, metric.round) for metric in tracked_run.metrics
+        ]
+        client.log_batch(run_id, metrics, parameters)  # in as many requests as it takes
         client.log_artifact(run_id, str(report))
     except BaseException:
         client.set_terminated(run_id, "FAILED")
         raise
     client.set_terminated(run_id)
     return run_id
-
-
-def _parts(values: Sequence[T], most: int) -> list[list[T]]:
-    left = iter(values)
-    return list(iter(lambda: list(islice(left, most)), []))
