@@ -75,19 +75,9 @@ def with_defense(kind: str, overrides: Sequence[str] = ()) -> Experiment:
         ) from error
 
 
-def read_tables(
-    path: Path, overrides: Sequence[str] = (), file: str = "experiment file"
-) -> dict[str, Any]:
-    """Returns the tables of an experiment file, as `load` does, but as they are written there.
-
-    Args:
-        path, overrides: As for `load`.
-        file: What it is called in messages.
-
-    Raises:
-        ConfigError: It cannot be read, or an override has another form.
-    """
-    named, text = f"{file} {str(path)!r}", ""
+def read_tables(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Returns the tables of an experiment file, as `load` does, but as they are written there."""
+    named, text = f"experiment file {str(path)!r}", ""
     try:
         text = settings_text(path)
         table = json.loads(text) if path.suffix == RUN_JSON else tomllib.loads(text)

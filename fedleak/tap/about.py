@@ -1,12 +1,12 @@
 """The file beside a tap: what a Flower app of somebody else does, as far as messages do not say."""
 
 import json
+import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
-from fedleak.config.loading import read_tables
 from fedleak.config.tables import ModelTable, Positive, Source, Table
 from fedleak.config.wording import one_line
 from fedleak.training.recipe import Optimiser
@@ -106,7 +106,13 @@ def load_about(path: Path) -> About:
         ConfigError: Anything about it that is not right.
     """
     try:
-        return About.model_validate(read_tables(path, file="file"))
+        table = tomllib.loads(content(path, linked=True).decode("utf-8-sig"))
+    except OSError as error:
+        raise ConfigError(f"{str(path)!r}: {error.strerror}: give a TOML file") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{str(path)!r} cannot be read: {error}: give a TOML file") from error
+    try:
+        return About.model_validate(table)
     except ValidationError as error:
         raise ConfigError(f"{str(path)!r}: {one_line(error, About)}") from error
 

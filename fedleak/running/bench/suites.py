@@ -128,7 +128,7 @@ def load(suite: str) -> Suite:
             known = [file.stem for file in FOLDER.glob("*.toml")]
             raise ConfigError(f"{unknown('suite', suite, known)}: or give the path of a file")
     try:
-        table = Suite.model_validate(loading.read_tables(path, file="suite"))
+        table = Suite.model_validate(loading.read_tables(path))
     except ValidationError as error:
         raise ConfigError(f"suite {str(path)!r}: {one_line(error, Suite)}") from error
     names = [setting.name for setting in table.setting]
@@ -165,7 +165,7 @@ def entered(
     attacks: list[Mapping[str, Any]] = [] if only else list(suite.attack)
     attacks += [{"kind": kind} for kind in kinds]
     if file is not None:
-        tables = loading.read_tables(file, file="--attacks")
+        tables = loading.read_tables(file)
         if set(tables) != {"attack"} or not isinstance(tables["attack"], list):
             raise ConfigError(f"--attacks {str(file)!r}: give a file with [[attack]] tables alone")
         attacks += tables["attack"]
