@@ -78,7 +78,7 @@ def bench(
         watch = CellProgress([*entered.ready]).watch
         failures = sweep.carry_out(entered.sweep, entered.plans, train, watch, keep, retry=retry)
         result = keep(failures)
-    print_table(console, attacks_table(sweep.collect(entered.sweep)))
+    print_table(console, attacks_table(running.asked(entered)))
     for (name, why), where in running.obstacles(result).items():
         console.print(f"{markup(name)} cannot work in {', '.join(where)}: {markup(why)}")
     if out is not None:

@@ -41,6 +41,7 @@ from fedleak.running.bench.suites import Setting, Suite
 from fedleak.running.preparation import Plan
 from fedleak.store.records import LEAKAGE, LeakageRow, text_counts
 from fedleak.store.run import Run
+from fedleak.store.summaries import SweepSummary
 from fedleak.util.errors import ConfigError, unknown
 from fedleak.util.plugins import discover
 from fedleak.util.versions import versions
@@ -200,6 +201,18 @@ def collect(bench: Bench, failures: Mapping[str, str]) -> Result:
     )
     Run(bench.sweep.path).write(RESULT, result)
     return result
+
+
+def asked(bench: Bench) -> SweepSummary:
+    """Returns the sweep's figures of the attacks that were asked for, beside which others ran."""
+    collected, names = sweeps.collect(bench.sweep), {entry.name for entry in bench.entries}
+    cells = (
+        cell.model_copy(
+            update={"attacks": {name: cell.attacks[name] for name in cell.attacks if name in names}}
+        )
+        for cell in collected.cells
+    )
+    return collected.model_copy(update={"cells": tuple(cells)})
 
 
 def obstacles(result: Result) -> dict[tuple[str, str], list[str]]:
