@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import safetensors
-import safetensors.torch
 from torch import Tensor
 
-from fedleak.store import files, seal
+from fedleak.store import files, seal, tensor_files
 from fedleak.store.info import INFO, Info
 from fedleak.store.lines import Document
 from fedleak.util.errors import CaptureError, ConfigError, FedleakError
@@ -148,13 +147,9 @@ class Folder:
 
     def write_tensors(self, name: str, tensors: Mapping[str, Tensor], **about: Any) -> None:
         """Writes tensors, and beside them a table of what is about them and whose they are."""
-        stored, table = flat(tensors), {"fingerprint": self.fingerprint(), **about}
-        mark = seal.seal(self.sealed_place(name), seal.tensor_parts(stored, json.dumps(table)))
-        if mark is not None:
-            table[seal.FIELD] = mark
+        table = {"fingerprint": self.fingerprint(), **about}
         with files.new_file(self.place(name)) as temporary:
-            # One entry: several would stand in another order each time.
-            safetensors.torch.save_file(stored, temporary, {"fedleak": json.dumps(table)})
+            tensor_files.write(temporary, flat(tensors), table, self.sealed_place(name))
 
     def read_tensors(self, name: str) -> dict[str, Tensor]:
         """Reads tensors.

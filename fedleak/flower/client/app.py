@@ -14,6 +14,7 @@ from flwr.clientapp import ClientApp
 
 from fedleak import models
 from fedleak.federation.canaries import client_canaries
+from fedleak.flower.arrays import taken_tensors
 from fedleak.flower.client.context import refuse_another_run, work_of
 from fedleak.flower.client.masking import mask
 from fedleak.flower.client.mods import defend, encode, report_errors, select
@@ -48,7 +49,7 @@ def train(message: Message, context: Context) -> Message:
     experiment, client = work.experiment, work.client
     model, workload = work.model_and_data
     round = int(message.content.config_records["config"]["round"])  # type: ignore[arg-type]
-    sent = message.content.array_records["arrays"].to_torch_state_dict(keep_input=False)
+    sent = taken_tensors(message.content.array_records["arrays"])
     key = Key(round, client)
     if work.private is not None:
         refuse_another_run(work.private, key, experiment.fingerprint)

@@ -3,9 +3,10 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
-from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 
 from fedleak.federation.canaries import ClientCanaries
+from fedleak.flower.arrays import to_array
 from fedleak.store.run import Key
 from fedleak.training.observation import ClientUpdate
 from fedleak.training.wire import to_wire
@@ -42,6 +43,6 @@ class Outgoing(Message):
         tensors, arrays = to_wire(self.update.tensors), ArrayRecord()
         self.update = replace(self.update, tensors={})
         for name in list(tensors):
-            arrays[name] = Array(tensors.pop(name))
+            arrays[name] = to_array(tensors.pop(name))
         content = RecordDict({"update": arrays, "metrics": MetricRecord(numbers)})
         return Message(content, reply_to=reply_to)

@@ -17,6 +17,7 @@ from fedleak.audit.metrics.utility import evaluate
 from fedleak.config.experiment import Experiment
 from fedleak.federation.lookup import captures_of, client_sizes, of_app
 from fedleak.federation.protection import protection, protocol_of
+from fedleak.flower.arrays import to_record
 from fedleak.flower.server.assignments import assignment
 from fedleak.flower.server.capturing_grid import AT_ONCE, CapturingGrid
 from fedleak.flower.server.replies import (
@@ -138,7 +139,7 @@ def federate(
     try:
         strategy.start(
             grid=CapturingGrid(grid, strategy.on_reply, stop, at_once, room),  # type: ignore[arg-type]
-            initial_arrays=ArrayRecord(model.parameters()),
+            initial_arrays=to_record(model.parameters()),
             num_rounds=rounds,
             timeout=wait.answers,
             evaluate_fn=evaluation(experiment, run, model, first - 1),

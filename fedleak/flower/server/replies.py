@@ -7,6 +7,7 @@ from flwr.app import ArrayRecord, Message
 from torch import Tensor
 
 from fedleak.config.tables import MOST_EXAMPLES
+from fedleak.flower.arrays import taken_tensors
 from fedleak.store.run import Key
 from fedleak.training.observation import ClientUpdate, UpdateKind
 from fedleak.training.wire import from_wire
@@ -118,7 +119,7 @@ def _check(name: str, tensor: Tensor, like: Tensor) -> None:
 
 def _decoded(update: ArrayRecord) -> dict[str, Tensor]:
     try:
-        return from_wire(update.to_torch_state_dict(keep_input=False))
+        return from_wire(taken_tensors(update))
     except Exception as error:  # whatever NumPy makes of any bytes
         raise RefusedError(f"its update cannot be read ({type(error).__name__})") from error
 

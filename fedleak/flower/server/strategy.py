@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from flwr.app import (
-    Array,
     ArrayRecord,
     ConfigRecord,
     Message,
@@ -25,6 +24,7 @@ from fedleak.detectors import REFUSED
 from fedleak.federation.lookup import absent, most_examples, note_dropped_out
 from fedleak.federation.protection import aggregator_of
 from fedleak.federation.schedule import clients_of_round, key_of_sum, rounds_attacked, target
+from fedleak.flower.arrays import to_array, to_record
 from fedleak.flower.server.assignments import assignment
 from fedleak.flower.server.replies import RefusedError, client_error, take_update
 from fedleak.flower.server.round_sum import Beside, RoundSum
@@ -222,7 +222,7 @@ class CuriousServer(Strategy):
             sent = changed_state(state, changes, mode.kind)
             if targeted:
                 self._run.sent_models.write(round, sent)
-            return ArrayRecord(sent)
+            return to_record(sent)
 
         to_target = changed(targeted=True)
         to_others = to_target if self._target is None else changed(targeted=False)
@@ -273,7 +273,7 @@ class CuriousServer(Strategy):
             self._run.forget(round)
         # In the same record: Flower holds the first one to the end, besides what it is given.
         for name, value in following.items():
-            self._arrays[name] = Array(value)
+            self._arrays[name] = to_array(value)
         return self._arrays, None
 
     def configure_evaluate(
