@@ -8,6 +8,7 @@ at any update.
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import chain
 
 import torch
@@ -18,7 +19,7 @@ from fedleak.audit.metrics.matching import assign
 from fedleak.audit.metrics.personal_data import Item
 from fedleak.audit.metrics.rouge import Rouge
 from fedleak.audit.metrics.tokens import Overlap, overlap
-from fedleak.models import LanguageModel
+from fedleak.models import LanguageModel, text_of
 from fedleak.store.records import UNSCORED, Answer, Fact, LeakageRow, PersonalItem, TextScore
 from fedleak.training.truth import GroundTruth
 from fedleak.util.rng import stream
@@ -28,6 +29,10 @@ REFUTED = "it claims a proof of these texts, and they are not what the client tr
 
 GUESSES = 10
 """Draws of held-out texts that the guess control is the mean of."""
+
+
+_text = lru_cache(maxsize=rouge.PAIRS)(text_of)
+"""Controls meet the same texts again and again."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +80,9 @@ def score_sequences(
 
     answers = counted(answers, len(truths), model)
     answer_ids, truth_ids = content(answers), content(truths)
-    answer_texts = [model.decode(ids) for ids in answer_ids]
-    truth_texts = [model.decode(ids) for ids in truth_ids]
+    answer_texts, truth_texts = (
+        [_text(model.tokenizer, ids) for ids in of_all] for of_all in (answer_ids, truth_ids)
+    )
 
     def similarity(answer: int, truth: int) -> float:
         exact = 100.0 * (answer_ids[answer] == truth_ids[truth])
@@ -85,9 +91,10 @@ def score_sequences(
     chosen = assign(range(len(answers)), range(len(truths)), similarity)
     texts = [None if a is None else answer_texts[a] for a in chosen]
     scores = [rouge.rouge(a or "", t) for a, t in zip(texts, truth_texts, strict=True)]
+    whole = [_text(model.tokenizer, tuple(ids), special=True) for ids in answers]
     paper = [
-        rouge.rouge("" if a is None else model.decode(answers[a], special=True), true)
-        for a, true in zip(chosen, (model.decode(t, special=True) for t in truths), strict=True)
+        rouge.rouge("" if a is None else whole[a], _text(model.tokenizer, tuple(t), special=True))
+        for a, t in zip(chosen, truths, strict=True)
     ]
     exact = [a is not None and answer_ids[a] == t for a, t in zip(chosen, truth_ids, strict=True)]
     tokens = score_tokens(chain(*answers), truths, model)

@@ -8,7 +8,7 @@ import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -152,11 +152,14 @@ class LanguageModel:
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
         """Returns text, without special tokens unless asked for."""
-        text: str = self.tokenizer.decode(list(ids), skip_special_tokens=not special)
-        return text.strip()
+        return text_of(self.tokenizer, ids, special=special)
 
     def special_ids(self) -> frozenset[int]:
         """Returns the ids that are not content; an unknown word is content if it has its own."""
+        return self._special_ids
+
+    @cached_property
+    def _special_ids(self) -> frozenset[int]:
         return frozenset(self.tokenizer.all_special_ids) - self.unknown_ids()
 
     def unknown_ids(self) -> frozenset[int]:
@@ -164,6 +167,12 @@ class LanguageModel:
         tokenizer = self.tokenizer
         marks = {tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id}
         return frozenset({tokenizer.unk_token_id} - marks - {None})
+
+
+def text_of(tokenizer: Any, ids: Sequence[int], *, special: bool = False) -> str:
+    """Returns the text of token ids, without special tokens unless asked for."""
+    text: str = tokenizer.decode(list(ids), skip_special_tokens=not special)
+    return text.strip()
 
 
 def load_parameters_(model: LanguageModel, tensors: Mapping[str, Tensor]) -> None:

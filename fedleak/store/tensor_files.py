@@ -21,6 +21,7 @@ _TYPES = {
     torch.float32: "F32",
     torch.float16: "F16",
     torch.bfloat16: "BF16",
+    torch.int64: "I64",
     torch.int32: "I32",
 }
 

@@ -9,7 +9,6 @@ from typing import ClassVar
 import pytest
 import torch
 from cases import some
-from flwr.app import ArrayRecord
 from tiny import TABLES
 
 from fedleak import models
@@ -22,7 +21,9 @@ from fedleak.config.sent_parameters import selected_parameters
 from fedleak.federation import lookup, workload
 from fedleak.federation.schedule import expected_captures
 from fedleak.flower import inline
+from fedleak.flower.client import app as client_app
 from fedleak.flower.client import outgoing
+from fedleak.flower.server import replies
 from fedleak.flower.server.strategy import CuriousServer
 from fedleak.models import CAUSAL_LM, CLASSIFICATION, LanguageModel, ModelSpec, loading
 from fedleak.running import pipeline, preparation
@@ -363,22 +364,23 @@ def test_each_thing_is_read_decoded_and_written_once(tmp_path, monkeypatch):
     experiment = experiment_of(rounds=3, defense=[{"kind": "sign"}])
     run = preparation.prepare(experiment, tmp_path / "run")
     counting(Models, "write")
-    counting(ArrayRecord, "to_torch_state_dict")
+    counting(client_app, "taken_tensors")
+    counting(replies, "taken_tensors")
     counting(lookup, "load")
     counting(workload, "read_data")
     monkeypatch.setattr("fedleak.flower.client.context.read_data", workload.read_data)
     counting(outgoing, "to_wire")
     with run.lock():  # as the command line does, which has prepared the run
         inline.train(run, experiment)
-    replies = 3 * 2
+    sent = 3 * 2
     assert run.models.rounds() == [1, 2, 3, 4]
     assert counts == {
         "write": 4,
         "load": 1,  # clients read what comes with the message
         "read_data": 1,
-        "to_wire": replies,
+        "to_wire": sent,
         # The client decodes the model, and the server the update.
-        "to_torch_state_dict": 2 * replies,
+        "taken_tensors": 2 * sent,
     }
 
 
