@@ -11,6 +11,7 @@ import torch
 from cases import some
 from hypothesis import given
 from hypothesis import strategies as st
+from rouge_score.rouge_scorer import RougeScorer
 from scipy.stats import beta, binomtest
 
 from fedleak.audit.metrics import intervals
@@ -46,6 +47,13 @@ def slow_rouge(answer, truth):
 
     longest = max(map(len, subsequences(a) & subsequences(b)))
     return Rouge(shared(1), shared(2), f_score(longest, len(a), len(b)))
+
+
+@pytest.mark.core
+@given(st.text(" aAbcö-!7\n", max_size=30), st.text(" aAbcö-!7\n", max_size=30))
+def test_rouge_is_that_of_the_package_to_the_last_bit(answer, truth):
+    scores = RougeScorer(list(Rouge._fields), use_stemmer=False).score(truth, answer)
+    assert rouge(answer, truth) == tuple(100 * scores[name].fmeasure for name in Rouge._fields)
 
 
 @pytest.mark.core
