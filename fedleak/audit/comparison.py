@@ -7,17 +7,28 @@ difference of a pair does not depend on how hard the text is, so it shows less t
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-from fedleak.audit.estimates import largest_client
+from pydantic import JsonValue
+
+from fedleak.audit.estimates import estimate, largest_client
 from fedleak.audit.pairing import CORRECTION, FIGURES, Text, best, corrected, difference
 from fedleak.audit.vault import read_truth
 from fedleak.config.components import listed_as
+from fedleak.config.experiment import Experiment
 from fedleak.federation.lookup import stored
 from fedleak.federation.schedule import malicious_server
 from fedleak.store.lines import Record
 from fedleak.store.records import LEAKAGE, LEDGER, LeakageRow, text_counts
 from fedleak.store.run import Run
-from fedleak.store.summaries import Difference
+from fedleak.store.summaries import Difference, Estimate
 from fedleak.util.errors import CaptureError, FedleakError
+
+
+class Means(Record):
+    """A figure of two runs that have no text in common, over all texts of each."""
+
+    figure: str
+    before: Estimate | None
+    after: Estimate | None
 
 
 class Comparison(Record):
@@ -29,7 +40,9 @@ class Comparison(Record):
         unpaired: Why texts of either run have no partner, and how many they are.
         servers: What the malicious server of the earlier and of the later run did; None: it was
             honest.
+        settings: By key what differs between their experiments; null: left out.
         differences: Of each figure that both have.
+        means: Where they have no text in common, because batches were drawn otherwise.
         correction: How the p of all differences that are shown together were corrected.
         tests: How many these are.
     """
@@ -39,7 +52,9 @@ class Comparison(Record):
     texts: int
     unpaired: dict[str, int]
     servers: tuple[str | None, str | None]
+    settings: dict[str, tuple[JsonValue, JsonValue]]
     differences: tuple[Difference, ...]
+    means: tuple[Means, ...] = ()
     correction: str
     tests: int
 
@@ -67,7 +82,9 @@ def _compare(before: Run, after: Run) -> Comparison:
     rows = [_rows(run) for run in runs]
     unpaired: Counter[str] = Counter()
     texts = list(_common_texts(runs, rows, unpaired))
-    if not texts:
+    otherwise = _OTHER_TEXTS + _drawn_otherwise(runs)
+    drawn_otherwise = otherwise in unpaired and otherwise != _OTHER_TEXTS
+    if not texts and not drawn_otherwise:
         reasons = "; ".join(f"{count} texts: {reason}" for reason, count in unpaired.items())
         raise FedleakError(
             f"no text of {str(before.path)!r} is in {str(after.path)!r} ({reasons}): compare runs "
@@ -75,15 +92,16 @@ def _compare(before: Run, after: Run) -> Comparison:
         )
     attacks = [sorted({row.attack for row in run_rows}) for run_rows in rows]
     common = [name for name in attacks[0] if name in attacks[1]]
+    chosen = _most_granted(common, rows)
     for name in sorted({*attacks[0], *attacks[1]} - {*common}):
         unpaired[f"attack {name} is in one run only"] += len(texts)
     largest = largest_client(before, stored(before))
     differences = []
     alone: list[tuple[str | None, list[str]]] = [(name, [name]) for name in common]
-    for attack, chosen in [(None, _most_granted(common, rows)), *alone]:
+    for attack, names in [(None, chosen), *alone]:
         for figure in FIGURES:
             old, new = (
-                best([row for row in run_rows if row.attack in chosen], figure) for run_rows in rows
+                best([row for row in run_rows if row.attack in names], figure) for run_rows in rows
             )
             both = [text for text in texts if text in old and text in new]
             if both:
@@ -98,10 +116,46 @@ def _compare(before: Run, after: Run) -> Comparison:
         texts=len(texts),
         unpaired=dict(unpaired),
         servers=(malicious_server(stored(before)), malicious_server(stored(after))),
+        settings=_changed(stored(before), stored(after)),
         differences=tuple(differences),
+        means=() if texts else tuple(_means(runs, rows, chosen)),
         correction=CORRECTION,
         tests=len(differences),
     )
+
+
+def _changed(before: Experiment, after: Experiment) -> dict[str, tuple[JsonValue, JsonValue]]:
+    """Returns what differs between two experiments, by key; a default counts as left out."""
+    flat = [
+        {
+            f"{name}.{key}" if isinstance(value, dict) else name: inner
+            for name, value in table.items()
+            for key, inner in (value.items() if isinstance(value, dict) else [("", value)])
+        }
+        for table in (
+            run.model_dump(mode="json", exclude={"name", "workers"}, exclude_defaults=True)
+            for run in (before, after)
+        )
+    ]
+    keys = sorted({*flat[0], *flat[1]})
+    both = {key: (flat[0].get(key), flat[1].get(key)) for key in keys}
+    return {key: values for key, values in both.items() if values[0] != values[1]}
+
+
+def _means(
+    runs: Sequence[Run], rows: Sequence[Sequence[LeakageRow]], attacks: Sequence[str]
+) -> Iterator[Means]:
+    """Yields what the best of these attacks read of the texts of each run."""
+    largest = [largest_client(run, stored(run)).texts for run in runs]
+    for figure, most in FIGURES.items():
+        ends = []
+        for run_rows, texts in zip(rows, largest, strict=True):
+            scores = best([row for row in run_rows if row.attack in attacks], figure)
+            clients = [text.key.client for text in scores]
+            of_run = list(scores.values())
+            ends.append(estimate(of_run, clients, most=most, largest=texts) if scores else None)
+        if any(ends):
+            yield Means(figure=figure, before=ends[0], after=ends[1])
 
 
 def _most_granted(names: Sequence[str], rows: Sequence[Sequence[LeakageRow]]) -> list[str]:

@@ -128,15 +128,30 @@ def compare(
     """Compare runs with the first one, text by text: does the server read more after a change?
 
     RUN is a run directory, two or more. Only the same texts of the same client and round are
-    compared, and what has no partner is said.
+    compared, and what has no partner is said. Where the sampling of DP-SGD drew other texts, the
+    figures of both runs stand side by side.
+
+    One RUN that is a folder of runs is shown as a whole: over their dates, and over rounds.
     """
     from fedleak.audit.comparison import compare as pair
     from fedleak.report.tables.comparison import comparison_table
+    from fedleak.report.tables.trends import Dated, trend_tables
     from fedleak.report.terminal.table import print_table
     from fedleak.store.run import Run
 
     if len(runs) < 2:
-        raise ConfigError("one run has nothing to be compared with: name two or more")
+        inside = [Run(path) for path in sorted(runs[0].glob("*/"))]
+        dated = []
+        for run in filter(Run.exists, inside):
+            try:
+                dated.append(Dated.read(run))
+            except FedleakError as error:
+                console.print(f"[yellow]not shown[/]: {markup(error)}", soft_wrap=True)
+        if not dated or as_json:
+            raise ConfigError("one run has nothing to be compared with: name two or more")
+        for table in trend_tables(dated):
+            print_table(console, table)
+        return
     comparisons = pair(Run(runs[0]), [Run(path) for path in runs[1:]])
     if as_json:
         shown = [

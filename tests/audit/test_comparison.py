@@ -9,16 +9,18 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny import DLG, Here, call, toml
+from tiny import DLG, Here, call, tables, toml
 
 from fedleak.audit import comparison
 from fedleak.audit.comparison import Comparison
 from fedleak.audit.metrics import intervals
 from fedleak.audit.pairing import corrected
+from fedleak.config.loading import parse
+from fedleak.report.tables.trends import Dated, trend_tables
 from fedleak.running.dispatch import dispatcher
 from fedleak.store.records import LEAKAGE, LEDGER
 from fedleak.store.run import Run
-from fedleak.store.summaries import Difference, Direction
+from fedleak.store.summaries import SUMMARY, Difference, Direction
 from fedleak.util.errors import FedleakError
 
 CLIENTS = 8
@@ -124,6 +126,90 @@ def test_what_is_not_the_same_is_not_paired_and_said(runs: tuple[Run, Run]) -> N
     shutil.rmtree(vault)
     with pytest.raises(FedleakError, match="not in the vault of both runs"):
         compare(*runs)
+
+
+def test_runs_whose_sampling_drew_other_batches_stand_side_by_side(
+    runs: tuple[Run, Run],
+) -> None:
+    change(runs[1], "dlg", exact=True)
+    for file in (runs[1].path / "vault").glob("*.json"):
+        batch = json.loads(file.read_text())
+        file.write_text(json.dumps(batch | {"sequences": batch["sequences"][::-1]}))
+    with pytest.raises(FedleakError, match="other texts or other tokens"):
+        compare(*runs)
+    drawn = [row.model_copy(update={"sampling": "Poisson"}) for row in runs[1].rows(LEDGER)]
+    runs[1].write_rows(LEDGER, drawn)
+    found = compare(*runs)
+    assert (found.texts, found.differences) == (0, ())
+    exact = {row.figure: (row.before, row.after) for row in found.means}["exact"]
+    summaries = [run.read_document(SUMMARY).attacks["dlg"] for run in runs]
+    assert exact[0] is not None
+    assert exact[0].mean == pytest.approx(summaries[0].exact_match.mean)
+    assert exact[1] is not None
+    assert exact[1].mean == 1.0
+    status, text, _ = call("compare", "a", "b")
+    shown = " ".join(text.split())
+    assert status == 0
+    assert "b beside a: other texts, so nothing is tested" in shown
+    assert "not compared: 16 texts: the batch has other texts" in shown
+    assert 'dp_sgd with sampling = "fixed" keeps the batches' in shown
+    assert '"means": [' in call("compare", "a", "b", "--json")[1]
+
+
+def test_what_differs_between_two_experiments_is_said() -> None:
+    before = parse(tables({"seed": 1, "federation.batch_size": 3}))
+    defense = [{"kind": "clip", "max_norm": 1.0}]
+    after = parse(tables({"seed": 1, "federation.batch_size": 4, "defense": defense}))
+    assert comparison._changed(before, after) == {
+        "defense": (None, defense),
+        "federation.batch_size": (3, 4),
+    }
+    assert comparison._changed(before, before) == {}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["score", "a"],
+        ["compare", "a", "b"],
+        ["compare", "."],
+        ["explain", "a"],
+        ["check-defense", "clip"],
+        ["list"],
+        ["gate", "a", "--set", "gate.exact=1.0"],
+    ],
+    ids=" ".join,
+)
+def test_what_a_command_prints_is_whole_at_80_columns(
+    runs: tuple[Run, Run], monkeypatch: pytest.MonkeyPatch, arguments: list[str]
+) -> None:
+    change(runs[1], "dlg", exact=True, rougeL=100.0)
+    words = {}
+    for width in (80, 1000):
+        monkeypatch.setenv("COLUMNS", str(width))
+        words[width] = set(call(*arguments)[1].split())
+    broken = {word for word in words[80] - words[1000] if "─" not in word}
+    assert broken == set()
+
+
+def test_a_folder_of_runs_is_shown_over_dates_and_rounds(
+    runs: tuple[Run, Run], tmp_path: Path
+) -> None:
+    change(runs[1], "dlg", exact=True)
+    runs[1].update_info(begun="2020-02-03T04:05:06+00:00", git_commit="0123456789abcdef")
+    (tmp_path / "no-run").mkdir()
+    over_runs, over_rounds = trend_tables([Dated.read(run) for run in runs])
+    assert [row[0].text for row in over_runs.rows] == ["b *", "a *"]
+    assert [cell.text for cell in over_runs.rows[0][1:3]] == ["2020-02-03", "01234567"]
+    before = runs[0].read_document(SUMMARY).worst_case
+    assert before is not None
+    assert before.exact_match is not None
+    read = f"{100 * before.exact_match.mean:.0f}"
+    assert [[cell.text for cell in row] for row in over_rounds.rows] == [["1", "100", read]]
+    status, text, _ = call("compare", ".")
+    assert status == 0
+    assert "2020-02-03" in text
+    assert "no-run" not in text
 
 
 def test_the_command_prints_tables_or_json(runs: tuple[Run, Run]) -> None:

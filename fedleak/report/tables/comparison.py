@@ -2,7 +2,7 @@
 
 from fedleak.audit.comparison import Comparison
 from fedleak.report.table import Table, figures, plain, words
-from fedleak.report.words import ANY_ATTACK, MALICIOUS
+from fedleak.report.words import ANY_ATTACK, INTERVALS, MALICIOUS, in_words, interval
 from fedleak.store.summaries import Difference
 
 SCALE = {"exact": 100.0, "rougeL": 1.0, "token_recall": 100.0, "personal_data": 100.0}
@@ -18,7 +18,9 @@ HEADINGS = {
 
 
 def comparison_table(comparison: Comparison) -> Table:
-    """Returns a line for each attack and figure."""
+    """Returns a line for each attack and figure, or for each figure where texts are others."""
+    if not comparison.texts:
+        return _means_table(comparison)
     rows = []
     for change in comparison.differences:
         scale = SCALE[change.figure]
@@ -47,9 +49,37 @@ def comparison_table(comparison: Comparison) -> Table:
             "test over these clients, corrected for "
             f"{comparison.tests} lines ({comparison.correction})",
             *_servers(comparison),
+            *_changed(comparison),
         ],
         groups=1,
     )
+
+
+def _means_table(comparison: Comparison) -> Table:
+    """Returns the figures of two runs with other texts side by side; nothing is tested."""
+    rows = [
+        plain(HEADINGS[row.figure], *(interval(end, SCALE[row.figure]) for end in ends))
+        for row in comparison.means
+        for ends in [(row.before, row.after)]
+    ]
+    return Table(
+        f"{comparison.after} beside {comparison.before}: other texts, so nothing is tested",
+        [*words("figure"), *figures("before", "after")],
+        rows,
+        [
+            f"of the best attack on each text; mean and 95 % {INTERVALS}",
+            *_servers(comparison),
+            *_changed(comparison),
+        ],
+    )
+
+
+def _changed(comparison: Comparison) -> list[str]:
+    """Returns what differs between the experiments."""
+    return [
+        f"{key}: {' -> '.join('default' if value is None else in_words(value) for value in both)}"
+        for key, both in comparison.settings.items()
+    ]
 
 
 def _servers(comparison: Comparison) -> list[str]:

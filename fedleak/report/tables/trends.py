@@ -1,0 +1,104 @@
+"""What was read over the runs of a folder, by their dates, and over their rounds."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fedleak.audit.pairing import best
+from fedleak.report.table import Table, figures, plain, words
+from fedleak.report.words import INTERVALS, NOT_MEASURED, few_digits, interval, number, starred
+from fedleak.store.records import LEAKAGE, LeakageRow
+from fedleak.store.run import Run
+from fedleak.store.summaries import SUMMARY, RunSummary
+
+
+@dataclass(frozen=True)
+class Dated:
+    """A scored run.
+
+    Attributes:
+        name: Of its folder.
+        begun: The day on which it began; empty: an older version wrote it.
+        commit: The version of the code that it is of.
+        summary: Its figures.
+        rows: What was read of each update.
+    """
+
+    name: str
+    begun: str
+    commit: str
+    summary: RunSummary
+    rows: Sequence[LeakageRow]
+
+    @classmethod
+    def read(cls, run: Run) -> "Dated":
+        """Returns a run as its files have it.
+
+        Raises:
+            FedleakError: It was not scored, or a file is damaged.
+        """
+        info, summary = run.info(), run.read_document(SUMMARY)
+        commit = str(info.get("git_commit") or summary.fedleak or NOT_MEASURED)
+        begun = str(info.get("begun") or "")
+        return cls(run.path.name, begun, commit[:8], summary, run.rows(LEAKAGE))
+
+
+def trend_tables(runs: Sequence[Dated]) -> list[Table]:
+    """Returns a line for each run, the oldest first, and one for each round."""
+    runs = sorted(runs, key=lambda run: (run.begun, run.name))
+    return [_over_runs(runs), _over_rounds(runs)]
+
+
+def _over_runs(runs: Sequence[Dated]) -> Table:
+    rows = []
+    for run in runs:
+        worst, utility, privacy = run.summary.worst_case, run.summary.utility, run.summary.privacy
+        useful = {} if utility is None else utility.figures
+        read = [("exact_match", 100), ("rougeL", 1), ("personal_data", 100)]
+        rows.append(
+            plain(
+                starred(run.name, None if worst is None else worst.warning),
+                run.begun[:10] or NOT_MEASURED,
+                run.commit,
+                *(interval(getattr(worst, figure, None), scale) for figure, scale in read),
+                *(few_digits(useful.get(name)) for name in ("accuracy", "perplexity")),
+                few_digits(None if privacy is None else privacy.epsilon),
+            )
+        )
+    return Table(
+        "runs by their dates: what all attacks together read, and what the model is worth",
+        [
+            *words("run", "begun", "code"),
+            *figures("texts exact, %", "ROUGE-L", "personal data, %"),
+            *figures("accuracy", "perplexity", "epsilon"),
+        ],
+        rows,
+        [
+            f"mean and 95 % {INTERVALS}; *: few texts or clients, so an example and not a rate",
+            "Runs of other settings are other tests: `fedleak compare RUN RUN` pairs texts.",
+        ],
+        kept=1,
+    )
+
+
+def _over_rounds(runs: Sequence[Dated]) -> Table:
+    of_runs: list[dict[int, list[float]]] = []
+    for run in runs:
+        of_rounds: dict[int, list[float]] = defaultdict(list)
+        for text, exact in best(run.rows, "exact").items():
+            of_rounds[text.key.round].append(100 * exact)
+        of_runs.append(of_rounds)
+    means = [
+        plain(str(round), *(number(_mean(of_rounds.get(round))) for of_rounds in of_runs))
+        for round in sorted({round for of_rounds in of_runs for round in of_rounds})
+    ]
+    return Table(
+        "texts read word for word in each attacked round, %",
+        figures("round", *(run.name for run in runs)),
+        means,
+        kept=1,
+    )
+
+
+def _mean(values: Sequence[float] | None) -> float | None:
+    return sum(values) / len(values) if values else None
