@@ -96,7 +96,8 @@ ELSEWHERE = {
         "needs a GPU and the hub; tests/test_reproduce.py runs a small table"
     ),
     "fedleak train-prior --text wiki.train.txt --tokenizer bert-base-uncased "
-    "--out $FEDLEAK_ASSETS/models/prior-bert-vocab --layers 24 --width 1024 --heads 8": (
+    "--out $FEDLEAK_ASSETS/models/prior-bert-vocab "
+    "--set layers=24 --set width=1024 --set heads=8": (
         "needs a GPU and a text that is not in the repository"
     ),
     "cd $FEDLEAK_ASSETS/data/rotten_tomatoes": "needs data that is not in the repository",
