@@ -26,6 +26,7 @@ def kinds_and_words(text, recognise=by_rules):
     [
         ("to anna.meier@example.org. Thanks", "mail address", "anna.meier@example.org"),
         ("to anna. meier @ example. org. thanks", "mail address", "anna. meier @ example. org"),
+        ("to anna _ meier @ example. org", "mail address", "anna _ meier @ example. org"),
         ("a @ shop. co. uk. is it", "mail address", "a @ shop. co. uk"),
         (
             "see https://shop.example.com/orders/12.",
@@ -69,6 +70,15 @@ def test_rules_find_what_has_a_form(text, kind, words):
 )
 def test_rules_find_nothing_where_there_is_nothing(text):
     assert kinds_and_words(text) == set()
+
+
+@pytest.mark.parametrize("piece", ["a_", "a", "1-", "1 ", "www.a.", "a@b.", "12 ab ", "1.1."])
+def test_a_text_made_to_be_slow_is_read_to_its_end(piece):
+    text = piece * 10_000  # hours, if a repetition inside a repetition had no bound
+
+    spans = list(by_rules(text + "@"))
+
+    assert all(0 <= span.start < span.end <= len(text) for span in spans)
 
 
 def test_wrong_check_digits_are_only_a_number():
