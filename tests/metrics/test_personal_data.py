@@ -74,9 +74,9 @@ def test_rules_find_nothing_where_there_is_nothing(text):
 
 @pytest.mark.parametrize("piece", ["a_", "a", "1-", "1 ", "www.a.", "a@b.", "12 ab ", "1.1."])
 def test_a_text_made_to_be_slow_is_read_to_its_end(piece):
-    text = piece * 10_000  # hours, if a repetition inside a repetition had no bound
+    text = piece * 10_000 + "@"  # hours, if a repetition inside a repetition had no bound
 
-    spans = list(by_rules(text + "@"))
+    spans = list(by_rules(text))
 
     assert all(0 <= span.start < span.end <= len(text) for span in spans)
 

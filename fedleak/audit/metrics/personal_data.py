@@ -50,8 +50,8 @@ _FORMS: Sequence[tuple[str, str]] = (
     ),
     ("number", r"(?:\+ ?)?(?:\( ?)?\b\d(?:[ ()/.-]{0,3}\d){5,63}\b"),
 )
-"""Kinds and how they look, the surer ones first. Repetitions are bounded, because a client may write
-a text on which an unbounded one takes hours."""
+"""Kinds and how they look, the surer ones first. Repetitions are bounded, because a client may
+write a text on which an unbounded one takes hours."""
 
 RULES = [(kind, re.compile(form, re.IGNORECASE)) for kind, form in _FORMS]
 
