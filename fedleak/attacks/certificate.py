@@ -459,9 +459,13 @@ def _is_batch(
 ) -> bool:
     if not all(sequences):
         return False
-    members = _explained(model, list(dict.fromkeys(sequences)), (), seen, clock)
+    times = Counter(sequences)
+    if model.task == CLASSIFICATION:
+        members = _explained(model, list(times), (), seen, clock)
+    else:  # there are no labels to find, and each target weighs alike
+        members = [Member(ids, float(count * len(ids)), None) for ids, count in times.items()]
     verdict = verify(model, members, seen, clock)
-    return verdict.verified and verdict.repeats == Counter(sequences)
+    return verdict.verified and verdict.repeats == times
 
 
 def can_tell(model: LanguageModel, seen: Observation, tokens: int) -> bool:
