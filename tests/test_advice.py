@@ -105,7 +105,10 @@ def test_where_none_is_within_that_is_said() -> None:
     impossible = tried("b", Trial.IMPOSSIBLE, why="it needs two clients")
     advice = found(tried("a", Trial.EXCEEDED), impossible, tried("c", Trial.UNTOLD))
     assert advice.cheapest is None
-    assert advice_sentence(advice).startswith("None of 2 defenses that were tried keeps within")
+    assert advice_sentence(advice).startswith(
+        "None of 2 defenses that were tried was shown to keep within the limits (exact 0.5): 1 "
+        "exceeded one, and of 1 too little was measured"
+    )
     shown = advice_table(advice)
     assert [row[1].text for row in shown.rows] == ["exceeded", "not possible", "not told"]
     assert shown.rows[1][6].text == "it needs two clients"

@@ -7,8 +7,12 @@ import datasets
 import pytest
 from tiny import DLG, call, toml
 
-from fedleak.store.records import LEAKAGE
+from fedleak.audit.score_files import mark
+from fedleak.federation.lookup import stored
+from fedleak.federation.workload import outline
+from fedleak.store.records import LEAKAGE, ScoredRows
 from fedleak.store.run import Run
+from fedleak.store.summaries import SUMMARY
 
 READERS = {"csv": datasets.Dataset.from_csv, "parquet": datasets.Dataset.from_parquet}
 
@@ -57,9 +61,52 @@ def test_no_cell_is_a_formula(run: Run) -> None:
     assert ",=HYPERLINK" not in Path("rows.csv").read_text()
 
 
+def test_the_annex_says_what_the_report_says_without_private_texts(run: Run) -> None:
+    run.update_info(user="somebody", git_commit="0123456789abcdef")
+    edited = run.info()["experiment"] | {"gate": {"exact": 1.0}}
+    run.update_info(experiment=edited)
+    assert call("export", str(run.path), "--to", "annex.md") == (0, "annex: annex.md\n", "")
+    assert stat.S_IMODE(Path("annex.md").stat().st_mode) == 0o600
+    text = Path("annex.md").read_text()
+    titles = [line for line in text.splitlines() if line.startswith("## ")]
+    assert [title.split(":")[0] for title in titles] == [
+        "## What was tested",
+        "## How",
+        "## By whom, when, and with what",
+        "## Result",
+        "## Limits that were set",
+        "## What is left",
+        "## Marks",
+    ]
+    summary = run.read_document(SUMMARY)
+    rows = ScoredRows.read_files(run.rows)
+    assert mark(rows, summary.positive_control) in text
+    assert run.info()["fingerprint"] in text
+    assert "0123456789abcdef" in text
+    assert "| exact | " in text
+    assert "not kept, or not enough was measured" in text
+    assert "safe" not in text
+    assert "somebody" not in text
+    for file in (run.path / "vault").glob("*.json"):
+        batch = json.loads(file.read_text())
+        for ids in batch["sequences"]:
+            private = outline(stored(run), 2).decode(ids)
+            assert private
+            assert private not in text
+
+
+def test_no_cell_of_the_annex_ends_early_or_is_a_tag(run: Run) -> None:
+    run.update_info(machine="<script>|\n| a")
+    assert call("export", str(run.path), "--to", "annex.md")[0] == 0
+    text = Path("annex.md").read_text()
+    assert "| machine | &lt;script&gt;\\|\\n\\| a |" in text
+    assert "limits that were set: none" in text.lower()
+
+
 @pytest.mark.parametrize(
     ("arguments", "status", "says"),
     [
+        (["runs/small", "--to", "annex.md", "--texts"], 2, "the annex has no private texts"),
         (["runs/small", "--to", "rows.xlsx"], 2, "end it in .csv or .parquet"),
         (["nowhere", "--to", "rows.csv"], 2, "is not a run directory"),
         (["runs/small", "--to", "no/such/rows.csv"], 1, "no/such"),

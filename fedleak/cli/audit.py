@@ -120,6 +120,9 @@ def _defend(run: "Run", train: "Engine") -> None:
 
     advice = advise(run, train, watch)
     print_table(console, advice_table(advice))
+    for tried in advice.tried:
+        if tried.why:
+            console.print(f"{markup(f'{tried.name}: {tried.trial}: {tried.why}')}", soft_wrap=True)
     console.print(f"their runs: {markup(run.path)}{ENDING}", soft_wrap=True)
     report_run(run)  # which shows it, too
 

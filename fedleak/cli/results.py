@@ -178,7 +178,7 @@ def export(
         str,
         typer.Option(
             metavar="TO",
-            help="A csv or parquet file, mlflow[:PLACE] or tensorboard[:FOLDER].",
+            help="A csv, parquet or md file, mlflow[:PLACE] or tensorboard[:FOLDER].",
         ),
     ],
     texts: Annotated[
@@ -188,7 +188,8 @@ def export(
     """Write the scores of a run for other programs.
 
     RUN is a run directory. A csv or parquet file has a row per update and attack, and only the
-    owner can open it.
+    owner can open it. A file that ends in .md is the annex to a data-protection impact assessment:
+    what was tested, how, when, with what result, and what is left, without private texts.
 
     MLflow gets settings, figures by round and the report, without private texts. PLACE is a
     tracking server, a database or a folder; left out, what MLflow is set to. TensorBoard gets
@@ -209,6 +210,13 @@ def export(
             raise ConfigError("TensorBoard gets figures and no texts: leave out --texts")
         folder = export_to_tensorboard(Run(path), place or None)
         console.print(f"for TensorBoard: {markup(folder)}", soft_wrap=True)
+    elif Path(to).suffix.lower() == ".md":
+        from fedleak.running.reports import write_annex
+
+        if texts:
+            raise ConfigError("the annex has no private texts: leave out --texts")
+        write_annex(Run(path), Path(to))
+        console.print(f"annex: {markup(to)}", soft_wrap=True)
     else:
         from fedleak.running.export import export as write
 

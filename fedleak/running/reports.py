@@ -5,11 +5,17 @@ from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import quote
 
-from fedleak.audit import scoring
+from fedleak.audit import score_files, scoring
+from fedleak.audit.gate.judge import Verdict, chosen, judge
+from fedleak.federation.lookup import stored
+from fedleak.report.annex import annex
+from fedleak.report.html.page import Entry
 from fedleak.report.html.render import render
 from fedleak.report.html.run_page import run_page
 from fedleak.report.html.sweep_page import sweep_page
+from fedleak.report.tables.personal_data import personal_data_tables
 from fedleak.store.files import replace
+from fedleak.store.records import ScoredRows
 from fedleak.store.run import Run
 from fedleak.store.summaries import SUMMARY, SWEEP
 from fedleak.util.errors import ConfigError
@@ -41,6 +47,32 @@ def report_run(run: Run, out: Path | None = None, *, redact: bool = False) -> Pa
     with run.lock():
         content = render(run_page(run, scoring.score_run(run), redact=redact))
     return _written(content, out or run.path / _name(redact))
+
+
+def write_annex(run: Run, out: Path) -> None:
+    """Scores a run and writes the annex to a data-protection impact assessment, in Markdown.
+
+    Args:
+        run: The run directory.
+        out: The file; only its owner can open it.
+
+    Raises:
+        ConfigError: There is no run here.
+        FedleakError: A file is missing or damaged, or the annex cannot be written.
+    """
+    run.info()  # refuses a folder that is no run
+    with run.lock():
+        page = run_page(run, scoring.score_run(run), redact=True)
+    limits, summary = stored(run).gate, run.read_document(SUMMARY)
+    verdict = judge(run, limits) if chosen(limits) else Verdict((), None)
+    rows = ScoredRows.read_files(run.rows)
+    marks = [
+        Entry("experiment", str(run.fingerprint())),
+        Entry("all figures (SHA-256)", score_files.mark(rows, summary.positive_control)),
+        Entry("limits and figures", verdict.digest or "no limits were set"),
+    ]
+    text = annex(page, personal_data_tables(summary), verdict.checks, marks)
+    replace(out, text.encode())
 
 
 def report_sweep(

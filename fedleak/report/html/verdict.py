@@ -384,7 +384,7 @@ def _unmeasured(summary: RunSummary, extent: Extent) -> str:
         gaps.append(f"an attacker who is told {listed(untold, 'or').replace('_', ' ')}")
     if extent.sees == "models":
         gaps.append("the server itself, which has more than the models")
-    gaps += ["a server that departs from the protocol", "attacks other than those below"]
+    gaps += ["a server that departs from the protocol", "attacks other than those named here"]
     incomplete = "The results are incomplete (see below). " if summary.missing else ""
     return (
         f"{incomplete}Not measured: {listed(gaps)}; so this report can show that texts leak, and "
@@ -482,7 +482,7 @@ def _of_sweep(read: str, sure: str, without: int) -> tuple[Entry, ...]:
 
 def _gaps_of_sweep(without: int) -> str:
     gaps = [f"{counted(without, 'cell')} without an answer"] if without else []
-    gaps += ["settings between the cells", "attacks other than those below"]
+    gaps += ["settings between the cells", "attacks other than those named here"]
     return (
         f"Not measured: {listed(gaps)}; so this report can show that texts leak, and cannot show "
         "that they do not."

@@ -1,6 +1,8 @@
 """Which defenses were tried on a run's setting, and which is the cheapest within the limits."""
 
-from fedleak.report.table import Cell, Table, Tone, plain, words
+from collections import Counter
+
+from fedleak.report.table import Cell, Column, Table, Tone, plain, words
 from fedleak.report.table import figures as figure_columns
 from fedleak.report.words import NOT_MEASURED, counted, few_digits, interval
 from fedleak.store.advice import Advice, Trial, Tried
@@ -19,7 +21,7 @@ def advice_table(advice: Advice, *, reasons: bool = True) -> Table:
         advice: What was tried.
         reasons: With what files and limits say in words.
     """
-    why = words("why") if reasons else []
+    why = [Column("why", words=True, page_only=True)] if reasons else []
     return Table(
         f"defenses tried; limits: {advice.limits}",
         [
@@ -29,7 +31,6 @@ def advice_table(advice: Advice, *, reasons: bool = True) -> Table:
         ],
         [_row(tried)[: 6 + len(why)] for tried in advice.tried],
         [advice_sentence(advice), ORDER],
-        groups=1,
     )
 
 
@@ -50,12 +51,14 @@ def _row(tried: Tried) -> list[Cell]:
 
 def advice_sentence(advice: Advice) -> str:
     """Returns which defense is the cheapest, or that none keeps within the limits."""
-    run = [tried for tried in advice.tried if tried.trial not in (Trial.IMPOSSIBLE, Trial.SKIPPED)]
-    of_tried = f"of {counted(len(run), 'defense')} that {'was' if len(run) == 1 else 'were'} tried"
+    of_trial = Counter(tried.trial for tried in advice.tried)
+    count = len(advice.tried) - of_trial[Trial.IMPOSSIBLE] - of_trial[Trial.SKIPPED]
+    of_tried = f"of {counted(count, 'defense')} that {'was' if count == 1 else 'were'} tried"
     if (best := advice.cheapest) is None:
         return (
-            f"None {of_tried} keeps within the limits ({advice.limits}). That says nothing about "
-            "others, or about both together."
+            f"None {of_tried} was shown to keep within the limits ({advice.limits}): "
+            f"{of_trial[Trial.EXCEEDED]} exceeded one, and of {of_trial[Trial.UNTOLD]} too little "
+            "was measured to tell. That says nothing about others, or about several together."
         )
     cost = "utility was not measured"
     if best.utility is not None and advice.utility is not None and advice.measure:
