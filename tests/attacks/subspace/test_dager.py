@@ -459,6 +459,12 @@ def test_the_scale_of_the_update_changes_nothing(small, observe, family, task, s
 # --- what is repeated -----------------------------------------------------------------------
 
 
+def test_a_run_of_one_token_is_that_token_unless_it_begins_another_text(llama_tiny):
+    judged = [Judged(ids, 0.0, math.inf) for ids in ((7, 7, 7), (9, 9), (9, 4), (5,), (6, 5))]
+    kept = dager._without_runs(judged, llama_tiny)
+    assert [sentence.ids for sentence in kept] == [(9, 4), (6, 5), (7,), (5,)]
+
+
 class Unmarked(Llama):
     """A LLaMA whose tokenizer adds no token that begins every text."""
 
