@@ -2,10 +2,9 @@
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -13,7 +12,6 @@ from fedleak.api import AttackResult
 from fedleak.attacks import Progress
 from fedleak.attacks.reconstruction import Status
 from fedleak.audit.answer_scores import Scored
-from fedleak.config.loading import override_
 from fedleak.store.files import new_file
 from fedleak.util.errors import ConfigError, FedleakError
 from fedleak.util.plain_files import content
@@ -44,18 +42,6 @@ def text_lines(option: str, path: Path | None) -> list[str] | None:
     if not texts:
         raise ConfigError(f"{named} has no text: give a file with one text a line")
     return texts
-
-
-def values(option: str, changes: Sequence[str]) -> dict[str, Any]:
-    """Returns what `key=value` options say, by key.
-
-    Raises:
-        ConfigError: An option has another form.
-    """
-    table: dict[str, Any] = {}
-    for change in changes:
-        override_(table, change, option)
-    return table
 
 
 @contextmanager

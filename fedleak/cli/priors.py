@@ -1,7 +1,7 @@
 """The command that trains a prior."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -29,13 +29,10 @@ def train_prior(
     tokens, to which longer sentences are cut; seed.
     """
     from fedleak.config.components import build
-    from fedleak.config.loading import override_
+    from fedleak.config.loading import table_of
     from fedleak.models import prior_training
 
-    settings: dict[str, Any] = {}
-    for change in changes or ():
-        override_(settings, change)
-    plan = build("prior", prior_training.PriorConfig, settings)
+    plan = build("prior", prior_training.PriorConfig, table_of(changes or ()))
     try:
         on = prior_training.device(device)
         with prior_training.new_folder(out) as folder:

@@ -62,10 +62,11 @@ def attack_update(
     import fedleak
     from fedleak.api.update_files import read_update
     from fedleak.cli import own_update
+    from fedleak.config.loading import table_of
 
     private = own_update.text_lines("--texts", texts)
     others = own_update.text_lines("--held-out", held_out)
-    known = {"dropout": False, **own_update.values("--sent", about or ())}
+    known = {"dropout": False, **table_of(about or (), "--sent")}
     if private is not None and known.setdefault("num_examples", len(private)) != len(private):
         raise ConfigError(
             f"--sent num_examples={known['num_examples']}, but --texts has {len(private)}: give "
@@ -81,7 +82,7 @@ def attack_update(
             model,
             sent=sent,
             kind=attack_,
-            settings=own_update.values("--set", changes or ()),
+            settings=table_of(changes or ()),
             task=task,
             seed=seed,
             on_progress=tell,

@@ -295,6 +295,18 @@ def expanded(value: Any) -> Any:
     return value
 
 
+def table_of(changes: Sequence[str], option: str = "--set") -> dict[str, Any]:
+    """Returns what `key=value` options say, by key.
+
+    Raises:
+        ConfigError: An option has another form.
+    """
+    table: dict[str, Any] = {}
+    for change in changes:
+        override_(table, change, option)
+    return table
+
+
 def override_(table: dict[str, Any], override: str, option: str = "--set") -> None:
     """Sets what an option of the command line says.
 
