@@ -7,6 +7,7 @@ tests/audit/test_defense_checks.py and `MISTAKES` of tests/audit/test_canaries.p
 
   check      what `fedleak check-defense` says, before anything is trained
   canaries   alarms of `[canary]` in a run of two clients, or of the ledger about drawn examples
+  unit tests the first test that fails of those of the defense (`UNIT_TESTS`), which know neither
   honest     the last lines: the same without a bug, where a detector must be silent
 
 A dash says that a detector is not for this defense: nothing is guaranteed, so there is no ledger,
@@ -14,6 +15,8 @@ or the noise is the server's. It needs pytest. Each line takes some seconds.
 """
 
 import argparse
+import contextlib
+import io
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -38,6 +41,14 @@ test_defense_checks: Any = import_module("test_defense_checks")
 
 Plant = Callable[[pytest.MonkeyPatch], object]
 
+UNIT_TESTS = {
+    "dp_sgd": "training/test_private_steps.py",
+    "local_dp": "test_defenses.py",
+    "gaussian_noise": "test_defenses.py",
+    "central_dp": "test_central_dp.py",
+}
+"""Tests of each defense without a check, a canary or a run with either, below tests/."""
+
 CONTRADICTED = "the mechanism does not do what the ledger says"
 
 GUARANTEED = ("dp_sgd", "local_dp")
@@ -54,12 +65,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         small_model(Path(folder, "model"))
         test_canaries.MODEL["name"] = test_defense_checks.SMALL["name"] = f"{folder}/model"
-        print("| planted | defense | check | canaries |\n|---|---|---|---|")
+        print("| planted | defense | check | canaries | unit tests |\n|---|---|---|---|---|")
         for number, (name, table, plant, settings) in enumerate(planted()):
             if args.only in name:
                 found = (
                     checked(table, plant),
                     audited(Path(folder, str(number)), table, plant, settings),
+                    tested(table, plant),
                 )
                 print(f"| {name} | {table['kind']} | {' | '.join(found)} |", flush=True)
 
@@ -107,7 +119,7 @@ def audited(folder: Path, table: dict[str, Any], plant: Plant, settings: dict[st
     settings = {"count": 1 if table["kind"] == "local_dp" else 128, "samples": 64} | settings
     experiment = test_canaries.experiment_of(table, **settings)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(defense_checks, "refuse_broken", lambda run, experiment: None)
+        patch.setattr(defense_checks, "refuse_broken", lambda *_: None)
         test_canaries.client_context._protection.cache_clear()
         plant(patch)
         try:
@@ -117,6 +129,38 @@ def audited(folder: Path, table: dict[str, Any], plant: Plant, settings: dict[st
         except FedleakError:  # some bugs are planted for a step that has texts, and others for none
             return "the run fails"
     return "**found**" if any(CONTRADICTED in sentence for sentence in wrong) else "not found"
+
+
+class Planting:
+    """A plugin of pytest that plants a bug for each test, and keeps which fail.
+
+    Args:
+        plant: How it is planted.
+    """
+
+    def __init__(self, plant: Plant) -> None:
+        self._plant = plant
+        self.failed: list[str] = []
+
+    @pytest.fixture(autouse=True)
+    def planted(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Plants the bug."""
+        self._plant(monkeypatch)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Keeps a failure."""
+        if report.failed:
+            self.failed.append(report.nodeid.rpartition("::")[2].partition("[")[0])
+
+
+def tested(table: dict[str, Any], plant: Plant) -> str:
+    """Returns the first unit test of a defense that fails."""
+    planting = Planting(plant)
+    options = ["-x", "-q", "-W", "ignore", "-p", "no:xdist", "-o", "addopts="]
+    options += ["--import-mode=importlib", "-m", "not slow and not gpu"]
+    with contextlib.redirect_stdout(io.StringIO()):
+        pytest.main([str(TESTS / UNIT_TESTS[table["kind"]]), *options], [planting])
+    return f"**found**: {planting.failed[0]}" if planting.failed else "not found"
 
 
 if __name__ == "__main__":

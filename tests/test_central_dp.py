@@ -57,7 +57,7 @@ def folder(saved):
 @pytest.fixture(autouse=True)
 def unchecked(monkeypatch):
     """Leaves out what tests/audit/test_defense_checks.py tests."""
-    monkeypatch.setattr(defense_checks, "refuse_broken", lambda run, experiment: None)
+    monkeypatch.setattr(defense_checks, "refuse_broken", lambda *_: None)
 
 
 def experiment_of(*defense, federation=(), **tables):
@@ -127,7 +127,7 @@ def held(folder, tmp_path_factory):
         original(server, reply, client)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(defense_checks, "refuse_broken", lambda run, experiment: None)
+        patch.setattr(defense_checks, "refuse_broken", lambda *_: None)
         patch.setattr(CuriousServer, "_capture", keep)
         run = carried_out(tmp_path_factory.mktemp("held") / "run", experiment_of(CENTRAL))
     return run, seen

@@ -2,10 +2,11 @@ import json
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from opacus.accountants import RDPAccountant
 from scipy.optimize import brentq
-from scipy.stats import norm
+from scipy.stats import binom, norm
 from tiny import tables
 
 from fedleak.config.loading import parse
@@ -184,6 +185,33 @@ def test_marks_of_examples_and_of_clients_are_apart():
     marked = [replace(WHOLE, disjoint=0), replace(STEP, disjoint=0)]
     alone = [epsilon([event]) for event in marked]
     assert [spent.epsilon for spent in compose(marked, DELTA, "rdp")] == alone
+
+
+def test_all_examples_of_a_client_spend_what_their_sum_does():
+    """Without sampling the client's examples are one vector, as long as all of them."""
+    step = replace(STEP, noise_multiplier=8.0, sampling_rate=1.0, sampling="none")
+    (whole,) = privacy.of_all_examples([replace(step, disjoint=3)], 12, 4)
+    assert (whole.noise_multiplier, whole.steps, whole.unit) == (2.0, 1, "client")
+    (local,) = privacy.of_all_examples([replace(step, steps=2)], 10, 4)
+    assert (local.noise_multiplier, local.steps) == (2.0, 6), "three batches in each of two epochs"
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.5])
+def test_all_sampled_examples_of_a_client_spend_no_less_than_the_exact_mixture(rate):
+    """The privacy loss of a binomial number of examples, by sums over a fine grid."""
+    held, noise, delta = 3, 3.0, 1e-5
+    sampled = replace(STEP, noise_multiplier=noise, sampling_rate=rate)
+    (spent,) = compose(privacy.of_all_examples([sampled], held, 2), delta, "prv")
+    x = np.linspace(-20, 20, 400_001) * noise
+    density = sum(binom.pmf(k, held, rate) * norm.pdf(x, k, noise) for k in range(held + 1))
+
+    def delta_of(epsilon):
+        excess = density - math.exp(epsilon) * norm.pdf(x, 0, noise)
+        other = norm.pdf(x, 0, noise) - math.exp(epsilon) * density
+        return max(np.clip(side, 0, None).sum() for side in (excess, other)) * (x[1] - x[0])
+
+    exact = brentq(lambda epsilon: delta_of(epsilon) - delta, 0, 20)
+    assert 0 < exact <= spent.epsilon + 1e-3
 
 
 def test_units_are_apart_and_in_order():

@@ -5,11 +5,12 @@ afterwards (a mask, a cast, sharing a part) takes nothing from the guarantee and
 defense that bounds nobody's influence has no event, and a client without events has no epsilon.
 """
 
+import math
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
@@ -128,6 +129,32 @@ def _uses(events: Sequence[Event]) -> tuple[Use, ...]:
     for event in _distinct(events):
         history[event.noise_multiplier, event.sampling_rate] += event.steps
     return tuple(sorted(Use(*use, steps) for use, steps in history.items()))
+
+
+def of_all_examples(events: Sequence[Event], held: int, batch_size: int) -> list[Event]:
+    """Returns what events on one example are for all examples that a client has: user level.
+
+    A step moves by at most the clipping norm for each of the client's examples in it, so the noise
+    is divided by their number. Under Poisson sampling that is at most all, with the probability
+    that any is drawn: steps with fewer are a randomised map of those with all. Without it each
+    step has a batch of them. Local steps that are not published count as if they were.
+
+    Args:
+        events: Of one client, each on one example.
+        held: Examples that the client has.
+        batch_size: Examples of a step without sampling.
+    """
+    taken, of_client = min(batch_size, held), []
+    for event in events:
+        noise, rate, steps = event.noise_multiplier / held, event.sampling_rate, event.steps
+        if rate < 1:
+            rate = -math.expm1(held * math.log1p(-rate))
+        else:
+            noise = event.noise_multiplier / taken
+            steps *= 1 if event.disjoint is not None else -(-held // taken)
+        use = Use(noise, rate, steps)._asdict()
+        of_client.append(replace(event, **use, unit="client", disjoint=None))
+    return of_client
 
 
 def noise_multiplier(

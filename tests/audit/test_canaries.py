@@ -49,7 +49,7 @@ def folder(saved):
 def unchecked(monkeypatch):
     """Leaves out the check before a run, which finds some of the mistakes first, and old caches."""
     client_context._protection.cache_clear()
-    monkeypatch.setattr(defense_checks, "refuse_broken", lambda run, experiment: None)
+    monkeypatch.setattr(defense_checks, "refuse_broken", lambda *_: None)
 
 
 def experiment_of(*defense, federation=(), count=64, samples=8, **changes):

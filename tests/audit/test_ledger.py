@@ -96,7 +96,10 @@ def test_a_delta_that_allows_to_publish_one_whole_is_said(
     notes = {Key(1, client): note(replace(EVENT, unit=unit)) for client in (0, 1)}
     gaps = Gaps()
     ledger(run, experiment(privacy={"delta": delta}), notes, gaps, [])
-    assert [sentence[: len(says or "")] for sentence in gaps.notes] == ([says] if says else [])
+    of_delta = [sentence for sentence in gaps.notes if "privacy.delta" in sentence]
+    assert [sentence[: len(says or "")] for sentence in of_delta] == ([says] if says else [])
+    of_users = [sentence for sentence in gaps.notes if "all that client 1 has" in sentence]
+    assert len(of_users) == (unit == "example")
 
 
 def taking(examples: int, event: Event) -> ClientNote:

@@ -125,7 +125,7 @@ def folders(saved):
 @pytest.fixture(autouse=True)
 def unchecked(monkeypatch):
     """Leaves out what tests/test_check.py tests."""
-    monkeypatch.setattr(defense_checks, "refuse_broken", lambda run, experiment: None)
+    monkeypatch.setattr(defense_checks, "refuse_broken", lambda *_: None)
 
 
 def experiment_of(*defense, federation=(), **tables):
@@ -399,7 +399,7 @@ SEVEN = {"data": TABLE["data"] | {"samples": 7}}
 def summed(folders, tmp_path_factory):
     """Three clients with 3, 2 and 2 texts, of whom the server sees the sum."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(defense_checks, "refuse_broken", lambda run, experiment: None)
+        patch.setattr(defense_checks, "refuse_broken", lambda *_: None)
         experiment = experiment_of(NOISE, SECURE_SUM, federation=SUMMED, **SEVEN)
         return carried_out(tmp_path_factory.mktemp("summed") / "run", experiment)
 
@@ -574,7 +574,7 @@ def sizes_of(seed):
 def sampled(folders, tmp_path_factory):
     """A run with an empty batch, in a round in which the other client's has two texts."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(defense_checks, "refuse_broken", lambda run, experiment: None)
+        patch.setattr(defense_checks, "refuse_broken", lambda *_: None)
         seed = next(s for s in range(10**4) if sizes_of(s) == [[0, 2], [1, 1]])
         found = {}
         for name, defense in {"apart": [POISSON], "sum": [POISSON, SECURE_SUM]}.items():
@@ -648,7 +648,7 @@ def with_ledger():
 @pytest.fixture(scope="module")
 def ledgered(folders, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(defense_checks, "refuse_broken", lambda run, experiment: None)
+        patch.setattr(defense_checks, "refuse_broken", lambda *_: None)
         return carried_out(tmp_path_factory.mktemp("ledger") / "run", with_ledger())
 
 

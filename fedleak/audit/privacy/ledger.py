@@ -94,6 +94,7 @@ def ledger(
                 LedgerRow.nothing_guaranteed(key)
             ]
     gaps.notes += _large_delta(experiment, client_sizes(run), rows)
+    gaps.notes += _of_users(experiment, client_sizes(run), events)
     gaps.missing += _drawn_too_often(experiment, client_sizes(run), notes)
     if experiment.aggregator is not None and experiment.aggregator.trust is not None:
         gaps.notes.append(experiment.aggregator.trust)
@@ -106,6 +107,26 @@ def ledger(
             "files from the vault of a node, else only `fedleak run FILE --fresh` writes them again"
         )
     return rows
+
+
+def _of_users(
+    experiment: Experiment, sizes: Sequence[int] | None, events: Mapping[int, Sequence[Event]]
+) -> Iterator[str]:
+    """Yields what all examples of a client spend together, where one is what is protected."""
+    table, spent = experiment.privacy, {}
+    for client, own in events.items():
+        of_examples = [event for event in own if event.unit == "example"]
+        if of_examples and sizes is not None:
+            batch_size = experiment.local_training.batch_size
+            of_all = privacy.of_all_examples(of_examples, sizes[client], batch_size)
+            (together,) = privacy.compose(of_all, table.delta, "rdp")
+            spent[client] = together.epsilon
+    if spent:
+        client = max(spent, key=lambda client: spent[client])
+        yield (
+            f"epsilon is about one example: all that client {client} has together spends at most "
+            f"{spent[client]:.4g}, the most of all clients (rdp)"
+        )
 
 
 def _drawn_too_often(
