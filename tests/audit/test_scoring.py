@@ -902,6 +902,15 @@ def test_all_attacks_together_read_what_any_reads(make, bert_tiny, with_numbers)
     assert summary.worst_case.personal.unanswered == 0
 
 
+def test_personal_data_that_no_attack_answered_for_is_not_called_unread(make, with_numbers):
+    answers = [answer_of(1, 0, status="abstained"), answer_of(1, 0, tokens=[5], attack="probes")]
+    run = make([truth_of(1, 0, [with_numbers[0]])], answers)
+    score_run(run)
+    (table,) = personal_data_tables(run.read_document(SUMMARY))
+    assert [[cell.text for cell in row] for row in table.rows] == [["all kinds", "2", "-", "-"]]
+    assert "how much was read is not known" in table.notes[1]
+
+
 def test_files_of_texts_without_personal_data_are_as_before(make, sequences):
     run = make([truth_of(1, 0, sequences[4:5])], [answer_of(1, 0, [sequences[4]])])
     score_run(run)

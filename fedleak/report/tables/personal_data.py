@@ -13,11 +13,16 @@ READ = (
 def personal_data_tables(summary: RunSummary) -> list[Table]:
     """Returns a line for each kind: how many pieces all attacks together read; none is shown.
 
-    There is no table where the private texts have none, or where no attack named a text.
+    There is no table where the private texts have none.
     """
     personal = summary.worst_case.personal if summary.worst_case else None
+    title = "personal data in private texts, and what was read of it"
+    columns = [*words("personal data"), *figures("pieces", "read", "other update")]
     if personal is None or not personal.kinds:
-        return []
+        of_attacks = [row.personal.unanswered for row in summary.attacks.values() if row.personal]
+        rows = [plain("all kinds", f"{max(of_attacks, default=0):,}", *[NOT_MEASURED] * 2)]
+        notes = [summary.looked_for, "No attack named a text: how much was read is not known."]
+        return [Table(title, columns, rows, notes)] if any(of_attacks) else []
     counts = [(kind, row.items, row.read, row.control) for kind, row in personal.kinds.items()]
     if len(counts) > 1:
         totals = [sum(numbers) for numbers in zip(*(row[1:] for row in counts), strict=True)]
@@ -27,8 +32,8 @@ def personal_data_tables(summary: RunSummary) -> list[Table]:
         notes.append(f"{personal.unanswered:,} more pieces are in texts that no attack named.")
     return [
         Table(
-            "personal data in private texts, and what was read of it",
-            [*words("personal data"), *figures("pieces", "read", "other update")],
+            title,
+            columns,
             [
                 [
                     *plain(kind, f"{items:,}"),
