@@ -1,6 +1,8 @@
 """`fedleak audit`: what fits into its time, and one run of it from a file to a page."""
 
+import io
 import shutil
+import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -11,8 +13,10 @@ import tiny
 from tiny import call, tables, toml
 
 from fedleak.attacks.reconstruction import Status
+from fedleak.cli.questions import ask
+from fedleak.config import checks
 from fedleak.config.experiment import Experiment
-from fedleak.config.loading import parse
+from fedleak.config.loading import load, parse
 from fedleak.federation.schedule import expected_captures
 from fedleak.federation.workload import outline
 from fedleak.running.audit import rehearsal
@@ -296,3 +300,37 @@ def test_what_cannot_be_audited_is_refused_in_one_line(
     assert status == 2
     assert says in errors
     assert errors.count("\n") == 1
+
+
+@pytest.mark.parametrize("training", ["gradients", "epochs", "adapters"])
+@pytest.mark.parametrize("defense", ["none", "dp_sgd", "gaussian_noise", "secure_sum"])
+def test_every_answer_to_the_five_questions_makes_an_experiment(
+    here: Path, monkeypatch: pytest.MonkeyPatch, training: str, defense: str
+) -> None:
+    Path("mine.csv").write_text("Review,class\n" + "it is good,yes\nit is bad,no\n" * 20)
+    answers = ["absent.csv", "mine.csv", "", "by mail", training, defense, "30"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(answers) + "\n"))
+    file, minutes = ask(10)
+    assert (file, minutes) == (Path("mine.toml"), 30)
+    made = load(file)
+    assert (made.data.text, made.data.label) == ("Review", "class")
+    assert (made.model.name, made.model.task) == ("builtin/bert-tiny", "sequence-classification")
+    assert (made.model.lora is not None) is (training == "adapters")
+    assert made.federation.algorithm == ("fedsgd" if training == "gradients" else "fedavg")
+    assert [placed.part.kind for placed in made.defenses] == [defense] * (defense != "none")
+    model = outline(made, 2)
+    checks.check_defenses(made, model)
+    assert "membership" in [named.attack.kind for named in to_audit(made, model)[0].attacks]
+
+
+def test_columns_are_asked_for_where_their_names_do_not_tell(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("mine.csv").write_text("a,b\nit is good,1\n")
+    Path("mine.toml").write_text("")
+    answers = ["mine.csv", "a", "none", "", "gradients", "none", ""]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(answers) + "\n"))
+    file, minutes = ask(10)
+    assert (file, minutes) == (Path("mine-2.toml"), 10)
+    made = load(file)
+    assert (made.data.text, made.data.label, made.model.task) == ("a", None, "causal-lm")

@@ -66,6 +66,7 @@ def audit(
     from fedleak.report.terminal.audit import print_audit
     from fedleak.report.terminal.table import print_table
     from fedleak.running.audit.page import finish
+    from fedleak.running.reports import NAME
     from fedleak.running.workers.hiring import hire
     from fedleak.store.audits import AUDIT
 
@@ -74,9 +75,7 @@ def audit(
             raise ConfigError("FILE is missing: questions are asked in a terminal only")
         file, minutes = ask(minutes)
     source, left_out = _source(file, changes or (), fresh=fresh, allow_commands=allow_commands)
-    console.print(
-        f"first, how long this takes is measured; all of it is to take {minutes:g} min at most"
-    )
+    console.print(f"an audit of at most {minutes:g} min")
     from fedleak.flower.engines import train  # takes seconds, so after what may be refused
     from fedleak.running.audit.begin import open_experiment, open_run, workers_for
 
@@ -84,21 +83,20 @@ def audit(
     with hire(workers_for(experiment)) as on:
         with progress(console) as show:
             if isinstance(source, Experiment):
-                opened = open_experiment(source, minutes, train, on, show, fresh=fresh)
+                opened = open_experiment(source, minutes, train, on, show, tell, fresh=fresh)
             else:
-                opened = open_run(source, minutes, on, show)
+                opened = open_run(source, minutes, on, show, tell)
         remark([*opened.run.info().get("remarks", ()), *left_out])
         print_table(console, plan_table(opened.audit))
         with progress(console) as show:
             scored = opened.carry_out(train, show, on)
-    finished = finish(opened, scored)
-    print_audit(finished.audit, finished.verdict, console)
-    console.print(f"page: {markup(finished.report)}", soft_wrap=True)
+    finished, verdict = finish(opened, scored)
+    print_audit(finished, verdict, console)
+    console.print(f"page: {markup(opened.run.path / NAME)}", soft_wrap=True)
     console.print(f"json: {markup(opened.run.path / AUDIT.name)}", soft_wrap=True)
-    closed = [check.name for check in finished.audit.checks if check.outcome != "within"]
     if defend:
         _defend(opened.run, train)
-    if closed:
+    if closed := [check.name for check in finished.checks if check.outcome != "within"]:
         end(f"the gate is closed, because of: {', '.join(closed)}", GATE_CLOSED)
     if left_out:
         raise FedleakError("; ".join(left_out))
@@ -125,6 +123,11 @@ def _defend(run: "Run", train: "Engine") -> None:
             console.print(f"{markup(f'{tried.name}: {tried.trial}: {tried.why}')}", soft_wrap=True)
     console.print(f"their runs: {markup(run.path)}{ENDING}", soft_wrap=True)
     report_run(run)  # which shows it, too
+
+
+def tell(line: str) -> None:
+    """Says what begins."""
+    console.print(line, markup=False, highlight=False)
 
 
 def _source(

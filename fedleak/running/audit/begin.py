@@ -88,7 +88,8 @@ def open_experiment(
     minutes: float,
     train: Engine,
     on: Sequence[Worker],
-    report: Report = lambda progress: None,
+    report: Report,
+    tell: Callable[[str], None],
     *,
     fresh: bool = False,
 ) -> Opened:
@@ -100,6 +101,7 @@ def open_experiment(
         train: The engine.
         on: Workers for the attacks.
         report: Is told how far the rehearsal is.
+        tell: Is told what begins, in a line.
         fresh: Move an earlier audit of this name out of the way.
 
     Raises:
@@ -118,7 +120,11 @@ def open_experiment(
         return Opened(run=run, experiment=planned, audit=audit, trains=True, begun=now())
     begun = now()
     whole, left_out = to_audit(named, outline(named, preparation.plan(named).num_labels))
-    findings = defense_checks.check(whole) if whole.defense else None
+    findings = None
+    if whole.defense:
+        tell("testing whether the defenses do what they say")
+        findings = defense_checks.check(whole)
+    tell("rehearsing with one client, which tells how long the rest takes")
     pace = rehearse(whole, run.path.with_name(f"{named.name}.rehearsal"), train, on, report)
     pace = replace(pace, rehearsal=now() - begun)
     decided = plan(whole, pace, minutes, len(on))
@@ -145,7 +151,8 @@ def open_run(
     run: Run,
     minutes: float,
     on: Sequence[Worker],
-    report: Report = lambda progress: None,
+    report: Report,
+    tell: Callable[[str], None],
 ) -> Opened:
     """Plans the audit of a run that is trained, or of an imported one; or goes on with one.
 
@@ -157,6 +164,7 @@ def open_run(
         minutes: For all of it.
         on: Workers for the attacks.
         report: Is told how far the first update is.
+        tell: Is told what begins, in a line.
 
     Raises:
         ConfigError: The run is not finished, or its updates do not fit into the time.
@@ -187,6 +195,7 @@ def open_run(
     attack = [*experiment.attack, *timed(whole.attack[own:], seconds)]
     whole = parse(whole.model_dump(mode="json") | {"attack": attack})
     preparation.prepare_attacks(run, whole)
+    tell("attacking one update, which tells how long the rest takes")
     parts = _first_update(run, whole, on, report, begun)
     audit = Audit(
         source=source,

@@ -1,8 +1,6 @@
 """What an audit ends with: the gate, the page for a browser, and both in audit.json."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
 from fedleak.attacks.clock import now
 from fedleak.audit.answer_scores import Scored
@@ -16,27 +14,15 @@ from fedleak.store.audits import AUDIT, Audit, AuditPage, GateCheck
 from fedleak.store.files import replace
 
 
-@dataclass(frozen=True)
-class Finished:
-    """An audit that is done.
-
-    Attributes:
-        audit: What was planned, and what came of it.
-        verdict: Of the page.
-        report: The page for a browser.
-    """
-
-    audit: Audit
-    verdict: Verdict
-    report: Path
-
-
-def finish(opened: Opened, scored: Sequence[Scored]) -> Finished:
+def finish(opened: Opened, scored: Sequence[Scored]) -> tuple[Audit, Verdict]:
     """Asks the gate, and writes report.html and audit.json.
 
     Args:
         opened: The audit.
         scored: What it read.
+
+    Returns:
+        What was planned and came of it, and the verdict of the page.
 
     Raises:
         FedleakError: A file is damaged, or cannot be written.
@@ -62,4 +48,4 @@ def finish(opened: Opened, scored: Sequence[Scored]) -> Finished:
         )
         audit = audit.model_copy(update={"page": summed_up})
         run.write(AUDIT, audit)
-    return Finished(audit, page.verdict, run.path / reports.NAME)
+    return audit, page.verdict
