@@ -3,6 +3,7 @@
 import json
 import os
 from collections import OrderedDict
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ from transformers import AutoTokenizer, DataCollatorWithPadding
 
 from fedleak.audit.vault import read_truth
 from fedleak.federation.lookup import stored
+from fedleak.running.workers import hiring
 from fedleak.store.run import EVERYONE, Key, Run
 from fedleak.tap.about import load_about
 from fedleak.tap.folder import KeptArrays, Problem, Tapped, TappedMessage
@@ -341,6 +343,26 @@ def test_truth_can_be_added_later(wire, step, imported, tmp_path, bert_tiny):
     (held,) = again.run.read_json("held_out.json")["sequences"]
     assert held[:5] == bert_tiny.encode(["a text that nobody has"])[0][:5]
     assert (first.run.path / "captures" / "r0001-c00.safetensors").stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize("scored", [True, False])
+def test_the_folder_of_a_tap_is_audited_in_one_command(wire, step, tmp_path, monkeypatch, scored):
+    monkeypatch.setattr(hiring, "hire", lambda *_: nullcontext([tiny.Here()]))
+    wire("sent", 1, 77, {"arrays": step.before})
+    wire("received", 1, 77, {"arrays": step.after}, metrics=METRICS)
+    line = {"round": 1, "node": 77, "texts": step.texts, "labels": [0, 1]}
+    attack = {"attack": [{"kind": "auto", "seconds": 2.0}]}
+    truth = {"truth.file": truth_file(tmp_path / "truth.jsonl", line)} if scored else {}
+    about_file(tmp_path / "mine" / "about.toml", attack | truth)
+    status, text, errors = tiny.call("audit", str(tmp_path / "mine"))
+    assert ("What can be read was not measured" in text) is not scored
+    assert ("membership: what clients trained on is not here" in text) is not scored
+    if scored:
+        assert (status, errors) == (0, "")
+    else:
+        assert (status, errors.count("\n")) == (1, 1)
+        assert "name it in truth.file" in errors
+    assert (tmp_path / "mine-run" / "report.html").exists()
 
 
 TRUTHS = {

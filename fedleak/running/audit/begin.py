@@ -12,6 +12,7 @@ from fedleak.audit import defense_checks, positive_control
 from fedleak.audit.answer_scores import Scored
 from fedleak.audit.answered import answered
 from fedleak.audit.defense_checks import Finding
+from fedleak.audit.vault import text_count
 from fedleak.config.experiment import Experiment
 from fedleak.config.loading import parse
 from fedleak.config.tables import WorkersTable
@@ -179,8 +180,9 @@ def open_run(
         whole = parse(experiment.model_dump(mode="json") | {"attack": [*audit.attack]})
         return Opened(run=run, experiment=whole, audit=audit, trains=False, begun=begun)
     model = outline(experiment, run.info()["num_labels"])
-    whole, left_out = to_audit(experiment, model, trained=True)
-    keys = captures_of(run, whole)
+    keys = captures_of(run, experiment)
+    batches = all(text_count(run, key) for key in keys)
+    whole, left_out = to_audit(experiment, model, trained=True, batches=batches)
     room = PLANNED * 60 * minutes * len(on)
     tries = len(keys) + positive_control.COPIES
     seconds = min(room // tries, MOST_SECONDS)
@@ -240,22 +242,14 @@ def _planned_before(run: Run, source: str, minutes: float) -> Audit:
     """Returns the plan of an audit that was begun before, and notes that it was stopped.
 
     Raises:
-        ConfigError: It is the audit of something else.
+        ConfigError: It is another audit, or none.
     """
-    if not (run.path / AUDIT.name).exists():
+    audit = run.read_document(AUDIT) if (run.path / AUDIT.name).exists() else None
+    if audit is None or (audit.source, audit.minutes) != (source, minutes):
+        there = "no audit" if audit is None else f"another audit, of {audit.minutes:g} minutes"
         raise ConfigError(
-            f"{str(run.path)!r} holds no audit: --fresh moves it aside, and audits anew"
-        )
-    audit = run.read_document(AUDIT)
-    if audit.source != source:
-        raise ConfigError(
-            f"{str(run.path)!r} holds the audit of another experiment: give this one another name, "
-            "or --fresh to move the old audit aside"
-        )
-    if audit.minutes != minutes:
-        raise ConfigError(
-            f"{str(run.path)!r} holds an audit that was planned for {audit.minutes:g} minutes: "
-            f"--minutes {audit.minutes:g} goes on, and --fresh plans anew"
+            f"{str(run.path)!r} holds {there}: the same file with the same --minutes goes on with "
+            "an audit; give this one another name, or --fresh to move what is there aside"
         )
     if audit.seconds is None and not audit.interrupted:
         audit = audit.model_copy(update={"interrupted": True})
