@@ -23,7 +23,9 @@ def print_audit(audit: Audit, verdict: Verdict, console: Console) -> None:
     for paragraph in verdict.paragraphs:
         console.print()
         console.print(Text(printable(paragraph.word), style="bold"))
-        lines = textwrap.wrap(printable(paragraph.value), console.width - len(INDENT))
+        lines = textwrap.wrap(
+            printable(paragraph.value), console.width - len(INDENT), break_on_hyphens=False
+        )
         console.print(Text(textwrap.indent("\n".join(lines), INDENT)))
     console.print()
     for table in audit_tables(audit):
