@@ -50,6 +50,7 @@ def estimate(
     *,
     most: float,
     largest: float,
+    miss: float = intervals.MISS,
 ) -> Estimate:
     """Returns the mean of values and the mean of clients' means, each with its interval.
 
@@ -57,13 +58,15 @@ def estimate(
     all have as many, and needs nothing to be known of the sizes of others.
 
     Args:
-        values, clients, weights, most, largest: As in `intervals.clustered_mean`.
+        values, clients, weights, most, largest, miss: As in `intervals.clustered_mean`.
     """
     counted = np.ones(len(values)) if weights is None else np.asarray(weights, float)
     names, indices = np.unique(np.asarray(clients), return_inverse=True)
     means = np.bincount(indices, counted * np.asarray(values)) / np.bincount(indices, counted)
-    of_client = intervals.clustered_mean(means.tolist(), names.tolist(), most=most)
-    of_value = intervals.clustered_mean(values, clients, weights, most=most, largest=largest)
+    of_client = intervals.clustered_mean(means.tolist(), names.tolist(), most=most, miss=miss)
+    of_value = intervals.clustered_mean(
+        values, clients, weights, most=most, largest=largest, miss=miss
+    )
     return Estimate(**of_value._asdict(), of_clients=MeanOfClients(**of_client._asdict()))
 
 

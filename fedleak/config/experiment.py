@@ -85,7 +85,8 @@ class Experiment(Table):
     attack: list[dict[str, Any]] = [{"kind": "auto"}]
     """`[[attack]]`: what the attacker does with each update, besides what is on in every run.
 
-    Left out: the strongest that the setting admits; `attack = []`: nothing more.
+    Left out: the strongest that the setting admits, and `membership` too where clients step with
+    Adam or AdamW, after which little can be read; `attack = []`: nothing more.
     """
     privacy: PrivacyTable = PrivacyTable()
     """How the privacy ledger counts."""
@@ -105,8 +106,15 @@ class Experiment(Table):
     @model_validator(mode="before")
     @classmethod
     def _with_preset(cls, table: Any) -> Any:
-        """Fills in what a preset says and the file does not."""
-        return with_preset(table) if isinstance(table, dict) else table
+        """Fills in what a preset says and the file does not, and the attacks that suit it."""
+        if not isinstance(table, dict):
+            return table
+        filled = with_preset(table)
+        client = filled.get("client")
+        if "attack" in filled or not isinstance(client, dict):
+            return filled
+        adaptive = client.get("optimiser") in ("adam", "adamw")
+        return filled | ({"attack": [{"kind": "auto"}, {"kind": "membership"}]} if adaptive else {})
 
     def __hash__(self) -> int:
         """Lets an experiment be the key of a cache; equal ones have equal names and seeds."""

@@ -349,6 +349,7 @@ class MembershipFigures(Record):
             0.1 %, of the controls; None: there are fewer than 100, or 1,000, controls.
         pairs: Of a member and a control, no text in two of them.
         no_bound: Why there is neither p nor epsilon; None: there are both.
+        assumes: What p and epsilon take for granted beyond the coins; None: nothing.
         p: Of a sign test over these pairs, corrected for the number of attacks and scores; small:
             chance would rarely tell them apart so well, or so wrongly.
         epsilon: Lower bound for replacing a text by another; 0: this many pairs show
@@ -368,6 +369,7 @@ class MembershipFigures(Record):
     found_at_01_percent: Estimate | None
     pairs: int
     no_bound: str | None
+    assumes: str | None = None
     p: float | None
     epsilon: float | None
 
@@ -384,6 +386,16 @@ class MembershipSummary(Record):
     confidence: float
     delta: float
     figures: tuple[MembershipFigures, ...]
+
+    @property
+    def clearest(self) -> MembershipFigures | None:
+        """The figures that chance explains least; None: chance may explain all of them."""
+        clear = [
+            (row.p, -row.auc.mean, row)
+            for row in self.figures
+            if row.p is not None and row.p < 0.05 and row.auc is not None and row.auc.mean > 0.5
+        ]
+        return min(clear, key=lambda ranked: ranked[:2])[-1] if clear else None
 
     def main(self, attack: str) -> MembershipFigures | None:
         """Returns the figures of the score that an attack names first; None: it has none."""

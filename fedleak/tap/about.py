@@ -94,7 +94,19 @@ class About(Table):
     truth: TruthTable = TruthTable()
     """What clients trained on, if you have it."""
     attack: list[dict[str, Any]] = [{"kind": "auto"}]
-    """`[[attack]]`: attacks of `fedleak attack`, as in an experiment file, besides `probes`."""
+    """`[[attack]]`: attacks of `fedleak attack`, as in an experiment file, besides `probes`.
+
+    Left out: `auto`, and `membership` where `[truth]` has the texts of clients and held-out ones.
+    """
+
+    @model_validator(mode="before")
+    @classmethod
+    def _asked(cls, table: Any) -> Any:
+        """Fills in the attacks that the truth admits."""
+        truth = table.get("truth") if isinstance(table, dict) else None
+        if not isinstance(truth, dict) or "attack" in table or not {"file", "held_out"} <= {*truth}:
+            return table
+        return table | {"attack": [{"kind": "auto"}, {"kind": "membership"}]}
 
 
 def load_about(path: Path) -> About:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from scipy.stats import beta
 from tiny import Here, call, tables
 
 import fedleak
@@ -17,13 +18,15 @@ from fedleak.audit import scoring
 from fedleak.audit.estimates import Largest
 from fedleak.audit.grants import knowledge
 from fedleak.audit.kept_texts import KeptTexts, read_held_out
+from fedleak.audit.metrics import intervals
 from fedleak.audit.privacy import membership
-from fedleak.audit.privacy.candidates import PUBLIC, questions
+from fedleak.audit.privacy.candidates import questions
 from fedleak.audit.vault import read_truth
 from fedleak.config.loading import parse
 from fedleak.flower.engines import train
 from fedleak.models import loading
 from fedleak.privacy.lower_bounds import gaussian_epsilon
+from fedleak.report.tables.membership import membership_tables
 from fedleak.running import pipeline, preparation
 from fedleak.store.records import LEAKAGE, MEMBERSHIP, Answer, MembershipRow
 from fedleak.store.run import EVERYONE, Key
@@ -96,7 +99,7 @@ def test_each_text_of_a_batch_stands_beside_a_held_out_one_of_its_class():
     made = questions(truth, held_out, seed=0, clients=1)
     assert made == questions(truth, held_out, seed=0, clients=1)
     assert len(made.pairs) == 6
-    assert len(made.asked.public) == PUBLIC
+    assert len(made.asked.public) == 45  # half of them, which is less than 200
     texts = [one.ids for one in made.asked.listed]
     assert len(set(texts)) == 12
     assert not set(texts) & {one.ids for one in made.asked.public}
@@ -306,6 +309,31 @@ def test_those_found_are_above_all_but_a_share_of_the_others(accused):
     assert membership.found_where(members, controls[: enough - 1], accused, 0) is None
 
 
+@pytest.mark.parametrize(("share", "count"), [(0.01, 1000), (0.05, 100), (0.5, 40), (0.01, 100)])
+def test_thresholds_are_as_high_and_as_low_as_their_own_error_makes_them(share, count):
+    """The share of all controls above the one that k others exceed is of Beta(k + 1, count - k)."""
+    first, second = intervals.ranks_of_quantile(share, count, 0.0125)
+
+    def above(rank):
+        return beta.sf(share, rank + 1, count - rank)
+
+    assert above(0) > 0.0125 if first is None else above(first) <= 0.0125 < above(first + 1)
+    assert 1 - above(second) <= 0.0125 < 1 - above(second - 1)
+
+
+def test_the_interval_of_those_found_has_the_error_of_the_threshold():
+    rng = np.random.default_rng(3)
+    controls = rng.normal(size=100)
+    members = [
+        membership._Text(i % 20, score, True) for i, score in enumerate(rng.normal(1, 1, 500))
+    ]
+    found = membership.found_where(members, controls, 0.01, 0)
+    assert found.low == 0  # of 100 controls none is surely above 99 % of all
+    assert found.high > (np.array([text.score for text in members]) > np.sort(controls)[-4]).mean()
+    surer = membership.found_where(members, rng.normal(size=100_000), 0.01, 0)
+    assert surer.high - surer.low < 0.6 * (found.high - found.low)
+
+
 def test_several_scores_share_the_error_of_p_and_of_the_bounds():
     rng = np.random.default_rng(5)
     insides = [[x for coin in rng.integers(0, 2, 8) for x in (coin, not coin)] for _ in range(8)]
@@ -459,16 +487,26 @@ def test_a_file_that_is_not_right_is_refused_before_training(tmp_path, content, 
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("unfair", ["nodes", "classes"])
-def test_there_is_no_bound_where_nobody_threw_a_coin(unfair):
+def test_a_bound_says_what_it_takes_for_granted_where_others_chose_the_held_out_texts():
     experiment = experiment_of()
-    if unfair == "nodes":
-        changed = {"data": experiment.data.model_copy(update={"on_nodes": True})}
-    else:
-        changed = {
-            "model": experiment.model.model_copy(update={"task": "causal-lm"}),
-            "federation": experiment.federation.model_copy(update={"partition": "dirichlet"}),
-        }
+    on_nodes = {"data": experiment.data.model_copy(update={"on_nodes": True})}
+    rows = [row(client, [True, False], [1.0, 0.0]) for client in range(12)]
+    drawn, chosen = (
+        membership.summarised(experiment.model_copy(update=changed), rows, Largest())
+        for changed in ({}, on_nodes)
+    )
+    assert drawn.figures[0].assumes is None
+    assert chosen.figures[0].p == drawn.figures[0].p < 0.01
+    (note,) = (note for note in membership_tables(chosen)[0].notes if "hold if" in note)
+    assert "by chance alone" in note
+
+
+def test_there_is_no_bound_where_nobody_threw_a_coin():
+    experiment = experiment_of()
+    changed = {
+        "model": experiment.model.model_copy(update={"task": "causal-lm"}),
+        "federation": experiment.federation.model_copy(update={"partition": "dirichlet"}),
+    }
     rows = [row(client, [True, False], [1.0, 0.0]) for client in range(3)]
     summary = membership.summarised(experiment.model_copy(update=changed), rows, Largest())
     assert summary.figures[0].no_bound

@@ -15,6 +15,9 @@ import numpy as np
 FEWEST_DRAWS, MOST_DRAWS, NUMBERS = 1_000, 10_000, 4_000_000
 """Random weightings of the clusters for the quantiles at both ends; fewer for many clusters."""
 
+MISS = 0.025
+"""How often each end of an interval may miss."""
+
 SIGNS = 9_999
 """Random signs of a sign-flip test."""
 
@@ -45,6 +48,7 @@ def clustered_mean(
     most: float,
     least: float = 0.0,
     largest: float = 0.0,
+    miss: float = MISS,
 ) -> Interval:
     """Returns a mean of bounded values with an interval that holds at the bounds too.
 
@@ -66,6 +70,7 @@ def clustered_mean(
         most, least: The largest and the smallest value there can be.
         largest: The most that a cluster can count, also one that is not here; less than the largest
             one here: no other is known.
+        miss: How often each end may miss.
     """
     counted = np.ones(len(values)) if weights is None else np.asarray(weights, float)
     indices = np.unique(np.asarray(clusters), return_inverse=True)[1]
@@ -80,10 +85,31 @@ def clustered_mean(
     count = min(MOST_DRAWS, max(FEWEST_DRAWS, NUMBERS // len(sizes)))
     # In proportion to Dirichlet's.
     draws = np.random.default_rng(SEED).standard_exponential((count, len(sizes)))
-    low = np.quantile(draws @ lowest / (draws @ sizes), 0.025)
-    high = np.quantile(draws @ highest / (draws @ sizes), 0.975)
+    low = np.quantile(draws @ lowest / (draws @ sizes), miss)
+    high = np.quantile(draws @ highest / (draws @ sizes), 1 - miss)
     # Rounding must not put the mean, or a bound, outside.
     return Interval(mean, max(min(float(low), mean), least), min(max(float(high), mean), most))
+
+
+def ranks_of_quantile(share: float, count: int, miss: float) -> tuple[int | None, int | None]:
+    """Returns which of independent values, from the largest, bound their upper quantile.
+
+    Above the value that so many others exceed, a share of all values is at most the given one for
+    the first rank, and at least that for the second, each but for a chance of `miss` (order
+    statistics; David and Nagaraja 2003, section 7.1). None: so few values do not bound it.
+
+    Args:
+        share: Of the distribution that is above the quantile.
+        count: Values that there are.
+        miss: How often each may be wrong.
+    """
+    from scipy.stats import binom
+
+    # With the value of rank k, the share above is below `share` with the chance of k or fewer.
+    below = int(binom.ppf(miss, count, share))
+    first = below if binom.cdf(below, count, share) <= miss else below - 1
+    second = int(binom.ppf(1 - miss, count, share))
+    return first if first >= 0 else None, second if second < count else None
 
 
 def sign_flip_test(differences: Sequence[float]) -> float:

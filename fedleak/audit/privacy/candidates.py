@@ -22,7 +22,7 @@ from fedleak.training.observation import Candidates, Example
 from fedleak.training.truth import GroundTruth
 from fedleak.util.rng import stream
 
-PUBLIC = 30
+PUBLIC = 200
 """The most held-out texts that are public; never more than half of them."""
 
 

@@ -34,6 +34,7 @@ from fedleak.store.records import Answer, MembershipRow
 from fedleak.store.run import EVERYONE, Key
 from fedleak.store.summaries import (
     Estimate,
+    MeanOfClients,
     MembershipFigures,
     MembershipSummary,
     RocPoint,
@@ -124,7 +125,16 @@ def summarised(
         confidence=CONFIDENCE,
         delta=delta,
         figures=tuple(
-            _figures(attack, score, of_score, unfair[attack, score], cells, delta, largest.texts)
+            _figures(
+                attack,
+                score,
+                of_score,
+                unfair[attack, score],
+                _assumed(experiment),
+                cells,
+                delta,
+                largest.texts,
+            )
             for (attack, score), of_score in by_score.items()
         ),
     )
@@ -134,17 +144,22 @@ def _unfair(experiment: Experiment, rows: Sequence[MembershipRow]) -> str | None
     """Returns why nobody can say that coins were fair; None: they were."""
     if not all(row.pairs for row in rows):
         return "the texts are those of a file, and nobody threw a coin for which of them was in"
-    if experiment.data.on_nodes or experiment.tapped is not None:
-        return (
-            "which texts are held out was not drawn from the clients' data, so they may differ "
-            "from it in more than chance"
-        )
     if experiment.model.task == CAUSAL_LM and experiment.federation.partition != "iid":
         return (
             f'federation.partition = "{experiment.federation.partition}" gives clients texts of '
             "unlike classes, and held-out texts are of all classes"
         )
     return None
+
+
+def _assumed(experiment: Experiment) -> str | None:
+    """Returns what p and bounds take for granted and nobody can check; None: nothing."""
+    if not experiment.data.on_nodes and experiment.tapped is None:
+        return None
+    return (
+        "held-out texts differ from the clients' by chance alone; nobody drew them from the same "
+        "data here, and another kind of text looks like a text that was not in"
+    )
 
 
 @dataclass(frozen=True)
@@ -186,6 +201,7 @@ def _figures(
     score: str,
     rows: Sequence[MembershipRow],
     unfair: str | None,
+    assumed: str | None,
     cells: int,
     delta: float,
     largest: int,
@@ -196,6 +212,7 @@ def _figures(
         attack, score: Whose, and its name.
         rows: Of the attack.
         unfair: Why coins may not be fair; None: they are.
+        assumed: What that takes for granted; None: nothing.
         cells: How many attacks and scores share the error of the bounds.
         delta: Of the bounds.
         largest: How many members a client has at most.
@@ -226,6 +243,7 @@ def _figures(
         found_at_01_percent=roc.get(A_TENTH_PERCENT),
         pairs=len(coins),
         no_bound=unfair,
+        assumes=None if unfair else assumed,
         p=None if unfair else min(1.0, cells * _by_chance(differences, coins)),
         epsilon=None if unfair else pair_bound(differences, coins, (1 - CONFIDENCE) / cells, delta),
     )
@@ -242,7 +260,7 @@ def _area(texts: Mapping[tuple[int, int], _Text], largest: int) -> Estimate | No
             [text for text in of_client if text.inside == inside] for inside in (True, False)
         )
         if controls:
-            wins += _wins([text.score for text in members], [text.score for text in controls])
+            wins += shares_won([text.score for text in members], [text.score for text in controls])
             clusters += [text.cluster for text in members]
     if not wins:
         return None
@@ -262,14 +280,14 @@ def _by_round(rows: Sequence[MembershipRow], score: str) -> tuple[RoundFigure, .
             for inside in (True, False)
         )
         if members and controls:
-            wins[row.round] += _wins(members, controls)
+            wins[row.round] += shares_won(members, controls)
     return tuple(
         RoundFigure(round=round, auc=math.fsum(won) / len(won))
         for round, won in sorted(wins.items())
     )
 
 
-def _wins(members: Sequence[float], controls: Sequence[float]) -> list[float]:
+def shares_won(members: Sequence[float], controls: Sequence[float]) -> list[float]:
     """Returns for each member the share of the controls that score lower; ties are half."""
     above = np.array(members)[:, None] - np.array(controls)
     shares: list[float] = ((above > 0).mean(1) + 0.5 * (above == 0).mean(1)).tolist()
@@ -284,17 +302,41 @@ def found_where(
     Args:
         members: Texts that were in.
         controls: Scores of the others.
-        accused: The largest share of the controls that may be above. The interval takes the
-            threshold that follows from it as given.
+        accused: The largest share of the controls that may be above. That it is a share of those
+            that are here, and not of all, is in the interval: its ends are those at thresholds that
+            are surely as high, and as low, for controls that are independent.
         largest: How many members a client has at most.
     """
     most = math.floor(accused * len(controls) + 1e-9)
     if not most or not members:
         return None
-    threshold = np.sort(controls)[-most - 1]
-    above = [float(text.score > threshold) for text in members]
-    clusters = [text.cluster for text in members]
-    return estimate(above, clusters, most=1.0, largest=largest)
+    ordered, clusters = np.sort(controls), [text.cluster for text in members]
+
+    def above(rank: int) -> Estimate:
+        """Returns the share of members above the control that so many others exceed."""
+        values = [float(text.score > ordered[-rank - 1]) for text in members]
+        return estimate(values, clusters, most=1.0, largest=largest, miss=intervals.MISS / 2)
+
+    first, second = intervals.ranks_of_quantile(accused, len(controls), intervals.MISS / 2)
+    measured = above(most)
+    lower = _everywhere(0.0) if first is None else above(first)
+    upper = _everywhere(1.0) if second is None else above(second)
+    by_client = [share.of_clients for share in (measured, lower, upper)]
+    means, lows, highs = zip(
+        *((share.mean, share.low, share.high) for share in by_client if share), strict=True
+    )
+    return Estimate(
+        mean=measured.mean,
+        low=lower.low,
+        high=upper.high,
+        of_clients=MeanOfClients(mean=means[0], low=lows[1], high=highs[2]),
+    )
+
+
+def _everywhere(share: float) -> Estimate:
+    """Returns the share that nothing is known to be beyond."""
+    of_clients = MeanOfClients(mean=share, low=share, high=share)
+    return Estimate(mean=share, low=share, high=share, of_clients=of_clients)
 
 
 def _by_chance(differences: Sequence[float], coins: Sequence[bool]) -> float:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from fedleak.audit.metrics.intervals import wilson
 from fedleak.report.html.page import Entry, Level, Verdict
+from fedleak.report.tables.membership import who_was_in
 from fedleak.report.words import (
     MALICIOUS,
     counted,
@@ -137,9 +138,10 @@ def run_verdict(summary: RunSummary, extent: Extent, guaranteed: Guaranteed) -> 
         f"{_order_unknown(extent)}{_read_without_facts(summary)}{_read_of_copies(summary)}"
         f"{_certainty(leakage, attacks, extent)}"
     )
+    worst = _worst(leakage, level, membership, who_was_in(summary))
     return Verdict(
         level,
-        _worst(leakage, level, membership) + by + _epsilon_clause(guaranteed, summary.canary),
+        worst + by + _epsilon_clause(guaranteed, summary.canary),
         (
             *([Entry("Server", f"It is malicious: {summary.server}.")] if summary.server else []),
             Entry("Read", _what_was_read(leakage, attacks, extent) + _personal_data(leakage)),
@@ -153,7 +155,9 @@ def run_verdict(summary: RunSummary, extent: Extent, guaranteed: Guaranteed) -> 
     )
 
 
-def _worst(leakage: Strongest | None, level: Level, membership: str) -> str:
+def _worst(
+    leakage: Strongest | None, level: Level, membership: str, without_texts: str | None
+) -> str:
     """Returns the worst that was found, in a few words."""
     were = "was" if leakage is not None and leakage.exact_texts == 1 else "were"
     if leakage is not None and leakage.exact_texts:
@@ -164,6 +168,8 @@ def _worst(leakage: Strongest | None, level: Level, membership: str) -> str:
     if leakage is not None and leakage.nearly:
         were, texts = "was" if leakage.nearly == 1 else "were", counted(leakage.texts, "text")
         return f"{leakage.nearly:,} of {texts} {were} read nearly word for word"
+    if without_texts is not None:
+        return without_texts[0].upper() + without_texts[1:]
     if leakage is not None and (share := words_found(leakage)) is not None:
         amount = "All" if share == 1 else percent(share)
         return f"{amount} of the private texts' words were found"
@@ -300,19 +306,13 @@ def _read_of_copies(summary: RunSummary) -> str:
 
 def _membership_sentence(membership: MembershipSummary | None) -> str:
     """Returns how well an attacker tells which texts were in an update; empty if it cannot."""
-    figures = () if membership is None else membership.figures
-    clear = [
-        (row.p, -row.auc.mean, row)
-        for row in figures
-        if row.p is not None and row.p < 0.05 and row.auc is not None and row.auc.mean > 0.5
-    ]
-    if not clear:
+    surest = membership.clearest if membership else None
+    if surest is None or surest.auc is None:
         return ""
-    p, area, surest = min(clear, key=lambda ranked: ranked[:2])
     return (
         "An attacker could tell which of the texts that it has already were in an update: by the "
         f"score {surest.score} of {surest.attack} one that was in ranks above one that was not in "
-        f"{percent(-area)} of the pairs (p = {p:.1g} for chance, over all scores)."
+        f"{percent(surest.auc.mean)} of the pairs (p = {surest.p:.1g} for chance, over all scores)."
     )
 
 

@@ -2,8 +2,13 @@
 
 from fedleak.report.table import Column, Table, figures, plain, words
 from fedleak.report.tables.canaries import NOTHING, bound
-from fedleak.report.words import NOT_MEASURED
-from fedleak.store.summaries import Estimate, MembershipFigures, MembershipSummary
+from fedleak.report.words import NOT_MEASURED, counted
+from fedleak.store.summaries import (
+    Estimate,
+    MembershipFigures,
+    MembershipSummary,
+    RunSummary,
+)
 
 TOO_FEW = "too few"
 """Stands where there are too few controls for a share of them."""
@@ -13,6 +18,24 @@ NO_BOUND = "none"
 
 MOST_ROUNDS = 5
 """Rounds that are shown of each score at most: the first ones."""
+
+
+def who_was_in(summary: RunSummary) -> str | None:
+    """Returns the first sentence where no text was read, and yet who was in can be told.
+
+    None: texts were read, or who was in is not told better than by chance.
+    """
+    clearest = summary.membership.clearest if summary.membership else None
+    worst, attacks = summary.worst_case, summary.attacks.values()
+    exact = worst.exact_match if worst else None
+    read = worst is not None and (worst.nearly or (exact is not None and exact.mean > 0))
+    if clearest is None or read or any(row.verified or row.unscored for row in attacks):
+        return None
+    none = f"none of {counted(worst.texts, 'private text')}" if worst else "no private text"
+    return (
+        f"{none} was read word for word; who was in can be told with AUC {area(clearest.auc)} "
+        f"(0.5 is chance; p = {clearest.p:.1g}, by {clearest.attack}'s {clearest.score})"
+    )
 
 
 def membership_tables(summary: MembershipSummary) -> list[Table]:
@@ -81,6 +104,8 @@ def _notes(summary: MembershipSummary) -> list[str]:
             f"{NOTHING.capitalize()}: with so many pairs; more of them may see something. It is no "
             "evidence of privacy.",
         ]
+    assumed = {row.attack: row.assumes for row in bounded if row.assumes is not None}
+    sentences += [f"{name}: p and bound hold if {what}." for name, what in assumed.items()]
     unbounded = {row.attack: row.no_bound for row in summary.figures if row.no_bound is not None}
     return [*sentences, *(f"{name}: no p and no bound: {why}." for name, why in unbounded.items())]
 

@@ -16,7 +16,7 @@ from fedleak.report.tables.canaries import canary_table
 from fedleak.report.tables.detections import detections_table
 from fedleak.report.tables.ladder import ladder_table
 from fedleak.report.tables.leakage import leakage_table, shares
-from fedleak.report.tables.membership import membership_tables
+from fedleak.report.tables.membership import membership_tables, who_was_in
 from fedleak.report.tables.personal_data import personal_data_tables
 from fedleak.report.terminal.table import print_table
 from fedleak.report.words import MALICIOUS, few_digits, in_words, percent
@@ -51,6 +51,8 @@ def print_run(
         _print_measured(summary, console)
         _print_notes(summary, console)
         return
+    if (first := who_was_in(summary)) is not None:
+        console.print(f"[bold]{markup(first)}[/]", soft_wrap=True)
     rows = [answer.row for answer in scored]
     of_models = summary.defenses.settings.get("sees") == "models"
     print_table(
