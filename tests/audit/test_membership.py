@@ -225,7 +225,7 @@ def answer_of(key, scores):
 def test_it_works_under_noise_on_sums_and_after_local_training(tmp_path, changes):
     run = carried_out(tmp_path, experiment_of(**SMALLER | changes))
     found = figures(run)["residual"]
-    assert found.auc.mean > 0.75
+    assert found.auc.mean > 0.7
     sums = "secure_sum" in str(changes)
     assert found.clients == (None if sums else 4)
     assert {row.client for row in run.rows(MEMBERSHIP)} == ({EVERYONE} if sums else {*range(4)})

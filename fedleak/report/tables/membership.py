@@ -105,7 +105,9 @@ def _notes(summary: MembershipSummary) -> list[str]:
             "evidence of privacy.",
         ]
     assumed = {row.attack: row.assumes for row in bounded if row.assumes is not None}
-    sentences += [f"{name}: p and bound hold if {what}." for name, what in assumed.items()]
+    sentences += [
+        f"{name}: p and bound hold if {assumption}." for name, assumption in assumed.items()
+    ]
     unbounded = {row.attack: row.no_bound for row in summary.figures if row.no_bound is not None}
     return [*sentences, *(f"{name}: no p and no bound: {why}." for name, why in unbounded.items())]
 
