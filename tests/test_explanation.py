@@ -42,6 +42,16 @@ def test_a_server_that_cannot_do_what_it_is_to_do_is_refused():
         explained(model={"name": "builtin/gpt2-tiny"}, server={"mode": "imprint"})
 
 
+def test_a_sum_is_said_to_be_one_clients_in_the_rounds_that_have_a_target():
+    changes = {"defense": [{"kind": "secure_sum"}], "federation__rounds": 3}
+    together = "the gradient of all clients of a round together"
+    alone = "rounds the gradient of one client, taken out of the sum"
+    assert f"sees: {together}, " in shown(**changes)
+    server = {"mode": "inconsistent", "rounds": [1, 3]}
+    assert f"sees: in 2 {alone}, and in the other 1 {together}" in shown(**changes, server=server)
+    assert f"sees: in 3 {alone}, " in shown(**changes, server={"mode": "inconsistent"})
+
+
 def test_an_attack_that_cannot_work_says_why_whether_it_is_listed_or_not():
     model = {"name": "builtin/llama-tiny"}
     found = by_name(explained(model=model, attack=[{"kind": "position_marginals"}]))

@@ -3,7 +3,7 @@
 Nothing here needs torch, so that a client of another app can use it.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from fedleak.detectors import (
     digest,
     look,
 )
-from fedleak.store.memory import Memory, Remembered
+from fedleak.store.memory import Board, Memory, Remembered
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def watch(
     movement: Movement | None = None,
     checkpoint: Callable[[], Weights] | None = None,
     own: Own | None = None,
-    publish: Callable[[str, Iterable[int]], Mapping[int, Sequence[str]]] | None = None,
+    board: Board | None = None,
 ) -> Watched:
     """Looks at a broadcast before anything is trained on it, and remembers it if nothing alarms.
 
@@ -80,8 +80,7 @@ def watch(
         shapes: Of the parameters that it was promised; None: those that it was sent at first.
         movement, own: As in `Seen`.
         checkpoint: Loads the public model of round 1; None: the client has none.
-        publish: Publishes the hash of the broadcast, and returns what others have published of
-            some rounds, by round; None: there is no place for that.
+        board: Where hashes are compared; None: nowhere.
 
     Raises:
         FedleakError: A detector failed, or the client's memory is damaged.
@@ -94,7 +93,7 @@ def watch(
         before = Broadcast(1, checkpoint())
     own_hash = digest(now.parameters)
     hashes = {**known.hashes, now.round: own_hash}
-    asks = publish is not None and any(detector.reads == "others" for detector in detectors)
+    asks = any(detector.reads == "others" for detector in detectors)
     seen = Seen(
         now=now,
         before=before,
@@ -104,7 +103,7 @@ def watch(
         movement=movement,
         longest=known.longest,
         hashes=hashes,
-        published=publish(own_hash, hashes) if asks and publish else {},
+        published=board.compare(now.round, own_hash, hashes) if asks and board else {},
         own=own,
     )
     watched = Watched(own_hash, list(zip(detectors, look(detectors, seen), strict=True)))

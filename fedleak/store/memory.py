@@ -1,9 +1,11 @@
-"""What one client keeps between rounds, to notice when the server does something else.
+"""What a client keeps between rounds, and shows others, to notice what the server does.
 
 FOLDER/client.json            the contract, hashes, and how long its updates were
 FOLDER/broadcast.safetensors  the last model without an alarm, with its round
+BOARD/r3-CLIENT               the hash of what a client was sent in round 3
 """
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -78,3 +80,32 @@ class Memory:
         with new_file(self.folder / _BROADCAST) as temporary:
             about = {"round": str(broadcast.round)}
             safetensors.numpy.save_file(dict(broadcast.parameters), temporary, about)
+
+
+@dataclass(frozen=True)
+class Board:
+    """A folder in which clients show each other hashes; the server cannot write to it.
+
+    Attributes:
+        folder: That all share.
+        client: The name of this client.
+    """
+
+    folder: Path
+    client: str
+
+    def compare(
+        self, round: int, own_hash: str, rounds: Iterable[int]
+    ) -> Mapping[int, Sequence[str]]:
+        """Shows the hash of what this client was sent, and returns those of others, by round."""
+        own = f"r{round}-{self.client}"
+        with naming(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+        replace(self.folder / own, own_hash.encode())
+        files = {other: sorted(self.folder.glob(f"r{other}-*")) for other in rounds}
+        return {
+            other: [
+                read_file(path, 64).decode("ascii", "replace") for path in paths if path.name != own
+            ]
+            for other, paths in files.items()
+        }

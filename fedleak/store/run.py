@@ -11,7 +11,7 @@
       vault/r0001-c03.safetensors      what an audited copy of its update has of canaries
       defended/r0001-c03.json          what the client's defenses did, in its own figures
       detected/r0001-c03.json          what the client's detectors found in what it was sent
-      published/r0001-c03.json         the hash of that, which clients show each other
+      published/r1-c3                  the hash of that, which clients show each other
       kept/c03/                        the contract of a client, and the last model it trusts
       reconstructions.jsonl            a line per attack and capture, as each finishes
       attempts.jsonl                   a line per try of an attack that crashed
@@ -129,11 +129,6 @@ class Run(Folder):
     def detected(self) -> Notes:
         """What clients' detectors found."""
         return Notes(self, "detected")
-
-    @property
-    def published(self) -> Notes:
-        """The hashes of broadcasts, which clients show each other."""
-        return Notes(self, "published")
 
     def create(self, **values: Any) -> None:
         """Makes run.json, in a folder that only its owner can open.

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,8 +26,8 @@ from fedleak.detectors import (
     named,
 )
 from fedleak.federation.watching import Watched, remember_sent, watch
-from fedleak.store.files import append_together, naming, plain, read_file, replace
-from fedleak.store.memory import Memory
+from fedleak.store.files import append_together, plain
+from fedleak.store.memory import Board, Memory
 from fedleak.tap.recorder import decoded, plain_numbers, round_of
 from fedleak.util.sanitise import printable
 
@@ -84,9 +84,7 @@ def guard(
                 settings=_settings(message.content),
                 movement=how,
                 checkpoint=checkpoint,
-                publish=None
-                if shared is None
-                else lambda own, rounds: _published(shared, context.node_id, round, own, rounds),
+                board=None if shared is None else Board(shared, f"n{context.node_id}"),
             )
             _note(memory, round, watched)
             refuses = watched.refuses
@@ -142,20 +140,6 @@ def _note(memory: Memory, round: int, watched: Watched) -> None:
     for detector, finding in watched.alarms:
         action = "refused" if watched.refuses else "warning"
         _say(f"round {round}: {action}: {detector.kind}: {finding.sentence}")
-
-
-def _published(
-    board: Path, node: int, round: int, own_hash: str, rounds: Iterable[int]
-) -> Mapping[int, Sequence[str]]:
-    """Publishes a hash, and returns those of others, by round."""
-    hashes: dict[int, list[str]] = {}
-    with naming(board):
-        board.mkdir(parents=True, exist_ok=True)
-    replace(board / f"r{round}-n{node}", own_hash.encode())
-    for other in rounds:
-        files = [path for path in board.glob(f"r{other}-n*") if path.name != f"r{other}-n{node}"]
-        hashes[other] = [read_file(path, 64).decode("ascii", "replace") for path in sorted(files)]
-    return hashes
 
 
 def _say(message: str) -> None:

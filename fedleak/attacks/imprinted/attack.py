@@ -18,7 +18,7 @@ from fedleak.attacks import AttackSetting, certificate
 from fedleak.attacks.analytic.embedding_rows import used_rows
 from fedleak.attacks.certificate import PRECISION
 from fedleak.attacks.clock import UNLIMITED
-from fedleak.attacks.imprinted.bins import Words, pursue, read_bins
+from fedleak.attacks.imprinted.bins import Words, pick, read_bins
 from fedleak.attacks.imprinted.checksum import Checksum, Text, read_texts
 from fedleak.attacks.imprinted.slots import MOST, Slots, fill_
 from fedleak.attacks.imprinted.tags import more_tags, read_tags, splits, without_mixtures
@@ -73,7 +73,7 @@ class ImprintReader:
         bins = read_bins(tensors[first], known)
         words = _words(model, seen)
         size = len(known.project_KD)
-        picked = pursue(bins, words, slice(size, None), rng)
+        picked = pick(bins, words, slice(size, None), rng)
         exact = splits(bins, words, picked, size)
         tags = read_tags(exact)
         numbers: dict[str, Any] = {"noise": bins.noise(), "bins": len(bins.used())}

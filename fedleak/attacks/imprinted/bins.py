@@ -6,8 +6,8 @@ input of token i. The weights c_i are not known. A norm without bias leaves noth
 1), so what a bin has there is its noise: of rounding, of a cast, of what the client added.
 
 Outside the tag's numbers x_i depends on word and place alone, so a bin is a sum of few rows of a
-known table, up to a constant. Orthogonal matching pursuit (Pati et al. 1993) finds them. The rows
-are much alike, and are whitened before: else pursuit takes what is between two rows first.
+known table, up to a constant. Pursuit finds them. The rows are much alike, and are whitened before:
+else pursuit takes what is between two rows first.
 
 Shapes: N bins, D hidden size, K numbers of a tag, V words, T places, L numbers outside the tag, A
 rows of the table, R picks.
@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fedleak.attacks.imprinted import pursuit
 from fedleak.attacks.matching.batch_structure import Frame
 from fedleak.models.family import TokenTable
 from fedleak.server_modes.imprint import Planted
@@ -153,7 +154,7 @@ class Picked(NamedTuple):
 
 
 @torch.no_grad()
-def pursue(bins: Bins, words: Words, outside: slice, rng: torch.Generator) -> Picked:
+def pick(bins: Bins, words: Words, outside: slice, rng: torch.Generator) -> Picked:
     """Returns the few words and places that explain each bin best, outside the tag's numbers.
 
     Args:
@@ -170,28 +171,22 @@ def pursue(bins: Bins, words: Words, outside: slice, rng: torch.Generator) -> Pi
     fixed_LX = torch.linalg.qr(white_LL @ torch.stack([sample_AL.mean(0), constant_L], 1))[0]
     apart_LL = white_LL - (white_LL @ fixed_LX) @ fixed_LX.T
 
-    rest_NL = bins.sum_ND[:, outside] @ apart_LL
+    sum_NL = bins.sum_ND[:, outside] @ apart_LL
     enough_N = bins.limit_N * float(apart_LL.norm()) / math.sqrt(len(apart_LL))
-    enough_N = enough_N + ROUNDING * rest_NL.norm(dim=1)
+    enough_N = enough_N + ROUNDING * sum_NL.norm(dim=1)
+    enough_N[bins.noise_N == 0] = math.inf
     scores = _Scores.of(words, outside, apart_LL)
-    basis_NRL = torch.zeros(len(rest_NL), PICKS, rest_NL.shape[1])
-    word_NR = torch.full((len(rest_NL), PICKS), -1)
-    place_NR = word_NR.clone()
-    for pick in range(PICKS):
-        live_X = ((rest_NL.norm(dim=1) > enough_N) & (bins.noise_N > 0)).nonzero()[:, 0]
-        if not len(live_X):
-            break
-        word_X, place_X = scores.best(rest_NL[live_X])
-        word_NR[live_X, pick], place_NR[live_X, pick] = word_X, place_X
+
+    def best(_: Tensor, rest_XL: Tensor) -> tuple[Tensor, Tensor]:
+        word_X, place_X = scores.best(rest_XL)
         row_XL = words.rows(word_X, place_X)[:, outside] @ apart_LL
-        for _ in range(2):  # twice is enough (Giraud et al. 2005)
-            inner_XR = torch.einsum("xl,xrl->xr", row_XL, basis_NRL[live_X])
-            row_XL = row_XL - torch.einsum("xr,xrl->xl", inner_XR, basis_NRL[live_X])
-        row_XL = torch.nn.functional.normalize(row_XL, dim=1)
-        basis_NRL[live_X, pick] = row_XL
-        rest_XL = rest_NL[live_X]
-        rest_NL[live_X] = rest_XL - (rest_XL * row_XL).sum(1, keepdim=True) * row_XL
-    return Picked(word_NR, place_NR)
+        return word_X * places + place_X, row_XL
+
+    row_NR = pursuit.pursue(sum_NL, enough_N, PICKS, best)
+    none_NR = row_NR < 0
+    return Picked(
+        (row_NR // places).masked_fill(none_NR, -1), (row_NR % places).masked_fill(none_NR, -1)
+    )
 
 
 def whitening(sample_AL: Tensor, noise: float) -> Tensor:

@@ -1,9 +1,9 @@
 """Slots: which word stands at which place of which text.
 
 With the tags known, the input of every word at every place of every text is known, and where the
-probe puts it. So few of them can be in a bin, and orthogonal matching pursuit among those tells
-which of them are. A slot that is filled excludes all other words there, so each pass leaves fewer
-candidates for the bins that are not explained yet.
+probe puts it. So few of them can be in a bin, and pursuit among those tells which of them are. A
+slot that is filled excludes all other words there, so each pass leaves fewer candidates for the
+bins that are not explained yet.
 
 Shapes: N bins, D hidden size, K numbers of a tag, V words, T places, S texts, C candidates of a
 bin, R picks.
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedleak.attacks.imprinted.bins import ROUNDING, Bins, Words, whitening
+from fedleak.attacks.imprinted.pursuit import pursue
 from fedleak.attacks.imprinted.tags import Tags
 from fedleak.server_modes.imprint import Planted
 
@@ -186,23 +187,15 @@ def _members(bins: Bins, number: int, inputs: _Inputs, among_C: Tensor) -> list[
         return None
     row_CD, sum_D, white_DD = inputs.rows(among_C), bins.sum_ND[number], inputs.white_DD
     per_norm_C, limit = inputs.per_norm_VTS.flatten()[among_C], float(bins.limit_N[number])
-    rest_D = sum_D @ white_DD
-    enough = limit * float(white_DD.norm()) / math.sqrt(len(white_DD))
-    enough += ROUNDING * float(rest_D.norm())
-    basis_RD = rest_D.new_zeros(_PICKS, len(rest_D))
-    picks: list[int] = []
-    for pick in range(min(_PICKS, len(among_C))):
-        if float(rest_D.norm()) <= enough:
-            break
-        best = int((row_CD @ (white_DD @ rest_D)).mul_(per_norm_C).abs_().argmax())
-        if best in picks:
-            break
-        direction_D = row_CD[best] @ white_DD
-        for _ in range(2):  # twice is enough (Giraud et al. 2005)
-            direction_D = direction_D - basis_RD.T @ (basis_RD @ direction_D)
-        basis_RD[pick] = direction_D / direction_D.norm()
-        rest_D = rest_D - (rest_D @ basis_RD[pick]) * basis_RD[pick]
-        picks.append(best)
+
+    def best(_: Tensor, rest_1D: Tensor) -> tuple[Tensor, Tensor]:
+        best_1 = (row_CD @ (white_DD @ rest_1D[0])).mul_(per_norm_C).abs_().argmax()[None]
+        return best_1, row_CD[best_1] @ white_DD
+
+    sum_1D = (sum_D @ white_DD)[None]
+    enough_1 = limit * white_DD.norm() / math.sqrt(len(white_DD)) + ROUNDING * sum_1D.norm(dim=1)
+    (pick_R,) = pursue(sum_1D, enough_1, min(_PICKS, len(among_C)), best).tolist()
+    picks = [pick for pick in pick_R if pick >= 0]
     for _ in range(2):
         if not picks:
             return None

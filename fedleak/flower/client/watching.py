@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import cache, lru_cache
 from typing import Any
 
@@ -16,12 +16,11 @@ from fedleak.config.experiment import Experiment
 from fedleak.defenses import TrustedAggregator
 from fedleak.detectors import REFUSAL, Broadcast, Movement, Own
 from fedleak.federation.protection import Protection
-from fedleak.federation.schedule import clients_of_round
 from fedleak.federation.watching import watch
 from fedleak.flower.client.context import Work
 from fedleak.models import LanguageModel, loading
 from fedleak.store.files import plain
-from fedleak.store.memory import Memory
+from fedleak.store.memory import Board, Memory
 from fedleak.store.run import Key, Run
 from fedleak.training.observation import UpdateKind
 from fedleak.training.settings import PLAIN
@@ -63,7 +62,7 @@ def refuse_suspect(work: Work, key: Key, sent: Mapping[str, Tensor], batch: Batc
         movement=movement(experiment, work.protection),
         checkpoint=lambda: _checkpoint(experiment, model.num_labels),
         own=own(model, sent, batch) if batch[0] else None,
-        publish=lambda own_hash, rounds: _published(work, key, own_hash, rounds),
+        board=Board((work.board or work.private).path / "published", f"c{key.client}"),
     )
     findings = [
         {"place": place, **finding}
@@ -170,26 +169,6 @@ def _settings(experiment: Experiment, protection: Protection) -> dict[str, Any]:
 def _checkpoint(experiment: Experiment, num_labels: int) -> dict[str, NDArray[Any]]:
     """Returns the public model, which training starts from; loaded once per process."""
     return _arrays(loading.load(experiment.model_spec(num_labels)).parameters())
-
-
-def _published(work: Work, key: Key, own_hash: str, rounds: Iterable[int]) -> dict[int, list[str]]:
-    """Publishes a hash, and returns those that others have published of some rounds."""
-    place = work.board or work.private
-    assert place is not None
-    notes = place.published
-    notes.write(key, {"hash": own_hash})
-    others = {
-        round: [
-            client for client in clients_of_round(work.experiment, round) if client != key.client
-        ]
-        for round in rounds
-    }
-    return {
-        round: [
-            str(note["hash"]) for client in clients if (note := notes.read_note(Key(round, client)))
-        ]
-        for round, clients in others.items()
-    }
 
 
 def _norm(tensors: Mapping[str, Tensor]) -> float:

@@ -9,7 +9,12 @@ from fedleak.audit.explanation import Applicability, Explanation
 from fedleak.config import presets
 from fedleak.config.experiment import Experiment
 from fedleak.defenses.secure_sum import hidden_among
-from fedleak.federation.schedule import first_of_adapters, malicious_server, rounds_attacked
+from fedleak.federation.schedule import (
+    first_of_adapters,
+    malicious_server,
+    rounds_attacked,
+    target,
+)
 from fedleak.report.words import MALICIOUS, counted, in_words
 from fedleak.util.sanitise import markup
 
@@ -76,9 +81,16 @@ def _sees(experiment: Experiment, explanation: Explanation) -> str:
     table = experiment.federation
     sent = "gradient" if table.algorithm == "fedsgd" else "weight delta"
     counts = " or ".join(str(count) for count in sorted(set(explanation.captured)))
+    attacked = rounds_attacked(experiment)
+    alone = sum(target(experiment, round) is not None for round in attacked)
+    of_sum = f"the {sent} of all clients of a round together"
+    if alone:
+        rest = f", and in the other {len(attacked) - alone} {of_sum}"
+        of_sum = f"in {counted(alone, 'round')} the {sent} of one client, taken out of the sum"
+        of_sum += rest if alone < len(attacked) else ""
     seen = {
         "updates": f"the server sees: the {sent} of each client",
-        "sum": f"the server sees: the {sent} of all clients of a round together",
+        "sum": f"the server sees: {of_sum}",
         "models": f"who has the published models sees: in their differences the mean {sent} of all "
         "clients of a round",
     }[experiment.sees]
@@ -86,7 +98,7 @@ def _sees(experiment: Experiment, explanation: Explanation) -> str:
     clients = "" if chosen is None else f", and {len(set(chosen))} of {table.clients} clients"
     return (
         f"{seen}, {counts} of {explanation.parameters} parameters; "
-        f"{len(rounds_attacked(experiment))} of {table.rounds} rounds{clients} are attacked"
+        f"{len(attacked)} of {table.rounds} rounds{clients} are attacked"
     )
 
 
