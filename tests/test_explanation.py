@@ -38,8 +38,9 @@ def test_every_attack_is_in_it_and_those_of_the_file_are_marked():
 
 
 def test_a_server_that_cannot_do_what_it_is_to_do_is_refused():
-    with pytest.raises(ConfigError, match="imprints models like BERT"):
-        explained(model={"name": "builtin/gpt2-tiny"}, server={"mode": "imprint"})
+    lora = {"name": "builtin/gpt2-tiny", "lora": {"rank": 2}}
+    with pytest.raises(ConfigError, match="which is not trained: remove model"):
+        explained(model=lora, server={"mode": "imprint"})
 
 
 def test_a_sum_is_said_to_be_one_clients_in_the_rounds_that_have_a_target():

@@ -1,12 +1,13 @@
 """What the attack `imprint` reads of real sentences, plain and after what clients do to updates.
 
     python experiments/benchmarks/imprint.py [--batches 20] [--data cola] [--sizes 64]
-        [--only plain]
+        [--only plain] [--model stories15m] [--task causal-lm]
 
-Needs FEDLEAK_ASSETS: MiniLM with CoLA and Rotten Tomatoes. Sentences and batches are drawn with the
-seed; half of each data set is the clients' and 400 sentences of the other half are public. A line
-for each setting: the share of sentences that are certified and right, with its interval over
-batches, the certified ones that are wrong, the batches that are proved, and CPU seconds for each.
+Needs FEDLEAK_ASSETS: MiniLM, or another model there, with CoLA and Rotten Tomatoes. Sentences and
+batches are drawn with the seed; half of each data set is the clients', and 400 sentences of the
+other half are public. A line for each setting: the shares of sentences that are read right, and
+that are certified and right, with intervals over batches, the certified ones that are wrong, the
+batches that are proved, and CPU seconds for each.
 Noise is relative to the root mean square of the whole update.
 """
 
@@ -102,18 +103,15 @@ def observed(
     return Observation(round=1, client=0, update=sent, knowledge=known), Counter(ids)
 
 
-def row(name: str, size: int, setting: str, batches: int) -> str:
+def row(spec: ModelSpec, name: str, size: int, setting: str, batches: int) -> str:
     """Returns a line of the table."""
     texts = sentences(name)
     half = len(texts) // 2
-    spec = ModelSpec(
-        name=str(ASSETS / "models" / "minilm-l6-h384"), task=CLASSIFICATION, num_labels=2
-    )
     model = loading.load(spec)
     public = [Example(tuple(ids), 0) for ids in model.encode(texts[half : half + PUBLIC])]
     changes = Imprint().broadcast(model, targeted=True, public=public, rng=stream(0, "server"))
     load_parameters_(model, {**model.parameters(), **changes})
-    right, wrong, proved, seconds = [], 0, 0, 0.0
+    read, right, wrong, proved, seconds = [], [], 0, 0, 0.0
     for batch in range(batches):
         drawn = random.Random(batch).sample(texts[:half], size)
         seen, truth = observed(model, drawn, SETTINGS[setting], batch)
@@ -123,13 +121,16 @@ def row(name: str, size: int, setting: str, batches: int) -> str:
         certain = Counter((answer.sequences or ())[: answer.diagnostics.get("certified", 0)])
         if answer.verified:
             certain = Counter(answer.sequences or ())
+        read.append((Counter(answer.sequences or ()) & truth).total() / size)
         right.append((certain & truth).total() / size)
         wrong += (certain - truth).total()
         proved += answer.verified
-    share = clustered_mean(right, list(range(batches)), most=1.0)
+    shares = [clustered_mean(values, list(range(batches)), most=1.0) for values in (read, right)]
+    cells = " | ".join(
+        f"{100 * s.mean:.1f} [{100 * s.low:.1f}, {100 * s.high:.1f}]" for s in shares
+    )
     return (
-        f"| {name} | {size} | {setting} | {batches} | {100 * share.mean:.1f} "
-        f"[{100 * share.low:.1f}, {100 * share.high:.1f}] | {wrong} | {proved} "
+        f"| {name} | {size} | {setting} | {batches} | {cells} | {wrong} | {proved} "
         f"| {seconds / batches:.1f} |"
     )
 
@@ -137,18 +138,25 @@ def row(name: str, size: int, setting: str, batches: int) -> str:
 def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="minilm-l6-h384")
+    parser.add_argument("--task", default=CLASSIFICATION)
     parser.add_argument("--batches", type=int, default=20)
     parser.add_argument("--data", nargs="+", default=["cola", "rotten_tomatoes"])
     parser.add_argument("--sizes", type=int, nargs="+", default=[64, 128])
     parser.add_argument("--only", nargs="+", choices=list(SETTINGS), default=list(SETTINGS))
     options = parser.parse_args()
     torch.set_num_threads(1)
-    print("| data | texts | the client | batches | certified, % | wrong | proved | CPU seconds |")
-    print("|---|---|---|---|---|---|---|---|")
+    model = str(ASSETS / "models" / options.model)
+    spec = ModelSpec(name=model, task=options.task, num_labels=2)
+    print(
+        "| data | texts | the client | batches | read, % | certified, % | wrong | proved "
+        "| CPU seconds |"
+    )
+    print("|---" * 9 + "|")
     for name in options.data:
         for size in options.sizes:
             for setting in options.only:
-                print(row(name, size, setting, options.batches), flush=True)
+                print(row(spec, name, size, setting, options.batches), flush=True)
 
 
 if __name__ == "__main__":

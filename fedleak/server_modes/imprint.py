@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedleak.models import LanguageModel
-from fedleak.server_modes import ModeSetting, ServerMode
+from fedleak.server_modes import ModeSetting, ServerMode, sectors
 from fedleak.training.observation import Example
 
 _SHARE = 0.01
@@ -50,13 +50,13 @@ class Imprint(ServerMode):
         slope: How steep a neuron is, in standard deviations of the probe: the step of a neuron
             must be narrower than a bin.
         gain: Of the norm before the feed-forward layer. The larger, the more of the update is the
-            imprint.
+            imprint, and the less a proof says of the rest. None: 1e5, and 1 in a decoder.
         tag: Numbers of a text's tag; at most a quarter of the hidden size is used.
     """
 
     kind: ClassVar[str] = "imprint"
     slope: Annotated[float, Field(ge=100, le=1e7)] = 2e4
-    gain: Annotated[float, Field(gt=0, le=1e12)] = 1e5
+    gain: Annotated[float, Field(gt=0, le=1e12)] | None = None
     tag: Annotated[int, Field(ge=4, le=64)] = 16
 
     def changes(self) -> str:
@@ -69,17 +69,18 @@ class Imprint(ServerMode):
 
     def obstacle(self, setting: ModeSetting, model: LanguageModel) -> str | None:
         """Returns that the first block cannot be changed, or is not sent."""
-        names = _names(model)
+        names = sectors.changed_names(model) if model.family.causal else _names(model)
         if names is None:
             return (
-                f"imprints models like BERT, and this one is a {model.family.model_type}: choose "
-                "another model.name"
+                f"cannot imprint a {model.family.model_type}, whose first block it does not know: "
+                "choose another model.name"
             )
         missing = sorted(set(names) - model.parameters().keys())
         if missing:
             return f"changes {missing[0]}, which is not trained: remove model.lora"
-        if names.first not in setting.sent:
-            return f"reads {names.first}, and clients send none: see update.share"
+        first = model.family.modules(0)["f"][0]
+        if first not in setting.sent:
+            return f"reads {first}, and clients send none: see update.share"
         return None
 
     @torch.no_grad()
@@ -91,7 +92,10 @@ class Imprint(ServerMode):
         public: Sequence[Example],
         rng: torch.Generator,
     ) -> Mapping[str, Tensor]:
-        """Returns the parameters of the first block, but for its last norm."""
+        """Returns the first block but for its last norm; of a decoder, but for its first."""
+        if model.family.causal:
+            return sectors.plant(model, public, self.tag, self.slope, self.gain or 1.0, rng)
+        gain = self.gain or 1e5
         names = _names(model)
         assert names is not None
         table, width = model.family.token_table(model.module), model.hidden_size
@@ -111,7 +115,7 @@ class Imprint(ServerMode):
         changed[names.value][:size] = project_KD
         changed[names.value_bias][:size] = -(mean_XD @ project_KD.T).mean(0)
         changed[names.output][:size, :size] = torch.eye(size)
-        changed[names.norm] += self.gain
+        changed[names.norm] += gain
 
         # The tag moves the probe as much as the token does: equal tokens of two texts part.
         probe_D = torch.randn(width, generator=rng)
@@ -128,14 +132,14 @@ class Imprint(ServerMode):
         edge_N = position_M.quantile((torch.arange(neurons) + 0.5) / neurons)
         edge_N[0] -= 10 * position_M.std()  # no token is below the first bin
         steep = self.slope / float(position_M.std())
-        changed[names.first] += steep / self.gain * probe_D
+        changed[names.first] += steep / gain * probe_D
         changed[names.first_bias] -= steep * edge_N
 
         along_D = F.pad(torch.randn(width - size, generator=rng), (size, 0))
         along_D /= along_D.norm()
         sign_N = torch.ones(neurons)
         sign_N[1::2] = -1
-        written = _SHARE * self.gain * math.sqrt(width) / self.slope
+        written = _SHARE * gain * math.sqrt(width) / self.slope
         changed[names.second] += written * along_D[:, None] * sign_N
         return {name: value.to(device) for name, value in changed.items()}
 
@@ -159,6 +163,10 @@ class Planted(NamedTuple):
     step: float
     sign_N: Tensor
     eps: float
+
+    def nothing(self, sum_ND: Tensor) -> Tensor:
+        """Returns what sums of inputs have where the norm leaves nothing [N]: noise."""
+        return sum_ND.sum(1) / math.sqrt(sum_ND.shape[1])
 
 
 _STEP = 6.0

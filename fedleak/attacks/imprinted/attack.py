@@ -8,28 +8,36 @@ A text is certified by itself, by its tag (`checksum`). The batch is proved as e
 gradient, recomputed at the model that was sent, is the update.
 """
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from fedleak.attacks import AttackSetting, certificate
 from fedleak.attacks.analytic.embedding_rows import used_rows
-from fedleak.attacks.certificate import PRECISION
 from fedleak.attacks.clock import UNLIMITED
 from fedleak.attacks.imprinted.bins import Words, pick, read_bins
+from fedleak.attacks.imprinted.chains import Chains
 from fedleak.attacks.imprinted.checksum import Checksum, Text, read_texts
 from fedleak.attacks.imprinted.slots import MOST, Slots, fill_
 from fedleak.attacks.imprinted.tags import more_tags, read_tags, splits, without_mixtures
 from fedleak.attacks.matching.batch_structure import frame
 from fedleak.attacks.reconstruction import Reconstruction, Status
 from fedleak.models import LanguageModel
+from fedleak.models.family import TokenTable
+from fedleak.server_modes import sectors
 from fedleak.server_modes.imprint import Imprint, planted
-from fedleak.training.observation import Observation, UpdateKind
+from fedleak.training.observation import Observation
 
 _PLACES = 40
 """Positions that are considered where it is not known how many were used."""
+
+NOT_IMPRINTED = "the first block of this model is not imprinted"
+
+NO_TOKEN = "no bin of the imprinted layer holds a single token: noise, or too many tokens"
 
 
 @dataclass(frozen=True)
@@ -45,12 +53,7 @@ class ImprintReader:
             return (
                 f"the model was not imprinted: let the server do so, server.mode = {Imprint.kind!r}"
             )
-        if setting.family.feed_forward_norm is None:
-            return (
-                f"reads imprinted models like BERT, not {setting.family.model_type}: choose "
-                "another model.name"
-            )
-        (name,) = setting.family.modules(0)["f"]
+        name = setting.family.modules(0)["f"][0]
         if name not in setting.shared:
             return f"needs {name}, and clients send none: see update.share"
         return None
@@ -65,21 +68,22 @@ class ImprintReader:
         self, seen: Observation, model: LanguageModel, *, rng: torch.Generator
     ) -> Reconstruction:
         """Returns the texts, the certified ones first."""
-        known, tensors = planted(model), certificate.as_gradient(seen)
+        tensors = certificate.as_gradient(seen)
+        if model.family.causal:
+            return _read_chains(seen, model, tensors, rng)
+        known = planted(model)
         if known is None:
-            reason = "the first block of this model is not imprinted"
-            return Reconstruction.none(Status.ABSTAINED, reason)
+            return Reconstruction.none(Status.ABSTAINED, NOT_IMPRINTED)
         (first,) = model.family.modules(0)["f"]
         bins = read_bins(tensors[first], known)
-        words = _words(model, seen)
+        words = _words(model, seen, model.family.token_table(model.module))
         size = len(known.project_KD)
         picked = pick(bins, words, slice(size, None), rng)
         exact = splits(bins, words, picked, size)
         tags = read_tags(exact)
         numbers: dict[str, Any] = {"noise": bins.noise(), "bins": len(bins.used())}
         if tags is None:
-            reason = "no bin of the imprinted layer holds a single token: noise, or too many tokens"
-            return Reconstruction.none(Status.ABSTAINED, reason, **numbers)
+            return Reconstruction.none(Status.ABSTAINED, NO_TOKEN, **numbers)
         opening, closing = words.marks(frame(model))
         tags = without_mixtures(more_tags(exact, tags))
         slots, texts = Slots.none(bins, words), 0
@@ -95,25 +99,58 @@ class ImprintReader:
         checksum = Checksum(words.whole() @ known.project_KD.T + known.shift_K, tags.spread())
         read = read_texts(slots.word_ST, checksum, tags, opening, closing)
         numbers |= {"explained": len(slots.members), "tags": len(tags.tag_SK)}
-        return _answer(seen, model, words.ids_V.tolist(), read, numbers)
+        # Half precision rounds bins by more than a checksum can bear.
+        precise = certificate.precision(seen) <= certificate.PRECISION
+        return _answer(seen, model, words.ids_V.tolist(), read, numbers, alone=precise)
 
 
-def _words(model: LanguageModel, seen: Observation) -> Words:
-    """Returns the words and positions that have a gradient, or all where these may be lost.
+@torch.no_grad()
+def _read_chains(
+    seen: Observation, model: LanguageModel, tensors: Mapping[str, Tensor], rng: torch.Generator
+) -> Reconstruction:
+    """Returns the texts of a causal model, the certified ones first."""
+    known = sectors.planted(model)
+    if known is None:
+        return Reconstruction.none(Status.ABSTAINED, NOT_IMPRINTED)
+    first = model.family.modules(0)["f"][0]
+    bins = read_bins(sectors.as_linear(model, first, tensors[first]), known)
+    table = model.family.token_table(model.module)
+    words = _words(model, seen, sectors.Stream.of(table, known))
+    size = len(known.project_KD)
+    exact = splits(bins, words, pick(bins, words, slice(size, None), rng), size)
+    numbers: dict[str, Any] = {"noise": bins.noise(), "bins": len(bins.used())}
+    if not exact:
+        return Reconstruction.none(Status.ABSTAINED, NO_TOKEN, **numbers)
+    everything, opening = words, words.marks(frame(model))[0]
+    if len(words.ids_V) == model.vocabulary:  # which words are used is not known
+        named_V = torch.unique(torch.cat([part.word_M for part in exact]))
+        index_V = torch.full((len(words.ids_V),), -1)
+        index_V[named_V] = torch.arange(len(named_V))
+        words = replace(words, ids_V=words.ids_V[named_V])
+        exact = [part._replace(word_M=index_V[part.word_M]) for part in exact]
+        opening = words.marks(frame(model))[0]
+    chains = Chains(bins, words, everything, known, exact, table, opening)
+    chains.grow_()
+    numbers["tokens read"] = len(chains.tree.words) - 1
+    read = [
+        Text(ending.words, 0.0, chains.chance if ending.certain else math.inf)
+        for ending in chains.endings()
+    ]
+    with torch.enable_grad():
+        return _answer(seen, model, words.ids_V.tolist(), read, numbers, alone=False)
 
-    The imprint takes most of the update, so that the embeddings' gradients are small: half
-    precision makes zeros of them, and a delta is rounded as the weights are.
-    """
+
+def _words(model: LanguageModel, seen: Observation, table: TokenTable | sectors.Stream) -> Words:
+    """Returns the words and positions that have a gradient, or all if these are not told apart."""
     family, update = model.family, seen.update
     word, place = (
         used_rows(update.tensors[name]) if name is not None and name in update.tensors else None
         for name in (family.word_embedding, family.position_embedding)
     )
-    precise = update.kind == UpdateKind.GRADIENT and certificate.precision(seen) <= PRECISION
-    if not (precise and word and word.complete and place):
-        places = min(_PLACES, model.max_length)
-        return Words(family.token_table(model.module), torch.arange(model.vocabulary), places)
-    return Words(family.token_table(model.module), torch.tensor(word.rows), place.rows[-1] + 1)
+    known = word and word.complete and not model.tied
+    ids_V = torch.tensor(word.rows) if word and known else torch.arange(model.vocabulary)
+    places = place.rows[-1] + 1 if place else min(_PLACES, model.max_length)
+    return Words(table, ids_V, 1 if family.position_embedding is None else places)
 
 
 def _answer(
@@ -122,13 +159,18 @@ def _answer(
     ids_V: Sequence[int],
     texts: Sequence[Text],
     numbers: Mapping[str, Any],
+    *,
+    alone: bool,
 ) -> Reconstruction:
-    """Returns the texts, the certified ones first, and what the whole gradient proves of them."""
+    """Returns the texts, the certified ones first, and what the whole gradient proves of them.
+
+    If a text is not certified alone, all of them are by the proof or none is.
+    """
     size = seen.update.num_examples
     best = sorted(texts, key=Text.doubt)[:size]
     sequences = [tuple(ids_V[word] for word in text.words if word is not None) for text in best]
     certified = [ids for ids, text in zip(sequences, best, strict=True) if text.certified]
-    numbers = {**numbers, "certified": len(certified)}
+    numbers = {**numbers, "certified": len(certified) if alone else 0}
     if not sequences:
         reason = "no text was read: the bins name too few words of each"
         return Reconstruction.none(Status.ABSTAINED, reason, **numbers)
@@ -138,10 +180,13 @@ def _answer(
         verdict = certificate.verify(model, members, seen, UNLIMITED)
     if verdict.verified:
         sequences = [ids for ids, times in verdict.repeats.items() for _ in range(times)]
-    doubts = [0.0] * size if verdict.verified else [text.doubt() for text in best]
+        numbers["certified"] = len(sequences)
+    doubts = [text.doubt() if alone else max(text.doubt(), 1.0) for text in best]
+    if verdict.verified:
+        doubts = [0.0] * size
     return Reconstruction(
         status=Status.RECOVERED,
-        sequences=tuple(sequences),
+        sequences=tuple(certificate.close(model, ids) for ids in sequences),
         evidence=tuple(doubts),
         tokens=tuple(sorted({token for ids in sequences for token in ids})),
         diagnostics={
@@ -152,5 +197,5 @@ def _answer(
         verified=verdict.verified,
         reason=verdict.remark()
         if verdict.verified
-        else f"the batch is not proved; {len(certified)} of its texts are certified by their tags",
+        else f"the batch is not proved; {numbers['certified']} of its texts are certified",
     )

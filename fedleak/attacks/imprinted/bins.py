@@ -24,6 +24,7 @@ from fedleak.attacks.imprinted import pursuit
 from fedleak.attacks.matching.batch_structure import Frame
 from fedleak.models.family import TokenTable
 from fedleak.server_modes.imprint import Planted
+from fedleak.server_modes.sectors import Sectors, Stream
 
 ROOM = 2.0
 """How many times the size of the noise what is left of an explained bin may have."""
@@ -74,7 +75,7 @@ class Bins(NamedTuple):
         return float((self.noise_N / self.sum_ND.norm(dim=1))[used].median()) if used else 0.0
 
 
-def read_bins(gradient_ND: Tensor, planted: Planted) -> Bins:
+def read_bins(gradient_ND: Tensor, planted: Planted | Sectors) -> Bins:
     """Returns the bins of a gradient of the first feed-forward matrix.
 
     Args:
@@ -85,13 +86,16 @@ def read_bins(gradient_ND: Tensor, planted: Planted) -> Bins:
     sum_ND = rows_ND - torch.cat([rows_ND[1:], torch.zeros_like(rows_ND[:1])])
     # Rows of neurons without a token between them are equal, and so is their rounding.
     differ_N = sum_ND.any(1).double()
-    square_N = sum_ND.sum(1).square() / sum_ND.shape[1]
-    squares_N, counts_N = (_around(value_N) for value_N in (square_N, differ_N))
+    squares_N, counts_N = map(_around, (planted.nothing(sum_ND).square(), differ_N))
     noise_N = (squares_N / counts_N.clamp_min(1)).sqrt()
+    if isinstance(planted, Sectors):
+        sum_ND[-1] = 0  # no neuron is on its other side
+        noise_N += torch.finfo(gradient_ND.dtype).eps * rows_ND.square().mean(1).sqrt()
     sum_ND, noise_N = sum_ND.float(), noise_N.float()
     limit_N = ROOM * math.sqrt(sum_ND.shape[1]) * noise_N + ROUNDING * sum_ND.norm(dim=1)
     ends_N = torch.cat([planted.edge_N[1:], planted.edge_N.new_tensor([math.inf])])
-    return Bins(sum_ND, noise_N, limit_N, planted.edge_N - planted.step, ends_N + planted.step)
+    step = planted.step if isinstance(planted, Planted) else 0.0  # every token has its own there
+    return Bins(sum_ND, noise_N, limit_N, planted.edge_N - step, ends_N + step)
 
 
 def _around(value_N: Tensor) -> Tensor:
@@ -111,7 +115,7 @@ class Words:
         places: Positions that the batch uses.
     """
 
-    table: TokenTable
+    table: TokenTable | Stream
     ids_V: Tensor
     places: int
 

@@ -93,16 +93,32 @@ class Checksum:
         own_TK = self.part_VTK[list(words), torch.arange(length)]
         change_XK = ((self.part_VTK[:, :length] - own_TK) / length).reshape(-1, size).double()
         moment_KK = change_XK.T @ change_XK / len(change_XK)
-        ball = size / 2 * math.log(math.pi) - math.lgamma(size / 2 + 1) + size * math.log(radius)
-        density = -size / 2 * math.log(2 * math.pi) - 0.5 * float(torch.logdet(moment_KK))
-        if not math.isfinite(density):
-            return math.inf  # the tags of such words have fewer numbers than they seem to
-        expected = 0.0
-        for changes in range(1, min(_CHANGES, length) + 1):
-            texts = math.log(math.comb(length, changes)) + changes * math.log(vocabulary)
-            log = min(texts + ball + density - size / 2 * math.log(changes), 700.0)
-            expected += math.exp(log)
-        return expected
+        return sum(
+            expected(
+                math.log(math.comb(length, changes)) + changes * math.log(vocabulary),
+                moment_KK,
+                changes,
+                radius,
+            )
+            for changes in range(1, min(_CHANGES, length) + 1)
+        )
+
+
+def expected(log_texts: float, moment_KK: Tensor, changes: int, radius: float) -> float:
+    """Returns how many of so many wrong texts are to be expected in a ball.
+
+    Args:
+        log_texts: The logarithm of their number.
+        moment_KK: The second moment of what one changed word does.
+        changes: Words that are changed.
+        radius: Of the ball.
+    """
+    size = len(moment_KK)
+    ball = size / 2 * math.log(math.pi) - math.lgamma(size / 2 + 1) + size * math.log(radius)
+    density = -size / 2 * math.log(2 * math.pi) - 0.5 * float(torch.logdet(moment_KK))
+    if not math.isfinite(density):
+        return math.inf  # the tags of such words have fewer numbers than they seem to
+    return math.exp(min(log_texts + ball + density - size / 2 * math.log(changes), 700.0))
 
 
 @torch.no_grad()

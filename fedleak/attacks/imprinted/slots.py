@@ -10,6 +10,7 @@ bin, R picks.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -33,7 +34,7 @@ _SAMPLE = 4096
 _SIGMAS = 5.0
 """Errors of a tag that it may be off by."""
 
-_CLEAR = 3.0
+CLEAR = 3.0
 """A token is in a bin if it is so many times larger there than what may be left of the bin."""
 
 
@@ -183,10 +184,38 @@ def _allowed(word_ST: Tensor, vocabulary: int, closing: int | None) -> Tensor:
 
 def _members(bins: Bins, number: int, inputs: _Inputs, among_C: Tensor) -> list[int] | None:
     """Returns the inputs in a bin, by their flat index, among candidates; None: not explained."""
-    if not len(among_C):
+    limit = float(bins.limit_N[number])
+    picks = explained(
+        bins.sum_ND[number],
+        limit,
+        inputs.rows(among_C),
+        inputs.per_norm_VTS.flatten()[among_C],
+        inputs.white_DD,
+        lambda pick_R, weight_R, rest_D: inputs.explains(among_C[pick_R], weight_R, rest_D, limit),
+    )
+    return None if picks is None else among_C[picks].tolist()
+
+
+def explained(
+    sum_D: Tensor,
+    limit: float,
+    row_CD: Tensor,
+    per_norm_C: Tensor,
+    white_DD: Tensor,
+    explains: Callable[[list[int], Tensor, Tensor], bool],
+) -> list[int] | None:
+    """Returns the few rows that are clearly in a sum and leave nothing of it; None: not explained.
+
+    Args:
+        sum_D: The sum.
+        limit: What is left of an explained one is no longer.
+        row_CD: Candidates.
+        per_norm_C: 1 / their length, whitened.
+        white_DD: What makes rows as little alike as it can.
+        explains: (rows, their weights, what is left) -> whether that is little enough.
+    """
+    if not len(row_CD):
         return None
-    row_CD, sum_D, white_DD = inputs.rows(among_C), bins.sum_ND[number], inputs.white_DD
-    per_norm_C, limit = inputs.per_norm_VTS.flatten()[among_C], float(bins.limit_N[number])
 
     def best(_: Tensor, rest_1D: Tensor) -> tuple[Tensor, Tensor]:
         best_1 = (row_CD @ (white_DD @ rest_1D[0])).mul_(per_norm_C).abs_().argmax()[None]
@@ -194,7 +223,7 @@ def _members(bins: Bins, number: int, inputs: _Inputs, among_C: Tensor) -> list[
 
     sum_1D = (sum_D @ white_DD)[None]
     enough_1 = limit * white_DD.norm() / math.sqrt(len(white_DD)) + ROUNDING * sum_1D.norm(dim=1)
-    (pick_R,) = pursue(sum_1D, enough_1, min(_PICKS, len(among_C)), best).tolist()
+    (pick_R,) = pursue(sum_1D, enough_1, min(_PICKS, len(row_CD)), best).tolist()
     picks = [pick for pick in pick_R if pick >= 0]
     for _ in range(2):
         if not picks:
@@ -203,11 +232,11 @@ def _members(bins: Bins, number: int, inputs: _Inputs, among_C: Tensor) -> list[
         inverse_RD = torch.linalg.pinv(system_DR)
         weight_R = inverse_RD @ sum_D.double()
         rest_D = sum_D.double() - system_DR @ weight_R
-        if not inputs.explains(among_C[picks], weight_R, rest_D, limit):
+        if not explains(picks, weight_R, rest_D):
             return None
         # What a token has that no other one of the bin has.
-        clear_R = weight_R.abs() > _CLEAR * limit * inverse_RD.norm(dim=1)
+        clear_R = weight_R.abs() > CLEAR * limit * inverse_RD.norm(dim=1)
         if clear_R.all():
-            return among_C[picks].tolist()
+            return picks
         picks = [pick for pick, clear in zip(picks, clear_R.tolist(), strict=True) if clear]
     return None
