@@ -912,7 +912,7 @@ def test_the_digest_changes_with_experiment_limits_and_figures() -> None:
         limits,
         evidence.mark,
         evidence.summary.model_dump(
-            mode="json", exclude={"status", "fedleak", "missing", "notes", "unscored"}
+            mode="json", exclude={"status", "fedleak", "missing", "notes", "unscored", "looked_for"}
         ),
     ]
     expected = hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
@@ -1093,8 +1093,8 @@ def test_a_gate_without_a_limit_and_names_of_nobody_are_refused(built: Run) -> N
         judge(built, GateTable(seconds=5.0, may_abstain=["dlg"]))
     assert str(refused.value) == (
         "there is no limit: give --set gate.exact=0.01, for example, or a [gate] in the experiment "
-        "file (limits: exact, rougeL, token_recall, epsilon, canary, auc, tpr, perplexity, alarms, "
-        "accuracy, f1, mcc, coverage, seconds)"
+        "file (limits: exact, rougeL, token_recall, personal_data, epsilon, canary, auc, tpr, "
+        "perplexity, alarms, accuracy, f1, mcc, coverage, seconds)"
     )
     for wrong in ({"require": ["dgl"]}, {"may_abstain": ["dgl"]}):
         with pytest.raises(ConfigError, match="did you mean 'dlg'"):

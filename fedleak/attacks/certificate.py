@@ -18,7 +18,7 @@ Shapes: B sequences, T tokens, C classes, U logits of all sequences; X: all numb
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import NamedTuple
 
 import torch
@@ -26,6 +26,7 @@ from torch import Tensor
 
 from fedleak.attacks.clock import UNLIMITED, Clock
 from fedleak.models import CLASSIFICATION, LanguageModel, batch_loss, pad
+from fedleak.models.family import frozen_rows
 from fedleak.training.observation import Observation, UpdateKind
 
 WHOLE = 0.01
@@ -39,6 +40,13 @@ TOKENS_AT_ONCE = 1024
 
 SEQUENCES_AT_ONCE = 16
 """Likewise: each sequence has a backward pass of its own."""
+
+_TOLD_APART = 20.0
+"""Times the precision of an update that two embeddings differ by, relative to their length, if it can
+tell their words apart: a word is one of many in a batch."""
+
+_WORDS_AT_ONCE = 256
+"""Words whose distances to all others are in memory."""
 
 _SMALL = 1e-3
 """A tensor below this fraction of the update's norm counts as this large: some are zero."""
@@ -406,6 +414,8 @@ def verify(
     tokens = sum(len(member.ids) for member in members)
     if not members or not can_tell(model, seen, tokens):
         return NOTHING_PROVED
+    if has_twins(model, {token for member in members for token in member.ids}, seen):
+        return NOTHING_PROVED
     repeats = multiplicities(members, seen.update.num_examples)
     by_ids = dict(zip((member.ids for member in members), repeats, strict=True))
     known = members[0].counts is not None
@@ -478,6 +488,43 @@ def can_tell(model: LanguageModel, seen: Observation, tokens: int) -> bool:
     # One number determines the scale.
     bits = (numbers - 1) * -math.log2(precision(seen))
     return bits >= tokens * math.log2(len(model.tokenizer))
+
+
+def has_twins(model: LanguageModel, words: Set[int], seen: Observation) -> bool:
+    """Whether another text gives the same update, because two words have nearly one embedding.
+
+    Words that a model hardly met in training may have. Only the rows of the embedding's gradient
+    tell such words apart.
+    """
+    if model.family.word_embedding in seen.update.tensors:
+        return False
+    content = sorted(words - model.special_ids())
+    return bool(content) and float(nearest_words(model, content)[1].min()) < (
+        _TOLD_APART * precision(seen)
+    )
+
+
+def nearest_words(model: LanguageModel, ids: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Returns which other word has the most similar embedding, and how similar it is.
+
+    Args:
+        model: Its special tokens are no words.
+        ids: Tokens [N].
+
+    Returns:
+        The other word of each token [N], and the distance of the two embeddings, relative to the
+        length of the token's [N].
+    """
+    (table_VD,) = frozen_rows(model.module, model.family.word_embedding)
+    words_VD, special = table_VD[: len(model.tokenizer)].float(), sorted(model.special_ids())
+    parts = []
+    for start in range(0, len(ids), _WORDS_AT_ONCE):
+        ids_M = torch.tensor(ids[start : start + _WORDS_AT_ONCE], device=table_VD.device)
+        apart_MV = torch.cdist(words_VD[ids_M], words_VD) / words_VD[ids_M].norm(dim=1)[:, None]
+        apart_MV[:, special] = math.inf
+        apart_MV[torch.arange(len(ids_M)), ids_M] = math.inf
+        parts.append(apart_MV.min(1))
+    return torch.cat([part.indices for part in parts]), torch.cat([part.values for part in parts])
 
 
 def precision(seen: Observation) -> float:

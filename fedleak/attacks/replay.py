@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fedleak.attacks.certificate import close, precision
+from fedleak.attacks.certificate import close, nearest_words, precision
 from fedleak.attacks.clock import Clock
 from fedleak.models import CLASSIFICATION, LanguageModel
 from fedleak.training.observation import Observation, UpdateKind
@@ -155,10 +155,11 @@ def replay(
     rng = torch.Generator().manual_seed(0)
     blurred_X = flat(steps_again(model, arrangement.batches(closed), seen, blur=rng))
     size = own_X.norm()
-    nearest = min(
+    changed = [
         float((flat(steps_again(model, arrangement.batches(other), seen)) - own_X).norm() / size)
-        for other in _one_token_changed(model, closed, rng)
-    )
+        for other in _one_token_changed(model, closed)
+    ]
+    nearest = min(changed, default=0.0)
     limit = max(precision(seen), min(ROOM * float((blurred_X - own_X).norm() / size), nearest / 2))
     return Replayed(cosine, apart, limit, apart < limit <= nearest / 2)
 
@@ -262,16 +263,20 @@ def _climbed(
 
 
 def _one_token_changed(
-    model: LanguageModel, closed: Sequence[tuple[int, ...]], rng: torch.Generator
+    model: LanguageModel, closed: Sequence[tuple[int, ...]]
 ) -> Iterator[list[tuple[int, ...]]]:
-    """Yields answers of which one token, not the first or the last, is another one."""
+    """Yields answers of which one word is another one: those that are the hardest to tell apart."""
     special = model.special_ids()
-    for _ in range(NEIGHBOURS):
-        text = int(torch.randint(len(closed), (), generator=rng))
-        place = int(torch.randint(max(1, len(closed[text]) - 2), (), generator=rng))
-        place = min(place + 1, len(closed[text]) - 1)
-        token = closed[text][place]
-        while token == closed[text][place] or token in special:
-            token = int(torch.randint(len(model.tokenizer), (), generator=rng))
-        changed = (*closed[text][:place], token, *closed[text][place + 1 :])
-        yield [*closed[:text], changed, *closed[text + 1 :]]
+    places = [
+        (number, place)
+        for number, ids in enumerate(closed)
+        for place, token in enumerate(ids)
+        if token not in special
+    ]
+    if not places:
+        return
+    others_N, apart_N = nearest_words(model, [closed[number][place] for number, place in places])
+    for i in apart_N.argsort()[:NEIGHBOURS].tolist():
+        number, place = places[i]
+        changed = (*closed[number][:place], int(others_N[i]), *closed[number][place + 1 :])
+        yield [*closed[:number], changed, *closed[number + 1 :]]

@@ -376,6 +376,41 @@ def test_a_part_of_an_update_is_verified_by_what_it_holds(small, observe, family
         assert not certificate.verify(model, spoil(right), seen).verified
 
 
+@pytest.mark.parametrize("task", [CLASSIFICATION, CAUSAL_LM])
+def test_words_of_one_embedding_are_told_apart_by_its_rows_alone(small, observe, task):
+    model = small("llama", task, width=48)
+    mine, other = model.encode(TEXTS)[1][2], model.encode(TEXTS)[2][1]
+    embedding = model.module.get_parameter(model.family.word_embedding)
+    with torch.no_grad():
+        embedding[other] = embedding[mine] * (1 + 1e-5)
+    truth = observe(model, TEXTS[:2], [0, 2] if task == CLASSIFICATION else None)
+    without = {n: t for n, t in truth.seen.update.tensors.items() if "embed" not in n}
+    frozen = replace(truth.seen, update=replace(truth.seen.update, tensors=without))
+
+    right = [tuple(ids) for ids in truth.sequences]
+    wrong = [tuple(other if token == mine else token for token in ids) for ids in right]
+
+    assert wrong != right
+    assert certificate.proves(model, right, truth.seen)
+    assert not certificate.proves(model, wrong, truth.seen)
+    assert not certificate.proves(model, right, frozen)
+    assert not certificate.proves(model, wrong, frozen)
+
+
+def test_the_nearest_word_is_that_of_an_obvious_search(small):
+    model = small("bert", width=48)
+    ids = [token for token in range(5, 700, 7) if token not in model.special_ids()]
+    rows = model.module.get_parameter(model.family.word_embedding).detach().double()
+
+    nearest_N, apart_N = certificate.nearest_words(model, ids)
+
+    content = [token for token in range(len(model.tokenizer)) if token not in model.special_ids()]
+    for token, nearest, apart in zip(ids, nearest_N.tolist(), apart_N.tolist(), strict=True):
+        far = {word: float((rows[word] - rows[token]).norm()) for word in content if word != token}
+        assert far[nearest] == pytest.approx(min(far.values()), rel=1e-4)
+        assert apart == pytest.approx(far[nearest] / float(rows[token].norm()), rel=1e-3)
+
+
 @pytest.mark.parametrize("relative", [1e-6, 1e-3])
 def test_noise_beyond_rounding_is_not_verified(small, observe, relative):
     model = small("bert", width=48)

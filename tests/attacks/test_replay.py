@@ -76,6 +76,20 @@ def test_the_texts_of_two_steps_are_proved_and_no_others(small, texts, name):
     assert changed(model, before) == []
 
 
+def test_a_word_with_a_twin_is_not_proved_where_embeddings_are_not_sent(small, texts):
+    model = small("llama", CLASSIFICATION)
+    sequences = [tuple(ids) for ids in model.encode(texts[:3])]
+    embedding = model.module.get_parameter(model.family.word_embedding)
+    with torch.no_grad():
+        embedding[other_word(sequences)[0][2]] = embedding[sequences[0][2]] * (1 + 1e-5)
+    seen = sent_by_client(model, sequences, "sgd")
+    kept = {n: t for n, t in seen.update.tensors.items() if "self_attn" in n}
+    frozen = replace(seen, update=replace(seen.update, tensors=kept))
+
+    assert not replay.replay(model, other_word(sequences), frozen).verified
+    assert not replay.replay(model, sequences, frozen).verified
+
+
 def test_classes_that_nobody_granted_are_found(small, texts):
     model = small("bert", CLASSIFICATION)
     sequences = [tuple(ids) for ids in model.encode(texts[:2])]

@@ -24,12 +24,12 @@ WRONG: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("t.txt", "sentences"),
     ),
     "prior of no width": (
-        ("train-prior", "--text", "t.txt", "--tokenizer", "builtin/bert-tiny", "--width", "7"),
-        ("--width 7",),
+        ("train-prior", "--text", "t.txt", "--tokenizer", "builtin/bert-tiny", "--set", "width=7"),
+        ("width = 7",),
     ),
     "prior of negative steps": (
-        ("train-prior", "--text", "t.txt", "--tokenizer", "builtin/bert-tiny", "--steps", "-3"),
-        ("--steps = -3",),
+        ("train-prior", "--text", "t.txt", "--tokenizer", "builtin/bert-tiny", "--set", "steps=-3"),
+        ("steps = -3",),
     ),
     "prior over something": (
         ("train-prior", "--text", "t.txt", "--tokenizer", "builtin/bert-tiny", "--out", "there"),
