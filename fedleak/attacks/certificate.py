@@ -42,8 +42,8 @@ SEQUENCES_AT_ONCE = 16
 """Likewise: each sequence has a backward pass of its own."""
 
 _TOLD_APART = 20.0
-"""Times the precision of an update that two embeddings differ by, relative to their length, if it can
-tell their words apart: a word is one of many in a batch."""
+"""Times the precision of an update that two embeddings differ by, relative to their length, if it
+can tell their words apart: a word is one of many in a batch."""
 
 _WORDS_AT_ONCE = 256
 """Words whose distances to all others are in memory."""
