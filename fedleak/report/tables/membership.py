@@ -31,9 +31,13 @@ def who_was_in(summary: RunSummary) -> str | None:
     read = worst is not None and (worst.nearly or (exact is not None and exact.mean > 0))
     if clearest is None or read or any(row.verified or row.unscored for row in attacks):
         return None
-    none = f"none of {counted(worst.texts, 'private text')}" if worst else "no private text"
+    texts = (
+        f"none of {counted(worst.texts, 'private text')} was read word for word"
+        if worst
+        else "no attack named a private text"
+    )
     return (
-        f"{none} was read word for word; who was in can be told with AUC {area(clearest.auc)} "
+        f"{texts}; who was in can be told with AUC {area(clearest.auc)} "
         f"(0.5 is chance; p = {clearest.p:.1g}, by {clearest.attack}'s {clearest.score})"
     )
 
