@@ -152,7 +152,9 @@ def test_the_search_ends_where_nothing_can_be_cheaper(
 
     monkeypatch.setattr(advising.sweeps, "carry_out", carry_out)
     monkeypatch.setattr(advising, "_judged", judged)
-    advice = advise(leaking, None, lambda name: nullcontext(lambda progress: None))  # type: ignore[arg-type]
+    told: list[str] = []
+    advice = advise(leaking, None, lambda name: nullcontext(lambda progress: None), told.append)  # type: ignore[arg-type]
+    assert "defenses are tried; attacks with a time limit take at most" in told[0]
     trials = {row.name: row.trial for row in advice.tried}
     assert trials["frozen position rows"] is Trial.EXCEEDED
     assert trials["secure sum"] is Trial.WITHIN

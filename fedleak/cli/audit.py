@@ -116,7 +116,7 @@ def _defend(run: "Run", train: "Engine") -> None:
         with progress(console) as show:
             yield show
 
-    advice = advise(run, train, watch)
+    advice = advise(run, train, watch, tell)
     print_table(console, advice_table(advice))
     for tried in advice.tried:
         if tried.why:

@@ -22,13 +22,14 @@ from fedleak.config import checks, families, loading
 from fedleak.config.experiment import Experiment
 from fedleak.config.families import FAMILY, FamilyTable, Setting
 from fedleak.config.loading import parse
-from fedleak.federation.lookup import client_sizes, stored
+from fedleak.federation.lookup import captures_of, client_sizes, stored
 from fedleak.federation.workload import outline
 from fedleak.models import LanguageModel
 from fedleak.report.words import in_words
 from fedleak.running import pipeline, preparation
 from fedleak.running import sweep as sweeps
-from fedleak.running.dispatch.progress import RunProgress
+from fedleak.running.dispatch.progress import Pace, RunProgress
+from fedleak.running.forecast import duration
 from fedleak.running.pipeline import Engine
 from fedleak.running.sweep import Cell, Sweep
 from fedleak.store.advice import ADVICE, Advice, Trial, Tried
@@ -120,6 +121,7 @@ def advise(
     run: Run,
     train: Engine,
     watch: Callable[[str], AbstractContextManager[Callable[[RunProgress], None]]],
+    tell: Callable[[str], None],
 ) -> Advice:
     """Tries defenses on the setting of a finished run, and writes advice.json into it.
 
@@ -129,6 +131,7 @@ def advise(
         run: A run whose limits are exceeded.
         train: The engine.
         watch: Called with the name of a cell; what it yields is told how far its run is.
+        tell: Is told how long all of it takes at most.
 
     Raises:
         ConfigError: No defense could be judged here, or none is needed.
@@ -138,6 +141,7 @@ def advise(
     refuse_without_leak(run, experiment)
     summary, model = run.read_document(SUMMARY), outline(experiment, run.info()["num_labels"])
     smallest, wanted = min(client_sizes(run) or [0]), candidates(experiment, model)
+    tell(_longest(run, experiment, len(wanted)))
     values = [candidate.setting.value for candidate in wanted]
     sweep, tried = Sweep(experiment.name + ENDING, {FAMILY: values}, cells=()), list[Tried]()
     with sweep.lock():
@@ -169,6 +173,19 @@ def advise(
     )
     run.write(ADVICE, advice)
     return advice
+
+
+def _longest(run: Run, experiment: Experiment, tries: int) -> str:
+    """Returns how long the attacks take at most: one that a defense stops uses all of its time."""
+    left = {
+        (key, named.name) for key in captures_of(run, experiment) for named in experiment.attacks
+    }
+    seconds = Pace(experiment.attacks, left).seconds_most(1)
+    return (
+        f"up to {tries} defenses are tried; attacks with a time limit take at most "
+        f"{duration(seconds)} for each and {duration(tries * seconds)} in all on one worker, or "
+        "less with a smaller gate.seconds. The same command goes on where it was stopped"
+    )
 
 
 def refuse_without_leak(run: Run, experiment: Experiment) -> None:
