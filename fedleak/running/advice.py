@@ -184,7 +184,7 @@ def _longest(run: Run, experiment: Experiment, tries: int) -> str:
     return (
         f"up to {tries} defenses are tried; attacks with a time limit take at most "
         f"{duration(seconds)} for each and {duration(tries * seconds)} in all on one worker, or "
-        "less where the file gives auto fewer seconds. The same command goes on where it was stopped"
+        "less if the file gives auto fewer seconds. The same command goes on where it was stopped"
     )
 
 
