@@ -88,8 +88,9 @@ def small_model(folder: Path) -> None:
 
 def planted() -> Iterator[tuple[str, dict[str, Any], Plant, dict[str, Any]]]:
     """Yields each bug: its name, the defense, how it is planted, and a federation that shows it."""
+    mistakes = [getattr(mistake, "values", mistake)[0] for mistake in test_canaries.MISTAKES]
     for table, plant, _ in test_defense_checks.BROKEN:
-        if table["kind"] in AUDITED:
+        if table["kind"] in AUDITED and plant not in mistakes:  # a bug counts once
             yield named(plant), table, plant, {}
     for mistake, name in zip(test_canaries.MISTAKES, test_canaries.NAMES, strict=True):
         plant, table, federation, count = getattr(mistake, "values", mistake)

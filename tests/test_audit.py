@@ -21,7 +21,7 @@ from fedleak.federation.schedule import expected_captures
 from fedleak.federation.workload import outline
 from fedleak.running.audit import rehearsal
 from fedleak.running.audit.plan import Plan, plan, to_audit
-from fedleak.running.audit.rehearsal import Pace, in_small, pace_of
+from fedleak.running.audit.rehearsal import Timings, in_small, timings_of
 from fedleak.running.workers import hiring
 from fedleak.store.audits import AUDIT
 from fedleak.store.records import Answer
@@ -41,7 +41,7 @@ def experiment(**changes: Any) -> Experiment:
     return parse(tables(base | changes))
 
 
-QUICK = Pace(
+QUICK = Timings(
     rehearsal=20.0,
     around=10.0,
     training=5.0,
@@ -79,9 +79,9 @@ def test_all_clients_of_a_first_and_a_later_round_are_attacked_where_they_fit() 
 
 @pytest.mark.parametrize("minutes", [5, 10, 20, 60])
 @pytest.mark.parametrize("workers", [1, 4])
-@pytest.mark.parametrize("pace", [QUICK, LATE])
-def test_a_plan_fits_into_its_time(minutes: int, workers: int, pace: Pace) -> None:
-    decided = plan(experiment(defense=DP), pace, minutes, workers)
+@pytest.mark.parametrize("timings", [QUICK, LATE])
+def test_a_plan_fits_into_its_time(minutes: int, workers: int, timings: Timings) -> None:
+    decided = plan(experiment(defense=DP), timings, minutes, workers)
     assert sum(part.seconds for part in decided.parts) <= 0.9 * 60 * minutes + 1e-6
 
 
@@ -175,12 +175,12 @@ def test_the_parts_of_a_rehearsal_add_up_to_what_it_took() -> None:
     # Loaded for 4 s; clients are asked at 10, 13, 15; the last update, the utility, the end.
     moments = [6.0, 10.0, 13.0, 15.0, 18.0]
     given = [answer("probes", 1.0), answer("auto", 10.0, time_up=True)]
-    pace = pace_of(40.0, moments, given, [answer("auto", 2.0)], in_small(experiment()))
-    assert (pace.update, pace.utility) == (2.0, 1.0)
-    assert pace.training == 12 - 3 * 2.0 - 2 * 1.0
-    assert pace.around == 40 - 12 - 13
-    assert (pace.attacks, pace.copies) == ({"probes": 1.0, "auto": 10.0}, {"auto": 2.0})
-    assert (pace.late, pace.late_copies) == ({"auto"}, frozenset())
+    timings = timings_of(40.0, moments, given, [answer("auto", 2.0)], in_small(experiment()))
+    assert (timings.update, timings.utility) == (2.0, 1.0)
+    assert timings.training == 12 - 3 * 2.0 - 2 * 1.0
+    assert timings.around == 40 - 12 - 13
+    assert (timings.attacks, timings.copies) == ({"probes": 1.0, "auto": 10.0}, {"auto": 2.0})
+    assert (timings.late, timings.late_copies) == ({"auto"}, frozenset())
 
 
 @pytest.fixture
@@ -270,6 +270,14 @@ def test_the_gate_of_the_file_decides_the_status(audited: Run) -> None:
     assert {check.outcome for check in audited.read_document(AUDIT).checks} == {"within"}
 
 
+def test_without_a_leak_no_defense_is_tried(audited: Run) -> None:
+    Path("small.toml").write_text(toml({"attack": None, "gate": {"exact": 1.0}}))
+    status, text, errors = call("audit", "small.toml", "--defend")
+    assert (status, "exact" in errors) == (3, False)  # too few clients to tell, and no leak
+    assert "no limit on what is read is exceeded, so no defense is tried" in text
+    assert [path.name for path in Path("runs").iterdir()] == ["small-audit"]
+
+
 def test_a_run_is_audited_as_it_is(here: Path) -> None:
     Path("small.toml").write_text(toml())
     assert call("run", "small.toml")[0] == 0
@@ -287,6 +295,7 @@ def test_a_run_is_audited_as_it_is(here: Path) -> None:
         (("update.safetensors",), "`fedleak attack-update` reads it"),
         (("nothing-here",), "nothing-here"),
         ((".",), "no run"),
+        (("small.toml", "--defend"), "there is no limit that a defense has to keep"),
     ],
 )
 def test_what_cannot_be_audited_is_refused_in_one_line(

@@ -60,6 +60,7 @@ def audit(
     audit that was stopped.
     """
     from fedleak.audit.gaps import refuse_gaps
+    from fedleak.audit.gate.limits import LEAKS
     from fedleak.config.experiment import Experiment
     from fedleak.federation.lookup import stored
     from fedleak.report.tables.audit import plan_table
@@ -77,9 +78,12 @@ def audit(
     source, left_out = _source(file, changes or (), fresh=fresh, allow_commands=allow_commands)
     console.print(f"an audit of at most {minutes:g} min")
     from fedleak.flower.engines import train  # takes seconds, so after what may be refused
+    from fedleak.running.advice import refuse_without_limits
     from fedleak.running.audit.begin import open_experiment, open_run, workers_for
 
     experiment = source if isinstance(source, Experiment) else stored(source)
+    if defend:
+        refuse_without_limits(experiment)
     with hire(workers_for(experiment)) as on:
         with progress(console) as show:
             if isinstance(source, Experiment):
@@ -94,8 +98,11 @@ def audit(
     print_audit(finished, verdict, console)
     console.print(f"page: {markup(opened.run.path / NAME)}", soft_wrap=True)
     console.print(f"json: {markup(opened.run.path / AUDIT.name)}", soft_wrap=True)
-    if defend:
+    leaks = any(check.outcome == "exceeded" and check.name in LEAKS for check in finished.checks)
+    if defend and leaks:
         _defend(opened.run, train)
+    elif defend:
+        tell("no limit on what is read is exceeded, so no defense is tried")
     if closed := [check.name for check in finished.checks if check.outcome != "within"]:
         end(f"the gate is closed, because of: {', '.join(closed)}", GATE_CLOSED)
     if left_out:

@@ -147,8 +147,10 @@ def compare(
                 dated.append(Dated.read(run))
             except FedleakError as error:
                 console.print(f"[yellow]not shown[/]: {markup(error)}", soft_wrap=True)
-        if not dated or as_json:
+        if not dated:
             raise ConfigError("one run has nothing to be compared with: name two or more")
+        if as_json:
+            raise ConfigError("--json is for runs that are compared: name two or more")
         for table in trend_tables(dated):
             print_table(console, table)
         return

@@ -15,7 +15,7 @@ def attack_update(
     model: Annotated[
         str, typer.Option(metavar="MODEL", help="A folder or hub id with all weights it had.")
     ],
-    about: Annotated[
+    facts: Annotated[
         list[str] | None,
         typer.Option(
             "--sent",
@@ -66,7 +66,7 @@ def attack_update(
 
     private = own_update.text_lines("--texts", texts)
     others = own_update.text_lines("--held-out", held_out)
-    known = {"dropout": False, **table_of(about or (), "--sent")}
+    known = {"dropout": False, **table_of(facts or (), "--sent")}
     if private is not None and known.setdefault("num_examples", len(private)) != len(private):
         raise ConfigError(
             f"--sent num_examples={known['num_examples']}, but --texts has {len(private)}: give "

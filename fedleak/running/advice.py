@@ -188,17 +188,16 @@ def _longest(run: Run, experiment: Experiment, tries: int) -> str:
     )
 
 
-def refuse_without_leak(run: Run, experiment: Experiment) -> None:
-    """Refuses a run that no defense can be judged against, before hours are spent on it.
+def refuse_without_limits(experiment: Experiment) -> Mapping[str, float]:
+    """Returns the limits on what is read, and refuses an experiment that cannot be trained again.
 
     Raises:
-        ConfigError: There is no limit that it exceeds, it cannot be trained again, or so few
-            clients were attacked that not even reading nothing keeps within a limit.
+        ConfigError: It has no such limits, or its clients are not here.
     """
     preparation.refuse_data_on_nodes(experiment)
     if experiment.tapped is not None:
         raise ConfigError(
-            f"{str(run.path)!r} was trained by another app, and defenses are tried by training "
+            f"{experiment.name!r} was trained by another app, and defenses are tried by training "
             "again: describe its setting in an experiment file"
         )
     limits = {
@@ -209,6 +208,17 @@ def refuse_without_leak(run: Run, experiment: Experiment) -> None:
             "there is no limit that a defense has to keep: add [gate], such as exact = 0.3 "
             f"({', '.join(LEAKS)})"
         )
+    return limits
+
+
+def refuse_without_leak(run: Run, experiment: Experiment) -> None:
+    """Refuses a run that no defense can be judged against, before hours are spent on it.
+
+    Raises:
+        ConfigError: There is no limit that it exceeds, it cannot be trained again, or so few
+            clients were attacked that not even reading nothing keeps within a limit.
+    """
+    limits = refuse_without_limits(experiment)
     verdict = {check.name: check for check in judge(run, experiment.gate).checks}
     texts = verdict.get("texts")
     if texts is not None and not texts.passed:

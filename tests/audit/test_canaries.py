@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import pytest
 import tomli_w
 import torch
+from planted import canary_row, long_texts_clipped_less
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from scipy.stats import binom, kstest, norm
@@ -21,7 +22,7 @@ from fedleak.flower.client import app as client_app
 from fedleak.flower.client import context as client_context
 from fedleak.flower.engines import train
 from fedleak.running import preparation
-from fedleak.store.records import CANARIES, CanaryRow, LedgerRow
+from fedleak.store.records import CANARIES, LedgerRow
 from fedleak.store.run import EVERYONE, Key, Run
 from fedleak.store.summaries import SUMMARY
 from fedleak.training import privacy, private_steps
@@ -92,28 +93,10 @@ def split(run):
 # --- what is right ------------------------------------------------------------------------------
 
 
-def scored_row(client, round=1, witnesses=()):
-    return CanaryRow(
-        round=round,
-        client=client,
-        slot=0,
-        audited_copy=False,
-        whole=False,
-        rate=None,
-        steps=1,
-        uses=1,
-        numbers=100,
-        noise_share=1.0,
-        inside=(True, False),
-        scores=(1.0, 0.0),
-        witnesses=tuple(witnesses),
-    )
-
-
 def test_all_alarms_together_are_as_seldom_as_they_say(monkeypatch):
     shares = []
     monkeypatch.setattr(canaries, "_contradiction", lambda cell, alpha, delta: shares.append(alpha))
-    canaries.summarised(experiment_of(DP_SGD), [scored_row(client) for client in range(3)], [])
+    canaries.summarised(experiment_of(DP_SGD), [canary_row(client) for client in range(3)], [])
     kinds = 3  # of bounds, each of which may be wrong in each cell
     assert len(shares) == 4  # three clients, and all together
     assert kinds * sum(shares) == pytest.approx(canaries.ALARM * kinds / (kinds + 1))
@@ -122,7 +105,7 @@ def test_all_alarms_together_are_as_seldom_as_they_say(monkeypatch):
 def test_clients_and_examples_share_the_error_of_all_alarms(monkeypatch):
     shares = []
     monkeypatch.setattr(canaries, "_contradiction", lambda cell, alpha, delta: shares.append(alpha))
-    rows = [scored_row(0), scored_row(1), scored_row(2).model_copy(update={"whole": True})]
+    rows = [canary_row(0), canary_row(1), canary_row(2, whole=True)]
     canaries.summarised(experiment_of(DP_SGD), rows, [])
     all_together = canaries.ALARM / canaries.TESTS
     assert shares == pytest.approx([all_together / 2] + [all_together / 6] * 3)
@@ -130,7 +113,7 @@ def test_clients_and_examples_share_the_error_of_all_alarms(monkeypatch):
 
 def test_a_sampled_canary_is_as_likely_as_all_the_steps_it_may_be_in():
     rate, steps, noise, numbers = 0.3, 5, 2.0, 100
-    row = scored_row(0).model_copy(
+    row = canary_row(0).model_copy(
         update={"rate": rate, "steps": steps, "uses": steps, "numbers": numbers}
     )
     spent = LedgerRow.nothing_guaranteed(Key(1, 0)).model_copy(
@@ -155,7 +138,10 @@ def test_witnesses_that_agree_by_chance_are_no_alarm():
     def alarms(deviations):
         second = torch.zeros(16)
         second[0] = deviations
-        rows = [scored_row(0, 1, first.tolist()), scored_row(0, 2, second.tolist())]
+        rows = [
+            canary_row(0, witnesses=tuple(first.tolist())),
+            canary_row(0, 2, witnesses=tuple(second.tolist())),
+        ]
         return canaries._reused_noise([canaries.Tally(0, tuple(rows), spent)], sums=False)
 
     assert not alarms(3.4)  # p = 0.0007: between the alarms of all tests, and the share of this one
@@ -373,22 +359,6 @@ def clipping_of_the_mean(patch):
         return ClippedSum(norms, whole)
 
     patch.setattr(private_steps, "clipped_sum_", clipped_sum_)
-
-
-def long_texts_clipped_less(patch):
-    original = private_steps._clipped_records_
-
-    def clipped_records_(model, records, *rest):
-        most_R = torch.tensor([4.0 if len(text) > 14 else 1.0 for text in records[0]])
-        with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(
-                private_steps,
-                "clipping_factors",
-                lambda norms_R, most: (most_R * most / (norms_R + 1e-6)).clamp(max=1.0),
-            )
-            return original(model, records, *rest)
-
-    patch.setattr(private_steps, "_clipped_records_", clipped_records_)
 
 
 def norms_without_the_embedding(patch):

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from flwr.app import Context, RecordDict
+from planted import long_texts_clipped_less
 from typer.testing import CliRunner
 
 from fedleak import defenses
@@ -503,22 +504,6 @@ def sums_of_a_few(shapes, rng):
             parts = drawn({0: (shape[0], 8), 1: (8, shape[1])}, rng)
             noises[name] = parts[0] @ parts[1] / math.sqrt(8)
     return noises
-
-
-def long_texts_clipped_less(patch):
-    original = private_steps._clipped_records_
-
-    def clipped_records_(model, records, *rest):
-        most_R = torch.tensor([4.0 if len(text) > 14 else 1.0 for text in records[0]])
-        with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(
-                private_steps,
-                "clipping_factors",
-                lambda norms_R, most: (most_R * most / (norms_R + 1e-6)).clamp(max=1.0),
-            )
-            return original(model, records, *rest)
-
-    patch.setattr(private_steps, "_clipped_records_", clipped_records_)
 
 
 def clipping_beyond_twice_the_norm(patch):

@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+from planted import canary_row
 from scipy.integrate import quad
 from scipy.stats import binom, norm
 
@@ -20,7 +21,7 @@ from fedleak.privacy.lower_bounds import (
     gaussian_mu,
     settled_rule,
 )
-from fedleak.store.records import CanaryRow, LedgerRow
+from fedleak.store.records import LedgerRow
 from fedleak.store.run import EVERYONE
 from fedleak.training import privacy
 
@@ -147,17 +148,10 @@ AUDITS, CLIENTS, CANARIES, ROUNDS = 1000, 3, 64, 2
 
 def one_round(rng, client, round, coins, mean):
     scores = rng.normal(size=len(coins)) + mean * np.array(coins)
-    return CanaryRow(
-        round=round,
-        client=client,
-        slot=0,
-        audited_copy=False,
-        whole=False,
-        rate=None,
-        steps=1,
-        uses=1,
+    return canary_row(
+        client,
+        round,
         numbers=4096,
-        noise_share=1.0,
         inside=tuple(coins),
         scores=tuple(scores.tolist()),
         witnesses=tuple(rng.normal(size=8).tolist()),

@@ -1,10 +1,10 @@
 """The first line of a run of which no text was read, and yet who was in can be told."""
 
 import pytest
+from built import summary_of
 
 from fedleak.report.tables.membership import who_was_in
 from fedleak.store.summaries import Estimate, MembershipFigures, MembershipSummary
-from tests.helpers.built import summary_of
 
 pytestmark = pytest.mark.core
 

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from fedleak.config.tables import AuditTable
 from fedleak.models import LanguageModel
 from fedleak.util.errors import ConfigError, FedleakError
+from fedleak.util.plain_files import MOST_SETTINGS, content
 
 _TLD = r"(?:(?:co|ac|org|gov) ?\. ?(?:uk|jp|nz|za|in)|com|org|net|edu|gov|info|biz|[a-z]{2})\b"
 _MONTH = (
@@ -147,13 +148,14 @@ def _doubled(digits: Sequence[int]) -> list[int]:
 def _listed(path: Path, model: LanguageModel) -> Recogniser:
     """Returns what finds the lines of a file, as the tokenizer would give them back."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        text = content(path, MOST_SETTINGS, linked=True).decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise FedleakError(
             f"audit.names = {str(path)!r} cannot be read ({error}): name a text file in UTF-8, "
             "one name or other term a line"
         ) from error
-    terms = {model.decode(model.encode([line])[0]) for line in lines if line.strip()} - {""}
+    lines = filter(str.strip, text.splitlines())
+    terms = {model.decode(model.encode([line])[0]) for line in lines} - {""}
     longest_first = sorted(map(re.escape, terms), key=len, reverse=True)
     form = re.compile(rf"(?<!\w)(?:{'|'.join(longest_first) or '(?!)'})(?!\w)", re.IGNORECASE)
     return lambda text: (Span("listed name", *match.span()) for match in form.finditer(text))

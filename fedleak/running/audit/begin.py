@@ -29,7 +29,7 @@ from fedleak.running.audit.plan import (
     to_audit,
     with_threat,
 )
-from fedleak.running.audit.rehearsal import Pace, pace_of_attacks, rehearse, timed
+from fedleak.running.audit.rehearsal import Timings, attack_timings, rehearse, timed
 from fedleak.running.dispatch.progress import RunProgress
 from fedleak.running.pipeline import Engine
 from fedleak.running.workers.process import Worker, devices
@@ -126,9 +126,9 @@ def open_experiment(
         tell("testing whether the defenses do what they say")
         findings = defense_checks.check(whole)
     tell("rehearsing with one client, which tells how long the rest takes")
-    pace = rehearse(whole, run.path.with_name(f"{named.name}.rehearsal"), train, on, report)
-    pace = replace(pace, rehearsal=now() - begun)
-    decided = plan(whole, pace, minutes, len(on))
+    timings = rehearse(whole, run.path.with_name(f"{named.name}.rehearsal"), train, on, report)
+    timings = replace(timings, rehearsal=now() - begun)
+    decided = plan(whole, timings, minutes, len(on))
     run = preparation.prepare(decided.experiment, run.path, fresh=fresh)
     audit = Audit(
         source=source,
@@ -221,7 +221,7 @@ def _first_update(
     pipeline.attack_again(run, first, control=control, report=report, on=on)
     answers, copies = read_answers(run), positive_control.control_of(run)
     given = read_answers(copies) if copies.exists() else []
-    pace = Pace(rehearsal=now() - begun, around=0.0, **pace_of_attacks(answers, given))
+    timings = Timings(rehearsal=now() - begun, around=0.0, **attack_timings(answers, given))
     left = captures_of(run, experiment)
     done = answered(answers, experiment)
     counts = {
@@ -231,9 +231,9 @@ def _first_update(
     more = min(positive_control.COPIES, len(keys)) - 1 if given else 0
     return (
         AuditPart(
-            what="the first update, which told how long the rest takes", seconds=pace.rehearsal
+            what="the first update, which told how long the rest takes", seconds=timings.rehearsal
         ),
-        *attack_parts(pace.attacks, pace.copies, counts, more, len(on)),
+        *attack_parts(timings.attacks, timings.copies, counts, more, len(on)),
         AuditPart(what="scores, page and gate", seconds=REPORT_SECONDS),
     )
 

@@ -17,7 +17,7 @@ from fedleak.config.loading import parse
 from fedleak.federation.schedule import expected_captures
 from fedleak.models import LanguageModel
 from fedleak.report.words import counted, listed
-from fedleak.running.audit.rehearsal import Pace, timed
+from fedleak.running.audit.rehearsal import Timings, timed
 from fedleak.running.forecast import duration
 from fedleak.store.audits import AuditPart
 from fedleak.util.errors import ConfigError
@@ -53,30 +53,30 @@ class Costs:
     """What attacks take, in seconds of one worker.
 
     Attributes:
-        pace: What a rehearsal measured.
+        timings: What a rehearsal measured.
         limits: By name the time that the file gives an attack for an update; None: it gives none.
     """
 
-    pace: Pace
+    timings: Timings
     limits: Mapping[str, float | None]
 
     @classmethod
-    def of(cls, experiment: Experiment, pace: Pace) -> "Costs":
+    def of(cls, experiment: Experiment, timings: Timings) -> "Costs":
         """Returns what the attacks of an experiment take, before they are given any time."""
         tables = {str(table.get("name", table["kind"])): table for table in experiment.attack}
         given = {
             named.name: tables.get(listed_as(named.name), {}).get("seconds")
             for named in experiment.attacks
         }
-        return cls(pace, given)
+        return cls(timings, given)
 
     def of_updates(self, seconds: float) -> dict[str, float]:
         """Returns by name what an update takes, if attacks without a time get so many seconds."""
-        return self._each(self.pace.attacks, self.pace.late, seconds)
+        return self._each(self.timings.attacks, self.timings.late, seconds)
 
     def of_copies(self, seconds: float) -> dict[str, float]:
         """Returns the same of an undefended copy."""
-        return self._each(self.pace.copies, self.pace.late_copies, seconds)
+        return self._each(self.timings.copies, self.timings.late_copies, seconds)
 
     def all(self, updates: int, copies: int, seconds: float) -> float:
         """Returns what so many updates and copies take, one after the other."""
@@ -139,23 +139,23 @@ def to_audit(
     return experiment, left_out
 
 
-def plan(experiment: Experiment, pace: Pace, minutes: float, workers: int = 1) -> Plan:
+def plan(experiment: Experiment, timings: Timings, minutes: float, workers: int = 1) -> Plan:
     """Returns what of an audit fits into its time.
 
     Args:
         experiment: What `to_audit` returned.
-        pace: What the rehearsal measured.
+        timings: What the rehearsal measured.
         minutes: For all of it, the rehearsal too.
         workers: Attacks that run at once.
 
     Raises:
         ConfigError: No update can be attacked in the time.
     """
-    training, last = _training(experiment, pace), experiment.federation.rounds
-    around = pace.rehearsal + pace.around + REPORT_SECONDS
+    training, last = _training(experiment, timings), experiment.federation.rounds
+    around = timings.rehearsal + timings.around + REPORT_SECONDS
     room = PLANNED * 60 * minutes - around
     room = (room - training) * workers
-    costs, fewest = Costs.of(experiment, pace), 0.0
+    costs, fewest = Costs.of(experiment, timings), 0.0
     choices = [experiment.threat.rounds] if experiment.threat.rounds else [[1, last], [1]]
     for rounds in choices:
         in_rounds = with_threat(experiment, rounds, experiment.threat.clients)
@@ -163,7 +163,7 @@ def plan(experiment: Experiment, pace: Pace, minutes: float, workers: int = 1) -
         if chosen is not None:
             break
         one_each = len({key.round for key in expected_captures(in_rounds)})
-        fewest = costs.all(one_each, _copies(in_rounds, pace), FEWEST_SECONDS)
+        fewest = costs.all(one_each, _copies(in_rounds, timings), FEWEST_SECONDS)
     else:
         raise ConfigError(
             f"no update can be attacked in {minutes:g} minutes, of which training takes about "
@@ -173,7 +173,7 @@ def plan(experiment: Experiment, pace: Pace, minutes: float, workers: int = 1) -
         )
     final, seconds = chosen
     parts = (
-        AuditPart(what="rehearsal, which told how long the rest takes", seconds=pace.rehearsal),
+        AuditPart(what="rehearsal, which told how long the rest takes", seconds=timings.rehearsal),
         AuditPart(
             what=f"training: {counted(last, 'round')} of "
             f"{counted(experiment.clients_per_round, 'client')}",
@@ -182,14 +182,14 @@ def plan(experiment: Experiment, pace: Pace, minutes: float, workers: int = 1) -
         *attack_parts(
             costs.of_updates(seconds),
             costs.of_copies(seconds),
-            dict.fromkeys(pace.attacks, len(expected_captures(final))),
-            _copies(final, pace),
+            dict.fromkeys(timings.attacks, len(expected_captures(final))),
+            _copies(final, timings),
             workers,
         ),
-        AuditPart(what="workers, scores, page and gate", seconds=pace.around + REPORT_SECONDS),
+        AuditPart(what="workers, scores, page and gate", seconds=timings.around + REPORT_SECONDS),
     )
     all_clients = with_threat(final, final.threat.rounds, experiment.threat.clients)
-    everything = costs.all(len(expected_captures(all_clients)), _copies(final, pace), seconds)
+    everything = costs.all(len(expected_captures(all_clients)), _copies(final, timings), seconds)
     needed = _minutes(everything / workers + training + around)
     left_out = _not_attacked(final, all_clients, choices[0], seconds, needed)
     return Plan(final, parts, tuple(left_out))
@@ -265,11 +265,11 @@ def _minutes(seconds: float) -> int:
     return math.ceil(seconds / 60 / PLANNED)
 
 
-def _training(experiment: Experiment, pace: Pace) -> float:
+def _training(experiment: Experiment, timings: Timings) -> float:
     rounds = experiment.federation.rounds
     scored = sum(map(experiment.evaluated, range(rounds + 1)))
     updates = rounds * experiment.clients_per_round
-    return pace.training + pace.update * updates + pace.utility * scored
+    return timings.training + timings.update * updates + timings.utility * scored
 
 
 def with_threat(
@@ -301,7 +301,7 @@ def _fitted(experiment: Experiment, costs: Costs, room: float) -> tuple[Experime
     Returns:
         None: not one client of each round can be attacked.
     """
-    copies = _copies(experiment, costs.pace)
+    copies = _copies(experiment, costs.timings)
     wanted = experiment.gate.seconds if experiment.gate.limits_leaks else 0.0
     good = max(GOOD_SECONDS, wanted)
     for seconds in (good, FEWEST_SECONDS):
@@ -324,7 +324,7 @@ def _chosen(experiment: Experiment, costs: Costs, room: float, seconds: float) -
 
     Of each group of clients with the same defenses one comes first.
     """
-    keys, copies = expected_captures(experiment), _copies(experiment, costs.pace)
+    keys, copies = expected_captures(experiment), _copies(experiment, costs.timings)
     if costs.all(len(keys), copies, seconds) <= room:
         return experiment
     by_client = Counter(key.client for key in keys)
@@ -339,8 +339,8 @@ def _chosen(experiment: Experiment, costs: Costs, room: float, seconds: float) -
     return with_threat(experiment, experiment.threat.rounds, clients)
 
 
-def _copies(experiment: Experiment, pace: Pace) -> int:
+def _copies(experiment: Experiment, timings: Timings) -> int:
     """Returns how many undefended copies are attacked."""
     keys = expected_captures(experiment)
     of_first = sum(key.round == keys[0].round for key in keys)
-    return min(COPIES, of_first) if pace.copies else 0
+    return min(COPIES, of_first) if timings.copies else 0

@@ -31,7 +31,7 @@ SECONDS = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pace:
+class Timings:
     """What a rehearsal measured, in seconds.
 
     Attributes:
@@ -62,7 +62,7 @@ def rehearse(
     train: Engine,
     on: Sequence[Worker],
     report: Callable[[RunProgress], None] = lambda progress: None,
-) -> Pace:
+) -> Timings:
     """Runs an experiment in small, attacks one update and its undefended copy, and deletes it all.
 
     Args:
@@ -89,13 +89,11 @@ def rehearse(
         run, control = prepare(small, folder / small.name), not is_undefended(small)
         pipeline.carry_out(run, small, watched, report, on, control=control, findings=())
         given, copies = read_answers(run), read_answers(control_of(run)) if control else []
-    except Exception:  # its log says more
-        raise
-    except BaseException:
+    except (KeyboardInterrupt, SystemExit):  # after an error its log says more
         shutil.rmtree(folder, ignore_errors=True)
         raise
     shutil.rmtree(folder, ignore_errors=True)
-    return pace_of(now() - begin, moments, given, copies, small)
+    return timings_of(now() - begin, moments, given, copies, small)
 
 
 def in_small(experiment: Experiment) -> Experiment:
@@ -142,13 +140,13 @@ def has_time(number: int, table: Mapping[str, Any]) -> bool:
     return hasattr(build_attack(number, dict(table)).attack, "seconds")
 
 
-def pace_of(
+def timings_of(
     whole: float,
     moments: Sequence[float],
     answers: Sequence[Answer],
     of_copies: Sequence[Answer],
     small: Experiment,
-) -> Pace:
+) -> Timings:
     """Returns what a rehearsal measured.
 
     Args:
@@ -163,18 +161,18 @@ def pace_of(
     scored = sum(map(small.evaluated, range(small.federation.rounds + 1)))
     utility = max(0.0, end - asked_at[-1] - update)
     attacking = sum(answer.seconds or 0.0 for answer in (*answers, *of_copies))
-    return Pace(
+    return Timings(
         rehearsal=whole,
         around=max(0.0, whole - (end - begin) - attacking),
         training=max(0.0, end - begin - update * len(asked_at) - utility * scored),
         update=update,
         utility=utility,
-        **pace_of_attacks(answers, of_copies),
+        **attack_timings(answers, of_copies),
     )
 
 
-def pace_of_attacks(answers: Sequence[Answer], of_copies: Sequence[Answer]) -> dict[str, Any]:
-    """Returns what a `Pace` holds of attacks."""
+def attack_timings(answers: Sequence[Answer], of_copies: Sequence[Answer]) -> dict[str, Any]:
+    """Returns what a `Timings` holds of attacks."""
     return {
         "attacks": _means(answers),
         "copies": _means(of_copies),
