@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from fedleak.config.experiment import Experiment
 from fedleak.config.tables import GateTable, WorkersTable
@@ -171,6 +171,12 @@ def _check_nodes(experiment: Experiment) -> None:
         )
 
 
+class _Limits(BaseModel):
+    """The only table that the command of a gate may change."""
+
+    gate: GateTable
+
+
 def limited(gate: GateTable, changes: Sequence[str]) -> GateTable:
     """Returns the limits of a gate with others from the command line.
 
@@ -187,9 +193,9 @@ def limited(gate: GateTable, changes: Sequence[str]) -> GateTable:
             raise ConfigError(f"--set {change!r}: only gate can change here")
         override_(tables, change)
     try:
-        return GateTable.model_validate(tables["gate"])
+        return _Limits.model_validate(tables).gate
     except ValidationError as error:
-        raise ConfigError(f"gate.{one_line(error, GateTable)}") from error
+        raise ConfigError(one_line(error, _Limits)) from error
 
 
 def _check_exclusive(experiment: Experiment) -> None:

@@ -7,7 +7,7 @@ import pytest
 from fedleak.audit.metrics import personal_data
 from fedleak.audit.metrics.personal_data import Item, Span, by_rules, find, read, recogniser
 from fedleak.config.tables import AuditTable
-from fedleak.util.errors import ConfigError, FedleakError
+from fedleak.util.errors import ConfigError
 
 pytestmark = pytest.mark.core
 
@@ -154,8 +154,10 @@ def test_nothing_is_looked_for_where_it_is_switched_off(bert_tiny):
 
 
 def test_what_is_not_there_is_one_line(bert_tiny, tmp_path, monkeypatch):
-    with pytest.raises(FedleakError, match=r"names = .* cannot be read"):
+    with pytest.raises(ConfigError, match=r"names = .* cannot be read"):
         recogniser(AuditTable(names=str(tmp_path / "none.txt")), bert_tiny)
+    with pytest.raises(ConfigError, match="a device"):  # which never ends
+        recogniser(AuditTable(names="/dev/zero"), bert_tiny)
     monkeypatch.setitem(sys.modules, "presidio_analyzer", None)
     with pytest.raises(ConfigError, match=r"pip install 'fedleak\[personal\]'"):
         recogniser(AuditTable(personal_data="presidio"), bert_tiny)

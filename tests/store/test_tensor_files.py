@@ -56,3 +56,17 @@ def test_numbers_are_aligned_and_where_the_library_puts_them(tmp_path: Path) -> 
     own, theirs = ((tmp_path / name).read_bytes() for name in ("own", "theirs"))
     assert own[-48:] == theirs[-48:]
     assert (len(own) - 48) % 8 == 0
+
+
+def test_numbers_of_mixed_widths_begin_at_multiples_of_their_own(tmp_path: Path) -> None:
+    mixed = {
+        "a": torch.ones(3, dtype=torch.float16),
+        "b": torch.ones(1),
+        "c": torch.ones(5).double(),
+    }
+    tensor_files.write(tmp_path / "own", mixed, ABOUT, "place")
+    content = (tmp_path / "own").read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    for name, value in mixed.items():
+        assert (8 + length + header[name]["data_offsets"][0]) % value.element_size() == 0

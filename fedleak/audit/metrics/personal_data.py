@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from fedleak.config.tables import AuditTable
 from fedleak.models import LanguageModel
-from fedleak.util.errors import ConfigError, FedleakError
+from fedleak.util.errors import ConfigError
 from fedleak.util.plain_files import MOST_SETTINGS, content
 
 _TLD = r"(?:(?:co|ac|org|gov) ?\. ?(?:uk|jp|nz|za|in)|com|org|net|edu|gov|info|biz|[a-z]{2})\b"
@@ -92,8 +92,7 @@ def recogniser(table: AuditTable, model: LanguageModel) -> Recogniser:
         model: For its tokenizer, which may change how a listed name is written.
 
     Raises:
-        ConfigError: Presidio or its model is not installed.
-        FedleakError: The list cannot be read.
+        ConfigError: Presidio or its model is not installed, or the list cannot be read.
     """
     if table.personal_data == "none":
         return lambda text: ()
@@ -150,7 +149,7 @@ def _listed(path: Path, model: LanguageModel) -> Recogniser:
     try:
         text = content(path, MOST_SETTINGS, linked=True).decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise FedleakError(
+        raise ConfigError(
             f"audit.names = {str(path)!r} cannot be read ({error}): name a text file in UTF-8, "
             "one name or other term a line"
         ) from error
