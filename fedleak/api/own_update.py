@@ -4,6 +4,7 @@ What comes here was made by others, maybe read from a file, so it is checked bef
 names, shapes, kinds of numbers, and then the numbers.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -80,12 +81,14 @@ def observe(
 
 def _near(tensors: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> bool:
     """Whether tensors differ from the weights of the same names by less than a tenth of these."""
-    difference, size = 0.0, 0.0
-    for name, tensor in tensors.items():
-        weight = weights[name]
-        difference += float((tensor.float() - weight).norm() ** 2)
-        size += float(weight.norm() ** 2)
-    return difference < NEAR**2 * size
+    length, size = (
+        math.hypot(*(float(values[name].float().norm()) for name in tensors))
+        for values in (tensors, weights)
+    )
+    if abs(length - size) >= NEAR * size:
+        return False  # a gradient, most often: its difference would need a copy
+    difference = (float((value.float() - weights[name]).norm()) for name, value in tensors.items())
+    return math.hypot(*difference) < NEAR * size
 
 
 def _by_name(update: Tensors, payload: Payload, order: nn.Module) -> dict[str, Any]:

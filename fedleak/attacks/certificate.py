@@ -591,9 +591,14 @@ def difference(
     sizes = torch.stack([tensor.norm() for tensor in observed.values()])
     sizes = sizes.clamp_min(_SMALL * float(sizes.norm()))
 
+    room = gradients[0].new_empty(max(tensor.numel() for tensor in gradients))
+
     def apart(scale: float) -> float:
-        pairs = zip(gradients, observed.values(), strict=True)
-        return float((torch.stack([(scale * a).sub_(b).norm() for a, b in pairs]) / sizes).max())
+        norms = [
+            torch.sub(b, a, alpha=scale, out=room[: a.numel()].view_as(a)).norm()
+            for a, b in zip(gradients, observed.values(), strict=True)
+        ]
+        return float((torch.stack(norms) / sizes).max())
 
     plain = Difference(apart(1.0), 1.0)
     if plain.relative < precision(seen):

@@ -205,11 +205,7 @@ class _Attempt:
         """
         seen, model, clock = self._seen, self._model, self._clock
         setting = AttackSetting.of(seen, model)
-        able = [
-            attack
-            for attack, _ in ENSEMBLE
-            if attack.obstacle(setting) is None and self._suits(attack)
-        ]
+        able = [attack for attack, _ in ENSEMBLE if attack.obstacle(setting) is None]
         if self._is_long():
             # Of a decoder DAGER reads texts of any length, one token after the other.
             rest = Keyspan | Lamp if model.family.causal else Keyspan | Dager | Lamp
@@ -218,6 +214,8 @@ class _Attempt:
         for number, attack in enumerate(able, 1):
             if self.findings.answers and clock.up():
                 break
+            if not self._suits(attack):  # looked at last: it goes through the whole update
+                continue
 
             def tell(how: Progress, name: str = f"{attack.kind} ({number} of {len(able)})") -> None:
                 self._on_progress(how._replace(phase=f"{name} {how.phase}".strip()))
