@@ -107,6 +107,7 @@ def page_of(texts: list[PrivateText], word: str = "a word", **changes: Any) -> R
     return RunPage(
         **{
             "name": word,
+            "begun": word,
             "redacted": False,
             "verdict": Verdict(Level.READ, word, (Entry(word, word),)),
             "audit": [table],
@@ -519,12 +520,12 @@ def test_where_words_are_known_and_time_was_up_more_time_may_read_their_order() 
 def test_a_picture_is_drawn_once_for_light_and_dark_pages() -> None:
     rows = [Utility(round=number, loss=1.0, accuracy=0.5) for number in (0, 1)]
     [picture] = pictures.training("made", rows, [], [1])
-    for svg in (picture.drawing.wide, picture.drawing.narrow or b""):
-        assert b"prefers-color-scheme: dark" in svg
-        # Each colour that changes stands once for a light page and once for a dark one.
-        counts = [svg.lower().count(colour.lower().encode()) for colour in pictures.DARK]
-        assert counts == [1] * len(pictures.DARK)
-        assert b"fill: var(--c0)" in svg
+    svg = picture.drawing
+    assert b"prefers-color-scheme: dark" in svg
+    # Each colour that changes stands once for a light page and once for a dark one.
+    counts = [svg.lower().count(colour.lower().encode()) for colour in pictures.DARK]
+    assert counts == [1] * len(pictures.DARK)
+    assert b"fill: var(--c0)" in svg
 
 
 def sweep_of(**values: Any) -> SweepSummary:

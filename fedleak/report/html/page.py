@@ -43,20 +43,21 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Drawing:
-    """A drawing as SVG; without one for narrow pages it stands on white paper."""
-
-    wide: bytes
-    narrow: bytes | None = None
-
-
-@dataclass(frozen=True)
 class Picture:
-    """A drawing, what it shows, and the words for those who cannot see it."""
+    """A drawing.
+
+    Attributes:
+        caption: What it shows.
+        words: The same for those who cannot see it.
+        drawing: SVG.
+        on_paper: Whether it takes the width of the page, on white paper, and its colours do not
+            follow the page.
+    """
 
     caption: str
     words: str
-    drawing: Drawing
+    drawing: bytes
+    on_paper: bool = False
 
 
 Shown = Picture | Table
@@ -107,6 +108,7 @@ class RunPage:
 
     Attributes:
         name: The name of the run.
+        begun: When it began.
         redacted: Whether private texts, and what attacks and files say in words, are left out.
         verdict: What a reader must know.
         audit: What an audit planned and what its limits say; none if there was no audit.
@@ -130,6 +132,7 @@ class RunPage:
     """
 
     name: str
+    begun: str
     redacted: bool
     verdict: Verdict
     audit: Sequence[Table]

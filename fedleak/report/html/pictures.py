@@ -1,4 +1,4 @@
-"""Pictures of a report: matplotlib's SVG, each in two widths, with colours that follow the page."""
+"""Pictures of a report: matplotlib's SVG, whose colours follow the page."""
 
 import io
 import math
@@ -9,7 +9,7 @@ import numpy as np
 
 from fedleak.report.drawings import common as drawing
 from fedleak.report.drawings.common import COLOURS, GREY, MEASURES, NO_UPDATE, error_bars, mark
-from fedleak.report.html.page import Drawing, Picture
+from fedleak.report.html.page import Picture
 from fedleak.report.tables.leakage import ReadShare, client_name
 from fedleak.report.words import interval, listed
 from fedleak.store.records import LedgerRow, Utility
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-WIDE, NARROW = 9.6, 4.3
-"""Inches: a page of a desk's screen, and of a phone's."""
+WIDTH = 5.0
+"""Inches: two lie side by side on a desk's screen, and one is legible on a phone's."""
 
 NUMBERED_UP_TO = 130
 """Cells of a heat map that have their number; of more they would overlap."""
@@ -43,18 +43,19 @@ SHADES = ("#d5dbe2", "#e58a6d", "#b3261e")
 """Colours for nothing read, half and all."""
 
 
-Draw = Callable[["Figure", bool], float]
-"""Draws in a figure, told whether it is narrow; returns its height."""
+Draw = Callable[["Figure"], float]
+"""Draws in a figure, and returns its height in inches."""
 
 
-def _svg(name: str, width: float, draw: Draw) -> bytes:
+def _drawing(name: str, draw: Draw) -> bytes:
+    """Returns a drawing as SVG; the name decides the ids in it."""
     import matplotlib
     from matplotlib.figure import Figure
 
     inks: dict[Any, str] = dict.fromkeys(INKED, INK)
     with drawing.style(name), matplotlib.rc_context(inks):
-        figure = Figure(figsize=(width, 2), layout="constrained")
-        figure.set_figheight(draw(figure, width == NARROW))
+        figure = Figure(figsize=(WIDTH, 2), layout="constrained")
+        figure.set_figheight(draw(figure))
         figure.draw_without_rendering()  # ticks depend on the size, and the layout on the ticks
         written = io.StringIO()
         figure.savefig(written, format="svg", transparent=True, metadata={"Date": None})
@@ -70,11 +71,6 @@ def _for_light_and_dark(svg: str) -> str:
         dark += f"--c{number}: {on_dark};"
     rules = f":root {{{light}}} @media (prefers-color-scheme: dark) {{:root {{{dark}}}}}"
     return svg.replace("<defs>", f"<style>{rules}</style><defs>", 1)
-
-
-def _drawing(name: str, draw: Draw) -> Drawing:
-    """Draws in each width; the name decides the ids in the file."""
-    return Drawing(wide=_svg(name, WIDE, draw), narrow=_svg(name, NARROW, draw))
 
 
 def leakage(name: str, read: Mapping[Key, ReadShare]) -> list[Picture]:
@@ -107,7 +103,7 @@ def leakage(name: str, read: Mapping[Key, ReadShare]) -> list[Picture]:
     return pictures
 
 
-def _heat_map(name: str, read: Mapping[Key, ReadShare], values: Mapping[Key, float]) -> Drawing:
+def _heat_map(name: str, read: Mapping[Key, ReadShare], values: Mapping[Key, float]) -> bytes:
     rounds = sorted({key.round for key in read})
     clients = sorted({key.client for key in read})
     # The longer side lies, so that one round of many clients is a row and not a tower.
@@ -119,7 +115,7 @@ def _heat_map(name: str, read: Mapping[Key, ReadShare], values: Mapping[Key, flo
     shown = grid if lying else grid.T
     labels = {True: list(map(str, rounds)), False: list(map(client_name, clients))}
 
-    def draw(figure: "Figure", narrow: bool) -> float:
+    def draw(figure: "Figure") -> float:
         from matplotlib.colors import LinearSegmentedColormap
 
         axes = figure.subplots()
@@ -135,14 +131,14 @@ def _heat_map(name: str, read: Mapping[Key, ReadShare], values: Mapping[Key, flo
             rasterized=shown.size > PATHS_UP_TO,
         )
         axes.invert_yaxis()
-        _ticks(axes, labels[not lying], len(across), "x", 8 if narrow else 24)
+        _ticks(axes, labels[not lying], len(across), "x", 12)
         _ticks(axes, labels[lying], len(down), "y", 24)
         axes.set_xlabel("client" if lying else "round")
         axes.set_ylabel("round" if lying else "client")
         axes.tick_params(length=0)
         for spine in axes.spines.values():
             spine.set_visible(False)
-        if shown.size <= NUMBERED_UP_TO and len(across) <= (14 if narrow else 30):
+        if shown.size <= NUMBERED_UP_TO and len(across) <= 16:
             for (y, x), value in np.ndenumerate(shown):
                 red, green, blue, _ = colours(0.0 if math.isnan(value) else value / 100)
                 bright = 0.3 * red + 0.59 * green + 0.11 * blue > 0.5
@@ -154,7 +150,7 @@ def _heat_map(name: str, read: Mapping[Key, ReadShare], values: Mapping[Key, flo
                     ha="center",
                     va="center",
                     color=ink,
-                    fontsize=7 if narrow else 8,
+                    fontsize=8,
                 )
         bar = figure.colorbar(
             mesh, ax=axes, location="bottom", aspect=50, shrink=0.5, pad=0.02, ticks=[0, 50, 100]
@@ -233,8 +229,8 @@ def _lines(
     points: Sequence[tuple[int, float]],
     beside: Sequence[tuple[int, float]] | None,
     attacked: Sequence[int],
-) -> Drawing:
-    def draw(figure: "Figure", narrow: bool) -> float:
+) -> bytes:
+    def draw(figure: "Figure") -> float:
         from matplotlib.ticker import MaxNLocator
 
         axes = figure.subplots()
@@ -267,9 +263,8 @@ def attacks(name: str, summaries: Mapping[str, AttackSummary]) -> list[Picture]:
         return []
     names = list(summaries)[::-1]
 
-    def draw(figure: "Figure", narrow: bool) -> float:
-        shape = (3, 1) if narrow else (1, 3)
-        grid = figure.subplots(*shape, sharey=not narrow, squeeze=False).ravel()
+    def draw(figure: "Figure") -> float:
+        grid = figure.subplots(len(MEASURES), 1, squeeze=False).ravel()
         places = range(len(names))
         for axes, measure in zip(grid, MEASURES, strict=True):
             shown = [summaries[attack] for attack in names]
@@ -310,11 +305,9 @@ def attacks(name: str, summaries: Mapping[str, AttackSummary]) -> list[Picture]:
             handles.keys(),
             loc="outside lower left",
             frameon=False,
-            ncols=1 if narrow else 3,
             fontsize=8,
         )
-        panel = 0.55 + 0.3 * len(names)
-        return (3 * (panel + 0.2) + 0.6) if narrow else panel + 0.65
+        return len(MEASURES) * (0.75 + 0.3 * len(names)) + 0.6
 
     words = "; ".join(f"{name}: {_in_words(row)}" for name, row in summaries.items())
     return [
@@ -361,10 +354,9 @@ def membership(name: str, summary: MembershipSummary | None) -> list[Picture]:
 def _roc(curves: Sequence[MembershipFigures]) -> Draw:
     """Returns the function that draws a panel for each score."""
 
-    def draw(figure: "Figure", narrow: bool) -> float:
-        columns = 2 if narrow else 4
-        bands = math.ceil(len(curves) / columns)
-        grid = figure.subplots(bands, columns, squeeze=False, sharex=True, sharey=True)
+    def draw(figure: "Figure") -> float:
+        bands = math.ceil(len(curves) / 3)
+        grid = figure.subplots(bands, 3, squeeze=False, sharex=True, sharey=True)
         for axes in grid.flat[len(curves) :]:
             axes.set_axis_off()
         for axes, row in zip(grid.flat, curves, strict=False):
@@ -383,7 +375,7 @@ def _roc(curves: Sequence[MembershipFigures]) -> Draw:
             axes.set_aspect("equal")
         figure.supxlabel("accused of the others, %", fontsize=9)
         figure.supylabel("found, %", fontsize=9)
-        return (2.3 if narrow else 2.6) * bands + 0.3
+        return 1.9 * bands + 0.3
 
     return draw
 

@@ -83,6 +83,7 @@ def run_page(run: Run, scored: Sequence[Scored], *, redact: bool = False) -> Run
     guaranteed = _guaranteed(experiment, summary, ledger)
     return RunPage(
         name=summary.name,
+        begun=str(info.get("begun") or "on a day that was not noted"),
         redacted=redact,
         verdict=run_verdict(most, _extent(experiment, most, rows, read), guaranteed),
         audit=audit_tables(run.read_document(AUDIT)) if (run.path / AUDIT.name).exists() else [],

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from fedleak.report.drawings import figures as sweep_figures
 from fedleak.report.drawings import frontier, tradeoff
-from fedleak.report.html.page import Drawing, Entry, Picture, SweepPage
+from fedleak.report.html.page import Entry, Picture, SweepPage
 from fedleak.report.html.verdict import strongest, sweep_verdict
 from fedleak.report.table import Cell, Column, Table, figures, plain, words
 from fedleak.report.tables.sweep import UTILITIES, attacks_table, utility, utility_measure
@@ -103,5 +103,5 @@ def _pictures(collected: SweepSummary) -> list[Picture]:
             draw(collected, path)
             if path.is_file():
                 instead = "The tables of this page have the figures that are drawn."
-                pictures.append(Picture(caption, instead, Drawing(path.read_bytes())))
+                pictures.append(Picture(caption, instead, path.read_bytes(), on_paper=True))
     return pictures

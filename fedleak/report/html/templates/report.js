@@ -3,13 +3,14 @@
 // Texts are written as text nodes only, never as markup.
 (() => {
   // On paper nothing can be opened.
-  addEventListener("beforeprint", () => {
-    for (const each of document.querySelectorAll("details")) each.open = true;
-  });
+  const openAll = () => {
+    for (const part of document.querySelectorAll("details")) part.open = true;
+  };
+  addEventListener("beforeprint", openAll);
   const data = document.getElementById("data");
   if (!data) return;
   const texts = JSON.parse(data.textContent);
-  const PAGE = 20, MOST_PAIRS = 60000;
+  const SCREEN = 20, PAPER = 200, MOST_PAIRS = 60000;
   const byId = (id) => document.getElementById(id);
   const [search, show, order, found, list] = ["search", "show", "order", "found", "list"].map(byId);
   const [previous, next, pageName] = ["previous", "next", "page"].map(byId);
@@ -28,7 +29,7 @@
   };
   const client = (text) => text.client === "all" ? -1 : Number(text.client);
 
-  let chosen = [], at = 0;
+  let chosen = [], at = 0, size = SCREEN;
   function choose() {
     const wanted = search.value.trim().toLowerCase();
     chosen = texts.map((_, number) => number).filter((number) =>
@@ -43,8 +44,8 @@
   }
 
   function draw() {
-    const pages = Math.max(1, Math.ceil(chosen.length / PAGE));
-    const some = chosen.slice(at * PAGE, (at + 1) * PAGE);
+    const pages = Math.max(1, Math.ceil(chosen.length / size));
+    const some = chosen.slice(at * size, (at + 1) * size);
     list.replaceChildren(...some.map((number) => item(texts[number])));
     const count = (n) => n.toLocaleString("en");
     found.textContent = `${count(chosen.length)} of ${count(texts.length)} texts`
@@ -71,12 +72,14 @@
     if (others.length) {
       const rest = element("details", "", element("summary", "", others.length === 1
         ? "1 other attack" : `${others.length} other attacks`));
-      rest.addEventListener("toggle", () => {
-        // Words are compared when somebody looks.
+      const fill = () => {
         if (rest.childElementCount > 1) return;
         rest.append(...others.map((other) =>
           pair(other.attack, marked(text.truth, other.text)[1], evidence(other))));
-      });
+      };
+      // Words are compared when somebody looks; paper does not wait for the event.
+      if (size === PAPER) fill();
+      rest.addEventListener("toggle", fill);
       parts.push(rest);
     }
     return element("li", "", ...parts);
@@ -160,6 +163,16 @@
   };
   previous.addEventListener("click", turn(-1));
   next.addEventListener("click", turn(1));
+  const resize = (to) => {
+    at = Math.floor(at * size / to);
+    size = to;
+    draw();
+  };
+  addEventListener("beforeprint", () => {
+    resize(PAPER);
+    openAll();
+  });
+  addEventListener("afterprint", () => resize(SCREEN));
   byId("browser").hidden = false;
   choose();
 })();
