@@ -773,6 +773,8 @@ def test_a_sweep_is_reported_with_its_cells(
 
 CHROMIUM, DRIVER = (shutil.which(name) for name in ("chromium", "chromedriver"))
 AXE = os.environ.get("FEDLEAK_AXE", "")
+PAPER_WIDTH = 718
+"""Pixels between the margins of a sheet of A4, as Chromium prints it."""
 
 
 @pytest.fixture(scope="module")
@@ -918,19 +920,63 @@ def test_two_thousand_texts_open_in_two_seconds_and_can_be_searched(
         assert said(driver) == []
 
 
+def every_part() -> RunPage:
+    """Returns the page of an audit that has all parts, pictures too."""
+    truth, read = "the map beneath the rose bush", "the key beneath the bush"
+    rows = [Utility(round=number, loss=1.0, accuracy=0.5) for number in (0, 1)]
+    texts = [PrivateText(1, "0", truth, [answer(read), answer(None, attack="lamp")])]
+    return page_of(texts, training=pictures.training("made", rows, [], [1]))
+
+
+def sweep_with_pictures() -> SweepPage:
+    found = worst(estimate(0.5, 0.2, 0.7))
+    made = sweep_of(worst_case=found, attacks={"dager": attack(exact_match=found.exact_match)})
+    return sweep_page(made, {"federation.batch_size=1,seed=0": "./one/report.html"})
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not Path(AXE).is_file(), reason="no axe-core: FEDLEAK_AXE names its axe.min.js")
 @pytest.mark.parametrize("width", [400, 1280])
 @pytest.mark.parametrize("dark", [False, True])
-def test_axe_finds_nothing_serious(
-    browser: Callable[..., Any], ran: Path, width: int, dark: bool
+@pytest.mark.parametrize("kind", ["run", "every part", "sweep"])
+def test_axe_finds_no_violation(
+    browser: Callable[..., Any], ran: Path, tmp_path: Path, kind: str, width: int, dark: bool
 ) -> None:
-    call("report", str(ran))
-    driver = browser(ran / "report.html", width, dark)
+    path = tmp_path / "report.html"
+    if kind == "run":
+        call("report", str(ran), "--out", str(path))
+    else:
+        path.write_bytes(render(every_part() if kind == "every part" else sweep_with_pictures()))
+    driver = browser(path, width, dark)
     # The policy keeps other scripts out of the page; the debugger puts this one in.
     driver.execute_cdp_cmd("Runtime.evaluate", {"expression": Path(AXE).read_text()})
     driver.execute_script("document.querySelectorAll('details').forEach(d => { d.open = true; })")
-    found = driver.execute_async_script(
+    violations = driver.execute_async_script(
         "const done = arguments[0]; axe.run().then(r => done(r.violations), e => done(`${e}`));"
     )
-    assert [(v["id"], [n["html"] for n in v["nodes"]][:3]) for v in found] == []
+    assert [(v["id"], [n["html"] for n in v["nodes"]][:3]) for v in violations] == []
+
+
+@pytest.mark.slow
+def test_paper_has_every_text_what_other_attacks_read_and_whole_tables(
+    browser: Callable[..., Any], tmp_path: Path
+) -> None:
+    texts = [
+        PrivateText(1, "0", f"note {number}", [answer(), answer(f"guess {number}", attack="lamp")])
+        for number in range(30)
+    ]
+    table = Table("wide", words(*(f"column {i}" for i in range(12))), [[Cell("1 234 [5, 6]")] * 12])
+    with file_of(page_of(texts, attacks=[table]), tmp_path) as path:
+        driver = browser(path)
+        driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
+        driver.execute_cdp_cmd(
+            "Emulation.setDeviceMetricsOverride",
+            {"width": PAPER_WIDTH, "height": 900, "deviceScaleFactor": 1, "mobile": False},
+        )
+        driver.execute_script("dispatchEvent(new Event('beforeprint'))")
+        shown = driver.find_element("id", "list").text
+        assert all(f"guess {number}" in shown for number in range(30))
+        assert driver.execute_script("return document.documentElement.scrollWidth") <= PAPER_WIDTH
+        driver.execute_script("dispatchEvent(new Event('afterprint'))")
+        assert len(listed_texts(driver)) == 20
+        driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
