@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from opacus.accountants import RDPAccountant
+from pydantic import TypeAdapter
 from scipy.optimize import brentq
 from scipy.stats import binom, norm
 from tiny import tables
@@ -228,7 +229,7 @@ def test_without_events_there_is_no_epsilon():
 
 @pytest.mark.parametrize("event", [STEP, WHOLE, replace(STEP, disjoint=3), replace(STEP, steps=7)])
 def test_an_event_comes_back_from_a_file(event):
-    assert Event.from_json(json.loads(json.dumps(event.to_json()))) == event
+    assert TypeAdapter(Event).validate_python(json.loads(json.dumps(event.to_json()))) == event
 
 
 # --- the noise for an epsilon ---------------------------------------------------------------

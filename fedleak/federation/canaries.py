@@ -17,8 +17,9 @@ every round. So a canary stands for an example that the client has from the firs
 and bounds by it are about the whole run, as the ledger is.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -31,7 +32,7 @@ from fedleak.models import LanguageModel
 from fedleak.privacy.canaries import Canaries
 from fedleak.training.batches import Records, passes
 from fedleak.training.observation import ClientUpdate, UpdateKind
-from fedleak.training.planted import Planted
+from fedleak.training.planted import DUMMIES, Planted
 from fedleak.training.steps import Batch
 from fedleak.training.truth import Coins
 from fedleak.util.rng import stream, stream_seed
@@ -59,6 +60,16 @@ class ClientCanaries:
     coins: Coins
     planted: Planted | None
     scale: float
+
+    def drawn_in(self, steps: Sequence[Sequence[int]]) -> "ClientCanaries":
+        """Returns them with the steps in which each took part, by the records of each step."""
+        if (planted := self.planted) is None:
+            return self
+        drawn_TK = [planted.records.drawn_canaries(step) for step in steps]
+        if planted.drawn_K is not None:  # one batch, in which all of them are
+            drawn_TK = [planted.drawn_K]
+        drawn_K = torch.stack(drawn_TK).sum(0)
+        return replace(self, coins=replace(self.coins, drawn=tuple(drawn_K.tolist())))
 
     def copied(self, update: ClientUpdate) -> ClientUpdate:
         """Returns the update as it would be with the canaries, before defenses."""
@@ -143,6 +154,8 @@ def client_canaries(
         rate=size / held if poisson else None,
         steps=steps,
         uses=steps if poisson or private is None or of_fedsgd else local.epochs,
+        drawn=(1,) * canaries.count,
+        alike=local.recipe.plain and local.schedule.shape == "constant",
     )
     if private is not None:
         records = Records(held, canaries.count, poisson)
@@ -152,8 +165,10 @@ def client_canaries(
             range(len(texts.sequences)), key=lambda example: len(texts.sequences[example])
         )
         dummies = texts.of([by_length[0], by_length[-1]])
-        loudness_G = torch.rand(2, generator=stream(experiment.seed, "loudness", client, round))
-        norms = (private.max_grad_norm * TOO_LONG**loudness_G).tolist()
+        norms = [
+            private.max_grad_norm * TOO_LONG**loudness
+            for loudness in _spread(stream(experiment.seed, "loudness", client), round)
+        ]
         planted = Planted(canaries, coins_K < 0.5, dummies, tuple(norms), records, drawn_K)
         return ClientCanaries(canaries, coins, planted, 0.0)
     scale = TOO_LONG * _longest(protection) if whole else experiment.canary.norm / size
@@ -161,6 +176,17 @@ def client_canaries(
         # A step goes against the gradient, once in each epoch.
         scale *= -1.0 if whole else -local.learning_rate * local.epochs
     return ClientCanaries(canaries, coins, None, scale)
+
+
+def _spread(rng: torch.Generator, round: int) -> list[float]:
+    """Returns a number between 0 and 1 for each dummy; over rounds they are evenly far apart.
+
+    Multiples of the golden ratio, modulo 1: a clip that is wrong for some norms meets such a norm
+    in the first rounds.
+    """
+    first = float(torch.rand((), generator=rng))
+    golden = (math.sqrt(5) - 1) / 2
+    return [(first + golden * (DUMMIES * round + dummy)) % 1.0 for dummy in range(DUMMIES)]
 
 
 def _longest(protection: Protection) -> float:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from fedleak.privacy.canaries import Canaries, Floats, Tensors
 from fedleak.privacy.lower_bounds import Bounds, gaussian_bound, gaussian_epsilon
 from fedleak.privacy.own_training import WithDummies, bounds, directions, flip
+from fedleak.privacy.sampling import least_likely
 from fedleak.util.errors import ConfigError
 
 ALARM = 0.001
@@ -150,15 +151,12 @@ def _alarms(*compared: tuple[float, float, str]) -> tuple[str, ...]:
 
 
 def _draw_alarms(drawn_TK: NDArray[np.bool_], rate: float) -> tuple[str, ...]:
-    """Returns a sentence if dummies were drawn more often, or less, than is announced."""
-    from scipy.stats import binomtest  # here, because it takes a while
-
-    if rate == 1 or binomtest(int(drawn_TK.sum()), drawn_TK.size, rate).pvalue >= ALARM / TESTS:
+    """Returns a sentence if dummies were not drawn by the coins that are announced."""
+    if rate == 1:
         return ()
-    return (
-        f"a step takes a record with a probability of {drawn_TK.mean():.3g}, and {rate:.3g} is "
-        f"announced (p < {ALARM:g})",
-    )
+    steps = [np.flatnonzero(drawn_K).tolist() for drawn_K in drawn_TK]
+    drawn = least_likely(steps, drawn_TK.shape[1], rate)
+    return (f"{drawn} (p < {ALARM:g})",) if drawn.p < ALARM / TESTS else ()
 
 
 @dataclass(frozen=True)

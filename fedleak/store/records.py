@@ -257,6 +257,8 @@ class CanaryRow(_OfUpdate):
         whole: The one canary is the whole update.
         rate: Probability with which a local step takes one that is in; None: not sampled.
         steps, uses: Local steps in the update, and those in which a canary takes part.
+        drawn: Steps in which each of them did; none: an older version did not write it down.
+        alike: Whether the steps count alike in the update.
         numbers: How many each canary is spread over: no score exceeds their square root.
         noise_share: The share of noise in the update's squared norm, as far as the defenses say;
             None: they add none.
@@ -270,6 +272,8 @@ class CanaryRow(_OfUpdate):
     rate: float | None
     steps: int
     uses: int
+    drawn: tuple[int, ...] = ()
+    alike: bool = True
     numbers: int
     noise_share: float | None
     inside: tuple[bool, ...]
@@ -382,6 +386,9 @@ class ScoredRows:
 def _check_canaries(row: CanaryRow) -> None:
     if len(row.scores) != len(row.inside) or not row.scores:
         raise ValueError(f"scores: {len(row.scores)} of {len(row.inside)} canaries")
+    drawn = [steps for steps in row.drawn if 0 <= steps <= row.steps]
+    if len(drawn) != len(row.drawn) or len(drawn) not in (0, len(row.inside)):
+        raise ValueError(f"drawn: not of {len(row.inside)} canaries in {row.steps} steps")
     if min(row.steps, row.uses, row.numbers) < 1 or not (row.rate is None or 0 < row.rate <= 1):
         raise ValueError("rate, steps, uses or numbers are out of range")
 

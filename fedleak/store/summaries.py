@@ -305,12 +305,15 @@ class CanarySummary(Record):
         confidence: With which each kind of bound holds in all rows at once.
         delta: Of every bound.
         bounds: All clients of a unit together first, then each alone.
+        step: A lower bound on the epsilon of one step without sampling, if its noise is Gaussian;
+            None: no ledger announces steps.
         alarms: What contradicts the ledger.
     """
 
     confidence: float
     delta: float
     bounds: tuple[CanaryBound, ...]
+    step: float | None = None
     alarms: tuple[str, ...]
 
 

@@ -4,6 +4,7 @@ FedSGD and FedAvg: McMahan et al. 2017, algorithm 1 (FedSGD with the gradient on
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from fedleak.training.steps import Batch, gradient, moved, steps_
 from fedleak.util.rng import stream, stream_seed
 
 
-def _no_report(figures: Mapping[str, float]) -> None:
+def _no_report(figures: Mapping[str, Any]) -> None:
     """Drops what it is told."""
 
 

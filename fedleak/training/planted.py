@@ -13,6 +13,9 @@ from fedleak.privacy.canaries import Canaries
 from fedleak.training.batches import Records
 from fedleak.training.steps import Batch
 
+DUMMIES = 2
+"""Texts of canaries in a step: each costs what an example costs."""
+
 
 @dataclass(frozen=True)
 class Planted:

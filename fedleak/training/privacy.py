@@ -8,7 +8,7 @@ defense that bounds nobody's influence has no event, and a client without events
 import math
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cache
@@ -65,11 +65,6 @@ class Event:
     def to_json(self) -> dict[str, Any]:
         """Returns plain values."""
         return asdict(self)
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> "Event":
-        """Reads what `to_json` gave."""
-        return cls(**value)
 
 
 class Use(NamedTuple):

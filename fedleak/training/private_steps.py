@@ -116,6 +116,7 @@ def private_update_(
 
         def gradients() -> Iterator[dict[str, Tensor]]:
             for drawn in local_batches(records.count, of_records, private, seed):
+                seen.drawn.append(drawn)
                 batch = examples.of(records.drawn_examples(drawn))
                 of_canaries = None
                 if planted is not None:
@@ -126,7 +127,7 @@ def private_update_(
 
         steps_(model, gradients(), training.recipe, training.learning_rate)
         tensors = moved(before, model.parameters())
-    report(seen.figures())
+    report(seen.figures() | {"drawn": seen.drawn})
     return ClientUpdate(training.kind, tensors, num_examples)
 
 
@@ -314,8 +315,13 @@ def local_batches(
 
 @dataclass(kw_only=True)
 class Seen:
-    """What happened in private steps; the client's own figures."""
+    """What happened in private steps; the client's own figures.
 
+    Attributes:
+        drawn: The records of each local step.
+    """
+
+    drawn: list[list[int]] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     clipped: int = 0
     steps: int = 0

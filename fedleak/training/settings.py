@@ -3,15 +3,16 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from fedleak.training.observation import UpdateKind
 from fedleak.training.recipe import Recipe, Schedule
 
-OnFigures = Callable[[Mapping[str, float]], None]
-"""Receives figures about the training, which the client keeps to itself."""
+OnFigures = Callable[[Mapping[str, Any]], None]
+"""Receives figures about the training, which the client keeps to itself; of private local steps as
+`drawn` the records of each."""
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,8 @@ class Coins:
         rate: Probability with which one that is in takes part in a local step; None: not sampled.
         steps: Local steps whose noise is in the update.
         uses: Local steps in which one that is in takes part; where it is sampled, at most.
+        drawn: Local steps in which each did, or would have if it were in.
+        alike: Whether local steps count alike in the update.
     """
 
     inside: tuple[bool, ...]
@@ -28,6 +30,8 @@ class Coins:
     rate: float | None
     steps: int
     uses: int
+    drawn: tuple[int, ...] = ()
+    alike: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,11 +73,13 @@ class GroundTruth:
     def from_json(cls, value: dict[str, Any]) -> "GroundTruth":
         """Reads what `to_json` gave."""
         coins = value.get("canaries")
+        if coins:
+            coins = {k: tuple(v) if isinstance(v, list) else v for k, v in coins.items()}
         return cls(
             **value
             | {
                 "sequences": tuple(map(tuple, value["sequences"])),
                 "labels": tuple(value["labels"]),
-                "canaries": coins and Coins(**coins | {"inside": tuple(coins["inside"])}),
+                "canaries": coins and Coins(**coins),
             }
         )

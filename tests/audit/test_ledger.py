@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 from tiny import tables
 
 from fedleak.audit.gaps import Gaps
@@ -102,33 +103,41 @@ def test_a_delta_that_allows_to_publish_one_whole_is_said(
     assert len(of_users) == (unit == "example")
 
 
-def taking(examples: int, event: Event) -> ClientNote:
-    return ClientNote(defenses=[], training={"examples": examples}, events=[event])
+POISSON = replace(EVENT, sampling="Poisson", sampling_rate=0.25)
+FAIR = [[0, 5], [2], [1, 3, 6], [0, 7], [4, 5]]
 
 
 @pytest.mark.parametrize(
-    ("event", "examples", "says"),
+    ("event", "steps", "says"),
     [
-        (replace(EVENT, steps=1, disjoint=0), 2, None),
-        (replace(EVENT, steps=1, disjoint=0), 3, "r0001-c00 had 3 examples, and the ledger counts"),
-        (EVENT, 24, None),
-        (EVENT, 25, "the steps of r0001-c00 had 25 examples, and the ledger counts 24"),
-        (replace(EVENT, sampling="Poisson", sampling_rate=0.25, steps=9), 32, None),
-        (
-            replace(EVENT, sampling="Poisson", sampling_rate=0.25, steps=9),
-            72,
-            "72 examples were drawn in 72 draws, and the ledger says 0.25 of them (p < 1e-06)",
-        ),
+        (replace(EVENT, steps=1, disjoint=0), [[0, 1]], None),
+        (replace(EVENT, steps=1, disjoint=0), [[0, 1], [1, 2]], "client 0: a record was in 2 step"),
+        (EVENT, [[0, 1]] * 3, None),
+        (EVENT, [[0, 1]] * 3 + [[1]], "a record was in 4 steps of a pass, and the ledger counts 3"),
+        (POISSON, FAIR, None),
+        (POISSON, [range(8)] * 2, "client 0: 16 of 16 draws took a record, where a share of 0.25"),
+        (POISSON, [[0, 1]] * 12, "12 of 12 steps took both of two records, where a share of 0.0"),
+        (POISSON, [[step % 8] for step in range(48)], "of 384 draws took a record"),
+        (POISSON, [[0]] * 14, "14 of 14 steps took one record, where a share of 0.25 is announced"),
     ],
 )
-def test_more_examples_than_the_ledger_counts_are_an_alarm(
-    run: Run, event: Event, examples: int, says: str | None
+def test_steps_that_do_not_draw_as_the_ledger_says_are_an_alarm(
+    run: Run, event: Event, steps: list[list[int]], says: str | None
 ) -> None:
     run.update_info(node_examples=[8, 8])
     gaps = Gaps()
-    ledger(run, experiment(), {Key(1, 0): taking(examples, event)}, gaps, [])
+    drawn = ClientNote(
+        defenses=[], training={}, events=[event], records=8, drawn=[list(step) for step in steps]
+    )
+    ledger(run, experiment(), {Key(1, 0): drawn}, gaps, [])
     assert len(gaps.missing) == (says is not None)
     assert all(says and says in sentence for sentence in gaps.missing)
+    assert all("does not do what the ledger says" in sentence for sentence in gaps.missing)
+
+
+def test_a_note_of_a_record_that_is_not_there_is_damaged() -> None:
+    with pytest.raises(ValidationError, match="a record is not one of 2"):
+        ClientNote(defenses=[], training={}, events=[], records=2, drawn=[[0], [2]])
 
 
 def test_without_noise_nothing_is_guaranteed(run: Run) -> None:

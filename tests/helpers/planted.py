@@ -1,4 +1,4 @@
-"""Canaries' rows, and a bug of DP-SGD, as more than one module of tests needs them."""
+"""Canaries' rows, and bugs of DP-SGD, as more than one module of tests needs them."""
 
 from typing import Any
 
@@ -7,6 +7,8 @@ import torch
 
 from fedleak.store.records import CanaryRow
 from fedleak.training import private_steps
+from fedleak.training.planted import DUMMIES
+from fedleak.training.private_steps import ClippedSum
 
 
 def canary_row(client: int, round: int = 1, **changes: Any) -> CanaryRow:
@@ -44,3 +46,30 @@ def long_texts_clipped_less(patch: pytest.MonkeyPatch) -> None:
             return original(model, records, *rest)
 
     patch.setattr(private_steps, "_clipped_records_", clipped_records_)
+
+
+def clipping_of_the_mean(patch: pytest.MonkeyPatch) -> None:
+    """Clips the mean of a batch, canaries and all, in place of each gradient.
+
+    Frameworks without gradients of single examples do so.
+    """
+
+    def clipped_sum_(
+        model: Any, batch: Any, joining: Any, hooks: Any, optimizer: Any, ghost: Any
+    ) -> ClippedSum:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(
+                private_steps, "clipping_factors", lambda norms_R, most: torch.ones_like(norms_R)
+            )
+            norms, _ = private_steps._clipped_records_(model, batch, None, hooks, optimizer, ghost)
+        sums = {name: p.summed_grad for name, p in model.trained().items()}
+        records = len(norms)
+        if joining is not None:
+            records += int(joining.takes_part_K.sum())
+            joining.planted.add_(sums, joining.takes_part_K, torch.ones(DUMMIES))
+        whole = torch.stack([value.norm() for value in sums.values()]).norm()
+        for value in sums.values():
+            value *= min(1.0, optimizer.max_grad_norm * records / max(float(whole), 1e-30))
+        return ClippedSum(norms, whole)
+
+    patch.setattr(private_steps, "clipped_sum_", clipped_sum_)

@@ -143,7 +143,10 @@ def test_opacus_samples_as_it_says():
         ({"noise": 0.5}, "the training has an epsilon of at least"),
         ({"noise": 0.5, "rate": 0.25}, "a step without sampling has an epsilon of at least"),
         ({"noise": 1.0, "change": without_clipping}, "a step without sampling has an epsilon"),
-        ({"noise": 1.0, "rate": 0.25, "takes_all": True}, "takes a record with a probability of 1"),
+        (
+            {"noise": 1.0, "rate": 0.25, "takes_all": True},
+            "draws took a record, where a share of 0.25 is announced",
+        ),
     ],
     ids=["half the noise", "half the noise, sampled", "no clipping", "a sampler that takes all"],
 )

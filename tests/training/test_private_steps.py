@@ -457,6 +457,7 @@ def test_fedavg_is_a_loop_of_private_steps(made, family, task, lora, seed, sampl
     update = local_update_(model, batch, labels, how, seed=seed, report=figures.update)
     assert (update.kind, update.num_examples) == (UpdateKind.DELTA, 5)
     assert_near(update.tensors, expected)
+    assert figures.pop("drawn") == [list(step) for step in chosen]
     assert figures == pytest.approx(told, rel=1e-5)
     assert 0 < figures["clipped"] < 1
 
@@ -491,6 +492,7 @@ def test_a_gradient_is_divided_by_what_is_expected_and_not_by_what_was_drawn(mad
     expected, norms = clipped_by_hand(model, batch, labels, 0.05, 8)
     assert update.num_examples == 8
     assert_near(update.tensors, expected)
+    assert figures.pop("drawn") == []
     assert figures == pytest.approx(
         {
             "examples": 5,

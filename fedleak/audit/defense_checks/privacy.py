@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
+from pydantic import TypeAdapter
 
 from fedleak.audit.defense_checks.bench import Bench, Test
 from fedleak.audit.privacy.canaries import ALARM
@@ -37,7 +38,7 @@ def guarantees(bench: Bench) -> Iterator[Test]:
             for spent in privacy.compose([event for event in events if event], 1e-5, "rdp")
         )
 
-    noted = first and Event.from_json(first.to_json())
+    noted = first and TypeAdapter(Event).validate_python(first.to_json())  # as the ledger does
     single, whole, later = epsilon([first]), epsilon([first, second]), epsilon([noted, second])
     yield (
         "two runs of one round spend what one run of two does, and more than one round",

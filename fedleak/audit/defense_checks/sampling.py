@@ -1,14 +1,14 @@
 """Tests of a client's sampler."""
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 
-import torch
-
 from fedleak.audit.defense_checks.bench import Bench, Test
 from fedleak.audit.metrics.noise import UNLIKELY
+from fedleak.privacy.sampling import least_likely
 from fedleak.training.batches import passes, round_batch
 from fedleak.training.observation import UpdateKind
 from fedleak.training.settings import LocalTraining
@@ -23,40 +23,30 @@ DEVIATIONS = 5.0
 
 def draws(bench: Bench) -> Iterator[Test]:
     """Tests the client's sampler against the event of its steps, by many draws."""
-    from scipy.stats import binom
-
     local, held = replace(bench.local, kind=bench.sends), bench.num_examples
     event = bench.defense.event(local, held, 1)
     if event is None or event.unit != "example":
         return
     times = max(20, min(MOST_ROUNDS, MOST_DRAWS // held))
     steps = list(chain(*(_batches(local, held, bench.seed, time) for time in range(times))))
-    drawn_N = torch.zeros(held, dtype=torch.long)
-    for chosen in steps:
-        drawn_N += torch.bincount(torch.tensor(chosen, dtype=torch.long), minlength=held)
     if event.sampling == "Poisson":
-        rate, uses = event.sampling_rate, len(steps)
-        tails = [
-            min(float(binom.cdf(count, draws, rate)), float(binom.sf(count - 1, draws, rate)))
-            for count, draws in [
-                (int(drawn_N.sum()), uses * held),
-                *((int(n), uses) for n in drawn_N),
-            ]
-        ]
-        p = min(1.0, 2 * len(tails) * min(tails))
-        rate_error = DEVIATIONS * math.sqrt(rate * (1 - rate) / (uses * held))
+        rate, draws = event.sampling_rate, len(steps) * held
+        drawn = least_likely(steps, held, rate)
+        rate_error = DEVIATIONS * math.sqrt(rate * (1 - rate) / draws)
         yield (
-            f"each example is in a step with a probability of {rate:.3g}",
-            p > UNLIKELY,
-            f"{float(drawn_N.sum()) / (uses * held):.3g} of {uses:,} steps of {held:,} examples (p "
-            f"{p:.1g}); it would see a rate that is {rate_error:.2g} off",
+            f"each example is in a step with a probability of {rate:.3g}, by a coin of its own",
+            drawn.p > UNLIKELY,
+            f"{sum(map(len, steps)) / draws:.3g} of {len(steps):,} steps of {held:,} examples; "
+            f"least likely: {drawn} (p {drawn.p:.1g}); it would see a rate that is "
+            f"{rate_error:.2g} off",
         )
         return
     most = times * (event.steps if bench.sends == UpdateKind.DELTA else 1)
+    often = max(Counter(chain(*steps)).values())
     yield (
         "no example is in more steps than the ledger counts",
-        int(drawn_N.max()) <= most,
-        f"in up to {int(drawn_N.max())} of {len(steps):,} steps, and {most} are counted",
+        often <= most,
+        f"in up to {often} of {len(steps):,} steps, and {most} are counted",
     )
 
 

@@ -8,6 +8,8 @@ epsilon of the whole run (`bounds`), for each client and for all together. Each 
 bound holds in all cells at once with the stated confidence: half of the error is for the bound over
 all clients, and the other half is divided among the clients.
 
+A fourth bound is on one step without sampling, from the canaries that it is known to have drawn.
+
 A bound contradicts the ledger if it is above the epsilon of what the ledger counts, by the tighter
 accountant, where chance would put one less than once in a thousand audits, over all cells and
 kinds: the mechanism does not do what the ledger says.
@@ -19,6 +21,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,13 +30,19 @@ from fedleak.audit.vault import read_truth, summed_clients, weight
 from fedleak.config.experiment import Experiment
 from fedleak.federation import canaries
 from fedleak.models import LanguageModel
-from fedleak.privacy.canaries import log_ratios, scores
-from fedleak.privacy.lower_bounds import UNBOUNDED_MU, lower_bounds
+from fedleak.privacy.canaries import Floats, log_ratios, scores
+from fedleak.privacy.lower_bounds import (
+    UNBOUNDED_MU,
+    gaussian_bound,
+    gaussian_epsilon,
+    lower_bounds,
+)
 from fedleak.store.records import CanaryRow, Epsilon, LedgerRow
 from fedleak.store.run import EVERYONE, Capture, Key, Run
 from fedleak.store.summaries import CanaryBound, CanarySummary
 from fedleak.training import privacy
 from fedleak.training.observation import ClientUpdate, UpdateKind
+from fedleak.training.planted import DUMMIES
 from fedleak.training.truth import GroundTruth
 from fedleak.util.errors import CaptureError
 from fedleak.util.finite import all_finite
@@ -44,9 +53,9 @@ CONFIDENCE = 0.95
 ALARM = 0.001
 """How often a mechanism that does what its ledger says is accused."""
 
-TESTS = 4
-"""The error of an alarm is divided among the three kinds of bounds, and the search for noise that
-was used twice."""
+TESTS = 5
+"""The error of an alarm is divided among the three kinds of bounds, the bound on a step, and the
+search for noise that was used twice."""
 
 LOUD_NOISE = 0.97
 """With this share of noise in an update's squared norm, witnesses see it and not the gradient,
@@ -141,6 +150,8 @@ def _row(
         rate=coins.rate,
         steps=coins.steps,
         uses=coins.uses,
+        drawn=coins.drawn,
+        alike=coins.alike,
         numbers=where.numbers,
         noise_share=noise_share,
         inside=coins.inside,
@@ -292,9 +303,15 @@ def summarised(
         for cell in cells
         if (alarm := _contradiction(cell, ALARM * share(cell) / TESTS, delta)) is not None
     ]
+    steps = [step for tally in tallied for step in _steps(tally)]
+    alarms += _loud_steps(steps, delta)
     alarms += _reused_noise(tallied, sums=experiment.sees != "updates")
     return CanarySummary(
-        confidence=CONFIDENCE, delta=delta, bounds=tuple(shown), alarms=tuple(alarms)
+        confidence=CONFIDENCE,
+        delta=delta,
+        bounds=tuple(shown),
+        step=_step_bound(steps, 1 - CONFIDENCE, delta),
+        alarms=tuple(alarms),
     )
 
 
@@ -357,6 +374,80 @@ def _contradiction(cell: Sequence[Tally], alpha: float, delta: float) -> str | N
         f"ledger says {accounted:.3g} by the tighter accountant (p < {ALARM:g}): the mechanism "
         "does not do what the ledger says"
     )
+
+
+class _Steps(NamedTuple):
+    """The canaries of an update that are clipped alike, as uses of one step.
+
+    Attributes:
+        key: Of the update.
+        group: Which of its canaries they are.
+        scores, means: Of each that is in: its score, and what it is beside noise of 1.
+        noise: The least noise multiplier that the ledger counts.
+    """
+
+    key: Key
+    group: int
+    scores: Floats
+    means: Floats
+    noise: float
+
+
+def _steps(tally: Tally) -> Iterator[_Steps]:
+    """Yields the canaries that took part in a client's updates, where a ledger announces noise.
+
+    A canary that is in n of T steps that count alike has the mean n / sqrt(T); if they count
+    otherwise, sqrt(n) at most.
+    """
+    if tally.ledger is None or not tally.ledger.uses:
+        return
+    noise = min(use.noise_multiplier for use in tally.ledger.uses)
+    for row in tally.rows:
+        if not row.drawn or not noise:
+            continue
+        inside_K, scores_K, drawn_K = map(np.array, (row.inside, row.scores, row.drawn))
+        means_K = drawn_K / math.sqrt(row.steps) if row.alike else np.sqrt(drawn_K)
+        if row.whole:  # plus and minus are twice as far apart
+            scores_K, means_K = np.where(inside_K, scores_K, -scores_K), means_K / 2
+            inside_K = np.ones_like(inside_K)
+        for group in range(DUMMIES):
+            in_group_K = inside_K & (np.arange(len(inside_K)) % DUMMIES == group)
+            yield _Steps(row.key, group, scores_K[in_group_K], means_K[in_group_K], noise)
+
+
+def _step_bound(steps: Sequence[_Steps], alpha: float, delta: float) -> float | None:
+    """Returns a lower bound on the epsilon of a step; None: nothing is announced about steps."""
+    if not steps:
+        return None
+    scores, means = (np.concatenate(part) for part in zip(*(s[2:4] for s in steps), strict=True))
+    length = float(np.linalg.norm(means))
+    if not length:
+        return 0.0
+    return gaussian_bound([float(scores @ means) / length], alpha, delta, per_score=1 / length)
+
+
+def _loud_steps(steps: Sequence[_Steps], delta: float) -> Iterator[str]:
+    """Yields what contradicts the noise and the clipping of a step.
+
+    A third of the error is for all canaries together, one for those of each client, and one for
+    those that are clipped alike in an update: a clip may be wrong for some norms or lengths alone.
+    """
+    of_client, of_group = defaultdict(list), defaultdict(list)
+    for step in steps:
+        of_client[f"client {step.key.client}"].append(step)
+        of_group[f"{step.key}, every {DUMMIES} from number {step.group}"].append(step)
+    for cells in ({"all clients": steps}, of_client, of_group):
+        alpha = ALARM / TESTS / 3 / max(1, len(cells))
+        for who, cell in cells.items():
+            spent = max((gaussian_epsilon(1 / step.noise, delta) for step in cell), default=0.0)
+            shown = _step_bound(cell, alpha, delta) or 0.0
+            if shown > spent:
+                yield (
+                    f"a step without sampling has an epsilon of at least {shown:.3g} at delta "
+                    f"{delta:g} by canaries of {who}, and the ledger's noise gives {spent:.3g} (p "
+                    f"< {ALARM:g}): the mechanism does not do what the ledger says"
+                )
+                break
 
 
 def _reused_noise(tallied: Sequence[Tally], *, sums: bool) -> list[str]:

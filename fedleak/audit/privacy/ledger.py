@@ -1,16 +1,18 @@
 """What clients' defenses did, and what they guarantee: defenses.jsonl and privacy.jsonl."""
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ValidationError, model_validator
 
 from fedleak import defenses
 from fedleak.audit.gaps import Gaps
 from fedleak.config.experiment import Experiment
 from fedleak.federation.lookup import client_sizes, dropped_out
 from fedleak.federation.schedule import clients_of_round, key_of_sum
+from fedleak.privacy.sampling import least_likely
 from fedleak.store.lines import Measured
 from fedleak.store.records import DefenseRow, LedgerRow
 from fedleak.store.run import Key, Run
@@ -22,6 +24,9 @@ from fedleak.util.errors import FedleakError
 UNLIKELY = 1e-6
 """How often a sampler that does what the ledger says is accused."""
 
+CONTRADICTED = "the mechanism does not do what the ledger says"
+"""How each sentence ends that ends a run with status 1."""
+
 
 class _DefenseNote(Measured):
     """What one defense did to one update; its figures are by name."""
@@ -31,11 +36,28 @@ class _DefenseNote(Measured):
 
 
 class ClientNote(BaseModel):
-    """A file in which a client noted what its defenses did in a round."""
+    """A file in which a client noted what its defenses did in a round.
+
+    Attributes:
+        defenses: What each did.
+        training: Figures of the training.
+        events: What the round adds to the ledger.
+        records: Its examples, and dummies of canaries.
+        drawn: Which of them each private step took; none: an older version did not write it down.
+    """
 
     defenses: list[_DefenseNote]
     training: dict[str, float | None]
     events: list[Event]
+    records: int = 0
+    drawn: list[list[int]] = []
+
+    @model_validator(mode="after")
+    def _draws_of_records(self) -> "ClientNote":
+        """Refuses numbers of records that are not there."""
+        if any(not 0 <= record < self.records for step in self.drawn for record in step):
+            raise ValueError(f"drawn: a record is not one of {self.records}")
+        return self
 
 
 def client_notes(run: Run, gaps: Gaps) -> dict[Key, ClientNote | None]:
@@ -95,7 +117,7 @@ def ledger(
             ]
     gaps.notes += _large_delta(experiment, client_sizes(run), rows)
     gaps.notes += _of_users(experiment, client_sizes(run), events)
-    gaps.missing += _drawn_too_often(experiment, client_sizes(run), notes)
+    gaps.missing += _drawn_otherwise(notes)
     if experiment.aggregator is not None and experiment.aggregator.trust is not None:
         gaps.notes.append(experiment.aggregator.trust)
     if lost:
@@ -129,39 +151,35 @@ def _of_users(
         )
 
 
-def _drawn_too_often(
-    experiment: Experiment, sizes: Sequence[int] | None, notes: Mapping[Key, ClientNote | None]
-) -> Iterator[str]:
-    """Yields a sentence if the steps of `dp_sgd` had more examples than its events announce.
+def _drawn_otherwise(notes: Mapping[Key, ClientNote | None]) -> Iterator[str]:
+    """Yields a sentence for each client whose steps did not draw records as its events announce.
 
-    Under Poisson sampling their number is binomial; else a batch or a pass has so many.
+    Under Poisson sampling each step takes each record by a coin. Else no record is in more steps
+    of a pass than are counted.
     """
-    from scipy.stats import binom  # it takes half a second to import
-
-    trials, drawn, rate = 0, 0, 0.0
+    steps: dict[tuple[int, int, float], list[list[int]]] = defaultdict(list)
+    counted: dict[tuple[int, Key | int], int] = {}
+    taken: dict[tuple[int, Key | int], Counter[int]] = defaultdict(Counter)
     for key, note in notes.items():
-        taken = note.training.get("examples") if note is not None else None
-        if note is None or taken is None or sizes is None:
+        if note is None or not note.drawn:
             continue
         for event in note.events:
-            if event.unit != "example":
-                continue
             if event.sampling == "Poisson":
-                trials, drawn = trials + sizes[key.client] * event.steps, drawn + int(taken)
-                rate = max(rate, event.sampling_rate)
-                continue
-            of_batch = min(experiment.local_training.batch_size, sizes[key.client])
-            most = of_batch if event.disjoint is not None else sizes[key.client] * event.steps
-            if taken > most:
-                yield (
-                    f"the steps of {key} had {int(taken)} examples, and the ledger counts {most}: "
-                    "the mechanism does not do what the ledger says"
-                )
-    if binom.sf(drawn - 1, trials, rate) < UNLIKELY:
-        yield (
-            f"{drawn} examples were drawn in {trials} draws, and the ledger says {rate:.3g} of "
-            f"them (p < {UNLIKELY:g}): the mechanism does not do what the ledger says"
-        )
+                steps[key.client, note.records, event.sampling_rate] += note.drawn
+            elif event.unit == "example":
+                part = (key.client, key if event.disjoint is None else event.disjoint)
+                counted[part] = event.steps
+                taken[part].update(chain(*note.drawn))
+    for (client, records, rate), of_client in steps.items():
+        drawn = least_likely(of_client, records, rate)
+        if drawn.p * len(steps) < UNLIKELY:
+            yield f"client {client}: {drawn} (p < {UNLIKELY:g}): {CONTRADICTED}"
+    for part, most in counted.items():
+        if max(taken[part].values(), default=0) > most:
+            yield (
+                f"client {part[0]}: a record was in {max(taken[part].values())} steps of a pass, "
+                f"and the ledger counts {most}: {CONTRADICTED}"
+            )
 
 
 def _large_delta(

@@ -8,6 +8,7 @@ nobody else.
 """
 
 from dataclasses import replace
+from typing import Any
 
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
@@ -71,7 +72,7 @@ def train(message: Message, context: Context) -> Message:
     in_step = slice(min(local.batch_size, len(part)))
     refuse_suspect(work, key, sent, Batch(sequences[in_step], labels[in_step]))
     models.load_parameters_(model, sent)
-    figures: dict[str, float] = {}
+    figures: dict[str, Any] = {}
     update = local_update_(
         model,
         sequences,
@@ -81,6 +82,10 @@ def train(message: Message, context: Context) -> Message:
         report=figures.update,
         planted=planted,
     )
+    steps = figures.pop("drawn", None) or [drawn]
+    noted = {"training": figures, "records": records.count, "drawn": steps if figures else []}
+    if canaries is not None:
+        canaries = canaries.drawn_in(steps)
     if work.private is not None:
         truth = GroundTruth(
             round=round,
@@ -93,4 +98,4 @@ def train(message: Message, context: Context) -> Message:
         )
         marked = {"fingerprint": experiment.fingerprint, **truth.to_json()}
         work.private.vault.write(key, marked)
-    return Outgoing(key, update, figures, canaries, reply_to=message)
+    return Outgoing(key, update, noted, canaries, reply_to=message)

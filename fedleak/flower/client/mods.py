@@ -61,7 +61,7 @@ def defend(message: Message, context: Context, call_next: Next) -> Message:
         note: dict[str, Any] = {
             "fingerprint": experiment.fingerprint,
             "defenses": defense_notes,
-            "training": reply.trained,
+            **reply.noted,
             "events": events,
         }
         private.defended.write(key, plain(note))

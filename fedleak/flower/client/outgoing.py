@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 
@@ -18,7 +19,8 @@ class Outgoing(Message):
     Attributes:
         key: The round and the client.
         update: What is sent, as far as the mods have come.
-        trained: Figures of the training, which stay here.
+        noted: What the client notes of the training, which stays here: figures, and which records
+            its private steps drew.
         canaries: Of an audit; all but those in the update stay here, too.
     """
 
@@ -26,13 +28,13 @@ class Outgoing(Message):
         self,
         key: Key,
         update: ClientUpdate,
-        trained: Mapping[str, float],
+        noted: Mapping[str, Any],
         canaries: ClientCanaries | None,
         *,
         reply_to: Message,
     ) -> None:
         super().__init__(RecordDict(), reply_to=reply_to)
-        self.key, self.update, self.trained, self.canaries = key, update, trained, canaries
+        self.key, self.update, self.noted, self.canaries = key, update, noted, canaries
 
     def encoded(self, reply_to: Message) -> Message:
         """Returns the reply that leaves: the update and three numbers.

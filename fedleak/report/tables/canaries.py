@@ -33,6 +33,11 @@ def canary_table(summary: CanarySummary) -> Table:
         f"{NOTHING.capitalize()}: with so many canaries; more of them may see something. It is no "
         "evidence of privacy.",
     ]
+    if summary.step is not None:
+        notes.append(
+            f"A step without sampling: epsilon is at least {bound(summary.step)}, by the canaries "
+            "that it drew, if the noise is Gaussian."
+        )
     if any(row.in_copies for row in summary.bounds):
         notes.append(
             "Copies: the canaries are in audited copies of the updates, which were never sent."
