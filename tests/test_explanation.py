@@ -34,7 +34,11 @@ def test_every_attack_is_in_it_and_those_of_the_file_are_marked():
     assert {one.name for one in found.attacks} == (attacks.kinds().keys() - {"dlg"}) | {"mine"}
     assert {one.name for one in found.attacks if one.listed} == {"probes", "mine"}
     # What runs somebody's program does not know which, and an honest server imprints nothing.
-    assert {one.name for one in found.attacks if one.reason} == {"command", "imprint"}
+    assert {one.name for one in found.attacks if one.reason} == {
+        "command",
+        "decepticons",
+        "imprint",
+    }
 
 
 def test_a_server_that_cannot_do_what_it_is_to_do_is_refused():

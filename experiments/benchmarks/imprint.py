@@ -1,17 +1,19 @@
-"""What the attack `imprint` reads of real sentences, plain and after what clients do to updates.
+"""What imprinted models say of real sentences, plain and after what clients do to updates.
 
     python experiments/benchmarks/imprint.py [--batches 20] [--data cola] [--sizes 64]
-        [--only plain] [--model stories15m] [--task causal-lm]
+        [--only plain] [--model stories15m] [--task causal-lm] [--kinds imprint decepticons]
 
 Needs FEDLEAK_ASSETS: MiniLM, or another model there, with CoLA and Rotten Tomatoes. Sentences and
 batches are drawn with the seed; half of each data set is the clients', and 400 sentences of the
-other half are public. A line for each setting: the shares of sentences that are read right, and
-that are certified and right, with intervals over batches, the certified ones that are wrong, the
-batches that are proved, and CPU seconds for each.
+other half are public. A line for each setting and each kind of server mode and
+attack: the shares of sentences that are read right, and that are certified and right, with
+intervals over batches, the certified ones that are wrong, the batches that are proved, and CPU
+seconds for each.
 Noise is relative to the root mean square of the whole update.
 """
 
 import argparse
+import itertools
 import math
 import os
 import random
@@ -24,12 +26,12 @@ from time import process_time
 import torch
 from torch import Tensor
 
-from fedleak.attacks.imprinted.attack import ImprintReader
+from fedleak import attacks, server_modes
 from fedleak.audit.metrics.intervals import clustered_mean
 from fedleak.models import CLASSIFICATION, LanguageModel, ModelSpec, load_parameters_, loading
-from fedleak.server_modes.imprint import Imprint
 from fedleak.training.local import local_update_
 from fedleak.training.observation import Example, Knowledge, Observation, UpdateKind
+from fedleak.training.recipe import Recipe
 from fedleak.training.settings import LocalTraining
 from fedleak.util.rng import stream
 
@@ -46,8 +48,13 @@ SETTINGS: Mapping[str, Mapping[str, float]] = {
     "one step, delta": {"steps": 1},
     "two steps, delta": {"steps": 2},
     "four steps, delta": {"steps": 4},
+    "one step of AdamW": {"steps": 1, "adamw": 1},
+    "four steps of AdamW": {"steps": 4, "adamw": 1},
 }
 """By name what the client does."""
+
+RATES = {"sgd": 0.05, "adamw": 1e-4}
+"""Learning rates of clients."""
 
 
 def sentences(name: str) -> list[str]:
@@ -79,44 +86,52 @@ def changed(tensors: Mapping[str, Tensor], change: Mapping[str, float]) -> dict[
 
 
 def observed(
-    model: LanguageModel, texts: list[str], change: Mapping[str, float], seed: int
+    model: LanguageModel, texts: list[str], change: Mapping[str, float], kind: str, seed: int
 ) -> tuple[Observation, Counter[tuple[int, ...]]]:
     """Returns what the server sees of a client with these texts, and the texts."""
     ids = [tuple(text) for text in model.encode(texts)]
     labels = torch.randint(2, (len(ids),), generator=stream(seed, "labels")).tolist()
     steps = int(change.get("steps", 0))
+    recipe = Recipe(optimiser="adamw" if change.get("adamw") else "sgd")
     local = LocalTraining(
         kind=UpdateKind.DELTA if steps else UpdateKind.GRADIENT,
         batch_size=math.ceil(len(ids) / max(steps, 1)),
         epochs=1,
-        learning_rate=0.05,
+        learning_rate=RATES[recipe.optimiser],
         dropout=False,
+        recipe=recipe,
     )
     before = {name: value.clone() for name, value in model.parameters().items()}
     update = local_update_(model, ids, labels, local, seed=seed)
     load_parameters_(model, before)
     model.module.zero_grad()
     known = Knowledge(
-        learning_rate=0.05, local_steps=max(steps, 1), dropout=False, server_mode="imprint"
+        learning_rate=local.learning_rate,
+        local_steps=max(steps, 1),
+        dropout=False,
+        recipe=recipe,
+        server_mode=kind,
     )
     sent = replace(update, tensors=changed(update.tensors, change))
     return Observation(round=1, client=0, update=sent, knowledge=known), Counter(ids)
 
 
-def row(spec: ModelSpec, name: str, size: int, setting: str, batches: int) -> str:
+def row(spec: ModelSpec, kind: str, name: str, size: int, setting: str, batches: int) -> str:
     """Returns a line of the table."""
     texts = sentences(name)
     half = len(texts) // 2
     model = loading.load(spec)
     public = [Example(tuple(ids), 0) for ids in model.encode(texts[half : half + PUBLIC])]
-    changes = Imprint().broadcast(model, targeted=True, public=public, rng=stream(0, "server"))
+    changes = server_modes.kinds()[kind]().broadcast(
+        model, targeted=True, public=public, rng=stream(0, "server")
+    )
     load_parameters_(model, {**model.parameters(), **changes})
     read, right, wrong, proved, seconds = [], [], 0, 0, 0.0
     for batch in range(batches):
         drawn = random.Random(batch).sample(texts[:half], size)
-        seen, truth = observed(model, drawn, SETTINGS[setting], batch)
+        seen, truth = observed(model, drawn, SETTINGS[setting], kind, batch)
         begun = process_time()
-        answer = ImprintReader()(seen, model, rng=stream(batch, "attack"))
+        answer = attacks.kinds()[kind]()(seen, model, rng=stream(batch, "attack"))
         seconds += process_time() - begun
         certain = Counter((answer.sequences or ())[: answer.diagnostics.get("certified", 0)])
         if answer.verified:
@@ -130,7 +145,7 @@ def row(spec: ModelSpec, name: str, size: int, setting: str, batches: int) -> st
         f"{100 * s.mean:.1f} [{100 * s.low:.1f}, {100 * s.high:.1f}]" for s in shares
     )
     return (
-        f"| {name} | {size} | {setting} | {batches} | {cells} | {wrong} | {proved} "
+        f"| {kind} | {name} | {size} | {setting} | {batches} | {cells} | {wrong} | {proved} "
         f"| {seconds / batches:.1f} |"
     )
 
@@ -143,20 +158,21 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=20)
     parser.add_argument("--data", nargs="+", default=["cola", "rotten_tomatoes"])
     parser.add_argument("--sizes", type=int, nargs="+", default=[64, 128])
+    parser.add_argument("--kinds", nargs="+", default=["imprint"])
     parser.add_argument("--only", nargs="+", choices=list(SETTINGS), default=list(SETTINGS))
     options = parser.parse_args()
     torch.set_num_threads(1)
     model = str(ASSETS / "models" / options.model)
     spec = ModelSpec(name=model, task=options.task, num_labels=2)
     print(
-        "| data | texts | the client | batches | read, % | certified, % | wrong | proved "
+        "| kind | data | texts | the client | batches | read, % | certified, % | wrong | proved "
         "| CPU seconds |"
     )
-    print("|---" * 9 + "|")
+    print("|---" * 10 + "|")
     for name in options.data:
         for size in options.sizes:
-            for setting in options.only:
-                print(row(spec, name, size, setting, options.batches), flush=True)
+            for setting, kind in itertools.product(options.only, options.kinds):
+                print(row(spec, kind, name, size, setting, options.batches), flush=True)
 
 
 if __name__ == "__main__":

@@ -173,6 +173,33 @@ _STEP = 6.0
 """Farther than this below its edge, a GELU's derivative is under 1e-8."""
 
 
+class Probe(NamedTuple):
+    """What a feed-forward matrix does whose rows all have one direction, as in `Planted`."""
+
+    direction_D: Tensor
+    edge_N: Tensor
+    step: float
+
+
+def read_probe(first_ND: Tensor, bias_N: Tensor, gain: float) -> Probe | None:
+    """Returns what such a matrix does; None: its rows point elsewhere, or do not sort.
+
+    Args:
+        first_ND: The matrix.
+        bias_N: Its bias.
+        gain: Of the norm before it.
+    """
+    rows_ND = first_ND.double()
+    direction_D = rows_ND[0] / rows_ND[0].norm()
+    slope_N = rows_ND @ direction_D
+    apart = (rows_ND - slope_N[:, None] * direction_D).norm()
+    edge_N = -bias_N / slope_N / gain
+    sorts = bool((slope_N > 0).all() and (edge_N.diff() >= 0).all())
+    if not (sorts and apart < _PARALLEL * rows_ND.norm()):
+        return None
+    return Probe(direction_D.float(), edge_N.float(), _STEP / float(slope_N[0] * gain))
+
+
 @torch.no_grad()
 def planted(model: LanguageModel) -> Planted | None:
     """Returns what the first block of a model does to tokens; None if it was not imprinted.
@@ -183,16 +210,11 @@ def planted(model: LanguageModel) -> Planted | None:
     own = {name: value.detach().cpu() for name, value in model.module.named_parameters()}
     if names is None or own[names.query].any() or own[names.key].any():
         return None
-    first_ND, gain_D = own[names.first].double(), own[names.norm]
-    output_DD = own[names.output]
+    gain_D, output_DD = own[names.norm], own[names.output]
     size = int(output_DD.any(1).sum())
-    probe_D = first_ND[0] / first_ND[0].norm()
-    slope_N = first_ND @ probe_D
-    apart = (first_ND - slope_N[:, None] * probe_D).norm()
-    edge_N = -own[names.first_bias] / slope_N / gain_D[0]
-    sorts = bool((slope_N > 0).all() and (edge_N.diff() >= 0).all())
+    probe = read_probe(own[names.first], own[names.first_bias], float(gain_D[0]))
     flat = bool((gain_D == gain_D[0]).all()) and not own[names.norm_bias].any()
-    if not (size and sorts and flat and apart < _PARALLEL * first_ND.norm()):
+    if not (size and probe and flat):
         return None
     row_N = own[names.second][own[names.second].abs().sum(1).argmax()]
     norm = model.module.get_submodule(names.norm.removesuffix(".weight"))
@@ -200,9 +222,9 @@ def planted(model: LanguageModel) -> Planted | None:
     return Planted(
         project_KD=(output_DD @ own[names.value])[:size],
         shift_K=(output_DD @ own[names.value_bias])[:size],
-        probe_D=probe_D.float(),
-        edge_N=edge_N.float(),
-        step=_STEP / float(slope_N[0] * gain_D[0]),
+        probe_D=probe.direction_D,
+        edge_N=probe.edge_N,
+        step=probe.step,
         sign_N=row_N.sign() * row_N[0].sign(),
         eps=norm.eps,
     )

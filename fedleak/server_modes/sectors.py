@@ -109,13 +109,13 @@ class Stream(NamedTuple):
         return torch.ones(len(ids_X), device=ids_X.device)
 
 
-class _Parts(NamedTuple):
-    """The parameters of a first block, as linear layers have them [outputs, inputs]."""
+class Weights(NamedTuple):
+    """The matrices of a block, as linear layers have them [outputs, inputs]."""
 
-    attends: Sequence[Tensor]
+    query: Tensor
+    key: Tensor
     value: Tensor
     output: Tensor
-    norm_D: Tensor
     first: Tensor
     up: Tensor | None
     second: Tensor
@@ -130,21 +130,26 @@ def changed_names(model: LanguageModel) -> list[str]:
     return [name for name in names if name.startswith(inside) and not name.startswith(f"{first}.")]
 
 
-def _parts(model: LanguageModel, tensors: Mapping[str, Tensor]) -> _Parts:
-    """Returns views of the weights among tensors with the names of `changed_names`."""
+def weights(model: LanguageModel, tensors: Mapping[str, Tensor], layer: int = 0) -> Weights:
+    """Returns views of the matrices of a block among tensors by name."""
     letters = {
         letter: [as_linear(model, name, tensors[name]) for name in names]
-        for letter, names in model.family.modules(0).items()
+        for letter, names in model.family.modules(layer).items()
     }
     if fused := letters.get("qkv"):
-        attends, value = [fused[0][: -model.hidden_size]], fused[0][-model.hidden_size :]
+        query, key, value = fused[0].chunk(3)
     else:
-        attends, value = [*letters["q"], *letters["k"]], letters["v"][0]
-    (norm_D,) = [tensors[n] for n in tensors if n.endswith("weight") and tensors[n].dim() == 1]
+        query, key, value = (letters[letter][0] for letter in "qkv")
     first, *up = letters["f"]
-    return _Parts(
-        attends, value, letters["o"][0], norm_D, first, up[0] if up else None, letters["p"][0]
+    return Weights(
+        query, key, value, letters["o"][0], first, up[0] if up else None, letters["p"][0]
     )
+
+
+def _scale(tensors: Mapping[str, Tensor]) -> Tensor:
+    """Returns the scale [D] of the one norm among what `changed_names` names."""
+    (norm_D,) = [tensors[n] for n in tensors if n.endswith("weight") and tensors[n].dim() == 1]
+    return norm_D
 
 
 def as_linear(model: LanguageModel, name: str, value: Tensor) -> Tensor:
@@ -180,7 +185,7 @@ def plant(
     table, width = model.family.token_table(model.module), model.hidden_size
     own = dict(model.module.named_parameters())
     changed = {name: torch.zeros_like(own[name]).cpu() for name in changed_names(model)}
-    parts = _parts(model, changed)
+    parts, norm_D = weights(model, changed), _scale(changed)
     device, size = model.device, min(size, heads(model))
     streams, inputs = [], []
     for ids, _ in public:
@@ -199,10 +204,10 @@ def plant(
     parts.value[:size] = project_KD
     parts.output[:size, :size] = torch.eye(size)
     stream_MD[:, :size] += torch.cat(tags) * per_tag_K
-    parts.norm_D.add_(gain)
+    norm_D.add_(gain)
     centres = isinstance(table.norm, nn.LayerNorm)
     if not centres:
-        parts.norm_D[-1] = 0
+        norm_D[-1] = 0
 
     plane_2D = torch.randn(2, width, generator=rng)
     plane_2D[:, :size] *= plane_2D[:, size:].norm() / plane_2D[:, :size].norm()
@@ -233,11 +238,11 @@ def plant(
 def planted(model: LanguageModel) -> Sectors | None:
     """Returns what the first block of a causal model does to tokens; None: it is not imprinted."""
     own = dict(model.module.named_parameters())
-    parts = _parts(model, {name: own[name].detach().cpu() for name in changed_names(model)})
+    tensors = {name: own[name].detach().cpu() for name in changed_names(model)}
+    parts, gain_D = weights(model, tensors), _scale(tensors)[:-1]
     size = int(parts.output.any(1).sum())
-    gain_D = parts.norm_D[:-1]
     row_ND = parts.first.double()
-    if any(part.any() for part in parts.attends) or not size or not (gain_D == gain_D[0]).all():
+    if parts.query.any() or parts.key.any() or not size or not (gain_D == gain_D[0]).all():
         return None
     length = row_ND.norm(dim=1).mean()
     first_D = row_ND[0] / length

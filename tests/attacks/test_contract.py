@@ -290,6 +290,7 @@ def test_an_attack_that_does_not_say_what_it_reads_reads_all(small, observe):
     setting = AttackSetting.of(observe(model, 1).seen, model)
     assert SELECTIVE == [
         "dager",
+        "decepticons",
         "imprint",
         "keyspan",
         "maximum_likelihood",
@@ -391,6 +392,7 @@ EASY = {
     "position_marginals": Easy(texts=("she told us that",)),
     "maximum_likelihood": Easy(texts=("she told us that",)),
     "imprint": Easy(width=48, server_mode="imprint"),
+    "decepticons": Easy(width=48, server_mode="decepticons"),
 }
 """By kind, for attacks that cannot work in the setting that is easy for others, or take long."""
 

@@ -124,7 +124,7 @@ BAD = [
         {"attack": [{"steps": 1}]},
         [
             "attack[0].kind is missing",
-            "dager, dlg, imprint, keyspan, lamp, maximum_likelihood, membership, "
+            "dager, decepticons, dlg, imprint, keyspan, lamp, maximum_likelihood, membership, "
             "position_marginals, probes, query_gradients, tag",
         ],
     ),

@@ -9,7 +9,7 @@ gradient, recomputed at the model that was sent, is the update.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from fedleak.attacks import AttackSetting, certificate
-from fedleak.attacks.analytic.embedding_rows import used_rows
-from fedleak.attacks.clock import UNLIMITED
+from fedleak.attacks.imprinted.answer import NO_TOKEN, answered
 from fedleak.attacks.imprinted.bins import Words, pick, read_bins
 from fedleak.attacks.imprinted.chains import Chains
 from fedleak.attacks.imprinted.checksum import Checksum, Text, read_texts
@@ -27,17 +26,11 @@ from fedleak.attacks.imprinted.tags import more_tags, read_tags, splits, without
 from fedleak.attacks.matching.batch_structure import frame
 from fedleak.attacks.reconstruction import Reconstruction, Status
 from fedleak.models import LanguageModel
-from fedleak.models.family import TokenTable
 from fedleak.server_modes import sectors
 from fedleak.server_modes.imprint import Imprint, planted
 from fedleak.training.observation import Observation
 
-_PLACES = 40
-"""Positions that are considered where it is not known how many were used."""
-
 NOT_IMPRINTED = "the first block of this model is not imprinted"
-
-NO_TOKEN = "no bin of the imprinted layer holds a single token: noise, or too many tokens"
 
 
 @dataclass(frozen=True)
@@ -76,7 +69,7 @@ class ImprintReader:
             return Reconstruction.none(Status.ABSTAINED, NOT_IMPRINTED)
         (first,) = model.family.modules(0)["f"]
         bins = read_bins(tensors[first], known)
-        words = _words(model, seen, model.family.token_table(model.module))
+        words = Words.of(model, seen, model.family.token_table(model.module))
         size = len(known.project_KD)
         picked = pick(bins, words, slice(size, None), rng)
         exact = splits(bins, words, picked, size)
@@ -101,7 +94,7 @@ class ImprintReader:
         numbers |= {"explained": len(slots.members), "tags": len(tags.tag_SK)}
         # Half precision rounds bins by more than a checksum can bear.
         precise = certificate.precision(seen) <= certificate.PRECISION
-        return _answer(seen, model, words.ids_V.tolist(), read, numbers, alone=precise)
+        return answered(seen, model, words.ids_V.tolist(), read, numbers, alone=precise)
 
 
 @torch.no_grad()
@@ -115,7 +108,7 @@ def _read_chains(
     first = model.family.modules(0)["f"][0]
     bins = read_bins(sectors.as_linear(model, first, tensors[first]), known)
     table = model.family.token_table(model.module)
-    words = _words(model, seen, sectors.Stream.of(table, known))
+    words = Words.of(model, seen, sectors.Stream.of(table, known))
     size = len(known.project_KD)
     exact = splits(bins, words, pick(bins, words, slice(size, None), rng), size)
     numbers: dict[str, Any] = {"noise": bins.noise(), "bins": len(bins.used())}
@@ -137,65 +130,4 @@ def _read_chains(
         for ending in chains.endings()
     ]
     with torch.enable_grad():
-        return _answer(seen, model, words.ids_V.tolist(), read, numbers, alone=False)
-
-
-def _words(model: LanguageModel, seen: Observation, table: TokenTable | sectors.Stream) -> Words:
-    """Returns the words and positions that have a gradient, or all if these are not told apart."""
-    family, update = model.family, seen.update
-    word, place = (
-        used_rows(update.tensors[name]) if name is not None and name in update.tensors else None
-        for name in (family.word_embedding, family.position_embedding)
-    )
-    known = word and word.complete and not model.tied
-    ids_V = torch.tensor(word.rows) if word and known else torch.arange(model.vocabulary)
-    places = place.rows[-1] + 1 if place else min(_PLACES, model.max_length)
-    return Words(table, ids_V, 1 if family.position_embedding is None else places)
-
-
-def _answer(
-    seen: Observation,
-    model: LanguageModel,
-    ids_V: Sequence[int],
-    texts: Sequence[Text],
-    numbers: Mapping[str, Any],
-    *,
-    alone: bool,
-) -> Reconstruction:
-    """Returns the texts, the certified ones first, and what the whole gradient proves of them.
-
-    If a text is not certified alone, all of them are by the proof or none is.
-    """
-    size = seen.update.num_examples
-    best = sorted(texts, key=Text.doubt)[:size]
-    sequences = [tuple(ids_V[word] for word in text.words if word is not None) for text in best]
-    certified = [ids for ids, text in zip(sequences, best, strict=True) if text.certified]
-    numbers = {**numbers, "certified": len(certified) if alone else 0}
-    if not sequences:
-        reason = "no text was read: the bins name too few words of each"
-        return Reconstruction.none(Status.ABSTAINED, reason, **numbers)
-    verdict = certificate.NOTHING_PROVED
-    if certificate.is_linear(seen) and len(certified) == len(sequences):
-        members = certificate.explain(model, list(dict.fromkeys(certified)), seen, UNLIMITED)
-        verdict = certificate.verify(model, members, seen, UNLIMITED)
-    if verdict.verified:
-        sequences = [ids for ids, times in verdict.repeats.items() for _ in range(times)]
-        numbers["certified"] = len(sequences)
-    doubts = [text.doubt() if alone else max(text.doubt(), 1.0) for text in best]
-    if verdict.verified:
-        doubts = [0.0] * size
-    return Reconstruction(
-        status=Status.RECOVERED,
-        sequences=tuple(certificate.close(model, ids) for ids in sequences),
-        evidence=tuple(doubts),
-        tokens=tuple(sorted({token for ids in sequences for token in ids})),
-        diagnostics={
-            **numbers,
-            **verdict.diagnostics(),
-            "chance": max((text.chance for text in best if text.certified), default=None),
-        },
-        verified=verdict.verified,
-        reason=verdict.remark()
-        if verdict.verified
-        else f"the batch is not proved; {numbers['certified']} of its texts are certified",
-    )
+        return answered(seen, model, words.ids_V.tolist(), read, numbers, alone=False)

@@ -20,11 +20,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fedleak.attacks.analytic.embedding_rows import used_rows
 from fedleak.attacks.imprinted import pursuit
 from fedleak.attacks.matching.batch_structure import Frame
+from fedleak.models import LanguageModel
 from fedleak.models.family import TokenTable
 from fedleak.server_modes.imprint import Planted
 from fedleak.server_modes.sectors import Sectors, Stream
+from fedleak.training.observation import Observation
 
 ROOM = 2.0
 """How many times the size of the noise what is left of an explained bin may have."""
@@ -43,6 +46,9 @@ _FLATTEST = 1e-4
 
 _SAMPLE = 4096
 """Rows of the table whose covariance is taken."""
+
+_PLACES = 40
+"""Positions that are considered where it is not known how many were used."""
 
 _AT_ONCE = 20_000_000
 """Numbers of a table of scores."""
@@ -118,6 +124,19 @@ class Words:
     table: TokenTable | Stream
     ids_V: Tensor
     places: int
+
+    @classmethod
+    def of(cls, model: LanguageModel, seen: Observation, table: TokenTable | Stream) -> "Words":
+        """Returns words and positions that have a gradient, or all if these are not told apart."""
+        family, update = model.family, seen.update
+        word, place = (
+            used_rows(update.tensors[name]) if name is not None and name in update.tensors else None
+            for name in (family.word_embedding, family.position_embedding)
+        )
+        known = word and word.complete and not model.tied
+        ids_V = torch.tensor(word.rows) if word and known else torch.arange(model.vocabulary)
+        places = place.rows[-1] + 1 if place else min(_PLACES, model.max_length)
+        return cls(table, ids_V, 1 if family.position_embedding is None else places)
 
     def rows(self, word_A: Tensor, place_A: Tensor) -> Tensor:
         """Returns the inputs [A, D] of words, as indices, at places; in memory."""

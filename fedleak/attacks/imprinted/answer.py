@@ -1,0 +1,61 @@
+"""What an attack on an imprinted model answers: texts, and what proves them."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fedleak.attacks import certificate
+from fedleak.attacks.clock import UNLIMITED
+from fedleak.attacks.imprinted.checksum import Text
+from fedleak.attacks.reconstruction import Reconstruction, Status
+from fedleak.models import LanguageModel
+from fedleak.training.observation import Observation
+
+NO_TOKEN = "no bin of the imprinted layer holds a single token: noise, or too many tokens"
+
+
+def answered(
+    seen: Observation,
+    model: LanguageModel,
+    ids_V: Sequence[int],
+    texts: Sequence[Text],
+    numbers: Mapping[str, Any],
+    *,
+    alone: bool,
+) -> Reconstruction:
+    """Returns the texts, the certified ones first, and what the whole gradient proves of them.
+
+    If a text is not certified alone, all of them are by the proof or none is.
+    """
+    size = seen.update.num_examples
+    best = sorted(texts, key=Text.doubt)[:size]
+    sequences = [tuple(ids_V[word] for word in text.words if word is not None) for text in best]
+    certified = [ids for ids, text in zip(sequences, best, strict=True) if text.certified]
+    numbers = {**numbers, "certified": len(certified) if alone else 0}
+    if not sequences:
+        reason = "no text was read: the bins name too few words of each"
+        return Reconstruction.none(Status.ABSTAINED, reason, **numbers)
+    verdict = certificate.NOTHING_PROVED
+    if certificate.is_linear(seen) and len(certified) == len(sequences):
+        members = certificate.explain(model, list(dict.fromkeys(certified)), seen, UNLIMITED)
+        verdict = certificate.verify(model, members, seen, UNLIMITED)
+    if verdict.verified:
+        sequences = [ids for ids, times in verdict.repeats.items() for _ in range(times)]
+        numbers["certified"] = len(sequences)
+    doubts = [text.doubt() if alone else max(text.doubt(), 1.0) for text in best]
+    if verdict.verified:
+        doubts = [0.0] * size
+    return Reconstruction(
+        status=Status.RECOVERED,
+        sequences=tuple(certificate.close(model, ids) for ids in sequences),
+        evidence=tuple(doubts),
+        tokens=tuple(sorted({token for ids in sequences for token in ids})),
+        diagnostics={
+            **numbers,
+            **verdict.diagnostics(),
+            "chance": max((text.chance for text in best if text.certified), default=None),
+        },
+        verified=verdict.verified,
+        reason=verdict.remark()
+        if verdict.verified
+        else f"the batch is not proved; {numbers['certified']} of its texts are certified",
+    )
