@@ -67,6 +67,20 @@ def test_an_attack_that_cannot_work_says_why_whether_it_is_listed_or_not():
     assert "needs" in by_name(explained(update=embedding))["dager"].reason
 
 
+def test_a_loss_on_responses_is_said_and_ends_what_needs_all_tokens():
+    learned = {
+        "model": {
+            "name": "builtin/gpt2-tiny",
+            "task": "causal-lm",
+            "response_template": "### Response:",
+        }
+    }
+    assert "clients learn what stands behind the last '### Response:' of a text" in shown(**learned)
+    found = by_name(explained(**learned))
+    assert "model.response_template" in found["lamp"].reason
+    assert found["dager"].reason is None
+
+
 def test_adapters_are_no_matter_of_what_is_shared_and_are_silent_in_round_1():
     lora = {"model": {"name": "builtin/bert-tiny", "lora": {"rank": 2}}}
     reason = by_name(explained(**lora))["keyspan"].reason

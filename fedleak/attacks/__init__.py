@@ -42,6 +42,7 @@ class AttackSetting:
         task: "sequence-classification" or "causal-lm".
         server_mode: The kind of what a malicious server did to the model that it sent; None: it was
             honest.
+        response: The loss counts the tokens of responses alone.
     """
 
     update: UpdateKind
@@ -51,6 +52,7 @@ class AttackSetting:
     num_layers: int
     task: str
     server_mode: str | None = None
+    response: bool = False
 
     @classmethod
     def of(cls, seen: Observation, model: LanguageModel) -> "AttackSetting":
@@ -63,6 +65,7 @@ class AttackSetting:
             num_layers=model.num_layers,
             task=model.task,
             server_mode=seen.knowledge.server_mode,
+            response=bool(model.response_template),
         )
 
 

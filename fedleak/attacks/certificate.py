@@ -5,7 +5,8 @@ the gradients of the sequences' logits, `G = sum_s sum_k kappa_sk dlogit_sk/dW`.
 occurs m_c times with label c in a batch of n, then
 `kappa_s = sum_c m_c dloss(logits_s, c)/dlogits / n`. So least squares gives kappa, and kappa gives
 the labels and the multiplicities. A batch is proved when the gradient recomputed from all of it
-equals the observed gradient.
+equals the observed gradient. Of a text that has no target the update says nothing, so a response
+template leaves batches with such texts, or with repeated ones, unproved.
 
 It may do so up to one positive factor on the whole update, the scale. Clipping by norm, a sum in
 place of the mean, accumulation without division, loss scaling and an unknown learning rate
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor
 
 from fedleak.attacks.clock import UNLIMITED, Clock
-from fedleak.models import CLASSIFICATION, LanguageModel, batch_loss, pad
+from fedleak.models import CLASSIFICATION, LanguageModel, batch_loss, pad, target_counts
 from fedleak.models.family import frozen_rows
 from fedleak.training.observation import Observation, UpdateKind
 
@@ -134,9 +135,10 @@ def units(
             parts = [list(logits_C) for logits_C in logits_BC]
         else:
             logits_BC = None
+            counts = target_counts(model, closed)
             parts = [
-                [batch_loss(model, ids_T[None], mask_T[None], None) * (mask_T.sum() - 1)]
-                for ids_T, mask_T in zip(ids_BT, mask_BT, strict=True)
+                [batch_loss(model, ids_T[None], mask_T[None], None) * count]
+                for ids_T, mask_T, count in zip(ids_BT, mask_BT, counts, strict=True)
             ]
         for i, ids in enumerate(sequences):
             gradients = [
@@ -156,7 +158,8 @@ def member(model: LanguageModel, unit: Units, kappa_C: Tensor, batch_size: int) 
     explain anything.
     """
     if unit.logits_C is None:
-        weight = float(kappa_C[0]) * (len(close(model, unit.ids)) - 1)
+        (count,) = target_counts(model, [close(model, unit.ids)])
+        weight = float(kappa_C[0]) * count
         return Member(unit.ids, weight, None) if weight > 0 else None
     grad_CC = _gradients_by_label(model, unit.logits_C)
     # The gradients of cross-entropy are linearly dependent, so the total has to be given.
@@ -348,16 +351,24 @@ def _flat(gradients: Mapping[str, Tensor]) -> Tensor:
     return torch.cat([gradient.flatten() for gradient in gradients.values()]).double()
 
 
-def multiplicities(members: Sequence[Member], batch_size: int) -> list[int]:
+def multiplicities(model: LanguageModel, members: Sequence[Member], batch_size: int) -> list[int]:
     """Returns how often each member occurs in a batch of this size that holds nothing else."""
-    # Next-token training weighs each target alike, so a weight per target counts occurrences.
-    per_target = [member.weight / len(member.ids) for member in members]
+    weights = weights_per_target(model, members)
     return [
         sum(member.counts)
         if member.counts is not None
-        else round(batch_size * weight / sum(per_target))
-        for member, weight in zip(members, per_target, strict=True)
+        else round(batch_size * weight / sum(weights))
+        for member, weight in zip(members, weights, strict=True)
     ]
+
+
+def weights_per_target(model: LanguageModel, members: Sequence[Member]) -> list[float]:
+    """Returns each member's weight for one target.
+
+    Next-token training weighs each target alike, so this counts occurrences, up to one factor.
+    """
+    counts = target_counts(model, [close(model, member.ids) for member in members])
+    return [member.weight / count for member, count in zip(members, counts, strict=True)]
 
 
 class Verdict(NamedTuple):
@@ -416,7 +427,7 @@ def verify(
         return NOTHING_PROVED
     if has_twins(model, {token for member in members for token in member.ids}, seen):
         return NOTHING_PROVED
-    repeats = multiplicities(members, seen.update.num_examples)
+    repeats = multiplicities(model, members, seen.update.num_examples)
     by_ids = dict(zip((member.ids for member in members), repeats, strict=True))
     known = members[0].counts is not None
     if known and sum(repeats) != seen.update.num_examples:
@@ -429,6 +440,8 @@ def verify(
     alike = model.task == CLASSIFICATION and any(is_run(model, member.ids) for member in members)
     # At another scale, a batch of which every text is repeated pulls like one without repeats.
     doubled = abs(scale - 1) > WHOLE and math.gcd(*repeats) > 1
+    # So does a batch with a text that has no target, which says nothing.
+    doubled |= bool(model.response_template) and max(repeats) > 1
     if apart < precision(seen) and not alike and not doubled:
         return Verdict(by_ids, apart, True, scale)
     whole = known or abs(sum(member.weight for member in members) - 1) <= WHOLE
@@ -467,13 +480,17 @@ def proves(
 def _is_batch(
     model: LanguageModel, sequences: Sequence[tuple[int, ...]], seen: Observation, clock: Clock
 ) -> bool:
-    if not all(sequences):
-        return False
     times = Counter(sequences)
+    targets = target_counts(model, [close(model, ids) for ids in times])
+    if not all(sequences) or not all(targets):
+        return False
     if model.task == CLASSIFICATION:
         members = _explained(model, list(times), (), seen, clock)
     else:  # there are no labels to find, and each target weighs alike
-        members = [Member(ids, float(count * len(ids)), None) for ids, count in times.items()]
+        members = [
+            Member(ids, float(times[ids] * count), None)
+            for ids, count in zip(times, targets, strict=True)
+        ]
     verdict = verify(model, members, seen, clock)
     return verdict.verified and verdict.repeats == times
 
@@ -568,7 +585,7 @@ def difference(
     for member, times in zip(members, repeats, strict=True):
         for label, count in enumerate(member.counts or (times,)):
             batch += [(close(model, member.ids), label)] * count
-    counts = [1 if model.task == CLASSIFICATION else len(ids) - 1 for ids, _ in batch]
+    counts = target_counts(model, [ids for ids, _ in batch])
     own, observed = dict(model.module.named_parameters()), as_gradient(seen)
     parameters = [own[name] for name in observed]
     size = max(1, TOKENS_AT_ONCE // max(len(ids) for ids, _ in batch))

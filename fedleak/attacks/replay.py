@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fedleak.attacks.certificate import close, nearest_words, precision
 from fedleak.attacks.clock import Clock
-from fedleak.models import CLASSIFICATION, LanguageModel
+from fedleak.models import CLASSIFICATION, LanguageModel, target_counts
 from fedleak.training.observation import Observation, UpdateKind
 from fedleak.training.recipe import Recipe, copied_parameters, in_weights_of
 from fedleak.training.steps import Batch, gradient, moved, steps_
@@ -136,7 +136,9 @@ def replay(
         return None
     end = close(model, ())
     closed = [ids if end and ids[-1:] == end else close(model, ids) for ids in sequences]
-    if min(map(len, closed)) < 2:
+    # A text without a target says nothing, and a repeated one may stand in its place.
+    hidden = bool(model.response_template) and len(set(closed)) < len(closed)
+    if hidden or not all(target_counts(model, closed)):
         return None
     clock, sent_X = Clock(SECONDS), flat(seen.update.tensors)
     best: tuple[float, Arrangement] | None = None

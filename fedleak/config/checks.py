@@ -160,6 +160,7 @@ def setting_of(
         family=model.family,
         num_layers=model.num_layers,
         task=model.task,
+        response=bool(model.response_template),
     )
 
 

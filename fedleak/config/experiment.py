@@ -297,6 +297,7 @@ class Experiment(Table):
             seed=self.seed,
             loss=table.loss,
             lora=lora,
+            response_template=table.response_template,
         )
 
     @property

@@ -11,7 +11,13 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "flowertune": {
         "model": {
             "task": "causal-lm",
+            "response_template": "### Response:",
             "lora": {"rank": 32, "alpha": 64.0, "dropout": 0.075},
+        },
+        "data": {
+            "text": "Below is an instruction that describes a task. Write a response that "
+            "appropriately completes the request.\n### Instruction:\n{instruction}\n### Response: "
+            "{response}",
         },
         "federation": {
             "algorithm": "fedavg",

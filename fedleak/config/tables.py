@@ -100,11 +100,19 @@ class ModelTable(Table):
     """What the model learns: the class of a text, or the next token."""
     loss: Literal["cross-entropy", "squared"] = "cross-entropy"
     """The training loss; `squared` is for classes only."""
+    response_template: str = ""
+    """The words before each response, such as `### Response:`: the loss counts what stands behind
+    them, and an end token. Left out: all tokens."""
     lora: LoraTable | None = None
     """Adapters; left out: the model itself is trained."""
 
     @model_validator(mode="after")
-    def _loss_of_classes(self) -> "ModelTable":
+    def _loss_of_task(self) -> "ModelTable":
+        if self.response_template and self.task != CAUSAL_LM:
+            raise ValueError(
+                f"response_template is for task = {CAUSAL_LM!r}, and task = {self.task!r}: leave "
+                "it out"
+            )
         if self.task == CAUSAL_LM and self.loss == "squared":
             raise ValueError(
                 f"loss = 'squared' is for classes and task = {CAUSAL_LM!r} has none: use "
@@ -121,7 +129,12 @@ class DataTable(Table):
     split: str = "train"
     """The split of the data set."""
     text: str | int | None = None
-    """The column of the text, by name or by number from 0; well-known data sets need none."""
+    """The column of the text, by name or by number from 0; well-known data sets need none.
+
+    Or a template of the text, with the names of columns in braces, such as
+    `"### Instruction:\\n{instruction}\\n### Response: {response}"`. Built-in data has the columns
+    `text`, `instruction` and `response`.
+    """
     label: str | int | None = None
     """The column of the class, by name or by number from 0; well-known data sets need none."""
     samples: Annotated[int, Field(ge=1, le=MOST_EXAMPLES)] | None = None

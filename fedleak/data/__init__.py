@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from string import Formatter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -116,7 +117,8 @@ def read_split(
     Args:
         name: A hub id, a file, or `builtin/notes`.
         split: The hub split; a file is one split.
-        text, label: Columns, by name, or by number (from 0) in a file without a header line.
+        text, label: Columns, by name, or by number (from 0) in a file without a header line; or a
+            template of the text, with names of columns in braces.
         samples: Training examples; None: all that are not held out.
         held_out: How many, or a share of all examples; None: a default.
         seed: Of the draw.
@@ -136,7 +138,7 @@ def read_split(
                 f"data.name = {name!r} has as many examples as are asked for: set data.samples and "
                 "data.held_out"
             )
-        corpus = _builtin(name, sum(_sizes(samples, held_out, 0)))
+        corpus = _builtin(name, sum(_sizes(samples, held_out, 0)), text)
     else:
         wanted = label if classes else None
         rows, text, label_column = _rows(name, split, text, wanted, encoding, delimiter)
@@ -301,7 +303,39 @@ def tokenise(
     return sequences
 
 
-def _builtin(name: str, needed: int) -> Corpus:
+def _pieces(template: str) -> list[tuple[str, str | None]]:
+    """Returns the words of a template, each with the column behind them; None: there is none.
+
+    Raises:
+        ConfigError: A brace that nothing closes, or more than a name in braces.
+    """
+    try:
+        pieces = list(Formatter().parse(template))
+        if any(name == "" or more or conversion for _, name, more, conversion in pieces):
+            raise ValueError
+    except ValueError as error:
+        raise ConfigError(
+            f"data.text = {template!r}: write the names of columns in braces, as in "
+            "'{instruction} {response}', and other braces twice"
+        ) from error
+    return [(words, name) for words, name, _, _ in pieces]
+
+
+def _filled(text: str, row: Mapping[str, str]) -> str:
+    """Returns the text of a row: its only column, or the template with its columns."""
+    if text in row:
+        return row[text]
+    return "".join(words + ("" if name is None else row[name]) for words, name in _pieces(text))
+
+
+def _columns(text: str, names: Sequence[str]) -> list[str]:
+    """Returns the columns that a text is made of: that of this name, or those of a template."""
+    if text in names:
+        return [text]
+    return list(dict.fromkeys(name for _, name in _pieces(text) if name is not None)) or [text]
+
+
+def _builtin(name: str, needed: int, text: str | int | None) -> Corpus:
     if name.removeprefix("builtin/") not in BUILTIN:
         known = ", ".join("builtin/" + known for known in BUILTIN)
         raise ConfigError(f"data.name = {name!r}: there is only {known}")
@@ -309,9 +343,19 @@ def _builtin(name: str, needed: int) -> Corpus:
         written = notes(needed)
     except ValueError as error:
         raise ConfigError(f"data.samples: {error}") from error
-    return Corpus(
-        tuple(n.text for n in written), tuple(n.label for n in written), ("other", "health")
-    )
+    labels, names = tuple(note.label for note in written), ("other", "health")
+    instructions = ("Write down a note.", "Write down a note about health.")
+    rows = [
+        {"text": note.text, "instruction": instructions[note.label], "response": note.text}
+        for note in written
+    ]
+    template = "text" if text is None else str(text)
+    if unknown_names := sorted({*_columns(template, list(rows[0]))} - rows[0].keys()):
+        raise ConfigError(
+            f"data.text = {template!r}: {name!r} has no column {unknown_names[0]!r}: it has "
+            f"{', '.join(rows[0])}"
+        )
+    return Corpus(tuple(_filled(template, row) for row in rows), labels, names)
 
 
 def _rows(
@@ -327,7 +371,8 @@ def _rows(
     if name in HUB and not path.exists():
         known = HUB[name]
         _refuse_format(name, encoding, delimiter)
-        return _from_hub(name, known.path, known.subset, split), known.text, known.label
+        rows = _from_hub(name, known.path, known.subset, split)
+        return rows, known.text if text is None else str(text), known.label
     if text is None:
         raise ConfigError(f"data.text is missing: name the column of {name!r} that holds the text")
     bare = isinstance(text, int) or isinstance(label, int)
@@ -344,9 +389,9 @@ def _rows(
         rows = file.read_dataset()
     else:
         raise ConfigError(f"data.name = {name!r}: there is no such file: check the path")
-    for key, column in (("data.text", text), ("data.label", label)):
-        if column is not None:
-            _check_column(name, key, column, rows, file)
+    columns = [("data.text", column) for column in _columns(text, rows.column_names)]
+    for key, column in [*columns, *([] if label is None else [("data.label", label)])]:
+        _check_column(name, key, column, rows, file)
     if bare and _begins_with_header(rows, text, label):
         raise ConfigError(
             f"data.text = {text}: columns of a file without a header line go by number, and the "
@@ -420,28 +465,32 @@ def _corpus(
     drop_empty: bool,
     classes: Sequence[str] | None = None,
 ) -> tuple[Corpus, int]:
-    """Returns what is in two columns of a table, and how many rows without text were left out."""
-    cells = [_as_text(value) for value in rows[text][:]]
-    for number, value in enumerate(cells, start=1):
-        if value is None:
-            raise ConfigError(
-                f"data.text = {text!r} holds no text in row {number} of {name!r} but a list or a "
-                "table: name another column"
-            )
-        if "\0" in value:
-            raise ConfigError(
-                f"data.text = {text!r} has a NUL character in row {number} of {name!r}: the file "
-                "is damaged, or data.encoding is another: remove that character"
-            )
-    kept = [i for i, value in enumerate(cells) if value and not value.isspace()]
-    empty = len(cells) - len(kept)
+    """Returns what is in the columns of a table, and how many rows without text were left out."""
+    cells = {
+        column: [_as_text(value) for value in rows[column][:]]
+        for column in _columns(text, rows.column_names)
+    }
+    for column, values in cells.items():
+        for number, value in enumerate(values, start=1):
+            if value is None:
+                raise ConfigError(
+                    f"data.text = {column!r} holds no text in row {number} of {name!r} but a list "
+                    "or a table: name another column"
+                )
+            if "\0" in value:
+                raise ConfigError(
+                    f"data.text = {column!r} has a NUL character in row {number} of {name!r}: the "
+                    "file is damaged, or data.encoding is another: remove that character"
+                )
+    kept = [i for i in range(len(rows)) if any((v[i] or "").strip() for v in cells.values())]
+    empty = len(rows) - len(kept)
     if empty and not drop_empty:
         first = next(i for i, j in enumerate([*kept, -1]) if i != j)
         raise ConfigError(
-            f"data.name = {name!r}: {empty} of {len(cells)} rows have no text in column {text!r} "
+            f"data.name = {name!r}: {empty} of {len(rows)} rows have no text in column {text!r} "
             f"(the first is row {first + 1}): remove them, or set data.drop_empty = true"
         )
-    texts = tuple(str(cells[i]) for i in kept)
+    texts = tuple(_filled(text, {c: values[i] or "" for c, values in cells.items()}) for i in kept)
     if label is None:
         return Corpus(texts, (0,) * len(texts), ("none",)), empty
     labels, names = _classes(name, rows, label, kept, classes)

@@ -7,7 +7,7 @@ from pathlib import Path
 from fedleak import data
 from fedleak.config.components import NamedAttack
 from fedleak.config.experiment import Experiment
-from fedleak.models import CLASSIFICATION, LanguageModel, loading
+from fedleak.models import CLASSIFICATION, LanguageModel, loading, target_counts
 from fedleak.util.errors import ConfigError
 
 MOST_UNKNOWN = 0.5
@@ -89,9 +89,7 @@ def own_workload(
         encoding=table.encoding,
         delimiter=table.delimiter,
     )
-    sequences = data.tokenise(
-        corpus.texts, model.encode, limit=model.max_length, max_length=table.max_length
-    )
+    sequences = _tokenised(corpus.texts, model, table.max_length)
     parts: list[list[int]] = [[] for _ in range(experiment.federation.clients)]
     parts[client] = list(range(len(sequences)))
     return Workload(
@@ -131,12 +129,7 @@ def candidates(
             classes=classes if classifies else None,
             what="the file",
         )
-        sequences = data.tokenise(
-            corpus.texts,
-            model.encode,
-            limit=model.max_length,
-            max_length=experiment.data.max_length,
-        )
+        sequences = _tokenised(corpus.texts, model, experiment.data.max_length)
     except ConfigError as error:
         columns = "columns text and label" if classifies else "a column text"
         raise ConfigError(f"attack {attack.name!r}: candidates ({columns}): {error}") from error
@@ -178,10 +171,9 @@ def divide(experiment: Experiment, split: data.Split, model: LanguageModel) -> W
         ConfigError: A text that is too long, or a client without data.
     """
     table, max_length = experiment.federation, experiment.data.max_length
-    limit = model.max_length
     train, held_out = split.train, split.held_out
     return Workload(
-        sequences=data.tokenise(train.texts, model.encode, limit=limit, max_length=max_length),
+        sequences=_tokenised(train.texts, model, max_length),
         labels=train.labels,
         parts=[[] for _ in range(table.clients)]
         if experiment.data.on_nodes
@@ -192,9 +184,29 @@ def divide(experiment: Experiment, split: data.Split, model: LanguageModel) -> W
             alpha=table.alpha,
             seed=experiment.seed,
         ),
-        held_out=data.tokenise(held_out.texts, model.encode, limit=limit, max_length=max_length),
+        held_out=_tokenised(held_out.texts, model, max_length),
         held_out_labels=held_out.labels,
     )
+
+
+def _tokenised(
+    texts: Sequence[str], model: LanguageModel, max_length: int | None
+) -> list[tuple[int, ...]]:
+    """Returns the tokens of each text, of which the loss counts some.
+
+    Raises:
+        ConfigError: A text that is too long, or has no response.
+    """
+    limit = model.max_length
+    sequences = data.tokenise(texts, model.encode, limit=limit, max_length=max_length)
+    if without := target_counts(model, sequences).count(0):
+        words = model.decode(model.response_template)
+        raise ConfigError(
+            f"{without} of {len(sequences)} texts have nothing behind model.response_template = "
+            f"{words!r}, or less than data.max_length leaves: let data.text be a template that has "
+            "it, raise data.max_length, or set model.response_template = ''"
+        )
+    return sequences
 
 
 def unknown_fraction(workload: Workload, model: LanguageModel) -> float:

@@ -74,6 +74,8 @@ class ModelSpec:
         seed: For parameters that the checkpoint lacks: a new classifier, adapters.
         loss: A key of `CLASS_LOSSES`.
         lora: Adapters that are trained in place of the model; None trains all of it.
+        response_template: The words behind which next-token training begins; empty: it counts all
+            tokens.
     """
 
     name: str
@@ -83,6 +85,7 @@ class ModelSpec:
     loss: str = "cross-entropy"
     lora: Lora | None = None
     tokenizer: str | None = None
+    response_template: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +98,8 @@ class LanguageModel:
         family: Its architecture.
         task: "sequence-classification" or "causal-lm".
         class_loss: What a classifier is trained on.
+        response_template: Token ids behind which next-token training begins; empty: it counts all
+            tokens.
     """
 
     module: nn.Module
@@ -102,6 +107,7 @@ class LanguageModel:
     family: ModelFamily
     task: str
     class_loss: ClassLoss = F.cross_entropy
+    response_template: tuple[int, ...] = ()
 
     @property
     def device(self) -> torch.device:
@@ -229,17 +235,46 @@ def batch_loss(
     if model.task == CLASSIFICATION:
         assert labels is not None
         return model.class_loss(logits, labels)
-    targets_BT = ids_BT.masked_fill(mask_BT == 0, _IGNORED)
-    return F.cross_entropy(
-        logits[:, :-1].flatten(0, 1), targets_BT[:, 1:].flatten(), ignore_index=_IGNORED
+    targets_BT = _targets(model, ids_BT, mask_BT)
+    total = F.cross_entropy(
+        logits[:, :-1].flatten(0, 1),
+        targets_BT[:, 1:].flatten(),
+        ignore_index=_IGNORED,
+        reduction="sum",
     )
+    return total / (targets_BT != _IGNORED).sum().clamp_min(1)
 
 
-def num_targets(model: LanguageModel, sequences: Sequence[Sequence[int]]) -> int:
-    """Returns how many terms the mean loss of a batch has: texts, or tokens to be predicted."""
-    if model.task == CLASSIFICATION:
-        return len(sequences)
-    return sum(len(sequence) - 1 for sequence in sequences)
+def is_target(model: LanguageModel, ids_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """Returns which tokens next-token training counts [B, T]: the one place that says so.
+
+    They are all but the first; with a response template those behind the last place where it
+    stands, and none of a text without it, as in TRL's `DataCollatorForCompletionOnlyLM`.
+    """
+    template, place_T = model.response_template, torch.arange(ids_BT.shape[1], device=ids_BT.device)
+    there_BT = mask_BT != 0
+    if not template:
+        return there_BT & (place_T > 0)
+    if len(place_T) < len(template):
+        return torch.zeros_like(there_BT)
+    windows_BSN = ids_BT.masked_fill(~there_BT, -1).unfold(1, len(template), 1)
+    stands_BS = (windows_BSN == ids_BT.new_tensor(template)).all(-1)
+    behind_S = place_T[: stands_BS.shape[1]] + len(template)
+    begin_B = torch.where(stands_BS.any(1), (stands_BS * behind_S).amax(1), len(place_T))
+    return there_BT & (place_T >= begin_B[:, None])
+
+
+def _targets(model: LanguageModel, ids_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    return ids_BT.masked_fill(~is_target(model, ids_BT, mask_BT), _IGNORED)
+
+
+def target_counts(model: LanguageModel, sequences: Sequence[Sequence[int]]) -> list[int]:
+    """Returns how many terms of a batch's mean loss each text has: tokens to be predicted, or 1."""
+    if model.task == CLASSIFICATION or not sequences:
+        return [1] * len(sequences)
+    ids_BT, mask_BT = pad(sequences, 0, torch.device("cpu"))
+    counts: list[int] = is_target(model, ids_BT, mask_BT).sum(1).tolist()
+    return counts
 
 
 def example_losses(
@@ -254,7 +289,7 @@ def example_losses(
     if model.task == CLASSIFICATION:
         pairs = zip(torch.split(logits, 1), torch.split(labels_B, 1), strict=True)
         return torch.stack([model.class_loss(logits_1C, label) for logits_1C, label in pairs])
-    targets_BT = ids_BT.masked_fill(mask_BT == 0, _IGNORED)[:, 1:]
+    targets_BT = _targets(model, ids_BT, mask_BT)[:, 1:]
     nll_BT = F.cross_entropy(
         logits[:, :-1].transpose(1, 2), targets_BT, ignore_index=_IGNORED, reduction="none"
     )

@@ -142,7 +142,29 @@ def _make(spec: ModelSpec, *, checkpoint: bool, whole: bool = False) -> Language
         family=family,
         task=task,
         class_loss=CLASS_LOSSES[spec.loss],
+        response_template=template_ids(tokenizer, spec.response_template),
     )
+
+
+def template_ids(tokenizer: Any, template: str) -> tuple[int, ...]:
+    """Returns the tokens of a response template as they stand in a text, behind a line break.
+
+    At the beginning of a text many tokenizers make other tokens of it.
+
+    Raises:
+        ConfigError: It has none.
+    """
+    ids, words = tokenizer.encode(f"\n{template}", add_special_tokens=False), template.strip()
+    while words and words in tokenizer.decode(ids[1:]):
+        ids = ids[1:]
+    if not template:
+        return ()
+    if not words or tokenizer.decode(ids).strip() != words:
+        raise ConfigError(
+            f"model.response_template = {template!r} has no tokens of its own in the model's "
+            "tokenizer: write words that stand before each response, such as '### Response:'"
+        )
+    return tuple(ids)
 
 
 def auto_class(task: str) -> Any:

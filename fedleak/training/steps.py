@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fedleak.models import LanguageModel, batch_loss, num_targets, pad
+from fedleak.models import LanguageModel, batch_loss, pad, target_counts
 from fedleak.training.recipe import Recipe
 
 
@@ -44,7 +44,7 @@ def gradient(model: LanguageModel, batch: Batch, recipe: Recipe) -> dict[str, Te
     ]
     if len(parts) == 1:
         return _gradient(model, batch, recipe, 1.0)
-    counts = [num_targets(model, part.sequences) for part in parts]
+    counts = [sum(target_counts(model, part.sequences)) for part in parts]
     total: dict[str, Tensor] = {}
     for part, count in zip(parts, counts, strict=True):
         part_gradient = _gradient(model, part, recipe, count / sum(counts))

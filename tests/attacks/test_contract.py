@@ -467,6 +467,38 @@ def test_an_easy_batch_is_found_and_in_the_update_alone(kind, small, observe):
     check_that_it_finds(attacks.kinds()[kind](**easy.settings), easy, small, observe)
 
 
+@pytest.mark.parametrize(
+    ("kind", "family"),
+    # A program of others reads files; membership takes gradients of texts, which are tested.
+    [(kind, "gpt2") for kind in ALL if kind not in ("command", "membership")]
+    + [("keyspan", "llama"), ("imprint", "llama")],
+)
+def test_a_loss_on_responses_is_read_as_well_or_named_as_an_obstacle(kind, family, small, observe):
+    whole = small(family, CAUSAL_LM, layers=3, width=48)
+    (that,) = whole.tokenizer.encode(" that", add_special_tokens=False)
+    attack, mode = attacks.kinds()[kind](**QUICK.get(kind, {})), EASY.get(kind, Easy()).server_mode
+    texts = ["she told us that nobody knows it", "my old friends say that he pays"]
+    found = []
+    for model in (replace(whole, response_template=(that,)), whole):
+        if mode is not None:
+            public = observe(model, 1).candidates.public
+            made = server_modes.kinds()[mode]().broadcast(
+                model, targeted=True, public=public, rng=stream(0, "server")
+            )
+            load_parameters_(model, {**model.parameters(), **made})
+        batch = texts[: 1 if kind == "position_marginals" else 2]
+        truth = observe(model, batch, granted=GRANTED, server_mode=mode)
+        obstacle = attack.obstacle(AttackSetting.of(truth.seen, model))
+        if obstacle is not None:
+            named = "model.response_template" in obstacle
+            assert named or attack.obstacle(AttackSetting.of(truth.seen, whole)) == obstacle
+            return
+        answer = run(attack, truth.seen, model)
+        found.append((score(answer, truth, model), answer.verified))
+    assert found[0] == found[1]
+    assert found[0][0] >= 0.5  # all words, or all texts
+
+
 @dataclass(frozen=True)
 class Fake:
     """Looks at nothing and always says the same."""

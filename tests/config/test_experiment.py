@@ -116,6 +116,7 @@ BAD = [
         | {"defense": [{"kind": "dp_sgd", "noise_multiplier": 1.0}]},
         ["threat.knows has noise_scale", "optimiser", "do not grant it"],
     ),
+    ({"model": {"response_template": "A:"}}, ["response_template is for task = 'causal-lm'"]),
     ({"preset": "flowertunes"}, ["preset = 'flowertunes'", "'flowertune'"]),
     ({"threat": {"knows": ["labels"], "ladder": True}}, ["threat", "ladder = true", "keep one"]),
     ({"threat": {"knows": ["label"]}}, ["threat", "'label'", "did you mean 'labels'?"]),

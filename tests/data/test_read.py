@@ -2,6 +2,7 @@ import gzip
 import json
 import tempfile
 from collections import Counter
+from functools import partial
 
 import datasets
 import pytest
@@ -268,6 +269,37 @@ def test_rows_without_text_are_refused_or_dropped_and_counted(tmp_path):
     )  # fmt: skip
     assert found.dropped == 3
     assert dict(zip(found.train.texts, found.train.labels, strict=True)) == {"a": 1, "b": 0, "c": 0}
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.jsonl"])
+def test_a_template_makes_a_text_of_several_columns(tmp_path, name):
+    rows = {"ask": ["why", "who", ""], "more": ["", "says she", ""], "say": ["so", "I {do}", ""]}
+    table = datasets.Dataset.from_dict(rows)
+    (table.to_csv if name.endswith("csv") else table.to_json)(tmp_path / name)
+    template = "Q {{}}: {ask}{more}\nA: {say}"
+    read_it = partial(read, tmp_path / name, label=None, samples=2, held_out=0)
+    train, _ = read_it(template, drop_empty=True)
+    assert set(train.texts) == {"Q {}: why\nA: so", "Q {}: whosays she\nA: I {do}"}
+    with pytest.raises(ConfigError, match=r"1 of 3 rows have no text"):
+        read_it(template)
+    with pytest.raises(ConfigError, match=r"data\.text = 'saying' is not a column"):
+        read_it("{ask} {saying}")
+    for wrong in ("{ask", "{}", "{ask!r}", "{ask:>9}"):
+        with pytest.raises(ConfigError, match=r"write the names of columns in braces"):
+            read_it(wrong)
+
+
+def test_built_in_texts_have_columns_for_a_template():
+    text = "{instruction}\nA: {response}"
+    train, _ = read("builtin/notes", text, samples=20)
+    plain, _ = read("builtin/notes", None, samples=20)
+    assert [made.split("\nA: ")[1] for made in train.texts] == list(plain.texts)
+    assert {made.split("\n")[0] for made in train.texts} == {
+        "Write down a note.",
+        "Write down a note about health.",
+    }
+    with pytest.raises(ConfigError, match=r"has no column 'reply': it has text, instruction"):
+        read("builtin/notes", "{reply}")
 
 
 @pytest.mark.parametrize("first", ["sentence\tlabel", "the words\tclass"])

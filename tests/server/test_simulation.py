@@ -179,17 +179,26 @@ def test_the_keeper_ends_orphans_and_removes_its_folder(tmp_path, monkeypatch, h
 
 # --- the whole ------------------------------------------------------------------------------
 
+RESPONSES = {
+    "model": {"name": "builtin/gpt2-tiny", "task": "causal-lm", "response_template": "A:"},
+    "data": {"name": "builtin/notes", "samples": 8, "text": "{instruction}\nA: {response}"},
+}
+
 
 @pytest.mark.parametrize(
-    "model",
-    [{}, pytest.param({"lora": {"rank": 2}}, marks=pytest.mark.slow)],
-    ids=["whole", "adapters"],
+    "tables",
+    [
+        {},
+        pytest.param({"model": {"lora": {"rank": 2}}}, marks=pytest.mark.slow),
+        pytest.param(RESPONSES, marks=pytest.mark.slow),
+    ],
+    ids=["whole", "adapters", "responses"],
 )
-def test_captures_and_models_are_those_of_the_inline_engine_to_the_bit(tmp_path, capfd, model):
+def test_captures_and_models_are_those_of_the_inline_engine_to_the_bit(tmp_path, capfd, tables):
     runs = {}
     for engine in (inline, simulation):
         federation = {"engine": engine.__name__.rpartition(".")[2]}
-        experiment = tiny(federation=federation, model=model)
+        experiment = tiny(federation=federation, **tables)
         runs[engine] = preparation.prepare(experiment, tmp_path / engine.__name__)
         capfd.readouterr()
         engine.train(runs[engine], experiment)

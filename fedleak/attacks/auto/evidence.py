@@ -32,7 +32,7 @@ from fedleak.attacks.matching.factored_gradients import (
     next_token_logit_grad,
 )
 from fedleak.attacks.matching.gradient_distance import Gradient
-from fedleak.models import CLASSIFICATION, LanguageModel, pad
+from fedleak.models import CLASSIFICATION, LanguageModel, is_target, pad
 
 _LOWER = 1 - 1e-9
 """A residual counts as lower by more than rounding."""
@@ -231,7 +231,8 @@ def _logit_grad(
         return class_logit_grad(model, labels_NC.flatten(), equal_weights)
     table_VD = model.module.get_parameter(model.family.word_embedding)
     targets_NTV = F.one_hot(ids_NT, len(table_VD)).to(table_VD.dtype)
-    weights_NT = mask_NT / (mask_NT.sum(1, keepdim=True) - 1).clamp_min(1)
+    counted_NT = is_target(model, ids_NT, mask_NT)
+    weights_NT = counted_NT / counted_NT.sum(1, keepdim=True).clamp_min(1)
     return next_token_logit_grad(targets_NTV, weights_NT.to(table_VD.dtype))
 
 

@@ -10,7 +10,13 @@ from dataclasses import replace
 
 import torch
 
-from fedleak.attacks.certificate import Member, as_gradient, close, multiplicities
+from fedleak.attacks.certificate import (
+    Member,
+    as_gradient,
+    close,
+    multiplicities,
+    weights_per_target,
+)
 from fedleak.models import CLASSIFICATION, LanguageModel, batch_loss, pad
 from fedleak.training.observation import ClientUpdate, Knowledge, Observation, UpdateKind
 
@@ -49,10 +55,10 @@ def peel(
 def occurrences(model: LanguageModel, members: Sequence[Member], batch_size: int) -> list[int]:
     """Returns how often each member occurs, as few times as their weights allow."""
     if model.task == CLASSIFICATION:
-        return multiplicities(members, batch_size)
+        return multiplicities(model, members, batch_size)
     # A weight is occurrences times targets over all targets; whoever has the least occurs once.
-    per_target = [member.weight / len(member.ids) for member in members]
-    return [round(weight / min(per_target)) for weight in per_target]
+    weights = weights_per_target(model, members)
+    return [round(weight / min(weights)) for weight in weights]
 
 
 def _weights(member: Member, batch_size: int) -> list[tuple[int, float]]:

@@ -130,7 +130,12 @@ class GradientMatching(ABC):
             priors.check(prior)
 
     def obstacle(self, setting: AttackSetting) -> str | None:
-        """Needs a parameter beside the word embedding."""
+        """Needs a loss on all tokens, and a parameter beside the word embedding."""
+        if setting.response:
+            return (
+                "weighs all tokens alike, and the loss counts responses alone: use kind = 'dager', "
+                "or leave model.response_template out"
+            )
         if not setting.shared - {setting.family.word_embedding}:
             return "needs a parameter beside the word embedding: add one to update.share"
         return None

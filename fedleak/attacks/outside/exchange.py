@@ -107,6 +107,7 @@ def observation_table(
             "type": model.family.model_type,
             "task": model.task,
             "loss": losses[0] if model.task == CLASSIFICATION else "cross-entropy",
+            "response_template": model.response_template,
             "num_labels": model.num_labels if model.task == CLASSIFICATION else None,
             "max_length": model.max_length,
             "word_embedding": model.family.word_embedding,

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fedleak.models import CLASSIFICATION, LanguageModel, batch_loss, pad
+from fedleak.models import CLASSIFICATION, LanguageModel, batch_loss, pad, target_counts
 
 BATCH = 16
 
@@ -22,13 +22,11 @@ def evaluate(
     model.module.eval()
     losses, counts, predicted = [], [], []
     for start in range(0, len(sequences), BATCH):
-        ids_BT, mask_BT = pad(
-            sequences[start : start + BATCH], model.tokenizer.pad_token_id, model.device
-        )
+        batch = sequences[start : start + BATCH]
+        ids_BT, mask_BT = pad(batch, model.tokenizer.pad_token_id, model.device)
         labels_B = torch.tensor(labels[start : start + BATCH], device=model.device)
         loss = batch_loss(model, ids_BT, mask_BT, labels_B)
-        # Of the mean over what is predicted: texts, or tokens behind the first.
-        counts.append(len(labels_B) if model.task == CLASSIFICATION else int(mask_BT[:, 1:].sum()))
+        counts.append(sum(target_counts(model, batch)))
         losses.append(float(loss) * counts[-1])
         if model.task == CLASSIFICATION:
             logits_BC = model.family.logits(model.module, mask_BT, ids_BT=ids_BT, embeds_BTD=None)

@@ -205,8 +205,9 @@ def _setting(experiment: Experiment) -> list[Entry]:
     shares = experiment.update.share
     lora = model.lora
     texts = "all texts" if data.samples is None else counted(data.samples, "training text")
+    learned = (words := model.response_template) and f" on what stands behind {words!r}"
     return [
-        Entry("model", f"{model.name}, {model.task}, loss {model.loss}"),
+        Entry("model", f"{model.name}, {model.task}, loss {model.loss}{learned}"),
         Entry("trained", f"LoRA of rank {lora.rank}" if lora else "the whole model"),
         Entry("data", f"{data.name}: {texts}, {table.partition}"),
         Entry("clients", f"{table.clients:,}, of which {experiment.clients_per_round:,} a round"),

@@ -26,6 +26,7 @@ def show(experiment: Experiment, explanation: Explanation, console: Console) -> 
     for line in (
         *_preset(experiment),
         _sees(experiment, explanation),
+        *_learns(experiment),
         *_hidden_among(experiment),
         *_trusts(experiment),
         *filter(None, [first_of_adapters(experiment)]),
@@ -100,6 +101,12 @@ def _sees(experiment: Experiment, explanation: Explanation) -> str:
         f"{seen}, {counts} of {explanation.parameters} parameters; "
         f"{len(attacked)} of {table.rounds} rounds{clients} are attacked"
     )
+
+
+def _learns(experiment: Experiment) -> list[str]:
+    """Returns what the loss counts, if that is not all."""
+    template = experiment.model.response_template
+    return [f"clients learn what stands behind the last {template!r} of a text"] if template else []
 
 
 def _hidden_among(experiment: Experiment) -> list[str]:
