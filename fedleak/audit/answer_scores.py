@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
+from typing import NamedTuple
 
 import torch
 
@@ -65,14 +66,28 @@ class Scores:
     pairs: tuple[TextPair, ...] = ()
 
 
-def score_sequences(
-    answers: Sequence[Sequence[int]], truths: Sequence[Sequence[int]], model: LanguageModel
-) -> Scores:
-    """Scores sequences one-to-one, content only.
+class _Match(NamedTuple):
+    """Answers and the texts that they are meant for, one to one, content only.
 
-    Only as many answers count as there are sequences, in the attack's own order, so that more
-    answers do not buy a better score.
+    Attributes:
+        answers: The answers that count, whole.
+        chosen: For each text the number of its answer; None: there is none for it.
+        truths, texts: Each text and its answer, in words.
+        scores: Of each text.
+        exact: Whether its tokens are those of its answer.
     """
+
+    answers: Sequence[Sequence[int]]
+    chosen: Sequence[int | None]
+    truths: Sequence[str]
+    texts: Sequence[str | None]
+    scores: list[Rouge]
+    exact: Sequence[bool]
+
+
+def _match(
+    answers: Sequence[Sequence[int]], truths: Sequence[Sequence[int]], model: LanguageModel
+) -> _Match:
     special = model.special_ids()
 
     def content(sequences: Iterable[Sequence[int]]) -> list[tuple[int, ...]]:
@@ -90,20 +105,36 @@ def score_sequences(
 
     chosen = assign(range(len(answers)), range(len(truths)), similarity)
     texts = [None if a is None else answer_texts[a] for a in chosen]
-    scores = [rouge.rouge(a or "", t) for a, t in zip(texts, truth_texts, strict=True)]
-    whole = [_text(model.tokenizer, tuple(ids), special=True) for ids in answers]
+    return _Match(
+        answers,
+        chosen,
+        truth_texts,
+        texts,
+        [rouge.rouge(a or "", t) for a, t in zip(texts, truth_texts, strict=True)],
+        [a is not None and answer_ids[a] == t for a, t in zip(chosen, truth_ids, strict=True)],
+    )
+
+
+def score_sequences(
+    answers: Sequence[Sequence[int]], truths: Sequence[Sequence[int]], model: LanguageModel
+) -> Scores:
+    """Scores sequences one-to-one, content only.
+
+    Only as many answers count as there are sequences, in the attack's own order, so that more
+    answers do not buy a better score.
+    """
+    match = _match(answers, truths, model)
+    whole = [_text(model.tokenizer, tuple(ids), special=True) for ids in match.answers]
     paper = [
         rouge.rouge("" if a is None else whole[a], _text(model.tokenizer, tuple(t), special=True))
-        for a, t in zip(chosen, truths, strict=True)
+        for a, t in zip(match.chosen, truths, strict=True)
     ]
-    exact = [a is not None and answer_ids[a] == t for a, t in zip(chosen, truth_ids, strict=True)]
-    tokens = score_tokens(chain(*answers), truths, model)
-    answered_tokens = set(chain(*answers))
-    scored = zip(truth_texts, texts, scores, strict=True)
+    answered_tokens = set(chain(*match.answers))
+    tokens = score_tokens(answered_tokens, truths, model)
     return Scores(
-        content=rouge.mean(scores),
+        content=rouge.mean(match.scores),
         paper=rouge.mean(paper),
-        exact_match=sum(exact) / len(exact),
+        exact_match=sum(match.exact) / len(match.exact),
         token_recall=tokens.recall,
         token_precision=tokens.precision,
         texts=tuple(
@@ -112,10 +143,22 @@ def score_sequences(
                 rougeL=s.rougeL,
                 token_recall=score_tokens(answered_tokens, [t], model).recall,
             )
-            for e, s, t in zip(exact, scores, truths, strict=True)
+            for e, s, t in zip(match.exact, match.scores, truths, strict=True)
         ),
-        pairs=tuple(TextPair(t, a, s.rougeL) for t, a, s in scored),
+        pairs=tuple(
+            TextPair(t, a, s.rougeL)
+            for t, a, s in zip(match.truths, match.texts, match.scores, strict=True)
+        ),
     )
+
+
+def score_control(
+    answers: Sequence[Sequence[int]], truths: Sequence[Sequence[int]], model: LanguageModel
+) -> Scores:
+    """Returns of the scores of sequences those that a control has: content and tokens found."""
+    match = _match(answers, truths, model)
+    found = score_tokens(chain(*match.answers), truths, model).recall
+    return Scores(content=rouge.mean(match.scores), token_recall=found)
 
 
 def counted(
@@ -171,6 +214,17 @@ def score_answer(answer: Answer, truth: GroundTruth, model: LanguageModel) -> Sc
     return scores
 
 
+def score_other(other: Answer, truth: GroundTruth, model: LanguageModel) -> Scores:
+    """Returns what an answer for another update scores as a control."""
+    scores = Scores()
+    if other.sequences is not None:
+        scores = score_control(other.sequences, truth.sequences, model)
+    if other.tokens is not None:
+        found = score_tokens(other.tokens, truth.sequences, model).recall
+        scores = replace(scores, token_recall=found)
+    return scores
+
+
 def guess(
     held_out: Sequence[Sequence[int]], truth: GroundTruth, model: LanguageModel, seed: int
 ) -> Scores:
@@ -181,7 +235,7 @@ def guess(
     drawn = []
     for _ in range(GUESSES):
         picks = torch.randint(len(held_out), (len(truth.sequences),), generator=rng).tolist()
-        drawn.append(score_sequences([held_out[i] for i in picks], truth.sequences, model))
+        drawn.append(score_control([held_out[i] for i in picks], truth.sequences, model))
     return Scores(
         content=rouge.mean([scores.content for scores in drawn if scores.content]),
         token_recall=sum(scores.token_recall or 0.0 for scores in drawn) / GUESSES,
@@ -207,7 +261,7 @@ def score_one(
         held_out: Token ids of texts that the client did not have, for the second control.
         seed: Decides which of them are drawn.
     """
-    control = Scores() if other is None else score_answer(other, truth, model)
+    control = Scores() if other is None else score_other(other, truth, model)
     guessed = guess(held_out, truth, model, seed)
     return compared(answer, truth, model, control=control, guessed=guessed)
 

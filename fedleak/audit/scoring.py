@@ -5,7 +5,7 @@ Only the audit opens the vault. `score_files` reads and writes, `answer_scores` 
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -18,7 +18,7 @@ from fedleak.audit.answer_scores import (
     Scores,
     compared,
     guess,
-    score_answer,
+    score_other,
     unscored,
     with_personal_data,
 )
@@ -173,9 +173,10 @@ def _scored(
 ) -> list[Scored]:
     """Returns the rows of leakage.jsonl: new ones where answer and truth are here."""
     earlier = {row.id: row for row in recorded.earlier.leakage}
-    by_attack: dict[str, dict[Key, Answer]] = defaultdict(dict)
+    recovered: dict[str, dict[int, list[Answer]]] = defaultdict(lambda: defaultdict(list))
     for (key, attack), answer in answers.items():
-        by_attack[attack][key] = answer
+        if answer.status == Status.RECOVERED:
+            recovered[attack][key.round].append(answer)
     # Poisson sampling may draw nobody, and then there is nothing to find.
     known = {key: truth for key, truth in truths.items() if truth is not None and truth.sequences}
     guesses, model = _guesses(run, recorded, known), recorded.model
@@ -190,7 +191,7 @@ def _scored(
         if given is not None and truths[key] is None and not has_scores:
             scored.append(Scored(unscored(given), ()))
         elif given is not None and key in known and not _would_lose_scores(given, before):
-            of_attack, truth = by_attack[attack], known[key]
+            of_attack, truth = recovered[attack], known[key]
             new = _new(recorded, given, truth, before, of_attack, guesses[key], items[key])
             scored.append(new)
         # What failed was not measured, so without its answer there is nothing to keep.
@@ -215,14 +216,14 @@ def _new(
     answer: Answer,
     truth: GroundTruth,
     before: LeakageRow | None,
-    of_attack: Mapping[Key, Answer],
+    recovered: Mapping[int, Sequence[Answer]],
     guessed: Scores,
     items: tuple[Item, ...],
 ) -> Scored:
     """Returns the row of an answer whose truth is known."""
     controls, model = recorded.experiment.audit.controls, recorded.model
-    other = _other_client(answer.key, of_attack) if controls else None
-    control = score_answer(other, truth, model) if other else Scores()
+    other = _other_client(answer.key, recovered) if controls else None
+    control = score_other(other, truth, model) if other else Scores()
     new = compared(answer, truth, model, control=control, guessed=guessed)
     new = with_personal_data(new, items, answer, other, model)
     if controls and other is None and before is not None:  # the other's answer is gone
@@ -245,20 +246,23 @@ def _would_lose_scores(answer: Answer, before: LeakageRow | None) -> bool:
     return measured and answer.status == Status.FAILED
 
 
-def _other_client(key: Key, of_attack: Mapping[Key, Answer]) -> Answer | None:
-    """Returns the attack's answer for the next other client, of the same round if there is one."""
-    others = [
-        k
-        for k, answer in of_attack.items()
-        if (k.client != key.client or (k.client == EVERYONE and k != key))
-        and answer.status == Status.RECOVERED
-    ]
-    nearest = min(
-        others,
-        key=lambda k: (abs(k.round - key.round), (k.client - key.client) % 10**6),
-        default=None,
-    )
-    return None if nearest is None else of_attack[nearest]
+def _other_client(key: Key, recovered: Mapping[int, Sequence[Answer]]) -> Answer | None:
+    """Returns the attack's answer for the next other client, of the same round if there is one.
+
+    Args:
+        key: The update that it is the control of.
+        recovered: The attack's answers, by their round.
+    """
+    for distance in sorted({abs(round - key.round) for round in recovered}):
+        others = [
+            answer
+            for round in sorted({key.round - distance, key.round + distance})
+            for answer in recovered.get(round, ())
+            if answer.client != key.client or (answer.client == EVERYONE and answer.key != key)
+        ]
+        if others:
+            return min(others, key=lambda answer: (answer.client - key.client) % 10**6)
+    return None
 
 
 def _members(

@@ -17,6 +17,8 @@ def printable(text: str) -> str:
     >>> printable("two\nlines and \x1b[31mred")
     'two\\nlines and \\x1b[31mred'
     """
+    if text.isprintable():
+        return text
     return "".join(_shown(character) for character in text)
 
 

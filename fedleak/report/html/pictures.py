@@ -25,10 +25,8 @@ WIDTH = 5.0
 """Inches: two lie side by side on a desk's screen, and one is legible on a phone's."""
 
 NUMBERED_UP_TO = 130
-"""Cells of a heat map that have their number; of more they would overlap."""
-
-PATHS_UP_TO = 2_000
-"""Cells of a heat map that are drawn as shapes; of more as one image."""
+"""Cells of a heat map that have their number and are shapes; of more they would overlap, and they
+are the dots of one image."""
 
 OTHER_UPDATE = "other update"
 
@@ -121,15 +119,14 @@ def _heat_map(name: str, read: Mapping[Key, ReadShare], values: Mapping[Key, flo
         axes = figure.subplots()
         colours = LinearSegmentedColormap.from_list("read", SHADES)
         axes.set_facecolor(EMPTY)
-        mesh = axes.pcolormesh(
-            np.ma.masked_invalid(shown),
-            cmap=colours,
-            vmin=0,
-            vmax=100,
-            edgecolors=EMPTY,
-            linewidth=0.8 if shown.size <= PATHS_UP_TO else 0,
-            rasterized=shown.size > PATHS_UP_TO,
-        )
+        values_of_cells = np.ma.masked_invalid(shown)
+        looks: dict[str, Any] = {"cmap": colours, "vmin": 0, "vmax": 100}
+        if shown.size <= NUMBERED_UP_TO:
+            mesh = axes.pcolormesh(values_of_cells, edgecolors=EMPTY, linewidth=0.8, **looks)
+        else:
+            extent = (0, len(across), 0, len(down))
+            looks |= {"extent": extent, "origin": "lower", "aspect": "auto"}
+            mesh = axes.imshow(values_of_cells, interpolation="none", **looks)
         axes.invert_yaxis()
         _ticks(axes, labels[not lying], len(across), "x", 12)
         _ticks(axes, labels[lying], len(down), "y", 24)
