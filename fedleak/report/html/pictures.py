@@ -19,6 +19,7 @@ from fedleak.util.sanitise import printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.cm import ScalarMappable
     from matplotlib.figure import Figure
 
 WIDTH = 5.0
@@ -121,6 +122,7 @@ def _heat_map(name: str, read: Mapping[Key, ReadShare], values: Mapping[Key, flo
         axes.set_facecolor(EMPTY)
         values_of_cells = np.ma.masked_invalid(shown)
         looks: dict[str, Any] = {"cmap": colours, "vmin": 0, "vmax": 100}
+        mesh: ScalarMappable
         if shown.size <= NUMBERED_UP_TO:
             mesh = axes.pcolormesh(values_of_cells, edgecolors=EMPTY, linewidth=0.8, **looks)
         else:
