@@ -62,6 +62,11 @@ class DecepticonsReader:
                 "the model was not changed for it: let the server do so, server.mode = "
                 f"{Decepticons.kind!r}"
             )
+        if setting.response:
+            return (
+                "needs a loss at each token, and the loss counts responses alone: let the server "
+                "use server.mode = 'imprint', or leave model.response_template out"
+            )
         name = setting.family.modules(0)["f"][0]
         if name not in setting.shared:
             return f"needs {name}, and clients send none: see update.share"
