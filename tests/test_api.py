@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fedleak
 from fedleak import api
 from fedleak.api import own_update
+from fedleak.attacks import replay
 from fedleak.attacks.reconstruction import Reconstruction, Status
 from fedleak.models import CAUSAL_LM, CLASSIFICATION, parameter_names
 from fedleak.models.adoption import adopt
@@ -265,7 +266,8 @@ def test_weight_decay_is_taken_out_of_a_delta(own, optimiser, dtype):
     untold = attack(own, delta, optimiser=optimiser, **options)
     assert len(untold.words) > 10 * len(used), "every row has moved"
     if optimiser == "adamw":
-        assert told.answer.knows == ("dropout", "learning_rate", "local_steps", "recipe")
+        facts = ("dropout", "learning_rate", "local_epochs", "local_steps", "recipe")
+        assert told.answer.knows == facts
 
 
 def test_what_was_not_trained_did_not_decay(own):
@@ -297,6 +299,49 @@ def test_after_adam_nothing_is_proved(own):
     options = {"payload": "delta", "learning_rate": 0.1}
     assert sorted(attack(own, delta, **options).texts) == sorted(NOTES)
     assert not attack(own, delta, optimiser="adam", **options).verified
+
+
+@PEFT
+def test_steps_are_made_again_in_the_words_of_an_experiment(llama_tiny):
+    """The loop of a user: adapters, two epochs, momentum, clipping, autocast, responses alone."""
+    texts = ["Q: who?\nA: my sister", "Q: why?\nA: nobody knows it"]
+    own = plain(llama_tiny, texts)
+    module = peft.get_peft_model(own.module, peft.LoraConfig(r=4, init_lora_weights=False)).eval()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    labels = own.batch["input_ids"].masked_fill(own.batch["attention_mask"] == 0, -100)
+    (template,) = {tuple(own.tokenizer.encode("\nA:", add_special_tokens=False)[2:])}
+    for row in labels:
+        places = row.unfold(0, len(template), 1).eq(torch.tensor(template)).all(1).nonzero()
+        row[: int(places[-1]) + len(template)] = -100
+    trained = [p for p in module.parameters() if p.requires_grad]
+    optimiser = torch.optim.SGD(trained, lr=0.05, momentum=0.9)
+    for epoch in range(2):
+        for row in (0, 1) if epoch else (1, 0):
+            batch = {name: values[row : row + 1] for name, values in own.batch.items()}
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = module(**batch, labels=labels[row : row + 1]).loss
+            optimiser.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(trained, 0.5)
+            optimiser.step()
+    delta = {
+        name: value - before[name] for name, value in module.state_dict().items() if "lora" in name
+    }
+    module.load_state_dict(before)
+    sent = {"num_examples": 2, "payload": "delta", "learning_rate": 0.05, "batch_size": 1}
+    sent |= {"local_steps": 4, "local_epochs": 2, "momentum": 0.9, "max_grad_norm": 0.5}
+    sent |= {"precision": "bfloat16-mixed", "response_template": "A:", "dropout": False}
+
+    def proved(**other):
+        told = fedleak.SentUpdate(**sent | other)
+        learned = {"response_template": told.response_template}
+        model = adopt(module, own.tokenizer, **learned)
+        ids = [tuple(ids) for ids in model.encode(texts)]
+        return replay.replay(model, ids, own_update.observe(delta, model, told)).verified
+
+    assert proved()
+    for wrong in ({"momentum": 0.5}, {"response_template": ""}, {"max_grad_norm": None}):
+        assert not proved(**wrong), wrong
 
 
 def test_the_squared_loss_is_one_of_fedleaks(own):
@@ -406,6 +451,11 @@ WRONG = {
         {"classifier.bias": torch.ones(2)},
         {"optimiser": "adam"},
         "a gradient is what the optimiser gets",
+    ),
+    "texts that no step saw": (
+        {"classifier.bias": torch.ones(2)},
+        {"payload": "delta", "learning_rate": 0.1, "num_examples": 9, "batch_size": 2},
+        "num_examples = 9, and the local_steps = 1 of batch_size = 2 see 2 at most",
     ),
     "a weight decay": (
         {"classifier.bias": torch.ones(2)},

@@ -132,7 +132,7 @@ def test_a_pipe_of_a_shell_is_called_one(here):
         (("gradient.pt", "--texts", "/dev/zero"), 2, "it is a device, and no plain file"),
         ((*OF_TWO, "--sent", "payload=delta"), 2, "learning_rate is missing"),
         ((*OF_TWO, "--sent", "optimiser=adm"), 2, "unknown optimiser 'adm'"),
-        ((*OF_TWO, "--sent", "weight_decay=0.1"), 2, "leave optimiser and"),
+        ((*OF_TWO, "--sent", "weight_decay=0.1"), 2, "leave out how the client"),
         ((*OF_TWO, "--sent", "payload=dleta"), 2, "did you mean 'delta'?"),
         ((*OF_TWO, "--attack", "dagr"), 2, "did you mean 'dager'?"),
         ((*OF_TWO, "--task", "causal-lm"), 2, "needs a causal model"),

@@ -197,7 +197,7 @@ def attack(
     Raises:
         ConfigError: The update does not fit the model, or something else that you can mend.
     """
-    victim = _victim(model, tokenizer, task, sent.loss)
+    victim = _victim(model, tokenizer, task, sent)
     settings = {} if settings is None else settings
     if "kind" in settings:
         raise ConfigError(
@@ -407,18 +407,19 @@ def builtin_model(name: str) -> str:
 
 
 def _victim(
-    model: nn.Module | str | os.PathLike[str], tokenizer: Any, task: str | None, loss: str
+    model: nn.Module | str | os.PathLike[str], tokenizer: Any, task: str | None, sent: SentUpdate
 ) -> LanguageModel:
     """Returns a copy of the model, or the model of that name."""
+    learned = {"loss": sent.loss, "response_template": sent.response_template}
     if not isinstance(model, str | os.PathLike):
         if tokenizer is None:
             raise ConfigError("tokenizer is missing: give the one that the model is trained with")
         if task is not None:
             raise ConfigError("task is what the model's class says: leave it out")
-        return adopt(model, tokenizer, loss=loss)
+        return adopt(model, tokenizer, **learned)
     if tokenizer is not None:
         raise ConfigError("tokenizer: a model that is given by its name has its own: leave it out")
-    return loading.load_checkpoint(os.fspath(model), task=task, loss=loss)
+    return loading.load_checkpoint(os.fspath(model), task=task, **learned)
 
 
 def _dropout(model: object) -> bool | None:

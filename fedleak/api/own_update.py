@@ -59,11 +59,6 @@ def observe(
         tensors = {name: value.float() - own[name] for name, value in tensors.items()}
     if payload == "gradient":
         kind = UpdateKind.GRADIENT
-        if sent.optimiser != "sgd" or sent.weight_decay:
-            raise ConfigError(
-                "a gradient is what the optimiser gets: leave optimiser and weight_decay out, or "
-                "give what it made of the weights (payload='delta' or 'weights')"
-            )
     else:
         tensors = {name: sent.without_decay(t, own[name]) for name, t in tensors.items()}
         # What was not trained did not change, not even by decay, and says nothing.

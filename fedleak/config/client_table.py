@@ -1,14 +1,72 @@
-"""The table `[client]`: how a client steps under `fedavg`."""
+"""How a client steps, in the words of a user: of `[client]`, of a tap, and of an update."""
 
-from typing import Annotated, Literal
+from collections.abc import Collection
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, JsonValue, model_validator
+from pydantic import BeforeValidator, Field, JsonValue, model_validator
 
 from fedleak.config.tables import Positive, Table
-from fedleak.training.recipe import Precision, Recipe, Schedule, Shape
+from fedleak.training.recipe import Optimiser, Precision, Recipe, Schedule, Shape
+from fedleak.util.errors import unknown
 
 
-class ClientTable(Table):
+def one_of(what: str, choices: Collection[str]) -> BeforeValidator:
+    """Returns a check that names what was meant."""
+
+    def check(value: Any) -> Any:
+        if value not in choices:
+            raise ValueError(unknown(what, str(value), choices))
+        return value
+
+    return BeforeValidator(check)
+
+
+class StepTable(Table):
+    """How a client steps; left out: by plain SGD in float32."""
+
+    optimiser: Annotated[Optimiser, one_of("optimiser", get_args(Optimiser))] = "sgd"
+    """What a client steps with: one of `torch.optim`, new in each round, with torch's defaults for
+    what is not here, or any `other` one.
+
+    After any but plain SGD an update is no sum of gradients: most attacks read less of it, or
+    nothing, and an answer is proved by replay alone.
+    """
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Momentum of `sgd`."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Weight decay, which `adamw` takes from the weights, and the others add to the gradient; by
+    default PyTorch's AdamW has 0.01, and the Trainer of transformers 0."""
+    max_grad_norm: Annotated[float, Field(gt=0)] | None = None
+    """L2 norm that the gradient of each step is clipped to, as trainers do; left out: not clipped.
+
+    It is no defense: it does not bound what an example contributes.
+    """
+    accumulate: Positive = 1
+    """Batches whose examples make one step."""
+    precision: Annotated[Precision, one_of("precision", get_args(Precision))] = "float32"
+    """What clients compute in: `bfloat16-mixed` is autocast; under `bfloat16` weights have it,
+    too."""
+
+    @model_validator(mode="after")
+    def _of_sgd(self) -> "StepTable":
+        if self.momentum and self.optimiser != "sgd":
+            raise ValueError(
+                f"momentum is for 'sgd', and optimiser = {self.optimiser!r}: leave it out"
+            )
+        return self
+
+    @property
+    def steps_said(self) -> dict[str, JsonValue]:
+        """How a client steps, as any of the tables says it."""
+        return self.model_dump(mode="json", include=set(StepTable.model_fields))
+
+    @property
+    def recipe(self) -> Recipe:
+        """How a client steps."""
+        return Recipe(**self.steps_said)  # type: ignore[arg-type]
+
+
+class ClientTable(StepTable):
     """`[client]`: how a client steps under `fedavg`; left out: by plain SGD in float32."""
 
     optimiser: Literal["sgd", "adam", "adamw"] = "sgd"
@@ -17,10 +75,6 @@ class ClientTable(Table):
     After any but plain SGD an update is no sum of gradients: most attacks read less of it, or
     nothing.
     """
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Momentum of `sgd`."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """Weight decay; by default PyTorch's AdamW has 0.01, and the Trainer of transformers 0."""
     schedule: Shape = "constant"
     """How the learning rate falls from `federation.learning_rate`: not, or along a line or half a
     cosine."""
@@ -29,18 +83,6 @@ class ClientTable(Table):
     of every round."""
     final_learning_rate: Annotated[float, Field(ge=0)] = 0.0
     """Where the schedule ends."""
-    accumulate: Positive = 1
-    """Batches of `federation.batch_size` whose examples make one step."""
-    max_grad_norm: Annotated[float, Field(gt=0)] | None = None
-    """L2 norm that the gradient of each step is clipped to, as trainers do; left out: not clipped.
-
-    It is no defense: it does not bound what an example contributes.
-    """
-    precision: Precision = "float32"
-    """What clients compute in: `bfloat16-mixed` is autocast; under `bfloat16` weights have it, too.
-
-    An update is sent in float32; the defense `cast` changes that.
-    """
     max_steps: Positive | None = None
     """Steps of a round at most; a client then trains on as many random examples as these take.
 
@@ -49,10 +91,6 @@ class ClientTable(Table):
 
     @model_validator(mode="after")
     def _used(self) -> "ClientTable":
-        if self.momentum and self.optimiser != "sgd":
-            raise ValueError(
-                f"momentum is for 'sgd', and optimiser = {self.optimiser!r}: leave it out"
-            )
         lines = {
             "schedule_rounds": self.schedule_rounds,
             "final_learning_rate": self.final_learning_rate,
@@ -68,18 +106,6 @@ class ClientTable(Table):
     def changed(self) -> dict[str, JsonValue]:
         """What is not at its default."""
         return self.model_dump(mode="json", exclude_defaults=True)
-
-    @property
-    def recipe(self) -> Recipe:
-        """How a client steps."""
-        return Recipe(
-            optimiser=self.optimiser,
-            momentum=self.momentum,
-            weight_decay=self.weight_decay,
-            max_grad_norm=self.max_grad_norm,
-            accumulate=self.accumulate,
-            precision=self.precision,
-        )
 
     @property
     def schedule_of_rate(self) -> Schedule:

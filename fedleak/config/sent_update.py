@@ -1,17 +1,17 @@
 """What the server knows of an update, whoever trained: a user's own loop, or another Flower app."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from operator import index
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from torch import Tensor
 
-from fedleak.config.tables import Positive, Table
+from fedleak.config.client_table import StepTable, one_of
+from fedleak.config.tables import Positive
 from fedleak.config.wording import one_line
 from fedleak.training.observation import GRANTABLE, Knowledge
-from fedleak.training.recipe import Optimiser, Recipe
-from fedleak.util.errors import ConfigError, unknown
+from fedleak.util.errors import ConfigError
 from fedleak.util.sanitise import printable
 
 _LONGEST = 400
@@ -36,17 +36,6 @@ Payload = Literal["gradient", "delta", "weights"]
 """What the tensors of an update are."""
 
 
-def _one_of(what: str, choices: Collection[str]) -> BeforeValidator:
-    """Returns a check that names what was meant."""
-
-    def check(value: Any) -> Any:
-        if value not in choices:
-            raise ValueError(unknown(what, str(value), choices))
-        return value
-
-    return BeforeValidator(check)
-
-
 def plain_number(value: Any) -> Any:
     """Returns a number of NumPy or torch as a plain one, and anything else as it is."""
     return value.item() if getattr(value, "ndim", None) == 0 else value
@@ -57,7 +46,7 @@ def wrong_argument(error: ValidationError) -> ConfigError:
     return ConfigError(printable(one_line(error, SentUpdate))[:_LONGEST])
 
 
-class SentUpdate(Table):
+class SentUpdate(StepTable):
     """What the server knows of an update that a client sent.
 
     Raises:
@@ -66,27 +55,27 @@ class SentUpdate(Table):
 
     num_examples: Positive
     """Texts that the update was computed on. A federated client reports the number."""
-    payload: Annotated[Payload, _one_of("kind of update", get_args(Payload))] = "gradient"
+    payload: Annotated[Payload, one_of("kind of update", get_args(Payload))] = "gradient"
     """`gradient`, of the mean loss of the batch; `delta`, weights after training minus the weights
     before; `weights`, those after training."""
     loss: str = "cross-entropy"
     """What a classifier is trained on: `cross-entropy`, or `squared` of logits and one-hot classes.
     Next-token prediction has cross-entropy, a mean over all tokens, and an end token behind each
     text."""
+    response_template: str = ""
+    """The words before each response, as in `[model]`: the loss counts what stands behind them.
+    Left out: all tokens."""
     learning_rate: Annotated[float, Field(gt=0)] | None = None
     """Of the client's steps; needed for `delta` and `weights`."""
     local_steps: Positive = 1
     """How many there were."""
-    optimiser: Annotated[Optimiser, _one_of("optimiser", get_args(Optimiser))] = "sgd"
-    """What the client stepped with: `sgd` (without momentum), `adam`, `adamw` or `other`. After any
-    but plain SGD an update is no gradient, and an answer is proved by replay alone."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """Of that optimiser. It is taken out of a delta, but for that of `adam`, which is in the
-    gradient."""
+    local_epochs: Positive = 1
+    """Passes over the texts that these steps made."""
     dropout: bool | None = None
-    """Whether it was on. Left out: whether the module is in training mode when it is attacked."""
+    """Whether it was on, or that of adapters. Left out: whether the module is in training mode when
+    it is attacked."""
     batch_size: Positive | None = None
-    """Granted to the attacker: texts in one local step."""
+    """Granted to the attacker: texts in one local step, with those that are accumulated."""
     labels: WholeNumbers | None = None
     """Granted to the attacker: the class of each text."""
     lengths: WholeNumbers | None = None
@@ -108,6 +97,18 @@ class SentUpdate(Table):
                 raise ValueError(
                     f"{name} has {len(numbers)} numbers for num_examples = {self.num_examples}"
                 )
+        room = self.local_steps * (self.batch_size or self.num_examples)
+        if self.num_examples > room:
+            raise ValueError(
+                f"num_examples = {self.num_examples}, and the local_steps = {self.local_steps} of "
+                f"batch_size = {self.batch_size} see {room} at most: give the texts that the steps "
+                "saw, not those that the client has"
+            )
+        if self.payload == "gradient" and self.steps_said != StepTable().steps_said:
+            raise ValueError(
+                "a gradient is what the optimiser gets: leave out how the client stepped, or give "
+                "what it made of the weights (payload='delta' or 'weights')"
+            )
         if self.payload != "gradient" and self.learning_rate is None:
             raise ValueError(
                 f"learning_rate is missing: {self.payload} tells a gradient only with the rate of "
@@ -132,14 +133,10 @@ class SentUpdate(Table):
             learning_rate=self.learning_rate,
             local_steps=self.local_steps,
             dropout=self.dropout,
+            local_epochs=None if self.payload == "gradient" else self.local_epochs,
             recipe=None if self.payload == "gradient" else self.recipe,
             **facts,
         )
-
-    @property
-    def recipe(self) -> Recipe:
-        """How the client stepped."""
-        return Recipe(optimiser=self.optimiser, weight_decay=self.weight_decay)
 
     def without_decay(self, delta: Tensor, before: Tensor) -> Tensor:
         """Returns a delta of a parameter less what weight decay alone made of it."""

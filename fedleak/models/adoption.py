@@ -14,13 +14,25 @@ import torch
 from torch import nn
 
 from fedleak.models import CAUSAL_LM, CLASS_LOSSES, CLASSIFICATION, LanguageModel
-from fedleak.models.loading import auto_class, check_tokenizer_, family_of, set_up_
+from fedleak.models.loading import (
+    auto_class,
+    check_tokenizer_,
+    family_of,
+    set_up_,
+    template_ids,
+)
 from fedleak.models.parameter_names import plain
 from fedleak.util.errors import ConfigError, unknown
 from fedleak.util.finite import all_finite
 
 
-def adopt(module: nn.Module, tokenizer: Any, *, loss: str = "cross-entropy") -> LanguageModel:
+def adopt(
+    module: nn.Module,
+    tokenizer: Any,
+    *,
+    loss: str = "cross-entropy",
+    response_template: str = "",
+) -> LanguageModel:
     """Returns a copy of a model, at the weights that it has, with its tokenizer.
 
     What the original trains (`requires_grad`), the copy trains.
@@ -29,6 +41,7 @@ def adopt(module: nn.Module, tokenizer: Any, *, loss: str = "cross-entropy") -> 
         module: A sequence classifier or a causal language model of transformers, or what wraps one.
         tokenizer: The one that it is trained with.
         loss: A key of `CLASS_LOSSES`.
+        response_template: The words behind which next-token training begins.
 
     Raises:
         ConfigError: A model, a tokenizer or a loss that fedleak cannot attack.
@@ -64,6 +77,7 @@ def adopt(module: nn.Module, tokenizer: Any, *, loss: str = "cross-entropy") -> 
         family=family,
         task=task,
         class_loss=CLASS_LOSSES[loss],
+        response_template=template_ids(tokenizer, response_template),
     )
 
 

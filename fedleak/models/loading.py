@@ -62,7 +62,11 @@ def _load_once(name: str, task: str, num_labels: int) -> None:
 
 
 def load_checkpoint(
-    name: str, *, task: str | None = None, loss: str = "cross-entropy"
+    name: str,
+    *,
+    task: str | None = None,
+    loss: str = "cross-entropy",
+    response_template: str = "",
 ) -> LanguageModel:
     """Loads a whole checkpoint as it was saved, with the classes that it has.
 
@@ -70,6 +74,7 @@ def load_checkpoint(
         name: A hub id, or a folder.
         task: "sequence-classification" or "causal-lm"; None: what its config.json says.
         loss: What a classifier is trained on, a key of `CLASS_LOSSES`.
+        response_template: The words behind which next-token training begins.
 
     Raises:
         ConfigError: No such model, one that is not supported, or one whose classifier is not there.
@@ -80,7 +85,13 @@ def load_checkpoint(
         raise ConfigError(unknown("loss", loss, CLASS_LOSSES))
     config = read_config(f"model.name = {name!r}", name)
     task = task or _task(name, config)
-    spec = ModelSpec(name=name, task=task, num_labels=config.num_labels, loss=loss)
+    spec = ModelSpec(
+        name=name,
+        task=task,
+        num_labels=config.num_labels,
+        loss=loss,
+        response_template=response_template,
+    )
     return _make(spec, checkpoint=True, whole=True)
 
 

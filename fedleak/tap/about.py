@@ -7,36 +7,30 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
+from fedleak.config.client_table import StepTable
 from fedleak.config.tables import ModelTable, Positive, Source, Table
 from fedleak.config.wording import one_line
-from fedleak.training.recipe import Optimiser
 from fedleak.util.errors import ConfigError
 from fedleak.util.plain_files import content
 from fedleak.util.sanitise import is_whole
 
 
-class TrainingTable(Table):
-    """`[training]`: what a client does with its data in a round."""
+class TrainingTable(StepTable):
+    """`[training]`: what a client does with its data in a round, in the words of `[client]`."""
 
-    optimiser: Optimiser = "sgd"
-    """`sgd` is without momentum; `adamw` takes the weight decay from the weights, `adam` adds it to
-    the gradient; `other` is any other one."""
     learning_rate: Annotated[float, Field(gt=0)] | None = None
     """Learning rate; of a schedule, its mean over the steps of a round."""
     learning_rate_key: str | None = None
     """The key that it has in what is sent to a client or comes back, in place of a number."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """Weight decay; PyTorch's AdamW has 0.01 where nothing is said."""
     batch_size: Positive
     """Examples in a batch."""
-    accumulate: Positive = 1
-    """Batches whose mean gradient makes a step."""
     local_epochs: Positive = 1
     """Passes over a client's data in a round."""
     local_steps: Positive | None = None
     """Steps in a round, where they do not follow from the epochs and the number of examples."""
     dropout: bool
-    """Whether clients train with the model's dropout; `model.train()` turns it on."""
+    """Whether clients train with dropout, the model's or that of adapters; `model.train()` turns it
+    on."""
 
     @model_validator(mode="after")
     def _one_rate(self) -> "TrainingTable":
@@ -77,7 +71,8 @@ class TruthTable(Table):
     file: Source | None = None
     """A jsonl file, a line per client and round: round, node or client, texts, labels."""
     held_out: Source | None = None
-    """A text file with a text a line that no client has: a control, scored as a guess."""
+    """Texts that no client has: a control, scored as a guess. A csv, tsv, jsonl or parquet file
+    with a column `text`, or any other file with a text a line."""
     max_length: Annotated[int, Field(ge=3)] | None = None
     """Tokens after which the app cuts a text off."""
 

@@ -167,6 +167,8 @@ def _experiment(
     share = [name for name in tap.model.trained() if name in names]
     rounds = max(of_round)
     content = read_file(tap.tapped.path / MESSAGES.name)
+    known = tap.kind == UpdateKind.DELTA and training.optimiser != "other"
+    steps = training.steps_said if known else {}
     table = {
         "name": _name(out),
         "model": about.model,
@@ -175,11 +177,12 @@ def _experiment(
             "algorithm": "fedsgd" if tap.kind == UpdateKind.GRADIENT else "fedavg",
             "clients": max(clients.values()) + 1,
             "rounds": rounds,
-            "batch_size": training.batch_size * training.accumulate,
+            "batch_size": training.batch_size * (1 if steps else training.accumulate),
             "local_epochs": training.local_epochs,
             "learning_rate": updates[0].sent.learning_rate,
             "dropout": training.dropout,
         },
+        "client": steps,
         "update": {"share": "all" if len(share) == len(tap.model.trained()) else share},
         "defense": [{"kind": "secure_sum"}] if about.reply.payload == "sum" else [],
         "attack": about.attack,

@@ -123,6 +123,10 @@ class Tap:
         """Returns the texts that no client has."""
         if (file := self.about.truth.held_out) is None:
             return []
+        if data.files.TableFile(path=Path(file)).known:
+            named = "truth.held_out"
+            corpus = data.read_own(Path(file), text="text", label=None, classes=None, what=named)
+            return [list(ids) for ids in self.tokenised(corpus.texts)]
         try:
             with naming(Path(file), "read"):
                 text = content(Path(file), linked=True).decode()
@@ -297,9 +301,9 @@ class Tap:
             payload="weights" if payload == "sum" else payload,
             learning_rate=self._rate(message),
             local_steps=1 if payload == "gradient" else table.steps(examples),
+            local_epochs=table.local_epochs,
             dropout=table.dropout,
-            optimiser=table.optimiser,
-            weight_decay=table.weight_decay,
+            **({} if payload == "gradient" else table.steps_said),
         )
 
     def _rate(self, message: TappedMessage) -> float:

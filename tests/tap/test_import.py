@@ -271,9 +271,24 @@ def test_steps_are_counted_from_examples_epochs_and_accumulation(wire, step, imp
     wire("received", 1, 77, {"arrays": step.after}, metrics={"num-examples": 9})
     found = imported({"training.local_epochs": 3, "training.accumulate": 2})
     assert found.run.captures.about(Key(1, 0)).knowledge.local_steps == 9  # 5 batches make 3 steps
-    assert stored(found.run).federation.batch_size == 4
+    assert stored(found.run).local_training.batch_size == 4
     found = imported({"training.local_steps": 7}, out="other")
     assert found.run.captures.about(Key(1, 0)).knowledge.local_steps == 7
+
+
+def test_training_is_said_in_the_words_of_an_experiment(wire, step, imported, tmp_path):
+    wire("sent", 1, 77, {"arrays": step.before})
+    wire("received", 1, 77, {"arrays": step.after}, metrics=METRICS)
+    words = {"momentum": 0.5, "max_grad_norm": 1.0, "precision": "bfloat16", "local_epochs": 2}
+    held_out = tmp_path / "others.jsonl"
+    held_out.write_text(json.dumps({"text": "a text\nof two lines"}) + "\n")
+    changes = {f"training.{name}": value for name, value in words.items()}
+    found = imported(changes | {"truth.held_out": str(held_out)})
+    known = found.run.captures.about(Key(1, 0)).knowledge
+    recipe = Recipe(momentum=0.5, max_grad_norm=1.0, precision="bfloat16")
+    assert (known.recipe, known.local_epochs) == (recipe, 2)
+    assert stored(found.run).local_training.recipe == recipe
+    assert len(found.run.read_json("held_out.json")["sequences"]) == 1
 
 
 @pytest.mark.parametrize("payload", ["weights", "delta"])

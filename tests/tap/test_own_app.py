@@ -105,7 +105,8 @@ def test_adams_first_step_keeps_the_words_and_loses_the_magnitudes(
     assert [row.token_recall for row in rows_of(run, "probes")] == [1.0] * 3
     assert [row.token_precision for row in rows_of(run, "probes")] == [1.0] * 3
     assert not any(row.verified for row in rows_of(run, "keyspan"))
-    assert run.rows(LEAKAGE)[0].knows == ("dropout", "learning_rate", "local_steps", "recipe")
+    facts = ("dropout", "learning_rate", "local_epochs", "local_steps", "recipe")
+    assert run.rows(LEAKAGE)[0].knows == facts
 
 
 def test_clipping_at_the_client_scales_what_is_read(tmp_path, folder, config):
