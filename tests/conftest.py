@@ -139,9 +139,8 @@ def small(bert_tiny, gpt2_tiny, llama_tiny) -> Callable[..., LanguageModel]:
                     hidden_size=width,
                     num_hidden_layers=layers,
                     num_attention_heads=4,
-                    intermediate_size=2 * width,
                     max_position_embeddings=64,
-                    **shared,
+                    **({"intermediate_size": 2 * width} | shared),
                 )
                 module = BertForSequenceClassification(config)
             elif family == "gpt2":

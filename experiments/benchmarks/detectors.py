@@ -11,6 +11,7 @@ marker; --no-run writes what there is.
 
 import argparse
 import copy
+import itertools
 import statistics
 import sys
 import tomllib
@@ -47,12 +48,9 @@ MARKER = (
 )
 
 HONEST = "honest"
-LEFT = "left:"
-"""Begins the names of what an adaptive attacker does."""
 
-
-DRAWN = ("same_model", "zeros", "rank", "jump", "parallel_rows")
-"""Detectors that see an inconsistent model."""
+DRAWN = ("same_model", "zeros", "rank", "jump", "parallel_rows", "d_snr", "gradient_norm")
+"""Detectors that see a changed model."""
 
 NOTHING_LEFT = 1e-8
 """Where nothing is drawn: a log axis has no 0."""
@@ -67,6 +65,8 @@ class Cell(NamedTuple):
         seed: Of the experiment.
         public: Whether limits may be taken from it.
         experiment: All of it.
+        left: Of a server that knows the detectors: the share that it leaves of what is otherwise
+            zero. None: it does not know them.
     """
 
     setting: str
@@ -74,11 +74,7 @@ class Cell(NamedTuple):
     seed: int
     public: bool
     experiment: Experiment
-
-    @property
-    def adaptive(self) -> bool:
-        """Whether its server knows the detectors."""
-        return self.mode.startswith(LEFT)
+    left: float | None = None
 
     @property
     def folder(self) -> str:
@@ -133,13 +129,13 @@ def main() -> int:
                 print(f"{cell.setting}; {cell.mode}; seed {cell.seed}", flush=True)
                 run = preparation.prepare(cell.experiment, run.path)
                 train(run, cell.experiment)
-                if cell.adaptive:
+                if cell.left is not None:
                     attack_captures(run, cell.experiment, no_more=lambda: True)
                     scoring.score_run(run)
                 run.update_info(status="finished")
             trials += trials_of(run, cell)
-            if cell.adaptive:
-                rows = [row for row in run.rows(LEAKAGE) if row.attack == "dager"]
+            if cell.left is not None:
+                rows = [row for row in run.rows(LEAKAGE) if row.attack != "probes"]
                 read += [(cell, row) for row in rows if row.status != Status.FAILED]
         drawing.save("detectors", lambda: figure(trials, read), args.out.with_suffix(".svg"))
         if left:
@@ -166,12 +162,12 @@ def cells(tables: Mapping[str, Any]) -> Iterator[Cell]:
             yield cell(name, HONEST, seed, setting.get("public", {}), public=True)
         for seed in tables["seeds"]:
             yield cell(name, HONEST, seed, {}, public=False)
-    adaptive = tables["adaptive"]
-    for left in adaptive["left"]:
-        server = {"mode": "inconsistent", "rounds": [2], "left": left}
-        for seed in tables["seeds"]:
-            changes = adaptive["set"] | {"server": server}
-            yield cell(adaptive["setting"], f"{LEFT} {left:g}", seed, changes, public=False)
+    for adaptive, seed in itertools.product(tables["adaptive"], tables["seeds"]):
+        name, changes = adaptive["name"], adaptive["set"]
+        for left in adaptive["left"]:
+            own = changes | {"server": {**changes["server"], "left": left}}
+            hidden = cell(adaptive["setting"], name, seed, own, public=False)
+            yield hidden._replace(left=left)
     for mode in tables["mode"]:
         for name in mode["settings"]:
             for seed in tables["seeds"]:
@@ -231,7 +227,7 @@ def alarmed(trial: Trial, public: Mapping[tuple[str, str], float]) -> bool:
 def page(trials: Sequence[Trial]) -> Iterator[str]:
     """Yields the lines of the tables."""
     public = limits(trials)
-    judged = [trial for trial in trials if not (trial.cell.public or trial.cell.adaptive)]
+    judged = [trial for trial in trials if not trial.cell.public and trial.cell.left is None]
     modes = list(dict.fromkeys(trial.cell.mode for trial in judged if trial.cell.mode != HONEST))
     honest = [trial for trial in judged if trial.cell.mode == HONEST]
     count = len({(trial.cell.folder, trial.key) for trial in honest})
@@ -279,61 +275,79 @@ Points = Mapping[float, tuple[float, Mapping[str, float]]]
 
 
 def points(trials: Sequence[Trial], read: Sequence[tuple[Cell, LeakageRow]]) -> Points:
-    """Returns what an adaptive attacker reads, and which of the others notice."""
-    found = {}
-    for mode in dict.fromkeys(cell.mode for cell, _ in read):
-        rows = [row for cell, row in read if cell.mode == mode]
+    """Returns what an adaptive attacker reads, and which of those that were sent it notice."""
+    public, by_left = limits(trials), {}
+    for left in sorted({cell.left for cell, _ in read if cell.left is not None}):
+        rows = [row for cell, row in read if cell.left == left]
         texts = sum(row.batch_size or 0 for row in rows)
         exact = sum((row.exact_match or 0.0) * (row.batch_size or 0) for row in rows)
-        alarms = {
-            kind: [t.alarm for t in trials if (t.cell.mode, t.kind) == (mode, kind) and t.changed]
-            for kind in DRAWN
-        }
-        rates = {kind: 100 * sum(of_kind) / len(of_kind) for kind, of_kind in alarms.items()}
-        found[float(mode.removeprefix(LEFT))] = (100 * exact / max(1, texts), rates)
-    return found
+        changed = [trial for trial in trials if trial.cell.left == left and trial.changed]
+        rates = {}
+        for kind in DRAWN:
+            alarms = [alarmed(trial, public) for trial in changed if trial.kind == kind]
+            rates[kind] = 100 * sum(alarms) / max(1, len(alarms))
+        by_left[left] = (100 * exact / max(1, texts), rates)
+    return by_left
+
+
+def adaptive_points(
+    trials: Sequence[Trial], read: Sequence[tuple[Cell, LeakageRow]]
+) -> Mapping[str, Points]:
+    """Returns that by the name of what the attacker does."""
+    return {
+        name: points(
+            [trial for trial in trials if trial.cell.public or trial.cell.mode == name],
+            [(cell, row) for cell, row in read if cell.mode == name],
+        )
+        for name in dict.fromkeys(cell.mode for cell, _ in read)
+    }
 
 
 def figure(trials: Sequence[Trial], read: Sequence[tuple[Cell, LeakageRow]]) -> "Figure | None":
     """Draws what is read against what is noticed; None: nothing was."""
     from matplotlib.figure import Figure
 
-    by_left = points(trials, read)
-    if not by_left:
+    by_name = adaptive_points(trials, read)
+    if not by_name:
         return None
-    drawn = Figure(figsize=(6.4, 3.2), layout="constrained")
-    axes = drawn.subplots()
-    x = [max(left, NOTHING_LEFT) for left in by_left]
-    axes.plot(x, [exact for exact, _ in by_left.values()], color="black", marker="X", lw=2.5)
-    axes.lines[-1].set_label("texts read")
-    for kind, colour, marker in zip(DRAWN, drawing.COLOURS, drawing.MARKERS, strict=False):
-        rates = [alarms[kind] for _, alarms in by_left.values()]
-        axes.plot(x, rates, color=colour, marker=marker, ls="-.", label=f"alarms of {kind}")
-    axes.set_xscale("log")
-    axes.set_xlabel("share left of what the server would set to zero (leftmost: nothing)")
-    axes.set_ylabel("%")
-    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    drawn = Figure(figsize=(6.4, 3.0 * len(by_name)), layout="constrained")
+    for axes, (name, by_left) in zip(
+        drawn.subplots(len(by_name), squeeze=False)[:, 0], by_name.items(), strict=True
+    ):
+        x = [max(left, NOTHING_LEFT) for left in by_left]
+        axes.plot(x, [exact for exact, _ in by_left.values()], color="black", marker="X", lw=2.5)
+        axes.lines[-1].set_label("texts read")
+        for kind, colour, marker in zip(DRAWN, drawing.COLOURS, drawing.MARKERS, strict=False):
+            rates = [alarms[kind] for _, alarms in by_left.values()]
+            axes.plot(x, rates, color=colour, marker=marker, ls="-.", label=f"alarms of {kind}")
+        axes.set_xscale("log")
+        axes.set_title(name)
+        axes.set_xlabel("share left of what the server would set to zero (leftmost: nothing)")
+        axes.set_ylabel("%")
+        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
     return drawn
 
 
 def adaptive_page(
     trials: Sequence[Trial], read: Sequence[tuple[Cell, LeakageRow]], picture: str
 ) -> Iterator[str]:
-    """Yields the lines about an attacker that knows the detectors."""
-    by_left = points(trials, read)
-    if not by_left:
+    """Yields the lines about attackers that know the detectors."""
+    by_name = adaptive_points(trials, read)
+    if not by_name:
         return
-    runs = len({cell.folder for cell, _ in read})
     yield (
-        "\nAn attacker that knows the detectors leaves a share of what it would set to zero "
-        f"({runs} runs, the attack `dager` on the sum). Per cent of the target's texts read "
-        "word for word, and of the other clients that notice:\n"
+        "\nAn attacker that knows the detectors leaves a share of what it would set to zero. Per "
+        "cent of the texts that it is after read word for word, and of the clients that were sent "
+        "a changed model and notice:\n"
     )
     yield f"![What an adaptive attacker reads, and which detectors notice]({picture})\n"
-    yield "| left | texts read | " + " | ".join(f"`{kind}`" for kind in DRAWN) + " |"
-    yield "|---" * (len(DRAWN) + 2) + "|"
-    for left, (exact, alarms) in by_left.items():
-        yield f"| {left:g} | {exact:.3g} | {' | '.join(f'{alarms[k]:.3g}' for k in DRAWN)} |"
+    yield "| attacker | runs | left | texts read | " + " | ".join(f"`{k}`" for k in DRAWN) + " |"
+    yield "|---" * (len(DRAWN) + 4) + "|"
+    for name, by_left in by_name.items():
+        for left, (exact, alarms) in by_left.items():
+            runs = len({c.folder for c, _ in read if (c.mode, c.left) == (name, left)})
+            rates = " | ".join(f"{alarms[kind]:.3g}" for kind in DRAWN)
+            yield f"| {name} | {runs} | {left:g} | {exact:.3g} | {rates} |"
 
 
 def _rounds_needed(judged: Sequence[Trial]) -> Iterator[str]:

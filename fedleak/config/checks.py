@@ -63,6 +63,11 @@ def check_server(experiment: Experiment, model: LanguageModel) -> None:
     )
     if (obstacle := mode.obstacle(setting, model)) is not None:
         raise ConfigError(f"{where}: {obstacle}")
+    if experiment.tapped is not None and mode.isolated(setting.sent, model) is not None:
+        raise ConfigError(
+            f"{where} sends clients different models, and of a tap's round one model is known: "
+            "leave [server] out"
+        )
     if experiment.canary is not None and mode.isolated(setting.sent, model) is not None:
         raise ConfigError(
             f"{where} takes one client's update out of a sum, and [canary] measures whole sums: "

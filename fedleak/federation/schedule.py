@@ -99,6 +99,8 @@ def malicious_server(experiment: Experiment) -> str | None:
     when = "every round" if len(rounds) == table.rounds else f"round {_first(map(str, rounds))}"
     named = [f"{client} in round {r}" for r, client in targets.items() if client is not None]
     whom = f"; its targets: client {_first(named)}" if named else ""
+    if experiment.tapped is not None:
+        return f"in {when} the server ({server.mode.kind}) {server.mode.changes()}, says its user"
     after = (
         "the honest model, which it keeps, is trained on what clients send then"
         if server.aggregate

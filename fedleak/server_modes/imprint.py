@@ -52,12 +52,18 @@ class Imprint(ServerMode):
         gain: Of the norm before the feed-forward layer. The larger, the more of the update is the
             imprint, and the less a proof says of the rest. None: 1e5, and 1 in a decoder.
         tag: Numbers of a text's tag; at most a quarter of the hidden size is used.
+        left: The share that is left of the attention's matrices, where they are otherwise zero. It
+            hides from detectors of zeros and of rank. What tokens say moves by about its square.
+        neurons: The share of the neurons that sort tokens; the rows of the others are random, and
+            hide from a detector that most rows, or columns, are parallel.
     """
 
     kind: ClassVar[str] = "imprint"
     slope: Annotated[float, Field(ge=100, le=1e7)] = 2e4
     gain: Annotated[float, Field(gt=0, le=1e12)] | None = None
     tag: Annotated[int, Field(ge=4, le=64)] = 16
+    left: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    neurons: Annotated[float, Field(gt=0.1, le=1)] = 1.0
 
     def changes(self) -> str:
         """Returns what the clients are sent."""
@@ -75,6 +81,8 @@ class Imprint(ServerMode):
                 f"cannot imprint a {model.family.model_type}, whose first block it does not know: "
                 "choose another model.name"
             )
+        if model.family.causal and (self.left or self.neurons < 1):
+            return "hides (left, neurons) in models like BERT alone: leave these settings out"
         missing = sorted(set(names) - model.parameters().keys())
         if missing:
             return f"changes {missing[0]}, which is not trained: remove model.lora"
@@ -105,16 +113,22 @@ class Imprint(ServerMode):
             for ids, _ in public
         ]
         size = min(self.tag, width // 4)
-        changed = {name: torch.zeros_like(model.parameters()[name]).cpu() for name in names}
+        own = {name: model.parameters()[name].cpu() for name in names}
+        changed = {name: torch.zeros_like(value) for name, value in own.items()}
+        for name in (names.query, names.key, names.value, names.output):
+            changed[name] = self.left * own[name]
 
         # Tags of public texts are as wide as the numbers of the stream that they are added to.
         mean_XD = torch.stack([input_TD.mean(0) for input_TD in inputs])
         project_KD = torch.randn(size, width, generator=rng)
         wanted = float(torch.cat(inputs).var(0).mean()) ** 0.5
         project_KD *= wanted / (mean_XD @ project_KD.T).std(0)[:, None]
-        changed[names.value][:size] = project_KD
-        changed[names.value_bias][:size] = -(mean_XD @ project_KD.T).mean(0)
-        changed[names.output][:size, :size] = torch.eye(size)
+        changed[names.value][:size] += project_KD
+        changed[names.value_bias][:size] -= (mean_XD @ project_KD.T).mean(0)
+        changed[names.output][:size, :size] += torch.eye(size)
+        changed[names.output][size:, :size] *= (
+            self.left
+        )  # or tags would be outside of their numbers
         changed[names.norm] += gain
 
         # The tag moves the probe as much as the token does: equal tokens of two texts part.
@@ -128,19 +142,23 @@ class Imprint(ServerMode):
                 for input_TD, tag_K in zip(inputs, tags_XK, strict=True)
             ]
         )
-        neurons = len(changed[names.first])
+        neurons = round(self.neurons * len(own[names.first]))
         edge_N = position_M.quantile((torch.arange(neurons) + 0.5) / neurons)
         edge_N[0] -= 10 * position_M.std()  # no token is below the first bin
         steep = self.slope / float(position_M.std())
-        changed[names.first] += steep / gain * probe_D
-        changed[names.first_bias] -= steep * edge_N
+        changed[names.first][:neurons] += steep / gain * probe_D
+        changed[names.first_bias][:neurons] -= steep * edge_N
 
-        along_D = F.pad(torch.randn(width - size, generator=rng), (size, 0))
-        along_D /= along_D.norm()
+        along_D = F.normalize(torch.randn(width, generator=rng), dim=0)
         sign_N = torch.ones(neurons)
         sign_N[1::2] = -1
         written = _SHARE * gain * math.sqrt(width) / self.slope
-        changed[names.second] += written * along_D[:, None] * sign_N
+        changed[names.second][:, :neurons] += written * along_D[:, None] * sign_N
+        others = len(own[names.first]) - neurons
+        random_ND = F.normalize(torch.randn(others, width, generator=rng), dim=1)
+        changed[names.first][neurons:] = steep / gain * random_ND
+        random_ND = F.normalize(torch.randn(others, width, generator=rng), dim=1)
+        changed[names.second][:, neurons:] = written * random_ND.T
         return {name: value.to(device) for name, value in changed.items()}
 
 
@@ -173,6 +191,13 @@ _STEP = 6.0
 """Farther than this below its edge, a GELU's derivative is under 1e-8."""
 
 
+_LEFT = 0.05
+"""Queries and keys with larger numbers let tokens attend to some more than to others."""
+
+_FEWEST = 8
+"""Rows of one direction that are no accident."""
+
+
 class Probe(NamedTuple):
     """What a feed-forward matrix does whose rows all have one direction, as in `Planted`."""
 
@@ -182,7 +207,7 @@ class Probe(NamedTuple):
 
 
 def read_probe(first_ND: Tensor, bias_N: Tensor, gain: float) -> Probe | None:
-    """Returns what such a matrix does; None: its rows point elsewhere, or do not sort.
+    """Returns what its first rows do, as far as they have one direction; None: they do not sort.
 
     Args:
         first_ND: The matrix.
@@ -192,10 +217,11 @@ def read_probe(first_ND: Tensor, bias_N: Tensor, gain: float) -> Probe | None:
     rows_ND = first_ND.double()
     direction_D = rows_ND[0] / rows_ND[0].norm()
     slope_N = rows_ND @ direction_D
-    apart = (rows_ND - slope_N[:, None] * direction_D).norm()
-    edge_N = -bias_N / slope_N / gain
-    sorts = bool((slope_N > 0).all() and (edge_N.diff() >= 0).all())
-    if not (sorts and apart < _PARALLEL * rows_ND.norm()):
+    apart_N = (rows_ND - slope_N[:, None] * direction_D).norm(dim=1)
+    sorts_N = (slope_N > 0) & (apart_N < _PARALLEL * rows_ND.norm(dim=1))
+    neurons = int(sorts_N.cumprod(0).sum())
+    edge_N = -bias_N[:neurons] / slope_N[:neurons] / gain
+    if neurons < _FEWEST or not (edge_N.diff() >= 0).all():
         return None
     return Probe(direction_D.float(), edge_N.float(), _STEP / float(slope_N[0] * gain))
 
@@ -208,15 +234,16 @@ def planted(model: LanguageModel) -> Planted | None:
     """
     names = _names(model)
     own = {name: value.detach().cpu() for name, value in model.module.named_parameters()}
-    if names is None or own[names.query].any() or own[names.key].any():
+    if names is None or max(own[n].abs().max() for n in (names.query, names.key)) > _LEFT:
         return None
     gain_D, output_DD = own[names.norm], own[names.output]
-    size = int(output_DD.any(1).sum())
+    size = int((output_DD.abs().amax(1) > 0.5).sum())
     probe = read_probe(own[names.first], own[names.first_bias], float(gain_D[0]))
     flat = bool((gain_D == gain_D[0]).all()) and not own[names.norm_bias].any()
     if not (size and probe and flat):
         return None
-    row_N = own[names.second][own[names.second].abs().sum(1).argmax()]
+    second_DN = own[names.second][:, : len(probe.edge_N)]
+    row_N = second_DN[second_DN.abs().sum(1).argmax()]
     norm = model.module.get_submodule(names.norm.removesuffix(".weight"))
     assert isinstance(norm, torch.nn.LayerNorm)
     return Planted(

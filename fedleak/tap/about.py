@@ -88,6 +88,9 @@ class About(Table):
     """What a client's reply holds."""
     truth: TruthTable = TruthTable()
     """What clients trained on, if you have it."""
+    server: dict[str, Any] = {}
+    """`[server]`: what the app's server changed of the model that it sent all clients, and in which
+    rounds, as in an experiment file; left out: nothing."""
     attack: list[dict[str, Any]] = [{"kind": "auto"}]
     """`[[attack]]`: attacks of `fedleak attack`, as in an experiment file, besides `probes`.
 

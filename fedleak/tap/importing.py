@@ -4,7 +4,7 @@ import hashlib
 import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fedleak.config import checks
@@ -87,6 +87,7 @@ def import_run(tapped: Tapped, about: About, out: Path) -> Imported:
         why = "; ".join(left_out[:NAMED]) or "no client has answered"
         raise ConfigError(f"{str(tapped.path)!r} has no update that can be attacked: {why}")
     experiment = _experiment(tap, out, updates, clients)
+    checks.check_server(experiment, tap.model)
     checks.check_attacks(experiment, tap.model)
     truths, remarks = _truths(tap, updates, clients, lines)
     held_out = tap.held_out()
@@ -98,7 +99,9 @@ def import_run(tapped: Tapped, about: About, out: Path) -> Imported:
             key = Key(update.round, EVERYONE if update.summed else clients[update.nodes[0]])
             if not run.captures.has(key):
                 kept = ClientUpdate(tap.kind, update.tensors(), update.num_examples)
-                run.captures.write(Capture(key, kept, update.sent.knowledge()))
+                mode = experiment.mode_in(update.round)
+                known = replace(update.sent.knowledge(), server_mode=mode.kind if mode else None)
+                run.captures.write(Capture(key, kept, known))
         for truth in truths:
             run.vault.write(Key(truth.round, truth.client), truth.to_json())
         run.write_json("held_out.json", {"sequences": held_out, "labels": []})
@@ -185,6 +188,7 @@ def _experiment(
         "client": steps,
         "update": {"share": "all" if len(share) == len(tap.model.trained()) else share},
         "defense": [{"kind": "secure_sum"}] if about.reply.payload == "sum" else [],
+        "server": about.server,
         "attack": about.attack,
         "tapped": {
             "optimiser": training.optimiser,

@@ -17,14 +17,17 @@ from transformers import AutoTokenizer, DataCollatorWithPadding
 
 from fedleak.audit.vault import read_truth
 from fedleak.federation.lookup import stored
+from fedleak.federation.schedule import malicious_server
 from fedleak.running.workers import hiring
+from fedleak.server_modes.imprint import Imprint
 from fedleak.store.run import EVERYONE, Key, Run
 from fedleak.tap.about import load_about
 from fedleak.tap.folder import KeptArrays, Problem, Tapped, TappedMessage
 from fedleak.tap.importing import import_run
-from fedleak.training.observation import UpdateKind
+from fedleak.training.observation import Example, UpdateKind
 from fedleak.training.recipe import Recipe
 from fedleak.util.errors import ConfigError, FedleakError
+from fedleak.util.rng import stream
 
 RATE = 0.5
 
@@ -378,6 +381,22 @@ def test_the_folder_of_a_tap_is_audited_in_one_command(wire, step, tmp_path, mon
         assert (status, errors.count("\n")) == (1, 1)
         assert "name it in truth.file" in errors
     assert (tmp_path / "mine-run" / "report.html").exists()
+
+
+def test_the_server_of_an_app_can_be_malicious(wire, step, imported, bert_tiny):
+    """Its user says so; attacks that read what was planted are tried then."""
+    public = [Example(tuple(ids), 0) for ids in bert_tiny.encode([f"note {i}" for i in range(9)])]
+    changes = Imprint().broadcast(bert_tiny, targeted=True, public=public, rng=stream(0))
+    wire("sent", 1, 77, {"arrays": {**step.before, **changes}})
+    wire("received", 1, 77, {"arrays": step.gradient}, metrics=METRICS)
+    said = {"reply.payload": "gradient", "attack": [{"kind": "imprint"}]}
+    with pytest.raises(ConfigError, match="the model was not imprinted"):
+        imported(said)
+    run = imported(said | {"server": {"mode": "imprint", "rounds": [1]}}).run
+    assert run.captures.read_capture(Key(1, 0)).knowledge.server_mode == "imprint"
+    assert malicious_server(stored(run)).endswith("says its user")
+    with pytest.raises(ConfigError, match="inconsistent"):
+        imported(said | {"server": {"mode": "inconsistent"}}, out="other")
 
 
 TRUTHS = {

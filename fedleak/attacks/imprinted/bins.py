@@ -88,7 +88,8 @@ def read_bins(gradient_ND: Tensor, planted: Planted | Sectors) -> Bins:
         gradient_ND: A row for each neuron, in any float type.
         planted: What the layer does.
     """
-    rows_ND = gradient_ND.double().cpu() * planted.sign_N[:, None]
+    neurons = len(planted.edge_N)  # the others do not sort
+    rows_ND = gradient_ND[:neurons].double().cpu() * planted.sign_N[:, None]
     sum_ND = rows_ND - torch.cat([rows_ND[1:], torch.zeros_like(rows_ND[:1])])
     # Rows of neurons without a token between them are equal, and so is their rounding.
     differ_N = sum_ND.any(1).double()

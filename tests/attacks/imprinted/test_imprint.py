@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,9 @@ from fedleak.attacks.imprinted.checksum import Checksum, read_texts
 from fedleak.attacks.imprinted.slots import _Inputs
 from fedleak.attacks.imprinted.tags import Tags, without_mixtures
 from fedleak.attacks.reconstruction import Status
+from fedleak.detectors.parallel_rows import ParallelRows
+from fedleak.detectors.rank import Rank
+from fedleak.detectors.zeros import Zeros
 from fedleak.models import CLASSIFICATION, ModelSpec, load_parameters_, loading
 from fedleak.server_modes.imprint import Imprint, planted
 from fedleak.training.observation import UpdateKind
@@ -216,6 +220,25 @@ def test_the_chance_of_a_wrong_text_is_not_understated():
             share = int(near_X.sum()) / int(differ_X.sum())
             passed += share * math.comb(length, changes) * vocabulary**changes
     assert 0.2 * expected < passed < 1.2 * expected
+
+
+def test_it_hides_from_detectors_of_weights_and_is_read_all_the_same(small, observe, texts):
+    """Of a model of this size, where half of the neurons are enough for two texts."""
+    model = small("bert", width=64, layers=3, intermediate_size=512)
+    public = observe(model, 1).candidates.public
+    before = {name: value.clone() for name, value in model.parameters().items()}
+    silent = {}
+    for hidden in (Imprint(), Imprint(left=1e-3, neurons=0.5)):
+        changes = hidden.broadcast(model, targeted=True, public=public, rng=stream(0, "server"))
+        load_parameters_(model, {**before, **changes})
+        sent = {name: value.numpy() for name, value in model.parameters().items()}
+        seen = SimpleNamespace(now=SimpleNamespace(parameters=sent))
+        findings = [detector(seen) for detector in (Zeros(), Rank(), ParallelRows())]
+        silent[hidden] = [found.statistic <= found.limit for found in findings]
+        truth = seen_of(observe, model, texts[:2])
+        assert Counter(ask(truth.seen, model).sequences) == Counter(truth.sequences)
+        load_parameters_(model, before)
+    assert list(silent.values()) == [[False] * 3, [True] * 3]
 
 
 # --- as a whole ----------------------------------------------------------------------------------
