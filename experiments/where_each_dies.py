@@ -23,7 +23,6 @@ from fedleak.config.families import FAMILY, UNDEFENDED
 from fedleak.report.drawings import common as drawing
 from fedleak.report.drawings.common import COLOURS, GREY
 from fedleak.report.marked_pages import above
-from fedleak.report.tables.membership import area
 from fedleak.report.words import interval
 from fedleak.running import sweep
 from fedleak.store.run import EVERYONE
@@ -245,7 +244,7 @@ def _attacked(cell: CellSummary) -> list[str]:
         other = "" if control is None else f" ({control.mean:.0f})"
         read = [interval(worst.exact_match, 100), interval(worst.rougeL, 1) + other]
     if found is not None:
-        told = [area(found.auc), _bound(found.epsilon)]
+        told = [interval(found.auc, places=2), _bound(found.epsilon)]
     return [*read, *told]
 
 

@@ -71,6 +71,7 @@ def undefended(experiment: Experiment, keys: Sequence[Key]) -> Experiment:
         "update": {"share": "all"},
         "defense": [],
         "canary": None,
+        "published": None,
         "attack": [
             attack for attack in experiment.attack if not kinds[attack["kind"]].uses & QUESTIONS
         ],

@@ -13,8 +13,10 @@ from fedleak.store.records import (
     CANARIES,
     DETECTIONS,
     MEMBERSHIP,
+    PUBLISHED,
     UTILITY,
     Answer,
+    PublishedRow,
     ScoredRows,
     Utility,
 )
@@ -32,6 +34,7 @@ class Recorded:
         model: Its model without weights, for its tokenizer.
         answers: Of attacks, in the order in which they came.
         utility: Of the model, after each round in which it was measured.
+        published: What each published model says of planted secrets.
         earlier: Rows of the last scoring. They stay where their answers or truths are gone.
     """
 
@@ -39,6 +42,7 @@ class Recorded:
     model: LanguageModel
     answers: Sequence[Answer]
     utility: Sequence[Utility]
+    published: Sequence[PublishedRow]
     earlier: ScoredRows
 
 
@@ -55,7 +59,12 @@ def salvaged(run: Run) -> Recorded:
     model = outline(experiment, run.info()["num_labels"])
     answers = salvage_answers(run, model.vocabulary)
     return Recorded(
-        experiment, model, answers, run.salvage(UTILITY), ScoredRows.read_files(run.salvage)
+        experiment,
+        model,
+        answers,
+        run.salvage(UTILITY),
+        run.salvage(PUBLISHED),
+        ScoredRows.read_files(run.salvage),
     )
 
 
@@ -73,7 +82,8 @@ def primary(run: Run, model: LanguageModel | None = None) -> Recorded:
     experiment = stored(run)
     model = model or outline(experiment, run.info()["num_labels"])
     answers = read_answers(run, model.vocabulary)
-    return Recorded(experiment, model, answers, run.rows(UTILITY), ScoredRows())
+    utility, published = run.rows(UTILITY), run.rows(PUBLISHED)
+    return Recorded(experiment, model, answers, utility, published, ScoredRows())
 
 
 def write(run: Run, rows: ScoredRows, summary: RunSummary) -> None:

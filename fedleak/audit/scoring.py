@@ -114,7 +114,9 @@ def score(run: Run, recorded: Recorded, attack_names: Iterable[str] | None = Non
     )
     finished = {answer_id: place for place, answer_id in enumerate(answers)}
     copies = _copies(run, recorded, gaps)
-    summary = summarise(run, experiment, gaps, rows, finished, recorded.utility, copies)
+    summary = summarise(
+        run, experiment, gaps, rows, finished, recorded.utility, recorded.published, copies
+    )
     return RunScores(scored, rows, summary)
 
 

@@ -18,13 +18,13 @@ from fedleak.audit.estimates import (
 from fedleak.audit.gaps import Gaps
 from fedleak.audit.ladder import ladder
 from fedleak.audit.metrics.personal_data import looked_for
-from fedleak.audit.privacy import canaries, membership
+from fedleak.audit.privacy import canaries, membership, published
 from fedleak.audit.privacy.ledger import defense_means, guarantee
 from fedleak.audit.worst_case import worst_case
 from fedleak.config.experiment import Experiment
 from fedleak.federation.lookup import examples
 from fedleak.federation.schedule import malicious_server
-from fedleak.store.records import LeakageRow, ScoredRows, Utility
+from fedleak.store.records import LeakageRow, PublishedRow, ScoredRows, Utility
 from fedleak.store.run import Key, Run
 from fedleak.store.summaries import (
     AttackSummary,
@@ -45,6 +45,7 @@ def summarise(
     rows: ScoredRows,
     finished: Mapping[tuple[Key, str], int],
     utility: Sequence[Utility],
+    published_rows: Sequence[PublishedRow],
     positive_control: PositiveControl | None,
 ) -> RunSummary:
     """Returns the figures of a run.
@@ -56,6 +57,7 @@ def summarise(
         rows: Of all files that scoring writes.
         finished: The place of each answer in the order in which they came.
         utility: Of the model, round by round.
+        published_rows: What each published model says of planted secrets.
         positive_control: What attacks read of undefended copies; None: there are none.
     """
     leakage, largest = rows.leakage, largest_client(run, experiment)
@@ -72,6 +74,11 @@ def summarise(
                 f"{run.path / 'utility.jsonl'} lacks the rounds {sorted(lost)}: only `fedleak run "
                 "FILE --fresh` measures them again"
             )
+    if info["status"] == "finished" and published.unaudited(experiment, published_rows):
+        gaps.missing.append(
+            f"{run.path / 'secrets.jsonl'} lacks rounds: `fedleak run` with the experiment's "
+            "file audits those models"
+        )
     baseline = _baseline(run, gaps)
     rungs = ladder(experiment, leakage, finished, largest)
     return RunSummary(
@@ -89,6 +96,7 @@ def summarise(
         privacy=guarantee(rows.ledger),
         canary=canaries.summarised(experiment, rows.canary, rows.ledger),
         membership=membership.summarised(experiment, rows.members, largest),
+        published=published.summarised(experiment, published_rows),
         positive_control=positive_control,
         detections=detection.summarised(rows.detected),
         utility_before=utility[0] if utility and utility[0].round == 0 else None,

@@ -9,7 +9,7 @@ from fedleak.config.components import listed_as
 from fedleak.config.experiment import Experiment
 from fedleak.config.sent_parameters import captured_parameters, sent_by
 from fedleak.config.tables import CANARY_OF_EVERY_CLIENT, GateTable
-from fedleak.models import LanguageModel
+from fedleak.models import CAUSAL_LM, LanguageModel
 from fedleak.models.parameter_selection import freezing
 from fedleak.privacy.canaries import FEWEST_NUMBERS, most_canaries
 from fedleak.server_modes import ModeSetting, ServerMode
@@ -133,6 +133,34 @@ def check_canaries(experiment: Experiment, model: LanguageModel) -> None:
                 f"canary.count = {table.count}: client {client} sends {numbers:,} numbers, and a "
                 f"canary takes {FEWEST_NUMBERS}: at most {most}"
             )
+
+
+def check_published(experiment: Experiment) -> None:
+    """Refuses secrets that no published model could be asked for.
+
+    Raises:
+        ConfigError: What is wrong.
+    """
+    table, clients = experiment.published, experiment.federation.clients
+    if table is None:
+        return
+    if experiment.model.task != CAUSAL_LM:
+        raise ConfigError(
+            f"published: a model is asked how a text goes on, and model.task = "
+            f"{experiment.model.task!r} cannot say: set {CAUSAL_LM!r}, or leave [published] out"
+        )
+    if experiment.data.on_nodes:
+        raise ConfigError(
+            "published: secrets are planted in data that this machine divides, and with "
+            "data.on_nodes each node has its own: leave one of them out"
+        )
+    if experiment.model.response_template not in table.beginning:
+        raise ConfigError(
+            "published.beginning lacks model.response_template = "
+            f"{experiment.model.response_template!r}, behind which texts are learnt: end it so"
+        )
+    if beyond := [client for client in table.clients or () if client >= clients]:
+        raise ConfigError(f"published.clients has {beyond[0]}: list clients 0 to {clients - 1}")
 
 
 def attack_settings(experiment: Experiment, model: LanguageModel) -> list[AttackSetting]:

@@ -35,6 +35,7 @@ from fedleak.config.tables import (
     GateTable,
     ModelTable,
     PrivacyTable,
+    PublishedTable,
     Table,
     TappedTable,
     ThreatTable,
@@ -92,6 +93,8 @@ class Experiment(Table):
     """How the privacy ledger counts."""
     canary: CanaryTable | None = None
     """Canaries that measure privacy; left out: none."""
+    published: PublishedTable | None = None
+    """Secrets that are planted to audit what the published models give away; left out: none."""
     utility: UtilityTable = UtilityTable()
     """When the global model is scored on held-out data."""
     workers: WorkersTable = WorkersTable()
@@ -182,12 +185,12 @@ class Experiment(Table):
         """The mark of what these clients send, in 16 hex digits.
 
         It depends on the seed and the tables model, data, federation, client, server (unless it is
-        honest), update, defense, detector (a client may refuse a round), canary and privacy (whose
-        delta decides how much noise an epsilon takes), and not on what is done with updates
-        afterwards, nor on the engine and how many clients it asks at once: all give the same. A
-        setting left out and its default are the same. What the attacker sees counts if it is not
-        the default of the defenses, because captures differ then. Sizes of the data are left out if
-        they are 400 and 100: these were once the defaults, and runs of that time can go on.
+        honest), update, defense, detector (a client may refuse a round), canary, published and
+        privacy (whose delta decides how much noise an epsilon takes), and not on what is done with
+        updates afterwards, nor on the engine and how many clients it asks at once: all give the
+        same. A setting left out and its default are the same. What the attacker sees counts if it
+        is not the default of the defenses, because captures differ then. Sizes of the data are left
+        out if they are 400 and 100: these were once the defaults, and runs of that time can go on.
         """
         after = ["attack", "threat", "utility", "audit", "gate", "workers"]
         others = dict.fromkeys(["name", "preset", *after], True)

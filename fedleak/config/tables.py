@@ -334,6 +334,36 @@ class CanaryTable(Table):
     """L2 norm of a canary where no defense bounds what an example contributes."""
 
 
+Pattern = Annotated[str, Field(pattern=r"\{(word|digit)\}")]
+
+
+class PublishedTable(Table):
+    """`[published]`: made-up secrets in clients' data, and what the published models say of them.
+
+    A text is a beginning and a secret. `{word}` in both is a random word of the held-out texts,
+    `{digit}` a random digit.
+    """
+
+    secrets: Annotated[int, Field(ge=1, le=1_000)] = 4
+    """Texts of each client for each count."""
+    counts: Annotated[list[Annotated[int, Field(ge=1, le=1_000)]], Field(min_length=1)] = [1, 4, 16]
+    """How many times such a text stands in its client's data."""
+    clients: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] | None = None
+    """Clients that have them; left out: all."""
+    twins: Annotated[int, Field(ge=19, le=10_000)] = 255
+    """Texts made in the same way that nobody trains on: a secret is ranked among them."""
+    beginning: Pattern = "The password of {word} {word} is"
+    """How a text begins. Whoever prompts the model knows it; no two texts begin alike."""
+    secret: Pattern = "{word} {word} {word} {word}"
+    """How it goes on."""
+
+    @model_validator(mode="after")
+    def _different_counts(self) -> "PublishedTable":
+        if len({*self.counts}) < len(self.counts):
+            raise ValueError(f"counts = {self.counts} has one twice: remove it")
+        return self
+
+
 class UtilityTable(Table):
     """`[utility]`: when the global model is scored on held-out data."""
 
@@ -461,6 +491,10 @@ class GateTable(Table):
     """The largest area under the ROC curve of any score of an attack on membership."""
     tpr: Share | None = None
     """The largest share of members that such a score finds where it accuses 1 % of the others."""
+    exposure: Annotated[float, Field(ge=0)] | None = None
+    """The largest mean exposure, in bits, of planted secrets in a published model."""
+    extracted: Share | None = None
+    """The largest share of planted secrets that a published model writes out."""
     perplexity: Annotated[float, Field(ge=1)] | None = None
     """The largest perplexity of the trained model on held-out texts."""
     accuracy: Share | None = None

@@ -7,6 +7,7 @@ from pathlib import Path
 from fedleak import data
 from fedleak.config.components import NamedAttack
 from fedleak.config.experiment import Experiment
+from fedleak.federation.secrets import secrets
 from fedleak.models import CLASSIFICATION, LanguageModel, loading, target_counts
 from fedleak.util.errors import ConfigError
 
@@ -165,26 +166,33 @@ def outline(experiment: Experiment, num_labels: int) -> LanguageModel:
 
 
 def divide(experiment: Experiment, split: data.Split, model: LanguageModel) -> Workload:
-    """Tokenises the data and divides it among the clients.
+    """Tokenises the data, divides it among the clients, and plants secrets among their texts.
 
     Raises:
-        ConfigError: A text that is too long, or a client without data.
+        ConfigError: A text that is too long, a client without data, or secrets that cannot be made.
     """
     table, max_length = experiment.federation, experiment.data.max_length
     train, held_out = split.train, split.held_out
-    return Workload(
-        sequences=_tokenised(train.texts, model, max_length),
-        labels=train.labels,
-        parts=[[] for _ in range(table.clients)]
-        if experiment.data.on_nodes
-        else data.partition(
+    sequences = _tokenised(train.texts, model, max_length)
+    parts: list[list[int]] = [[] for _ in range(table.clients)]
+    if not experiment.data.on_nodes:
+        parts = data.partition(
             train.labels,
             table.clients,
             how=table.partition,
             alpha=table.alpha,
             seed=experiment.seed,
-        ),
-        held_out=_tokenised(held_out.texts, model, max_length),
+        )
+    kept = _tokenised(held_out.texts, model, max_length)
+    for secret in secrets(experiment, kept, model):
+        if secret.count:
+            parts[secret.client] += range(len(sequences), len(sequences) + secret.count)
+            sequences += [secret.ids] * secret.count
+    return Workload(
+        sequences=sequences,
+        labels=(*train.labels, *[0] * (len(sequences) - len(train.labels))),
+        parts=parts,
+        held_out=kept,
         held_out_labels=held_out.labels,
     )
 

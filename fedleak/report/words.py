@@ -86,11 +86,11 @@ def share(value: Estimate | None) -> str:
     return f"{percent(value.low)} and {percent(value.high)}" if value else NOT_MEASURED
 
 
-def interval(value: Estimate | MeanOfClients | None, scale: float = 1) -> str:
-    """Returns `mean [low, high]`, or that it was not measured."""
+def interval(value: Estimate | MeanOfClients | None, scale: float = 1, *, places: int = 0) -> str:
+    """Returns `mean [low, high]` with so many decimals, or that it was not measured."""
     if value is None:
         return NOT_MEASURED
-    mean, low, high = (f"{scale * number:.0f}" for number in (value.mean, value.low, value.high))
+    mean, low, high = (number(scale * end, places) for end in (value.mean, value.low, value.high))
     return f"{mean} [{low}, {high}]"
 
 

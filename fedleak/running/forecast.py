@@ -35,7 +35,8 @@ def bytes_kept(experiment: Experiment, model: LanguageModel) -> int:
     stored, of_model = _sizes(experiment, model)
     captures = Counter(key.client for key in expected_captures(experiment))
     attacked, last = rounds_attacked(experiment), experiment.federation.rounds + 1
-    models = 2 + len(attacked - {1, last})
+    published = range(1, last) if experiment.published is not None else attacked
+    models = 2 + len({*published} - {1, last})
     if experiment.server_optimiser.kind == "adam":
         models += _MOMENTS * len(attacked - {1})
     models += sum(experiment.mode_in(round) is not None for round in attacked)

@@ -8,6 +8,7 @@ from fedleak.audit import central_baseline, defense_checks, positive_control, sc
 from fedleak.audit.answer_scores import Scored
 from fedleak.audit.answered import answered
 from fedleak.audit.defense_checks import Finding
+from fedleak.audit.privacy import published
 from fedleak.config.experiment import Experiment
 from fedleak.federation.lookup import absent, captures_of, examples
 from fedleak.federation.schedule import expected_captures
@@ -19,6 +20,7 @@ from fedleak.running.dispatch.progress import RunProgress
 from fedleak.running.dispatch.retention import Retention
 from fedleak.running.preparation import refuse_another
 from fedleak.running.workers.process import Worker, failure, trace
+from fedleak.store.records import PUBLISHED
 from fedleak.store.run import Run
 from fedleak.store.shards import (
     Shard,
@@ -61,6 +63,8 @@ def finished(run: Run, experiment: Experiment) -> bool:
     # `fedleak score` during the run leaves scores of a part of it.
     done = summary.status == run.info()["status"] == "finished"
     if wants_control(experiment) and summary.positive_control is None:
+        return False
+    if published.unaudited(experiment, run.readable(PUBLISHED)):
         return False
     return done and wanted <= answered(answers, experiment)
 
@@ -116,6 +120,7 @@ def under_way(
             yield stop
         if control or wants_control(experiment):
             attack_copies(run, experiment, report, on)
+        published.audit_models(run, experiment)
         if _wants_reference(run, experiment):
             baseline = central_baseline.central(experiment, run)
             run.write_json("reference.json", baseline.model_dump())

@@ -104,6 +104,7 @@ def plan(experiment: Experiment) -> Plan:
         )
     checks.check_defenses(experiment, model)
     checks.check_canaries(experiment, model)
+    checks.check_published(experiment)
     checks.check_server(experiment, model)
     check_targets(experiment, model)
     checks.check_attacks(experiment, model)

@@ -4,13 +4,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from fedleak.store.lines import Lines
-from fedleak.store.records import UTILITY, answers
+from fedleak.store.records import PUBLISHED, UTILITY, answers
 from fedleak.store.run import Run
 from fedleak.store.shards import begun
 
 FILES = ("run.json", "held_out.json", "reference.json")
 FOLDERS = ("captures", "candidates", "defended", "detected", "models", "vault")
-"""What figures rest on, beside answers and utilities."""
+"""What figures rest on, beside answers, utilities and what published models say."""
 
 
 def unsealed(run: Run) -> list[str]:
@@ -33,7 +33,8 @@ def _unsealed_files(run: Run) -> Iterator[str]:
 
 def _unsealed_lines(run: Run) -> Iterator[str]:
     given = answers(run.fingerprint())
-    sealed: list[Lines[Any]] = [UTILITY, given, *(shard.lines(given) for shard in begun(run))]
+    shards = (shard.lines(given) for shard in begun(run))
+    sealed: list[Lines[Any]] = [UTILITY, PUBLISHED, given, *shards]
     for lines in sealed:
         for number in run.changed_lines(lines):
             yield f"{lines.name}, line {number}"

@@ -349,6 +349,27 @@ class Utility(Measured):
     round: int
 
 
+class PublishedRow(Record):
+    """What a published model says of planted secrets: a line of secrets.jsonl.
+
+    Those that clients have come first, then their twins, whom nobody trains on. No text is in it.
+
+    Attributes:
+        round: After which it was published; 0: before training.
+        clients: Who has each secret; -1: nobody.
+        counts: How many times it stands there; 0: it is a twin.
+        log_likelihoods: Of each secret after its beginning, in nats.
+        written: By the name of a decoding, whether the model wrote the secret word for word, of the
+            first so many: of all that clients have, and of as many twins, or of all.
+    """
+
+    round: int
+    clients: tuple[int, ...]
+    counts: tuple[int, ...]
+    log_likelihoods: tuple[float, ...]
+    written: dict[str, tuple[bool, ...]]
+
+
 @dataclass(frozen=True)
 class ScoredRows:
     """The rows of all files that scoring writes.
@@ -406,6 +427,16 @@ def _check_membership(row: MembershipRow) -> None:
         raise ValueError("scores: not of every text")
 
 
+def _check_published(row: PublishedRow) -> None:
+    count, planted = len(row.counts), sum(times > 0 for times in row.counts)
+    if not len(row.clients) == len(row.log_likelihoods) == count or not 0 < planted < count:
+        raise ValueError(f"{len(row.log_likelihoods)} log-likelihoods of {count} secrets")
+    if not all(row.counts[:planted]) or any(row.counts[planted:]):
+        raise ValueError("counts: twins come last")
+    if any(not planted < len(written) <= count for written in row.written.values()):
+        raise ValueError("written: not of every secret that clients have, and of some twin")
+
+
 def _check_texts(row: LeakageRow) -> None:
     if row.texts is not None and len(row.texts) != row.batch_size:
         raise ValueError(f"texts: {len(row.texts)} for a batch of {row.batch_size}")
@@ -420,6 +451,7 @@ CANARIES = Lines("canaries.jsonl", CanaryRow, check=_check_canaries)
 MEMBERSHIP = Lines("membership.jsonl", MembershipRow, check=_check_membership)
 DEFENSES = Lines("defenses.jsonl", DefenseRow)
 DETECTIONS = Lines("detections.jsonl", DetectionRow)
+PUBLISHED = Lines("secrets.jsonl", PublishedRow, check=_check_published, sealed=True)
 UTILITY = Lines("utility.jsonl", Utility, sealed=True)
 
 _FILES: Mapping[str, Lines[Any]] = {

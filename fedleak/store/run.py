@@ -19,6 +19,7 @@
       detections.jsonl                 what clients' detectors found
       candidates/                      texts of files that attacks on membership are asked about
       membership.jsonl                 what these attacks say of each text of a list
+      secrets.jsonl                    what each published model says of planted secrets
       canaries.jsonl                   what the audit's canaries score in each update
       damaged.jsonl                    lines of the others that could not be read, and why
       shard-2of4/                      answers of one of several machines: `store.shards`
@@ -149,14 +150,19 @@ class Run(Folder):
         write = self.write_json if self.is_genuine("run.json") else self.write_unsealed
         write("run.json", {**self.info(), **values})
 
-    def forget(self, round: int) -> None:
+    def forget(self, round: int, *, model: bool = True) -> None:
         """Deletes the captures of a round, and the model that it started from, but for the first.
 
         That is what a central reference starts from.
+
+        Args:
+            round: The round.
+            model: Delete its model, too; otherwise it stays.
         """
         self.captures.forget(round)
         if round > 1:
-            self.models.delete(round)
+            if model:
+                self.models.delete(round)
             self.moments.delete(round)
         self.sent_models.delete(round)
 

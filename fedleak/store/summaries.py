@@ -1,6 +1,7 @@
 """The figures of a run in summary.json, and of a sweep's cells in sweep.json."""
 
 from enum import StrEnum
+from typing import Literal
 
 from pydantic import ConfigDict, Field, JsonValue
 
@@ -317,6 +318,56 @@ class CanarySummary(Record):
     alarms: tuple[str, ...]
 
 
+Measure = Literal["exposure", "extracted"]
+"""What is measured of secrets: how far they stand out, in bits; the share that is written out."""
+
+
+class PublishedRound(Record):
+    """What the model that is published after a round gives away.
+
+    Attributes:
+        round: 0: before training.
+        figure: The mean over secrets, with its interval over clients.
+        control: The same of a model that learnt nothing: what chance says, or of twins.
+        p: How often chance ranks secrets that high among their twins, corrected for all rounds,
+            counts and scores; None where nothing is ranked, or nobody trained yet.
+    """
+
+    round: int
+    figure: Estimate
+    control: float
+    p: float | None = None
+
+
+class PublishedFigure(Record):
+    """A figure of secrets that stand equally often in their clients' data.
+
+    Attributes:
+        count: How often.
+        by: What secrets are ranked by, or how the model was made to write.
+        secrets: How many there are.
+        rounds: In order.
+    """
+
+    count: int
+    measure: Measure
+    by: str
+    secrets: int
+    rounds: tuple[PublishedRound, ...]
+
+
+class PublishedSummary(Record):
+    """What the published models give away of secrets, apart from what updates give away.
+
+    Attributes:
+        twins: Among how many a secret is ranked.
+        figures: By measure and count.
+    """
+
+    twins: int
+    figures: tuple[PublishedFigure, ...]
+
+
 class RocPoint(Record):
     """A point of a ROC curve.
 
@@ -529,6 +580,7 @@ class RunSummary(Record):
         privacy: The guarantee; None before anybody has trained.
         canary: What canaries measured of it; None: there are none.
         membership: How well texts that were in updates are told from others; None: nobody asked.
+        published: What the published models give away; None: no secrets were planted.
         positive_control: What attacks read of undefended copies; None: there are none.
         detections: What clients noticed of the server; None: no client looked.
         utility_before, utility: Of the model before training, and now, if measured.
@@ -555,6 +607,7 @@ class RunSummary(Record):
     privacy: Guarantee | None
     canary: CanarySummary | None = None
     membership: MembershipSummary | None = None
+    published: PublishedSummary | None = None
     positive_control: PositiveControl | None = None
     detections: Detections | None = None
     utility_before: Utility | None

@@ -120,6 +120,7 @@ def page_of(texts: list[PrivateText], word: str = "a word", **changes: Any) -> R
             "attacks": [table],
             "ladder": [table],
             "membership": [table],
+            "published": [table],
             "texts": texts,
             "texts_note": word,
             "defenses": [table],

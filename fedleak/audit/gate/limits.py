@@ -12,7 +12,14 @@ from fedleak.audit.metrics.utility import evaluate
 from fedleak.config.tables import GateTable
 from fedleak.federation.schedule import clients_of_round
 from fedleak.models import loading
-from fedleak.store.summaries import CanarySummary, Estimate, MeanOfClients, RunSummary, WorstCase
+from fedleak.store.summaries import (
+    CanarySummary,
+    Estimate,
+    MeanOfClients,
+    PublishedSummary,
+    RunSummary,
+    WorstCase,
+)
 from fedleak.training.privacy import NONE
 from fedleak.util.errors import FedleakError
 
@@ -46,6 +53,12 @@ MEMBERSHIP: Mapping[str, Leak] = {
 }
 """Limits on each score of attacks on membership, by their names."""
 
+PUBLISHED: Mapping[str, str] = {
+    "exposure": "bits by which planted secrets stand out",
+    "extracted": "share of planted secrets that a published model writes out",
+}
+"""Limits on what published models give away, by their names."""
+
 UTILITY: Mapping[str, int] = {"accuracy": 1, "f1": 1, "mcc": 1, "perplexity": -1}
 """Limits on the trained model, by their names: 1 where more is better."""
 
@@ -57,6 +70,10 @@ def limit_checks(limits: GateTable, evidence: Evidence) -> list[Check]:
     checks = [_leak(name, limit, cases) for name, limit in _named(limits, LEAKS).items()]
     checks += [
         _membership(name, limit, evidence) for name, limit in _named(limits, MEMBERSHIP).items()
+    ]
+    checks += [
+        _published(name, limit, summary.published)
+        for name, limit in _named(limits, PUBLISHED).items()
     ]
     if limits.epsilon is not None:
         checks.append(_epsilon(limits.epsilon, evidence))
@@ -172,6 +189,18 @@ def _membership(name: str, limit: float, evidence: Evidence) -> Check:
         else:
             figures += _both(prefix, figure)
     return _highest(name, leak.says, limit, figures, lacks)
+
+
+def _published(name: str, limit: float, summary: PublishedSummary | None) -> Check:
+    """Compares what any published model gives away with a limit."""
+    if summary is None:
+        return untold(name, ["no secrets were planted: the file has no [published]"], "")
+    figures = []
+    for figure in summary.figures:
+        for row in figure.rounds if figure.measure == name else ():
+            prefix = f"{figure.count} times in a client's data, {figure.by}, round {row.round}: "
+            figures += _both(prefix, row.figure)
+    return _highest(name, PUBLISHED[name], limit, figures, [])
 
 
 def _epsilon(limit: float, evidence: Evidence) -> Check:

@@ -270,7 +270,7 @@ class CuriousServer(Strategy):
             self._run.moments.write(round + 1, moments)
         self._run.models.write(round + 1, following)
         if round not in rounds_attacked(self._experiment):
-            self._run.forget(round)
+            self._run.forget(round, model=self._experiment.published is None)
         # In the same record: Flower holds the first one to the end, besides what it is given.
         for name, value in following.items():
             self._arrays[name] = to_array(value)

@@ -63,6 +63,12 @@ TERMS = (
         "A made-up gradient that an audit puts into an update by the flip of a coin. How well the "
         "server guesses the coins bounds epsilon from below.",
     ),
+    Entry(
+        "secret",
+        "A made-up text that an audit plants in a client's data. Twins are made in the same way, "
+        "and nobody trains on them.",
+    ),
+    Entry("published model", "The global model after a round, which all participants get."),
     Entry("ledger", "Each client's epsilon over all its rounds so far."),
 )
 """In the order of a report."""

@@ -120,6 +120,7 @@ class RunPage:
         attacks: Attacks side by side.
         ladder: What each fact is worth.
         membership: How well texts that were in updates are told from others.
+        published: What the published models give away of planted secrets.
         texts: Private texts, the worst first; empty if they are left out or gone.
         texts_note: Why texts are not listed.
         defenses: What defenses do, did, and what their check found.
@@ -145,6 +146,7 @@ class RunPage:
     attacks: Sequence[Shown]
     ladder: Sequence[Shown]
     membership: Sequence[Shown]
+    published: Sequence[Table]
     texts: Sequence[PrivateText]
     texts_note: str
     defenses: Sequence[Shown]

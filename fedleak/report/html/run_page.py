@@ -34,6 +34,7 @@ from fedleak.report.tables.leakage import (
 )
 from fedleak.report.tables.membership import membership_tables
 from fedleak.report.tables.personal_data import personal_data_tables
+from fedleak.report.tables.published import published_table
 from fedleak.report.words import NOT_MEASURED, SEES, counted, figure, in_words, listed, number
 from fedleak.store.advice import ADVICE
 from fedleak.store.audits import AUDIT
@@ -99,6 +100,7 @@ def run_page(run: Run, scored: Sequence[Scored], *, redact: bool = False) -> Run
         attacks=_attacks(summary),
         ladder=[ladder_table(summary, summary.ladder)] if summary.ladder else [],
         membership=_membership(summary),
+        published=[published_table(summary.published)] if summary.published else [],
         texts=texts,
         texts_note=_texts_note(rows, texts, model, redact),
         defenses=_defense_tables(run, experiment, summary, redact),

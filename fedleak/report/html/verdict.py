@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from fedleak.audit.metrics.intervals import wilson
 from fedleak.report.html.page import Entry, Level, Verdict
 from fedleak.report.tables.membership import who_was_in
+from fedleak.report.tables.published import given_away
 from fedleak.report.words import (
     MALICIOUS,
     counted,
@@ -139,6 +140,7 @@ def run_verdict(summary: RunSummary, extent: Extent, guaranteed: Guaranteed) -> 
         f"{_certainty(leakage, attacks, extent)}"
     )
     worst = _worst(leakage, level, membership, who_was_in(summary))
+    given = given_away(summary.published)
     return Verdict(
         level,
         worst + by + _epsilon_clause(guaranteed, summary.canary),
@@ -146,6 +148,7 @@ def run_verdict(summary: RunSummary, extent: Extent, guaranteed: Guaranteed) -> 
             *([Entry("Server", f"It is malicious: {summary.server}.")] if summary.server else []),
             Entry("Read", _what_was_read(leakage, attacks, extent) + _personal_data(leakage)),
             Entry("Who was in", membership or _nobody_told(summary.membership)),
+            *([Entry("Published model", f"{given}.")] if given else []),
             Entry("Guaranteed", guaranteed.sentence),
             Entry("Model", _worth(summary)),
             Entry("How sure", certainty),

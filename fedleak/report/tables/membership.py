@@ -2,7 +2,7 @@
 
 from fedleak.report.table import Column, Table, figures, plain, words
 from fedleak.report.tables.canaries import NOTHING, bound
-from fedleak.report.words import NOT_MEASURED, counted
+from fedleak.report.words import counted, interval
 from fedleak.store.summaries import (
     Estimate,
     MembershipFigures,
@@ -37,7 +37,7 @@ def who_was_in(summary: RunSummary) -> str | None:
         else "no attack named a private text"
     )
     return (
-        f"{texts}; who was in can be told with AUC {area(clearest.auc)} "
+        f"{texts}; who was in can be told with AUC {interval(clearest.auc, places=2)} "
         f"(0.5 is chance; p = {clearest.p:.1g}, by {clearest.attack}'s {clearest.score})"
     )
 
@@ -62,7 +62,7 @@ def _cells(row: MembershipFigures) -> list[str]:
     epsilon = NO_BOUND if row.epsilon is None else bound(row.epsilon)
     return [
         row.score,
-        area(row.auc),
+        interval(row.auc, places=2),
         _share(row.found_at_1_percent),
         _share(row.found_at_01_percent),
         NO_BOUND if row.p is None else f"{row.p:.2g}",
@@ -76,13 +76,6 @@ def _by_round(row: MembershipFigures) -> str:
     """Returns the area in each of the first rounds."""
     more = [f"and {len(row.rounds) - MOST_ROUNDS} more"] * (len(row.rounds) > MOST_ROUNDS)
     return ", ".join([*(f"{in_round.auc:.2f}" for in_round in row.rounds[:MOST_ROUNDS]), *more])
-
-
-def area(auc: Estimate | None) -> str:
-    """Returns an area with its interval; two digits are as many as the interval bears."""
-    if auc is None:
-        return NOT_MEASURED
-    return f"{auc.mean:.2f} [{auc.low:.2f}, {auc.high:.2f}]"
 
 
 def _notes(summary: MembershipSummary) -> list[str]:
@@ -117,6 +110,4 @@ def _notes(summary: MembershipSummary) -> list[str]:
 
 
 def _share(share: Estimate | None) -> str:
-    if share is None:
-        return TOO_FEW
-    return f"{100 * share.mean:.0f} [{100 * share.low:.0f}, {100 * share.high:.0f}] %"
+    return TOO_FEW if share is None else f"{interval(share, 100)} %"

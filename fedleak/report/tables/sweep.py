@@ -3,12 +3,12 @@
 from collections import defaultdict
 
 from fedleak.report.table import Cell, Table, Tone, figures, plain, words
-from fedleak.report.tables.membership import area
 from fedleak.report.words import (
     INTERVALS,
     MALICIOUS,
     few_digits,
     in_words,
+    interval,
     number,
     short_key,
     starred,
@@ -109,7 +109,7 @@ def _attack_cells(
             unbroken(summary.rougeL),
             _mean(summary.guess_rougeL),
             _mean(summary.token_recall, 100),
-            *[area(of_membership.auc if of_membership else None)] * with_membership,
+            *[interval(of_membership.auc if of_membership else None, places=2)] * with_membership,
             number(summary.seconds, 1),
         ),
     ]

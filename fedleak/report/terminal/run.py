@@ -18,6 +18,7 @@ from fedleak.report.tables.ladder import ladder_table
 from fedleak.report.tables.leakage import leakage_table, shares
 from fedleak.report.tables.membership import membership_tables, who_was_in
 from fedleak.report.tables.personal_data import personal_data_tables
+from fedleak.report.tables.published import published_table
 from fedleak.report.terminal.table import print_table
 from fedleak.report.words import MALICIOUS, few_digits, in_words, percent
 from fedleak.store.lines import Measured
@@ -93,12 +94,14 @@ def print_run(
 
 
 def _print_measured(summary: RunSummary, console: Console) -> None:
-    """Prints what canaries, attacks on membership and detectors measured, if there are any."""
+    """Prints what canaries, attacks on membership, secrets and detectors measured."""
     if summary.canary is not None:
         print_table(console, canary_table(summary.canary))
     if summary.membership is not None:
         for table in membership_tables(summary.membership):
             print_table(console, table)
+    if summary.published is not None:
+        print_table(console, published_table(summary.published))
     if summary.detections is not None:
         print_table(console, detections_table(summary.detections))
 

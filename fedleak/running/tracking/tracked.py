@@ -75,6 +75,7 @@ def tracked(run: Run) -> Tracked:
         ),
         *_epsilons(ledger),
         *_alarms(summary),
+        *_published(summary),
         *_leakage(rows, summary),
         *_totals(summary, experiment.federation.rounds),
     ]
@@ -97,6 +98,14 @@ def _alarms(summary: RunSummary) -> Iterator[Metric]:
             yield Metric(("alarms", detector.detector), round, len(clients))
     for round, clients in detections.refused.items():
         yield Metric(("refused",), round, len(clients))
+
+
+def _published(summary: RunSummary) -> Iterator[Metric]:
+    """Yields what each published model gives away of planted secrets."""
+    for row in summary.published.figures if summary.published else ():
+        for after in row.rounds:
+            parts = ("published", row.measure, f"{row.count}_times", row.by)
+            yield Metric(parts, after.round, after.figure.mean)
 
 
 def _flat(value: Any, key: str = "") -> Iterator[tuple[str, str]]:

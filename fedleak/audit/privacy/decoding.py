@@ -1,0 +1,130 @@
+"""Asks a causal model how a text goes on: how likely a secret is, and whether the model writes it.
+
+Decodings are greedy, by beams, and contrastive: between a model and the one before it, in the
+manner of Contrastive Decoding Diffing (Brzozowski et al. 2026, arXiv 2605.25902), which amplifies
+at each step what the later model says otherwise than the earlier one. That needs the models'
+outputs alone. Here the tokens that it may choose are those that the later model finds plausible
+(Li et al. 2023, "Contrastive Decoding", equation 3).
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fedleak.federation.secrets import Secret
+from fedleak.models import LanguageModel, pad
+
+BATCH = 32
+
+BEAMS = 8
+"""Texts that beam search keeps."""
+
+AMPLIFIED = 1.0
+"""How many times the difference of two models is added to what the later one says."""
+
+PLAUSIBLE = 0.1
+"""A token may be chosen if the later model gives it this share of what it gives the likeliest."""
+
+
+@torch.no_grad()
+def log_likelihoods(model: LanguageModel, asked: Sequence[Secret]) -> list[float]:
+    """Returns the log-likelihood of each secret after its beginning, in nats."""
+    model.module.eval()
+    sums = list[float]()
+    for start in range(0, len(asked), BATCH):
+        batch = asked[start : start + BATCH]
+        sequences = [secret.ids[: secret.prompt] + _content(model, secret) for secret in batch]
+        ids_BT, mask_BT = pad(sequences, model.tokenizer.pad_token_id, model.device)
+        logits_BTV = model.family.logits(model.module, mask_BT, ids_BT=ids_BT, embeds_BTD=None)
+        nll_BT = F.cross_entropy(
+            logits_BTV[:, :-1].float().transpose(1, 2), ids_BT[:, 1:], reduction="none"
+        )
+        prompts_B1 = torch.tensor([[secret.prompt] for secret in batch], device=model.device)
+        positions_T = torch.arange(1, ids_BT.shape[1], device=model.device)
+        is_secret_BT = (positions_T >= prompts_B1) & (mask_BT[:, 1:] > 0)
+        sums += (-(nll_BT * is_secret_BT).sum(1)).tolist()
+    return sums
+
+
+@torch.no_grad()
+def written(
+    model: LanguageModel,
+    asked: Sequence[Secret],
+    *,
+    beams: int = 1,
+    before: LanguageModel | None = None,
+) -> tuple[bool, ...]:
+    """Returns of each secret whether the model, given its beginning, writes it word for word.
+
+    Args:
+        model: The published model.
+        asked: Secrets.
+        beams: Texts that the search keeps, of which the likeliest is the answer; 1: it is greedy.
+        before: The model to contrast with; None: none.
+    """
+    by_length: dict[int, list[int]] = defaultdict(list)  # so that no beginning is padded
+    for place, secret in enumerate(asked):
+        by_length[secret.prompt].append(place)
+    came: dict[int, bool] = {}
+    for places in by_length.values():
+        for start in range(0, len(places), BATCH):
+            batch = places[start : start + BATCH]
+            contents = [_content(model, asked[place]) for place in batch]
+            prompts = [asked[place].ids[: asked[place].prompt] for place in batch]
+            answers = _continued(model, prompts, max(map(len, contents)), beams, before)
+            for place, content, answer in zip(batch, contents, answers, strict=True):
+                came[place] = tuple(answer[: len(content)]) == content
+    return tuple(came[place] for place in range(len(asked)))
+
+
+def _content(model: LanguageModel, secret: Secret) -> tuple[int, ...]:
+    """Returns the tokens of a secret, without an end mark."""
+    special = model.special_ids()
+    return tuple(token for token in secret.ids[secret.prompt :] if token not in special)
+
+
+def _continued(
+    model: LanguageModel,
+    prompts: Sequence[tuple[int, ...]],
+    length: int,
+    beams: int,
+    before: LanguageModel | None,
+) -> list[list[int]]:
+    """Returns how the model goes on from beginnings of the same length, so many tokens at most."""
+    prompts_BT, mask_BT = pad(prompts, model.tokenizer.pad_token_id, model.device)
+    module: Any = model.module.eval()
+    ids_BT = module.generate(
+        prompts_BT,
+        attention_mask=mask_BT,
+        max_new_tokens=length,
+        num_beams=beams,
+        do_sample=False,
+        pad_token_id=model.tokenizer.pad_token_id,
+        logits_processor=None if before is None else [_Contrast(before)],
+    )
+    answers: list[list[int]] = ids_BT[:, prompts_BT.shape[1] :].tolist()
+    return answers
+
+
+class _Contrast:
+    """Adds to a model's logits by how much they exceed those of another model, step by step."""
+
+    def __init__(self, before: LanguageModel) -> None:
+        self._before: Any = before.module.eval()
+        self._cache: Any = None
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Returns changed logits [B, V] for ids [B, T]; the names are those of transformers."""
+        new_BT = input_ids if self._cache is None else input_ids[:, -1:]
+        answer = self._before(input_ids=new_BT, past_key_values=self._cache, use_cache=True)
+        self._cache = answer.past_key_values
+        now_BV = scores.log_softmax(-1)
+        then_BV = answer.logits[:, -1].to(scores.dtype).log_softmax(-1)
+        least_B1 = now_BV.amax(-1, keepdim=True) + math.log(PLAUSIBLE)
+        amplified_BV: Tensor = now_BV + AMPLIFIED * (now_BV - then_BV)
+        return amplified_BV.masked_fill(now_BV < least_B1, -math.inf)
