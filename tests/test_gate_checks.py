@@ -1094,7 +1094,7 @@ def test_a_gate_without_a_limit_and_names_of_nobody_are_refused(built: Run) -> N
     assert str(refused.value) == (
         "there is no limit: give --set gate.exact=0.01, for example, or a [gate] in the experiment "
         "file (limits: exact, rougeL, token_recall, personal_data, epsilon, canary, auc, tpr, "
-        "perplexity, alarms, accuracy, f1, mcc, coverage, seconds)"
+        "exposure, extracted, perplexity, alarms, accuracy, f1, mcc, coverage, seconds)"
     )
     for wrong in ({"require": ["dgl"]}, {"may_abstain": ["dgl"]}):
         with pytest.raises(ConfigError, match="did you mean 'dlg'"):
