@@ -1,29 +1,46 @@
 """Which defense is the cheapest within the limits, and what is said where none is."""
 
+import math
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from built import run_of
-from tiny import DLG, tables
+import tiny
+from built import answer_of, run_of, truth_of
+from tiny import DLG, call, tables, toml
 
-from fedleak.audit.gate.check import Check, Outcome
-from fedleak.audit.gate.judge import Verdict
+from fedleak.audit.gate.early import exceeded_already
+from fedleak.audit.scoring import score_run
 from fedleak.config.experiment import Experiment
 from fedleak.config.loading import parse
+from fedleak.federation.schedule import expected_captures
 from fedleak.models import LanguageModel
 from fedleak.report.tables.advice import advice_sentence, advice_table
-from fedleak.running import advice as advising
-from fedleak.running.advice import ENDING, advise, candidates, refuse_without_leak, utility_lost
-from fedleak.store.advice import ADVICE, Advice, Trial, Tried
+from fedleak.running.audit import search
+from fedleak.running.audit.defenses import (
+    candidates,
+    defended,
+    fewest_units,
+    refuse_without_limits,
+)
+from fedleak.running.audit.search import ENDING, Enough, advise, utility_lost
+from fedleak.running.dispatch.progress import Finished, RunProgress
+from fedleak.running.workers import hiring
+from fedleak.store.audits import AUDIT, Advice, Audit, Timings, Trial, Tried
 from fedleak.store.records import Utility
-from fedleak.store.run import Run
-from fedleak.store.summaries import SUMMARY
+from fedleak.store.run import EVERYONE, Key, Run
+from fedleak.store.summaries import SUMMARY, Estimate
 from fedleak.util.errors import ConfigError
 
-LIMITED = {"gate": {"exact": 0.5, "may_abstain": ["keyspan"]}, "federation.clients": 12}
+LIMITED = {
+    "gate": {"exact": 0.3, "may_abstain": ["keyspan"], "seconds": 60.0},
+    "federation.clients": 12,
+    "federation.rounds": 3,
+    "threat.rounds": [1, 3],
+}
+BATCH = {"federation.batch_size": 2}
 
 
 def experiment(**changes: Any) -> Experiment:
@@ -36,7 +53,15 @@ def tried(name: str, trial: Trial, lost: float | None = 0.0, **more: Any) -> Tri
 
 def found(*rows: Tried) -> Advice:
     return Advice(
-        limits="exact 0.5", measure="accuracy", utility=0.8, held_out=50, rounds=3, tried=rows
+        limits="exact 0.5",
+        seconds=20.0,
+        wanted=120.0,
+        measure="accuracy",
+        utility=0.8,
+        trained=True,
+        held_out=50,
+        rounds=3,
+        tried=rows,
     )
 
 
@@ -46,34 +71,104 @@ def summary(utility: float | None, held_out: int = 100, name: str = "accuracy") 
 
 
 def test_what_is_free_comes_first(bert_tiny: LanguageModel, llama_tiny: LanguageModel) -> None:
-    of_bert = candidates(experiment(), bert_tiny)
+    of_bert = candidates(experiment(), bert_tiny, 9)
     free = [candidate.free for candidate in of_bert]
     assert free == sorted(free, reverse=True)
     names = [candidate.name for candidate in of_bert]
     assert names[:2] == ["frozen position rows", "frozen embeddings"]
-    assert {"texts in a batch 4", "texts in a batch 16", "DP-SGD, epsilon 8.0"} < {*names}
+    assert {"texts in a batch 4", "texts in a batch 9", "LoRA, rank 8"} < {*names}
     assert len(set(names)) == len(names)
-    assert "frozen position rows" not in [c.name for c in candidates(experiment(), llama_tiny)]
+    others = [c.name for c in candidates(experiment(), llama_tiny, 1)]
+    assert not [name for name in others if "position" in name or "batch" in name]
 
 
-def test_attacks_that_cannot_work_are_left_out_and_others_stay(bert_tiny: LanguageModel) -> None:
-    settings = {c.name: c.setting for c in candidates(experiment(), bert_tiny)}
+def test_every_defense_of_the_set_can_be_tried(
+    tmp_path: Path, bert_tiny: LanguageModel, llama_tiny: LanguageModel
+) -> None:
+    """Those that cannot were all refused for the setting, and said nothing of themselves."""
+    adam = {"federation.server_optimiser": "adam"}
+    causal = {"model": {"name": "builtin/llama-tiny", "task": "causal-lm"}}
+    lists = [({}, bert_tiny), (adam, bert_tiny), (causal | {"data.label": None}, llama_tiny)]
+    for number, (changes, model) in enumerate(lists):
+        auto = experiment(attack=[{"kind": "auto", "seconds": 9.0}], gate={"exact": 0.3}, **changes)
+        run = run_of(tmp_path / str(number), auto, node_examples=[40] * 12)
+        for candidate in candidates(auto, model, 40):
+            made = defended(run, auto, candidate.setting, model, 12)
+            assert made.fingerprint != auto.fingerprint
+            assert made.attack == [{"kind": "auto"}]  # the search gives it its time
+
+
+def test_attacks_that_cannot_work_are_left_out_and_others_stay(
+    tmp_path: Path, bert_tiny: LanguageModel
+) -> None:
+    settings = {c.name: c.setting for c in candidates(experiment(), bert_tiny, 8)}
+    run = run_of(tmp_path / "a", experiment(), node_examples=[8] * 12)
     frozen = settings["frozen embeddings and first layer"]
-    changed = advising._cell(experiment(), frozen, bert_tiny, 8).experiment
+    changed = defended(run, experiment(), frozen, bert_tiny, 12)
     assert [attack["kind"] for attack in changed.attack] == ["dlg"]
     assert changed.gate.may_abstain == []
     assert changed.defense == [{"kind": "freeze", "parameters": ["embeddings", "t1"]}]
     alone = experiment(attack=[{"kind": "keyspan"}])
     with pytest.raises(ConfigError, match="keyspan"):
-        advising._cell(alone, frozen, bert_tiny, 8)
-    with pytest.raises(ConfigError, match="a client has only 3 texts"):
-        advising._cell(experiment(), settings["texts in a batch 4"], bert_tiny, 3)
-    defended = experiment(defense=[{"kind": "clip", "max_norm": 1.0}])
+        defended(run, alone, frozen, bert_tiny, 12)
+    clipped = experiment(defense=[{"kind": "clip", "max_norm": 1.0}])
     noise = settings["Gaussian noise, sigma / rms 3.0"]
-    kinds = [
-        table["kind"] for table in advising._cell(defended, noise, bert_tiny, 8).experiment.defense
-    ]
+    kinds = [table["kind"] for table in defended(run, clipped, noise, bert_tiny, 12).defense]
     assert kinds == ["clip", "gaussian_noise"]
+    asked = experiment(attack=[DLG, {"kind": "membership"}])
+    assert [a["kind"] for a in defended(run, asked, noise, bert_tiny, 12).attack] == ["dlg"]
+    limited = experiment(attack=[{"kind": "membership"}], gate={"exact": 0.3, "auc": 0.6})
+    assert defended(run, limited, noise, bert_tiny, 12).attack
+
+
+@pytest.mark.parametrize(
+    ("changes", "sizes", "keys"),
+    [
+        (BATCH, [8] * 20, [(3, client) for client in range(12)]),
+        # Twelve texts are an example and no rate: a second round is attacked, too.
+        ({}, [8] * 20, [(round, client) for round in (1, 3) for client in range(12)]),
+        # Who defends itself otherwise comes first.
+        (
+            BATCH | {"defense": [{"kind": "clip", "max_norm": 1.0, "clients": [19]}]},
+            [8] * 20,
+            [(3, client) for client in (*range(11), 19)],
+        ),
+    ],
+)
+def test_as_few_updates_are_attacked_as_the_gate_can_judge(
+    tmp_path: Path,
+    bert_tiny: LanguageModel,
+    changes: dict[str, Any],
+    sizes: list[int],
+    keys: list[tuple[int, int]],
+) -> None:
+    wide = experiment(**{**changes, "federation.clients": 20})
+    run = run_of(tmp_path, wide, node_examples=sizes)
+    noise = candidates(wide, bert_tiny, 8)[-1].setting
+    assert expected_captures(defended(run, wide, noise, bert_tiny, 12)) == [Key(*k) for k in keys]
+
+
+def test_a_sum_is_judged_over_sums_of_different_texts(
+    tmp_path: Path, bert_tiny: LanguageModel
+) -> None:
+    summed = next(c for c in candidates(experiment(), bert_tiny, 8) if c.name == "secure sum")
+    run = run_of(tmp_path / "a", experiment(), node_examples=[12] * 12)
+    made = defended(run, experiment(), summed.setting, bert_tiny, 12)
+    assert expected_captures(made) == [Key(round, EVERYONE) for round in range(1, 13)]
+    few = run_of(tmp_path / "b", experiment(), node_examples=[11] * 12)
+    with pytest.raises(ConfigError, match=r"over 12 sums of different texts, .* texts for 11"):
+        defended(few, experiment(), summed.setting, bert_tiny, 12)
+
+
+@pytest.mark.parametrize("limit", [0.9, 0.3, 0.26, 0.1])
+def test_so_many_clients_are_needed_that_reading_nothing_is_within(limit: float) -> None:
+    """Clopper and Pearson: of n of whom none is read, as many as 1 - 0.025 ** (1 / n) may be."""
+    needed = fewest_units({"exact": limit, "rougeL": 100.0})
+    assert needed is not None
+    assert max(10, math.log(0.025) / math.log(1 - limit)) <= needed
+    assert needed <= max(10, 1.05 * math.log(0.025) / math.log(1 - limit) + 2)
+    assert fewest_units({"rougeL": 100 * limit}) == needed
+    assert fewest_units({"exact": 0.0}) is None
 
 
 def test_a_loss_that_chance_makes_is_none() -> None:
@@ -99,6 +194,8 @@ def test_the_cheapest_loses_the_least_and_of_equals_is_the_first() -> None:
         sentence
     )
     assert "epsilon 8" in advice_sentence(found(as_cheap))
+    untrained = found(as_cheap).model_copy(update={"trained": False})
+    assert "so little training changed nothing" in advice_sentence(untrained)
 
 
 def test_where_none_is_within_that_is_said() -> None:
@@ -109,6 +206,12 @@ def test_where_none_is_within_that_is_said() -> None:
         "None of 2 defenses that were tried was shown to keep within the limits (exact 0.5): 1 "
         "exceeded one, and of 1 too little was measured"
     )
+    read = {"mean": 0.0, "low": 0.0, "high": 0.2}
+    untold = tried("d", Trial.UNTOLD, 0.1, utility=0.7, exact=Estimate(**read))
+    assert advice_sentence(found(untold)).endswith(
+        "The cheapest that exceeded none is d: accuracy 0.7 in place of 0.8 on 50 held-out texts "
+        "after 3 rounds; no epsilon; attacks had 20 s for an update."
+    )
     shown = advice_table(advice)
     assert [row[1].text for row in shown.rows] == ["exceeded", "not possible", "not told"]
     assert shown.rows[1][6].text == "it needs two clients"
@@ -118,73 +221,202 @@ def test_where_none_is_within_that_is_said() -> None:
     assert "safe" not in words.lower()
 
 
+def answered(folder: Path, read: int, **changes: Any) -> Run:
+    """Returns a run that goes on: of 12 clients the first answer, and `read` of these are right."""
+    settings = experiment(**{"federation.rounds": 1, "threat.rounds": None, **BATCH, **changes})
+    texts = [[[2, 10 + client, 20, 3], [2, 40 + client, 21, 3]] for client in range(12)]
+    run = run_of(
+        folder,
+        settings,
+        [truth_of(1, client, of_client) for client, of_client in enumerate(texts)],
+        [answer_of(1, client, texts[client], attack="keyspan") for client in range(read)],
+        status="running",
+        node_examples=[2] * 12,
+    )
+    run.write_json("held_out.json", {"sequences": [], "labels": []})
+    return run
+
+
+def test_a_limit_is_exceeded_once_no_other_answer_can_change_that(tmp_path: Path) -> None:
+    """With one of 12 clients read the interval reaches .38, if nothing else is read."""
+    limits = experiment().gate
+    assert exceeded_already(answered(tmp_path / "none", 0), limits) is None
+    check = exceeded_already(answered(tmp_path / "one", 1), limits)
+    assert check is not None
+    assert check.name == "exact"
+    assert "0.0833" in check.sentence
+    half = limits.model_copy(update={"exact": 0.5})
+    assert exceeded_already(answered(tmp_path / "same", 1), half) is None
+    assert exceeded_already(answered(tmp_path / "five", 5), half) is not None
+
+
+def test_a_run_is_looked_at_when_something_was_read_and_ends_in_time(tmp_path: Path) -> None:
+    told: list[RunProgress] = []
+    run = answered(tmp_path, 1)
+    enough = Enough(run, experiment().gate, math.inf, told.append)
+    some = RunProgress(1, 1, 1, 1)
+    enough.noted(some)
+    assert not enough()
+    done = Finished("keyspan", Key(1, 0), "recovered", 1.0)
+    enough.noted(some._replace(finished=(done,)))
+    assert enough()
+    assert len(told) == 2
+    assert Enough(run, experiment().gate, -math.inf, told.append)()
+
+
 @pytest.fixture
-def leaking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """A run whose limit is exceeded; how defenses end is up to the test."""
+def leaking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A finished audit whose limit is exceeded; how defenses end is up to the test."""
     monkeypatch.chdir(tmp_path)
-    run = run_of(tmp_path / "runs" / "small", experiment())
-    monkeypatch.setattr(advising, "refuse_without_leak", lambda *_: None)
+    settings = experiment(**BATCH)
+    run = run_of(tmp_path / "runs" / "small", settings, node_examples=[40] * 12)
+    timings = Timings(rehearsal=1.0, around=1.0, update=1.0, attacks={"dlg": 1.0, "keyspan": 1.0})
+    audit = Audit(source="a", minutes=10, attack=(), timings=timings, parts=(), left_out=())
+    run.write(AUDIT, audit)
     read = Run.read_document
 
     def read_document(of_run: Run, document: Any) -> Any:
         return summary(0.8) if document is SUMMARY else read(of_run, document)
 
     monkeypatch.setattr(Run, "read_document", read_document)
-    monkeypatch.setattr(advising.preparation, "plan", lambda experiment: experiment)
-    monkeypatch.setattr(advising.pipeline, "finished", lambda *_: False)
-    monkeypatch.setattr(advising.sweeps, "collect", lambda sweep: None)
-    return run
+    monkeypatch.setattr(search, "has_learnt", lambda summary: True)
+    monkeypatch.setattr(search.sweeps, "collect", lambda sweep: None)
+    return SimpleNamespace(run=run, time=SimpleNamespace(ends=search.now() + 3000))
+
+
+def advised(
+    opened: Any, monkeypatch: pytest.MonkeyPatch, within: str = ""
+) -> tuple[Advice, list[str], list[str]]:
+    """Searches; returns the advice, the defenses that were run, and what was said first."""
+    ran: list[str] = []
+    told: list[str] = []
+
+    def of_cell(candidate: Any, cell: Any, *_: Any) -> Tried:
+        ran.append(candidate.name)
+        assert opened.run.path.with_name(f"small{ENDING}").exists()
+        trial = Trial.WITHIN if candidate.name == within else Trial.EXCEEDED
+        return Tried(name=candidate.name, free=candidate.free, trial=trial, lost=0.0)
+
+    monkeypatch.setattr(search, "_tried", of_cell)
+    advice = advise(
+        opened,
+        None,
+        [object()],
+        lambda name: nullcontext(lambda progress: None),
+        told.append,  # type: ignore[arg-type,list-item]
+    )
+    assert opened.run.read_document(AUDIT).advice == advice
+    return advice, ran, told
 
 
 def test_the_search_ends_where_nothing_can_be_cheaper(
-    leaking: Run, monkeypatch: pytest.MonkeyPatch
+    leaking: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ran: list[str] = []
-
-    def carry_out(sweep: Any, plans: Any, *_: Any) -> dict[str, str]:
-        ran.extend(plans)
-        assert sweep.path.name == f"small{ENDING}"
-        return {}
-
-    def judged(candidate: Any, *_: Any) -> Tried:
-        trial = Trial.WITHIN if candidate.name == "secure sum" else Trial.EXCEEDED
-        return Tried(name=candidate.name, free=candidate.free, trial=trial, lost=0.0)
-
-    monkeypatch.setattr(advising.sweeps, "carry_out", carry_out)
-    monkeypatch.setattr(advising, "_judged", judged)
-    told: list[str] = []
-    advice = advise(leaking, None, lambda name: nullcontext(lambda progress: None), told.append)  # type: ignore[arg-type]
-    assert "defenses are tried; attacks with a time limit take at most" in told[0]
+    advice, ran, told = advised(leaking, monkeypatch, within="LoRA, rank 8")
+    assert "defenses can be tried in the 50 min that are left" in told[0]
     trials = {row.name: row.trial for row in advice.tried}
     assert trials["frozen position rows"] is Trial.EXCEEDED
-    assert trials["secure sum"] is Trial.WITHIN
+    assert trials["LoRA, rank 8"] is Trial.WITHIN
     assert {trials["local epochs 2"], trials["DP-SGD, epsilon 1.0"]} == {Trial.SKIPPED}
-    assert len(ran) == 4
-    assert leaking.read_document(ADVICE) == advice
+    assert ran == ["frozen position rows", "frozen embeddings", *ran[2:3], "LoRA, rank 8"]
+
+
+def test_a_search_goes_on_where_it_was_and_limits_that_change_begin_it_anew(
+    leaking: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, first, _ = advised(leaking, monkeypatch)
+    assert len(first) == len({*first}) == 16
+    assert advised(leaking, monkeypatch)[1] == []
+    info = leaking.run.info()["experiment"]
+    leaking.run.update_info(experiment=info | {"gate": info["gate"] | {"exact": 0.4}})
+    assert advised(leaking, monkeypatch)[1] == first
+
+
+def test_what_no_time_is_left_for_is_not_tried(
+    leaking: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leaking.time.ends = search.now() + 30
+    advice, ran, told = advised(leaking, monkeypatch)
+    assert {row.trial for row in advice.tried} == {Trial.SKIPPED}
+    assert ran == []
+    assert "gate.seconds asks for 60" in told[1]
+    assert advice.seconds == 5
 
 
 @pytest.mark.parametrize(
-    ("changes", "checks", "says"),
+    ("changes", "says"),
     [
-        ({"gate": {"epsilon": 1.0}}, {}, "there is no limit that a defense has to keep"),
-        ({}, {"texts": Outcome.UNTOLD}, "no defense could be judged here: why"),
-        ({}, {"exact": Outcome.WITHIN}, "exceeds no limit on what is read"),
-        ({"gate": {"exact": 0.1}}, {}, "exact = 0.1 cannot be kept: .* attack more clients"),
+        ({"gate": {"epsilon": 1.0}}, "there is no limit that a defense has to keep"),
+        ({"gate": {"exact": 0.1}}, r"exact = 0.1 cannot be kept: .* have 36 clients"),
+        ({"gate": {"exact": 0.0}}, r"exact = 0 cannot be kept: .* raise the limit"),
     ],
 )
-def test_a_run_that_no_defense_can_be_judged_against_is_refused_first(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    changes: dict[str, Any],
-    checks: dict[str, Outcome],
-    says: str,
+def test_a_setting_that_no_defense_can_help_is_refused_first(
+    changes: dict[str, Any], says: str
 ) -> None:
-    outcomes = {"exact": Outcome.EXCEEDED, "epsilon": Outcome.EXCEEDED} | checks
-    verdict = Verdict([Check(name, outcome, "why") for name, outcome in outcomes.items()], None)
-    monkeypatch.setattr(advising, "judge", lambda *_: verdict)
-    settings = experiment(**changes)
-    run = run_of(tmp_path, settings)
-    keys = [SimpleNamespace(client=client) for client in range(12)]
-    monkeypatch.setattr(type(run.captures), "all_keys", lambda *_: keys)
     with pytest.raises(ConfigError, match=says):
-        refuse_without_leak(run, settings)
+        refuse_without_limits(experiment(**changes))
+
+
+def test_sums_that_share_no_text_stand_for_themselves(tmp_path: Path) -> None:
+    """Of twelve sums of which nothing was read, as much as of twelve clients may be read."""
+    summed = experiment(
+        **{"federation.clients": 2, "threat.rounds": None, "federation.rounds": 12, **BATCH},
+        defense=[{"kind": "secure_sum"}],
+    )
+
+    def worst(folder: str, text: Any) -> Any:
+        truths = [
+            truth_of(round, client, [text(round, client), [2, 9, 9 + client, round + 9, 3]])
+            for round in range(1, 13)
+            for client in range(2)
+        ]
+        answers = [answer_of(round, EVERYONE, [[2, 5, 3]]) for round in range(1, 13)]
+        run = run_of(tmp_path / folder, summed, truths, answers, node_examples=[24, 24])
+        run.write_json("held_out.json", {"sequences": [], "labels": []})
+        score_run(run)
+        return run.read_document(SUMMARY).worst_case
+
+    apart = worst("apart", lambda round, client: [2, 10 + round, 30 + client, 3])
+    assert (apart.clients, apart.texts, apart.warning) == (12, 48, None)
+    assert apart.exact_match.high == pytest.approx(1 - 0.025 ** (1 / 12), abs=0.01)
+    shared = worst("shared", lambda round, client: [2, 10 + client, 30, 3])
+    assert (shared.clients, shared.warning) == (1, "one group of clients: an example, not a rate")
+    assert shared.exact_match.high > 0.95
+
+
+@pytest.mark.slow
+def test_a_search_runs_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Frozen embeddings leave the attention's gradients, which say all; without both layers none
+    is left that these attacks read."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(hiring, "hire", lambda *_: nullcontext([tiny.Here()]))
+    settings = {
+        "federation.clients": 12,
+        "federation.batch_size": 2,
+        "data": {"name": "builtin/notes", "samples": 48, "held_out": 8},
+        "attack": [{"kind": "keyspan"}, {"kind": "auto", "seconds": 1.0}],
+        "gate": {"exact": 0.3, "seconds": 1.0},
+    }
+    Path("small.toml").write_text(toml(settings))
+    status, text, errors = call("audit", "small.toml", "--defend", "--minutes", "8")
+    assert status == 3, errors
+    run = Run(tmp_path / "runs/small-audit")
+    advice = run.read_document(AUDIT).advice
+    assert advice is not None
+    trials = {row.name: row for row in advice.tried}
+    assert trials["frozen position rows"].trial is Trial.EXCEEDED
+    ended = Run(run.path.with_name("small-audit-defend")).path
+    early = next(path for path in ended.iterdir() if "position" in path.name)
+    assert len((early / "reconstructions.jsonl").read_bytes().splitlines()) < 36
+    assert advice.cheapest is not None
+    assert advice.cheapest.exact is not None
+    assert advice.cheapest.exact.high <= 0.3
+    assert f"is {advice.cheapest.name}: " in " ".join(text.split())
+    assert advice.cheapest.name in (run.path / "report.html").read_text()
+    before = {path: path.stat().st_mtime_ns for path in ended.rglob("reconstructions.jsonl")}
+    assert call("audit", "small.toml", "--defend", "--minutes", "8")[0] == 3
+    assert run.read_document(AUDIT).advice == advice
+    assert {path: path.stat().st_mtime_ns for path in ended.rglob("*.jsonl") if path in before} == (
+        before
+    )

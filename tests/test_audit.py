@@ -4,7 +4,6 @@ import io
 import shutil
 import sys
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,12 @@ from fedleak.config.experiment import Experiment
 from fedleak.config.loading import load, parse
 from fedleak.federation.schedule import expected_captures
 from fedleak.federation.workload import outline
-from fedleak.running.audit import rehearsal
+from fedleak.running.audit import begin, defenses, rehearsal
+from fedleak.running.audit import plan as planning
 from fedleak.running.audit.plan import Plan, plan, to_audit
-from fedleak.running.audit.rehearsal import Timings, in_small, timings_of
+from fedleak.running.audit.rehearsal import in_small, timings_of
 from fedleak.running.workers import hiring
-from fedleak.store.audits import AUDIT
+from fedleak.store.audits import AUDIT, REHEARSAL, Timings
 from fedleak.store.records import Answer
 from fedleak.store.run import Run
 from fedleak.store.shards import read_answers
@@ -49,11 +49,12 @@ QUICK = Timings(
     utility=0.25,
     attacks={"probes": 0.1, "membership": 1.0, "auto": 2.0},
 )
-LATE = replace(
-    QUICK,
-    copies={"probes": 0.1, "auto": 2.0},
-    attacks={"probes": 0.1, "membership": 1.0, "auto": 10.0},
-    late=frozenset({"auto"}),
+LATE = QUICK.model_copy(
+    update={
+        "copies": {"probes": 0.1, "auto": 2.0},
+        "attacks": {"probes": 0.1, "membership": 1.0, "auto": 10.0},
+        "late": ("auto",),
+    }
 )
 
 
@@ -131,11 +132,11 @@ def test_a_client_of_each_group_with_the_same_defenses_comes_first() -> None:
 
 
 def test_what_cannot_fit_is_refused_with_the_minutes_that_it_takes() -> None:
-    slow = replace(QUICK, update=30.0)
+    slow = QUICK.model_copy(update={"update": 30.0})
     with pytest.raises(ConfigError, match=r"training takes about 20 min: give --minutes 24"):
         plan(experiment(), slow, 10)
     assert expected_captures(plan(experiment(), slow, 24).experiment)
-    waited = replace(LATE, rehearsal=250.0)
+    waited = LATE.model_copy(update={"rehearsal": 250.0})
     with pytest.raises(ConfigError, match=r"no update can be attacked in 5 minutes.*--minutes 6"):
         plan(experiment(defense=DP), waited, 5)
     assert expected_captures(plan(experiment(defense=DP), waited, 6).experiment)
@@ -180,7 +181,7 @@ def test_the_parts_of_a_rehearsal_add_up_to_what_it_took() -> None:
     assert timings.training == 12 - 3 * 2.0 - 2 * 1.0
     assert timings.around == 40 - 12 - 13
     assert (timings.attacks, timings.copies) == ({"probes": 1.0, "auto": 10.0}, {"auto": 2.0})
-    assert (timings.late, timings.late_copies) == ({"auto"}, frozenset())
+    assert (timings.late, timings.late_copies) == (("auto",), ())
 
 
 @pytest.fixture
@@ -243,6 +244,62 @@ def test_an_audit_that_was_stopped_goes_on_with_its_plan(audited: Run) -> None:
     assert (after[:-1], len(after)) == (lines[:-1], len(lines))
 
 
+def test_an_audit_whose_time_is_up_ends_says_so_and_goes_on(
+    audited: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned = audited.read_document(AUDIT).model_copy(update={"seconds": None, "page": None})
+    audited.write(AUDIT, planned)
+    file = audited.path / "reconstructions.jsonl"
+    file.write_bytes(b"".join(file.read_bytes().splitlines(keepends=True)[:-2]))
+    Path("small.toml").write_text(toml({"attack": None, "gate": {"exact": 1.0}}))
+    with monkeypatch.context() as patch:
+        patch.setattr(planning, "STOPPED", 0.0)
+        status, text, errors = call("audit", "small.toml")
+    audit = audited.read_document(AUDIT)
+    assert (status, audit.cut) == (3, True)
+    assert "Its time was up before all of it was done" in " ".join(text.split())
+    assert {check.name: check.outcome for check in audit.checks}["complete"] == "untold"
+    Path("small.toml").write_text(toml({"attack": None}))
+    with monkeypatch.context() as patch:
+        patch.setattr(planning, "STOPPED", 0.0)
+        status, text, errors = call("audit", "small.toml")
+    assert status == 1
+    assert "the run is not finished (interrupted)" in errors
+    status, _, errors = call("audit", "small.toml")
+    assert (status, errors) == (0, "")
+    assert not audited.read_document(AUDIT).cut
+
+
+def test_what_a_rehearsal_measured_outlives_a_refusal(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rehearsed: list[Path] = []
+
+    def rehearse(experiment: Experiment, folder: Path, *_: Any) -> Timings:
+        rehearsed.append(folder)
+        return QUICK.model_copy(update={"update": 1e4})
+
+    monkeypatch.setattr(begin, "rehearse", rehearse)
+    for minutes in ("1", "2"):
+        status, _, errors = call("audit", "small.toml", "--minutes", minutes)
+        assert status == 2
+        assert "of which training takes about" in errors
+    assert len(rehearsed) == 1
+    assert [path.name for path in rehearsed[0].iterdir()] == [REHEARSAL.name]
+    call("audit", "small.toml", "--set", "seed=5")
+    assert len(rehearsed) == 2
+
+
+def test_a_search_for_a_defense_has_half_of_the_time() -> None:
+    alone, shared = (plan(experiment(defense=DP), LATE, 20, share=s) for s in (1.0, 0.5))
+    assert sum(part.seconds for part in shared.parts) <= 0.45 * 20 * 60
+    assert len(expected_captures(shared.experiment)) < len(expected_captures(alone.experiment))
+    slow = QUICK.model_copy(update={"update": 30.0})
+    with pytest.raises(ConfigError, match="give --minutes 47"):
+        plan(experiment(), slow, 24, share=0.5)
+    assert plan(experiment(), slow, 47, share=0.5)
+
+
 @pytest.mark.parametrize("arguments", [("--set", "seed=5"), ("--minutes", "20")])
 def test_another_audit_of_the_same_name_is_refused(
     audited: Run, arguments: tuple[str, ...]
@@ -270,8 +327,11 @@ def test_the_gate_of_the_file_decides_the_status(audited: Run) -> None:
     assert {check.outcome for check in audited.read_document(AUDIT).checks} == {"within"}
 
 
-def test_without_a_leak_no_defense_is_tried(audited: Run) -> None:
+def test_without_a_leak_no_defense_is_tried(audited: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("small.toml").write_text(toml({"attack": None, "gate": {"exact": 1.0}}))
+    status, text, errors = call("audit", "small.toml", "--defend")
+    assert (status, "have 10 clients, or raise the limit" in errors) == (2, True)
+    monkeypatch.setattr(defenses, "refuse_without_limits", lambda experiment: None)
     status, text, errors = call("audit", "small.toml", "--defend")
     assert (status, "exact" in errors) == (3, False)  # too few clients to tell, and no leak
     assert "no limit on what is read is exceeded, so no defense is tried" in text

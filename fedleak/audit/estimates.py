@@ -31,7 +31,7 @@ class Largest(NamedTuple):
 
 
 def largest_client(run: Run, experiment: Experiment) -> Largest:
-    """Returns the most texts and updates of a client, whether it is attacked or not."""
+    """Returns the most texts and updates of a client, attacked or not, or of a sum of clients."""
     attacked, local = experiment.threat.rounds, experiment.local_training
     rounds = rounds_of_clients(experiment)
     updates = max(
@@ -40,6 +40,8 @@ def largest_client(run: Run, experiment: Experiment) -> Largest:
     size = max(client_sizes(run) or [0])
     if local.kind == UpdateKind.GRADIENT:
         size = min(local.batch_size, size)
+    if experiment.sees != "updates" and not experiment.server_built.malicious:
+        return Largest(texts=experiment.clients_per_round * size, updates=1)  # of one sum
     return Largest(texts=updates * size, updates=updates)
 
 
@@ -89,7 +91,7 @@ def mean_over_clients(
         return None
     values, clients = (
         [value for _, value in rows_and_values],
-        [row.client for row, _ in rows_and_values],
+        [row.unit for row, _ in rows_and_values],
     )
     return estimate(values, clients, weights, most=most, largest=largest)
 
@@ -130,12 +132,12 @@ def personal_data(
 
 def too_few(answered: Sequence[LeakageRow]) -> str | None:
     """Returns why the figures of these answers are examples and no rates; None if they are."""
-    clients, texts = {row.client for row in answered}, sum(row.batch_size or 0 for row in answered)
-    if clients == {EVERYONE}:
-        few = ["one group of clients"]
-    elif len(clients) == 1:
-        few = ["one client"]
+    clients, texts = {row.unit for row in answered}, sum(row.batch_size or 0 for row in answered)
+    sums = min(clients, default=0) <= EVERYONE
+    units = "sums of different texts" if sums else "clients"
+    if len(clients) == 1:
+        few = ["one group of clients" if sums else "one client"]
     else:
-        few = [f"fewer than {FEW_CLIENTS} clients"] if len(clients) < FEW_CLIENTS else []
+        few = [f"fewer than {FEW_CLIENTS} {units}"] if len(clients) < FEW_CLIENTS else []
         few += [f"fewer than {FEW_TEXTS} texts"] if texts < FEW_TEXTS else []
     return f"{' and '.join(few)}: an example, not a rate" if clients and few else None

@@ -259,8 +259,7 @@ def _captures(known: _Known) -> Iterator[str]:
     if status != "finished":
         yield (
             f"the run is not finished ({status}): {len(known.expected) - len(gone)} of "
-            f"{len(known.expected)} captures are here; `fedleak run` with the experiment's file "
-            "goes on"
+            f"{len(known.expected)} captures are here; the command that began it goes on"
         )
     elif gone:
         yield (

@@ -4,7 +4,7 @@ Only the audit opens the vault. `score_files` reads and writes, `answer_scores` 
 `gaps` says what is missing, and `summary` sums up.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -181,7 +181,7 @@ def _scored(
             recovered[attack][key.round].append(answer)
     # Poisson sampling may draw nobody, and then there is nothing to find.
     known = {key: truth for key, truth in truths.items() if truth is not None and truth.sequences}
-    guesses, model = _guesses(run, recorded, known), recorded.model
+    guesses, model, shared = _guesses(run, recorded, known), recorded.model, _in_other_sums(known)
     recognise = personal_data.recogniser(recorded.experiment.audit, model)
     items = {
         key: personal_data.find(truth.sequences, model, recognise) for key, truth in known.items()
@@ -195,11 +195,22 @@ def _scored(
         elif given is not None and key in known and not _would_lose_scores(given, before):
             of_attack, truth = recovered[attack], known[key]
             new = _new(recorded, given, truth, before, of_attack, guesses[key], items[key])
-            scored.append(new)
+            apart = key.client == EVERYONE and shared.isdisjoint(truth.sequences)
+            scored.append(replace(new, row=new.row.model_copy(update={"apart": apart})))
         # What failed was not measured, so without its answer there is nothing to keep.
         elif before is not None and (given is not None or before.status != Status.FAILED):
             scored.append(Scored(before, ()))
     return scored
+
+
+def _in_other_sums(known: Mapping[Key, GroundTruth]) -> set[tuple[int, ...]]:
+    """Returns the texts that are in more than one sum."""
+    in_sums = Counter(
+        chain.from_iterable(
+            {*truth.sequences} for key, truth in known.items() if key.client == EVERYONE
+        )
+    )
+    return {text for text, count in in_sums.items() if count > 1}
 
 
 def _guesses(

@@ -53,7 +53,7 @@ def worst_case(
     return WorstCase(
         attacks=tuple(sorted({row.attack for row in answered})),
         texts=sum(texts.values()),
-        clients=len({key.client for key in texts}),
+        clients=len({row.unit for row in rows if row.key in texts}),
         unattacked=sum(texts.values()) - len(exact),
         nearly=nearly,
         exact_match=mean_over_clients(exact, 1.0, largest=largest.texts),

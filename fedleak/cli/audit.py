@@ -17,11 +17,13 @@ from fedleak.cli.questions import ask
 from fedleak.cli.results import GATE_CLOSED
 from fedleak.cli.runs import refuse_stored_programs
 from fedleak.util.errors import ConfigError, FedleakError
-from fedleak.util.sanitise import markup
+from fedleak.util.sanitise import markup, printable
 
 if TYPE_CHECKING:
     from fedleak.config.experiment import Experiment
+    from fedleak.running.audit.begin import Opened
     from fedleak.running.pipeline import Engine
+    from fedleak.running.workers.process import Worker
     from fedleak.store.run import Run
 
 UPDATES = (".safetensors", ".pt", ".pth", ".bin")
@@ -42,7 +44,7 @@ def audit(
         bool,
         typer.Option(
             "--defend",
-            help="If a limit of [gate] is exceeded, try defenses and name the cheapest within all.",
+            help="Half of the time is for the search for a defense that keeps within [gate].",
         ),
     ] = False,
 ) -> None:
@@ -78,31 +80,34 @@ def audit(
     source, left_out = _source(file, changes or (), fresh=fresh, allow_commands=allow_commands)
     console.print(f"an audit of at most {minutes:g} min")
     from fedleak.flower.engines import train  # takes seconds, so after what may be refused
-    from fedleak.running.advice import refuse_without_limits
     from fedleak.running.audit.begin import open_experiment, open_run, workers_for
+    from fedleak.running.audit.defenses import refuse_without_limits
+    from fedleak.running.audit.plan import Time
 
     experiment = source if isinstance(source, Experiment) else stored(source)
+    time = Time(minutes, share=0.5 if defend else 1.0)
     if defend:
         refuse_without_limits(experiment)
     with hire(workers_for(experiment)) as on:
         with progress(console) as show:
             if isinstance(source, Experiment):
-                opened = open_experiment(source, minutes, train, on, show, tell, fresh=fresh)
+                opened = open_experiment(source, time, train, on, show, tell, fresh=fresh)
             else:
-                opened = open_run(source, minutes, on, show, tell)
+                opened = open_run(source, time, on, show, tell)
         remark([*opened.run.info().get("remarks", ()), *left_out])
         print_table(console, plan_table(opened.audit))
         with progress(console) as show:
             scored = opened.carry_out(train, show, on)
-    finished, verdict = finish(opened, scored)
-    print_audit(finished, verdict, console)
-    console.print(f"page: {markup(opened.run.path / NAME)}", soft_wrap=True)
-    console.print(f"json: {markup(opened.run.path / AUDIT.name)}", soft_wrap=True)
-    leaks = any(check.outcome == "exceeded" and check.name in LEAKS for check in finished.checks)
-    if defend and leaks:
-        _defend(opened.run, train)
-    elif defend:
-        tell("no limit on what is read is exceeded, so no defense is tried")
+        finished, verdict = finish(opened, scored)
+        print_audit(finished, verdict, console)
+        console.print(f"page: {markup(opened.run.path / NAME)}", soft_wrap=True)
+        console.print(f"json: {markup(opened.run.path / AUDIT.name)}", soft_wrap=True)
+        if defend and any(
+            check.outcome == "exceeded" and check.name in LEAKS for check in finished.checks
+        ):
+            _defend(opened, train, on)
+        elif defend:
+            tell("no limit on what is read is exceeded, so no defense is tried")
     if closed := [check.name for check in finished.checks if check.outcome != "within"]:
         end(f"the gate is closed, because of: {', '.join(closed)}", GATE_CLOSED)
     if left_out:
@@ -110,26 +115,26 @@ def audit(
     refuse_gaps(opened.run)
 
 
-def _defend(run: "Run", train: "Engine") -> None:
-    """Tries defenses on the setting of a run, and says which is the cheapest within its limits."""
+def _defend(opened: "Opened", train: "Engine", on: "Sequence[Worker]") -> None:
+    """Tries defenses on the setting of an audit, and says which is the cheapest in its limits."""
     from fedleak.report.tables.advice import advice_table
     from fedleak.report.terminal.table import print_table
-    from fedleak.running.advice import ENDING, advise
+    from fedleak.running.audit.search import ENDING, advise
     from fedleak.running.reports import report_run
 
     @contextmanager
     def watch(name: str) -> Iterator[Callable[..., None]]:
-        console.print(f"tried: {markup(name)}", soft_wrap=True)
+        tell(f"trying: {name}")
         with progress(console) as show:
             yield show
 
-    advice = advise(run, train, watch, tell)
+    advice = advise(opened, train, on, watch, tell)
     print_table(console, advice_table(advice))
-    for tried in advice.tried:
-        if tried.why:
-            console.print(f"{markup(f'{tried.name}: {tried.trial}: {tried.why}')}", soft_wrap=True)
-    console.print(f"their runs: {markup(run.path)}{ENDING}", soft_wrap=True)
-    report_run(run)  # which shows it, too
+    for why in dict.fromkeys(tried.why for tried in advice.tried if tried.why):
+        names = ", ".join(tried.name for tried in advice.tried if tried.why == why)
+        tell(f"{names}: {printable(why)}")
+    tell(f"their runs: {opened.run.path}{ENDING}")
+    report_run(opened.run)  # which shows it, too
 
 
 def tell(line: str) -> None:

@@ -78,7 +78,7 @@ def train(run: Run, experiment: Experiment, stop: Callable[[], bool] = lambda: F
         try:
             while not select.select([keeper.stdout], [], [], POLL_SECONDS)[0]:
                 if stop():
-                    raise StoppedError("training was stopped: what goes on beside it has failed")
+                    raise StoppedError("training was stopped, as it was told to")
             failure = keeper.stdout.read()
         finally:
             keeper.stdin.close()

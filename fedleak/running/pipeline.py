@@ -33,7 +33,7 @@ from fedleak.store.shards import (
     share,
 )
 from fedleak.store.summaries import SUMMARY
-from fedleak.util.errors import FedleakError
+from fedleak.util.errors import FedleakError, StoppedError
 
 Engine = Callable[[Run, Experiment, Callable[[], bool]], None]
 """Trains an experiment in its run directory, and asks now and then whether to end early."""
@@ -78,6 +78,7 @@ def carry_out(
     *,
     control: bool = False,
     findings: Sequence[Finding] | None = None,
+    enough: Callable[[], bool] = lambda: False,
 ) -> list[Scored]:
     """Trains, attacks and scores, as far as the run directory lacks that.
 
@@ -89,9 +90,13 @@ def carry_out(
         on: Workers for the attacks; None: as many as the experiment asks for, for this run only.
         control: Attack undefended copies, too; they are in any case where limits need them.
         findings: Of the check of its defenses; None: it is made first.
+        enough: Is asked now and then whether to end as it is, and score what was read until then.
     """
     with run.lock():
-        with under_way(run, experiment, report, on, control=control, findings=findings) as stop:
+        around = under_way(
+            run, experiment, report, on, control=control, findings=findings, enough=enough
+        )
+        with suppress(StoppedError), around as stop:
             train(run, experiment, stop)
         return scoring.score_run(run)
 
@@ -105,6 +110,7 @@ def under_way(
     *,
     control: bool = False,
     findings: Sequence[Finding] | None = None,
+    enough: Callable[[], bool] = lambda: False,
 ) -> Iterator[Callable[[], bool]]:
     """Does all that is around training: checks of defenses, attacks, the central reference.
 
@@ -116,10 +122,12 @@ def under_way(
     """
     with noting_status(run):
         defense_checks.refuse_broken(run, experiment, findings)
-        with attacking(run, experiment, report, on) as stop:
+        with attacking(run, experiment, report, on, enough) as stop:
             yield stop
         if control or wants_control(experiment):
-            attack_copies(run, experiment, report, on)
+            attack_copies(run, experiment, report, on, enough)
+        if enough():
+            return
         published.audit_models(run, experiment)
         if _wants_reference(run, experiment):
             baseline = central_baseline.central(experiment, run)
@@ -136,6 +144,7 @@ def attack_copies(
     experiment: Experiment,
     report: Callable[[RunProgress], None] = lambda progress: None,
     on: Sequence[Worker] | None = None,
+    enough: Callable[[], bool] = lambda: False,
 ) -> None:
     """Makes the undefended copies of a run and attacks them, as far as that is not done yet.
 
@@ -147,6 +156,7 @@ def attack_copies(
         experiment: What was prepared there, with the attacks to be tried.
         report: Is told how far it is.
         on: Workers for the attacks; None: as many as the experiment asks for.
+        enough: Is asked now and then whether to end as it is.
     """
     if (copies := positive_control.make_copies(run, experiment)) is not None:
         control = positive_control.control_of(run)
@@ -155,10 +165,12 @@ def attack_copies(
                 control,
                 copies,
                 no_more=lambda: True,
+                stop=enough,
                 report=lambda progress: report(_of_copies(progress)),
                 on=on,
             )
-        control.update_info(status="finished")
+        if not enough():
+            control.update_info(status="finished")
 
 
 def _of_copies(progress: RunProgress) -> RunProgress:
@@ -179,6 +191,7 @@ def attack_again(
     control: bool = False,
     report: Callable[[RunProgress], None] = lambda progress: None,
     on: Sequence[Worker] | None = None,
+    enough: Callable[[], bool] = lambda: False,
 ) -> list[Scored]:
     """Attacks the captures that are here, also with other attacks, and scores what those read.
 
@@ -189,14 +202,15 @@ def attack_again(
         control: Attack undefended copies, too; they are in any case where limits need them.
         report: Is told how far it is.
         on: Workers for the attacks; None: as many as the experiment asks for.
+        enough: Is asked now and then whether to end as it is, and score what was read until then.
     """
     with run.lock():
         if retry:
             drop_failures(run)
             drop_failures(positive_control.control_of(run))
-        attack_captures(run, experiment, no_more=lambda: True, report=report, on=on)
+        attack_captures(run, experiment, no_more=lambda: True, stop=enough, report=report, on=on)
         if control or wants_control(experiment):
-            attack_copies(run, experiment, report, on)
+            attack_copies(run, experiment, report, on, enough)
         return scoring.score_run(run, [named_attack.name for named_attack in experiment.attacks])
 
 
@@ -206,7 +220,7 @@ def noting_status(run: Run) -> Iterator[None]:
     run.update_info(status="running", failure=None)
     try:
         yield
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, StoppedError):
         run.update_info(status="interrupted")
         raise
     except BaseException as error:

@@ -236,7 +236,7 @@ def carry_out(
                             run, cell.experiment, retry=retry, report=report, on=hands
                         )
             except Exception as error:  # noqa: BLE001 - the others can still be done
-                failures[cell.name] = _failure(cell.name, error)
+                failures[cell.name] = failure(cell.name, error)
                 hired_as = None  # they may still be at work for this cell
             keep(failures)
     return failures
@@ -376,11 +376,11 @@ def _carry_out_alone(plan: Plan, path: Path, train: Engine, jobs: int, place: in
         with hire(own) as hands:
             pipeline.carry_out(run, plan.experiment, train, on=hands)
     except Exception as error:  # noqa: BLE001 - the others can still be done
-        return _failure(path.name, error)
+        return failure(path.name, error)
     return None
 
 
-def _failure(cell: str, error: Exception) -> str:
+def failure(cell: str, error: Exception) -> str:
     """Returns why a cell failed; where that is not the user's to mend, the log has the rest."""
     if isinstance(error, FedleakError):
         return str(error)

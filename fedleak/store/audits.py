@@ -1,8 +1,38 @@
 """What `fedleak audit` planned for a run, and what came of it: audit.json."""
 
+from collections.abc import Iterable, Mapping
+from enum import StrEnum
+
 from pydantic import JsonValue
 
 from fedleak.store.lines import Document, Record
+from fedleak.store.records import Epsilon
+from fedleak.store.summaries import Estimate
+
+
+class Timings(Record):
+    """What a rehearsal measured, in seconds.
+
+    Attributes:
+        rehearsal: All of it.
+        around: Workers that start and end, scores, and all else beside training and attacks.
+        training: Training, without the updates of clients and without utility.
+        update: One client's update: training, defenses, the wire and the capture.
+        utility: The score of the model on the held-out texts.
+        attacks, copies: By name of the attack, one update, or one undefended copy of one.
+        late: Attacks whose time was up, on updates: they take all that they get.
+        late_copies: The same on copies.
+    """
+
+    rehearsal: float
+    around: float
+    training: float = 0.0
+    update: float = 0.0
+    utility: float = 0.0
+    attacks: Mapping[str, float] = {}
+    copies: Mapping[str, float] = {}
+    late: tuple[str, ...] = ()
+    late_copies: tuple[str, ...] = ()
 
 
 class AuditPart(Record):
@@ -34,6 +64,87 @@ class AuditPage(Record):
     paragraphs: dict[str, str]
 
 
+class Trial(StrEnum):
+    """How the try of a defense ended."""
+
+    WITHIN = "within"
+    """It keeps within all limits."""
+    EXCEEDED = "exceeded"
+    """A limit does not hold."""
+    UNTOLD = "not told"
+    """Too little was measured to tell, or the run failed."""
+    IMPOSSIBLE = "not possible"
+    """It does not go with the setting."""
+    SKIPPED = "not tried"
+    """A cheaper one keeps within the limits, or there was no time for it."""
+
+
+class Tried(Record):
+    """A defense, and what came of it.
+
+    Attributes:
+        name: What it is, with its strength.
+        free: It leaves the numbers that are sent as they are.
+        trial: How it ended.
+        why: The first limit or check that does not hold, or why it was not tried.
+        exact: The share of texts read word for word; None: no attack says, or the try ended early.
+        utility: Of the trained model; None: not measured.
+        lost: How much less useful the model is, and 0 where chance makes as much.
+        epsilon: That holds for every client.
+    """
+
+    name: str
+    free: bool
+    trial: Trial
+    why: str = ""
+    exact: Estimate | None = None
+    utility: float | None = None
+    lost: float | None = None
+    epsilon: Epsilon | None = None
+
+
+class Advice(Record):
+    """Which defenses `fedleak audit --defend` tried on the setting of a run.
+
+    Attributes:
+        limits: That had to hold, in words.
+        seconds: That an attack got for an update.
+        wanted: That the gate asks for (`gate.seconds`).
+        measure: The figure that stands for utility; None: none was measured.
+        utility: Of the run itself.
+        trained: Whether training made the model of the run more useful, beyond chance.
+        held_out: Texts that it is measured on.
+        rounds: After which it is measured.
+        tried: In the order of cost before utility is known.
+    """
+
+    limits: str
+    seconds: float
+    wanted: float
+    measure: str | None
+    utility: float | None
+    trained: bool
+    held_out: int
+    rounds: int
+    tried: tuple[Tried, ...]
+
+    @property
+    def cheapest(self) -> Tried | None:
+        """The defense within the limits that loses the least utility; of equals the first."""
+        return _cheapest(row for row in self.tried if row.trial is Trial.WITHIN)
+
+    @property
+    def promising(self) -> Tried | None:
+        """The same of those that exceed no limit, and of which too little was measured to tell."""
+        return _cheapest(
+            row for row in self.tried if row.trial is Trial.UNTOLD and row.exact is not None
+        )
+
+
+def _cheapest(tried: Iterable[Tried]) -> Tried | None:
+    return min(tried, key=lambda row: row.lost or 0.0, default=None)
+
+
 class Audit(Record):
     """An audit.
 
@@ -41,23 +152,29 @@ class Audit(Record):
         source: A mark of what was asked for.
         minutes: That it was to take at most.
         attack: The attacks, as in an experiment file.
+        timings: What the plan was made from.
         parts: What was planned.
         left_out: What is not part of it, and why.
         interrupted: Whether it was stopped and begun again, so that nobody knows how long it took.
         seconds: That it took; None: it is not finished.
+        cut: Whether its time was up before all of it was done.
         checks: Of the gate; none where the experiment has no limits.
         page: What it found; None: it is not finished.
+        advice: Which defenses were tried; None: none.
     """
 
     source: str
     minutes: float
     attack: tuple[dict[str, JsonValue], ...]
+    timings: Timings
     parts: tuple[AuditPart, ...]
     left_out: tuple[str, ...]
     interrupted: bool = False
     seconds: float | None = None
+    cut: bool = False
     checks: tuple[GateCheck, ...] = ()
     page: AuditPage | None = None
+    advice: Advice | None = None
 
     @property
     def estimate(self) -> float:
@@ -65,4 +182,17 @@ class Audit(Record):
         return sum(part.seconds for part in self.parts)
 
 
+class Rehearsal(Record):
+    """A rehearsal that no audit was made of yet.
+
+    Attributes:
+        source: A mark of what is to be audited.
+        timings: What it measured.
+    """
+
+    source: str
+    timings: Timings
+
+
+REHEARSAL = Document("rehearsal.json", Rehearsal, "delete it, and `fedleak audit` rehearses anew")
 AUDIT = Document("audit.json", Audit, "delete it, and `fedleak audit` plans anew")

@@ -9,7 +9,7 @@ from pydantic import ConfigDict, Field, JsonValue
 
 from fedleak.attacks.reconstruction import Status
 from fedleak.store.lines import Lines, Measured, Record
-from fedleak.store.run import Key
+from fedleak.store.run import EVERYONE, Key
 from fedleak.training.privacy import NONE, Use
 
 
@@ -162,6 +162,7 @@ class LeakageRow(_OfAttack):
         seconds, device: The attack alone.
         granted: Facts that the attacker was granted; None of a row of an older version.
         knows: Facts that the attacker had: of the granted ones those that there are.
+        apart: Of a sum: no text of it is in another sum that was attacked.
     """
 
     status: RowStatus
@@ -191,6 +192,16 @@ class LeakageRow(_OfAttack):
     device: str | None
     granted: tuple[str, ...] | None = None
     knows: tuple[str, ...]
+    apart: bool = Field(default=False, exclude_if=lambda apart: not apart)
+
+    @property
+    def unit(self) -> int:
+        """What stands for itself, beside others: a client, or a sum of texts of its own.
+
+        All clients are in every sum, so nothing is said of other clients, but of other rounds.
+        Sums that share texts are one unit.
+        """
+        return EVERYONE - self.round if self.apart else self.client
 
 
 def text_counts(rows: Iterable[LeakageRow]) -> dict[Key, int]:

@@ -153,7 +153,8 @@ class WorstCase(WithPersonalData):
 
     Attributes:
         attacks: That gave an answer.
-        texts, clients: Private texts with a score, and their clients.
+        texts, clients: Private texts with a score, and their clients; of sums those that share no
+            text.
         unattacked: Private texts of which no attack named a sequence: they are in no `exact_match`.
         nearly: Texts that no attack read exactly, and one with a ROUGE-L of at least `NEARLY`.
         exact_match, token_recall: Shares, from 0 to 1; None: no attack says.

@@ -17,7 +17,7 @@ class UnknownKindError(ConfigError):
 
 
 class StoppedError(FedleakError):
-    """Training that was told to stop, because what goes on beside it has failed."""
+    """Training that was told to stop: what goes on beside it has failed, or need not go on."""
 
 
 class RoundRefusedError(FedleakError):

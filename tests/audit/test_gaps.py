@@ -201,8 +201,8 @@ def test_an_unfinished_run_says_how_far_it_is(tmp_path: Path) -> None:
     other = Key(7, 0)
     _, gaps = gaps_of(tmp_path, asked=["dlg"], captures=[*KEYS[:2], other], status="interrupted")
     assert gaps.missing == [
-        "the run is not finished (interrupted): 2 of 5 captures are here; `fedleak run` with the "
-        "experiment's file goes on"
+        "the run is not finished (interrupted): 2 of 5 captures are here; the "
+        "command that began it goes on"
     ]
     assert gaps.unscored == 0
 

@@ -7,16 +7,12 @@ stands between is what clients do for their privacy. Who owns the limits has to 
 """
 
 from collections.abc import Collection
-from dataclasses import replace
 
 from fedleak.attacks.reconstruction import Status
 from fedleak.audit.gate.control import STRONGEST
-from fedleak.audit.gate.evidence import Evidence
-from fedleak.audit.worst_case import worst_case
+from fedleak.audit.gate.evidence import NOTHING, Evidence, recounted
 from fedleak.config.components import listed_as
-from fedleak.store.records import LeakageRow, TextScore
-
-NOTHING = TextScore(exact=False, rougeL=0.0, token_recall=0.0)
+from fedleak.store.records import LeakageRow
 
 
 def with_abstentions(evidence: Evidence, may_abstain: Collection[str]) -> Evidence:
@@ -47,20 +43,4 @@ def with_abstentions(evidence: Evidence, may_abstain: Collection[str]) -> Eviden
         return row.model_copy(update={"texts": texts, "personal": unread})
 
     rows = [counted(row) for row in evidence.rows.leakage]
-    if rows == list(evidence.rows.leakage):
-        return evidence
-    finished = {answer.id: place for place, answer in enumerate(evidence.answers)}
-    summary = evidence.summary.model_copy(
-        update={"worst_case": worst_case(rows, finished, evidence.largest)}
-    )
-    if summary.ladder is not None:
-        rungs = []
-        for rung in summary.ladder.rungs:
-            names = {*rung.attacks.values()}
-            of_rung = worst_case(
-                [row for row in rows if row.attack in names], finished, evidence.largest
-            )
-            rungs.append(rung.model_copy(update={"worst_case": of_rung}))
-        ladder = summary.ladder.model_copy(update={"rungs": tuple(rungs)})
-        summary = summary.model_copy(update={"ladder": ladder})
-    return replace(evidence, rows=replace(evidence.rows, leakage=rows), summary=summary)
+    return evidence if rows == list(evidence.rows.leakage) else recounted(evidence, rows)

@@ -16,17 +16,21 @@ from fedleak.audit.answered import answered
 from fedleak.audit.estimates import Largest, largest_client
 from fedleak.audit.gaps import NAMED
 from fedleak.audit.gate.check import Check, Outcome, untold
+from fedleak.audit.worst_case import worst_case
 from fedleak.config.experiment import Experiment
 from fedleak.federation.schedule import expected_captures
 from fedleak.store.lines import Record
 from fedleak.store.provenance import unsealed
-from fedleak.store.records import Answer, ScoredRows
+from fedleak.store.records import Answer, LeakageRow, ScoredRows, TextScore
 from fedleak.store.run import Run
 from fedleak.store.summaries import SUMMARY, RunSummary
 from fedleak.util.errors import CaptureError, ConfigError, FedleakError
 
 AGREEMENT = 1e-9
 """Relative difference that the order of additions makes on another machine."""
+
+NOTHING = TextScore(exact=False, rougeL=0.0, token_recall=0.0)
+"""The score of a text of which nothing was read."""
 
 SENTENCES = {"status", "fedleak", "looked_for", "missing", "notes", "unscored"}
 """Fields of a summary that depend on when, and by which command, a run was scored."""
@@ -95,6 +99,25 @@ def gather(run: Run) -> Evidence:
         scores.summary,
         largest_client(run, experiment),
     )
+
+
+def recounted(evidence: Evidence, rows: Sequence[LeakageRow]) -> Evidence:
+    """Returns a run with other rows of what was read, and the worst cases of these."""
+    finished = {answer.id: place for place, answer in enumerate(evidence.answers)}
+    summary = evidence.summary.model_copy(
+        update={"worst_case": worst_case(rows, finished, evidence.largest)}
+    )
+    if summary.ladder is not None:
+        rungs = []
+        for rung in summary.ladder.rungs:
+            names = {*rung.attacks.values()}
+            of_rung = worst_case(
+                [row for row in rows if row.attack in names], finished, evidence.largest
+            )
+            rungs.append(rung.model_copy(update={"worst_case": of_rung}))
+        ladder = summary.ladder.model_copy(update={"rungs": tuple(rungs)})
+        summary = summary.model_copy(update={"ladder": ladder})
+    return replace(evidence, rows=replace(evidence.rows, leakage=rows), summary=summary)
 
 
 def complete(evidence: Evidence) -> Check:

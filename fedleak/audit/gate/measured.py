@@ -124,8 +124,12 @@ def _texts(
     worst = cases[-1].worst
     if worst is None:
         return untold("texts", lacks, "")
-    sentence = f"{worst.texts} texts of {worst.clients} clients, by {', '.join(worst.attacks)}"
-    if most := largest.texts:
+    sums = any(row.apart for row in rows)
+    units = "sums of different texts" if sums else "clients"
+    sentence = f"{worst.texts} texts of {worst.clients} {units}, by {', '.join(worst.attacks)}"
+    if sums:
+        sentence += "; it holds for other rounds of these clients, all of them in each sum"
+    elif most := largest.texts:
         sentence += f"; it holds for clients who have at most {most} texts, as all have here"
     return untold("texts", lacks, sentence)
 

@@ -23,7 +23,7 @@ def refuse_to_go_on(*, stop: bool) -> None:
         StoppedError: It is.
     """
     if stop:
-        raise StoppedError("training was stopped: what goes on beside it has failed")
+        raise StoppedError("training was stopped, as it was told to")
 
 
 class CapturingGrid:

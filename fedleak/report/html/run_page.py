@@ -36,7 +36,6 @@ from fedleak.report.tables.membership import membership_tables
 from fedleak.report.tables.personal_data import personal_data_tables
 from fedleak.report.tables.published import published_table
 from fedleak.report.words import NOT_MEASURED, SEES, counted, figure, in_words, listed, number
-from fedleak.store.advice import ADVICE
 from fedleak.store.audits import AUDIT
 from fedleak.store.records import (
     LEDGER,
@@ -87,7 +86,7 @@ def run_page(run: Run, scored: Sequence[Scored], *, redact: bool = False) -> Run
         begun=str(info.get("begun") or "on a day that was not noted"),
         redacted=redact,
         verdict=run_verdict(most, _extent(experiment, most, rows, read), guaranteed),
-        audit=audit_tables(run.read_document(AUDIT)) if (run.path / AUDIT.name).exists() else [],
+        audit=_audit_tables(run, redact),
         missing=_sentences_or_count(summary.missing, redact),
         notes=_sentences_or_count(summary.notes, redact),
         setting=_setting(experiment),
@@ -127,6 +126,15 @@ def _sentences_or_count(sentences: Sequence[str], redact: bool) -> Sequence[str]
     if redact and sentences:
         return [f"{counted(len(sentences), 'remark')}, left out here: `fedleak score` has them"]
     return sentences
+
+
+def _audit_tables(run: Run, redact: bool) -> list[Table]:
+    """Returns the tables of an audit, and which defenses it tried; none where there was none."""
+    if not run.has(AUDIT.name):
+        return []
+    audit = run.read_document(AUDIT)
+    advice = [] if audit.advice is None else [advice_table(audit.advice, reasons=not redact)]
+    return [*audit_tables(audit), *advice]
 
 
 def _with_all_facts(summary: RunSummary) -> RunSummary:
@@ -400,8 +408,6 @@ def _defense_tables(
         tables.append(Table(title, words("tested", "claim", "result", "figures"), rows, [note]))
     if summary.detections is not None:
         tables.append(detections_table(summary.detections))
-    if (run.path / ADVICE.name).is_file():
-        tables.append(advice_table(run.read_document(ADVICE), reasons=not redact))
     return tables
 
 

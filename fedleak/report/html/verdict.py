@@ -344,23 +344,26 @@ def _certainty(
             "Where an attack has no answer, nothing is known: another attack may read what this "
             "one did not."
         )
-    sums = extent.sees != "updates"
-    over = counted(leakage.read.clients, "group" if sums else "client")
-    over += " of clients" if sums else ""
+    over, others = counted(leakage.read.clients, "client"), "other clients like these"
+    if extent.sees != "updates":
+        over = "the sums of one group of clients"
+        if leakage.read.clients > 1:
+            over = f"{leakage.read.clients} sums of different texts"
+            others = "other rounds of these clients"
     example = ""
     if leakage.read.warning:
         reason = leakage.read.warning.partition(":")[0]
         example = f"This is an example and not a rate ({reason})"
     sure = example
-    others = f"{example}: for" if example else "For"
+    others = f"{example}: for {others}" if example else f"For {others}"
     if leakage.read.exact_match is not None:
         sure = (
-            f"{others} other clients like these the share of texts read word for word is between "
+            f"{others} the share of texts read word for word is between "
             f"{share(leakage.read.exact_match)} (95 % interval over {over})"
         )
     elif leakage.read.token_recall is not None:
         between = share(leakage.read.token_recall)
-        sure = f"{others} other clients like these that share is between {between}"
+        sure = f"{others} that share is between {between}"
     proved, rows = (surest.verified, surest.rows) if surest else (0, 0)
     sure += (
         f", and a proof confirms the whole answer for {proved:,} of {rows:,} updates, so that "

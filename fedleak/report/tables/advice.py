@@ -5,7 +5,7 @@ from collections import Counter
 from fedleak.report.table import Cell, Column, Table, Tone, plain, words
 from fedleak.report.table import figures as figure_columns
 from fedleak.report.words import NOT_MEASURED, counted, few_digits, interval
-from fedleak.store.advice import Advice, Trial, Tried
+from fedleak.store.audits import Advice, Trial, Tried
 
 ORDER = (
     "Order of cost: first the utility lost, as measured, where a loss within the 95 % interval of "
@@ -55,11 +55,26 @@ def advice_sentence(advice: Advice) -> str:
     count = len(advice.tried) - of_trial[Trial.IMPOSSIBLE] - of_trial[Trial.SKIPPED]
     of_tried = f"of {counted(count, 'defense')} that {'was' if count == 1 else 'were'} tried"
     if (best := advice.cheapest) is None:
-        return (
+        none = (
             f"None {of_tried} was shown to keep within the limits ({advice.limits}): "
             f"{of_trial[Trial.EXCEEDED]} exceeded one, and of {of_trial[Trial.UNTOLD]} too little "
             "was measured to tell. That says nothing about others, or about several together."
         )
+        if (likely := advice.promising) is None:
+            return none
+        return (
+            f"{none} The cheapest that exceeded none is {likely.name}: {_cost(advice, likely)}; "
+            f"attacks had {advice.seconds:g} s for an update."
+        )
+    return (
+        f"The cheapest {of_tried} and keeps within the limits ({advice.limits}) is {best.name}: "
+        f"{_cost(advice, best)}. It holds against these attacks, for clients like these; another "
+        "attack may read more."
+    )
+
+
+def _cost(advice: Advice, best: Tried) -> str:
+    """Returns what a defense costs, and what it guarantees."""
     cost = "utility was not measured"
     if best.utility is not None and advice.utility is not None and advice.measure:
         cost = (
@@ -67,11 +82,9 @@ def advice_sentence(advice: Advice) -> str:
             f"on {counted(advice.held_out, 'held-out text')} after "
             f"{counted(advice.rounds, 'round')}"
         )
+        if not advice.trained:
+            cost += ", and so little training changed nothing that these texts show"
     epsilon = (
         "no epsilon" if best.epsilon in (None, "none") else f"epsilon {few_digits(best.epsilon)}"
     )
-    return (
-        f"The cheapest {of_tried} and keeps within the limits ({advice.limits}) is {best.name}: "
-        f"{cost}; {epsilon}. It holds against these attacks, for clients like these; another "
-        "attack may read more."
-    )
+    return f"{cost}; {epsilon}"

@@ -14,6 +14,11 @@ def plan_table(audit: Audit) -> Table:
     if audit.seconds is not None:
         rows.append(plain("it took", number(audit.seconds)))
     notes = [f"not part of it: {reason}" for reason in audit.left_out]
+    if audit.cut:
+        notes.append(
+            "Its time was up before all of it was done: what is missing was not attacked. The same "
+            "command goes on, with as many minutes again."
+        )
     if audit.interrupted:
         notes.append("It was stopped and went on, so how long it took is not known.")
     title = f"The plan of the audit, for {audit.minutes:g} minutes"

@@ -2,10 +2,10 @@
 
 import hashlib
 import json
-import math
 import os
+import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from fedleak.attacks.clock import now
 from fedleak.audit import defense_checks, positive_control
@@ -24,16 +24,18 @@ from fedleak.running.audit.plan import (
     MOST_SECONDS,
     PLANNED,
     REPORT_SECONDS,
+    Time,
     attack_parts,
+    minutes_for,
     plan,
     to_audit,
     with_threat,
 )
-from fedleak.running.audit.rehearsal import Timings, attack_timings, rehearse, timed
+from fedleak.running.audit.rehearsal import attack_timings, rehearse, timed
 from fedleak.running.dispatch.progress import RunProgress
 from fedleak.running.pipeline import Engine
 from fedleak.running.workers.process import Worker, devices
-from fedleak.store.audits import AUDIT, Audit, AuditPart
+from fedleak.store.audits import AUDIT, REHEARSAL, Audit, AuditPart, Rehearsal, Timings
 from fedleak.store.run import Run
 from fedleak.store.shards import read_answers
 from fedleak.util.errors import ConfigError
@@ -44,7 +46,7 @@ ENDING = "-audit"
 """Of the name of an audit's run, so that `fedleak run` of the same file is another run."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Opened:
     """An audit that is planned, whether anything of it is done or not.
 
@@ -52,26 +54,35 @@ class Opened:
         run: The run directory.
         experiment: What is run there, with its workers.
         audit: The plan.
-        findings: Of the check of defenses, if it was made just now.
+        time: Of this command.
         trains: Whether clients train; if not, their updates are there.
-        begun: When this command began to work on it.
+        findings: Of the check of defenses, if it was made just now.
     """
 
     run: Run
     experiment: Experiment
     audit: Audit
+    time: Time
+    trains: bool = True
     findings: Sequence[Finding] | None = None
-    trains: bool
-    begun: float
 
     def carry_out(self, train: Engine, report: Report, on: Sequence[Worker]) -> list[Scored]:
-        """Trains, attacks and scores, as far as that is not done yet."""
-        run, experiment = self.run, self.experiment
+        """Trains, attacks and scores, as far as that is not done yet and there is time for it."""
+        run, experiment, enough = self.run, self.experiment, self.time.is_up
         control = not positive_control.is_undefended(experiment)
         if not self.trains:
-            return pipeline.attack_again(run, experiment, control=control, report=report, on=on)
+            return pipeline.attack_again(
+                run, experiment, control=control, report=report, on=on, enough=enough
+            )
         return pipeline.carry_out(
-            run, experiment, train, report, on, control=control, findings=self.findings
+            run,
+            experiment,
+            train,
+            report,
+            on,
+            control=control,
+            findings=self.findings,
+            enough=enough,
         )
 
 
@@ -86,7 +97,7 @@ def workers_for(experiment: Experiment) -> WorkersTable:
 
 def open_experiment(
     experiment: Experiment,
-    minutes: float,
+    time: Time,
     train: Engine,
     on: Sequence[Worker],
     report: Report,
@@ -98,7 +109,7 @@ def open_experiment(
 
     Args:
         experiment: As its file says.
-        minutes: For all of it.
+        time: For all of it.
         train: The engine.
         on: Workers for the attacks.
         report: Is told how far the rehearsal is.
@@ -114,43 +125,50 @@ def open_experiment(
     named = parse(experiment.model_dump(mode="json") | {"name": experiment.name + ENDING})
     run, source = Run(run_folder(named.name)), mark(named)
     if run.exists() and not fresh:
-        audit = _planned_before(run, source, minutes)
+        audit = _planned_before(run, source, time)
         table = named.model_dump(mode="json", include={"gate", "workers"})
         planned = parse(stored(run).model_dump(mode="json") | table)
         run = preparation.prepare(planned, run.path)
-        return Opened(run=run, experiment=planned, audit=audit, trains=True, begun=now())
-    begun = now()
+        return Opened(run, planned, audit, time)
     whole, left_out = to_audit(named, outline(named, preparation.plan(named).num_labels))
     findings = None
     if whole.defense:
         tell("testing whether the defenses do what they say")
         findings = defense_checks.check(whole)
-    tell("rehearsing with one client, which tells how long the rest takes")
-    timings = rehearse(whole, run.path.with_name(f"{named.name}.rehearsal"), train, on, report)
-    timings = replace(timings, rehearsal=now() - begun)
-    decided = plan(whole, timings, minutes, len(on))
+    folder = Run(run.path.with_name(f"{named.name}.rehearsal"))
+    timings = _rehearsed_before(folder, source)
+    if timings is None:
+        tell("rehearsing with one client, which tells how long the rest takes")
+        timings = rehearse(whole, folder.path, train, on, report, time.is_up)
+        # What a refusal of the plan must not throw away.
+        folder.write(REHEARSAL, Rehearsal(source=source, timings=timings))
+    timings = timings.model_copy(update={"rehearsal": now() - time.begun})
+    decided = plan(whole, timings, time.minutes, len(on), share=time.share)
     run = preparation.prepare(decided.experiment, run.path, fresh=fresh)
     audit = Audit(
         source=source,
-        minutes=minutes,
+        minutes=time.minutes,
         attack=tuple(decided.experiment.attack),
+        timings=timings,
         parts=decided.parts,
         left_out=(*left_out, *decided.left_out),
     )
     run.write(AUDIT, audit)
-    return Opened(
-        run=run,
-        experiment=decided.experiment,
-        audit=audit,
-        findings=findings,
-        trains=True,
-        begun=begun,
-    )
+    shutil.rmtree(folder.path)
+    return Opened(run, decided.experiment, audit, time, findings=findings)
+
+
+def _rehearsed_before(folder: Run, source: str) -> Timings | None:
+    """Returns what a rehearsal of the same measured whose plan was refused; None: there is none."""
+    if not folder.has(REHEARSAL.name):
+        return None
+    before = folder.read_document(REHEARSAL)
+    return before.timings if before.source == source else None
 
 
 def open_run(
     run: Run,
-    minutes: float,
+    time: Time,
     on: Sequence[Worker],
     report: Report,
     tell: Callable[[str], None],
@@ -162,7 +180,7 @@ def open_run(
 
     Args:
         run: The run directory.
-        minutes: For all of it.
+        time: For all of it.
         on: Workers for the attacks.
         report: Is told how far the first update is.
         tell: Is told what begins, in a line.
@@ -174,23 +192,22 @@ def open_run(
     experiment, source = stored(run), mark(stored(run))
     if run.info()["status"] != "finished":
         raise ConfigError(f"{str(run.path)!r} is not finished: the command that began it goes on")
-    begun = now()
     if (run.path / AUDIT.name).exists():
-        audit = _planned_before(run, source, minutes)
+        audit = _planned_before(run, source, time)
         whole = parse(experiment.model_dump(mode="json") | {"attack": [*audit.attack]})
-        return Opened(run=run, experiment=whole, audit=audit, trains=False, begun=begun)
+        return Opened(run, whole, audit, time, trains=False)
     model = outline(experiment, run.info()["num_labels"])
     keys = captures_of(run, experiment)
     batches = all(text_count(run, key) for key in keys)
     whole, left_out = to_audit(experiment, model, trained=True, batches=batches)
-    room = PLANNED * 60 * minutes * len(on)
+    room = PLANNED * time.share * 60 * time.minutes * len(on)
     tries = len(keys) + positive_control.COPIES
     seconds = min(room // tries, MOST_SECONDS)
     if seconds < FEWEST_SECONDS:
-        needed = math.ceil(FEWEST_SECONDS * tries / len(on) / PLANNED / 60)
+        needed = minutes_for(FEWEST_SECONDS * tries / len(on) / time.share)
         raise ConfigError(
             f"{len(keys)} updates and {positive_control.COPIES} copies have {seconds:.0f} s each "
-            f"in {minutes:g} minutes, which is too few: give --minutes {needed}"
+            f"in {time.minutes:g} minutes, which is too few: give --minutes {needed}"
         )
     # What the run lists may have answered already, and keeps its time.
     own = len(experiment.attack)
@@ -198,22 +215,23 @@ def open_run(
     whole = parse(whole.model_dump(mode="json") | {"attack": attack})
     preparation.prepare_attacks(run, whole)
     tell("attacking one update, which tells how long the rest takes")
-    parts = _first_update(run, whole, on, report, begun)
+    parts, timings = _first_update(run, whole, on, report, time.begun)
     audit = Audit(
         source=source,
-        minutes=minutes,
+        minutes=time.minutes,
         attack=tuple(attack),
+        timings=timings,
         parts=parts,
         left_out=tuple(left_out),
     )
     run.write(AUDIT, audit)
-    return Opened(run=run, experiment=whole, audit=audit, trains=False, begun=begun)
+    return Opened(run, whole, audit, time, trains=False)
 
 
 def _first_update(
     run: Run, experiment: Experiment, on: Sequence[Worker], report: Report, begun: float
-) -> tuple[AuditPart, ...]:
-    """Attacks one update and its copy, and returns from that how long all of them take."""
+) -> tuple[tuple[AuditPart, ...], Timings]:
+    """Attacks one update and its copy, and returns how long all of them take, and what it took."""
     keys = positive_control.chosen(run, experiment) or captures_of(run, experiment)
     clients = [keys[0].client] if experiment.sees == "updates" else None
     first = with_threat(experiment, [keys[0].round], clients)
@@ -229,30 +247,34 @@ def _first_update(
         for named in experiment.attacks
     }
     more = min(positive_control.COPIES, len(keys)) - 1 if given else 0
-    return (
+    parts = (
         AuditPart(
             what="the first update, which told how long the rest takes", seconds=timings.rehearsal
         ),
         *attack_parts(timings.attacks, timings.copies, counts, more, len(on)),
         AuditPart(what="scores, page and gate", seconds=REPORT_SECONDS),
     )
+    return parts, timings
 
 
-def _planned_before(run: Run, source: str, minutes: float) -> Audit:
+def _planned_before(run: Run, source: str, time: Time) -> Audit:
     """Returns the plan of an audit that was begun before, and notes that it was stopped.
+
+    A search for a defense has the minutes of its own command.
 
     Raises:
         ConfigError: It is another audit, or none.
     """
     audit = run.read_document(AUDIT) if (run.path / AUDIT.name).exists() else None
-    if audit is None or (audit.source, audit.minutes) != (source, minutes):
+    searches = time.share < 1 and audit is not None and audit.seconds is not None
+    if audit is None or audit.source != source or not (audit.minutes == time.minutes or searches):
         there = "no audit" if audit is None else f"another audit, of {audit.minutes:g} minutes"
         raise ConfigError(
             f"{str(run.path)!r} holds {there}: the same file with the same --minutes goes on with "
             "an audit; give this one another name, or --fresh to move what is there aside"
         )
-    if audit.seconds is None and not audit.interrupted:
-        audit = audit.model_copy(update={"interrupted": True})
+    if audit.seconds is None or audit.cut:
+        audit = audit.model_copy(update={"interrupted": True, "seconds": None, "cut": False})
         run.write(AUDIT, audit)
     return audit
 

@@ -12,6 +12,7 @@ from fedleak.running import reports
 from fedleak.running.audit.begin import Opened
 from fedleak.store.audits import AUDIT, Audit, AuditPage, GateCheck
 from fedleak.store.files import replace
+from fedleak.store.summaries import SUMMARY
 
 
 def finish(opened: Opened, scored: Sequence[Scored]) -> tuple[Audit, Verdict]:
@@ -31,12 +32,13 @@ def finish(opened: Opened, scored: Sequence[Scored]) -> tuple[Audit, Verdict]:
     checks = judge(run, limits).checks if chosen(limits) else ()
     took = audit.seconds
     if took is None and not audit.interrupted:
-        took = now() - opened.begun
+        took = now() - opened.time.begun
     listed = (
         GateCheck(name=check.name, outcome=str(check.outcome), sentence=check.sentence)
         for check in checks
     )
-    audit = audit.model_copy(update={"seconds": took, "checks": tuple(listed)})
+    cut = opened.time.is_up() and bool(run.read_document(SUMMARY).missing)
+    audit = audit.model_copy(update={"seconds": took, "cut": cut, "checks": tuple(listed)})
     with run.lock():
         run.write(AUDIT, audit)
         page = run_page(run, scored)

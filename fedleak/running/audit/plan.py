@@ -6,9 +6,10 @@ Plain functions of what a rehearsal measured. What does not fit is named and not
 import math
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from fedleak.attacks.clock import now
 from fedleak.audit.positive_control import COPIES, is_undefended
 from fedleak.config import checks
 from fedleak.config.components import listed_as
@@ -17,13 +18,14 @@ from fedleak.config.loading import parse
 from fedleak.federation.schedule import expected_captures
 from fedleak.models import LanguageModel
 from fedleak.report.words import counted, listed
-from fedleak.running.audit.rehearsal import Timings, timed
+from fedleak.running.audit.rehearsal import timed
 from fedleak.running.forecast import duration
-from fedleak.store.audits import AuditPart
+from fedleak.store.audits import AuditPart, Timings
 from fedleak.util.errors import ConfigError
 
-PLANNED = 0.9
-"""The share of the time that is planned: no estimate is exact."""
+PLANNED, STOPPED = 0.9, 0.95
+"""The share of the time that is planned, as no estimate is exact; and the share after which an
+audit is stopped, as scores and page take the rest."""
 
 GOOD_SECONDS, FEWEST_SECONDS, MOST_SECONDS = 60.0, 5.0, 300.0
 """Of an attack on an update: it gets the first, or more where all clients have it; less, down to
@@ -31,6 +33,30 @@ the second, where there would be no time for one client; and never more than the
 
 REPORT_SECONDS = 10.0
 """Of the page and of the gate."""
+
+
+@dataclass(frozen=True)
+class Time:
+    """The time of a command.
+
+    Attributes:
+        minutes: All of it.
+        share: Of the audit; what is left is for the search for a defense.
+        begun: The moment at which it began.
+    """
+
+    minutes: float
+    share: float = 1.0
+    begun: float = field(default_factory=now)
+
+    @property
+    def ends(self) -> float:
+        """The moment at which attacks end, whatever is left, so that the page is there in time."""
+        return self.begun + STOPPED * 60 * self.minutes - REPORT_SECONDS
+
+    def is_up(self) -> bool:
+        """Whether that moment is over."""
+        return now() > self.ends
 
 
 @dataclass(frozen=True)
@@ -139,7 +165,14 @@ def to_audit(
     return experiment, left_out
 
 
-def plan(experiment: Experiment, timings: Timings, minutes: float, workers: int = 1) -> Plan:
+def plan(
+    experiment: Experiment,
+    timings: Timings,
+    minutes: float,
+    workers: int = 1,
+    *,
+    share: float = 1.0,
+) -> Plan:
     """Returns what of an audit fits into its time.
 
     Args:
@@ -147,13 +180,14 @@ def plan(experiment: Experiment, timings: Timings, minutes: float, workers: int 
         timings: What the rehearsal measured.
         minutes: For all of it, the rehearsal too.
         workers: Attacks that run at once.
+        share: Of the minutes, that it may take; what follows the audit has the rest.
 
     Raises:
         ConfigError: No update can be attacked in the time.
     """
-    training, last = _training(experiment, timings), experiment.federation.rounds
+    training, last = training_seconds(experiment, timings), experiment.federation.rounds
     around = timings.rehearsal + timings.around + REPORT_SECONDS
-    room = PLANNED * 60 * minutes - around
+    room = PLANNED * 60 * minutes * share - around
     room = (room - training) * workers
     costs, fewest = Costs.of(experiment, timings), 0.0
     choices = [experiment.threat.rounds] if experiment.threat.rounds else [[1, last], [1]]
@@ -168,7 +202,7 @@ def plan(experiment: Experiment, timings: Timings, minutes: float, workers: int 
         raise ConfigError(
             f"no update can be attacked in {minutes:g} minutes, of which training takes about "
             f"{duration(training)}: give --minutes "
-            f"{_minutes(fewest / workers + training + around)}, or train less (--set "
+            f"{minutes_for((fewest / workers + training + around) / share)}, or train less (--set "
             "federation.rounds=...)"
         )
     final, seconds = chosen
@@ -190,7 +224,7 @@ def plan(experiment: Experiment, timings: Timings, minutes: float, workers: int 
     )
     all_clients = with_threat(final, final.threat.rounds, experiment.threat.clients)
     everything = costs.all(len(expected_captures(all_clients)), _copies(final, timings), seconds)
-    needed = _minutes(everything / workers + training + around)
+    needed = minutes_for((everything / workers + training + around) / share)
     left_out = _not_attacked(final, all_clients, choices[0], seconds, needed)
     return Plan(final, parts, tuple(left_out))
 
@@ -260,12 +294,13 @@ def _not_attacked(
         )
 
 
-def _minutes(seconds: float) -> int:
+def minutes_for(seconds: float) -> int:
     """Returns the minutes of which so many seconds can be planned."""
     return math.ceil(seconds / 60 / PLANNED)
 
 
-def _training(experiment: Experiment, timings: Timings) -> float:
+def training_seconds(experiment: Experiment, timings: Timings) -> float:
+    """Returns what all rounds of training take."""
     rounds = experiment.federation.rounds
     scored = sum(map(experiment.evaluated, range(rounds + 1)))
     updates = rounds * experiment.clients_per_round

@@ -4,7 +4,6 @@ import itertools
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -19,9 +18,11 @@ from fedleak.running.dispatch.progress import RunProgress
 from fedleak.running.pipeline import Engine
 from fedleak.running.preparation import prepare
 from fedleak.running.workers.process import Worker
+from fedleak.store.audits import Timings
 from fedleak.store.records import Answer
 from fedleak.store.run import Run
 from fedleak.store.shards import read_answers
+from fedleak.util.errors import ConfigError
 
 ROUNDS = 3
 """Of a rehearsal: the first one pays for what is loaded once, and the last one for the end."""
@@ -30,38 +31,13 @@ SECONDS = 10.0
 """That an attack gets for an update in a rehearsal."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Timings:
-    """What a rehearsal measured, in seconds.
-
-    Attributes:
-        rehearsal: All of it.
-        around: Workers that start and end, scores, and all else beside training and attacks.
-        training: Training, without the updates of clients and without utility.
-        update: One client's update: training, defenses, the wire and the capture.
-        utility: The score of the model on the held-out texts.
-        attacks, copies: By name of the attack, one update, or one undefended copy of one.
-        late: Attacks whose time was up, on updates and on copies: they take all that they get.
-        late_copies: The same on copies.
-    """
-
-    rehearsal: float
-    around: float
-    training: float = 0.0
-    update: float = 0.0
-    utility: float = 0.0
-    attacks: Mapping[str, float] = field(default_factory=dict)
-    copies: Mapping[str, float] = field(default_factory=dict)
-    late: frozenset[str] = frozenset()
-    late_copies: frozenset[str] = frozenset()
-
-
 def rehearse(
     experiment: Experiment,
     folder: Path,
     train: Engine,
     on: Sequence[Worker],
     report: Callable[[RunProgress], None] = lambda progress: None,
+    enough: Callable[[], bool] = lambda: False,
 ) -> Timings:
     """Runs an experiment in small, attacks one update and its undefended copy, and deletes it all.
 
@@ -71,6 +47,10 @@ def rehearse(
         train: The engine.
         on: Workers for the attacks.
         report: Is told how far it is.
+        enough: Whether all of the audit's time is up.
+
+    Raises:
+        ConfigError: It is.
     """
     small, begin = in_small(experiment), now()
     shutil.rmtree(folder, ignore_errors=True)
@@ -87,12 +67,16 @@ def rehearse(
 
     try:
         run, control = prepare(small, folder / small.name), not is_undefended(small)
-        pipeline.carry_out(run, small, watched, report, on, control=control, findings=())
+        pipeline.carry_out(
+            run, small, watched, report, on, control=control, findings=(), enough=enough
+        )
         given, copies = read_answers(run), read_answers(control_of(run)) if control else []
     except (KeyboardInterrupt, SystemExit):  # after an error its log says more
         shutil.rmtree(folder, ignore_errors=True)
         raise
     shutil.rmtree(folder, ignore_errors=True)
+    if enough():
+        raise ConfigError("a rehearsal with one client takes longer than that: give more --minutes")
     return timings_of(now() - begin, moments, given, copies, small)
 
 
@@ -188,5 +172,5 @@ def _means(answers: Sequence[Answer]) -> dict[str, float]:
     return {name: mean(values) for name, values in seconds.items()}
 
 
-def _late(answers: Sequence[Answer]) -> frozenset[str]:
-    return frozenset(answer.attack for answer in answers if answer.diagnostics.get("time_up"))
+def _late(answers: Sequence[Answer]) -> tuple[str, ...]:
+    return tuple({answer.attack for answer in answers if answer.diagnostics.get("time_up")})

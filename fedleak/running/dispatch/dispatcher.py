@@ -59,8 +59,9 @@ def attack_captures(
     The work that is left is always what the directory lacks, so this can be killed at any time.
     An attack that takes captures together gets the same ones together however often that happens.
     Quick attacks go first: a slow one starts only while another worker is left for quick ones, or
-    once all quick ones have answered. Workers that are lent (`on`) may still be busy if it was
-    stopped or failed. A shard does its part alone, and whoever calls holds no more than that.
+    once all quick ones have answered. If it is told to `stop`, tries that are under way are given
+    up. Workers that are lent (`on`) may still be busy if it failed. A shard does its part alone,
+    and whoever calls holds no more than that.
 
     Raises:
         ConfigError: An attack of this name already ran here with other settings.
@@ -80,6 +81,9 @@ def attack_captures(
             if dispatcher.done(all_workers):
                 return
             wait_for_any(all_workers, POLL_SECONDS)
+        for worker in all_workers:
+            if worker.jobs:
+                worker.give_up()
 
 
 class Dispatcher:
@@ -275,12 +279,14 @@ def attacking(
     experiment: Experiment,
     report: Callable[[RunProgress], None] = lambda progress: None,
     on: Sequence[Worker] | None = None,
+    enough: Callable[[], bool] = lambda: False,
 ) -> Iterator[Callable[[], bool]]:
     """Attacks while the body trains, and until all is attacked; gives up if the body fails.
 
     Yields:
-        A function that the body calls now and then: whether attacking has failed, so that going on
-        is of no use. The error of the attacks is then raised in place of the body's.
+        A function that the body calls now and then: whether it is `enough`, or attacking has
+        failed, so that going on is of no use. The error of the attacks is then raised in place of
+        the body's.
     """
     trained, stopped, ended = threading.Event(), threading.Event(), threading.Event()
     errors: list[BaseException] = []
@@ -288,7 +294,12 @@ def attacking(
     def dispatch() -> None:
         try:
             attack_captures(
-                run, experiment, no_more=trained.is_set, stop=stopped.is_set, report=report, on=on
+                run,
+                experiment,
+                no_more=trained.is_set,
+                stop=lambda: stopped.is_set() or enough(),
+                report=report,
+                on=on,
             )
         except BaseException as error:  # noqa: BLE001 - raised again below, in the caller's thread
             errors.append(error)
@@ -299,7 +310,7 @@ def attacking(
     try:
         thread.start()
         try:
-            yield lambda: bool(errors)
+            yield lambda: bool(errors) or enough()
         except Exception as error:
             if not errors:
                 raise

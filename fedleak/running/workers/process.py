@@ -166,11 +166,15 @@ class Worker(ABC):
         if time.monotonic() <= self._deadline:
             return None
         per_capture = f" for each of {len(self.jobs)} captures" if len(self.jobs) > 1 else ""
-        self._restart()
-        self._finish()
+        self.give_up()
         return TimeoutError(
             f"took longer than workers.time_limit = {self._time_limit:g} s{per_capture}"
         )
+
+    def give_up(self) -> None:
+        """Ends the try that it is at, without an answer, and is free again."""
+        self._restart()
+        self._finish()
 
     @abstractmethod
     def progress(self) -> Mapping[int, Progress]:

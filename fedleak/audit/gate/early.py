@@ -1,0 +1,58 @@
+"""Whether a run that goes on exceeds a limit already, whatever comes of the rest of it."""
+
+from collections.abc import Iterator
+
+from fedleak.audit.gate.check import Check, Outcome
+from fedleak.audit.gate.evidence import NOTHING, Evidence, gather, recounted
+from fedleak.audit.gate.limits import LEAKS, limit_checks
+from fedleak.audit.vault import text_count
+from fedleak.config.tables import GateTable
+from fedleak.federation.lookup import captures_of, client_sizes, most_examples
+from fedleak.federation.schedule import clients_of_round
+from fedleak.store.records import LeakageRow
+from fedleak.store.run import EVERYONE, Key, Run
+
+COUNTED = LEAKS.keys() - {"personal_data"}
+"""Limits on texts. How much personal data an update holds is not known before it is sent."""
+
+
+def exceeded_already(run: Run, limits: GateTable) -> Check | None:
+    """Returns a limit on what is read that no other answer can make hold again; None: none.
+
+    Texts that no attack has answered for count as not read.
+
+    Raises:
+        FedleakError: A file of the run cannot be read.
+    """
+    evidence, counted = gather(run), GateTable(**limits.model_dump(include={*COUNTED}))
+    if not evidence.rows.leakage:
+        return None
+    as_unread = recounted(evidence, [*evidence.rows.leakage, *_unread(evidence)])
+    checks = limit_checks(counted, as_unread)
+    return next((check for check in checks if check.outcome is Outcome.EXCEEDED), None)
+
+
+def _unread(evidence: Evidence) -> Iterator[LeakageRow]:
+    """Yields a row of which nothing was read in place of each answer that names no text."""
+    answered = {row.id: row for row in evidence.rows.leakage}
+    some = evidence.rows.leakage[0]
+    for key in captures_of(evidence.run, evidence.experiment):
+        summed = key.client == EVERYONE  # if they share texts, they say less
+        size = text_count(evidence.run, key) or _most_texts(evidence, key)
+        for name in evidence.kinds:
+            row = answered.get((key, name))
+            if row is None or row.texts is None:
+                place = {"round": key.round, "client": key.client, "attack": name}
+                texts = {"texts": (NOTHING,) * size, "batch_size": size, "personal": ()}
+                yield some.model_copy(update={**place, **texts, "apart": summed})
+
+
+def _most_texts(evidence: Evidence, key: Key) -> int:
+    """Returns how many texts an update can be of that nobody has sent yet."""
+    run, experiment = evidence.run, evidence.experiment
+    summed = key.client == EVERYONE
+    clients = clients_of_round(experiment, key.round) if summed else [key.client]
+    private = experiment.local_training.private
+    if private is not None and private.sampling == "poisson":
+        return sum((client_sizes(run) or ())[client] for client in clients)
+    return sum(most_examples(experiment, run, client) for client in clients)
