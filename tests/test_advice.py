@@ -55,7 +55,6 @@ def found(*rows: Tried) -> Advice:
     return Advice(
         limits="exact 0.5",
         seconds=20.0,
-        wanted=120.0,
         measure="accuracy",
         utility=0.8,
         trained=True,

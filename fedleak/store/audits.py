@@ -109,7 +109,6 @@ class Advice(Record):
     Attributes:
         limits: That had to hold, in words.
         seconds: That an attack got for an update.
-        wanted: That the gate asks for (`gate.seconds`).
         measure: The figure that stands for utility; None: none was measured.
         utility: Of the run itself.
         trained: Whether training made the model of the run more useful, beyond chance.
@@ -120,7 +119,6 @@ class Advice(Record):
 
     limits: str
     seconds: float
-    wanted: float
     measure: str | None
     utility: float | None
     trained: bool

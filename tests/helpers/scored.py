@@ -9,7 +9,7 @@ NOTHING = dict.fromkeys(
     [
         name
         for name in LeakageRow.model_fields
-        if name not in ("facts", "diagnostics", "knows", "granted", "personal")
+        if name not in ("facts", "diagnostics", "knows", "granted", "personal", "apart")
     ]
 )
 

@@ -10,7 +10,7 @@ ends.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -134,69 +134,61 @@ def advise(
     needed = fewest_units(limits)
     assert needed is not None  # else it is refused
     model, before = outline(experiment, run.info()["num_labels"]), run.read_document(SUMMARY)
-    figure = utility_of(before)
     wanted = candidates(experiment, model, min(client_sizes(run) or [0]))
     sweep = Sweep(experiment.name + ENDING, {FAMILY: [c.setting.value for c in wanted]}, cells=())
-    experiments: dict[str, Experiment] = {}
-    impossible: dict[str, str] = {}
+    figure, limits_in_words = utility_of(before), described(experiment)
+    rows: dict[str, Tried] = {}
+    if audit.advice is not None and audit.advice.limits == limits_in_words:
+        told = (Trial.WITHIN, Trial.EXCEEDED)
+        rows = {row.name: row for row in audit.advice.tried if row.trial in told}
+    cells: dict[str, Experiment] = {}
     for candidate in wanted:
         try:
-            experiments[candidate.name] = defended(
-                run, experiment, candidate.setting, model, needed
-            )
+            made = defended(run, experiment, candidate.setting, model, needed)
+            cells[candidate.name] = made
         except ConfigError as error:
-            impossible[candidate.name] = str(error)
+            rows[candidate.name] = _not_run(candidate, Trial.IMPOSSIBLE, str(error))
     longest = partial(_longest, run, experiment, audit.timings, len(on))
-    gate_seconds, cells, room = (
-        experiment.gate.seconds,
-        [*experiments.values()],
-        opened.time.ends - now(),
-    )
-    seconds = _seconds(longest, cells, gate_seconds, room)
-    for sentence in _outlook(longest, cells, seconds, gate_seconds, room):
+    seconds = _seconds(longest, [*cells.values()], opened.time.ends - now())
+    for sentence in _outlook(longest, [*cells.values()], seconds, opened.time.ends - now()):
         tell(sentence)
-    advice = Advice(
-        limits="; ".join(f"{name} {limit}" for name, limit in chosen(experiment.gate).items()),
-        seconds=seconds,
-        wanted=gate_seconds,
-        measure=figure and figure[0],
-        utility=figure and figure[1],
-        trained=has_learnt(before),
-        held_out=before.held_out,
-        rounds=experiment.federation.rounds,
-        tried=(),
-    )
-    known: dict[str, Tried] = {}
-    if audit.advice is not None and audit.advice.limits == advice.limits:
-        known = {
-            row.name: row
-            for row in audit.advice.tried
-            if row.trial in (Trial.WITHIN, Trial.EXCEEDED)
-        }
+
+    def advice() -> Advice:
+        return Advice(
+            limits=limits_in_words,
+            seconds=seconds,
+            measure=figure and figure[0],
+            utility=figure and figure[1],
+            trained=has_learnt(before),
+            held_out=before.held_out,
+            rounds=experiment.federation.rounds,
+            tried=tuple(rows[c.name] for c in wanted if c.name in rows),
+        )
+
     with sweep.lock():
-        for candidate in wanted:
+        for candidate in [candidate for candidate in wanted if candidate.name not in rows]:
             name = candidate.name
-            if name in impossible:
-                row = _not_run(candidate, Trial.IMPOSSIBLE, impossible[name])
-            elif name in known:
-                row = known[name]
-            elif _ends_search(advice.tried):
+            if _ends_search(rows.values()):
                 why = "one that is free keeps within the limits and loses no utility"
-                row = _not_run(candidate, Trial.SKIPPED, why)
-            elif now() + longest(experiments[name], FEWEST_SECONDS) > opened.time.ends:
-                row = _not_run(candidate, Trial.SKIPPED, "no time was left for it")
+                rows[name] = _not_run(candidate, Trial.SKIPPED, why)
+            elif now() + longest(cells[name], FEWEST_SECONDS) > opened.time.ends:
+                rows[name] = _not_run(candidate, Trial.SKIPPED, "no time was left for it")
             else:
                 values = {FAMILY: candidate.setting.value, "seconds": seconds}
-                timed = with_time(experiments[name], seconds)
+                timed = with_time(cells[name], seconds)
                 cell = Cell(sweeps.cell_name(values), values, timed)
                 sweep = replace(sweep, cells=(*sweep.cells, cell))
                 with watch(name) as report:
                     enough = Enough(sweep.run(cell), timed.gate, opened.time.ends, report)
-                    row = _tried(candidate, cell, enough, before, train, on)
+                    rows[name] = _tried(candidate, cell, enough, before, train, on)
                 sweeps.collect(sweep)
-            advice = advice.model_copy(update={"tried": (*advice.tried, row)})
-            run.write(AUDIT, audit.model_copy(update={"advice": advice}))
-    return advice
+            run.write(AUDIT, audit.model_copy(update={"advice": advice()}))
+    return advice()
+
+
+def described(experiment: Experiment) -> str:
+    """Returns the limits that have to hold, in words."""
+    return "; ".join(f"{name} {limit}" for name, limit in chosen(experiment.gate).items())
 
 
 Longest = Callable[[Experiment, float], float]
@@ -236,21 +228,22 @@ def _longest(
     return training_seconds(cell, of_cell) + attacks / workers
 
 
-def _seconds(longest: Longest, cells: Sequence[Experiment], wanted: float, room: float) -> float:
+def _seconds(longest: Longest, cells: Sequence[Experiment], room: float) -> float:
     """Returns the seconds that attacks get for an update.
 
     These are what the gate wants, if one defense that stops all attacks fits into the time; else
     as many as all defenses have on average.
     """
+    wanted = cells[0].gate.seconds if cells else FEWEST_SECONDS
     if not cells or longest(cells[0], wanted) <= room:
         return wanted
     rest = longest(cells[0], 0.0)
-    fits = (room / len(cells) - rest) / (longest(cells[0], 1.0) - rest)
+    fits = (room / len(cells) - rest) / (longest(cells[0], 1.0) - rest or 1.0)
     return min(max(float(round(fits)), FEWEST_SECONDS), wanted)
 
 
 def _outlook(
-    longest: Longest, cells: Sequence[Experiment], seconds: float, wanted: float, room: float
+    longest: Longest, cells: Sequence[Experiment], seconds: float, room: float
 ) -> Iterator[str]:
     """Yields what is going to be done, and what that will not show."""
     most = [longest(cell, seconds) for cell in cells]
@@ -261,7 +254,7 @@ def _outlook(
         f"{duration(max(most, default=0.0))}, one that exceeds a limit ends as soon as that is "
         f"certain; there is time for {fit} or more"
     )
-    if seconds < wanted:
+    if cells and seconds < (wanted := cells[0].gate.seconds):
         yield (
             f"no defense can be shown to keep within the limits in that time: attacks get "
             f"{seconds:g} s for an update, and gate.seconds asks for {wanted:g}. --defend with "
@@ -302,7 +295,7 @@ def _not_run(candidate: Candidate, trial: Trial, why: str) -> Tried:
     return Tried(name=candidate.name, free=candidate.free, trial=trial, why=why)
 
 
-def _ends_search(tried: Sequence[Tried]) -> bool:
+def _ends_search(tried: Iterable[Tried]) -> bool:
     """Whether one that is free keeps within the limits, and no utility is lost."""
     return any(row.free and row.trial is Trial.WITHIN and row.lost == 0 for row in tried)
 
