@@ -139,8 +139,8 @@ def advise(
     figure, limits_in_words = utility_of(before), described(experiment)
     rows: dict[str, Tried] = {}
     if audit.advice is not None and audit.advice.limits == limits_in_words:
-        told = (Trial.WITHIN, Trial.EXCEEDED)
-        rows = {row.name: row for row in audit.advice.tried if row.trial in told}
+        settled = (Trial.WITHIN, Trial.EXCEEDED)
+        rows = {row.name: row for row in audit.advice.tried if row.trial in settled}
     cells: dict[str, Experiment] = {}
     for candidate in wanted:
         try:
