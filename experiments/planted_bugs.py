@@ -1,9 +1,10 @@
 """Which detector finds which planted bug of a private mechanism.
 
-    python experiments/planted_bugs.py [--only WORD]
+    python experiments/planted_bugs.py [--only WORD | --honest SEEDS]
 
 The bugs are those that tests plant, each in the code that a run uses: `BROKEN` of
-tests/audit/test_defense_checks.py and `MISTAKES` of tests/audit/test_canaries.py. Detectors:
+tests/audit/test_defense_checks.py, `MISTAKES` of tests/audit/test_canaries.py and `FRESH` of
+tests/helpers/planted.py, which were made up last. Detectors:
 
   check      what `fedleak check-defense` says, before anything is trained
   canaries   alarms of `[canary]` in a run of two clients, or of the ledger about drawn examples
@@ -12,6 +13,9 @@ tests/audit/test_defense_checks.py and `MISTAKES` of tests/audit/test_canaries.p
 
 A dash says that a detector is not for this defense: nothing is guaranteed, so there is no ledger,
 or the noise is the server's. It needs pytest. Each line takes some seconds.
+
+With --honest nothing is planted, and the table says how often each detector accuses mechanisms that
+do what they say: a run and a check for each seed.
 """
 
 import argparse
@@ -22,9 +26,10 @@ import tempfile
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
+from scipy.stats import binomtest
 from transformers import AutoModelForSequenceClassification
 
 from fedleak.audit import defense_checks
@@ -38,6 +43,8 @@ sys.path += [str(TESTS / "audit"), str(TESTS / "helpers")]
 # After the path to them is there.
 test_canaries: Any = import_module("test_canaries")
 test_defense_checks: Any = import_module("test_defense_checks")
+FRESH: Any = import_module("planted").FRESH
+LOCAL_STEPS: Any = import_module("planted").LOCAL_STEPS
 
 Plant = Callable[[pytest.MonkeyPatch], object]
 
@@ -76,19 +83,19 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--only", default="", help="bugs whose name has this in it")
+    parser.add_argument("--honest", type=int, default=0, help="seeds")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         small_model(Path(folder, "model"))
         test_canaries.MODEL["name"] = test_defense_checks.SMALL["name"] = f"{folder}/model"
+        if args.honest:
+            print("\n".join(honest(Path(folder), args.honest)))
+            return
         print("| planted | defense | check | canaries | unit tests |\n|---|---|---|---|---|")
-        for number, (name, table, plant, experiment) in enumerate(planted()):
-            if args.only in name:
-                found = (
-                    checked(table, plant),
-                    audited(Path(folder, str(number)), table, plant, experiment),
-                    tested(table, plant),
-                )
-                print(f"| {name} | {table['kind']} | {' | '.join(found)} |", flush=True)
+        for number, bug in enumerate(planted()):
+            if args.only in bug.name:
+                cells = checked(bug), audited(Path(folder, str(number)), bug), tested(bug)
+                print(f"| {bug.name} | {bug.kind} | {' | '.join(cells)} |", flush=True)
 
 
 def small_model(folder: Path) -> None:
@@ -101,47 +108,99 @@ def small_model(folder: Path) -> None:
     model.tokenizer.save_pretrained(folder)
 
 
-def planted() -> Iterator[tuple[str, dict[str, Any], Plant, Experiment]]:
-    """Yields each bug: its name, the defense, how it is planted, and a run that shows it."""
-    mistakes = [getattr(mistake, "values", mistake)[0] for mistake in test_canaries.MISTAKES]
+class Bug(NamedTuple):
+    """A bug.
+
+    Attributes:
+        name: What it is called.
+        kind: Of its defense.
+        plant: How it is planted.
+        checked: What is checked.
+        run: What shows it to canaries.
+    """
+
+    name: str
+    kind: str
+    plant: Plant
+    checked: Experiment
+    run: Experiment
+
+
+def planted() -> Iterator[Bug]:
+    """Yields each bug once, and then none."""
+    mistakes = [mistake[0] for mistake in test_canaries.MISTAKES]
     for table, plant, _ in test_defense_checks.BROKEN:
-        if table["kind"] in AUDITED and plant not in mistakes:  # a bug counts once
-            settings = SEEN | SHOWN_BY.get(named(plant), {})
-            if table["kind"] == "local_dp":
-                settings |= {"count": 1}
-            yield named(plant), table, plant, test_canaries.experiment_of(table, **settings)
+        if table["kind"] in AUDITED and plant not in mistakes:
+            yield _bug(table, plant, SHOWN_BY.get(named(plant), {}))
     for mistake, name in zip(test_canaries.MISTAKES, test_canaries.NAMES, strict=True):
-        shown = getattr(mistake, "values", mistake)
-        yield name, shown[1], shown[0], test_canaries.showing(*shown)
+        experiment = test_canaries.showing(*mistake)
+        yield Bug(name, mistake[1]["kind"], mistake[0], experiment, experiment)
+    for table, plant, settings in FRESH:
+        yield _bug(table, plant, settings)
     for table in (test_canaries.DP_SGD, test_canaries.POISSON, test_canaries.LOCAL_DP):
-        settings = SEEN | ({"count": 1} if table["kind"] == "local_dp" else {})
-        honest = test_canaries.experiment_of(table, **settings)
-        yield "nothing: honest", table, lambda patch: None, honest
+        yield _bug(table, nothing__honest, {})
+
+
+def _bug(table: dict[str, Any], plant: Plant, settings: dict[str, Any]) -> Bug:
+    # Of a copy each, so that each has many numbers of this small model.
+    copies = {"count": 16} if table["kind"] == "local_dp" else {}
+    shown = test_canaries.experiment_of(table, **SEEN | copies | settings)
+    federation = test_defense_checks.TABLE["federation"]
+    federation = federation | {"algorithm": shown.federation.algorithm}
+    checked = test_defense_checks.experiment_of(table, federation=federation)
+    return Bug(named(plant), table["kind"], plant, checked, shown)
+
+
+def nothing__honest(patch: pytest.MonkeyPatch) -> None:
+    """Plants nothing."""
+
+
+def honest(folder: Path, seeds: int) -> Iterator[str]:
+    """Yields how often a mechanism without a bug is accused."""
+    yield "| mechanism | runs accused | checks that fail | of | at most, with 95 % confidence |"
+    yield "|---|---|---|---|---|"
+    fixed, poisson, whole = test_canaries.DP_SGD, test_canaries.POISSON, test_canaries.LOCAL_DP
+    for name, table, federation in (
+        ("dp_sgd, fixed batches", fixed, {}),
+        ("dp_sgd, Poisson sampling", poisson, {}),
+        ("dp_sgd, Poisson sampling, local steps", poisson, LOCAL_STEPS["federation"]),
+        ("local_dp", whole, {}),
+    ):
+        accused = failed = 0
+        for seed in range(seeds):
+            settings = {"seed": seed, "count": 32, "samples": 16}
+            federation = {"rounds": 3, "batch_size": 4, **federation}
+            run = test_canaries.experiment_of(table, federation=federation, **settings)
+            bug = Bug(name, table["kind"], nothing__honest, run, run)
+            accused += "found**" in audited(folder / f"{name}-{seed}", bug)
+            failed += "found**" in checked(bug)
+        most = binomtest(max(accused, failed), seeds).proportion_ci(0.9, "exact").high
+        yield f"| {name} | {accused} | {failed} | {seeds} | {100 * most:.2g} % |"
 
 
 def named(plant: Plant) -> str:
     """Returns what a bug is called."""
-    return str(getattr(plant, "__name__", plant)).replace("_", " ")
+    return str(getattr(plant, "__name__", plant)).replace("__", ": ").replace("_", " ")
 
 
-def checked(table: dict[str, Any], plant: Plant) -> str:
+def checked(bug: Bug) -> str:
     """Returns what the check of defenses says, in short."""
     with pytest.MonkeyPatch.context() as patch:
-        plant(patch)
-        findings = defense_checks.check(test_defense_checks.experiment_of(table))
+        bug.plant(patch)
+        findings = defense_checks.check(bug.checked)
     failed = [finding.claim for finding in findings if not finding.holds]
     return f"**found**: {failed[0]}" if failed else "not found"
 
 
-def audited(folder: Path, table: dict[str, Any], plant: Plant, experiment: Experiment) -> str:
+def audited(folder: Path, bug: Bug) -> str:
     """Returns whether a run with canaries contradicts the ledger."""
-    if table["kind"] not in GUARANTEED:
+    if bug.kind not in GUARANTEED:
         return "-"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(defense_checks, "refuse_broken", lambda *_: None)
         test_canaries.client_context._protection.cache_clear()
-        plant(patch)
-        run = test_canaries.audited(folder, experiment)
+        bug.plant(patch)
+        run = test_canaries.audited(folder, bug.run)
     wrong = run.read_document(test_canaries.SUMMARY).wrong
     return "**found**" if any(CONTRADICTED in sentence for sentence in wrong) else "not found"
 
@@ -168,13 +227,13 @@ class Planting:
             self.failed.append(report.nodeid.rpartition("::")[2].partition("[")[0])
 
 
-def tested(table: dict[str, Any], plant: Plant) -> str:
+def tested(bug: Bug) -> str:
     """Returns the first unit test of a defense that fails."""
-    planting = Planting(plant)
+    planting = Planting(bug.plant)
     options = ["-x", "-q", "-W", "ignore", "-p", "no:xdist", "-o", "addopts="]
     options += ["--import-mode=importlib", "-m", "not slow and not gpu"]
     with contextlib.redirect_stdout(io.StringIO()):
-        pytest.main([str(TESTS / UNIT_TESTS[table["kind"]]), *options], [planting])
+        pytest.main([str(TESTS / UNIT_TESTS[bug.kind]), *options], [planting])
     return f"**found**: {planting.failed[0]}" if planting.failed else "not found"
 
 

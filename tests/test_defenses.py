@@ -724,10 +724,10 @@ def test_what_adapters_leave_out_cannot_be_frozen(small):
             {
                 "defense": [
                     {"kind": "mask", "fraction": 0.5},
-                    {"kind": "dp_sgd", "epsilon": 0.01, "clients": [1]},
+                    {"kind": "dp_sgd", "epsilon": 0.001, "clients": [1]},
                 ]
             },
-            r"defense\[1\] \(dp_sgd\): epsilon = 0\.01 cannot be reached with delta = 1e-05",
+            r"defense\[1\] \(dp_sgd\): epsilon = 0\.001 cannot be reached with delta = 1e-05",
         ),
         (
             {"defense": [{"kind": "local_dp", "epsilon": 0.001, "max_norm": 1.0}]},

@@ -312,7 +312,7 @@ def test_every_client_spends_its_epsilon_over_the_rounds_in_which_it_takes_part(
         of_client = protection(experiment, client, 10 + client)
         events = [event for round in rounds for event in of_client.events(round)]
         assert len(events) == len(rounds)
-        assert 0.99 * 5 <= epsilon(events) <= 5
+        assert 0.99 * 5 <= epsilon(events, accountant="prv") <= 5
 
 
 def test_a_client_that_never_takes_part_needs_noise_all_the_same():

@@ -317,15 +317,16 @@ class PrivacyTable(Table):
 
     delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
     """The delta of every (epsilon, delta) statement."""
-    accountant: Accountant = "rdp"
-    """How the noise of several steps is composed."""
+    accountant: Accountant = "prv"
+    """How the noise of several steps is composed; "prv" is never looser."""
 
 
 class CanaryTable(Table):
     """`[canary]`: made-up gradients in clients' updates, by which the audit measures privacy."""
 
     count: Annotated[int, Field(ge=1, le=1_000_000)] = 64
-    """Canaries of an update; a client whose whole update is protected has one."""
+    """Canaries of an update; where a whole update is protected, each in a copy of its own, which
+    costs what the client's defenses cost."""
     clients: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] | None = None
     """Clients that take them in; left out: all."""
     seed: Annotated[int, Field(ge=0)] | None = None

@@ -6,7 +6,7 @@ There are three ways:
   noise they are nothing. They are dummy records of the client's data set, and its own sampler draws
   them, for a round and for a local step;
 - as the whole update, plus or minus a direction, where a defense protects all that a client has:
-  any two updates are neighbours then;
+  any two updates are neighbours then, so each canary is in a copy of its own, with fresh noise;
 - added to the update, where nothing bounds what an example contributes.
 
 The last two are made in an audited copy that goes through the same defenses, with the same noise,
@@ -18,7 +18,7 @@ and bounds by it are about the whole run, as the ledger is.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -71,34 +71,51 @@ class ClientCanaries:
         drawn_K = torch.stack(drawn_TK).sum(0)
         return replace(self, coins=replace(self.coins, drawn=tuple(drawn_K.tolist())))
 
-    def copied(self, update: ClientUpdate) -> ClientUpdate:
-        """Returns the update as it would be with the canaries, before defenses."""
+    def copies(self, update: ClientUpdate) -> Iterator[tuple[slice, ClientUpdate]]:
+        """Yields copies of the update as they would be with canaries, before defenses.
+
+        With each comes which canaries are in it: all, or the one that it is.
+        """
         inside_K = np.array(self.coins.inside, dtype=np.float32)
-        if self.coins.whole:
-            copy = update.changed(torch.zeros_like)
-            sizes_K = self.scale * (2 * inside_K - 1)
-        else:
-            copy = update.changed(torch.clone)
-            sizes_K = self.scale * inside_K
-        self.canaries.add_(copy.tensors, self.canaries.directions() * sizes_K)
-        return copy
+        if not self.coins.whole:
+            copy, sizes_K = update.changed(torch.clone), self.scale * inside_K
+            self.canaries.add_(copy.tensors, self.canaries.directions() * sizes_K)
+            yield slice(None), copy
+            return
+        for canary, sign in enumerate(2 * inside_K - 1):
+            copy, sizes_K = update.changed(torch.zeros_like), np.zeros_like(inside_K)
+            sizes_K[canary] = self.scale * sign
+            self.canaries.add_(copy.tensors, self.canaries.directions() * sizes_K)
+            yield slice(canary, canary + 1), copy
 
-    def difference(self, audited: ClientUpdate, sent: ClientUpdate) -> Tensor:
-        """Returns by how much the copy differs at the canaries' numbers, after defenses [S, K]."""
-        taken = self.canaries.taken
-        return torch.from_numpy(taken(audited.tensors) - taken(sent.tensors))
+    def differences(
+        self, raw: ClientUpdate, sent: ClientUpdate, defend: Callable[..., ClientUpdate]
+    ) -> Tensor:
+        """Returns by how much copies differ at the canaries' numbers, after defenses [S, K].
+
+        Args:
+            raw: The update before defenses.
+            sent: After them.
+            defend: Takes a copy, and what its random numbers depend on beside those of the update:
+                nothing, or the number of the copy where it has fresh noise.
+        """
+        sent_SK = self.canaries.taken(sent.tensors)
+        audited_SK = np.empty_like(sent_SK)
+        for canaries, copy in self.copies(raw):
+            fresh = (canaries.start,) if self.coins.whole else ()
+            audited = defend(copy, *fresh)
+            audited_SK[:, canaries] = self.canaries.taken(audited.tensors)[:, canaries]
+        return torch.from_numpy(audited_SK - sent_SK)
 
 
-def places(
-    experiment: Experiment, client: int, round: int, model: LanguageModel, *, whole: bool
-) -> Canaries:
+def places(experiment: Experiment, client: int, round: int, model: LanguageModel) -> Canaries:
     """Returns where the canaries of an update are: what the auditor knows of them."""
     table = experiment.canary
     assert table is not None
     seed = experiment.seed if table.seed is None else table.seed
     return Canaries(
         sent_sizes(experiment, client, model),
-        1 if whole else table.count,
+        table.count,
         stream_seed(seed, "canaries", client, round),
     )
 
@@ -142,7 +159,7 @@ def client_canaries(
     size = min(local.batch_size, held)
     batches = passes(held, local) if of_fedsgd and not poisson and not whole else 1
     slot = (round - 1) % batches
-    canaries = places(experiment, client, round, model, whole=whole)
+    canaries = places(experiment, client, round, model)
     coins_K = torch.rand(canaries.count, generator=stream(experiment.seed, "coins", client, slot))
     private = None if whole else local.private
     steps = local.steps(held) if private is not None else 1

@@ -56,7 +56,9 @@ def least_likely(steps: Sequence[Sequence[int]], records: int, rate: float) -> D
     for taken_R, step in zip(drawn_TR, steps, strict=False):
         taken_R[list(step)] = True
     usual_R, usual_T = round(rate * records), round(rate * len(drawn_TR))
+    twice = sum(len(step) - len(set(step)) for step in steps)
     counted = [
+        (np.array([twice]), drawn_TR.size, "draws took a record once more in a step", 0.0),
         (drawn_TR.sum(keepdims=True).ravel(), drawn_TR.size, "draws took a record", rate),
         (drawn_TR.sum(0), len(drawn_TR), "steps took one record", rate),
         (drawn_TR.sum(1), records, "records were in one step", rate),

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from flwr.app import Context, RecordDict
-from planted import clipping_of_the_mean, long_texts_clipped_less
+from planted import clipping_of_the_mean, long_texts_clipped_less, other_noise, other_sampler
 from typer.testing import CliRunner
 
 from fedleak import defenses
@@ -422,22 +422,6 @@ def clients_that_are_weighed_by_their_examples(patch):
     patch.setattr(CentralDp, "combined", combined)
 
 
-def other_noise(noise):
-    """Draws the noise of `gaussian_noise` and `local_dp` otherwise."""
-
-    def plant(patch):
-        def with_noise(update, sigma, rng):
-            noises = noise({name: value.shape for name, value in update.tensors.items()}, rng)
-            noisy = {name: value + sigma * noises[name] for name, value in update.tensors.items()}
-            return dataclasses.replace(update, tensors=noisy)
-
-        patch.setattr("fedleak.defenses.gaussian_noise.with_noise", with_noise)
-        patch.setattr("fedleak.defenses.local_dp.with_noise", with_noise)
-
-    plant.__name__ = noise.__name__
-    return plant
-
-
 def drawn(shapes, rng):
     return {name: torch.randn(shape, generator=rng) for name, shape in shapes.items()}
 
@@ -499,11 +483,6 @@ def a_loss_over_the_batch_s_tokens(patch):
         return original(model, ids, mask, labels) * 8 / mask.sum()
 
     patch.setattr(private_steps, "example_losses", example_losses)
-
-
-def other_sampler(patch, round_batch):
-    for module in ("fedleak.audit.defense_checks.sampling", "fedleak.flower.client.app"):
-        patch.setattr(f"{module}.round_batch", round_batch)
 
 
 def a_sampler_that_takes_all(patch):

@@ -60,7 +60,7 @@ def captured(run: Run, *keys: Key) -> None:
 
 
 def spent(events: int) -> float:
-    (found,) = privacy.compose([EVENT] * events, 1e-5, "rdp")
+    (found,) = privacy.compose([EVENT] * events, 1e-5, "prv")
     return found.epsilon
 
 
@@ -74,7 +74,7 @@ def test_each_round_adds_what_was_noted_of_it(run: Run) -> None:
     rows = ledger(run, experiment(), notes, gaps, [])
     assert epsilons(rows) == {(1, 0): spent(1), (2, 0): spent(2), (1, 1): spent(2)}
     assert rows[-1] == LedgerRow(
-        round=2, client=0, epsilon=spent(2), delta=1e-5, accountant="rdp", unit="example",
+        round=2, client=0, epsilon=spent(2), delta=1e-5, accountant="prv", unit="example",
         neighbouring="zero out one", sampling="none", sampling_rate=1.0, steps=6,
         noise_multiplier=2.0, uses=(Use(2.0, 1.0, 6),),
     )  # fmt: skip
@@ -103,7 +103,7 @@ def test_a_delta_that_allows_to_publish_one_whole_is_said(
     assert len(of_users) == (unit == "example")
 
 
-POISSON = replace(EVENT, sampling="Poisson", sampling_rate=0.25)
+POISSON = replace(EVENT, sampling="Poisson", sampling_rate=0.25, steps=48)
 FAIR = [[0, 5], [2], [1, 3, 6], [0, 7], [4, 5]]
 
 
@@ -118,6 +118,7 @@ FAIR = [[0, 5], [2], [1, 3, 6], [0, 7], [4, 5]]
         (POISSON, [range(8)] * 2, "client 0: 16 of 16 draws took a record, where a share of 0.25"),
         (POISSON, [[0, 1]] * 12, "12 of 12 steps took both of two records, where a share of 0.0"),
         (POISSON, [[step % 8] for step in range(48)], "of 384 draws took a record"),
+        (replace(POISSON, steps=4), FAIR, "r0001-c00: 5 steps were made, and the ledger counts 4"),
         (POISSON, [[0]] * 14, "14 of 14 steps took one record, where a share of 0.25 is announced"),
     ],
 )
@@ -145,7 +146,7 @@ def test_without_noise_nothing_is_guaranteed(run: Run) -> None:
     rows = ledger(run, experiment(), {Key(1, 0): silent, Key(1, 1): endless}, Gaps(), [])
     assert epsilons(rows) == {(1, 0): "none", (1, 1): "none"}
     assert rows[0] == LedgerRow.nothing_guaranteed(Key(1, 0))
-    assert (rows[1].accountant, rows[1].steps) == ("rdp", 3)
+    assert (rows[1].accountant, rows[1].steps) == ("prv", 3)
 
 
 def test_from_a_lost_note_on_the_rows_are_the_earlier_ones(run: Run) -> None:

@@ -57,3 +57,14 @@ def test_noise_that_is_not_independent_fails_the_test_that_looks_for_it(change, 
     made = change(normal(SHAPES, torch.Generator().manual_seed(2)))
     found = {test.name for test in noise.tests(made, noise.normal) if test.p < noise.UNLIKELY}
     assert any(test.startswith(name) for test in found), found
+
+
+def test_sums_of_uniform_numbers_have_too_short_tails():
+    rng = torch.Generator().manual_seed(3)
+    for count, seen in ((noise.DRAWN - 1, None), (500_000, True)):
+        made = {"a": torch.rand((12, count), generator=rng).sum(0) - 6}
+        made["a"] -= torch.rand((12, count), generator=rng).sum(0) - 6
+        tails = [test for test in noise.tests(made, noise.normal) if test.name == "tails"]
+        assert [test.p < noise.UNLIKELY for test in tails] == ([True] if seen else [])
+    honest = {"a": torch.randn(500_000, generator=rng)}
+    assert all(test.p > 1e-4 for test in noise.tests(honest, noise.normal))

@@ -20,8 +20,9 @@ from fedleak.training.batches import passes
 from fedleak.training.observation import ClientUpdate, UpdateKind
 from fedleak.training.privacy import Event
 
-CANARIES, CANARY_UPDATES, WHOLE_UPDATES = 64, 4, 16
-"""Canaries of an update, and updates that they are in; a canary may be a whole update."""
+CANARIES, COPIES, UPDATES = 64, 4, 4
+"""Canaries of an update; of one in whose place each is in a copy, which costs a defense's work; and
+updates that they are in."""
 
 
 def guarantees(bench: Bench) -> Iterator[Test]:
@@ -56,22 +57,24 @@ def measured(bench: Bench, experiment: Experiment, client: int) -> Iterator[Test
     room = most_canaries(sum(sent_sizes(experiment, client, bench.model).values()))
     if event is None or not room:
         return
-    whole = event.unit == "client"
-    updates = WHOLE_UPDATES if whole else CANARY_UPDATES
-    table = CanaryTable(count=1 if whole else min(CANARIES, room))
+    count = min(COPIES if event.unit == "client" else CANARIES, room)
+    table = CanaryTable(count=count)
     with_canaries = experiment.model_copy(update={"canary": table})
     client_alone = Protection(bench.local, {0: bench.defense}, bench.num_examples)
     inside: list[float] = []
-    for noise in range(updates):
+    for noise in range(UPDATES):
         made = client_canaries(
             with_canaries, client_alone, client, 1 + noise, bench.model, bench.texts
         )
         assert made is not None
-        captured = bench.defended(_with_canaries(bench, made, noise), noise)
-        if isinstance(bench.defense, TrustedAggregator):
-            captured = bench.combined([captured], noise)
-        pairs = zip(made.canaries.score(captured.tensors).tolist(), made.coins.inside, strict=True)
-        inside += [z if coin else -z for z, coin in pairs if coin or whole]
+        for number, (canaries, update) in enumerate(_with_canaries(bench, made, noise)):
+            fresh = noise * count + number
+            captured = bench.defended(update, fresh)
+            if isinstance(bench.defense, TrustedAggregator):
+                captured = bench.combined([captured], fresh)
+            scores = made.canaries.score(captured.tensors)[canaries]
+            pairs = zip(scores.tolist(), made.coins.inside[canaries], strict=True)
+            inside += [z if coin else -z for z, coin in pairs if coin or made.coins.whole]
     delta = experiment.privacy.delta
     # Plus and minus are as far apart as any two updates, and twice as far as one and nothing.
     apart = 2.0 if event.neighbouring.startswith("replace") else 1.0
@@ -86,9 +89,13 @@ def measured(bench: Bench, experiment: Experiment, client: int) -> Iterator[Test
     )
 
 
-def _with_canaries(bench: Bench, made: ClientCanaries, noise: int) -> ClientUpdate:
-    """Returns an update with canaries before the defense has it."""
+def _with_canaries(
+    bench: Bench, made: ClientCanaries, noise: int
+) -> Iterator[tuple[slice, ClientUpdate]]:
+    """Yields updates before the defense has them, each with the canaries that are in it."""
     if made.planted is None:
-        return made.copied(bench.trained(noise=noise))
+        yield from made.copies(bench.raw())
+        return
     in_every_step = torch.ones(made.canaries.count, dtype=torch.bool)
-    return bench.trained(noise=noise, planted=replace(made.planted, drawn_K=in_every_step))
+    planted = replace(made.planted, drawn_K=in_every_step)
+    yield slice(None), bench.trained(noise=noise, planted=planted)

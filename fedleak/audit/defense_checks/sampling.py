@@ -35,8 +35,9 @@ def draws(bench: Bench) -> Iterator[Test]:
         rate_error = DEVIATIONS * math.sqrt(rate * (1 - rate) / draws)
         yield (
             f"each example is in a step with a probability of {rate:.3g}, by a coin of its own",
-            drawn.p > UNLIKELY,
-            f"{sum(map(len, steps)) / draws:.3g} of {len(steps):,} steps of {held:,} examples; "
+            drawn.p > UNLIKELY and len(steps) <= times * event.steps,
+            f"{sum(map(len, steps)) / draws:.3g} of {len(steps):,} steps, of which "
+            f"{times * event.steps:,} are counted, of {held:,} examples; "
             f"least likely: {drawn} (p {drawn.p:.1g}); it would see a rate that is "
             f"{rate_error:.2g} off",
         )

@@ -25,7 +25,7 @@ PREFIX, FEWEST, LONGEST, BLOCK = 4096, 256, 2**20, 256
 lags of are looked at; and rows and columns of which the rank is."""
 
 DRAWN = 100_000
-"""Numbers that the distribution is tested on."""
+"""Numbers that the distribution is tested on, and fewest of which the kurtosis is nearly normal."""
 
 
 class NoiseTest(NamedTuple):
@@ -74,6 +74,8 @@ def tests(
     yield _distribution(np.concatenate(tensors), distribution)
     if distribution is normal:
         yield _loudness(tensors)
+        if count >= DRAWN:
+            yield _tails(tensors, count)
     if len(tensors) > 1:
         yield _between(tensors)
     if long := [x for x in tensors if len(x) >= 2 * FEWEST]:
@@ -103,6 +105,16 @@ def _loudness(tensors: list[Floats]) -> NoiseTest:
     p = 2 * np.minimum(chi2.cdf(sums, sizes), chi2.sf(sums, sizes)).min() * len(tensors)
     off = 5.5 / math.sqrt(2 * sizes.max())
     return NoiseTest("as loud in each tensor", min(1.0, float(p)), f"{100 * off:.2g} % in one")
+
+
+def _tails(tensors: list[Floats], count: int) -> NoiseTest:
+    """Tests the kurtosis: 3, with the variance 24 / count. Sums of uniform numbers have less."""
+    from scipy.special import ndtr
+
+    deviation = math.sqrt(24 / count)
+    fourth = math.fsum(float(np.square(x) @ np.square(x)) for x in tensors) / count
+    p = float(2 * ndtr(-abs(fourth - 3) / deviation))
+    return NoiseTest("tails", p, f"a kurtosis {5.5 * deviation:.2g} off")
 
 
 def _by_chance(correlations: Floats, numbers: Floats) -> Floats:

@@ -128,7 +128,7 @@ def _row(
 ) -> CanaryRow:
     coins, update, key = truth.canaries, capture.update, Key(truth.round, truth.client)
     assert coins is not None
-    where = canaries.places(experiment, key.client, key.round, model, whole=coins.whole)
+    where = canaries.places(experiment, key.client, key.round, model)
     if len(coins.inside) != where.count or min(coins.steps, coins.uses) < 1:
         raise CaptureError(f"what the vault says of the canaries of {key} is not of this run")
     # A delta goes against the gradient.

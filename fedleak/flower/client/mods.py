@@ -16,6 +16,7 @@ from fedleak.detectors import REFUSED
 from fedleak.flower.client.context import work_of
 from fedleak.flower.client.outgoing import Outgoing
 from fedleak.store.files import plain
+from fedleak.training.observation import ClientUpdate
 from fedleak.training.wire import partial_update
 from fedleak.util.errors import FedleakError, RoundRefusedError
 from fedleak.util.rng import stream
@@ -48,14 +49,18 @@ def defend(message: Message, context: Context, call_next: Next) -> Message:
     work = work_of(message, context)
     experiment, key, protection = work.experiment, reply.key, work.protection
 
-    def rng(number: int) -> Generator:
-        return stream(experiment.seed, "defense", number, key.client, key.round)
+    def rng(number: int, *copy: int) -> Generator:
+        return stream(experiment.seed, "defense", number, key.client, key.round, *copy)
 
     raw, private = reply.update, work.private
     reply.update, defense_notes = protection.defend(raw, rng)
     if private is not None and reply.canaries is not None and reply.canaries.coins.copy:
-        audited, _ = protection.defend(reply.canaries.copied(raw), rng)
-        private.vault.write_differences(key, reply.canaries.difference(audited, reply.update))
+
+        def defended(update: ClientUpdate, *copy: int) -> ClientUpdate:
+            return protection.defend(update, lambda number: rng(number, *copy))[0]
+
+        differences_SK = reply.canaries.differences(raw, reply.update, defended)
+        private.vault.write_differences(key, differences_SK)
     if defense_notes and private is not None:
         events = [event.to_json() for event in protection.events(key.round)]
         note: dict[str, Any] = {
