@@ -20,8 +20,14 @@ WIDTH, HEIGHT = 1200, 1470
 PICTURE = Path(__file__).with_name("report.png")
 
 
-def screenshot(page: Path) -> bytes:
-    """Returns the top of a page as PNG."""
+def screenshot(page: Path, width: int = WIDTH, height: int = HEIGHT, scale: float = 1) -> bytes:
+    """Returns the top of a page as PNG.
+
+    Args:
+        page: A file.
+        width, height: Pixels of the page that are shown.
+        scale: Pixels of the picture for one of them.
+    """
     options = webdriver.ChromeOptions()
     options.binary_location = shutil.which("chromium") or ""
     for argument in (
@@ -34,7 +40,7 @@ def screenshot(page: Path) -> bytes:
     service = webdriver.ChromeService(shutil.which("chromedriver"))
     driver = webdriver.Chrome(options, service)
     try:
-        size = {"width": WIDTH, "height": HEIGHT, "deviceScaleFactor": 1, "mobile": False}
+        size = {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": False}
         driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
         driver.get(page.as_uri())
         return base64.b64decode(driver.get_screenshot_as_base64())

@@ -157,8 +157,8 @@ def score_control(
 ) -> Scores:
     """Returns of the scores of sequences those that a control has: content and tokens found."""
     match = _match(answers, truths, model)
-    found = score_tokens(chain(*match.answers), truths, model).recall
-    return Scores(content=rouge.mean(match.scores), token_recall=found)
+    recall = score_tokens(chain(*match.answers), truths, model).recall
+    return Scores(content=rouge.mean(match.scores), token_recall=recall)
 
 
 def counted(
@@ -220,8 +220,8 @@ def score_other(other: Answer, truth: GroundTruth, model: LanguageModel) -> Scor
     if other.sequences is not None:
         scores = score_control(other.sequences, truth.sequences, model)
     if other.tokens is not None:
-        found = score_tokens(other.tokens, truth.sequences, model).recall
-        scores = replace(scores, token_recall=found)
+        recall = score_tokens(other.tokens, truth.sequences, model).recall
+        scores = replace(scores, token_recall=recall)
     return scores
 
 

@@ -195,6 +195,11 @@ def test_hostile_words_are_shown_as_they_are() -> None:
     assert "</script" not in content.split('id="data">')[1].split("</script>")[0]
 
 
+def test_a_command_in_a_sentence_is_code_and_what_is_in_it_is_text() -> None:
+    page = page_of([], notes=["`fedleak score <b>` names it"])
+    assert "<li><code>fedleak score &lt;b&gt;</code> names it</li>" in render(page).decode()
+
+
 def test_a_long_text_is_cut_and_says_so() -> None:
     assert bounded("y" * LONGEST_TEXT) == "y" * LONGEST_TEXT
     assert bounded("x" * 1_000_000).endswith("[cut: the first 4,000 of 1,000,000 characters]")

@@ -6,12 +6,13 @@ browser load nothing but what is in the file: its own script and style, by their
 
 import base64
 import hashlib
+import re
 from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from fedleak.report.html.glossary import TERMS
 from fedleak.report.html.page import PrivateText, RunPage, SweepPage, TextAnswer
@@ -67,13 +68,18 @@ def _environment() -> Environment:
         lstrip_blocks=True,
         finalize=_shown,
     )
-    environment.filters |= {"data_url": _data_url, "parts": _parts}
+    environment.filters |= {"code": _code, "data_url": _data_url, "parts": _parts}
     return environment
 
 
 def _shown(value: Any) -> Any:
     """Makes what others wrote printable; what the templates themselves made is markup already."""
     return printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+
+
+def _code(text: str) -> Markup:
+    """Returns a sentence in which what stands between backquotes is code."""
+    return Markup(re.sub("`([^`]+)`", r"<code>\1</code>", escape(printable(text))))
 
 
 def _source(name: str) -> str:
