@@ -24,12 +24,13 @@ def sections(path: Path) -> Iterator[tuple[str, list[tuple[str, str]]]]:
     blamed = subprocess.run(
         ["git", "blame", "--date=short", path], cwd=ROOT, check=True, capture_output=True, text=True
     )
-    heading, lines = "", []
+    heading, lines, in_code = "", list[tuple[str, str, str]](), False
     for line in [*blamed.stdout.splitlines(), "0 (0 0000-00-00 0) # end"]:
         match = LINE.match(line)
         assert match is not None, line
         commit, date, text = match.groups()
-        if text.startswith("#"):
+        in_code ^= text.startswith("```")
+        if text.startswith("#") and not in_code:
             figures = [(date, commit) for date, commit, text in lines if FIGURES.match(text)]
             if figures and any(COMMAND.search(text) for _, _, text in lines):
                 yield heading, sorted(figures)

@@ -79,7 +79,7 @@ def _shown(value: Any) -> Any:
 
 def _code(text: str) -> Markup:
     """Returns a sentence in which what stands between backquotes is code."""
-    return Markup(re.sub("`([^`]+)`", r"<code>\1</code>", escape(printable(text))))
+    return Markup(re.sub("`([^`]+)`", r"<code>\1</code>", str(escape(printable(text)))))
 
 
 def _source(name: str) -> str:
