@@ -131,21 +131,26 @@ def compare(
     compared, and what has no partner is said. Where the sampling of DP-SGD drew other texts, the
     figures of both runs stand side by side.
 
-    One RUN that is a folder of runs is shown as a whole: over their dates, and over rounds.
+    One RUN that is a folder of runs is shown as a whole, over their dates and over rounds. The same
+    is in trends.html in that folder.
     """
     from fedleak.audit.comparison import compare as pair
+    from fedleak.report.html.render import render
+    from fedleak.report.html.trends_page import trends_page
     from fedleak.report.tables.comparison import comparison_table
     from fedleak.report.tables.trends import Dated, trend_tables
     from fedleak.report.terminal.table import print_table
+    from fedleak.store.files import replace
     from fedleak.store.run import Run
 
     if len(runs) < 2:
         inside = [Run(path) for path in sorted(runs[0].glob("*/"))]
-        dated = []
+        dated, without = [], list[str]()
         for run in filter(Run.exists, inside):
             try:
                 dated.append(Dated.read(run))
             except FedleakError as error:
+                without.append(f"not shown: {error}")
                 console.print(f"[yellow]not shown[/]: {markup(error)}", soft_wrap=True)
         if not dated:
             raise ConfigError("one run has nothing to be compared with: name two or more")
@@ -153,6 +158,9 @@ def compare(
             raise ConfigError("--json is for runs that are compared: name two or more")
         for table in trend_tables(dated):
             print_table(console, table)
+        page = runs[0] / "trends.html"
+        replace(page, render(trends_page(runs[0].absolute().name, dated, without)))
+        console.print(f"page: {markup(page)}", soft_wrap=True)
         return
     comparisons = pair(Run(runs[0]), [Run(path) for path in runs[1:]])
     if as_json:

@@ -210,6 +210,10 @@ def test_a_folder_of_runs_is_shown_over_dates_and_rounds(
     assert status == 0
     assert "2020-02-03" in text
     assert "no-run" not in text
+    page = Path("trends.html").read_text()
+    assert "In the first run (b, 2020-02-03) 0 [" in page
+    assert all(table.title in page for table in (over_runs, over_rounds))
+    assert "no-run" not in page
 
 
 def test_the_command_prints_tables_or_json(runs: tuple[Run, Run]) -> None:

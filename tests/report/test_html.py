@@ -378,6 +378,10 @@ def test_the_verdict_says_what_was_read_by_whom_how_sure_and_what_was_not_measur
         ({"token_recall": estimate(1.0, 0.9, 1.0)}, "All of the private texts' words were found"),
         ({"token_recall": estimate(0.2, 0.1, 0.3)}, "No text was read word for word in this test"),
         ({"token_recall": None}, "No text was read word for word in this test"),
+        (
+            {"exact_match": None, "token_recall": estimate(0.0, 0.0, 0.1)},
+            "No attack stands by a text that it read",
+        ),
     ],
 )
 def test_the_headline_is_the_worst_that_was_found(changes: dict[str, Any], headline: str) -> None:

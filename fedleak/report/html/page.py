@@ -159,6 +159,25 @@ class RunPage:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TrendsPage:
+    """The page of a folder of runs.
+
+    Attributes:
+        name: The name of the folder.
+        redacted: As in a `RunPage`.
+        verdict: What a reader must know.
+        missing: Why runs are not shown.
+        tables: A line per run, and one per round.
+    """
+
+    name: str
+    redacted: bool
+    verdict: Verdict
+    missing: Sequence[str]
+    tables: Sequence[Table]
+
+
+@dataclass(frozen=True, kw_only=True)
 class SweepPage:
     """The report of a sweep.
 

@@ -15,7 +15,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from fedleak.report.html.glossary import TERMS
-from fedleak.report.html.page import PrivateText, RunPage, SweepPage, TextAnswer
+from fedleak.report.html.page import PrivateText, RunPage, SweepPage, TextAnswer, TrendsPage
 from fedleak.report.table import Table
 from fedleak.report.words import figure
 from fedleak.util.sanitise import printable
@@ -28,14 +28,16 @@ MOST_COLUMNS = 12
 """Columns that a table of attacks has side by side; more attacks stand in further tables."""
 
 
-def render(page: RunPage | SweepPage) -> bytes:
+TEMPLATES = {RunPage: "run.html.j2", SweepPage: "sweep.html.j2", TrendsPage: "trends.html.j2"}
+
+
+def render(page: RunPage | SweepPage | TrendsPage) -> bytes:
     """Returns the file's content."""
     environment = _environment()
     style, script = (_source(name) for name in ("style.css", "report.js"))
     # The script shows the texts, and nothing else needs one.
     texts = [_text(text) for text in page.texts] if isinstance(page, RunPage) else []
-    template = "run.html.j2" if isinstance(page, RunPage) else "sweep.html.j2"
-    written = environment.get_template(template).render(
+    written = environment.get_template(TEMPLATES[type(page)]).render(
         page=page,
         texts=texts,
         terms=TERMS,

@@ -178,7 +178,11 @@ def _worst(
         return f"{amount} of the private texts' words were found"
     if membership:
         return "It could be told which texts were in an update"
-    return NOT_MEASURED if leakage is None else "No text was read word for word in this test"
+    if leakage is None:
+        return NOT_MEASURED
+    if leakage.read.exact_match is None:
+        return "No attack stands by a text that it read"
+    return "No text was read word for word in this test"
 
 
 def words_found(leakage: Strongest) -> float | None:
@@ -246,7 +250,7 @@ def _what_was_read(
         if control is not None:
             tokens += f" (an answer for another client has {percent(control.mean)})"
     if leakage.read.exact_match is None:
-        return f"{who} could read {tokens} out of {updates}."
+        return f"{who} could read {tokens} out of {updates}; no attack stands by a whole text."
     exact = f"{leakage.exact_texts:,}" if leakage.exact_texts else "none"
     nearly = f", and {leakage.nearly:,} nearly (ROUGE-L of {NEARLY:g} or more)"
     nearly = nearly if leakage.nearly else ""
