@@ -303,7 +303,7 @@ def test_after_adam_nothing_is_proved(own):
 
 @PEFT
 def test_steps_are_made_again_in_the_words_of_an_experiment(llama_tiny):
-    """The loop of a user: adapters, two epochs, momentum, clipping, autocast, responses alone."""
+    """The loop of a user: adapters, epochs, momentum, a schedule, clipping, autocast, responses."""
     texts = ["Q: who?\nA: my sister", "Q: why?\nA: nobody knows it"]
     own = plain(llama_tiny, texts)
     module = peft.get_peft_model(own.module, peft.LoraConfig(r=4, init_lora_weights=False)).eval()
@@ -315,22 +315,27 @@ def test_steps_are_made_again_in_the_words_of_an_experiment(llama_tiny):
         row[: int(places[-1]) + len(template)] = -100
     trained = [p for p in module.parameters() if p.requires_grad]
     optimiser = torch.optim.SGD(trained, lr=0.05, momentum=0.9)
-    for epoch in range(2):
-        for row in (0, 1) if epoch else (1, 0):
-            batch = {name: values[row : row + 1] for name, values in own.batch.items()}
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = module(**batch, labels=labels[row : row + 1]).loss
-            optimiser.zero_grad()
-            loss.backward()
-            nn.utils.clip_grad_norm_(trained, 0.5)
-            optimiser.step()
+    for step, row in enumerate((1, 0, 0, 1)):
+        batch = {name: values[row : row + 1] for name, values in own.batch.items()}
+        optimiser.param_groups[0]["lr"] = 0.05 * (1 - step / 4)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = module(**batch, labels=labels[row : row + 1]).loss
+        optimiser.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(trained, 0.5)
+        optimiser.step()
     delta = {
         name: value - before[name] for name, value in module.state_dict().items() if "lora" in name
     }
     module.load_state_dict(before)
     sent = {"num_examples": 2, "payload": "delta", "learning_rate": 0.05, "batch_size": 1}
     sent |= {"local_steps": 4, "local_epochs": 2, "momentum": 0.9, "max_grad_norm": 0.5}
-    sent |= {"precision": "bfloat16-mixed", "response_template": "A:", "dropout": False}
+    sent |= {
+        "schedule": "linear",
+        "precision": "bfloat16-mixed",
+        "response_template": "A:",
+        "dropout": False,
+    }
 
     def proved(**other):
         told = fedleak.SentUpdate(**sent | other)
@@ -340,7 +345,12 @@ def test_steps_are_made_again_in_the_words_of_an_experiment(llama_tiny):
         return replay.replay(model, ids, own_update.observe(delta, model, told)).verified
 
     assert proved()
-    for wrong in ({"momentum": 0.5}, {"response_template": ""}, {"max_grad_norm": None}):
+    for wrong in (
+        {"momentum": 0.5},
+        {"schedule": "constant"},
+        {"response_template": ""},
+        {"max_grad_norm": None},
+    ):
         assert not proved(**wrong), wrong
 
 

@@ -1,6 +1,7 @@
 """How a client steps, in the words of a user: of `[client]`, of a tap, and of an update."""
 
 from collections.abc import Collection
+from dataclasses import fields
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Field, JsonValue, model_validator
@@ -46,51 +47,20 @@ class StepTable(Table):
     precision: Annotated[Precision, one_of("precision", get_args(Precision))] = "float32"
     """What clients compute in: `bfloat16-mixed` is autocast; under `bfloat16` weights have it,
     too."""
-
-    @model_validator(mode="after")
-    def _of_sgd(self) -> "StepTable":
-        if self.momentum and self.optimiser != "sgd":
-            raise ValueError(
-                f"momentum is for 'sgd', and optimiser = {self.optimiser!r}: leave it out"
-            )
-        return self
-
-    @property
-    def steps_said(self) -> dict[str, JsonValue]:
-        """How a client steps, as any of the tables says it."""
-        return self.model_dump(mode="json", include=set(StepTable.model_fields))
-
-    @property
-    def recipe(self) -> Recipe:
-        """How a client steps."""
-        return Recipe(**self.steps_said)  # type: ignore[arg-type]
-
-
-class ClientTable(StepTable):
-    """`[client]`: how a client steps under `fedavg`; left out: by plain SGD in float32."""
-
-    optimiser: Literal["sgd", "adam", "adamw"] = "sgd"
-    """An optimiser of `torch.optim`, new in each round, with torch's defaults for what is not here.
-
-    After any but plain SGD an update is no sum of gradients: most attacks read less of it, or
-    nothing.
-    """
     schedule: Shape = "constant"
-    """How the learning rate falls from `federation.learning_rate`: not, or along a line or half a
-    cosine."""
+    """How the learning rate falls from its first value: not, or along a line or half a cosine."""
     schedule_rounds: Positive | None = None
     """Rounds that it takes to fall, with one rate in each round. Left out: it falls over the steps
     of every round."""
     final_learning_rate: Annotated[float, Field(ge=0)] = 0.0
     """Where the schedule ends."""
-    max_steps: Positive | None = None
-    """Steps of a round at most; a client then trains on as many random examples as these take.
-
-    It reports their number. Left out: all steps of `federation.local_epochs`.
-    """
 
     @model_validator(mode="after")
-    def _used(self) -> "ClientTable":
+    def _used(self) -> "StepTable":
+        if self.momentum and self.optimiser != "sgd":
+            raise ValueError(
+                f"momentum is for 'sgd', and optimiser = {self.optimiser!r}: leave it out"
+            )
         lines = {
             "schedule_rounds": self.schedule_rounds,
             "final_learning_rate": self.final_learning_rate,
@@ -103,9 +73,14 @@ class ClientTable(StepTable):
         return self
 
     @property
-    def changed(self) -> dict[str, JsonValue]:
-        """What is not at its default."""
-        return self.model_dump(mode="json", exclude_defaults=True)
+    def steps_said(self) -> dict[str, Any]:
+        """How a client steps, as any of the tables says it."""
+        return self.model_dump(mode="json", include=set(StepTable.model_fields))
+
+    @property
+    def recipe(self) -> Recipe:
+        """How a client steps, with one learning rate."""
+        return Recipe(**self.model_dump(include={field.name for field in fields(Recipe)}))
 
     @property
     def schedule_of_rate(self) -> Schedule:
@@ -113,3 +88,24 @@ class ClientTable(StepTable):
         return Schedule(
             shape=self.schedule, final=self.final_learning_rate, rounds=self.schedule_rounds
         )
+
+
+class ClientTable(StepTable):
+    """`[client]`: how a client steps under `fedavg`; left out: by plain SGD in float32."""
+
+    optimiser: Literal["sgd", "adam", "adamw"] = "sgd"
+    """An optimiser of `torch.optim`, new in each round, with torch's defaults for what is not here.
+
+    After any but plain SGD an update is no sum of gradients: most attacks read less of it, or
+    nothing.
+    """
+    max_steps: Positive | None = None
+    """Steps of a round at most; a client then trains on as many random examples as these take.
+
+    It reports their number. Left out: all steps of `federation.local_epochs`.
+    """
+
+    @property
+    def changed(self) -> dict[str, JsonValue]:
+        """What is not at its default."""
+        return self.model_dump(mode="json", exclude_defaults=True)

@@ -11,6 +11,7 @@ from fedleak.config.client_table import StepTable, one_of
 from fedleak.config.tables import Positive
 from fedleak.config.wording import one_line
 from fedleak.training.observation import GRANTABLE, Knowledge
+from fedleak.training.recipe import Recipe
 from fedleak.util.errors import ConfigError
 from fedleak.util.sanitise import printable
 
@@ -66,7 +67,8 @@ class SentUpdate(StepTable):
     """The words before each response, as in `[model]`: the loss counts what stands behind them.
     Left out: all tokens."""
     learning_rate: Annotated[float, Field(gt=0)] | None = None
-    """Of the client's steps; needed for `delta` and `weights`."""
+    """Of the client's steps, the first where there is a `schedule`; needed for `delta` and
+    `weights`."""
     local_steps: Positive = 1
     """How many there were."""
     local_epochs: Positive = 1
@@ -104,6 +106,10 @@ class SentUpdate(StepTable):
                 f"batch_size = {self.batch_size} see {room} at most: give the texts that the steps "
                 "saw, not those that the client has"
             )
+        if self.schedule_rounds is not None:
+            raise ValueError(
+                "schedule_rounds is of a federation's rounds: give the learning_rate of this one"
+            )
         if self.payload == "gradient" and self.steps_said != StepTable().steps_said:
             raise ValueError(
                 "a gradient is what the optimiser gets: leave out how the client stepped, or give "
@@ -129,17 +135,26 @@ class SentUpdate(StepTable):
             order = sorted(range(len(lengths)), key=lambda i: lengths[i], reverse=True)
             for name in facts.keys() & {"labels", "lengths"}:
                 facts[name] = tuple(facts[name][i] for i in order)
+        rate, recipe = self._stepped
         return Knowledge(
-            learning_rate=self.learning_rate,
+            learning_rate=rate,
             local_steps=self.local_steps,
             dropout=self.dropout,
             local_epochs=None if self.payload == "gradient" else self.local_epochs,
-            recipe=None if self.payload == "gradient" else self.recipe,
+            recipe=None if self.payload == "gradient" else recipe,
             **facts,
         )
 
+    @property
+    def _stepped(self) -> tuple[float | None, Recipe]:
+        """The mean learning rate, and how the client stepped."""
+        if self.learning_rate is None:
+            return None, self.recipe
+        return self.schedule_of_rate.in_round(self.learning_rate, self.local_steps, 1, self.recipe)
+
     def without_decay(self, delta: Tensor, before: Tensor) -> Tensor:
         """Returns a delta of a parameter less what weight decay alone made of it."""
-        if self.learning_rate is None:
+        rate, recipe = self._stepped
+        if rate is None:
             return delta
-        return self.recipe.without_decay(delta, before, self.learning_rate, self.local_steps)
+        return recipe.without_decay(delta, before, rate, self.local_steps)

@@ -19,7 +19,7 @@ class TrainingTable(StepTable):
     """`[training]`: what a client does with its data in a round, in the words of `[client]`."""
 
     learning_rate: Annotated[float, Field(gt=0)] | None = None
-    """Learning rate; of a schedule, its mean over the steps of a round."""
+    """Learning rate, the first where there is a schedule."""
     learning_rate_key: str | None = None
     """The key that it has in what is sent to a client or comes back, in place of a number."""
     batch_size: Positive

@@ -182,7 +182,7 @@ def _experiment(
             "rounds": rounds,
             "batch_size": training.batch_size * (1 if steps else training.accumulate),
             "local_epochs": training.local_epochs,
-            "learning_rate": updates[0].sent.learning_rate,
+            "learning_rate": training.learning_rate or updates[0].sent.learning_rate,
             "dropout": training.dropout,
         },
         "client": steps,

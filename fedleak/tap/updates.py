@@ -296,14 +296,19 @@ class Tap:
     def _known_of(self, message: TappedMessage, examples: int) -> SentUpdate:
         """Returns what the server knows of an update of so many examples."""
         table, payload = self.about.training, self.about.reply.payload
+        said, rate = table.steps_said, self._rate(message)
+        if table.schedule_rounds is not None:  # one rate in each round
+            rate, _ = table.schedule_of_rate.in_round(rate, 1, message.round, table.recipe)
+            said = {**said, "schedule": "constant"}
+            said |= {"schedule_rounds": None, "final_learning_rate": 0.0}
         return SentUpdate(
             num_examples=examples,
             payload="weights" if payload == "sum" else payload,
-            learning_rate=self._rate(message),
+            learning_rate=rate,
             local_steps=1 if payload == "gradient" else table.steps(examples),
             local_epochs=table.local_epochs,
             dropout=table.dropout,
-            **({} if payload == "gradient" else table.steps_said),
+            **({} if payload == "gradient" else said),
         )
 
     def _rate(self, message: TappedMessage) -> float:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -117,6 +117,18 @@ class Schedule:
         if self.rounds is not None:
             return (self._at(first, min(1.0, round / self.rounds)),) * steps
         return tuple(self._at(first, step / steps) for step in range(steps))
+
+    def in_round(
+        self, first: float, steps: int, round: int, recipe: Recipe
+    ) -> tuple[float, Recipe]:
+        """Returns the mean learning rate of a round, and how a client steps in it.
+
+        The recipe has the rate of each step if they differ.
+        """
+        rates = self.rates(first, steps, round)
+        if len(set(rates)) == 1:
+            return rates[0], recipe
+        return sum(rates) / steps, replace(recipe, rates=rates)
 
     def _at(self, first: float, done: float) -> float:
         left = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}

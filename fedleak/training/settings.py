@@ -90,9 +90,8 @@ class LocalTraining:
         """
         if self.schedule.shape == "constant" or self.kind == UpdateKind.GRADIENT:
             return self
-        rates = self.schedule.rates(self.learning_rate, max(1, self.steps(num_examples)), round)
-        recipe = replace(self.recipe, rates=rates if len(set(rates)) > 1 else ())
-        mean = sum(rates) / len(rates) if recipe.rates else rates[0]
+        steps = max(1, self.steps(num_examples))
+        mean, recipe = self.schedule.in_round(self.learning_rate, steps, round, self.recipe)
         return replace(self, learning_rate=mean, recipe=recipe, schedule=CONSTANT)
 
     def batches(self, num_examples: int, order: torch.Generator) -> Iterator[list[int]]:

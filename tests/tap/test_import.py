@@ -283,6 +283,7 @@ def test_training_is_said_in_the_words_of_an_experiment(wire, step, imported, tm
     wire("sent", 1, 77, {"arrays": step.before})
     wire("received", 1, 77, {"arrays": step.after}, metrics=METRICS)
     words = {"momentum": 0.5, "max_grad_norm": 1.0, "precision": "bfloat16", "local_epochs": 2}
+    words |= {"schedule": "cosine", "schedule_rounds": 2}  # half of the rate in the first round
     held_out = tmp_path / "others.jsonl"
     held_out.write_text(json.dumps({"text": "a text\nof two lines"}) + "\n")
     changes = {f"training.{name}": value for name, value in words.items()}
@@ -290,6 +291,7 @@ def test_training_is_said_in_the_words_of_an_experiment(wire, step, imported, tm
     known = found.run.captures.about(Key(1, 0)).knowledge
     recipe = Recipe(momentum=0.5, max_grad_norm=1.0, precision="bfloat16")
     assert (known.recipe, known.local_epochs) == (recipe, 2)
+    assert known.learning_rate == pytest.approx(RATE / 2)
     assert stored(found.run).local_training.recipe == recipe
     assert len(found.run.read_json("held_out.json")["sequences"]) == 1
 
