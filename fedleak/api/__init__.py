@@ -463,7 +463,7 @@ def _attempt(
     except Exception as error:  # noqa: BLE001 - it may be anybody's attack
         _log.info("the attack %s crashed", named.name, exc_info=error)
         return Reconstruction.none(Status.FAILED, failure(error))
-    return attempt.answers(returned, [seen], model, changed(model, before))[0]
+    return attempt.answers(named.attack, returned, [seen], model, changed(model, before))[0]
 
 
 def _token_ids(

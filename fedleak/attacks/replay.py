@@ -36,13 +36,13 @@ NEIGHBOURS = 4
 """Answers with one token changed that a proof has to tell from the answer."""
 
 PROMISING = 0.5
-"""Cosine below which no order of texts is searched."""
+"""Cosine below which no order of texts is searched, once classes are the best one by one."""
 
 REPLAYS = 200
 """Times at most that the steps are made to find which texts were in which."""
 
 SECONDS = 60.0
-"""Time for one answer."""
+"""Time for one answer, at most."""
 
 
 class Replayed(NamedTuple):
@@ -115,14 +115,21 @@ class Arrangement:
                     swapped[i], swapped[j] = order[j], order[i]
                     passes = (*self.passes[:number], tuple(swapped), *self.passes[number + 1 :])
                     yield replace(self, passes=passes)
-        for i, label in enumerate(self.labels):
-            for other in range(classes):
-                if other != label:
-                    yield replace(self, labels=(*self.labels[:i], other, *self.labels[i + 1 :]))
+        for i in range(len(self.labels)):
+            yield from self.relabelled(i, classes)
+
+    def relabelled(self, i: int, classes: int) -> Iterator["Arrangement"]:
+        """Yields arrangements with one text of another class."""
+        for other in range(classes):
+            if other != self.labels[i]:
+                yield replace(self, labels=(*self.labels[:i], other, *self.labels[i + 1 :]))
 
 
 def replay(
-    model: LanguageModel, sequences: Sequence[tuple[int, ...]], seen: Observation
+    model: LanguageModel,
+    sequences: Sequence[tuple[int, ...]],
+    seen: Observation,
+    seconds: float = SECONDS,
 ) -> Replayed | None:
     """Makes a client's steps again on the texts of an answer; None if that cannot be done.
 
@@ -131,6 +138,8 @@ def replay(
         sequences: The batch, each text as often as it occurs, with or without the last target of
             next-token training.
         seen: The update, without what weight decay alone did.
+        seconds: For the search of orders and classes: the attack's own limit, if that is less than
+            a minute.
     """
     if obstacle(seen) is not None or not 0 < len(sequences) == seen.update.num_examples:
         return None
@@ -140,7 +149,7 @@ def replay(
     hidden = bool(model.response_template) and len(set(closed)) < len(closed)
     if hidden or not all(target_counts(model, closed)):
         return None
-    clock, sent_X = Clock(SECONDS), flat(seen.update.tensors)
+    clock, sent_X = Clock(min(seconds, SECONDS)), flat(seen.update.tensors)
     best: tuple[float, Arrangement] | None = None
     for start in _starts(model, closed, seen):
         climbed = _climbed(model, closed, seen, sent_X, start, clock)
@@ -243,23 +252,34 @@ def _climbed(
     clock: Clock,
 ) -> tuple[float, Arrangement]:
     """Returns the arrangement of the largest cosine that single changes lead to."""
-
-    def cosine(arrangement: Arrangement) -> float:
-        own_X = flat(steps_again(model, arrangement.batches(closed), seen))
-        return float(torch.cosine_similarity(sent_X, own_X, 0))
-
     classes = model.num_labels if model.task == CLASSIFICATION else 0
-    best, left = (cosine(start), start), REPLAYS
-    better = best[0] > PROMISING or classes > 0
-    while better:
+    best, left, better = (-math.inf, start), REPLAYS, True
+
+    def improves(changed: Arrangement) -> bool:
+        nonlocal best, left
+        left -= 1
+        own_X = flat(steps_again(model, changed.batches(closed), seen))
+        cosine = float(torch.cosine_similarity(sent_X, own_X, 0))
+        if cosine > best[0]:
+            best = (cosine, changed)
+            return True
+        return False
+
+    def ended() -> bool:
+        return clock.up() or left <= 0 or 1 - best[0] < precision(seen) ** 2 / 2
+
+    improves(start)
+    for i in range(len(closed) if classes else 0):
+        for changed in best[1].relabelled(i, classes):
+            if ended():
+                return best
+            improves(changed)
+    while better and best[0] > PROMISING:
         better = False
         for changed in best[1].neighbours(classes):
-            if clock.up() or left <= 0 or 1 - best[0] < precision(seen) ** 2 / 2:
+            if ended():
                 return best
-            left -= 1
-            value = cosine(changed)
-            if value > best[0]:
-                best, better = (value, changed), True
+            if better := improves(changed):
                 break
     return best
 

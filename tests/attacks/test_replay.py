@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from fedleak.attacks import replay
+from fedleak.attacks.clock import UNLIMITED
 from fedleak.attacks.reconstruction import Reconstruction, Status
+from fedleak.attacks.subspace.dager import Dager
 from fedleak.models import CAUSAL_LM, CLASSIFICATION, load_parameters_
 from fedleak.running.workers import attempt
 from fedleak.running.workers.model_state import changed, state
@@ -150,7 +152,7 @@ def test_a_worker_proves_right_answers_and_refuses_wrong_claims(small, texts):
         guess = Reconstruction(
             status=Status.RECOVERED, sequences=tuple(texts), evidence=(0.0, 0.0), verified=claims
         )
-        (answer,) = attempt.answers([guess], [seen], model, ())
+        (answer,) = attempt.answers(None, [guess], [seen], model, ())
         return answer
 
     right = answered(sequences, claims=False)
@@ -162,3 +164,14 @@ def test_a_worker_proves_right_answers_and_refuses_wrong_claims(small, texts):
         wrong.diagnostics["replay_cosine"] < right.diagnostics["replay_cosine"] == pytest.approx(1)
     )
     assert answered(other_word(sequences), claims=True).status == Status.FAILED
+
+
+def test_a_replay_has_no_more_time_than_the_attack_had(small, texts, monkeypatch):
+    model, limits = small("llama", CAUSAL_LM), []
+    sequences = tuple(tuple(ids) for ids in model.encode(texts[:2]))
+    seen = sent_by_client(model, sequences, "sgd")
+    guess = Reconstruction(status=Status.RECOVERED, sequences=sequences, evidence=(0.0, 0.0))
+    monkeypatch.setattr(replay, "Clock", lambda seconds: limits.append(seconds) or UNLIMITED)
+    for attack in (Dager(seconds=7.0), Dager(), Dager(seconds=600.0)):
+        attempt.answers(attack, [guess], [seen], model, ())
+    assert limits == [7.0, 60.0, 60.0]

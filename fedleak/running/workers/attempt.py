@@ -54,12 +54,17 @@ def call(
 
 
 def answers(
-    returned: object, seen: Sequence[Observation], model: LanguageModel, spoiled: Sequence[str]
+    attack: Attack,
+    returned: object,
+    seen: Sequence[Observation],
+    model: LanguageModel,
+    spoiled: Sequence[str],
 ) -> list[Reconstruction]:
     """Returns an answer for each observation: the attack's, if that is one, else a failure.
 
     Args:
-        returned: What the attack returned.
+        attack: What was called. A replay has no more time than it had.
+        returned: What it returned.
         seen: What it was called with.
         model: What it was called with.
         spoiled: What it changed of the model, by name.
@@ -78,13 +83,16 @@ def answers(
         )
         reason = f"the attack returned {description} for {len(seen)} observations"
         return [Reconstruction.none(Status.FAILED, reason)] * len(seen)
+    seconds = getattr(attack, "seconds", None) or replay.SECONDS
     return [
-        _answer(answer, observation, model)
+        _answer(answer, observation, model, seconds)
         for answer, observation in zip(returned, seen, strict=True)
     ]
 
 
-def _answer(answer: object, seen: Observation, model: LanguageModel) -> Reconstruction:
+def _answer(
+    answer: object, seen: Observation, model: LanguageModel, seconds: float
+) -> Reconstruction:
     """Returns an attack's answer, or the failure that it is."""
     candidates = seen.knowledge.candidates
     try:
@@ -96,7 +104,7 @@ def _answer(answer: object, seen: Observation, model: LanguageModel) -> Reconstr
             listed=len(candidates.listed) if candidates else 0,
         )
         if not certificate.is_linear(seen):
-            return _replayed(plain, seen, model)
+            return _replayed(plain, seen, model, seconds)
         if plain.verified and not certificate.proves(model, plain.sequences or (), seen):
             raise InvalidAnswerError(
                 "it claims a proof, and the gradient of its sequences, recomputed, is not the "
@@ -108,14 +116,18 @@ def _answer(answer: object, seen: Observation, model: LanguageModel) -> Reconstr
         return Reconstruction.none(Status.FAILED, reason)
 
 
-def _replayed(answer: Reconstruction, seen: Observation, model: LanguageModel) -> Reconstruction:
+def _replayed(
+    answer: Reconstruction, seen: Observation, model: LanguageModel, seconds: float
+) -> Reconstruction:
     """Returns an answer with what making the client's steps again says of it.
 
     Raises:
         InvalidAnswerError: It claims a proof that this does not confirm.
     """
     reason = replay.obstacle(seen)
-    replayed = replay.replay(model, answer.sequences or (), seen) if reason is None else None
+    replayed = (
+        replay.replay(model, answer.sequences or (), seen, seconds) if reason is None else None
+    )
     if replayed is not None and replayed.verified:
         proof = "proved by replay: the client's steps on these texts, made again, give the update"
         return replace(

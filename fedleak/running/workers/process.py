@@ -339,7 +339,9 @@ def work_together(
                 _model_at.cache_clear()
                 _model.cache_clear()
         for (job, _), answer in zip(
-            attacked, attempt.answers(returned, seen, model, spoiled), strict=True
+            attacked,
+            attempt.answers(first.attack.attack, returned, seen, model, spoiled),
+            strict=True,
         ):
             answers[job.key] = answer_of(job, answer, seconds, device_name(device), len(attacked))
     return [answers[job.key] for job in jobs]
