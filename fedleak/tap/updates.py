@@ -296,11 +296,11 @@ class Tap:
     def _known_of(self, message: TappedMessage, examples: int) -> SentUpdate:
         """Returns what the server knows of an update of so many examples."""
         table, payload = self.about.training, self.about.reply.payload
-        said, rate = table.steps_said, self._rate(message)
+        steps, rate = table.steps_said, self._rate(message)
         if table.schedule_rounds is not None:  # one rate in each round
             rate, _ = table.schedule_of_rate.in_round(rate, 1, message.round, table.recipe)
-            said = {**said, "schedule": "constant"}
-            said |= {"schedule_rounds": None, "final_learning_rate": 0.0}
+            steps = {**steps, "schedule": "constant"}
+            steps |= {"schedule_rounds": None, "final_learning_rate": 0.0}
         return SentUpdate(
             num_examples=examples,
             payload="weights" if payload == "sum" else payload,
@@ -308,7 +308,7 @@ class Tap:
             local_steps=1 if payload == "gradient" else table.steps(examples),
             local_epochs=table.local_epochs,
             dropout=table.dropout,
-            **({} if payload == "gradient" else said),
+            **({} if payload == "gradient" else steps),
         )
 
     def _rate(self, message: TappedMessage) -> float:
