@@ -34,12 +34,15 @@ class WeightedSum:
     def add_(self, update: ClientUpdate) -> None:
         """Adds an update."""
         self.kind, self.all_examples = update.kind, self.all_examples + update.num_examples
+        count = update.num_examples
         for name, tensor in update.tensors.items():
-            weighted = tensor.to(self._precision(name)) * update.num_examples
-            if name in self.tensors:
-                self.tensors[name] += weighted
+            wide = tensor.to(self._precision(name))
+            if name not in self.tensors:
+                self.tensors[name] = wide * count
+            elif count.bit_count() == 1:  # no product is rounded, so one pass has the same sum
+                self.tensors[name].add_(wide, alpha=count)
             else:
-                self.tensors[name] = weighted
+                self.tensors[name] += wide * count
             self.examples[name] = self.examples.get(name, 0) + update.num_examples
 
 

@@ -100,4 +100,5 @@ def steps_(
 
 def moved(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns after minus before in float32, in the place of `before`."""
-    return {name: before[name].float().neg_().add_(value) for name, value in after.items()}
+    wide = {name: before[name].float() for name in after}
+    return {name: torch.sub(value, wide[name], out=wide[name]) for name, value in after.items()}

@@ -270,6 +270,18 @@ def test_the_sum_is_the_obvious_weighted_mean_over_who_shared(updates):
         assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_sum_has_the_bits_of_products_that_are_added(dtype, precision):
+    rng, counts = stream(4, "sum"), range(1, 34)
+    sent = [torch.randn(999, generator=rng).to(dtype) for _ in counts]
+    total, expected = WeightedSum(lambda name: precision), torch.zeros(999, dtype=precision)
+    for count, values in zip(counts, sent, strict=True):
+        total.add_(ClientUpdate(UpdateKind.GRADIENT, {"a": values}, count))
+        expected = expected + values.to(precision) * count
+    assert torch.equal(total.tensors["a"], expected)
+
+
 @pytest.mark.parametrize("kind", UpdateKind)
 def test_adam_of_the_server_is_the_optimiser_of_torch_on_the_mean(kind):
     """A parameter that nobody shares in a round neither moves nor counts a step."""
