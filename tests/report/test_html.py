@@ -494,6 +494,10 @@ def test_the_headline_has_the_epsilon_that_holds_where_no_attack_answered() -> N
     held = Guaranteed(7.996, "Every client has an epsilon of at most 7.996.")
     silent = {"auto": attack(answers=0)}
     verdict = run_verdict(summary(None, silent), EXTENT, held)
+    assert verdict.headline == "No attack stands by a text that it read; an epsilon of 7.996 holds"
+    assert "Attack more clients" in paragraphs(verdict)["Next"]
+    broken = {"auto": attack(answers=0, status={Status.FAILED: 1, Status.ABSTAINED: 11})}
+    verdict = run_verdict(summary(None, broken), EXTENT, held)
     assert verdict.headline == "What can be read was not measured; an epsilon of 7.996 holds"
     wrong = CanarySummary(confidence=0.95, delta=1e-5, bounds=(), alarms=("it is above",))
     contradicted = run_verdict(summary(None, silent, canary=wrong), EXTENT, held)

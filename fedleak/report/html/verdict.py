@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from fedleak.attacks.reconstruction import Status
 from fedleak.audit.metrics.intervals import wilson
 from fedleak.report.html.page import Entry, Level, Verdict
 from fedleak.report.tables.membership import who_was_in
@@ -16,6 +17,7 @@ from fedleak.report.words import (
     percent,
     share,
 )
+from fedleak.store.records import UNSCORED
 from fedleak.store.summaries import (
     NEARLY,
     AttackSummary,
@@ -139,7 +141,9 @@ def run_verdict(summary: RunSummary, extent: Extent, guaranteed: Guaranteed) -> 
         f"{_order_unknown(extent)}{_read_without_facts(summary)}{_read_of_copies(summary)}"
         f"{_certainty(leakage, attacks, extent)}"
     )
-    worst = _worst(leakage, level, membership, who_was_in(summary))
+    ended = {name for attack in attacks.values() for name, count in attack.status.items() if count}
+    silent = Status.ABSTAINED in ended and not ended & {Status.FAILED, UNSCORED}
+    worst = _worst(leakage, level, membership, who_was_in(summary), silent=silent)
     given = given_away(summary.published)
     return Verdict(
         level,
@@ -159,9 +163,14 @@ def run_verdict(summary: RunSummary, extent: Extent, guaranteed: Guaranteed) -> 
 
 
 def _worst(
-    leakage: Strongest | None, level: Level, membership: str, without_texts: str | None
+    leakage: Strongest | None,
+    level: Level,
+    membership: str,
+    without_texts: str | None,
+    *,
+    silent: bool,
 ) -> str:
-    """Returns the worst that was found, in a few words."""
+    """Returns the worst that was found, in a few words; silent attacks all abstained."""
     were = "was" if leakage is not None and leakage.exact_texts == 1 else "were"
     if leakage is not None and leakage.exact_texts:
         texts = counted(leakage.texts, "private text")
@@ -178,9 +187,9 @@ def _worst(
         return f"{amount} of the private texts' words were found"
     if membership:
         return "It could be told which texts were in an update"
-    if leakage is None:
+    if leakage is None and not silent:
         return NOT_MEASURED
-    if leakage.read.exact_match is None:
+    if leakage is None or leakage.read.exact_match is None:
         return "No attack stands by a text that it read"
     return "No text was read word for word in this test"
 
@@ -425,7 +434,7 @@ def next_step(
         "change how clients train: larger batches, more local steps, adapters, frozen embeddings, "
         "secure_sum, or noise (`fedleak list` names the defenses)": leaks and not defended,
         "attack more clients: so few are an example": (
-            leakage is not None and leakage.read.warning
+            extent.attacked < extent.sent if leakage is None else leakage.read.warning
         ),
         "add a defense that guarantees an epsilon (dp_sgd, local_dp): other attacks may read what "
         "these did not": guaranteed.epsilon is None,
