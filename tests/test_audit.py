@@ -290,6 +290,15 @@ def test_what_a_rehearsal_measured_outlives_a_refusal(
     assert len(rehearsed) == 2
 
 
+def test_a_rehearsal_ends_when_all_of_the_time_is_up(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planning, "STOPPED", 0.0)
+    status, _, errors = call("audit", "small.toml")
+    assert (status, "a rehearsal with one client takes longer" in errors) == (2, True)
+    assert [*Path("runs").iterdir()] == []
+
+
 def test_a_search_for_a_defense_has_half_of_the_time() -> None:
     alone, shared = (plan(experiment(defense=DP), LATE, 20, share=s) for s in (1.0, 0.5))
     assert sum(part.seconds for part in shared.parts) <= 0.45 * 20 * 60

@@ -70,13 +70,13 @@ def rehearse(
         pipeline.carry_out(
             run, small, watched, report, on, control=control, findings=(), enough=enough
         )
+        if enough():
+            raise ConfigError("a rehearsal with one client takes longer: give more --minutes")
         given, copies = read_answers(run), read_answers(control_of(run)) if control else []
-    except (KeyboardInterrupt, SystemExit):  # after an error its log says more
+    except (KeyboardInterrupt, SystemExit, ConfigError):  # after another error its log says more
         shutil.rmtree(folder, ignore_errors=True)
         raise
     shutil.rmtree(folder, ignore_errors=True)
-    if enough():
-        raise ConfigError("a rehearsal with one client takes longer than that: give more --minutes")
     return timings_of(now() - begin, moments, given, copies, small)
 
 
