@@ -37,6 +37,9 @@ LARGEST_LOG_NOISE, NOISE_TOLERANCE = 14.0, 2e-4
 BOTH_ACCOUNTANTS: Final = "prv"
 """What a bound from below is compared with: the smallest epsilon that anybody accounts for."""
 
+FAST_ACCOUNTANT: Final = "rdp"
+"""What composes the rounds between those that the other takes seconds for."""
+
 NONE: Final = "none"
 """Stands where a guarantee would: not a number, and not a blank."""
 

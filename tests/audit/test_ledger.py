@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -242,3 +243,15 @@ def test_figures_of_training_stand_beside_the_defense_that_they_are_about() -> N
         (Key(2, 0), 1, "mask", {"zeroed": 0.5}),
         (Key(2, 0), 2, "of another version", {}),
     ]
+
+
+def test_many_rounds_are_composed_faster_and_no_epsilon_is_above_a_later_one(run: Run) -> None:
+    event = replace(EVENT, steps=1)
+    notes = {Key(round, 0): note(event) for round in range(1, 41)}
+    many = experiment(federation={"clients": 2, "rounds": 40, "batch_size": 2})
+    rows = ledger(run, many, notes, Gaps(), [])
+    exact = {row.round: privacy.epsilon(row.uses, 1e-5, "prv") for row in rows}
+    assert [row.round for row in rows if row.accountant == "prv"] == [*range(1, 17), 32, 40]
+    for row, following in pairwise(rows):
+        assert exact[row.round] <= row.epsilon <= following.epsilon
+    assert all(row.epsilon == exact[row.round] for row in rows if row.accountant == "prv")

@@ -24,6 +24,10 @@ from fedleak.util.errors import FedleakError
 UNLIKELY = 1e-6
 """How often a sampler that does what the ledger says is accused."""
 
+EXACT = 16
+"""Rounds of a client that are all composed by the accountant that is asked for: of later ones it
+takes powers of two and the last, and the faster accountant the others."""
+
 CONTRADICTED = "the mechanism does not do what the ledger says"
 """How each sentence ends that ends a run with status 1."""
 
@@ -94,6 +98,8 @@ def ledger(
     for row in before:
         earlier[row.key].append(row)
     events: dict[int, list[Event]] = defaultdict(list)
+    counted: Counter[int] = Counter()
+    last = {key.client: key.round for key in sorted(notes)}
     lost: set[int] = set()
     rows: list[LedgerRow] = []
     for round in range(1, experiment.federation.rounds + 1):
@@ -111,10 +117,15 @@ def ledger(
                 rows += earlier.get(key) or [LedgerRow.nothing_guaranteed(key)]
                 continue
             events[client] += note.events if note is not None else ()
-            spent = privacy.compose(events[client], table.delta, table.accountant)
-            rows += [_ledger_row(key, spending, table.accountant) for spending in spent] or [
+            counted[client] += 1
+            times = counted[client]
+            exact = times <= EXACT or times.bit_count() == 1 or round == last.get(client)
+            accountant = table.accountant if exact else privacy.FAST_ACCOUNTANT
+            spent = privacy.compose(events[client], table.delta, accountant)
+            rows += [_ledger_row(key, spending, accountant) for spending in spent] or [
                 LedgerRow.nothing_guaranteed(key)
             ]
+    rows = _never_above_later(rows)
     gaps.notes += _large_delta(experiment, client_sizes(run), rows)
     gaps.notes += _of_users(experiment, client_sizes(run), events)
     gaps.missing += _drawn_otherwise(notes)
@@ -129,6 +140,19 @@ def ledger(
             "files from the vault of a node, else only `fedleak run FILE --fresh` writes them again"
         )
     return rows
+
+
+def _never_above_later(rows: Sequence[LedgerRow]) -> list[LedgerRow]:
+    """Returns the rows with no epsilon above that of a later round, which bounds it, too."""
+    least: dict[tuple[int, str], float] = {}
+    bounded = []
+    for row in reversed(rows):
+        if row.epsilon != privacy.NONE:
+            unit = row.client, row.unit
+            least[unit] = min(float(row.epsilon), least.get(unit, math.inf))
+            row = row.model_copy(update={"epsilon": least[unit]})
+        bounded.append(row)
+    return bounded[::-1]
 
 
 def _of_users(
