@@ -188,6 +188,11 @@ class FederationTable(Table):
     """Clients in all."""
     clients_per_round: Positive | None = None
     """Clients that train in a round; left out: all."""
+    participation: Literal["random", "cyclic"] = "random"
+    """Who they are: `random` draws them anew; `cyclic` lets clients take turns.
+
+    Then a client trains again after `clients / clients_per_round` rounds, rounded down, or more.
+    """
     at_once: Positive | None = None
     """Clients that are asked at a time: so many updates a SuperLink holds at most.
 

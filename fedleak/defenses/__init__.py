@@ -50,6 +50,8 @@ class Claims:
         largest_number: Size to which a number is cut off before that.
         client_norm: L2 norm by which one client moves the sum over clients at most, the noise
             aside, against a client that sends zeros.
+        carried: Weights of a round's noise and of those of the rounds before it, in a sum that is
+            fresh noise.
     """
 
     noise_scale: float | None = None
@@ -65,6 +67,7 @@ class Claims:
     step: float | None = None
     largest_number: float | None = None
     client_norm: float | None = None
+    carried: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +134,10 @@ class Defense:
         """Returns why it cannot be used on this model, and what to do; None if it can."""
         return None
 
+    def schedule_obstacle(self, rounds: Sequence[int]) -> str | None:
+        """Returns why it cannot count a client that trains in these rounds; None if it can."""
+        return None
+
 
 class NoiseOrEpsilon(Defense, ABC):
     """A defense whose noise is given, or follows from an epsilon. A dataclass has both as fields.
@@ -155,6 +162,7 @@ class NoiseOrEpsilon(Defense, ABC):
         unit = replace(self, noise_multiplier=1.0, epsilon=None)  # type: ignore[type-var]
         planned = [unit.event(local, budget.num_examples, round) for round in budget.rounds]
         noise = privacy.noise_multiplier(self.epsilon, planned, budget.delta, budget.accountant)
+        noise /= planned[0].noise_multiplier  # what noise of 1 comes to
         return replace(unit, noise_multiplier=noise)  # type: ignore[type-var]
 
     @abstractmethod
@@ -186,6 +194,18 @@ class TrustedAggregator(Defense, ABC):
             updates: Of a round's clients in order, as they were sent; one in memory at a time.
             rng: Of the round; all that is random is drawn from it.
         """
+
+    def corrected(
+        self, update: ClientUpdate, earlier: Iterable[torch.Generator], clients: int
+    ) -> ClientUpdate:
+        """Returns what `combined` made, with noise that depends on that of earlier rounds.
+
+        Args:
+            update: Of so many clients.
+            earlier: The random stream of each round before, from the first on.
+            clients: Whose updates are in it.
+        """
+        return update
 
     def fewest(self, clients: int) -> int:
         """Returns how many of so many clients have to answer, or there is no update of a round."""

@@ -137,6 +137,9 @@ def protection(experiment: Experiment, client: int, num_examples: int) -> Protec
             "threat.knows has noise_scale, and noise that is relative to an update has another "
             "scale in each: do not grant it, or give gaussian_noise a sigma"
         )
+    for number, defense in solved.items():
+        if (obstacle := defense.schedule_obstacle(rounds)) is not None:
+            raise ConfigError(f"defense[{number}] ({defense.kind}): {obstacle}")
     # Refuses now what could not be counted after training.
     events = [event for round in budget.rounds for event in client_protection.events(round)]
     privacy.compose(events, table.delta, table.accountant)

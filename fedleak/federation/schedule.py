@@ -21,6 +21,7 @@ def clients_of_round(experiment: Experiment, round: int) -> list[int]:
         experiment.clients_per_round,
         seed=experiment.seed,
         round=round,
+        cyclic=experiment.federation.participation == "cyclic",
     )
 
 
@@ -34,17 +35,21 @@ def rounds_of_clients(experiment: Experiment) -> Sequence[Sequence[int]]:
             for client in range(table.clients)
         ]
     return _rounds_of_clients(
-        table.clients, experiment.clients_per_round, table.rounds, experiment.seed
+        table.clients,
+        experiment.clients_per_round,
+        table.rounds,
+        experiment.seed,
+        table.participation == "cyclic",
     )
 
 
 @lru_cache(maxsize=4)
 def _rounds_of_clients(
-    clients: int, per_round: int, rounds: int, seed: int
+    clients: int, per_round: int, rounds: int, seed: int, cyclic: bool
 ) -> Sequence[Sequence[int]]:
     rounds_by_client: list[list[int]] = [[] for _ in range(clients)]
     for round in range(1, rounds + 1):
-        for client in round_clients(clients, per_round, seed=seed, round=round):
+        for client in round_clients(clients, per_round, seed=seed, round=round, cyclic=cyclic):
             rounds_by_client[client].append(round)
     return rounds_by_client
 

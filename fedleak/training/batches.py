@@ -11,10 +11,15 @@ from fedleak.training.settings import LocalTraining
 from fedleak.util.rng import stream
 
 
-def round_clients(clients: int, per_round: int, *, seed: int, round: int) -> list[int]:
-    """Returns the clients that train in a round, in order."""
+def round_clients(
+    clients: int, per_round: int, *, seed: int, round: int, cyclic: bool = False
+) -> list[int]:
+    """Returns the clients that train in a round, in order; if it is cyclic, they take turns."""
     if per_round >= clients:
         return list(range(clients))
+    if cyclic:
+        order = torch.randperm(clients, generator=stream(seed, "clients"))
+        return sorted(order.roll(-per_round * (round - 1))[:per_round].tolist())
     order = torch.randperm(clients, generator=stream(seed, "clients", round))
     return sorted(order[:per_round].tolist())
 

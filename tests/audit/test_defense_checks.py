@@ -20,6 +20,7 @@ from fedleak.config.loading import parse
 from fedleak.defenses.cast import Cast
 from fedleak.defenses.central_dp import CentralDp
 from fedleak.defenses.clip import Clip, clipped
+from fedleak.defenses.dp_ftrl import DpFtrl
 from fedleak.defenses.dp_sgd import DpSgd
 from fedleak.defenses.freeze import Freeze
 from fedleak.defenses.gaussian_noise import GaussianNoise
@@ -72,6 +73,7 @@ QUANTIZE = {"kind": "quantize", "bits": 4}
 SECURE_SUM = {"kind": "secure_sum"}
 ROUNDED_SUM = SECURE_SUM | {"clipping": 2.0, "max_weight": 4.0}
 CENTRAL_DP = {"kind": "central_dp", "max_norm": 0.5, "noise_multiplier": 0.1}
+DP_FTRL = CENTRAL_DP | {"kind": "dp_ftrl"}
 SIGN = {"kind": "sign"}
 STOCHASTIC = {"kind": "quantize", "bits": 6, "stochastic": True}
 ALL = [
@@ -110,7 +112,7 @@ def broken(findings):
     ],
 )
 def test_every_defense_does_what_it_says(model, algorithm):
-    assert {each["kind"] for each in [*ALL, CENTRAL_DP]} == defenses.kinds().keys()
+    assert {each["kind"] for each in [*ALL, CENTRAL_DP, DP_FTRL]} == defenses.kinds().keys()
     federation = TABLE["federation"] | {"algorithm": algorithm, "local_epochs": 2}
     findings = defense_checks.check(experiment_of(*ALL, model=model, federation=federation))
     assert not broken(findings), [one for one in findings if not one.holds]
@@ -133,12 +135,17 @@ def test_every_defense_does_what_it_says(model, algorithm):
     ]
 
 
-@pytest.mark.parametrize("algorithm", ["fedsgd", "fedavg"])
-def test_a_server_that_is_trusted_with_the_noise_is_checked(algorithm):
+@pytest.mark.parametrize(
+    ("algorithm", "table"), [("fedsgd", CENTRAL_DP), ("fedavg", CENTRAL_DP), ("fedsgd", DP_FTRL)]
+)
+def test_a_server_that_is_trusted_with_the_noise_is_checked(algorithm, table):
     federation = TABLE["federation"] | {"algorithm": algorithm}
-    findings = defense_checks.check(experiment_of(CENTRAL_DP, federation=federation))
+    findings = defense_checks.check(experiment_of(table, federation=federation))
     assert not broken(findings), [one for one in findings if not one.holds]
-    first, *others = [one.claim for one in findings if "central_dp" in one.defense]
+    first, *others = [one.claim for one in findings if table["kind"] in one.defense]
+    if table is DP_FTRL:  # of six rounds together, too
+        assert others[3:5] == others[1:3]
+        del others[3:5]
     assert "neither of two" in first
     assert [claim.split(" by ")[0].split(" than ")[0] for claim in others] == [
         "a loud client moves the sum of updates",
@@ -422,6 +429,10 @@ def clients_that_are_weighed_by_their_examples(patch):
     patch.setattr(CentralDp, "combined", combined)
 
 
+def noise_that_forgets_earlier_rounds(patch):
+    patch.setattr(DpFtrl, "corrected", lambda self, update, earlier, clients: update)
+
+
 def drawn(shapes, rng):
     return {name: torch.randn(shape, generator=rng) for name, shape in shapes.items()}
 
@@ -556,6 +567,7 @@ BROKEN = [
     (CENTRAL_DP, clipping_of_clients_at_a_half_more, ["a loud client moves the sum", STEP]),
     (CENTRAL_DP, noise_that_the_server_leaves_out, [NOISE, STEP]),
     (CENTRAL_DP, clients_that_are_weighed_by_their_examples, ["a loud client moves the sum"]),
+    (DP_FTRL, noise_that_forgets_earlier_rounds, [NOISE]),
 ]
 
 

@@ -90,7 +90,11 @@ class Bench:
     def combined(self, updates: Sequence[ClientUpdate], noise: int = 0) -> ClientUpdate:
         """Returns what is seen of the updates of several clients, where that is one update."""
         assert isinstance(self.defense, TrustedAggregator)
-        return self.defense.combined(updates, rng=stream(self.seed, "check", "combined", noise))
+        return self.defense.combined(updates, rng=self.combining(noise))
+
+    def combining(self, noise: int) -> torch.Generator:
+        """Returns the random stream of what is seen of several clients."""
+        return stream(self.seed, "check", "combined", noise)
 
     def trained(
         self,

@@ -20,6 +20,9 @@ from fedleak.audit.defense_checks.sent_update import noise_tests
 from fedleak.defenses import TrustedAggregator
 from fedleak.training.observation import ClientUpdate
 
+ROUNDS = 6
+"""Rounds that are tried where noise depends on that of earlier rounds."""
+
 
 def combines(bench: Bench) -> Iterator[Test]:
     """Tests what is captured of two clients in place of their updates."""
@@ -49,6 +52,22 @@ def combines(bench: Bench) -> Iterator[Test]:
     if scale := bench.defense.noise_on_mean(2):
         again = bench.combined([first, second], noise=1)
         yield from noise_tests(total, again, scale)
+        if bench.claims.carried:
+            first, again = (_fresh(bench, 1 + number * ROUNDS) for number in range(2))
+            yield from noise_tests(first, again, scale)
+
+
+def _fresh(bench: Bench, begin: int) -> ClientUpdate:
+    """Returns what should be fresh noise in the rounds of two clients that send zeros."""
+    assert isinstance(bench.defense, TrustedAggregator)
+    nothing, rounds = zeroed(bench.raw()), range(begin, begin + ROUNDS)
+    total = nothing.changed(torch.clone)
+    for coefficient, round in zip(bench.claims.carried, reversed(rounds), strict=False):
+        earlier = [bench.combining(before) for before in range(begin, round)]
+        seen = bench.defense.corrected(bench.combined([nothing] * 2, round), earlier, 2)
+        for name, value in total.tensors.items():
+            value.add_(seen.tensors[name], alpha=coefficient)
+    return total
 
 
 def _client_bounded(bench: Bench, norm: float, other: ClientUpdate) -> Test:

@@ -302,7 +302,10 @@ class CuriousServer(Strategy):
             return None
         note_dropped_out(self._run, round, refusing, refusing)
         held = (self._run.held.read_capture(Key(round, client)).update for client in left)
-        return aggregator.combined(held, rng=stream(self._experiment.seed, "combined", round))
+        *earlier, rng = (
+            stream(self._experiment.seed, "combined", number) for number in range(1, round + 1)
+        )
+        return aggregator.corrected(aggregator.combined(held, rng=rng), earlier, len(left))
 
     def _seen_of_sum(self, combined: ClientUpdate, round: int) -> ClientUpdate:
         """Returns what is captured of a sum: all of it, or the target's update."""

@@ -1,0 +1,106 @@
+"""DP-FTRL: central differential privacy with noise that later rounds take out again."""
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Annotated, ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from fedleak.defenses import Claims
+from fedleak.defenses.central_dp import CentralDp
+from fedleak.training.observation import ClientUpdate
+from fedleak.training.privacy import Event
+from fedleak.training.settings import LocalTraining
+
+
+@dataclass(frozen=True)
+class DpFtrl(CentralDp):
+    """A trusted server adds noise that is correlated over rounds: more privacy for as much use.
+
+    DP-FTRL by banded matrix factorisation (Kairouz et al. 2021; Choquette-Choo et al. 2023), with
+    the banded square root of Kalinin and Lampert (2024): the noise y of the rounds solves C y = z
+    for independent z, where C is lower triangular and Toeplitz. What is in the sum of rounds, and
+    so in the model, has less of it than of independent noise.
+
+    A client that trains in rounds with `separation` between them has the columns of C in these
+    rounds; the squared norm of their sum is at most `charge` for each. A round draws the noise of
+    all rounds before it again.
+
+    Attributes:
+        bands: Diagonals of C; with 1 it is `central_dp`.
+        separation: Rounds from one in which a client trains to its next, at least.
+    """
+
+    kind: ClassVar[str] = "dp_ftrl"
+    bands: Annotated[int, Field(ge=1, le=10_000)] = 4
+    separation: Annotated[int, Field(ge=1)] = 1
+
+    @property
+    def coefficients(self) -> Sequence[float]:
+        """The first column of C, that of the square root of the matrix of prefix sums."""
+        column = [1.0]
+        for row in range(1, self.bands):
+            column.append(column[-1] * (2 * row - 1) / (2 * row))
+        return column
+
+    @property
+    def charge(self) -> float:
+        """How much of the squared norm of the columns of C a round adds, at most.
+
+        That is the squared norm of its own, and twice its products with those of earlier rounds.
+        Products get smaller from one diagonal to the next, so `separation` is the worst case.
+        """
+        column = torch.tensor(self.coefficients, dtype=torch.float64)
+        products = [
+            float(column[lag:] @ column[: self.bands - lag])
+            for lag in range(0, self.bands, self.separation)
+        ]
+        return 2 * sum(products) - products[0]
+
+    def corrected(
+        self, update: ClientUpdate, earlier: Iterable[torch.Generator], clients: int
+    ) -> ClientUpdate:
+        """Returns the update less what earlier rounds carry of its noise."""
+        before: deque[Mapping[str, Tensor]] = deque(maxlen=self.bands - 1)
+        for rng in earlier:
+            drawn = {
+                name: torch.randn(value.shape, generator=rng)
+                for name, value in sorted(update.tensors.items())
+            }
+            before.appendleft(self._less(drawn, before, 1.0))
+        return replace(
+            update, tensors=self._less(update.tensors, before, self.noise_on_mean(clients))
+        )
+
+    def _less(
+        self, tensors: Mapping[str, Tensor], before: Iterable[Mapping[str, Tensor]], scale: float
+    ) -> dict[str, Tensor]:
+        left = dict(tensors)
+        for coefficient, noise in zip(self.coefficients[1:], before, strict=False):
+            left = {name: left[name] - scale * coefficient * noise[name] for name in left}
+        return left
+
+    def schedule_obstacle(self, rounds: Sequence[int]) -> str | None:
+        """Returns that a client trains too often, if it does."""
+        for first, second in pairwise(rounds):
+            if second - first < self.separation:
+                return (
+                    f"separation = {self.separation}, and a client trains in rounds {first} and "
+                    f'{second}: lower it, or set federation.participation = "cyclic" with at least '
+                    f"{self.separation} times as many clients as train in a round"
+                )
+        return None
+
+    def update_claims(self, local: LocalTraining, num_examples: int) -> Claims:
+        """Returns by how much a client moves the sum, and how noise is correlated."""
+        claims = super().update_claims(local, num_examples)
+        return replace(claims, carried=tuple(self.coefficients))
+
+    def event(self, local: LocalTraining, num_examples: int, round: int) -> Event:
+        """Returns one use on all that the client has, with what it adds to the columns of C."""
+        event = super().event(local, num_examples, round)
+        return replace(event, noise_multiplier=event.noise_multiplier / self.charge**0.5)
