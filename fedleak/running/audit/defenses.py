@@ -188,7 +188,8 @@ def defended(
         added = [*table["defense"], *value] if key == "defense" else value
         loading.set_(table, key, added, "audit --defend")
     gate, smallest = experiment.gate, min(client_sizes(run) or [0])
-    limited = "membership" in gate.require or any(getattr(gate, name) for name in MEMBERSHIP)
+    limited = any(getattr(gate, name) is not None for name in MEMBERSHIP)
+    limited |= "membership" in gate.require
     table["attack"] = [
         {key: value for key, value in attack.items() if key != "seconds"}  # the search gives them
         for attack in table["attack"]
@@ -204,10 +205,13 @@ def defended(
     table["gate"]["may_abstain"] = [name for name in gate.may_abstain if name in names]
     if changed.sees == "updates":
         return _few_updates(run, parse(table), needed)
-    if smallest and (sums := passes(smallest, changed.local_training)) < needed:
+    # Under FedAvg, and by Poisson sampling, a text is in many sums.
+    once = changed.federation.algorithm == "fedsgd" and not changed.trains_privately
+    sums = passes(smallest, changed.local_training) if once and smallest else 1
+    if sums < needed:
         raise ConfigError(
             f"a sum is judged over {needed} sums of different texts, and there are texts for "
-            f"{sums}: give clients more texts (data.samples)"
+            f"{sums}: give clients more texts (data.samples), and gradients of one batch"
         )
     table["federation"]["rounds"] = max(needed, changed.federation.rounds)
     table["threat"] |= {"rounds": None, "clients": None}
