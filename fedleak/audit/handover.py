@@ -5,13 +5,13 @@ until it is given them. What a vault holds is as hostile as what comes over the 
 checked before anything is written, and nothing that the run has is replaced by something else.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from fedleak.audit.detection import DetectionNote
 from fedleak.audit.privacy.ledger import ClientNote
@@ -30,6 +30,8 @@ from fedleak.training.truth import GroundTruth
 from fedleak.util.errors import CaptureError, ConfigError, FedleakError
 from fedleak.util.plain_files import content
 from fedleak.util.sanitise import printable
+
+Note = TypeVar("Note", bound=BaseModel)
 
 MOST_BYTES = 64 * 2**20
 """Of a file of a vault: a private batch of more than a million tokens."""
@@ -60,33 +62,30 @@ def take_vaults(run: Run, folders: Sequence[Path]) -> HandedOver:
         ConfigError: There is no run here, or a folder has nothing of it.
         FedleakError: A file is not what a client of this run wrote; nothing was taken then.
     """
-    check = _Check(run)
-    truths: dict[Key, Any] = {}
-    notes: dict[Key, Any] = {}
-    detected: dict[Key, Any] = {}
-    for folder in folders:
-        vault = _folder_of_run(run, folder)
-        for kind, collected, checked in (
-            ("vault", truths, check.truth),
-            ("defended", notes, check.note),
-            ("detected", detected, check.detection),
-        ):
-            for key, path in check.files(vault / kind):
-                value = checked(key, path)
-                if collected.setdefault(key, value) != value:
-                    raise FedleakError(
-                        f"{path}: another folder has another file for {key}: name the vault of the "
-                        f"node that holds the data of client {key.client}, and no other for it"
-                    )
-    new_truths, new_notes = _lacking(run.vault, truths), _lacking(run.defended, notes)
-    new_detected = _lacking(run.detected, detected)
-    for key, value in new_truths.items():
-        run.vault.write(key, value)
-    for key, value in new_notes.items():
-        run.defended.write(key, value)
-    for key, value in new_detected.items():
-        run.detected.write(key, value)
-    return HandedOver(truths=tuple(sorted(new_truths)), notes=tuple(sorted(new_notes)))
+    check, vaults = _Check(run), [_folder_of_run(run, folder) for folder in folders]
+    kinds = ((run.vault, check.truth), (run.defended, check.note), (run.detected, check.detection))
+    new = [_lacking(own, _collected(vaults, own.name, check, checked)) for own, checked in kinds]
+    for (own, _), contents in zip(kinds, new, strict=True):
+        for key, value in contents.items():
+            own.write(key, value)
+    truths, notes, _ = new
+    return HandedOver(truths=tuple(sorted(truths)), notes=tuple(sorted(notes)))
+
+
+def _collected(
+    vaults: Iterable[Path], name: str, check: "_Check", checked: Callable[[Key, Path], Any]
+) -> dict[Key, Any]:
+    """Returns what vaults have in their folders of this name, checked."""
+    contents: dict[Key, Any] = {}
+    for vault in vaults:
+        for key, path in check.files(vault / name):
+            value = checked(key, path)
+            if contents.setdefault(key, value) != value:
+                raise FedleakError(
+                    f"{path}: another folder has another file for {key}: name the vault of the "
+                    f"node that holds the data of client {key.client}, and no other for it"
+                )
+    return contents
 
 
 def _folder_of_run(run: Run, folder: Path) -> Path:
@@ -169,22 +168,14 @@ class _Check:
 
     def note(self, key: Key, path: Path) -> Any:
         """Returns the content of a note on defenses that can be of this run."""
-        value = self._read_marked(path)
-        try:
-            note = ClientNote.model_validate(value)
-        except ValidationError as error:
-            raise _refused(f"{path} is damaged (it is no note on defenses)") from error
+        value, note = self._read_note(path, ClientNote, "defenses")
         if reason := self._why_wrong_note(key.client, note):
             raise _refused(f"{path}: {reason}")
         return value
 
     def detection(self, key: Key, path: Path) -> Any:
         """Returns the content of a note on detectors that can be of this run."""
-        value = self._read_marked(path)
-        try:
-            note = DetectionNote.model_validate(value)
-        except ValidationError as error:
-            raise _refused(f"{path} is damaged (it is no note on detectors)") from error
+        value, note = self._read_note(path, DetectionNote, "detectors")
         own = self._experiment.detectors_of(key.client)
         if any(
             finding.place not in own or own[finding.place].kind != finding.detector
@@ -192,6 +183,14 @@ class _Check:
         ):
             raise _refused(f"{path}: client {key.client} has other detectors in this run")
         return value
+
+    def _read_note(self, path: Path, kind: type[Note], of_what: str) -> tuple[Any, Note]:
+        """Reads a client's note, as it is written and as a value."""
+        value = self._read_marked(path)
+        try:
+            return value, kind.model_validate(value)
+        except ValidationError as error:
+            raise _refused(f"{path} is damaged (it is no note on {of_what})") from error
 
     def _read_marked(self, path: Path) -> Any:
         """Reads a file that carries this experiment's mark."""
