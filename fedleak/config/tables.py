@@ -363,12 +363,6 @@ class PublishedTable(Table):
     secret: Pattern = "{word} {word} {word} {word}"
     """How it goes on."""
 
-    @model_validator(mode="after")
-    def _different_counts(self) -> "PublishedTable":
-        if len({*self.counts}) < len(self.counts):
-            raise ValueError(f"counts = {self.counts} has one twice: remove it")
-        return self
-
 
 class UtilityTable(Table):
     """`[utility]`: when the global model is scored on held-out data."""

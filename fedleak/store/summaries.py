@@ -361,11 +361,9 @@ class PublishedSummary(Record):
     """What the published models give away of secrets, apart from what updates give away.
 
     Attributes:
-        twins: Among how many a secret is ranked.
-        figures: By measure and count.
+        figures: By measure, way to ask, and count.
     """
 
-    twins: int
     figures: tuple[PublishedFigure, ...]
 
 

@@ -12,14 +12,7 @@ from fedleak.audit.metrics.utility import evaluate
 from fedleak.config.tables import GateTable
 from fedleak.federation.schedule import clients_of_round
 from fedleak.models import loading
-from fedleak.store.summaries import (
-    CanarySummary,
-    Estimate,
-    MeanOfClients,
-    PublishedSummary,
-    RunSummary,
-    WorstCase,
-)
+from fedleak.store.summaries import CanarySummary, Estimate, MeanOfClients, RunSummary, WorstCase
 from fedleak.training.privacy import NONE
 from fedleak.util.errors import FedleakError
 
@@ -71,10 +64,8 @@ def limit_checks(limits: GateTable, evidence: Evidence) -> list[Check]:
     checks += [
         _membership(name, limit, evidence) for name, limit in _named(limits, MEMBERSHIP).items()
     ]
-    checks += [
-        _published(name, limit, summary.published)
-        for name, limit in _named(limits, PUBLISHED).items()
-    ]
+    planted = _named(limits, PUBLISHED)
+    checks += [_published(name, limit, summary) for name, limit in planted.items()]
     if limits.epsilon is not None:
         checks.append(_epsilon(limits.epsilon, evidence))
         if summary.canary is not None and limits.canary is None:
@@ -191,12 +182,12 @@ def _membership(name: str, limit: float, evidence: Evidence) -> Check:
     return _highest(name, leak.says, limit, figures, lacks)
 
 
-def _published(name: str, limit: float, summary: PublishedSummary | None) -> Check:
+def _published(name: str, limit: float, summary: RunSummary) -> Check:
     """Compares what any published model gives away with a limit."""
-    if summary is None:
+    if summary.published is None:
         return untold(name, ["no secrets were planted: the file has no [published]"], "")
     figures = []
-    for figure in summary.figures:
+    for figure in summary.published.figures:
         for row in figure.rounds if figure.measure == name else ():
             prefix = f"{figure.count} times in a client's data, {figure.by}, round {row.round}: "
             figures += _both(prefix, row.figure)

@@ -17,7 +17,7 @@ The bounds of all attacks and scores hold at once with `CONFIDENCE`.
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -254,42 +254,39 @@ def _area(texts: Mapping[tuple[int, int], _Text], largest: int) -> Estimate | No
     by_client: dict[int, list[_Text]] = defaultdict(list)
     for (client, _), text in texts.items():
         by_client[client].append(text)
-    wins, clusters = [], []
-    for of_client in by_client.values():
-        members, controls = (
-            [text for text in of_client if text.inside == inside] for inside in (True, False)
-        )
-        if controls:
-            wins += shares_won([text.score for text in members], [text.score for text in controls])
-            clusters += [text.cluster for text in members]
-    if not wins:
+    won = [share for of_client in by_client.values() for share in _won(of_client)]
+    if not won:
         return None
-    return estimate(wins, clusters, most=1.0, largest=largest)
+    shares, clusters = zip(*won, strict=True)
+    return estimate(shares, clusters, most=1.0, largest=largest)
 
 
 def _by_round(rows: Sequence[MembershipRow], score: str) -> tuple[RoundFigure, ...]:
     """Returns the area in each round, over texts of the same update."""
-    wins: dict[int, list[float]] = defaultdict(list)
+    won: dict[int, list[float]] = defaultdict(list)
     for row in rows:
-        members, controls = (
-            [
-                value
-                for value, was_in in zip(row.scores[score], row.inside, strict=True)
-                if was_in == inside
-            ]
-            for inside in (True, False)
-        )
-        if members and controls:
-            wins[row.round] += shares_won(members, controls)
+        won[row.round] += [share for share, _ in _won(_texts([row], score).values())]
     return tuple(
-        RoundFigure(round=round, auc=math.fsum(won) / len(won))
-        for round, won in sorted(wins.items())
+        RoundFigure(round=round, auc=math.fsum(shares) / len(shares))
+        for round, shares in sorted(won.items())
+        if shares
     )
 
 
-def shares_won(members: Sequence[float], controls: Sequence[float]) -> list[float]:
+def _won(texts: Iterable[_Text]) -> list[tuple[float, int]]:
+    """Returns for each text that was in the share of the others that score lower, and a cluster."""
+    members, controls = list[_Text](), list[_Text]()
+    for text in texts:
+        (members if text.inside else controls).append(text)
+    if not controls:
+        return []
+    shares = shares_won([text.score for text in members], [text.score for text in controls])
+    return [(share, text.cluster) for share, text in zip(shares, members, strict=True)]
+
+
+def shares_won(members: npt.ArrayLike, controls: npt.ArrayLike) -> list[float]:
     """Returns for each member the share of the controls that score lower; ties are half."""
-    above = np.array(members)[:, None] - np.array(controls)
+    above = np.asarray(members)[:, None] - np.asarray(controls)
     shares: list[float] = ((above > 0).mean(1) + 0.5 * (above == 0).mean(1)).tolist()
     return shares
 

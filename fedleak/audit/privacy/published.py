@@ -25,6 +25,7 @@ from fedleak import models
 from fedleak.audit.estimates import estimate
 from fedleak.audit.kept_texts import read_held_out
 from fedleak.audit.privacy import decoding
+from fedleak.audit.privacy.membership import shares_won
 from fedleak.config.experiment import Experiment
 from fedleak.federation.secrets import secrets
 from fedleak.models import loading
@@ -109,7 +110,7 @@ def summarised(experiment: Experiment, rows: Sequence[PublishedRow]) -> Publishe
         for (measure, count, name), of_rounds in rounds.items()
     ]
     figures.sort(key=lambda figure: (figure.measure, figure.by, figure.count))
-    return PublishedSummary(twins=rows[0].counts.count(0), figures=tuple(figures))
+    return PublishedSummary(figures=tuple(figures))
 
 
 def _scores(rows: Sequence[PublishedRow]) -> list[dict[str, Numbers]]:
@@ -128,7 +129,7 @@ def _scores(rows: Sequence[PublishedRow]) -> list[dict[str, Numbers]]:
 
 def exposure(secrets: Numbers, twins: Numbers) -> Numbers:
     """Returns the exposure of each secret in bits, by their scores; a tie counts half a rank."""
-    above = (twins > secrets[:, None]).sum(1) + 0.5 * (twins == secrets[:, None]).sum(1)
+    above = len(twins) * (1 - np.array(shares_won(secrets, twins)))
     return np.asarray(math.log2(len(twins) + 1) - np.log2(1 + above))
 
 

@@ -2,7 +2,6 @@
 
 from fedleak.report.table import Column, Table, figures, plain, words
 from fedleak.report.words import (
-    NOT_MEASURED,
     counted,
     few_digits,
     interval,
@@ -67,8 +66,8 @@ def _cells(row: PublishedFigure) -> list[str]:
     last, means = row.rounds[-1], [after.figure.mean for after in row.rounds]
     if row.measure == "exposure":
         shown = ["exposure", row.by, str(row.count), interval(last.figure, places=2)]
-        shown += [f"{last.control:.2f}", NOT_MEASURED if last.p is None else f"{last.p:.2g}"]
+        shown += [f"{last.control:.2f}", few_digits(last.p)]
     else:
         shown = ["written", row.by, str(row.count), f"{interval(last.figure, 100)} %"]
-        shown += [percent(last.control), NOT_MEASURED]
+        shown += [percent(last.control), few_digits(last.p)]
     return [*shown, f"{row.secrets:,}", ", ".join(map(few_digits, means))]
