@@ -164,6 +164,12 @@ def test_adapters_and_shared_parts_are_checked_as_they_are_sent():
     assert not broken(findings), [one for one in findings if not one.holds]
 
 
+def test_random_words_without_a_response_check_a_loss_on_responses():
+    model = {"name": "builtin/gpt2-tiny", "task": "causal-lm", "response_template": "A:"}
+    data = TABLE["data"] | {"text": "Q: {instruction}\nA: {response}"}
+    assert not broken(defense_checks.check(experiment_of(CLIP, model=model, data=data)))
+
+
 def test_the_check_leaves_no_trace_and_says_the_same_again():
     experiment = experiment_of(MASK, GAUSS)
     state = torch.get_rng_state()

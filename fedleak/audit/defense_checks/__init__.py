@@ -117,6 +117,7 @@ def check(experiment: Experiment, sizes: Sequence[int] | None = None) -> list[Fi
         table = experiment.federation
         sizes = [table.batch_size] * table.clients if sizes is None else sizes
         parts = [list(range(size)) for size in sizes]
+    model = replace(model, response_template=())  # in random words there is no response
     texts, findings = random_texts(model, experiment.seed), []
     for number, placed in enumerate(experiment.defenses):
         client = placed.clients[0] if placed.clients else 0
