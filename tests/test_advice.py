@@ -398,7 +398,7 @@ def test_a_search_runs_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         "gate": {"exact": 0.3, "seconds": 1.0},
     }
     Path("small.toml").write_text(toml(settings))
-    status, text, errors = call("audit", "small.toml", "--defend", "--minutes", "8")
+    status, text, errors = call("audit", "small.toml", "--defend", "--minutes", "40")
     assert status == 3, errors
     run = Run(tmp_path / "runs/small-audit")
     advice = run.read_document(AUDIT).advice
@@ -414,7 +414,7 @@ def test_a_search_runs_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert f"is {advice.cheapest.name}: " in " ".join(text.split())
     assert advice.cheapest.name in (run.path / "report.html").read_text()
     before = {path: path.stat().st_mtime_ns for path in ended.rglob("reconstructions.jsonl")}
-    assert call("audit", "small.toml", "--defend", "--minutes", "8")[0] == 3
+    assert call("audit", "small.toml", "--defend", "--minutes", "40")[0] == 3
     assert run.read_document(AUDIT).advice == advice
     assert {path: path.stat().st_mtime_ns for path in ended.rglob("*.jsonl") if path in before} == (
         before

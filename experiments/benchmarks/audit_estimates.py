@@ -3,10 +3,11 @@
     python experiments/benchmarks/audit_estimates.py [SETTING]... [--minutes 10] [--out FOLDER]
 
 Runs audits of settings that end in different ways: `none` (a BERT on CoLA, no defense: everything
-is proved), `dp` (the same with DP-SGD: attacks take all their time, canaries, undefended copies),
-`lora` (a LLaMA with adapters and AdamW) and `quickstart` (a tiny LLaMA, 60 rounds). Prints for each
-the seconds that the plan says, the seconds that it took, by the clock, and their ratio; and the
-seconds of the processor. What other programs do meanwhile changes both.
+is proved), `dp` and `noise` (the same with DP-SGD, or with noise of a tenth of an update's root
+mean square: attacks take all their time, canaries, undefended copies), `lora` (a LLaMA with
+adapters and AdamW) and `quickstart` (a tiny LLaMA, 60 rounds). Prints for each the seconds that the
+plan says, the seconds that it took, by the clock, and their ratio; and the seconds of the
+processor. What other programs do meanwhile changes both.
 
 FEDLEAK_ASSETS: see experiments/cola-minilm.toml; with models/stories15m for `lora`.
 """
@@ -25,6 +26,7 @@ COLA = ["data.samples=64", "data.held_out=48", "federation.rounds=3", "federatio
 SETTINGS = {
     "none": ("cola-minilm.toml", COLA),
     "dp": ("cola-minilm.toml", [*COLA, 'defense=[{kind="dp_sgd", epsilon=8.0}]']),
+    "noise": ("cola-minilm.toml", [*COLA, 'defense=[{kind="gaussian_noise", relative=0.1}]']),
     "lora": (
         "cola-minilm.toml",
         [

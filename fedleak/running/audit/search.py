@@ -63,7 +63,7 @@ ENDING = "-defend"
 CONTROL = "positive control"
 """The check of the gate that the run itself stands for, where a setting leaves updates plain."""
 
-SHARE = 0.1
+SHARE = 0.5
 """Of the time of a run, what looking whether a limit is exceeded may take."""
 
 Watch = Callable[[str], AbstractContextManager[Callable[[RunProgress], None]]]
@@ -250,9 +250,9 @@ def _outlook(
     fit = sum(total <= room for total in itertools.accumulate(most))
     yield (
         f"{counted(len(cells), 'defense')} can be tried in the {duration(room)} that are left, "
-        f"those that cost nothing first: one that stops all attacks takes up to "
-        f"{duration(max(most, default=0.0))}, one that exceeds a limit ends as soon as that is "
-        f"certain; there is time for {fit} or more"
+        f"those that cost nothing first: one that stops all attacks takes from "
+        f"{duration(min(most, default=0.0))} to {duration(max(most, default=0.0))}, one that "
+        f"exceeds a limit ends as soon as that is certain; there is time for {fit} or more"
     )
     if cells and seconds < (wanted := cells[0].gate.seconds):
         yield (
