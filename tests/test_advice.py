@@ -263,6 +263,46 @@ def test_a_run_is_looked_at_when_something_was_read_and_ends_in_time(tmp_path: P
     assert Enough(run, experiment().gate, -math.inf, told.append)()
 
 
+@pytest.mark.parametrize("may_abstain", [[], ["auto"]])
+def test_abstentions_are_not_what_exceeds_a_limit(tmp_path: Path, may_abstain: list[str]) -> None:
+    """Of five clients of whom nothing is read the interval reaches .52; seven abstentions."""
+    gate = {"exact": 0.3, "may_abstain": may_abstain}
+    auto = {"attack": "auto", "settings": {"kind": "auto"}}
+
+    def scored(name: str, settings: Experiment, read: int, wrong: int) -> Run:
+        texts = [[[2, 10 + client, 20, 3], [2, 40 + client, 21, 3]] for client in range(12)]
+        run = run_of(
+            tmp_path / name,
+            settings,
+            [truth_of(1, client, of_client) for client, of_client in enumerate(texts)],
+            [
+                *(answer_of(1, client, texts[client], **auto) for client in range(read)),
+                *(answer_of(1, client, [[2, 7, 3]] * 2, **auto) for client in range(wrong)),
+                *(
+                    answer_of(1, client, status="abstained", **auto)
+                    for client in range(max(read, wrong), 12)
+                ),
+            ],
+            node_examples=[2] * 12,
+        )
+        run.write_json("held_out.json", {"sequences": [], "labels": []})
+        score_run(run)
+        return run
+
+    table = {"federation.rounds": 1, "threat.rounds": None, "attack": [{"kind": "auto"}], **BATCH}
+    before = scored("before", experiment(**table, gate=gate), read=12, wrong=0)
+    adapters = {"name": "builtin/bert-tiny", "lora": {"rank": 2}}
+    after = scored("after", experiment(**table, gate=gate, model=adapters), read=0, wrong=5)
+    lora = SimpleNamespace(name="LoRA", free=True)
+    row = search._judged(lora, after, before)  # type: ignore[arg-type]
+    assert row.trial is Trial.UNTOLD
+    # Where the gate takes abstentions of who reads undefended updates, nothing was read of twelve.
+    assert ("exact: " in row.why, "attack auto: it abstained" in row.why) == (
+        (not may_abstain),
+        (not may_abstain),
+    )
+
+
 @pytest.fixture
 def leaking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A finished audit whose limit is exceeded; how defenses end is up to the test."""

@@ -13,9 +13,12 @@ from fedleak.audit.gate.control import STRONGEST
 from fedleak.audit.gate.evidence import NOTHING, Evidence, recounted
 from fedleak.config.components import listed_as
 from fedleak.store.records import LeakageRow
+from fedleak.store.summaries import PositiveControl
 
 
-def with_abstentions(evidence: Evidence, may_abstain: Collection[str]) -> Evidence:
+def with_abstentions(
+    evidence: Evidence, may_abstain: Collection[str], control: PositiveControl | None = None
+) -> Evidence:
     """Returns a run whose abstentions count as texts of which nothing was read.
 
     That holds for attacks of the strongest kind that may abstain and that read a text of every
@@ -24,8 +27,9 @@ def with_abstentions(evidence: Evidence, may_abstain: Collection[str]) -> Eviden
     Args:
         evidence: The run.
         may_abstain: Names of attacks.
+        control: As in `judge`.
     """
-    control = evidence.summary.positive_control
+    control = control or evidence.summary.positive_control
     if control is None:
         return evidence
     able = {

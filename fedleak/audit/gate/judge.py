@@ -13,6 +13,7 @@ from fedleak.audit.gate.measured import measured_checks, required_checks
 from fedleak.config import checks
 from fedleak.config.tables import LEAST, MOST, GateTable
 from fedleak.store.run import Run
+from fedleak.store.summaries import PositiveControl
 from fedleak.util.errors import ConfigError, FedleakError
 
 
@@ -30,13 +31,20 @@ class Verdict:
     digest: str | None
 
 
-def judge(run: Run, limits: GateTable, *, accept_purged: bool = False) -> Verdict:
+def judge(
+    run: Run,
+    limits: GateTable,
+    *,
+    accept_purged: bool = False,
+    control: PositiveControl | None = None,
+) -> Verdict:
     """Scores a run anew, writes nothing, and compares it with limits.
 
     Args:
         run: The run directory.
         limits: At least one limit, or something that has to be measured.
         accept_purged: Take the figures of a run whose private data was deleted as they are.
+        control: What the same attacks read where nothing is in their way; None: as the run says.
 
     Raises:
         ConfigError: This is no run directory, there is no limit, or a name is no attack's.
@@ -56,7 +64,7 @@ def judge(run: Run, limits: GateTable, *, accept_purged: bool = False) -> Verdic
         return Verdict([Check("figures", Outcome.UNTOLD, str(error))], None)
     names = {*evidence.kinds, *(row.attack for row in evidence.rows.leakage)}
     checks.check_gate(limits, names, {*evidence.kinds.values(), *attacks.kinds()})
-    counted = with_abstentions(evidence, limits.may_abstain)
+    counted = with_abstentions(evidence, limits.may_abstain, control)
     gate_checks = limit_checks(limits, counted)
     gate_checks += required_checks(limits, counted)
     gate_checks += [

@@ -184,6 +184,7 @@ def defended(
     """
     table = experiment.model_dump(mode="json") | {"preset": None}
     table["model"] = {key: value for key, value in table["model"].items() if value is not None}
+    table["threat"]["clients"] = None  # whom the audit attacked; here it is who is needed
     for key, value in setting.changes.items():
         added = [*table["defense"], *value] if key == "defense" else value
         loading.set_(table, key, added, "audit --defend")
@@ -214,7 +215,7 @@ def defended(
             f"{sums}: give clients more texts (data.samples), and gradients of one batch"
         )
     table["federation"]["rounds"] = max(needed, changed.federation.rounds)
-    table["threat"] |= {"rounds": None, "clients": None}
+    table["threat"]["rounds"] = None
     return parse(table)
 
 

@@ -17,8 +17,9 @@ from functools import partial
 
 from fedleak.attacks.clock import now
 from fedleak.attacks.reconstruction import Status
+from fedleak.audit import positive_control
 from fedleak.audit.gate.check import Check, Outcome
-from fedleak.audit.gate.early import exceeded_already
+from fedleak.audit.gate.early import COUNTED, exceeded_already
 from fedleak.audit.gate.judge import chosen, judge
 from fedleak.audit.metrics import intervals
 from fedleak.audit.positive_control import COPIES, is_undefended
@@ -52,6 +53,7 @@ from fedleak.running.pipeline import Engine
 from fedleak.running.sweep import Cell, Sweep
 from fedleak.running.workers.process import Worker
 from fedleak.store.audits import AUDIT, Advice, Timings, Trial, Tried
+from fedleak.store.records import LEAKAGE
 from fedleak.store.run import Run
 from fedleak.store.shards import read_answers
 from fedleak.store.summaries import SUMMARY, RunSummary
@@ -180,7 +182,7 @@ def advise(
                 sweep = replace(sweep, cells=(*sweep.cells, cell))
                 with watch(name) as report:
                     enough = Enough(sweep.run(cell), timed.gate, opened.time.ends, report)
-                    rows[name] = _tried(candidate, cell, enough, before, train, on)
+                    rows[name] = _tried(candidate, cell, enough, run, train, on)
                 sweeps.collect(sweep)
             run.write(AUDIT, audit.model_copy(update={"advice": advice()}))
     return advice()
@@ -267,7 +269,7 @@ def _tried(
     candidate: Candidate,
     cell: Cell,
     enough: Enough,
-    before: RunSummary,
+    before: Run,
     train: Engine,
     on: Sequence[Worker],
 ) -> Tried:
@@ -300,17 +302,21 @@ def _ends_search(tried: Iterable[Tried]) -> bool:
     return any(row.free and row.trial is Trial.WITHIN and row.lost == 0 for row in tried)
 
 
-def _judged(candidate: Candidate, run: Run, before: RunSummary) -> Tried:
-    """Returns what came of a defense whose run is complete."""
-    experiment = stored(run)
-    plain = is_undefended(experiment)
+def _judged(candidate: Candidate, run: Run, before: Run) -> Tried:
+    """Returns what came of a defense whose run is complete.
+
+    The run of the audit is the control of updates that stay plain. A limit that only too few
+    answers exceed, because attacks abstained, is not told.
+    """
+    experiment, summary = stored(run), run.read_document(SUMMARY)
+    plain, certain = is_undefended(experiment), exceeded_already(run, experiment.gate)
+    control = positive_control.of_rows(before.rows(LEAKAGE)) if plain else None
     failed = [
-        check
-        for check in judge(run, experiment.gate).checks
+        check if certain or check.name not in COUNTED else replace(check, outcome=Outcome.UNTOLD)
+        for check in judge(run, experiment.gate, control=control).checks
         if not check.passed and not (plain and check.name == CONTROL)
     ]
     failed.sort(key=lambda check: check.outcome is not Outcome.EXCEEDED)
-    summary = run.read_document(SUMMARY)
     worst, figure, privacy = summary.worst_case, utility_of(summary), summary.privacy
     return Tried(
         name=candidate.name,
@@ -319,7 +325,7 @@ def _judged(candidate: Candidate, run: Run, before: RunSummary) -> Tried:
         why="; ".join(f"{check.name}: {check.sentence}" for check in failed),
         exact=None if worst is None else worst.exact_match,
         utility=figure and figure[1],
-        lost=utility_lost(before, summary),
+        lost=utility_lost(before.read_document(SUMMARY), summary),
         epsilon=None if privacy is None else privacy.epsilon,
     )
 
