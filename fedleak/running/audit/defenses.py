@@ -14,6 +14,7 @@ from fedleak.config.families import FamilyTable, Setting
 from fedleak.config.loading import parse
 from fedleak.federation.lookup import client_sizes, most_examples
 from fedleak.federation.schedule import expected_captures
+from fedleak.federation.workload import outline
 from fedleak.models import LanguageModel
 from fedleak.report.words import in_words
 from fedleak.running import preparation
@@ -197,6 +198,8 @@ def defended(
         if limited or attack["kind"] != "membership"
     ]
     changed = parse(table | {"gate": {}})
+    if changed.model != experiment.model:
+        model = outline(changed, run.info()["num_labels"])
     obstacles = [_obstacle(table, attack, model) for attack in changed.attack]
     if changed.attack and all(obstacles):
         raise ConfigError(obstacles[0])

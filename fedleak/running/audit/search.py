@@ -19,6 +19,7 @@ from fedleak.attacks.clock import now
 from fedleak.attacks.reconstruction import Status
 from fedleak.audit import positive_control
 from fedleak.audit.gate.check import Check, Outcome
+from fedleak.audit.gate.control import STRONGEST
 from fedleak.audit.gate.early import COUNTED, exceeded_already
 from fedleak.audit.gate.judge import chosen, judge
 from fedleak.audit.metrics import intervals
@@ -256,6 +257,12 @@ def _outlook(
         f"{duration(min(most, default=0.0))} to {duration(max(most, default=0.0))}, one that "
         f"exceeds a limit ends as soon as that is certain; there is time for {fit} or more"
     )
+    if cells and STRONGEST not in cells[0].gate.may_abstain:
+        yield (
+            f"{STRONGEST} abstains where a defense leaves it nothing, and then too little is told: "
+            f'gate.may_abstain = ["{STRONGEST}"] takes that as nothing read, where it '
+            "reads undefended updates"
+        )
     if cells and seconds < (wanted := cells[0].gate.seconds):
         yield (
             f"no defense can be shown to keep within the limits in that time: attacks get "
