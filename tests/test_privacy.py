@@ -331,9 +331,9 @@ def test_planning_draws_the_clients_of_a_round_once(monkeypatch):
     """Not once for every client: a hundred thousand rounds are planned in a second."""
     drawn = []
 
-    def draw(clients, per_round, *, seed, round):
+    def draw(clients, per_round, *, seed, round, cyclic):
         drawn.append(round)
-        return round_clients(clients, per_round, seed=seed, round=round)
+        return round_clients(clients, per_round, seed=seed, round=round, cyclic=cyclic)
 
     monkeypatch.setattr(schedule, "round_clients", draw)
     experiment = experiment_of(clients=6, clients_per_round=2, rounds=9)

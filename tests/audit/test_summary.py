@@ -181,7 +181,7 @@ def summed_up(
     gaps = Gaps(missing=["m"], awaited=["a"], notes=["n"], unscored=2)
     done = {one.id: place for place, one in enumerate(rows)}
     scored = ScoredRows(leakage=rows)
-    return summarise(run, parse(tables(changes)), gaps, scored, done, utility, None), gaps
+    return summarise(run, parse(tables(changes)), gaps, scored, done, utility, (), None), gaps
 
 
 def test_a_run_is_summed_up(tmp_path: Path) -> None:
@@ -192,7 +192,7 @@ def test_a_run_is_summed_up(tmp_path: Path) -> None:
         "name": "small", "status": "finished", "server": None, "fedleak": "0",
         "model_fingerprint": "abc",
         "captures": 1, "ladder": None, "defended": (), "privacy": None, "canary": None,
-        "membership": None, "positive_control": None, "detections": None,
+        "membership": None, "published": None, "positive_control": None, "detections": None,
         "utility_before": utility[0].model_dump(),
         "utility": utility[2].model_dump(), "held_out": 4,
         "utility_reference": Baseline(steps=3, accuracy=0.5).model_dump(), "missing": ("m",),

@@ -626,7 +626,7 @@ def test_defaults_are_those_of_the_design_and_probes_are_always_on():
     named = parse(table_of(attack=[{"kind": "dager"}, {"kind": "probes", "name": "p"}])).attacks
     assert [(each.name, each.attack) for each in named] == [("dager", Dager()), ("p", Probes())]
     said = tomllib.loads(DESIGN)["federation"] | {"clients_per_round": None, "at_once": None}
-    said |= {"server_optimiser": "sgd", "server_learning_rate": None}
+    said |= {"server_optimiser": "sgd", "server_learning_rate": None, "participation": "random"}
     assert found.federation.model_dump() == said
     assert (found.clients_per_round, found.update.share, found.defenses) == (4, "all", ())
     assert found.threat_model.knows == frozenset()

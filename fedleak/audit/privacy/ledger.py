@@ -144,13 +144,13 @@ def ledger(
 
 def _never_above_later(rows: Sequence[LedgerRow]) -> list[LedgerRow]:
     """Returns the rows with no epsilon above that of a later round, which bounds it, too."""
-    least: dict[tuple[int, str], float] = {}
+    smallest: dict[tuple[int, str], float] = {}
     bounded = []
     for row in reversed(rows):
         if row.epsilon != privacy.NONE:
             unit = row.client, row.unit
-            least[unit] = min(float(row.epsilon), least.get(unit, math.inf))
-            row = row.model_copy(update={"epsilon": least[unit]})
+            smallest[unit] = min(float(row.epsilon), smallest.get(unit, math.inf))
+            row = row.model_copy(update={"epsilon": smallest[unit]})
         bounded.append(row)
     return bounded[::-1]
 
