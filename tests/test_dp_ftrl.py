@@ -1,5 +1,6 @@
 """DP-FTRL: its noise is that of the matrices, and what it counts is never too little."""
 
+import math
 from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,9 @@ import pytest
 import torch
 from tiny import tables
 
+from fedleak.audit.vault import read_truth
 from fedleak.config.loading import parse
+from fedleak.defenses import Noises
 from fedleak.defenses.dp_ftrl import DpFtrl
 from fedleak.federation.protection import protection
 from fedleak.federation.schedule import rounds_of_clients
@@ -32,16 +35,21 @@ def matrix(bands: int, rounds: int = ROUNDS) -> np.ndarray:
     return np.where(places >= 0, column[places], 0.0)
 
 
-def noises(bands: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the noise of each round, and the independent noise that it is made of."""
+def noises(bands: int, *, goes_on: bool = True) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the noise of each round, and the independent noise that it is made of.
+
+    With `goes_on` the server of a round is that of the round before; else it begins anew.
+    """
     defense = DpFtrl(max_norm=1.0, noise_multiplier=2.0, bands=bands)
     seen, fresh = [], []
+    kept: Noises = {}
     for round in range(1, ROUNDS + 1):
         nothing = ClientUpdate(UpdateKind.GRADIENT, {"a": torch.zeros(NUMBERS)}, 1)
         *earlier, rng = (stream(0, number) for number in range(1, round + 1))
         made = defense.combined([nothing] * 4, rng=rng)
         fresh.append(made.tensors["a"].double().numpy())
-        seen.append(defense.corrected(made, earlier, 4).tensors["a"].double().numpy())
+        kept = kept if goes_on else {}
+        seen.append(defense.corrected(made, earlier, 4, kept).tensors["a"].double().numpy())
     return np.array(seen), np.array(fresh)
 
 
@@ -50,6 +58,17 @@ def test_the_noise_of_the_rounds_solves_the_banded_system(bands: int) -> None:
     seen, fresh = noises(bands)
     assert np.abs(matrix(bands) @ seen - fresh).max() < 1e-5
     assert np.std(fresh) == pytest.approx(2.0 / 4, rel=0.05)
+    assert np.array_equal(seen, noises(bands, goes_on=False)[0]), "a run that was stopped"
+
+
+@pytest.mark.parametrize("bands", [1, 3, ROUNDS])
+def test_the_scale_of_a_round_is_that_of_its_row_of_the_inverse(bands: int) -> None:
+    defense = DpFtrl(max_norm=1.0, noise_multiplier=2.0, bands=bands)
+    scales = [defense.noise_on_mean(4, round) for round in range(1, ROUNDS + 1)]
+    rows = np.linalg.norm(np.linalg.inv(matrix(bands)), axis=1)
+    assert scales == pytest.approx(2.0 / 4 * rows)
+    assert scales == sorted(scales), "the last is the largest"
+    assert np.std(noises(bands)[0], axis=1) == pytest.approx(scales, rel=0.15)
 
 
 def test_with_all_bands_the_sum_of_rounds_has_the_noise_of_the_square_root() -> None:
@@ -120,6 +139,9 @@ def test_a_run_carries_noise_from_round_to_round(tmp_path: Path, monkeypatch: An
         captured[name] = [
             run.captures.read_capture(Key(round, EVERYONE)).update.tensors for round in (1, 2)
         ]
+    truths = [read_truth(run, Key(round, EVERYONE)) for round in (1, 2)]
+    scales = [truth.noise_scale or 0.0 for truth in truths if truth is not None]
+    assert scales[1] == pytest.approx(math.sqrt(1 + 0.5**2) * scales[0])
     (first, second), (fresh_first, fresh_second) = captured["carried"], captured["fresh"]
     assert all(torch.equal(first[name], fresh_first[name]) for name in first)
     noise = protection(made, 0, 2).defenses[0].noise_on_mean(2)

@@ -113,7 +113,7 @@ def _truth_of_all(run: Run, round: int) -> GroundTruth | None:
     ]
     noise_scale = math.hypot(*scales) if any(scales) else None
     aggregator = aggregator_of(experiment)
-    if aggregator is not None and (added := aggregator.noise_on_mean(len(clients))):
+    if aggregator is not None and (added := aggregator.noise_on_mean(len(clients), round)):
         # The clients' own noise is clipped with their updates: nobody knows how loud it is then.
         noise_scale = None if noise_scale else added
     labels = tuple(chain.from_iterable(truth.labels for truth in truths))

@@ -31,6 +31,10 @@ _PIECE = 2**16
 """Numbers whose float64 copies stay in a processor's cache."""
 
 
+Noises = dict[int, Mapping[str, Tensor]]
+"""Noise of a round by the name of the parameter, by round."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Claims:
     """What a defense says of an update that went through it. None is no claim.
@@ -196,7 +200,7 @@ class TrustedAggregator(Defense, ABC):
         """
 
     def corrected(
-        self, update: ClientUpdate, earlier: Iterable[torch.Generator], clients: int
+        self, update: ClientUpdate, earlier: Sequence[torch.Generator], clients: int, kept: Noises
     ) -> ClientUpdate:
         """Returns what `combined` made, with noise that depends on that of earlier rounds.
 
@@ -204,6 +208,7 @@ class TrustedAggregator(Defense, ABC):
             update: Of so many clients.
             earlier: The random stream of each round before, from the first on.
             clients: Whose updates are in it.
+            kept: Noise of earlier rounds; here is kept what the next round needs of it.
         """
         return update
 
@@ -215,8 +220,11 @@ class TrustedAggregator(Defense, ABC):
         """Returns the weight in the mean of an update of so many examples."""
         return examples
 
-    def noise_on_mean(self, clients: int) -> float:
-        """Returns the standard deviation of the noise that it adds to a number, for so many."""
+    def noise_on_mean(self, clients: int, round: int = 1) -> float:
+        """Returns the standard deviation of the noise on a number of the mean of so many.
+
+        It is no smaller in later rounds.
+        """
         return 0.0
 
     def round_obstacle(self, clients: int, parameters: Collection[frozenset[str]]) -> str | None:

@@ -58,7 +58,7 @@ class CentralDp(NoiseOrEpsilon, TrustedAggregator):
         }
         return replace(mean, tensors=noisy, num_examples=sum(examples))
 
-    def noise_on_mean(self, clients: int) -> float:
+    def noise_on_mean(self, clients: int, round: int = 1) -> float:
         """Returns the standard deviation of the noise on a number of the mean."""
         assert self.noise_multiplier is not None
         return self.noise_multiplier * self.max_norm / clients

@@ -1,7 +1,7 @@
 """DP-FTRL: central differential privacy with noise that later rounds take out again."""
 
-from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Annotated, ClassVar
@@ -10,7 +10,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedleak.defenses import Claims
+from fedleak.defenses import Claims, Noises
 from fedleak.defenses.central_dp import CentralDp
 from fedleak.training.observation import ClientUpdate
 from fedleak.training.privacy import Event
@@ -27,8 +27,7 @@ class DpFtrl(CentralDp):
     so in the model, has less of it than of independent noise.
 
     A client that trains in rounds with `separation` between them has the columns of C in these
-    rounds; the squared norm of their sum is at most `charge` for each. A round draws the noise of
-    all rounds before it again.
+    rounds; the squared norm of their sum is at most `charge` for each.
 
     Attributes:
         bands: Diagonals of C; with 1 it is `central_dp`.
@@ -62,27 +61,39 @@ class DpFtrl(CentralDp):
         return 2 * sum(products) - products[0]
 
     def corrected(
-        self, update: ClientUpdate, earlier: Iterable[torch.Generator], clients: int
+        self, update: ClientUpdate, earlier: Sequence[torch.Generator], clients: int, kept: Noises
     ) -> ClientUpdate:
         """Returns the update less what earlier rounds carry of its noise."""
-        before: deque[Mapping[str, Tensor]] = deque(maxlen=self.bands - 1)
-        for rng in earlier:
-            drawn = {
-                name: torch.randn(value.shape, generator=rng)
-                for name, value in sorted(update.tensors.items())
-            }
-            before.appendleft(self._less(drawn, before, 1.0))
-        return replace(
-            update, tensors=self._less(update.tensors, before, self.noise_on_mean(clients))
-        )
+        for round, rng in enumerate(earlier, start=1):
+            if round > max(kept, default=0):
+                drawn = {
+                    name: torch.randn(value.shape, generator=rng)
+                    for name, value in sorted(update.tensors.items())
+                }
+                kept[round] = self._less(drawn, kept, 1.0)
+                kept.pop(round - self.bands, None)
+        less = self._less(update.tensors, kept, super().noise_on_mean(clients))
+        return replace(update, tensors=less)
 
     def _less(
-        self, tensors: Mapping[str, Tensor], before: Iterable[Mapping[str, Tensor]], scale: float
-    ) -> dict[str, Tensor]:
-        left = dict(tensors)
-        for coefficient, noise in zip(self.coefficients[1:], before, strict=False):
-            left = {name: left[name] - scale * coefficient * noise[name] for name in left}
-        return left
+        self, tensors: Mapping[str, Tensor], before: Noises, scale: float
+    ) -> Mapping[str, Tensor]:
+        """Returns tensors less the noise of the rounds before, the latest first."""
+        latest = [before[round] for round in sorted(before, reverse=True)]
+        for coefficient, noise in zip(self.coefficients[1:], latest, strict=False):
+            tensors = {name: tensors[name] - scale * coefficient * noise[name] for name in tensors}
+        return tensors
+
+    def noise_on_mean(self, clients: int, round: int = 1) -> float:
+        """Returns the standard deviation of the noise on a number of the mean in a round.
+
+        The noise of a round is that of the rounds up to it, weighed by a row of the inverse of C.
+        """
+        row: list[float] = []
+        for lag in range(round):
+            before = zip(self.coefficients[1:], reversed(row), strict=False)
+            row.append(float(lag == 0) - sum(weight * entry for weight, entry in before))
+        return super().noise_on_mean(clients) * math.hypot(*row)
 
     def schedule_obstacle(self, rounds: Sequence[int]) -> str | None:
         """Returns that a client trains too often, if it does."""

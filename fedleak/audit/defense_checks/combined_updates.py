@@ -64,7 +64,7 @@ def _fresh(bench: Bench, begin: int) -> ClientUpdate:
     total = nothing.changed(torch.clone)
     for coefficient, round in zip(bench.claims.carried, reversed(rounds), strict=False):
         earlier = [bench.combining(before) for before in range(begin, round)]
-        seen = bench.defense.corrected(bench.combined([nothing] * 2, round), earlier, 2)
+        seen = bench.defense.corrected(bench.combined([nothing] * 2, round), earlier, 2, {})
         for name, value in total.tensors.items():
             value.add_(seen.tensors[name], alpha=coefficient)
     return total

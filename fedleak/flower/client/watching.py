@@ -98,7 +98,8 @@ def movement(experiment: Experiment, protection: Protection) -> Movement:
             most = None
         noises.append(claims.noise_scale or 0.0)
         if isinstance(defense, TrustedAggregator):
-            noises.append(defense.noise_on_mean(1))  # most of all, where others refuse the round
+            # Most of all: in the last round, where others refuse it.
+            noises.append(defense.noise_on_mean(1, experiment.federation.rounds))
     noise = scale * math.hypot(*noises) / (1 - recipe.momentum)
     unknown = protection.scales_with_update() or recipe.precision == "bfloat16"
     if len(experiment.unlike_clients) > 1:  # others may clip nothing

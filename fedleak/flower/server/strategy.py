@@ -19,7 +19,7 @@ from fedleak.audit.kept_texts import read_held_out
 from fedleak.config.experiment import Experiment
 from fedleak.config.sent_parameters import sent_by
 from fedleak.config.stored_parameters import stored_parameters
-from fedleak.defenses import TrustedAggregator
+from fedleak.defenses import Noises, TrustedAggregator
 from fedleak.detectors import REFUSED
 from fedleak.federation.lookup import absent, most_examples, note_dropped_out
 from fedleak.federation.protection import aggregator_of
@@ -80,6 +80,7 @@ class CuriousServer(Strategy):
         self._waiting_for: dict[int, int] = {}  # the client of each node that has not answered
         self._problems: list[str] = []
         self._aggregator = aggregator_of(experiment)
+        self._noises: Noises = {}  # of the aggregator, in earlier rounds
         self._arrays = ArrayRecord()
         self._sum: RoundSum | None = None  # None: an aggregator has the updates of a round
         self._mode: ServerMode | None = None  # of the round
@@ -305,7 +306,9 @@ class CuriousServer(Strategy):
         *earlier, rng = (
             stream(self._experiment.seed, "combined", number) for number in range(1, round + 1)
         )
-        return aggregator.corrected(aggregator.combined(held, rng=rng), earlier, len(left))
+        return aggregator.corrected(
+            aggregator.combined(held, rng=rng), earlier, len(left), self._noises
+        )
 
     def _seen_of_sum(self, combined: ClientUpdate, round: int) -> ClientUpdate:
         """Returns what is captured of a sum: all of it, or the target's update."""
