@@ -3,7 +3,8 @@
 import dataclasses
 import io
 import math
-from itertools import product
+import statistics
+from itertools import chain, product
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from fedleak.audit import defense_checks, explanation, grants, vault
 from fedleak.config.checks import check_canaries, check_defenses
 from fedleak.config.loading import parse
 from fedleak.defenses.central_dp import CentralDp
+from fedleak.federation.canaries import places
 from fedleak.federation.protection import aggregator_of, protection
 from fedleak.federation.schedule import rounds_of_clients
 from fedleak.flower.engines import train
@@ -24,7 +26,7 @@ from fedleak.models import loading
 from fedleak.report.terminal import explanation as shown
 from fedleak.running import pipeline, preparation
 from fedleak.running.reports import report_run
-from fedleak.store.records import LEAKAGE, LEDGER
+from fedleak.store.records import CANARIES, LEAKAGE, LEDGER
 from fedleak.store.run import EVERYONE, Key
 from fedleak.store.summaries import SUMMARY
 from fedleak.training.observation import ClientUpdate, ThreatModel, UpdateKind
@@ -295,6 +297,55 @@ def test_canaries_of_clients_are_looked_for_in_a_difference(tmp_path):
     assert not found.alarms
 
 
+# --- canary clients -------------------------------------------------------------------------
+
+
+def test_canary_clients_join_the_sum_as_clients_do(held, tmp_path):
+    """Their copy is the clipped sum with canaries by hand, and what is captured stays as it was."""
+    without, seen = held
+    run = carried_out(tmp_path / "run", experiment_of(CENTRAL, canary={"count": 4}))
+    captured = run.captures.read_capture(Key(1, EVERYONE)).update.tensors
+    for name, value in without.captures.read_capture(Key(1, EVERYONE)).update.tensors.items():
+        assert torch.equal(value, captured[name])
+    experiment, model = parse(run.info()["experiment"]), loading.load(parse(TABLE).model_spec(2))
+    total = {name: torch.zeros_like(value, dtype=torch.float64) for name, value in captured.items()}
+    for client in range(3):
+        tensors = seen[Key(1, client)]
+        norm = math.sqrt(sum(float((value.double() ** 2).sum()) for value in tensors.values()))
+        for name, value in tensors.items():
+            total[name] += value.double() * min(1.0, 0.5 / norm)
+        inside = vault.read_truth(run, Key(1, client)).canaries.inside
+        where = places(experiment, client, 1, model)
+        there = where.directions() * [0.5 * coin for coin in inside]
+        where.add_(total, there)
+    rng = stream(TABLE["seed"], "combined", 1)
+    for name in sorted(total):
+        total[name] += 0.8 * 0.5 * torch.randn(total[name].shape, generator=rng)
+    for client in range(3):
+        where = places(experiment, client, 1, model)
+        scored = next(row for row in run.rows(CANARIES) if (row.round, row.client) == (1, client))
+        assert (scored.whole, scored.joined, scored.audited_copy) == (True, True, True)
+        assert scored.scores == pytest.approx(where.score(total).tolist(), abs=1e-3)
+
+
+@pytest.mark.parametrize("algorithm", ["fedsgd", "fedavg"])
+def test_canary_clients_show_the_noise_of_the_server(tmp_path, algorithm):
+    federation = {"algorithm": algorithm, "rounds": 2}
+    experiment = experiment_of(CENTRAL, canary={"count": 32}, federation=federation)
+    run = carried_out(tmp_path / "run", experiment)
+    shown = run.read_document(SUMMARY).canary
+    assert not shown.alarms
+    together = shown.bounds[0]
+    assert (together.client, together.unit, together.canaries) == (EVERYONE, "client", 3 * 32)
+    assert 0 <= together.epsilon_delta <= together.f_dp <= together.gaussian <= together.epsilon
+    rows = run.rows(CANARIES)
+    pairs = list(chain(*(zip(row.inside, row.scores, strict=True) for row in rows)))
+    inside, outside = ([z for coin, z in pairs if coin == there] for there in (True, False))
+    assert abs(statistics.mean(inside) - 1 / 0.8) < 4 / math.sqrt(len(inside))
+    assert abs(statistics.mean(outside)) < 4 / math.sqrt(len(outside))
+    assert 0.8 < statistics.stdev(outside) < 1.2
+
+
 # --- what is said and refused ---------------------------------------------------------------
 
 
@@ -334,7 +385,6 @@ def test_a_sight_that_the_defenses_do_not_leave_is_refused(defense, sees, words)
 @pytest.mark.parametrize(
     ("more", "tables", "words"),
     [
-        ([], {"canary": {"count": 4}}, "canary: central_dp protects what leaves the server"),
         (
             [{"kind": "freeze", "parameters": ["t2"], "clients": [1]}],
             {},
@@ -359,6 +409,13 @@ def test_what_does_not_go_together_is_refused(more, tables, words):
 
     with pytest.raises(ConfigError, match=words):
         checked()
+
+
+def test_canaries_of_correlated_noise_are_refused():
+    table = {**CENTRAL, "kind": "dp_ftrl"}
+    experiment = experiment_of(table, canary={"count": 4})
+    with pytest.raises(ConfigError, match="canary: the noise of dp_ftrl is correlated over rounds"):
+        check_canaries(experiment, loading.outline(experiment.model_spec(2)))
 
 
 def test_other_defenses_of_the_same_round_are_refused():

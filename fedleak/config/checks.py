@@ -105,14 +105,14 @@ def check_canaries(experiment: Experiment, model: LanguageModel) -> None:
     table, clients = experiment.canary, experiment.federation.clients
     if table is None:
         return
-    if (aggregator := experiment.aggregator) is not None and aggregator.noisy:
+    local, aggregator = experiment.local_training, experiment.aggregator
+    if aggregator is not None and aggregator.update_claims(local, 1).carried:
         raise ConfigError(
-            f"canary: {aggregator.kind} protects what leaves the server, and canaries enter what "
-            "leaves a client: leave [canary] out; `fedleak check-defense` tests this defense by "
-            "canaries of its own"
+            f"canary: the noise of {aggregator.kind} is correlated over rounds, and canaries would "
+            "see it in one round at a time: leave [canary] out; `fedleak check-defense` tests this "
+            "noise over several rounds"
         )
     changed = next(iter(experiment.client.changed), None)
-    local = experiment.local_training
     protected = [
         any(e is not None and e.unit == "client" for e in (d.event(local, 1, 1) for d in used))
         for used in (experiment.defenses_of(c).values() for c in experiment.unlike_clients)

@@ -1,15 +1,18 @@
 """Which canaries a client takes in, how they get into its update, and what it keeps of them.
 
-There are three ways:
+There are four ways:
 
 - in steps of DP-SGD, as the gradients of further examples, in the update that is sent: beside the
   noise they are nothing. They are dummy records of the client's data set, and its own sampler draws
   them, for a round and for a local step;
 - as the whole update, plus or minus a direction, where a defense protects all that a client has:
   any two updates are neighbours then, so each canary is in a copy of its own, with fresh noise;
-- added to the update, where nothing bounds what an example contributes.
+- added to the update, where nothing bounds what an example contributes;
+- as clients of their own, beside the round's, where a trusted server protects all that a client has
+  (Andrew et al. 2024, "One-shot empirical privacy estimation for federated learning"). Those of a
+  client are there or not in the rounds in which it trains.
 
-The last two are made in an audited copy that goes through the same defenses, with the same noise,
+The last three are made in an audited copy that goes through the same defenses, with the same noise,
 and is never sent or aggregated: it would cost the model something.
 
 Each canary's coin is flipped once for the run, and its places and directions are drawn anew in
@@ -18,8 +21,9 @@ and bounds by it are about the whole run, as the ledger is.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 import torch
@@ -27,6 +31,7 @@ from torch import Tensor
 
 from fedleak.config.experiment import Experiment
 from fedleak.config.sent_parameters import sent_by
+from fedleak.defenses import TrustedAggregator
 from fedleak.federation.protection import Protection
 from fedleak.models import LanguageModel
 from fedleak.privacy.canaries import Canaries
@@ -82,7 +87,7 @@ class ClientCanaries:
             self.canaries.add_(copy.tensors, self.canaries.directions() * sizes_K)
             yield slice(None), copy
             return
-        for canary, sign in enumerate(2 * inside_K - 1):
+        for canary, sign in enumerate(inside_K if self.coins.joined else 2 * inside_K - 1):
             copy, sizes_K = update.changed(torch.zeros_like), np.zeros_like(inside_K)
             sizes_K[canary] = self.scale * sign
             self.canaries.add_(copy.tensors, self.canaries.directions() * sizes_K)
@@ -106,6 +111,46 @@ class ClientCanaries:
             audited = defend(copy, *fresh)
             audited_SK[:, canaries] = self.canaries.taken(audited.tensors)[:, canaries]
         return torch.from_numpy(audited_SK - sent_SK)
+
+
+def differences_of_sum(
+    experiment: Experiment,
+    aggregator: TrustedAggregator,
+    round: int,
+    model: LanguageModel,
+    combined: ClientUpdate,
+    clients: Sequence[int],
+    updates: Iterable[ClientUpdate],
+) -> Iterator[tuple[int, Tensor]]:
+    """Yields for each client by how much the sum differs at its canaries' numbers [S, K].
+
+    In the audited copy all clients' canaries join the round together. It has the same noise, on the
+    sum.
+
+    Args:
+        experiment: Says how many canaries each client has.
+        aggregator: Makes the sum.
+        round: Of it.
+        model: Its parameters have canaries.
+        combined: The sum without canaries.
+        clients: That are in it.
+        updates: Of them.
+    """
+    alone = Protection(experiment.local_training, {0: aggregator}, 1)
+    made_of = {
+        client: made
+        for client in clients
+        if (made := client_canaries(experiment, alone, client, round, model, Batch([], [])))
+    }
+    if not made_of:
+        return
+    joining = (copy for made in made_of.values() for _, copy in made.copies(combined))
+    rng = stream(experiment.seed, "combined", round)
+    audited = aggregator.combined(chain(updates, joining), rng=rng)
+    share = len(clients) / (len(clients) + sum(made.canaries.count for made in made_of.values()))
+    for client, made in made_of.items():
+        audited_SK = made.canaries.taken(audited.tensors) / share
+        yield client, torch.from_numpy(audited_SK - made.canaries.taken(combined.tensors))
 
 
 def places(experiment: Experiment, client: int, round: int, model: LanguageModel) -> Canaries:
@@ -173,6 +218,10 @@ def client_canaries(
         uses=steps if poisson or private is None or of_fedsgd else local.epochs,
         drawn=(1,) * canaries.count,
         alike=local.recipe.plain and local.schedule.shape == "constant",
+        joined=any(
+            isinstance(defense, TrustedAggregator) and defense.noisy
+            for defense in protection.defenses.values()
+        ),
     )
     if private is not None:
         records = Records(held, canaries.count, poisson)

@@ -270,6 +270,7 @@ class CanaryRow(_OfUpdate):
         steps, uses: Local steps in the update, and those in which a canary takes part.
         drawn: Steps in which each of them did; none: an older version did not write it down.
         alike: Whether the steps count alike in the update.
+        joined: Each is a client of its own, there or not, in an audited copy of the round's sum.
         numbers: How many each canary is spread over: no score exceeds their square root.
         noise_share: The share of noise in the update's squared norm, as far as the defenses say;
             None: they add none.
@@ -285,6 +286,7 @@ class CanaryRow(_OfUpdate):
     uses: int
     drawn: tuple[int, ...] = ()
     alike: bool = True
+    joined: bool = False
     numbers: int
     noise_share: float | None
     inside: tuple[bool, ...]

@@ -21,6 +21,8 @@ class Coins:
         uses: Local steps in which one that is in takes part; where it is sampled, at most.
         drawn: Local steps in which each did, or would have if it were in.
         alike: Whether local steps count alike in the update.
+        joined: Each is a client of its own, there or not, whose update joins an audited copy of the
+            round's sum; the server makes it.
     """
 
     inside: tuple[bool, ...]
@@ -32,6 +34,7 @@ class Coins:
     uses: int
     drawn: tuple[int, ...] = ()
     alike: bool = True
+    joined: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

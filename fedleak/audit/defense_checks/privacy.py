@@ -67,6 +67,8 @@ def measured(bench: Bench, experiment: Experiment, client: int) -> Iterator[Test
             with_canaries, client_alone, client, 1 + noise, bench.model, bench.texts
         )
         assert made is not None
+        # Plus or minus here, whose sign is known: each of the few copies is used.
+        made = replace(made, coins=replace(made.coins, joined=False))
         for number, (canaries, update) in enumerate(_with_canaries(bench, made, noise)):
             fresh = noise * count + number
             captured = bench.defended(update, fresh)

@@ -138,7 +138,7 @@ def _row(
         differences_SK = run.vault.read_differences(key)
         if tuple(differences_SK.shape) != values_SK.shape:
             raise CaptureError(f"the audited copy of {key} has other numbers than its update")
-        summed = capture.key.client == EVERYONE
+        summed = capture.key.client == EVERYONE and not coins.joined
         counts = weight(truth, experiment) / update.num_examples if summed else 1.0
         values_SK += counts * differences_SK.numpy()
     return CanaryRow(
@@ -152,6 +152,7 @@ def _row(
         uses=coins.uses,
         drawn=coins.drawn,
         alike=coins.alike,
+        joined=coins.joined,
         numbers=where.numbers,
         noise_share=noise_share,
         inside=coins.inside,
@@ -185,6 +186,11 @@ class Tally:
     def whole(self) -> bool:
         """Whether its canaries are whole updates."""
         return self.rows[0].whole
+
+    @property
+    def signed(self) -> bool:
+        """Whether its canaries are plus or minus, and not there or not."""
+        return self.whole and not self.rows[0].joined
 
     @property
     def sampled(self) -> bool:
@@ -334,7 +340,7 @@ def _bound(cell: Sequence[Tally], alpha: float, delta: float) -> CanaryBound:
         delta,
         mu=max(tally.mu for tally in cell),
         sampled=any(tally.sampled for tally in cell),
-        signed=cell[0].whole,
+        signed=cell[0].signed,
     )
     return CanaryBound(
         client=cell[0].client if len(cell) == 1 else EVERYONE,
@@ -407,7 +413,7 @@ def _steps(tally: Tally) -> Iterator[_Steps]:
             continue
         inside_K, scores_K, drawn_K = map(np.array, (row.inside, row.scores, row.drawn))
         means_K = drawn_K / math.sqrt(row.steps) if row.alike else np.sqrt(drawn_K)
-        if row.whole:  # plus and minus are twice as far apart
+        if tally.signed:  # plus and minus are twice as far apart
             scores_K, means_K = np.where(inside_K, scores_K, -scores_K), means_K / 2
             inside_K = np.ones_like(inside_K)
         for group in range(DUMMIES):

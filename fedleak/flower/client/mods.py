@@ -54,12 +54,15 @@ def defend(message: Message, context: Context, call_next: Next) -> Message:
 
     raw, private = reply.update, work.private
     reply.update, defense_notes = protection.defend(raw, rng)
-    if private is not None and reply.canaries is not None and reply.canaries.coins.copy:
+    canaries = reply.canaries
+    if canaries is not None and (canaries.coins.joined or not canaries.coins.copy):
+        canaries = None  # they are in another update, or in this one
+    if private is not None and canaries is not None:
 
         def defended(update: ClientUpdate, *copy: int) -> ClientUpdate:
             return protection.defend(update, lambda number: rng(number, *copy))[0]
 
-        differences_SK = reply.canaries.differences(raw, reply.update, defended)
+        differences_SK = canaries.differences(raw, reply.update, defended)
         private.vault.write_differences(key, differences_SK)
     if defense_notes and private is not None:
         events = [event.to_json() for event in protection.events(key.round)]

@@ -1,6 +1,6 @@
 """The curious or malicious server: sums updates, and keeps what it is to attack of them."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from flwr.app import (
@@ -21,6 +21,7 @@ from fedleak.config.sent_parameters import sent_by
 from fedleak.config.stored_parameters import stored_parameters
 from fedleak.defenses import Noises, TrustedAggregator
 from fedleak.detectors import REFUSED
+from fedleak.federation.canaries import differences_of_sum
 from fedleak.federation.lookup import absent, most_examples, note_dropped_out
 from fedleak.federation.protection import aggregator_of
 from fedleak.federation.schedule import clients_of_round, key_of_sum, rounds_attacked, target
@@ -302,13 +303,20 @@ class CuriousServer(Strategy):
             note_dropped_out(self._run, round, clients, refusing, skipped=True)
             return None
         note_dropped_out(self._run, round, refusing, refusing)
-        held = (self._run.held.read_capture(Key(round, client)).update for client in left)
+
+        def held() -> Iterator[ClientUpdate]:
+            return (self._run.held.read_capture(Key(round, client)).update for client in left)
+
         *earlier, rng = (
             stream(self._experiment.seed, "combined", number) for number in range(1, round + 1)
         )
-        return aggregator.corrected(
-            aggregator.combined(held, rng=rng), earlier, len(left), self._noises
-        )
+        combined = aggregator.combined(held(), rng=rng)
+        if aggregator.noisy and round in rounds_attacked(self._experiment):
+            for client, differences_SK in differences_of_sum(
+                self._experiment, aggregator, round, self._model, combined, left, held()
+            ):
+                self._run.vault.write_differences(Key(round, client), differences_SK)
+        return aggregator.corrected(combined, earlier, len(left), self._noises)
 
     def _seen_of_sum(self, combined: ClientUpdate, round: int) -> ClientUpdate:
         """Returns what is captured of a sum: all of it, or the target's update."""
