@@ -98,7 +98,7 @@ def row(**values):
     fields = dict.fromkeys(LeakageRow.model_fields)
     texts = {"attack": "dager", "status": Status.RECOVERED, "reason": "", "knows": ()}
     numbers = {"round": 1, "client": 0, "batch_size": 2, "num_tokens": 9, "rougeL": 50.0}
-    rest = {"verified": False, "facts": {}, "diagnostics": {}, "personal": ()}
+    rest = {"verified": False, "apart": False, "facts": {}, "diagnostics": {}, "personal": ()}
     return LeakageRow(**fields | texts | numbers | rest | values)
 
 

