@@ -39,8 +39,8 @@ __all__ = [
 
 __version__ = VERSION
 
-# Some processors sum in an order that depends on where numbers lie in memory, unless MKL is told not
-# to; it costs about 3 %. MKL looks once, when it is first used.
+# On some processors the order of a sum depends on where numbers lie in memory, unless MKL is told
+# otherwise; it costs about 3 %. MKL looks once, when it is first used.
 os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 # What is noted is shown by whoever wants it, by nobody else.
